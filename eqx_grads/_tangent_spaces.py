@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
+from jax.core import AbstractValue, ShapedArray
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
@@ -51,6 +51,27 @@ _NUMPY = (np.ndarray, np.generic)
 @ft.lru_cache
 def _is_numeric(dtype) -> bool:
     return dtype in (jnp.bool_, jax.dtypes.float0) or jnp.issubdtype(dtype, jnp.number)
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
+
+
+def is_dynamic(x: Any) -> bool:
+    """JAX arrays, and every number that could be differentiated if it were one."""
+    if isinstance(x, jax.Array | float | complex):
+        return True
+    return isinstance(x, _NUMPY) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def is_numeric_array(x: Any) -> bool:
+    """JAX arrays, and the NumPy arrays that JAX can take. No Python numbers."""
+    return isinstance(x, jax.Array) or (isinstance(x, _NUMPY) and is_arraylike(x))
+
+
+def is_type(x: Any) -> bool:
+    """Whether a leaf is the type of an array, as `jax.typeof` returns it."""
+    return isinstance(x, AbstractValue)
 
 
 def as_array_list(xs: Iterable[Any]) -> list[jax.Array]:
@@ -149,9 +170,10 @@ def fit_leaves(
     primal_leaves: Sequence[Any],
     name: str,
     fail: Callable[..., RuleError],
+    value: str = "value",
 ) -> list[Any]:
-    """`fit` of each leaf of a (co)tangent and of its primal. The error of a leaf that does not
-    fit names it."""
+    """`fit(dx, x)` for each leaf of a (co)tangent and its primal. `kind` and `value` are what
+    an error calls the two."""
     out = []
     for i, (dx, x) in enumerate(
         zip(match_leaves(t, primal, name, fail), primal_leaves, strict=True)
@@ -162,7 +184,7 @@ def fit_leaves(
             paths = jax.tree_util.tree_leaves_with_path(primal, is_leaf=is_none)
             where = name + show_path(paths[i][0])
             raise fail(
-                f"at {where or 'the only leaf'}: the value is {type_of(x)}, "
+                f"at {where or 'the only leaf'}: the {value} is {type_of(x)}, "
                 f"the {kind} is {type_of(dx)}",
                 do=str(misfit),
             ) from None

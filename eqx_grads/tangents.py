@@ -32,6 +32,8 @@ tangent `None` as well. No function makes arrays of zeros, except
     ```
 """
 
+import functools as ft
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -133,12 +135,14 @@ def _add_leaves(*ts):
     ts = [as_tangent(t) for t in ts if not is_zero_leaf(t)]
     if not ts:
         return None
+    return ft.reduce(operator.add, _alike(*ts))
+
+
+def _alike(*ts: Array) -> list[Array]:
+    """Tangents of one shape, in their common dtype."""
     check_shapes(ts)
     dtype = promote(ts)
-    total = ts[0].astype(dtype)
-    for t in ts[1:]:
-        total = total + t.astype(dtype)
-    return total
+    return [t.astype(dtype) for t in ts]
 
 
 def neg(t: PyTree) -> PyTree:
@@ -272,10 +276,8 @@ def linear(fn: Callable[..., Array], *ts: PyTree) -> PyTree:
             return fn(*nonzero)
 
         def fn_of_nonzero(*args):
-            full: list[Any] = [0.0] * len(xs)
-            for i, arg in zip(indices, args, strict=True):
-                full[i] = arg
-            return fn(*full)
+            given = dict(zip(indices, args, strict=True))
+            return fn(*(given.get(i, 0.0) for i in range(len(xs))))
 
         zeros = [jnp.zeros_like(x) for x in nonzero]
         return jax.jvp(fn_of_nonzero, zeros, nonzero)[1]
@@ -313,10 +315,7 @@ def dot(a: PyTree, b: PyTree) -> Array | None:
     def dot_leaf(x, y):
         if is_zero_leaf(x) or is_zero_leaf(y):
             return None
-        x, y = as_tangent(x), as_tangent(y)
-        check_shapes([x, y])
-        dtype = promote([x, y])
-        return jnp.real(jnp.vdot(x.astype(dtype), y.astype(dtype)))
+        return jnp.real(jnp.vdot(*_alike(as_tangent(x), as_tangent(y))))
 
     return _add_leaves(*jax.tree.leaves(zip_trees(dot_leaf, (a, b))))
 
@@ -353,8 +352,7 @@ def where(condition: ArrayLike, a: PyTree, b: PyTree) -> PyTree:
             return None
         x = jnp.zeros_like(y) if is_zero_leaf(x) else as_tangent(x)
         y = jnp.zeros_like(x) if is_zero_leaf(y) else as_tangent(y)
-        check_shapes([x, y])
-        dtype = promote([x, y])
+        x, y = _alike(x, y)
         is_bool = dtype_of_array(condition) == jnp.bool_
         if not is_bool or not broadcasts_to(jnp.shape(condition), x.shape):
             raise rule_error(
@@ -363,7 +361,7 @@ def where(condition: ArrayLike, a: PyTree, b: PyTree) -> PyTree:
                 do="Give it a comparison, such as `x > 0`.",
             )
         mask = jnp.broadcast_to(jnp.asarray(condition), x.shape)
-        return jnp.where(mask, x.astype(dtype), y.astype(dtype))
+        return jnp.where(mask, x, y)
 
     return zip_trees(where_leaf, (a, b))
 

@@ -288,7 +288,7 @@ def test_the_memory_of_a_bounded_loop():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_steps": -1}, "`max_steps` of `filter_while_loop` is not a number of steps"),
+        ({"max_steps": -1}, "`max_steps` of `filter_while_loop` is not an integer"),
         ({"max_steps": 2.0}, "`max_steps` of .*\n  it is 2.0"),
         ({"max_steps": True}, "`max_steps` of"),
         ({"max_steps": 3, "checkpoint": 0}, "`checkpoint` of `filter_while_loop`"),

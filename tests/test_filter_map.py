@@ -117,7 +117,7 @@ def test_the_memory_is_that_of_a_chunk():
             r"needs arrays of one length.\n  .*\n  `xs\[1\]\['a'\]`",
         ),
         ((jnp.array(1.0),), {}, r"needs arrays of one length.\n  `xs\[0\]` is float..\[\]"),
-        ((jnp.ones(3),), {"chunk": 0}, "`chunk` of `filter_map` is not a number of slices"),
+        ((jnp.ones(3),), {"chunk": 0}, "`chunk` of `filter_map` is not an integer"),
         ((jnp.ones(3),), {"chunk": True}, "it is True"),
         ((jnp.ones(3),), {"checkpoint": "sqrt"}, "`checkpoint` of `filter_map` is not a bool"),
     ],

@@ -450,14 +450,17 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"length": -1}, r"a `length` that is not a number of steps\.\n  it is -1"),
+            (
+                {"length": -1},
+                r"`length` of `filter_scan` is not an integer.*\n  it is -1",
+            ),
             (
                 {"length": 3, "checkpoint": 0},
                 r"a `checkpoint` that it does not know(?s:.)*is 0",
             ),
             ({"length": 3, "checkpoint": "log"}, r"does not know\.\n  it is 'log'"),
-            ({"length": 3, "truncate": 0}, r"a `truncate` that is not a number of steps"),
-            ({"length": 3, "truncate": True}, r"a `truncate` that is not(?s:.)*it is True"),
+            ({"length": 3, "truncate": 0}, r"`truncate` of `filter_scan` is not an integer"),
+            ({"length": 3, "truncate": True}, r"`truncate` of(?s:.)*it is True"),
         ],
     )
     def test_options(self, options, message):

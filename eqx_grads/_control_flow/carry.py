@@ -1,17 +1,17 @@
 """Scan carries: split into arrays and static leaves, and checked for a fixed type."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import AbstractValue
 
 from .._errors import place_of, rule_error, show_path, type_of
 from .._errors.trees import class_of, leaf_paths, mirrored, one_level, static_fields
-from .._rules.tree_split import is_dynamic, TreeSplit
-from .._tangent_spaces import as_array_list, is_arraylike
+from .._jaxprs.current_trace import is_jit_disabled
+from .._rules.tree_split import TreeSplit
+from .._tangent_spaces import as_array_list, is_arraylike, is_dynamic, is_type
 
 
 def is_sliced(x: Any) -> bool:
@@ -24,9 +24,37 @@ def is_number(x: Any) -> bool:
     return is_sliced(x) or isinstance(x, bool | int | float | complex)
 
 
+def lengths(xs: Any, is_sliced: Callable[[Any], bool]) -> list[tuple[str, str, Any]]:
+    """The name and the type of each array in `xs`, and its number of slices along the first
+    axis; `None` if it has no axis."""
+    leaves = jax.tree_util.tree_leaves_with_path(xs)
+    return [
+        (f"`xs{show_path(path)}`", type_of(x), jnp.shape(x)[0] if jnp.ndim(x) else None)
+        for path, x in leaves
+        if is_sliced(x)
+    ]
+
+
 def as_array_if_varying(x: Any) -> Any:
     """A leaf of the first carry: an array if it certainly varies from step to step."""
     return jnp.asarray(x) if is_arraylike(x) and not isinstance(x, bool | int) else x
+
+
+T = TypeVar("T")
+
+
+def settle_integers(
+    make: Callable[[frozenset[int]], T], that_vary: Callable[[T], frozenset[int]]
+) -> T:
+    """`make(becomes_array)` for the Python integers of a carry that vary, of which a step shows
+    some only where others are arrays."""
+    becomes_array: frozenset[int] = frozenset()
+    while True:
+        made = make(becomes_array)
+        more = that_vary(made)
+        if not more:
+            return made
+        becomes_array |= more
 
 
 class Carry:
@@ -64,8 +92,7 @@ class Carry:
             return frozenset()
         self._varying = set()
         try:
-            disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
-            step(*args) if disabled_jit else jax.make_jaxpr(step)(*args)
+            step(*args) if is_jit_disabled() else jax.make_jaxpr(step)(*args)
             return frozenset(self._varying)
         finally:
             self._varying = None
@@ -93,38 +120,36 @@ class Carry:
                 f"at carry{path}: it was {was}, and is {is_now}",
                 do="Every step returns a carry of the structure of `init`.",
             )
-        paths = jax.tree_util.tree_leaves_with_path(new)
-        where = lambda i: f"carry{show_path(paths[i][0])}"
+
+        def misfit(i, before, after, do):
+            where = f"carry{show_path(leaf_paths(treedef)[i])}"
+            return fail(f"at {where}: it was {type_of(before)}, and is {type_of(after)}", do)
+
         dynamic = set(old.indices)
         for i, (before, after) in enumerate(zip(old.static, leaves, strict=True)):
             if i in dynamic or same_static(before, after):
                 continue
             can_vary = isinstance(before, bool | int) and is_number(after)
-            if can_vary and self._varying is not None:
-                self._varying.add(i)
-                continue
-            raise fail(
-                f"at {where(i)}: it was {type_of(before)}, and is {type_of(after)}",
-                do="What is not an array is static: it must not change. Store a value that "
-                "varies as an array, or choose with `jax.lax.cond`.",
-            )
+            if not can_vary or self._varying is None:
+                raise misfit(i, before, after, _STATIC)
+            self._varying.add(i)
         if self._varying:
             return list(given)  # the step is traced once more, with these as arrays
         arrays = []
         for i, start in zip(old.indices, given, strict=True):
             if not is_number(leaves[i]):
-                raise fail(
-                    f"at {where(i)}: it was {type_of(start)}, and is {type_of(leaves[i])}",
-                    do="Return an array.",
-                )
+                raise misfit(i, start, leaves[i], "Return an array.")
             (after,) = as_array_list([leaves[i]])
             if not _fits(start, after):
-                raise fail(
-                    f"at {where(i)}: it was {type_of(start)}, and is {type_of(after)}",
-                    do=_advice(start, after),
-                )
+                raise misfit(i, start, after, _advice(start, after))
             arrays.append(after)
         return arrays
+
+
+_STATIC = (
+    "What is not an array is static: it must not change. Store a value that varies as an "
+    "array, or choose with `jax.lax.cond`."
+)
 
 
 def _fits(before, after) -> bool:
@@ -208,7 +233,7 @@ def structure_difference(a, b) -> tuple[str, str, str]:
 def _describe(x) -> str:
     if x is None:
         return "None"
-    if is_number(x) or isinstance(x, AbstractValue):
+    if is_number(x) or is_type(x):
         return type_of(x)
     if isinstance(x, tuple | list | dict):
         keys = f" with the keys {list(x)}" if isinstance(x, dict) else f" of {len(x)}"

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function
-from .._rules.tree_split import is_array, TreeSplit
+from .._rules.transformed import AbstractTransformed, call_on_arrays
 
 
 def filter_checkpoint(
@@ -63,14 +63,10 @@ def filter_checkpoint(
     return eqx.module_update_wrapper(_Checkpoint(fn, prevent_cse, policy))
 
 
-class _Checkpoint(eqx.Module):
+class _Checkpoint(AbstractTransformed):
     _eqg_fn: Callable[..., Any]
     _prevent_cse: bool = eqx.field(static=True)
     _policy: Callable[..., bool] | None = eqx.field(static=True)
-
-    @property
-    def __wrapped__(self):
-        return self._eqg_fn
 
     def __getattr__(self, name):
         # A model may read `self.cell.hidden_size`.
@@ -80,23 +76,6 @@ class _Checkpoint(eqx.Module):
         return getattr(fn, name)
 
     def __call__(self, /, *args, **kwargs):
-        options = self._policy, self._prevent_cse
-        return _run(self._eqg_fn, *options, args, kwargs)
-
-    def __get__(self, instance, owner=None):
-        return self if instance is None else eqx.Partial(self, instance)
-
-
-def _run(fn, policy, prevent_cse, args, kwargs):
-    call, arrays = TreeSplit.split((fn, args, kwargs), is_array)
-    returned: list[TreeSplit] = []
-
-    # A new function for each call, of which JAX keeps nothing for the next one.
-    def run(arrays):
-        fn, args, kwargs = call.tree(arrays)
-        out, ys = TreeSplit.split(fn(*args, **kwargs), is_array)
-        returned[:] = [out]
-        return ys
-
-    ys = jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)(arrays)
-    return returned[0].tree(ys)
+        options = {"prevent_cse": self._prevent_cse, "policy": self._policy}
+        transform = lambda run, arrays: jax.checkpoint(run, **options)(arrays)
+        return call_on_arrays(transform, self._eqg_fn, args, kwargs)

@@ -5,14 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import AbstractValue
 from jaxtyping import ArrayLike, PyTree
 
 from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.varying import is_in_shard_map, vary_alike
 from .._rules.tree_split import TreeSplit
-from .._tangent_spaces import holds_numbers, shape_of
+from .._tangent_spaces import holds_numbers, is_type, shape_of
 from .carry import is_number, same_static, structure_difference
 
 
@@ -150,19 +149,12 @@ def _check_same_types(one: _Branch, other: _Branch) -> None:
     if one.split.treedef != other.split.treedef:
         trees = one.split.mirror(one.types), other.split.mirror(other.types)
         raise fail(*structure_difference(*trees), do="Return the same structure from both.")
+    shown = lambda z: type_of(z) if is_type(z) else f"{z!r:.60}"
     for i, (x, y) in enumerate(zip(one.leaves, other.leaves, strict=True)):
-        if _is_type(x) and _is_type(y):
-            if x.shape != y.shape or x.dtype != y.dtype:
-                raise fail(i, type_of(x), type_of(y), do="Return one shape and one dtype.")
-        elif not same_static(x, y):
-            what = [type_of(z) if _is_type(z) else f"{z!r:.60}" for z in (x, y)]
-            raise fail(
-                i,
-                *what,
-                do="What is not an array is static, and the same in both. Hold what varies "
-                "in an array.",
-            )
+        is_array = is_type(x) and is_type(y)
+        do = "Return one shape and one dtype." if is_array else _STATIC
+        if not ((x.shape, x.dtype) == (y.shape, y.dtype) if is_array else same_static(x, y)):
+            raise fail(i, shown(x), shown(y), do)
 
 
-def _is_type(x) -> bool:
-    return isinstance(x, AbstractValue)
+_STATIC = "What is not an array is static, and the same in both. Hold what varies in an array."

@@ -1,5 +1,7 @@
 """Linear recurrences, whose backward pass is the same recurrence in the other direction."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
@@ -10,6 +12,7 @@ from .._jaxprs.symbolic_sizes import is_symbolic
 from .._rules.custom_vjp import custom_vjp
 from .._rules.explicit_sharding import distribute_like, explicit_spec, is_explicit
 from .._tangent_spaces import holds_numbers
+from .chunked_scan import shift_in
 
 
 METHODS = ("auto", "scan", "associative")
@@ -93,7 +96,7 @@ def linear_recurrence(
         return a * h0[None] + b  # no loop, so that a step of a scan is seen to be elementwise
     # JAX has no parallel prefix over a symbolic size.
     associative = method == "associative" and not is_symbolic(b.shape[0])
-    return _recurrence(a, b, h0, reverse=reverse, associative=associative)
+    return _recurrence(a, b, h0, kind=_Kind(reverse, associative))
 
 
 def _fit(a, b, h0):
@@ -157,67 +160,71 @@ def _sharded_alike(a, b, h0):
 #
 # In the adjoint, a factor acts on the state that leaves its step, not on the one that enters.
 # The adjoint of either is the other one, in the other direction.
+class _Kind(NamedTuple):
+    reverse: bool
+    associative: bool
+    delayed: bool = False
+
+    @property
+    def adjoint(self):
+        return _Kind(not self.reverse, self.associative, not self.delayed)
+
+    @property
+    def first(self):
+        return -1 if self.reverse else 0
+
+
 @custom_vjp
-def _recurrence(a, b, s, *, reverse, associative, delayed=False):
-    return _run(a, b, s, reverse, associative, delayed)
+def _recurrence(a, b, s, *, kind):
+    return _run(a, b, s, kind)
 
 
 @compile_eager_calls
-def _run(a, b, s, reverse, associative, delayed):
-    if associative:
-        return _associative(a, b, s, reverse, delayed)
+def _run(a, b, s, kind):
+    if kind.associative:
+        return _associative(a, b, s, kind)
     constant = a.shape[0] != b.shape[0]
 
     def step(s, x):
         a_t, b_t = (a[0], x) if constant else x
-        if delayed:
+        if kind.delayed:
             out = b_t + s
             return a_t * out, out
         out = a_t * s + b_t
         return out, out
 
-    return jax.lax.scan(step, s, b if constant else (a, b), reverse=reverse)[1]
+    return jax.lax.scan(step, s, b if constant else (a, b), reverse=kind.reverse)[1]
 
 
 @_recurrence.def_fwd
-def _recurrence_fwd(a, b, s, *, reverse, associative, delayed=False):
-    out = _recurrence(a, b, s, reverse=reverse, associative=associative, delayed=delayed)
+def _recurrence_fwd(a, b, s, *, kind):
+    out = _recurrence(a, b, s, kind=kind)
     return out, (a, s, out)
 
 
 @_recurrence.def_bwd
-def _recurrence_bwd(residuals, ct, *, reverse, associative, delayed=False):
+def _recurrence_bwd(residuals, ct, *, kind):
     a, s, out = residuals
-    g = _recurrence(
-        a,
-        ct,
-        jnp.zeros_like(s),
-        reverse=not reverse,
-        associative=associative,
-        delayed=not delayed,
-    )
-    first = -1 if reverse else 0
-    if delayed:
+    zero, first = jnp.zeros_like(s), kind.first
+    g = _recurrence(a, ct, zero, kind=kind.adjoint)
+    if kind.delayed:
         # s_{t+1} = a_t out_t, so that ct_a_t = g_{t+1} out_t.
-        ct_a = _shift(g, jnp.zeros_like(s), not reverse) * out
+        ct_a = shift_in(g, zero, reverse=not kind.reverse) * out
         return _unbroadcast_time(ct_a, a), g, g[first]
-    ct_a = g * _shift(out, s, reverse)
+    ct_a = g * shift_in(out, s, reverse=kind.reverse)
     return _unbroadcast_time(ct_a, a), g, a[first] * g[first]
 
 
 @_recurrence.def_jvp
-def _recurrence_jvp(primals, tangents, *, reverse, associative, delayed=False):
+def _recurrence_jvp(primals, tangents, *, kind):
     a, b, s = primals
     t_a, t_b, t_s = tangents
-    out = _recurrence(a, b, s, reverse=reverse, associative=associative, delayed=delayed)
-    if delayed:
-        t_from_a = _shift(t_a * out, jnp.zeros_like(s), reverse)
+    out = _recurrence(a, b, s, kind=kind)
+    if kind.delayed:
+        t_from_a = shift_in(t_a * out, jnp.zeros_like(s), reverse=kind.reverse)
     else:
-        t_from_a = t_a * _shift(out, s, reverse)
-    t_out = _recurrence(
-        a, t_from_a + t_b, t_s, reverse=reverse, associative=associative, delayed=delayed
-    )
-    return out, t_out
+        t_from_a = t_a * shift_in(out, s, reverse=kind.reverse)
+    return out, _recurrence(a, t_from_a + t_b, t_s, kind=kind)
 
 
 def _unbroadcast_time(ct_a, a):
@@ -225,20 +232,12 @@ def _unbroadcast_time(ct_a, a):
     return ct_a if a.shape[0] == ct_a.shape[0] else jnp.sum(ct_a, 0, keepdims=True)
 
 
-def _shift(xs, start, reverse):
-    """The value before each step, given that after each, and the first."""
-    if reverse:
-        return jnp.concatenate([xs[1:], start[None]])
-    return jnp.concatenate([start[None], xs[:-1]])
-
-
-def _associative(a, b, s, reverse, delayed):
-    first = -1 if reverse else 0
+def _associative(a, b, s, kind):
     a = jnp.broadcast_to(a, b.shape)
-    if delayed:
-        a = _shift(a, jnp.ones_like(a[0]), reverse)
-    b = b.at[first].add(s if delayed else a[first] * s)
-    return jax.lax.associative_scan(_compose, (a, b), reverse=reverse)[1]
+    if kind.delayed:
+        a = shift_in(a, jnp.ones_like(a[0]), reverse=kind.reverse)
+    b = b.at[kind.first].add(s if kind.delayed else a[kind.first] * s)
+    return jax.lax.associative_scan(_compose, (a, b), reverse=kind.reverse)[1]
 
 
 def _compose(earlier, later):

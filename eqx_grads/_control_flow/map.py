@@ -6,13 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import check_flags, check_function, name_of, rule_error, show_path, type_of
+from .._errors import check_flags, check_function, name_of, rule_error
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic, Size
-from .._rules.tree_split import is_numeric_array, TreeSplit
+from .._rules.float_args import as_count
+from .._rules.transformed import call_on_arrays
+from .._tangent_spaces import is_numeric_array
+from .carry import lengths
 from .chunked_scan import near_divisor
 
 
@@ -87,58 +89,42 @@ def filter_map(
             f"there are {n}, and `chunk` is {chunk!r:.60}",
             do="Leave out `chunk`, or export the function for a fixed number.",
         )
-    elif isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1:
-        raise rule_error(
-            "The `chunk` of `filter_map` is not a number of slices.",
-            f"it is {chunk!r:.60}",
-            do="Give a positive integer, or `None` for about the square root of the length.",
-        )
+    else:
+        do = "Give a positive integer, or `None` for about the square root of the length."
+        chunk = as_count("filter_map", "chunk", chunk, do=do)
     return _run(f, xs, n, chunk, checkpoint)
 
 
 def _common_length(f: Callable[..., Any], xs: PyTree) -> Size:
-    found, first = None, ""
-    for path, x in jax.tree_util.tree_leaves_with_path(xs):
-        if not is_numeric_array(x):
-            continue
-        where = f"`xs{show_path(path)}` is {type_of(x)}"
-        n = jnp.shape(x)[0] if jnp.ndim(x) else None
-        if found is None:
-            found, first = n, where
-        if n is None or n != found:
+    found = lengths(xs, is_numeric_array)
+    where = [f"{name} is {type_}" for name, type_, _ in found]
+    for i, (_, _, n) in enumerate(found):
+        if n is None or n != found[0][2]:
             raise rule_error(
                 f"`filter_map` of `{name_of(f)}` needs arrays of one length.",
-                *dict.fromkeys([first, where]),
+                *dict.fromkeys([where[0], where[i]]),
                 do="Every array in `xs` has one slice for each call, along its first axis. "
                 "Close over what is the same for all calls.",
             )
-    if found is None:
+    if not found:
         raise rule_error(
             f"`filter_map` of `{name_of(f)}` was given nothing to map over.",
             "there is no array in `xs`",
             do="Pass an array, such as `jnp.arange(n)`.",
         )
-    return found
+    return found[0][2]
 
 
 @compile_eager_calls
 def _run(f, xs, n, chunk, checkpoint):
-    call, arrays = TreeSplit.split(xs, is_numeric_array)
-    returned: list[TreeSplit] = []
+    def in_chunks(of_slice, arrays):
+        def of_chunk(arrays, in_scan):
+            run = jax.vmap(of_slice)
+            # In a scan, the compiler can't merge the two evaluations of a chunk.
+            return (jax.checkpoint(run, prevent_cse=not in_scan) if checkpoint else run)(arrays)
 
-    def of_slice(arrays):
-        out, ys = TreeSplit.split(f(*call.tree(arrays)), is_numeric_array)
-        returned[:] = [out]
-        return ys
-
-    def of_chunk(arrays, in_scan):
-        run = jax.vmap(of_slice)
-        # In a scan, the compiler can't merge the two evaluations of a chunk.
-        return (jax.checkpoint(run, prevent_cse=not in_scan) if checkpoint else run)(arrays)
-
-    if is_symbolic(n) or n <= chunk:
-        ys = of_chunk(arrays, in_scan=False)
-    else:
+        if is_symbolic(n) or n <= chunk:
+            return of_chunk(arrays, in_scan=False)
         whole = n - n % chunk
         chunks = [x[:whole].reshape(-1, chunk, *x.shape[1:]) for x in arrays]
         step = lambda _, chunk: (None, of_chunk(chunk, in_scan=True))
@@ -147,4 +133,7 @@ def _run(f, xs, n, chunk, checkpoint):
         if whole < n:
             rest = of_chunk([x[whole:] for x in arrays], in_scan=False)
             ys = [jnp.concatenate(pair) for pair in zip(ys, rest, strict=True)]
-    return returned[0].tree(ys)
+        return ys
+
+    # The arrays of `f` itself have no slices.
+    return call_on_arrays(in_chunks, lambda *xs: f(*xs), xs, {}, is_numeric_array)

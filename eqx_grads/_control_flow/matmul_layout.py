@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.dependence import depends
+from .._jaxprs.dependence import are_in, depends
 from .._jaxprs.evaluate import bind, evaluate
 from .._jaxprs.primitives import ELEMENTWISE
 from .._jaxprs.structure import Call, structure
@@ -50,7 +50,7 @@ def _inline(program: ClosedJaxpr, flags: Sequence[bool], args: Sequence[Any]) ->
     dependent = depends(program, flags)
 
     def hook(eqn, values):
-        flags = [not isinstance(v, Literal) and v in dependent for v in eqn.invars]
+        flags = are_in(eqn.invars, dependent)
         known = structure(eqn)
         if isinstance(known, Call) and not assigns_shardings(eqn.params):
             return _inline(*known.programs, flags, values)

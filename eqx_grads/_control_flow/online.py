@@ -12,12 +12,9 @@ class Online(AbstractMethod):
     """Save the inputs only, and compute the derivatives of the carry forward in time.
 
     - `approximate`: e-prop. What is not diagonal in the derivative of the carry is dropped.
-    - `names`, `where`: the leaves of the carry and the step, as errors call them.
     """
 
     approximate: bool
-    names: tuple[str, ...] = ()
-    where: str = ""
 
     def unsupported(self, loop: Loop) -> str | None:
         return loop.why_not_again
@@ -26,8 +23,9 @@ class Online(AbstractMethod):
         from .._online.online_scan import online_scan, OnlineOptions  # only if asked for
 
         body, consts, init = loop.traced
-        fixed = self.approximate, self.names, self.where
-        options = OnlineOptions(*fixed, loop.reverse, loop.unroll)
+        step: Any = loop.body  # of the user
+        for_errors = tuple(step.carry_paths()), step.place()
+        options = OnlineOptions(self.approximate, *for_errors, loop.reverse, loop.unroll)
         return online_scan(consts, init, loop.xs, loop.step_index, body=body, options=options)
 
 

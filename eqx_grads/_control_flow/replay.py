@@ -7,15 +7,16 @@ of many small ones. Only the cotangent of the carry is computed step by step
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.known_zeros import evaluate_with_zeros
-from .._jaxprs.operands import at, fill, flagged, restricted
+from .._jaxprs.operands import at, fill, flagged, replace, select
 from .._rules.custom_vjp import custom_vjp
 from .._rules.rule import try_to_trace
 from .._tangent_spaces import as_array_list, is_differentiable, sum_dtype
@@ -55,15 +56,19 @@ class Replayed(AbstractMethod):
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         body, consts, init = loop.traced
-        return replayed_scan(
-            consts,
-            init,
-            loop.xs,
-            loop.step_index,
-            body=body,
-            reverse=loop.reverse,
-            only_if_better=self.only_if_better,
-        )
+        how = _Replay(body, loop.reverse, self.only_if_better)
+        return replayed_scan(consts, init, loop.xs, loop.step_index, how=how)
+
+
+class _Replay(NamedTuple):
+    body: TracedBody
+    reverse: bool
+    only_if_better: bool
+
+    def scan(self, step: Any, init: Any, xs: Any, step_index: Any) -> tuple[Any, Any]:
+        # The step index is sliced too: without `xs`, it says how many steps there are.
+        of_slices = lambda carry, x: step(carry, x[1])
+        return jax.lax.scan(of_slices, init, (step_index, xs), reverse=self.reverse)
 
 
 def _why_not_replayed(vjp: ClosedJaxpr) -> str | None:
@@ -87,24 +92,11 @@ def _why_plain(body: TracedBody, steps: int, perturbed_consts: Sequence[bool]) -
 
 @custom_vjp
 def replayed_scan(
-    consts: list[Any],
-    init: list[Any],
-    xs: list[Any],
-    step_index: Any,
-    *,
-    body: TracedBody,
-    reverse: bool,
-    only_if_better: bool,
+    consts: list[Any], init: list[Any], xs: list[Any], step_index: Any, *, how: _Replay
 ):
     """The last carry, and all `ys`."""
-    run = body.as_given if only_if_better else body
-    return _run(lambda c, x: run(consts, c, x), init, xs, step_index, reverse)
-
-
-def _run(body, init, xs, step_index, reverse):
-    # The step index is sliced too: where there are no `xs`, it says how many steps there are.
-    of_slices = lambda carry, x: body(carry, x[1])
-    return jax.lax.scan(of_slices, init, (step_index, xs), reverse=reverse)
+    run = how.body.as_given if how.only_if_better else how.body
+    return how.scan(ft.partial(run, consts), init, xs, step_index)
 
 
 # `ScanBody.varying_arrays` has cast the operands, and a constant must stay as `body` has it.
@@ -112,28 +104,17 @@ replayed_scan._rules.varies_alike = False
 
 
 @replayed_scan.def_fwd
-def _replayed_scan_fwd(
-    consts,
-    init,
-    xs,
-    step_index,
-    *,
-    body,
-    reverse,
-    only_if_better,
-    perturbed: tuple[Any, ...],
-):
+def _replayed_scan_fwd(consts, init, xs, step_index, *, how, perturbed: tuple[Any, ...]):
     *perturbed_args, _ = perturbed
-    steps = step_index.shape[0]
-    why_plain = None
-    if only_if_better:
+    body, steps, why_plain = how.body, step_index.shape[0], None
+    if how.only_if_better:
         why_plain = _why_plain(body, steps, perturbed_args[0])
         replay = f"a replay, of {replay_chunk(body, steps)} steps at once"
         choice = replay if why_plain is None else f"plain scan, as {why_plain}"
         log_choice(steps, body.carry_types, choice)
     if why_plain is not None:
-        run = lambda consts, init, xs: _run(
-            lambda c, x: body.as_given(consts, c, x), init, xs, step_index, reverse
+        run = lambda consts, *args: how.scan(
+            ft.partial(body.as_given, consts), *args, step_index
         )
         with jax.named_scope(PLAIN):
             out, residuals = _plain_vjp(run, (consts, init, xs), perturbed_args)
@@ -147,33 +128,30 @@ def _replayed_scan_fwd(
         is_y = zip(new, y_of_carry, strict=True)
         return new, (y, [c if j is None else None for c, j in is_y])
 
-    last, (ys, saved) = _run(saving_body, init, xs, step_index, reverse)
+    last, (ys, saved) = how.scan(saving_body, init, xs, step_index)
     after = [s if j is None else ys[j] for s, j in zip(saved, y_of_carry, strict=True)]
     return (last, ys), (None, (consts, as_array_list(init), xs, step_index, after))
 
 
 def _plain_vjp(run, args, perturbed):
     """The outputs, and JAX's own derivative of them with respect to what is perturbed."""
-    leaves, treedef = jax.tree.flatten(args)
-    indices = flagged(jax.tree.leaves(perturbed))
 
-    def outputs(*leaves):
-        out = run(*jax.tree.unflatten(treedef, leaves))
+    def outputs(*parts):
+        out = run(*replace(args, perturbed, parts))
         return jax.tree.map(lambda x: x if is_differentiable(x) else None, out), out
 
-    of_perturbed = restricted(outputs, leaves, indices)
-    inexact, pull_back, out = jax.vjp(of_perturbed, *at(leaves, indices), has_aux=True)
+    inexact, pull_back, out = jax.vjp(outputs, *select(perturbed, args), has_aux=True)
     return out, (pull_back, inexact)
 
 
 @replayed_scan.def_bwd(symbolic_zeros=True)
-def _replayed_scan_bwd(residuals, cts, *, body, reverse, perturbed: tuple[Any, ...]):
+def _replayed_scan_bwd(residuals, cts, *, how, perturbed: tuple[Any, ...]):
     *perturbed_args, _ = perturbed
     plain, replayed = residuals
     if plain is not None:
         pull_back, inexact = plain
         return *_pull_back_plain(pull_back, inexact, cts, perturbed_args), None
-    return *_replay(body, replayed, cts, perturbed_args, reverse), None
+    return *_replay(how.body, replayed, cts, perturbed_args, how.reverse), None
 
 
 def _pull_back_plain(pull_back, inexact, cts, perturbed):
@@ -183,12 +161,10 @@ def _pull_back_plain(pull_back, inexact, cts, perturbed):
     cts = outputs.flatten_up_to(cts)
     of_dense = lambda *cts: jax.tree.leaves(pull_back(jax.tree.unflatten(outputs, cts)))
     if any(ct is None for ct in cts):
-        program = jax.make_jaxpr(of_dense)(*values)
-        values = evaluate_with_zeros(program, cts)
+        cts = iter(evaluate_with_zeros(jax.make_jaxpr(of_dense)(*values), cts))
     else:
-        values = of_dense(*cts)
-    flags, treedef = jax.tree.flatten(perturbed)
-    return jax.tree.unflatten(treedef, fill([None] * len(flags), flagged(flags), values))
+        cts = iter(of_dense(*cts))
+    return jax.tree.map(lambda flag: next(cts) if flag else None, perturbed)
 
 
 def _replay(body, residuals, cts, perturbed, reverse):
@@ -236,5 +212,6 @@ def _replay(body, residuals, cts, perturbed, reverse):
 
 
 @replayed_scan.def_vmap
-def _replayed_scan_vmap(size, batched, *args, **options):
-    return options.pop("body").scan_of_batch(replayed_scan, size, batched, *args, **options)
+def _replayed_scan_vmap(size, batched, *args, how):
+    run = lambda *args, body: replayed_scan(*args, how=how._replace(body=body))
+    return how.body.scan_of_batch(run, size, batched, *args)

@@ -40,7 +40,7 @@ from .._errors import rule_error, RuleError
 from .._jaxprs.dependence import depends, free_variables, needed
 from .._jaxprs.evaluate import evaluate_equations
 from .._jaxprs.linearity import linear_in, surely_linear
-from .._jaxprs.operands import at, flagged
+from .._jaxprs.operands import flagged
 from .._jaxprs.structure import CallWithRule, Cond, holds
 from .._tangent_spaces import add_terms
 from .matmul_layout import inlined
@@ -70,7 +70,16 @@ class SplitVjp:
     ):
         self._x_indices, const_indices = flagged(perturbed_xs), flagged(perturbed_consts)
         self._n_consts = len(const_indices)
-        program = _trace_vjp(body, carry_indices, y_indices, const_indices, self._x_indices)
+        n_consts, n_carry = len(body.const_types), len(body.carry_types)
+        inputs = [
+            *(n_consts + i for i in carry_indices),
+            *const_indices,
+            *(n_consts + n_carry + i for i in self._x_indices),
+        ]
+        program = body.trace_vjp(inputs, [*carry_indices, *(n_carry + i for i in y_indices)])
+        # No call may hide an equation. Nothing is said to vary, so that no operands of a matrix
+        # product are swapped.
+        program = inlined(program, [False] * len(program.in_avals))
         self.program = program
         jaxpr = program.jaxpr
         self._constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
@@ -210,33 +219,6 @@ class SplitVjp:
 
     def _varying_env(self, variables, values):
         return dict(zip([v for v in variables if v in self._varying], values, strict=True))
-
-
-def _trace_vjp(body, carry_indices, y_indices, const_indices, x_indices):
-    """The VJP of one step as a jaxpr, in which no call hides an equation: from `consts`, the
-    carry, `x` and the cotangents of the new carry and of `y` to the cotangents of the carry,
-    `consts` and `x`; of all of them, those with these indices."""
-    inputs = body.input_types
-    n_consts, n_carry = len(body.const_types), len(body.carry_types)
-    perturbed = [
-        *(n_consts + i for i in carry_indices),
-        *const_indices,
-        *(n_consts + n_carry + i for i in x_indices),
-    ]
-
-    def vjp(*args):
-        values, cts = args[: len(inputs)], list(args[len(inputs) :])
-
-        def outputs(*of_perturbed):
-            new, y = body.of_some(perturbed, values)(*of_perturbed)
-            return [*at(new, carry_indices), *at(y, y_indices)]
-
-        return jax.vjp(outputs, *at(values, perturbed))[1](cts)
-
-    ct_types = [*at(body.carry_types, carry_indices), *at(body.y_types, y_indices)]
-    # None is said to vary, so that no operands of a matrix product are swapped.
-    flags = [False] * (len(inputs) + len(ct_types))
-    return inlined(jax.make_jaxpr(vjp)(*inputs, *ct_types), flags)
 
 
 def _over_time(fn, in_axes, out_axes, steps):

@@ -2,19 +2,19 @@
 
 import contextlib
 import contextvars
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import check_flags, check_function, rule_error, show_path, type_of
+from .._errors import check_flags, check_function, rule_error
+from .._jaxprs.current_trace import is_jit_disabled, setting
 from .._jaxprs.eager_calls import compile_eager_calls
-from .carry import as_array_if_varying, is_sliced
+from .._rules.float_args import as_count, as_integer
+from .carry import as_array_if_varying, is_sliced, lengths, settle_integers
 from .chunked_scan import near_divisor
 from .online import check_online, Online, online_method
 from .replay import Replayed
@@ -169,7 +169,8 @@ def filter_scan(
         check_function(carry_gradient, "carry_gradient", "filter_scan")
     unroll = _as_unroll(unroll)
     steps = common_length(xs, length)
-    _check_window(truncate)
+    if truncate is not None:
+        truncate = as_count("filter_scan", "truncate", truncate)
     # In an eager call, numbers that vary are operands, as arrays are.
     init = jax.tree.map(as_array_if_varying, init)
     return _run(
@@ -192,26 +193,16 @@ def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, **opt
         truncate = None  # there is only one window
     method = named_method(options["checkpoint"], steps if truncate is None else truncate)
     method = online_method(options["online"], options["checkpoint"], truncate) or method
-    body = _body(f, init, xs, carry_gradient)
+    body = settle_integers(
+        lambda becomes_array: ScanBody(f, init, xs, carry_gradient, becomes_array),
+        lambda body: body.integers_that_vary(init, xs),
+    )
     # A rule is given operands that all vary alike.
     is_call = truncate is not None or isinstance(method, Replayed | Online)
     arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
     loop = Loop(body, *arrays, steps, reverse, unroll)
-    if isinstance(method, Online):
-        names, where = tuple(body.carry_paths()), body.place()
-        method = dataclasses.replace(method, names=names, where=where)
     chosen, loop = _choose(method, loop, truncate)
     return body.outputs(*chosen.run(loop))
-
-
-def _body(step, init, xs, carry_gradient) -> ScanBody:
-    becomes_array: frozenset[int] = frozenset()
-    while True:
-        body = ScanBody(step, init, xs, carry_gradient, becomes_array)
-        more = body.integers_that_vary(init, xs)
-        if not more:
-            return body
-        becomes_array |= more
 
 
 def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
@@ -221,7 +212,8 @@ def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
     if isinstance(checkpoint, str) and checkpoint in ("replay", "auto"):
         return Replayed(only_if_better=checkpoint == "auto")
     is_sqrt = isinstance(checkpoint, str) and checkpoint == "sqrt"
-    if not is_sqrt and not _is_positive_integer(checkpoint):
+    every = as_integer(checkpoint) or 0
+    if not is_sqrt and every < 1:
         raise rule_error(
             "`filter_scan` was given a `checkpoint` that it does not know.",
             f"it is {checkpoint!r:.60}",
@@ -235,7 +227,7 @@ def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
         )
     if is_sqrt:
         return Checkpointed(near_divisor(steps, math.sqrt(steps))) if steps > 3 else Plain()
-    return Checkpointed(min(int(checkpoint), steps)) if steps > 0 else Plain()
+    return Checkpointed(min(every, steps)) if steps > 0 else Plain()
 
 
 def _choose(
@@ -254,8 +246,7 @@ def _choose(
     in_the_steps = loop if window is None else cut_loop(loop, window)
     visible = method if isinstance(method, Plain | Checkpointed) else Plain(), in_the_steps
     # Without `jit`, JAX's loops are written out, and there is nothing to trace.
-    disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
-    if loop.steps == 0 or disabled_jit or _STEPS_ARE_VISIBLE.get():
+    if loop.steps == 0 or is_jit_disabled() or _STEPS_ARE_VISIBLE.get():
         return visible
     in_windows = lambda inner: inner if window is None else Truncated(inner, window)
     reason = in_windows(method).unsupported(loop)
@@ -270,19 +261,14 @@ def _choose(
     return visible
 
 
-@contextlib.contextmanager
-def visible_steps():
+def visible_steps() -> contextlib.AbstractContextManager[None]:
     """Trace every `filter_scan` in this context so that its steps are equations of the program.
 
     No scan is then a call with a rule: JAX itself differentiates `"replay"`, `"auto"` and
     `truncate`, and the derivative is the same. It is for code that looks for something in the
     steps, as `gradient_flow` does for the outputs of layers.
     """
-    token = _STEPS_ARE_VISIBLE.set(True)
-    try:
-        yield
-    finally:
-        _STEPS_ARE_VISIBLE.reset(token)
+    return setting(_STEPS_ARE_VISIBLE, True)
 
 
 _STEPS_ARE_VISIBLE = contextvars.ContextVar("eqx_grads_visible_steps", default=False)
@@ -293,25 +279,23 @@ def common_length(xs: Any, length: int | None) -> Any:
     found: int | None = None
     where = ""
     if length is not None:
-        found, where = _as_length(length), "`length`"
-    for path, x in jax.tree_util.tree_leaves_with_path(xs):
-        if not is_sliced(x):
-            continue
-        name = f"`xs{show_path(path)}`"
-        if jnp.ndim(x) == 0:
+        do = "Give a non-negative integer that is known while tracing."
+        found = as_count("filter_scan", "length", length, least=0, do=do)
+        where = "`length`"
+    for name, type_, steps in lengths(xs, is_sliced):
+        if steps is None:
             raise rule_error(
                 "`filter_scan` was given an array without a time axis.",
-                f"{name} is {type_of(x)}",
+                f"{name} is {type_}",
                 do="Every array in `xs` has one slice for each step. Close over what is the "
                 "same for all steps.",
             )
-        steps = jnp.shape(x)[0]
         if found is None:
             found, where = steps, name
-        elif steps != found:
+        if steps != found:
             raise rule_error(
                 "`filter_scan` was given lengths that differ.",
-                f"{where} says {found} steps, {name} is {type_of(x)}",
+                f"{where} says {found} steps, {name} is {type_}",
                 do="Every array in `xs` has one slice for each step, along its first axis.",
             )
     if found is None:
@@ -321,29 +305,6 @@ def common_length(xs: Any, length: int | None) -> Any:
             do="Pass `length=`.",
         )
     return found
-
-
-def _as_length(length: Any) -> int:
-    try:
-        steps = length.__index__()
-    except Exception:
-        steps = -1
-    if steps < 0 or isinstance(length, bool):
-        raise rule_error(
-            "`filter_scan` was given a `length` that is not a number of steps.",
-            f"it is {length!r:.60}",
-            do="Give a non-negative integer that is known while tracing.",
-        )
-    return steps
-
-
-def _check_window(truncate: Any) -> None:
-    if truncate is not None and not _is_positive_integer(truncate):
-        raise rule_error(
-            "`filter_scan` was given a `truncate` that is not a number of steps.",
-            f"it is {truncate!r:.60}",
-            do="Give a positive integer, or `None`.",
-        )
 
 
 def _as_unroll(unroll: Any) -> int | bool:
@@ -357,7 +318,3 @@ def _as_unroll(unroll: Any) -> int | bool:
     if isinstance(unroll, bool | np.bool_):
         return bool(unroll)
     return int(unroll) or True
-
-
-def _is_positive_integer(x: Any) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x > 0)

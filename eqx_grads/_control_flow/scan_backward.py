@@ -82,7 +82,7 @@ class Loop:
         if self.closed is not None:
             return *self.closed, self.init
         program, init = self.program
-        return *close_body(program, init, self.x_types), init
+        return *close_body(program, len(init)), init
 
 
 class AbstractMethod(abc.ABC):

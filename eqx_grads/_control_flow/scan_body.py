@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from jax.extend.core import mapped_aval
 
-from .._errors import name_of, place_of, rule_error, show_tree, type_of
+from .._errors import name_of, pair_of, place_of, rule_error, type_of
+from .._jaxprs.current_trace import is_jit_disabled
 from .._jaxprs.interpret import Domain, interpret
 from .._jaxprs.structure import Scan, ShardMap, While
 from .._jaxprs.varying import cast_carry, is_in_shard_map, vary_alike
@@ -51,10 +52,9 @@ class ScanBody:
     def integers_that_vary(self, init: Any, xs: Any) -> frozenset[int]:
         """The indices of the Python integers in the carry that a step changes."""
         carry, arrays = self.arrays(init, xs)
-        disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
-        if disabled_jit and not all(x.shape[0] for x in arrays):
+        if is_jit_disabled() and not all(x.shape[0] for x in arrays):
             return frozenset()  # without `jit`, JAX raises an error for a scan of no steps
-        one = [x[0] for x in arrays] if disabled_jit else _slice_types(arrays)
+        one = [x[0] for x in arrays] if is_jit_disabled() else _slice_types(arrays)
         return self._carry.integers_that_vary(self, carry, one)
 
     def cast_arrays(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -77,31 +77,18 @@ class ScanBody:
         (self._f, self._carry_gradient), _ = closures.substitute(arrays[m:])
         return arrays[:n], arrays[n:m]
 
-    def static_outputs(self) -> list[Any]:
-        """The static leaves of `y`."""
-        return [x for x in self._y[0].static if x is not None]
-
     def __call__(self, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         carry_tree = self._carry.tree(carry)
         if self._carry_gradient is not None:
             self._check_carry_gradient(self._carry_gradient, carry)
             carry_tree = self._carry_gradient(carry_tree)
         result = self._f(carry_tree, self._x.tree(as_array_list(x)))
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            raise rule_error(
-                f"`{name_of(self._f)}`, a step of `filter_scan`, did not return a pair.",
-                f"it returned {show_tree(result)}",
-                place_of(self._f),
-                do="Return `carry, y`; `y` may be `None`.",
-            )
-        new_carry = self._carry.arrays(
-            result[0],
-            carry,
-            self._f,
-            f"`{name_of(self._f)}`, a step of `filter_scan`, returned another carry than it "
-            "was given.",
-        )
-        y, ys = TreeSplit.split(result[1], is_number)
+        what = f"`{name_of(self._f)}`, a step of `filter_scan`,"
+        do = "Return `carry, y`; `y` may be `None`."
+        new, y = pair_of(result, what, place_of(self._f), do)
+        error = f"{what} returned another carry than it was given."
+        new_carry = self._carry.arrays(new, carry, self._f, error)
+        y, ys = TreeSplit.split(y, is_number)
         self._y[:] = [y]
         return new_carry, ys
 

@@ -1,5 +1,6 @@
 """A scan body as a closed jaxpr: what it closes over is an argument of it."""
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -7,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
-from .._jaxprs.dependence import depends, needed, without_unused
-from .._jaxprs.operands import restricted
+from .._jaxprs.dependence import are_in, consts_as_inputs, depends, needed, without_unused
+from .._jaxprs.interpret import fixed_point
+from .._jaxprs.operands import at, flagged, restricted
 from .._jaxprs.structure import CallWithRule, holds
 from .._tangent_spaces import as_array_list, is_differentiable
 from .matmul_layout import inlined
@@ -23,15 +25,17 @@ class TracedBody:
     inlined and the operands of matrix products swapped.
     """
 
-    def __init__(self, fn: Callable[..., Any], consts, carry, x):
-        varies = [False] * len(consts) + [True] * (len(carry) + len(x))
-        self.given = _trace(fn, consts, carry, x)
-        self.program = inlined(self.given, varies)
-        n_consts, n = len(consts), len(consts) + len(carry)
-        in_types = self.program.in_avals
+    def __init__(self, given: ClosedJaxpr, n_consts: int, n_carry: int):
+        self.given = given
+        self.program = inlined(given, [i >= n_consts for i in range(len(given.in_avals))])
+        in_types, n = self.program.in_avals, n_consts + n_carry
         self.const_types, self.carry_types = in_types[:n_consts], in_types[n_consts:n]
         self.x_types = in_types[n:]
-        self.y_types = self.program.out_avals[len(carry) :]
+        self.y_types = self.program.out_avals[n_carry:]
+
+    @staticmethod
+    def of(fn: Callable[..., Any], consts: Any, carry: Any, x: Any) -> "TracedBody":
+        return TracedBody(_trace(fn, consts, carry, x), len(consts), len(carry))
 
     @property
     def input_types(self) -> list[Any]:
@@ -58,32 +62,25 @@ class TracedBody:
         n = len(self.carry_types)
         return out[:n], out[n:]
 
-    def of_some(self, indices: Sequence[int], inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The body as a function of the inputs (`consts`, carry and `x`) at these indices."""
-        run = jaxpr_as_fun(self.program)
-        return restricted(lambda *full: self._split(run(*full)), inputs, indices)
-
-    def trace_vjp(self) -> ClosedJaxpr:
-        """The derivative of a step in all of its inputs, a function of these and of the
-        cotangents of its outputs."""
-        types = self.input_types
-        indices = [i for i, t in enumerate(types) if is_differentiable(t)]
-        out_types = [*self.carry_types, *self.y_types]
+    def trace_vjp(
+        self, inputs: Sequence[int] | None = None, outputs: Sequence[int] | None = None
+    ) -> ClosedJaxpr:
+        """The derivative of a step in the inputs at these indices, by default in all that have
+        one: a program of all inputs, and of the cotangents of the outputs at these indices."""
+        types, out_types = self.input_types, [*self.carry_types, *self.y_types]
+        inputs = flagged(map(is_differentiable, types)) if inputs is None else inputs
+        outputs = flagged(map(is_differentiable, out_types)) if outputs is None else outputs
 
         def vjp(*args):
-            inputs, cts = args[: len(types)], list(args[len(types) :])
+            values, cts = args[: len(types)], list(args[len(types) :])
+            run = lambda *xs: at(jaxpr_as_fun(self.program)(*xs), outputs)
+            return jax.vjp(restricted(run, values, inputs), *at(values, inputs))[1](cts)
 
-            def inexact_outputs(*values):
-                out = jax.tree.leaves(self.of_some(indices, inputs)(*values))
-                return [x for x in out if is_differentiable(x)]
-
-            return jax.vjp(inexact_outputs, *(inputs[i] for i in indices))[1](cts)
-
-        return jax.make_jaxpr(vjp)(*types, *filter(is_differentiable, out_types))
+        return jax.make_jaxpr(vjp)(*types, *at(out_types, outputs))
 
     def differentiable(self) -> list[int]:
         """The indices of the parts of the carry that have a derivative."""
-        return [i for i, t in enumerate(self.carry_types) if is_differentiable(t)]
+        return flagged(map(is_differentiable, self.carry_types))
 
     def y_of_carry(self) -> list[int | None]:
         """For each part of the new carry, the index of the `y` that is the same value."""
@@ -114,7 +111,7 @@ class TracedBody:
         axes = [[0 if b else None for b in part] for part in parts]
         vectorized = lambda fn: jax.vmap(fn, axes, (axes[1], 0), axis_size=size)
         types = jax.eval_shape(lambda: (consts, init, [x[0] for x in xs]))
-        body = TracedBody(vectorized(self), *types)
+        body = TracedBody.of(vectorized(self), *types)
         body.given = _trace(vectorized(self.as_given), *types)
         last, ys = scan(consts, init, xs, step_index, body=body, **options)
         return (last, [jnp.moveaxis(y, 1, 0) for y in ys]), (carried, True)
@@ -129,49 +126,45 @@ class TracedBody:
         """
         if not holds(self.program, CallWithRule):
             return self
-        flags = [*consts, *self.carried(consts, carry, x), *x]
-        types = self.input_types
-        indices = [i for i, flag in enumerate(flags) if flag and is_differentiable(types[i])]
+        flags = zip(
+            [*consts, *self.carried(consts, carry, x), *x], self.input_types, strict=True
+        )
+        indices = flagged(flag and is_differentiable(t) for flag, t in flags)
+
+        def inexact_and_all(*inputs):
+            out = jaxpr_as_fun(self.program)(*inputs)
+            return list(filter(is_differentiable, out)), out
 
         def values(consts, carry, x):
             inputs = [*consts, *carry, *x]
+            of_perturbed = restricted(inexact_and_all, inputs, indices)
+            out = jax.vjp(of_perturbed, *at(inputs, indices), has_aux=True)[2]
+            return self._split(out)
 
-            def inexact_outputs(*values):
-                out = self.of_some(indices, inputs)(*values)
-                return [y for y in jax.tree.leaves(out) if is_differentiable(y)], out
-
-            return jax.vjp(inexact_outputs, *(inputs[i] for i in indices), has_aux=True)[2]
-
-        body = TracedBody(values, self.const_types, self.carry_types, self.x_types)
+        body = TracedBody.of(values, self.const_types, self.carry_types, self.x_types)
         body.program = without_unused(body.program)  # the residuals
         return body
 
     def carried(self, consts: Any, carry: Any, x: Any) -> list[bool]:
         """Which parts of the carry come to depend on the inputs with these flags."""
-        carry = list(carry)
-        while True:
-            flagged = depends(self.program, [*consts, *carry, *x])
+
+        def after_a_step(carry):
+            dependent = depends(self.program, [*consts, *carry, *x])
             outvars = self.program.jaxpr.outvars[: len(carry)]
-            new = [
-                flag or (not isinstance(v, Literal) and v in flagged)
-                for flag, v in zip(carry, outvars, strict=True)
-            ]
-            if new == carry:
-                return carry
-            carry = new
+            return list(map(operator.or_, carry, are_in(outvars, dependent)))
+
+        return fixed_point(after_a_step, list(carry))
 
     def with_cotangents(self, of_last: Sequence[bool], of_ys: Sequence[bool]) -> list[bool]:
         """Which parts of the carry have a cotangent at some step, if the flagged parts of the
         last carry and the flagged `ys` have."""
-        jaxpr, flags = self.program.jaxpr, list(of_last)
-        carry = jaxpr.invars[len(self.const_types) :]
-        while True:
-            flagged = zip(jaxpr.outvars, [*flags, *of_ys], strict=True)
-            _, used = needed(jaxpr.eqns, [v for v, flag in flagged if flag])
-            new = [flag or v in used for flag, v in zip(flags, carry, strict=False)]
-            if new == flags:
-                return flags
-            flags = new
+        jaxpr, n, m = self.program.jaxpr, len(self.const_types), len(self.carry_types)
+
+        def before_a_step(flags):
+            _, used = needed(jaxpr.eqns, at(jaxpr.outvars, flagged([*flags, *of_ys])))
+            return list(map(operator.or_, flags, are_in(jaxpr.invars[n : n + m], used)))
+
+        return fixed_point(before_a_step, list(of_last))
 
 
 def _trace(fn: Callable[..., Any], consts, carry, x) -> ClosedJaxpr:
@@ -199,17 +192,10 @@ def trace_body(
     return program, list(carry)
 
 
-def close_body(
-    program: ClosedJaxpr, carry: Sequence[Any], x: Sequence[Any]
-) -> tuple[TracedBody, list[Any]]:
+def close_body(program: ClosedJaxpr, n_carry: int) -> tuple[TracedBody, list[Any]]:
     """The traced body without constants, and these constants."""
-
-    def of_consts(consts, carry, x):
-        out = jaxpr_as_fun(ClosedJaxpr(program.jaxpr, consts))(*carry, *x)
-        return out[: len(carry)], out[len(carry) :]
-
     consts = as_array_list(program.consts)
-    return TracedBody(of_consts, consts, carry, x), consts
+    return TracedBody(consts_as_inputs(program), len(consts), n_carry), consts
 
 
 # ---------------------------------------------------------------- what can't be done with it

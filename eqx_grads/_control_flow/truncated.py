@@ -15,7 +15,6 @@ have none, the scan has no derivative, and saves nothing.
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -82,18 +81,13 @@ def cut_loop(loop: Loop, window: int) -> Loop:
     The same derivative as that of `Truncated`, in the program of the steps themselves: nothing
     is recomputed, and so everything is saved.
     """
-    return dataclasses.replace(loop, body=_CutBody(loop.body, window), counts=True)
 
-
-@dataclasses.dataclass(frozen=True)
-class _CutBody:
-    body: Callable[..., Any]
-    window: int
-
-    def __call__(self, carry, x):
+    def body(carry, x):
         index, x = x
-        cut = (index % self.window == 0) & (index > 0)
-        return self.body([_cut_where(cut, c) for c in carry], x)
+        cut = (index % window == 0) & (index > 0)
+        return loop.body([_cut_where(cut, c) for c in carry], x)
+
+    return dataclasses.replace(loop, body=body, counts=True)
 
 
 def _cut_where(cut, carry):

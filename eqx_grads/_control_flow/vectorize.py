@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, unmapped_aval
 
+from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import (
     CallWithRule,
     Cond,
@@ -18,14 +19,8 @@ from .._jaxprs.structure import (
 )
 
 
-# What moves keys, and draws nothing. `random_split` and `random_fold_in` draw.
-_MOVES_KEYS = frozenset(
-    """
-    random_seed random_wrap random_unwrap broadcast_in_dim reshape squeeze transpose slice
-    dynamic_slice dynamic_update_slice gather scatter concatenate split rev pad select_n copy
-    stop_gradient optimization_barrier stack unstack eq ne
-    """.split()  # noqa: SIM905
-)
+# Besides what moves elements. `random_split` and `random_fold_in` draw.
+_DRAWS_NOTHING = ("random_seed", "random_wrap", "random_unwrap", "eq", "ne")
 
 
 def why_not_vectorizable(program: ClosedJaxpr) -> str | None:
@@ -52,7 +47,9 @@ def _draws_bits_of_a_batch(eqn: Any, known: Any) -> bool:
     """
     if eqn.primitive.name in ("rng_bit_generator", "rng_uniform"):
         return True
-    if eqn.primitive.name in _MOVES_KEYS or not any(map(_is_other_key, eqn.invars)):
+    if not any(map(_is_other_key, eqn.invars)):
+        return False
+    if isinstance(kind_of(eqn).bounds, str) or eqn.primitive.name in _DRAWS_NOTHING:
         return False
     # The programs in an equation are looked at themselves. One without may draw when it is
     # compiled, as `random_gamma` does, and one with a rule when it is differentiated.

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import ArrayLike, PyTree
 
-from .._errors import check_function, name_of, rule_error
+from .._errors import check_function, name_of
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.varying import cast_carry, varying_axes
-from .carry import as_array_if_varying, Carry
+from .._rules.float_args import as_count
+from .carry import as_array_if_varying, Carry, settle_integers
 
 
 def filter_while_loop(
@@ -115,29 +115,21 @@ def filter_while_loop(
     check_function(body_fun, "body_fun", "filter_while_loop")
     # In an eager call, numbers that vary are operands, as arrays are.
     init = jax.tree.map(as_array_if_varying, init)
-    chunk = None if max_steps is None else _steps_per_chunk(max_steps, checkpoint)
+    chunk = None
+    if max_steps is not None:
+        do = "Give an integer from 0 to 2**31 - 1, or `None` for a loop without a bound."
+        max_steps = as_count("filter_while_loop", "max_steps", max_steps, least=0, do=do)
+        chunk = _steps_per_chunk(max_steps, checkpoint)
     # Without a checkpoint, the residuals of all chunks are saved.
     is_saved = checkpoint is None
     return _run(cond_fun, body_fun, init, max_steps, chunk, is_saved)
 
 
 def _steps_per_chunk(max_steps: int, checkpoint: int | str | None) -> int:
-    is_count = lambda n: isinstance(n, int | np.integer) and not isinstance(n, bool)
-    if not (is_count(max_steps) and 0 <= max_steps < 2**31):
-        raise rule_error(
-            "The `max_steps` of `filter_while_loop` is not a number of steps.",
-            f"it is {max_steps!r:.60}",
-            do="Give an integer from 0 to 2**31 - 1, or `None` for a loop without a bound.",
-        )
     if checkpoint in (None, "sqrt"):
         return max(1, math.isqrt(max_steps))
-    if not (is_count(checkpoint) and int(checkpoint) > 0):
-        raise rule_error(
-            "The `checkpoint` of `filter_while_loop` is not a number of steps.",
-            f"it is {checkpoint!r:.60}",
-            do='Give a positive integer, "sqrt" or `None`.',
-        )
-    return int(checkpoint)
+    do = 'Give a positive integer, "sqrt" or `None`.'
+    return as_count("filter_while_loop", "checkpoint", checkpoint, do=do)
 
 
 @compile_eager_calls
@@ -146,14 +138,14 @@ def _run(cond_fun, body_fun, init, max_steps, chunk, is_saved):
         f"`{name_of(body_fun)}`, the body of `filter_while_loop`, returned another carry than "
         "it was given."
     )
-    becomes_array: frozenset[int] = frozenset()
-    while True:
+
+    def parts(becomes_array):
         carry = Carry(init, becomes_array)
-        first, body = carry.first(init), _body(body_fun, carry, error)
-        more = carry.integers_that_vary(body, first)
-        if not more:
-            break
-        becomes_array |= more
+        of_step = lambda xs: carry.arrays(body_fun(carry.tree(xs)), xs, body_fun, error)
+        return carry, carry.first(init), of_step
+
+    vary = lambda parts: parts[0].integers_that_vary(parts[2], parts[1])
+    carry, first, body = settle_integers(parts, vary)
     cond = lambda arrays: cond_fun(carry.tree(arrays))
     first = cast_carry(lambda arrays: jax.make_jaxpr(body)(arrays).out_avals, first)
     if max_steps is None:
@@ -235,7 +227,3 @@ def _any_of_batch(x):
 @_any_of_batch.def_vmap
 def _(size, batched, x):
     return _any_of_batch(jnp.any(x, 0) if batched[0] else x), False
-
-
-def _body(fn, carry: Carry, error: str):
-    return lambda arrays: carry.arrays(fn(carry.tree(arrays)), arrays, fn, error)

@@ -1,6 +1,7 @@
 """`filter_custom_vjp`: a reverse rule in Equinox's calling convention."""
 
 import dataclasses
+import functools as ft
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -8,15 +9,13 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 
-from .._errors import check_function, name_of, place_of, rule_error, show_path
+from .._errors import check_function, is_pair, name_of, place_of, rule_error, show_path
 from .._rules.call import call_with_rules
 from .._rules.convention import EQUINOX
 from .._rules.custom_vjp import ReverseRules
-from .._rules.object_parts import Rebuildable
 from .._rules.rule import Rule
-from .._rules.signature import ParameterNames
-from .._rules.tree_split import is_numeric_array
 from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
+from .._tangent_spaces import is_numeric_array
 
 
 class filter_custom_vjp(AbstractWrapper[P, T]):
@@ -104,7 +103,7 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
 
         `fn_fwd`.
         """
-        return self._set_fwd(fn_fwd, _FORWARD, with_perturbed=True)
+        return self._set("fwd", fn_fwd, with_perturbed=True)
 
     def def_bwd(self, fn_bwd: Callable[..., Any]) -> Callable[..., Any]:
         """Give the rule for the backward pass. Use it as a decorator.
@@ -120,7 +119,7 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
 
         `fn_bwd`.
         """
-        return self._set_bwd(fn_bwd, _BACKWARD, with_perturbed=True)
+        return self._set("bwd", fn_bwd, with_perturbed=True)
 
     def defvjp(self, fn_fwd: Callable[..., Any], fn_bwd: Callable[..., Any]) -> None:
         """Give both rules, without `perturbed`: `fn_fwd(vjp_arg, *args, **kwargs)` and
@@ -133,83 +132,55 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
             "output that is not used; or `eqx_grads.custom_vjp`.",
             stacklevel=2,
         )
-        self._set_fwd(fn_fwd, _DEPRECATED_FORWARD, with_perturbed=False)
-        self._set_bwd(fn_bwd, _DEPRECATED_BACKWARD, with_perturbed=False)
+        self._set("fwd", fn_fwd, with_perturbed=False)
+        self._set("bwd", fn_bwd, with_perturbed=False)
 
-    def _set_fwd(self, fn_fwd, conventions, with_perturbed):
-        check_function(fn_fwd, "fn_fwd", "def_fwd")
-        rule = Rule(fn_fwd, conventions=conventions)
-        names = self._rules.signature(self.fn).names
-        fwd = _Forward(rule, with_perturbed, name_of(self.fn), place_of(self.fn), names)
-        self._rules.fwd_rule = Rule(fwd, name=rule.name, source=rule.fn)
-        return fn_fwd
-
-    def _set_bwd(self, fn_bwd, conventions, with_perturbed):
-        check_function(fn_bwd, "fn_bwd", "def_bwd")
-        rule = Rule(fn_bwd, conventions=conventions)
-        self._rules.bwd_rule = Rule(
-            _Backward(rule, with_perturbed),
-            symbolic_zeros=with_perturbed,
-            name=rule.name,
-            source=rule.fn,
-        )
-        return fn_bwd
-
-
-class _Forward(Rebuildable):
-    """A user's rule for the forward pass, called as `custom_vjp` calls one."""
-
-    captures = ("rule",)
-
-    def __init__(
-        self, rule: Rule, with_perturbed: bool, name: str, place: str, names: ParameterNames
-    ):
-        self.rule = rule
-        self.with_perturbed = with_perturbed
-        self.name = name
-        self.place = place
-        self.names = names
-
-    def __call__(self, /, *args: Any, perturbed: tuple[Any, ...], **kwargs: Any) -> Any:
-        self._check_first_only(perturbed)
-        first = perturbed[:1] if self.with_perturbed else ()
-        result = self.rule(*first, *args, **kwargs)
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            return result
-        out, residuals = result
-        return out, (residuals, args, kwargs)
-
-    def _check_first_only(self, perturbed):
-        others = jax.tree_util.tree_leaves_with_path(perturbed[1:])
-        where = [
-            f"at `{self.names[path[0].idx + 1]}{show_path(path[1:])}`"
-            for path, is_perturbed in others
-            if is_perturbed
-        ]
-        if where:
-            raise rule_error(
-                f"`{self.name}` was differentiated with respect to an argument other than "
-                "its first.",
-                *where,
-                self.place,
-                do=_WAY_OUT,
+    def _set(self, which, fn, with_perturbed):
+        check_function(fn, f"fn_{which}", f"def_{which}")
+        rule = Rule(fn, conventions=_CONVENTIONS[which, with_perturbed])
+        options = {"name": rule.name, "source": rule.fn}
+        if which == "fwd":
+            names = self._rules.signature(self.fn).names
+            owner = name_of(self.fn), place_of(self.fn), names
+            self._rules.fwd_rule = Rule(
+                ft.partial(_fwd, rule, with_perturbed, owner), **options
             )
+        else:
+            bwd = ft.partial(_bwd, rule, with_perturbed)
+            self._rules.bwd_rule = Rule(bwd, symbolic_zeros=with_perturbed, **options)
+        return fn
 
 
-class _Backward(Rebuildable):
+def _fwd(rule, with_perturbed, owner, /, *args, perturbed, **kwargs):
+    """A user's rule for the forward pass, called as `custom_vjp` calls one."""
+    _check_first_only(owner, perturbed)
+    first = perturbed[:1] if with_perturbed else ()
+    result = rule(*first, *args, **kwargs)
+    if not is_pair(result):
+        return result  # an error
+    out, residuals = result
+    return out, (residuals, args, kwargs)
+
+
+def _bwd(rule, with_perturbed, residuals, ct, *, perturbed):
     """A user's rule for the backward pass, called as `custom_vjp` calls one."""
+    residuals, args, kwargs = residuals
+    first = perturbed[:1] if with_perturbed else ()
+    ct_first = rule(residuals, ct, *first, *args, **kwargs)
+    return ct_first, *(None for _ in args[1:])
 
-    captures = ("rule",)
 
-    def __init__(self, rule: Rule, with_perturbed: bool):
-        self.rule = rule
-        self.with_perturbed = with_perturbed
-
-    def __call__(self, residuals: Any, ct: Any, *, perturbed: tuple[Any, ...]) -> Any:
-        residuals, args, kwargs = residuals
-        first = perturbed[:1] if self.with_perturbed else ()
-        ct_first = self.rule(residuals, ct, *first, *args, **kwargs)
-        return ct_first, *(None for _ in args[1:])
+def _check_first_only(owner, perturbed):
+    name, place, names = owner
+    others = jax.tree_util.tree_leaves_with_path(perturbed[1:])
+    paths = [path for path, is_perturbed in others if is_perturbed]
+    if paths:
+        raise rule_error(
+            f"`{name}` was differentiated with respect to an argument other than its first.",
+            *(f"at `{names[path[0].idx + 1]}{show_path(path[1:])}`" for path in paths),
+            place,
+            do=_WAY_OUT,
+        )
 
 
 _WAY_OUT = (
@@ -222,18 +193,12 @@ _CONVENTION = dataclasses.replace(
     returns_numbers=False,
     configuration=("an argument that was passed by keyword", _WAY_OUT),
 )
-_FORWARD = (
-    "The rule of `filter_custom_vjp.def_fwd` is called as "
-    "`fwd(perturbed, vjp_arg, *args, **kwargs)`."
-)
-_BACKWARD = (
-    "The rule of `filter_custom_vjp.def_bwd` is called as "
-    "`bwd(residuals, grad_out, perturbed, vjp_arg, *args, **kwargs)`."
-)
-_DEPRECATED_FORWARD = (
-    "The first rule of `filter_custom_vjp.defvjp` is called as `fwd(vjp_arg, *args, **kwargs)`."
-)
-_DEPRECATED_BACKWARD = (
-    "The second rule of `filter_custom_vjp.defvjp` is called as "
-    "`bwd(residuals, grad_out, vjp_arg, *args, **kwargs)`."
-)
+_CALLED = "{} of `filter_custom_vjp.{}` is called as `{}vjp_arg, *args, **kwargs)`."
+_CONVENTIONS = {
+    ("fwd", True): _CALLED.format("The rule", "def_fwd", "fwd(perturbed, "),
+    ("bwd", True): _CALLED.format(
+        "The rule", "def_bwd", "bwd(residuals, grad_out, perturbed, "
+    ),
+    ("fwd", False): _CALLED.format("The first rule", "defvjp", "fwd("),
+    ("bwd", False): _CALLED.format("The second rule", "defvjp", "bwd(residuals, grad_out, "),
+}

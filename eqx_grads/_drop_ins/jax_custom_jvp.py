@@ -1,5 +1,6 @@
 """`jax_custom_jvp`: called as `jax.custom_jvp` is, on the rules of this library."""
 
+import functools as ft
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -101,7 +102,7 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
         `jvp`.
         """
         check_function(jvp, "jvp", "defjvp")
-        rule = _ForwardRule(jvp, symbolic_zeros)
+        rule = ft.partial(_forward_rule, jvp, symbolic_zeros)
         forward = Rule(rule, symbolic_zeros, surely_linear=True, name=name_of(jvp), source=jvp)
         self._rules.set_jvp(forward)
         self.jvp, self.symbolic_zeros = jvp, symbolic_zeros
@@ -135,28 +136,15 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
         return jax.tree.map(stop, value)
 
 
-class _ForwardRule(Rebuildable):
+def _forward_rule(jvp, symbolic_zeros, primals, tangents, *, nondiff=None):
     """A rule of JAX's form as one of this library's."""
-
-    captures = ("_jvp",)
-
-    def __init__(self, jvp: Callable[..., Any], symbolic_zeros: bool):
-        self._jvp = jvp
-        self._symbolic_zeros = symbolic_zeros
-
-    def __call__(self, primals, tangents, *, nondiff=None):
-        values = () if nondiff is None else nondiff.values()
-        leaves, treedef = jax.tree.flatten(primals, is_leaf=is_none)
-        ts = [
-            zero_from_primal(x, self._symbolic_zeros) if t is None and is_array(x) else t
-            for x, t in zip(leaves, jax.tree.leaves(tangents, is_leaf=is_none), strict=True)
-        ]
-        return self._jvp(*values, primals, jax.tree.unflatten(treedef, ts))
-
-
-def is_array(x: Any) -> bool:
-    """Whether JAX has a tangent type for `x`: all arrays, and numbers of Python."""
-    return isinstance(x, jax.Array) or is_arraylike(x)
+    values = () if nondiff is None else nondiff.values()
+    leaves, treedef = jax.tree.flatten(primals, is_leaf=is_none)
+    ts = [
+        zero_from_primal(x, symbolic_zeros) if t is None and is_arraylike(x) else t
+        for x, t in zip(leaves, jax.tree.leaves(tangents, is_leaf=is_none), strict=True)
+    ]
+    return jvp(*values, primals, jax.tree.unflatten(treedef, ts))
 
 
 class _SumOfTerms(Rebuildable):

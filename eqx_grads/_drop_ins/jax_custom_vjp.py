@@ -1,6 +1,7 @@
 """`jax_custom_vjp`: called as `jax.custom_vjp` is, on the rules of this library."""
 
-from collections.abc import Callable, Iterable, Sequence
+import functools as ft
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jax.interpreters import ad
 from .._errors import (
     check_flags,
     check_function,
+    is_pair,
     name_of,
     place_of,
     rule_error,
@@ -19,11 +21,9 @@ from .._errors.trees import mirror, prefix_leaves
 from .._rules.closure_convert import Opaque
 from .._rules.convention import JAX
 from .._rules.custom_vjp import ReverseRules
-from .._rules.object_parts import Rebuildable
 from .._rules.rule import Rule
 from .._rules.wrapper import P, T
-from .._tangent_spaces import is_differentiable, is_none
-from .jax_custom_jvp import is_array
+from .._tangent_spaces import is_arraylike, is_differentiable, is_none
 from .jax_decorated import AbstractJaxDecorated, merge, missing_rule
 
 
@@ -133,8 +133,9 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
             optimize_remat=optimize_remat,
             generic_batching=generic_batching,
         )
-        fwd_rule = _FwdRule(fwd, self.nondiff_argnums, symbolic_zeros)
-        bwd_rule = _BwdRule(bwd, symbolic_zeros)
+        fwd_rule = ft.partial(_fwd_rule, fwd, self.nondiff_argnums, symbolic_zeros)
+        zero = SymbolicZero if symbolic_zeros else ad.zeros_like_aval
+        bwd_rule = ft.partial(_bwd_rule, bwd, zero)
         self._rules.fwd_rule = Rule(fwd_rule, name=name_of(fwd), source=fwd)
         self._rules.bwd_rule = Rule(bwd_rule, symbolic_zeros, name=name_of(bwd), source=bwd)
         self.fwd, self.bwd, self.symbolic_zeros = fwd, bwd, symbolic_zeros
@@ -165,78 +166,58 @@ class _Residuals(NamedTuple):
     types: _Types
 
 
-class _FwdRule(Rebuildable):
+def _fwd_rule(fwd, argnums, symbolic_zeros, /, *args, perturbed, nondiff=None):
     """A forward pass of JAX's form as one of this library's."""
-
-    captures = ("_fwd",)
-
-    def __init__(self, fwd: Callable[..., Any], argnums: Sequence[int], symbolic_zeros: bool):
-        self._fwd = fwd
-        self._argnums = argnums
-        self._symbolic_zeros = symbolic_zeros
-
-    def __call__(self, *args, perturbed, nondiff=None):
-        values = args
-        if self._symbolic_zeros:
-            leaves, treedef = jax.tree.flatten(args)
-            leaves = map(CustomVJPPrimal, leaves, jax.tree.leaves(perturbed))
-            values = jax.tree.unflatten(treedef, leaves)  # as JAX does, whatever the class
-        if nondiff is not None:
-            values = merge(values, self._argnums, nondiff)
-        result = self._fwd(*values)
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            return result  # an error
-        out, residuals = result
-        return out, _Residuals(residuals, _Types(args, out))
+    values = args
+    if symbolic_zeros:
+        leaves, treedef = jax.tree.flatten(args)
+        leaves = map(CustomVJPPrimal, leaves, jax.tree.leaves(perturbed))
+        values = jax.tree.unflatten(treedef, leaves)  # as JAX does, whatever the class
+    if nondiff is not None:
+        values = merge(values, argnums, nondiff)
+    result = fwd(*values)
+    if not is_pair(result):
+        return result  # an error
+    out, residuals = result
+    return out, _Residuals(residuals, _Types(args, out))
 
 
 def _ct_type(x):
-    return jax.typeof(x).to_tangent_aval() if is_array(x) else None
+    return jax.typeof(x).to_tangent_aval() if is_arraylike(x) else None
 
 
-class _BwdRule(Rebuildable):
+def _bwd_rule(bwd, zero, kept, ct, *, nondiff=None):
     """A backward rule of JAX's form as one of this library's."""
+    values = () if nondiff is None else nondiff.values()
+    pairs = zip(kept.types.ct_out, jax.tree.leaves(ct, is_leaf=is_none), strict=True)
+    cts = [zero(t) if ct is None and t is not None else ct for t, ct in pairs]
+    result = bwd(*values, kept.residuals, jax.tree.unflatten(kept.types.treedef, cts))
+    args = kept.types.ct_args
+    if not isinstance(result, tuple | list) or len(result) != len(args):
+        return result  # an error
+    return tuple(_expand(bwd, ct, *arg) for ct, arg in zip(result, args, strict=True))
 
-    captures = ("_bwd",)
 
-    def __init__(self, bwd: Callable[..., Any], symbolic_zeros: bool):
-        self._bwd = bwd
-        self._zero = SymbolicZero if symbolic_zeros else ad.zeros_like_aval
+def _expand(bwd, ct, types, treedef):
+    """The cotangent of an argument. As in JAX, a leaf of it may stand for all leaves of a part
+    of the argument, and what is returned for an integer is dropped."""
+    try:
+        cts = prefix_leaves(ct, types, is_leaf=is_none)
+    except ValueError:  # another structure, which is an error
+        return ct
+    leaves = map(ft.partial(_leaf, bwd), cts, jax.tree.leaves(types))
+    return jax.tree.unflatten(treedef, leaves)
 
-    def __call__(self, kept, ct, *, nondiff=None):
-        values = () if nondiff is None else nondiff.values()
-        types, cts = kept.types.ct_out, jax.tree.leaves(ct, is_leaf=is_none)
-        cts = [
-            self._zero(t) if ct is None and t is not None else ct
-            for t, ct in zip(types, cts, strict=True)
-        ]
-        ct = jax.tree.unflatten(kept.types.treedef, cts)
-        result = self._bwd(*values, kept.residuals, ct)
-        args = kept.types.ct_args
-        if not isinstance(result, tuple | list) or len(result) != len(args):
-            return result  # an error
-        return tuple(map(self._expand, result, args))
 
-    def _expand(self, ct, arg):
-        """The cotangent of an argument. As in JAX, a leaf of it may stand for all leaves of a
-        part of the argument, and what is returned for an integer is dropped."""
-        types, treedef = arg
-        try:
-            cts = prefix_leaves(ct, types, is_leaf=is_none)
-        except ValueError:  # another structure, which is an error
-            return ct
-        leaves = map(self._leaf, cts, jax.tree.leaves(types))
-        return jax.tree.unflatten(treedef, leaves)
-
-    def _leaf(self, ct, type_):
-        if type_ is False:
-            return None
-        if isinstance(ct, SymbolicZero) and ct.shape != type_.shape:
-            raise rule_error(
-                f"The backward rule `{name_of(self._bwd)}` returned a zero that does not "
-                "fit its argument.",
-                f"the zero is {type_of(ct)}, the argument is {type_of(type_)}",
-                place_of(self._bwd),
-                do="Return `None` for zero. Are two cotangents in the wrong order?",
-            )
-        return None if isinstance(ct, SymbolicZero) else ct
+def _leaf(bwd, ct, type_):
+    if type_ is False or not isinstance(ct, SymbolicZero):
+        return None if type_ is False else ct
+    if ct.shape != type_.shape:
+        raise rule_error(
+            f"The backward rule `{name_of(bwd)}` returned a zero that does not fit its "
+            "argument.",
+            f"the zero is {type_of(ct)}, the argument is {type_of(type_)}",
+            place_of(bwd),
+            do="Return `None` for zero. Are two cotangents in the wrong order?",
+        )
+    return None

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic
 
 import jax
-import numpy as np
 
 from .._errors import check_function, name_of, place_of, rule_error, RuleError
 from .._rules.call import call_with_rules
+from .._rules.float_args import as_integer
 from .._rules.object_parts import Rebuildable
 from .._rules.rule import AbstractRules
 from .._rules.signature import Signature
@@ -110,30 +110,34 @@ def merge(args: Sequence[Any], argnums: Sequence[int], nondiff: Any) -> list[Any
 
 def _argnums(decorated, argnums, argnames) -> tuple[int, ...]:
     """The positions that `nondiff_argnums` and `nondiff_argnames` name, in ascending order."""
-    argnums, argnames = _as_tuple(argnums), _as_tuple(argnames)
-    arity = _arity(decorated.fun)
-    if arity is not None:  # from the end, as JAX allows it
-        is_from_end = lambda i: isinstance(i, int | np.integer) and -arity <= i < 0
-        argnums = tuple(i + arity if is_from_end(i) else i for i in argnums)
-    for i in argnums:
-        if isinstance(i, bool) or not isinstance(i, int | np.integer) or i < 0:
-            raise rule_error(
-                f"The `nondiff_argnums` of `{name_of(decorated.fun)}` are not positions.",
-                f"they hold {i!r:.60}",
-                place_of(decorated.fun),
-                do="Count the positional arguments from 0.",
-            )
+    positions, arity = set(), _arity(decorated.fun) or 0
+    for i in _as_tuple(argnums):
+        position = as_integer(i)
+        if position is not None and -arity <= position < 0:  # from the end, as JAX allows it
+            position += arity
+        if position is None or position < 0:
+            what = f"The `nondiff_argnums` of `{name_of(decorated.fun)}` are not positions."
+            raise _error(decorated, what, f"they hold {i!r:.60}", do=_FROM_ZERO)
+        positions.add(position)
     names = Signature(decorated.fun).by_position
-    for name in argnames:
+    for name in _as_tuple(argnames):
         if not isinstance(name, str) or name not in names:
-            raise rule_error(
+            raise _error(
+                decorated,
                 f"The `nondiff_argnames` of `{name_of(decorated.fun)}` are not positional "
                 "parameters.",
                 f"they hold {name!r:.60}; the parameters are {', '.join(names)}",
-                place_of(decorated.fun),
                 do="Name parameters that can be passed by position.",
             )
-    return tuple(sorted({*map(int, argnums), *map(names.index, argnames)}))
+        positions.add(names.index(name))
+    return tuple(sorted(positions))
+
+
+def _error(decorated, *what, do):
+    return rule_error(*what, place_of(decorated.fun), do=do)
+
+
+_FROM_ZERO = "Count the positional arguments from 0."
 
 
 def _as_tuple(x) -> tuple[Any, ...]:
@@ -173,20 +177,16 @@ def _by_position(decorated, args, kwargs) -> tuple[Any, ...]:
     try:
         values, by_keyword, filled = signature.bind(args, kwargs, True)
     except TypeError as error:
-        raise rule_error(
-            f"{_not_resolved(decorated)}\n{error}",
-            place_of(fun),
-            do=_NOT_BOUND
-            if _is_method(fun)
-            else "Call it as the undecorated function is called.",
-        ) from error
+        is_method = signature.by_position[:1] == ["self"]
+        do = _NOT_BOUND if is_method else "Call it as the undecorated function is called."
+        raise _error(decorated, f"{_not_resolved(decorated)}\n{error}", do=do) from error
     passed = [name for name in by_keyword if name not in filled]
     if passed:
-        raise rule_error(
+        raise _error(
+            decorated,
             f"{_not_resolved(decorated)}\n"
             "The following keyword arguments could not be resolved to positions: "
             f"{', '.join(passed)}",
-            place_of(fun),
             do="As in JAX, all arguments are passed to the rules by position. Make it a "
             "positional parameter, or use `eqx_grads.custom_jvp` or `eqx_grads.custom_vjp`, "
             "where keyword-only parameters are configuration.",
@@ -220,22 +220,17 @@ _NOT_BOUND = (
 )
 
 
-def _is_method(fun) -> bool:
-    return next(iter(Signature(fun).by_position), None) == "self"
-
-
 def _anything(*args, **kwargs):
     del args, kwargs
 
 
 def _check_given(decorated, values) -> None:
-    for i in decorated.nondiff_argnums:
-        if i >= len(values):
-            raise rule_error(
-                f"`{name_of(decorated.fun)}` was given fewer arguments than "
-                "`nondiff_argnums` says.",
-                f"`nondiff_argnums` is {decorated.nondiff_argnums}, and there are "
-                f"{len(values)} arguments",
-                place_of(decorated.fun),
-                do="Count the positional arguments from 0.",
-            )
+    if any(i >= len(values) for i in decorated.nondiff_argnums):
+        raise _error(
+            decorated,
+            f"`{name_of(decorated.fun)}` was given fewer arguments than "
+            "`nondiff_argnums` says.",
+            f"`nondiff_argnums` is {decorated.nondiff_argnums}, and there are "
+            f"{len(values)} arguments",
+            do=_FROM_ZERO,
+        )

@@ -58,12 +58,16 @@ def bad_argument(caller: str, argument: str, wanted: str, x: Any, do: str) -> Ru
     return rule_error(what, f"it is {x!r:.60}", do=do)
 
 
-def as_pair(out: Any, name: str, place: str, do: str) -> tuple[Any, Any]:
-    """The pair that a function of the user's returned, or an error."""
-    if isinstance(out, tuple | list) and len(out) == 2:
-        return out[0], out[1]
-    what = f"{name} did not return a pair."
-    raise rule_error(what, f"it returned {show_tree(out)}", place, do=do)
+def is_pair(result: Any) -> bool:
+    return isinstance(result, tuple | list) and len(result) == 2
+
+
+def pair_of(result: Any, what: str, place: str, do: str) -> tuple[Any, Any]:
+    """The pair that `what`, a function of the user, returned, or an error."""
+    if is_pair(result):
+        return result[0], result[1]
+    returned = f"it returned {show_tree(result)}"
+    raise rule_error(f"{what} did not return a pair.", returned, place, do=do)
 
 
 def check_function(fn: Any, argument: str, caller: str) -> None:
@@ -103,10 +107,15 @@ def optional_import(module: str, user: str, extra: str = "solvers") -> Any:
         ) from None
 
 
-def name_of(fn: Any) -> str:
-    """What the user calls `fn`."""
+def unpartial(fn: Any) -> Any:
     while isinstance(fn, ft.partial):
         fn = fn.func
+    return fn
+
+
+def name_of(fn: Any) -> str:
+    """What the user calls `fn`."""
+    fn = unpartial(fn)
     if isinstance(fn, eqx.filter_custom_vjp):  # of a `filter_custom_jvp`, it is not known
         fn = getattr(fn, "fn", fn)
     name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
@@ -134,8 +143,7 @@ def place_of(fn: Any) -> str:
 
 def code_of(fn: Any) -> types.CodeType | None:
     """The code that the user wrote, if Python knows it."""
-    while isinstance(fn, ft.partial):
-        fn = fn.func
+    fn = unpartial(fn)
     fn = inspect.unwrap(fn) if callable(fn) else fn
     fn = getattr(fn, "__func__", fn)
     # A copy of a function that wraps another one does not lead to it (`closure_convert.py`).

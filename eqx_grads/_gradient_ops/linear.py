@@ -18,9 +18,8 @@ from jaxtyping import Array, ArrayLike, PyTree
 from .._errors import rule_error, show_path, show_tree, type_of
 from .._errors.trees import prefix_leaves
 from .._jaxprs.varying import varying_axes
-from .._rules.custom_jvp import custom_jvp
-from .._rules.custom_vjp import custom_vjp
 from .._rules.float_args import check_parameter, is_known
+from .._rules.identity_op import backward_op, tangent_op
 from .._tangent_spaces import (
     dtype_of_array,
     is_differentiable,
@@ -74,16 +73,9 @@ def scale_gradient(x: PyTree, s: ArrayLike) -> PyTree:
     return _scale_gradient(x, s)
 
 
-@custom_jvp
+@tangent_op
 def _scale_gradient(x, s):
-    del s
-    return x
-
-
-@_scale_gradient.def_jvp(symbolic_zeros=True)
-def _scale_gradient_jvp(primals, tangents):
-    x, s = primals
-    return x, scale(tangents[0], s)
+    return scale(x, s)
 
 
 def reverse_gradient(x: PyTree, strength: ArrayLike = 1.0) -> PyTree:
@@ -132,16 +124,9 @@ def reverse_gradient(x: PyTree, strength: ArrayLike = 1.0) -> PyTree:
     return _reverse_gradient(x, strength)
 
 
-@custom_jvp
+@tangent_op
 def _reverse_gradient(x, strength):
-    del strength
-    return x
-
-
-@_reverse_gradient.def_jvp(symbolic_zeros=True)
-def _reverse_gradient_jvp(primals, tangents):
-    x, strength = primals
-    return x, neg(scale(tangents[0], strength))
+    return neg(scale(x, strength))
 
 
 def reversal_schedule(
@@ -204,12 +189,8 @@ def reversal_schedule(
     networks](https://arxiv.org/abs/1505.07818), 2016, section 5.2.2, where `low` is 0 and
     `high` is 1.
     """
-    for what, value in (
-        ("progress", progress),
-        ("low", low),
-        ("high", high),
-        ("gamma", gamma),
-    ):
+    given = {"progress": progress, "low": low, "high": high, "gamma": gamma}
+    for what, value in given.items():
         check_parameter("reversal_schedule", what, value)
     if is_known(progress) and np.any(np.asarray(progress) < 0):
         raise rule_error(
@@ -218,7 +199,7 @@ def reversal_schedule(
             do="Give it the fraction of the training that is done: the step divided by the "
             "number of steps.",
         )
-    values = [jnp.asarray(v) for v in (progress, low, high, gamma)]
+    values = list(map(jnp.asarray, given.values()))
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(float, *values)
     progress, low, high, gamma = (v.astype(dtype) for v in values)
@@ -273,27 +254,14 @@ def mask_gradient(x: PyTree, mask: PyTree) -> PyTree:
     [`eqx_grads.RuleError`][] if `mask` is not boolean, is of another structure, or would
     broadcast a leaf to another shape.
     """
-    return _mask_gradient(x, _mask_of_each_leaf(mask, x))
+    leaves, treedef = jax.tree.flatten(x)
+    return jax.tree.unflatten(treedef, _mask_gradient(leaves, _mask_of_each_leaf(mask, x)))
 
 
-@custom_jvp
+@tangent_op
 def _mask_gradient(x, masks):
-    del masks
-    return x
-
-
-@_mask_gradient.def_jvp(symbolic_zeros=True)
-def _mask_gradient_jvp(primals, tangents):
-    x, masks = primals
-    ts, treedef = jax.tree.flatten(tangents[0], is_leaf=is_none)
-    leaves = jax.tree.leaves(x, is_leaf=is_none)
-    remaining = iter(masks)
-    # There is one mask for each leaf of `x`, and none for a `None`.
-    masked = [
-        None if leaf is None else _mask_leaf(next(remaining), t)
-        for leaf, t in zip(leaves, ts, strict=True)
-    ]
-    return x, jax.tree.unflatten(treedef, masked)
+    ts, treedef = jax.tree.flatten(x, is_leaf=is_none)
+    return jax.tree.unflatten(treedef, map(_mask_leaf, masks, ts))
 
 
 def _mask_leaf(mask, t):
@@ -414,18 +382,6 @@ def _psum_leaf(axis_name, tracked, x):
     return _psum_gradient(x, axis_name=rest) if rest else x
 
 
-@custom_vjp
+@backward_op
 def _psum_gradient(x, *, axis_name):
-    del axis_name
-    return x
-
-
-@_psum_gradient.def_fwd
-def _psum_gradient_fwd(x, *, axis_name):
-    del axis_name
-    return x, None
-
-
-@_psum_gradient.def_bwd
-def _psum_gradient_bwd(_, ct, *, axis_name):
-    return (jax.lax.psum(ct, axis_name),)
+    return jax.lax.psum(x, axis_name)

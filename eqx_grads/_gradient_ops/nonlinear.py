@@ -15,8 +15,8 @@ from jaxtyping import ArrayLike, PRNGKeyArray, PyTree
 
 from .._errors import rule_error
 from .._errors.trees import on_leaves
-from .._rules.custom_vjp import custom_vjp
 from .._rules.float_args import as_dtype, check_key, check_nonnegative_number, check_positive
+from .._rules.identity_op import backward_op
 from .._rules.nan_where import nan_where
 from .._rules.replace_gradient import replace_gradient
 from .._tangent_spaces import promote
@@ -77,20 +77,9 @@ def clip_gradient(x: PyTree, min: ArrayLike | None, max: ArrayLike | None) -> Py
     return _clip_gradient(x, min, max)
 
 
-@custom_vjp
+@backward_op
 def _clip_gradient(x, min, max):
-    del min, max
-    return x
-
-
-@_clip_gradient.def_fwd
-def _clip_gradient_fwd(x, min, max):
-    return x, (min, max)
-
-
-@_clip_gradient.def_bwd
-def _clip_gradient_bwd(bounds, ct):
-    return jax.tree.map(ft.partial(_clip, *bounds), ct), None, None
+    return jax.tree.map(ft.partial(_clip, min, max), x)
 
 
 def _clip(min, max, x):
@@ -161,21 +150,9 @@ def clip_gradient_norm(
     return _clip_gradient_norm(x, max_norm, axis=axis)
 
 
-@custom_vjp
+@backward_op
 def _clip_gradient_norm(x, max_norm, *, axis):
-    del max_norm, axis
-    return x
-
-
-@_clip_gradient_norm.def_fwd
-def _clip_gradient_norm_fwd(x, max_norm, *, axis):
-    del axis
-    return x, max_norm
-
-
-@_clip_gradient_norm.def_bwd
-def _clip_gradient_norm_bwd(max_norm, ct, *, axis):
-    return _map_with_norm(ft.partial(_clip_norm, max_norm), ct, axis), None
+    return _map_with_norm(ft.partial(_clip_norm, max_norm), x, axis)
 
 
 def _map_with_norm(fn, ct, axis):
@@ -241,21 +218,9 @@ def normalize_gradient(
     return _normalize_gradient(x, eps, axis=axis)
 
 
-@custom_vjp
+@backward_op
 def _normalize_gradient(x, eps, *, axis):
-    del eps, axis
-    return x
-
-
-@_normalize_gradient.def_fwd
-def _normalize_gradient_fwd(x, eps, *, axis):
-    del axis
-    return x, eps
-
-
-@_normalize_gradient.def_bwd
-def _normalize_gradient_bwd(eps, ct, *, axis):
-    return _map_with_norm(ft.partial(_normalize, eps), ct, axis), None
+    return _map_with_norm(ft.partial(_normalize, eps), x, axis)
 
 
 def _normalize(eps, x, scale, ratio):
@@ -306,19 +271,9 @@ def zero_nonfinite_gradient(x: PyTree) -> PyTree:
     return on_leaves(_zero_nonfinite_gradient, x)
 
 
-@custom_vjp
+@backward_op(symbolic_zeros=True)
 def _zero_nonfinite_gradient(x):
-    return x
-
-
-@_zero_nonfinite_gradient.def_fwd
-def _zero_nonfinite_gradient_fwd(x):
-    return x, None
-
-
-@_zero_nonfinite_gradient.def_bwd(symbolic_zeros=True)
-def _zero_nonfinite_gradient_bwd(_, ct):
-    return (jax.tree.map(lambda c: jnp.where(jnp.isfinite(c), c, 0), ct),)
+    return jax.tree.map(lambda c: jnp.where(jnp.isfinite(c), c, 0), x)
 
 
 def noise_gradient(x: PyTree, *, key: PRNGKeyArray, stddev: ArrayLike) -> PyTree:
@@ -376,25 +331,13 @@ def noise_gradient(x: PyTree, *, key: PRNGKeyArray, stddev: ArrayLike) -> PyTree
     return _noise_gradient(x, stddev, key)
 
 
-@custom_vjp
+@backward_op
 def _noise_gradient(x, stddev, key):
-    del stddev, key
-    return x
-
-
-@_noise_gradient.def_fwd
-def _noise_gradient_fwd(x, stddev, key):
-    return x, (stddev, key)
-
-
-@_noise_gradient.def_bwd
-def _noise_gradient_bwd(residuals, ct):
-    stddev, key = residuals
-    cts, treedef = jax.tree.flatten(ct)
+    cts, treedef = jax.tree.flatten(x)
     keys = jr.split(key, len(cts)) if cts else []
     noise = [jr.normal(k, c.shape, c.dtype) for k, c in zip(keys, cts, strict=True)]
     noisy = [c + scale(n, stddev) for n, c in zip(noise, cts, strict=True)]
-    return jax.tree.unflatten(treedef, noisy), None, None
+    return jax.tree.unflatten(treedef, noisy)
 
 
 def cast_gradient(x: PyTree, dtype: Any) -> PyTree:
@@ -447,21 +390,9 @@ def cast_gradient(x: PyTree, dtype: Any) -> PyTree:
     return on_leaves(ft.partial(_cast_gradient, dtype=known), x)
 
 
-@custom_vjp
+@backward_op(symbolic_zeros=True)
 def _cast_gradient(x, *, dtype):
-    del dtype
-    return x
-
-
-@_cast_gradient.def_fwd
-def _cast_gradient_fwd(x, *, dtype):
-    del dtype
-    return x, None
-
-
-@_cast_gradient.def_bwd(symbolic_zeros=True)
-def _cast_gradient_bwd(_, ct, *, dtype):
-    return (jax.tree.map(ft.partial(_round_to, dtype), ct),)
+    return jax.tree.map(ft.partial(_round_to, dtype), x)
 
 
 def _round_to(dtype, x):

@@ -10,7 +10,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._errors import bad_argument, name_of, place_of, rule_error
-from .._rules.float_args import check_count, is_number
+from .._rules.float_args import as_count, is_number
 from .._rules.rule import Rule
 from .._rules.wrapper import reduce_by_name, set_metadata, unwrap_method
 from .derivative import host_call
@@ -83,7 +83,7 @@ class HostFunction(eqx.Module):
         """
         if rule is None:
             return ft.partial(self.def_fwd, residuals=residuals, keep=keep)
-        check_count("def_fwd", "keep", keep, 0)
+        as_count("def_fwd", "keep", keep, least=0)
         self._code.fwd = Rule(rule, conventions=_CONVENTIONS)
         self._code.residuals = residuals
         self._code.kept = ResidualCache(keep)
@@ -278,4 +278,4 @@ def _check_options(fn, *, out, finite_difference, step, max_rule_calls, vmap_met
     for x in jax.tree.leaves(step):
         if not is_number(x) or not 0 < x < math.inf:
             raise bad_argument(name, "step", "positive", x, "Give a positive number.")
-    check_count(name, "max_rule_calls", max_rule_calls, 0)
+    as_count(name, "max_rule_calls", max_rule_calls, least=0)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._errors import as_pair, rule_error, RuleError, show_path, show_tree
+from .._errors import pair_of, rule_error, RuleError, show_path, show_tree
 from .._errors.trees import leaf_paths
 from .._rules.rule import advice_on_cotangents
 from .._tangent_spaces import broadcasts_to, is_none, match_leaves, sum_dtype
@@ -45,7 +45,7 @@ def run_fwd(op, leaves):
 def _forward(op, leaves) -> tuple[Any, Any]:
     args, kwargs = op.call.rule_arguments(leaves, op.source)
     do = "Return `out, residuals`: the value, and what the backward rule needs."
-    return as_pair(op.source(*args, **kwargs), f"The rule {op.described}", op.place, do)
+    return pair_of(op.source(*args, **kwargs), f"The rule {op.described}", op.place, do)
 
 
 def tangent_op(call: HostCall, live: tuple[int, ...]) -> HostOp:
@@ -75,7 +75,7 @@ def run_jvp(op, leaves):
         rule.note_defaults(error, "`primals` and `tangents`", call.names)
         raise
     do = "Return `out, t_out`: the value and its tangent."
-    value, tangent = as_pair(result, f"The rule {op.described}", op.place, do)
+    value, tangent = pair_of(result, f"The rule {op.described}", op.place, do)
     call.flat_out(op, value)
     fail = _misfit(op, "a tangent that does not have the structure of its output")
     matched = match_leaves(tangent, value, "out", fail)

@@ -1,13 +1,27 @@
 """Whether JAX runs operations eagerly now, stages them into a jaxpr, or neither."""
 
 import contextlib
+import contextvars
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.core import Tracer
 from jax.extend.core import find_top_trace, get_opaque_trace_state, set_current_trace
 from jax.interpreters import partial_eval as pe
+
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def setting(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+    """In this context, a context variable has another value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def _state() -> Any:
@@ -27,17 +41,26 @@ with jax.ensure_compile_time_eval():
 _STAGING = _staging_trace()
 
 
+def is_jit_disabled() -> bool:
+    return jax.config.jax_disable_jit  # pyright: ignore
+
+
 def is_eager() -> bool:
     """Whether no transformation is at work: operations compute their values at once."""
     return _state() == _EAGER
 
 
+def _traces() -> Iterator[Any]:
+    """The traces at work, the innermost one first."""
+    trace = find_top_trace(())
+    while trace is not None:
+        yield trace
+        trace = getattr(trace, "parent_trace", None)
+
+
 def staging_trace() -> Any:
     """The innermost trace that stages operations into a jaxpr; `None` if there is none."""
-    trace = find_top_trace(())
-    while trace is not None and type(trace) is not _STAGING:
-        trace = getattr(trace, "parent_trace", None)
-    return trace
+    return next((trace for trace in _traces() if type(trace) is _STAGING), None)
 
 
 def is_staged(operands: Sequence[Any]) -> bool:
@@ -59,12 +82,10 @@ def is_staged(operands: Sequence[Any]) -> bool:
         for x in operands
         if isinstance(x, Tracer) and not (isinstance(x, pe.JaxprTracer) and x.is_known())
     }
-    trace = find_top_trace(())
-    while type(trace) is not _STAGING and id(trace) not in owners:
-        trace = getattr(trace, "parent_trace", None)
-        if trace is None:
-            return False
-    return type(trace) is _STAGING
+    for trace in _traces():
+        if type(trace) is _STAGING or id(trace) in owners:
+            return type(trace) is _STAGING
+    return False
 
 
 def is_valid(x: Any) -> bool:
@@ -75,12 +96,8 @@ def is_valid(x: Any) -> bool:
     """
     if not isinstance(x, Tracer):
         return True
-    trace = find_top_trace(())
-    while trace is not x._trace and type(trace) is not _EVALUATION:
-        trace = getattr(trace, "parent_trace", None)
-        if trace is None:
-            return True
-    return trace is x._trace
+    ends = lambda trace: trace is x._trace or type(trace) is _EVALUATION
+    return next(filter(ends, _traces()), x._trace) is x._trace
 
 
 def is_of_innermost_trace(x: Any) -> bool:

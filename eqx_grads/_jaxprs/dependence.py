@@ -46,6 +46,20 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
+def are_in(atoms: Iterable[Any], found: Set[Any]) -> list[bool]:
+    """Which atoms are variables of a set. A constant is none."""
+    return [not isinstance(v, Literal) and v in found for v in atoms]
+
+
+def consts_as_inputs(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The program of its constants and its inputs. What is constant for a function may vary in
+    the program that the function is in, and is stored there once."""
+    if not program.consts:
+        return program
+    inputs = [*program.jaxpr.constvars, *program.jaxpr.invars]
+    return ClosedJaxpr(program.jaxpr.replace(constvars=(), invars=inputs), ())
+
+
 def without_unused(program: ClosedJaxpr, used: Sequence[bool] | None = None) -> ClosedJaxpr:
     """The program without the equations that no output needs, and without the outputs that are
     not `used`; by default, they all are."""

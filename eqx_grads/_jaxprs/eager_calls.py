@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .current_trace import staging_trace
+from .current_trace import is_jit_disabled, staging_trace
 from .varying import is_in_shard_map
 
 
@@ -36,8 +36,7 @@ def compile_eager_calls(run: Callable[P, T]) -> Callable[P, T]:
 
     @ft.wraps(run)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
-        if staging_trace() is not None or disabled_jit or is_in_shard_map():
+        if staging_trace() is not None or is_jit_disabled() or is_in_shard_map():
             return run(*args, **kwargs)
         leaves, treedef = jax.tree.flatten((args, kwargs))
         try:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from .current_trace import is_eager
+from .operands import at, restricted
 from .structure import (
     Call,
     CallWithRule,
@@ -39,25 +40,11 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     run = lambda *values: eqn.primitive.bind(
         *values, **eqn.primitive.get_bind_params(eqn.params)
     )
-    if is_eager() and isinstance(structure(eqn), Scan | While | Cond):
+    if eqn.primitive.name in ("scan", "while", "cond") and is_eager():
         # Of an eager loop, JAX keeps the compiled program for good. `jax.jit` forgets it.
         run = jax.jit(run)
     out = run(*values)
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def restricted(
-    fn: Callable[..., Any], operands: Sequence[Any], indices: Sequence[int]
-) -> Callable[..., Any]:
-    """The function of the operands with these indices. The other operands keep their values."""
-
-    def function(*xs):
-        full = list(operands)
-        for i, x in zip(indices, xs, strict=True):
-            full[i] = x
-        return fn(*full)
-
-    return function
 
 
 def function_of(
@@ -65,11 +52,7 @@ def function_of(
 ) -> Callable[..., list[Any]]:
     """What an equation computes, as a function of some of its operands: its outputs `outs`."""
 
-    def outputs(*values):
-        results = bind(eqn, values)
-        return [results[i] for i in outs]
-
-    return restricted(outputs, values, indices)
+    return restricted(lambda *xs: at(bind(eqn, xs), outs), values, indices)
 
 
 def evaluate(
@@ -87,10 +70,16 @@ def evaluate(
         and the compute type of the equation. `eqn.source_info` has the line in the user's code.
     - `constant`: makes a value of a constant of the program.
     """
-    jaxpr = program.jaxpr
-    env = dict(zip(jaxpr.constvars, map(constant, program.consts), strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
+    jaxpr, env = program.jaxpr, values_of_inputs(program, args, constant)
     return evaluate_equations(jaxpr.eqns, env, jaxpr.outvars, hook, constant=constant)
+
+
+def values_of_inputs(
+    program: ClosedJaxpr, args: Sequence[Any], constant: Callable[[Any], Any] = lambda x: x
+) -> dict[Any, Any]:
+    """The values of the inputs and the constants of a program, by variable."""
+    env = dict(zip(program.jaxpr.constvars, map(constant, program.consts), strict=True))
+    return {**env, **dict(zip(program.jaxpr.invars, args, strict=True))}
 
 
 def evaluate_equations(

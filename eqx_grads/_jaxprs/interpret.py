@@ -45,6 +45,13 @@ class Domain(Generic[V]):
     widen: Callable[[V, V], V] | None = None
 
 
+def fixed_point(step: Callable[[Any], Any], start: Any) -> Any:
+    """Repeat a step until it changes nothing."""
+    while (new := step(start)) != start:
+        start = new
+    return start
+
+
 class Step(NamedTuple, Generic[V]):
     """An equation, the facts about its operands and outputs, and its inner programs, if the
     interpreter entered them."""

@@ -11,6 +11,7 @@ from .versions import (
     checkpoint_params,
     given_solver,
     is_jaxpr,
+    JAXPRS,
     jaxprs_in_object,
     program_with_rule,
     scan_counts,
@@ -117,23 +118,67 @@ class Cond:
 Structure = Call | CallWithRule | LinearCall | Checkpoint | ShardMap | Scan | While | Cond
 
 
-# How the primitives of the rooms above run their programs.
-_REGISTERED: dict[str, Callable[[Any], Structure | None]] = {}
+Reader = Callable[[Any], Structure | None]
 
 
-def register(name: str, read: Callable[[Any], Structure | None]) -> None:
-    """Say how the equations of a primitive of this library run their inner programs."""
-    _REGISTERED[name] = read
+def read_call(kind: Callable[..., Structure], key: str, **options: Any) -> Reader:
+    """Read a primitive that runs the program in the parameter `key` on its operands."""
+
+    def read(eqn):
+        jaxpr = eqn.params.get(key)
+        if not isinstance(jaxpr, ClosedJaxpr):
+            jaxpr = as_closed(jaxpr) if is_jaxpr(jaxpr) else None
+        fits = jaxpr is not None and len(jaxpr.in_avals) == len(eqn.invars)
+        return kind((jaxpr,), **options) if fits else None
+
+    return read
 
 
-# Primitives that run one program on their operands, and the parameter that holds it.
-_CALLS = {
-    "jit": (Call, "jaxpr"),
-    "closed_call": (Call, "call_jaxpr"),  # until JAX 0.11
-    "custom_jvp_call": (CallWithRule, "call_jaxpr"),
-    "custom_vjp_call": (CallWithRule, "call_jaxpr"),
-    "shard_map": (ShardMap, "jaxpr"),
+def _read_scan(eqn: Any) -> Scan | None:
+    params, counts = eqn.params, scan_counts(eqn.params)
+    options = [params.get(key) for key in ("length", "reverse", "unroll")]
+    if counts is None or None in options or not is_jaxpr(params.get("jaxpr")):
+        return None
+    return Scan((as_closed(params["jaxpr"]),), *counts, *options)
+
+
+def _read_while(eqn: Any) -> While | None:
+    keys = ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts")
+    if not all(key in eqn.params for key in keys):
+        return None
+    cond, body, *counts = (eqn.params[key] for key in keys)
+    return While((as_closed(cond), as_closed(body)), *counts)
+
+
+def _read_cond(eqn: Any) -> Cond | None:
+    branches = tuple(map(as_closed, eqn.params.get("branches", ())))
+    return Cond(branches, "branches_platforms" in eqn.params) if branches else None
+
+
+def _read_object(eqn: Any) -> Structure | None:
+    program = program_with_rule(eqn)
+    if program is not None:
+        return CallWithRule((program,)) if len(program.in_avals) == len(eqn.invars) else None
+    checkpoint = checkpoint_params(eqn)
+    return None if checkpoint is None else Checkpoint(*checkpoint)
+
+
+_READERS: dict[str, Reader] = {
+    "jit": read_call(Call, "jaxpr"),
+    "closed_call": read_call(Call, "call_jaxpr"),  # until JAX 0.11
+    "custom_jvp_call": read_call(CallWithRule, "call_jaxpr"),
+    "custom_vjp_call": read_call(CallWithRule, "call_jaxpr"),
+    "shard_map": read_call(ShardMap, "jaxpr"),
+    "remat2": _read_object,
+    "scan": _read_scan,
+    "while": _read_while,
+    "cond": _read_cond,
 }
+
+
+def register(name: str, read: Reader) -> None:
+    """Say how the equations of a primitive of this library run their inner programs."""
+    _READERS[name] = read
 
 
 def structure(eqn: Any) -> Structure | None:
@@ -142,43 +187,9 @@ def structure(eqn: Any) -> Structure | None:
     `None` if it has no inner programs or is opaque: if it is not in the table, or JAX has
     changed its parameters.
     """
-    name, params = eqn.primitive.name, eqn.params
-    if name in _REGISTERED:
-        return _REGISTERED[name](eqn)
-    if name in _CALLS:
-        kind, key = _CALLS[name]
-        program = program_of_call(eqn, key)
-        return None if program is None else kind((program,))
-    if name == "scan":
-        counts = scan_counts(params)
-        options = [params.get(key) for key in ("length", "reverse", "unroll")]
-        if counts is None or None in options or not is_jaxpr(params.get("jaxpr")):
-            return None
-        return Scan((as_closed(params["jaxpr"]),), *counts, *options)
-    if name == "while":
-        keys = ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts")
-        if not all(key in params for key in keys):
-            return None
-        cond, body, *counts = (params[key] for key in keys)
-        return While((as_closed(cond), as_closed(body)), *counts)
-    if name == "cond":
-        branches = tuple(map(as_closed, params.get("branches", ())))
-        return Cond(branches, "branches_platforms" in params) if branches else None
-    program = program_with_rule(eqn)
-    if program is not None:
-        return CallWithRule((program,)) if len(program.in_avals) == len(eqn.invars) else None
-    checkpoint = checkpoint_params(eqn)
-    if checkpoint is None:
-        return None
-    return Checkpoint((as_closed(checkpoint.jaxpr),), checkpoint.policy, checkpoint.prevent_cse)
-
-
-def program_of_call(eqn: Any, key: str) -> ClosedJaxpr | None:
-    """The program in a parameter of an equation, if it takes the operands of the equation."""
-    jaxpr = eqn.params.get(key)
-    program = as_closed(jaxpr) if is_jaxpr(jaxpr) else None
-    fits = program is not None and len(program.in_avals) == len(eqn.invars)
-    return program if fits else None
+    # A function or a `jax.checkpoint` may be an object in `_prim` (`versions.py`).
+    read = _READERS.get(eqn.primitive.name, _read_object if "_prim" in eqn.params else None)
+    return None if read is None else read(eqn)
 
 
 def inner_programs(eqn: Any) -> tuple[ClosedJaxpr, ...]:
@@ -190,14 +201,14 @@ def inner_programs(eqn: Any) -> tuple[ClosedJaxpr, ...]:
 
 
 def _jaxprs_in(param: Any) -> Iterator[Any]:
-    if is_jaxpr(param):
+    if isinstance(param, JAXPRS):
         yield param
     elif isinstance(param, dict):
         yield from _jaxprs_in(list(param.values()))
     elif isinstance(param, tuple | list):
         for part in param:
             yield from _jaxprs_in(part)
-    else:
+    elif hasattr(param, "jaxpr") or hasattr(param, "traced"):
         yield from jaxprs_in_object(param)
 
 

@@ -8,14 +8,19 @@ import contextvars
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from .current_trace import setting
+
+
+JAXPRS = (Jaxpr, ClosedJaxpr)
+
 
 def is_jaxpr(x: Any) -> bool:
-    return isinstance(x, Jaxpr | ClosedJaxpr)
+    return isinstance(x, JAXPRS)
 
 
 def as_closed(jaxpr: Any) -> ClosedJaxpr:
@@ -53,14 +58,9 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
     return (counts[0], counts[1]) if fits else None
 
 
-class CheckpointParams(NamedTuple):
-    jaxpr: Any
-    policy: Any
-    prevent_cse: bool
-
-
-def checkpoint_params(eqn: Any) -> CheckpointParams | None:
-    """The parameters of a `jax.checkpoint`, or `None` for any other equation.
+def checkpoint_params(eqn: Any) -> tuple[tuple[ClosedJaxpr], Any, bool] | None:
+    """The program, `policy` and `prevent_cse` of a `jax.checkpoint`, or `None` for any other
+    equation.
 
     With the flag `jax_remat3`, a `jax.checkpoint` is an object in the parameter `_prim`, not a
     primitive. When the flag is the default in the oldest version, delete the first case. When
@@ -68,10 +68,10 @@ def checkpoint_params(eqn: Any) -> CheckpointParams | None:
     """
     if eqn.primitive.name == "remat2":
         params = eqn.params
-        return CheckpointParams(params["jaxpr"], params["policy"], params["prevent_cse"])
+        return (as_closed(params["jaxpr"]),), params["policy"], params["prevent_cse"]
     remat = eqn.params.get("_prim")
     if hasattr(remat, "policy") and is_jaxpr(getattr(remat, "jaxpr", None)):
-        return CheckpointParams(remat.jaxpr, remat.policy, getattr(remat, "prevent_cse", True))
+        return (as_closed(remat.jaxpr),), remat.policy, getattr(remat, "prevent_cse", True)
     return None
 
 
@@ -172,15 +172,10 @@ def equation_context(eqn: Any) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def keeping_tracebacks() -> Iterator[None]:
+def keeping_tracebacks() -> contextlib.AbstractContextManager[None]:
     """In this context, what an equation is evaluated to has a name from which `traceback_of`
     finds the traceback of that equation. It is for code that shows lines of the user's code."""
-    token = _KEEPS_TRACEBACKS.set(True)
-    try:
-        yield
-    finally:
-        _KEEPS_TRACEBACKS.reset(token)
+    return setting(_KEEPS_TRACEBACKS, True)
 
 
 def traceback_of(eqn: Any) -> Any:

@@ -25,7 +25,8 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
 from .._jaxprs.evaluate import bind, evaluate
-from .._jaxprs.structure import Call, CallWithRule, Checkpoint, structure
+from .._jaxprs.primitives import kind_of
+from .._jaxprs.structure import Call, CallWithRule, Checkpoint, LinearCall, structure
 from .._jaxprs.varying import vary_alike, varying_types
 
 
@@ -108,27 +109,31 @@ def _is_terms(value: Value) -> bool:
 def _evaluate_equation(eqn: Any, values: list[Value]) -> Sequence[Value]:
     if not any(map(_is_terms, values)):
         return bind(eqn, values)
-    known, name = structure(eqn), eqn.primitive.name
+    known, kind, name = structure(eqn), kind_of(eqn), eqn.primitive.name
     if isinstance(known, Call | CallWithRule | Checkpoint):
         return evaluate(*known.programs, values, _evaluate_equation)
+    if isinstance(known, LinearCall):  # tangents of a rule
+        return evaluate(known.trace(), values, _evaluate_equation)
+    if kind.identity:
+        return values
     if name in _SUMS:
         return [_sum(eqn, values)]
-    if name in _ELEMENTWISE and not (name in _OF_PARTS and _is_of_complex(values)):
+    if kind.elementwise and _is_linear(eqn) and not (name in _OF_PARTS and _is_complex(values)):
         return [_elementwise(eqn, values)]
-    if name in _LAYOUT:
+    if kind.layout and (kind.linear == "jointly" or name == "expand_dims"):
         return _layout(eqn, values)
     if name == "reduce_sum":
         return [_reduce_sum(eqn, values[0])]
     if name == "dot_general" and _is_terms(values[0]) != _is_terms(values[1]):
-        return [_dot_general(eqn, *values)]
-    if name == _LINEAR_MAP:
-        run = ft.partial(eqn.primitive.impl, **eqn.params)
-        program = jax.make_jaxpr(run)(*(v.aval for v in eqn.invars))
-        return evaluate(program, values, _evaluate_equation)
+        return [_dot_general(eqn, values)]
     return _unknown(eqn, values)
 
 
-_LINEAR_MAP = "eqg_linear"  # `_rules/linear_primitive.py`: tangents of a rule
+def _is_linear(eqn: Any) -> bool:
+    """Whether an elementwise equation is linear in each operand that can have a tangent. (A
+    product of two tangents is not linear.)"""
+    is_cast = eqn.primitive.name in ("select_n", "convert_element_type")
+    return is_cast or kind_of(eqn).linear not in (None, "no")
 
 
 def _unknown(eqn: Any, values: Sequence[Value]) -> list[Value]:
@@ -176,11 +181,6 @@ def _scaled(term: Term, scale: Callable[[Array], Array]) -> Term:
     return dataclasses.replace(term, coefficient=scale(term.coefficient))
 
 
-# Linear in each operand that can have a tangent. (A product of two tangents is not linear.)
-_ELEMENTWISE = frozenset({
-    "mul", "div", "neg", "convert_element_type", "select_n", "real", "imag", "conj", "complex",
-    "reduce_precision",
-})  # fmt: skip
 _OF_PARTS = ("real", "imag", "conj", "complex")  # not linear over the complex numbers
 
 
@@ -200,7 +200,7 @@ def _elementwise(eqn: Any, values: Sequence[Value]) -> list[Term]:
     return _merge(total)
 
 
-def _is_of_complex(values: Sequence[Value]) -> bool:
+def _is_complex(values: Sequence[Value]) -> bool:
     """Whether there are terms of complex tangents."""
     return any(t.is_complex for x in values if _is_terms(x) for t in x)
 
@@ -217,11 +217,6 @@ def _bind_columns(eqn: Any, operands: Sequence[Any], k: int, x: Array) -> Array:
 
 
 # ---------------------------------------------------------------- layout
-
-_LAYOUT = frozenset({
-    "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "rev", "slice",
-    "split", "concatenate", "pad", "copy", "copy_p",
-})  # fmt: skip
 
 
 def _layout(eqn: Any, values: Sequence[Value]) -> list[list[Term]]:
@@ -283,36 +278,26 @@ def _reduce_sum(eqn: Any, terms: list[Term]) -> list[Term]:
     return _merge(moved)
 
 
-def _dot_general(eqn: Any, lhs: Value, rhs: Value) -> list[Term]:
-    """A product of matrices of which one has terms: broadcast, multiplied, and summed."""
-    (contract, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
-    k = 0 if _is_terms(lhs) else 1
-    terms, other = (lhs, rhs) if k == 0 else (rhs, lhs)
-    n_free = [
-        len(v.aval.shape) - len(c) - len(b)
-        for v, c, b in zip(eqn.invars, contract, batch, strict=True)
+def _dot_general(eqn: Any, values: Sequence[Value]) -> list[Term]:
+    """A product of matrices of which one has terms."""
+    numbers, dtype = eqn.params["dimension_numbers"], eqn.outvars[0].aval.dtype
+    as_sum = lambda *operands: _product_as_sum(numbers, *(x.astype(dtype) for x in operands))
+    program = jax.make_jaxpr(as_sum)(*(v.aval for v in eqn.invars))
+    (terms,) = evaluate(program, values, _evaluate_equation)
+    mixed = [id(t.mixed_by) for x in values if _is_terms(x) for t in x if t.mixed_by]
+    by = lambda t: t.mixed_by if id(t.mixed_by) in mixed else eqn
+    return [dataclasses.replace(t, mixed_by=by(t)) for t in terms]
+
+
+def _product_as_sum(dimension_numbers: Any, a: Array, b: Array) -> Array:
+    """A product of matrices: transposed, broadcast, multiplied, and summed."""
+    contract, batch = dimension_numbers
+    free = [
+        [i for i in range(x.ndim) if i not in (*batch[k], *contract[k])]
+        for k, x in enumerate((a, b))
     ]
-
-    def aligned(x, side, n_last):
-        """With the axes `batch, free of lhs, free of rhs, contracted`, and `n_last` more."""
-        n = x.ndim - n_last
-        free = [i for i in range(n) if i not in (*batch[side], *contract[side])]
-        order = [*batch[side], *free, *contract[side], *range(n, x.ndim)]
-        first = len(batch[side]) + (n_free[0] if side == 0 else 0)
-        new = range(first, first + n_free[1 - side])
-        return jnp.expand_dims(jnp.transpose(x, order), tuple(new))
-
-    summed = [eqn.invars[0].aval.shape[i] for i in contract[0]]
-
-    def move(x):
-        x = aligned(x, k, 1)
-        return jnp.broadcast_to(x, (*out.shape, *summed, x.shape[-1])).reshape(*out.shape, -1)
-
-    def with_factor(x):
-        n = x.shape[-1] // math.prod(summed)
-        factor = aligned(jnp.asarray(other), 1 - k, 0)[..., None]
-        factor = jnp.broadcast_to(factor, (*out.shape, *summed, n)).reshape(x.shape)
-        return x.astype(out.dtype) * factor.astype(out.dtype)
-
-    key = ("dot_general", str(eqn.params["dimension_numbers"]), k, out.shape)
-    return _merge([_scaled(_moved(t, key, move, eqn), with_factor) for t in terms])
+    a, b = (jnp.transpose(x, [*batch[k], *free[k], *contract[k]]) for k, x in enumerate((a, b)))
+    n, n_a, n_b = len(batch[0]), len(free[0]), len(free[1])
+    a = jnp.expand_dims(a, range(n + n_a, n + n_a + n_b))
+    product = jnp.multiply(a, jnp.expand_dims(b, range(n, n + n_a)))
+    return jnp.sum(product, range(n + n_a + n_b, product.ndim))

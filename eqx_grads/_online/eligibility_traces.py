@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._errors import rule_error, type_of
 from .._jaxprs.dependence import without_unused
+from .._jaxprs.interpret import fixed_point
 from .._jaxprs.operands import at, fill, flagged
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .elementwise_jacobian import Term, terms_of_outputs, View
@@ -296,9 +297,5 @@ def _injections(terms: dict[int, list[Term]], n_params: int) -> dict[int, Any]:
 
 def _closure(leaves, diagonal) -> tuple[int, ...]:
     """These leaves of the carry, and all that depend on them."""
-    reached = set(leaves)
-    while True:
-        more = {b for b, a in diagonal if a in reached} - reached
-        if not more:
-            return tuple(sorted(reached))
-        reached |= more
+    and_next = lambda reached: reached | {b for b, a in diagonal if a in reached}
+    return tuple(sorted(fixed_point(and_next, set(leaves))))

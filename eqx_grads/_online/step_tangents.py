@@ -6,21 +6,21 @@ through time applies the pullback of the step. If that is linear in its cotangen
 transpose carries a derivative forward in time. If a backward rule is not linear, nothing does.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._errors import rule_error
-from .._jaxprs.dependence import depends, without_unused
+from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import bind
+from .._jaxprs.interpret import Domain, interpret
 from .._jaxprs.linearity import output_statuses, surely_linear, why_nonlinear
 from .._jaxprs.operands import at, restricted
 from .._jaxprs.structure import (
-    Call,
     CallWithRule,
-    Checkpoint,
     equations,
     inner_programs,
     structure,
@@ -68,24 +68,23 @@ def _why_not_linear(backward: ClosedJaxpr) -> str | None:
         reason = why_nonlinear(statuses) or "it is not seen to be linear"
         return reason.replace("tangent", "cotangent")
     # A second derivative follows that rule, and would not find it in the transpose.
-    inner = next(_rules_applied(backward, [True] * len(backward.in_avals)), None)
-    return None if inner is None else f"it applies `{_name_of(inner)}`, which has a rule"
+    applied = _rules_applied(backward)
+    return f"it applies `{_name_of(applied[0])}`, which has a rule" if applied else None
 
 
-def _rules_applied(program: ClosedJaxpr, flags: Sequence[bool]) -> Iterator[Any]:
-    """The calls with rules that are applied to what depends on the flagged inputs."""
-    dependent = depends(program, flags)
-    for eqn in program.eqns:
-        flags = [not isinstance(v, Literal) and v in dependent for v in eqn.invars]
-        known = structure(eqn)
-        if not any(flags) or known is None:
-            continue
-        if isinstance(known, CallWithRule):
-            yield eqn
-        elif isinstance(known, Call | Checkpoint):
-            yield from _rules_applied(*known.programs, flags)
-        else:
-            yield from (eqn for program in known.programs for eqn in _calls(program))
+def _rules_applied(program: ClosedJaxpr) -> list[Any]:
+    """The calls with rules that are applied to what depends on an input."""
+    found: list[Any] = []
+
+    def apply(eqn, depend, _):
+        if any(depend) and isinstance(structure(eqn), CallWithRule):
+            found.append(eqn)
+        return [any(depend)] * len(eqn.outvars)
+
+    enters = lambda known: not isinstance(known, CallWithRule)
+    domain = Domain(lambda x: False, operator.or_, apply, enters)
+    interpret(program, [True] * len(program.in_avals), domain)
+    return found
 
 
 def _calls(program: ClosedJaxpr) -> Iterator[Any]:

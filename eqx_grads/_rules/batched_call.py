@@ -5,12 +5,11 @@ import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._jaxprs.current_trace import is_of_innermost_trace
 from .._tangent_spaces import is_differentiable
-from .call_record import Call, no_vmap_rule
+from .call_record import Call, no_vmap_rule, vmap_over
 
 
 def batched_call(
@@ -31,13 +30,7 @@ def batched_call(
     traced = None if call_jaxpr is None else jaxpr_as_fun(call_jaxpr)
     axes = [0 if b else None for b in batched]
     out_batched: list[bool] = []
-    vmap = ft.partial(
-        jax.vmap,
-        axis_size=axis_data.size,
-        axis_name=axis_data.name,
-        spmd_axis_name=axis_data.spmd_name,
-        out_axes=0 if any(batched) else None,
-    )
+    vmap = ft.partial(vmap_over(axis_data), out_axes=0 if any(batched) else None)
 
     def decide(out):
         out_batched[:] = [is_differentiable(x) or is_of_innermost_trace(x) for x in out]

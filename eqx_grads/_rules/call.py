@@ -108,27 +108,25 @@ class _OfArrays:
         return arrays, out_batched
 
     def _primal(self, operands) -> tuple[OutputSpec, list[Any]]:
-        fn, _, args, kwargs = self._flat.restore(as_array_list(operands))
         try:
-            out = fn(*args, **kwargs)
+            outputs, arrays = self._flat.call(as_array_list(operands))
         except jax.errors.TracerArrayConversionError as error:
             if _NUMPY_NOTE not in getattr(error, "__notes__", ()):
                 error.add_note(_NUMPY_NOTE)
             raise
-        outputs, arrays = OutputSpec.of(out, self._flat.rules.convention.outputs)
-        check_static_outputs(fn, outputs)
+        check_static_outputs(self._flat.fn, outputs)
         return outputs, arrays
 
     def _rule_call(self, operands, tangents) -> RuleCall:
         flat = self._flat
         ts = [t if t is None or isinstance(t, jax.Array) else jnp.asarray(t) for t in tangents]
-        fn, rules, args, kwargs = flat.restore(operands)
+        call = RuleCall.of(flat, operands, ts[: flat.n_args])
         # What only the rules close over does not change the value: its derivative is zero
         # here, and comes in where the rules themselves are differentiated.
         for i in range(flat.n_args, flat.n_args + flat.n_not_differentiable):
             if ts[i] is not None:
-                raise _not_differentiable(fn, flat, i)
-        return RuleCall(rules, fn, args, kwargs, operands, ts[: flat.n_args], flat)
+                raise _not_differentiable(call.fn, flat, i)
+        return call
 
 
 _NUMPY_NOTE = (
@@ -144,41 +142,24 @@ def _as_numbers(arrays):
 
 
 def _not_differentiable(fn, flat, i):
-    name, leaf = name_of(fn), flat.path(i)
+    what, places = "a value that it closes over", [place_of(fn)]
+    do = _MODULE_WAY_OUT if isinstance(fn, eqx.Module) else _WAY_OUT
     if i < flat.n_args + flat.n_kwargs:
-        kind, way_out = flat.rules.convention.configuration
-        return rule_error(
-            f"`{name}` was differentiated with respect to {kind}.",
-            f"at {leaf}",
-            place_of(fn),
-            do=way_out,
-        )
-    holder = flat.holder(i)
-    if holder is not None:
-        return _held_by_an_argument(fn, leaf, *holder)
-    return rule_error(
-        f"`{name}` was differentiated with respect to a value that it closes over.",
-        f"at {leaf}",
-        place_of(fn),
-        do=_MODULE_WAY_OUT if isinstance(fn, eqx.Module) else _WAY_OUT,
-    )
+        what, do = flat.rules.convention.configuration
+    elif (holder := flat.holder(i)) is not None:
+        what, (function, argument, by_position) = _OF_AN_ARGUMENT, holder
+        places.insert(0, place_of(function))
+        do = _HOLDER_WAY_OUT.format(argument) if by_position else _WAY_OUT
+    what = f"`{name_of(fn)}` was differentiated with respect to {what}."
+    return rule_error(what, f"at {flat.path(i)}", *places, do=do)
 
 
-def _held_by_an_argument(fn, leaf, function, argument, by_position):
-    return rule_error(
-        f"`{name_of(fn)}` was differentiated with respect to a value that a function among "
-        "its arguments closes over.",
-        f"at {leaf}",
-        place_of(function),
-        place_of(fn),
-        do=f"A rule gives derivatives with respect to the leaves of its arguments. Make "
-        f"{argument} an `eqx.Module` or an `eqx.Partial` that has the value as a leaf, or "
-        "close over `jax.lax.stop_gradient` of it."
-        if by_position
-        else _WAY_OUT,
-    )
-
-
+_OF_AN_ARGUMENT = "a value that a function among its arguments closes over"
+_HOLDER_WAY_OUT = (
+    "A rule gives derivatives with respect to the leaves of its arguments. Make {} an "
+    "`eqx.Module` or an `eqx.Partial` that has the value as a leaf, or close over "
+    "`jax.lax.stop_gradient` of it."
+)
 _WAY_OUT = (
     "A rule gives derivatives with respect to arguments. Make the value a positional "
     "parameter, or close over `jax.lax.stop_gradient` of it."

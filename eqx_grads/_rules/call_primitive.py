@@ -11,8 +11,9 @@ is that of the function, not of the rule. A `jax.custom_vjp` has no forward mode
 import contextlib
 import contextvars
 import dataclasses
+import functools as ft
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import CellType, FunctionType
 from typing import Any
 
@@ -22,13 +23,15 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .._errors import code_of, rule_error, RuleError
-from .._jaxprs.current_trace import is_of_innermost_trace, is_staged, is_valid
+from .._jaxprs.current_trace import is_of_innermost_trace, is_staged, is_valid, setting
+from .._jaxprs.dependence import consts_as_inputs
 from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
-from .._jaxprs.operands import at, fill
-from .._jaxprs.structure import CallWithRule, program_of_call, register
+from .._jaxprs.operands import at, fill, flagged
+from .._jaxprs.structure import CallWithRule, read_call, register
 from .._tangent_spaces import is_differentiable
 from .batched_call import batched_call
-from .call_record import Call, no_vmap_rule
+from .call_record import Call, no_vmap_rule, with_batch_in_front
+from .linear_primitive import transpose_of
 from .rule import try_to_trace
 
 
@@ -41,7 +44,7 @@ def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
     jaxpr = _trace(call, [jax.typeof(x) for x in operands])
     if not all(map(is_valid, jaxpr.consts)):
         raise invalid_tracer(call.name)
-    consts, call_jaxpr = jaxpr.consts, _consts_as_inputs(jaxpr)
+    consts, call_jaxpr = jaxpr.consts, consts_as_inputs(jaxpr)
     return call_p.bind(
         *consts, *operands, call=call, call_jaxpr=call_jaxpr, n_consts=len(consts)
     )
@@ -69,15 +72,6 @@ def _trace(call: Call, types: Sequence[Any]) -> ClosedJaxpr:
         vars(function)["__signature__"] = _OF_OPERANDS
         vars(function)["__wrapped__"] = FunctionType(code, {}, call.name, None, cells)
     return jax.make_jaxpr(function)(*types)
-
-
-def _consts_as_inputs(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """As JAX does it: what is constant for the function may not be so for the program that it
-    is in, and is to be stored there once."""
-    if not closed.consts:
-        return closed
-    inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
-    return ClosedJaxpr(closed.jaxpr.replace(constvars=(), invars=inputs), ())
 
 
 def _extended_call(call: Call, traced: ClosedJaxpr, n_extra: int, n_consts: int) -> Call:
@@ -144,7 +138,8 @@ def _abstract_eval(*types, call, call_jaxpr, n_consts):
     return jaxpr.out_avals, jaxpr.effects
 
 
-def _jvp(primals, tangents, *, call, call_jaxpr, n_consts):
+def _jvp(primals, tangents, **params):
+    call, n_consts = params["call"], params["n_consts"]
     ts = [
         None if type(t) is ad.Zero or not is_differentiable(x) else t
         for x, t in zip(primals, tangents, strict=True)
@@ -152,7 +147,7 @@ def _jvp(primals, tangents, *, call, call_jaxpr, n_consts):
     if any(t is not None for t in ts[:n_consts]):
         raise _closed_over(call)
     if all(t is None for t in ts):  # JAX counts integers as perturbed in places
-        out = call_p.bind(*primals, call=call, call_jaxpr=call_jaxpr, n_consts=n_consts)
+        out = call_p.bind(*primals, **params)
         t_out = [None] * len(out)
     else:
         out, t_out = call.jvp(primals[n_consts:], ts[n_consts:])
@@ -177,53 +172,38 @@ _transposed = contextvars.ContextVar[frozenset[Any]]("transposed", default=froze
 _looked_at = contextvars.ContextVar[frozenset[Any]]("looked_at", default=frozenset())
 
 
-@contextlib.contextmanager
-def _noted(call: Call, where: contextvars.ContextVar[frozenset[Any]]) -> Iterator[None]:
-    token = where.set(where.get() | {call.rules_key})
-    try:
-        yield
-    finally:
-        where.reset(token)
+def _noted(
+    call: Call, where: contextvars.ContextVar[frozenset[Any]]
+) -> contextlib.AbstractContextManager[None]:
+    return setting(where, where.get() | {call.rules_key})
 
 
-def _transpose(cts, *operands, call, call_jaxpr, n_consts):
+def _transpose(cts, *operands, **params):
     """A linear function, applied to a tangent: transpose its derivative, which its rules give.
 
     The derivative of a linear function is the same everywhere. So the rules run at zero, the
     one point that is known here.
     """
-    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
-    used = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
-    types = [operands[i].aval for i in linear]
+    call, call_jaxpr, n_consts = params["call"], params["call_jaxpr"], params["n_consts"]
+    linear = flagged(map(ad.is_undefined_primal, operands))
     if any(i < n_consts for i in linear):
         raise _closed_over(call)
-    _check_linear(call, call_jaxpr, operands, used)
-    zeros = dict(zip(linear, map(ad.zeros_like_aval, types), strict=True))
-    primals = [zeros.get(i, x) for i, x in enumerate(operands)]
+    _check_linear(call, call_jaxpr, operands, flagged(type(ct) is not ad.Zero for ct in cts))
+    zeros = [ad.zeros_like_aval(operands[i].aval) for i in linear]
+    primals = fill(operands, linear, zeros)[n_consts:]
 
-    def derivative(*ts):
-        tangents: list[Any] = [None] * len(operands)
-        for i, t in zip(linear, ts, strict=True):
-            tangents[i] = t
-        out, t_out = call.jvp(primals[n_consts:], tangents[n_consts:])
-        return [jnp.zeros_like(out[i]) if t_out[i] is None else t_out[i] for i in used]
-
-    def function(*xs):
-        full = [*operands]
-        for i, x in zip(linear, xs, strict=True):
-            full[i] = x
-        out = _impl(*full, call=call, call_jaxpr=call_jaxpr, n_consts=n_consts)
-        return [out[i] for i in used]
+    def derivative(*xs):
+        tangents = [x if i in linear else None for i, x in enumerate(xs)]
+        out, t_out = call.jvp(primals, tangents[n_consts:])
+        pairs = zip(out, t_out, strict=True)
+        return [jnp.zeros_like(x) if t is None else t for x, t in pairs]
 
     # A forward rule may apply its own function to its tangents, and then says nothing of the
     # transpose.
-    linear_map = function if call.rules_key in _transposed.get() else derivative
+    is_inner = call.rules_key in _transposed.get()
+    run = ft.partial(_impl, **params) if is_inner else derivative
     with _noted(call, _transposed):
-        ct_linear = jax.linear_transpose(linear_map, *types)([cts[i] for i in used])
-    ct_operands: list[Any] = [None] * len(operands)
-    for i, ct in zip(linear, ct_linear, strict=True):
-        ct_operands[i] = ct
-    return ct_operands
+        return transpose_of(run, operands, cts)
 
 
 def _check_linear(call, call_jaxpr, operands, used):
@@ -234,10 +214,8 @@ def _check_linear(call, call_jaxpr, operands, used):
     """
     flags = [ad.is_undefined_primal(x) for x in operands]
     if call_jaxpr is None:
-        types = [
-            x.aval if flag else jax.typeof(x) for x, flag in zip(operands, flags, strict=True)
-        ]
-        call_jaxpr = _trace(call, types)
+        pairs = zip(operands, flags, strict=True)
+        call_jaxpr = _trace(call, [x.aval if f else jax.typeof(x) for x, f in pairs])
     statuses = linear_in(call_jaxpr, flags, others=MAYBE_ZERO)
     dependent = [statuses[i] for i in used if statuses[i].rank > CONSTANT.rank]
     reason = why_nonlinear(dependent)
@@ -249,10 +227,11 @@ def _check_linear(call, call_jaxpr, operands, used):
         )
 
 
-def _batch(axis_data, operands, dims, *, call, call_jaxpr, n_consts):
+def _batch(axis_data, operands, dims, **params):
+    call, call_jaxpr, n_consts = params["call"], params["call_jaxpr"], params["n_consts"]
     if all(dim is None for dim in dims):
         if not _uses_axis(axis_data.name, call, call_jaxpr, operands[n_consts:]):
-            out = call_p.bind(*operands, call=call, call_jaxpr=call_jaxpr, n_consts=n_consts)
+            out = call_p.bind(*operands, **params)
             return out, [None] * len(out)
         is_inner = call.rules_key in _looked_at.get()
         if is_inner or _is_same_for_all(axis_data, call, operands[n_consts:]):
@@ -264,10 +243,7 @@ def _batch(axis_data, operands, dims, *, call, call_jaxpr, n_consts):
         copies = jax.vmap(lambda x: x, None, axis_size=axis_data.size)
         operands = [*operands[:n_consts], *map(copies, operands[n_consts:])]
         dims = [None if i < n_consts else 0 for i in range(len(operands))]
-    operands = [
-        x if dim in (None, 0) else jnp.moveaxis(x, dim, 0)
-        for x, dim in zip(operands, dims, strict=True)
-    ]
+    operands = with_batch_in_front(operands, dims)
     batched = [dim is not None for dim in dims]
     result = None
     if not any(batched[:n_consts]):
@@ -343,11 +319,4 @@ ad.primitive_jvps[call_p] = _jvp
 ad.primitive_transposes[call_p] = _transpose
 batching.fancy_primitive_batchers[call_p] = _batch
 mlir.register_lowering(call_p, mlir.lower_fun(_impl, multiple_results=True))
-
-
-def _structure(eqn) -> CallWithRule | None:
-    program = program_of_call(eqn, "call_jaxpr")
-    return None if program is None else CallWithRule((program,), transposes=True)
-
-
-register(call_p.name, _structure)
+register(call_p.name, read_call(CallWithRule, "call_jaxpr", transposes=True))

@@ -1,8 +1,12 @@
 """One call of a function with rules, as the primitive carries it: flat, without arrays."""
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from .._errors import name_of
 
@@ -36,6 +40,21 @@ class Call:
 
     def __repr__(self) -> str:  # what a jaxpr shows
         return self.name
+
+
+def vmap_over(axis_data: Any) -> Callable[..., Any]:
+    """The `jax.vmap` of which JAX asks a batching rule with `axis_data`."""
+    return ft.partial(
+        jax.vmap,
+        axis_size=axis_data.size,
+        axis_name=axis_data.name,
+        spmd_axis_name=axis_data.spmd_name,
+    )
+
+
+def with_batch_in_front(operands: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    pairs = zip(operands, dims, strict=True)
+    return [x if dim in (None, 0) else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
 
 
 def no_vmap_rule(axis_data: Any, batched: Sequence[bool], operands: Sequence[Any]) -> None:

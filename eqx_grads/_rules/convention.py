@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from .._tangent_spaces import is_arraylike
-from .tree_split import is_array, is_dynamic, is_numeric_array
+from .._tangent_spaces import is_array, is_arraylike, is_dynamic, is_numeric_array
 
 
 @dataclasses.dataclass(frozen=True)

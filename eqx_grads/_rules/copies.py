@@ -8,14 +8,14 @@ All copies share their rules, and a rule calls the Module by the name of the fir
 import contextlib
 import contextvars
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 
 from .._errors import name_of, place_of, rule_error
-from .._jaxprs.current_trace import staging_trace
+from .._jaxprs.current_trace import setting, staging_trace
 
 
 class _Running(NamedTuple):
@@ -31,18 +31,10 @@ _running: contextvars.ContextVar[Mapping[Any, _Running]] = contextvars.ContextVa
 
 def running_rule(fn: Callable[..., Any], rules: Any) -> contextlib.AbstractContextManager[None]:
     """While a rule of `fn` runs."""
-    # Of a function there is only one copy.
-    return _running_for(fn, rules) if isinstance(fn, eqx.Module) else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _running_for(fn: eqx.Module, rules: Any) -> Iterator[None]:
-    others = _running.get()
-    token = _running.set({**others, rules.cache: _Running(fn, staging_trace())})
-    try:
-        yield
-    finally:
-        _running.reset(token)
+    if not isinstance(fn, eqx.Module):  # of a function there is only one copy
+        return contextlib.nullcontext()
+    running = {**_running.get(), rules.cache: _Running(fn, staging_trace())}
+    return setting(_running, running)
 
 
 def copy_in_use(fn: Any, rules: Any) -> Any:

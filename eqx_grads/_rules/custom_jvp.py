@@ -8,18 +8,25 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._errors import name_of, place_of, rule_error, RuleError, show_path, show_tree, type_of
+from .._errors import name_of, pair_of, place_of, rule_error, RuleError
 from .._jaxprs.current_trace import unknown_to_linearization
 from .._jaxprs.dependence import needed
-from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, why_nonlinear, why_not_transposable
-from .._tangent_spaces import DoesNotFit, match_leaves, tangent_leaf
+from .._jaxprs.operands import at, fill, flagged
+from .._tangent_spaces import fit_leaves, is_differentiable, is_none, tangent_leaf
 from .convention import Convention, OURS
 from .copies import running_rule
 from .flat_call import OutputSpec
 from .linear_primitive import linear_call, LinearMap
-from .rule import AbstractRules, check_outputs, CheckCache, Rule, RuleCall, try_to_trace
-from .tree_split import is_inexact
+from .rule import (
+    AbstractRules,
+    check_outputs,
+    CheckCache,
+    Rule,
+    RuleCall,
+    trace_rule,
+    TracedRule,
+)
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 from .zero_derivative import check_zeros
 
@@ -148,29 +155,31 @@ class ForwardRules(AbstractRules):
 
 def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[OutputSpec, list[Any], list[Any]]:
     """Call a forward rule: the outputs, their arrays, and their tangents (`None`: zero)."""
-    perturbed = call.perturbed()
-    inexact = [i for i, x in enumerate(call.operands[: len(call.tangents)]) if is_inexact(x)]
-    run = ft.partial(_run, rule, call)
+    perturbed, n_ts = call.perturbed(), len(call.tangents)
+    inexact = flagged(map(is_differentiable, call.operands[:n_ts]))
     if rule.symbolic_zeros or perturbed == inexact:
+        # With symbolic zeros a rule may be another one for each pattern of zeros.
+        trace = ft.partial(_trace, rule, call, perturbed)
+        reasons = _check_linear(rule, call, perturbed, trace)
+        outputs, arrays, ts = _run(rule, call, perturbed, at(call.tangents, perturbed))
+    elif (traced := _trace(rule, call, inexact))[0] is None:  # its tangents are zeros
+        pairs = zip(at(call.operands, inexact), at(call.tangents, inexact), strict=True)
+        given = [jnp.zeros_like(x) if t is None else t for x, t in pairs]
+        outputs, arrays, ts = _run(rule, call, inexact, given)
         reasons = {}
-        if not rule.surely_linear:
-            # With symbolic zeros a rule may be another one for each pattern of zeros.
-            check = ft.partial(_check_linear, rule, call, run, perturbed)
-            reasons, ignored = call.rules.cache.get(call, ("linear", *perturbed), check)
-            if ignored:
-                check_zeros(rule, call, ignored)
-        outputs, arrays, ts = run(perturbed, [call.tangents[i] for i in perturbed])
     else:
-        (outputs, arrays, ts), reasons = _without_dead_terms(rule, call, run, inexact)
+        program, outputs = traced
+        reasons = _check_linear(rule, call, inexact, lambda: traced)
+        out = program.evaluate(at(call.tangents, inexact))
+        n = len(outputs.types)
+        ts, arrays = out[:n], out[n:]
     return outputs, arrays, _not_transposable(rule, call, ts, reasons)
 
 
 def _run(rule, call, indices, given):
     """The rule, with `given` for the tangents at these indices: all that there can be, unless
     the rule knows of symbolic zeros."""
-    ts: list[Any] = [None] * len(call.tangents)
-    for i, t in zip(indices, given, strict=True):
-        ts[i] = t
+    ts = fill([None] * len(call.tangents), indices, given)
     t_args = call.flat.args.dynamic_tree(ts)
     with running_rule(call.fn, call.rules):
         try:
@@ -180,6 +189,19 @@ def _run(rule, call, indices, given):
             rule.note_defaults(error, "`primals` and `tangents`", names)
             raise
     return _take_result(call, rule, result)
+
+
+def _trace(rule, call, indices) -> tuple[Any, Any]:
+    """The rule as a program of the tangents at these indices: first the output tangents, then
+    the value."""
+    found: list[Any] = [None]
+
+    def of_tangents(*ts):
+        found[0], arrays, t_arrays = _run(rule, call, indices, ts)
+        return [*t_arrays, *arrays]
+
+    types = [jax.typeof(call.operands[i]).to_tangent_aval() for i in indices]
+    return trace_rule(of_tangents, *types), found[0]
 
 
 def _check_value(rule, call, outputs, arrays) -> None:
@@ -226,65 +248,24 @@ def _not_transposable(rule, call, ts, reasons):
     return [checked(t, reasons[i]) if is_checked(i, t) else t for i, t in enumerate(ts)]
 
 
-def _without_dead_terms(rule, call, run, inexact):
-    """The rule without the terms of arguments that are not being differentiated (clause 2).
-
-    The rule is traced with all tangents, and evaluated with some of them known to be zero: what
-    is multiplied by one is never computed, and so can't be NaN.
-    """
-    static: list[Any] = []
-
-    def of_tangents(*ts):
-        outputs, arrays, t_arrays = run(inexact, ts)
-        static[:] = [outputs, [t is not None for t in t_arrays]]
-        return [*(t for t in t_arrays if t is not None), *arrays]
-
-    tangents = [call.tangents[i] for i in inexact]
-    types = [jax.typeof(call.operands[i]).to_tangent_aval() for i in inexact]
-    program = try_to_trace(jax.make_jaxpr(of_tangents), *types)
-    if program is None:  # a rule that looks at values: its tangents are zeros
-        given = [
-            jnp.zeros_like(call.operands[i]) if t is None else t
-            for i, t in zip(inexact, tangents, strict=True)
-        ]
-        return run(inexact, given), {}
-    outputs, has_tangent = static
-    reasons = {}
-    if not rule.surely_linear:
-        check = ft.partial(_check_program, rule, call, program, inexact, has_tangent)
-        reasons, ignored = call.rules.cache.get(call, ("linear", *inexact), check)
-        ignored = [i for i in ignored if call.tangents[i] is not None]
-        if ignored:
-            check_zeros(rule, call, ignored)
-    out = evaluate_with_zeros(program, tangents)
-    answers = iter(out)
-    t_arrays = [next(answers) if has else None for has in has_tangent]
-    return (outputs, list(answers), t_arrays), reasons
+def _check_linear(rule, call, indices, trace) -> dict[int, str]:
+    """Raise if the rule is seen not to be linear in the tangents at these indices, or ignores
+    one that it must not. Returns why output tangents are not transposable, by index."""
+    if rule.surely_linear:
+        return {}
+    check = lambda: _reasons_and_ignored(rule, call, indices, trace()[0])
+    reasons, ignored = call.rules.cache.get(call, ("linear", *indices), check)
+    ignored = [i for i in ignored if call.tangents[i] is not None]
+    if ignored:
+        check_zeros(rule, call, ignored)
+    return reasons
 
 
-def _check_linear(rule, call, run, indices) -> tuple[dict[int, str], list[int]]:
-    """Raise if the rule is seen not to be linear in the tangents at these indices. Returns why
-    output tangents are not transposable, by index, and which of the tangents the rule ignores.
-    """
-    types = [jax.typeof(call.operands[i]).to_tangent_aval() for i in indices]
-    has_tangent: list[bool] = []
-
-    def of_tangents(*ts):
-        t_out = run(indices, ts)[2]
-        has_tangent[:] = [t is not None for t in t_out]
-        return [t for t in t_out if t is not None]
-
-    program = try_to_trace(jax.make_jaxpr(of_tangents), *types)
-    if program is None:  # of an eager rule that looks at values, nothing is seen
+def _reasons_and_ignored(rule, call, indices, traced: TracedRule | None):
+    if traced is None:  # of an eager rule that looks at values, nothing is seen
         return {}, []
-    return _check_program(rule, call, program, indices, has_tangent)
-
-
-def _check_program(
-    rule, call, program, indices, has_tangent
-) -> tuple[dict[int, str], list[int]]:
-    """The same of the traced rule, whose first outputs are the output tangents that it has."""
-    live = [i for i, has in enumerate(has_tangent) if has]
+    program, n = traced.program, traced.n // 2  # as many tangents as values
+    live = [i for i in traced.live if i < n]
     statuses = output_statuses(program)[: len(live)]
     reason = why_nonlinear(statuses)
     if reason is None:
@@ -304,41 +285,18 @@ def _check_program(
 
 
 def _take_result(call, rule, result) -> tuple[OutputSpec, list[Any], list[Any]]:
-    fn = call.fn
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise rule_error(
-            f"The forward rule `{rule.name}` of `{name_of(fn)}` did not return a pair.",
-            f"it returned {show_tree(result)}",
-            rule.place,
-            do="Return `out, t_out`: the value and its tangent.",
-        )
-    out, t_out = result
+    what = f"The forward rule `{rule.name}` of `{name_of(call.fn)}`"
+    do = "Return `out, t_out`: the value and its tangent."
+    out, t_out = pair_of(result, what, rule.place, do)
     outputs, arrays = OutputSpec.of(out, call.rules.convention.outputs)
 
     def fail(*where, do):
         # A tangent that fits the function does not fit a wrong value: say that first.
         check_outputs(call, rule, outputs, None)
-        return rule_error(
-            f"The forward rule `{rule.name}` of `{name_of(fn)}` returned a tangent that "
-            "does not fit its output.",
-            *where,
-            rule.place,
-            do=do,
-        )
+        does = "returned a tangent that does not fit its output."
+        return rule_error(f"{what} {does}", *where, rule.place, do=do)
 
-    ts = match_leaves(t_out, out, "out", fail)
-    is_none = lambda x: x is None
-    paths_and_leaves = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_none)
-    t_leaves = []
-    for (path, leaf), t in zip(paths_and_leaves, ts, strict=True):
-        try:
-            t_leaf = tangent_leaf(t, leaf)
-        except DoesNotFit as misfit:
-            where = "out" + show_path(path)
-            raise fail(
-                f"at {where}: the output is {type_of(leaf)}, the tangent is {type_of(t)}",
-                do=str(misfit),
-            ) from None
-        if leaf is not None:
-            t_leaves.append(t_leaf)
-    return outputs, arrays, [t_leaves[i] for i in outputs.split.indices]
+    leaves = jax.tree.leaves(out, is_leaf=is_none)
+    ts = fit_leaves(tangent_leaf, "tangent", t_out, out, leaves, "out", fail, value="output")
+    ts = [t for t, leaf in zip(ts, leaves, strict=True) if leaf is not None]
+    return outputs, arrays, at(ts, outputs.split.indices)

@@ -13,14 +13,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import AbstractValue
 from jax.interpreters import ad
 
-from .._errors import first_line, name_of, place_of, rule_error, RuleError, show_tree
+from .._errors import first_line, name_of, pair_of, place_of, rule_error, RuleError, show_tree
 from .._jaxprs.current_trace import outside_of_linearization
-from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, surely_linear
-from .._tangent_spaces import as_array_list, is_none, project_leaves
+from .._jaxprs.operands import at, fill, restricted
+from .._tangent_spaces import as_array_list, is_array, is_none, is_type, project_leaves
 from .closure_convert import ClosureTemplate, lift_tracers
 from .convention import Convention, OURS
 from .copies import running_rule
@@ -33,12 +32,12 @@ from .rule import (
     CheckCache,
     Rule,
     RuleCall,
-    try_to_trace,
+    trace_rule,
 )
 from .signature import Signature
-from .tree_split import is_array, TreeSplit
+from .tree_split import TreeSplit
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
-from .zero_derivative import check_zeros, function_of
+from .zero_derivative import check_zeros
 
 
 class custom_vjp(AbstractDecorated[P, T]):
@@ -218,9 +217,8 @@ class ReverseRules(AbstractRules):
         with outside_of_linearization(call.operands):
             outputs, arrays, residuals = _run_fwd(call)
         indices = outputs.inexact()
-        t_arrays: list[Any] = [None] * len(arrays)
         if not indices:
-            return outputs, arrays, t_arrays
+            return outputs, arrays, [None] * len(arrays)
         res_split, res_arrays = TreeSplit.split(residuals, is_array)
         # Functions among the residuals may capture tracers.
         res_closures, captured = lift_tracers(res_split.static)
@@ -244,34 +242,27 @@ class ReverseRules(AbstractRules):
             [spec.out_types[i].to_tangent_aval() for i in indices],
         )
         residuals = [*call.operands, *res_arrays, *captured]
-        ts = linear_call(linear_map, residuals, [call.tangents[i] for i in spec.perturbed])
-        for i, t in zip(indices, ts, strict=True):
-            t_arrays[i] = t
-        return outputs, arrays, t_arrays
+        ts = linear_call(linear_map, residuals, at(call.tangents, spec.perturbed))
+        return outputs, arrays, fill([None] * len(arrays), indices, ts)
 
 
-def _perturbed_tree(flat: FlatCall, perturbed: Sequence[int], operands: Sequence[Any]):
-    """The tuple of trees of bools: which leaves are being differentiated."""
-    return flat.flags([i in perturbed for i in range(flat.n_args)], operands)
+def _with_perturbed(call: RuleCall, rule: Rule, perturbed: Sequence[int], kwargs: Any) -> Any:
+    """`kwargs`, and the tuple of trees of bools, which says what is being differentiated."""
+    if _PERTURBED not in rule.keyword_only:
+        return kwargs
+    flags = [i in perturbed for i in range(call.flat.n_args)]
+    return {_PERTURBED: call.flat.flags(flags, call.operands), **kwargs}
 
 
 def _run_fwd(call: RuleCall) -> tuple[OutputSpec, list[Any], Any]:
     rule = call.rules.fwd_rule
-    keywords = call.keywords(rule)
-    if "perturbed" in rule.keyword_only:
-        perturbed = _perturbed_tree(call.flat, call.perturbed(), call.operands)
-        keywords = {"perturbed": perturbed, **keywords}
+    keywords = _with_perturbed(call, rule, call.perturbed(), call.keywords(rule))
     with running_rule(call.fn, call.rules):
         result = rule(*call.args, **keywords)
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise rule_error(
-            f"The forward pass `{rule.name}` of `{name_of(call.fn)}` did not return a pair.",
-            f"it returned {show_tree(result)}",
-            rule.place,
-            do="Return `out, residuals`: the value, and what the backward pass needs.",
-        )
-    outputs, arrays = OutputSpec.of(result[0], call.rules.convention.outputs)
-    return outputs, arrays, result[1]
+    what = f"The forward pass `{rule.name}` of `{name_of(call.fn)}`"
+    do = "Return `out, residuals`: the value, and what the backward pass needs."
+    out, residuals = pair_of(result, what, rule.place, do)
+    return *OutputSpec.of(out, call.rules.convention.outputs), residuals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,28 +284,19 @@ class _VjpSpec:
     def forward(self, residuals, live_ts):
         residuals, live_ts = as_array_list(residuals), as_array_list(live_ts)
         operands = residuals[: self.n_operands]
-        fn, rules, args, kwargs = self.flat.restore(operands)
-        if rules.jvp_rule is None:
+        if self.flat.rules.jvp_rule is None:
             return self._forward_of_function(operands, live_ts)
-        ts: list[Any] = [None] * self.flat.n_args
-        for i, t in zip(self.perturbed, live_ts, strict=True):
-            ts[i] = t
-        call = RuleCall(rules, fn, args, kwargs, operands, ts, self.flat)
-        _, arrays, t_out = apply_forward_rule(rules.jvp_rule, call)
-        return [
-            jnp.zeros_like(arrays[i]) if t_out[i] is None else t_out[i]
-            for i in self.out_indices
-        ]
+        ts = fill([None] * self.flat.n_args, self.perturbed, live_ts)
+        call = RuleCall.of(self.flat, operands, ts)
+        _, arrays, t_out = apply_forward_rule(call.rules.jvp_rule, call)
+        pairs = zip(at(arrays, self.out_indices), at(t_out, self.out_indices), strict=True)
+        return [jnp.zeros_like(x) if t is None else t for x, t in pairs]
 
     def _forward_of_function(self, operands, live_ts):
-        fn = function_of(self.flat, operands, self.perturbed)
-
-        def of_live(*xs):
-            arrays = fn(*xs)
-            return [arrays[i] for i in self.out_indices]
-
+        of_all = lambda *operands: at(self.flat.call(operands)[1], self.out_indices)
+        of_live = restricted(of_all, operands, self.perturbed)
         try:
-            return jax.jvp(of_live, [operands[i] for i in self.perturbed], list(live_ts))[1]
+            return jax.jvp(of_live, at(operands, self.perturbed), list(live_ts))[1]
         except Exception as error:
             _explain_forward_mode(self.flat.fn, error)
             raise
@@ -324,53 +306,46 @@ class _VjpSpec:
         residuals = as_array_list(residuals)
         is_ready = lambda ct: ct is None or isinstance(ct, jax.Array)
         cts = [ct if is_ready(ct) else jnp.asarray(ct) for ct in cts]
-        operands = residuals[: self.n_operands]
-        fn, rules, args, kwargs = self.flat.restore(operands)
+        call = RuleCall.of(self.flat, residuals[: self.n_operands], [])
+        rule = call.rules.bwd_rule
         end = self.n_operands + self.n_residuals
         static, _ = self.res_closures.substitute(residuals[end:])
         kept = self.res_split.tree(residuals[self.n_operands : end], static)
 
         def pull_back(*cts):
-            full: list[Any] = [None] * len(self.out_types)
-            for i, ct in zip(self.out_indices, cts, strict=True):
-                full[i] = ct
-            with running_rule(fn, rules):
-                ct = self.out_split.tree(full)
-                ct_args = self._run_bwd(fn, rules.bwd_rule, operands, args, kwargs, kept, ct)
+            full = fill([None] * len(self.out_types), self.out_indices, cts)
+            with running_rule(call.fn, call.rules):
+                ct_args = self._run_bwd(call, rule, kept, self.out_split.tree(full))
             zeros = [i for i, ct in zip(self.perturbed, ct_args, strict=True) if ct is None]
             if zeros:
-                call = RuleCall(rules, fn, args, kwargs, operands, [], self.flat)
-                check_zeros(rules.bwd_rule, call, zeros)
+                check_zeros(rule, call, zeros)
             return ct_args
 
-        if rules.bwd_rule.symbolic_zeros or all(ct is not None for ct in cts):
+        if rule.symbolic_zeros or all(ct is not None for ct in cts):
             return pull_back(*cts)
-        return _without_dead_terms(
-            pull_back, cts, [self.out_types[i] for i in self.out_indices]
-        )
+        return _without_dead_terms(pull_back, cts, at(self.out_types, self.out_indices))
 
-    def _run_bwd(self, fn, rule, operands, args, kwargs, kept, ct):
-        if "perturbed" in rule.keyword_only:
-            perturbed = _perturbed_tree(self.flat, self.perturbed, operands)
-            kwargs = {"perturbed": perturbed, **kwargs}
+    def _run_bwd(self, call, rule, kept, ct):
+        args, name = call.args, name_of(call.fn)
+        kwargs = _with_perturbed(call, rule, self.perturbed, call.kwargs)
         result = rule.of_tangents(kept, ct, **rule.asked_for(kwargs))
         if not isinstance(result, tuple | list) or len(result) != len(args):
+            names = ", ".join(f"`{self.flat.names[i]}`" for i in range(len(args)))
             raise rule_error(
-                f"The backward rule `{rule.name}` of `{name_of(fn)}` did not return one "
-                "cotangent for each argument.",
-                f"`{name_of(fn)}` has {len(args)}: "
-                + ", ".join(f"`{self.flat.names[i]}`" for i in range(len(args))),
+                f"The backward rule `{rule.name}` of `{name}` did not return one cotangent for "
+                "each argument.",
+                f"`{name}` has {len(args)}: {names}",
                 f"the rule returned {show_tree(result)}",
                 rule.place,
                 do=advice_on_cotangents(result),
             )
         types = self.arg_types
         if not all(isinstance(arg, jax.Array) for arg in args):
-            types = self.flat.args.mirror(types, arrays=operands[: self.flat.n_args])
+            types = self.flat.args.mirror(types, arrays=call.operands[: self.flat.n_args])
         cts = []
         for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
-            cts.extend(_project(fn, rule, ct_arg, arg, type_, self.flat.names, i))
-        return [cts[i] for i in self.perturbed]
+            cts.extend(_project(call.fn, rule, ct_arg, arg, type_, self.flat.names, i))
+        return at(cts, self.perturbed)
 
 
 def _explain_forward_mode(fn: Any, error: Exception) -> None:
@@ -390,42 +365,25 @@ def _explain_forward_mode(fn: Any, error: Exception) -> None:
 
 def _project(fn, rule, ct, arg, types, names, i):
     # Most cotangents are what they should be, and this is where an eager one is quick.
-    if isinstance(ct, jax.Array) and _is_type(types) and jax.typeof(ct) == types:
+    if isinstance(ct, jax.Array) and is_type(types) and jax.typeof(ct) == types:
         return [ct]
 
     def fail(*where, do):
-        return rule_error(
-            f"The backward rule `{rule.name}` of `{name_of(fn)}` returned a "
-            "cotangent that does not fit its argument.",
-            *where,
-            rule.place,
-            do=do,
-        )
+        what = f"The backward rule `{rule.name}` of `{name_of(fn)}`"
+        does = "returned a cotangent that does not fit its argument."
+        return rule_error(f"{what} {does}", *where, rule.place, do=do)
 
     leaves = jax.tree.leaves(types, is_leaf=is_none)
     cts = project_leaves(ct, arg, leaves, name=names[i], fail=fail)
-    return [c for c, leaf in zip(cts, leaves, strict=True) if _is_type(leaf)]
-
-
-def _is_type(leaf) -> bool:
-    return isinstance(leaf, AbstractValue)
+    return [c for c, leaf in zip(cts, leaves, strict=True) if is_type(leaf)]
 
 
 def _without_dead_terms(pull_back, cts, types):
     """A backward rule without the terms of outputs that nobody used, as for forward rules. A
     rule that is not linear in its cotangents gets zeros for them."""
-    zeros = [
-        ad.zeros_like_aval(t) if ct is None else ct for ct, t in zip(cts, types, strict=True)
-    ]
-    has_ct: list[bool] = []
-
-    def dense(*cts):
-        out = pull_back(*cts)
-        has_ct[:] = [ct is not None for ct in out]
-        return [ct for ct in out if ct is not None]
-
-    program = try_to_trace(jax.make_jaxpr(dense), *zeros)
-    if program is None or not surely_linear(output_statuses(program)):
+    pairs = zip(cts, types, strict=True)
+    zeros = [ad.zeros_like_aval(t) if ct is None else ct for ct, t in pairs]
+    traced = trace_rule(pull_back, *zeros)
+    if traced is None or not surely_linear(output_statuses(traced.program)):
         return pull_back(*zeros)  # it looks at values, or is not linear
-    answers = iter(evaluate_with_zeros(program, cts))
-    return [next(answers) if has else None for has in has_ct]
+    return traced.evaluate(cts)

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._errors import check_function, name_of, place_of, rule_error, show_tree, type_of
+from .._jaxprs.operands import restricted
 from .._tangent_spaces import broadcasts_to, is_differentiable
 from ..tangents import add, is_zero
 from .convention import AS_CALLED
@@ -97,17 +98,16 @@ def elementwise(
     decorated = custom_jvp(fn)
     if setup is not None:
         check_function(setup, "setup", "elementwise")
-    several = isinstance(derivative, tuple | list)
-    if not several and not callable(derivative):
+    if callable(derivative):
+        partials = Rule(derivative)
+    elif isinstance(derivative, tuple | list):
+        partials = [Rule(d) if callable(d) else d for d in derivative]
+    else:
         raise rule_error(
             "The `derivative` of `elementwise` is not a function.",
             f"it is {type_of(derivative)}",
             do="Give a function `derivative(out, *args)`, or a tuple of such.",
         )
-    if callable(derivative):
-        partials = Rule(derivative)
-    else:
-        partials = [Rule(d) if callable(d) else d for d in derivative]
     shared = None if setup is None else Rule(setup)
     rule = ft.partial(_elementwise_jvp, decorated, partials, shared)
     rules = decorated._rules
@@ -119,13 +119,13 @@ def elementwise(
 
 
 def _elementwise_jvp(decorated, derivative, setup, primals, tangents, **kwargs):
-    out = decorated(*primals, **kwargs)
+    out, fn = decorated(*primals, **kwargs), decorated.__wrapped__
+    name, place = name_of(fn), place_of(fn)
     if not (eqx.is_array(out) and is_differentiable(out)):
         raise rule_error(
-            f"`{name_of(decorated.__wrapped__)}` is elementwise, but did not return one "
-            "array of floats.",
+            f"`{name}` is elementwise, but did not return one array of floats.",
             f"it returned {show_tree(out)}",
-            place_of(decorated.__wrapped__),
+            place,
             do="For several outputs, use `eqx_grads.custom_jvp`.",
         )
     shared = () if setup is None else (setup(out, *primals, **setup.asked_for(kwargs)),)
@@ -135,53 +135,48 @@ def _elementwise_jvp(decorated, derivative, setup, primals, tangents, **kwargs):
 
     if isinstance(derivative, Rule):
         partials = call(derivative)
-        if not isinstance(partials, tuple | list):
-            partials = (partials,)
+        partials = partials if isinstance(partials, tuple | list) else (partials,)
     else:
-        needed = [not is_zero(t) for t in tangents]
-        partials = [
-            call(d) if isinstance(d, Rule) and (i >= len(needed) or needed[i]) else d
-            for i, d in enumerate(derivative)
-        ]
+        is_used = lambda i: i >= len(tangents) or not is_zero(tangents[i])
+        calls = [isinstance(d, Rule) and is_used(i) for i, d in enumerate(derivative)]
+        partials = [call(d) if c else d for c, d in zip(calls, derivative, strict=True)]
     if len(partials) != len(primals):
         raise rule_error(
-            f"`{name_of(decorated.__wrapped__)}` has {len(primals)} arguments, and was given "
-            f"{len(partials)} partial derivatives.",
+            f"`{name}` has {len(primals)} arguments, and was given {len(partials)} partial "
+            "derivatives.",
             "they are its `derivative`, or what that returned",
-            place_of(decorated.__wrapped__),
+            place,
             do="Return one partial for each argument; `None` is zero.",
         )
-    fn = decorated.__wrapped__
+    terms = []
     for i, (d, t) in enumerate(zip(partials, tangents, strict=True)):
-        if d is None and not is_zero(t):
-            of_one = lambda x, i=i: fn(*primals[:i], x, *primals[i + 1 :], **kwargs)
-            check_function_of_zeros("derivative", fn, of_one, [primals[i]])
-    return out, add(
-        *(
-            _term(decorated.__wrapped__, i, d, t, out)
-            for i, (d, t) in enumerate(zip(partials, tangents, strict=True))
-            if not is_zero(t) and d is not None
-        )
-    )
+        if is_zero(t):
+            continue
+        if d is not None:
+            terms.append(
+                _term(f"The partial derivative number {i} of `{name}`", place, d, t, out)
+            )
+            continue
+        of_one = restricted(lambda *xs: fn(*xs, **kwargs), primals, [i])
+        check_function_of_zeros("derivative", fn, of_one, [primals[i]])
+    return out, add(*terms)
 
 
-def _term(fn, i, partial, t, out):
+def _term(what, place, partial, t, out):
     partial = jnp.asarray(partial)
     if not broadcasts_to(t.shape, out.shape) or not broadcasts_to(partial.shape, out.shape):
         raise rule_error(
-            f"The partial derivative number {i} of `{name_of(fn)}` does not broadcast to "
-            "the output.",
+            f"{what} does not broadcast to the output.",
             f"the output is {type_of(out)}, the partial {type_of(partial)}, "
             f"the argument's tangent {type_of(t)}",
-            place_of(fn),
+            place,
             do="An elementwise function acts on each element by itself. For others, use "
             "`eqx_grads.custom_jvp`.",
         )
     if (jnp.iscomplexobj(partial) or jnp.iscomplexobj(t)) and not jnp.iscomplexobj(out):
         raise rule_error(
-            f"The partial derivative number {i} of `{name_of(fn)}` gives a complex tangent "
-            "to a real output.",
-            place_of(fn),
+            f"{what} gives a complex tangent to a real output.",
+            place,
             do="A real function of a complex variable has no single partial derivative: "
             "use `eqx_grads.custom_jvp`.",
         )

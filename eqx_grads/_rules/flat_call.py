@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from .._errors import name_of, rule_error, show_path
+from .._jaxprs.operands import flagged
 from .._jaxprs.structure import is_reference
+from .._tangent_spaces import is_differentiable
 from .closure_convert import ClosureTemplate, is_closed, lift_tracers
 from .signature import ParameterNames
 from .tree_split import TreeSplit
@@ -102,6 +103,11 @@ class FlatCall:
             self.kwargs.tree(operands[n:m], items[k:]),
         )
 
+    def call(self, operands: Sequence[Any]) -> tuple["OutputSpec", list[jax.Array]]:
+        """What the undecorated function returns for these operands."""
+        fn, rules, args, kwargs = self.restore(operands)
+        return OutputSpec.of(fn(*args, **kwargs), rules.convention.outputs)
+
     def key(self, operands: Sequence[Any]) -> Any:
         """Equal for two calls that trace alike; `None` where that can't be told."""
         if self._closures.names:
@@ -162,7 +168,7 @@ class FlatCall:
 def _without_traced_defaults(fn: Any) -> Any:
     """`fn` without its default values, if there are tracers among them. For a function that is
     called with all of its arguments."""
-    if not isinstance(fn, types.FunctionType):
+    if not isinstance(fn, types.FunctionType) or not (fn.__defaults__ or fn.__kwdefaults__):
         return fn
     defaults = jax.tree.leaves((fn.__defaults__, fn.__kwdefaults__))
     if not any(isinstance(x, Tracer) for x in defaults):
@@ -194,7 +200,7 @@ class OutputSpec:
         return show_path(self.split.path(i))
 
     def inexact(self) -> list[int]:
-        return [i for i, t in enumerate(self.types) if jnp.issubdtype(t.dtype, jnp.inexact)]
+        return flagged(map(is_differentiable, self.types))
 
     def difference(self, other: "OutputSpec") -> str | None:
         """Where another function's outputs differ; `None` if they agree."""

@@ -86,11 +86,9 @@ def constant(name: str, what: str, x: Any) -> Any:
 def is_known(x: Any) -> bool:
     """Whether a parameter can be compared in Python: it is given, not traced, not spread over
     several processes, and of no class that only JAX can convert."""
-    is_elsewhere = isinstance(x, jax.Array) and not (
-        isinstance(x, Tracer) or x.is_fully_addressable
-    )
-    is_unknown = isinstance(x, Tracer) or hasattr(x, "__jax_array__")
-    return x is not None and not is_unknown and not is_elsewhere
+    if x is None or isinstance(x, Tracer) or hasattr(x, "__jax_array__"):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def check_parameter(name: str, what: str, x: Any) -> None:
@@ -132,18 +130,19 @@ def as_integer(x: Any) -> int | None:
         return None
 
 
-def check_count(
-    caller: str, argument: str, x: Any, smallest: int = 1, *, or_none: bool = False
-) -> Any:
-    """`x` as an integer of at least `smallest`; `None` is no bound."""
+def as_count(
+    caller: str,
+    argument: str,
+    x: Any,
+    *,
+    least: int = 1,
+    do: str = "Give an integer of Python or NumPy.",
+) -> int:
+    """A number of steps or the like, as a Python integer."""
     count = as_integer(x)
-    if count is not None and smallest <= count < 2**31:
-        return count
-    if not (x is None and or_none):
-        wanted = f"an integer of at least {smallest}"
-        do = "Give an integer of Python or NumPy" + ", or `None` for no bound" * or_none + "."
-        raise bad_argument(caller, argument, wanted, x, do)
-    return None
+    if count is None or not least <= count < 2**31:
+        raise bad_argument(caller, argument, f"an integer of at least {least}", x, do)
+    return count
 
 
 def as_axes(

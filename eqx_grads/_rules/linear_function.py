@@ -1,6 +1,5 @@
 """`linear_function`: a linear function in JAX, with an adjoint of its own."""
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -26,6 +25,7 @@ from .._tangent_spaces import is_differentiable, is_none, project_leaves
 from .adjoint_pair import apply_side, Side
 from .convention import AS_CALLED
 from .flat_call import FlatCall, OutputSpec
+from .float_args import as_integer
 from .object_parts import Rebuildable
 from .rule import CheckCache, Rule, RuleCall
 from .signature import Signature
@@ -100,17 +100,19 @@ class _Adjoint(Rebuildable):
                 place,
                 do="Pass it, or give another `argnum`.",
             )
-        leaves = jax.tree_util.tree_leaves_with_path(args[self.argnum])
-        for path, leaf in leaves:
-            if not is_differentiable(leaf):
-                raise rule_error(
-                    f"`{name}` is linear in an argument, and was given one that is not "
-                    "floating or complex.",
-                    f"at `{names[self.argnum]}{show_path(path)}`: {type_of(leaf)}",
-                    place,
-                    do="Cast it, pass it as another argument, or give as `argnum` the position "
-                    "of the argument in which the function is linear.",
-                )
+        what = f"`{name}` is linear in an argument, and was given one that"
+        do = (
+            "Cast it, pass it as another argument, or give as `argnum` the position of the "
+            "argument in which the function is linear."
+        )
+        _check_floating(args[self.argnum], f"`{names[self.argnum]}{{}}`", what, place, do)
+
+
+def _check_floating(tree, path_format, what, place, do) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not is_differentiable(leaf):
+            where = f"at {path_format.format(show_path(path))}: {type_of(leaf)}"
+            raise rule_error(f"{what} is not floating or complex.", where, place, do=do)
 
 
 class _Call:
@@ -166,15 +168,12 @@ class _Call:
     def _matvec(self, parameters, xs):
         fn, rules, args, kwargs = self._restore(parameters, xs)
         out = fn(*args, **kwargs)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(out):
-            if not is_differentiable(leaf):
-                raise rule_error(
-                    f"`{self._name}` returned an output that is not floating or complex.",
-                    f"at out{show_path(path)}: {type_of(leaf)}",
-                    place_of(fn),
-                    do="A linear function returns arrays that can be differentiated. Return "
-                    "what is constant from another function.",
-                )
+        what = f"`{self._name}` returned an output that"
+        do = (
+            "A linear function returns arrays that can be differentiated. Return what is "
+            "constant from another function."
+        )
+        _check_floating(out, "out{}", what, place_of(fn), do)
         self._outputs, arrays = OutputSpec.of(out, rules.convention.outputs)
         return arrays
 
@@ -331,11 +330,8 @@ def linear_function(
 
 
 def _check_argnum(argnum, fn):
-    try:
-        number = operator.index(argnum)
-    except TypeError:
-        number = -1
-    if number < 0:
+    number = as_integer(argnum)
+    if number is None or number < 0:
         raise rule_error(
             "The `argnum` of `linear_function` is not the position of an argument.",
             f"it is {argnum!r:.60}",

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
-from .._jaxprs.evaluate import restricted
+from .._jaxprs.operands import at, fill, flagged, restricted
 from .._jaxprs.structure import LinearCall, register
 from .._tangent_spaces import as_array_list, is_differentiable
+from .call_record import vmap_over, with_batch_in_front
 from .matmul_precision import in_precision, matmul_precision
 
 
@@ -96,8 +97,7 @@ linear_p.multiple_results = True
 
 
 def _split(operands, n_residuals, places):
-    unique = operands[:n_residuals]
-    return [unique[i] for i in places], list(operands[n_residuals:])
+    return at(operands[:n_residuals], places), list(operands[n_residuals:])
 
 
 def _impl(*operands, linear_map, n_residuals, places, lifetime=None):
@@ -106,38 +106,24 @@ def _impl(*operands, linear_map, n_residuals, places, lifetime=None):
     return list(linear_map.forward(residuals, tangents))
 
 
-def _abstract_eval(*operands, linear_map, n_residuals, places, lifetime):
-    del operands, n_residuals, places, lifetime
+def _abstract_eval(*operands, linear_map, **params):
+    del operands, params
     return list(linear_map.out_types)
 
 
-def _jvp(primals, tangents, *, linear_map, n_residuals, places, lifetime):
-    bind = ft.partial(
-        linear_p.bind,
-        linear_map=linear_map,
-        n_residuals=n_residuals,
-        places=places,
-        lifetime=lifetime,
-    )
-    primals = as_array_list(primals)
-    out = bind(*primals)
-    t_residuals, t_linear = tangents[:n_residuals], tangents[n_residuals:]
-    t_out: list[Any] | None = None
-    if any(type(t) is not ad.Zero for t in t_linear):
-        dense = [ad.instantiate_zeros(t) for t in t_linear]
-        t_out = bind(*primals[:n_residuals], *dense)
-    live = [
-        i
-        for i, t in enumerate(t_residuals)
-        if type(t) is not ad.Zero and is_differentiable(primals[i])
-    ]
+def _jvp(primals, tangents, **params):
+    linear_map, n = params["linear_map"], params["n_residuals"]
+    bind, primals = ft.partial(linear_p.bind, **params), as_array_list(primals)
+    out, t_out = bind(*primals), None
+    if any(type(t) is not ad.Zero for t in tangents[n:]):
+        t_out = bind(*primals[:n], *map(ad.instantiate_zeros, tangents[n:]))
+    has_tangent = [type(t) is not ad.Zero for t in tangents[:n]]
+    live = [i for i in flagged(has_tangent) if is_differentiable(primals[i])]
     if live:
         # The map itself moves with its residuals: the second-order part.
-        run = ft.partial(_impl, linear_map=linear_map, n_residuals=n_residuals, places=places)
-        of_live = restricted(run, primals, live)
+        of_live = restricted(ft.partial(_impl, **params), primals, live)
         try:
-            values, ts = [primals[i] for i in live], [t_residuals[i] for i in live]
-            _, moved = jax.jvp(of_live, values, ts)
+            _, moved = jax.jvp(of_live, at(primals, live), at(tangents, live))
         except Exception as error:
             if linear_map.note is not None:
                 error.add_note(linear_map.note)
@@ -151,78 +137,61 @@ def _jvp(primals, tangents, *, linear_map, n_residuals, places, lifetime):
 def _transpose(cts, *operands, linear_map, n_residuals, places, lifetime):
     del lifetime
     if any(map(ad.is_undefined_primal, operands[:n_residuals])):
-        return _transpose_residuals(cts, operands, linear_map, n_residuals, places)
+        run = ft.partial(_impl, linear_map=linear_map, n_residuals=n_residuals, places=places)
+        return transpose_of(run, operands, cts)
     residuals, linear = _split(operands, n_residuals, places)
     # Called right here, not staged: JAX and XLA see through it, it can be differentiated
     # again, and it may be non-linear.
     cts = [None if type(ct) is ad.Zero else ct for ct in cts]
-    ct_linear = linear_map.transpose(residuals, cts)
-    ct_linear = [
-        ct if ad.is_undefined_primal(x) else None
-        for ct, x in zip(ct_linear, linear, strict=True)
-    ]
+    pairs = zip(linear_map.transpose(residuals, cts), linear, strict=True)
+    ct_linear = [ct if ad.is_undefined_primal(x) else None for ct, x in pairs]
     return [None] * n_residuals + ct_linear
 
 
-def _transpose_residuals(cts, operands, linear_map, n_residuals, places):
-    """The map is linear in a residual too, which is a tangent: JAX transposes what it does."""
-    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
-    used = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
-
-    def outputs(*operands):
-        out = _impl(*operands, linear_map=linear_map, n_residuals=n_residuals, places=places)
-        return [out[i] for i in used]
-
-    of_linear = restricted(outputs, operands, linear)
+def transpose_of(
+    run: Callable[..., Sequence[Any]], operands: Sequence[Any], cts: Sequence[Any]
+) -> list[Any]:
+    """A transpose rule for `run(*operands)`, which is linear in the unknown operands: JAX
+    transposes what it does."""
+    linear = flagged(map(ad.is_undefined_primal, operands))
+    used = flagged(type(ct) is not ad.Zero for ct in cts)
+    of_linear = restricted(lambda *xs: at(run(*xs), used), operands, linear)
     transpose = jax.linear_transpose(of_linear, *(operands[i].aval for i in linear))
-    ct_linear = dict(zip(linear, transpose([cts[i] for i in used]), strict=True))
-    return [ct_linear.get(i) for i in range(len(operands))]
+    return fill([None] * len(operands), linear, transpose(at(cts, used)))
 
 
-def _batch(axis_data, operands, dims, *, linear_map, n_residuals, places, lifetime):
-    bind = ft.partial(linear_p.bind, n_residuals=n_residuals, places=places, lifetime=lifetime)
+def _batch(axis_data, operands, dims, *, linear_map, **params):
     if all(dim is None for dim in dims):
-        out = bind(*operands, linear_map=linear_map)
+        out = linear_p.bind(*operands, linear_map=linear_map, **params)
         return out, [None] * len(out)
-    operands = [
-        x if dim in (None, 0) else jnp.moveaxis(x, dim, 0)
-        for x, dim in zip(operands, dims, strict=True)
-    ]
     axes = [None if dim is None else 0 for dim in dims]
-    out = bind(*operands, linear_map=_vmap(linear_map, axis_data, axes, n_residuals, places))
+    of_batch = _vmap(
+        linear_map, axis_data, *_split(axes, params["n_residuals"], params["places"])
+    )
+    operands = with_batch_in_front(operands, dims)
+    out = linear_p.bind(*operands, linear_map=of_batch, **params)
     return out, [0] * len(out)
 
 
-def _vmap(linear_map, axis_data, axes, n_residuals, places):
-    residual_axes, linear_axes = _split(axes, n_residuals, places)
-    vmap = ft.partial(
-        jax.vmap,
-        axis_size=axis_data.size,
-        axis_name=axis_data.name,
-        spmd_axis_name=axis_data.spmd_name,
-    )
+def _vmap(linear_map, axis_data, residual_axes, linear_axes):
+    vmap = vmap_over(axis_data)
 
     def forward(residuals, tangents):
-        in_axes = (residual_axes, linear_axes)
-        return vmap(lambda r, t: list(linear_map.forward(r, t)), in_axes=in_axes)(
-            residuals, tangents
-        )
+        one = lambda rs, ts: list(linear_map.forward(rs, ts))
+        return vmap(one, (residual_axes, linear_axes))(residuals, tangents)
 
     def transpose(residuals, cts):
-        in_axes = (residual_axes, [None if ct is None else 0 for ct in cts])
-        ct_linear = vmap(lambda r, c: list(linear_map.transpose(r, c)), in_axes=in_axes)(
-            residuals, cts
-        )
+        one = lambda rs, cts: list(linear_map.transpose(rs, cts))
+        ct_axes = [None if ct is None else 0 for ct in cts]
+        ct_linear = vmap(one, (residual_axes, ct_axes))(residuals, cts)
         # An input that was not batched served every example: its cotangents add up.
         return [
             jnp.sum(ct, 0) if axis is None and ct is not None else ct
             for ct, axis in zip(ct_linear, linear_axes, strict=True)
         ]
 
-    out_types = [
-        unmapped_aval(axis_data.size, 0, t, axis_data.explicit_mesh_axis)
-        for t in linear_map.out_types
-    ]
+    size, mesh_axis = axis_data.size, axis_data.explicit_mesh_axis
+    out_types = [unmapped_aval(size, 0, t, mesh_axis) for t in linear_map.out_types]
     return LinearMap(linear_map.name, forward, transpose, out_types, linear_map.note)
 
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from jaxtyping import PyTree
 
 from .._errors import rule_error, show_path
+from .._tangent_spaces import is_dynamic
 from .closure_convert import lift_tracers
 from .custom_jvp import custom_jvp
-from .tree_split import is_dynamic, TreeSplit
+from .tree_split import TreeSplit
 
 
 def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:

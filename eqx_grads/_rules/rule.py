@@ -5,11 +5,22 @@ import dataclasses
 import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
-from .._errors import check_flags, name_of, place_of, rule_error, show_tree, type_of
+from .._errors import (
+    check_flags,
+    name_of,
+    place_of,
+    rule_error,
+    show_tree,
+    type_of,
+    unpartial,
+)
+from .._jaxprs.known_zeros import evaluate_with_zeros
+from .._jaxprs.operands import at, fill, flagged
 from .closure_convert import check_no_tracers, Opaque
 from .convention import Convention
 from .flat_call import FlatCall, OutputSpec
@@ -51,7 +62,7 @@ class Rule(Rebuildable):
         self.name = name_of(self.fn) if name is None else name
         self.place = place_of(self.fn if source is None else source)
         # The rules of this library call functions of the user's that have other conventions.
-        module = getattr(self.fn, "__module__", None) or ""
+        module = getattr(unpartial(self.fn), "__module__", None) or ""
         self._is_the_users = module.split(".")[0] != __name__.split(".")[0]
         self.symbolic_zeros = symbolic_zeros
         self.surely_linear = surely_linear  # of a forward rule: nothing to check
@@ -246,6 +257,11 @@ class RuleCall:
     tangents: list[Any]
     flat: FlatCall
 
+    @staticmethod
+    def of(flat: FlatCall, operands: list[Any], tangents: list[Any]) -> "RuleCall":
+        fn, rules, args, kwargs = flat.restore(operands)
+        return RuleCall(rules, fn, args, kwargs, operands, tangents, flat)
+
     def keywords(self, rule: Rule) -> dict[str, Any]:
         """The keyword-only arguments for `rule`."""
         return rule.keywords(self.kwargs, self.flat.filled)
@@ -268,6 +284,33 @@ def try_to_trace(trace: Callable[..., T], *args: Any) -> T | None:
         return trace(*args)
     except Exception:
         return None
+
+
+class TracedRule(NamedTuple):
+    """A rule as a program. It has the outputs that the rule did not return as `None`: those at
+    the indices `live`, of `n`."""
+
+    program: ClosedJaxpr
+    live: Sequence[int]
+    n: int
+
+    def evaluate(self, args: Sequence[Any]) -> list[Any]:
+        """The outputs without the terms of those arguments that are zero, which is `None`: what
+        is multiplied by a zero is never computed, and so can't be NaN (clause 2)."""
+        return fill([None] * self.n, self.live, evaluate_with_zeros(self.program, args))
+
+
+def trace_rule(rule: Callable[..., Sequence[Any]], *types: Any) -> TracedRule | None:
+    """The traced rule; `None` if it can't be traced, as it looks at values."""
+    found: list[Any] = []
+
+    def live_outputs(*args):
+        out = rule(*args)
+        found[:] = [x is not None for x in out]
+        return at(out, flagged(found))
+
+    program = try_to_trace(jax.make_jaxpr(live_outputs), *types)
+    return None if program is None else TracedRule(program, flagged(found), len(found))
 
 
 def check_outputs(
@@ -301,16 +344,26 @@ def check_outputs(
 
 def _outputs(call: RuleCall) -> OutputSpec | None:
     """What the function itself returns; `None` if it can't be traced."""
+    traced = trace_outputs(call.flat.call, lambda one: one, call.operands)
+    return None if traced is None else traced[0]
+
+
+def trace_outputs(
+    primal: Callable[..., tuple[OutputSpec, list[Any]]],
+    transform: Callable[[Callable[..., Any]], Callable[..., Any]],
+    operands: Sequence[Any],
+) -> tuple[OutputSpec, Sequence[Any]] | None:
+    """What a function of operands returns, and the types of its arrays after a transformation.
+    `None` if it can't be traced."""
     found: list[OutputSpec] = []
 
-    def primal(*operands):
-        fn, _, args, kwargs = call.flat.restore(operands)
-        outputs, arrays = OutputSpec.of(fn(*args, **kwargs), call.rules.convention.outputs)
+    def one(*xs):
+        outputs, arrays = primal(xs)
         found.append(outputs)
         return arrays
 
-    types = try_to_trace(jax.eval_shape, primal, *call.operands)
-    return None if types is None else found[0]
+    types = try_to_trace(jax.eval_shape, transform(one), *operands)
+    return None if types is None else (found[0], types)
 
 
 def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:

@@ -5,10 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._errors.trees import leaf_paths, mirror_of
-from .._tangent_spaces import as_array_list, holds_numbers
+from .._tangent_spaces import as_array_list, is_dynamic
 from .closure_convert import contains_tracer
 
 
@@ -27,10 +26,10 @@ class TreeSplit:
     ) -> tuple["TreeSplit", list[jax.Array]]:
         """The tree without its dynamic leaves, and these as arrays."""
         # Most trees are an array or a tuple of arrays.
-        if all(map(is_dynamic, tree if type(tree) is tuple else (tree,))):
+        if all(isinstance(x, jax.Array) for x in (tree if type(tree) is tuple else (tree,))):
             leaves, treedef = jax.tree.flatten(tree)
             n = len(leaves)
-            return TreeSplit(treedef, range(n), [None] * n), as_array_list(leaves)
+            return TreeSplit(treedef, range(n), [None] * n), leaves
         leaves, treedef = jax.tree.flatten(tree, is_leaf=_has_traced_rules)
         indices = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
         arrays = as_array_list(leaves[i] for i in indices)
@@ -79,30 +78,6 @@ def _has_traced_rules(x) -> bool:
     """A decorated function whose rules capture a tracer is a leaf. The rules are static, and
     closure conversion looks for tracers in leaves only."""
     return getattr(type(x), "_has_rules", False) and contains_tracer(x._rules)
-
-
-def is_dynamic(x: Any) -> bool:
-    """JAX arrays, and every number that could be differentiated if it were one."""
-    if isinstance(x, jax.Array):
-        return True
-    if isinstance(x, float | complex):
-        return True
-    return isinstance(x, np.ndarray | np.generic) and jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array)
-
-
-def is_numeric_array(x: Any) -> bool:
-    """JAX arrays, and the NumPy arrays that JAX can take. No Python numbers."""
-    if isinstance(x, jax.Array):
-        return True
-    return isinstance(x, np.ndarray | np.generic) and holds_numbers(x)
-
-
-def is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def as_arrays(tree: Any) -> Any:

@@ -5,12 +5,13 @@ from typing import Any
 
 import jax
 
-from .._errors import name_of, rule_error, show_tree
+from .._errors import name_of, pair_of, rule_error, show_tree
 from .._errors.trees import prefix_leaves
 from .._tangent_spaces import as_array_list
+from .call_record import vmap_over
 from .copies import running_rule
 from .flat_call import FlatCall, OutputSpec
-from .rule import Rule, try_to_trace
+from .rule import Rule, trace_outputs
 
 
 def apply_vmap_rule(
@@ -34,13 +35,8 @@ def apply_vmap_rule(
         result = rule(axis_data.size, flags, *args, **kwargs)
     if result is NotImplemented:
         return None
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise rule_error(
-            f"The batching rule `{rule.name}` of `{name_of(fn)}` did not return a pair.",
-            f"it returned {show_tree(result)}",
-            rule.place,
-            do="Return `out, out_batched`.",
-        )
+    what = f"The batching rule `{rule.name}` of `{name_of(fn)}`"
+    result = pair_of(result, what, rule.place, "Return `out, out_batched`.")
     outputs, arrays = OutputSpec.of(result[0], rules.convention.outputs)
     out_batched = _out_batched(fn, rule, outputs, *result)
     expected = _expected(primal, axis_data, batched, operands, out_batched)
@@ -66,28 +62,16 @@ def _out_batched(fn, rule: Rule, outputs: OutputSpec, out, prefix) -> list[bool]
 
 def _expected(primal, axis_data, batched, operands, out_batched) -> OutputSpec | None:
     """The outputs of the function for a batch; `None` if the function can't be traced."""
-    found: list[OutputSpec] = []
-
-    def one(*xs):
-        outputs, arrays = primal(xs)
-        found.append(outputs)
-        return arrays
-
-    vmapped = jax.vmap(
-        one,
-        [0 if b else None for b in batched],
-        axis_size=axis_data.size,
-        axis_name=axis_data.name,
-        spmd_axis_name=axis_data.spmd_name,
-    )
-    types = try_to_trace(jax.eval_shape, vmapped, *operands)
-    if types is None:
+    axes = [0 if b else None for b in batched]
+    traced = trace_outputs(primal, lambda one: vmap_over(axis_data)(one, axes), operands)
+    if traced is None:
         return None
+    outputs, types = traced
     batched_types = [
         jax.ShapeDtypeStruct(t.shape if flag else t.shape[1:], t.dtype)
         for t, flag in zip(types, out_batched, strict=False)
     ]
-    return OutputSpec(found[0].split, tuple(batched_types))
+    return OutputSpec(outputs.split, tuple(batched_types))
 
 
 def _check(fn, rule, axis_data, expected, outputs, prefix) -> None:

@@ -11,24 +11,9 @@ from typing import Any
 import jax
 
 from .._errors import name_of, RuleError
+from .._jaxprs.operands import at, restricted
 from .._tangent_spaces import is_differentiable
-from .flat_call import FlatCall, OutputSpec
 from .rule import Rule, RuleCall, try_to_trace
-
-
-def function_of(
-    flat: FlatCall, operands: Sequence[Any], indices: Sequence[int]
-) -> Callable[..., list[Any]]:
-    """The undecorated function: the arrays of its output, given the operands at `indices`."""
-
-    def of_some(*xs):
-        full = list(operands)
-        for i, x in zip(indices, xs, strict=True):
-            full[i] = x
-        fn, rules, args, kwargs = flat.restore(full)
-        return OutputSpec.of(fn(*args, **kwargs), rules.convention.outputs)[1]
-
-    return of_some
 
 
 def check_zeros(rule: Rule, call: RuleCall, indices: Sequence[int]) -> None:
@@ -36,8 +21,9 @@ def check_zeros(rule: Rule, call: RuleCall, indices: Sequence[int]) -> None:
     `indices`, for which `rule` says zero."""
 
     def check():
-        fn = function_of(call.flat, call.operands, indices)
-        check_function_of_zeros(rule.name, call.fn, fn, [call.operands[i] for i in indices])
+        of_all = lambda *operands: call.flat.call(operands)[1]
+        fn = restricted(of_all, call.operands, indices)
+        check_function_of_zeros(rule.name, call.fn, fn, at(call.operands, indices))
 
     call.rules.cache.get(call, ("zeros", *indices), check)
 

@@ -12,8 +12,9 @@ from jaxtyping import PyTree
 
 from .._errors import bad_argument, check_flags, rule_error
 from .._jaxprs.varying import cast_carry, on_explicit_mesh
-from .._rules.float_args import check_count, is_number
-from .._rules.tree_split import is_array, TreeSplit
+from .._rules.float_args import as_count, is_number
+from .._rules.tree_split import TreeSplit
+from .._tangent_spaces import is_array
 from .linear_solve import check_linear_solver, linear_solver
 from .optimistix import optimistix as optx
 from .real_view import RealView, working_dtype
@@ -195,7 +196,7 @@ class NeumannAdjoint(AbstractFixedPointAdjoint):
     k: int = eqx.field(static=True)
 
     def __init__(self, k: Any = 5):
-        self.k = check_count("NeumannAdjoint", "k", k, 0)
+        self.k = as_count("NeumannAdjoint", "k", k, least=0)
 
     def solve_tangent(self, linear_map: Map, b: PyTree, tags: Tags = frozenset()) -> PyTree:
         """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
@@ -253,7 +254,7 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
         if not (is_number(tau) and 0 < tau <= 1):
             do = "Give a number above zero that is at most one."
             raise bad_argument("PhantomAdjoint", "tau", "a damping", tau, do)
-        self.k = check_count("PhantomAdjoint", "k", k)
+        self.k = as_count("PhantomAdjoint", "k", k)
         self.tau = float(tau)
 
     def solve_tangent(self, linear_map: Map, b: PyTree, tags: Tags = frozenset()) -> PyTree:
@@ -325,7 +326,8 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
     def __check_init__(self):
         if self.solver is not None:
             check_solver(self.solver, "FixedPointAdjoint")
-        check_count("FixedPointAdjoint", "max_steps", self.max_steps, or_none=True)
+        if self.max_steps is not None:
+            as_count("FixedPointAdjoint", "max_steps", self.max_steps)
         check_flags("FixedPointAdjoint", throw=self.throw)
 
     def solve_tangent(self, linear_map: Map, b: PyTree, tags: Tags = frozenset()) -> PyTree:

@@ -10,7 +10,7 @@ import lineax as lx
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._errors import check_function
-from .._rules.float_args import check_count, check_nonnegative_number
+from .._rules.float_args import as_count, check_nonnegative_number
 from .._tangent_spaces import promote
 from .optimistix import optimistix as optx
 
@@ -87,7 +87,7 @@ class Anderson(optx.AbstractFixedPointSolver):
             "Anderson", rtol=self.rtol, atol=self.atol, mixing=self.mixing, ridge=self.ridge
         )
         check_function(self.norm, "norm", "Anderson")
-        check_count("Anderson", "history", self.history)
+        as_count("Anderson", "history", self.history)
 
     def init(self, fn, y, args, options, f_struct, aux_struct, tags):
         """As for `optimistix.AbstractIterativeSolver`."""

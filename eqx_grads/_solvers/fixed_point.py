@@ -11,12 +11,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import (
-    as_pair,
     bad_argument,
     check_flags,
     check_function,
     name_of,
     optional_import,
+    pair_of,
     place_of,
     rule_error,
     show_path,
@@ -26,7 +26,7 @@ from .._errors import (
 )
 from .._errors.trees import mirror, mirrored, unmirror
 from .._jaxprs.varying import cast_carry
-from .._rules.float_args import check_count
+from .._rules.float_args import as_count
 from .._tangent_spaces import dtype_of_array
 from .linear_solve import as_tags
 from .run_time_error import branched_error_if
@@ -141,7 +141,8 @@ def fixed_point(
     from . import adjoints
 
     check_function(fn, "fn", "fixed_point")
-    check_count("fixed_point", "max_steps", max_steps, or_none=True)
+    if max_steps is not None:
+        as_count("fixed_point", "max_steps", max_steps)
     y0 = _as_arrays(fn, y0)
     if solver is None:
         solver = adjoints.plain_iteration(y0)
@@ -231,7 +232,7 @@ class _Step(eqx.Module):
             raise
         if self.has_aux:
             do = "Return `y, aux`, as `has_aux=True` says, or leave it out."
-            out, aux = as_pair(out, f"`{name}`", place_of(self.fn), do)
+            out, aux = pair_of(out, f"`{name}`", place_of(self.fn), do)
         kind = lambda x: (jnp.shape(x), jnp.result_type(x))
         where = unlike(y, out, "y", "it was given {}, and returned {}", kind)
         if where:

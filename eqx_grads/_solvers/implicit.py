@@ -8,11 +8,11 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._errors import (
-    as_pair,
     bad_argument,
     check_flags,
     check_function,
     name_of,
+    pair_of,
     place_of,
     rule_error,
     type_of,
@@ -219,7 +219,7 @@ def _solution(fn, out, options):
     y, aux = out, None
     if options.has_aux and out is not None:
         do = "Return `y, aux`, as `has_aux=True` says: the solution and anything else."
-        y, aux = as_pair(out, f"`{name_of(fn)}`", place_of(fn), do)
+        y, aux = pair_of(out, f"`{name_of(fn)}`", place_of(fn), do)
     if y is None:
         raise rule_error(
             f"`{name_of(fn)}` returned no solution.",

@@ -22,9 +22,10 @@ from .._errors import check_function, name_of, place_of, rule_error, type_of
 from .._errors.trees import filter_jvp, floating_only, mirrored, unmirror
 from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_vjp import custom_vjp
-from .._rules.tree_split import is_array, TreeSplit
+from .._rules.tree_split import TreeSplit
 from .._tangent_spaces import (
     fit_leaves,
+    is_array,
     is_differentiable,
     is_none,
     shape_of,

@@ -8,37 +8,45 @@ This is a dependence analysis of elements, and it is the same in both directions
 relates elements of its operands to elements of its outputs. A mask passes along that relation,
 or back, as a tangent passes through a Jacobian, and a cotangent through its transpose. So one
 function, `transfer`, has both directions of each case.
+
+Without the values, backward masks say what is known without running anything. There, a mask
+that would be an array is `None`.
 """
 
+import contextlib
 import functools as ft
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
 
 from .._jaxprs.dependence import depends
 from .._jaxprs.diagonal import is_elementwise
-from .._jaxprs.evaluate import bind, evaluate, function_of
+from .._jaxprs.evaluate import bind, evaluate, function_of, values_of_inputs
+from .._jaxprs.interpret import fixed_point
+from .._jaxprs.operands import at, fill
 from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import Call, Checkpoint, Scan
 from .._jaxprs.symbolic_sizes import as_length
 from .._jaxprs.versions import equation_context
 from .analysis import Analysis, AnalyzedEquation
-from .ranges import is_inexact_type, Range
-from .static_masks import fill, is_collective, static_carry
+from .ranges import decided_case, is_inexact, Range
 
 
-Mask = bool | jax.Array
+Mask: TypeAlias = Any  # `True`, `False`, an array of booleans, or `None`
 
 
 def either(*masks: Mask) -> Mask:
     if any(mask is True for mask in masks):
         return True
     arrays = [mask for mask in masks if mask is not False]
+    if any(mask is None for mask in arrays):
+        return None
     return ft.reduce(operator.or_, arrays) if arrays else False
 
 
@@ -67,14 +75,17 @@ def raw_outputs(eqn: Any, values: Sequence[Any]) -> list[Any]:
         return bind(eqn, [stopped(x) for x in values])
 
 
+Values: TypeAlias = Any  # a list for some variables, or `None` if nothing is computed
+
 # ---------------------------------------------------------------- programs
 
 
 def masks_of_inputs(
-    analysis: Analysis, values: Sequence[Any], outs: Sequence[Mask], wanted: Sequence[bool]
+    analysis: Analysis, values: Values, outs: Sequence[Mask], wanted: Sequence[bool]
 ) -> list[Mask]:
     """Backward: the masks of the wanted inputs of a program; `False` for the others."""
-    jaxpr, env = analysis.program.jaxpr, _raw_values(analysis, values)
+    jaxpr = analysis.program.jaxpr
+    env = None if values is None else _raw_values(analysis, values)
     dependent = depends(analysis.program, wanted)
     eqns = [e for e in analysis.eqns if any(v in dependent for v in e.eqn.outvars)]
     masks = backward(analysis, env, outs, eqns)
@@ -83,9 +94,7 @@ def masks_of_inputs(
     ]
 
 
-def masks_of_outputs(
-    analysis: Analysis, values: Sequence[Any], ins: Sequence[Mask]
-) -> list[Mask]:
+def masks_of_outputs(analysis: Analysis, values: Values, ins: Sequence[Mask]) -> list[Mask]:
     """Forward: the masks of the outputs of a program."""
     masks = forward(analysis, _raw_values(analysis, values), ins)
     return read(masks, analysis.program.jaxpr.outvars, False)
@@ -93,10 +102,10 @@ def masks_of_outputs(
 
 def backward(
     analysis: Analysis,
-    env: dict[Any, Any],
+    env: dict[Any, Any] | None,
     outs: Sequence[Mask],
     eqns: Sequence[AnalyzedEquation],
-    visit: Callable[[AnalyzedEquation, list[Mask], list[Mask]], None] | None = None,
+    visit: Callable[[AnalyzedEquation, list[Mask], list[Mask]], None] = lambda *_: None,
 ) -> dict[Any, Mask]:
     """The masks of the variables that these equations use, given the masks of the outputs.
 
@@ -114,11 +123,11 @@ def backward(
     add(analysis.program.jaxpr.outvars, outs)
     for e in reversed(eqns):
         given = [masks.get(v, False) for v in e.eqn.outvars]
-        values, results = read(env, e.eqn.invars), read(env, e.eqn.outvars)
+        ends = (e.eqn.invars, e.eqn.outvars)
+        values, results = (None, None) if env is None else (read(env, vs) for vs in ends)
         ins = transfer(e, values, results, given, is_forward=False)
         add(e.eqn.invars, ins)
-        if visit is not None:
-            visit(e, ins, given)
+        visit(e, ins, given)
     return masks
 
 
@@ -128,7 +137,7 @@ def forward(analysis: Analysis, env: dict[Any, Any], ins: Sequence[Mask]) -> dic
     masks: dict[Any, Mask] = dict(zip(program.jaxpr.invars, ins, strict=True))
     for v, x in zip(program.jaxpr.constvars, program.consts, strict=True):
         # What a function closes over may be differentiated.
-        masks[v] = isinstance(x, Tracer) and is_inexact_type(v.aval)
+        masks[v] = isinstance(x, Tracer) and is_inexact(v.aval)
     for e in analysis.eqns:
         given = read(masks, e.eqn.invars, False)
         values, results = read(env, e.eqn.invars), [env.get(v) for v in e.eqn.outvars]
@@ -140,8 +149,7 @@ def forward(analysis: Analysis, env: dict[Any, Any], ins: Sequence[Mask]) -> dic
 def _raw_values(analysis: Analysis, values: Sequence[Any]) -> dict[Any, Any]:
     """The values of all variables of a program, which nobody differentiates."""
     program = analysis.program
-    env: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    env.update(zip(program.jaxpr.invars, values, strict=True))
+    env = values_of_inputs(program, values)
     for eqn in program.eqns:
         if eqn.outvars:  # the others only have effects, which happen once
             env.update(zip(eqn.outvars, raw_outputs(eqn, read(env, eqn.invars)), strict=True))
@@ -153,8 +161,8 @@ def _raw_values(analysis: Analysis, values: Sequence[Any]) -> dict[Any, Any]:
 
 def transfer(
     e: AnalyzedEquation,
-    values: Sequence[Any],
-    results: Sequence[Any],
+    values: Values,
+    results: Values,
     masks: Sequence[Mask],
     *,
     is_forward: bool,
@@ -165,23 +173,28 @@ def transfer(
     """
     kind = kind_of(e.eqn)
     source, target = _ends(e, is_forward)
-    given, n = [masks[i] for i in source], len(_variables(e, is_forward)[1])
+    given, nothing = at(masks, source), [False] * len(_variables(e, is_forward)[1])
     if not target or all(m is False for m in given) or kind.derivative == "zero":
-        return [False] * n
+        return nothing
     is_all = all(m is True for m in given)
     if is_forward and kind.linear == "each":
         is_all = any(m is True for m in given)
-    with equation_context(e.eqn):
+    with contextlib.nullcontext() if values is None else equation_context(e.eqn):
         if e.is_entered:
             return _inner(e, values, masks, is_forward)
-        if is_collective(e.eqn):
+        if _is_collective(e.eqn):
             found: Sequence[Mask] = [True] * len(target)
         elif e.has_rule:
             return _rule(e, values, masks, is_forward)
-        elif kind.elementwise:
-            found = _elementwise(e, values, masks, is_forward)
+        elif e.name == "select_n" and (case := decided_case(e.eqn, e.ins)) is not None:
+            found = [masks[case]] if is_forward else [i == case and given[0] for i in target]
         elif is_all and (is_forward or not kind.selects):
             found = [True] * len(target)
+        elif values is None:
+            is_opaque = not (kind.selects or kind.elementwise or kind.sums)
+            found = [(is_opaque and True in given) or None] * len(target)
+        elif kind.elementwise:
+            found = _elementwise(e, values, masks, is_forward)
         elif e.name == "dot_general":
             found = _dot(e.eqn, masks, is_forward)
         elif e.name in ("reduce_max", "reduce_min"):
@@ -190,7 +203,15 @@ def transfer(
             found = _sums(e, values, given, is_forward)
         else:
             found = _opaque(e.eqn, given, *_variables_at(e, source, target, is_forward))
-    return fill(n, target, found)
+    return fill(nothing, target, found)
+
+
+def _is_collective(eqn: Any) -> bool:
+    """Whether an equation works across a named axis. What is not taken here may be there."""
+    axes = eqn.params.get("axes", ())
+    return "axis_name" in eqn.params or any(
+        not isinstance(axis, int | np.integer) for axis in axes
+    )
 
 
 def _ends(e: AnalyzedEquation, is_forward: bool) -> tuple[list[int], list[int]]:
@@ -254,7 +275,7 @@ def _dot(eqn, masks, is_forward) -> list[Mask]:
         # The axes of the operand: those of the output come first, and then those of the sum.
         order = [*batch[k], *free[k], *contracted[k]]
         summed = range(n_batch + len(free[k]), len(order))
-        if not is_inexact_type(eqn.invars[k].aval):
+        if not is_inexact(eqn.invars[k].aval):
             continue
         if is_forward:
             mask = jnp.transpose(dense(masks[k], shapes[k]), order)
@@ -340,20 +361,23 @@ def _rule(e, values, masks, is_forward) -> list[Mask]:
     that, but it may be elementwise."""
     source, target = e.moving, e.inexact_outs
     source, target = (source, target) if is_forward else (target, source)
-    given, n = [masks[i] for i in source], len(_variables(e, is_forward)[1])
+    given, n = at(masks, source), len(e.eqn.invars)
     if e.tangent_map is not None:
-        primals = [*values, *(jnp.zeros_like(values[i]) for i in e.moving)]
-        still = [False] * len(values)
+        still, primals = [False] * n, None
+        if values is not None:
+            primals = [*values, *(jnp.zeros_like(values[i]) for i in e.moving)]
         if is_forward:
             found = masks_of_outputs(e.tangent_map, primals, [*still, *given])
         else:
             wanted = [*still, *(True for _ in e.moving)]
-            found = masks_of_inputs(e.tangent_map, primals, given, wanted)[len(values) :]
+            found = masks_of_inputs(e.tangent_map, primals, given, wanted)[n:]
+    elif values is None:
+        found = [any(mask is True for mask in given) or None] * len(target)
     elif not any(mask is True for mask in given) and _is_elementwise_rule(e):
         found = [either(*given)] * len(target)
     else:
         found = _opaque(e.eqn, given, *_variables_at(e, source, target, is_forward))
-    return fill(n, target, found)
+    return fill([False] * len(_variables(e, is_forward)[1]), target, found)
 
 
 def _is_elementwise_rule(e: AnalyzedEquation) -> bool:
@@ -375,10 +399,17 @@ def _is_elementwise_rule(e: AnalyzedEquation) -> bool:
 
 def _inner(e, values, masks, is_forward) -> list[Mask]:
     """An equation with inner programs."""
-    if isinstance(e.known, Scan):
-        return masks_of_scan(e, values, masks, is_forward)[0]
     if isinstance(e.known, Call | Checkpoint):
         return _through(e.inner[0], values, masks, is_forward)
+    if isinstance(e.known, Scan):
+        if values is not None:
+            return masks_of_scan(e, values, masks, is_forward)[0]
+        masks = [*_static_carry(e, masks), *masks[e.known.n_carry :]]
+        return _through(e.inner[0], None, masks, is_forward)
+    if values is None:
+        of_branches = [_through(analysis, None, masks, is_forward) for analysis in e.inner]
+        same = lambda *masks: masks[0] if len(set(masks)) == 1 else None
+        return [False, *map(same, *of_branches)]
     # The index of a branch is the first operand, and none of the branch.
     masks, offset = (masks[1:], 0) if is_forward else (masks, 1)
     target, variables = _ends(e, is_forward)[1], _variables(e, is_forward)[1]
@@ -389,13 +420,13 @@ def _inner(e, values, masks, is_forward) -> list[Mask]:
 
     branches = [ft.partial(branch, analysis) for analysis in e.inner]
     found = jax.lax.switch(values[0], branches, [stopped(x) for x in values[1:]])
-    return fill(len(variables), target, found)
+    return fill([False] * len(variables), target, found)
 
 
 def _through(analysis, values, masks, is_forward) -> list[Mask]:
     if is_forward:
         return masks_of_outputs(analysis, values, masks)
-    wanted = [is_inexact_type(v.aval) for v in analysis.program.jaxpr.invars]
+    wanted = [is_inexact(v.aval) for v in analysis.program.jaxpr.invars]
     return masks_of_inputs(analysis, values, masks, wanted)
 
 
@@ -420,9 +451,9 @@ def masks_of_scan(
     static: list[bool | None] = (
         [static_mask(r) for r in body.ins[n:m]]
         if is_forward
-        else static_carry(e, [x if isinstance(x, bool) else None for x in masks])
+        else _static_carry(e, [x if isinstance(x, bool) else None for x in masks])
     )
-    is_open = lambda i, v: static[i] is None and is_inexact_type(v.aval)
+    is_open = lambda i, v: static[i] is None and is_inexact(v.aval)
     opened = [(i, v) for i, v in enumerate(inputs[n:m]) if is_open(i, v)]
     arrays = {i: dense(of_start[i], v.aval.shape) for i, v in opened}
     all_carried = lambda arrays: [arrays.get(i, bool(static[i])) for i in range(n_carry)]
@@ -459,7 +490,21 @@ def masks_of_scan(
     )
     found = [*of_consts, *all_carried(last), *found]
     target = _ends(e, is_forward)[1]
-    return fill(len(found), target, [found[i] for i in target]), all_carried(arrays)
+    return fill([False] * len(found), target, at(found, target)), all_carried(arrays)
+
+
+def _static_carry(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[Mask]:
+    """What is known of the mask of a scan's carry, the same before and after every step."""
+    scan = e.known
+    assert isinstance(scan, Scan)
+    n, m = scan.n_carry, scan.n_consts
+
+    def before_a_step(carry):  # a mask that is known becomes one that is not, once
+        ins = _through(e.inner[0], None, [*carry, *outs[n:]], is_forward=False)
+        pairs = zip(carry, ins[m : m + n], strict=True)
+        return [a if a is b else None for a, b in pairs]
+
+    return fixed_point(before_a_step, list(outs[:n]))
 
 
 def static_mask(r: Range) -> bool | None:

@@ -57,10 +57,10 @@ class Range:
 
 def inexact_indices(variables: Sequence[Any]) -> list[int]:
     """Which variables of a program hold floating or complex numbers."""
-    return [i for i, v in enumerate(variables) if is_inexact_type(v.aval)]
+    return [i for i, v in enumerate(variables) if is_inexact(v.aval)]
 
 
-def is_inexact_type(aval: Any) -> bool:
+def is_inexact(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", np.bool_), jnp.inexact)
 
 
@@ -186,7 +186,7 @@ def _ranges_of_outputs(eqn: Any, ins: Sequence[Range]) -> list[Range]:
     # The positions that `sort` and `top_k` return are not within the bounds of the values.
     return [
         Range(*(_rounded(b, v.aval.dtype) for b in bounds), finite=finite)
-        if is_inexact_type(v.aval)
+        if is_inexact(v.aval)
         else Range()
         for v in eqn.outvars
     ]
@@ -285,16 +285,12 @@ def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, 
             return (0.0 if x.low >= 0 else -INF), (0.0 if x.high <= 0 else INF)
         case "integer_pow":
             return (0.0 if x.low >= 0 or eqn.params["y"] % 2 == 0 else -INF), INF
-        case "pow":
-            return (0.0 if x.low >= 0 else -INF), INF
-        case "log1p":
+        case "pow" | "log1p":
             return (0.0 if x.low >= 0 else -INF), INF
         case "exp":
-            return 0.0, math.exp(min(x.high, 700.0)) if x.high < 700 else INF
+            return 0.0, math.exp(x.high) if x.high < 700 else INF
         case "sqrt":
-            return math.sqrt(max(x.low, 0.0)), INF if x.high == INF else math.sqrt(
-                max(x.high, 0.0)
-            )
+            return math.sqrt(max(x.low, 0.0)), math.sqrt(max(x.high, 0.0))
     bounds = kind_of(eqn).bounds
     if name == "gather" and _may_fill(eqn, ins):
         return -INF, INF

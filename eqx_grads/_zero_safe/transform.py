@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxprs.dependence import variables
-from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.evaluate import bind, enter, evaluate, values_of_inputs
+from .._jaxprs.operands import at, flagged
 from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import Cond, Scan
 from .._jaxprs.versions import equation_context
@@ -32,7 +33,6 @@ from .masks import (
     read,
     transfer,
 )
-from .static_masks import static_masks
 
 
 class Plan:
@@ -44,9 +44,8 @@ class Plan:
 
     def __init__(self, analysis: Analysis, outs: Sequence[bool | None], steep: Sequence[bool]):
         self.analysis = analysis
-        known = static_masks(analysis, outs)
-        outvars = zip(analysis.program.jaxpr.outvars, steep, strict=True)
-        is_steep = set(variables(v for v, s in outvars if s))
+        known = backward(analysis, None, outs, analysis.eqns)
+        is_steep = set(variables(at(analysis.program.jaxpr.outvars, flagged(steep))))
         self.guarded: set[int] = set()
         self.local: set[int] = set()
         self.steep_outs: dict[int, list[bool]] = {}
@@ -121,8 +120,7 @@ def evaluate_zero_safe(
     if not plan.acts:
         return evaluate(program, values)
     touched = plan.touched()
-    env: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    env.update(zip(program.jaxpr.invars, values, strict=True))
+    env = values_of_inputs(program, values)
     raw = dict(env)
     for e in analysis.eqns:
         if id(e.eqn) not in touched:

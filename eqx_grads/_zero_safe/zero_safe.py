@@ -11,9 +11,9 @@ from jaxtyping import PyTree
 from .._errors import check_function, first_line, name_of, place_of, rule_error
 from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import evaluate
-from .._rules.tree_split import is_array, is_inexact, TreeSplit
+from .._rules.transformed import AbstractTransformed, call_on_arrays
 from .analysis import analyze
-from .ranges import Range
+from .ranges import is_inexact, Range
 from .transform import evaluate_zero_safe
 from .zero_wins import zero_wins_program
 
@@ -127,35 +127,19 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
 _POLICIES = ("selected", "zero")
 
 
-class ZeroSafe(eqx.Module):
+class ZeroSafe(AbstractTransformed):
     """What `zero_safe` returns."""
 
     _eqg_fn: Callable[..., Any]
     _policy: str = eqx.field(static=True)
 
-    @property
-    def __wrapped__(self):
-        return self._eqg_fn
-
     def __call__(self, /, *args, **kwargs):
-        call, arrays = TreeSplit.split((self._eqg_fn, args, kwargs), is_array)
-        returned: list[TreeSplit] = []
+        def transform(run, arrays):
+            program = zero_safe_program(_trace(self._eqg_fn, run, arrays), arrays)
+            wins = self._policy == "zero"
+            return (zero_wins_program if wins else evaluate)(program, arrays)
 
-        def run(arrays):
-            fn, args, kwargs = call.tree(arrays)
-            out, ys = TreeSplit.split(fn(*args, **kwargs), is_array)
-            returned[:] = [out]
-            return ys
-
-        program = zero_safe_program(_trace(self._eqg_fn, run, arrays), arrays)
-        if self._policy == "zero":
-            ys = zero_wins_program(program, arrays)
-        else:
-            ys = evaluate(program, arrays)
-        return returned[0].tree(ys)
-
-    def __get__(self, instance, owner=None):
-        return self if instance is None else eqx.Partial(self, instance)
+        return call_on_arrays(transform, self._eqg_fn, args, kwargs)
 
 
 def _trace(fn, run, arrays) -> ClosedJaxpr:
@@ -177,7 +161,7 @@ def zero_safe_program(program: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxp
 
     def run(*values):
         analysis = analyze(program, [Range()] * len(values))
-        moved = [is_inexact(x) for x in values]
+        moved = list(map(is_inexact, values))
         return evaluate_zero_safe(analysis, values, moved, [True] * n, [False] * n)
 
     # What masks are made of is computed where a mask is used, and nowhere else.

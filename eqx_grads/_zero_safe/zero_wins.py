@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.dependence import variables
 from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.operands import at, flagged
 from .._jaxprs.primitives import kind_of
 from .._rules.linear_primitive import linear_call, LinearMap
 from .analysis import Analysis, analyze, AnalyzedEquation
@@ -50,8 +51,7 @@ def _choose(analysis: Analysis, steep: Sequence[bool]) -> set[int]:
     """The equations to be changed: those with a factor that may not be finite, and those with
     factors of which such a cotangent comes."""
     chosen: set[int] = set()
-    outvars = zip(analysis.program.jaxpr.outvars, steep, strict=True)
-    is_steep = set(variables(v for v, s in outvars if s))
+    is_steep = set(variables(at(analysis.program.jaxpr.outvars, flagged(steep))))
     for e in reversed(analysis.eqns):
         if e.has_risk or any(v in is_steep for v in e.eqn.outvars):
             is_steep.update(variables(e.eqn.invars))
