@@ -93,7 +93,7 @@ REFUSED = {
     ),
     "too many calls of a rule": (
         lambda: eqg.host_function(np.sin, out=lambda x: x, max_rule_calls=jnp.array(-1)),
-        "was given the `max_rule_calls`",
+        "`max_rule_calls` of `host_function`",
     ),
     "no checks": (
         lambda: eqgt.check_rule(DOUBLE, X, checks=()),

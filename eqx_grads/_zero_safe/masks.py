@@ -15,7 +15,6 @@ that would be an array is `None`.
 
 import contextlib
 import functools as ft
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -35,29 +34,8 @@ from .._jaxprs.structure import Call, Checkpoint, Scan
 from .._jaxprs.symbolic_sizes import as_length
 from .._jaxprs.versions import equation_context
 from .analysis import Analysis, AnalyzedEquation
+from .mask import both, dense, either, Mask
 from .ranges import decided_case, is_inexact, Range
-
-
-Mask: TypeAlias = Any  # `True`, `False`, an array of booleans, or `None`
-
-
-def either(*masks: Mask) -> Mask:
-    if any(mask is True for mask in masks):
-        return True
-    arrays = [mask for mask in masks if mask is not False]
-    if any(mask is None for mask in arrays):
-        return None
-    return ft.reduce(operator.or_, arrays) if arrays else False
-
-
-def both(a: Mask, b: Mask) -> Mask:
-    if a is True or b is False:
-        return b
-    return a if b is True or a is False else a & b
-
-
-def dense(mask: Mask, shape: Sequence[int]) -> jax.Array:
-    return jnp.broadcast_to(jnp.asarray(mask), shape)
 
 
 def stopped(x: Any) -> Any:
