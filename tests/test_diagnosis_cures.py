@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 import optimistix
 import pytest
-from eqx_grads._diagnosis._memory import advice, remarks
 from eqx_grads._diagnosis._nan import cures as nan_cures
 from eqx_grads._diagnosis._zero import cures as zero_cures
 
@@ -31,9 +30,7 @@ def texts():
         if name.startswith("_OF_")
         for text in (table.values() if isinstance(table, dict) else [table])
     ]
-    of_loops = [remarks._USE_LAYER, remarks._USE_LAYERS, remarks._CALL, remarks._HAS_MASK]
-    memory = [advice._VMAP_INSIDE, advice._OUTPUTS_ARE_COPIED, *of_loops]
-    return [*nan, nan_cures._EXPLODES, *zero_cures.CURES.values(), zero_cures._ARGMIN, *memory]
+    return [*nan, nan_cures._EXPLODES, *zero_cures.CURES.values(), zero_cures._ARGMIN]
 
 
 FILLED = {

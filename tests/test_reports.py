@@ -224,7 +224,7 @@ def test_all_kinds_are_documented():
     }
     assert kinds(of_nan) >= names
     assert kinds(of_zero) - {"kind"} == set(CURES)
-    kept = {"computed", "carry", "rule", "recomputable", "constant", "input", "loop", "layer"}
+    kept = {"computed", "carry", "rule", "constant", "input", "loop", "layer", "map"}
     assert kinds(of_memory) >= kept
 
 

@@ -46,7 +46,7 @@ COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step", "librar
 _MOST_ROWS = 12
 _WIDEST_CELL, _NARROWEST_CELL = 42, 24
 # The cells of a wider table are wrapped to less, but for those of these columns.
-_WIDEST_TABLE = 120
+_WIDEST_TABLE = 100
 _UNBROKEN = ("code", "bad elements")
 _WIDEST_CODE = 32
 # Of a line that is cut on the left, so much is shown on the left of the operation.
@@ -92,6 +92,17 @@ def show_list(names: Sequence[str], most: int) -> str:
 def count(n: int, noun: str, plural: str = "") -> str:
     """Such as `1 cause` and `2 causes`."""
     return f"{n} {noun if n == 1 else plural or f'{noun}s'}"
+
+
+def show_bytes(n: int | float) -> str:
+    """Such as `1.5 MiB`."""
+    if abs(n) < 1024:
+        return f"{n:.0f} B"
+    for unit in ("KiB", "MiB"):
+        n /= 1024
+        if abs(n) < 1000:
+            return f"{n:.3g} {unit}"
+    return f"{n / 1024:.3g} GiB"
 
 
 @dataclasses.dataclass(frozen=True)

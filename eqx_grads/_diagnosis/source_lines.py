@@ -247,6 +247,11 @@ def _is_hidden(frame) -> bool:
     return name.startswith(_HIDDEN) or name.startswith("<frozen")
 
 
+def is_users_file(file: str) -> bool:
+    """Whether a file is the user's, and not of Python or an installed package."""
+    return not file.startswith((*_HIDDEN, *_INSTALLED, "<frozen"))
+
+
 def _package_path(file: str) -> str:
     """The path of a file inside the folder of installed packages, or empty."""
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):

@@ -738,25 +738,6 @@ def test_advice_on_layers(n, is_group):
     assert [(a.kind, a.path) for a in report.advice] == [("layer", "[*]")] * is_group
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "has_tanh", "kinds"),
-    [(8, False, []), (64, False, ["logits"]), (64, True, [])],
-)
-def test_advice_on_logits(vocabulary, has_tanh, kinds):
-    def loss(m, x, labels):
-        logits = x @ m["w"].T
-        logits = jnp.tanh(logits) if has_tanh else logits
-        of_label = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
-        return jnp.mean(jax.nn.logsumexp(logits, -1) - of_label)
-
-    m = {"w": jnp.ones((vocabulary, 8))}
-    report = _memory(loss, m, jnp.ones((32, 8)), jnp.zeros(32, int))
-    assert [a.kind for a in report.advice] == kinds
-    for advice in report.advice:
-        assert "linear_cross_entropy(x, model['w'], labels)" in advice.cure
-        assert advice.saves > 0.1 * report.estimated
-
-
 def test_memory_is_measured():
     report = eqg.explain_memory(_loop, W8, jnp.ones((64, 8)))
     assert 0.7 * report.estimated < report.compiled < 1.3 * report.estimated
