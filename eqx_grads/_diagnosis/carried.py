@@ -5,6 +5,7 @@ for `explain_nan`, which operations made an infinity; for `explain_zero`, where 
 """
 
 import abc
+import functools as ft
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -134,7 +135,7 @@ def _while(place, loop: While, values, carrier):
             return carry
         new = walk(loop.programs[1], [*values[n:m], *carry], carrier, place, step)
         if loop.is_batched:
-            keep = lambda new, old: np.where(_like(is_on, new), on_host(new), on_host(old))
+            keep = ft.partial(_where_on, is_on)
             new = [carrier.map(keep, pair) for pair in zip(new, carry, strict=True)]
         carry, step = new, step + 1
 
@@ -154,6 +155,13 @@ def _stack(*xs):
     return jnp.stack(xs) if isinstance(on_host(xs[0]), jax.Array) else np.stack(xs)
 
 
-def _like(on, x):
-    """The condition of a batched loop, with axes for an element of the carry."""
-    return np.reshape(on, on.shape + (1,) * (np.ndim(x) - on.ndim))
+def _where_on(on, new, old):
+    """The carry after a step of a batched loop: elements that are done keep theirs."""
+    if np.shape(new)[: on.ndim] != on.shape:  # is not of an element
+        return new
+    on = np.reshape(on, on.shape + (1,) * (np.ndim(new) - on.ndim))
+    return (
+        jnp.where(on, new, old)
+        if isinstance(on_host(new), jax.Array)
+        else np.where(on, new, old)
+    )
