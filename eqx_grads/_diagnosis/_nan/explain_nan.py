@@ -245,8 +245,14 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
     leaves = traced.values[: len(traced.leaves)]
     seeds = [seed] if derivative.is_reverse else [jnp.ones_like(x) for x in leaves]
     values = [*traced.values, *seeds]
-    root = Frame(derivative.root, values, threshold)
     names = traced.leaves if derivative.is_reverse else ["the tangent"]
+    compiled = _compiled(derivative, values)
+    if compiled is not None and threshold is None and all(map(_is_finite, compiled)):
+        # What a training meets is the compiled program: there is nothing to look for.
+        remarks = _zeros(names, compiled[1:]) if derivative.is_reverse else []
+        value, n = float(compiled[0]), len(names)
+        return NaNReport([], value, [], n, derivative.is_reverse, threshold, remarks=remarks)
+    root = Frame(derivative.root, values, threshold)
     bad, error = [], ""
     if root.hits:
         # What is bad may not reach the gradient.
@@ -263,7 +269,7 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
     if not bad and np.isfinite(value) and derivative.is_reverse:
         is_exact = threshold is None or not root.hits  # and no cotangent was replaced
         remarks += _zeros(names, root.results[1:]) if is_exact else []
-        if_compiled = _bad_if_compiled(derivative, values, names)
+        if_compiled = _bad_if_compiled(compiled, names)
         remarks += [_ONLY_COMPILED] if if_compiled else []
     return NaNReport(
         found,
@@ -288,18 +294,28 @@ def _zeros(names, gradients) -> list[str]:
     return [f"The gradient{where} is zero: `eqg.explain_zero` says why."]
 
 
-def _bad_if_compiled(derivative: Derivative, values, names) -> str:
-    """What is finite, but not if it is compiled as a whole: the loss, or gradients."""
-    program = derivative.root.program
-    if program.effects:  # such as those of `jax.debug.print`, which would run once more
-        return ""
+def _compiled(derivative: Derivative, values) -> list[Any] | None:
+    """The loss and the gradients of the compiled program. `None` if a check in the program,
+    such as `eqx.error_if`, raises an error."""
     doing("compiling the gradient")
+    program = derivative.root.program
     try:
-        loss, *gradients = jax.jit(lambda values: evaluate(program, values, bind))(values)
-        pairs = zip(names, gradients, strict=True)
-        bad = [n for n, x in pairs if is_inexact(x) and is_bad(np.asarray(x), None).any()]
-    except RuntimeError:  # of a check in the program, such as `eqx.error_if`
+        outs = jax.jit(lambda values: evaluate(program, values, bind))(values)
+        return jax.block_until_ready(outs)
+    except RuntimeError:
+        return None
+
+
+def _is_finite(x) -> bool:
+    return not is_inexact(x) or not is_bad(np.asarray(x), None).any()
+
+
+def _bad_if_compiled(compiled: list[Any] | None, names) -> str:
+    """What is finite, but not if it is compiled as a whole: the loss, or gradients."""
+    if compiled is None:
         return ""
+    loss, *gradients = compiled
+    bad = [n for n, x in zip(names, gradients, strict=True) if not _is_finite(x)]
     found = [] if np.isfinite(loss) else [f"the loss is {float(loss):.6g}"]
     found += [f"the gradient of {show_list(bad, 8)} is not finite"] if bad else []
     return ", and ".join(found)
