@@ -16,8 +16,8 @@ from ..._jaxprs.evaluate import bind, evaluate
 from ..._rules.float_args import as_number
 from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
-from .._zero.structure import loss_structure
 from ..nan_checks import without_nan_checks
+from ..opaque import opaque_operations
 from ..origins import no_derivative_error, NumberedLoss, Origin
 from ..progress import doing, showing_progress
 from ..report import show_list
@@ -327,7 +327,7 @@ def _differentiate(numbered: NumberedLoss, loss) -> Derivative:
     except RuleError:
         raise
     except Exception as error:  # JAX has no one type of error for it
-        opaque = loss_structure(numbered).opaque
+        opaque = opaque_operations(numbered)
         if not opaque:
             raise
         raise no_derivative_error(loss, opaque) from error
