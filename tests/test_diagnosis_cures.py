@@ -13,7 +13,7 @@ import optax
 import optimistix
 import pytest
 from eqx_grads._diagnosis._nan import cures as nan_cures
-from eqx_grads._diagnosis._zero import cures as zero_cures
+from eqx_grads._diagnosis._zero import advice as zero_cures
 
 from .nan_causes import PLANTED
 from .test_nan_kinds import FORMULAS

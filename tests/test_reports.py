@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import pytest
 from eqx_grads._diagnosis._nan import cures
-from eqx_grads._diagnosis._zero.cures import CURES
+from eqx_grads._diagnosis._zero.advice import CURES
 from eqx_grads._diagnosis.report import AbstractRecord, AbstractReport, COLUMNS, Table
 
 

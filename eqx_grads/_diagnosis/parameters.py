@@ -11,57 +11,68 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._errors import show_path
-from .report import show_place
+from .report import show_list, show_place
 from .source_lines import is_users_file
 
 
 @dataclasses.dataclass(frozen=True)
 class NoParameter:
-    """A leaf without a gradient: its path, what it is, and what to write where."""
+    """A leaf without a gradient.
+
+    - `path`, `value`, `what`: the leaf, such as "the Python number 0.5".
+    - `file`, `line`: where the class of the user sets it, if that is known.
+    - `code`: the line that makes it an array.
+    """
 
     path: str
+    value: Any
     what: str
-    cure: str
-
-    def __str__(self) -> str:
-        return f"`{self.path}` is {self.what}, which has no gradient. {self.cure}"
+    code: str
+    file: str = ""
+    line: int = 0
 
 
 def no_parameters(model: PyTree) -> list[NoParameter]:
-    """Python numbers, arrays of integers, and `None` in fields of the user's classes."""
-    nodes = lambda x: x is None or (isinstance(x, eqx.Module) and x is not model)
-    found, owners = [], {"": model}
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=nodes)
-    while leaves:
-        path, leaf = leaves.pop(0)
+    """Python numbers first, then arrays of integers and `None`. Fields of the classes of
+    libraries, such as the rate of a dropout, are left out."""
+    found: list[NoParameter] = []
+    _collect(model, "", found)
+    return sorted(found, key=lambda one: "Python" not in one.what)
+
+
+def remark_on_parameters(model: PyTree) -> list[str]:
+    found = no_parameters(model)
+    if not found:
+        return []
+    place = lambda one: f" at {show_place(one.file, one.line)}" if one.file else ""
+    names = [f"`{one.path}` ({one.what}{place(one)})" for one in found]
+    return [
+        f"No arrays of floats, and without a gradient: {show_list(names, 4)}. To train "
+        f"one, make it an array: `{found[0].code}`."
+    ]
+
+
+def _collect(owner: Any, path: str, found: list[NoParameter]) -> None:
+    is_part = lambda x: x is None or (isinstance(x, eqx.Module) and x is not owner)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(owner, is_leaf=is_part):
+        name = show_path(keys)
         if isinstance(leaf, eqx.Module):
-            inner = lambda x, leaf=leaf: (
-                x is None or (isinstance(x, eqx.Module) and x is not leaf)
-            )
-            owners[show_path(path)] = leaf
-            parts = jax.tree_util.tree_leaves_with_path(leaf, is_leaf=inner)
-            leaves = [((*path, *p), x) for p, x in parts] + leaves
+            if leaf is not owner:
+                _collect(leaf, path + name, found)
             continue
         what = _what(leaf)
-        owner = next(
-            (
-                owners[show_path(path[:n])]
-                for n in range(len(path), -1, -1)
-                if show_path(path[:n]) in owners
-            ),
-            model,
-        )
-        place = _place_in_class(owner, show_path(path[-1:])) if path else ""
-        if what and place is not None:
-            name = show_path(path).removeprefix(".") or "model"
-            found.append(NoParameter(name, what, _cure(leaf, show_path(path[-1:]), place)))
-    return found
+        place = _place_in_class(owner, name) if what else None
+        if place is not None:
+            value = "jnp.zeros(n)" if leaf is None else "x.astype(float)"
+            if isinstance(leaf, int | float | complex):
+                value = f"jnp.array({leaf * 1.0!r})"
+            code = f"{name.removeprefix('.') or 'model'} = {value}"
+            full = (path + name).removeprefix(".") or "model"
+            found.append(NoParameter(full, leaf, what, code, *place))
 
 
 def _what(leaf: Any) -> str:
-    if isinstance(leaf, bool):
-        return ""
-    if isinstance(leaf, int | float | complex):
+    if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool):
         return f"the Python number {leaf!r}"
     if leaf is None:
         return "`None`"
@@ -70,28 +81,21 @@ def _what(leaf: Any) -> str:
     return ""
 
 
-def _cure(leaf: Any, name: str, place: str) -> str:
-    name = name.removeprefix(".")
-    value = (
-        f"jnp.array({float(leaf)!r})" if isinstance(leaf, int | float) else "an array of floats"
-    )
-    code = f"`{name} = {value}`" if isinstance(leaf, int | float) else value
-    return f"If it is a parameter, make it {code}{f' at {place}' if place else ''}."
-
-
-def _place_in_class(owner: Any, name: str) -> str | None:
-    """Where a field is set; empty for no field of a class, `None` for a class of a library."""
+def _place_in_class(owner: Any, name: str) -> tuple[str, int] | None:
+    """The file and the line that set a field. `None` for a class of a library."""
     if not isinstance(owner, eqx.Module) or not name.startswith("."):
-        return ""
+        return "", 0
     try:
         file = inspect.getfile(type(owner))
         lines, first = inspect.getsourcelines(type(owner))
     except (OSError, TypeError):
-        return ""
+        return "", 0
     if not is_users_file(file):
         return None
-    for pattern in (rf"self{re.escape(name)}\s*=", rf"^\s*{re.escape(name[1:])}\s*[:=]"):
+    field = re.match(r"\.\w+", name)
+    for pattern in (r"self{}\s*=", r"^\s*{}\s*[:=]"):
+        text = field[0] if pattern.startswith("self") else field[0][1:]
         for i, line in enumerate(lines):
-            if re.search(pattern, line):
-                return show_place(file, first + i)
-    return ""
+            if re.search(pattern.format(re.escape(text)), line):
+                return file, first + i
+    return file, first

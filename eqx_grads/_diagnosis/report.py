@@ -44,7 +44,7 @@ class AbstractRecord:
 COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step", "library")
 
 _MOST_ROWS = 12
-_WIDEST_CELL, _NARROWEST_CELL = 42, 24
+_WIDEST_CELL, _NARROWEST_CELL = 42, 16
 # The cells of a wider table are wrapped to less, but for those of these columns.
 _WIDEST_TABLE = 100
 _UNBROKEN = ("code", "bad elements")
@@ -70,12 +70,12 @@ def cells(
     )
 
 
-def _cut(code: str, column: int) -> str:
+def _cut(code: str, column: int, width: int = _WIDEST_CODE) -> str:
     """The part of a line that has the operation, which begins at a column."""
-    first = min(column - _BEFORE_OPERATION, len(code) - (_WIDEST_CODE - 3))
-    if first > 3 and column > _WIDEST_CODE // 2:
+    first = min(column - _BEFORE_OPERATION, len(code) - (width - 3))
+    if first > 3 and column > width // 2:
         code = "..." + code[first:]
-    return code if len(code) <= _WIDEST_CODE else code[: _WIDEST_CODE - 3] + "..."
+    return code if len(code) <= width else code[: width - 3] + "..."
 
 
 def show_place(file: str, line: int) -> str:
@@ -148,6 +148,12 @@ class Table:
         fits = (width for width in limits if _total(wrap(width)[1]) <= _WIDEST_TABLE)
         narrowest = min(limits, key=lambda width: _total(wrap(width)[1]))
         wrapped, widths = wrap(next(fits, narrowest))
+        excess = _total(widths) - _WIDEST_TABLE
+        if excess > 0 and "code" in columns:
+            i = columns.index("code")
+            widths[i] = max(_NARROWEST_CELL, widths[i] - excess)
+            for row in wrapped:
+                row[i] = [_cut(text, 0, widths[i]) for text in row[i]]
         lines = [self.title] if self.title else []
         for row in [*head, [["-" * w] for w in widths], *wrapped]:
             for k in range(max(map(len, row))):

@@ -11,8 +11,8 @@ from ..origins import Origin
 
 
 _STEP = (
-    "For a spike or a gate, use `eqg.surrogates.spike(x, eqg.surrogates.atan())`. For a switch, "
-    "use `jax.nn.sigmoid(x)`, or `eqg.event_time` and `eqg.jump` for the time of the switch."
+    "For a spike or a gate, use `eqg.surrogates.spike(x, eqg.surrogates.atan())`. For a "
+    "switch, use `jax.nn.sigmoid(x)`; for its time, `eqg.event_time` and `eqg.jump`."
 )
 _SEARCH = (
     "A search has no derivative, but its result has one. Decorate the search with "
@@ -29,32 +29,25 @@ CURES = {
     "argmax": "Multiply by `eqg.ste.one_hot_argmax(logits)` instead of indexing.",
     "sampled category": "Use `eqg.ste.gumbel_softmax(logits, key=key)`, which samples with an "
     "estimate of the gradient.",
-    "sampled bits": "Use `eqg.ste.bernoulli(p, key=key)`, which samples with an estimate of the "
-    "gradient.",
+    "sampled bits": "Use `eqg.ste.bernoulli(p, key=key)`, which samples with an estimate "
+    "of the gradient.",
     "order": "Indices have no derivative. Use the sorted values; to choose, multiply by the "
     "mask `eqg.ste.top_k(x, k)`.",
     "number of a bin": "Interpolate between the entries of the bins: "
     "`jnp.interp(x, bins, entries)`.",
-    "rounding": "Use `eqg.ste.{name}(x)`: it has this value and the derivative of the identity.",
+    "rounding": "Use `eqg.ste.{name}(x)`: it has this value and the derivative of the "
+    "identity.",
     "sign": "Use `eqg.ste.sign(x)`.",
     "comparison": _STEP,
     "comparison in a while_loop": _SEARCH,
     "predicate of a while_loop": _SEARCH,
     "cast to an integer": "Use `eqg.ste.round(x)`, `eqg.ste.floor(x)` or `eqg.ste.trunc(x)`, "
     "and keep the value a float.",
-    "index": "Interpolate between entries, with `i = jnp.floor(x).astype(int)` and "
-    "`r = x - jnp.floor(x)`: `(1 - r) * table[i] + r * table[i + 1]`.",
-    "first crossing": "Interpolate to the crossing of `y` and `c`, with `i` the first index "
-    "after it: `x[i - 1] + (c - y[i - 1]) / (y[i] - y[i - 1]) * (x[i] - x[i - 1])`.",
-    "integer input": "`{name}` returns integers because its input has integers. Pass floats: "
-    "`x.astype(float)`.",
-    "nearest entry": "`{name}` rounds to the nearest entry. Ask it to interpolate, as with "
-    "`order=1`.",
     "stop_gradient": "Remove `stop_gradient` to train the leaf.",
     "rule without a derivative": "The rule of this function returns zero. Change the rule, or "
     "use `eqg.replace_gradient(value, surrogate)`.",
-    "initial guess": "The solution does not depend on it. For the derivative of the iterations, "
-    "use `optimistix.RecursiveCheckpointAdjoint`, or remove `eqg.implicit`.",
+    "initial guess": "The solution does not depend on it. For the derivative of the "
+    "iterations, use `optimistix.RecursiveCheckpointAdjoint`, or remove `eqg.implicit`.",
     "no derivative": "JAX defines the derivative of this operation as zero. "
     "`eqg.replace_gradient(value, surrogate)` gives it another one.",
     "multiplied by zero": "Start the factor at another value. Zero is usual for the last layer "
@@ -81,6 +74,21 @@ CURES = {
     "truncated": "It is only used in steps before the last window. Use a larger `truncate`.",
 }
 
+# By what the value decides, and for a function of a library.
+_INDEX = (
+    "Interpolate between entries, with `i = jnp.floor(x).astype(int)` and "
+    "`r = x - jnp.floor(x)`: `(1 - r) * table[i] + r * table[i + 1]`."
+)
+_FIRST_CROSSING = (
+    "Interpolate to the crossing of `y` and `c`, with `i` the first index "
+    "after it: `x[i - 1] + (c - y[i - 1]) / (y[i] - y[i - 1]) * (x[i] - x[i - 1])`."
+)
+_INTEGER_INPUT = (
+    "`{name}` returns integers because its input has integers. Pass floats: `x.astype(float)`."
+)
+_NEAREST_ENTRY = (
+    "`{name}` rounds to the nearest entry. Ask it to interpolate, as with `order=1`."
+)
 _ARGMIN = (
     "Multiply by `eqg.ste.one_hot_argmax(-x)` instead of indexing. For the nearest entry of a "
     "codebook, use `eqg.nn.VectorQuantizer`."
@@ -149,19 +157,20 @@ def without_derivative(
         kind = "predicate of a while_loop"
     elif kind == "comparison" and any(isinstance(structure(o.eqn), While) for o in around):
         kind = "comparison in a while_loop"
-    library = _library_function(origin, around)
-    if library is not None and kind in ("rounding", "cast to an integer"):
+    library = _library_function([origin, *around])
+    if library is not None and kind in ("rounding", "cast to an integer", "no derivative"):
+        kind = "rounding" if kind == "no derivative" else kind
         has_floats = any(
             "float" in str(v.aval.dtype)
             for v in library.eqn.outvars
             if hasattr(v.aval, "dtype")
         )
-        cure = CURES["nearest entry" if has_floats else "integer input"]
+        cure = _NEAREST_ENTRY if has_floats else _INTEGER_INPUT
         return Advice(kind, cure.format(name=library.primitive.lstrip("_")))
     if kind == "comparison" and uses == {"a first crossing"}:
-        return Advice(kind, CURES["first crossing"])
+        return Advice(kind, _FIRST_CROSSING)
     if kind in ("rounding", "cast to an integer") and uses == {"an index"}:
-        return Advice(kind, CURES["index"])
+        return Advice(kind, _INDEX)
     if name == "argmin":
         return Advice(kind, _ARGMIN)
     return Advice(
@@ -169,7 +178,7 @@ def without_derivative(
     )
 
 
-def _library_function(origin: Origin, around: list[Origin]) -> Origin | None:
+def _library_function(around: list[Origin]) -> Origin | None:
     """The function of SciPy in JAX, or of its images, that an operation is in."""
     folders = (os.path.join("jax", "_src", "scipy"), os.path.join("jax", "_src", "image"))
     for one in reversed(around):

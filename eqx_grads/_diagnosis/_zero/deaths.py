@@ -1,9 +1,9 @@
 """Where the tangents of leaves end, by one pass of forward mode along random directions.
 
-Beside each value, the pass carries the tangents of some leaves, and for each leaf the operations
-at which a tangent that is not zero became zero on the way to it: its deaths. A value that still
-moves has none. The deaths of the loss are the causes. A value is computed when a tangent needs
-it: what no tangent reaches costs nothing.
+Beside each value, the pass carries the tangents of some leaves. For each leaf, it also carries
+the operations at which a tangent that is not zero became zero on the way to the value: its
+deaths. A value that still moves has none. The deaths of the loss are the causes. A value is
+computed when a tangent needs it: what no tangent reaches costs nothing.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from ..._jaxprs.structure import (
     Checkpoint,
     Cond,
     equations,
+    holds,
     Scan,
     ShardMap,
     structure,
@@ -164,14 +165,20 @@ def _seed(x, is_one: bool):
     return jnp.ones_like(x) if is_one else jnp.zeros_like(x)
 
 
+class TooManyOperations(Exception):
+    pass
+
+
 class Deaths:
     """The pass through a loss.
 
     - `opaque`: the operations that JAX can't differentiate, which are taken to move.
+    - `most`: `TooManyOperations` after so many that a tangent passes.
     """
 
-    def __init__(self):
+    def __init__(self, most: int | None = None):
         self.opaque: list[Place] = []
+        self._left = most
         self._found: dict[tuple[Any, ...], Death] = {}
 
     def run(
@@ -209,7 +216,9 @@ class Deaths:
             return enter(*known.programs)
         if isinstance(known, Cond) and not known.by_platform:
             return self._branch(place, known, facts, enter, is_known)
-        has_backward = isinstance(known, Scan | While) and any(map(_has_backward, known.programs))
+        has_backward = isinstance(known, Scan | While) and any(
+            map(_has_backward, known.programs)
+        )
         if moving and is_known and has_backward:
             # Its forward mode may be another one: step by step, the backward pass is asked.
             for out, f in zip(outs, self._loop(place, known, facts, True), strict=True):
@@ -246,8 +255,8 @@ class Deaths:
         return outs
 
     def _causes(self, place, k, facts, leaf, died: Died, inside) -> Died:
-        """The deaths of a leaf that is lost in an operation. A function of JAX is one operation,
-        unless a single one in it is the cause."""
+        """The deaths of a leaf that is lost in an operation. A function of JAX is one
+        operation, unless a single one in it is the cause."""
         within = {d for d, _ in died if inside is not None and _is_in(d, place)}
         is_unit = isinstance(structure(place.eqn), Call)
         if within and not (is_unit and len(within) > 1):
@@ -269,6 +278,10 @@ class Deaths:
         return outs
 
     def _push(self, place: Place, facts, outs, moving):
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0 or holds(place.eqn, "gather"):  # the rows of a table are no units
+                raise TooManyOperations
         xs = [value_of(f) for f in facts]
         for leaf in moving:
             try:
@@ -324,8 +337,7 @@ class Deaths:
         consts, carry, xs = facts[:n], facts[n:m], facts[m:]
         (program,) = loop.programs
         if not is_known or not loop.length:
-            outs = self._until_stable(place, program, consts, carry, xs)
-            return outs
+            return self._until_stable(place, program, consts, carry, xs)
         stacks = [np.asarray(value_of(f)) if _is_array(f) else value_of(f) for f in xs]
         pattern = _Patterns(loop, facts)
         ys: list[Sequence[Fact]] = []

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools as ft
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,16 +19,20 @@ from ..._zero_safe.zero_safe import ZeroSafe
 from ..carried import Place
 from ..nan_checks import without_nan_checks
 from ..origins import is_in_derivative, no_derivative_error, NumberedLoss, Origin
-from ..parameters import no_parameters
+from ..parameters import remark_on_parameters
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..source_lines import is_of_jax, is_stop_gradient, safe_function
 from ..traced_loss import check_no_references, trace_loss, TracedLoss
 from .advice import at_values, CURES, is_truncation, without_derivative
-from .deaths import Death, Deaths, Died, Fact
+from .deaths import Death, Deaths, Died, Fact, TooManyOperations
 from .gradient import directions, Gradient, gradient_of, rounding_errors
 from .kinds import kind_of_death, NO_DERIVATIVE, zero_origin
 from .report import ZeroGradient, ZeroReport
+
+
+# Units die at the function that their own layer applies, or not at all.
+_MOST_IN_A_LAYER = 12
 
 
 @showing_progress("explain_zero")
@@ -125,26 +128,34 @@ def explain_zero(
     except Exception as exception:  # JAX has no one type of error for it
         error = exception
     report = explain_traced(below, traced, gradient, error)
-    remarks = [*report.remarks, *map(str, no_parameters(model))]
-    records = list(report.found)
-    if below is not loss and gradient is not None:
-        bad = [i for i, g in enumerate(gradient.gradients) if not np.all(np.isfinite(g))]
+    remarks, records = list(report.remarks), list(report.found)
+    names = lambda leaves: show_list(list(leaves), 8)
+    if report.not_finite and below is loss:
+        remarks.append(
+            f"The gradient of {names(report.not_finite)} is not finite: `eqg.explain_nan` says "
+            "where."
+        )
+    elif report.not_finite:
+        remarks.append(
+            f"The gradient of {names(report.not_finite)} would not be finite without "
+            "`zero_safe`."
+        )
         rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
         of_arrays = lambda arrays: loss(rest.tree(arrays), *args, **kwargs)
-        gradients = jax.grad(of_arrays)(arrays) if bad else []
+        gradients = zip(traced.leaves, jax.grad(of_arrays)(arrays), strict=True)
         kind = "dropped by zero_safe"
         records += [
-            ZeroGradient(leaf=traced.leaves[i], kind=kind, cure=CURES[kind])
-            for i in bad
-            if not np.any(gradients[i])
+            ZeroGradient(leaf=leaf, kind=kind, cure=CURES[kind])
+            for leaf, g in gradients
+            if leaf in report.not_finite and not np.any(g)
         ]
-        remarks = [
-            r.replace(
-                "is not finite: `eqg.explain_nan` says where",
-                "would not be finite without `zero_safe`",
-            )
-            for r in remarks
-        ]
+    if report.noise:
+        remarks.append(
+            f"The gradient of {names(report.noise)} is not exactly zero, but a rounding error "
+            f"of at most {max(report.noise.values()):.2g}. The loss does not depend on such a "
+            "leaf, as on a bias before a BatchNorm, or is stationary in it."
+        )
+    remarks += remark_on_parameters(model)
     return dataclasses.replace(report, found=records, remarks=remarks)
 
 
@@ -183,10 +194,6 @@ def explain_traced(
             "forward mode were used."
         )
     bad = [i for i in sized if not np.all(np.isfinite(gradient.gradients[i]))]
-    if bad:
-        remarks.append(
-            f"The gradient of {names(bad)} is not finite: `eqg.explain_nan` says where."
-        )
     zero = [i for i in sized if i not in bad and not np.any(gradient.gradients[i])]
     found = []
     for i in zero:
@@ -199,14 +206,14 @@ def explain_traced(
         if i not in zero and i not in bad:
             partly += explanation.dead_units(i, gradient.gradients[i])
     noise = rounding_errors(traced, gradient)
-    if noise:
-        size, deviation = max(noise.values())
-        remarks.append(
-            f"The gradient of {names(noise)} is not exactly zero, but a rounding error: its "
-            f"elements are at most {size:.2g}, and rounding makes {deviation:.2g}. The loss does "
-            "not depend on such a leaf, as on a bias before a BatchNorm, or is stationary in it."
-        )
-    return ZeroReport(found, partly, len(sized), remarks)
+    return ZeroReport(
+        found,
+        partly,
+        len(sized),
+        remarks,
+        {traced.leaves[i]: size for i, size in noise.items()},
+        [traced.leaves[i] for i in bad],
+    )
 
 
 class _Explanation:
@@ -268,7 +275,7 @@ class _Explanation:
             uses.setdefault(key, set()).add(use)
             last[key] = max(last.get(key, death), death, key=lambda d: d.step)
         found = [(self._record(leaf, death, uses[key]), death) for key, death in last.items()]
-        # In a loop, what is zero in some steps is no cause if all steps end without a derivative.
+        # In a loop, a value that is zero in some steps is no cause if all steps end anyway.
         cut = {id(p.eqn) for r, d in found if r.by_structure for p in d.place.outward()}
         in_cut = lambda d: any(id(p.around.eqn) in cut for p in d.place.outward() if p.around)
         found = [(r, d) for r, d in found if r.by_structure or not in_cut(d)]
@@ -287,12 +294,14 @@ class _Explanation:
         return "" in uses[id(death.place.eqn), death.k] and not is_of_jax
 
     def _follow(self, leaves: Sequence[int], most: int = 4) -> None:
-        """Find the deaths of leaves. Many leaves are followed as one, and in halves if they have
-        several deaths."""
+        """Find the deaths of leaves. Many leaves are followed as one, and in halves if they
+        have several deaths."""
         if not leaves:
             return
         alone = len(leaves) <= most
-        deaths, moving = self._run({i: i if alone else leaves[0] for i in leaves}, self._directions)
+        deaths, moving = self._run(
+            {i: i if alone else leaves[0] for i in leaves}, self._directions
+        )
         if alone:
             self._died |= deaths
             self.moving |= moving
@@ -306,10 +315,10 @@ class _Explanation:
         self._follow(leaves[half:], most)
 
     def _run(
-        self, keys: dict[int, int], along: Sequence[Any]
+        self, keys: dict[int, int], along: Sequence[Any], most: int | None = None
     ) -> tuple[dict[int, Died], set[int]]:
         """The deaths of the loss, by the key of a leaf, and the keys with which it moves."""
-        deaths = Deaths()
+        deaths = Deaths(most)
         self._passes.append(deaths)
         facts = [
             Fact(x, name, {keys[i]: along[i]} if i in keys else {})
@@ -332,7 +341,12 @@ class _Explanation:
             shape = [-1 if i == axis else 1 for i in range(gradient.ndim)]
             along = list(self._directions)
             along[leaf] = along[leaf] * mask.reshape(shape)
-            died = self._run({leaf: leaf}, along)[0].get(leaf, frozenset())
+            try:
+                died = self._run({leaf: leaf}, along, _MOST_IN_A_LAYER)[0].get(
+                    leaf, frozenset()
+                )
+            except TooManyOperations:
+                return []
             records = self._records_of(leaf, died)
             if records and all(r.kind == "dead units" for r in records):
                 units = {"units": tuple(dead.tolist()), "n_units": len(mask), "step": ()}
@@ -386,14 +400,13 @@ class _Explanation:
         if isinstance(source.made, str):
             return origin, kind, f"`{source.made}`" if source.made else ""
         of_factor = self._origin_of(source.made[0])
-        stack = str(of_factor.eqn.source_info.name_stack)
         if is_in_derivative(self._numbered.origins, of_factor) and of_factor.source.file:
-            called = re.findall(
-                r"(?:jit|jvp)\((maximum|minimum|max|min|clip|clamp|relu)\)", stack
-            )
-            name = called[-1] if called else of_factor.primitive
-            if called or of_factor.primitive in ("select_n", "convert_element_type"):
-                return of_factor, "dead units", f"the derivative of `{name}` is zero here"
+            # The mask of a clamp is made on the line of the clamp.
+            on_line = [o for o in self._numbered.origins if o.source == of_factor.source]
+            clamps = [o for o in on_line if o.primitive in ("max", "min", "clamp", "relu")]
+            if clamps and of_factor.primitive in ("select_n", "convert_element_type"):
+                detail = f"`{clamps[0].primitive}` takes its constant"
+                return clamps[0], "dead units", detail
         return origin, kind, f"the result of `{self._name(of_factor)}` at {of_factor.source}"
 
     def _name(self, origin: Origin) -> str:
@@ -402,8 +415,8 @@ class _Explanation:
         return safe_function([origin.eqn, *around]) or origin.primitive
 
     def _safe_function(self, origin: Origin, factor: Fact | None) -> str:
-        """The function of `eqx_grads.safe` whose derivative is zero, or empty: the operation, or
-        a factor in a derivative that the loss takes."""
+        """The function of `eqx_grads.safe` whose derivative is zero, or empty: the operation,
+        or a factor in a derivative that the loss takes."""
         names = [self._name(origin)]
         if factor is not None and is_in_derivative(self._numbered.origins, origin):
             made = zero_origin(factor).made
@@ -433,7 +446,7 @@ def _is_rule(origin: Origin) -> bool:
 def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
     """What the loss does along a leaf with a zero gradient, by longer and longer steps."""
     x = np.asarray(traced.values[leaf])
-    if gradient.error is not None or np.iscomplexobj(x):
+    if gradient.error is not None or np.iscomplexobj(x) or traced.program.effects:
         return ""
     eps = float(jnp.finfo(x.dtype).eps)
     scale = max(1.0, float(np.max(np.abs(x))))
@@ -457,7 +470,10 @@ def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
     if above:
         return f"The loss itself has slope {above:.3g} here."
     for step in (s * sign * scale for s in (1e-3, 1e-2, 1e-1, 1.0) for sign in (1, -1)):
-        if abs(change(step)) > least:
+        whole, half = abs(change(step)), abs(change(step / 2))
+        if whole > 10 * least:
+            is_smooth = half > least and whole > 3 * half
             text = f"a step of {step:.2g} changes it by {change(step):.2g}"
-            return f"The loss is flat here, but changes over longer steps: {text}."
+            flat = f"The loss is flat here, but changes over longer steps: {text}."
+            return "" if is_smooth else flat
     return ""

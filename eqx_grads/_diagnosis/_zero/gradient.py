@@ -16,7 +16,7 @@ from ..traced_loss import TracedLoss
 
 # A gradient whose elements are all below so many standard deviations of its rounding is noise.
 _SIGNIFICANT = 6.0
-# Only such a gradient is looked at, relative to the loss, or one that a move by rounding changes.
+# A gradient is suspicious if it is so small relative to the loss, or if rounding changes it.
 _SMALL = 1e-4
 
 
@@ -25,8 +25,8 @@ class Gradient:
     """The loss and its gradients at the arguments.
 
     - `run`: the compiled loss and gradients, as a function of the inputs of the program.
-    - `error`: why there is no gradient in reverse mode. The gradients are then derivatives along
-        a random direction in each leaf.
+    - `error`: why there is no gradient in reverse mode. The gradients are then derivatives
+        along a random direction in each leaf.
     """
 
     run: Callable[[Sequence[Any]], tuple[Any, Sequence[Any]]]
@@ -79,9 +79,11 @@ def gradient_of(traced: TracedLoss) -> Gradient:
 # ---------------------------------------------------------------- rounding
 
 
-def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, tuple[float, float]]:
-    """The leaves whose gradient is no larger than its rounding error: the largest elements of
-    both. The error is followed through the backward pass only where a leaf is suspicious."""
+def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
+    """The leaves whose gradient is no larger than its rounding error, with its largest element.
+    The error is followed through the backward pass only where a leaf is suspicious."""
+    if gradient.error is not None or traced.program.effects:
+        return {}  # what is printed would be printed again
     leaves = traced.values[: len(traced.leaves)]
     moved = gradient.run([_moved_by_rounding(x) for x in traced.values])[1]
     suspicious = [
@@ -96,14 +98,14 @@ def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, tuple[f
             < _SMALL * abs(gradient.loss)
         )
     ]
-    if not suspicious or gradient.error is not None:
+    if not suspicious:
         return {}
     deviations = _deviations(traced)
     found = {}
     for i in suspicious:
         g, deviation = np.abs(gradient.gradients[i]), deviations[i]
         if deviation is not None and np.all(g <= _SIGNIFICANT * deviation):
-            found[i] = float(np.max(g)), float(np.max(deviation))
+            found[i] = float(np.max(g))
     return found
 
 

@@ -1,8 +1,8 @@
 """Of what kind a death is: the name of the experiment that revives the tangent.
 
-The operation is run again with other operands. If no operands revive the tangent, the operation
-has no derivative. If other tangents do, terms cancel or underflow; if other values of the operands
-that do not move, these are a mask or a factor; if other values of the operands that move, the
+The operation is run again with other operands. If none revive the tangent, the operation has no
+derivative. If other tangents do, terms cancel or underflow. If other values of the operands that
+do not move do, these are a mask or a factor. If other values of the operands that move do, the
 operation is flat there.
 """
 

@@ -1,7 +1,7 @@
 """What `explain_zero` returns: a record for each zero gradient, and how they are shown."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..report import (
@@ -45,13 +45,18 @@ class ZeroReport(AbstractReport):
     - `partly`: the same for leaves that have a gradient, but not for some units, which are dead
         for all examples.
     - `n_leaves`: how many leaves were looked at.
-    - `remarks`: what could not be found out.
+    - `noise`: the leaves whose gradient is not exactly zero, but a rounding error, and its
+        largest element.
+    - `not_finite`: the leaves whose gradient is not finite.
+    - `remarks`: what else there is to know, such as what could not be found out.
     """
 
     found: Sequence[ZeroGradient]
     partly: Sequence[ZeroGradient]
     n_leaves: int
     remarks: Sequence[str] = ()
+    noise: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    not_finite: Sequence[str] = ()
 
     @property
     def headline(self) -> str:
