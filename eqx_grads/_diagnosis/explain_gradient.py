@@ -86,7 +86,7 @@ class SymptomReport(AbstractReport):
         tools = dict.fromkeys(f"`{s.tool}`" for s in self.found if s.tool)
         elsewhere = [(s.leaf, s.elsewhere) for s in self.found if s.elsewhere]
         more = [("more", f"{' and '.join(tools)}.")] if tools else []
-        return [*cures_of(self.found), *elsewhere[:3], *more]
+        return [*cures_of(self.found), *elsewhere[:1], *more]
 
 
 @showing_progress("explain_gradient")
@@ -140,8 +140,8 @@ def explain_gradient(
 
     - a loss or a gradient that is not finite: the first row of [`eqx_grads.explain_nan`][];
     - a gradient that is zero, or a rounding error: the rows of [`eqx_grads.explain_zero`][];
-    - a gradient that is $10^4$ times as large as the weights of its layer, or a millionth of the
-        gradient of another layer;
+    - a gradient that is $10^4$ times as large as the weights of its layer, or a millionth of
+        the gradient of another layer;
     - a Python float in a field of your own classes, which is no array and has no gradient;
     - a kink of the loss at this point.
 
@@ -200,8 +200,8 @@ def explain_gradient(
 
 
 _NOISE = (
-    "The loss does not depend on it: what follows, as a normalization, removes what it changes. "
-    "Remove the leaf, or normalize over more than two elements."
+    "The loss does not depend on it: what follows, as a normalization, removes what it "
+    "changes. Remove the leaf, or normalize over more than two elements."
 )
 
 
@@ -247,7 +247,7 @@ def _sizes(traced: TracedLoss, norms: dict[str, float]) -> list[Symptom]:
 
 
 def _kink(traced: TracedLoss, gradient: Gradient) -> list[Symptom]:
-    """A kink along a random direction: the slopes on its sides differ, however short the step."""
+    """A kink along a random direction: the slopes on its sides differ at any step."""
     if gradient.error is not None or traced.program.effects:
         return []
     n, along = len(traced.leaves), directions(traced)

@@ -10,7 +10,7 @@ from .origins import NumberedLoss, Origin
 
 
 def opaque_operations(numbered: NumberedLoss) -> list[Origin]:
-    """The operations on values that depend on a leaf, and that have no derivative in any mode."""
+    """The operations on values that depend on a leaf, and that have no derivative."""
     origin_of = {id(origin.eqn): origin for origin in numbered.origins}
     found: dict[int, Origin] = {}
 

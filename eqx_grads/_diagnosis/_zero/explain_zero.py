@@ -25,7 +25,8 @@ from ..report import show_list
 from ..source_lines import is_of_jax, is_stop_gradient, safe_function
 from ..traced_loss import check_no_references, trace_loss, TracedLoss
 from .advice import at_values, CURES, is_truncation, without_derivative
-from .deaths import Death, Deaths, Died, Fact, TooManyOperations
+from .deaths import Deaths, TooManyOperations
+from .facts import Death, Died, Fact
 from .gradient import directions, Gradient, gradient_of, rounding_errors
 from .kinds import kind_of_death, NO_DERIVATIVE, zero_origin
 from .report import ZeroGradient, ZeroReport
@@ -387,7 +388,7 @@ class _Explanation:
             **origin.source.fields(),
             primitive=origin.primitive,
             path=origin.path,
-            step=death.step,
+            step=() if by_structure else death.step,
             detail=detail,
             by_structure=by_structure,
             cure=cure,

@@ -1,9 +1,8 @@
 """Of what kind a death is: the name of the experiment that revives the tangent.
 
-The operation is run again with other operands. If none revive the tangent, the operation has no
-derivative. If other tangents do, terms cancel or underflow. If other values of the operands that
-do not move do, these are a mask or a factor. If other values of the operands that move do, the
-operation is flat there.
+The operation runs again with other operands. If none revive the tangent, the operation has no
+derivative. If other tangents do, terms cancel or underflow. Of the operands that do not move,
+those that do are a mask or a factor. If the operands that move do, the operation is flat here.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from ..._jaxprs.primitives import kind_of
 from ..._jaxprs.structure import CallWithRule, Cond, structure
 from ..source_lines import is_of_jax
-from .deaths import Death, Fact, is_alive, is_inexact, push, value_of
+from .facts import Death, Fact, is_alive, is_inexact, push, value_of
 
 
 NO_DERIVATIVE = "no derivative"
