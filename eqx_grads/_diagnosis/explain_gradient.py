@@ -248,7 +248,7 @@ def _sizes(traced: TracedLoss, norms: dict[str, float]) -> list[Symptom]:
 
 def _kink(traced: TracedLoss, gradient: Gradient) -> list[Symptom]:
     """A kink along a random direction: the slopes on its sides differ at any step."""
-    if gradient.error is not None or traced.program.effects:
+    if not gradient.can_move:
         return []
     n, along = len(traced.leaves), directions(traced)
 
@@ -257,7 +257,7 @@ def _kink(traced: TracedLoss, gradient: Gradient) -> list[Symptom]:
             (np.asarray(x) + h * d).astype(x.dtype)
             for x, d in zip(traced.values[:n], along, strict=True)
         ]
-        return float(gradient.run([*leaves, *traced.values[n:]])[0])
+        return gradient.at([*leaves, *traced.values[n:]])[0]
 
     def slopes(h):
         return (loss_at(h) - gradient.loss) / h, (gradient.loss - loss_at(-h)) / h

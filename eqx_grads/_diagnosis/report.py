@@ -70,12 +70,12 @@ def cells(
     )
 
 
-def _cut(code: str, column: int, width: int = _WIDEST_CODE) -> str:
+def _cut(code: str, column: int) -> str:
     """The part of a line that has the operation, which begins at a column."""
-    first = min(column - _BEFORE_OPERATION, len(code) - (width - 3))
-    if first > 3 and column > width // 2:
+    first = min(column - _BEFORE_OPERATION, len(code) - (_WIDEST_CODE - 3))
+    if first > 3 and column > _WIDEST_CODE // 2:
         code = "..." + code[first:]
-    return code if len(code) <= width else code[: width - 3] + "..."
+    return code if len(code) <= _WIDEST_CODE else code[: _WIDEST_CODE - 3] + "..."
 
 
 def show_place(file: str, line: int) -> str:
@@ -148,12 +148,6 @@ class Table:
         fits = (width for width in limits if _total(wrap(width)[1]) <= _WIDEST_TABLE)
         narrowest = min(limits, key=lambda width: _total(wrap(width)[1]))
         wrapped, widths = wrap(next(fits, narrowest))
-        excess = _total(widths) - _WIDEST_TABLE
-        if excess > 0 and "code" in columns:
-            i = columns.index("code")
-            widths[i] = max(_NARROWEST_CELL, widths[i] - excess)
-            for row in wrapped:
-                row[i] = [_cut(text, 0, widths[i]) for text in row[i]]
         lines = [self.title] if self.title else []
         for row in [*head, [["-" * w] for w in widths], *wrapped]:
             for k in range(max(map(len, row))):
@@ -180,7 +174,9 @@ def _wrap(text: str, width: int, indent: str = "") -> list[str]:
     """The lines of a text. Code in backticks, a list of units, and `(2 times)` are kept on one
     line."""
     text = re.sub(
-        r"`[^`]*`|\([\d, .]+( times)?\)", lambda code: code[0].replace(" ", "\0"), text
+        r"`[^`]*`|\d+ of \d+|\([\d, .]+( times)?\)",
+        lambda code: code[0].replace(" ", "\0"),
+        text,
     )
     lines = textwrap.wrap(
         text,

@@ -447,7 +447,7 @@ def _is_rule(origin: Origin) -> bool:
 def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
     """What the loss does along a leaf with a zero gradient, by longer and longer steps."""
     x = np.asarray(traced.values[leaf])
-    if gradient.error is not None or np.iscomplexobj(x) or traced.program.effects:
+    if not gradient.can_move or np.iscomplexobj(x):
         return ""
     eps = float(jnp.finfo(x.dtype).eps)
     scale = max(1.0, float(np.max(np.abs(x))))
@@ -455,7 +455,7 @@ def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
     def change(h):
         values = list(traced.values)
         values[leaf] = (x + h).astype(x.dtype)
-        return float(gradient.run(values)[0]) - gradient.loss
+        return gradient.at(values)[0] - gradient.loss
 
     least = 100 * eps * max(abs(gradient.loss), 1e-30)
     slopes = []

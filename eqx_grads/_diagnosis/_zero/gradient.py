@@ -24,15 +24,25 @@ _SMALL = 1e-4
 class Gradient:
     """The loss and its gradients at the arguments.
 
-    - `run`: the compiled loss and gradients, as a function of the inputs of the program.
     - `error`: why there is no gradient in reverse mode. The gradients are then derivatives
         along a random direction in each leaf.
+    - `can_move`: whether the loss may be evaluated again: what it prints would be printed again.
     """
 
-    run: Callable[[Sequence[Any]], tuple[Any, Sequence[Any]]]
     loss: float
     gradients: list[np.ndarray]
-    error: Exception | None = None
+    error: Exception | None
+    can_move: bool
+    _run: Callable[[Sequence[Any]], tuple[Any, Sequence[Any]]]
+
+    def at(self, values: Sequence[Any]) -> tuple[float, list[np.ndarray]]:
+        """The loss and its gradients for other inputs of its program, without compiling it
+        again. NaN where a check in the loss raises."""
+        try:
+            loss, gradients = self._run(values)
+            return float(loss), list(map(np.asarray, gradients))
+        except Exception:  # JAX has no one type of error for it
+            return float("nan"), [np.full_like(g, np.nan) for g in self.gradients]
 
 
 def directions(traced: TracedLoss) -> list[Any]:
@@ -73,7 +83,8 @@ def gradient_of(traced: TracedLoss) -> Gradient:
             value, gradients = run(values)
         except Exception:
             raise error from None
-    return Gradient(run, float(value), list(map(np.asarray, gradients)), error)
+    can_move = error is None and not traced.program.effects
+    return Gradient(float(value), list(map(np.asarray, gradients)), error, can_move, run)
 
 
 # ---------------------------------------------------------------- rounding
@@ -82,10 +93,10 @@ def gradient_of(traced: TracedLoss) -> Gradient:
 def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
     """The leaves whose gradient is no larger than its rounding error, with its largest element.
     The error is followed through the backward pass only where a leaf is suspicious."""
-    if gradient.error is not None or traced.program.effects:
-        return {}  # what is printed would be printed again
+    if not gradient.can_move:
+        return {}
     leaves = traced.values[: len(traced.leaves)]
-    moved = gradient.run([_moved_by_rounding(x) for x in traced.values])[1]
+    moved = gradient.at([_moved_by_rounding(x) for x in traced.values])[1]
     suspicious = [
         i
         for i, (x, g) in enumerate(zip(leaves, gradient.gradients, strict=True))
@@ -93,7 +104,7 @@ def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
         and np.all(np.isfinite(g))
         and not np.iscomplexobj(g)
         and (
-            np.max(np.abs(np.asarray(moved[i]) - g)) > 0.1 * np.max(np.abs(g))
+            np.max(np.abs(moved[i] - g)) > 0.1 * np.max(np.abs(g))
             or np.max(np.abs(g)) * max(1.0, np.max(np.abs(np.asarray(x))))
             < _SMALL * abs(gradient.loss)
         )
