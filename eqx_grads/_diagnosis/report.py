@@ -41,7 +41,7 @@ class AbstractRecord:
 
 
 # The columns of these fields, which are the first ones of every table.
-COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step", "library")
+COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step")
 
 _MOST_ROWS = 12
 _WIDEST_CELL, _NARROWEST_CELL = 42, 16
@@ -66,7 +66,6 @@ def cells(
         _cut(record.code, record.column),
         record.path,
         step or ", ".join(map(str, record.step)),
-        record.library,
     )
 
 
