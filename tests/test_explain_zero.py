@@ -610,7 +610,7 @@ def saturated(w, x):
 
 
 def at_a_stationary_point(w, x):
-    return jnp.sum(jnp.cos(w - x) * x)  # HERE
+    return jnp.sum(jnp.cos(w - X) * x)  # HERE
 
 
 def masked(w, x):

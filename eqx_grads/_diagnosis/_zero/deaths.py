@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from ..._jaxprs.dependence import variables
 from ..._jaxprs.evaluate import evaluate
 from ..._jaxprs.primitives import kind_of
 from ..._jaxprs.structure import (
     Call,
+    CallWithRule,
     Checkpoint,
     Cond,
     equations,
@@ -60,6 +62,7 @@ class Deaths:
         self.opaque: list[Place] = []
         self._left = most
         self._found: dict[tuple[Any, ...], Death] = {}
+        self._needed: dict[int, set[Any]] = {}
 
     def run(
         self,
@@ -76,12 +79,18 @@ class Deaths:
             a tangent.
         """
 
+        needed = self._needed.setdefault(id(program.jaxpr), _needed(program))
+
         def hook(eqn, facts):
-            return self._visit(Place(eqn, program, around, step), facts, is_known)
+            place = Place(eqn, program, around, step)
+            wanted = [k for k, v in enumerate(eqn.outvars) if v in needed]
+            if not wanted:
+                return self._outputs(place, facts)
+            return self._visit(place, facts, wanted, is_known)
 
         return evaluate(program, facts, hook, constant=lambda x: Fact(jnp.asarray(x)))
 
-    def _visit(self, place: Place, facts, is_known) -> Sequence[Fact]:
+    def _visit(self, place: Place, facts, wanted, is_known) -> Sequence[Fact]:
         eqn, known = place.eqn, structure(place.eqn)
         enter = lambda program, facts=facts, step=None: self.run(
             program, facts, place, step, is_known=is_known
@@ -105,7 +114,7 @@ class Deaths:
                 out.tangents, out.died = f.tangents, f.died
             return outs
         if moving and is_known:
-            self._push(place, facts, outs, moving)
+            self._push(place, facts, outs, moving, wanted)
         elif moving:
             zero = kind_of(eqn).derivative == "zero"
             for out, v in zip(outs, eqn.outvars, strict=True):
@@ -124,10 +133,13 @@ class Deaths:
                     inside = enter(*known.programs)
                 case Scan() | While():
                     inside = self._loop(place, known, facts, is_known and bool(moving))
+                case CallWithRule() if holds(eqn, While):  # a solver: its steps are not run
+                    inside = self.run(*known.programs, facts, place, is_known=False)
                 case ShardMap():
                     inside = self.run(*known.programs, facts, place, is_known=False)
         before = _all_died(_used(eqn, facts)) if inside is None else {}
-        for k, out in enumerate(outs):
+        for k in wanted:
+            out = outs[k]
             died = dict(before if inside is None else inside[k].died)
             for leaf in lost[k]:
                 died[leaf] = self._causes(place, k, facts, leaf, died.get(leaf, NONE), inside)
@@ -157,7 +169,7 @@ class Deaths:
         )
         return outs
 
-    def _push(self, place: Place, facts, outs, moving):
+    def _push(self, place: Place, facts, outs, moving, wanted):
         if self._left is not None:
             self._left -= 1
             if self._left < 0 or holds(place.eqn, "gather"):  # the rows of a table are no units
@@ -165,7 +177,7 @@ class Deaths:
         xs = [value_of(f) for f in facts]
         for leaf in moving:
             try:
-                ts = push(place.eqn, xs, [f.tangents.get(leaf) for f in facts])
+                ts = push(place.eqn, xs, [f.tangents.get(leaf) for f in facts], wanted)
             except Exception:  # JAX has no one type of error for an opaque operation
                 self.opaque.append(place)
                 ts = [
@@ -270,8 +282,17 @@ class Deaths:
         return outs
 
 
+def _needed(program: ClosedJaxpr) -> set[Any]:
+    """The variables that the outputs of a program depend on."""
+    needed = set(variables(program.jaxpr.outvars))
+    for eqn in reversed(program.eqns):
+        if needed.intersection(eqn.outvars):
+            needed.update(variables(eqn.invars))
+    return needed
+
+
 _RANDOM_BITS = ("random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32")
-_MOST_STEPS = 1000
+_MOST_STEPS = 64
 
 
 class _Patterns:

@@ -277,14 +277,22 @@ class _Explanation:
             last[key] = max(last.get(key, death), death, key=lambda d: d.step)
         found = [(self._record(leaf, death, uses[key]), death) for key, death in last.items()]
         # In a loop, a value that is zero in some steps is no cause if all steps end anyway.
-        cut = {id(p.eqn) for r, d in found if r.by_structure for p in d.place.outward()}
-        in_cut = lambda d: any(id(p.around.eqn) in cut for p in d.place.outward() if p.around)
+        places = lambda d: [p for p in d.place.outward() if p.around is not None]
+        loops = lambda d: {id(p.around.eqn) for p in places(d) if p.step is not None}
+        cut = set().union(*(loops(d) for r, d in found if r.by_structure))
+        in_cut = lambda d: bool(loops(d) & cut)
         found = [(r, d) for r, d in found if r.by_structure or not in_cut(d)]
+        # Where one is inside of another, it says more.
+        around = {id(p.around.eqn) for _, d in found for p in places(d)}
+        found = [(r, d) for r, d in found if id(d.place.eqn) not in around]
         if not all(r.by_structure for r, _ in found):
             # What only decides, for a value whose derivative ends at these values, is no cause.
             found = [(r, d) for r, d in found if not r.by_structure or self._is_cut(d, uses)]
         records = [r for r, _ in found]
         records.sort(key=lambda r: (r.file, r.line, r.primitive, r.kind))
+        # Of what a solver does with its guess, and of a window, one record says it all.
+        for kind in ("initial guess", "truncated"):
+            records = [r for r in records if r.kind == kind][:1] or records
         return list(dict.fromkeys(records))
 
     def _is_cut(self, death: Death, uses) -> bool:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxprs.evaluate import bind
-from ..._jaxprs.structure import CallWithRule, structure
+from ..._jaxprs.evaluate import bind, restricted
+from ..._jaxprs.structure import CallWithRule, holds, structure, While
 from ..._jaxprs.versions import equation_context
 from ..carried import Place
 
@@ -82,34 +82,39 @@ def is_alive(t: Any) -> bool:
 
 def jvp(fn: Callable[..., Sequence[Any]], xs: Sequence[Any], ts: Sequence[Any]):
     """Outputs and tangents of a function. The tangents may be `None`."""
-    moving = [i for i, t in enumerate(ts) if t is not None and is_inexact(xs[i])]
-
-    def of_moving(*ys):
-        full = list(xs)
-        for i, y in zip(moving, ys, strict=True):
-            full[i] = y
-        return list(fn(*full))
-
+    moving = [i for i, t in enumerate(ts) if _moves(t, xs[i])]
     if not moving:
         return fn(*xs), None
     at = [xs[i] for i in moving]
     along = [jnp.asarray(ts[i], jnp.result_type(xs[i])) for i in moving]
-    return jax.jvp(of_moving, at, along)
+    return jax.jvp(lambda *ys: list(restricted(fn, xs, moving)(*ys)), at, along)
 
 
-def push(eqn: Any, xs: Sequence[Any], ts: Sequence[Any]) -> list[Any]:
-    """The tangents of the outputs of an equation. `None` where there is none."""
+def push(eqn: Any, xs: Sequence[Any], ts: Sequence[Any], wanted: Any = None) -> list[Any]:
+    """The tangents of the outputs of an equation. `None` where there is none.
+
+    - `wanted`: the indices of the outputs that are used; by default, all are.
+    """
     fn = lambda *xs: bind(eqn, xs)
+    wanted = range(len(eqn.outvars)) if wanted is None else wanted
+    pair = lambda: _paired(fn, xs, ts, wanted, is_compiled=holds(eqn, While))
     try:
-        _, out = jvp(fn, xs, ts)
+        out = None if has_backward(eqn) and holds(eqn, While) else jvp(fn, xs, ts)[1]
+        is_forward = out is not None
     except Exception:  # JAX has no one type of error for a mode that does not exist
-        out = _paired(fn, xs, ts)
-    out = [None] * len(eqn.outvars) if out is None else out
+        out, is_forward = None, False
+    if not is_forward and not any(map(_moves, ts, xs)):
+        return [None] * len(eqn.outvars)
+    out = pair() if out is None else out
     out = [t if is_inexact(v) else None for t, v in zip(out, eqn.outvars, strict=True)]
-    if has_backward(eqn) and any(map(is_alive, out)):  # its backward pass may be another one
-        pairs = zip(out, _paired(fn, xs, ts), strict=True)
-        out = [t if is_alive(size) else None for t, size in pairs]
+    if is_forward and has_backward(eqn) and any(map(is_alive, out)):
+        # Its backward pass may be another one.
+        out = [t if is_alive(size) else None for t, size in zip(out, pair(), strict=True)]
     return out
+
+
+def _moves(t: Any, x: Any) -> bool:
+    return t is not None and is_inexact(x)
 
 
 def has_backward(eqn: Any) -> bool:
@@ -117,25 +122,22 @@ def has_backward(eqn: Any) -> bool:
     return isinstance(structure(eqn), CallWithRule) and eqn.primitive.name != "custom_jvp_call"
 
 
-def _paired(fn, xs, ts) -> list[Any]:
+def _paired(fn, xs, ts, wanted, *, is_compiled: bool) -> list[Any]:
     """Of a rule with a backward pass only: the sizes of its cotangents in the directions."""
-    moving = [i for i, t in enumerate(ts) if t is not None and is_inexact(xs[i])]
+    moving = [i for i, t in enumerate(ts) if _moves(t, xs[i])]
 
-    def of_moving(*ys):
-        full = list(xs)
-        for i, y in zip(moving, ys, strict=True):
-            full[i] = y
-        return list(fn(*full))
+    def sizes(xs, ts):
+        outs, pull = jax.vjp(restricted(fn, xs, moving), *(xs[i] for i in moving))
+        found: list[Any] = [None] * len(outs)
+        for k in wanted:
+            if is_inexact(outs[k]):
+                cts = pull([_seed(x, is_one=i == k) for i, x in enumerate(outs)])
+                pairs = zip(cts, (ts[i] for i in moving), strict=True)
+                size = sum(jnp.sum(jnp.abs(c * t)) for c, t in pairs)
+                found[k] = jnp.full(jnp.shape(outs[k]), size, outs[k].dtype)
+        return found
 
-    outs, pull = jax.vjp(of_moving, *(xs[i] for i in moving))
-    sizes = []
-    for k, out in enumerate(outs):
-        seeds = [_seed(x, is_one=i == k) for i, x in enumerate(outs)]
-        cts = pull(seeds) if is_inexact(out) else []
-        pairs = zip(cts, (ts[i] for i in moving), strict=False)
-        size = sum(float(np.sum(np.abs(np.asarray(c) * np.asarray(t)))) for c, t in pairs)
-        sizes.append(np.full(np.shape(out), size, out.dtype) if is_inexact(out) else None)
-    return sizes
+    return (jax.jit(sizes) if is_compiled else sizes)(xs, ts)
 
 
 def _seed(x, is_one: bool):

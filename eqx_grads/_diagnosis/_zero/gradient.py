@@ -26,7 +26,7 @@ class Gradient:
 
     - `error`: why there is no gradient in reverse mode. The gradients are then derivatives
         along a random direction in each leaf.
-    - `can_move`: whether the loss may be evaluated again: what it prints would be printed again.
+    - `can_move`: whether the loss may be evaluated again. Not if it prints, for one.
     """
 
     loss: float

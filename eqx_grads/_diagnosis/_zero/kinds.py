@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxprs.primitives import kind_of
-from ..._jaxprs.structure import CallWithRule, Cond, structure
+from ..._jaxprs.structure import CallWithRule, Cond, holds, structure, While
 from ..source_lines import is_of_jax
 from .facts import Death, Fact, is_alive, is_inexact, push, value_of
 
@@ -26,8 +26,8 @@ def kind_of_death(death: Death) -> tuple[str, Fact | None]:
     """The kind, and the operand that is to blame, if it is one that does not move."""
     eqn, k, leaf = death.place.eqn, death.k, death.leaf
     facts = death.values
-    if not is_inexact(eqn.outvars[k]):
-        return NO_DERIVATIVE, None
+    if not is_inexact(eqn.outvars[k]) or holds(eqn, While):
+        return NO_DERIVATIVE, None  # with other operands, a loop may never end
     if isinstance(structure(eqn), Cond):
         return "branch not taken", facts[0]
     xs = [value_of(f) for f in facts]
