@@ -143,10 +143,10 @@ def without_derivative(
     """
     name = origin.primitive
     stack = str(origin.eqn.source_info.name_stack)
+    if origin.source.library.startswith("optimistix"):
+        return Advice("initial guess", CURES["initial guess"])
     if isinstance(structure(origin.eqn), CallWithRule):
-        is_solver = origin.source.library.startswith("optimistix")
-        kind = "initial guess" if is_solver else "rule without a derivative"
-        return Advice(kind, CURES[kind])
+        return Advice("rule without a derivative", CURES["rule without a derivative"])
     if WITHOUT_TANGENTS in stack:
         return Advice("initial guess", CURES["initial guess"])
     kind = _KINDS.get(name, "no derivative")

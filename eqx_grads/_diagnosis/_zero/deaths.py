@@ -30,7 +30,7 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from .._programs.propagate import operands_of_outputs
+from .._programs.propagate import differentiable_pairs, operands_of_outputs
 from ..carried import index_of_step, Place
 from ..source_lines import is_of_jax
 from .facts import (
@@ -113,7 +113,12 @@ class Deaths:
             for out, f in zip(outs, self._loop(place, known, facts, True), strict=True):
                 out.tangents, out.died = f.tangents, f.died
             return outs
-        if moving and is_known:
+        is_solver = isinstance(known, CallWithRule) and holds(eqn, While)
+        if (
+            moving and is_known and is_solver
+        ):  # what it loses is known without running its steps
+            self._push_by_structure(eqn, facts, outs)
+        elif moving and is_known:
             self._push(place, facts, outs, moving, wanted)
         elif moving:
             zero = kind_of(eqn).derivative == "zero"
@@ -133,9 +138,7 @@ class Deaths:
                     inside = enter(*known.programs)
                 case Scan() | While():
                     inside = self._loop(place, known, facts, is_known and bool(moving))
-                case CallWithRule() if holds(eqn, While):  # a solver: its steps are not run
-                    inside = self.run(*known.programs, facts, place, is_known=False)
-                case ShardMap():
+                case ShardMap() | CallWithRule() if is_solver or isinstance(known, ShardMap):
                     inside = self.run(*known.programs, facts, place, is_known=False)
         before = _all_died(_used(eqn, facts)) if inside is None else {}
         for k in wanted:
@@ -168,6 +171,15 @@ class Deaths:
             Fact(made=(place, facts, outs), is_random=is_random) for _ in place.eqn.outvars
         )
         return outs
+
+    def _push_by_structure(self, eqn, facts, outs):
+        moving = {i for i, f in enumerate(facts) if f.tangents}
+        pairs = differentiable_pairs(eqn, moving) or [moving] * len(outs)
+        for out, operands, v in zip(outs, pairs, eqn.outvars, strict=True):
+            leaves = set().union(*(facts[i].tangents for i in operands))
+            if is_inexact(v):
+                ones = np.ones(v.aval.shape, v.aval.dtype)
+                out.tangents = dict.fromkeys(leaves, ones)
 
     def _push(self, place: Place, facts, outs, moving, wanted):
         if self._left is not None:
