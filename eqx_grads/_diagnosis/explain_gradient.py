@@ -43,7 +43,7 @@ class Symptom(AbstractRecord):
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class SymptomReport(AbstractReport):
-    """What is wrong with a gradient. False if nothing is.
+    """The symptoms of a gradient. False if there are none.
 
     - `found`: a [`eqx_grads.Symptom`][] for each place and leaf, the most urgent first.
     - `loss`: the value of the loss.

@@ -1,4 +1,4 @@
-"""What to compute twice in a loss: candidates, and the loss with one of them applied.
+"""Candidates to compute twice in a loss, and the loss with one of them applied.
 
 A candidate is a loop, a group of layers, or a `vmap`. It is applied to the traced program, not
 to the user's code: `filter_scan` runs the equations of a loop, and `jax.checkpoint` runs the
@@ -46,8 +46,7 @@ class Candidate:
     - `covers`: the indices of the residuals that are computed there. `gain`: about the bytes of
         these that are not alive at the same time any more.
     - `loops`: the equations of scans that `filter_scan` is to run with this `checkpoint`.
-    - `layers`: the indices of layers in `TracedLoss.layers` of which each call is to be a
-        checkpoint.
+    - `layers`: indices in `TracedLoss.layers`. Each call of these layers is to be a checkpoint.
     - `map_call`: the calls of `jax.vmap` to run by `filter_map` with this `chunk`.
     """
 
@@ -80,7 +79,7 @@ Pairs = Sequence[tuple[Source, Residual]]
 def candidates(
     numbered: NumberedLoss, pairs: Pairs, maps: Sequence[MapCall] = ()
 ) -> list[Candidate]:
-    """What can be computed twice, most promising first."""
+    """The candidates, most promising first."""
     found = [
         *_loop_candidates(numbered, pairs),
         *_layer_candidates(numbered, pairs),

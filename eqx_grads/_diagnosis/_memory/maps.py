@@ -30,7 +30,7 @@ class MapCall:
 
 @dataclasses.dataclass
 class SeenMaps:
-    """The calls in the order of tracing. Those equal to `chunked` run by `filter_map`."""
+    """The calls in the order of tracing. A call equal to `chunked` runs by `filter_map`."""
 
     calls: list[MapCall] = dataclasses.field(default_factory=list)
     chunked: MapCall | None = None

@@ -1,4 +1,4 @@
-"""What to do about each kind of zero gradient: the one table of `explain_zero`."""
+"""The cure of each kind of zero gradient: the one table of `explain_zero`."""
 
 import os
 from typing import NamedTuple
@@ -54,7 +54,7 @@ CURES = {
     "of an adapter, which learns first.",
     "dead units": "Use `jax.nn.leaky_relu(x)`, or another initialization of the bias; for a "
     "clip, `eqg.ste.clip(x, min, max)`.",
-    "masked": "The mask takes nothing of it for these arguments. Check the mask.",
+    "masked": "For these arguments, the mask selects no element. Check the mask.",
     "saturated": "Scale the inputs down, or compute the loss from logits, as "
     "`optax.losses.sigmoid_binary_cross_entropy(logits, labels)` does.",
     "zero derivative": "The value is at a stationary point of this operation, as zero is of a "
@@ -64,7 +64,7 @@ CURES = {
     "underflow": "The product is too small for its dtype. Scale the loss, or see with "
     "`eqg.gradient_flow(loss, model)` where the gradient vanishes.",
     "branch not taken": "These arguments take another branch of the `cond`.",
-    "not selected": "These arguments select no element of it. Check the index, the slice or "
+    "not selected": "These arguments select none of its elements. Check the index, the slice or "
     "the maximum that takes elements of the result.",
     "canceled": "Terms of the gradient cancel exactly: for these arguments, the loss does not "
     "change to first order in this leaf.",
@@ -108,7 +108,7 @@ _ZERO_RULE = (
     "threshold, use a wider one, as `eqg.surrogates.atan()`, or larger inputs."
 )
 _ZERO_OF_SAFE = (
-    "`{name}` has the derivative zero where it has none, such as at zero. Keep its argument "
+    "`{name}` has the derivative zero where there is none, such as at zero. Keep its argument "
     "away from that point, or write what is smooth there without it, as `jnp.sum(x**2)`."
 )
 
@@ -136,7 +136,7 @@ class Advice(NamedTuple):
 def without_derivative(
     origin: Origin, around: list[Origin], uses: set[str], is_random: bool
 ) -> Advice:
-    """Of an operation that has none for any values.
+    """The kind and the cure of an operation without a derivative.
 
     - `around`: the equations that it is in, innermost first.
     - `uses`: what its output decides; "" if the loss depends on it otherwise.
@@ -196,10 +196,10 @@ def at_values(
     is_rule: bool = False,
     safe: str = "",
 ) -> str:
-    """Of a kind that depends on the values.
+    """The cure of a kind that depends on the values.
 
-    - `has_rules`: whether derivatives of the loss may be those of another function. `is_rule`:
-        whether that of this operation is.
+    - `has_rules`: whether the loss has functions with rules, whose derivatives may be wrong.
+        `is_rule`: whether this operation is one.
     - `safe`: the function of `eqx_grads.safe` whose derivative is zero, if it is one.
     """
     name = origin.primitive if origin else ""

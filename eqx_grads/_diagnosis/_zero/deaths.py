@@ -284,7 +284,7 @@ class Deaths:
         return carry
 
     def _until_stable(self, place, program, consts, carry, xs) -> list[Fact]:
-        """Of a scan with unknown values: the deaths of two steps are those of all."""
+        """A scan with unknown values: all steps have the deaths of two."""
         outs: list[Fact] = []
         for _ in range(2):
             outs = self.run(program, [*consts, *carry, *xs], place, is_known=False)
@@ -347,7 +347,7 @@ class _Patterns:
             self._deaths[self._key(s)] = deaths
 
     def deaths(self, s: int) -> list[tuple[Death, int]]:
-        """Those of the first such step, and which of their loops this is."""
+        """The deaths of the first such step, and the position of this loop in their `step`."""
         return self._deaths[self._key(s)]
 
     def outputs(self, s: int, same: Sequence[Fact], carry: Sequence[Fact]) -> list[Fact]:

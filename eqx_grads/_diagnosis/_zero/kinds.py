@@ -1,8 +1,8 @@
-"""Of what kind a death is: the name of the experiment that revives the tangent.
+"""The kind of a death: the name of the experiment that revives the tangent.
 
 The operation runs again with other operands. If none revive the tangent, the operation has no
-derivative. If other tangents do, terms cancel or underflow. Of the operands that do not move,
-those that do are a mask or a factor. If the operands that move do, the operation is flat here.
+derivative. If other tangents do, terms cancel or underflow. An operand that does not move, and
+revives the tangent, is a mask or a factor. If the operands that move do, the operation is flat.
 """
 
 from collections.abc import Sequence
