@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import RuleError
 from .._zero_safe.zero_safe import ZeroSafe
 from ._nan.explain_nan import explain_nan
 from ._zero.explain_zero import explain_traced
-from ._zero.gradient import directions, Gradient, gradient_of
+from ._zero.gradient import directions, Gradient, try_gradient
 from .nan_checks import without_nan_checks
 from .parameters import no_parameters
 from .progress import doing, showing_progress
@@ -157,13 +156,7 @@ def explain_gradient(
     traced = trace_loss("explain_gradient", below, model, args, kwargs)
     check_no_references("explain_gradient", below, traced.program)
     doing("compiling the gradient")
-    gradient, error = None, None
-    try:
-        gradient = gradient_of(traced)
-    except RuleError:
-        raise
-    except Exception as exception:  # JAX has no one type of error for it
-        error = exception
+    gradient, error = try_gradient(traced)
     found: list[Symptom] = []
     parts = [] if gradient is None else [gradient.loss, *gradient.gradients]
     if not all(np.all(np.isfinite(x)) for x in parts):

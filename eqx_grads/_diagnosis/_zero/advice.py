@@ -64,8 +64,8 @@ CURES = {
     "underflow": "The product is too small for its dtype. Scale the loss, or see with "
     "`eqg.gradient_flow(loss, model)` where the gradient vanishes.",
     "branch not taken": "These arguments take another branch of the `cond`.",
-    "not selected": "These arguments select none of its elements. Check the index, the slice or "
-    "the maximum that takes elements of the result.",
+    "not selected": "These arguments select none of its elements. Check the index, the slice "
+    "or the maximum that takes elements of the result.",
     "canceled": "Terms of the gradient cancel exactly: for these arguments, the loss does not "
     "change to first order in this leaf.",
     "dropped by zero_safe": "`zero_safe` drops the derivative of what a `where` does not take. "

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..._errors import RuleError
 from ..._jaxprs.dependence import free_variables
 from ..._jaxprs.structure import CallWithRule, structure
 from ..._rules.tree_split import TreeSplit
@@ -27,7 +26,7 @@ from ..traced_loss import check_no_references, trace_loss, TracedLoss
 from .advice import at_values, CURES, is_truncation, without_derivative
 from .deaths import Deaths, TooManyOperations
 from .facts import Death, Died, Fact
-from .gradient import directions, Gradient, gradient_of, rounding_errors
+from .gradient import directions, Gradient, rounding_errors, try_gradient
 from .kinds import kind_of_death, NO_DERIVATIVE, zero_origin
 from .report import ZeroGradient, ZeroReport
 
@@ -121,13 +120,7 @@ def explain_zero(
     traced = trace_loss("explain_zero", below, model, args, kwargs)
     check_no_references("explain_zero", below, traced.program)
     doing("compiling the gradient")
-    gradient, error = None, None
-    try:
-        gradient = gradient_of(traced)
-    except RuleError:
-        raise
-    except Exception as exception:  # JAX has no one type of error for it
-        error = exception
+    gradient, error = try_gradient(traced)
     report = explain_traced(below, traced, gradient, error)
     remarks, records = list(report.remarks), list(report.found)
     names = lambda leaves: show_list(list(leaves), 8)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._errors import RuleError
 from ..._jaxprs.evaluate import bind, enter, evaluate
 from ..._jaxprs.primitives import kind_of
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan, structure
@@ -85,6 +86,16 @@ def gradient_of(traced: TracedLoss) -> Gradient:
             raise error from None
     can_move = error is None and not traced.program.effects
     return Gradient(float(value), list(map(np.asarray, gradients)), error, can_move, run)
+
+
+def try_gradient(traced: TracedLoss) -> tuple[Gradient | None, Exception | None]:
+    """The gradient, or the error that it raises."""
+    try:
+        return gradient_of(traced), None
+    except RuleError:
+        raise
+    except Exception as error:  # JAX has no one type of error for it
+        return None, error
 
 
 # ---------------------------------------------------------------- rounding
