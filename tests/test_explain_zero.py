@@ -1335,6 +1335,11 @@ def test_rounding_noise_is_seen_anywhere_in_the_backward_pass():
     assert any("a rounding error" in remark for remark in report.remarks)
     assert not eqg.explain_zero(loss, of(3), x).noise
 
+    # A shift of all logits, which a softmax removes.
+    shifted = lambda m, x: -jnp.mean(jax.nn.log_softmax(x @ m["w"] + m["b"])[:, 0])
+    report = eqg.explain_zero(shifted, {"w": of(3)["w"], "b": jnp.array(0.7)}, x)
+    assert set(report.noise) == {"['b']"}
+
 
 def test_the_clamp_behind_a_zero_second_derivative():
     """GPJax#508: the derivative of a kernel, which is clamped."""

@@ -204,7 +204,7 @@ def _variance(eqn, pairs, out, k):
     if not _is_real(out):
         return None
     kind, name = kind_of(eqn), eqn.primitive.name
-    if kind.linear in (None, "no") and name != "select_n":
+    if kind.linear in (None, "no") and name not in ("select_n", "convert_element_type"):
         return None
     has_factors = kind.linear == "each" or name == "div"
     square = lambda x: x**2 if has_factors else jnp.zeros_like(x)
