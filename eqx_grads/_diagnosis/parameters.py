@@ -76,8 +76,8 @@ def _what(leaf: Any) -> str:
         return f"the Python number {leaf!r}"
     if leaf is None:
         return "`None`"
-    if eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer):
-        return f"an array of {leaf.dtype}"
+    if eqx.is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
+        return f"an array of {jnp.result_type(leaf)}"
     return ""
 
 
@@ -92,9 +92,9 @@ def _place_in_class(owner: Any, name: str) -> tuple[str, int] | None:
         return "", 0
     if not is_users_file(file):
         return None
-    field = re.match(r"\.\w+", name)
+    (field,) = re.findall(r"^\.\w+", name)
     for pattern in (r"self{}\s*=", r"^\s*{}\s*[:=]"):
-        text = field[0] if pattern.startswith("self") else field[0][1:]
+        text = field if pattern.startswith("self") else field[1:]
         for i, line in enumerate(lines):
             if re.search(pattern.format(re.escape(text)), line):
                 return file, first + i

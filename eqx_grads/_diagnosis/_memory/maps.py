@@ -50,7 +50,7 @@ def seeing_maps(chunked: MapCall | None = None, chunk: int | None = None) -> Ite
     seen = SeenMaps(chunked=chunked, chunk=chunk)
     with _LOCK:
         token, original = _SEEN.set(seen), jax.vmap
-        jax.vmap = _vmap(original)  # pyright: ignore  there is no other hook
+        jax.vmap = _vmap(original)  # there is no other hook
         try:
             yield seen
         finally:

@@ -105,10 +105,12 @@ class Deaths:
             return enter(*known.programs)
         if isinstance(known, Cond) and not known.by_platform:
             return self._branch(place, known, facts, enter, is_known)
-        has_backward = isinstance(known, Scan | While) and any(
-            map(_holds_backward, known.programs)
-        )
-        if moving and is_known and has_backward:
+        if (
+            moving
+            and is_known
+            and isinstance(known, Scan | While)
+            and any(map(_holds_backward, known.programs))
+        ):
             # Its forward mode may be another one: step by step, the backward pass is asked.
             for out, f in zip(outs, self._loop(place, known, facts, True), strict=True):
                 out.tangents, out.died = f.tangents, f.died
@@ -233,8 +235,9 @@ class Deaths:
         return outs
 
     def _loop(self, place, loop: Scan | While, facts, is_known) -> Sequence[Fact]:
-        run = self._scan if isinstance(loop, Scan) else self._while
-        return run(place, loop, facts, is_known)
+        if isinstance(loop, Scan):
+            return self._scan(place, loop, facts, is_known)
+        return self._while(place, loop, facts, is_known)
 
     def _scan(self, place, loop: Scan, facts, is_known) -> Sequence[Fact]:
         n, m = loop.n_consts, loop.n_consts + loop.n_carry

@@ -163,7 +163,7 @@ def explain_traced(
     sized = [i for i in range(len(traced.leaves)) if traced.values[i].size]
     explanation = _Explanation(traced)
     remarks: list[str] = []
-    names = lambda leaves: show_list([traced.leaves[i] for i in leaves], 8)
+    names = lambda leaves: show_list([str(traced.leaves[i]) for i in leaves], 8)
     if gradient is None:
         records = {i: explanation.records(i, sized) for i in sized}
         unknown = sorted(explanation.moving)
