@@ -1,34 +1,28 @@
-"""The line of the user's code that is shown for a cause."""
+"""The line of the user's code that is shown for a cause, and what the user calls there."""
 
 import dataclasses
-from typing import Any
+import re
 
-from ..._jaxprs.structure import Scan, structure, While
+from ..carried import Place
 from ..origins import NumberedLoss, Origin
-from ..source_lines import layer_line, rule_line, SourceLine
-from .derivative_program import Derivative
-from .trace_back import Spot
+from ..source_lines import called_functions, layer_line, rule_line, SourceLine, UNKNOWN
 
 
-def users_line(numbered: NumberedLoss, origin: Origin, *spots: Any) -> SourceLine:
+def users_line(numbered: NumberedLoss, origin: Origin, *places: Place | None) -> SourceLine:
     """The line of the loss. If that calls a library, such as a solver, which called a function
     of the user's in a rule, the line in this function."""
     library = library_of(numbered, origin)
-    for spot in spots:
-        if library and isinstance(spot, Spot):
-            line = _line_in_rule(spot)
-            if line.file:
-                return dataclasses.replace(line, library=library)
+    for place in places:
+        if library and place is not None and (line := line_in_rule(place)).file:
+            return dataclasses.replace(line, library=library)
     return origin.source
 
 
-def _line_in_rule(spot: Spot) -> SourceLine:
-    """The line of the rule that made an equation, or one around it: those of `jnp.where` have
-    the line of its first call only."""
-    line, node = rule_line(spot.eqn), spot.frame.node
-    while not line.file and node.parent is not None:
-        line, node = rule_line(node.parent.eqns[node.position]), node.parent
-    return line
+def line_in_rule(place: Place | None) -> SourceLine:
+    """The line of the rule that made an equation, or one around it: the equations of
+    `jnp.where` have the line of its first call only."""
+    lines = (rule_line(p.eqn) for p in (place.outward() if place is not None else ()))
+    return next((line for line in lines if line.file), UNKNOWN)
 
 
 def library_of(numbered: NumberedLoss, origin: Origin) -> str:
@@ -38,35 +32,37 @@ def library_of(numbered: NumberedLoss, origin: Origin) -> str:
     return origin.source.library or next(filter(None, lines), "")
 
 
-def rule_of(*spots: Any) -> str:
+def rule_of(*places: Place | None) -> str:
     """The line of the rule in which the value that is to blame is made, or empty."""
-    for spot in spots:
-        if isinstance(spot, Spot):
-            line = rule_line(spot.eqn)
-            if line.file:
-                return str(line)
-    return ""
+    lines = (rule_line(place.eqn) for place in places if place is not None)
+    return next((str(line) for line in lines if line.file), "")
 
 
-def place_in_rule(derivative: Derivative, origin: Origin, *spots: Any) -> Any:
-    """Equal for what is at one place of a function that a rule of a library calls, as a solver
-    does: to the loss, all of it is one operation. `None` if it is in no such function."""
-    if not library_of(derivative.numbered, origin):
-        return None
-    for spot in spots:
-        if isinstance(spot, Spot) and _line_in_rule(spot).file:
-            return _calls_in_rule(spot)
-    return None
+def names_of_calls(numbered: NumberedLoss, origin: Origin) -> set[str]:
+    """The functions of JAX that the operation is in, such as `softmax`."""
+    around = (origin, *(numbered.origins[i] for i in origin.enclosing))
+    names = {str(o.eqn.params.get("name", "")) for o in around}
+    names |= {name for o in around for name in called_functions(o.eqn)}
+    return {re.sub(r"^_+", "", name) for name in names}
 
 
-def _calls_in_rule(spot: Spot) -> tuple[Any, ...]:
-    """Those of the user's, as in `_line_in_rule`: of the equation, and of the jitted functions
-    around it, up to the next loop. A jitted function has the lines of its first call only."""
-    eqn, node = spot.eqn, spot.frame.node
-    found = [rule_line(eqn)]
-    while node.parent is not None:
-        eqn, node = node.parent.eqns[node.position], node.parent
-        if isinstance(structure(eqn), Scan | While):
-            break
-        found.append(rule_line(eqn))
-    return tuple((line.calls, line.span) for line in found if line.file)
+def first_of_rule(place: Place) -> str:
+    """The first operation at the line of a rule: others belong to its derivative."""
+    line = rule_line(place.eqn)
+    same = (e for e in place.program.eqns if rule_line(e) == line and rule_line(e).span == line.span)
+    return next(same, place.eqn).primitive.name
+
+
+def differentiated(numbered: NumberedLoss, origin: Origin) -> str:
+    """The operation whose derivative, which the loss takes itself, an operation is a part of."""
+    if "jvp(" not in str(origin.eqn.source_info.name_stack):
+        return ""
+    same = (
+        o.primitive
+        for o in numbered.origins
+        if o.source == origin.source
+        and o.source.span == origin.source.span
+        and o.enclosing == origin.enclosing
+    )
+    name = next(same, "")
+    return "" if name == origin.primitive else name

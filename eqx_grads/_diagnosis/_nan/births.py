@@ -1,0 +1,558 @@
+"""One evaluation of a derivative, in which each NaN is healed where it is born.
+
+So every birth is found by itself, and nothing is traced back. A value carries the births of its
+NaNs and of its infinities; a cotangent also why its elements are zero. What is carried to the
+loss or to a gradient is a cause; the rest does no harm.
+"""
+
+import dataclasses
+import functools as ft
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from ..._jaxprs.evaluate import bind
+from ..._jaxprs.interpret import Domain, interpret_equation
+from ..._jaxprs.primitives import linear_operands, MULTILINEAR
+from ..._jaxprs.structure import (
+    Call,
+    CallWithRule,
+    Checkpoint,
+    Cond,
+    equations,
+    Scan,
+    structure,
+    While,
+)
+from ..carried import AbstractCarrier, enter, on_host, Place, walk
+from ..origins import Origin
+from .derivative import Derivative
+
+
+# Why a cotangent is zero. Of several reasons, the first is given.
+NOT_SELECTED, FACTOR, VALUE, CANCELS, HEALED = range(5)
+
+# A loop of more operations than these runs compiled first, to see whether something is born.
+_MOST_IN_DETAIL = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Zero:
+    """Where a cotangent became zero, and why."""
+
+    why: int
+    place: Place | None
+
+
+class Value(NamedTuple):
+    """An array without NaNs, and what is carried beside it.
+
+    - `nan`: which elements are NaN in truth, and `nans`: of which births. `None`: no element.
+    - `infs`: the births of its infinities.
+    - `zero`: for each element of a cotangent the number of the `Zero` that it is, or 0. Or a
+        function that computes these.
+    - `is_ct`, `is_active`: whether it depends on the seed, and on the model.
+    """
+
+    x: Any
+    nan: Any = None
+    nans: frozenset[int] = frozenset()
+    infs: frozenset[int] = frozenset()
+    zero: Any = None
+    is_ct: bool = False
+    is_active: bool = False
+
+    @property
+    def truth(self) -> Any:
+        return self.x if self.nan is None else _with_nan(self.x, self.nan)
+
+    @property
+    def zeros(self) -> Any:
+        zero = self.zero() if callable(self.zero) else self.zero
+        return np.zeros(np.shape(self.x), np.int32) if zero is None else zero
+
+
+@dataclasses.dataclass
+class Birth:
+    """Where elements become NaN, infinite, or larger than a threshold.
+
+    - `xs`: the operands. `output`: which output. `bad`: which of its elements.
+    - `of`: the births that it is to be blamed on.
+    - `zero`: the number of the `Zero` that the cotangent is which is multiplied there, or 0.
+    - `is_meant`: an infinity of the data or of a constant, such as a mask of `-inf`.
+    - `number`: of an input of the loss.
+    - `cotangents`: which operands are cotangents.
+    """
+
+    place: Place | None
+    xs: Sequence[Any]
+    output: int
+    bad: Any
+    is_nan: bool
+    of: frozenset[int] = frozenset()
+    is_ct: bool = False
+    is_large: bool = False
+    zero: int = 0
+    is_meant: bool = False
+    number: int | None = None
+    cotangents: Sequence[bool] = ()
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether it is an input of the loss, or a constant."""
+        return not self.cotangents
+
+    @property
+    def floats(self) -> list[Any]:
+        return [np.asarray(x) for x in self.xs if is_inexact(x)]
+
+
+class Stopped(Exception):
+    """The evaluation ends here: the time is over, or a check in the program raised an error."""
+
+
+def is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def is_nonfinite(x: Any) -> bool:
+    return is_inexact(x) and not np.isfinite(np.asarray(x)).all()
+
+
+def _with_nan(x, nan):
+    return np.where(nan, np.asarray(np.nan, jnp.result_type(x)), np.asarray(x))
+
+
+def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset().union(*sets)
+
+
+# What depends on the seed (1), and on the model (2). A comparison has no derivative.
+def _apply_flags(eqn, flags, _):
+    together = ft.reduce(int.__or__, flags, 0)
+    return [together if is_inexact(v.aval) else 0 for v in eqn.outvars]
+
+
+_FLAGS = Domain[int](constant=lambda x: 0, join=int.__or__, apply=_apply_flags)
+
+
+class Births(AbstractCarrier[Value]):
+    """The births in a derivative, in the order in which they happen, and the zeros."""
+
+    def __init__(self, derivative: Derivative, threshold: float | None, deadline: float):
+        self.derivative, self.threshold, self.deadline = derivative, threshold, deadline
+        self.births: list[Birth] = []
+        self.zeros: list[Zero | None] = [None]
+        self._seen: list[tuple[Place, Sequence[Any]]] = []
+        self._numbers: dict[Any, int] = {}
+        self._of_constants: dict[int, Value] = {}
+        self._compiled: dict[int, Any] = {}
+
+    def run(self) -> list[Value] | None:
+        """The outputs of the derivative; `None` if it was stopped."""
+        derivative = self.derivative
+        n_seeds, n = derivative.n_seeds, len(derivative.values)
+        n_leaves = len(derivative.numbered.traced.leaves)
+        values = [
+            self._outside(x, i, is_ct=i >= n - n_seeds, is_active=i < n_leaves)
+            for i, x in enumerate(derivative.values)
+        ]
+        try:
+            return walk(derivative.program, values, self)
+        except Stopped:
+            return None
+
+    def operands_of(self, origin: Origin | None, *places: Place | None) -> Sequence[Any] | None:
+        """The operands of an operation of the loss, in the step in which a birth is."""
+        derivative = self.derivative
+        steps = {derivative.steps_of(place) for place in places if place is not None}
+        for place, xs in self._seen if origin is not None else ():
+            if place.eqn.primitive.name == origin.eqn.primitive.name:
+                if derivative.origin(place) is origin and derivative.steps_of(place) in steps:
+                    return xs
+        return None
+
+    def value(self, outs: Sequence[Value] | None) -> float:
+        return float("nan") if outs is None else float(outs[0].truth)
+
+    # ------------------------------------------------------------ what a carrier does
+
+    def constant(self, x):
+        return self._outside(x, None)
+
+    def array(self, value):
+        return value.truth
+
+    def map(self, fn, values):
+        first = values[0]
+        nan, zero = None, None
+        if any(v.nan is not None for v in values):
+            nan = fn(*(np.zeros(np.shape(v.x), bool) if v.nan is None else v.nan for v in values))
+        if any(v.zero is not None for v in values):
+            zero = lambda: fn(*(v.zeros for v in values))
+            zero = zero if any(callable(v.zero) for v in values) else zero()
+        x = fn(*(v.x for v in values))
+        nan = nan if nan is not None and nan.any() else None
+        return first._replace(
+            x=x,
+            nan=nan,
+            nans=_union(v.nans for v in values) if nan is not None else frozenset(),
+            infs=_infs_of(x, values),
+            zero=zero,
+            is_ct=any(v.is_ct for v in values),
+            is_active=any(v.is_active for v in values),
+        )
+
+    def decide(self, place, by, outs):
+        return outs
+
+    def visit(self, place, values):
+        if time.monotonic() > self.deadline:
+            raise Stopped
+        known = structure(place.eqn)
+        if isinstance(known, Scan | While):
+            return self._loop(place, known, values)
+        if isinstance(known, Call | CallWithRule | Checkpoint):
+            return None
+        if isinstance(known, Cond) and not known.by_platform:
+            return None
+        return self._equation(place, values)
+
+    # ------------------------------------------------------------ loops
+
+    def _loop(self, place, known, values):
+        """A carry of zeros may be a cotangent from the first step on."""
+        flags = interpret_equation(place.eqn, [v.is_ct | 2 * v.is_active for v in values], _FLAGS)
+        n = known.n_before_carry
+        flagged = [
+            _flagged(v, flag) if is_inexact(v.x) else v
+            for v, flag in zip(values[n : n + known.n_carry], flags.outs, strict=False)
+        ]
+        values = [*values[:n], *flagged, *values[n + known.n_carry :]]
+        if not self._is_long(place.eqn, known) or any(v.nan is not None for v in values):
+            return enter(place, values, self)
+        outs = self._bind(place.eqn, [v.x for v in values])
+        if any(is_nonfinite(x) for x in outs):
+            return enter(place, values, self)
+        zeros = _Later(lambda: self._zeros_of_loop(place, values))
+        return [
+            _flagged(Value(x, zero=zeros.of(k) if flag & 1 else None), flag)
+            for k, (x, flag) in enumerate(zip(outs, flags.outs, strict=True))
+        ]
+
+    def _is_long(self, eqn, known) -> bool:
+        n = sum(1 for program in known.programs for _ in equations(program))
+        is_scan = isinstance(known, Scan)
+        return self.threshold is None and n * (known.length if is_scan else 100) > _MOST_IN_DETAIL
+
+    def _zeros_of_loop(self, place, values) -> list[Any]:
+        """Of a loop that ran compiled, if they are asked for."""
+        n_births = len(self.births)
+        outs = enter(place, values, self)
+        del self.births[n_births:]
+        return [v.zeros for v in outs]
+
+    def skip(self, place, step, consts, carry, xs):
+        known = structure(place.eqn)
+        values = [*consts, *carry, *xs]
+        if any(v.is_ct for v in values) or not self._is_long(place.eqn, known):
+            return carry, []
+        if any(v.nan is not None or is_nonfinite(v.x) for v in values):
+            return carry, []
+        if id(place.eqn) not in self._compiled:
+            self._compiled[id(place.eqn)] = _until_not_finite(known)
+        new, ys, end = self._compiled[id(place.eqn)](
+            step, [v.x for v in consts], [v.x for v in carry], [v.x for v in xs]
+        )
+        n = int(end) - step
+        if not n:
+            return carry, []
+        active = any(v.is_active for v in values)
+        kept = [v._replace(x=x) for v, x in zip(carry, new, strict=True)]
+        at = lambda y, k: Value(on_host(y)[k], is_active=active)
+        return kept, [[at(y, step + k) for y in ys] for k in range(n)]
+
+    # ------------------------------------------------------------ operations
+
+    def _equation(self, place, values):
+        eqn, healed = place.eqn, [v.x for v in values]
+        outs = self._bind(eqn, healed)
+        tainted = [v for v in values if v.nan is not None]
+        truth = self._bind(eqn, [v.truth for v in values]) if tainted else outs
+        factors = [v for v in tainted if not v.is_ct]
+        is_ct = any(v.is_ct for v in values)
+        if not is_ct:
+            self._seen.append((place, [v.truth for v in values]))
+        by_factor = truth
+        if factors and is_ct and len(factors) < len(tainted):
+            by_factor = self._bind(eqn, [v.x if v.is_ct else v.truth for v in values])
+        sources = [v for v in values if is_nonfinite(v.x)]
+        for v in (*tainted, *sources):
+            for j in v.nans | v.infs:
+                birth = self.births[j]
+                if birth.place is None and birth.number is None:
+                    birth.place = place  # of a constant, where it is used first
+        made = []
+        for k, (x, true) in enumerate(zip(outs, truth, strict=True)):
+            if not is_inexact(x):
+                made.append(Value(true))
+                continue
+            a = np.asarray(x)
+            nan, inf = np.isnan(a), np.isinf(a)
+            new_nan, of = nan, _union(v.infs for v in sources)
+            if factors and is_ct:  # a NaN meets a cotangent
+                new_nan = nan | np.isnan(np.asarray(by_factor[k]))
+                of = of | _union(v.nans for v in factors)
+            nans, infs = frozenset(), frozenset()
+            taint = np.isnan(np.asarray(true)) | new_nan if tainted else new_nan
+            if tainted and taint.any():
+                nans = _union(v.nans for v in tainted if is_ct <= v.is_ct)
+            zero = None
+            if is_ct:
+                zero = self._zeros(place, values, k, a)
+            if new_nan.any():
+                born, labels = self._nan_born(place, values, k, new_nan, of, is_ct)
+                nans |= born
+                if is_ct:
+                    zero = np.where(new_nan, labels, zero)
+            if inf.any():
+                infs = _union(v.infs for v in sources)
+                new = inf
+                if sources:
+                    calm = [_calm(v.x) for v in values]
+                    new = inf & np.isinf(np.asarray(self._bind(eqn, calm)[k]))
+                if new.any():
+                    infs |= {self._born(place, values, k, new, is_ct=is_ct)}
+            large = np.zeros_like(nan)
+            if is_ct and self.threshold is not None:
+                with np.errstate(invalid="ignore"):
+                    large = (np.abs(a) > self.threshold) & ~inf & ~nan
+            if large.any():
+                nans |= {self._born(place, values, k, large, is_ct=True, is_large=True)}
+                taint = taint | large
+            bad = nan | large
+            x = np.where(bad, np.asarray(0 if is_ct else 1, a.dtype), a) if bad.any() else x
+            made.append(
+                Value(
+                    x,
+                    taint if taint.any() else None,
+                    nans,
+                    infs,
+                    zero,
+                    is_ct,
+                    any(v.is_active for v in values),
+                )
+            )
+        return made
+
+    def _nan_born(self, place, values, k, new, of, is_ct) -> tuple[frozenset[int], Any]:
+        """The births of NaNs, one for each reason why a cotangent is zero there, and for each
+        element the number of the reason."""
+        labels = np.zeros(new.shape, np.int32)
+        if is_ct:
+            labels = self._zeros_met(place, values, k, new)
+        born = [
+            self._born(
+                place,
+                values,
+                k,
+                new & (labels == label),
+                is_nan=True,
+                of=of,
+                is_ct=is_ct,
+                zero=int(label),
+            )
+            for label in np.unique(labels[new])
+        ]
+        if is_ct:
+            labels = np.where(new & (labels == 0), self._zero(HEALED, None), labels)
+        return frozenset(born), labels
+
+    def _bind(self, eqn, xs):
+        try:
+            with np.errstate(all="ignore"):
+                return bind(eqn, xs)
+        except RuntimeError as error:  # of a check in the program, such as `eqx.error_if`
+            raise Stopped from error
+
+    def _born(self, place, values, k, bad, is_nan=False, **kwargs) -> int:
+        xs, cotangents = [v.x for v in values], [v.is_ct for v in values]
+        return self._add(Birth(place, xs, k, bad, is_nan, cotangents=cotangents, **kwargs))
+
+    def _add(self, birth: Birth) -> int:
+        self.births.append(birth)
+        return len(self.births) - 1
+
+    def _outside(self, x, number, is_ct=False, is_active=False) -> Value:
+        """A value of the data or a constant. Infinities of these are meant."""
+        x = jnp.asarray(x) if isinstance(x, int | float | complex) else x
+        if not is_inexact(x):
+            return Value(x)
+        value = Value(x, is_ct=is_ct, is_active=is_active)
+        if not is_nonfinite(x):
+            return value
+        if number is None and id(x) in self._of_constants:
+            return self._of_constants[id(x)]
+        a, key = np.asarray(x), id(x)
+        for bad, is_nan in ((np.isnan(a), True), (np.isinf(a), False)):
+            if bad.any():
+                birth = Birth(None, [a], 0, bad, is_nan, number=number, is_meant=not is_nan)
+                born = frozenset([self._add(birth)])
+                if is_nan:
+                    x = np.where(bad, np.ones_like(a), a)
+                    value = value._replace(x=x, nan=bad, nans=born)
+                else:
+                    value = value._replace(infs=born)
+        if number is None:
+            self._of_constants[key] = value
+        return value
+
+    # ------------------------------------------------------------ why a cotangent is zero
+
+    def _zero(self, why: int, place: Place | None) -> int:
+        around = place.outward() if place is not None else ()
+        key = (why, *((id(p.eqn), p.step) for p in around))
+        if key not in self._numbers:
+            self._numbers[key] = len(self.zeros)
+            self.zeros.append(Zero(why, place))
+        return self._numbers[key]
+
+    def _zeros(self, place, values, k, a):
+        """For each element of a cotangent that is zero the number of its `Zero`: by running the
+        same linear operation on indicators."""
+        if np.all(a != 0):
+            return np.zeros(a.shape, np.int32)
+        eqn = place.eqn
+        reached = lambda of: _reached(eqn, values, k, of, self._bind)
+        here = reached(lambda v: np.ones(np.shape(v.x), bool))
+        is_zero = np.zeros(a.shape, np.int32)
+        if not here.all():
+            is_zero[...] = self._zero(self._why_not_reached(place, values), place)
+        alive = here & reached(lambda v: np.asarray(v.x) != 0)
+        if (alive & (a == 0)).any():
+            is_zero[alive] = self._zero(CANCELS, place)
+        rest = here & ~alive & (a == 0)
+        if rest.any():
+            self._by_label(values, rest, is_zero, reached)
+            unknown = rest & (is_zero == 0)
+            if unknown.any():  # a zero that the derivative begins with
+                is_zero[unknown] = self._zero(NOT_SELECTED, place)
+        return np.where(a == 0, is_zero, 0)
+
+    def _by_label(self, values, where, into, reached):
+        """Write, for each of some elements, the number of the zero that reaches it."""
+        labels = {int(i) for v in values if v.is_ct for i in np.unique(v.zeros)} - {0}
+        for label in sorted(labels, key=lambda i: -self.zeros[i].why):
+            into[where & reached(lambda v, i=label: v.zeros == i)] = label
+
+    def _zeros_met(self, place, values, k, new):
+        """For each new NaN the number of the zero that met an infinity or a NaN there."""
+        labels = np.zeros(new.shape, np.int32)
+        reached = lambda of: _reached(place.eqn, values, k, of, self._bind, bad_factors=True)
+        self._by_label(values, new, labels, reached)
+        return labels
+
+    def _why_not_reached(self, place, values) -> int:
+        """A factor is zero, or the elements are not used."""
+        if place.eqn.primitive.name not in MULTILINEAR:
+            return NOT_SELECTED
+        if any(v.is_active for v in values if not v.is_ct):
+            return VALUE
+        origin = self.derivative.origin(place)
+        is_users = origin is None or origin.primitive in MULTILINEAR
+        return FACTOR if is_users else NOT_SELECTED
+
+
+def _infs_of(x, values: Sequence[Value]) -> frozenset[int]:
+    infs = _union(v.infs for v in values)
+    return infs if infs and np.isinf(np.asarray(x)).any() else frozenset()
+
+
+def _flagged(v: Value, flag: int) -> Value:
+    if not is_inexact(v.x):
+        return v
+    return v._replace(is_ct=v.is_ct or bool(flag & 1), is_active=v.is_active or bool(flag & 2))
+
+
+def _calm(x):
+    """An operand with ones where it is infinite."""
+    return np.where(np.isfinite(x), x, np.ones_like(x)) if is_nonfinite(x) else x
+
+
+def _reached(eqn, values, k, of, bind, bad_factors=False):
+    """Which elements of an output are reached by elements of the cotangents: the operation is
+    run on ones for these, and on the sizes of the factors.
+
+    - `of`: which elements of a cotangent.
+    - `bad_factors`: by factors that are not finite, if the operation is a product.
+    """
+    product = eqn.primitive.name in MULTILINEAR
+    linear = linear_operands(eqn)
+
+    def factor(i, v):
+        if product and bad_factors:
+            is_bad = ~np.isfinite(np.asarray(v.truth))
+            return is_bad if is_bad.any() else np.ones_like(is_bad)
+        if product or (linear is not None and i not in linear):
+            size = np.abs(np.asarray(v.truth))
+            return np.where(np.isfinite(size), size, np.ones_like(size))
+        return np.zeros(np.shape(v.x))
+
+    xs = [
+        v.x if not is_inexact(v.x) else np.asarray(of(v) if v.is_ct else factor(i, v), v.x.dtype)
+        for i, v in enumerate(values)
+    ]
+    try:
+        return np.asarray(bind(eqn, xs)[k]) != 0
+    except (TypeError, ValueError, Stopped):
+        return np.ones(eqn.outvars[k].aval.shape, bool)
+
+
+@dataclasses.dataclass
+class _Later:
+    """Outputs that are computed when one of them is asked for."""
+
+    compute: Callable[[], Sequence[Any]]
+    outs: Sequence[Any] | None = None
+
+    def of(self, k: int) -> Callable[[], Any]:
+        def one():
+            if self.outs is None:
+                self.outs = self.compute()
+            return self.outs[k]
+
+        return one
+
+
+def _until_not_finite(loop: Scan):
+    """A compiled function that runs the steps of a scan from one on, up to the first step of
+    which an output is not finite. It returns the carry, the outputs of all steps, and the
+    number of the step."""
+    (program,) = loop.programs
+    types = program.out_avals[loop.n_carry :]
+
+    def run(start, consts, carry, xs):
+        def body(state):
+            step, carry, ys, _ = state
+            i = loop.length - 1 - step if loop.reverse else step
+            outs = jaxpr_as_fun(program)(*consts, *carry, *(x[i] for x in xs))
+            finite = [jnp.all(jnp.isfinite(x)) for x in outs if is_inexact(x)]
+            good = jnp.all(jnp.stack(finite)) if finite else jnp.bool_(True)
+            keep = lambda new, old: jnp.where(good, new, old)
+            new = [keep(n, o) for n, o in zip(outs, carry, strict=False)]
+            ys = [y.at[step].set(new) for y, new in zip(ys, outs[loop.n_carry :], strict=True)]
+            return step + good, new, ys, ~good
+
+        ys = [jnp.zeros((loop.length, *t.shape), t.dtype) for t in types]
+        is_on = lambda state: (state[0] < loop.length) & ~state[3]
+        step, carry, ys, _ = jax.lax.while_loop(
+            is_on, body, (jnp.int32(start), carry, ys, jnp.bool_(False))
+        )
+        return carry, ys, step
+
+    return jax.jit(run)

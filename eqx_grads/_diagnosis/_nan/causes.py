@@ -1,0 +1,109 @@
+"""What is to blame for a loss or a gradient that is not finite: births, and their kinds."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..._jaxprs.structure import CallWithRule, structure
+from .births import Birth, Births, FACTOR, HEALED, NOT_SELECTED, Value, Zero
+from .kinds import Kind, kind_of
+from .lines import line_in_rule
+
+
+@dataclasses.dataclass
+class Cause:
+    """`source` is to blame, and `birth` is where it is met. For a cotangent that is zero there,
+    `zero` says why. `n_steps`: in at least how many steps of the loops around it."""
+
+    birth: Birth
+    source: Birth
+    kind: Kind
+    zero: Zero | None = None
+    n_steps: int = 1
+
+
+def causes_of(births: Births, outs: Sequence[Value] | None) -> tuple[list[Cause], list[Birth]]:
+    """The causes, those of the loss first, and the births that do no harm.
+
+    - `outs`: the loss and the derivatives. `None` if the evaluation was stopped: each birth of
+        a NaN up to there is a cause.
+    """
+    every = births.births
+    if outs is None:
+        of_loss = {i for i, b in enumerate(every) if b.is_nan and not b.is_ct}
+        of_gradient = {i for i, b in enumerate(every) if b.is_ct}
+    else:
+        of_loss = outs[0].nans | outs[0].infs
+        of_gradient = {i for v in outs[1:] for i in v.nans | v.infs}
+    found: dict[Any, Cause] = {}
+    steps: dict[Any, set[Any]] = {}
+    numbers: set[Any] = set()
+    of_forward: set[Any] = set()
+    pairs = [(every[i], source) for i in sorted(of_loss) for source in _sources(births, i)]
+    pairs = [(source, source) for _, source in pairs]
+    n_of_loss = len(pairs)
+    pairs += [(every[i], source) for i in sorted(of_gradient) for source in _sources(births, i)]
+    for k, (birth, source) in enumerate(pairs):
+        number = _number(births, birth, source)
+        zero = births.zeros[birth.zero]
+        is_healed = zero is not None and zero.why == HEALED
+        if k >= n_of_loss and number in numbers and (is_healed or number in of_forward):
+            continue
+        kind = _kind(births, birth, source, zero)
+        key = number, kind
+        steps.setdefault(key, set()).add(births.derivative.steps_of(birth.place))
+        found.setdefault(key, Cause(birth, source, kind, zero))
+        numbers.add(number)
+        if k < n_of_loss:
+            of_forward.add(number)
+    for key, cause in found.items():
+        cause.n_steps = len(steps[key])
+    used = _with_sources(every, {*of_loss, *of_gradient})
+    harmless = [b for i, b in enumerate(every) if i not in used and not b.is_meant and b.place]
+    return list(found.values()), harmless
+
+
+def _sources(births: Births, i: int) -> list[Birth]:
+    """The births that one is to be blamed on: itself, if it is the first, or if all others are
+    infinities that are meant."""
+    birth = births.births[i]
+    found = [source for j in sorted(birth.of) for source in _sources(births, j)]
+    return [source for source in found if not source.is_meant] or [birth]
+
+
+def _with_sources(every: Sequence[Birth], found: Iterable[int]) -> set[int]:
+    used, new = set(), set(found)
+    while new:
+        used |= new
+        new = {j for i in new for j in every[i].of} - used
+    return used
+
+
+def _number(births: Births, birth: Birth, source: Birth) -> Any:
+    """Equal for what is one cause to the user: the number of an equation of the loss, or of an
+    input. Of the equations of a rule, which have one number, the line tells them apart."""
+    if source.number is not None and not birth.is_ct:
+        return "input", source.number
+    place = source.place or birth.place
+    origin = births.derivative.origin(place)
+    if origin is None:
+        return id(place)
+    inside = isinstance(structure(origin.eqn), CallWithRule) and line_in_rule(place)
+    return origin.number, inside and (inside.calls, inside.span)
+
+
+def _kind(births: Births, birth: Birth, source: Birth, zero: Zero | None) -> Kind:
+    if not birth.is_nan or not birth.is_ct or zero is None or zero.why == HEALED:
+        return kind_of(source)
+    if zero.why == NOT_SELECTED:
+        return Kind.DEAD_BRANCH
+    if zero.why == FACTOR:
+        return Kind.MASKED_PRODUCT
+    origin = births.derivative.origin
+    same = [p and (o := origin(p)) and o.number for p in (zero.place, source.place or birth.place)]
+    if same[0] is not None and same[0] == same[1]:
+        return kind_of(source)  # the operation makes both the zero and the infinity
+    is_quotient = source is birth and not any(np.isinf(x).any() for x in birth.floats)
+    return Kind.INDETERMINATE if is_quotient else Kind.ZERO_TIMES_INFINITY
