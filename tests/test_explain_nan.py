@@ -144,7 +144,7 @@ def explain_many_sines(n):
 
 @pytest.mark.slow
 def test_programs_of_many_equations():
-    explain_many_sines(2000)
+    explain_many_sines(300)
 
 
 @pytest.mark.slow

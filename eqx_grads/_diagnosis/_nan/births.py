@@ -428,21 +428,24 @@ class Births(AbstractCarrier[Value]):
         if np.all(a != 0):
             return np.zeros(a.shape, np.int32)
         eqn = place.eqn
-        reached = lambda of: _reached(eqn, values, k, of, self._bind)
-        here = reached(lambda v: np.ones(np.shape(v.x), bool))
-        is_zero = np.zeros(a.shape, np.int32)
-        if not here.all():
-            is_zero[...] = self._zero(self._why_not_reached(place, values), place)
-        alive = here & reached(lambda v: np.asarray(v.x) != 0)
-        if (alive & (a == 0)).any():
-            is_zero[alive] = self._zero(CANCELS, place)
-        rest = here & ~alive & (a == 0)
+        reached = lambda of, factors: _reached(eqn, values, k, of, self._bind, factors)
+        alive = lambda v: np.asarray(v.x) != 0
+        used = reached(lambda v: np.ones(np.shape(v.x), bool), _ONES)
+        met = reached(alive, _ONES)
+        multiplied = reached(alive, _SIZES)
+        numbers = np.zeros(a.shape, np.int32)
+        rest = used & ~met & (a == 0)  # only zeros come here
         if rest.any():
-            self._by_label(values, rest, is_zero, reached)
-            unknown = rest & (is_zero == 0)
-            if unknown.any():  # a zero that the derivative begins with
-                is_zero[unknown] = self._zero(NOT_SELECTED, place)
-        return np.where(a == 0, is_zero, 0)
+            self._by_label(values, rest, numbers, lambda of: reached(of, _ONES))
+        reasons = (
+            (~used | (rest & (numbers == 0)), NOT_SELECTED),
+            (met & ~multiplied, self._why_of_factor(place, values)),
+            (multiplied, CANCELS),
+        )
+        for where, why in reasons:
+            if (where & (a == 0)).any():
+                numbers[where] = self._zero(why, place)
+        return np.where(a == 0, numbers, 0)
 
     def _by_label(self, values, where, into, reached):
         """Write, for each of some elements, the number of the zero that reaches it."""
@@ -453,14 +456,13 @@ class Births(AbstractCarrier[Value]):
     def _zeros_met(self, place, values, k, new):
         """For each new NaN the number of the zero that met an infinity or a NaN there."""
         labels = np.zeros(new.shape, np.int32)
-        reached = lambda of: _reached(place.eqn, values, k, of, self._bind, bad_factors=True)
+        reached = lambda of: _reached(place.eqn, values, k, of, self._bind, _BAD)
         self._by_label(values, new, labels, reached)
         return labels
 
-    def _why_not_reached(self, place, values) -> int:
-        """A factor is zero, or the elements are not used."""
-        if place.eqn.primitive.name not in MULTILINEAR:
-            return NOT_SELECTED
+    def _why_of_factor(self, place, values) -> int:
+        """A factor is zero: it depends on the model, or the user multiplies by a mask, or it is
+        how JAX selects an element."""
         if any(v.is_active for v in values if not v.is_ct):
             return VALUE
         origin = self.derivative.origin(place)
@@ -484,24 +486,30 @@ def _calm(x):
     return np.where(np.isfinite(x), x, np.ones_like(x)) if is_nonfinite(x) else x
 
 
-def _reached(eqn, values, k, of, bind, bad_factors=False):
+# The factors of cotangents, if it is asked what the cotangents reach: ones, their sizes, or ones
+# where they are not finite.
+_ONES, _SIZES, _BAD = range(3)
+
+
+def _reached(eqn, values, k, of, bind, factors):
     """Which elements of an output are reached by elements of the cotangents: the operation is
-    run on ones for these, and on the sizes of the factors.
+    run on ones for these.
 
     - `of`: which elements of a cotangent.
-    - `bad_factors`: by factors that are not finite, if the operation is a product.
     """
-    product = eqn.primitive.name in MULTILINEAR
+    is_product = eqn.primitive.name in MULTILINEAR
     linear = linear_operands(eqn)
 
     def factor(i, v):
-        if product and bad_factors:
-            is_bad = ~np.isfinite(np.asarray(v.truth))
-            return is_bad if is_bad.any() else np.ones_like(is_bad)
-        if product or (linear is not None and i not in linear):
-            size = np.abs(np.asarray(v.truth))
-            return np.where(np.isfinite(size), size, np.ones_like(size))
-        return np.zeros(np.shape(v.x))
+        if not is_product and (linear is None or i in linear):
+            return np.zeros(np.shape(v.x))  # a term
+        size = np.abs(np.asarray(v.truth))
+        is_finite = np.isfinite(size)
+        if is_product and factors == _BAD and not is_finite.all():
+            return ~is_finite
+        if is_product and factors != _SIZES:
+            return np.ones(np.shape(v.x))
+        return np.where(is_finite, size, np.ones_like(size))
 
     xs = [
         v.x if not is_inexact(v.x) else np.asarray(of(v) if v.is_ct else factor(i, v), v.x.dtype)

@@ -34,9 +34,17 @@ def kind_of(birth: Birth) -> Kind:
         return _of_infinities(birth)
     near = np.stack([_again(birth, lambda x, s=s: _moved(x, s)) for s in (1, -1)])
     if np.isfinite(near).any():
-        of_numbers = all(np.shape(x) in ((), birth.bad.shape) for x in birth.xs)
+        of_numbers = _is_of_numbers(birth)
         return Kind.INDETERMINATE if birth.is_nan and of_numbers else Kind.SINGULARITY
     return Kind.DOMAIN if birth.is_nan else Kind.OVERFLOW
+
+
+def _is_of_numbers(birth: Birth) -> bool:
+    """Whether an element of the output is computed from one of each operand."""
+    try:
+        return np.broadcast_shapes(*map(np.shape, birth.xs)) == birth.bad.shape
+    except ValueError:
+        return False
 
 
 def _of_infinities(birth: Birth) -> Kind:
