@@ -298,17 +298,22 @@ class Births(AbstractCarrier[Value]):
                 if birth.place is None and birth.number is None:
                     birth.place = place  # of a constant, where it is used first
         made = []
+        # What a NaN decided, such as `x == max(x)`, is a decision until it meets the model.
+        decided = frozenset()
+        if not is_ct and not any(v.is_active and v.nan is None for v in values):
+            decided = _union(v.nans for v in values)
         for k, (x, true) in enumerate(zip(outs, truth, strict=True)):
             if not is_inexact(x):
-                made.append(Value(true))
+                made.append(Value(true, nans=decided))
                 continue
             a = np.asarray(x)
             nan, inf = np.isnan(a), np.isinf(a)
             new_nan, of = nan, _union(v.infs for v in sources)
+            of |= _union(v.nans for v in values if v.nan is None)
             if factors and is_ct:  # a NaN meets a cotangent
                 new_nan = nan | np.isnan(np.asarray(by_factor[k]))
                 of = of | _union(v.nans for v in factors)
-            nans, infs = frozenset(), frozenset()
+            nans, infs = decided, frozenset()
             taint = np.isnan(np.asarray(true)) | new_nan if tainted else new_nan
             if tainted and taint.any():
                 nans = _union(v.nans for v in tainted if is_ct <= v.is_ct)
@@ -321,8 +326,11 @@ class Births(AbstractCarrier[Value]):
                 if is_ct:
                     zero = np.where(new_nan, labels, zero)
             if inf.any():
-                infs = _union(v.infs for v in sources)
-                new = inf
+                infs, new = _union(v.infs for v in sources), inf
+                by = _union(v.infs for v in sources if not v.is_ct)
+                if is_ct and by:  # an infinity meets a cotangent
+                    infs = _union(v.infs for v in sources if v.is_ct)
+                    infs |= {self._born(place, values, k, inf, of=by, is_ct=True)}
                 if sources:
                     calm = [_calm(v.x) for v in values]
                     new = inf & np.isinf(np.asarray(self._bind(eqn, calm)[k]))
@@ -450,7 +458,7 @@ class Births(AbstractCarrier[Value]):
     def _by_label(self, values, where, into, reached):
         """Write, for each of some elements, the number of the zero that reaches it."""
         labels = {int(i) for v in values if v.is_ct for i in np.unique(v.zeros)} - {0}
-        for label in sorted(labels, key=lambda i: -self.zeros[i].why):
+        for label in sorted(labels, key=lambda i: (-self.zeros[i].why, -i)):
             into[where & reached(lambda v, i=label: v.zeros == i)] = label
 
     def _zeros_met(self, place, values, k, new):

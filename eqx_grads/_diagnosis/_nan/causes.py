@@ -15,13 +15,23 @@ from .lines import line_in_rule
 @dataclasses.dataclass
 class Cause:
     """`source` is to blame, and `birth` is where it is met. For a cotangent that is zero there,
-    `zero` says why. `n_steps`: in at least how many steps of the loops around it."""
+    `zero` says why. `n_steps`: in at least how many steps of the loops around it. `is_value`:
+    it makes the loss not finite."""
 
     birth: Birth
     source: Birth
     kind: Kind
     zero: Zero | None = None
     n_steps: int = 1
+    is_value: bool = False
+
+    @property
+    def bad(self) -> Any:
+        """Which elements are bad because of `source`, where it is met if that can be told."""
+        if self.birth.bad.shape == self.source.bad.shape:
+            both = self.birth.bad & self.source.bad
+            return both if both.any() else self.birth.bad
+        return self.source.bad
 
 
 def causes_of(births: Births, outs: Sequence[Value] | None) -> tuple[list[Cause], list[Birth]]:
@@ -36,28 +46,28 @@ def causes_of(births: Births, outs: Sequence[Value] | None) -> tuple[list[Cause]
         of_gradient = {i for i, b in enumerate(every) if b.is_ct}
     else:
         of_loss = outs[0].nans | outs[0].infs
-        of_gradient = {i for v in outs[1:] for i in v.nans | v.infs}
+        of_loss = {i for i in of_loss if outs[0].nan is not None or not every[i].is_nan}
+        of_gradient = {
+            i for v in outs[1:] for i in (v.nans if v.nan is not None else frozenset()) | v.infs
+        }
+    of_value = {id(source): source for i in sorted(of_loss) for source in _sources(births, i)}
+    pairs = [(source, source) for source in of_value.values()]
+    for i in sorted(of_gradient):
+        sources = [s for s in _sources(births, i) if id(s) not in of_value]
+        pairs += [(every[i], source) for source in sources]
     found: dict[Any, Cause] = {}
     steps: dict[Any, set[Any]] = {}
     numbers: set[Any] = set()
-    of_forward: set[Any] = set()
-    pairs = [(every[i], source) for i in sorted(of_loss) for source in _sources(births, i)]
-    pairs = [(source, source) for _, source in pairs]
-    n_of_loss = len(pairs)
-    pairs += [(every[i], source) for i in sorted(of_gradient) for source in _sources(births, i)]
-    for k, (birth, source) in enumerate(pairs):
-        number = _number(births, birth, source)
+    for birth, source in pairs:
+        number, is_value = _number(births, birth, source), id(source) in of_value
         zero = births.zeros[birth.zero]
-        is_healed = zero is not None and zero.why == HEALED
-        if k >= n_of_loss and number in numbers and (is_healed or number in of_forward):
+        if zero is not None and zero.why == HEALED and number in numbers:
             continue
         kind = _kind(births, birth, source, zero)
         key = number, kind
         steps.setdefault(key, set()).add(births.derivative.steps_of(birth.place))
-        found.setdefault(key, Cause(birth, source, kind, zero))
+        found.setdefault(key, Cause(birth, source, kind, zero, is_value=is_value))
         numbers.add(number)
-        if k < n_of_loss:
-            of_forward.add(number)
     for key, cause in found.items():
         cause.n_steps = len(steps[key])
     used = _with_sources(every, {*of_loss, *of_gradient})
@@ -70,7 +80,12 @@ def _sources(births: Births, i: int) -> list[Birth]:
     infinities that are meant."""
     birth = births.births[i]
     found = [source for j in sorted(birth.of) for source in _sources(births, j)]
-    return [source for source in found if not source.is_meant] or [birth]
+    found = [source for source in found if not source.is_meant]
+    if found and birth.is_nan and not birth.is_ct and kind_of(birth) == Kind.DIFFERENCE:
+        # Each of two logarithms of zero may be meant, as that of a probability.
+        if all(kind_of(source) == Kind.SINGULARITY for source in found):
+            return [birth]
+    return found or [birth]
 
 
 def _with_sources(every: Sequence[Birth], found: Iterable[int]) -> set[int]:
@@ -84,14 +99,15 @@ def _with_sources(every: Sequence[Birth], found: Iterable[int]) -> set[int]:
 def _number(births: Births, birth: Birth, source: Birth) -> Any:
     """Equal for what is one cause to the user: the number of an equation of the loss, or of an
     input. Of the equations of a rule, which have one number, the line tells them apart."""
-    if source.number is not None and not birth.is_ct:
-        return "input", source.number
+    outside = (source.number, id(source)) if source.is_outside else None
+    if source is birth and outside:
+        return outside
     place = source.place or birth.place
     origin = births.derivative.origin(place)
     if origin is None:
         return id(place)
     inside = isinstance(structure(origin.eqn), CallWithRule) and line_in_rule(place)
-    return origin.number, inside and (inside.calls, inside.span)
+    return outside, origin.number, inside and (inside.calls, inside.span)
 
 
 def _kind(births: Births, birth: Birth, source: Birth, zero: Zero | None) -> Kind:

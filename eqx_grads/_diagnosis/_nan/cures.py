@@ -140,9 +140,11 @@ _AT_A_CORNER = (
     "`eqg.safe.where(ok, f, x, other)`, with `{op}` in `f`. If what is computed from it is "
     "smooth there, as `norm(x)**2` is, compute it without: `jnp.sum(x**2)`."
 )
-_HOST = (
-    "The host function, or a finite difference of it, is not finite there. Keep its arguments "
-    "in its domain, give a smaller `step`, or write a rule for it."
+_HOST_VALUE = "The host function returns this. Keep its arguments in its domain."
+_HOST_DERIVATIVE = (
+    "The derivative of the host function is not finite there. Finite differences evaluate it "
+    "within a `step` of its argument, and may leave its domain: give a smaller `step`, with "
+    "code that computes in float64, or a rule (`eqg.elementwise`, `def_bwd`, `def_jvp`)."
 )
 
 
@@ -175,7 +177,7 @@ def cure_of(
     if corner:
         return _AT_A_CORNER.format(op=corner)
     if op == "pure_callback" or op == "host_call":
-        text = _HOST
+        text = _HOST_VALUE if is_value else _HOST_DERIVATIVE
     elif is_rule:
         text = _OF_RULES.get(kind, "")
     elif kind == Kind.DEAD_BRANCH:

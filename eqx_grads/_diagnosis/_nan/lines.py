@@ -38,11 +38,13 @@ def rule_of(*places: Place | None) -> str:
     return next((str(line) for line in lines if line.file), "")
 
 
-def names_of_calls(numbered: NumberedLoss, origin: Origin) -> set[str]:
-    """The functions of JAX that the operation is in, such as `softmax`."""
-    around = (origin, *(numbered.origins[i] for i in origin.enclosing))
-    names = {str(o.eqn.params.get("name", "")) for o in around}
-    names |= {name for o in around for name in called_functions(o.eqn)}
+def names_of_calls(numbered: NumberedLoss, origin: Origin, *places: Place | None) -> set[str]:
+    """The functions of JAX that an operation is in, such as `softmax`."""
+    eqns = [origin.eqn, *(numbered.origins[i].eqn for i in origin.enclosing)]
+    if line_in_rule(places[0]).file:
+        eqns += [p.eqn for place in places if place is not None for p in place.outward()]
+    names = {str(eqn.params.get("name", "")) for eqn in eqns}
+    names |= {name for eqn in eqns for name in called_functions(eqn)}
     return {re.sub(r"^_+", "", name) for name in names}
 
 

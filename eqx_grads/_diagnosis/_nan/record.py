@@ -23,6 +23,9 @@ from .lines import (
 from .report import NonFinite
 
 
+_IN_A_LIBRARY = " The operation is in a library: change what you pass to it."
+
+
 def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     """- `helps`: the call of `zero_safe` that was tried and makes the gradient finite."""
     derivative, numbered = births.derivative, births.derivative.numbered
@@ -39,11 +42,13 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     if is_inside and source.place is not None:
         primitive = first_of_rule(source.place)
     rule = "" if is_inside else rule_of(*places)
-    shown = birth if birth.bad.shape == source.bad.shape else source
+    library = where.library or (library_of(numbered, origin) if origin else "")
+    bad = cause.bad
+    first = tuple(map(int, np.argwhere(bad)[0]))
     mask = _mask_fields(births, cause.zero) if _is_zero(cause) else {}
-    operands = _operands_of(births, origin, source, birth, shown)
+    operands = _operands_of(births, origin, source, birth, first)
     return NonFinite(
-        **{**where.fields(), "library": where.library or (origin and library_of(numbered, origin)) or ""},
+        **{**where.fields(), "library": library},
         kind=str(cause.kind),
         leaf=leaf if origin is None else "",
         caller=numbered.caller_of(origin) if origin and not is_inside else "",
@@ -52,26 +57,27 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
         path=origin.path if origin else "",
         step=derivative.steps_of(birth.place),
         count=cause.n_steps,
-        is_forward=not birth.is_ct,
+        is_forward=cause.is_value,
         rule=rule,
-        index=tuple(map(int, np.argwhere(shown.bad)[0])),
-        shape=shown.bad.shape,
-        n_bad=int(shown.bad.sum()),
+        index=first,
+        shape=bad.shape,
+        n_bad=int(bad.sum()),
         operands=operands,
-        cotangent=_cotangent_of(birth, shown) if birth.is_ct else None,
+        cotangent=_cotangent_of(birth, first) if not cause.is_value else None,
         cure=cure_of(
             cause.kind,
             primitive,
             helps,
-            is_value=not birth.is_ct,
+            is_value=cause.is_value,
             mask=mask.get("mask", ""),
-            calls=names_of_calls(numbered, origin) if origin else set(),
+            calls=names_of_calls(numbered, origin, *places) if origin else set(),
             holder=holder,
             leaf=leaf,
             is_rule=bool(rule) and origin is not None and _has_rule(origin),
             is_nan_operand=source.is_outside and source.is_nan,
             corner=corner,
-        ),
+        )
+        + _IN_A_LIBRARY * (bool(library) and not is_inside and not helps),
         **mask,
     )
 
@@ -126,14 +132,11 @@ def _mask_fields(births: Births, zero: Zero) -> dict[str, Any]:
     return {"mask": name, "mask_file": line.file, "mask_line": line.line}
 
 
-def _at(x: Any, birth: Birth) -> Any:
-    """The element of an operand that the first bad element is computed from."""
+def _at(x: Any, index: tuple[int, ...]) -> Any:
+    """The element of an operand from which an element of the result is computed."""
     x = np.asarray(x)
-    index = np.argwhere(birth.bad)[0]
-    if x.ndim == 0:
-        return x
-    if x.ndim == len(index):
-        return x[tuple(np.minimum(index, np.array(x.shape) - 1))]
+    if x.ndim in (0, len(index)):
+        return x[tuple(min(i, n - 1) for i, n in zip(index, x.shape, strict=False))]
     return None
 
 
@@ -141,21 +144,21 @@ def _number(x: Any) -> float:
     return float(np.abs(x)) if np.iscomplexobj(x) else float(x)
 
 
-def _operands_of(births, origin, source, birth, shown) -> tuple[float, ...]:
+def _operands_of(births, origin, source, birth, index) -> tuple[float, ...]:
     """What the operation of the loss was applied to at the element."""
-    if source.is_outside and source.number is not None:
+    if source.number is not None:
         return (_number(source.xs[0][tuple(np.argwhere(source.bad)[0])]),)
     xs = births.operands_of(origin, source.place, birth.place)
     if xs is None:
         xs = [x for x, ct in zip(source.xs, source.cotangents, strict=False) if not ct]
-    found = [_at(x, shown) for x in xs if np.issubdtype(np.asarray(x).dtype, np.number)]
+    found = [_at(x, index) for x in xs if np.issubdtype(np.asarray(x).dtype, np.number)]
     return tuple(_number(x) for x in found if x is not None)
 
 
-def _cotangent_of(birth: Birth, shown: Birth) -> float | None:
+def _cotangent_of(birth: Birth, index) -> float | None:
     if birth.zero and birth.is_nan:
         return 0.0
     for x, is_ct in zip(birth.xs, birth.cotangents, strict=False):
-        if is_ct and shown is birth and (found := _at(x, birth)) is not None:
+        if is_ct and (found := _at(x, index)) is not None:
             return float(np.real(found))
     return None
