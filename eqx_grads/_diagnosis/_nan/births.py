@@ -52,8 +52,10 @@ class Zero:
 class Value(NamedTuple):
     """An array without NaNs, and what is carried beside it.
 
-    - `nan`: which elements are NaN in truth, and `nans`: of which births. `None`: no element.
+    - `nan`: for each element that is NaN in truth the number of the set of births that made it,
+        or 0. `None`: no element is.
     - `infs`: the births of its infinities.
+    - `decided`: the births of NaNs that a comparison decided it by.
     - `zero`: for each element of a cotangent the number of the `Zero` that it is, or 0. Or a
         function that computes these.
     - `is_ct`, `is_active`: whether it depends on the seed, and on the model.
@@ -61,20 +63,24 @@ class Value(NamedTuple):
 
     x: Any
     nan: Any = None
-    nans: frozenset[int] = frozenset()
     infs: frozenset[int] = frozenset()
+    decided: frozenset[int] = frozenset()
     zero: Any = None
     is_ct: bool = False
     is_active: bool = False
 
     @property
     def truth(self) -> Any:
-        return self.x if self.nan is None else _with_nan(self.x, self.nan)
+        return self.x if self.nan is None else _with_nan(self.x, self.nan != 0)
 
     @property
     def zeros(self) -> Any:
         zero = self.zero() if callable(self.zero) else self.zero
         return np.zeros(np.shape(self.x), np.int32) if zero is None else zero
+
+    @property
+    def nans(self) -> Any:
+        return np.zeros(np.shape(self.x), np.int32) if self.nan is None else self.nan
 
 
 @dataclasses.dataclass
@@ -110,6 +116,10 @@ class Birth:
     @property
     def floats(self) -> list[Any]:
         return [np.asarray(x) for x in self.xs if is_inexact(x)]
+
+
+# Of more sets of births in the operands of one operation, it is not told apart which reach what.
+_MOST_SETS = 6
 
 
 class Stopped(Exception):
@@ -148,6 +158,7 @@ class Births(AbstractCarrier[Value]):
         self.derivative, self.threshold, self.deadline = derivative, threshold, deadline
         self.births: list[Birth] = []
         self.zeros: list[Zero | None] = [None]
+        self.sets: list[frozenset[int]] = [frozenset()]
         self._seen: list[tuple[Place, Sequence[Any]]] = []
         self._numbers: dict[Any, int] = {}
         self._of_constants: dict[int, Value] = {}
@@ -189,23 +200,21 @@ class Births(AbstractCarrier[Value]):
         return value.truth
 
     def map(self, fn, values):
-        first = values[0]
         nan, zero = None, None
         if any(v.nan is not None for v in values):
-            nan = fn(*(np.zeros(np.shape(v.x), bool) if v.nan is None else v.nan for v in values))
+            nan = fn(*(v.nans for v in values))
         if any(v.zero is not None for v in values):
             zero = lambda: fn(*(v.zeros for v in values))
             zero = zero if any(callable(v.zero) for v in values) else zero()
         x = fn(*(v.x for v in values))
-        nan = nan if nan is not None and nan.any() else None
-        return first._replace(
-            x=x,
-            nan=nan,
-            nans=_union(v.nans for v in values) if nan is not None else frozenset(),
-            infs=_infs_of(x, values),
-            zero=zero,
-            is_ct=any(v.is_ct for v in values),
-            is_active=any(v.is_active for v in values),
+        return Value(
+            x,
+            nan if nan is not None and nan.any() else None,
+            _infs_of(x, values),
+            _union(v.decided for v in values),
+            zero,
+            any(v.is_ct for v in values),
+            any(v.is_active for v in values),
         )
 
     def decide(self, place, by, outs):
@@ -227,7 +236,9 @@ class Births(AbstractCarrier[Value]):
 
     def _loop(self, place, known, values):
         """A carry of zeros may be a cotangent from the first step on."""
-        flags = interpret_equation(place.eqn, [v.is_ct | 2 * v.is_active for v in values], _FLAGS)
+        flags = interpret_equation(
+            place.eqn, [v.is_ct | 2 * v.is_active for v in values], _FLAGS
+        )
         n = known.n_before_carry
         flagged = [
             _flagged(v, flag) if is_inexact(v.x) else v
@@ -248,7 +259,9 @@ class Births(AbstractCarrier[Value]):
     def _is_long(self, eqn, known) -> bool:
         n = sum(1 for program in known.programs for _ in equations(program))
         is_scan = isinstance(known, Scan)
-        return self.threshold is None and n * (known.length if is_scan else 100) > _MOST_IN_DETAIL
+        return (
+            self.threshold is None and n * (known.length if is_scan else 100) > _MOST_IN_DETAIL
+        )
 
     def _zeros_of_loop(self, place, values) -> list[Any]:
         """Of a loop that ran compiled, if they are asked for."""
@@ -280,106 +293,120 @@ class Births(AbstractCarrier[Value]):
     # ------------------------------------------------------------ operations
 
     def _equation(self, place, values):
-        eqn, healed = place.eqn, [v.x for v in values]
-        outs = self._bind(eqn, healed)
-        tainted = [v for v in values if v.nan is not None]
-        truth = self._bind(eqn, [v.truth for v in values]) if tainted else outs
-        factors = [v for v in tainted if not v.is_ct]
-        is_ct = any(v.is_ct for v in values)
+        eqn = place.eqn
+        is_ct, is_active = any(v.is_ct for v in values), any(v.is_active for v in values)
         if not is_ct:
             self._seen.append((place, [v.truth for v in values]))
-        by_factor = truth
-        if factors and is_ct and len(factors) < len(tainted):
-            by_factor = self._bind(eqn, [v.x if v.is_ct else v.truth for v in values])
-        sources = [v for v in values if is_nonfinite(v.x)]
-        for v in (*tainted, *sources):
-            for j in v.nans | v.infs:
+        outs = self._bind(eqn, [v.x for v in values])
+        nans = self._propagated(eqn, values, outs, lambda v: v.is_ct == is_ct)
+        met = [None] * len(outs)  # of NaNs that meet a cotangent
+        if is_ct:
+            met = self._propagated(eqn, values, outs, lambda v: not v.is_ct)
+        truth = outs
+        if any(v.nan is not None for v in values) and not all(map(is_inexact, outs)):
+            truth = self._bind(eqn, [v.truth for v in values])
+        decided = frozenset() if is_ct or is_active else _union(v.decided for v in values)
+        for v in values:
+            for j in v.infs | _union(self.sets[i] for i in _labels_of(v.nan)):
                 birth = self.births[j]
                 if birth.place is None and birth.number is None:
                     birth.place = place  # of a constant, where it is used first
         made = []
-        # What a NaN decided, such as `x == max(x)`, is a decision until it meets the model.
-        decided = frozenset()
-        if not is_ct and not any(v.is_active and v.nan is None for v in values):
-            decided = _union(v.nans for v in values)
-        for k, (x, true) in enumerate(zip(outs, truth, strict=True)):
-            if not is_inexact(x):
-                made.append(Value(true, nans=decided))
-                continue
-            a = np.asarray(x)
-            nan, inf = np.isnan(a), np.isinf(a)
-            new_nan, of = nan, _union(v.infs for v in sources)
-            of |= _union(v.nans for v in values if v.nan is None)
-            if factors and is_ct:  # a NaN meets a cotangent
-                new_nan = nan | np.isnan(np.asarray(by_factor[k]))
-                of = of | _union(v.nans for v in factors)
-            nans, infs = decided, frozenset()
-            taint = np.isnan(np.asarray(true)) | new_nan if tainted else new_nan
-            if tainted and taint.any():
-                nans = _union(v.nans for v in tainted if is_ct <= v.is_ct)
-            zero = None
-            if is_ct:
-                zero = self._zeros(place, values, k, a)
-            if new_nan.any():
-                born, labels = self._nan_born(place, values, k, new_nan, of, is_ct)
-                nans |= born
-                if is_ct:
-                    zero = np.where(new_nan, labels, zero)
-            if inf.any():
-                infs, new = _union(v.infs for v in sources), inf
-                by = _union(v.infs for v in sources if not v.is_ct)
-                if is_ct and by:  # an infinity meets a cotangent
-                    infs = _union(v.infs for v in sources if v.is_ct)
-                    infs |= {self._born(place, values, k, inf, of=by, is_ct=True)}
-                if sources:
-                    calm = [_calm(v.x) for v in values]
-                    new = inf & np.isinf(np.asarray(self._bind(eqn, calm)[k]))
-                if new.any():
-                    infs |= {self._born(place, values, k, new, is_ct=is_ct)}
-            large = np.zeros_like(nan)
-            if is_ct and self.threshold is not None:
-                with np.errstate(invalid="ignore"):
-                    large = (np.abs(a) > self.threshold) & ~inf & ~nan
-            if large.any():
-                nans |= {self._born(place, values, k, large, is_ct=True, is_large=True)}
-                taint = taint | large
-            bad = nan | large
-            x = np.where(bad, np.asarray(0 if is_ct else 1, a.dtype), a) if bad.any() else x
-            made.append(
-                Value(
-                    x,
-                    taint if taint.any() else None,
-                    nans,
-                    infs,
-                    zero,
-                    is_ct,
-                    any(v.is_active for v in values),
-                )
-            )
+        for k, x in enumerate(outs):
+            if is_inexact(x):
+                value = self._made(place, values, k, x, nans[k], met[k], is_ct)
+                made.append(value._replace(is_active=is_active, decided=decided))
+            else:
+                by = _union(self.sets[i] for v in values for i in _labels_of(v.nan))
+                made.append(Value(truth[k], decided=decided | by))
         return made
 
-    def _nan_born(self, place, values, k, new, of, is_ct) -> tuple[frozenset[int], Any]:
-        """The births of NaNs, one for each reason why a cotangent is zero there, and for each
-        element the number of the reason."""
-        labels = np.zeros(new.shape, np.int32)
-        if is_ct:
-            labels = self._zeros_met(place, values, k, new)
-        born = [
-            self._born(
-                place,
-                values,
-                k,
-                new & (labels == label),
-                is_nan=True,
-                of=of,
-                is_ct=is_ct,
-                zero=int(label),
-            )
-            for label in np.unique(labels[new])
-        ]
-        if is_ct:
-            labels = np.where(new & (labels == 0), self._zero(HEALED, None), labels)
-        return frozenset(born), labels
+    def _made(self, place, values, k, x, nan, met, is_ct) -> Value:
+        """An output of an operation."""
+        a = np.asarray(x)
+        is_nan, inf = np.isnan(a), np.isinf(a)
+        sources = [v for v in values if is_nonfinite(v.x)]
+        decided = _union(v.decided for v in values)
+        zero = self._zeros(place, values, k, a) if is_ct else None
+        infs = frozenset()
+        nan = np.zeros(a.shape, np.int32) if nan is None else nan
+        born = ft.partial(self._born, place, values, k, is_ct=is_ct)
+        new = np.zeros(a.shape, np.int32) if met is None else met
+        if is_nan.any():
+            of = _union(v.infs for v in sources) | decided
+            new = self._joined(new, is_nan, of, at_least=True)
+        for which in _labels_of(new):
+            where = new == which
+            labels = np.zeros(a.shape, np.int32)
+            if is_ct:
+                labels = self._zeros_met(place, values, k, where)
+                healed = where & is_nan
+                zero = np.where(
+                    healed, np.where(labels > 0, labels, self._zero(HEALED, None)), zero
+                )
+            for label in np.unique(labels[where]):
+                bad = where & (labels == label)
+                birth = born(bad, is_nan=True, of=self.sets[which] - {-1}, zero=int(label))
+                nan = self._joined(nan, bad, frozenset([birth]))
+        if inf.any():
+            infs, new, of = _union(v.infs for v in sources), inf, decided
+            by = _union(v.infs for v in sources if not v.is_ct)
+            if is_ct and by:  # an infinity meets a cotangent
+                infs = _union(v.infs for v in sources if v.is_ct)
+                of = by
+            elif sources:
+                calm = [_calm(v.x) for v in values]
+                new = inf & np.isinf(np.asarray(self._bind(place.eqn, calm)[k]))
+            if new.any():
+                infs |= {born(new, of=of)}
+        bad = is_nan
+        if is_ct and self.threshold is not None:
+            with np.errstate(invalid="ignore"):
+                large = (np.abs(a) > self.threshold) & ~inf & ~is_nan
+            if large.any():
+                nan = self._joined(nan, large, frozenset([born(large, is_large=True)]))
+                bad = bad | large
+        x = np.where(bad, np.asarray(0 if is_ct else 1, a.dtype), a) if bad.any() else x
+        return Value(x, nan if nan.any() else None, infs, zero=zero, is_ct=is_ct)
+
+    def _propagated(self, eqn, values, outs, is_chosen) -> list[Any]:
+        """For each output the sets of births of the NaNs in some operands that reach its
+        elements: the operation runs on each of these sets."""
+        chosen = [is_chosen(v) and v.nan is not None for v in values]
+        labels = {
+            i for v, c in zip(values, chosen, strict=True) if c for i in _labels_of(v.nan)
+        }
+        groups = [[label] for label in sorted(labels)]
+        if len(labels) > _MOST_SETS:
+            groups = [sorted(labels)]
+        found: list[Any] = [None] * len(outs)
+        for group in groups:
+            xs = [
+                _with_nan(v.x, np.isin(v.nan, group)) if c else v.x
+                for v, c in zip(values, chosen, strict=True)
+            ]
+            births = _union(self.sets[label] for label in group)
+            for k, (x, healed) in enumerate(zip(self._bind(eqn, xs), outs, strict=True)):
+                if is_inexact(x):
+                    start = np.zeros(np.shape(x), np.int32) if found[k] is None else found[k]
+                    reached = np.isnan(np.asarray(x)) & ~np.isnan(np.asarray(healed))
+                    found[k] = self._joined(start, reached, births)
+        return found
+
+    def _joined(self, labels, where, births: frozenset[int], at_least: bool = False):
+        """The numbers of sets, with some births more in the sets of some elements.
+
+        - `at_least`: without births, the elements get a set too.
+        """
+        births = births or (frozenset([-1]) if at_least else births)
+        labels = labels.copy()
+        for label in np.unique(labels[where]):
+            joined = self.sets[label] | births
+            if joined not in self._numbers:
+                self._numbers[joined] = len(self.sets)
+                self.sets.append(joined)
+            labels[where & (labels == label)] = self._numbers[joined]
+        return labels
 
     def _bind(self, eqn, xs):
         try:
@@ -413,7 +440,8 @@ class Births(AbstractCarrier[Value]):
                 born = frozenset([self._add(birth)])
                 if is_nan:
                     x = np.where(bad, np.ones_like(a), a)
-                    value = value._replace(x=x, nan=bad, nans=born)
+                    nan = self._joined(np.zeros(a.shape, np.int32), bad, born)
+                    value = value._replace(x=x, nan=nan)
                 else:
                     value = value._replace(infs=born)
         if number is None:
@@ -489,6 +517,10 @@ def _flagged(v: Value, flag: int) -> Value:
     return v._replace(is_ct=v.is_ct or bool(flag & 1), is_active=v.is_active or bool(flag & 2))
 
 
+def _labels_of(labels: Any) -> list[int]:
+    return [] if labels is None else [int(i) for i in np.unique(labels) if i]
+
+
 def _calm(x):
     """An operand with ones where it is infinite."""
     return np.where(np.isfinite(x), x, np.ones_like(x)) if is_nonfinite(x) else x
@@ -520,7 +552,9 @@ def _reached(eqn, values, k, of, bind, factors):
         return np.where(is_finite, size, np.ones_like(size))
 
     xs = [
-        v.x if not is_inexact(v.x) else np.asarray(of(v) if v.is_ct else factor(i, v), v.x.dtype)
+        v.x
+        if not is_inexact(v.x)
+        else np.asarray(of(v) if v.is_ct else factor(i, v), v.x.dtype)
         for i, v in enumerate(values)
     ]
     try:

@@ -45,11 +45,8 @@ def causes_of(births: Births, outs: Sequence[Value] | None) -> tuple[list[Cause]
         of_loss = {i for i, b in enumerate(every) if b.is_nan and not b.is_ct}
         of_gradient = {i for i, b in enumerate(every) if b.is_ct}
     else:
-        of_loss = outs[0].nans | outs[0].infs
-        of_loss = {i for i in of_loss if outs[0].nan is not None or not every[i].is_nan}
-        of_gradient = {
-            i for v in outs[1:] for i in (v.nans if v.nan is not None else frozenset()) | v.infs
-        }
+        reached = [v.infs.union(*(births.sets[i] for i in np.unique(v.nans))) for v in outs]
+        of_loss, of_gradient = set(reached[0]), set().union(*reached[1:])
     of_value = {id(source): source for i in sorted(of_loss) for source in _sources(births, i)}
     pairs = [(source, source) for source in of_value.values()]
     for i in sorted(of_gradient):
@@ -99,15 +96,14 @@ def _with_sources(every: Sequence[Birth], found: Iterable[int]) -> set[int]:
 def _number(births: Births, birth: Birth, source: Birth) -> Any:
     """Equal for what is one cause to the user: the number of an equation of the loss, or of an
     input. Of the equations of a rule, which have one number, the line tells them apart."""
-    outside = (source.number, id(source)) if source.is_outside else None
-    if source is birth and outside:
-        return outside
+    if source.is_outside:
+        return "outside", id(source)
     place = source.place or birth.place
     origin = births.derivative.origin(place)
     if origin is None:
         return id(place)
     inside = isinstance(structure(origin.eqn), CallWithRule) and line_in_rule(place)
-    return outside, origin.number, inside and (inside.calls, inside.span)
+    return origin.number, inside and (inside.calls, inside.span)
 
 
 def _kind(births: Births, birth: Birth, source: Birth, zero: Zero | None) -> Kind:
@@ -118,7 +114,9 @@ def _kind(births: Births, birth: Birth, source: Birth, zero: Zero | None) -> Kin
     if zero.why == FACTOR:
         return Kind.MASKED_PRODUCT
     origin = births.derivative.origin
-    same = [p and (o := origin(p)) and o.number for p in (zero.place, source.place or birth.place)]
+    same = [
+        p and (o := origin(p)) and o.number for p in (zero.place, source.place or birth.place)
+    ]
     if same[0] is not None and same[0] == same[1]:
         return kind_of(source)  # the operation makes both the zero and the infinity
     is_quotient = source is birth and not any(np.isinf(x).any() for x in birth.floats)

@@ -86,7 +86,10 @@ _SAFE = {
     "std": ("std(x)", _ZERO_THERE),
     "logsumexp": ("logsumexp(x)", "which is `-inf` for a row of `-inf`, with derivative zero"),
     "softmax": ("softmax(x)", "which is zero for a row of `-inf`"),
-    "log_softmax": ("log_softmax(x)", "which is `-inf` for a row of `-inf`, with derivative zero"),
+    "log_softmax": (
+        "log_softmax(x)",
+        "which is `-inf` for a row of `-inf`, with derivative zero",
+    ),
 }
 # The kinds that these replacements are for.
 _AT_A_POINT = (
@@ -188,7 +191,12 @@ def cure_of(
         text = next((t[name] for t in tables for name in names if name in t), "")
     text = text or (_OF_VALUES.get(kind) if is_value else None) or _OF_KINDS[kind]
     safe = next((_SAFE[name] for name in (*sorted(calls), op) if name in _SAFE), None)
-    if safe is not None and kind in _AT_A_POINT and not is_rule and (not is_value or op != "div"):
+    if (
+        safe is not None
+        and kind in _AT_A_POINT
+        and not is_rule
+        and (not is_value or op != "div")
+    ):
         text += f" Or use `eqg.safe.{safe[0]}`, {safe[1]}."
     if helps and not is_value and kind in DROPPABLE and "{safe}" not in text:
         text += f" In code that you can't edit, use {helps}."

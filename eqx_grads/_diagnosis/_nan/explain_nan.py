@@ -306,8 +306,10 @@ _NO_HARM = "What is not finite at {} does no harm to the loss here, as `exp(-inf
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:
-    """Without rows that say the same, and without the derivative of an operation of which the
-    value is not finite already."""
+    """Without the derivative of an operation of which the value is not finite already, and
+    without values that are the same in several branches of a function of JAX."""
     place = lambda r: (r.file, r.line, r.column, r.caller, r.path, r.primitive)
     known = {place(r) for r in records if r.is_forward}
-    return [r for r in records if r.is_forward or place(r) not in known]
+    of_loss = {(place(r), r.operands, r.kind): r for r in reversed(records) if r.is_forward}
+    same = lambda r: of_loss[place(r), r.operands, r.kind]
+    return [r for r in records if (same(r) is r if r.is_forward else place(r) not in known)]

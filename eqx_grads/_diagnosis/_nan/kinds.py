@@ -68,7 +68,9 @@ def _again(birth: Birth, change, only: int | None = None):
     """The bad elements, with other operands."""
     with np.errstate(all="ignore"):
         xs = [
-            np.asarray(change(np.asarray(x)), x.dtype) if is_inexact(x) and only in (None, k) else x
+            np.asarray(change(np.asarray(x)), x.dtype)
+            if is_inexact(x) and only in (None, k)
+            else x
             for k, x in enumerate(birth.xs)
         ]
         assert birth.place is not None

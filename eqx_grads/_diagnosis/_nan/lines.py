@@ -51,7 +51,9 @@ def names_of_calls(numbered: NumberedLoss, origin: Origin, *places: Place | None
 def first_of_rule(place: Place) -> str:
     """The first operation at the line of a rule: others belong to its derivative."""
     line = rule_line(place.eqn)
-    same = (e for e in place.program.eqns if rule_line(e) == line and rule_line(e).span == line.span)
+    same = (
+        e for e in place.program.eqns if rule_line(e) == line and rule_line(e).span == line.span
+    )
     return next(same, place.eqn).primitive.name
 
 
