@@ -118,7 +118,7 @@ class Birth:
         return [np.asarray(x) for x in self.xs if is_inexact(x)]
 
 
-# Of more sets of births in the operands of one operation, it is not told apart which reach what.
+# More sets of births in the operands of one operation are treated as one.
 _MOST_SETS = 6
 
 
@@ -380,9 +380,11 @@ class Births(AbstractCarrier[Value]):
         if len(labels) > _MOST_SETS:
             groups = [sorted(labels)]
         found: list[Any] = [None] * len(outs)
+        if groups and any(map(is_nonfinite, outs)):  # without what is NaN anyway
+            outs = self._bind(eqn, [_calm(v.x) for v in values])
         for group in groups:
             xs = [
-                _with_nan(v.x, np.isin(v.nan, group)) if c else v.x
+                _with_nan(_calm(v.x), np.isin(v.nan, group)) if c else _calm(v.x)
                 for v, c in zip(values, chosen, strict=True)
             ]
             births = _union(self.sets[label] for label in group)
@@ -526,8 +528,8 @@ def _calm(x):
     return np.where(np.isfinite(x), x, np.ones_like(x)) if is_nonfinite(x) else x
 
 
-# The factors of cotangents, if it is asked what the cotangents reach: ones, their sizes, or ones
-# where they are not finite.
+# The factors, if it is asked what the cotangents reach: ones, their sizes, or ones where they
+# are not finite.
 _ONES, _SIZES, _BAD = range(3)
 
 

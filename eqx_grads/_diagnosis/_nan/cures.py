@@ -15,13 +15,13 @@ _AWAY = "Keep its argument away from that point (`x + eps`)."
 
 # For each kind, of a cotangent. `{op}` is the operation, and `{mask}` what drops the element.
 _OF_KINDS = {
-    Kind.DEAD_BRANCH: "Use {safe}`eqg.safe.where(ok, f, x, other)`, with this operation in `f`, "
-    "in place of `jnp.where(ok, f(x), other)`.",
+    Kind.DEAD_BRANCH: "Use {safe}`eqg.safe.where(ok, f, x, other)`, with this operation in "
+    "`f`, instead of `jnp.where(ok, f(x), other)`.",
     Kind.MASKED_PRODUCT: "Use `eqg.safe.where(ok, f, x, 0.0)`, with this operation in `f` and "
     "the mask as `ok`. A `where` further on, in place of the product, is too late: zero times "
     "an infinite derivative is NaN.",
-    Kind.ZERO_TIMES_INFINITY: "The derivative of `{op}` is infinite there, and the cotangent is "
-    f"zero. {_AWAY}",
+    Kind.ZERO_TIMES_INFINITY: "The derivative of `{op}` is infinite there, and the cotangent "
+    f"is zero. {_AWAY}",
     Kind.SINGULARITY: f"The derivative of `{{op}}` is infinite there. {_AWAY}",
     Kind.INDETERMINATE: f"The derivative of `{{op}}` is not defined there. {_AWAY}",
     Kind.DIFFERENCE: "In `{op}`, an infinity is subtracted from an infinity, which is NaN. "
@@ -30,8 +30,8 @@ _OF_KINDS = {
     "them before it, with finite numbers.",
     Kind.DOMAIN: "Clip the argument of `{op}` to its domain before the call.",
     Kind.OVERFLOW: "The cotangent that arrives is finite, and its product with the derivative "
-    "of `{op}` is too large: the gradient explodes. `eqg.explain_nan(loss, ..., threshold=1e6)` "
-    f"says where it begins to grow. {_CLIP_GRADIENT}",
+    "of `{op}` is too large: the gradient explodes. `eqg.explain_nan(loss, ..., "
+    f"threshold=1e6)` says where it begins to grow. {_CLIP_GRADIENT}",
     Kind.INFINITE_CONSTANT: "A constant infinity reaches the loss. Mask what is computed from "
     "it once more, `jnp.where(mask, y, 0.0)`, or use a large finite number: "
     "`jnp.finfo(x.dtype).min`.",
@@ -40,13 +40,13 @@ _OF_KINDS = {
 
 # The same, of a value.
 _OF_VALUES = {
-    Kind.ZERO_TIMES_INFINITY: "Zero times infinity is NaN. Replace the factor that is infinite, "
+    Kind.ZERO_TIMES_INFINITY: "Zero times infinity is NaN. Replace the factor that is infinite "
     "before the product: `jnp.where(mask, y, 0.0)`. A `where` on the product is too late for "
     "the gradient.",
     Kind.SINGULARITY: f"`{{op}}` is not finite there. {_AWAY}",
-    Kind.INDETERMINATE: "`{op}` is not defined there. Keep its arguments away from that point, "
+    Kind.INDETERMINATE: "`{op}` is not defined there. Keep its arguments away from that point "
     "with a `where` around the arguments.",
-    Kind.OVERFLOW: "Keep the argument of `{op}` in range: subtract the maximum, use logarithms, "
+    Kind.OVERFLOW: "Keep the argument of `{op}` in range: subtract the maximum, use logarithms "
     "or call the function that does, such as `jax.nn.softmax`, `jax.nn.logsumexp`, "
     "`jax.nn.softplus` or `jax.nn.sigmoid`.",
 }
@@ -57,8 +57,8 @@ _OF_INDEX = (
     "result (`f(x)[i]`)."
 )
 _OF_SELECTION = (
-    "Use {safe}`eqg.safe.where(ok, f, x, other)` inside of the `{mask}`, with this operation in "
-    "`f`, and a constant `other` that the `{mask}` does not take."
+    "Use {safe}`eqg.safe.where(ok, f, x, other)` inside of the `{mask}`, with this operation "
+    "in `f`, and a constant `other` that the `{mask}` does not take."
 )
 _NOT_ELEMENTWISE = (
     "Use {safe}`jnp.where(ok, x, other)` on the operand of `{op}`, with numbers `other` at "
@@ -67,6 +67,7 @@ _NOT_ELEMENTWISE = (
 
 # Operations and functions with a replacement that is finite there, and what it is.
 _ZERO_THERE = "whose derivative is zero there"
+_EMPTY_ROW = "which is `-inf` for a row of `-inf`, with derivative zero"
 _SAFE = {
     "sqrt": ("sqrt(x)", _ZERO_THERE),
     "pow": ("power(x, y)", _ZERO_THERE),
@@ -84,7 +85,7 @@ _SAFE = {
     "norm": ("norm(x)", f"{_ZERO_THERE}, and whose squares stay in range"),
     "hypot": ("hypot(x, y)", f"{_ZERO_THERE}, and whose squares stay in range"),
     "std": ("std(x)", _ZERO_THERE),
-    "logsumexp": ("logsumexp(x)", "which is `-inf` for a row of `-inf`, with derivative zero"),
+    "logsumexp": ("logsumexp(x)", _EMPTY_ROW),
     "softmax": ("softmax(x)", "which is zero for a row of `-inf`"),
     "log_softmax": (
         "log_softmax(x)",
@@ -141,7 +142,16 @@ _AT_A_CORNER = (
     "`{op}` has a kink or a pole there: its first derivative is a convention, and its second "
     "one does not exist. If a mask drops the element, mask the argument as well: "
     "`eqg.safe.where(ok, f, x, other)`, with `{op}` in `f`. If what is computed from it is "
-    "smooth there, as `norm(x)**2` is, compute it without: `jnp.sum(x**2)`."
+    "smooth there, as `norm(x)**2` is, compute it without: `jnp.sum(x**2)`. The docs have "
+    "kernels of a distance, in `recipes/nan-and-zero`."
+)
+_NO_SECOND = (
+    " Its second derivative is NaN there. If what the loss computes from it is smooth there, "
+    "as `norm(x)**2` is, compute it without (`jnp.sum(x**2)`), or write a rule for it."
+)
+_IN_A_DERIVATIVE = (
+    " It is in a derivative that the loss takes. If a `where` drops the operation there, use "
+    '`eqg.zero_safe(f, policy="zero")` instead of the function `f` that is differentiated.'
 )
 _HOST_VALUE = "The host function returns this. Keep its arguments in its domain."
 _HOST_DERIVATIVE = (
@@ -163,6 +173,7 @@ def cure_of(
     leaf: str = "",
     is_rule: bool = False,
     is_nan_operand: bool = False,
+    is_in_derivative: bool = False,
     corner: str = "",
 ) -> str:
     """What to do.
@@ -200,6 +211,9 @@ def cure_of(
         text += f" Or use `eqg.safe.{safe[0]}`, {safe[1]}."
     if helps and not is_value and kind in DROPPABLE and "{safe}" not in text:
         text += f" In code that you can't edit, use {helps}."
+    if is_in_derivative:
+        text += _NO_SECOND * (_ZERO_THERE in text)
+        text += _IN_A_DERIVATIVE * (is_value and kind in DROPPABLE)
     return text.format(op=op, mask=mask, safe=f"{helps}, or " if helps else "")
 
 
@@ -226,8 +240,8 @@ def _of_input(kind: Kind, holder: str, leaf: str) -> str:
     if leaf:
         whose = "model" if leaf == "model" else f"parameter `{leaf}`"
         return (
-            f"The {whose} holds the {what} itself. Look at the initialization, or at the update "
-            "that made it, with the parameters from before."
+            f"The {whose} holds the {what} itself. Look at the initialization, or at the "
+            "update that made it, with the parameters from before."
         )
     if not holder:
         return f"A constant of the loss holds the {what}. Replace it before it is used."

@@ -26,6 +26,7 @@ from .causes import Cause, causes_of
 from .cures import DROPPABLE
 from .derivative import Derivative, differentiate
 from .kinds import Kind
+from .lines import users_line
 from .record import record_of
 from .report import NaNReport, NonFinite
 
@@ -49,8 +50,8 @@ _ONLY_COMPILED = (
     "of which a logarithm is infinite."
 )
 _OUT_OF_TIME = (
-    "After {:.0f} seconds, the evaluation operation by operation was stopped: there may be more "
-    "causes. Give it more time with `seconds=`, or a smaller model."
+    "After {:.0f} seconds, the evaluation operation by operation was stopped: there may be "
+    "more causes. Give it more time with `seconds=`, or a smaller model."
 )
 
 
@@ -206,7 +207,7 @@ class _Call:
             )
         helps, said = self._trial(causes, report) if tries else ("", [])
         found = _without_consequences([record_of(births, cause, helps) for cause in causes])
-        remarks += [*_harmless(births, harmless, found), *said]
+        remarks += [*_harmless(births, harmless, found, bool(np.isfinite(value))), *said]
         return dataclasses.replace(report, found=found, remarks=remarks)
 
     def _trial(self, causes: Sequence[Cause], report: NaNReport) -> tuple[str, list[str]]:
@@ -285,16 +286,18 @@ def _if_compiled(value: float, bad: Sequence[str]) -> str:
     return ", and ".join(found)
 
 
-def _harmless(births: Births, harmless: Sequence[Birth], found: Sequence[NonFinite]):
+def _harmless(births: Births, harmless: Sequence[Birth], found, has_loss: bool) -> list[str]:
     """A remark on places that are no causes."""
     known = {(r.file, r.line) for r in found}
-    remarks = []
+    numbered, remarks = births.derivative.numbered, []
     for is_ct, text in ((True, _DROPPED), (False, _NO_HARM)):
-        origins = [births.derivative.origin(b.place) for b in harmless if b.is_ct == is_ct]
-        lines = [o.source for o in origins if o and (o.source.file, o.source.line) not in known]
+        places = [b.place for b in harmless if b.is_ct == is_ct and (is_ct or not has_loss)]
+        origins = [(births.derivative.origin(place), place) for place in places]
+        lines = [users_line(numbered, origin, place) for origin, place in origins if origin]
+        lines = [line for line in lines if (line.file, line.line) not in known]
         if lines:
-            places = show_list(list(dict.fromkeys(map(str, lines))), 12)
-            remarks.append(text.format(places))
+            shown = show_list(list(dict.fromkeys(map(str, lines))), 12)
+            remarks.append(text.format(shown))
     return remarks
 
 
@@ -306,10 +309,14 @@ _NO_HARM = "What is not finite at {} does no harm to the loss here, as `exp(-inf
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:
-    """Without the derivative of an operation of which the value is not finite already, and
-    without values that are the same in several branches of a function of JAX."""
-    place = lambda r: (r.file, r.line, r.column, r.caller, r.path, r.primitive)
-    known = {place(r) for r in records if r.is_forward}
-    of_loss = {(place(r), r.operands, r.kind): r for r in reversed(records) if r.is_forward}
-    same = lambda r: of_loss[place(r), r.operands, r.kind]
-    return [r for r in records if (same(r) is r if r.is_forward else place(r) not in known)]
+    """Without the derivative of an operation of which the value is not finite already; and once
+    what JAX makes of one operation, in several branches or in a derivative of it."""
+    place = lambda r: (r.file, r.line, r.column, r.caller, r.path)
+    known = {(place(r), r.primitive) for r in records if r.is_forward}
+    found: dict[Any, NonFinite] = {}
+    for i, r in enumerate(records):
+        if r.is_forward or (place(r), r.primitive) not in known:
+            once = r.is_forward or r.derivative_of
+            what = (r.derivative_of or (r.primitive, r.operands)) if once else i
+            found.setdefault((place(r), r.kind, what), r)
+    return list(found.values())

@@ -49,16 +49,15 @@ def names_of_calls(numbered: NumberedLoss, origin: Origin, *places: Place | None
 
 
 def first_of_rule(place: Place) -> str:
-    """The first operation at the line of a rule: others belong to its derivative."""
-    line = rule_line(place.eqn)
-    same = (
-        e for e in place.program.eqns if rule_line(e) == line and rule_line(e).span == line.span
-    )
+    """The operation of which an equation of a rule is a part of the derivative: the first one
+    that was traced at the same place."""
+    traceback = place.eqn.source_info.traceback
+    same = (eqn for eqn in place.program.eqns if eqn.source_info.traceback == traceback)
     return next(same, place.eqn).primitive.name
 
 
 def differentiated(numbered: NumberedLoss, origin: Origin) -> str:
-    """The operation whose derivative, which the loss takes itself, an operation is a part of."""
+    """The operation of which an operation is the derivative, which the loss takes itself."""
     if "jvp(" not in str(origin.eqn.source_info.name_stack):
         return ""
     same = (

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..._jaxprs.structure import CallWithRule, structure
 from ..._rules.nan_where import NO_SECOND_DERIVATIVE
-from ..origins import Origin
+from ..origins import is_in_derivative, Origin
 from ..source_lines import safe_function, UNKNOWN
 from .births import Birth, Births, CANCELS, Zero
 from .causes import Cause
@@ -75,6 +75,7 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
             leaf=leaf,
             is_rule=bool(rule) and origin is not None and _has_rule(origin),
             is_nan_operand=source.is_outside and source.is_nan,
+            is_in_derivative=origin is not None and is_in_derivative(numbered.origins, origin),
             corner=corner,
         )
         + _IN_A_LIBRARY * (bool(library) and not is_inside and not helps),
