@@ -349,6 +349,9 @@ class Births(AbstractCarrier[Value]):
                 birth = born(bad, is_nan=True, of=self.sets[which] - {-1}, zero=int(label))
                 nan = self._joined(nan, bad, frozenset([birth]))
         if inf.any():
+            if len(sources) > 1:  # an infinity that is not selected makes none
+                makes = lambda v: self._differs(place, values, k, inf, calm=v)
+                sources = [v for v in sources if makes(v)] or sources
             infs, new, of = _union(v.infs for v in sources), inf, decided
             by = _union(v.infs for v in sources if not v.is_ct)
             if is_ct and by:  # an infinity meets a cotangent
@@ -368,6 +371,11 @@ class Births(AbstractCarrier[Value]):
                 bad = bad | large
         x = np.where(bad, np.asarray(0 if is_ct else 1, a.dtype), a) if bad.any() else x
         return Value(x, nan if nan.any() else None, infs, zero=zero, is_ct=is_ct)
+
+    def _differs(self, place, values, k, inf, calm: Value) -> bool:
+        """Whether other elements are infinite without the infinities of one operand."""
+        xs = [_calm(v.x) if v is calm else v.x for v in values]
+        return bool((np.isinf(np.asarray(self._bind(place.eqn, xs)[k])) != inf).any())
 
     def _propagated(self, eqn, values, outs, is_chosen) -> list[Any]:
         """For each output the sets of births of the NaNs in some operands that reach its
@@ -496,6 +504,10 @@ class Births(AbstractCarrier[Value]):
         labels = np.zeros(new.shape, np.int32)
         reached = lambda of: _reached(place.eqn, values, k, of, self._bind, _BAD)
         self._by_label(values, new, labels, reached)
+        if (new & (labels == 0)).any() and place.eqn.primitive.name in MULTILINEAR:
+            why = self._why_of_factor(place, values)
+            if why == NOT_SELECTED:  # an infinity meets a zero
+                labels[new & (labels == 0)] = self._zero(why, place)
         return labels
 
     def _why_of_factor(self, place, values) -> int:

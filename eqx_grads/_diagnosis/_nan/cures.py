@@ -28,7 +28,9 @@ _OF_KINDS = {
     "Replace them before it, with finite numbers.",
     Kind.QUOTIENT: "In `{op}`, an infinity is divided by an infinity, which is NaN. Replace "
     "them before it, with finite numbers.",
-    Kind.DOMAIN: "Clip the argument of `{op}` to its domain before the call.",
+    Kind.DOMAIN: "The value of `{op}` is finite there, and its derivative is NaN. Use "
+    "`eqg.safe.where(ok, f, x, other)`, with `{op}` in `f`, its value as `other`, and an `ok` "
+    "that is false there.",
     Kind.OVERFLOW: "The cotangent that arrives is finite, and its product with the derivative "
     "of `{op}` is too large: the gradient explodes. `eqg.explain_nan(loss, ..., "
     f"threshold=1e6)` says where it begins to grow. {_CLIP_GRADIENT}",
@@ -40,6 +42,7 @@ _OF_KINDS = {
 
 # The same, of a value.
 _OF_VALUES = {
+    Kind.DOMAIN: "Clip the argument of `{op}` to its domain before the call.",
     Kind.ZERO_TIMES_INFINITY: "Zero times infinity is NaN. Replace the factor that is infinite "
     "before the product: `jnp.where(mask, y, 0.0)`. A `where` on the product is too late for "
     "the gradient.",

@@ -310,13 +310,11 @@ _NO_HARM = "What is not finite at {} does no harm to the loss here, as `exp(-inf
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:
     """Without the derivative of an operation of which the value is not finite already; and once
-    what JAX makes of one operation, in several branches or in a derivative of it."""
+    what JAX makes of the derivative of one operation."""
     place = lambda r: (r.file, r.line, r.column, r.caller, r.path)
     known = {(place(r), r.primitive) for r in records if r.is_forward}
     found: dict[Any, NonFinite] = {}
     for i, r in enumerate(records):
         if r.is_forward or (place(r), r.primitive) not in known:
-            once = r.is_forward or r.derivative_of
-            what = (r.derivative_of or (r.primitive, r.operands)) if once else i
-            found.setdefault((place(r), r.kind, what), r)
+            found.setdefault((place(r), r.kind, r.derivative_of or i), r)
     return list(found.values())
