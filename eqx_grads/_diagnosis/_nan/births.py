@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun, Literal
 
 from ..._jaxprs.evaluate import bind
 from ..._jaxprs.interpret import Domain, interpret_equation
@@ -30,7 +30,7 @@ from ..._jaxprs.structure import (
     While,
 )
 from ..carried import AbstractCarrier, enter, on_host, Place, walk
-from ..origins import Origin
+from ..origins import equation_tag, Origin
 from .derivative import Derivative
 
 
@@ -89,6 +89,7 @@ class Birth:
 
     - `xs`: the operands. `output`: which output. `bad`: which of its elements.
     - `of`: the births that it is to be blamed on.
+    - `is_low`: it is minus infinity, as the logarithm of a probability may be.
     - `zero`: the number of the `Zero` that the cotangent is which is multiplied there, or 0.
     - `is_meant`: an infinity of the data or of a constant, such as a mask of `-inf`.
     - `number`: of an input of the loss.
@@ -103,6 +104,7 @@ class Birth:
     of: frozenset[int] = frozenset()
     is_ct: bool = False
     is_large: bool = False
+    is_low: bool = False
     zero: int = 0
     is_meant: bool = False
     number: int | None = None
@@ -163,6 +165,7 @@ class Births(AbstractCarrier[Value]):
         self._numbers: dict[Any, int] = {}
         self._of_constants: dict[int, Value] = {}
         self._compiled: dict[int, Any] = {}
+        self._users: dict[int, Any] = {}
 
     def run(self) -> list[Value] | None:
         """The outputs of the derivative; `None` if it was stopped."""
@@ -332,9 +335,11 @@ class Births(AbstractCarrier[Value]):
         nan = np.zeros(a.shape, np.int32) if nan is None else nan
         born = ft.partial(self._born, place, values, k, is_ct=is_ct)
         new = np.zeros(a.shape, np.int32) if met is None else met
+        by_itself = np.ones(a.shape, bool) if is_ct else nan == 0  # not of a healed operand
         if is_nan.any():
             of = _union(v.infs for v in sources) | decided
-            new = self._joined(new, is_nan, of, at_least=True)
+            where = is_nan if of else is_nan & by_itself
+            new = self._joined(new, where, of, at_least=True)
         for which in _labels_of(new):
             where = new == which
             labels = np.zeros(a.shape, np.int32)
@@ -360,17 +365,32 @@ class Births(AbstractCarrier[Value]):
             elif sources:
                 calm = [_calm(v.x) for v in values]
                 new = inf & np.isinf(np.asarray(self._bind(place.eqn, calm)[k]))
+            new = new & by_itself
             if new.any():
-                infs |= {born(new, of=of)}
+                infs |= {born(new, of=of, is_low=not np.iscomplexobj(a) and (a[new] < 0).all())}
         bad = is_nan
         if is_ct and self.threshold is not None:
             with np.errstate(invalid="ignore"):
                 large = (np.abs(a) > self.threshold) & ~inf & ~is_nan
-            if large.any():
+            if large.any() and self._is_used(place, k):
                 nan = self._joined(nan, large, frozenset([born(large, is_large=True)]))
                 bad = bad | large
         x = np.where(bad, np.asarray(0 if is_ct else 1, a.dtype), a) if bad.any() else x
         return Value(x, nan if nan.any() else None, infs, zero=zero, is_ct=is_ct)
+
+    def _is_used(self, place, k) -> bool:
+        """Whether an output is a cotangent of a value of the loss. Others are used within the
+        derivative of one equation only."""
+        program = place.program
+        if id(program) not in self._users:
+            users: dict[Any, set[str]] = {v: {""} for v in program.jaxpr.outvars if _is_var(v)}
+            for eqn in program.eqns:
+                for v in filter(_is_var, eqn.invars):
+                    users.setdefault(v, set()).add(equation_tag(eqn))
+            self._users[id(program)] = users
+        tag = equation_tag(place.eqn)
+        users = self._users[id(program)].get(place.eqn.outvars[k], set())
+        return not tag or users != {tag}
 
     def _differs(self, place, values, k, inf, calm: Value) -> bool:
         """Whether other elements are infinite without the infinities of one operand."""
@@ -446,7 +466,8 @@ class Births(AbstractCarrier[Value]):
         a, key = np.asarray(x), id(x)
         for bad, is_nan in ((np.isnan(a), True), (np.isinf(a), False)):
             if bad.any():
-                birth = Birth(None, [a], 0, bad, is_nan, number=number, is_meant=not is_nan)
+                is_meant = not is_nan and not is_active
+                birth = Birth(None, [a], 0, bad, is_nan, number=number, is_meant=is_meant)
                 born = frozenset([self._add(birth)])
                 if is_nan:
                     x = np.where(bad, np.ones_like(a), a)
@@ -529,6 +550,10 @@ def _flagged(v: Value, flag: int) -> Value:
     if not is_inexact(v.x):
         return v
     return v._replace(is_ct=v.is_ct or bool(flag & 1), is_active=v.is_active or bool(flag & 2))
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, Literal)
 
 
 def _labels_of(labels: Any) -> list[int]:

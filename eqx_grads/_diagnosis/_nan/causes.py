@@ -80,7 +80,7 @@ def _sources(births: Births, i: int) -> list[Birth]:
     found = [source for source in found if not source.is_meant]
     if found and birth.is_nan and not birth.is_ct and kind_of(birth) == Kind.DIFFERENCE:
         # Each of two logarithms of zero may be meant, as that of a probability.
-        if all(kind_of(source) == Kind.SINGULARITY for source in found):
+        if all(source.is_low and kind_of(source) == Kind.SINGULARITY for source in found):
             return [birth]
     return found or [birth]
 

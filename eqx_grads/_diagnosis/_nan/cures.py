@@ -20,8 +20,8 @@ _OF_KINDS = {
     Kind.MASKED_PRODUCT: "Use `eqg.safe.where(ok, f, x, 0.0)`, with this operation in `f` and "
     "the mask as `ok`. A `where` further on, in place of the product, is too late: zero times "
     "an infinite derivative is NaN.",
-    Kind.ZERO_TIMES_INFINITY: "The derivative of `{op}` is infinite there, and the cotangent "
-    f"is zero. {_AWAY}",
+    Kind.ZERO_TIMES_INFINITY: "The derivative of `{op}` is infinite there, and no selection "
+    f"makes the cotangent zero: a factor of it is, or its terms cancel. {_AWAY}",
     Kind.SINGULARITY: f"The derivative of `{{op}}` is infinite there. {_AWAY}",
     Kind.INDETERMINATE: f"The derivative of `{{op}}` is not defined there. {_AWAY}",
     Kind.DIFFERENCE: "In `{op}`, an infinity is subtracted from an infinity, which is NaN. "
@@ -55,10 +55,6 @@ _OF_VALUES = {
 }
 
 # What does not select an element, if it is no `where`.
-_OF_INDEX = (
-    "Use {safe}`{op}` of the elements that are used (`f(x[i])`), in place of an index into its "
-    "result (`f(x)[i]`)."
-)
 _OF_SELECTION = (
     "Use {safe}`eqg.safe.where(ok, f, x, other)` inside of the `{mask}`, with this operation "
     "in `f`, and a constant `other` that the `{mask}` does not take."
@@ -176,6 +172,7 @@ def cure_of(
     leaf: str = "",
     is_rule: bool = False,
     is_nan_operand: bool = False,
+    is_of_meant: bool = False,
     is_in_derivative: bool = False,
     corner: str = "",
 ) -> str:
@@ -184,13 +181,14 @@ def cure_of(
     - `helps`: the call of `zero_safe` that was tried, and makes the gradient finite.
     - `mask`: what makes the cotangent zero. `calls`: the functions of JAX that it is in.
     - `holder`: the input that is not finite, and `leaf`: its path in the model.
+    - `is_of_meant`: an infinity of the data or of a constant makes it.
     """
     dropped = kind in (Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT)
     text = ""
     if kind in (Kind.INPUT, Kind.INFINITE_INPUT) or (is_nan_operand and dropped):
         return _of_input(kind, holder, leaf)
-    if holder and kind == Kind.ZERO_TIMES_INFINITY:
-        return _of_infinite_operand(holder)
+    if is_of_meant and kind == Kind.ZERO_TIMES_INFINITY and not is_value:
+        return _of_infinite_operand(holder, op)
     if corner:
         return _AT_A_CORNER.format(op=corner)
     if op == "pure_callback" or op == "host_call":
@@ -199,9 +197,11 @@ def cure_of(
         text = _OF_RULES.get(kind, "")
     elif kind == Kind.DEAD_BRANCH:
         text = _of_dead_branch(op, mask)
-    if not text and kind in (Kind.SINGULARITY, Kind.INDETERMINATE):
+    if not text and kind in (Kind.SINGULARITY, Kind.INDETERMINATE, Kind.DOMAIN):
         names = [*sorted(calls), op]
-        tables = ([_VALUES_OF_OPERATIONS] if is_value else []) + [_OF_OPERATIONS]
+        tables = [_OF_OPERATIONS]
+        if is_value and kind != Kind.DOMAIN:
+            tables.insert(0, _VALUES_OF_OPERATIONS)
         text = next((t[name] for t in tables for name in names if name in t), "")
     text = text or (_OF_VALUES.get(kind) if is_value else None) or _OF_KINDS[kind]
     safe = next((_SAFE[name] for name in (*sorted(calls), op) if name in _SAFE), None)
@@ -233,9 +233,7 @@ DROPPABLE = (
 def _of_dead_branch(op: str, mask: str) -> str:
     if op not in ELEMENTWISE:
         return _NOT_ELEMENTWISE
-    if mask in ("slice", "index"):
-        return _OF_INDEX
-    return _OF_SELECTION if mask in ("maximum", "minimum", "max", "min", "clip") else ""
+    return "" if mask == "where" else _OF_SELECTION
 
 
 def _of_input(kind: Kind, holder: str, leaf: str) -> str:
@@ -249,17 +247,19 @@ def _of_input(kind: Kind, holder: str, leaf: str) -> str:
     if not holder:
         return f"A constant of the loss holds the {what}. Replace it before it is used."
     array = holder if holder.isidentifier() else "x"
+    article = "an" if what == "infinity" else "a"
     return (
-        f"`{holder}` holds the {what}. Replace it before it is used, with `ok = "
+        f"`{holder}` holds {article} {what}. Replace it before it is used, with `ok = "
         f"jnp.isfinite({array})` and `jnp.where(ok, {array}, 0.0)`. A `where` on the result is "
         "too late."
     )
 
 
-def _of_infinite_operand(holder: str) -> str:
+def _of_infinite_operand(holder: str, op: str) -> str:
+    what = f"`{holder}` holds an infinity" if holder else f"An operand of `{op}` is infinite"
     array = holder if holder.isidentifier() else "x"
     return (
-        f"`{holder}` holds an infinity, and its product with a cotangent that is zero is NaN. "
-        f"Use `eqg.safe.where(jnp.isfinite({array}), f, {array}, limit)`, with all in `f` that "
-        "is computed from it until the result is finite."
+        f"{what}, and its product with a cotangent that is zero is NaN. Use "
+        f"`eqg.safe.where(jnp.isfinite({array}), f, {array}, limit)`, with all in `f` that is "
+        "computed from it until the result is finite."
     )

@@ -38,6 +38,9 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     if source.number is not None:
         leaf, holder = traced.leaf_of(source.number), traced.inputs[source.number]
         primitive = primitive or holder
+    meant = [births.births[j] for j in sorted(source.of) if births.births[j].is_meant]
+    if meant and meant[0].number is not None:
+        holder = traced.inputs[meant[0].number]
     corner = _function_at_corner(births, origin, source)
     if is_inside and source.place is not None:
         primitive = first_of_rule(source.place)
@@ -46,6 +49,7 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     bad = cause.bad
     first = tuple(map(int, np.argwhere(bad)[0]))
     mask = _mask_fields(births, cause.zero) if _is_zero(cause) else {}
+    of = differentiated(numbered, origin) if origin and not is_inside else ""
     operands = _operands_of(births, origin, source, birth, first)
     return NonFinite(
         **{**where.fields(), "library": library},
@@ -53,7 +57,7 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
         leaf=leaf if origin is None else "",
         caller=numbered.caller_of(origin) if origin and not is_inside else "",
         primitive=corner or primitive,
-        derivative_of=differentiated(numbered, origin) if origin and not is_inside else "",
+        derivative_of=of,
         path=origin.path if origin else "",
         step=derivative.steps_of(birth.place),
         count=cause.n_steps,
@@ -66,15 +70,16 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
         cotangent=_cotangent_of(birth, first) if not cause.is_value else None,
         cure=cure_of(
             cause.kind,
-            primitive,
+            of or primitive,
             helps,
-            is_value=cause.is_value,
+            is_value=cause.is_value and not of,
             mask=mask.get("mask", ""),
             calls=names_of_calls(numbered, origin, *places) if origin else set(),
             holder=holder,
             leaf=leaf,
             is_rule=bool(rule) and origin is not None and _has_rule(origin),
             is_nan_operand=source.is_outside and source.is_nan,
+            is_of_meant=bool(meant),
             is_in_derivative=origin is not None and is_in_derivative(numbered.origins, origin),
             corner=corner,
         )
@@ -129,7 +134,7 @@ def _mask_fields(births: Births, zero: Zero) -> dict[str, Any]:
         around = [numbered.origins[i].eqn for i in origin.enclosing[-1:]]
         is_clip = any(eqn.params.get("name") == "clip" for eqn in around)
         name = "clamp" if is_clip else origin.primitive
-    name = "terms that cancel" if zero.why == CANCELS else _MASKS.get(name, name)
+    name = "terms cancel, or underflow" if zero.why == CANCELS else _MASKS.get(name, name)
     return {"mask": name, "mask_file": line.file, "mask_line": line.line}
 
 
