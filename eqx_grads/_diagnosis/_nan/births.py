@@ -34,8 +34,8 @@ from ..origins import equation_tag, Origin
 from .derivative import Derivative
 
 
-# Why a cotangent is zero. Of several reasons, the first is given.
-NOT_SELECTED, FACTOR, VALUE, CANCELS, HEALED = range(5)
+# Why a cotangent is zero. If several zeros are added, the last of these is the reason.
+HEALED, NOT_SELECTED, FACTOR, VALUE, CANCELS = range(5)
 
 # A loop of more operations than these runs compiled first, to see whether something is born.
 _MOST_IN_DETAIL = 2000
@@ -408,19 +408,24 @@ class Births(AbstractCarrier[Value]):
         if len(labels) > _MOST_SETS:
             groups = [sorted(labels)]
         found: list[Any] = [None] * len(outs)
-        if groups and any(map(is_nonfinite, outs)):  # without what is NaN anyway
-            outs = self._bind(eqn, [_calm(v.x) for v in values])
-        for group in groups:
-            xs = [
-                _with_nan(_calm(v.x), np.isin(v.nan, group)) if c else _calm(v.x)
-                for v, c in zip(values, chosen, strict=True)
-            ]
-            births = _union(self.sets[label] for label in group)
-            for k, (x, healed) in enumerate(zip(self._bind(eqn, xs), outs, strict=True)):
-                if is_inexact(x):
-                    start = np.zeros(np.shape(x), np.int32) if found[k] is None else found[k]
-                    reached = np.isnan(np.asarray(x)) & ~np.isnan(np.asarray(healed))
-                    found[k] = self._joined(start, reached, births)
+        ways = [lambda x: x]
+        if groups and any(is_inexact(x) and np.isnan(np.asarray(x)).any() for x in outs):
+            ways.append(_ones)  # what is NaN anyway may be of a NaN too
+        for change in ways if groups else ():
+            calm = [change(v.x) for v in values]
+            base = self._bind(eqn, calm)
+            for group in groups:
+                births = _union(self.sets[label] for label in group)
+                xs = [
+                    _with_nan(x, np.isin(v.nan, group)) if c else x
+                    for x, v, c in zip(calm, values, chosen, strict=True)
+                ]
+                for k, (x, before) in enumerate(zip(self._bind(eqn, xs), base, strict=True)):
+                    if is_inexact(x):
+                        reached = np.isnan(np.asarray(x)) & ~np.isnan(np.asarray(before))
+                        start = found[k]
+                        start = np.zeros(np.shape(x), np.int32) if start is None else start
+                        found[k] = self._joined(start, reached, births)
         return found
 
     def _joined(self, labels, where, births: frozenset[int], at_least: bool = False):
@@ -517,7 +522,7 @@ class Births(AbstractCarrier[Value]):
     def _by_label(self, values, where, into, reached):
         """Write, for each of some elements, the number of the zero that reaches it."""
         labels = {int(i) for v in values if v.is_ct for i in np.unique(v.zeros)} - {0}
-        for label in sorted(labels, key=lambda i: (-self.zeros[i].why, -i)):
+        for label in sorted(labels, key=lambda i: (self.zeros[i].why, -i)):
             into[where & reached(lambda v, i=label: v.zeros == i)] = label
 
     def _zeros_met(self, place, values, k, new):
@@ -558,6 +563,10 @@ def _is_var(atom: Any) -> bool:
 
 def _labels_of(labels: Any) -> list[int]:
     return [] if labels is None else [int(i) for i in np.unique(labels) if i]
+
+
+def _ones(x):
+    return np.ones_like(np.asarray(x)) if is_inexact(x) else x
 
 
 def _calm(x):

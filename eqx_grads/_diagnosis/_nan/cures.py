@@ -205,11 +205,13 @@ def cure_of(
         text = next((t[name] for t in tables for name in names if name in t), "")
     text = text or (_OF_VALUES.get(kind) if is_value else None) or _OF_KINDS[kind]
     safe = next((_SAFE[name] for name in (*sorted(calls), op) if name in _SAFE), None)
-    if (
+    if op == "div" and kind == Kind.DEAD_BRANCH:  # the value of `safe.divide` is NaN
+        text += " Or replace the divisor before it, `x / jnp.where(y == 0, 1.0, y)`."
+    elif (
         safe is not None
         and kind in _AT_A_POINT
         and not is_rule
-        and (not is_value or op != "div")
+        and not (is_value and op == "div")
     ):
         text += f" Or use `eqg.safe.{safe[0]}`, {safe[1]}."
     if helps and not is_value and kind in DROPPABLE and "{safe}" not in text:

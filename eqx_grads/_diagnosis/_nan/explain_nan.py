@@ -15,8 +15,8 @@ from ..._jaxprs.evaluate import bind, evaluate
 from ..._rules.float_args import as_number
 from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
-from .._zero.structure import loss_structure
 from ..nan_checks import without_nan_checks
+from ..opaque import opaque_operations
 from ..origins import no_derivative_error, NumberedLoss
 from ..progress import doing, showing_progress
 from ..report import show_list
@@ -37,6 +37,9 @@ _TRIALS = {
     "selected": "`eqg.zero_safe(loss)`",
     "zero": '`eqg.zero_safe(loss, policy="zero")`',
 }
+
+# How long a trial takes, in compilations of the gradient.
+_TRIAL = 3
 
 _NOT_THESE = (
     "`eqg.zero_safe(loss)` was tried, and does not make this gradient finite: a product "
@@ -187,8 +190,7 @@ class _Call:
             zeros = _zeros(names, outs[1:]) if derivative.is_reverse else []
             return dataclasses.replace(report, remarks=zeros)
         doing("looking for the places")
-        # Trying `zero_safe` takes about as long as the gradient.
-        limit = max(self.seconds - 1.5 * to_compile, self.seconds / 3)
+        limit = max(self.seconds - _TRIAL * to_compile, self.seconds / 2)
         births = Births(derivative, self.threshold, time.monotonic() + limit)
         carried = births.run()
         if outs is None:
@@ -205,24 +207,36 @@ class _Call:
                 loss=births.value(carried),
                 remarks=[*remarks, _ONLY_COMPILED],
             )
-        helps, said = self._trial(causes, report) if tries else ("", [])
+        left = self.seconds - (time.monotonic() - begin - to_compile)
+        n_trials = 2 if left > 2 * _TRIAL * to_compile else int(left > _TRIAL * to_compile)
+        helps, said = "", []
+        if tries and (n_trials or not causes):
+            helps, said = self._trial(causes, report, n_trials)
         found = _without_consequences([record_of(births, cause, helps) for cause in causes])
         remarks += [*_harmless(births, harmless, found, bool(np.isfinite(value))), *said]
         return dataclasses.replace(report, found=found, remarks=remarks)
 
-    def _trial(self, causes: Sequence[Cause], report: NaNReport) -> tuple[str, list[str]]:
-        """The call of `zero_safe` that makes the gradient finite, and remarks on it."""
+    def _trial(
+        self, causes: Sequence[Cause], report: NaNReport, most: int
+    ) -> tuple[str, list[str]]:
+        """The call of `zero_safe` that makes the gradient finite, and remarks on it.
+
+        - `most`: how many calls there is time for. At least the one that is most likely to
+            help is tried.
+        """
         may_help = any(c.kind in DROPPABLE and c.birth.is_ct for c in causes) or not causes
         if not (may_help and report.is_reverse and np.isfinite(report.loss)):
             return "", []
         doing("trying `zero_safe`")
-        for policy, call in _TRIALS.items():
+        is_dead = any(c.kind == Kind.DEAD_BRANCH for c in causes)
+        chosen = ["selected", "zero"] if most > 1 else ["selected" if is_dead else "zero"]
+        for policy in chosen:
+            call = _TRIALS[policy]
             if self._is_finite_with(policy):
                 is_plain = policy == "selected" and all(
                     c.kind == Kind.DEAD_BRANCH for c in causes
                 )
                 return call, [] if is_plain else [f"{call} makes this gradient finite."]
-        is_dead = any(c.kind == Kind.DEAD_BRANCH for c in causes)
         return "", [_NOT_THESE] if is_dead else []
 
     def _is_finite_with(self, policy: str) -> bool:
@@ -263,7 +277,7 @@ def _differentiate(numbered: NumberedLoss, loss) -> Derivative:
     except RuleError:
         raise
     except Exception as error:  # JAX has no one type of error for it
-        opaque = loss_structure(numbered).opaque
+        opaque = opaque_operations(numbered)
         if not opaque:
             raise
         raise no_derivative_error(loss, opaque) from error

@@ -28,8 +28,9 @@ def kind_of(birth: Birth) -> Kind:
     if birth.is_large:
         return Kind.LARGE
     if birth.is_outside:
-        outside = Kind.INFINITE_CONSTANT if birth.number is None else Kind.INFINITE_INPUT
-        return Kind.INPUT if birth.is_nan else outside
+        is_literal = birth.number is None and not birth.bad.shape
+        infinite = Kind.INFINITE_CONSTANT if is_literal else Kind.INFINITE_INPUT
+        return Kind.INPUT if birth.is_nan else infinite
     if birth.is_nan and any(map(is_nonfinite, birth.xs)):
         return _of_infinities(birth)
     near = np.stack([_again(birth, lambda x, s=s: _moved(x, s)) for s in (1, -1)])
