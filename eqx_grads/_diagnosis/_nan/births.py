@@ -26,11 +26,13 @@ from ..._jaxprs.structure import (
     Cond,
     equations,
     Scan,
+    ShardMap,
     structure,
     While,
 )
 from ..carried import AbstractCarrier, enter, on_host, Place, walk
 from ..origins import equation_tag, Origin
+from ..shards import is_across_shards, shards_of
 from .derivative import Derivative
 
 
@@ -185,6 +187,9 @@ class Births(AbstractCarrier[Value]):
         """The operands of an operation of the loss, in the step in which a birth is."""
         derivative = self.derivative
         steps = {derivative.steps_of(place) for place in places if place is not None}
+        around = [p for place in places if place is not None for p in place.outward()]
+        if any(isinstance(structure(p.eqn), ShardMap) for p in around):
+            return []  # it is not known of which shard
         for place, xs in self._seen if origin is not None else ():
             if place.eqn.primitive.name == origin.eqn.primitive.name:
                 if derivative.origin(place) is origin and derivative.steps_of(place) in steps:
@@ -227,13 +232,37 @@ class Births(AbstractCarrier[Value]):
         if time.monotonic() > self.deadline:
             raise Stopped
         known = structure(place.eqn)
+        if place.eqn.primitive.name == "pvary":  # of a shard by itself
+            return values
         if isinstance(known, Scan | While):
             return self._loop(place, known, values)
         if isinstance(known, Call | CallWithRule | Checkpoint):
             return None
         if isinstance(known, Cond) and not known.by_platform:
             return None
+        if isinstance(known, ShardMap) and not is_across_shards(place.eqn):
+            return self._by_shards(place, known, values)
         return self._equation(place, values)
+
+    def _by_shards(self, place, known, values):
+        """The outputs of a `jax.shard_map`, one shard after the other."""
+        parts, indices = [], []
+        for ins, outs in shards_of(place.eqn):
+            part = lambda v, index: self.map(lambda x: on_host(x)[index], [v])
+            shard = [part(v, index) for v, index in zip(values, ins, strict=True)]
+            parts.append(walk(*known.programs, shard, self, place))
+            indices.append(outs)
+
+        def joined(k):
+            def join(*xs):
+                whole = np.zeros(place.eqn.outvars[k].aval.shape, xs[0].dtype)
+                for x, index in zip(xs, indices, strict=True):
+                    whole[index[k]] = x
+                return whole
+
+            return self.map(join, [part[k] for part in parts])
+
+        return [joined(k) for k in range(len(place.eqn.outvars))]
 
     # ------------------------------------------------------------ loops
 
