@@ -33,7 +33,8 @@ def texts():
     ]
     of_loops = [remarks._USE_LAYER, remarks._USE_LAYERS, remarks._CALL, remarks._HAS_MASK]
     memory = [advice._VMAP_INSIDE, advice._OUTPUTS_ARE_COPIED, *of_loops]
-    return [*nan, nan_cures._EXPLODES, *zero_cures.CURES.values(), zero_cures._ARGMIN, *memory]
+    nan += [f"`eqg.safe.{call}`" for call, _ in nan_cures._SAFE.values()]
+    return [*nan, *zero_cures.CURES.values(), zero_cures._ARGMIN, *memory]
 
 
 FILLED = {

@@ -107,7 +107,7 @@ _XLOG = (
     "`{op}(x, y)` is infinite where `x` is not zero and `y` is at the end of its domain. Keep "
     "`y` inside of it (for a `logpdf`, the data)."
 )
-_VALUES_OF_OPERATIONS = {
+_OF_VALUES_OF_OPERATIONS = {
     **dict.fromkeys(("atanh", "erf_inv"), _AT_ENDS % "-1 + eps, 1 - eps"),
     "logit": _AT_ENDS % "eps, 1 - eps",
     **dict.fromkeys(("xlogy", "xlog1py"), _XLOG),
@@ -201,7 +201,7 @@ def cure_of(
         names = [*sorted(calls), op]
         tables = [_OF_OPERATIONS]
         if is_value and kind != Kind.DOMAIN:
-            tables.insert(0, _VALUES_OF_OPERATIONS)
+            tables.insert(0, _OF_VALUES_OF_OPERATIONS)
         text = next((t[name] for t in tables for name in names if name in t), "")
     text = text or (_OF_VALUES.get(kind) if is_value else None) or _OF_KINDS[kind]
     safe = next((_SAFE[name] for name in (*sorted(calls), op) if name in _SAFE), None)
