@@ -18,7 +18,7 @@ from jax.extend.core import jaxpr_as_fun, Literal
 
 from ..._jaxprs.evaluate import bind
 from ..._jaxprs.interpret import Domain, interpret_equation
-from ..._jaxprs.primitives import linear_operands, MULTILINEAR
+from ..._jaxprs.primitives import kind_of, linear_operands, MULTILINEAR
 from ..._jaxprs.structure import (
     Call,
     CallWithRule,
@@ -341,8 +341,12 @@ class Births(AbstractCarrier[Value]):
         for v in values:
             for j in v.infs | _union(self.sets[i] for i in _labels_of(v.nan)):
                 birth = self.births[j]
-                if birth.place is None and birth.number is None:
+                is_moved = kind_of(eqn).layout and not birth.is_nan
+                if birth.place is None and birth.number is None and not is_moved:
                     birth.place = place  # of a constant, where it is used first
+                    if not birth.bad.shape and is_inexact(outs[0]):
+                        bad = ~np.isfinite(np.asarray(outs[0]))
+                        birth.bad = bad if bad.any() else birth.bad
         made = []
         for k, x in enumerate(outs):
             if is_inexact(x):
@@ -535,12 +539,15 @@ class Births(AbstractCarrier[Value]):
         met = reached(alive, _ONES)
         multiplied = reached(alive, _SIZES)
         numbers = np.zeros(a.shape, np.int32)
+        why_of_factor = self._why_of_factor(place, values)
+        if why_of_factor == NOT_SELECTED:  # whatever comes here
+            used = used & reached(lambda v: np.ones(np.shape(v.x), bool), _SIZES)
         rest = used & ~met & (a == 0)  # only zeros come here
         if rest.any():
             self._by_label(values, rest, numbers, lambda of: reached(of, _ONES))
         reasons = (
             (~used | (rest & (numbers == 0)), NOT_SELECTED),
-            (met & ~multiplied, self._why_of_factor(place, values)),
+            (used & met & ~multiplied, why_of_factor),
             (multiplied, CANCELS),
         )
         for where, why in reasons:

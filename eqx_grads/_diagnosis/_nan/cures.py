@@ -1,6 +1,6 @@
 """What to do about each kind: one table of sentences."""
 
-from collections.abc import Set
+from collections.abc import Sequence
 
 from ..._jaxprs.primitives import ELEMENTWISE
 from .kinds import Kind
@@ -34,9 +34,9 @@ _OF_KINDS = {
     Kind.OVERFLOW: "The cotangent that arrives is finite, and its product with the derivative "
     "of `{op}` is too large: the gradient explodes. `eqg.explain_nan(loss, ..., "
     f"threshold=1e6)` says where it begins to grow. {_CLIP_GRADIENT}",
-    Kind.INFINITE_CONSTANT: "A constant infinity reaches the loss. Mask what is computed from "
-    "it once more, `jnp.where(mask, y, 0.0)`, or use a large finite number: "
-    "`jnp.finfo(x.dtype).min`.",
+    Kind.INFINITE_CONSTANT: "A `jnp.where` selects a constant infinity, and it reaches "
+    "the loss. Mask what is computed from it once more, `jnp.where(mask, y, 0.0)`, or use a "
+    "large finite number: `jnp.finfo(x.dtype).min`.",
     Kind.LARGE: _CLIP_GRADIENT,
 }
 
@@ -49,9 +49,9 @@ _OF_VALUES = {
     Kind.SINGULARITY: f"`{{op}}` is not finite there. {_AWAY}",
     Kind.INDETERMINATE: "`{op}` is not defined there. Keep its arguments away from that point "
     "with a `where` around the arguments.",
-    Kind.OVERFLOW: "Keep the argument of `{op}` in range: subtract the maximum, use logarithms "
-    "or call the function that does, such as `jax.nn.softmax`, `jax.nn.logsumexp`, "
-    "`jax.nn.softplus` or `jax.nn.sigmoid`.",
+    Kind.OVERFLOW: "The result of `{op}` is too large for its dtype. Keep its arguments in "
+    "range: scale them down, or add logarithms; in a loop, bound the state at each step "
+    "(`jnp.clip`, `jnp.tanh`, or a normalization).",
 }
 
 # What does not select an element, if it is no `where`.
@@ -98,6 +98,7 @@ _AT_A_POINT = (
     Kind.ZERO_TIMES_INFINITY,
     Kind.DIFFERENCE,
     Kind.DEAD_BRANCH,
+    Kind.MASKED_PRODUCT,
 )
 
 # Other sentences for an operation at its singular point.
@@ -126,6 +127,19 @@ _OF_OPERATIONS = {
     "of the identity: `a + eps * jnp.eye(n)`.",
     "rsqrt": "`rsqrt` is infinite at zero. Add a small number to its argument: "
     "`jax.lax.rsqrt(x + eps)`. In a normalization layer, this is the argument `eps`.",
+}
+
+# What overflows of an exponential, and where to clip the argument of others.
+_OF_EXPONENTIALS = (
+    "Keep the argument of `{op}` in range: subtract the maximum, or call the function that "
+    "does, such as `jax.nn.softmax`, `jax.nn.logsumexp`, `jax.nn.softplus` or "
+    "`jax.nn.sigmoid`."
+)
+_EXPONENTIALS = ("exp", "exp2", "expm1", "cosh", "sinh")
+_DOMAINS = {
+    **dict.fromkeys(("acos", "asin"), "jnp.clip(x, -1, 1)"),
+    **dict.fromkeys(("sqrt", "pow"), "jnp.maximum(x, 0)"),
+    "log": "jnp.maximum(x, eps)",
 }
 
 _IN_A_RULE = (
@@ -167,11 +181,12 @@ def cure_of(
     *,
     is_value: bool,
     mask: str = "",
-    calls: Set[str] = frozenset(),
+    calls: Sequence[str] = (),
     holder: str = "",
     leaf: str = "",
     is_rule: bool = False,
     is_nan_operand: bool = False,
+    operands: Sequence[float] = (),
     is_of_meant: bool = False,
     is_in_derivative: bool = False,
     corner: str = "",
@@ -187,7 +202,7 @@ def cure_of(
     text = ""
     if kind in (Kind.INPUT, Kind.INFINITE_INPUT) or (is_nan_operand and dropped):
         return _of_input(kind, holder, leaf)
-    if is_of_meant and kind == Kind.ZERO_TIMES_INFINITY and not is_value:
+    if is_of_meant and kind == Kind.ZERO_TIMES_INFINITY and not is_value and op not in _SAFE:
         return _of_infinite_operand(holder, op)
     if corner:
         return _AT_A_CORNER.format(op=corner)
@@ -197,15 +212,22 @@ def cure_of(
         text = _OF_RULES.get(kind, "")
     elif kind == Kind.DEAD_BRANCH:
         text = _of_dead_branch(op, mask)
+    elif kind == Kind.OVERFLOW and is_value and op in _EXPONENTIALS:
+        text = _OF_EXPONENTIALS
+    elif kind == Kind.DOMAIN and is_value and op in _DOMAINS:
+        safe = f" At its ends, use `eqg.safe.{_SAFE[op][0]}`, {_ZERO_THERE}." * (op != "log")
+        text = f"Clip the argument of `{op}` to its domain: `{_DOMAINS[op]}`.{safe}"
     if not text and kind in (Kind.SINGULARITY, Kind.INDETERMINATE, Kind.DOMAIN):
-        names = [*sorted(calls), op]
+        names = [*calls, op]
         tables = [_OF_OPERATIONS]
         if is_value and kind != Kind.DOMAIN:
             tables.insert(0, _OF_VALUES_OF_OPERATIONS)
         text = next((t[name] for t in tables for name in names if name in t), "")
     text = text or (_OF_VALUES.get(kind) if is_value else None) or _OF_KINDS[kind]
-    safe = next((_SAFE[name] for name in (*sorted(calls), op) if name in _SAFE), None)
-    if op == "div" and kind == Kind.DEAD_BRANCH:  # the value of `safe.divide` is NaN
+    safe = next((_SAFE[name] for name in (*calls, op) if name in _SAFE), None)
+    if (
+        op == "div" and kind == Kind.DEAD_BRANCH and not any(operands)
+    ):  # the value of `safe.divide` is NaN
         text += " Or replace the divisor before it, `x / jnp.where(y == 0, 1.0, y)`."
     elif (
         safe is not None

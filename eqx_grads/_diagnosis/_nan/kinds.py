@@ -34,7 +34,10 @@ def kind_of(birth: Birth) -> Kind:
     if birth.is_nan and any(map(is_nonfinite, birth.xs)):
         return _of_infinities(birth)
     near = np.stack([_again(birth, lambda x, s=s: _moved(x, s)) for s in (1, -1)])
-    if np.isfinite(near).any():
+    sides = np.isfinite(near).any(1)
+    if birth.is_nan and not birth.is_ct and not sides.all():
+        return Kind.DOMAIN
+    if sides.any():
         of_numbers = _is_of_numbers(birth)
         return Kind.INDETERMINATE if birth.is_nan and of_numbers else Kind.SINGULARITY
     return Kind.DOMAIN if birth.is_nan else Kind.OVERFLOW

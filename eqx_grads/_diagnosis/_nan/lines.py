@@ -1,11 +1,17 @@
 """The line of the user's code that is shown for a cause, and what the user calls there."""
 
 import dataclasses
-import re
 
 from ..carried import Place
-from ..origins import NumberedLoss, Origin
-from ..source_lines import called_functions, layer_line, rule_line, SourceLine, UNKNOWN
+from ..origins import is_in_derivative, NumberedLoss, Origin
+from ..source_lines import (
+    called_functions,
+    is_of_jax,
+    layer_line,
+    rule_line,
+    SourceLine,
+    UNKNOWN,
+)
 
 
 def users_line(numbered: NumberedLoss, origin: Origin, *places: Place | None) -> SourceLine:
@@ -38,14 +44,17 @@ def rule_of(*places: Place | None) -> str:
     return next((str(line) for line in lines if line.file), "")
 
 
-def names_of_calls(numbered: NumberedLoss, origin: Origin, *places: Place | None) -> set[str]:
-    """The functions of JAX that an operation is in, such as `softmax`."""
-    eqns = [origin.eqn, *(numbered.origins[i].eqn for i in origin.enclosing)]
+def names_of_calls(numbered: NumberedLoss, origin: Origin, *places: Place | None) -> list[str]:
+    """The functions of JAX that an operation is in, such as `softmax`, outermost first."""
+    eqns = [*(numbered.origins[i].eqn for i in origin.enclosing), origin.eqn]
     if line_in_rule(places[0]).file:
-        eqns += [p.eqn for place in places if place is not None for p in place.outward()]
-    names = {str(eqn.params.get("name", "")) for eqn in eqns}
-    names |= {name for eqn in eqns for name in called_functions(eqn)}
-    return {re.sub(r"^_+", "", name) for name in names}
+        around = [p for place in places if place is not None for p in place.outward()]
+        eqns += [p.eqn for p in reversed(around)]
+    names: list[str] = []
+    for eqn in eqns:
+        names += reversed(called_functions(eqn))
+        names += [str(eqn.params.get("name", ""))] if is_of_jax(eqn) else []
+    return [name.lstrip("_") for name in names]
 
 
 def first_of_rule(place: Place) -> str:
@@ -58,14 +67,9 @@ def first_of_rule(place: Place) -> str:
 
 def differentiated(numbered: NumberedLoss, origin: Origin) -> str:
     """The operation of which an operation is the derivative, which the loss takes itself."""
-    if "jvp(" not in str(origin.eqn.source_info.name_stack):
+    if not is_in_derivative(numbered.origins, origin):
         return ""
-    same = (
-        o.primitive
-        for o in numbered.origins
-        if o.source == origin.source
-        and o.source.span == origin.source.span
-        and o.enclosing == origin.enclosing
-    )
-    name = next(same, "")
+    traceback = origin.eqn.source_info.traceback
+    same = (o for o in numbered.origins if o.eqn.source_info.traceback == traceback)
+    name = next(same, origin).primitive
     return "" if name == origin.primitive else name
