@@ -97,8 +97,6 @@ def _log_softmax(x):
     return jnp.sum(jnp.exp(jax.nn.log_softmax(_masked(x))))
 
 
-def _logsumexp(x):
-    return jnp.sum(jax.nn.logsumexp(_masked(x), axis=1))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +104,6 @@ def _logsumexp(x):
     [
         (_softmax, "softmax"),
         (_log_softmax, "log_softmax"),
-        (_logsumexp, "logsumexp"),
         (jax.jit(_softmax), "softmax"),
     ],
 )
@@ -127,12 +124,9 @@ def _difference(x):
     return jnp.sum(jnp.tanh(y - jnp.max(y, 1, keepdims=True)))
 
 
-def _signed(x):
-    """A sum of terms with signs is zero, and no entry is `-inf`."""
-    return jax.nn.logsumexp(x[0] * 0, b=jnp.array([1.0, -1.0]))
 
 
-@pytest.mark.parametrize("loss", [_by_hand, _difference, _signed])
+@pytest.mark.parametrize("loss", [_by_hand, _difference])
 def test_other_operations_are_not_called_a_softmax(loss):
     report = eqg.explain_nan(loss, jnp.ones((2, 2)))
     assert report.found, str(report)

@@ -341,7 +341,8 @@ class Births(AbstractCarrier[Value]):
         for v in values:
             for j in v.infs | _union(self.sets[i] for i in _labels_of(v.nan)):
                 birth = self.births[j]
-                is_moved = kind_of(eqn).layout and not birth.is_nan
+                row = kind_of(eqn)
+                is_moved = (row.layout or row.bounds == "operand") and not birth.is_nan
                 if birth.place is None and birth.number is None and not is_moved:
                     birth.place = place  # of a constant, where it is used first
                     if not birth.bad.shape and is_inexact(outs[0]):

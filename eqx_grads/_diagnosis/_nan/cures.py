@@ -229,6 +229,8 @@ def cure_of(
         op == "div" and kind == Kind.DEAD_BRANCH and not any(operands)
     ):  # the value of `safe.divide` is NaN
         text += " Or replace the divisor before it, `x / jnp.where(y == 0, 1.0, y)`."
+    elif op == "div" and kind == Kind.OVERFLOW and not is_value:
+        text += " Or use `eqg.safe.divide(x, y)`, whose derivative needs no `y**-2`."
     elif (
         safe is not None
         and kind in _AT_A_POINT

@@ -156,7 +156,9 @@ def explain_nan(
     if report.bad_leaves and len(dropped) == len(below.found):
         dropped = []  # not all of them, and it is not known which
     found = [r for r in below.found if r not in dropped]
-    return dataclasses.replace(report, found=found, dropped=dropped)
+    remarks = list(dict.fromkeys([*report.remarks, *below.remarks]))
+    remarks = remarks if report.bad_leaves else report.remarks
+    return dataclasses.replace(report, found=found, dropped=dropped, remarks=remarks)
 
 
 @dataclasses.dataclass(frozen=True)

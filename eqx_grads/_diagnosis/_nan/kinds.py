@@ -28,8 +28,8 @@ def kind_of(birth: Birth) -> Kind:
     if birth.is_large:
         return Kind.LARGE
     if birth.is_outside:
-        is_literal = birth.number is None and not birth.bad.shape
-        infinite = Kind.INFINITE_CONSTANT if is_literal else Kind.INFINITE_INPUT
+        is_selected = birth.place and birth.place.eqn.primitive.name == "select_n"
+        infinite = Kind.INFINITE_CONSTANT if is_selected else Kind.INFINITE_INPUT
         return Kind.INPUT if birth.is_nan else infinite
     if birth.is_nan and any(map(is_nonfinite, birth.xs)):
         return _of_infinities(birth)
