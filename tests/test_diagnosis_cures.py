@@ -370,10 +370,6 @@ def test_logarithm_of_a_softmax(loss, cured):
     assert jnp.any(jax.grad(cured)(FAR))
 
 
-
-
-
-
 @pytest.mark.parametrize(
     ("operation", "outside", "cured"),
     [
@@ -403,8 +399,6 @@ def test_an_operand_next_to_the_end_of_a_domain_has_its_digits():
     assert ("  1.00000012" in report) == (x.dtype == jnp.float32)
 
 
-
-
 def test_zero_times_infinity_of_a_mask():
     weights = jnp.array([1.0, 0.0, 1.0])
     masked = lambda x: jnp.where(MASK, x, -jnp.inf)
@@ -412,8 +406,6 @@ def test_zero_times_infinity_of_a_mask():
     assert (record.primitive, record.is_forward) == ("mul", True)
     assert "`jnp.where(mask, y, 0.0)`" in record.cure
     assert not eqg.explain_nan(lambda x: jnp.sum(jnp.where(MASK, masked(x), 0.0)), X)
-
-
 
 
 # ---------------------------------------------------------------- functions of JAX

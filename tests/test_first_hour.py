@@ -97,8 +97,6 @@ def _log_softmax(x):
     return jnp.sum(jnp.exp(jax.nn.log_softmax(_masked(x))))
 
 
-
-
 @pytest.mark.parametrize(
     ("loss", "name"),
     [
@@ -122,8 +120,6 @@ def _by_hand(x):
 def _difference(x):
     y = _masked(x)
     return jnp.sum(jnp.tanh(y - jnp.max(y, 1, keepdims=True)))
-
-
 
 
 @pytest.mark.parametrize("loss", [_by_hand, _difference])

@@ -62,7 +62,7 @@ def test_inputs():
         (record,) = eqg.explain_nan(loss, {"w": X + 1}, {"x": bad}).found
         assert (record.kind, record.primitive) == (f"{name} in the input", "data['x']")
         assert (record.index, record.leaf) == ((1,), "")
-        assert record.cure.startswith("`data['x']` holds the")
+        assert record.cure.startswith("`data['x']` holds a")
         (record,) = eqg.explain_nan(lambda w, bad=bad: jnp.sum(w * bad), X + 1).found
         assert (record.kind, record.primitive) == (f"{name} in the input", "mul")
         assert record.cure.startswith("A constant of the loss holds the")

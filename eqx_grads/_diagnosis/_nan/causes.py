@@ -50,6 +50,9 @@ def causes_of(births: Births, outs: Sequence[Value] | None) -> tuple[list[Cause]
     of_value = {id(source): source for i in sorted(of_loss) for source in _sources(births, i)}
     pairs = [(source, source) for source in of_value.values()]
     for i in sorted(of_gradient):
+        of = every[i].of
+        if of and all(id(every[j]) in of_value for j in of):
+            continue
         sources = [s for s in _sources(births, i) if id(s) not in of_value]
         pairs += [(every[i], source) for source in sources]
     found: dict[Any, Cause] = {}

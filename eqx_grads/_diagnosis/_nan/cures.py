@@ -242,7 +242,7 @@ def cure_of(
         text += f" In code that you can't edit, use {helps}."
     if is_in_derivative:
         text += _NO_SECOND * (_ZERO_THERE in text)
-        text += _IN_A_DERIVATIVE * (is_value and kind in DROPPABLE)
+        text += _IN_A_DERIVATIVE * (kind in DROPPABLE)
     return text.format(op=op, mask=mask, safe=f"{helps}, or " if helps else "")
 
 

@@ -90,7 +90,7 @@ class NaNReport(AbstractReport):
     remarks: Sequence[str] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.found or self.if_compiled)
+        return bool(self.found or self.if_compiled or self.bad_leaves)
 
     @property
     def headline(self) -> str:
@@ -138,12 +138,6 @@ class NaNReport(AbstractReport):
             text = (
                 "`eqg.gradient_flow` shows the norm of the gradient at each call of a layer, "
                 "and so at each step of a loop that calls one; elsewhere, `eqg.probe` does."
-            )
-            notes.append(("note", text))
-        if not self.found and (self.bad_leaves or not np.isfinite(self.loss)):
-            text = (
-                "Evaluated operation by operation, no place was found. A compiled program "
-                "fuses operations, and rounds differently."
             )
             notes.append(("note", text))
         return notes
