@@ -98,36 +98,36 @@ def explain_nan(
     - `model`: any PyTree. The gradient is that with respect to all of its inexact arrays.
     - `threshold`: also report where a cotangent exceeds this number. A gradient of 1e24 is
         finite, and as harmful.
+    - `seconds`: the time to look for the causes, beside one compilation of the gradient. When
+        it is over, the report has what is known, and the call of `zero_safe` that helps.
 
     **Returns:**
 
-    A report. Print it for a table; it is false if everything is finite, compiled as well.
-    `found` are records with the fields `file`, `line`, `primitive`, `path`, `step`, `kind`,
-    `cure` and others: the first places, in the order of the backward pass, where a finite
-    cotangent becomes non-finite (or exceeds `threshold`), and before these the places where the
-    value does. Each place is found, also if one alone makes everything NaN. In a loop, it is
-    the first step in the order of the backward pass, which begins at the end. Where many steps
-    or elements of one operation are NaN, or infinite, 3 of them are looked at, and 16 if the
-    causes of these differ: each cause is a record.
+    A report. Print it for a table; it is false if everything is finite. `found` are records
+    with the fields `file`, `line`, `primitive`, `path`, `step`, `kind`, `cure` and others:
+    first the operations that make the loss not finite, then those that make its gradient not
+    finite, in the order of the backward pass. `explain_nan` finds each of them, even if one
+    alone makes everything NaN. In a loop, `step` is the first such step; the backward pass
+    begins at the end.
 
     The kinds are `"dead branch"` (`mask` is what did not select it), `"zero mask"` (as a
-    factor), `"zero times infinity"` (`mask` says whether terms of the cotangent cancel, or it
-    underflows), `"true singularity"`, `"0/0"`, `"inf - inf"`, `"inf / inf"`,
-    `"outside of the domain"`, `"overflow"`, `"constant infinity"` (of a `where`),
-    `"exceeds the threshold"`, `"NaN in the input"` and `"inf in the input"`.
+    factor), `"zero times infinity"` (`mask` is the operation that makes the zero),
+    `"true singularity"`, `"0/0"`, `"inf - inf"`, `"inf / inf"`, `"outside of the domain"`,
+    `"overflow"`, `"constant infinity"` (of a `where`), `"exceeds the threshold"`,
+    `"NaN in the input"` and `"inf in the input"`.
 
-    Of a loss that is an [`eqx_grads.zero_safe`][], `dropped` are the places where that drops
+    If the loss is an [`eqx_grads.zero_safe`][], `dropped` are the places where that drops
     something, also by its policy `"zero"`.
 
-    A loss with a `while_loop` has no gradient. Its derivative in forward mode is looked at.
+    A loss with a `while_loop` has no gradient. `explain_nan` looks at its derivative in forward
+    mode.
 
-    This evaluates loss and gradient once, and once more if something is bad; if nothing is, it
-    compiles the gradient to see whether that holds for the compiled program. If there is a
-    mask or a singularity, the gradient of `zero_safe(loss)` is evaluated as well, and if that
-    is not finite, that of `zero_safe(loss, policy="zero")`: the cure and `remarks` name the one
-    that is. Outside of loops operations are evaluated one by one, which is slower than the
-    compiled program and keeps all intermediate values. Loops are compiled, and those with a bad
-    step run a few times more.
+    **Cost:** one compilation of the gradient. If that is finite, `explain_nan` stops, unless
+    there is a `threshold`. Otherwise it evaluates the gradient once, operation by operation. It
+    replaces each NaN where it begins, and carries along which operation made it: what arrives
+    at the loss or the gradient is a cause. If a mask or a singularity is among the causes, it
+    compiles the gradients of `zero_safe(loss)` and `zero_safe(loss, policy="zero")`, and names
+    the first that is finite.
 
     **Raises:**
 
