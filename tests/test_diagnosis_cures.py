@@ -41,6 +41,7 @@ FILLED = {
     "op": "sqrt",
     "mask": "maximum",
     "safe": "",
+    "use": "",
     "name": "round",
     "place": "f.py:1",
     "places": "f.py:1 and f.py:2",

@@ -11,7 +11,6 @@ _CLIP_GRADIENT = (
     "where `x` is the operand of this operation, or, in a loop, the carry at the start of the "
     "step."
 )
-_AWAY = "Keep its argument away from that point (`x + eps`)."
 
 # For each kind, of a cotangent. `{op}` is the operation, and `{mask}` what drops the element.
 _OF_KINDS = {
@@ -21,9 +20,9 @@ _OF_KINDS = {
     "the mask as `ok`. A `where` further on, in place of the product, is too late: zero times "
     "an infinite derivative is NaN.",
     Kind.ZERO_TIMES_INFINITY: "The derivative of `{op}` is infinite there, and no selection "
-    f"makes the cotangent zero: a factor of it is, or its terms cancel. {_AWAY}",
-    Kind.SINGULARITY: f"The derivative of `{{op}}` is infinite there. {_AWAY}",
-    Kind.INDETERMINATE: f"The derivative of `{{op}}` is not defined there. {_AWAY}",
+    "makes the cotangent zero: a factor of it is, or its terms cancel. {use}",
+    Kind.SINGULARITY: "The derivative of `{op}` is infinite there. {use}",
+    Kind.INDETERMINATE: "The derivative of `{op}` is not defined there. {use}",
     Kind.DIFFERENCE: "In `{op}`, an infinity is subtracted from an infinity, which is NaN. "
     "Replace them before it, with finite numbers.",
     Kind.QUOTIENT: "In `{op}`, an infinity is divided by an infinity, which is NaN. Replace "
@@ -46,7 +45,7 @@ _OF_VALUES = {
     Kind.ZERO_TIMES_INFINITY: "Zero times infinity is NaN. Replace the factor that is infinite "
     "before the product: `jnp.where(mask, y, 0.0)`. A `where` on the product is too late for "
     "the gradient.",
-    Kind.SINGULARITY: f"`{{op}}` is not finite there. {_AWAY}",
+    Kind.SINGULARITY: "`{op}` is not finite there. {use}",
     Kind.INDETERMINATE: "`{op}` is not defined there. Keep its arguments away from that point "
     "with a `where` around the arguments.",
     Kind.OVERFLOW: "The result of `{op}` is too large for its dtype. Keep its arguments in "
@@ -91,11 +90,10 @@ _SAFE = {
         "which is `-inf` for a row of `-inf`, with derivative zero",
     ),
 }
-# The kinds that these replacements are for.
+# The kinds that these replacements are for. The sentences of the first say what to use.
+_POINTS = (Kind.SINGULARITY, Kind.INDETERMINATE, Kind.ZERO_TIMES_INFINITY)
 _AT_A_POINT = (
-    Kind.SINGULARITY,
-    Kind.INDETERMINATE,
-    Kind.ZERO_TIMES_INFINITY,
+    *_POINTS,
     Kind.DIFFERENCE,
     Kind.DEAD_BRANCH,
     Kind.MASKED_PRODUCT,
@@ -223,27 +221,24 @@ def cure_of(
         if is_value and kind != Kind.DOMAIN:
             tables.insert(0, _OF_VALUES_OF_OPERATIONS)
         text = next((t[name] for t in tables for name in names if name in t), "")
+    is_general = not text
     text = text or (_OF_VALUES.get(kind) if is_value else None) or _OF_KINDS[kind]
     safe = next((_SAFE[name] for name in (*calls, op) if name in _SAFE), None)
-    if (
-        op == "div" and kind == Kind.DEAD_BRANCH and not any(operands)
-    ):  # the value of `safe.divide` is NaN
+    is_nan_too = op == "div" and (is_value or not any(operands))  # the value of `safe.divide`
+    has_safe = safe is not None and kind in _AT_A_POINT and not is_rule and not is_nan_too
+    away = "eep its argument away from that point (`x + eps`)."
+    use = f"Use `eqg.safe.{safe[0]}`, {safe[1]}, or k{away}" if has_safe else f"K{away}"
+    if op == "div" and kind == Kind.DEAD_BRANCH and is_nan_too:
         text += " Or replace the divisor before it, `x / jnp.where(y == 0, 1.0, y)`."
     elif op == "div" and kind == Kind.OVERFLOW and not is_value:
         text += " Or use `eqg.safe.divide(x, y)`, whose derivative needs no `y**-2`."
-    elif (
-        safe is not None
-        and kind in _AT_A_POINT
-        and not is_rule
-        and not (is_value and op == "div")
-    ):
+    elif has_safe and not (is_general and kind in _POINTS):
         text += f" Or use `eqg.safe.{safe[0]}`, {safe[1]}."
-    if helps and not is_value and kind in DROPPABLE and "{safe}" not in text:
+    if helps and not is_value and kind in DROPPABLE and kind != Kind.DEAD_BRANCH:
         text += f" In code that you can't edit, use {helps}."
     if is_in_derivative:
-        text += _NO_SECOND * (_ZERO_THERE in text)
-        text += _IN_A_DERIVATIVE * (kind in DROPPABLE)
-    return text.format(op=op, mask=mask, safe=f"{helps}, or " if helps else "")
+        text += _NO_SECOND * has_safe + _IN_A_DERIVATIVE * (kind in DROPPABLE)
+    return text.format(op=op, mask=mask, safe=f"{helps}, or " if helps else "", use=use)
 
 
 # What `zero_safe` may help with, which is tried.
