@@ -179,6 +179,16 @@ def layer_line(eqn: Any) -> str:
     return ""
 
 
+def called_functions(eqn: Any) -> list[str]:
+    """The functions of JAX around an equation, up to the user's line, innermost first."""
+    names = []
+    for f in traceback_of(eqn).frames if traceback_of(eqn) else ():
+        if not f.file_name.startswith(_JAX):
+            break
+        names.append(f.function_name)
+    return names
+
+
 def safe_function(eqns: Iterable[Any]) -> str:
     """The function of `eqx_grads.safe` that makes an equation, such as `safe.norm`: the first
     one that the user calls, or an empty string.
