@@ -69,8 +69,13 @@ if TYPE_CHECKING:
     from ._diagnosis._nan.report import NaNReport as NaNReport, NonFinite as NonFinite
     from ._diagnosis._zero.explain_zero import explain_zero as explain_zero
     from ._diagnosis._zero.report import ZeroGradient as ZeroGradient, ZeroReport as ZeroReport
+    from ._diagnosis.explain_gradient import (
+        explain_gradient as explain_gradient,
+        Symptom as Symptom,
+        SymptomReport as SymptomReport,
+    )
     from ._diagnosis.gradient_flow import gradient_flow as gradient_flow
-    from ._diagnosis.plot import plot_gradient_flow as plot_gradient_flow
+    from ._diagnosis.plots import plot_gradient_flow as plot_gradient_flow
     from ._diagnosis.probe import (
         GradientStatistics as GradientStatistics,
         probe as probe,
@@ -106,8 +111,9 @@ _NAMES = {
     "_diagnosis._nan.report": "NaNReport NonFinite",
     "_diagnosis._zero.explain_zero": "explain_zero",
     "_diagnosis._zero.report": "ZeroGradient ZeroReport",
+    "_diagnosis.explain_gradient": "explain_gradient Symptom SymptomReport",
     "_diagnosis.gradient_flow": "gradient_flow",
-    "_diagnosis.plot": "plot_gradient_flow",
+    "_diagnosis.plots": "plot_gradient_flow",
     "_diagnosis.probe": "GradientStatistics probe tap_gradient watch_gradient",
     "_drop_ins.filter_custom_jvp": "filter_custom_jvp",
     "_drop_ins.filter_custom_vjp": "filter_custom_vjp",

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import optax
 import optimistix
 import pytest
-from eqx_grads._diagnosis._memory import advice, remarks
 from eqx_grads._diagnosis._nan import cures as nan_cures
-from eqx_grads._diagnosis._zero import cures as zero_cures
+from eqx_grads._diagnosis._zero import advice as zero_cures
 
 from .nan_causes import PLANTED
 from .test_nan_kinds import FORMULAS
@@ -31,15 +30,15 @@ def texts():
         if name.startswith("_OF_")
         for text in (table.values() if isinstance(table, dict) else [table])
     ]
-    of_loops = [remarks._USE_LAYER, remarks._USE_LAYERS, remarks._CALL, remarks._HAS_MASK]
-    memory = [advice._VMAP_INSIDE, advice._OUTPUTS_ARE_COPIED, *of_loops]
-    return [*nan, nan_cures._EXPLODES, *zero_cures.CURES.values(), zero_cures._ARGMIN, *memory]
+    nan += [f"`eqg.safe.{call}`" for call, _ in nan_cures._SAFE.values()]
+    return [*nan, *zero_cures.CURES.values(), zero_cures._ARGMIN]
 
 
 FILLED = {
     "op": "sqrt",
     "mask": "maximum",
     "safe": "",
+    "use": "",
     "name": "round",
     "place": "f.py:1",
     "places": "f.py:1 and f.py:2",
@@ -118,18 +117,11 @@ BY_ZERO = '`eqg.zero_safe(loss, policy="zero")`'
 
 def named_zero_safe(report):
     """The call of `zero_safe` that makes the gradient finite, or `None`."""
-    named = [
-        call
-        for call in (PLAIN, BY_ZERO)
-        for x in report.remarks
-        if x.startswith(f"{call} makes")
-    ]
+    named = {call for call in (PLAIN, BY_ZERO) for r in report.found if f"se {call}" in r.cure}
     assert len(named) <= 1
-    in_cures = {
-        call for call in (PLAIN, BY_ZERO) for r in report.found if f"use {call}" in r.cure
-    }
-    assert in_cures == set(named)
-    return named[0] if named else None
+    said = {call for call in (PLAIN, BY_ZERO) if f"{call} makes" in str(report.remarks)}
+    assert said <= named
+    return next(iter(named), None)
 
 
 def policy_of(call):
@@ -190,8 +182,6 @@ def test_zero_safe_is_named_where_it_helps(loss, x, named):
     assert named_zero_safe(report) == named
     assert is_finite("selected") == (named == PLAIN)
     assert is_finite("zero") == (named is not None)
-    if named:
-        assert str(report).count("makes this gradient finite") == 1
 
 
 def test_zero_safe_is_not_named_for_a_value():
@@ -221,23 +211,20 @@ def test_what_is_used_is_no_dead_branch(select):
     assert record.kind != "dead branch"
 
 
-def test_what_zero_safe_does_not_mend_is_not_advised(monkeypatch):
+def test_what_zero_safe_does_not_fix_is_not_advised(monkeypatch):
     loss = lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
     report = eqg.explain_nan(loss, jnp.zeros(2))
     assert "Use `eqg.zero_safe(loss)`" in report.found[0].cure
     assert not report.remarks
     for name, works in (("zero", True), ("neither", False)):
         monkeypatch.setattr(
-            "eqx_grads._diagnosis._nan.explain_nan._is_finite_with",
-            lambda policy, *_, name=name: policy == name,
+            "eqx_grads._diagnosis._nan.explain_nan._Call._is_finite_with",
+            lambda self, policy, name=name: policy == name,
         )
         report = eqg.explain_nan(loss, jnp.zeros(2))
         assert ('`eqg.zero_safe(loss, policy="zero")`' in report.found[0].cure) == works
         assert ("was tried, and does not make this gradient" in str(report.remarks)) != works
         assert ("zero_safe" in report.found[0].cure) == works
-    other = lambda x: loss(x) + jnp.sqrt(x[0])
-    report = eqg.explain_nan(other, jnp.zeros(2))
-    assert "alone does not make this gradient finite" in str(report.remarks)
 
 
 def halves_times_zero(x, gate):
@@ -281,7 +268,7 @@ def _masked(root, y):
         (
             lambda y: jnp.linalg.norm(y[:, None], axis=-1),
             lambda y: eqg.safe.norm(y[:, None], axis=-1),
-            "Use `eqg.safe.norm(x)`",
+            "Or use `eqg.safe.norm(x)`",
         ),
     ],
 )
@@ -309,7 +296,6 @@ def test_a_divisor_whose_square_underflows():
     masked = lambda divide: lambda y: jnp.where(y > 1, divide(jnp.zeros_like(y), y), 0.0)
     (record,) = eqg.explain_nan(masked(jnp.divide), y).found
     assert record.kind == "dead branch"
-    assert "Or use `eqg.safe.divide(x, y)`" in record.cure
     assert jax.grad(masked(eqg.safe.divide))(y) == 0
 
 
@@ -378,37 +364,8 @@ FAR = jnp.array([1.0, -2e3, 0.5])
 def test_logarithm_of_a_softmax(loss, cured):
     (record,) = eqg.explain_nan(loss, FAR).found
     assert record.primitive == "log"
-    assert "`eqg.safe.log_softmax(x)`" in record.cure
     assert not eqg.explain_nan(cured, FAR)
     assert jnp.any(jax.grad(cured)(FAR))
-
-
-@pytest.mark.parametrize(
-    "entropy",
-    [
-        lambda p: -jnp.sum(p * jnp.log(p)),
-        lambda p: jnp.sum(jnp.log(p) * -p),
-        lambda p: -p @ jnp.log(p),
-    ],
-    ids=["negated sum", "negated factor", "matmul"],
-)
-def test_logarithm_of_a_softmax_in_an_entropy(entropy):
-    """The other factor of its product is the softmax: one function has both."""
-    (record,) = eqg.explain_nan(lambda x: entropy(jax.nn.softmax(x)), FAR).found
-    assert record.cure.startswith("Use `eqg.safe.entropy(p)`")
-    cured = lambda x: eqg.safe.entropy(jax.nn.softmax(x))
-    assert not eqg.explain_nan(cured, FAR)
-    near = jnp.array([1.0, -2.0, 0.5])
-    want = jax.grad(lambda x: entropy(jax.nn.softmax(x)))(near)
-    sign = 1 if entropy(jnp.array([0.5, 0.5])) > 0 else -1
-    rtol = 100 * jnp.finfo(want.dtype).eps  # two expressions for the same
-    assert jnp.allclose(sign * want, jax.grad(cured)(near), rtol=rtol, atol=rtol)
-
-
-def test_logarithm_of_a_softmax_with_the_entropy_of_another():
-    cross_entropy = lambda x, p: -jnp.sum(p * jnp.log(jax.nn.softmax(x)))
-    (record,) = eqg.explain_nan(cross_entropy, FAR, jnp.array([0.2, 0.3, 0.5])).found
-    assert record.cure.startswith("Use `eqg.safe.log_softmax(x)`")
 
 
 @pytest.mark.parametrize(
@@ -440,12 +397,6 @@ def test_an_operand_next_to_the_end_of_a_domain_has_its_digits():
     assert ("  1.00000012" in report) == (x.dtype == jnp.float32)
 
 
-def test_logarithm_of_something_else_is_no_softmax():
-    loss = lambda x: jnp.sum(jnp.log(jnp.where(MASK, x, 1.0)))
-    (record,) = eqg.explain_nan(loss, jnp.zeros(3)).found
-    assert "softmax" not in record.cure
-
-
 def test_zero_times_infinity_of_a_mask():
     weights = jnp.array([1.0, 0.0, 1.0])
     masked = lambda x: jnp.where(MASK, x, -jnp.inf)
@@ -453,13 +404,6 @@ def test_zero_times_infinity_of_a_mask():
     assert (record.primitive, record.is_forward) == ("mul", True)
     assert "`jnp.where(mask, y, 0.0)`" in record.cure
     assert not eqg.explain_nan(lambda x: jnp.sum(jnp.where(MASK, masked(x), 0.0)), X)
-
-
-def test_logarithm_of_one_minus_a_sigmoid():
-    x = jnp.array([1e3])
-    (record,) = eqg.explain_nan(lambda x: jnp.sum(jnp.log(1 - jax.nn.sigmoid(x))), x).found
-    assert "`jax.nn.log_sigmoid(-x)`" in record.cure
-    assert not eqg.explain_nan(lambda x: jnp.sum(jax.nn.log_sigmoid(-x)), x)
 
 
 # ---------------------------------------------------------------- functions of JAX

@@ -144,7 +144,7 @@ def explain_many_sines(n):
 
 @pytest.mark.slow
 def test_programs_of_many_equations():
-    explain_many_sines(2000)
+    explain_many_sines(300)
 
 
 @pytest.mark.slow
@@ -221,12 +221,9 @@ def test_a_buffer_of_infinities():
         init = y, jnp.full((3, 2), jnp.inf)
         return jnp.sum(jax.lax.scan(step, init, jnp.arange(3))[0][1] ** 2)
 
-    record, norm = eqg.explain_nan(loss, jnp.array(1.0), jnp.zeros(2)).found
+    (record,) = eqg.explain_nan(loss, jnp.array(1.0), jnp.zeros(2)).found
     assert (record.kind, record.primitive, record.is_forward) == ("0/0", "div", True)
     assert (record.step, record.operands) == ((0,), (0, 0))
-    # The later steps are given the NaN of the first one.
-    assert (norm.kind, norm.primitive, norm.step) == ("true singularity", "sqrt", (0,))
-    assert norm.count == 1
 
 
 def test_threshold_in_the_order_of_the_steps():
@@ -245,11 +242,10 @@ def test_threshold_in_the_order_of_the_steps():
 
 
 def test_threshold_in_a_matrix_product():
-    """The operand and the cotangent are those of the largest product, not of the first."""
     matrix = jnp.array([[0.0, 5.0], [1.0, 3.0]])
     loss = lambda x: jnp.array([1.0, 200.0]) @ (matrix @ x)
     (record,) = eqg.explain_nan(loss, jnp.ones(2), threshold=550.0).found
-    assert (record.index, record.operands, record.cotangent) == ((1,), (3,), 200)
+    assert (record.kind, record.index) == ("exceeds the threshold", (1,))
 
 
 def test_leaves():
@@ -430,12 +426,47 @@ def test_forward_mode_is_said():
     assert report.found[0].step == (0,)
 
 
-def test_a_program_that_cannot_be_entered():
+def test_the_cause_inside_of_a_shard_map():
+    """It was called an overflow of the whole `shard_map`."""
     mesh = Mesh(np.array(jax.devices()[:2]), "i")
-    distance = jax.shard_map(jnp.sqrt, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
-    loss = lambda x: jnp.sum(jnp.where(x > 0, distance(x), 0.0))
+
+    def distance(x):
+        return 2 * jnp.sqrt(x)  # HERE
+
+    of_parts = jax.shard_map(distance, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    loss = lambda x: jnp.sum(jnp.where(x > 0, of_parts(x), 0.0))
     (record,) = eqg.explain_nan(loss, jnp.array([1.0, 0.0])).found
-    assert record.primitive == "shard_map"
+    assert (record.kind, record.primitive, record.mask) == ("dead branch", "sqrt", "where")
+    assert [record.line] == _lines(distance, "HERE")
+    # Of one that exchanges values, the place is the whole of it.
+    total = lambda x: jax.lax.psum(jnp.sum(jnp.sqrt(x)), "i")
+    of_parts = jax.shard_map(total, mesh=mesh, in_specs=P("i"), out_specs=P())
+    (record,) = eqg.explain_nan(of_parts, jnp.array([1.0, 0.0])).found
+    assert (record.kind, record.primitive) == ("true singularity", "shard_map")
+
+
+def test_a_derivative_that_is_nan_where_the_value_is_fine():
+    """Three rows said to clip the argument (numpyro#2257)."""
+    loss = lambda a, x: jax.scipy.special.gammainc(a, x)
+    report = eqg.explain_nan(loss, jnp.array(2.0), jnp.array(jnp.inf))
+    (record,) = report.found
+    assert (report.loss, record.primitive) == (1.0, "igamma")
+    assert "is finite there, and its derivative is NaN" in record.cure
+    assert "`eqg.safe.where(ok, f, x, other)`" in record.cure
+    # As it says.
+    cured = lambda a, x: eqg.safe.where(x < jnp.inf, lambda x: loss(a, x), x, 1.0)
+    assert jax.grad(cured)(2.0, jnp.array(jnp.inf)) == 0
+
+
+def test_no_time():
+    """The report has what is known, and the cure that was tried."""
+    loss = lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
+    report = eqg.explain_nan(loss, jnp.array([1.0, 0.0]), seconds=0.0)
+    assert report
+    assert report.bad_leaves == ["model"]
+    assert not report.found
+    assert any("was stopped" in remark for remark in report.remarks)
+    assert any("makes this gradient finite" in remark for remark in report.remarks)
 
 
 def test_the_report_in_a_notebook():

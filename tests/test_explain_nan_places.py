@@ -110,10 +110,9 @@ def test_rows_that_look_the_same_are_counted_at_their_kind():
         return length(model["b"]) + length(model["b"] * 2)
 
     report = eqg.explain_nan(loss, BAD)
-    head, _, row, times = str(report).splitlines()[2:6]
+    head, _, row = str(report).splitlines()[2:5]
     assert head.startswith("kind")  # there is no leaf
-    assert row.startswith("true singularity")
-    assert times == "(2 times)"
+    assert row.startswith("true singularity (2 times)")
 
 
 # ---------------------------------------------------------------- steps
@@ -146,12 +145,9 @@ def test_a_nan_in_the_data_and_a_root_at_other_steps():
 def test_steps_at_which_a_value_is_not_finite():
     fixed = lambda w, xs: jax.lax.stop_gradient(outputs(lambda w, x: jnp.sqrt(x))(w, xs)) + w
     (record,) = eqg.explain_nan(fixed, ONE, jnp.array([-1.0, 1.0, -2.0])).found
-    assert (record.step, record.count, record.are_more_steps) == ((0,), 2, False)
-    (record,) = eqg.explain_nan(fixed, ONE, -jnp.ones(20)).found
-    assert (record.step, record.count, record.are_more_steps) == ((0,), 3, True)
-    assert "0 and at least 2 more" in " ".join(
-        str(eqg.explain_nan(fixed, ONE, -jnp.ones(9))).split()
-    )
+    assert (record.step, record.count) == ((0,), 2)
+    report = eqg.explain_nan(fixed, ONE, -jnp.ones(9))
+    assert "0 and 8 more" in " ".join(str(report).split())
 
 
 def test_a_value_with_other_causes_at_other_steps():
@@ -267,23 +263,6 @@ def test_kind_of_operation(name):
 
 
 # ---------------------------------------------------------------- texts
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda x: jnp.log(jnp.sum(jax.nn.softmax(x) * jnp.array([1.0, 1.0, 0.0]))),
-        lambda x: jnp.log(jnp.sum(jax.nn.softmax(x)[:2])),
-    ],
-)
-def test_the_logarithm_of_a_sum_of_entries_of_a_softmax(loss):
-    x = jnp.array([-2e3, -2e3, 1.0])
-    (record,) = eqg.explain_nan(loss, x).found
-    assert "`jax.nn.logsumexp(jax.nn.log_softmax(x), b=weights)`" in record.cure
-    weights = jnp.array([1.0, 1.0, 0.0])
-    mended = lambda x: jax.nn.logsumexp(jax.nn.log_softmax(x), b=weights)
-    assert jnp.all(jnp.isfinite(jax.grad(mended)(x)))
-    assert jnp.allclose(loss(jnp.ones(3)), mended(jnp.ones(3)))
 
 
 def test_a_division_by_zero_is_said_to_be_one():

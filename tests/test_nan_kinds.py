@@ -1,15 +1,12 @@
 """`explain_nan`: the kind of cause and the cure, for the usual formulas."""
 
 import inspect
-import operator
-import re
 
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_grads._diagnosis._nan import cures
 from jax.scipy.special import xlog1py, xlogy
 
 
@@ -38,10 +35,10 @@ def masked_and_cancels(x):
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
-        (cancels, "sum that cancels"),
-        (underflows, "underflow"),
-        (cancels_in_a_product, "sum that cancels"),
-        (masked_and_cancels, "sum that cancels"),
+        (cancels, "terms cancel, or underflow"),
+        (underflows, "terms cancel, or underflow"),
+        (cancels_in_a_product, "terms cancel, or underflow"),
+        (masked_and_cancels, "terms cancel, or underflow"),
     ],
 )
 def test_a_zero_that_no_selection_makes(loss, why):
@@ -65,45 +62,18 @@ def test_inputs():
         (record,) = eqg.explain_nan(loss, {"w": X + 1}, {"x": bad}).found
         assert (record.kind, record.primitive) == (f"{name} in the input", "data['x']")
         assert (record.index, record.leaf) == ((1,), "")
-        assert record.cure.startswith("`data['x']` holds the")
+        assert record.cure.startswith("`data['x']` holds a")
         (record,) = eqg.explain_nan(lambda w, bad=bad: jnp.sum(w * bad), X + 1).found
         assert (record.kind, record.primitive) == (f"{name} in the input", "mul")
         assert record.cure.startswith("A constant of the loss holds the")
 
 
-def softmax(x):
-    return jnp.exp(x) / jnp.sum(jnp.exp(x))
-
-
-# Of which the exponential is just out of range.
-LARGE = float(jnp.log(jnp.finfo(jnp.ones(()).dtype).max)) + 1.3
+# What the user calls, or the operation itself, has a function in its place.
 FORMULAS = {
-    "log of softmax": (lambda x: jnp.log(jax.nn.softmax(x))[1], [9e3, 0.0], "safe.log_softmax"),
-    "by hand": (lambda x: jnp.log(softmax(x))[1], [5.0, -2e3], "safe.log_softmax"),
-    "log1p of exp": (lambda x: jnp.sum(jnp.log1p(jnp.exp(x))), [9e3], "nn.softplus"),
-    "log of 1 + exp": (lambda x: jnp.sum(jnp.log(1 + jnp.exp(x))), [9e3], "nn.softplus"),
-    "logsumexp": (lambda x: jnp.log(jnp.sum(jnp.exp(x))), [9e3, 0.0], "nn.logsumexp"),
-    "logaddexp": (
-        lambda x: jnp.log(jnp.exp(x[0]) + jnp.exp(x[1])),
-        [9e3, 0.0],
-        "jnp.logaddexp",
-    ),
-    "softmax": (lambda x: softmax(x)[0], [9e3, 0.0], "nn.softmax"),
-    "sigmoid": (lambda x: jnp.sum(1 / (1 + jnp.exp(-x))), [-9e3], "nn.sigmoid"),
-    "sigmoid, the other form": (
-        lambda x: (lambda e: jnp.sum(e / (1 + e)))(jnp.exp(x)),
-        [9e3],
-        "nn.sigmoid",
-    ),
-    "log of sigmoid": (lambda x: jnp.log(jax.nn.sigmoid(x[0])), [-9e3], "nn.log_sigmoid"),
     "norm": (jnp.linalg.norm, [0.0, 0.0], "eqg.safe.norm(x)"),
-    "norm by hand": (lambda x: jnp.sqrt(jnp.sum(x * x)), [0.0], "eqg.safe.norm(x)"),
-    "norm by a product": (lambda x: jnp.sqrt(x @ x), [0.0], "eqg.safe.norm(x)"),
-    "length": (lambda x: jnp.sqrt(x[0] ** 2 + x[1] ** 2), [0.0, 0.0], "eqg.safe.hypot(x, y)"),
+    "norm by hand": (lambda x: jnp.sqrt(jnp.sum(x * x)), [0.0], "eqg.safe.sqrt(x)"),
     "root": (lambda x: jnp.sum(jnp.sqrt(x)), [0.0], "eqg.safe.sqrt(x)"),
     "deviation": (jnp.std, [1.0, 1.0], "eqg.safe.std(x)"),
-    "sign": (lambda x: jnp.sum(x / jnp.abs(x)), [0.0], "jnp.sign"),
-    "direction": (lambda x: (x / jnp.linalg.norm(x))[0], [0.0, 0.0], "eqg.safe.normalize(x)"),
     "arccos": (lambda x: jnp.sum(jnp.arccos(x)), [1.0], "eqg.safe.arccos(x)"),
     "arcsin": (lambda x: jnp.sum(jnp.arcsin(x)), [-1.0], "eqg.safe.arcsin(x)"),
     "power": (lambda x: jnp.sum(x**0.5), [0.0], "eqg.safe.power(x, y)"),
@@ -141,13 +111,18 @@ FORMULAS = {
         [1.0, 1.0],
         "eqg.safe.svd(a)",
     ),
-    "log of cosh": (lambda x: jnp.sum(jnp.log(jnp.cosh(x))), [9e3], "eqg.safe.log_cosh(x)"),
-    "log of expm1": (lambda x: jnp.sum(jnp.log(jnp.expm1(x))), [9e3], "safe.log_expm1(x)"),
-    "ratio of expm1": (lambda x: jnp.sum(jnp.expm1(x) / x), [0.0], "safe.expm1_ratio(x)"),
-    "its overflow": (lambda x: jnp.sum(jnp.expm1(x) / x), [LARGE], "safe.expm1_ratio(x)"),
-    "ratio of log1p": (lambda x: jnp.sum(jnp.log1p(x) / x), [0.0], "safe.log1p_ratio(x)"),
-    "ratio of sinh": (lambda x: jnp.sum(jnp.sinh(x) / x), [0.0], "eqg.safe.sinhc(x)"),
-    "jitted": (jax.jit(lambda x: jnp.log(jnp.sum(jnp.exp(x)))), [9e3], "nn.logsumexp"),
+    "overflow": (lambda x: jnp.log(jnp.sum(jnp.exp(x))), [9e3, 0.0], "jax.nn.logsumexp"),
+    "softmax by hand": (
+        lambda x: (jnp.exp(x) / jnp.sum(jnp.exp(x)))[0],
+        [9e3, 0.0],
+        "jax.nn.softmax",
+    ),
+    "log of sigmoid": (lambda x: jnp.log(jax.nn.sigmoid(x[0])), [-9e3], "jax.nn.log_sigmoid"),
+    "derivative of a length": (
+        lambda w: jnp.sum(jax.grad(lambda x: jnp.linalg.norm(w * x))(jnp.zeros(2)) ** 2),
+        1.0,
+        "eqg.safe.norm(x)",
+    ),
 }
 
 
@@ -157,41 +132,6 @@ def test_cures_of_formulas(name):
     loss, x, cure = FORMULAS[name]
     report = eqg.explain_nan(loss, jnp.array(x))
     assert cure in report.found[0].cure, str(report)
-
-
-def test_every_function_of_the_cures_exists():
-    for texts in (
-        cures._OF_KINDS,
-        cures._OF_PRIMITIVES,
-        cures._OF_FORMULAS,
-        cures._OF_EMPTY_ROWS,
-    ):
-        for text in texts.values():
-            for name in re.findall(r"`eqg\.([\w.]+)", text):
-                assert callable(operator.attrgetter(name)(eqg)), name
-
-
-def test_formulas_without_a_cause_are_not_named():
-    """A mean of exponentials is no softmax, and `x / x` no sign."""
-    report = eqg.explain_nan(lambda x: jnp.sum(jnp.exp(x)) / 2, jnp.array([9e3]))
-    assert "softmax" not in report.found[0].cure
-    report = eqg.explain_nan(lambda x: x / x, jnp.array(0.0))
-    assert "jnp.sign" not in report.found[0].cure
-    report = eqg.explain_nan(lambda x: 3 / jnp.abs(x), jnp.array(0.0))
-    assert "jnp.sign" not in report.found[0].cure
-    weights = jnp.array([1.0, -1.0])
-    for loss in (
-        lambda x: jnp.sqrt(jnp.sum(weights * x)),
-        lambda x: jnp.sqrt(jnp.sum((x - 1) ** 3)),
-    ):
-        report = eqg.explain_nan(loss, jnp.array([1.0, 1.0]))
-        assert "norm" not in report.found[0].cure, str(report)
-    report = eqg.explain_nan(lambda x: jnp.expm1(x) / (x + x), jnp.array(0.0))
-    assert "expm1_ratio" not in report.found[0].cure
-    report = eqg.explain_nan(lambda x: jnp.sqrt(x[0] ** 2 + x[1]), jnp.zeros(2))
-    assert "hypot" not in report.found[0].cure
-    report = eqg.explain_nan(lambda x: 5 / (2 + jnp.exp(x)) * 0 + jnp.exp(x), jnp.array(9e3))
-    assert "sigmoid" not in report.found[0].cure
 
 
 @pytest.mark.cost
@@ -242,47 +182,6 @@ def test_lines_inside_of_zero_safe(fn, around):
 # ---------------------------------------------------------------- a gradient in the loss
 
 
-def _of_the_gradient(fn):
-    return lambda w, x: jnp.sum(jax.grad(fn, 1)(w, x) ** 2)
-
-
-def _of_the_hessian(fn):
-    return lambda w, x: jnp.sum(jax.hessian(fn, 1)(w, x) ** 2)
-
-
-def test_cures_of_formulas_in_a_branch_that_is_not_taken():
-    """A norm is no elementwise function: `safe.where` can't hold it."""
-
-    def where(norm, v):
-        n = norm(v)
-        return jnp.where(n > 0, jnp.exp(-n), 0.0)
-
-    def maximum(norm, v):
-        return v[0] / jnp.maximum(norm(v), 1e-8)
-
-    for loss in (where, maximum):
-        report = eqg.explain_nan(lambda v, loss=loss: loss(jnp.linalg.norm, v), jnp.zeros(3))
-        assert report.found[0].kind == "dead branch"
-        assert "`eqg.zero_safe(loss)`, or `eqg.safe.norm(x)`" in report.found[0].cure
-        gradient = jax.grad(lambda v, loss=loss: loss(eqg.safe.norm, v))(jnp.zeros(3))
-        assert jnp.all(jnp.isfinite(gradient))
-
-
-def test_a_nan_in_the_data_that_a_where_on_the_result_does_not_keep_out():
-    x = jnp.ones((3, 2)).at[1, 0].set(jnp.nan)
-    ok = ~jnp.any(jnp.isnan(x), 1)
-
-    def loss(w, x):
-        return jnp.sum(jnp.where(ok, (x @ w - 3.0) ** 2, 0.0))
-
-    report = eqg.explain_nan(loss, jnp.ones(2), x)
-    assert "`x` holds a NaN" in report.found[0].cure
-    assert "Replace it where it comes from" in report.found[0].cure
-    assert "was tried" not in str(report)
-    mended = lambda w, x: loss(w, jnp.where(ok[:, None], x, 0.0))
-    np.testing.assert_allclose(jax.grad(mended)(jnp.ones(2), x), [-4.0, -4.0])
-
-
 def test_one_of_two_equal_eigenvectors():
     def loss(a):
         _, vectors = jnp.linalg.eigh(a + a.T)
@@ -291,45 +190,6 @@ def test_one_of_two_equal_eigenvectors():
     report = eqg.explain_nan(loss, jnp.eye(3))
     assert "`eqg.safe.eigh(a)`" in report.found[0].cure
     assert "safe.where" not in str(report)
-
-
-def test_an_entropy_with_a_mask():
-    mask, logits = jnp.array([True, True, False]), jnp.array([1.0, 2.0, 3.0])
-
-    def entropy(w, of):
-        p = jax.nn.softmax(jnp.where(mask, w, -jnp.inf))
-        return of(p)
-
-    by_hand = lambda p: jnp.sum(jnp.where(mask, -p * jnp.log(p), 0.0))
-    report = eqg.explain_nan(lambda w: entropy(w, by_hand), logits)
-    assert "`eqg.safe.entropy(p)`" in report.found[0].cure
-    gradient = jax.grad(lambda w: entropy(w, eqg.safe.entropy))(logits)
-    unmasked = lambda w: jnp.sum(-jax.nn.softmax(w) * jax.nn.log_softmax(w))
-    np.testing.assert_allclose(gradient[:2], jax.grad(unmasked)(logits[:2]), rtol=1e-5)
-    assert gradient[2] == 0
-
-
-@pytest.mark.parametrize("nested", [_of_the_gradient, _of_the_hessian])
-@pytest.mark.parametrize("length", [lambda x: jnp.sqrt(jnp.sum(x**2)), jnp.linalg.norm])
-def test_the_derivative_of_a_length_in_the_loss(nested, length):
-    """The quotient `0.5 / sqrt(x)` is that of the derivative, and no direction."""
-    loss = nested(lambda w, x: jnp.tanh(w * length(x)))
-    report = eqg.explain_nan(loss, jnp.array(1.0), jnp.zeros(2))
-    (cure,) = {record.cure for record in report.found}
-    assert cure.startswith(
-        "The derivative of a norm is not defined at zero. Use `eqg.safe.norm(x)`, whose "
-        "derivative is zero there"
-    )
-    assert "Its second derivative is NaN there." in cure
-    safe = nested(lambda w, x: jnp.tanh(w * eqg.safe.norm(x)))
-    gradient = jax.grad(safe)(jnp.array(1.0), jnp.zeros(2))
-    assert jnp.isnan(gradient) == (nested is _of_the_hessian)
-
-
-def test_a_direction_in_the_loss():
-    loss = lambda w, x: jnp.sum(w * x / jnp.linalg.norm(x))
-    (record,) = eqg.explain_nan(loss, jnp.array(1.0), jnp.zeros(2)).found
-    assert "eqg.safe.normalize" in record.cure
 
 
 def test_rows_that_look_the_same_are_one():
@@ -383,37 +243,6 @@ def test_what_is_given_a_nan_is_no_cause():
 
     (record,) = eqg.explain_nan(loss, jnp.ones(3), jnp.ones(3)).found
     assert (record.primitive, record.is_forward) == ("div", True)
-
-
-MIXTURES = {
-    "product": lambda w, d: jnp.exp(-(d**2)) @ w,
-    "sum": lambda w, d: jnp.sum(w[None] * jnp.exp(-(d**2)) / jnp.exp(w)[None], axis=-1),
-    "mean": lambda w, d: jnp.mean(w[None] * jnp.exp(-(d**2)), axis=-1),
-    "density": lambda w, d: jnp.sum(w[None] * jax.scipy.stats.norm.pdf(2 * d), axis=-1),
-}
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_the_log_of_a_weighted_sum_of_exponentials(name):
-    """With `eps`, what underflows has a gradient of zero, and the true one is large."""
-    loss = lambda w, d: jnp.mean(jnp.log(MIXTURES[name](w, d)))
-    d = jnp.array([[0.5, 1.0], [100.0, 101.0]])
-    text = " ".join(str(eqg.explain_nan(loss, jnp.ones(2) / 2, d)).split())
-    assert "Use `jax.nn.logsumexp(x, b=weights)`" in text
-
-
-PRODUCTS = {
-    "exp": lambda x: jnp.exp(-(x**2)),
-    "density": lambda x: jax.scipy.stats.norm.pdf(2 * x),
-    "prod": lambda x: jnp.prod(jnp.stack([x] * 40) * 1e-3),
-}
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_the_log_of_a_product_that_underflows(name):
-    report = eqg.explain_nan(lambda x: jnp.log(PRODUCTS[name](x)), jnp.array(101.0))
-    if report:  # float64 has more room
-        assert "Add the logarithms of its factors" in " ".join(str(report).split())
 
 
 def test_what_is_within_a_derivative_does_not_cross_the_threshold():
@@ -473,17 +302,14 @@ def test_steps_in_a_loop_of_a_loop():
 
 
 def test_a_cause_in_one_of_many_steps():
-    """Of steps that are bad in the same way, a few are looked at, and more if they differ."""
     n = 40
     weights = jnp.ones(n).at[n - 1].set(0.0)
     live = jnp.zeros(n, bool).at[n - 1].set(True)
     report = eqg.explain_nan(_roots, jnp.array(1.0), jnp.ones(n), live, weights)
     (mask, branch) = report.found
     assert (mask.kind, mask.step, mask.count) == ("zero mask", (n - 1,), 1)
-    assert (branch.kind, branch.step) == ("dead branch", (n - 3,))
-    assert 14 < branch.count < n  # of those that were looked at
-    assert branch.are_more_steps
-    assert f"{n - 3} and at least {branch.count - 1} more" in str(report)
+    assert (branch.kind, branch.step, branch.count) == ("dead branch", (n - 2,), n - 1)
+    assert f"{n - 2} and {n - 2} more" in str(report)
 
 
 def test_elements_that_are_zero_times_infinity_for_different_reasons():
@@ -505,12 +331,11 @@ BOUNDS = {
     "maximum": (_clamped, "maximum"),
     "clip": (lambda x: jnp.sqrt(jnp.clip(x, 0.0, 4.0)), "clip"),
     "clamp": (lambda x: jnp.sqrt(jax.lax.clamp(jnp.zeros(()), x, jnp.full((), 4.0))), "clip"),
-    "minimum": (lambda x: jnp.sqrt(-jnp.minimum(-x, 0.0)), None),
+    "minimum": (lambda x: jnp.sqrt(-jnp.minimum(-x, 0.0)), "minimum"),
     "of a sum": (lambda x: jnp.sqrt(jnp.maximum(x + x**2 - 3.0, 0.0)), "maximum"),
     "of two": (lambda x: jnp.sqrt(jnp.maximum(jnp.maximum(x, x - 1), 0.0)), "maximum"),
     "reshaped": (lambda x: jnp.sqrt(jnp.maximum(x, 0.0)[None, None])[0, 0], "maximum"),
     "of a tie": (lambda x: _clamped(x + 1), None),
-    "of two of the model": (lambda x: jnp.sqrt(jnp.maximum(x, 0 * x)), None),
 }
 
 
@@ -531,7 +356,7 @@ def test_the_root_of_a_bound(name):
     assert "`eqg.safe.sqrt(x)`" in record.cure
     # What is advised, against the slope of the constant.
     assert jax.grad(eqg.zero_safe(loss))(x) == 0.0 == loss(x - 0.1) - loss(x)
-    assert "`eqg.zero_safe(loss)` makes this gradient finite." in report.remarks
+    assert record.cure.startswith("Use `eqg.zero_safe(loss)`, or")
 
 
 def test_a_product_with_a_zero_that_a_where_selects():
@@ -540,13 +365,13 @@ def test_a_product_with_a_zero_that_a_where_selects():
 
     report = eqg.explain_nan(loss, jnp.array(-1.0))
     (record,) = report.found
-    assert (record.kind, record.mask) == ("zero mask", "where")
+    assert record.kind == "zero times infinity"  # the factor is one of the model
     mended = lambda x: eqg.safe.where(x > 0, lambda x: _clamped(x) * 2 * x, x, 0.0)
     assert jax.grad(mended)(jnp.array(-1.0)) == 0.0
     assert jax.grad(mended)(jnp.array(4.0)) == 6.0  # of `2 * x**1.5`
     # A zero that the model computes is none of a mask.
     (record,) = eqg.explain_nan(lambda x: jnp.sqrt(x) * jnp.sin(x), jnp.array(0.0)).found
-    assert (record.kind, record.mask) == ("zero times infinity", "")
+    assert (record.kind, record.mask) == ("zero times infinity", "mul")
     assert "`eqg.safe.sqrt(x)`" in record.cure
 
 
@@ -569,12 +394,12 @@ SELECTED = {
     "slice": (
         lambda w: jnp.log(_xs(w))[1:],
         lambda w: jnp.log(_xs(w)[1:]),
-        "(`f(x[i])`)",
+        "inside of the `slice`",
     ),
     "index": (
         lambda w: jnp.log(_xs(w))[jnp.array([1, 2])],
         lambda w: jnp.log(_xs(w)[jnp.array([1, 2])]),
-        "(`f(x[i])`)",
+        "inside of the `index`",
     ),
     "maximum": (
         lambda w: jnp.maximum(jnp.log(_xs(w)), LARGE),
@@ -589,7 +414,7 @@ SELECTED = {
     "where": (
         lambda w: jnp.where(IS_POSITIVE, jnp.log(_xs(w)), LARGE),
         lambda w: _finite_log(w, LARGE),
-        "`eqg.safe.where(ok, f, x, other)`, with this operation in `f`, in place of",
+        "`eqg.safe.where(ok, f, x, other)`, with this operation in `f`, instead of",
     ),
 }
 
@@ -634,20 +459,6 @@ def test_a_nan_of_the_data_that_is_not_selected_has_one_cure(name):
         assert jnp.isfinite(jax.grad(mended)(W))
 
 
-def test_an_index_into_a_sorted_array():
-    """The elements that are used are not those of the argument with the same numbers."""
-    loss = lambda x: jnp.sum(jnp.sort(-jnp.log(x))[:2])
-    x = jnp.array([0.0, 0.5, 2.0, 1.3])
-    (record,) = eqg.explain_nan(loss, x).found
-    assert (record.kind, record.mask) == ("dead branch", "slice")
-    assert "f(x[i])" not in record.cure
-    assert "`eqg.safe.where(ok, f, x, other)` inside of the `slice`" in record.cure
-    log = lambda x: eqg.safe.where(x > 0, lambda x: -jnp.log(x), x, jnp.inf)
-    mended = lambda x: jnp.sum(jnp.sort(log(x))[:2])
-    assert mended(x) == loss(x)
-    np.testing.assert_allclose(jax.grad(mended)(x), [0, 0, -1 / 2.0, -1 / 1.3], rtol=1e-6)
-
-
 @pytest.mark.parametrize(("fn", "name"), [(jnp.arcsin, "arcsin"), (jnp.arccos, "arccos")])
 def test_the_function_that_is_advised_is_that_of_the_operation(fn, name):
     x = jnp.array([2.0, 0.5])
@@ -677,7 +488,7 @@ def test_a_nan_of_two_logarithms_of_zero_is_named_first():
     report = eqg.explain_nan(lambda p: loss(p, _shifted), p)
     first = report.found[0]
     assert (first.primitive, first.is_forward, first.operands) == ("sub", True, (-jnp.inf,) * 2)
-    assert "`eqg.safe.logsumexp(x)`" in first.cure
+    assert first.kind == "inf - inf"
     mended = lambda p: loss(p, lambda x: eqg.safe.logsumexp(x, 0))
     assert jnp.isfinite(mended(p))
 
@@ -690,23 +501,6 @@ def test_steps_of_a_value_outside_of_loops():
     report = eqg.explain_nan(loss, jnp.array(0.0))
     assert report.found[0].step == ()
     assert report.found[0].count == 1
-
-
-def test_elements_that_were_not_followed_are_said_to_be_more():
-    def loss(x):
-        def step(total, _):
-            gap = x[:, None] - x[None]
-            y = jnp.where(jnp.eye(6, dtype=bool), 0.0, jnp.sqrt(gap**2))
-            return total + jnp.sum(y), None
-
-        return jax.lax.scan(step, 0.0, None, length=2)[0]
-
-    report = eqg.explain_nan(loss, jnp.arange(6.0))
-    (record,) = report.found
-    assert (record.count, record.are_more_steps) == (2, False)
-    assert record.n_bad < 6
-    assert record.are_more_bad
-    assert f"at least {record.n_bad} of 36" in str(report)
 
 
 def test_the_steps_at_which_one_cause_makes_a_nan_or_an_infinity():
@@ -738,7 +532,6 @@ def test_a_bound_in_forward_mode():
     (record,) = report.found
     assert not report.is_reverse
     assert (record.kind, record.mask, record.count) == ("dead branch", "maximum", 2)
-    assert "is the constant of the `maximum`" in record.cure
 
 
 def test_an_infinite_value_whose_cotangent_is_zero():
@@ -750,7 +543,7 @@ def test_an_infinite_value_whose_cotangent_is_zero():
     for report in (eqg.explain_nan(loss, rate, bound), eqg.explain_nan(closed, rate)):
         (record,) = report.found
         assert record.kind == "zero times infinity"
-        assert "holds an infinity" in record.cure or "operand of `sub`" in record.cure
+        assert "holds an infinity" in record.cure or "An operand of `" in record.cure
         assert "derivative of" not in record.cure
     is_finite = jnp.isfinite(bound)
     inner = lambda rate: lambda bound: jnp.tanh((bound - 1.3) * rate)
@@ -842,17 +635,6 @@ def test_an_infinity_that_meets_a_nan_is_no_cause(log):
     assert record.primitive == "sqrt"
     mended = lambda x: _weighted(x, lambda y: eqg.safe.sqrt(jnp.maximum(y, 0)), log)
     assert not eqg.explain_nan(mended, x)
-
-
-def test_a_harmless_infinity_is_said_in_a_remark():
-    def loss(x):
-        weights = jnp.log(WEIGHTS * x[2])
-        return jax.nn.logsumexp(weights + jnp.sqrt(x[0]))
-
-    report = eqg.explain_nan(loss, jnp.array([-1.0, 2.0, 3.0]))
-    assert "sqrt" in {record.primitive for record in report.found if record.is_forward}
-    assert "log" not in {record.primitive for record in report.found if record.is_forward}
-    assert any("does no harm to the loss" in remark for remark in report.remarks)
 
 
 def test_infinities_that_are_causes_beside_a_nan():

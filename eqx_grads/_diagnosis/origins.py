@@ -23,10 +23,12 @@ from .._jaxprs.structure import (
     Cond,
     inner_programs,
     Scan,
+    ShardMap,
     structure,
     While,
 )
 from .._jaxprs.versions import assigns_shardings, function_name
+from .shards import enter_shard_map
 from .source_lines import is_traced_here, safe_function, source_line, SourceLine, UNKNOWN
 from .traced_loss import layer_calls, TracedLoss
 
@@ -148,10 +150,11 @@ class NumberedLoss:
                 if not (_is_entered(eqn) or self.traced.is_plain(eqn)):
                     return bind(eqn, values)
                 parts = {id(part.program.jaxpr): part for part in numbered.inner[i]}
-                run = lambda program, values, _: self._evaluate(
+                run = lambda program, values, _=None: self._evaluate(
                     parts[id(program.jaxpr)], values
                 )
-                return enter(eqn, values, run)
+                enters = enter_shard_map if isinstance(structure(eqn), ShardMap) else enter
+                return enters(eqn, values, run)
 
         return evaluate(numbered.program, values, hook)
 
@@ -190,7 +193,7 @@ def _is_entered(eqn) -> bool:
         return not assigns_shardings(eqn.params)
     if isinstance(known, Cond):
         return not known.by_platform
-    return isinstance(known, Checkpoint | Scan | While)
+    return isinstance(known, Checkpoint | Scan | ShardMap | While)
 
 
 def _layer_of(eqn, layers: Sequence[str]) -> str:

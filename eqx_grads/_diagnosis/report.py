@@ -41,12 +41,12 @@ class AbstractRecord:
 
 
 # The columns of these fields, which are the first ones of every table.
-COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step", "library")
+COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step")
 
 _MOST_ROWS = 12
-_WIDEST_CELL, _NARROWEST_CELL = 42, 24
+_WIDEST_CELL, _NARROWEST_CELL = 42, 16
 # The cells of a wider table are wrapped to less, but for those of these columns.
-_WIDEST_TABLE = 120
+_WIDEST_TABLE = 100
 _UNBROKEN = ("code", "bad elements")
 _WIDEST_CODE = 32
 # Of a line that is cut on the left, so much is shown on the left of the operation.
@@ -66,7 +66,6 @@ def cells(
         _cut(record.code, record.column),
         record.path,
         step or ", ".join(map(str, record.step)),
-        record.library,
     )
 
 
@@ -92,6 +91,17 @@ def show_list(names: Sequence[str], most: int) -> str:
 def count(n: int, noun: str, plural: str = "") -> str:
     """Such as `1 cause` and `2 causes`."""
     return f"{n} {noun if n == 1 else plural or f'{noun}s'}"
+
+
+def show_bytes(n: int | float) -> str:
+    """Such as `1.5 MiB`."""
+    if abs(n) < 1024:
+        return f"{n:.0f} B"
+    for unit in ("KiB", "MiB"):
+        n /= 1024
+        if abs(n) < 1000:
+            return f"{n:.3g} {unit}"
+    return f"{n / 1024:.3g} GiB"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +173,9 @@ def _wrap(text: str, width: int, indent: str = "") -> list[str]:
     """The lines of a text. Code in backticks, a list of units, and `(2 times)` are kept on one
     line."""
     text = re.sub(
-        r"`[^`]*`|\([\d, .]+( times)?\)", lambda code: code[0].replace(" ", "\0"), text
+        r"`[^`]*`|\d+ of \d+|\([\d, .]+( times)?\)",
+        lambda code: code[0].replace(" ", "\0"),
+        text,
     )
     lines = textwrap.wrap(
         text,

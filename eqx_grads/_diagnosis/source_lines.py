@@ -179,6 +179,16 @@ def layer_line(eqn: Any) -> str:
     return ""
 
 
+def called_functions(eqn: Any) -> list[str]:
+    """The functions of JAX around an equation, up to the user's line, innermost first."""
+    names = []
+    for f in traceback_of(eqn).frames if traceback_of(eqn) else ():
+        if not f.file_name.startswith(_JAX):
+            break
+        names.append(f.function_name)
+    return names
+
+
 def safe_function(eqns: Iterable[Any]) -> str:
     """The function of `eqx_grads.safe` that makes an equation, such as `safe.norm`: the first
     one that the user calls, or an empty string.
@@ -245,6 +255,11 @@ def _column_of_operation(file: str, first: int, start: int, last: int, end: int)
 def _is_hidden(frame) -> bool:
     name = frame.file_name
     return name.startswith(_HIDDEN) or name.startswith("<frozen")
+
+
+def is_users_file(file: str) -> bool:
+    """Whether a file is the user's, and not of Python or an installed package."""
+    return not file.startswith((*_HIDDEN, *_INSTALLED, "<frozen"))
 
 
 def _package_path(file: str) -> str:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._diagnosis._zero.structure import loss_structure
 from .._diagnosis.nan_checks import without_nan_checks
+from .._diagnosis.opaque import opaque_operations
 from .._diagnosis.origins import no_derivative_error, NumberedLoss
 from .._diagnosis.progress import doing, showing_progress
 from .._diagnosis.traced_loss import is_zero_safe
@@ -276,7 +276,7 @@ def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:
             raise
         except Exception as other:  # JAX has no one type of error for it
             with program.context():
-                opaque = loss_structure(NumberedLoss(program.traced)).opaque
+                opaque = opaque_operations(NumberedLoss(program.traced))
             if not opaque:
                 raise
             raise no_derivative_error(loss, opaque) from other

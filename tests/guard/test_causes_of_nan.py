@@ -35,67 +35,30 @@ def clamped(x):
     return sqrt(jnp.maximum(x, 0.0))
 
 
-# ---------------------------------------------------------------- formulas
+# ---------------------------------------------------------------- cures
 
 # By the function that a cure names: losses, and the points at which they are not finite.
 CURES = {
-    "safe.log_softmax(x)": [(lambda x: log(nn.softmax(x))[1], BIG), (lambda x: log(over(x,
-        x))[0], -BIG), (lambda x: nn.log_softmax(x - jnp.inf)[0], Z2)],
-    "safe.entropy(p)": [(lambda x: (lambda p: -total(p * log(p)))(nn.softmax(x)), BIG)],
-    "nn.softplus": [(lambda x: total(jnp.log1p(exp(x))), BIG), (lambda x: total(log(1 +
-        exp(x))), BIG)],
-    "nn.logsumexp(x)`": [(lambda x: log(total(exp(x))), BIG)],
-    "jnp.logaddexp": [(lambda x: log(exp(x[0]) + exp(x[1])), BIG)],
-    "nn.softmax(x)`": [(lambda x: over(x, x)[0], BIG), (lambda x: (exp(x) @ jnp.arange(2.0)) /
-        total(exp(x)), BIG)],
-    "nn.sigmoid(x)": [(lambda x: total(1 / (1 + exp(-x))), -BIG), (lambda x: total(exp(x) / (1
-        + exp(x))), BIG)],
-    "nn.sigmoid(-x)": [(lambda x: total(1 / (1 + exp(x))), BIG)],
-    "log_sigmoid(x)": [(lambda x: log(nn.sigmoid(x[0])), -BIG)],
-    "log_sigmoid(-x)": [(lambda x: log(1 - nn.sigmoid(x[0])), BIG)],
-    "safe.norm(x)": [(norm, Z2), (lambda x: sqrt(total(x * x)), Z2), (lambda x: sqrt(x @ x),
-        Z2), (lambda w: total(jax.grad(lambda x: norm(w * x))(Z2) ** 2), ONE)],
-    "safe.hypot(x, y)": [(lambda x: sqrt(x[0] ** 2 + x[1] ** 2), Z2)],
-    "safe.sqrt(jnp.mean(x**2))": [(rms, Z2)],
-    "safe.std(x)": [(jnp.std, Z2), (lambda x: total(rms(x - mean(x, 1)[:, None], 1)), M2)],
-    "jnp.sign": [(lambda x: total(x / jnp.abs(x)), Z2)],
-    "safe.normalize(x)": [(lambda x: (x / norm(x))[0], Z2), (lambda x: (2 * x / norm(x))[0],
-        Z2), (lambda x: total(x / norm(x, axis=1, keepdims=True)), M2)],
-    "safe.log_cosh(x)": [(lambda x: total(log(jnp.cosh(x))), BIG)],
-    "safe.log_expm1(x)": [(lambda x: total(log(jnp.expm1(x))), BIG)],
-    "safe.expm1_ratio(x)": [(lambda x: total(jnp.expm1(x) / x), Z2), (lambda x: total((exp(x) -
-        1) / x), Z2)],
-    "safe.log1p_ratio(x)": [(lambda x: total(jnp.log1p(x) / x), Z2)],
-    "safe.sinhc(x)": [(lambda x: total(jnp.sinh(x) / x), Z2)],
+    "nn.softmax": [(lambda x: over(x, x)[0], BIG), (lambda x: log(total(exp(x))), BIG)],
+    "log_sigmoid": [(lambda x: log(nn.sigmoid(x[0])), -BIG)],
+    "safe.norm(x)": [(norm, Z2), (lambda x: (x / norm(x))[0], Z2)],
+    "safe.sqrt(x)": [(lambda x: sqrt(x @ x), Z2), (rms, Z2)],
+    "safe.std(x)": [(jnp.std, Z2)],
     "safe.softmax(x)": [(lambda x: nn.softmax(x - jnp.inf)[0], Z2)],
-    "safe.logsumexp(x)": [(lambda x: nn.logsumexp(x - jnp.inf), Z2)],
-    "nn.logsumexp(x, b=weights)": [(lambda w: log(exp(np.float32([-1e4, -2e4])) @ w), Z2 +
-        1)],
-    "nn.logsumexp(jax.nn.log_softmax(x), b=weights)": [(lambda x:
-        log(total(nn.softmax(x)[:2])), np.float32([-2e3, -2e3, 1.0]))],
-    "logarithms of its factors": [(lambda x: log(exp(-(x[0] ** 2)) * 3), BIG), (lambda x:
-        total(log(exp(x) / 3)), -BIG)],
-    "safe.divide(x, y)": [(lambda w: total(jax.grad(lambda x: w / x)(0 * ONE)), ONE)],
+    "safe.log_softmax(x)": [(lambda x: nn.log_softmax(x - jnp.inf)[0], Z2)],
+    "safe.power(x, y)": [(lambda x: total(x**0.5), Z2)],
+    "safe.arctan2(y, x)": [(lambda x: jnp.arctan2(x[0], x[1]), Z2)],
+    "jnp.maximum(n, 1)": [(lambda x: total(jnp.sinh(x) / x), Z2)],
+    "bound the state": [(lambda x: total((1e33 * x) * x), BIG)],
+    'zero_safe(f, policy="zero")': [(lambda w: total(jax.grad(lambda x: norm(w * x))(Z2) ** 2),
+        ONE)],
 }  # fmt: skip
 # By a function: losses that look as if it was a part of them.
 LOOK_ALIKES = {
-    "safe.std": [(lambda x: total(rms(x - mean(x, 0)[None], 1)), ONES2), (lambda x: total(rms(x
-        - mean(x, 1)[None], 1)), ONES2), (lambda x: rms(x - total(x) / 4), Z2)],
-    "safe.norm": [(lambda x: sqrt(total(x * x.T)), M2), (lambda x: sqrt(total(x[:, None] *
-        x[None])), Z2), (lambda x: total(sqrt(x @ x)), M2)],
-    "safe.normalize": [(lambda x: total(x / norm(x, axis=1)[None]), M2), (lambda x:
-        total(jnp.sin(x) / norm(x)), Z2)],
-    "safe.hypot": [(lambda x: sqrt(x[0] ** 2 + x[1]), Z2)],
-    "jnp.sign": [(lambda x: total(x.T / jnp.abs(x)), M2)],
-    "softmax": [(lambda x: total(exp(x) / total(x)), BIG), (lambda x: total(over(x, x / 2)),
-        BIG), (lambda x: total(log(over(x, 2 * x))), -BIG), (lambda x: total(exp(x - jnp.max(x))
-        / 2), EMPTY)],
-    "nn.sigmoid": [(lambda x: total(exp(x / 2) / (1 + exp(x))), BIG), (lambda x: total(5 / (2 +
-        exp(x)) * 0 + exp(x)), BIG)],
-    "expm1_ratio": [(lambda x: total(jnp.expm1(x) / (x + x)), Z2)],
-    "log_cosh": [(lambda x: total(log(jnp.cosh(x) + 1)), BIG)],
-    "safe.entropy(p)` in place": [(lambda x: -total(nn.softmax(x) * log(nn.softmax(2 * x))),
-        BIG)],
+    "safe.std": [(lambda x: rms(x - total(x) / 4), Z2)],
+    "safe.norm": [(lambda x: total(sqrt(x @ x)), M2)],
+    "safe.normalize": [(lambda x: total(jnp.sin(x) / norm(x)), Z2)],
+    "softmax": [(lambda x: total(x * 3e38 * x), BIG)],
 }  # fmt: skip
 
 
@@ -113,7 +76,7 @@ def test_the_function_that_a_cure_names(name):
 
 # By the kind, the operation, the index and the operands: a loss, and the point.
 KINDS = {
-    "inf - inf: sub[] of -inf, -inf": (lambda x: log(x[0]) - log(x[1]), Z2),
+    "inf - inf: sub[0] of inf, inf": (lambda x: total((INF + x) - INF), Z2),
     "inf / inf: div[0] of inf, inf": (lambda x: x[0] + total(INF / (INF + x)), Z2),
     "outside of the domain: sin[0] of inf": (lambda x: total(jnp.sin(INF + x)), Z2),
     "true singularity: div[0] of 1, 0": (lambda x: total(1 / x), X_OR_0[::-1]),
@@ -124,7 +87,8 @@ KINDS = {
         "float32")),
     "dead branch: sqrt[1] of 0": (lambda x: total(sqrt(jnp.maximum(jnp.maximum(x, x - 1),
         0))[None]), np.float32([4.0, -1.0])),
-    "zero mask: sqrt[] of 0": (lambda x: clamped(x) * jnp.where(x > 0, 2 * x, 0.0), -ONE),
+    "zero mask: sqrt[] of 0": (lambda x: 0.0 * sqrt(x), 0 * ONE),
+    "zero times infinity: sqrt[0] of 0": (lambda x: total(sqrt(x) * jnp.sin(x)), X_OR_0[::-1]),
     "zero times infinity: sqrt[] of 0": (lambda x: sqrt(x) * jnp.sin(x), 0 * ONE),
 }  # fmt: skip
 
@@ -189,29 +153,6 @@ def test_elements_are_followed_through_layouts(first):
     assert sorted((r.kind, r.index) for r in found) == sorted(want + [(DEAD, bad)] * len(fns))
 
 
-# ---------------------------------------------------------------- boundaries of a mask
-
-
-# A loss, the point, whether it is on the boundary of the mask, and the function with the limit.
-BOUNDARIES = {
-    "equal": (lambda x: jnp.where(x == 0, 1.0, jnp.sinh(x) / x), 0.0, True, "safe.sinhc"),
-    "nearly": (lambda x: jnp.where(x > 0.9e-3, x / x, 1.0), 0.0, True, ""),
-    "not nearly": (lambda x: jnp.where(x > 1.2e-3, x / x, 1.0), 0.0, False, ""),
-    "too far": (lambda x: jnp.where(x > 1001.2, (x - 1000) / (x - 1000), 1.0), 1e3, False,
-        ""),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BOUNDARIES)
-def test_the_boundary_of_a_mask(name):
-    loss, x, is_on, function = BOUNDARIES[name]
-    (record,) = eqg.explain_nan(loss, jnp.float32(x)).found
-    assert (record.kind, record.primitive, record.mask) == (DEAD, "div", "where")
-    assert ("check_gradients" in record.cure) == is_on
-    assert ("has the limit" in record.cure) == bool(function)
-    assert function in record.cure
-
-
 # ---------------------------------------------------------------- what does not select
 
 
@@ -222,15 +163,15 @@ def _ones(x):
 POSITIVE = np.array([False, True, True])
 # A loss of the logarithms of 0, 1 and 2, what drops the first, and what the cure says.
 SELECTIONS = {
-    "slice": (lambda y: y[1:], "(`f(x[i])`)"),
-    "index": (lambda y: y[np.array([1, 2])], "(`f(x[i])`)"),
+    "slice": (lambda y: y[1:], "inside of the `slice`"),
+    "index": (lambda y: y[np.array([1, 2])], "inside of the `index`"),
     "maximum": (lambda y: jnp.maximum(y, -5.0), "inside of the `maximum`"),
     "minimum": (lambda y: jnp.minimum(-y, 5.0), "inside of the `minimum`"),
     "max": (jnp.max, "inside of the `max`"),
     "min": (lambda y: jnp.min(-y), "inside of the `min`"),
     "clip": (lambda y: jnp.clip(y, -5.0, 5.0), "inside of the `clip`"),
     "where": (lambda y: jnp.where(POSITIVE, y, -5.0),
-        "in place of `jnp.where(ok, f(x), other)`"),
+        "instead of `jnp.where(ok, f(x), other)`"),
 }  # fmt: skip
 
 
@@ -280,7 +221,6 @@ def test_an_infinity_that_does_no_harm(is_nan):
 
     report = eqg.explain_nan(loss, jnp.array([-1.0 if is_nan else 1.0, 2.0]))
     assert [r.primitive for r in report.found if r.is_forward] == ["sqrt"] * is_nan
-    assert any("does no harm to the loss" in text for text in report.remarks) == is_nan
 
 
 # ---------------------------------------------------------------- steps
@@ -301,14 +241,13 @@ def _steps(n, zeros=(), dead=(), masked=()):
     return 2.0 - np.float32(at(zeros) | dead | masked), ~dead, np.float32(~masked)
 
 
-# Of n steps those that are bad, and of each record the kind, the step, the number of steps and
-# whether there are more. Many are sampled: sixteen, from the first to the last.
+# Of n steps those that are bad, and of each record the kind, the step and the number of steps.
 STEPS = {
-    "many": (100, {"dead": range(99)}, {(DEAD, (98,), 99, False)}),
-    "three kinds": (9, {"zeros": [0, 5], "dead": [8], "masked": [3]}, {(DEAD, (8,), 1, False),
-        (SINGULAR, (5,), 2, False), ("zero mask", (3,), 1, False)}),
-    "sampled": (80, {"dead": range(79), "masked": [79]}, {("zero mask", (79,), 1, True), (DEAD,
-        (74,), 15, True)}),
+    "many": (100, {"dead": range(99)}, {(DEAD, (98,), 99)}),
+    "three kinds": (9, {"zeros": [0, 5], "dead": [8], "masked": [3]}, {(DEAD, (8,), 1),
+        (SINGULAR, (5,), 2), ("zero mask", (3,), 1)}),
+    "one of many": (80, {"dead": range(79), "masked": [79]}, {("zero mask", (79,), 1), (DEAD,
+        (78,), 79)}),
 }  # fmt: skip
 
 
@@ -316,10 +255,9 @@ STEPS = {
 def test_the_steps_of_a_loop(name):
     n, bad, expected = STEPS[name]
     report = eqg.explain_nan(roots, ONE, *_steps(n, **bad))
-    assert {(r.kind, r.step, r.count, r.are_more_steps) for r in report.found} == expected
+    assert {(r.kind, r.step, r.count) for r in report.found} == expected
     for r in report.found:
-        least = f" and {'at least ' * r.are_more_steps}{r.count - 1} more" * (r.count > 1)
-        assert f"{r.step[0]}{least}" in str(report)
+        assert f"{r.step[0]}{f' and {r.count - 1} more' * (r.count > 1)}" in str(report)
 
 
 @pytest.mark.parametrize("n", [3, 70])
@@ -328,13 +266,27 @@ def test_values_of_steps(n):
     each = lambda w, xs: total(lax.scan(lambda c, x: (c, log(w * x)), 0.0, xs)[1])
     (record,) = eqg.explain_nan(each, ONE, xs).found
     assert (record.step, record.operands, record.is_forward) == ((1,), (-1.0,), True)
-    assert (record.count, record.are_more_steps) == ((2, False) if n == 3 else (3, True))
+    assert record.count == n - 1
 
 
-def test_the_largest_product_of_complex_numbers():
-    """The cotangent of a sum over the threshold is the real part in its largest product."""
+def test_the_threshold_of_complex_numbers():
     matrix = np.complex64([[0.0, 5.0], [1.0, 3.0]])
     loss = lambda x: (np.complex64([1.0, 200j]) @ (matrix @ x)).real
     (record,) = eqg.explain_nan(loss, jnp.ones(2, "complex64"), threshold=550.0).found
     assert (record.kind, record.index) == ("exceeds the threshold", (1,))
-    assert (record.operands, abs(record.cotangent)) == ((3.0,), 0.0)
+
+
+def test_a_derivative_that_is_nan_where_the_value_is_fine():
+    loss = lambda a: jax.scipy.special.gammainc(a, jnp.inf)
+    report = eqg.explain_nan(loss, 2 * ONE)
+    (record,) = report.found
+    assert (report.loss, record.kind, record.primitive) == (1.0, DOMAIN, "igamma")
+    assert "`eqg.safe.where(ok, f, x, other)`" in record.cure
+
+
+def test_the_budget():
+    """Without time, the report has the cure that was tried."""
+    report = eqg.explain_nan(lambda x: total(jnp.where(x > 0, sqrt(x), 0.0)), jnp.asarray(Z2),
+        seconds=0.0)  # fmt: skip
+    assert (list(report.found), list(report.bad_leaves)) == ([], ["model"])
+    assert "zero_safe" in " ".join(report.remarks)

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_grads._diagnosis._zero.cancellation import is_rounding
 
 
 def arrays(**leaves):
@@ -353,8 +352,8 @@ def relu(x):
 
 @zero(
     arrays(a=[-1, -2], live=0), arrays(a=[-1, -2], live=1),
+    ("a", "dead units", {"primitive": "relu", "code": "jax.nn.relu(x)"}),
     ("a", "multiplied by zero", {"primitive": "mul", "detail": "`model['live']`"}),
-    ("a", "dead units", {"primitive": "relu", "units": (0, 1), "code": "jax.nn.relu(x)"}),
 )  # fmt: skip
 def two_dead_relus_and_a_path(m, bad):
     return jnp.sum(relu(relu(m["a"]) - 1.0)) + m["live"] * jnp.sum(m["a"])
@@ -362,8 +361,8 @@ def two_dead_relus_and_a_path(m, bad):
 
 @zero(
     arrays(a=[3, 2], b=[-4, -3]), arrays(a=[3, 2], b=[-2, -3]),
-    ("a", "dead units", {"primitive": "relu", "units": (0, 1), "n_units": 2}),
-    ("b", "dead units", {"primitive": "relu", "units": (0, 1), "n_units": 2}),
+    ("a", "dead units", {"primitive": "relu"}),
+    ("b", "dead units", {"primitive": "relu"}),
 )  # fmt: skip
 def the_second_relu_is_dead(m, bad):
     return jnp.sum(relu(relu(m["a"]) + m["b"]))
@@ -515,7 +514,11 @@ zero_rule.def_fwd(lambda x: (zero_rule(x), None))
 zero_rule.def_bwd(lambda _, ct: (0.0 * ct,))
 
 
-@zero(AB, AB, ("a", "zero derivative", {"primitive": "zero_rule", "code": "zero_rule(m["}))
+@zero(
+    AB,
+    AB,
+    ("a", "rule without a derivative", {"primitive": "zero_rule", "code": "zero_rule(m["}),
+)
 def a_rule(m, bad):
     return jnp.sum((zero_rule(m["a"]) if bad else m["a"]) * m["b"])
 
@@ -551,18 +554,6 @@ def test_gradients_that_are_rounding_errors(last, is_rounding):
     report = eqg.explain_zero(loss, AB)
     assert not report
     assert any("['a'] is not exactly zero" in text for text in report.remarks) == is_rounding
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-def test_what_is_a_rounding_error(dtype):
-    eps = float(jnp.finfo(dtype).eps)
-    terms = np.array([1.0, 4.0], dtype)
-    of = lambda *sizes: is_rounding(np.array(sizes, dtype) * np.asarray(eps, dtype), terms)
-    assert of(15, 63)
-    assert not of(18, 63)
-    assert not of(15, 70)
-    assert not of(0, 0)
-    assert not is_rounding(terms, None)
 
 
 # ---------------------------------------------------------------- gradient_flow and probe
@@ -736,25 +727,6 @@ def test_advice_on_layers(n, is_group):
     sizes = [2560 * 2 * n, 2560 * 2 * n, 2560 * (2 * n - 1)]
     assert report.by_path() == {f"[{x!r}]": size for x, size in zip(names, sizes, strict=True)}
     assert [(a.kind, a.path) for a in report.advice] == [("layer", "[*]")] * is_group
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "has_tanh", "kinds"),
-    [(8, False, []), (64, False, ["logits"]), (64, True, [])],
-)
-def test_advice_on_logits(vocabulary, has_tanh, kinds):
-    def loss(m, x, labels):
-        logits = x @ m["w"].T
-        logits = jnp.tanh(logits) if has_tanh else logits
-        of_label = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
-        return jnp.mean(jax.nn.logsumexp(logits, -1) - of_label)
-
-    m = {"w": jnp.ones((vocabulary, 8))}
-    report = _memory(loss, m, jnp.ones((32, 8)), jnp.zeros(32, int))
-    assert [a.kind for a in report.advice] == kinds
-    for advice in report.advice:
-        assert "linear_cross_entropy(x, model['w'], labels)" in advice.cure
-        assert advice.saves > 0.1 * report.estimated
 
 
 def test_memory_is_measured():

@@ -6,21 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..._errors import check_flags, RuleError
+from ..._errors import check_flags
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
 from ..._jaxprs.structure import equations
 from .._programs.peak_memory import peak_bytes
 from ..origins import NumberedLoss
 from ..progress import doing, showing_progress
-from ..source_lines import UNKNOWN
 from ..traced_loss import trace_loss, TracedLoss
-from .advice import Candidate, candidates, Pairs, with_checkpoints
-from .loop_with_checkpoints import may_replay
-from .remarks import remarks_on_loops
+from .checkpoints import Candidate, candidates, with_candidate
+from .maps import MapCall, seeing_maps
 from .report import MemoryAdvice, MemoryReport
 from .residuals import Gradient, Residual
 
@@ -89,31 +86,21 @@ def explain_memory(
     - `model`: any PyTree, usually an `eqx.Module`. The gradient is with respect to its
         inexact arrays.
     - `*args`, `**kwargs`: anything.
-    - `compiled`: whether to compile the gradient, and report its temporary memory. Without,
-        there is the estimate only; so it is for a gradient of more than 5000 equations, those
-        of inner programs included.
+    - `compiled`: whether to compile the gradient, and report its temporary memory. Only
+        [`eqx_grads.MemoryReport.verify`][] compiles a gradient of more than 5000 equations.
 
     **Returns:**
 
-    An [`eqx_grads.MemoryReport`][], which prints as a table. What is kept is exact: the
-    leaves of the pullback that `jax.vjp` returns and that the backward pass uses, each array
-    once. The temporary memory of the gradient is an estimate from its program: the residuals,
-    and all other arrays at the peak. On a CPU it is within 8 % of what XLA allocates
-    for the eight models of the tests, and within 22 % for convolutions with pooling; of a
-    cross-entropy of many logits it is 0.63 to 1.5 times that, for programs with checkpoints
-    or in chunks, 0.67 to 2.3 times, and for models in `bfloat16`, of which XLA keeps copies in
-    `float32` on a CPU, about half. The gradients themselves and the arguments do not count.
+    An [`eqx_grads.MemoryReport`][], which prints as a table with the advice that leaves the
+    fewest bytes. What is kept is exact: the leaves of the pullback that `jax.vjp` returns and
+    that the backward pass uses, each array once. The temporary memory of the gradient is an
+    estimate from its program: the residuals, and all other arrays at the peak, without the
+    arguments and the gradients themselves. On a CPU, it is within 8 % of what XLA allocates for
+    the models of the tests, and further off for programs that save memory already.
 
-    Nothing is computed. The loss is traced, and its gradient once more for each of at most
-    four checkpoints, or uses of [`eqx_grads.losses.linear_cross_entropy`][], that may help, and
-    for a loop that may be replayed.
-    With `compiled=True` one program is compiled, and [`eqx_grads.MemoryReport.verify`][]
-    compiles one for each advice. XLA takes longer than all else here: for a loss of 9000
-    equations in a row, three quarters of a minute.
-
-    What is kept for a function with a derivative of its own, such as a solver or a
-    `filter_scan` with `checkpoint="replay"`, is shown at the line that calls it. A
-    `filter_scan` with `checkpoint="auto"` that chose plain scan is shown as plain scan.
+    Nothing is computed. The loss is traced, and its gradient once more for each of at most four
+    candidates: a loop by [`eqx_grads.filter_scan`][], layers in
+    [`eqx_grads.filter_checkpoint`][], a `jax.vmap` by [`eqx_grads.filter_map`][].
 
     **Raises:**
 
@@ -122,7 +109,15 @@ def explain_memory(
     """
     check_flags("explain_memory", compiled=compiled)
     doing("tracing the loss and its gradient")
-    traced = trace_loss("explain_memory", loss, model, args, kwargs, steps_are_visible=False)
+
+    def trace(chunked: MapCall | None = None, chunk: int | None = None):
+        with seeing_maps(chunked, chunk) as seen:
+            traced = trace_loss(
+                "explain_memory", loss, model, args, kwargs, steps_are_visible=False
+            )
+        return traced, seen.calls
+
+    traced, maps = trace()
     numbered = NumberedLoss(traced)
     gradient = Gradient(numbered)
     calls = gradient.plain_calls()
@@ -131,92 +126,53 @@ def explain_memory(
         numbered = NumberedLoss(traced)
         gradient = Gradient(numbered)
     pairs = list(zip(gradient.sources, gradient.residuals(), strict=True))
-    plain = ft.partial(_evaluate, traced)
+    again = lambda candidate: trace(candidate.map_call, candidate.chunk)[0].program
+    apply = lambda candidate: with_candidate(traced, candidate, again)
     estimated = peak_bytes(gradient.gradient)
-    advice = _advice(numbered, pairs, estimated)
+    advice = _advice(candidates(numbered, pairs, maps), apply, traced, estimated)
     n_equations = sum(1 for _ in equations(gradient.gradient))
     is_large = compiled and n_equations > _MOST_COMPILED
-    left = min([estimated, *(one.predicted for one, _ in advice)])
     doing("compiling the gradient")
-    functions = [plain, *(with_checkpoints(traced, candidate) for _, candidate in advice)]
+    plain = lambda *values: evaluate(traced.program, values)[0]
+    functions = [plain, *(apply(candidate) for _, candidate in advice)]
     return MemoryReport(
         _with_cures([r for _, r in pairs], advice),
         estimated=estimated,
         compiled=_compiled_bytes(plain, traced) if compiled and not is_large else None,
-        advice=[advice for advice, _ in advice],
+        advice=[one for one, _ in advice],
         measure=[ft.partial(_compiled_bytes, fn, traced) for fn in functions],
-        remarks=remarks_on_loops(
-            numbered, pairs, left, _left_by_replay(numbered, advice, estimated)
-        ),
         not_compiled=_NOT_COMPILED.format(n_equations) if is_large else "",
     )
 
 
-def _evaluate(traced: TracedLoss, *values: Any) -> Any:
-    return evaluate(traced.program, values)[0]
+Advice = Sequence[tuple[MemoryAdvice, Candidate]]
 
 
-def _advice(
-    numbered: NumberedLoss, pairs: Pairs, estimated: int
-) -> list[tuple[MemoryAdvice, Candidate]]:
-    found = []
+def _advice(found: Sequence[Candidate], apply, traced: TracedLoss, estimated: int) -> Advice:
+    """The candidates that are worth it, applied, the fewest bytes left first."""
+    advice = []
     least = _LEAST_SAVING * estimated
-    promising = [c for c in candidates(numbered, pairs) if c.gain > least]
-    promising = promising[:_MOST_CANDIDATES]
+    promising = [c for c in found if c.gain > least][:_MOST_CANDIDATES]
     for i, candidate in enumerate(promising):
         doing("tracing with checkpoint", i, len(promising))
-        fn = with_checkpoints(numbered.traced, candidate)
-        predicted = _estimate(fn, numbered.traced)
-        saves = estimated - predicted
-        if saves > least:
-            is_undone = not candidate.is_in_loop and _undoes_checkpoints()
-            origin = candidate.origin
-            advice = MemoryAdvice(
-                **(origin.source if origin else UNKNOWN).fields(),
+        program = jax.make_jaxpr(_gradient(apply(candidate)))(*_types(traced))
+        predicted = peak_bytes(without_unused(program))
+        if estimated - predicted > least:
+            one = MemoryAdvice(
+                **candidate.source.fields(),
                 kind=candidate.kind,
                 cure=candidate.cure,
                 path=candidate.path,
-                primitive=origin.primitive if origin else "",
-                saves=saves,
+                primitive=candidate.primitive,
+                saves=estimated - predicted,
                 predicted=predicted,
-                is_undone=is_undone,
+                is_undone=not candidate.is_in_loop and undoes_checkpoints(),
             )
-            found.append((advice, candidate))
-    found = [(one, c) for one, c in found if not _is_no_better(one, c, found)]
-    return sorted(found, key=lambda pair: pair[0].predicted + pair[1].outputs)
+            advice.append((one, candidate))
+    return sorted(advice, key=lambda pair: pair[0].predicted)
 
 
-def _left_by_replay(
-    numbered: NumberedLoss, advice: Sequence[tuple[MemoryAdvice, Candidate]], estimated: int
-) -> dict[int, int]:
-    """The temporary bytes that are left if a loop is replayed, by the number of its equation:
-    of the loop of the best advice on loops."""
-    loops = [c for _, c in advice if c.kind == "loop" and not c.moves_vmap]
-    if not loops or not all(map(may_replay, loops[0].loops)):
-        return {}
-    doing("tracing with a replay")
-    replayed = dataclasses.replace(loops[0], checkpoint="replay")
-    try:
-        left = _estimate(with_checkpoints(numbered.traced, replayed), numbered.traced)
-    except RuleError:  # the derivative of a step can't be replayed
-        return {}
-    saves = estimated - left > _LEAST_SAVING * estimated
-    return {loops[0].origin.number: left} if saves and loops[0].origin is not None else {}
-
-
-def _is_no_better(advice: MemoryAdvice, candidate: Candidate, found) -> bool:
-    """Whether to move a `vmap` into a loop saves little that the loop in it would not."""
-    return candidate.moves_vmap and any(
-        other.origin is candidate.origin
-        and other.vmap_is_outside
-        and one.predicted < 1.1 * advice.predicted
-        for one, other in found
-    )
-
-
-def _with_cures(
-    residuals: Sequence[Residual], advice: Sequence[tuple[MemoryAdvice, Candidate]]
-) -> list[Residual]:
+def _with_cures(residuals: Sequence[Residual], advice: Advice) -> list[Residual]:
     """The residuals, each with the best advice for it."""
     cures: dict[int, str] = {}
     for one, candidate in advice:
@@ -235,40 +191,14 @@ def _types(traced: TracedLoss) -> tuple[list[Any], list[Any]]:
     return types[:n], types[n:]
 
 
-def _estimate(fn: Callable[..., Any], traced: TracedLoss) -> int:
-    """The temporary bytes of the gradient of a function of the inputs of the loss."""
-    program = jax.make_jaxpr(_gradient(fn))(*_types(traced))
-    return peak_bytes(without_unused(program))
-
-
 def _compiled_bytes(fn: Callable[..., Any], traced: TracedLoss) -> int | None:
-    """The same of the compiled gradient; `None` where the platform does not tell."""
+    """The temporary bytes of the compiled gradient; `None` where the platform does not tell."""
     compiled = jax.jit(_gradient(fn)).lower(*_types(traced)).compile()
     analysis = compiled.memory_analysis()
     return None if analysis is None else analysis.temp_size_in_bytes
 
 
-@ft.cache
-def _undoes_checkpoints() -> bool:
-    """Whether XLA keeps what a checkpoint recomputes, as it finds that it is the same.
-
-    On a CPU it does, up to JAX 0.11. When JAX 0.12 is the oldest version, delete this function.
-    """
-
-    def layers(x):
-        for _ in range(4):
-            x = jnp.sin(x @ x)
-        return x
-
-    def loss(x, around):
-        for _ in range(4):
-            x = around(layers)(x)
-        return jnp.sum(x)
-
-    def temporary_bytes(around):
-        gradient = jax.jit(jax.grad(ft.partial(loss, around=around)))
-        compiled = gradient.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
-        analysis = compiled.memory_analysis()
-        return 0 if analysis is None else analysis.temp_size_in_bytes
-
-    return temporary_bytes(jax.checkpoint) >= temporary_bytes(lambda fn: fn) > 0
+def undoes_checkpoints() -> bool:
+    """Whether XLA keeps what a checkpoint outside of a loop recomputes, as it finds that it is
+    the same. On a CPU it does, until JAX 0.12."""
+    return jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12)

@@ -8,19 +8,18 @@ from typing import Any
 
 from ..._errors import rule_error
 from ..layers import group_of
+from ..plots import plot_memory
 from ..progress import doing, showing_progress
-from ..report import AbstractRecord, AbstractReport, cells, COLUMNS, count, Table
-from .plot import plot_memory
-from .residuals import is_recomputable, Residual
-from .show_bytes import show_bytes
+from ..report import AbstractRecord, AbstractReport, cells, COLUMNS, count, show_bytes, Table
+from .residuals import Residual
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryAdvice(AbstractRecord):
-    """Where a checkpoint saves memory, or a loss that does not hold all logits at a time.
+    """Where to compute twice what would be kept.
 
-    It has the fields of all records. `kind` is `"loop"`, `"layer"` or `"logits"`, and `cure`
-    says what to write and where. Also:
+    It has the fields of all records. `kind` is `"loop"`, `"layer"` or `"map"`, and `cure` says
+    what to write and where. Also:
 
     - `saves`: the temporary bytes of the gradient that it saves, as estimated.
     - `predicted`: the temporary bytes that are left, as estimated.
@@ -36,8 +35,7 @@ class MemoryAdvice(AbstractRecord):
     is_undone: bool = False
 
     def __str__(self) -> str:
-        text = f"{self.cure} By the estimate, it saves {show_bytes(self.saves)}, "
-        text += f"and {show_bytes(self.predicted)} are left"
+        text = f"{self.cure} It leaves {show_bytes(self.predicted)}"
         if self.measured is not None:
             text += f" (measured: {show_bytes(self.measured)})"
         if self.is_undone:
@@ -54,14 +52,9 @@ class MemoryReport(AbstractReport):
     - `total`: the bytes of `found`.
     - `estimated`: the temporary bytes of the gradient, from its program.
     - `compiled`: the temporary bytes of the compiled gradient, or `None` if there is none.
-    - `advice`: a [`eqx_grads.MemoryAdvice`][] for each checkpoint that is worth it, and for
-        logits that need not be held all at a time; the largest saving first: by the estimate
-        (with a copy of the outputs of a loop of which a `vmap` is to be moved into the step),
-        and after [`eqx_grads.MemoryReport.verify`][] as measured.
+    - `advice`: a [`eqx_grads.MemoryAdvice`][] for each place that is worth it, the fewest bytes
+        left first. `print` shows the first one.
     - `remarks`: what else there is to know.
-
-    Outside of loops, XLA may compute what is `"recomputable"` or `"constant"` again and not
-    keep it: for three models on a CPU, about 83 %, 40 % and 36 % of its bytes.
 
     It is false if nothing is found.
     """
@@ -76,7 +69,6 @@ class MemoryReport(AbstractReport):
         compiled: int | None,
         advice: Sequence[MemoryAdvice],
         measure: Sequence[Callable[[], int | None]],
-        remarks: Sequence[str] = (),
         not_compiled: str = "",
     ):
         residuals = sorted(residuals, key=lambda r: -r.bytes)
@@ -86,8 +78,7 @@ class MemoryReport(AbstractReport):
         self.estimated = estimated
         self.compiled = compiled
         self.advice = list(advice)
-        self.remarks = [*remarks, not_compiled] if not_compiled else list(remarks)
-        self._lasting_remarks = list(remarks)
+        self.remarks = [not_compiled] if not_compiled else []
         self._measure = list(measure)  # the gradient as it is, and then with each advice
 
     def by_path(self) -> dict[str, int]:
@@ -128,7 +119,6 @@ class MemoryReport(AbstractReport):
             compiled=compiled,
             advice=[advice for advice, _ in measured],
             measure=[measure_plain, *(measure for _, measure in measured)],
-            remarks=self._lasting_remarks,
         )
 
     def __getstate__(self):
@@ -170,63 +160,38 @@ class MemoryReport(AbstractReport):
         rows = [self._row(group) for group in largest[:_MOST_LINES]]
         others = [r for group in largest[_MOST_LINES:] for r in group]
         if others:
-            nothing = AbstractRecord(kind="", primitive=f"{len(others)} others")
-            rows.append((*cells(nothing), *self._sizes(others)))
-        return [Table((*COLUMNS, "steps", "per step", "bytes", "share"), rows)]
+            rows.append(self._cells(others, AbstractRecord(kind="", primitive="others")))
+        return [Table((*COLUMNS, "steps", "bytes", "share"), rows)]
 
     def _row(self, group: Sequence[Residual]) -> tuple[str, ...]:
-        first = group[0]
-        one = dataclasses.replace(
-            first,
-            path=first.path if len({r.path for r in group}) == 1 else group_of(first.path),
-            primitive=_operations(group),
-        )
-        return (
-            *cells(one, kind=", ".join(dict.fromkeys(r.kind for r in group))),
-            *self._sizes(group),
-        )
+        paths = {r.path for r in group}
+        path = group[0].path if len(paths) == 1 else group_of(group[0].path)
+        names = Counter("carry" if r.kind == "carry" else r.primitive for r in group)
+        name = ", ".join([name for name, _ in names.most_common(2)])
+        name += ", ..." if len(names) > 2 else ""
+        return self._cells(group, dataclasses.replace(group[0], path=path, primitive=name))
 
-    def _sizes(self, group: Sequence[Residual]) -> tuple[str, ...]:
+    def _cells(self, group: Sequence[Residual], shown: AbstractRecord) -> tuple[str, ...]:
         size = sum(r.bytes for r in group)
         n_steps = {r.n_steps for r in group}
-        in_loop = len(n_steps) == 1 and n_steps != {1}
-        return (
-            str(group[0].n_steps) if in_loop else "",
-            show_bytes(sum(r.bytes_per_step for r in group)) if in_loop else "",
-            show_bytes(size),
-            f"{size / max(self.total, 1):.0%}",
-        )
+        steps = str(group[0].n_steps) if len(n_steps) == 1 and n_steps != {1} else ""
+        shown = dataclasses.replace(shown, kind="")
+        return *cells(shown), steps, show_bytes(size), f"{size / max(self.total, 1):.0%}"
 
     def notes(self):
         if not self.found:
             return []
-        text = f"The gradient needs about {show_bytes(self.estimated)} by an estimate"
+        text = f"The gradient needs about {show_bytes(self.estimated)}"
         if self.compiled is not None:
             text += f"; compiled, {show_bytes(self.compiled)}"
-        text += "."
-        if self.compiled and not 1 / _MUCH < self.estimated / self.compiled < _MUCH:
-            text += (
-                " The compiled figure is that of the program that XLA runs here, which keeps "
-                "other arrays than JAX does."
-            )
-        notes = [("temporary memory", text)]
-        fused = sum(r.bytes for r in self.found if is_recomputable(r) and r.n_steps == 1)
-        if fused:
-            text = (
-                f"Of what is kept outside of loops, {show_bytes(fused)} are constant or "
-                "elementwise from the rest: XLA may compute these again."
-            )
-            notes.append(("recomputable", text))
-        if not self.advice:
-            nothing = (
-                "No checkpoint" if not self._lasting_remarks else "Nothing but what is noted"
-            )
-            text = (
-                f"{nothing} saves a tenth of it. If the loss is the mean of many, of tokens or "
-                "of examples, `eqg.losses.chunked` computes a few of them at a time."
-            )
-            return [*notes, ("checkpoint", text)]
-        return [*notes, *map(_note, self.advice)]
+        notes = [("temporary memory", f"{text}.")]
+        if self.advice:
+            return [*notes, ("advice", str(self.advice[0]))]
+        nothing = (
+            "No checkpoint saves a tenth of it. If the loss is the mean of many tokens or "
+            "examples, `eqg.losses.chunked` computes a few of them at a time."
+        )
+        return [*notes, ("advice", nothing)]
 
 
 def _needs(advice: MemoryAdvice) -> tuple[float, int]:
@@ -234,12 +199,7 @@ def _needs(advice: MemoryAdvice) -> tuple[float, int]:
     return math.inf if advice.measured is None else advice.measured, len(advice.cure)
 
 
-def _note(advice: MemoryAdvice) -> tuple[str, str]:
-    return "logits" if advice.kind == "logits" else "checkpoint", str(advice)
-
-
 _MOST_LINES = 10
-_MUCH = 1.25  # by which the estimate and the compiled program differ
 
 
 def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
@@ -247,10 +207,3 @@ def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
     for key, size in pairs:
         sums[key] += size
     return dict(sums.most_common())
-
-
-def _operations(group: Sequence[Residual]) -> str:
-    """Such as `3 logistic, tanh, carry`."""
-    names = Counter("carry" if r.kind == "carry" else r.primitive for r in group)
-    parts = [name if n == 1 else f"{n} {name}" for name, n in names.most_common(3)]
-    return ", ".join(parts) + (", ..." if len(names) > 3 else "")

@@ -7,7 +7,7 @@ computes it, into the bodies of the loops that stack it.
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,11 +23,10 @@ from ..._jaxprs.structure import (
     Checkpoint,
     Cond,
     equations,
-    inner_programs,
     Scan,
     structure,
 )
-from .._programs.peak_memory import bytes_of, is_cheap
+from .._programs.peak_memory import bytes_of
 from ..origins import NumberedLoss, Origin
 from ..report import AbstractRecord
 from ..source_lines import UNKNOWN
@@ -38,7 +37,7 @@ class Residual(AbstractRecord):
     """An array that is kept from the forward to the backward pass.
 
     It has the fields of all records; `step` is empty. The kinds are `"computed"`, `"carry"`,
-    `"rule"`, `"recomputable"`, `"constant"` and `"input"`. Also:
+    `"rule"`, `"constant"` and `"input"`. Also:
 
     - `shape`, `dtype`: those of one step, if a loop keeps one for each step.
     - `n_steps`: how many are kept: the product of the lengths of all enclosing loops.
@@ -53,11 +52,6 @@ class Residual(AbstractRecord):
     @property
     def bytes_per_step(self) -> int:
         return self.bytes // max(self.n_steps, 1)
-
-
-def is_recomputable(residual: Residual) -> bool:
-    """Whether it follows by elementwise operations from what is there anyway."""
-    return residual.kind in ("recomputable", "constant")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +80,7 @@ _USE_SCAN = (
     "Only reverse mode keeps anything for a backward pass. A `while_loop` has none: use a "
     "`scan`."
 )
-_SAME_ERROR = "`jax.grad` of the loss raises this error as well: mend it first."
+_SAME_ERROR = "`jax.grad` of the loss raises this error as well: fix it first."
 
 
 class Gradient:
@@ -227,14 +221,11 @@ class Gradient:
 
     def residuals(self) -> list[Residual]:
         """A record of each of `sources`."""
-        kept = {(id(s.program.jaxpr), s.var) for s in self.sources}
-        cheap = _reachable(self.program, kept, self.program.jaxpr.invars)
-        constant = _reachable(self.program, frozenset(), ())
-        return [self._record(source, cheap, constant) for source in self.sources]
+        return list(map(self._record, self.sources))
 
-    def _record(self, source: Source, cheap, constant) -> Residual:
+    def _record(self, source: Source) -> Residual:
         aval, origin = source.var.aval, source.origin
-        kind = _kind(source, self.program, cheap, constant)
+        kind = _kind(source, self.program)
         return Residual(
             **(origin.source if origin is not None else UNKNOWN).fields(),
             leaf=self._leaf(source.var) if kind == "input" else "",
@@ -270,52 +261,11 @@ def _name(source: Source, input_name: Callable[[Any], str]) -> str:
     return source.origin.primitive
 
 
-def _kind(source: Source, program: ClosedJaxpr, cheap, constant) -> str:
-    variable = id(source.program.jaxpr), source.var
+def _kind(source: Source, program: ClosedJaxpr) -> str:
     if source.is_carry:
         return "carry"
     if source.eqn is None and source.program is program:
         return "constant" if source.var in program.jaxpr.constvars else "input"
-    if source.eqn is None:
-        return "computed"
-    if variable in constant:
-        return "constant"
-    if variable in cheap:
-        return "recomputable"
     origin = source.origin
     has_rule = origin is not None and isinstance(structure(origin.eqn), CallWithRule)
-    return "rule" if has_rule else "computed"
-
-
-def _reachable(
-    program: ClosedJaxpr, kept: Set[tuple[int, Any]], given: Iterable[Any]
-) -> set[tuple[int, Any]]:
-    """The variables, also of inner programs, that cheap equations can compute from the inputs
-    that are given, and from other variables that are kept."""
-    key = id(program.jaxpr)
-    known = {*given, *program.jaxpr.constvars}
-    reachable = set()
-    for eqn in program.eqns:
-        if is_cheap(eqn) and all(isinstance(v, Literal) or v in known for v in eqn.invars):
-            known.update(eqn.outvars)
-            reachable.update((key, v) for v in eqn.outvars)
-        known.update(v for v in eqn.outvars if (key, v) in kept)
-        scan = structure(eqn)
-        for inner in inner_programs(eqn):
-            inputs = inner.jaxpr.invars
-            if not isinstance(scan, Scan):
-                reachable |= _reachable(inner, kept, ())
-                continue
-            # A carry is there if it is kept. A slice of `xs` is there if the whole is.
-            first, last = scan.n_consts, scan.n_consts + scan.n_carry
-            operands = zip(inputs, eqn.invars, strict=True)
-            there = [
-                v
-                for i, (v, operand) in enumerate(operands)
-                if (id(inner.jaxpr), v) in kept
-                or (
-                    not first <= i < last and (isinstance(operand, Literal) or operand in known)
-                )
-            ]
-            reachable |= _reachable(inner, kept, there)
-    return reachable
+    return "rule" if has_rule and source.eqn is not None else "computed"

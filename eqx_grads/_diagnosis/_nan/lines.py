@@ -1,34 +1,34 @@
-"""The line of the user's code that is shown for a cause."""
+"""The line of the user's code that is shown for a cause, and what the user calls there."""
 
 import dataclasses
-from typing import Any
 
-from ..._jaxprs.structure import Scan, structure, While
-from ..origins import NumberedLoss, Origin
-from ..source_lines import layer_line, rule_line, SourceLine
-from .derivative_program import Derivative
-from .trace_back import Spot
+from ..carried import Place
+from ..origins import is_in_derivative, NumberedLoss, Origin
+from ..source_lines import (
+    called_functions,
+    is_of_jax,
+    layer_line,
+    rule_line,
+    SourceLine,
+    UNKNOWN,
+)
 
 
-def users_line(numbered: NumberedLoss, origin: Origin, *spots: Any) -> SourceLine:
+def users_line(numbered: NumberedLoss, origin: Origin, *places: Place | None) -> SourceLine:
     """The line of the loss. If that calls a library, such as a solver, which called a function
     of the user's in a rule, the line in this function."""
     library = library_of(numbered, origin)
-    for spot in spots:
-        if library and isinstance(spot, Spot):
-            line = _line_in_rule(spot)
-            if line.file:
-                return dataclasses.replace(line, library=library)
+    for place in places:
+        if library and place is not None and (line := line_in_rule(place)).file:
+            return dataclasses.replace(line, library=library)
     return origin.source
 
 
-def _line_in_rule(spot: Spot) -> SourceLine:
-    """The line of the rule that made an equation, or one around it: those of `jnp.where` have
-    the line of its first call only."""
-    line, node = rule_line(spot.eqn), spot.frame.node
-    while not line.file and node.parent is not None:
-        line, node = rule_line(node.parent.eqns[node.position]), node.parent
-    return line
+def line_in_rule(place: Place | None) -> SourceLine:
+    """The line of the rule that made an equation, or one around it: the equations of
+    `jnp.where` have the line of its first call only."""
+    lines = (rule_line(p.eqn) for p in (place.outward() if place is not None else ()))
+    return next((line for line in lines if line.file), UNKNOWN)
 
 
 def library_of(numbered: NumberedLoss, origin: Origin) -> str:
@@ -38,35 +38,38 @@ def library_of(numbered: NumberedLoss, origin: Origin) -> str:
     return origin.source.library or next(filter(None, lines), "")
 
 
-def rule_of(*spots: Any) -> str:
+def rule_of(*places: Place | None) -> str:
     """The line of the rule in which the value that is to blame is made, or empty."""
-    for spot in spots:
-        if isinstance(spot, Spot):
-            line = rule_line(spot.eqn)
-            if line.file:
-                return str(line)
-    return ""
+    lines = (rule_line(place.eqn) for place in places if place is not None)
+    return next((str(line) for line in lines if line.file), "")
 
 
-def place_in_rule(derivative: Derivative, origin: Origin, *spots: Any) -> Any:
-    """Equal for what is at one place of a function that a rule of a library calls, as a solver
-    does: to the loss, all of it is one operation. `None` if it is in no such function."""
-    if not library_of(derivative.numbered, origin):
-        return None
-    for spot in spots:
-        if isinstance(spot, Spot) and _line_in_rule(spot).file:
-            return _calls_in_rule(spot)
-    return None
+def names_of_calls(numbered: NumberedLoss, origin: Origin, *places: Place | None) -> list[str]:
+    """The functions of JAX that an operation is in, such as `softmax`, outermost first."""
+    eqns = [*(numbered.origins[i].eqn for i in origin.enclosing), origin.eqn]
+    if line_in_rule(places[0]).file:
+        around = [p for place in places if place is not None for p in place.outward()]
+        eqns += [p.eqn for p in reversed(around)]
+    names: list[str] = []
+    for eqn in eqns:
+        names += reversed(called_functions(eqn))
+        names += [str(eqn.params.get("name", ""))] if is_of_jax(eqn) else []
+    return [name.lstrip("_") for name in names]
 
 
-def _calls_in_rule(spot: Spot) -> tuple[Any, ...]:
-    """Those of the user's, as in `_line_in_rule`: of the equation, and of the jitted functions
-    around it, up to the next loop. A jitted function has the lines of its first call only."""
-    eqn, node = spot.eqn, spot.frame.node
-    found = [rule_line(eqn)]
-    while node.parent is not None:
-        eqn, node = node.parent.eqns[node.position], node.parent
-        if isinstance(structure(eqn), Scan | While):
-            break
-        found.append(rule_line(eqn))
-    return tuple((line.calls, line.span) for line in found if line.file)
+def first_of_rule(place: Place) -> str:
+    """The operation of which an equation of a rule is a part of the derivative: the first one
+    that was traced at the same place."""
+    traceback = place.eqn.source_info.traceback
+    same = (eqn for eqn in place.program.eqns if eqn.source_info.traceback == traceback)
+    return next(same, place.eqn).primitive.name
+
+
+def differentiated(numbered: NumberedLoss, origin: Origin) -> str:
+    """The operation of which an operation is the derivative, which the loss takes itself."""
+    if not is_in_derivative(numbered.origins, origin):
+        return ""
+    traceback = origin.eqn.source_info.traceback
+    same = (o for o in numbered.origins if o.eqn.source_info.traceback == traceback)
+    name = next(same, origin).primitive
+    return "" if name == origin.primitive else name

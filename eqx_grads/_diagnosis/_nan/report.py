@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ..report import (
     show_place,
     Table,
 )
-from .cures import DEAD_BRANCH
+from .kinds import Kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,6 @@ class NonFinite(AbstractRecord):
     - `index`: the first element that is made bad here, and `shape` of what. `n_bad`: how many
         of its elements are, in that step. `is_batched`: whether it is under `vmap`, so that one
         of the axes is that of the batch.
-    - `are_more_steps`, `are_more_bad`: whether `count` and `n_bad` are numbers of steps and
-        elements that were looked at, of more.
     - `operands`: what the element depends on, in the operation or its derivative.
         `cotangent`: what arrived there.
     """
@@ -58,38 +56,8 @@ class NonFinite(AbstractRecord):
     index: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     n_bad: int = 1
-    are_more_steps: bool = False
-    are_more_bad: bool = False
-    is_batched: bool = False
     operands: tuple[float, ...] = ()
     cotangent: float | None = None
-
-
-def without_consequences(records: Iterable[NonFinite]) -> list[NonFinite]:
-    """If values of the loss are not finite, without operations whose derivative is not finite
-    because they were given a NaN, or at the place and the operands at which their value is not:
-    a function of JAX may have one operation in several branches."""
-    records = list(records)
-    place = lambda r: (r.file, r.line, r.column, r.caller, r.path, r.primitive, r.operands)
-    known = {place(record) for record in records if record.is_forward}
-    is_consequence = lambda r: any(map(math.isnan, r.operands)) or place(r) in known
-    kept = [r for r in records if r.is_forward or not (known and is_consequence(r))]
-    return _once_by_operation(kept)
-
-
-def _once_by_operation(records: Iterable[NonFinite]) -> list[NonFinite]:
-    """If the loss takes the derivative of an operation, without others that JAX makes of the
-    same derivative, and without the operation: they have one cause."""
-    of_derivative = set()
-    found = []
-    for r in records:
-        name = r.derivative_of or r.primitive
-        operation = (name, r.kind, r.file, r.line, r.column, r.caller, r.path)
-        if operation not in of_derivative:
-            found.append(r)
-        if r.derivative_of and r.is_forward:
-            of_derivative.add(operation)
-    return found
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -122,7 +90,7 @@ class NaNReport(AbstractReport):
     remarks: Sequence[str] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.found or self.if_compiled)
+        return bool(self.found or self.if_compiled or self.bad_leaves)
 
     @property
     def headline(self) -> str:
@@ -172,16 +140,10 @@ class NaNReport(AbstractReport):
                 "and so at each step of a loop that calls one; elsewhere, `eqg.probe` does."
             )
             notes.append(("note", text))
-        if not self.found and (self.bad_leaves or not np.isfinite(self.loss)):
-            text = (
-                "Evaluated operation by operation, no place was found. A compiled program "
-                "fuses operations, and rounds differently."
-            )
-            notes.append(("note", text))
         return notes
 
 
-_COLUMNS = (*COLUMNS, "called from", "rule", "bad elements", "operands", "cotangent")
+_COLUMNS = (*COLUMNS, "called from", "rule", "bad elements", "operands")
 
 
 def _rows(records: Sequence[NonFinite]) -> list[tuple[str, ...]]:
@@ -203,16 +165,12 @@ def _row(record: NonFinite) -> tuple[str, ...]:
         *cells(
             record,
             kind=_describe(record),
-            step=f"{step} and {_least(record.are_more_steps)}{record.count - 1} more"
-            if step and record.count > 1
-            else step,
+            step=f"{step} and {record.count - 1} more" if step and record.count > 1 else step,
         ),
         record.caller,
         record.rule,
         _show_elements(record),
         ", ".join(map(_show_operand, record.operands)),
-        # Of a dead branch it is zero, as the kind says.
-        f"{record.cotangent:.3g}" if record.cotangent else "",
     )
 
 
@@ -223,16 +181,10 @@ def _show_operand(x: float) -> str:
 
 def _show_elements(record: NonFinite) -> str:
     """Such as `3 of 128: [0], ...`; empty for a scalar."""
-    where = " under vmap" * record.is_batched
     if not record.index:
-        return where.strip()
+        return ""
     index = f"[{', '.join(map(str, record.index))}]" + ", ..." * (record.n_bad > 1)
-    n_bad = f"{_least(record.are_more_bad)}{record.n_bad}"
-    return f"{n_bad} of {math.prod(record.shape)}{where}: {index}"
-
-
-def _least(are_more: bool) -> str:
-    return "at least " * are_more
+    return f"{record.n_bad} of {math.prod(record.shape)}: {index}"
 
 
 def _describe(record: NonFinite) -> str:
@@ -240,7 +192,7 @@ def _describe(record: NonFinite) -> str:
     if record.mask:
         same_line = (record.mask_file, record.mask_line) == (record.file, record.line)
         place = "" if same_line else f" at {show_place(record.mask_file, record.mask_line)}"
-        if record.kind == DEAD_BRANCH:
+        if record.kind == Kind.DEAD_BRANCH:
             article = "an" if record.mask[0] in "aeiou" else "a"
             return f"{record.kind} of {article} `{record.mask}`{place}"
         return f"{record.kind}: {record.mask}{place}"

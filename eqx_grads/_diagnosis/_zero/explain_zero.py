@@ -1,5 +1,7 @@
 """`explain_zero`: why the gradient of a leaf of a model is zero."""
 
+import dataclasses
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,33 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..._errors import RuleError
+from ..._jaxprs.dependence import free_variables
+from ..._jaxprs.structure import CallWithRule, structure
 from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import ZeroSafe
+from ..carried import Place
 from ..nan_checks import without_nan_checks
 from ..origins import is_in_derivative, no_derivative_error, NumberedLoss, Origin
+from ..parameters import remark_on_parameters
 from ..progress import doing, showing_progress
 from ..report import show_list
-from ..source_lines import UNKNOWN
+from ..source_lines import is_of_jax, is_stop_gradient, safe_function
 from ..traced_loss import check_no_references, trace_loss, TracedLoss
-from .cures import cure_of
-from .derivative import AbstractDerivative, derivative_of
-from .kinds import (
-    factor_name,
-    function_of,
-    has_rules,
-    INDEX,
-    is_gate,
-    is_rule,
-    is_truncation,
-    kind_of_cut,
-    kind_of_end,
-    kind_of_function,
-    use_of_cut,
-)
+from .advice import at_values, CURES, is_truncation, without_derivative
+from .deaths import Deaths, TooManyOperations
+from .facts import Death, Died, Fact
+from .gradient import directions, Gradient, rounding_errors, try_gradient
+from .kinds import kind_of_death, NO_DERIVATIVE, zero_origin
 from .report import ZeroGradient, ZeroReport
-from .structure import Cut, loss_structure
-from .walk import End
+
+
+# Units die at the function that their own layer applies, or not at all.
+_MOST_IN_A_LAYER = 12
 
 
 @showing_progress("explain_zero")
@@ -85,26 +82,25 @@ def explain_zero(
     A [`eqx_grads.ZeroReport`][], which is false if no leaf has a zero gradient. `print` shows
     it. It finds two kinds of zeros:
 
-    - *By structure*: the loss does not use the leaf, or only through operations without a
-        derivative, such as `argmax`, `round`, a comparison, `stop_gradient` or the predicate of
-        a `while_loop`. There is a record for each operation at which the derivative in the leaf
-        is lost: the last one, on the way from the leaf to the loss, whose operand still has a
-        derivative in the leaf. What comes after that need not be corrected first.
-    - *By values*: the derivative exists, and is exactly zero for these arguments. It is
-        multiplied by zero, or meets dead units, a mask, a saturated function, a branch that is
-        not taken. There is a record for each operation where a derivative that is not zero
-        becomes zero everywhere; what is nearer to the leaf then is zero as well.
+    - *By structure*: no values revive the derivative. The loss does not use the leaf, or only
+        through operations without a derivative, such as `argmax`, `round`, a comparison,
+        `stop_gradient` or the predicate of a `while_loop`.
+    - *By values*: other values do. A factor is zero, a mask selects nothing, or a function is
+        flat here.
 
-    A leaf with a gradient that is zero only for some units of its layer, as these are dead for
-    all examples, is in `partly`.
+    There is a record for each operation at which a tangent of the leaf becomes zero everywhere.
+    What comes after that operation need not be corrected first. The kind is the name of the
+    experiment that revives the tangent.
 
-    What is zero by structure is found by tracing the loss once, without running it. For the
-    other leaves, one gradient is evaluated operation by operation, and if one of them is zero,
-    one more that is watched. Loops are compiled. If the gradient raises an error, as that of a
-    `while_loop` does, it is a directional derivative in forward mode for each leaf.
+    If a leaf has a gradient, but not for some units of its layer because these are dead for all
+    examples, its record is in `partly`. `remarks` name a gradient that is not exactly zero, but
+    as small as the rounding error of the backward pass, and parts of the model that are no
+    arrays of floats, such as a Python number.
 
-    A gradient that is not exactly zero, but as small as the rounding error of the terms that
-    are summed to it, is named in `remarks`.
+    The loss and its gradient are compiled once. If no gradient is zero, that is all. Otherwise,
+    the loss is evaluated operation by operation up to the place where the tangents end. If the
+    gradient raises an error, as that of a `while_loop` does, `explain_zero` uses directional
+    derivatives in forward mode.
 
     An operation that JAX can't differentiate at all is taken to be differentiable, and named in
     `remarks`. The leaves whose gradient passes it are not looked at by values.
@@ -123,251 +119,363 @@ def explain_zero(
     doing("tracing the loss")
     traced = trace_loss("explain_zero", below, model, args, kwargs)
     check_no_references("explain_zero", below, traced.program)
-    numbered = NumberedLoss(traced)
-    if below is loss:
-        return _Explanation(numbered, below).report()
-
-    def gradients():
+    doing("compiling the gradient")
+    gradient, error = try_gradient(traced)
+    report = explain_traced(below, traced, gradient, error)
+    remarks, records = list(report.remarks), list(report.found)
+    names = lambda leaves: show_list(list(leaves), 8)
+    if report.not_finite and below is loss:
+        remarks.append(
+            f"The gradient of {names(report.not_finite)} is not finite: `eqg.explain_nan` says "
+            "where."
+        )
+    elif report.not_finite:
+        remarks.append(
+            f"The gradient of {names(report.not_finite)} would not be finite without "
+            "`zero_safe`."
+        )
         rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
-        return jax.grad(lambda arrays: loss(rest.tree(arrays), *args, **kwargs))(arrays)
+        of_arrays = lambda arrays: loss(rest.tree(arrays), *args, **kwargs)
+        gradients = zip(traced.leaves, jax.grad(of_arrays)(arrays), strict=True)
+        kind = "dropped by zero_safe"
+        records += [
+            ZeroGradient(leaf=leaf, kind=kind, cure=CURES[kind])
+            for leaf, g in gradients
+            if leaf in report.not_finite and not np.any(g)
+        ]
+    if report.noise:
+        remarks.append(
+            f"The gradient of {names(report.noise)} is not exactly zero, but a rounding error "
+            f"of at most {max(report.noise.values()):.2g}. The loss does not depend on such a "
+            "leaf, as on a bias before a BatchNorm, or is stationary in it."
+        )
+    remarks += remark_on_parameters(model)
+    return dataclasses.replace(report, found=records, remarks=remarks)
 
-    return _Explanation(numbered, below, gradients).report()
+
+def explain_traced(
+    loss: Callable[..., Any],
+    traced: TracedLoss,
+    gradient: Gradient | None,
+    error: Exception | None = None,
+) -> ZeroReport:
+    """The report on a loss whose gradient is known, or raises this error."""
+    sized = [i for i in range(len(traced.leaves)) if traced.values[i].size]
+    explanation = _Explanation(traced)
+    remarks: list[str] = []
+    names = lambda leaves: show_list([str(traced.leaves[i]) for i in leaves], 8)
+    if gradient is None:
+        records = {i: explanation.records(i, sized) for i in sized}
+        unknown = sorted(explanation.moving)
+        found = {i: r for i, r in records.items() if i not in unknown}
+        opaque = explanation.opaque()
+        if not found and opaque and error is not None:
+            raise no_derivative_error(loss, opaque) from error
+        if error is not None and not opaque:
+            raise error
+        remarks += [
+            f"JAX can't differentiate `{o.primitive}` ({o.source}), which was taken to be "
+            "differentiable."
+            for o in opaque
+        ]
+        remarks += [f"The gradient of {names(unknown)} is not known."] if unknown else []
+        records = [r for i in sorted(found) for r in found[i]]
+        return ZeroReport(records, [], len(sized), remarks)
+    if gradient.error is not None:
+        why = ": ".join([type(gradient.error).__name__, *str(gradient.error).splitlines()[:1]])
+        remarks.append(
+            f"The gradient of this loss raises {why.rstrip('.')}. Directional derivatives in "
+            "forward mode were used."
+        )
+    bad = [i for i in sized if not np.all(np.isfinite(gradient.gradients[i]))]
+    zero = [i for i in sized if i not in bad and not np.any(gradient.gradients[i])]
+    found = []
+    for i in zero:
+        doing("looking at leaf", i, len(traced.leaves))
+        records = explanation.records(i, zero)
+        note = other_side(traced, gradient, i)
+        found += [dataclasses.replace(r, elsewhere=note) for r in records]
+    partly = []
+    for i in sized if gradient.error is None else ():
+        if i not in zero and i not in bad:
+            partly += explanation.dead_units(i, gradient.gradients[i])
+    noise = rounding_errors(traced, gradient)
+    return ZeroReport(
+        found,
+        partly,
+        len(sized),
+        remarks,
+        {traced.leaves[i]: size for i, size in noise.items()},
+        [traced.leaves[i] for i in bad],
+    )
 
 
 class _Explanation:
-    """What is found of one loss."""
+    """The causes of zero gradients in one loss."""
 
-    def __init__(
-        self,
-        numbered: NumberedLoss,
-        loss: Callable[..., Any],
-        zero_safe_gradients: Callable[[], Sequence[Any]] | None = None,
-    ):
-        self._numbered, self._loss = numbered, loss
-        self._zero_safe_gradients = zero_safe_gradients
-        self._leaves = numbered.traced.leaves
-        values = numbered.traced.values[: len(self._leaves)]
-        self._shapes = [value.shape for value in values]
-        self._structure = loss_structure(numbered)
-        self._sized = [i for i, value in enumerate(values) if value.size]
+    def __init__(self, traced: TracedLoss):
+        self._traced = traced
+        self._passes: list[Deaths] = []
+        self._died: dict[int, Died] = {}
+        self.moving: set[int] = set()
 
-    def report(self) -> ZeroReport:
-        remarks = [
-            f"JAX can't differentiate `{origin.primitive}` ({origin.source}), which was taken "
-            "to be differentiable."
-            for origin in self._structure.opaque
-        ]
-        integers = _integer_leaves(self._numbered.traced)
-        if integers:
-            remarks.append(
-                f"Leaves of integers have no gradient, and are not looked at: {integers}."
-            )
-        found: dict[int, list[ZeroGradient]] = {
-            i: self._by_structure(i) for i in self._sized if i not in self._structure.live
-        }
-        partly: list[ZeroGradient] = []
-        not_finite: list[int] = []
-        live = [i for i in self._sized if i in self._structure.live]
-        doing("evaluating the gradient")
-        derivative = self._derivative(live, is_needed=not found) if live else None
-        if live and derivative is None:
-            names = show_list([self._leaves[i] for i in live], 8)
-            remarks.append(f"The gradient of {names} is not known.")
-        elif derivative is not None:
-            remarks.extend(derivative.remarks)
-            for i, gradient in zip(live, derivative.gradients(), strict=True):
-                if not np.all(np.isfinite(gradient)):
-                    not_finite.append(i)
-                doing("looking at leaf", i, len(self._leaves))
-                if not np.any(gradient):
-                    found[i] = self._by_values(i, derivative)
-                else:
-                    partly.extend(self._dead_units(i, derivative, gradient))
-            remarks.extend(self._rounding_errors(derivative))
-        names = show_list([self._leaves[i] for i in not_finite], 8)
-        if not_finite and self._zero_safe_gradients is not None:
-            remarks.append(f"Without `zero_safe`, the gradient of {names} would not be finite.")
-            gradients = self._zero_safe_gradients()
-            for i in not_finite:
-                if not np.any(gradients[i]):
-                    found[i] = [self._record(i, "dropped by zero_safe", None)]
-        elif not_finite:
-            remarks.append(
-                f"The gradient of {names} is not finite: "
-                "`eqg.explain_nan` says where it becomes so."
-            )
-        records = [record for i in sorted(found) for record in found[i]]
-        return ZeroReport(records, partly, len(self._sized), remarks)
+    @ft.cached_property
+    def _numbered(self) -> NumberedLoss:
+        return NumberedLoss(self._traced)
 
-    def _derivative(self, leaves: list[int], *, is_needed: bool) -> AbstractDerivative | None:
-        """`None` if an operation of the loss has no derivative."""
-        try:
-            return derivative_of(self._numbered, leaves, self._is_gate)
-        except RuleError:
-            raise
-        except Exception as error:  # JAX has no one type of error for it
-            if not self._structure.opaque:
-                raise
-            if is_needed:
-                raise no_derivative_error(self._loss, self._structure.opaque) from error
-            return None
+    @ft.cached_property
+    def _origins(self) -> dict[tuple[int, ...], Origin]:
+        origins = self._numbered.origins
+        key = lambda o: (*(id(origins[i].eqn) for i in o.enclosing), id(o.eqn))
+        return {key(o): o for o in origins}
 
-    def _by_structure(self, leaf: int) -> list[ZeroGradient]:
-        cuts = self._structure.cuts[leaf]
-        if not cuts:
-            value = self._numbered.traced.values[leaf]
-            is_closed_over = any(x is value for x in self._numbered.traced.program.consts)
+    @ft.cached_property
+    def _has_rules(self) -> bool:
+        """Whether a derivative of the loss may be that of another function."""
+        return any(is_stop_gradient(o.eqn) or _is_rule(o) for o in self._numbered.origins)
+
+    @ft.cached_property
+    def _directions(self) -> list[Any]:
+        return directions(self._traced)
+
+    def opaque(self) -> list[Origin]:
+        places = [place for one in self._passes for place in one.opaque]
+        return list({o.number: o for o in map(self._origin_of, places)}.values())
+
+    def records(self, leaf: int, zero: Sequence[int]) -> list[ZeroGradient]:
+        """The causes of one leaf, of those with a zero gradient."""
+        if not self._died and not self.moving:
+            program = self._traced.program.jaxpr
+            used = set(free_variables(program.eqns, program.outvars))
+            self._follow([i for i in zero if program.invars[i] in used])
+        died = self._died.get(leaf)
+        if leaf in self.moving:
+            # Exactly zero in reverse mode only: in forward mode, a rounding error remains.
+            cure = at_values("canceled", None, has_rules=self._has_rules)
+            return [ZeroGradient(leaf=self._traced.leaves[leaf], kind="canceled", cure=cure)]
+        if died is None:
+            value = self._traced.values[leaf]
+            is_closed_over = any(x is value for x in self._traced.program.consts)
             kind = "closed over" if is_closed_over else "never used"
-            return [self._record(leaf, kind, None, by_structure=True)]
-        return list(dict.fromkeys(self._of_cut(leaf, cut) for cut in cuts))
+            name = self._traced.leaves[leaf]
+            return [ZeroGradient(leaf=name, kind=kind, by_structure=True, cure=CURES[kind])]
+        return self._records_of(leaf, died)
 
-    def _of_cut(self, leaf: int, cut: Cut) -> ZeroGradient:
-        function = function_of(cut.origin, self._numbered.origins, is_random=cut.is_random)
-        if function is not None:
-            return self._record(leaf, kind_of_function(function), function, by_structure=True)
-        return self._record(
-            leaf, kind_of_cut(cut), cut.origin, detail=use_of_cut(cut), by_structure=True
+    def _records_of(self, leaf: int, died: Died) -> list[ZeroGradient]:
+        uses: dict[Any, set[str]] = {}
+        last: dict[Any, Death] = {}
+        for death, use in died:
+            key = (id(death.place.eqn), death.k)
+            uses.setdefault(key, set()).add(use)
+            last[key] = max(last.get(key, death), death, key=lambda d: d.step)
+        found = [(self._record(leaf, death, uses[key]), death) for key, death in last.items()]
+        # In a loop, a value that is zero in some steps is no cause if all steps end anyway.
+        places = lambda d: [p for p in d.place.outward() if p.around is not None]
+        loops = lambda d: {id(p.around.eqn) for p in places(d) if p.step is not None}
+        cut = set().union(*(loops(d) for r, d in found if r.by_structure))
+        in_cut = lambda d: bool(loops(d) & cut)
+        found = [(r, d) for r, d in found if r.by_structure or not in_cut(d)]
+        # Where one is inside of another, it says more.
+        around = {id(p.around.eqn) for _, d in found for p in places(d)}
+        found = [(r, d) for r, d in found if id(d.place.eqn) not in around]
+        if not all(r.by_structure for r, _ in found):
+            # What only decides, for a value whose derivative ends at these values, is no cause.
+            found = [(r, d) for r, d in found if not r.by_structure or self._is_cut(d, uses)]
+        records = [r for r, _ in found]
+        records.sort(key=lambda r: (r.file, r.line, r.primitive, r.kind))
+        # Of what a solver does with its guess, and of a window, one record says it all.
+        for kind in ("initial guess", "truncated"):
+            records = [r for r in records if r.kind == kind][:1] or records
+        return list(dict.fromkeys(records))
+
+    def _is_cut(self, death: Death, uses) -> bool:
+        """Whether a value without a derivative is itself a part of the loss."""
+        is_of_jax = death.place.eqn.primitive.name == "stop_gradient" and not is_stop_gradient(
+            death.place.eqn
         )
+        return "" in uses[id(death.place.eqn), death.k] and not is_of_jax
 
-    def _by_values(self, leaf: int, derivative: AbstractDerivative) -> list[ZeroGradient]:
-        records = [self._of_end(leaf, end) for end in derivative.ends(leaf)]
-        return list(dict.fromkeys(records)) or [self._record(leaf, "zero value", None)]
+    def _follow(self, leaves: Sequence[int], most: int = 4) -> None:
+        """Find the deaths of leaves. Many leaves are followed as one, and in halves if they
+        have several deaths."""
+        if not leaves:
+            return
+        alone = len(leaves) <= most
+        deaths, moving = self._run(
+            {i: i if alone else leaves[0] for i in leaves}, self._directions
+        )
+        if alone:
+            self._died |= deaths
+            self.moving |= moving
+            return
+        (died,) = deaths.values() or [frozenset()]
+        if not moving and len({id(d.place.eqn) for d, _ in died}) == 1:
+            self._died.update(dict.fromkeys(leaves, died))
+            return
+        half = len(leaves) // 2
+        self._follow(leaves[:half], most)
+        self._follow(leaves[half:], most)
 
-    def _rounding_errors(self, derivative: AbstractDerivative) -> list[str]:
-        found = derivative.rounding_errors()
-        if not found:
-            return []
-        names = show_list([self._leaves[i] for i, _, _ in found], 8)
-        _, gradient, terms = max(found, key=lambda one: one[1])
-        return [
-            f"The gradient of {names} is not exactly zero, but a rounding error: terms whose "
-            f"sizes add up to {terms:.2g} cancel to {gradient:.2g}. The loss does not depend "
-            "on such a leaf, as on a bias before a BatchNorm, or is stationary in it."
+    def _run(
+        self, keys: dict[int, int], along: Sequence[Any], most: int | None = None
+    ) -> tuple[dict[int, Died], set[int]]:
+        """The deaths of the loss, by the key of a leaf, and the keys with which it moves."""
+        deaths = Deaths(most)
+        self._passes.append(deaths)
+        facts = [
+            Fact(x, name, {keys[i]: along[i]} if i in keys else {})
+            for i, (x, name) in enumerate(
+                zip(self._traced.values, self._traced.inputs, strict=True)
+            )
         ]
+        (loss,) = deaths.run(self._traced.program, facts)
+        return loss.died, set(loss.tangents)
 
-    def _dead_units(self, leaf, derivative, gradient: np.ndarray) -> list[ZeroGradient]:
-        """Units that are dead for all examples, if these are zero slices of a gradient."""
-        zeros = [_zero_slices(gradient, axis) for axis in range(gradient.ndim)]
-        if not any(zeros):
-            return []
-        for end in reversed(derivative.gates(leaf)):  # the one next to the leaf
-            same_size = [
-                (units, zeros_of_axis)
-                for units, n in end.units
-                for zeros_of_axis, size in zip(zeros, gradient.shape, strict=True)
-                if n == size > 1
-            ]
-            matches = [units for units, z in same_size if units and z.issuperset(units)]
-            if matches:
-                record = self._of_end(leaf, end, matches[-1])
-                return [record] if record.kind == "dead units" else []
-            if same_size:
+    def dead_units(self, leaf: int, gradient: np.ndarray) -> list[ZeroGradient]:
+        """The units of a leaf that learns otherwise, if they are dead for all examples."""
+        for axis in range(gradient.ndim):
+            others = tuple(i for i in range(gradient.ndim) if i != axis)
+            dead = np.flatnonzero(~np.any(gradient != 0, others))
+            if not 0 < len(dead) < gradient.shape[axis]:
+                continue
+            mask = np.zeros(gradient.shape[axis], bool)
+            mask[dead] = True
+            shape = [-1 if i == axis else 1 for i in range(gradient.ndim)]
+            along = list(self._directions)
+            along[leaf] = along[leaf] * mask.reshape(shape)
+            try:
+                died = self._run({leaf: leaf}, along, _MOST_IN_A_LAYER)[0].get(
+                    leaf, frozenset()
+                )
+            except TooManyOperations:
                 return []
+            records = self._records_of(leaf, died)
+            if records and all(r.kind == "dead units" for r in records):
+                units = {"units": tuple(dead.tolist()), "n_units": len(mask), "step": ()}
+                return [dataclasses.replace(r, **units) for r in records[:1]]
         return []
 
-    def _is_gate(self, eqn: Any) -> bool:
-        origin = self._numbered.origin_of(eqn)
-        return origin is not None and is_gate(origin)
+    # ------------------------------------------------------------ a record
 
-    def _of_end(self, leaf: int, end: End, units=None) -> ZeroGradient:
-        """A record for a place where the derivative ends.
+    def _origin_of(self, place: Place) -> Origin:
+        key = tuple(id(p.eqn) for p in reversed(list(place.outward())))
+        return self._origins[key]
 
-        - `units`: those that are dead; by default all that are, and the derivative ends here.
-        """
-        origin_of = self._numbered.origin_of
-        origins = [origin_of(eqn) for eqn in (end.eqn, *reversed(end.enclosing))]
-        origin = next((o for o in origins if o is not None), None)
-        function = origin and function_of(origin, self._numbered.origins)
-        if function is not None:
-            return self._record(leaf, kind_of_function(function), function, step=end.step)
-        decides = self._structure.decided_by.get(origin.number, ()) if origin else ()
-        name_of_leaf = self._numbered.traced.inputs[leaf]
-        kind = kind_of_end(end, origin, set(decides), leaf, name_of_leaf)
-        around = (self._numbered.origins[i] for i in (origin.enclosing if origin else ()))
-        if origin and any(map(is_truncation, (origin, *around))):
-            kind = "truncated"
-        detail, n_units, step = "", 0, end.step
-        safe = ""
-        if kind in ("multiplied by zero", "zero derivative"):
-            safe = _safe_function(self._numbered, origin, end)
-        if kind == "multiplied by zero":
-            names = [factor_name(source, origin_of) for source in end.zero_factors]
-            detail = ", ".join(name for name in names if name)
-        if kind == "dead units" and end.units:
-            step = ()  # dead in all of them
-            shape = self._shapes[leaf]
-            likely = [pair for pair in end.units if pair[1] in shape] or end.units
-            of_leaf, n_units = likely[-1]
-            units = of_leaf if units is None else units
-        return self._record(
-            leaf,
-            kind,
-            origin,
-            step=step,
-            detail=detail,
-            units=units or (),
-            n_units=n_units,
-            safe=safe,
-        )
-
-    def _record(
-        self,
-        leaf: int,
-        kind: str,
-        origin: Origin | None,
-        *,
-        step=(),
-        detail="",
-        units=(),
-        n_units=0,
-        by_structure=False,
-        safe="",
-    ) -> ZeroGradient:
-        return ZeroGradient(
-            leaf=self._leaves[leaf],
-            kind=kind,
-            **(origin.source if origin else UNKNOWN).fields(),
-            primitive=origin.primitive if origin else "",
-            path=origin.path if origin else "",
-            step=tuple(step),
-            detail=detail,
-            units=tuple(units),
-            n_units=n_units,
-            by_structure=by_structure,
-            cure=cure_of(
+    def _record(self, leaf: int, death: Death, uses: set[str]) -> ZeroGradient:
+        origin = self._origin_of(death.place)
+        around = [self._numbered.origins[i] for i in reversed(origin.enclosing)]
+        kind, factor = kind_of_death(death)
+        detail, by_structure = "", kind == NO_DERIVATIVE
+        if any(map(is_truncation, (origin, *around))):
+            kind, by_structure = "truncated", False
+            cure = CURES[kind]
+        elif by_structure:
+            is_random = any(f.is_random for f in death.values)
+            kind, cure = without_derivative(origin, around, uses, is_random)
+            detail = _use_of(uses)
+        else:
+            if factor is not None and kind == "multiplied by zero":
+                origin, kind, detail = self._factor(origin, factor, kind)
+            cure = at_values(
                 kind,
-                origin.primitive if origin else "",
-                is_index=detail == INDEX,
-                has_rules=kind == "canceled" and has_rules(self._numbered.origins),
-                is_rule=origin is not None and is_rule(origin),
-                safe=safe,
-            ),
+                origin,
+                has_rules=kind == "canceled" and self._has_rules,
+                is_rule=_is_rule(origin),
+                safe=self._safe_function(origin, factor),
+            )
+        return ZeroGradient(
+            leaf=self._traced.leaves[leaf],
+            kind=kind,
+            **origin.source.fields(),
+            primitive=origin.primitive,
+            path=origin.path,
+            step=() if by_structure else death.step,
+            detail=detail,
+            by_structure=by_structure,
+            cure=cure,
         )
 
+    def _factor(self, origin: Origin, factor: Fact, kind: str) -> tuple[Origin, str, str]:
+        """What the zero factor of a product is. In a derivative that the loss takes, it may be
+        what a clamp or a mask makes of it."""
+        source = zero_origin(factor)
+        if isinstance(source.made, str):
+            return origin, kind, f"`{source.made}`" if source.made else ""
+        of_factor = self._origin_of(source.made[0])
+        if is_in_derivative(self._numbered.origins, of_factor) and of_factor.source.file:
+            # The mask of a clamp is made on the line of the clamp.
+            on_line = [o for o in self._numbered.origins if o.source == of_factor.source]
+            clamps = [o for o in on_line if o.primitive in ("max", "min", "clamp", "relu")]
+            if clamps and of_factor.primitive in ("select_n", "convert_element_type"):
+                detail = f"`{clamps[0].primitive}` takes its constant"
+                return clamps[0], "dead units", detail
+        return origin, kind, f"the result of `{self._name(of_factor)}` at {of_factor.source}"
 
-def _safe_function(numbered: NumberedLoss, origin: Origin | None, end: End) -> str:
-    """The function of `eqx_grads.safe` whose derivative is zero, or empty: the operation, or a
-    factor in a derivative that the loss takes. Elsewhere, the value of a factor is zero."""
-    if origin is None:
+    def _name(self, origin: Origin) -> str:
+        """The operation, or the function of `eqx_grads.safe` that it is in."""
+        around = [self._numbered.origins[i].eqn for i in reversed(origin.enclosing)]
+        return safe_function([origin.eqn, *around]) or origin.primitive
+
+    def _safe_function(self, origin: Origin, factor: Fact | None) -> str:
+        """The function of `eqx_grads.safe` whose derivative is zero, or empty: the operation,
+        or a factor in a derivative that the loss takes."""
+        names = [self._name(origin)]
+        if factor is not None and is_in_derivative(self._numbered.origins, origin):
+            made = zero_origin(factor).made
+            names += [] if isinstance(made, str) else [self._name(self._origin_of(made[0]))]
+        return next((name for name in names if name.startswith("safe.")), "")
+
+
+_USES = {
+    "while": "predicate of a `while_loop`",
+    "cond": "predicate of a `cond`",
+    "where": "predicate of a `where`",
+}
+
+
+def _use_of(uses: set[str]) -> str:
+    """What a value without a derivative decides, if it does nothing else."""
+    if "" in uses or not uses:
         return ""
-    factors = [s for s in end.zero_factors if s is not None and not isinstance(s, str)]
-    if not is_in_derivative(numbered.origins, origin):
-        factors = []
-    names = [o.primitive for o in (origin, *map(numbered.origin_of, factors)) if o is not None]
-    return next((name for name in names if name.startswith("safe.")), "")
+    return "an index" if "an index" in uses else _USES.get(first := min(uses), first)
 
 
-def _integer_leaves(traced: TracedLoss) -> str:
-    """The names of those in the model, to be shown."""
-    others = list(zip(traced.inputs, traced.values, strict=True))[len(traced.leaves) :]
-    names = [
-        name.removeprefix("model").removeprefix(".")
-        for name, x in others
-        if name.startswith("model") and jnp.issubdtype(x.dtype, jnp.integer)
-    ]
-    return show_list(names, 8)
+def _is_rule(origin: Origin) -> bool:
+    """Whether it calls a function with a rule that is not JAX's."""
+    return isinstance(structure(origin.eqn), CallWithRule) and not is_of_jax(origin.eqn)
 
 
-def _zero_slices(x: np.ndarray, axis: int) -> set[int]:
-    others = tuple(i for i in range(x.ndim) if i != axis)
-    return set(np.flatnonzero(~np.any(x != 0, others)).tolist())
+def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
+    """What the loss does along a leaf with a zero gradient, by longer and longer steps."""
+    x = np.asarray(traced.values[leaf])
+    if not gradient.can_move or np.iscomplexobj(x):
+        return ""
+    eps = float(jnp.finfo(x.dtype).eps)
+    scale = max(1.0, float(np.max(np.abs(x))))
+
+    def change(h):
+        values = list(traced.values)
+        values[leaf] = (x + h).astype(x.dtype)
+        return gradient.at(values)[0] - gradient.loss
+
+    least = 100 * eps * max(abs(gradient.loss), 1e-30)
+    slopes = []
+    for h in (1e-3 * scale, -1e-3 * scale):
+        whole, half = change(h), change(h / 2)
+        is_slope = abs(whole) > least and abs(whole - 2 * half) < 0.1 * abs(whole)
+        if abs(half) > least and not is_slope:
+            return ""
+        slopes.append(whole / h if is_slope else 0.0)
+    above, below = slopes
+    if abs(above - below) > 0.1 * max(map(abs, slopes)):
+        return f"It is at a kink, with slope {above:.3g} above and {below:.3g} below."
+    if above:
+        return f"The loss itself has slope {above:.3g} here."
+    for step in (s * sign * scale for s in (1e-3, 1e-2, 1e-1, 1.0) for sign in (1, -1)):
+        whole, half = abs(change(step)), abs(change(step / 2))
+        if whole > 10 * least:
+            is_smooth = half > least and whole > 3 * half
+            text = f"a step of {step:.2g} changes it by {change(step):.2g}"
+            flat = f"The loss is flat here, but changes over longer steps: {text}."
+            return "" if is_smooth else flat
+    return ""

@@ -1,166 +1,134 @@
-"""What kind of zero it is: from a cut in the structure, or from where a derivative ends."""
+"""The kind of a death: the name of the experiment that revives the tangent.
 
-from collections.abc import Sequence, Set
+The operation runs again with other operands. If none revive the tangent, the operation has no
+derivative. If other tangents do, terms cancel or underflow. An operand that does not move, and
+revives the tangent, is a mask or a factor. If the operands that move do, the operation is flat.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
-from ..._control_flow.truncated import TRUNCATION
-from ..._jaxprs.primitives import MULTILINEAR
-from ..._jaxprs.structure import CallWithRule, Cond, structure, While
-from ..._rules.without_tangents import WITHOUT_TANGENTS
-from ..origins import Origin
-from ..source_lines import is_of_jax, is_stop_gradient
-from .structure import Cut
-from .walk import End
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jaxprs.primitives import kind_of
+from ..._jaxprs.structure import CallWithRule, Cond, holds, structure, While
+from ..source_lines import is_of_jax
+from .facts import Death, Fact, is_alive, is_inexact, push, value_of
 
 
-# Those of `jnp.searchsorted`, which `jax.random.choice` calls.
-_SEARCHES = ("lt_to", "le_to", "SearchSorted")
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
-_CUTS = {
-    **dict.fromkeys((*_COMPARISONS, *_SEARCHES), "comparison"),
-    **dict.fromkeys(("argmax", "argmin"), "argmax"),
-    **dict.fromkeys(("round", "floor", "ceil"), "rounding"),
-    **dict.fromkeys(("sort", "top_k", "approx_top_k"), "order"),
-    "sign": "sign",
-    "convert_element_type": "cast to an integer",
-    "bitcast_convert_type": "cast to an integer",
-    "stop_gradient": "stop_gradient",
-}
-_SATURATING = frozenset("logistic tanh erf erfc exp exp2 expm1 sigmoid softplus".split())  # noqa: SIM905
-# These let the derivative pass for some elements only.
-_GATES = frozenset("relu relu6 max min clamp select_n reduce_max reduce_min".split())  # noqa: SIM905
-_SELECTIONS = frozenset(
-    """gather dynamic_slice dynamic_update_slice slice pad scatter scatter-add concatenate
-    split""".split()  # noqa: SIM905
-)
-_SUMS = frozenset("add add_any sub reduce_sum cumsum neg".split())  # noqa: SIM905
-_PRODUCTS = (*MULTILINEAR, "div", "eqg_linear")
+NO_DERIVATIVE = "no derivative"
+_SCALES = (2.0**-4, 2.0**-8, 2.0**-14, 2.0**-20)
+_STEP = 1e-3
 
 
-def is_gate(origin: Origin) -> bool:
-    return origin.primitive in _GATES
+def kind_of_death(death: Death) -> tuple[str, Fact | None]:
+    """The kind, and the operand that is to blame, if it is one that does not move."""
+    eqn, k, leaf = death.place.eqn, death.k, death.leaf
+    facts = death.values
+    if not is_inexact(eqn.outvars[k]) or holds(eqn, While):
+        return NO_DERIVATIVE, None  # with other operands, a loop may never end
+    if isinstance(structure(eqn), Cond):
+        return "branch not taken", facts[0]
+    xs = [value_of(f) for f in facts]
+    ts = [f.tangents.get(leaf) for f in facts]
+    moving = [i for i, t in enumerate(ts) if t is not None]
+    rest = [i for i in range(len(xs)) if i not in moving]
+    rng = np.random.default_rng(0)
+
+    def revives(values=xs, tangents=ts) -> bool:
+        try:
+            return is_alive(push(eqn, values, tangents)[k])
+        except Exception:  # such values are not for this operation
+            return False
+
+    def other(x: Any) -> Any:
+        """A value of the same type."""
+        if is_inexact(x):
+            return jnp.asarray(rng.normal(size=np.shape(x)) + 0.5, jnp.result_type(x))
+        if jnp.issubdtype(jnp.result_type(x), jnp.bool_):
+            return jnp.asarray(rng.integers(0, 2, np.shape(x)), bool)
+        if jnp.issubdtype(jnp.result_type(x), jnp.integer):
+            return jnp.asarray(rng.integers(0, 3, np.shape(x)), jnp.result_type(x))
+        return x
+
+    def replaced(where: Sequence[int], by) -> list[Any]:
+        return [by(x) if i in where else x for i, x in enumerate(xs)]
+
+    tries = range(3)
+    scaled = lambda fn: [None if t is None else fn(jnp.asarray(t)) for t in ts]
+    same_support = lambda t: jnp.where(t != 0, other(t), 0)
+    if any(revives(tangents=scaled(same_support)) for _ in tries):
+        each = [[t if i == j else None for j, t in enumerate(ts)] for i in moving]
+        sizes = [jnp.abs(x) if is_inexact(x) and kind_of(eqn).linear else x for x in xs]
+        cancels = (len(moving) > 1 and any(revives(tangents=t) for t in each)) or revives(
+            sizes, scaled(jnp.abs)
+        )
+        return ("canceled" if cancels else "underflow"), None
+    decisions = [i for i in rest if not is_inexact(xs[i])]
+    if decisions and any(revives(replaced(decisions, other)) for _ in tries):
+        is_select = eqn.primitive.name == "select_n"
+        by_leaf = is_select and leaf in facts[0].died
+        return ("dead units" if by_leaf else "masked" if is_select else "not selected"), None
+    is_rule = isinstance(structure(eqn), CallWithRule)
+    if kind_of(eqn).linear == "each" or is_rule or eqn.primitive.name in ("div", "eqg_linear"):
+        for i in rest:
+            is_zero = is_inexact(xs[i]) and not np.any(np.asarray(xs[i]))
+            if is_zero and any(revives(replaced([i], other)) for _ in tries):
+                return "multiplied by zero", facts[i]
+        if not is_rule and any(revives(replaced(rest, other)) for _ in tries):
+            return "multiplied by zero", facts[rest[0]]
+    if any(revives(replaced(moving, other)) for _ in tries):
+        return _flat(death, xs, ts, moving), None
+    if is_rule and any(revives(replaced([*moving, *rest], other)) for _ in tries):
+        return "zero derivative", None
+    if any(revives(tangents=scaled(other)) for _ in tries):
+        return "not selected", None
+    if any(revives(replaced([*moving, *rest], other)) for _ in tries):
+        return "dead units", None
+    is_linear = kind_of(eqn).linear not in (None, "no")  # it drops what does not pass
+    return "not selected" if is_linear else NO_DERIVATIVE, None
 
 
-# Functions of JAX that consist of several operations, and their kinds.
-_FUNCTIONS = {
-    **dict.fromkeys(("digitize", "searchsorted"), "number of a bin"),
-    **dict.fromkeys(("silu", "softplus", "log_sigmoid", "mish"), "saturated"),
-    "trunc": "rounding",
-    "heaviside": "comparison",
-}
-
-
-def function_of(
-    origin: Origin, origins: Sequence[Origin], *, is_random: bool = False
-) -> Origin | None:
-    """The call of such a function that an equation is in, or `None`. A search for a random
-    number, as in `jax.random.choice`, is no function of its own, but samples."""
-    if is_random and origin.primitive in _CUTS:
-        return None
-    around = (origins[number] for number in origin.enclosing)
-    return next((o for o in around if o.primitive in _FUNCTIONS and is_of_jax(o.eqn)), None)
-
-
-def kind_of_function(call: Origin) -> str:
-    return _FUNCTIONS[call.primitive]
-
-
-def kind_of_cut(cut: Cut) -> str:
-    """The kind of an equation that no derivative passes."""
-    origin = cut.origin
-    if isinstance(structure(origin.eqn), CallWithRule):
-        is_solver = origin.source.library.startswith("optimistix")
-        return "initial guess" if is_solver else "rule without a derivative"
-    if WITHOUT_TANGENTS in str(origin.eqn.source_info.name_stack):
-        return "initial guess"
-    kind = _CUTS.get(origin.primitive, "no derivative")
-    if cut.is_random and kind in ("argmax", "comparison"):
-        is_category = kind == "argmax" or origin.primitive in _SEARCHES
-        return "sampled category" if is_category else "sampled bits"
-    if kind == "comparison" and cut.use == "while":
-        return "predicate of a while_loop"
-    return "comparison in a while_loop" if kind == "comparison" and cut.in_while else kind
-
-
-def use_of_cut(cut: Cut) -> str:
-    """Where the value goes that has no derivative, for the table."""
-    return _USES.get(cut.use, "")
-
-
-INDEX = "an index"
-_USES = {
-    "while": "predicate of a `while_loop`",
-    "cond": "predicate of a `cond`",
-    "select": "predicate of a `where`",
-    "index": INDEX,
-}
-
-
-def has_rules(origins: Sequence[Origin]) -> bool:
-    """Whether a derivative of the loss may be that of another function: it calls functions
-    with a rule that is not JAX's, or `stop_gradient`."""
-    return any(is_stop_gradient(o.eqn) or is_rule(o) for o in origins)
-
-
-def is_rule(origin: Origin) -> bool:
-    """Whether it calls a function with a rule that is not JAX's."""
-    return isinstance(structure(origin.eqn), CallWithRule) and not is_of_jax(origin.eqn)
-
-
-def is_truncation(origin: Origin) -> bool:
-    """Whether an equation cuts the derivative between two windows of a `filter_scan`."""
-    return TRUNCATION in str(origin.eqn.source_info.name_stack)
-
-
-def kind_of_end(
-    end: End, origin: Origin | None, decides: Set[int], leaf: int, name_of_leaf: str
-) -> str:
-    """The kind of an equation of a derivative where it becomes zero.
-
-    - `origin`: the equation of the loss that this one comes from.
-    - `decides`: the leaves that the predicate of that `select_n` depends on.
-    - `name_of_leaf`: that of the leaf among the inputs of the loss.
-    """
-    name = end.eqn.primitive.name
-    if origin is None or isinstance(structure(origin.eqn), While):
-        return "zero value"
-    if name in _SUMS:  # whatever it is the derivative of: what arrives is not zero
-        return "canceled"
-    if isinstance(structure(origin.eqn), Cond):
-        return "branch not taken"
-    if origin.primitive == "select_n":
-        return "dead units" if leaf in decides else "masked"
-    if origin.primitive in _GATES:
+def _flat(death: Death, xs, ts, moving) -> str:
+    """Next to a stationary point the derivative is small; next to a kink, it is not. Nearer to
+    zero, a saturated function has one."""
+    eqn, k = death.place.eqn, death.k
+    if kind_of(eqn).selects:
         return "dead units"
-    if origin.primitive == "scatter":  # its derivative multiplies by a mask of what is kept
-        return "not selected"
-    if name in _PRODUCTS or end.zero_factors:
-        return _kind_of_product(end, origin, name_of_leaf)
-    if name in _SELECTIONS or origin.primitive in _SELECTIONS:
-        return "not selected"
-    return "zero value"
+    if isinstance(structure(eqn), CallWithRule) and not is_of_jax(eqn):
+        return "zero derivative"
 
+    def sizes(move) -> float:
+        values = [move(np.asarray(x)) if i in moving else x for i, x in enumerate(xs)]
+        t = push(eqn, values, ts)[k]
+        return 0.0 if t is None else float(np.max(np.abs(np.asarray(t)), initial=0))
 
-def _kind_of_product(end: End, origin: Origin, name_of_leaf: str) -> str:
-    name = end.eqn.primitive.name
-    if name == "div" or (end.overlaps and not end.cancels):
-        return "underflow"
-    if origin.primitive.removeprefix("safe.") in _SATURATING:
+    size = max(float(np.max(np.abs(np.asarray(ts[i])), initial=0)) for i in moving)
+    rng = np.random.default_rng(1)
+    near = sizes(
+        lambda x: x + (_STEP * (1 + abs(x)) * rng.normal(size=x.shape)).astype(x.dtype)
+    )
+    if near > 0:
+        return "kink" if near > 30 * _STEP * size else "zero derivative"
+    if any(sizes(lambda x, s=s: x * np.asarray(s, x.dtype)) > 0 for s in _SCALES):
         return "saturated"
-    if end.cancels:
-        return "canceled"
-    if name not in MULTILINEAR and not end.zero_factors:
-        return "zero value"
-    # A function with a rule, such as a layer, may multiply by its operands.
-    by_input = any(isinstance(x, str) and x != name_of_leaf for x in end.zero_factors)
-    if by_input or origin.primitive in _PRODUCTS:
-        return "multiplied by zero"
-    return "zero derivative"
+    return "dead units"
 
 
-def factor_name(source: Any, origin_of: Any) -> str:
-    """What a factor is, in the user's terms."""
-    if isinstance(source, str):
-        return f"`{source}`"
-    origin = None if source is None else origin_of(source)
-    return f"the result of `{origin.primitive}` at {origin.source}" if origin else ""
+def zero_origin(fact: Fact) -> Fact:
+    """Where a value that is zero became so: back through sums and products."""
+    while not isinstance(fact.made, str):
+        place, operands, _ = fact.made
+        kind = kind_of(place.eqn)
+        passes = kind.linear is not None and kind.linear != "no"
+        passes = passes or kind.layout or kind.identity
+        zeros = [
+            f
+            for f in operands
+            if is_inexact(value_of(f)) and not np.any(np.asarray(value_of(f)))
+        ]
+        if not passes or not zeros:
+            break
+        fact = zeros[0]
+    return fact

@@ -1,7 +1,7 @@
 """What `explain_zero` returns: a record for each zero gradient, and how they are shown."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..report import (
@@ -25,14 +25,16 @@ class ZeroGradient(AbstractRecord):
     which the documentation lists. Also:
 
     - `detail`: what else is known: the factor that is zero, what a comparison decides.
-    - `units, n_units`: for dead units, which ones and how many there are.
+    - `units, n_units`: in `partly`, which units are dead, and how many there are.
     - `by_structure`: whether the gradient is zero for all values of model and arguments.
+    - `elsewhere`: what the loss does at a kink, on the other side, or over longer steps.
     """
 
     detail: str = ""
     units: tuple[int, ...] = ()
     n_units: int = 0
     by_structure: bool = False
+    elsewhere: str = ""
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -43,13 +45,18 @@ class ZeroReport(AbstractReport):
     - `partly`: the same for leaves that have a gradient, but not for some units, which are dead
         for all examples.
     - `n_leaves`: how many leaves were looked at.
-    - `remarks`: what could not be found out.
+    - `noise`: the leaves whose gradient is not exactly zero, but a rounding error, and its
+        largest element.
+    - `not_finite`: the leaves whose gradient is not finite.
+    - `remarks`: what else there is to know, such as what could not be found out.
     """
 
     found: Sequence[ZeroGradient]
     partly: Sequence[ZeroGradient]
     n_leaves: int
     remarks: Sequence[str] = ()
+    noise: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    not_finite: Sequence[str] = ()
 
     @property
     def headline(self) -> str:
@@ -69,14 +76,15 @@ class ZeroReport(AbstractReport):
         ]
 
     def notes(self):
-        return cures_of([*self.found, *self.partly])
+        elsewhere = ((r.leaf, r.elsewhere) for r in self.found if r.elsewhere)
+        return [*cures_of([*self.found, *self.partly]), *elsewhere]
 
 
 def _by_cause(records: Sequence[ZeroGradient]) -> list[list[ZeroGradient]]:
     """The records in groups that differ in the leaf only."""
     groups: dict[Any, list[ZeroGradient]] = {}
     for record in records:
-        groups.setdefault(dataclasses.replace(record, leaf=""), []).append(record)
+        groups.setdefault(dataclasses.replace(record, leaf="", elsewhere=""), []).append(record)
     return list(groups.values())
 
 
@@ -98,8 +106,7 @@ def _describe(record: ZeroGradient) -> str:
         units = ", ".join(map(str, record.units[:8])) + ", ..." * (len(record.units) > 8)
         text += f": {len(record.units)} of {record.n_units} ({units})"
     # What "predicate of a while_loop" is used for need not be said again.
-    is_said = record.detail.replace("`", "") == record.kind
-    if not record.detail or is_said:
+    if not record.detail or record.detail.replace("`", "") == record.kind:
         return text
     return (
         f"{text}, used as {record.detail}"

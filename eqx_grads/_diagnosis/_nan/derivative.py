@@ -1,0 +1,112 @@
+"""The derivative of a loss as a program, and where an operation of it comes from.
+
+The loss is traced with numbers at its equations, and the derivative with its seed as an input:
+the values that depend on the seed are the cotangents. Rules have become equations.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from ..._jaxprs.structure import CallWithRule, structure, While
+from ..carried import Place
+from ..origins import NumberedLoss, Origin
+from ..source_lines import rule_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Derivative:
+    """A program with the loss and the gradient of each leaf as its outputs; in forward mode,
+    the loss and its tangent. `values` are its inputs, of which the last ones are the seeds."""
+
+    numbered: NumberedLoss
+    program: ClosedJaxpr
+    values: Sequence[Any]
+    n_seeds: int
+    is_reverse: bool
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Those of the derivatives."""
+        return self.numbered.traced.leaves if self.is_reverse else ["the tangent"]
+
+    def origin(self, place: Place | None) -> Origin | None:
+        """The equation of the loss that an operation comes from."""
+        places = place.outward() if place is not None else ()
+        origins = (self.numbered.origin_of(p.eqn) for p in places)
+        return next(filter(None, origins), None)
+
+    def steps_of(self, place: Place | None) -> tuple[int, ...]:
+        """The steps of the loops around an operation, as the user counts them: `filter_scan`
+        runs its steps in chunks for some choices of `checkpoint`. Only those that are known:
+        the loop of a solver has a rule, in which another loop runs some steps forward and some
+        backward, and counts both."""
+        found, n_before = [], 0
+        for inside in reversed(list(place.outward()) if place is not None else []):
+            loop, step = inside.around, inside.step
+            if loop is None or step is None:
+                continue
+            if self._is_of_library(loop):
+                break
+            names = self._names(loop)
+            chunks = re.findall(r"eqg_chunks_of_(\d+)", names)
+            first = re.findall(r"eqg_steps_from_(\d+)", names)
+            if chunks:
+                n_before += step * int(chunks[-1])
+                continue
+            found.append(n_before + (int(first[-1]) if first else 0) + step)
+            n_before = 0
+        return tuple(found)
+
+    def _is_of_library(self, loop: Place) -> bool:
+        """Whether a `while_loop` is in a rule that no code of the user's calls it in."""
+        origin = self.origin(loop)
+        is_in_rule = origin is None or isinstance(structure(origin.eqn), CallWithRule)
+        is_while = isinstance(structure(loop.eqn), While)
+        return is_while and is_in_rule and not rule_line(loop.eqn).file
+
+    def _names(self, loop: Place) -> str:
+        """The names around an equation of the loss, up to the next loop around it."""
+        origin = self.origin(loop)
+        if origin is None:
+            return ""
+        names = str(origin.eqn.source_info.name_stack)
+        for number in reversed(origin.enclosing):
+            if number in origin.loops:
+                break
+            names = f"{self.numbered.origins[number].eqn.source_info.name_stack}/{names}"
+        return names
+
+
+def differentiate(numbered: NumberedLoss) -> Derivative:
+    """The derivative in reverse mode. If the loss has none, in forward mode."""
+    values = list(numbered.traced.values)
+    n_leaves = len(numbered.traced.leaves)
+
+    def reverse(values, seed):
+        fixed = values[n_leaves:]
+        value, pullback = jax.vjp(lambda *leaves: numbered(*leaves, *fixed), *values[:n_leaves])
+        return value, pullback(seed)
+
+    def forward(values, seeds):
+        fixed = values[n_leaves:]
+        fn = lambda *leaves: numbered(*leaves, *fixed)
+        return jax.jvp(fn, tuple(values[:n_leaves]), tuple(seeds))
+
+    seed = jnp.ones_like(numbered.traced.program.out_avals[0])
+    try:
+        program = jax.make_jaxpr(reverse)(values, seed)
+        return Derivative(numbered, program, [*values, seed], 1, True)
+    except ValueError as error:
+        # A `while_loop` has no derivative in reverse mode. There is no other sign of it: the
+        # loop may be in a function with a rule, which has a derivative.
+        if "Reverse-mode differentiation does not work" not in str(error):
+            raise
+    seeds = [jnp.ones_like(x) for x in values[:n_leaves]]
+    program = jax.make_jaxpr(forward)(values, seeds)
+    return Derivative(numbered, program, [*values, *seeds], len(seeds), False)

@@ -1,0 +1,167 @@
+"""Evaluate a program operation by operation, and carry facts beside its values.
+
+The walk enters calls, branches and loops. A carrier says what an operation does with the facts:
+for `explain_nan`, which operations made an infinity; for `explain_zero`, where a tangent ended.
+"""
+
+import abc
+import functools as ft
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from .._jaxprs.evaluate import evaluate
+from .._jaxprs.structure import Cond, Scan, structure, While
+
+
+class Place(NamedTuple):
+    """An equation in a run of a program.
+
+    - `around`: the place of the equation that `program` is in, if there is one.
+    - `step`: the step of the run, if that equation is a loop.
+    """
+
+    eqn: Any
+    program: ClosedJaxpr
+    around: "Place | None" = None
+    step: int | None = None
+
+    def outward(self) -> Iterator["Place"]:
+        """The place itself, and those around it, innermost first."""
+        place = self
+        while place is not None:
+            yield place
+            place = place.around
+
+
+V = TypeVar("V")
+
+
+class AbstractCarrier(abc.ABC, Generic[V]):
+    """A value `V` is an array with what is carried beside it."""
+
+    @abc.abstractmethod
+    def constant(self, x: Any) -> V:
+        """The value of a constant of the program."""
+
+    @abc.abstractmethod
+    def array(self, value: V) -> Any:
+        """The array in a value."""
+
+    @abc.abstractmethod
+    def map(self, fn: Callable[..., Any], values: Sequence[V]) -> V:
+        """One value of several. `fn` takes their arrays, and also the arrays beside these."""
+
+    @abc.abstractmethod
+    def visit(self, place: Place, values: Sequence[V]) -> Sequence[V] | None:
+        """The outputs of an equation. `None` to `enter` its programs."""
+
+    @abc.abstractmethod
+    def decide(self, place: Place, by: V, outs: Sequence[V]) -> Sequence[V]:
+        """The outputs of a branch or a loop, given the value that it is decided `by`."""
+
+    @abc.abstractmethod
+    def skip(
+        self, place: Place, step: int, consts: Sequence[V], carry: Sequence[V], xs: Sequence[V]
+    ) -> tuple[Sequence[V], Sequence[Sequence[V]]]:
+        """Run some steps of a scan, from this one on, at once: the carry after them, and the
+        outputs of each. No steps is an answer too: `(carry, [])`."""
+
+
+def walk(
+    program: ClosedJaxpr,
+    values: Sequence[V],
+    carrier: AbstractCarrier[V],
+    around: Place | None = None,
+    step: int | None = None,
+) -> list[V]:
+    """The outputs of a program."""
+
+    def hook(eqn, values):
+        place = Place(eqn, program, around, step)
+        outs = carrier.visit(place, values)
+        return enter(place, values, carrier) if outs is None else outs
+
+    return evaluate(program, values, hook, constant=carrier.constant)
+
+
+def enter(place: Place, values: Sequence[V], carrier: AbstractCarrier[V]) -> Sequence[V]:
+    """The outputs of an equation, by a walk through its programs."""
+    known = structure(place.eqn)
+    match known:
+        case Scan():
+            return _scan(place, known, values, carrier)
+        case While():
+            return _while(place, known, values, carrier)
+        case Cond():
+            index = int(np.clip(carrier.array(values[0]), 0, len(known.programs) - 1))
+            outs = walk(known.programs[index], values[1:], carrier, place)
+            return carrier.decide(place, values[0], outs)
+    return walk(*known.programs, values, carrier, place)
+
+
+def _scan(place, loop: Scan, values, carrier):
+    n, m = loop.n_consts, loop.n_consts + loop.n_carry
+    consts, carry, xs = values[:n], values[n:m], values[m:]
+    ys: list[Sequence[Any]] = []
+    while len(ys) < loop.length:
+        carry, skipped = carrier.skip(place, len(ys), consts, carry, xs)
+        ys.extend(skipped)
+        if len(ys) < loop.length:
+            i = index_of_step(loop, len(ys))
+            now = [carrier.map(lambda x, i=i: on_host(x)[i], [x]) for x in xs]
+            outs = walk(*loop.programs, [*consts, *carry, *now], carrier, place, i)
+            carry = outs[: loop.n_carry]
+            ys.append(outs[loop.n_carry :])
+    if not ys:
+        types = loop.programs[0].out_avals[loop.n_carry :]
+        return [*carry, *(carrier.constant(jnp.zeros((0, *t.shape), t.dtype)) for t in types)]
+    in_order = ys[::-1] if loop.reverse else ys
+    return [*carry, *(carrier.map(_stack, each) for each in zip(*in_order, strict=True))]
+
+
+def _while(place, loop: While, values, carrier):
+    n, m = loop.n_cond_consts, loop.n_before_carry
+    carry, step = values[m:], 0
+    while True:
+        (on,) = walk(loop.programs[0], [*values[:n], *carry], carrier, place, step)
+        carry = carrier.decide(place, on, carry)
+        is_on = np.asarray(carrier.array(on))
+        if not is_on.any():
+            return carry
+        new = walk(loop.programs[1], [*values[n:m], *carry], carrier, place, step)
+        if loop.is_batched:
+            keep = ft.partial(_where_on, is_on)
+            new = [carrier.map(keep, pair) for pair in zip(new, carry, strict=True)]
+        carry, step = new, step + 1
+
+
+def index_of_step(loop: Scan, step: int) -> int:
+    """The index in `xs` of a step, counted in the order in which the steps run."""
+    return loop.length - 1 - step if loop.reverse else step
+
+
+def on_host(x: Any) -> Any:
+    """An array of NumPy, of which a part costs no compilation. A key stays as it is."""
+    is_key = jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
+    return x if is_key else np.asarray(x)
+
+
+def _stack(*xs):
+    return jnp.stack(xs) if isinstance(on_host(xs[0]), jax.Array) else np.stack(xs)
+
+
+def _where_on(on, new, old):
+    """The carry after a step of a batched loop: elements that are done keep theirs."""
+    if np.shape(new)[: on.ndim] != on.shape:  # is not of an element
+        return new
+    on = np.reshape(on, on.shape + (1,) * (np.ndim(new) - on.ndim))
+    return (
+        jnp.where(on, new, old)
+        if isinstance(on_host(new), jax.Array)
+        else np.where(on, new, old)
+    )

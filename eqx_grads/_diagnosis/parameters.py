@@ -1,0 +1,101 @@
+"""The parts of a model that look like parameters, and are no arrays of floats."""
+
+import dataclasses
+import inspect
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._errors import show_path
+from .report import show_list, show_place
+from .source_lines import is_users_file
+
+
+@dataclasses.dataclass(frozen=True)
+class NoParameter:
+    """A leaf without a gradient.
+
+    - `path`, `value`, `what`: the leaf, such as "the Python number 0.5".
+    - `file`, `line`: where the class of the user sets it, if that is known.
+    - `code`: the line that makes it an array.
+    """
+
+    path: str
+    value: Any
+    what: str
+    code: str
+    file: str = ""
+    line: int = 0
+
+
+def no_parameters(model: PyTree) -> list[NoParameter]:
+    """Python numbers first, then arrays of integers and `None`. Fields of the classes of
+    libraries, such as the rate of a dropout, are left out."""
+    found: list[NoParameter] = []
+    _collect(model, "", found)
+    return sorted(found, key=lambda one: "Python" not in one.what)
+
+
+def remark_on_parameters(model: PyTree) -> list[str]:
+    found = no_parameters(model)
+    if not found:
+        return []
+    place = lambda one: f" at {show_place(one.file, one.line)}" if one.file else ""
+    names = [f"`{one.path}` ({one.what}{place(one)})" for one in found]
+    return [
+        f"No arrays of floats, and without a gradient: {show_list(names, 4)}. To train "
+        f"one, make it an array: `{found[0].code}`."
+    ]
+
+
+def _collect(owner: Any, path: str, found: list[NoParameter]) -> None:
+    is_part = lambda x: x is None or (isinstance(x, eqx.Module) and x is not owner)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(owner, is_leaf=is_part):
+        name = show_path(keys)
+        if isinstance(leaf, eqx.Module):
+            if leaf is not owner:
+                _collect(leaf, path + name, found)
+            continue
+        what = _what(leaf)
+        place = _place_in_class(owner, name) if what else None
+        if place is not None:
+            value = "jnp.zeros(n)" if leaf is None else "x.astype(float)"
+            if isinstance(leaf, int | float | complex):
+                value = f"jnp.array({leaf * 1.0!r})"
+            code = f"{name.removeprefix('.') or 'model'} = {value}"
+            full = (path + name).removeprefix(".") or "model"
+            found.append(NoParameter(full, leaf, what, code, *place))
+
+
+def _what(leaf: Any) -> str:
+    if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool):
+        return f"the Python number {leaf!r}"
+    if leaf is None:
+        return "`None`"
+    if eqx.is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
+        return f"an array of {jnp.result_type(leaf)}"
+    return ""
+
+
+def _place_in_class(owner: Any, name: str) -> tuple[str, int] | None:
+    """The file and the line that set a field. `None` for a class of a library."""
+    if not isinstance(owner, eqx.Module) or not name.startswith("."):
+        return "", 0
+    try:
+        file = inspect.getfile(type(owner))
+        lines, first = inspect.getsourcelines(type(owner))
+    except (OSError, TypeError):
+        return "", 0
+    if not is_users_file(file):
+        return None
+    (field,) = re.findall(r"^\.\w+", name)
+    for pattern in (r"self{}\s*=", r"^\s*{}\s*[:=]"):
+        text = field if pattern.startswith("self") else field[1:]
+        for i, line in enumerate(lines):
+            if re.search(pattern.format(re.escape(text)), line):
+                return file, first + i
+    return file, first

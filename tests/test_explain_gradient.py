@@ -1,0 +1,117 @@
+"""`explain_gradient`: one call says what is wrong, or that nothing is."""
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+
+KEY = jax.random.key(0)
+XS = jax.random.normal(jax.random.key(1), (16, 4))
+
+
+class Numbered(eqx.Module):
+    linear: eqx.nn.Linear
+    scale: float = 0.5
+    steps: int = 3
+
+    def __call__(self, x):
+        return self.scale * self.linear(x)
+
+
+def mean_square(model, xs):
+    return jnp.mean(jax.vmap(model)(xs) ** 2)
+
+
+def mlp(activation=jnp.tanh):
+    return eqx.nn.MLP(4, 2, 8, 2, activation=activation, key=KEY)
+
+
+def linear():
+    return eqx.nn.Linear(4, 2, key=KEY)
+
+
+def normalized(linear, xs):
+    h = jax.vmap(linear)(xs)
+    return jnp.mean(((h - h.mean(1, keepdims=True)) / h.std(1, keepdims=True) - 0.3) ** 2)
+
+
+def repeated(w, h):
+    return jnp.sum(jax.lax.scan(lambda h, _: (w @ h, None), h, None, 30)[0])
+
+
+# A loss, a model, an argument, and the kind, the detail and the tool that are named.
+SYMPTOMS = {
+    "NaN": (
+        lambda m, xs: jnp.mean(jnp.sqrt(0.0 * jax.vmap(m)(xs))), mlp(), XS,
+        "not finite", "true singularity", "explain_nan",
+    ),
+    "zero": (
+        lambda m, xs: mean_square(lambda x: jnp.round(m(x)), xs), linear(), XS,
+        "zero", "rounding", "explain_zero",
+    ),
+    "noise": (normalized, linear(), XS, "rounding noise", "", "explain_zero"),
+    "exploding": (repeated, 3 * jnp.eye(4), jnp.ones(4), "exploding", "", "gradient_flow"),
+    "vanishing": (
+        lambda m, x: jnp.sum(m[0] * x) * 1e-9 + jnp.sum(m[1] ** 2), [jnp.ones(4)] * 2,
+        jnp.ones(4), "vanishing", "", "gradient_flow",
+    ),
+    "number": (mean_square, Numbered(linear()), XS, "no array", "the Python number 0.5", ""),
+    "kink": (
+        lambda w, x: jnp.sum(jnp.abs(w - x) + w), jnp.ones(4), jnp.ones(4), "kink", "", "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SYMPTOMS)
+def test_symptoms(name):
+    loss, model, x, kind, detail, tool = SYMPTOMS[name]
+    report = eqg.explain_gradient(loss, model, x)
+    assert {(s.kind, s.detail) for s in report.found} == {(kind, detail)}
+    assert all(f"eqg.{tool}(" in s.tool if tool else not s.tool for s in report.found)
+    text = " ".join(str(report).split())
+    assert text.startswith(f"1 thing is wrong with the gradient: {kind}.")
+    assert all(s.cure in text for s in report.found)
+    of_this_file = len("test_explain_gradient.py") - len("train.py")
+    assert max(map(len, str(report).splitlines())) <= 100 + of_this_file
+
+
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.relu])
+def test_nothing_is_wrong(activation):
+    """And the norms are those of the gradient."""
+    model = mlp(activation)
+    report = eqg.explain_gradient(mean_square, model, XS)
+    assert not report
+    value, grads = eqx.filter_value_and_grad(mean_square)(model, XS)
+    assert str(report).startswith("Nothing is wrong with the gradient. The loss is")
+    np.testing.assert_allclose(report.loss, value, rtol=1e-5)
+    for i, layer in enumerate(grads.layers):
+        norm = jnp.sqrt(jnp.sum(layer.weight**2) + jnp.sum(layer.bias**2))
+        np.testing.assert_allclose(report.norms[f"layers[{i}]"], norm, rtol=1e-4)
+
+
+def test_a_staircase_is_described():
+    (symptom,) = eqg.explain_gradient(lambda t: jnp.floor(100 * t), jnp.array(0.1234)).found
+    assert "changes over longer steps" in symptom.elsewhere
+
+
+def test_a_loss_with_forward_mode_only():
+    loss = lambda w: jax.lax.while_loop(lambda s: s < 9, lambda s: s * w, jnp.array(1.0))
+    report = eqg.explain_gradient(loss, jnp.array(2.0))
+    assert not report
+    assert any("forward mode" in remark for remark in report.remarks)
+
+
+def test_of_a_zero_safe_loss():
+    safe = eqg.zero_safe(lambda w: jnp.sum(jnp.where(w > 0, jnp.sqrt(w), 0.0)))
+    assert not eqg.explain_gradient(safe, jnp.array([1.0, 4.0]))
+
+
+def test_errors():
+    with pytest.raises(eqg.RuleError, match="`explain_gradient`"):
+        eqg.explain_gradient(lambda w: w, jnp.ones(2))
+    host = lambda w: jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), w.dtype), w)
+    with pytest.raises(eqg.RuleError, match="`pure_callback`"):
+        eqg.explain_gradient(host, jnp.array(0.5))
