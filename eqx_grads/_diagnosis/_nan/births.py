@@ -37,7 +37,7 @@ from .derivative import Derivative
 
 
 # Why a cotangent is zero. If several zeros are added, the last of these is the reason.
-HEALED, NOT_SELECTED, FACTOR, VALUE, CANCELS = range(5)
+HEALED, UNUSED, NOT_SELECTED, FACTOR, VALUE, CANCELS = range(6)
 
 # A loop of more operations than these runs compiled first, to see whether something is born.
 _MOST_IN_DETAIL = 2000
@@ -185,14 +185,14 @@ class Births(AbstractCarrier[Value]):
 
     def operands_of(self, origin: Origin | None, *places: Place | None) -> Sequence[Any] | None:
         """The operands of an operation of the loss, in the step in which a birth is."""
-        derivative = self.derivative
-        steps = {derivative.steps_of(place) for place in places if place is not None}
         around = [p for place in places if place is not None for p in place.outward()]
         if any(isinstance(structure(p.eqn), ShardMap) for p in around):
             return []  # it is not known of which shard
-        for place, xs in self._seen if origin is not None else ():
-            if place.eqn.primitive.name == origin.eqn.primitive.name:
-                if derivative.origin(place) is origin and derivative.steps_of(place) in steps:
+        steps_of = self.derivative.steps_of
+        is_it = lambda place: place.eqn.primitive.name == origin.eqn.primitive.name
+        for steps in map(steps_of, places) if origin is not None else ():
+            for place, xs in filter(lambda seen: is_it(seen[0]), self._seen):
+                if self.derivative.origin(place) is origin and steps_of(place) == steps:
                     return xs
         return None
 
@@ -540,6 +540,8 @@ class Births(AbstractCarrier[Value]):
         met = reached(alive, _ONES)
         multiplied = reached(alive, _SIZES)
         numbers = np.zeros(a.shape, np.int32)
+        # A slice takes the others in any case, and a selection decides it by a value.
+        unused = UNUSED if linear_operands(eqn) is not None else NOT_SELECTED
         why_of_factor = self._why_of_factor(place, values)
         if why_of_factor == NOT_SELECTED:  # whatever comes here
             used = used & reached(lambda v: np.ones(np.shape(v.x), bool), _SIZES)
@@ -547,7 +549,7 @@ class Births(AbstractCarrier[Value]):
         if rest.any():
             self._by_label(values, rest, numbers, lambda of: reached(of, _ONES))
         reasons = (
-            (~used | (rest & (numbers == 0)), NOT_SELECTED),
+            (~used | (rest & (numbers == 0)), unused),
             (used & met & ~multiplied, why_of_factor),
             (multiplied, CANCELS),
         )

@@ -328,7 +328,8 @@ def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:
     """Without the derivative of an operation of which the value is not finite already; and once
     what JAX makes of the derivative of one operation."""
     place = lambda r: (r.file, r.line, r.column, r.caller, r.path)
-    known = {(place(r), r.primitive) for r in records if r.is_forward}
+    values = [r for r in records if r.is_forward]
+    known = {(place(r), name) for r in values for name in (r.primitive, r.derivative_of)}
     found: dict[Any, NonFinite] = {}
     for i, r in enumerate(records):
         if r.is_forward or (place(r), r.primitive) not in known:

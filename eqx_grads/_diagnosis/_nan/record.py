@@ -155,7 +155,7 @@ def _operands_of(births, origin, source, birth, index) -> tuple[float, ...]:
     """What the operation of the loss was applied to at the element."""
     if source.number is not None:
         return (_number(source.xs[0][tuple(np.argwhere(source.bad)[0])]),)
-    xs = births.operands_of(origin, source.place, birth.place)
+    xs = births.operands_of(origin, birth.place, source.place)
     if xs is None:
         xs = [x for x, ct in zip(source.xs, source.cotangents, strict=False) if not ct]
     found = [_at(x, index) for x in xs if np.issubdtype(np.asarray(x).dtype, np.number)]
