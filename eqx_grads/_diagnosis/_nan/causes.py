@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..._jaxprs.structure import CallWithRule, structure
-from .births import Birth, Births, FACTOR, HEALED, NOT_SELECTED, UNUSED, Value, Zero
+from .births import ALIVE, Birth, Births, FACTOR, HEALED, NOT_SELECTED, UNUSED, Value, Zero
 from .kinds import Kind, kind_of
 from .lines import line_in_rule
 
@@ -21,7 +21,7 @@ class Cause:
     birth: Birth
     source: Birth
     kind: Kind
-    zero: Zero | None = None
+    zero: Zero
     n_steps: int = 1
     is_value: bool = False
 
@@ -61,7 +61,7 @@ def causes_of(births: Births, outs: Sequence[Value] | None) -> tuple[list[Cause]
     for birth, source in pairs:
         number, is_value = _number(births, birth, source), id(source) in of_value
         zero = births.zeros[birth.zero]
-        if zero is not None and zero.why == HEALED and number in numbers:
+        if zero.why == HEALED and number in numbers:
             continue
         kind = _kind(births, birth, source, zero)
         key = number, kind
@@ -109,8 +109,8 @@ def _number(births: Births, birth: Birth, source: Birth) -> Any:
     return origin.number, inside and (inside.calls, inside.span)
 
 
-def _kind(births: Births, birth: Birth, source: Birth, zero: Zero | None) -> Kind:
-    if not birth.is_nan or not birth.is_ct or zero is None or zero.why == HEALED:
+def _kind(births: Births, birth: Birth, source: Birth, zero: Zero) -> Kind:
+    if not (birth.is_nan and birth.is_ct) or zero.why in (ALIVE, HEALED):
         return kind_of(source)
     if zero.why in (UNUSED, NOT_SELECTED):
         return Kind.DEAD_BRANCH

@@ -187,7 +187,7 @@ class _Call:
         report = NaNReport(
             [], value, bad, len(names), derivative.is_reverse, self.threshold, outs is None
         )
-        if not bad and np.isfinite(value) and self.threshold is None:
+        if outs is not None and np.isfinite(value) and not bad and self.threshold is None:
             # What a training meets is the compiled program: there is nothing to look for.
             zeros = _zeros(names, outs[1:]) if derivative.is_reverse else []
             return dataclasses.replace(report, remarks=zeros)

@@ -8,7 +8,7 @@ from ..._jaxprs.structure import CallWithRule, structure
 from ..._rules.nan_where import NO_SECOND_DERIVATIVE
 from ..origins import is_in_derivative, Origin
 from ..source_lines import safe_function, UNKNOWN
-from .births import Birth, Births, CANCELS, Zero
+from .births import ALIVE, Birth, Births, CANCELS, Zero
 from .causes import Cause
 from .cures import cure_of
 from .kinds import Kind
@@ -91,7 +91,7 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
 
 def _is_zero(cause: Cause) -> bool:
     kinds = Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT, Kind.ZERO_TIMES_INFINITY
-    return cause.zero is not None and cause.kind in kinds
+    return cause.zero.why != ALIVE and cause.kind in kinds
 
 
 def _has_rule(origin: Origin) -> bool:
