@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.evaluate import evaluate
-from .._jaxprs.structure import Cond, Scan, structure, While
+from .._jaxprs.structure import Cond, inner_programs, Scan, structure, While
 
 
 class Place(NamedTuple):
@@ -101,7 +101,7 @@ def enter(place: Place, values: Sequence[V], carrier: AbstractCarrier[V]) -> Seq
             index = int(np.clip(carrier.array(values[0]), 0, len(known.programs) - 1))
             outs = walk(known.programs[index], values[1:], carrier, place)
             return carrier.decide(place, values[0], outs)
-    return walk(*known.programs, values, carrier, place)
+    return walk(inner_programs(place.eqn)[0], values, carrier, place)
 
 
 def _scan(place, loop: Scan, values, carrier):

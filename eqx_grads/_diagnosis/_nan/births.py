@@ -37,7 +37,7 @@ from .derivative import Derivative
 
 
 # Why a cotangent is zero. If several zeros are added, the last of these is the reason.
-HEALED, NOT_SELECTED, FACTOR, VALUE, CANCELS = range(5)
+ALIVE, HEALED, UNUSED, NOT_SELECTED, FACTOR, VALUE, CANCELS = range(7)
 
 # A loop of more operations than these runs compiled first, to see whether something is born.
 _MOST_IN_DETAIL = 2000
@@ -161,7 +161,7 @@ class Births(AbstractCarrier[Value]):
     def __init__(self, derivative: Derivative, threshold: float | None, deadline: float):
         self.derivative, self.threshold, self.deadline = derivative, threshold, deadline
         self.births: list[Birth] = []
-        self.zeros: list[Zero | None] = [None]
+        self.zeros: list[Zero] = [Zero(ALIVE, None)]
         self.sets: list[frozenset[int]] = [frozenset()]
         self._seen: list[tuple[Place, Sequence[Any]]] = []
         self._numbers: dict[Any, int] = {}
@@ -185,14 +185,16 @@ class Births(AbstractCarrier[Value]):
 
     def operands_of(self, origin: Origin | None, *places: Place | None) -> Sequence[Any] | None:
         """The operands of an operation of the loss, in the step in which a birth is."""
-        derivative = self.derivative
-        steps = {derivative.steps_of(place) for place in places if place is not None}
         around = [p for place in places if place is not None for p in place.outward()]
         if any(isinstance(structure(p.eqn), ShardMap) for p in around):
             return []  # it is not known of which shard
-        for place, xs in self._seen if origin is not None else ():
-            if place.eqn.primitive.name == origin.eqn.primitive.name:
-                if derivative.origin(place) is origin and derivative.steps_of(place) in steps:
+        if origin is None:
+            return None
+        steps_of = self.derivative.steps_of
+        is_it = lambda place: place.eqn.primitive.name == origin.eqn.primitive.name
+        for steps in map(steps_of, places):
+            for place, xs in filter(lambda seen: is_it(seen[0]), self._seen):
+                if self.derivative.origin(place) is origin and steps_of(place) == steps:
                     return xs
         return None
 
@@ -250,7 +252,7 @@ class Births(AbstractCarrier[Value]):
         for ins, outs in shards_of(place.eqn):
             part = lambda v, index: self.map(lambda x: on_host(x)[index], [v])
             shard = [part(v, index) for v, index in zip(values, ins, strict=True)]
-            parts.append(walk(*known.programs, shard, self, place))
+            parts.append(walk(known.programs[0], shard, self, place))
             indices.append(outs)
 
         def joined(k):
@@ -309,6 +311,7 @@ class Births(AbstractCarrier[Value]):
             return carry, []
         if any(v.nan is not None or is_nonfinite(v.x) for v in values):
             return carry, []
+        assert isinstance(known, Scan)
         if id(place.eqn) not in self._compiled:
             self._compiled[id(place.eqn)] = _until_not_finite(known)
         new, ys, end = self._compiled[id(place.eqn)](
@@ -364,7 +367,7 @@ class Births(AbstractCarrier[Value]):
         is_nan, inf = np.isnan(a), np.isinf(a)
         sources = [v for v in values if is_nonfinite(v.x)]
         decided = _union(v.decided for v in values)
-        zero = self._zeros(place, values, k, a) if is_ct else None
+        zero: Any = self._zeros(place, values, k, a) if is_ct else None
         infs = frozenset()
         nan = np.zeros(a.shape, np.int32) if nan is None else nan
         born = ft.partial(self._born, place, values, k, is_ct=is_ct)
@@ -540,6 +543,8 @@ class Births(AbstractCarrier[Value]):
         met = reached(alive, _ONES)
         multiplied = reached(alive, _SIZES)
         numbers = np.zeros(a.shape, np.int32)
+        # A slice takes the others in any case, and a selection decides it by a value.
+        unused = UNUSED if linear_operands(eqn) is not None else NOT_SELECTED
         why_of_factor = self._why_of_factor(place, values)
         if why_of_factor == NOT_SELECTED:  # whatever comes here
             used = used & reached(lambda v: np.ones(np.shape(v.x), bool), _SIZES)
@@ -547,7 +552,7 @@ class Births(AbstractCarrier[Value]):
         if rest.any():
             self._by_label(values, rest, numbers, lambda of: reached(of, _ONES))
         reasons = (
-            (~used | (rest & (numbers == 0)), NOT_SELECTED),
+            (~used | (rest & (numbers == 0)), unused),
             (used & met & ~multiplied, why_of_factor),
             (multiplied, CANCELS),
         )

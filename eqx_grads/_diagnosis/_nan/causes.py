@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..._jaxprs.structure import CallWithRule, structure
-from .births import Birth, Births, FACTOR, HEALED, NOT_SELECTED, Value, Zero
+from .births import ALIVE, Birth, Births, FACTOR, HEALED, NOT_SELECTED, UNUSED, Value, Zero
 from .kinds import Kind, kind_of
 from .lines import line_in_rule
 
@@ -21,7 +21,7 @@ class Cause:
     birth: Birth
     source: Birth
     kind: Kind
-    zero: Zero | None = None
+    zero: Zero
     n_steps: int = 1
     is_value: bool = False
 
@@ -61,7 +61,7 @@ def causes_of(births: Births, outs: Sequence[Value] | None) -> tuple[list[Cause]
     for birth, source in pairs:
         number, is_value = _number(births, birth, source), id(source) in of_value
         zero = births.zeros[birth.zero]
-        if zero is not None and zero.why == HEALED and number in numbers:
+        if zero.why == HEALED and number in numbers:
             continue
         kind = _kind(births, birth, source, zero)
         key = number, kind
@@ -81,10 +81,10 @@ def _sources(births: Births, i: int) -> list[Birth]:
     birth = births.births[i]
     found = [source for j in sorted(birth.of) for source in _sources(births, j)]
     found = [source for source in found if not source.is_meant]
-    if found and birth.is_nan and not birth.is_ct and kind_of(birth) == Kind.DIFFERENCE:
-        # Each of two logarithms of zero may be meant, as that of a probability.
-        if all(source.is_low and kind_of(source) == Kind.SINGULARITY for source in found):
-            return [birth]
+    is_difference = birth.is_nan and not birth.is_ct and kind_of(birth) == Kind.DIFFERENCE
+    if is_difference and all(source.is_low for source in found):
+        # Each logarithm of zero may be meant, as that of a probability.
+        return [birth, *found]
     return found or [birth]
 
 
@@ -109,10 +109,10 @@ def _number(births: Births, birth: Birth, source: Birth) -> Any:
     return origin.number, inside and (inside.calls, inside.span)
 
 
-def _kind(births: Births, birth: Birth, source: Birth, zero: Zero | None) -> Kind:
-    if not birth.is_nan or not birth.is_ct or zero is None or zero.why == HEALED:
+def _kind(births: Births, birth: Birth, source: Birth, zero: Zero) -> Kind:
+    if not (birth.is_nan and birth.is_ct) or zero.why in (ALIVE, HEALED):
         return kind_of(source)
-    if zero.why == NOT_SELECTED:
+    if zero.why in (UNUSED, NOT_SELECTED):
         return Kind.DEAD_BRANCH
     if zero.why == FACTOR:
         return Kind.MASKED_PRODUCT

@@ -227,13 +227,14 @@ def cure_of(
     is_nan_too = op == "div" and (is_value or not any(operands))  # the value of `safe.divide`
     has_safe = safe is not None and kind in _AT_A_POINT and not is_rule and not is_nan_too
     away = "eep its argument away from that point (`x + eps`)."
-    use = f"Use `eqg.safe.{safe[0]}`, {safe[1]}, or k{away}" if has_safe else f"K{away}"
+    replacement = f"`eqg.safe.{safe[0]}`, {safe[1]}" if safe is not None else ""
+    use = f"Use {replacement}, or k{away}" if has_safe else f"K{away}"
     if op == "div" and kind == Kind.DEAD_BRANCH and is_nan_too:
         text += " Or replace the divisor before it, `x / jnp.where(y == 0, 1.0, y)`."
     elif op == "div" and kind == Kind.OVERFLOW and not is_value:
         text += " Or use `eqg.safe.divide(x, y)`, whose derivative needs no `y**-2`."
     elif has_safe and not (is_general and kind in _POINTS):
-        text += f" Or use `eqg.safe.{safe[0]}`, {safe[1]}."
+        text += f" Or use {replacement}."
     if helps and not is_value and kind in DROPPABLE and kind != Kind.DEAD_BRANCH:
         text += f" In code that you can't edit, use {helps}."
     if is_in_derivative:

@@ -187,7 +187,7 @@ class _Call:
         report = NaNReport(
             [], value, bad, len(names), derivative.is_reverse, self.threshold, outs is None
         )
-        if not bad and np.isfinite(value) and self.threshold is None:
+        if outs is not None and np.isfinite(value) and not bad and self.threshold is None:
             # What a training meets is the compiled program: there is nothing to look for.
             zeros = _zeros(names, outs[1:]) if derivative.is_reverse else []
             return dataclasses.replace(report, remarks=zeros)
@@ -328,7 +328,8 @@ def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:
     """Without the derivative of an operation of which the value is not finite already; and once
     what JAX makes of the derivative of one operation."""
     place = lambda r: (r.file, r.line, r.column, r.caller, r.path)
-    known = {(place(r), r.primitive) for r in records if r.is_forward}
+    values = [r for r in records if r.is_forward]
+    known = {(place(r), name) for r in values for name in (r.primitive, r.derivative_of)}
     found: dict[Any, NonFinite] = {}
     for i, r in enumerate(records):
         if r.is_forward or (place(r), r.primitive) not in known:

@@ -8,7 +8,7 @@ from ..._jaxprs.structure import CallWithRule, structure
 from ..._rules.nan_where import NO_SECOND_DERIVATIVE
 from ..origins import is_in_derivative, Origin
 from ..source_lines import safe_function, UNKNOWN
-from .births import Birth, Births, CANCELS, Zero
+from .births import ALIVE, Birth, Births, CANCELS, Zero
 from .causes import Cause
 from .cures import cure_of
 from .kinds import Kind
@@ -91,7 +91,7 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
 
 def _is_zero(cause: Cause) -> bool:
     kinds = Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT, Kind.ZERO_TIMES_INFINITY
-    return cause.zero is not None and cause.kind in kinds
+    return cause.zero.why != ALIVE and cause.kind in kinds
 
 
 def _has_rule(origin: Origin) -> bool:
@@ -155,7 +155,7 @@ def _operands_of(births, origin, source, birth, index) -> tuple[float, ...]:
     """What the operation of the loss was applied to at the element."""
     if source.number is not None:
         return (_number(source.xs[0][tuple(np.argwhere(source.bad)[0])]),)
-    xs = births.operands_of(origin, source.place, birth.place)
+    xs = births.operands_of(origin, birth.place, source.place)
     if xs is None:
         xs = [x for x, ct in zip(source.xs, source.cotangents, strict=False) if not ct]
     found = [_at(x, index) for x in xs if np.issubdtype(np.asarray(x).dtype, np.number)]
