@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from eqx_grads.testing._compare import Difference, side_by_side
 from eqx_grads.testing._consequences import with_consequences
-from eqx_grads.testing._likely_cause import likely_cause
+from eqx_grads.testing._mistakes import likely_cause
 from eqx_grads.testing._report import Finding
 from jaxtyping import Array
 

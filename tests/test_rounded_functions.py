@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqx_grads._diagnosis._programs.lowest_precision import lowest_precisions
-from eqx_grads.testing._finite_differences import directional
+from eqx_grads.testing._differences import directional
 from scipy.optimize import root
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from eqx_grads.testing._same_function import is_same_program
+from eqx_grads.testing._oracle import is_same_program
 
 from .helpers import conds_keep_keys
 

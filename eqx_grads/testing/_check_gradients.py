@@ -18,7 +18,6 @@ from .._diagnosis.progress import doing, showing_progress
 from .._diagnosis.traced_loss import is_zero_safe
 from .._errors import name_of, rule_error
 from .._jaxprs.structure import equations
-from ._argument_checks import as_names, as_seed, check_options, check_tolerance
 from ._compare import as_real, norm, tolerance_of
 from ._gradient_faults import ALL, CALLER, faults_of_leaves, faults_of_value
 from ._gradient_report import (
@@ -32,6 +31,7 @@ from ._gradient_report import (
 )
 from ._judge_leaf import Judge
 from ._loss_program import LossProgram, trace_in_both_precisions
+from ._options import as_names, as_seed, check_options, check_tolerance
 from ._slope import SHORTEST_STEP
 
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import monitoring
 
-from ._flat_function import FlatFunction, is_output
 from ._random_tangents import normal_like
+from ._subject import FlatFunction, is_output
 
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -16,8 +16,8 @@ from .._errors import place_of
 from .._jaxprs.host_calls import host_function_in
 from .._jaxprs.structure import inner_programs
 from ._gradient_report import GradientFault, LeafVerdict, WRONG
-from ._likely_cause import Compared, likely_cause, NO_INFLUENCE
 from ._loss_program import along, LossProgram, trace_in_both_precisions
+from ._mistakes import Compared, likely_cause, NO_INFLUENCE
 from ._remove_rules import RuleRemoval, Suspect
 
 

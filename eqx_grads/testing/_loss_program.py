@@ -18,11 +18,11 @@ from .._errors import first_line
 from .._jaxprs.evaluate import evaluate
 from .._tangent_spaces import is_differentiable
 from ._compare import pairing, scale_of
-from ._compiled import without_log
-from ._flat_function import double_precision
+from ._oracle import without_log
 from ._random_tangents import normal
 from ._same_function import changes_alike, is_same_program
 from ._slope import Samples
+from ._subject import double_precision
 from ._trace_derivatives import captures_numpy, trace_all
 
 

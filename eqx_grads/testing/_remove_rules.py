@@ -31,7 +31,7 @@ from .._jaxprs.structure import (
     While,
 )
 from ._loss_program import LossProgram
-from ._strip_rules import has_given_solver, is_rule
+from ._without_rules import has_given_solver, is_rule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,8 @@ import jax.random as jr
 import numpy as np
 import pytest
 from eqx_grads.testing._compare import difference, scale_of
-from eqx_grads.testing._finite_differences import directional
-from eqx_grads.testing._likely_cause import Compared, Hypothesis, likely_cause
+from eqx_grads.testing._differences import directional
+from eqx_grads.testing._mistakes import Compared, Mistake, likely_cause
 from eqx_grads.testing._slope import (
     central_slope,
     confirmed_slope,
@@ -746,8 +746,8 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     "off by one": (W, np.roll(W, 1, 0), "off by one along axis 0", {}),
     "off by one, backwards": (W, np.roll(W, -1, 1), "off by one along axis 1", {}),
     "off by two": (W, np.roll(W, 2, 0), "", {}),
-    "known mistake": (W, W**2, "squared", {"hypotheses": [Hypothesis("squared", W**2)]}),
-    "no mistake": (W, _with(4), "", {"hypotheses": [Hypothesis("squared", W)]}),
+    "known mistake": (W, W**2, "squared", {"mistakes": [Mistake("squared", W**2)]}),
+    "no mistake": (W, _with(4), "", {"mistakes": [Mistake("squared", W)]}),
     "constant added": (W, W + 0.25, "constant is added", {}),
     "no constant": (W, W + 0.25 + 1e-3 * NOISE, "", {}),
     "one entry": (W, _with(1), "1 of 12 entries", {}),

@@ -9,7 +9,7 @@ import numpy as np
 from ._compare import as_real, norm
 
 
-class Hypothesis(NamedTuple):
+class Mistake(NamedTuple):
     """The array that a known mistake would give, and that mistake in words."""
 
     cause: str
@@ -39,7 +39,7 @@ def likely_cause(
     want: Any,
     have: Any,
     name: str,
-    hypotheses: Sequence[Hypothesis] = (),
+    mistakes: Sequence[Mistake] = (),
     primal: Any = None,
     directions: Sequence[str] = (),
     others: Sequence[Compared] = (),
@@ -74,11 +74,11 @@ def likely_cause(
         return _factor(want, have, directions, others) or _slightly_off(want, have)
     if _rounded_to(want, have) and not _is_multiple(want, have):
         return _slightly_off(want, have)
-    hypotheses = [s for s in hypotheses if not _close(s.array, want)]
+    mistakes = [s for s in mistakes if not _close(s.array, want)]
     return (
         _factor(want, have, directions, others)
         or _rearranged(want, have, len(directions) > 0)
-        or next((s.cause for s in hypotheses if _close(s.array, have)), "")
+        or next((s.cause for s in mistakes if _close(s.array, have)), "")
         or _shifted(want, have, directions)
         or _some_entries(want, have, name, primal, directions)
     )

@@ -1,0 +1,510 @@
+"""The checks `forward` and `reverse`: the first derivative against two references.
+
+The references are what is expected (autodiff of the function without its rule, of `reference`,
+or a formula), and finite differences. Where autodiff and differences disagree (a `stop_gradient`
+in the function, a NaN of plain autodiff), the rule has to agree with one of them. A rule that is
+right in float64 is then compared in the user's precision.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._jaxprs.structure import equations
+from ._case import are_finite, Case
+from ._compare import as_real, difference, norm, pairing
+from ._differences import FailsNearby
+from ._mistakes import Mistake
+from ._oracle import At, Side
+from ._outcome import in_one_line, outcome
+from ._random_tangents import basis, basis_names, only
+from ._references import jvp, vjp
+from ._report import broke, compare, FAILED, failed, Finding, NO_REFERENCE, PASSED, skipped
+from ._subject import fitted
+
+
+_Arrays = list[Any]
+_Derivative = Callable[[Sequence[Any]], _Arrays]
+_FULL_JACOBIAN = 16  # the number of entries up to which every unit vector is a direction
+_RANDOM = 2  # random directions; one of each leaf, beside unit vectors
+_LEAVES = 12  # above this, all leaves are perturbed together, and all outputs
+_MUCH_LARGER = 12  # two to this power: cotangents much larger than those that are drawn
+_LOW = 3  # directions that are compared in the user's precision
+_TRANSPOSED = "transposed: a Jacobian and its transpose were confused"
+
+
+def forward(case: Case) -> Iterator[Finding]:
+    """Forward mode against both references."""
+    if not case.outputs:
+        yield skipped("forward", "no output has a derivative")
+    elif why := case.why_no_forward():
+        yield skipped("forward", why)
+    else:
+        yield from _check(case, Mode(case, "forward"))
+
+
+def reverse(case: Case) -> Iterator[Finding]:
+    """Reverse mode against both references."""
+    if not case.outputs:
+        yield skipped("reverse", "no output has a derivative")
+    elif not case.has_reverse:
+        why = "JAX says that this function has no reverse mode"
+        do = 'where that is meant, say `skip=("reverse",)`'
+        yield failed("reverse", "reverse mode", f"{why}; {do}")
+    else:
+        yield from _check(case, Mode(case, "reverse"))
+
+
+class Mode:
+    """One mode, with the directions along which it is compared.
+
+    - `row`: the row of a `Side` with the derivative by the rule.
+    - `references`: the expected derivatives; their rows are `row` with their number.
+    - `groups`: the directions, by their names, in groups: those that perturb one leaf.
+    - `names`, `directions`, `primals`: for each array of `stack`, what it is called, what its
+        directions are called, and the values that it is a cotangent of.
+    """
+
+    def __init__(self, case: Case, check: str):
+        self.check, self.case = check, case
+        self.is_forward = check == "forward"
+        self.row = "jvp" if self.is_forward else "vjp"
+        self.along = "tangent" if self.is_forward else "cotangent"
+        self.references = case.wide.references[not self.is_forward]
+        self.names_out = case.output_names if self.is_forward else case.names
+        self.drawn = case.tangents if self.is_forward else case.cotangents
+        self.primals: _Arrays | None = None
+        if self.is_forward:
+            self.groups = _by_leaf(case)
+            self.names = _of_each_output(case, list(self.groups))
+            groups = self.groups.values()
+            self.directions = [list(ts) for ts in groups for _ in case.output_names]
+        else:
+            ws = _cotangents(case)
+            self.groups = {"": ws}
+            self.names = case.names
+            self.directions = [list(ws)] * len(self.names)
+            spread = lambda x: np.broadcast_to(np.asarray(x), (len(ws), *np.shape(x)))
+            self.primals = list(map(spread, case.subject.leaves))
+
+    def by(self, side: Side, number: int | None = None) -> _Derivative:
+        """The derivative by the rule, or by a reference."""
+        row = self.row if number is None else f"{self.row} {number}"
+        return lambda direction: self.case.derivative(side, row, direction)
+
+    def stack(self, derivative: _Derivative) -> _Arrays:
+        """A derivative along all directions, stacked."""
+        found = []
+        for group in self.groups.values():
+            rows = [derivative(direction) for direction in group.values()]
+            found += [np.stack(column) for column in zip(*rows, strict=True)]
+        return found
+
+    def mistakes(self, want: _Arrays) -> list[Mistake]:
+        """What known mistakes would give."""
+        case = self.case
+        found = [
+            Mistake(f"it is what belongs to {name}", array)
+            for name, array in zip(self.names, want, strict=True)
+        ]
+        transposed = outcome(self._transposed)
+        found += [] if isinstance(transposed, Exception) else transposed
+        if self.is_forward and any(map(np.iscomplexobj, want)):
+            conjugated = lambda t: self.by(case.wide, 0)([np.conj(x) for x in t])
+            found += [Mistake("the tangent was conjugated", x) for x in self.stack(conjugated)]
+        return found
+
+    def _transposed(self) -> list[Mistake]:
+        """The results of the other mode for these directions, where the spaces are the same."""
+        case, found = self.case, []
+        outs = [(x.shape, x.dtype) for x in case.outputs]
+        zeros = [np.zeros(x.shape, x.dtype) for x in case.subject.leaves]
+        for i, leaf in enumerate(case.subject.leaves):
+            if [(leaf.shape, leaf.dtype)] != outs:
+                continue
+            if self.is_forward:
+                ts = self.groups.get(case.names[i], {}).values()
+                rows = [case.derivative(case.wide, "vjp 0", [t[i]])[i] for t in ts]
+            else:
+                ts = [[*zeros[:i], w[0], *zeros[i + 1 :]] for w in self.groups[""].values()]
+                rows = [case.derivative(case.wide, "jvp 0", t)[0] for t in ts]
+            found += [Mistake(_TRANSPOSED, np.stack(rows))] if rows else []
+        return found
+
+    def in_numbers(self, derivative: _Derivative) -> _Arrays:
+        """A derivative in a form that differences can be brought into: along their directions,
+        and in reverse mode `<v, J' w>`."""
+        if self.is_forward:
+            return [x for _, t, _ in self.case.differences for x in derivative(t)]
+        pulled = [derivative(w) for w in self._weights.values()]
+        found = self.case.differences
+        return [np.stack([pairing(ct, t) for ct in pulled]) for _, t, _ in found]
+
+    @property
+    def _weights(self) -> dict[str, _Arrays]:
+        """One random cotangent; of a few outputs, that of each of them alone."""
+        case, w = self.case, self.case.cotangents[2]
+        if 1 < len(w) <= _LEAVES:
+            return {name: only(w, [i]) for i, name in enumerate(case.output_names)}
+        return {"random": w}
+
+    def differences(self) -> tuple[_Arrays, list[str], list[Sequence[str]], list[float]]:
+        """What differences give, the names of these arrays and of their directions, and their
+        errors."""
+        found = self.case.differences
+        if self.is_forward:
+            want = [x for _, _, d in found for x in d.tangents_out]
+            names = _of_each_output(self.case, [name for name, *_ in found])
+            errors = [d.error for _, _, d in found for _ in d.tangents_out]
+            return want, names, [()] * len(want), errors
+        ws = self._weights
+        want = [np.stack([pairing(d.tangents_out, w) for w in ws.values()]) for *_, d in found]
+        size = max(norm(as_real(x)) for x in self.case.cotangents[2])
+        errors = [d.error * size for *_, d in found]
+        return want, [name for name, *_ in found], [list(ws)] * len(want), errors
+
+
+def _of_each_output(case: Case, names: Sequence[str]) -> list[str]:
+    """What is along each name, for each output: it is said which one, if there are several."""
+    outs = case.output_names
+    return [f"{name} (in {out})" if len(outs) > 1 else name for name in names for out in outs]
+
+
+def _units(arrays: Sequence[Any], names: Sequence[str]) -> dict[str, _Arrays]:
+    """All unit vectors; none if there are many."""
+    units = basis(arrays, _FULL_JACOBIAN)
+    return dict(zip(basis_names(arrays, names), units, strict=True)) if units else {}
+
+
+def _cotangents(case: Case) -> dict[str, _Arrays]:
+    found = _units(case.outputs, case.output_names)
+    # Unit vectors are exact in every precision, so they do not show where some is lost.
+    found |= {f"random {k + 1}": case.cotangents[k] for k in range(_RANDOM)}
+    if case.options.cotangents is not None:
+        outputs = case.own.named_outputs
+        given = case.subject.by_output("cotangents", case.options.cotangents, outputs)
+        found["as given"] = list(map(np.asarray, given))
+    return found
+
+
+def _by_leaf(case: Case) -> dict[str, dict[str, _Arrays]]:
+    leaves, given = case.subject.leaves, {}
+    if case.options.tangents is not None:
+        given = {"as given": _given(case, case.options.tangents)}
+    if len(leaves) > _LEAVES:
+        randoms = {f"random {k + 1}": case.tangents[k] for k in range(_RANDOM)}
+        return {"all leaves": {**randoms, **given}}
+    units, groups = basis(leaves, _FULL_JACOBIAN), {}
+    for i, name in enumerate(case.names):
+        if leaves[i].size:
+            mine = [u for u in units or () if np.any(u[i])]
+            names = basis_names(leaves[i : i + 1], [name]) if mine else []
+            group = dict(zip(names, mine, strict=True))
+            randoms = range(1 if mine else _RANDOM)
+            group |= {f"random {k + 1}": only(case.tangents[k], [i]) for k in randoms}
+            groups[name] = group
+    return groups | ({"the tangents given": given} if given else {})
+
+
+def _given(case: Case, tangents) -> _Arrays:
+    leaves = [t for t in jax.tree.leaves(tangents) if t is not None]
+    if len(leaves) != len(case.subject.leaves):
+        raise ValueError(
+            f"`tangents` holds {len(leaves)} arrays, and {len(case.subject.leaves)} leaves "
+            f"can be perturbed: {', '.join(case.names)}. Give one for each."
+        )
+    given = fitted("tangents", leaves, case.subject.leaves, case.names)
+    return list(map(np.asarray, given))
+
+
+# ---------------------------------------------------------------- in float64
+
+
+def _check(case: Case, mode: Mode) -> Iterator[Finding]:
+    got = mode.stack(mode.by(case.wide))
+    if case.options.is_wrong_on_purpose:
+        finding, number = _against_what_was_asked_for(case, mode, got)
+    else:
+        finding, number = _against_references(case, mode, got)
+    where = finding.where or (case.wide.where_rounded if case.wide is not case.own else "")
+    yield dataclasses.replace(finding, where=where)
+    if finding.verdict == FAILED:
+        return
+    if finding.verdict == PASSED and number is not None:
+        for other in _at_other_sizes(case, mode, number):
+            yield other
+            if other.verdict == FAILED:
+                return
+    yield from _in_own_precision(case, mode, number, finding.verdict == PASSED)
+
+
+def _compare(
+    case: Case, mode: Mode, number: int, got: _Arrays, want: _Arrays, **more
+) -> Finding:
+    """With a reference in float64."""
+    reference = mode.references[number]
+    tolerance = case.admitted(case.wide, exact=reference.is_autodiff)
+    row, names = f"{mode.row} {number}", mode.names_out
+    is_exact = reference.is_autodiff and case.own is case.wide
+    wider = lambda: case.measured(row, mode.drawn[0], names) if is_exact else 0.0
+    return compare(
+        mode.check, "", want, got, mode.names, tolerance, wider=wider,
+        mistakes=lambda: mode.mistakes(want), primals=mode.primals, reference=reference.name,
+        along=mode.along, directions=mode.directions, note=_note(case, tolerance), **more,
+    )  # fmt: skip
+
+
+def _note(case: Case, tolerance: float) -> str:
+    """What a tolerance is that of, if it is not that of float64."""
+    text = case.wide.where_rounded
+    return f"{text}, compared with a tolerance of {tolerance:.0e}" if text else ""
+
+
+def _against_references(case: Case, mode: Mode, got: _Arrays) -> tuple[Finding, int | None]:
+    """The verdict of autodiff and of differences, and the number of the reference that may be
+    held against the rule in the user's precision: none if differences refuted it."""
+    want = outcome(mode.stack, mode.by(case.wide, 0))
+    by_autodiff, why = None, []
+    if isinstance(want, Exception):
+        why.append(f"autodiff without the rule raises {type(want).__name__}")
+    else:
+        by_autodiff = _compare(case, mode, 0, got, want)
+    steps = outcome(mode.differences)
+    if isinstance(steps, Exception):
+        # A derivative of zero may be that of a `stop_gradient`, as of a solver.
+        is_known = by_autodiff is not None and (any(map(np.any, want)) or (
+            by_autodiff.verdict == PASSED))  # fmt: skip
+        if is_known:
+            return by_autodiff, 0
+        of = (
+            ""
+            if isinstance(steps, FailsNearby)
+            else f"finite differences raise {in_one_line(steps)}"
+        )
+        why = [of or str(steps)] if isinstance(steps, FailsNearby) else [*why, of]
+        return skipped(mode.check, f"{NO_REFERENCE}: {', and '.join(why)}"), None
+    untrusted = [d.why for *_, d in case.differences if not d.is_trusted]
+    if untrusted:
+        text = f"{NO_REFERENCE}: {', and '.join([*why, untrusted[0]])}"
+        return by_autodiff or skipped(mode.check, text), 0 if by_autodiff else None
+    by_differences, error = _by_differences(case, mode, steps, want)
+    if by_autodiff is None:
+        return by_differences, None
+    if by_autodiff.verdict == by_differences.verdict:
+        shows_more = not any(map(np.any, want)) or not are_finite(want)
+        shows_more = shows_more and by_autodiff.verdict == FAILED
+        return (by_differences, None) if shows_more else (by_autodiff, 0)
+    # One of them passed. If the references disagree, that is enough. If they agree, the failure
+    # is in entries that only one of them compared.
+    if mode.check == "reverse" and _has_given_transpose(case):
+        return by_differences, None  # autodiff transposes as it was told to
+    agree = error(mode.in_numbers(mode.by(case.wide, 0))) <= 1
+    wanted = FAILED if agree else PASSED
+    if by_autodiff.verdict == wanted:
+        return by_autodiff, 0
+    return by_differences, 0 if agree else None
+
+
+def _by_differences(case: Case, mode: Mode, steps, exact):
+    """The verdict of differences, and the error of another derivative, relative to that which
+    is admitted."""
+    want, names, directions, errors = steps
+    tolerance = case.admitted(case.wide)
+    scale = [10 * error / tolerance for error in errors]
+    is_rounded = any(d.is_rounded for *_, d in case.differences)
+    of = f"of values in {case.wide.rounded_to or 'float32'}" if is_rounded else "in float64"
+    cause, have = None, mode.in_numbers(mode.by(case.wide))
+    if not isinstance(exact, Exception) and not any(map(np.any, exact)):
+        cause = _cause_of_a_stop(want, have, names)
+    finding = compare(
+        mode.check, "", want, have, names, tolerance, reference=f"finite differences {of}",
+        scale=scale, note=_note(case, tolerance), along="cotangent", directions=directions,
+        cause=cause,
+    )  # fmt: skip
+    relative = lambda other: (
+        difference(want, other, names, entrywise=False, scale=scale).error / tolerance
+    )
+    return finding, relative
+
+
+def _cause_of_a_stop(want: _Arrays, have: _Arrays, names: Sequence[str]) -> str | None:
+    """Where the function changes and plain autodiff of it is zero: it is a solver, or rounds."""
+    if any(not np.any(h) and np.any(w) for w, h in zip(want, have, strict=True)):
+        return None  # a term is missing
+    return (
+        "plain autodiff is zero, and the function changes: the residual of `eqg.implicit` is\n"
+        "  another equation (is it zero at the solution?), or a solver that stops at a tolerance\n"
+        "  needs one near rounding, or a derivative that is meant has to be given (`reference=`)"
+    )
+
+
+def _has_given_transpose(case: Case) -> bool:
+    """Whether there are linear maps in it with a transpose that the user wrote, which can't be
+    removed: those of `linear_host_function` and of `jax.custom_derivatives.linear_call`."""
+    program = jax.make_jaxpr(case.own.plain)(*case.subject.leaves)
+    return any(e.primitive.name in ("eqg_linear", "linear_call") for e in equations(program))
+
+
+def _against_what_was_asked_for(case: Case, mode: Mode, got: _Arrays):
+    """Where a derivative was asked for, for this mode or for the other one."""
+    failures = []
+    options = case.options
+    given = options.expected_tangent if mode.is_forward else options.expected_cotangent
+    is_asked_for = given is not None or options.reference is not None
+    for number, reference in enumerate(mode.references):
+        want = outcome(mode.stack, mode.by(case.wide, number))
+        if isinstance(want, Exception):
+            if is_asked_for:
+                return broke(mode.check, "the derivative that is expected", want), None
+            continue  # a formula that can't be transposed
+        finding = _compare(case, mode, number, got, want)
+        if finding.verdict == PASSED:
+            return finding, number
+        if is_asked_for and mode.is_forward and _is_of_the_function(case, mode, got):
+            cause = (
+                "forward mode is the derivative of the function, as of every `custom_vjp`\n"
+                "  without a `def_jvp`. Give it one, or skip what has forward mode:\n"
+                '  `skip=("forward", "adjoint", "order")`'
+            )
+            finding = dataclasses.replace(finding, cause=cause)
+        failures += [finding] if reference.is_binding else []
+    if failures:
+        return failures[0], None
+    option = "expected_tangent" if mode.is_forward else "expected_cotangent"
+    return skipped(mode.check, f"nothing was said about this mode: pass `{option}=` too"), None
+
+
+def _is_of_the_function(case: Case, mode: Mode, got: _Arrays) -> bool:
+    """Whether forward mode of a rule is autodiff of the function without it, and reverse mode
+    is not."""
+    side, w = case.wide, case.cotangents[0]
+
+    def plain(name, row, t, w):
+        (found,) = side.compute({name: row}, At(side.subject.leaves, t, w)).values()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    pushed = lambda t: plain("plain jvp", lambda at: jvp(side.plain, at.x, at.t), t, w)
+    ahead = outcome(mode.stack, pushed)
+    back = outcome(
+        plain, "plain vjp", lambda at: vjp(side.plain, at.x, at.w), case.tangents[0], w
+    )
+    pulled = outcome(case.derivative, side, "vjp", w)
+    if any(isinstance(x, Exception) for x in (ahead, back, pulled)):
+        return False
+    tolerance = case.admitted(side)
+    error = difference(ahead, got, mode.names, entrywise=False).error
+    return error <= tolerance < difference(back, pulled, case.names, entrywise=False).error
+
+
+def _at_other_sizes(case: Case, mode: Mode, number: int) -> Iterator[Finding]:
+    """Where the cotangent that was asked for need not be linear in the one that comes in: at
+    much larger and much smaller ones, as a bound may lie far from those that are drawn."""
+    options, side = case.options, case.wide
+    is_declared = options.nonlinear and options.reference is not None
+    if mode.is_forward or not (options.expected_cotangent is not None or is_declared):
+        return
+    # Their squares stay in the range of float16, too: a rule may compute a norm.
+    exponents = [int(jnp.finfo(x.dtype).maxexp) // 2 - 4 for x in side.outputs]
+    larger = 2.0 ** min(_MUCH_LARGER, *exponents)
+    for factor, size in (
+        (larger, f"{larger:g} times larger"),
+        (1 / larger, f"{larger:g} times smaller"),
+    ):
+        scaled = lambda d, f=factor: lambda w: d([(x * f).astype(x.dtype) for x in w])
+        want = mode.stack(scaled(mode.by(side, number)))
+        if not are_finite(want):
+            continue
+        cause = (
+            f"right for cotangents near one, wrong for {size} ones,\n"
+            "  as if a bound were missing or had another value"
+        )
+        yield compare(
+            mode.check, f"of {factor:g} times the cotangent", want,
+            mode.stack(scaled(mode.by(side))), mode.names, case.admitted(side), cause=cause,
+            reference=mode.references[number].name, along=mode.along,
+            directions=mode.directions,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the user's precision
+
+
+def _in_own_precision(case: Case, mode: Mode, number: int | None, is_known: bool):
+    """Along a few directions, with the best of three references: what is expected in float64 is
+    exact; in the user's precision it has the rounding errors that a rule may have, too; without
+    these, the rule in float64 is a reference, as it has been checked."""
+    own, wide = case.own, case.wide
+    found = [mode.by(own)(d) for d in mode.drawn[:_LOW]]
+    if not mode.is_forward:  # JAX itself checks the dtypes of tangents
+        for name, x, ct in zip(case.names, case.subject.leaves, found[0], strict=True):
+            if ct.dtype != x.dtype:
+                text = f"the cotangent of {name} has dtype {ct.dtype}, {name} has {x.dtype}"
+                yield failed("reverse", name, text)
+    if own is wide:
+        return
+    sizes = np.array([[norm(as_real(x)) for x in arrays] for arrays in found])
+    is_finite = bool(np.all(np.isfinite(sizes)))
+    scales = (np.max(sizes, axis=0) - sizes).tolist() if is_finite else [[0.0] * sizes.shape[1]]
+    tolerance = case.admitted(own)
+    for direction, have, scale in zip(mode.drawn, found, scales, strict=False):
+        ways = [mode.by(wide, number), mode.by(own, number)] if number is not None else []
+        ways += [] if ways else [mode.by(wide)]
+        row = mode.row if number is None else f"{mode.row} {number}"
+        wider = lambda d=direction, row=row: max(
+            case.measured(row, v, mode.names_out) for v in (d, *mode.drawn[:_LOW])
+        )
+        findings = []
+        for way in ways:
+            want = outcome(way, direction)
+            if isinstance(want, Exception) or not are_finite(want):
+                continue
+            # A derivative of zero may be a rounding error of the direction.
+            size = norm(np.array([norm(as_real(x)) for x in direction]))
+            zero = float(jnp.finfo(have[0].dtype).eps) * size / max(tolerance, 1e-30)
+            more = [s if np.any(x) else s + zero for s, x in zip(scale, want, strict=True)]
+            findings.append(compare(
+                mode.check, "in your own precision", want, have, mode.names_out, tolerance,
+                wider=wider, cause=f"right in float64, wrong in {case.subject.leaves[0].dtype}",
+                scale=more,
+            ))  # fmt: skip
+            if findings[-1].verdict == PASSED:
+                break
+        if not findings:
+            yield skipped(mode.check, "no reference in your own precision")
+            return
+        finding = findings[-1] if findings[-1].verdict == PASSED else findings[0]
+        if finding.verdict == FAILED:
+            finding = _explained(case, mode, number, direction, finding)
+        if is_known or finding.verdict == FAILED:
+            yield finding
+        if finding.verdict != PASSED:
+            return
+
+
+def _explained(case: Case, mode: Mode, number, direction, finding: Finding) -> Finding:
+    """The failure in float64 along this direction, if there is one: then the mistake has nothing
+    to do with the precision. Or none, if rounding changes plain autodiff as much."""
+    if number is None:
+        return finding
+    wide, own = (outcome(mode.by(side, number), direction) for side in (case.wide, case.own))
+    if isinstance(wide, Exception):
+        return finding
+    got = outcome(mode.by(case.wide), direction)
+    other = compare(
+        mode.check, "of another direction", wide, got, mode.names_out,
+        case.admitted(case.wide), reference=mode.references[number].name,
+    )  # fmt: skip
+    if other.verdict == FAILED:
+        return other
+    if not isinstance(own, Exception) and finding.error is not None:
+        noise = difference(wide, own, mode.names_out, entrywise=False).error
+        if 0.05 < finding.error <= 10 * noise:
+            why = f"rounding changes plain autodiff by {noise:.0e} of its size"
+            return skipped(mode.check, f"not compared in your own precision: {why}")
+    return finding
