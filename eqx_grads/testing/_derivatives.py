@@ -159,12 +159,12 @@ class Mode:
         if self.is_forward:
             want = [x for _, _, d in found for x in d.tangents_out]
             names = _of_each_output(self.case, [name for name, *_ in found])
-            errors = [d.error for _, _, d in found for _ in d.tangents_out]
+            errors = [error for _, _, d in found for error in d.errors]
             return want, names, [()] * len(want), errors
         ws = self._weights
         want = [np.stack([pairing(d.tangents_out, w) for w in ws.values()]) for *_, d in found]
-        size = max(norm(as_real(x)) for x in self.case.cotangents[2])
-        errors = [d.error * size for *_, d in found]
+        sizes = [norm(as_real(x)) for x in self.case.cotangents[2]]
+        errors = [float(np.dot(d.errors, sizes)) for *_, d in found]
         return want, [name for name, *_ in found], [list(ws)] * len(want), errors
 
 

@@ -4,6 +4,7 @@ They use no rule. Where the function raises an error, or is not finite, on one s
 the other side.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import check_function
-from ._compare import as_double, norm
+from ._compare import as_double, as_real, norm
 from ._outcome import in_one_line, outcome
 from ._slope import central_slope, one_sided_slope, Samples, Slope
 from ._subject import double_precision, FlatFunction
 
 
-_NEAR = 2.0**-24  # how far `FailsNearby` says that the arguments were moved
+_NEAR = 2.0**-20  # how far `FailsNearby` says that the arguments were moved
 _HALF = ("bfloat16", "float16", "float32")
 _TRUSTED = 1e-3  # the largest error of differences that are a reference, relative to them
 _ZERO = 1e-5  # or relative to the values: a smaller derivative may be zero
@@ -31,15 +32,14 @@ class FailsNearby(ValueError):
 class Difference(NamedTuple):
     """The derivative of a function along a direction.
 
-    - `tangents_out`: the derivative, one array for each output.
-    - `error`: its estimated absolute error, in the norm of all outputs.
-    - `is_trusted`: whether that is small enough for a reference.
+    - `tangents_out`, `errors`: the derivative of each output, and its estimated absolute error.
+    - `is_trusted`: whether the errors are small enough for a reference.
     - `is_rounded`: whether the values of the function are rounded to less than float64.
     - `why`: why it is not trusted.
     """
 
     tangents_out: list[Any]
-    error: float
+    errors: list[float]
     is_trusted: bool
     is_rounded: bool = False
     why: str = ""
@@ -59,54 +59,60 @@ def directional(
 
     Raises `FailsNearby` if `fn` raises an error wherever the leaves are moved.
     """
-    here = list(map(as_double, fn(*leaves)))
-    shapes = [x.shape for x in here]
-    size = sum(x.size for x in here)
+    known: dict[float, list[np.ndarray]] = {0.0: list(map(as_double, fn(*leaves)))}
     errors: list[Exception] = []
 
-    def value_at(h):
-        if h == 0:
-            return _flat(here)
-        pairs = zip(leaves, tangents, strict=True)
-        out = outcome(fn, *(x + h * t for x, t in pairs))
-        if isinstance(out, Exception):
-            errors.append(out)
-            return np.full(size, np.nan)
-        return _flat(out)
+    def values_at(h):
+        if h not in known:
+            out = outcome(fn, *(x + h * t for x, t in zip(leaves, tangents, strict=True)))
+            errors.extend([out] if isinstance(out, Exception) else [])
+            is_error = isinstance(out, Exception)
+            known[h] = (
+                [x * np.nan for x in known[0.0]] if is_error else list(map(as_double, out))
+            )
+        return known[h]
 
-    samples = Samples(lambda steps: map(value_at, steps))
-    slope = _slope(samples, accuracy)
-    is_rounded = False
-    for dtype in _HALF:
-        if dtype == rounded_to or _is_rounded_to(samples.values, dtype):
-            samples.eps, is_rounded = float(jnp.finfo(dtype).eps) / 8, True
-            slope = _slope(samples, accuracy)
-            break
-    if errors and not np.isfinite(slope.error):
-        values = [x for x in samples.values if np.all(np.isfinite(x))]
-        if len(values) == 1:
-            raise _fails_nearby(errors[-1])
-    value = np.broadcast_to(np.asarray(slope.value), (size,))
-    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
-    parts = [x.reshape(s) for x, s in zip(np.split(value, ends), shapes, strict=True)]
-    trusted = max(_TRUSTED * norm(_real(value)), _ZERO * norm(_real(samples(0.0))))
-    is_trusted = bool(slope.error <= max(trusted, 1e-300))
+    slopes, is_rounded = [], False
+    for i in range(len(known[0.0])):
+        at = lambda h, i=i: values_at(h)[i]
+        samples = Samples(lambda steps, at=at: map(at, steps))
+        slope = _slope(samples, accuracy)
+        values = [x[i] for x in known.values()]
+        if _is_rounded_to(values, _HALF[-1]):
+            values.append(values_at(_NEAR / 3)[i])  # at the other steps, it may be by chance
+        for dtype in _HALF:
+            if dtype == rounded_to or _is_rounded_to(values, dtype):
+                samples.eps, is_rounded = float(jnp.finfo(dtype).eps) / 8, True
+                slope = _slope(samples, accuracy)
+                break
+        if all(np.array_equal(x, values[0]) for x in values):
+            slope = Slope(0 * values[0], 0.0)  # what does not change at all has no error
+        slopes.append(slope)
+    finite = [xs for xs in known.values() if all(np.all(np.isfinite(x)) for x in xs)]
+    if errors and len(finite) == 1:
+        raise _fails_nearby(errors[-1])
+    found = [
+        np.broadcast_to(np.asarray(s.value), x.shape)
+        for s, x in zip(slopes, known[0.0], strict=True)
+    ]
+    sizes = [norm(np.array([norm(as_real(x)) for x in xs])) for xs in (found, known[0.0])]
+    error = norm(np.array([s.error for s in slopes]))
+    is_trusted = bool(error <= max(_TRUSTED * sizes[0], _ZERO * sizes[1], 1e-300))
     why = "" if is_trusted else "the function is not smooth here, or too rough for differences"
-    near = [samples(sign * _NEAR) for sign in (1, -1)] if why else []
-    if why and not any(np.all(np.isfinite(x)) for x in near):
-        why = "the function is not finite at arguments close by"
-    return Difference(parts, slope.error, is_trusted, is_rounded, why)
+    if why and not any(len(finite) > 1 and np.all(np.isfinite(x)) for x in found):
+        near = [xs for h in (_NEAR, -_NEAR) for xs in values_at(h)]
+        is_finite = any(np.all(np.isfinite(x)) for x in near)
+        why = why if is_finite else "the function is not finite at arguments close by"
+    return Difference(found, [s.error for s in slopes], is_trusted, is_rounded, why)
 
 
 def _slope(samples: Samples, accuracy: float) -> Slope:
-    rough = (samples(2.0**-10) - samples(-(2.0**-10))) * 2.0**9
-    rough = norm(_real(np.where(np.isfinite(rough), rough, 0)))
-    slope = central_slope(samples, rough, accuracy)
+    with np.errstate(all="ignore"):
+        rough = as_real(samples.central(2.0**-10))
+    size = norm(np.where(np.isfinite(rough), rough, 0))
+    size = max(size, 1e-4 * norm(as_real(samples(0.0))))
+    slope = central_slope(samples, size, accuracy)
     return slope if np.isfinite(slope.error) else one_sided_slope(samples)
-
-
-def _flat(arrays: Sequence[Any]) -> np.ndarray:
-    return np.concatenate([np.zeros(0), *(as_double(x).ravel() for x in arrays)])
 
 
 def _real(x: Any) -> np.ndarray:
@@ -119,7 +125,7 @@ def _is_rounded_to(values: Sequence[np.ndarray], dtype: str) -> bool:
     real = [_real(x[np.isfinite(x)]) for x in values]
     with np.errstate(over="ignore"):
         fits = all(np.all(x == x.astype(jnp.dtype(dtype)).astype(float)) for x in real)
-    return fits and any(np.any(x != y) for x, y in zip(values, values[1:], strict=False))
+    return fits and any(np.any(x != y) for x, y in itertools.pairwise(values))
 
 
 def _fails_nearby(error: Exception) -> FailsNearby:

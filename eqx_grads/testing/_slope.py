@@ -126,14 +126,22 @@ def central_slope(samples: Samples, size: float, accuracy: float = 1e-7) -> Slop
 def confirmed_slope(samples: Samples, slope: Slope) -> Slope:
     """The same slope, unless shorter steps show another one: a function that oscillates, turns
     close to zero, or has many small kinks, has the slope of an average in long steps."""
+    size = lambda shorter: max(_size(shorter.value), _size(slope.value))
     others = [
         shorter
         for shorter in _estimates(samples, [2.0**-k for k in _ALL])
-        if shorter.relative_error <= _PLATEAU
+        if (
+            shorter.relative_error <= _PLATEAU
+            # Zero, as beyond a kink; in the shortest steps, rounded values are equal.
+            or (shorter.step >= 2.0**-20 and shorter.error <= _PLATEAU * size(shorter))
+        )
         and not shorter.step >= slope.step
         and _size(shorter.value - slope.value) > _AGREE * (shorter.error + slope.error)
     ]
-    return min(others, key=lambda s: s.relative_error, default=slope)
+    if not others:
+        return slope
+    # Between two kinks, there may be others in still shorter steps.
+    return confirmed_slope(samples, min(others, key=lambda s: s.error / size(s)))
 
 
 def is_settled(samples: Samples, slope: Slope, other: float) -> bool:

@@ -359,7 +359,7 @@ def _by_differences(case: Case, where: str, n: int, finding: Finding | None) -> 
         want, got, error, is_exact = steps
         tolerance = case.admitted(side, order=n)
         tolerance = max(tolerance, _OF_SOLVERS) if is_refuted or not is_exact else tolerance
-        scale = [10 * error / tolerance] * len(want)
+        scale = [10 * e / tolerance for e in error]
         other = compare("order", where, want, got, case.names, tolerance, scale=scale, cause="",
                         reference="differences of the gradient")  # fmt: skip
         if finding is None or is_refuted:
@@ -396,7 +396,7 @@ def _differences_of_gradient(case: Case, where: str):
     row = {where: ft.partial(_KINDS[kind], side.f, loss, 2)}
     got = side.compute(row, At(side.subject.leaves, scaled, w))[where]
     is_ok = not isinstance(got, Exception)
-    return (steps.tangents_out, got, steps.error, not steps.is_rounded) if is_ok else None
+    return (steps.tangents_out, got, steps.errors, not steps.is_rounded) if is_ok else None
 
 
 def _raising(found):
@@ -426,10 +426,8 @@ def _is_wrong_nearby(case: Case, w) -> bool:
             [np.asarray(pairing(steps.tangents_out, w))],
             [np.asarray(pairing(got, scaled))],
         )
-        names, error = (
-            ["all leaves"],
-            steps.error * norm(np.array([norm(as_real(x)) for x in w])),
-        )
+        error = float(np.dot(steps.errors, [norm(as_real(x)) for x in w]))
+        names = ["all leaves"]
     if isinstance(want, Exception) or not are_finite(want):
         return False
     scale = 10 * error / case.admitted(side)

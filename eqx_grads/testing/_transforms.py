@@ -253,26 +253,34 @@ def _batches(case: Case, e: _Examples) -> Iterator[_Trial]:
         label = ", ".join(case.names[i] for i in kept[:3]) + (", ..." if kept[3:] else "")
         if all(e.moves[i] == _MOVES[-1] for i in kept):
             label += " (equal examples: at others, the function raises)"
-        axes = [0 if i in kept else None for i in range(len(case.names))]
-        pick = lambda at, kept=kept: [
-            many if i in kept else one
-            for i, (many, one) in enumerate(zip(at.many, at.x, strict=True))
-        ]
-        value = lambda at, axes=axes, pick=pick: jax.vmap(e.f, in_axes=axes)(*pick(at))
-        inside = lambda at, axes=axes, pick=pick: jax.vmap(
-            lambda *xs: e.derive(e.f, xs, at), in_axes=axes
-        )(*pick(at))
-        n = len(case.outputs)
-        of_value = lambda kept=kept: e.stacked(kept)[:n]
-        yield _Trial(f"vmap, over {label}", value, of_value, True)
-        want = lambda kept=kept: e.stacked(kept)
-        yield _Trial(f"vmap of the derivative, over {label}", inside, want)
-        outside = lambda at, axes=axes, pick=pick: _outside(e, axes, pick(at), at)
-        want = lambda kept=kept: e.of_batch(kept)
-        yield _Trial(f"derivative of vmap, over {label}", outside, want)
+        at_each = ft.partial(e.stacked, kept)
+        values = lambda at_each=at_each: at_each()[: len(case.outputs)]
+        of_batch = ft.partial(e.of_batch, kept)
+        yield _Trial(f"vmap, over {label}", ft.partial(_batched_value, e, kept), values, True)
+        inside, outside = (ft.partial(fn, e, kept) for fn in (_inside, _outside))
+        yield _Trial(f"vmap of the derivative, over {label}", inside, at_each)
+        yield _Trial(f"derivative of vmap, over {label}", outside, of_batch)
 
 
-def _outside(e: _Examples, axes, batch, at: At):
+def _batch(at: At, kept: Sequence[int]) -> tuple[list[Any], list[int | None]]:
+    """The leaves, those in `kept` batched, and the axes of the batch."""
+    pairs = enumerate(zip(at.many, at.x, strict=True))
+    leaves = [many if i in kept else one for i, (many, one) in pairs]
+    return leaves, [0 if i in kept else None for i in range(len(leaves))]
+
+
+def _batched_value(e: _Examples, kept: Sequence[int], at: At):
+    batch, axes = _batch(at, kept)
+    return jax.vmap(e.f, in_axes=axes)(*batch)
+
+
+def _inside(e: _Examples, kept: Sequence[int], at: At):
+    batch, axes = _batch(at, kept)
+    return jax.vmap(lambda *xs: e.derive(e.f, xs, at), in_axes=axes)(*batch)
+
+
+def _outside(e: _Examples, kept: Sequence[int], at: At):
+    batch, axes = _batch(at, kept)
     spread = lambda x: jnp.stack([x * x.dtype.type(scale) for scale in _ALONG])
     t = [spread(x) if axis == 0 else x for x, axis in zip(at.t, axes, strict=True)]
     along = at._replace(t=t, w=[spread(x) for x in at.w])
