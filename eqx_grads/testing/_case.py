@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from .._diagnosis.source_lines import source_line
+from .._jaxprs.structure import equations
 from ._compare import as_real, difference, scale_of
 from ._differences import Difference, directional
 from ._eager import EagerCalls
@@ -20,6 +22,8 @@ from ._subject import FlatFunction
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
+# The calls that `eqg.implicit`, around a host function or another solver, makes.
+_OF_SOLVERS = {"_differentiable_solution", "host_call"}
 # An error as large as the derivative is never one of rounding: no more is added to a tolerance.
 _MOST_ROUNDING = 0.05
 # With more leaves than this, one direction perturbs all of them together.
@@ -80,6 +84,17 @@ class Case:
     @ft.cached_property
     def _own_derivatives(self) -> dict[str, Any]:
         return self.own.derive(self.eager.tangents, self.eager.cotangents)
+
+    @property
+    def is_solver(self) -> bool:
+        """Whether its only rules are those of solutions of equations, and those of the packages
+        that solve them, such as Optimistix."""
+        program = self.own.program()
+        found = [] if program is None else list(equations(program))
+        calls = {str(eqn.params["call"]) for eqn in found if eqn.primitive.name == "eqg_call"}
+        is_rule = lambda eqn: eqn.primitive.name.startswith(("custom_jvp", "custom_vjp"))
+        is_users = any(is_rule(eqn) and not source_line(eqn).library for eqn in found)
+        return "_differentiable_solution" in calls and calls <= _OF_SOLVERS and not is_users
 
     def why_no_forward(self) -> str:
         """Why there is no forward mode: there is none of a `jax.custom_vjp`."""

@@ -146,11 +146,11 @@ class Mode:
 
     @property
     def _weights(self) -> dict[str, _Arrays]:
-        """One random cotangent; of a few outputs, that of each of them alone."""
+        """Random cotangents; of a few outputs, one of each of them alone."""
         case, w = self.case, self.case.cotangents[2]
         if 1 < len(w) <= _LEAVES:
             return {name: only(w, [i]) for i, name in enumerate(case.output_names)}
-        return {"random": w}
+        return {"random 1": w, "random 2": case.cotangents[3]}
 
     def differences(self) -> tuple[_Arrays, list[str], list[Sequence[str]], list[float]]:
         """What differences give, the names of these arrays and of their directions, and their

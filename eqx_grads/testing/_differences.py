@@ -82,14 +82,17 @@ def directional(
             values.append(values_at(_NEAR / 3)[i])  # at the other steps, it may be by chance
         for dtype in _HALF:
             if dtype == rounded_to or _is_rounded_to(values, dtype):
-                samples.eps, is_rounded = float(jnp.finfo(dtype).eps) / 8, True
+                near = [values_at(k * _NEAR)[i] for k in range(-2, 3)]
+                eps = float(jnp.finfo(dtype).eps)
+                samples.eps, is_rounded = max(eps / 8, _roughness(near) / 4), True
                 slope = _slope(samples, accuracy)
                 break
         if all(np.array_equal(x, values[0]) for x in values):
             slope = Slope(0 * values[0], 0.0)  # what does not change at all has no error
         slopes.append(slope)
     finite = [xs for xs in known.values() if all(np.all(np.isfinite(x)) for x in xs)]
-    if errors and len(finite) == 1:
+    is_moved = lambda xs: any(np.any(x != y) for x, y in zip(xs, known[0.0], strict=True))
+    if errors and not any(map(is_moved, finite)):
         raise _fails_nearby(errors[-1])
     found = [
         np.broadcast_to(np.asarray(s.value), x.shape)
@@ -113,6 +116,15 @@ def _slope(samples: Samples, accuracy: float) -> Slope:
     size = max(size, 1e-4 * norm(as_real(samples(0.0))))
     slope = central_slope(samples, size, accuracy)
     return slope if np.isfinite(slope.error) else one_sided_slope(samples)
+
+
+def _roughness(values: Sequence[np.ndarray]) -> float:
+    """The rounding error of values that are close together, relative to them."""
+    with np.errstate(all="ignore"):
+        gaps = [a - 2 * b + c for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+        sizes = [norm(as_real(x)) for x in (*gaps, values[2])]
+    error = max(sizes[:-1])
+    return error / sizes[-1] if sizes[-1] and np.isfinite(error) else 0.0
 
 
 def _real(x: Any) -> np.ndarray:

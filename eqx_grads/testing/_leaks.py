@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from .._diagnosis.source_lines import source_line
 from .._jaxprs.structure import equations
 from ._case import Case
 from ._outcome import outcome
@@ -24,8 +23,6 @@ _COMPILED_ANEW = ("scan", "while", "cond", "callback", "shard_map", "custom_line
 _KEEPS = "the rule keeps a tracer"
 # Before Python 3.13, JAX's report of some leaks crashes: equinox#997.
 _CRASHES = "IndexError: list index out of range"
-# The calls that `eqg.implicit`, around a host function or another solver, makes.
-_OF_SOLVERS = {"_differentiable_solution", "host_call"}
 
 
 def leaks(case: Case) -> Iterator[Finding]:
@@ -42,7 +39,7 @@ def leaks(case: Case) -> Iterator[Finding]:
         )
     for finding in (*_under_the_checker(case, mode, error), _live_tracers(case, mode)):
         is_leak = _KEEPS in finding.cause or finding.raised.startswith(_CRASHES)
-        if finding.verdict == FAILED and is_leak and _is_solver(case):
+        if finding.verdict == FAILED and is_leak and case.is_solver:
             # `lineax.linear_solve` does so: in a run-time check, and from JAX 0.11 on for each
             # operator that is a function.
             finding = skipped("leaks", "Lineax, with which `implicit` solves, keeps tracers")
@@ -154,23 +151,10 @@ def _older_objects_frozen():
             gc.unfreeze()
 
 
-def _is_solver(case: Case) -> bool:
-    """Whether its only rules are those of solutions of equations, and those of the packages
-    that solve them, such as Optimistix."""
-    program = case.own.program()
-    if program is None:
-        return False
-    found = list(equations(program))
-    calls = {str(eqn.params["call"]) for eqn in found if eqn.primitive.name == "eqg_call"}
-    is_rule = lambda eqn: eqn.primitive.name.startswith(("custom_jvp", "custom_vjp"))
-    is_users = any(is_rule(eqn) and not source_line(eqn).library for eqn in found)
-    return "_differentiable_solution" in calls and calls <= _OF_SOLVERS and not is_users
-
-
 def _is_of_solver(case: Case, mode: str) -> bool:
     """Whether what `eqg.implicit` decorates keeps tracers, and does not call Lineax."""
     program = case.own.program()
-    if program is None or not _is_solver(case):
+    if program is None or not case.is_solver:
         return False
     is_of_lineax = any(e.primitive.name == "linear_solve" for e in equations(program))
     return not is_of_lineax and _growth(case, case.own.plain, mode) > 0

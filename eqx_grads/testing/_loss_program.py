@@ -33,7 +33,7 @@ from .._jaxprs.structure import (
 )
 from .._tangent_spaces import is_differentiable
 from ._compare import as_double, pairing
-from ._oracle import is_same_program, without_log
+from ._oracle import expanded, is_same_program, without_log
 from ._outcome import outcome
 from ._slope import Samples
 from ._subject import double_precision
@@ -88,10 +88,15 @@ class LossProgram:
             like = lambda xs: [x.astype(d) for x, d in zip(xs, self.dtypes, strict=True)]
             with self._context():
                 flat, treedef = jax.tree.flatten((*map(like, vectors), self.others, more))
-                run = lambda *xs: fn(*jax.tree.unflatten(treedef, xs))
-                program, out = jax.make_jaxpr(run, return_shape=True)(*flat)
+                trees = []
+
+                def run(*xs):
+                    out, tree = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, xs)))
+                    trees.append(tree)
+                    return out
+
+                program, structure_out = expanded(run, flat), trees[-1]
             compute = evaluate_in_float64 if self._is_exact else evaluate
-            structure_out = jax.tree.structure(out)
             flat_call = lambda xs: jax.tree.unflatten(structure_out, compute(program, xs))
             self._calls[name] = jax.jit(flat_call) if self.is_compiled else flat_call
         with double_precision():

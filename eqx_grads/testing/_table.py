@@ -251,7 +251,8 @@ def _knows_zeros(case: Case) -> bool:
     if isinstance(fn, jax.custom_jvp):
         return bool(fn.symbolic_zeros)
     rule = getattr(getattr(fn, "_rules", None), "jvp_rule", None)
-    return rule.symbolic_zeros if rule is not None else True
+    # The rule of a solver is ours.
+    return rule.symbolic_zeros if rule is not None else not case.is_solver
 
 
 def _work(case: Case, fn, i: int) -> tuple[int, int]:
