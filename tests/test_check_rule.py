@@ -67,7 +67,7 @@ def test_L5_a_scan_is_compiled_few_times():
 
     args = jnp.ones(3), jnp.ones((5, 3))
     eqgt.check_rule(scan, *args, checks="primal")
-    assert _compiled_by(lambda: eqgt.check_rule(scan, *args)) <= 20
+    assert _compiled_by(lambda: eqgt.check_rule(scan, *args)) <= 28
 
 
 # ---------------------------------------------------------------- L2: single precision

@@ -53,16 +53,26 @@ class Case:
         own_numbers = not options.is_wrong_on_purpose
         self.subject = FlatFunction(fn, args, kwargs, names, own_numbers=own_numbers)
         self.own = in_own_precision(self.subject, options)
-        self.names, self.outputs = self.subject.names, self.own.outputs
-        self.output_names = self.own.output_names
-        self.eager = EagerCalls(self.subject, self.outputs)
+        self.names = self.subject.names
         self.subject.check_points(options.at)
         if options.reference is not None:
             check_outputs_of_reference(self.subject, self.outputs, options.reference)
 
+    @property
+    def outputs(self) -> list[Any]:
+        return self.own.outputs
+
+    @property
+    def output_names(self) -> list[str]:
+        return self.own.output_names
+
+    @ft.cached_property
+    def eager(self) -> EagerCalls:
+        return EagerCalls(self.subject, self.outputs)
+
     def with_seed(self, seed: int) -> "Case":
         """The same case with other random directions. Compiled programs are shared."""
-        _ = self.wide
+        _ = outcome(lambda: (self.wide, self.eager))  # are shared; a check reports an error
         other = copy.copy(self)
         other.seed = seed
         for name in ("tangents", "cotangents", "differences"):
@@ -175,8 +185,7 @@ class Case:
         leaves = [np.asarray(y) for y in (self.subject.leaves if x is None else x)]
         wide = [y.astype(np.complex128 if np.iscomplexobj(y) else float) for y in leaves]
         value = lambda *xs: self.wide.value(xs)
-        rounded_to = self.wide.rounded_to
-        return directional(value, wide, tangents, str(rounded_to) if rounded_to else None)
+        return directional(value, wide, tangents, self.wide.rounded_to)
 
     # ------------------------------------------------------------ tolerances
 

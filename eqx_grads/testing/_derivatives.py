@@ -295,7 +295,8 @@ def _against_references(case: Case, mode: Mode, got: _Arrays) -> tuple[Finding, 
     if by_autodiff is None:
         return by_differences, None
     if by_autodiff.verdict == by_differences.verdict:
-        shows_more = not any(map(np.any, want)) or not are_finite(want)
+        shows_more = any(map(np.any, steps[0]))
+        shows_more &= not any(map(np.any, want)) or not are_finite(want)
         shows_more = shows_more and by_autodiff.verdict == FAILED
         return (by_differences, None) if shows_more else (by_autodiff, 0)
     # One of them passed. If the references disagree, that is enough. If they agree, the failure

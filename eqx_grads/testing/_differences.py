@@ -59,6 +59,7 @@ def directional(
 
     Raises `FailsNearby` if `fn` raises an error wherever the leaves are moved.
     """
+    rounded_to = None if rounded_to is None else str(jnp.dtype(rounded_to))
     known: dict[float, list[np.ndarray]] = {0.0: list(map(as_double, fn(*leaves)))}
     errors: list[Exception] = []
 

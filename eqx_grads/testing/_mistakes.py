@@ -67,7 +67,8 @@ def likely_cause(
             "(as `eqx.tree_at` does, which keeps the leaves that it does not replace)"
         )
     if norm(as_real(want)) == 0:
-        return f"it should be zero: {name} {NO_INFLUENCE}"
+        text = f"it should be zero: {name} {NO_INFLUENCE}"
+        return f"{text}; if that is meant, as of a straight-through rule, pass `reference=`"
     if norm(as_real(have)) == 0:
         return f"{MISSING}: the term of {name} is missing"
     if want.size < 2 and (_close(want, have) or _rounded_to(want, have)):

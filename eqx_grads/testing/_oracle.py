@@ -113,11 +113,21 @@ class Side:
         self.plain = without_rules(subject.arrays, is_decorated)
         self._traced: dict[str, Any] = {}
         self._compiled: dict[tuple[str, ...], Any] = {}
-        with traced_in():
-            self.named_outputs = subject.named_outputs()
-        self.outputs = [o for _, o in self.named_outputs]
-        self.output_names = [name for name, _ in self.named_outputs]
         self.references = references(subject, self.plain, options)
+
+    @ft.cached_property
+    def named_outputs(self) -> list[tuple[str, Any]]:
+        """The shapes and dtypes of the outputs, with their names."""
+        with self._traced_in():
+            return self.subject.named_outputs()
+
+    @property
+    def outputs(self) -> list[Any]:
+        return [o for _, o in self.named_outputs]
+
+    @property
+    def output_names(self) -> list[str]:
+        return [name for name, _ in self.named_outputs]
 
     def exactly(self) -> "Side":
         """The same programs, evaluated in float64."""

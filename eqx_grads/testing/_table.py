@@ -390,7 +390,8 @@ def _differences_of_gradient(case: Case, where: str):
     loss = _scaled_loss(case)
     gradient = {"gradient": lambda at: _gradient(loss(side.f, at.w), at.x)}
     run = lambda *xs: side.compute(gradient, At(xs, case.tangents[0], w))["gradient"]
-    steps = outcome(lambda: directional(lambda *xs: _raising(run(*xs)), leaves, scaled))
+    values = lambda *xs: _raising(run(*xs))
+    steps = outcome(directional, values, leaves, scaled, side.rounded_to)
     if isinstance(steps, Exception) or not steps.is_trusted:
         return None
     kind = where.partition(", ")[2]
