@@ -147,7 +147,7 @@ class Case:
         return [normal_like(rng, self.outputs) for _ in range(4)]
 
     def derivative(self, side: Side, row: str, direction: Sequence[Any], x: Any = None) -> Any:
-        """The derivative of a row along a tangent or a cotangent. It raises what that raises."""
+        """The derivative of a row along a direction. It raises what that raises."""
         t, w = self.tangents[0], self.cotangents[0]
         t, w = (direction, w) if row.startswith("jvp") else (t, direction)
         found = side.derive(t, w, x)[row]

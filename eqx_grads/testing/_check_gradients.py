@@ -68,19 +68,23 @@ def check_gradients(
     gradient of a loss, through all layers, scans and rules. It says which leaves are wrong, and
     names the function without whose rule they are right.
 
-    - The gradient is computed in float64, with model and arguments in float64, and along random
-        directions compared with differences: directions of all leaves together, then one of
-        each leaf alone, so that a wrong bias does not hide behind large weights.
+    - Gradient and loss are computed in float64. The gradient is compared with differences
+        along a random direction of each leaf alone, so that a wrong bias does not hide behind
+        large weights, and then along directions of all leaves together.
     - Steps of several lengths are extrapolated (Richardson). Their disagreement is the error
         of the differences. A leaf whose differences are no evidence is `"not measured"`: they
-        are too noisy, or no step is short enough for the slope not to depend on it.
+        are too noisy, no step is short enough for the slope not to depend on it, or the loss
+        rounds to zero.
     - Forward mode is compared as well, where there is one: with the differences, and so with
         reverse mode (the adjoint identity).
     - Where the slopes on the two sides differ, the loss has a kink (`relu` at zero, ties of a
-        maximum). A gradient between them is not wrong; it is judged at a point nearby.
-    - For each wrong leaf, the rules in the program are removed (`eqg.custom_*`, `jax.custom_*`,
-        `stop_gradient`). If the gradient is right without some of them, these are named, with
-        the line and the layer of the call.
+        maximum). The gradient has to be between them, and right at a point nearby.
+    - What a `stop_gradient` of the loss returns is held while differencing, if the gradient is
+        wrong otherwise. A leaf that is right then is `"stopped"`.
+    - For each wrong leaf, the rules in the program are removed (`eqg.custom_*`,
+        `jax.custom_*`). If the gradient is right without some of them, these are named, with
+        the line and the layer of the call. If it is right at points nearby, a tie of `min` or
+        `max` is named.
 
     !!! example
 
@@ -133,8 +137,8 @@ def check_gradients(
         layer stands for all leaves in it, and `*` for anything. For gradients that are not
         derivatives on purpose: leaves before a straight-through estimator or a surrogate.
     - `tolerance`: the largest relative error that passes, besides the estimated error of the
-        differences. By default 1e-6 in float64. If the loss computes in less than that, what
-        rounding explains in its dtype. Raise it for iterative solvers.
+        differences. By default 1e-6, or what rounding explains in the dtype of a host function.
+        Raise it for iterative solvers.
     - `seed`: the seed of the random directions.
     - `raises`: whether to raise when the gradient is wrong.
 
@@ -339,8 +343,8 @@ def _in_own_precision(
         elif is_half and np.any(exact) and not np.any(of_user):
             fault = (
                 "cut",
-                f"In {lowest}, the gradient is zero. In float64, its norm is {norm(exact):.1g}.",
-                "Multiply the loss by a large number, and divide the gradient by it in float32.",
+                f"In {lowest}, the gradient is zero; in float64, it is {norm(exact):.1g}.",
+                "Multiply the loss by a large number, and divide the gradient by it.",
             )
         if fault is not None:
             kind, detail, cure = fault

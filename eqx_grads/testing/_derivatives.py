@@ -1,9 +1,9 @@
 """The checks `forward` and `reverse`: the first derivative against two references.
 
 The references are what is expected (autodiff of the function without its rule, of `reference`,
-or a formula), and finite differences. Where autodiff and differences disagree (a `stop_gradient`
-in the function, a NaN of plain autodiff), the rule has to agree with one of them. A rule that is
-right in float64 is then compared in the user's precision.
+or a formula), and finite differences. Where autodiff and differences disagree (a
+`stop_gradient` in the function, a NaN of plain autodiff), the rule has to agree with one of
+them. A rule that is right in float64 is then compared in the user's precision.
 """
 
 import dataclasses
@@ -333,13 +333,13 @@ def _by_differences(case: Case, mode: Mode, steps, exact):
 
 
 def _cause_of_a_stop(want: _Arrays, have: _Arrays, names: Sequence[str]) -> str | None:
-    """Where the function changes and plain autodiff of it is zero: it is a solver, or rounds."""
+    """Where the function changes and plain autodiff is zero: it is a solver, or rounds."""
     if any(not np.any(h) and np.any(w) for w, h in zip(want, have, strict=True)):
         return None  # a term is missing
     return (
         "plain autodiff is zero, and the function changes: the residual of `eqg.implicit` is\n"
-        "  another equation (is it zero at the solution?), or a solver that stops at a tolerance\n"
-        "  needs one near rounding, or a derivative that is meant has to be given (`reference=`)"
+        "  another equation (is it zero at the solution?), or a solver that stops at a\n"
+        "  tolerance needs one near rounding, or give the derivative that is meant (`reference=`)"
     )
 
 
@@ -489,8 +489,8 @@ def _in_own_precision(case: Case, mode: Mode, number: int | None, is_known: bool
 
 
 def _explained(case: Case, mode: Mode, number, direction, finding: Finding) -> Finding:
-    """The failure in float64 along this direction, if there is one: then the mistake has nothing
-    to do with the precision. Or none, if rounding changes plain autodiff as much."""
+    """The failure in float64 along this direction, if there is one: then the mistake has
+    nothing to do with the precision. Or none, if rounding changes plain autodiff as much."""
     if number is None:
         return finding
     wide, own = (outcome(mode.by(side, number), direction) for side in (case.wide, case.own))

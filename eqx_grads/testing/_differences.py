@@ -54,8 +54,8 @@ def directional(
 ) -> Difference:
     """The derivative of `fn` along `tangents`, which should be about as large as the leaves.
 
-    - `rounded_to`: the dtype that the values are rounded to, if that is known. It is seen if all
-        values are numbers of a dtype.
+    - `rounded_to`: the dtype that the values are rounded to, if that is known. It is seen if
+        all values are numbers of a dtype.
 
     Raises `FailsNearby` if `fn` raises an error wherever the leaves are moved.
     """

@@ -185,8 +185,8 @@ def _fault(judge, leaf, i, known: _Reasons, others: Sequence[int]) -> GradientFa
 
 
 _AT_A_TIE = (
-    "Autodiff takes a half of each side at a tie. Move the point a little, or write the function "
-    "without the comparison."
+    "Autodiff takes a half of each side at a tie. Move the point a little, or write the "
+    "function without the comparison."
 )
 
 

@@ -172,7 +172,7 @@ class Judge:
         return 4 * samples.eps * size
 
     def _of_zero(self, samples: Samples) -> str:
-        """Of a zero gradient: whether the loss changes over longer steps, as a staircase does."""
+        """Of a zero gradient: whether the loss changes over longer steps (a staircase)."""
         far = [samples(sign * h) - samples(0.0) for h in _LONG_STEPS for sign in (1, -1)]
         size = max(abs(samples(0.0)), max(map(abs, filter(np.isfinite, far)), default=0.0))
         return FLAT if any(abs(x) > 1e-9 * size for x in far if np.isfinite(x)) else DEAD
@@ -181,8 +181,8 @@ class Judge:
 
     def _unless_kink(self, direction, verdict: LeafVerdict, samples, slope, is_held):
         """At a kink of the loss, the gradient is one of many: it is between the slopes on both
-        sides, along each direction. It is judged at a point nearby, too, which in general has no
-        kink."""
+        sides, along each direction. It is judged at a point nearby, too, which in general has
+        no kink."""
         sides = with_sides(samples, slope)
         have = [d for d in (verdict.reverse, verdict.forward) if d is not None]
         if not all(map(np.isfinite, have)):

@@ -81,8 +81,8 @@ class LossProgram:
         return evaluate(self.traced.program, [*leaves, *others])[0]
 
     def call(self, name: str, fn: Callable[..., Any], *vectors: Sequence[Any], more: Any = ()):
-        """`fn(*vectors, others, more)`, where the vectors are lists like the leaves: traced once
-        for each name, and computed in float64."""
+        """`fn(*vectors, others, more)`, where the vectors are lists like the leaves: traced
+        once for each name, and computed in float64."""
         args = (*vectors, self.others, more)
         if name not in self._calls:
             like = lambda xs: [x.astype(d) for x, d in zip(xs, self.dtypes, strict=True)]
@@ -234,7 +234,7 @@ def trace(
     stops: Sequence[str] | None = None,
     **options: Any,
 ) -> LossProgram:
-    """The program of a loss, in float64. `stops`: those of the loss, if not all that are in it."""
+    """The program of a loss, in float64. `stops`: those of the loss, if not all."""
     own = trace_loss(CALLER, loss, model, args, kwargs, **options)
     n = len(own.leaves)
     grad = jax.grad(lambda xs, others: evaluate(own.program, [*xs, *others])[0])

@@ -201,7 +201,7 @@ class Side:
 
     @ft.cached_property
     def rows(self) -> dict[str, Row]:
-        """The value, the derivatives by the rule, and those that are expected, in both modes."""
+        """The derivatives by the rule, and those that are expected, in both modes."""
         rows: dict[str, Row] = {
             "jvp": lambda at: jvp(self.f, at.x, at.t),
             "vjp": lambda at: vjp(self.f, at.x, at.w),
@@ -324,13 +324,16 @@ def in_own_precision(subject: FlatFunction, options: Options) -> Side:
 
 
 def in_float64(own: Side, options: Options, at: At) -> Side:
-    """The same in float64; `own` itself if that is the user's precision. `at`: any directions."""
+    """The same in float64; `own` itself if that is the user's precision. `at`: directions."""
     # First the user's precision: of a NumPy array that a function captures, JAX has one constant
     # for both precisions, in that of the first program that is alive (JAX 0.10 to 0.12).
     works = _working(own, at)
-    wide = _retraced(own, options, at, works)
-    if wide is None:
-        return own.exactly()
+    wide, is_same = _retraced(own, options, at, works)
+    if not is_same:
+        exact = own.exactly()
+        if works <= _working(exact, at):
+            return exact
+        wide = wide or own  # as of Lineax, which can't be evaluated in another precision
     if wide.lowest is None or options.expected_tangent or options.expected_cotangent:
         return wide  # a formula is rounded as it is written
     exact = wide.exactly()
@@ -344,22 +347,22 @@ def in_float64(own: Side, options: Options, at: At) -> Side:
     )
 
 
-def _retraced(own: Side, options: Options, at: At, works: set[str]) -> Side | None:
-    """The function of float64 arguments, if that works as well, and is the same."""
+def _retraced(own: Side, options: Options, at: At, works: set[str]) -> tuple[Side | None, bool]:
+    """The function of float64 arguments, if that works as well and has the same value; and
+    whether all of it is the same."""
     subject = own.subject
     if all(jnp.finfo(x.dtype).bits == 64 for x in subject.leaves):
-        return own
+        return own, True
     wide = outcome(_in_x64, subject, options)
     if isinstance(wide, Exception) or not works <= _working(wide, at):
-        return None
+        return None, False
     own.program(), wide.program()
     # The derivatives by the rule may differ: it may be wrong in one precision.
     names = ["value", *(name for name in own.rows if name not in ("jvp", "vjp"))]
     pairs = [(own._traced.get(name), wide._traced.get(name)) for name in names]
-    pairs = [
-        (a, b) for a, b in pairs if isinstance(a, ClosedJaxpr) and isinstance(b, ClosedJaxpr)
-    ]
-    return wide if all(is_same_program(a, b) for a, b in pairs) else None
+    known = [all(isinstance(p, ClosedJaxpr) for p in pair) for pair in pairs]
+    same = [not k or is_same_program(*pair) for k, pair in zip(known, pairs, strict=True)]
+    return (wide if same[0] else None), all(same)
 
 
 def _in_x64(subject: FlatFunction, options: Options) -> Side:

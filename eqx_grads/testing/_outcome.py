@@ -21,8 +21,8 @@ _STANDARD_LIBRARY = tuple(
 
 
 def outcome(run: Callable[..., Any], *args: Any) -> Any:
-    """What `run(*args)` returns, or the exception that it raises. A rule may raise anything, and
-    each caller says what an error means to it."""
+    """What `run(*args)` returns, or the exception that it raises. A rule may raise anything,
+    and each caller says what an error means to it."""
     try:
         return run(*args)
     except Exception as error:

@@ -67,7 +67,7 @@ def residuals(case: Case) -> Iterator[Finding]:
 
 
 def _kept(case: Case, fn, arguments_count: bool = False) -> tuple[Residuals, int]:
-    """The residuals of a call, and the bytes of each step of a scan over copies of the leaves."""
+    """The residuals of a call, and the bytes of each step of a scan over the leaves."""
     leaves, held = case.subject.leaves, case.subject.constants
     kept = residuals_of(fn, leaves, held, arguments_count=arguments_count)
     scanned = lambda *xs: jax.lax.scan(lambda c, x: (c, list(fn(*x))), None, list(xs))[1]

@@ -1,5 +1,5 @@
-"""The checks `adjoint`, `linear`, `zeros` and `order`: rows of a place, what the rule gives, and
-what it should give, all of them functions of the same arrays, compiled as one program."""
+"""The checks `adjoint`, `linear`, `zeros` and `order`: rows of a place, what the rule gives,
+and what it should give, all of them functions of the same arrays, compiled as one program."""
 
 import dataclasses
 import functools as ft
@@ -350,8 +350,8 @@ def _one_order(case: Case, n: int) -> Iterator[Finding]:
 
 def _by_differences(case: Case, where: str, n: int, finding: Finding | None) -> Finding | None:
     """The check of the first derivative has its own reference, so differences of the rule's
-    gradient are a reference for the second, unless `reference` was given: the gradient of a rule
-    that is wrong on purpose need not be that of any function."""
+    gradient are a reference for the second, unless `reference` was given: the gradient of a
+    rule that is wrong on purpose need not be that of any function."""
     side, w = case.wide, case.cotangents[0]
     is_right = _is_right_to_first_order(case)
     is_refuted = finding is not None and case.options.reference is None and not is_right
