@@ -19,10 +19,9 @@ from ._case import are_finite, Case
 from ._compare import as_real, difference, norm, pairing
 from ._differences import FailsNearby
 from ._mistakes import Mistake
-from ._oracle import At, Side
+from ._oracle import Side
 from ._outcome import in_one_line, outcome
 from ._random_tangents import basis, basis_names, only
-from ._references import jvp, vjp
 from ._report import broke, compare, FAILED, failed, Finding, NO_REFERENCE, PASSED, skipped
 from ._subject import fitted
 
@@ -113,7 +112,7 @@ class Mode:
         ]
         transposed = outcome(self._transposed)
         found += [] if isinstance(transposed, Exception) else transposed
-        if self.is_forward and any(map(np.iscomplexobj, want)):
+        if self.is_forward and any(map(jnp.iscomplexobj, case.subject.leaves)):
             conjugated = lambda t: self.by(case.wide, 0)([np.conj(x) for x in t])
             found += [Mistake("the tangent was conjugated", x) for x in self.stack(conjugated)]
         return found
@@ -314,12 +313,14 @@ def _by_differences(case: Case, mode: Mode, steps, exact):
     """The verdict of differences, and the error of another derivative, relative to that which
     is admitted."""
     want, names, directions, errors = steps
-    tolerance = case.admitted(case.wide)
+    # Along one direction, a few entries may be off by more than all of them are.
+    is_second = not isinstance(exact, Exception)
+    tolerance = case.admitted(case.wide) * (3 if is_second else 1)
     scale = [10 * error / tolerance for error in errors]
     is_rounded = any(d.is_rounded for *_, d in case.differences)
     of = f"of values in {case.wide.rounded_to or 'float32'}" if is_rounded else "in float64"
     cause, have = None, mode.in_numbers(mode.by(case.wide))
-    if not isinstance(exact, Exception) and not any(map(np.any, exact)):
+    if is_second and not any(map(np.any, exact)):
         cause = _cause_of_a_stop(want, have, names)
     finding = compare(
         mode.check, "", want, have, names, tolerance, reference=f"finite differences {of}",
@@ -339,7 +340,7 @@ def _cause_of_a_stop(want: _Arrays, have: _Arrays, names: Sequence[str]) -> str 
     return (
         "plain autodiff is zero, and the function changes: the residual of `eqg.implicit` is\n"
         "  another equation (is it zero at the solution?), or a solver that stops at a\n"
-        "  tolerance needs one near rounding, or give the derivative that is meant (`reference=`)"
+        "  tolerance needs one near rounding, or give the meant derivative (`reference=`)"
     )
 
 
@@ -383,19 +384,8 @@ def _is_of_the_function(case: Case, mode: Mode, got: _Arrays) -> bool:
     """Whether forward mode of a rule is autodiff of the function without it, and reverse mode
     is not."""
     side, w = case.wide, case.cotangents[0]
-
-    def plain(name, row, t, w):
-        (found,) = side.compute({name: row}, At(side.subject.leaves, t, w)).values()
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    pushed = lambda t: plain("plain jvp", lambda at: jvp(side.plain, at.x, at.t), t, w)
-    ahead = outcome(mode.stack, pushed)
-    back = outcome(
-        plain, "plain vjp", lambda at: vjp(side.plain, at.x, at.w), case.tangents[0], w
-    )
-    pulled = outcome(case.derivative, side, "vjp", w)
+    ahead = outcome(mode.stack, lambda t: case.derivative(side, "jvp plain", t))
+    back, pulled = (outcome(case.derivative, side, row, w) for row in ("vjp plain", "vjp"))
     if any(isinstance(x, Exception) for x in (ahead, back, pulled)):
         return False
     tolerance = case.admitted(side)

@@ -22,15 +22,7 @@ from .._diagnosis.source_lines import source_line
 from .._diagnosis.traced_loss import trace_loss, TracedLoss
 from .._errors import first_line
 from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.structure import (
-    Call,
-    Checkpoint,
-    Cond,
-    inner_programs,
-    Scan,
-    structure,
-    While,
-)
+from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure, While
 from .._tangent_spaces import is_differentiable
 from ._compare import as_double, pairing
 from ._oracle import expanded, is_same_program, without_log

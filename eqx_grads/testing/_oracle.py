@@ -36,10 +36,7 @@ _Arrays = list[Any]
 # Constants of two programs that differ by less are the same number, one of them rounded.
 _ROUNDED = 1e-6
 # What the flag `JAX_DISABLE_MOST_OPTIMIZATIONS` asks for, on every platform.
-_UNOPTIMIZED = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
+_UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Fusion emitters take most of the compilation time on a CPU. JAX 0.12 has no option for them.
 _UNFUSED = {
     **_UNOPTIMIZED,
@@ -181,6 +178,13 @@ class Side:
                     found[name] = outcome(self._eagerly, rows[name], at)
         return {name: found.get(name, programs[name]) for name in rows}
 
+    def one(self, name: str, row: Row, at: At) -> _Arrays:
+        """What a row gives. It raises what that raises."""
+        found = self.compute({name: row}, at)[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
     def _run(self, programs: Mapping[str, ClosedJaxpr], at: At) -> dict[str, _Arrays]:
         key = tuple(programs)
         if key not in self._compiled:
@@ -201,8 +205,9 @@ class Side:
 
     @ft.cached_property
     def rows(self) -> dict[str, Row]:
-        """The derivatives by the rule, and those that are expected, in both modes."""
+        """The value, the derivatives by the rule, and those that are expected."""
         rows: dict[str, Row] = {
+            "f": lambda at: self.f(*at.x),
             "jvp": lambda at: jvp(self.f, at.x, at.t),
             "vjp": lambda at: vjp(self.f, at.x, at.w),
         }
@@ -211,6 +216,9 @@ class Side:
                 way = (lambda at, r=r: r.derivative(at.x, at.t)) if prefix == "jvp" else (
                     lambda at, r=r: r.derivative(at.x, at.w))  # fmt: skip
                 rows[f"{prefix} {i}"] = way
+        if self._options.is_wrong_on_purpose:
+            rows["jvp plain"] = lambda at: jvp(self.plain, at.x, at.t)
+            rows["vjp plain"] = lambda at: vjp(self.plain, at.x, at.w)
         return rows
 
     def derive(self, t: Sequence[Any], w: Sequence[Any], x: Sequence[Any] | None = None):
@@ -218,11 +226,8 @@ class Side:
         return self.compute(self.rows, At(self.subject.leaves if x is None else x, t, w))
 
     def value(self, x: Sequence[Any] | None = None) -> _Arrays:
-        rows = {"value": lambda at: self.f(*at.x)}
-        found = self.compute(rows, At(self.subject.leaves if x is None else x, (), ()))["value"]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        at = At(self.subject.leaves if x is None else x, (), ())
+        return self.one("value", lambda at: self.f(*at.x), at)
 
     # ------------------------------------------------------------ precision
 
@@ -325,7 +330,7 @@ def in_own_precision(subject: FlatFunction, options: Options) -> Side:
 
 def in_float64(own: Side, options: Options, at: At) -> Side:
     """The same in float64; `own` itself if that is the user's precision. `at`: directions."""
-    # First the user's precision: of a NumPy array that a function captures, JAX has one constant
+    # First the own precision: of a NumPy array that a function captures, JAX has one constant
     # for both precisions, in that of the first program that is alive (JAX 0.10 to 0.12).
     works = _working(own, at)
     wide, is_same = _retraced(own, options, at, works)
@@ -358,7 +363,7 @@ def _retraced(own: Side, options: Options, at: At, works: set[str]) -> tuple[Sid
         return None, False
     own.program(), wide.program()
     # The derivatives by the rule may differ: it may be wrong in one precision.
-    names = ["value", *(name for name in own.rows if name not in ("jvp", "vjp"))]
+    names = ["value", *(name for name in own.rows if name not in ("f", "jvp", "vjp"))]
     pairs = [(own._traced.get(name), wide._traced.get(name)) for name in names]
     known = [all(isinstance(p, ClosedJaxpr) for p in pair) for pair in pairs]
     same = [not k or is_same_program(*pair) for k, pair in zip(known, pairs, strict=True)]

@@ -71,7 +71,7 @@ def _kept(case: Case, fn, arguments_count: bool = False) -> tuple[Residuals, int
     leaves, held = case.subject.leaves, case.subject.constants
     kept = residuals_of(fn, leaves, held, arguments_count=arguments_count)
     scanned = lambda *xs: jax.lax.scan(lambda c, x: (c, list(fn(*x))), None, list(xs))[1]
-    copies = [jnp.stack([x] * _STEPS) for x in leaves]
+    copies = [np.stack([x] * _STEPS) for x in leaves]
     return kept, residuals_of(scanned, copies, held).total // _STEPS
 
 

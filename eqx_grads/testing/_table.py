@@ -82,16 +82,11 @@ def _is_meant(case: Case) -> bool:
     options = case.options
     if (options.expected_tangent is None) == (options.expected_cotangent is None):
         return False
-    row, direction = ("vjp", case.cotangents[0]) if options.expected_tangent else (
-        "jvp", case.tangents[0])  # fmt: skip
-    way = jvp if row == "jvp" else vjp
-    at = At(case.wide.subject.leaves, case.tangents[0], case.cotangents[0])
-    plain = {
-        f"plain {row}": lambda at: way(case.wide.plain, at.x, at.t if way is jvp else at.w)
-    }
-    (want,) = case.wide.compute(plain, at).values()
-    names = case.output_names if row == "jvp" else case.names
+    is_pulled = options.expected_tangent is not None
+    row, direction = ("vjp", case.cotangents[0]) if is_pulled else ("jvp", case.tangents[0])
+    want = outcome(case.derivative, case.wide, f"{row} plain", direction)
     got = case.derivative(case.wide, row, direction)
+    names = case.names if is_pulled else case.output_names
     is_error = isinstance(want, Exception)
     return not is_error and difference(want, got, names).error <= case.admitted(case.wide)
 
@@ -388,23 +383,15 @@ def _differences_of_gradient(case: Case, where: str):
     side, scaled, w = case.wide, case.scaled, case.cotangents[0]
     leaves = [as_double(x) for x in side.subject.leaves]
     loss = _scaled_loss(case)
-    gradient = {"gradient": lambda at: _gradient(loss(side.f, at.w), at.x)}
-    run = lambda *xs: side.compute(gradient, At(xs, case.tangents[0], w))["gradient"]
-    values = lambda *xs: _raising(run(*xs))
+    gradient = lambda at: _gradient(loss(side.f, at.w), at.x)
+    values = lambda *xs: side.one("gradient", gradient, At(xs, case.tangents[0], w))
     steps = outcome(directional, values, leaves, scaled, side.rounded_to)
     if isinstance(steps, Exception) or not steps.is_trusted:
         return None
-    kind = where.partition(", ")[2]
-    row = {where: ft.partial(_KINDS[kind], side.f, loss, 2)}
-    got = side.compute(row, At(side.subject.leaves, scaled, w))[where]
+    row = ft.partial(_KINDS[where.partition(", ")[2]], side.f, loss, 2)
+    got = outcome(side.one, where, row, At(side.subject.leaves, scaled, w))
     is_ok = not isinstance(got, Exception)
     return (steps.tangents_out, got, steps.errors, not steps.is_rounded) if is_ok else None
-
-
-def _raising(found):
-    if isinstance(found, Exception):
-        raise found
-    return found
 
 
 def _is_wrong_nearby(case: Case, w) -> bool:

@@ -94,12 +94,12 @@ class _Examples:
         x = [self.examples[k if i in kept else 0][i] for i in n]
         times = lambda v, s: v * v.dtype.type(s)
         t = [times(v, scale) if i in kept else v for i, v in enumerate(self.t)]
-        at = At(x, t, [times(v, scale) for v in self.w])
-        rows = {"derivative": lambda at: self.derive(self.f, at.x, at)}
-        found = self.case.own.compute(rows, at)["derivative"]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        found = self.case.own.derive(t, [times(v, scale) for v in self.w], x)
+        needed = ["f", *["jvp"] * self.forward, *["vjp"] * self.reverse]
+        for result in map(found.get, needed):
+            if isinstance(result, Exception):
+                raise result
+        return [y for name in needed for y in found[name]]
 
     def stacked(self, kept: Sequence[int]) -> list[Any]:
         rows = [self.at_example(kept, k) for k in range(_N)]

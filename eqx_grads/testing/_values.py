@@ -30,8 +30,8 @@ def primal(case: Case) -> Iterator[Finding]:
     numbers = [x for x in numbers if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     tolerance = case.admitted(case.own, exact=True)
     where = "the undecorated function"
-    plain = {"plain value": lambda at: case.own.plain(*at.x)}
-    (got,) = case.own.compute(plain, At(case.subject.leaves, (), ())).values()
+    plain = lambda at: case.own.plain(*at.x)
+    got = outcome(case.own.one, "plain value", plain, At(case.subject.leaves, (), ()))
     if isinstance(got, NotImplementedError):
         yield skipped("primal", f"the rule can't be removed from the function: {got}")
     else:
