@@ -3,9 +3,8 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.progress import doing, is_shown, showing_progress
@@ -16,11 +15,12 @@ from ._compare import as_real
 from ._derivatives import forward, reverse
 from ._leaks import leaks
 from ._options import as_names, as_seeds, check_options, Options
-from ._oracle import without_log
+from ._oracle import At, without_log
+from ._order import order as higher_order
 from ._outcome import outcome
 from ._report import broke, Finding, Report, skipped
 from ._residuals import residuals
-from ._table import adjoint, linear, order as higher_order, zeros
+from ._table import adjoint, linear, zeros
 from ._transforms import transforms
 from ._values import deterministic, finite, primal
 
@@ -220,29 +220,18 @@ def check_rule(
 # With so many equations, all checks take about 20 seconds. The function and its rule are
 # compiled many times over, and the reference a few times.
 _MANY_OF_RULE = 400
-_MANY_OF_REFERENCE = 2500
+_MANY_OF_REFERENCE = 5000
 
 
 def _why_slow(case: Case) -> str:
     """Something to show if the programs are very long, as those of unrolled loops are."""
-    rows = (
-        (_with_backward_pass(case.own.f), _MANY_OF_RULE),
-        (case.own.plain, _MANY_OF_REFERENCE),
-    )
-    for fn, most in rows:
-        program = outcome(jax.make_jaxpr(fn), *case.subject.leaves)
-        n = 0 if isinstance(program, Exception) else sum(1 for _ in equations(program))
+    at = At(case.subject.leaves, case.tangents[0], case.cotangents[0])
+    for row, most in (("vjp", _MANY_OF_RULE), ("vjp 0", _MANY_OF_REFERENCE)):
+        program = outcome(case.own.trace, row, case.own.rows[row], at)
+        n = sum(1 for _ in equations(program)) if isinstance(program, ClosedJaxpr) else 0
         if n >= most:
             return f"compiling {n} operations, a `lax.scan` is faster"
     return ""
-
-
-def _with_backward_pass(fn):
-    def run(*xs):
-        out, pullback = jax.vjp(fn, *xs)
-        return out, pullback(jax.tree.map(jnp.ones_like, out))
-
-    return run
 
 
 # The checks along random directions, which compile nothing new for another direction.

@@ -14,10 +14,10 @@ from ._case import are_finite, Case
 from ._compare import as_real, is_number, unlike
 from ._options import Options
 from ._oracle import At
+from ._order import forward_over_reverse, loss_of, reverse_over_reverse
 from ._outcome import outcome
 from ._references import jvp, vjp
 from ._report import broke, compare, failed, Finding, passed, skipped
-from ._table import _forward_over_reverse, _loss, _reverse_over_reverse
 
 
 # ---------------------------------------------------------------- primal
@@ -107,9 +107,9 @@ def _not_finite(where: str, case: Case) -> Iterator[Finding]:
     if case.outputs and case.has_forward:
         rows["tangent"] = lambda at: jvp(own.f, at.x, at.t)
     if case.outputs and case.has_reverse:
-        kind = _forward_over_reverse if case.has_forward else _reverse_over_reverse
+        kind = forward_over_reverse if case.has_forward else reverse_over_reverse
         rows["cotangent"] = lambda at: vjp(own.f, at.x, at.w)
-        rows["second derivative"] = lambda at: kind(own.f, _loss, 2, at)
+        rows["second derivative"] = lambda at: kind(own.f, loss_of, 2, at)
     at = At(case.subject.leaves, case.tangents[0], case.cotangents[0])
     found = own.compute({f"finite {name}": row for name, row in rows.items()}, at)
     for name, arrays in zip(rows, found.values(), strict=True):
