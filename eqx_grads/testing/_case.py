@@ -213,7 +213,8 @@ class Case:
             values = list(map(outcome, runs))
             if any(isinstance(v, Exception) for v in values):
                 return 0.0
-            error = difference(*values, names, entrywise=False).error
+            exact, rounded = values
+            error = difference(exact, rounded, names, entrywise=False).error
         return min(10 * error, _MOST_ROUNDING) if np.isfinite(error) else 0.0
 
     def rounding_of_values(self) -> float:

@@ -96,13 +96,14 @@ def _note(case: Case, tolerance: float) -> str:
 def _against_references(case: Case, mode: Mode, got: _Arrays) -> tuple[Finding, int | None]:
     """The verdict of autodiff and of differences, and the number of the reference that may be
     held against the rule in the user's precision: none if differences refuted it."""
-    want = outcome(mode.stack, mode.by(case.wide, 0))
-    by_autodiff, why = None, []
+    want: Any = outcome(mode.stack, mode.by(case.wide, 0))
+    by_autodiff: Any = None
+    why: list[str] = []
     if isinstance(want, Exception):
         why.append(f"autodiff without the rule raises {type(want).__name__}")
     else:
         by_autodiff = _compare(case, mode, 0, got, want)
-    steps = outcome(mode.differences)
+    steps: Any = outcome(mode.differences)
     if isinstance(steps, Exception):
         # A derivative of zero may be that of a `stop_gradient`, as of a solver.
         is_known = by_autodiff is not None and (any(map(np.any, want)) or (

@@ -188,9 +188,7 @@ class Judge:
         if not all(map(np.isfinite, have)):
             return verdict
         is_between = sides.is_kink and all(map(sides.admits, have))
-        if not is_between and not (
-            self.gradient is not None and self._parts_are_right(direction, is_held)
-        ):
+        if not self._parts_are_right(direction, is_between, is_held):
             return verdict
         nearby, is_evidence = self._nearby(direction, is_held)
         if nearby.verdict == WRONG and is_evidence:
@@ -215,39 +213,53 @@ class Judge:
         nearby, _ = self._nearby(direction, bool(self.program.stops))
         return nearby.verdict == RIGHT
 
-    def _parts_are_right(self, direction: Direction, is_held: bool) -> bool:
+    def _parts_are_right(self, direction: Direction, is_between: bool, is_held: bool) -> bool:
         """Whether the gradient is right, or between the slopes of a kink, along parts of a
-        direction: the kinks of several entries may cancel along all of it. False if there is no
-        kink in any part."""
+        direction: the kinks of several entries may cancel along all of it, or hide another one.
+        Single entries are parts, and where all of them are wrong, its halves. False if there is
+        no kink.
+
+        - `is_between`: whether it is between the slopes along the whole direction.
+        """
         (number, *others) = direction.kept
         t = direction.tangents[number]
         entries = np.flatnonzero(t)
-        if others or entries.size < 2:
+        if others or entries.size < 2 or self.gradient is None:
+            return is_between
+        n = min(entries.size, _MOST_PARTS)
+        singles = list(self.rng.choice(entries, (n, 1), replace=False))
+        found = [self._part(direction, part, is_held) for part in singles]
+        if not all(is_right for is_right, _ in found):
             return False
+        if is_between or n == entries.size:
+            return is_between or any(is_kink for _, is_kink in found)
         waiting, has_kink, n = [entries], False, 0
         while waiting:
-            part = waiting.pop()
-            for half in np.array_split(part, 2):
-                n += 1
-                alone = np.zeros_like(t)
-                alone.flat[half] = t.flat[half]
-                tangents = [
-                    alone if i == number else x for i, x in enumerate(direction.tangents)
-                ]
-                of_half = Direction(direction.name, (number,), tangents)
-                samples = self.program.samples(self.leaves, tangents, is_held)
-                verdict, slope = self._compare(of_half, self.leaves, self.gradient, samples)
-                sides = with_sides(samples, slope) if verdict.verdict == WRONG else slope
-                self.evaluations += samples.count
-                has_kink |= verdict.verdict == WRONG and sides.is_kink
-                if verdict.verdict != WRONG or (
-                    sides.is_kink and sides.admits(along(self.gradient, tangents))
-                ):
-                    continue
-                if half.size == 1 or n >= _MOST_PARTS:
+            for half in np.array_split(waiting.pop(), 2):
+                is_right, is_kink = self._part(direction, half, is_held)
+                n, has_kink = n + 1, has_kink or is_kink
+                if not is_right and (half.size == 1 or n >= _MOST_PARTS):
                     return False
-                waiting.append(half)
+                waiting += [] if is_right else [half]
         return has_kink
+
+    def _part(self, direction: Direction, part: np.ndarray, is_held: bool) -> tuple[bool, bool]:
+        """Whether the gradient is right along some entries of a direction, and whether there is
+        a kink."""
+        (number,) = direction.kept
+        t = direction.tangents[number]
+        alone = np.zeros_like(t)
+        alone.flat[part] = t.flat[part]
+        tangents = [alone if i == number else x for i, x in enumerate(direction.tangents)]
+        samples = self.program.samples(self.leaves, tangents, is_held)
+        of_part = Direction(direction.name, (number,), tangents)
+        verdict, slope = self._compare(of_part, self.leaves, self.gradient, samples)
+        is_wrong = verdict.verdict == WRONG
+        sides = with_sides(samples, slope) if is_wrong else slope
+        self.evaluations += samples.count
+        is_kink = is_wrong and sides.is_kink
+        between = is_kink and sides.admits(along(self.gradient or [], tangents))
+        return not is_wrong or between, is_kink
 
 
 def _is_evidence(samples: Samples, slope: Slope, verdict: LeafVerdict) -> bool:

@@ -333,23 +333,21 @@ def in_float64(own: Side, options: Options, at: At) -> Side:
     # First the own precision: of a NumPy array that a function captures, JAX has one constant
     # for both precisions, in that of the first program that is alive (JAX 0.10 to 0.12).
     works = _working(own, at)
-    wide, is_same = _retraced(own, options, at, works)
+    retraced, is_same = _retraced(own, options, at, works)
     if not is_same:
         exact = own.exactly()
         if works <= _working(exact, at):
             return exact
-        wide = wide or own  # as of Lineax, which can't be evaluated in another precision
+    wide = retraced or own  # as of Lineax, which can't be evaluated in another precision
     if wide.lowest is None or options.expected_tangent or options.expected_cotangent:
         return wide  # a formula is rounded as it is written
     exact = wide.exactly()
-    values = [outcome(side.value) for side in (wide, exact)]
-    if any(isinstance(v, Exception) for v in values):
+    written, unrounded = (outcome(side.value) for side in (wide, exact))
+    if isinstance(written, Exception) or isinstance(unrounded, Exception):
         return wide
-    (error, *_) = differences(*values, wide.output_names)
-    low = np.zeros((), wide.lowest)
-    return (
-        exact if error.error <= tolerance_of([low]) and works <= _working(exact, at) else wide
-    )
+    error = differences(written, unrounded, wide.output_names)[0].error
+    is_same = error <= tolerance_of([np.zeros((), wide.lowest)])
+    return exact if is_same and works <= _working(exact, at) else wide
 
 
 def _retraced(own: Side, options: Options, at: At, works: set[str]) -> tuple[Side | None, bool]:
@@ -361,7 +359,7 @@ def _retraced(own: Side, options: Options, at: At, works: set[str]) -> tuple[Sid
     wide = outcome(_in_x64, subject, options)
     if isinstance(wide, Exception) or not works <= _working(wide, at):
         return None, False
-    own.program(), wide.program()
+    _ = own.program(), wide.program()  # are traced
     # The derivatives by the rule may differ: it may be wrong in one precision.
     names = ["value", *(name for name in own.rows if name not in ("f", "jvp", "vjp"))]
     pairs = [(own._traced.get(name), wide._traced.get(name)) for name in names]

@@ -266,7 +266,11 @@ class Report:
 
 
 def _wrap(text: str, indent: str = "") -> list[str]:
-    options = {"initial_indent": indent, "subsequent_indent": f"{indent}  "}
     return textwrap.wrap(
-        text, _WIDTH, break_long_words=False, break_on_hyphens=False, **options
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )

@@ -294,7 +294,7 @@ def _scans(e: _Examples) -> Iterator[_Trial]:
     def loss(stacked, closed, carried, weights):
         def pair(xs):
             pairs = zip(e.f(*xs), weights, strict=True)
-            return sum(jnp.real(jnp.sum(out * w)) for out, w in pairs).astype(real)
+            return jnp.asarray(sum(jnp.real(jnp.sum(out * w)) for out, w in pairs), real)
 
         def body(carry, xs):
             total, count, key, leaves = carry
