@@ -96,33 +96,27 @@ def _note(case: Case, tolerance: float) -> str:
 def _against_references(case: Case, mode: Mode, got: _Arrays) -> tuple[Finding, int | None]:
     """The verdict of autodiff and of differences, and the number of the reference that may be
     held against the rule in the user's precision: none if differences refuted it."""
-    want: Any = outcome(mode.stack, mode.by(case.wide, 0))
-    by_autodiff: Any = None
-    why: list[str] = []
-    if isinstance(want, Exception):
-        why.append(f"autodiff without the rule raises {type(want).__name__}")
-    else:
-        by_autodiff = _compare(case, mode, 0, got, want)
-    steps: Any = outcome(mode.differences)
+    found = outcome(mode.stack, mode.by(case.wide, 0))
+    want: _Arrays | None = None if isinstance(found, Exception) else found
+    by_autodiff = None if want is None else _compare(case, mode, 0, got, want)
+    why = (
+        [] if want is not None else [f"autodiff without the rule raises {type(found).__name__}"]
+    )
+    steps = outcome(mode.differences)
     if isinstance(steps, Exception):
+        why = [str(steps)] if isinstance(steps, FailsNearby) else [
+            *why, f"finite differences raise {in_one_line(steps)}"
+        ]  # fmt: skip
+    else:
+        why += [d.why for *_, d in case.differences if not d.is_trusted][:1]
+    if isinstance(steps, Exception) or not all(d.is_trusted for *_, d in case.differences):
         # A derivative of zero may be that of a `stop_gradient`, as of a solver.
-        is_known = by_autodiff is not None and (any(map(np.any, want)) or (
-            by_autodiff.verdict == PASSED))  # fmt: skip
-        if is_known:
+        is_stopped = isinstance(steps, FailsNearby) and not any(map(np.any, want or ()))
+        if by_autodiff is not None and not (is_stopped and by_autodiff.verdict == FAILED):
             return by_autodiff, 0
-        of = (
-            ""
-            if isinstance(steps, FailsNearby)
-            else f"finite differences raise {in_one_line(steps)}"
-        )
-        why = [of or str(steps)] if isinstance(steps, FailsNearby) else [*why, of]
         return skipped(mode.check, f"{NO_REFERENCE}: {', and '.join(why)}"), None
-    untrusted = [d.why for *_, d in case.differences if not d.is_trusted]
-    if untrusted:
-        text = f"{NO_REFERENCE}: {', and '.join([*why, untrusted[0]])}"
-        return by_autodiff or skipped(mode.check, text), 0 if by_autodiff else None
     by_differences, error = _by_differences(case, mode, steps, want)
-    if by_autodiff is None:
+    if by_autodiff is None or want is None:
         return by_differences, None
     if by_autodiff.verdict == by_differences.verdict:
         shows_more = any(map(np.any, steps[0]))
@@ -145,7 +139,7 @@ def _by_differences(case: Case, mode: Mode, steps, exact):
     is admitted."""
     want, names, directions, errors = steps
     # Along one direction, a few entries may be off by more than all of them are.
-    is_second = not isinstance(exact, Exception)
+    is_second = exact is not None
     tolerance = case.admitted(case.wide) * (3 if is_second else 1)
     scale = [10 * error / tolerance for error in errors]
     is_rounded = any(d.is_rounded for *_, d in case.differences)
