@@ -23,7 +23,7 @@ from ._mistakes import PRECISION
 from ._oracle import At, compiled
 from ._outcome import outcome
 from ._report import broke, compare, FAILED, Finding
-from ._subject import is_output
+from ._subject import FlatFunction, is_output
 
 
 # What the leaves are multiplied with in the examples of a batch. The first of these at which
@@ -217,13 +217,10 @@ def _vmap_method(case: Case) -> str:
 
 def _programs(case: Case, e: _Examples) -> Iterator[_Trial]:
     nothing = jax.checkpoint(e.f, policy=jax.checkpoint_policies.nothing_saveable)
-    # Modules are arguments of the jitted function, with their static leaves. It returns leaves,
-    # as Equinox would map bools over a user's class.
-    call = eqx.filter_jit(lambda fn, args: jax.tree.leaves(fn(*args, **case.subject.kwargs)))
     ways = {
         "jit of the derivative": e.f,
         "jit around the function": jax.jit(e.f),
-        "filter_jit": lambda *xs: list(filter(is_output, call(*case.subject.tree(xs)))),
+        "filter_jit": _filter_jitted(case.subject),
         "jax.checkpoint": nothing,
         "cond": lambda *xs: jax.lax.cond(
             jnp.sum(jnp.arange(3)) == 3,  # a traced `True`, so that both branches are kept
@@ -234,6 +231,23 @@ def _programs(case: Case, e: _Examples) -> Iterator[_Trial]:
     }
     for name, fn in ways.items():
         yield _Trial(name, lambda at, fn=fn: e.derive(fn, at.x, at), lambda: e.eager)
+
+
+def _filter_jitted(subject: FlatFunction):
+    """As `eqx.filter_jit`, whose own cache holds functions for ever: all arrays are traced,
+    integers and keys too."""
+
+    def call(*xs):
+        tree = *subject.tree(xs), subject.kwargs
+        dynamic, static = eqx.partition(tree, eqx.is_array)
+
+        def run(dynamic):
+            fn, args, kwargs = eqx.combine(dynamic, static)
+            return list(filter(is_output, jax.tree.leaves(fn(*args, **kwargs))))
+
+        return jax.jit(run)(dynamic)
+
+    return call
 
 
 def _batched_leaves(case: Case) -> Iterator[list[int]]:
