@@ -163,9 +163,9 @@ def _cause_of_a_stop(want: _Arrays, have: _Arrays, names: Sequence[str]) -> str 
     if any(not np.any(h) and np.any(w) for w, h in zip(want, have, strict=True)):
         return None  # a term is missing
     return (
-        "plain autodiff is zero, and the function changes: the residual of `eqg.implicit` is\n"
-        "  another equation (is it zero at the solution?), or a solver that stops at a\n"
-        "  tolerance needs one near rounding, or give the meant derivative (`reference=`)"
+        "plain autodiff is zero, and the function changes: a solver that stops at a tolerance\n"
+        "  (take one near rounding), or the residual of `eqg.implicit` is\n"
+        "  another equation (is it zero at the solution?), or give the meant `reference=`"
     )
 
 

@@ -370,7 +370,9 @@ def _retraced(own: Side, options: Options, at: At, works: set[str]) -> tuple[Sid
 
 def _in_x64(subject: FlatFunction, options: Options) -> Side:
     with double_precision():
-        return Side(subject.in_float64(), options, double_precision, double_precision)
+        wide = Side(subject.in_float64(), options, double_precision, double_precision)
+    _ = wide.named_outputs  # it may be for single precision only
+    return wide
 
 
 def _working(side: Side, at: At) -> set[str]:
