@@ -29,7 +29,7 @@ _MOVE = 1e-3
 _MOST_PARTS = 24
 # What differs from zero by less than this, relative to the loss, is zero.
 _FLOOR = 1e-12
-_LONG_STEPS = (0.125, 0.25, 0.5, 1.0)
+_LONG_STEPS = (0.125, 0.5, 1.0, 4.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +187,9 @@ class Judge:
         have = [d for d in (verdict.reverse, verdict.forward) if d is not None]
         if not all(map(np.isfinite, have)):
             return verdict
-        is_between = sides.is_kink and all(map(sides.admits, have))
+        if not sides.is_kink:
+            return verdict
+        is_between = all(map(sides.admits, have))
         if not self._parts_are_right(direction, is_between, is_held):
             return verdict
         nearby, is_evidence = self._nearby(direction, is_held)
