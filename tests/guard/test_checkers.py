@@ -1104,7 +1104,7 @@ GRADIENTS: dict[str, tuple[Any, Any, str, str, Any, Any]] = {
                 WRONG, ("stopped", "right")),
     "not a derivative": (_model(jnp.round, x=(0.3, -1.5)),
                          _model(eqg.ste.round, x=(0.3, -1.5)), "not a derivative", "", WRONG,
-                         ("zero", "right")),
+                         ("flat", "right")),
     "a kink": (_model(_relu(0.8), x=(-0.5, 1.0)), _model(_relu(0.8, 1.2), x=(-0.5, 1.0)),
                "wrong", "", WRONG, ("kink", "right")),
     "not finite": (_model(lambda x: jnp.sqrt(x + 0.1), x=(-0.5, 1.0)),
