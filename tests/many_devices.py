@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from eqx_grads.testing._flat_function import FlatFunction
+from eqx_grads.testing._subject import FlatFunction
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
 
 

@@ -339,7 +339,7 @@ def wrong_rule_in_a_filter_scan():
     "layers[1].cell.bias",
     *LAYER_0,
     layer="layers[1].cell",
-    function="stop_gradient",
+    kind="stopped",
 )
 def detached_state_in_a_scan():
     detached = lambda h: jax.lax.stop_gradient(0.5 * h) + 0.5 * jnp.tanh(h)
@@ -392,12 +392,12 @@ def _stack_scaled(fn, scale=0.8):
     return loss, Stack((Dense(0), Scaled(jnp.asarray(scale), fn), Dense(2))), DATA
 
 
-@_fault("layers[1].scale", layer="layers[1]", function="stop_gradient", kind="cut")
+@_fault("layers[1].scale", layer="layers[1]", kind="stopped")
 def stop_gradient_left_in():
     return _stack_scaled(lambda scale, x: jax.lax.stop_gradient(scale) * x)
 
 
-@_fault(*LAYER_0, layer="layers[1]", function="stop_gradient")
+@_fault(*LAYER_0, layer="layers[1]", kind="stopped")
 def stop_gradient_in_a_normalization():
     norm = lambda x: x / jax.lax.stop_gradient(jnp.sqrt(1 + jnp.sum(x**2)))
     return between(norm)

@@ -6,7 +6,7 @@ import eqx_grads.testing as eqgt
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_grads.testing._findings import PASSED
+from eqx_grads.testing._report import PASSED
 
 
 ONE = jnp.ones((), "float32")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_grads.testing._finite_differences import directional
+from eqx_grads.testing._differences import directional
 
 
 DERIVATIVES = ("forward", "reverse", "adjoint")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_grads.testing._finite_differences import directional, FailsNearby
+from eqx_grads.testing._differences import directional, FailsNearby
 from scipy.optimize import brentq
 
 

@@ -14,7 +14,7 @@ from eqx_grads._diagnosis._programs.in_float64 import evaluate_in_float64
 from eqx_grads._diagnosis._programs.lowest_precision import lowest_precisions
 from eqx_grads.testing._gradient_faults import _cure, NO_REASONS
 from eqx_grads.testing._judge_leaf import Judge
-from eqx_grads.testing._loss_program import trace_in_both_precisions
+from eqx_grads.testing._loss_program import trace
 from eqx_grads.testing._slope import (
     central_slope,
     confirmed_slope,
@@ -57,6 +57,12 @@ def test_fault_is_found(name):
     fault = FAULTS[name]
     fn, model, *args = fault.make()
     report = eqgt.check_gradients(fn, model, *args, raises=False)
+    if fault.kind == "stopped":  # on purpose, or not
+        assert not report
+        stopped = {leaf.leaf for leaf in report.leaves if leaf.verdict == "stopped"}
+        assert stopped == set(fault.wrong), str(report)
+        assert "`stop_gradient` is called at model_faults.py:" in str(report)
+        return
     assert {found.leaf for found in report.found} == set(fault.wrong), str(report)
     for found in report.found:
         assert found.kind == fault.kind, str(report)
@@ -110,9 +116,7 @@ def test_why_a_leaf_is_not_measured():
 def test_a_single_parameter_is_moved():
     """Whatever the seed: its component along the gradient does not add up to zero with the
     random one."""
-    program, _, _ = trace_in_both_precisions(
-        "test", lambda m: m**2, jnp.array(0.7), (), {}, only_own=True
-    )
+    program = trace(lambda m: m**2, jnp.array(0.7), (), {})
     judge = Judge(program, 1e-6, ["reverse"], seed=0)
     moves = [abs(judge.direction("model", [0]).tangents[0]) for _ in range(1000)]
     assert min(moves) > 0.1
@@ -134,8 +138,8 @@ def test_a_small_error_is_said_to_be_small():
 def test_leaves_without_influence_are_listed():
     fn, model, *args = RIGHT["rounded_then_unused"]()
     report = eqgt.check_gradients(fn, model, *args)
-    assert report["layers[0].weight"].verdict == "zero"
-    assert "The loss does not depend on these leaves here" in str(report)
+    assert report["layers[0].weight"].verdict == "flat"
+    assert "The loss is flat here, and changes over longer steps" in str(report)
 
 
 def test_what_is_not_inexact_is_ignored():
@@ -210,7 +214,7 @@ def test_a_loss_that_raises_an_error_close_by():
     # A step that is short for the second entry leads far below zero in the first one.
     x = jnp.array([1e-4, 1e3])
     assert eqgt.check_gradients(loss, x)["model"].verdict == "right"
-    wrong = lambda x: 1.1 * loss(x) - 0.1 * jax.lax.stop_gradient(loss(x))
+    wrong = lambda x: loss(eqg.scale_gradient(x, 1.1))
     assert eqgt.check_gradients(wrong, x, raises=False)["model"].verdict == "WRONG"
     with pytest.raises(RuntimeError, match="negative"):
         eqgt.check_gradients(loss, -x)
@@ -224,7 +228,8 @@ def test_a_rule_for_one_precision_only():
     host.defjvp(lambda primals, tangents: (host(*primals), 2 * primals[0] * tangents[0]))
     loss = lambda x: host(jnp.sum(x))
     report = eqgt.check_gradients(loss, jnp.array([1.0, 2.0], jnp.float32))
-    assert "can't be differentiated in float64" in str(report)
+    assert report["model"].verdict == "right"
+    assert report.numbers["precision"] == "float32"
 
 
 def test_a_constant_in_float32_says_nothing_of_the_loss():
@@ -232,10 +237,9 @@ def test_a_constant_in_float32_says_nothing_of_the_loss():
     fn = lambda w: jnp.sum(jnp.tanh(jnp.asarray(data, w.dtype) @ w))
     w = jnp.array([0.4, 0.9], jnp.float32)
     report = eqgt.check_gradients(fn, w)
-    assert "even for a model" not in str(report)
     assert report.numbers["precision"] == "float64"
     rounded = lambda w: fn(w.astype(jnp.float32)).astype(w.dtype)
-    assert "computes in float32 even for a model" in str(eqgt.check_gradients(rounded, w))
+    assert eqgt.check_gradients(rounded, w).numbers["tolerance"] == 1e-6
 
 
 @pytest.mark.slow
@@ -248,8 +252,7 @@ def test_a_loop_without_reverse_mode_behind_a_stop():
 
     w = jnp.array([0.3, 0.6])
     constant = lambda w: jnp.sum(w**2 * jax.lax.stop_gradient(jax.vmap(root)(w)))
-    report = eqgt.check_gradients(constant, w, raises=False)
-    assert [(fault.leaf, fault.kind) for fault in report.found] == [("model", "wrong")]
+    assert eqgt.check_gradients(constant, w)["model"].verdict == "stopped"
 
     @eqg.custom_jvp
     def double(w):
@@ -548,17 +551,14 @@ def test_a_loss_that_raises_without_a_message():
         return jnp.sum(jnp.sin(x))
 
     report = eqgt.check_gradients(loss, jnp.array([0.5, 0.3], "float32"))
-    assert "can't be differentiated in float64 (AssertionError" in " ".join(str(report).split())
+    assert report["model"].verdict == "right"
 
 
 def test_a_loss_that_captures_numpy_arrays():
     rows = np.array([1, 0, 1])
     loss = lambda x: jnp.sum(jnp.zeros_like(x).at[rows].add(jnp.sin(x[rows])))
     report = eqgt.check_gradients(loss, jnp.array([0.5, 0.3], "float32"))
-    assert report.passed
-    if not jax.config.jax_enable_x64:
-        text = " ".join(str(report).split())
-        assert "can't run in float64: it can with `jnp.asarray` of them" in text
+    assert report["model"].verdict == "right"
 
 
 @pytest.mark.filterwarnings("error")
@@ -650,3 +650,111 @@ class TestOrder2:
         with pytest.raises(eqg.RuleError, match="check_gradients") as second:
             eqgt.check_gradients(loss, model, order=2)
         assert str(first.value) == str(second.value)
+
+
+# ---------------------------------------------------------------- no derivative here
+
+
+def test_a_loss_that_rounds_to_zero():
+    """Of a confident classifier: the gradient is 3e-20."""
+    loss = lambda logits: jax.nn.logsumexp(logits) - logits[0]
+    for logits in ([45.0, 0.0], [60.0, -3.0, 1.0]):
+        assert eqgt.check_gradients(loss, jnp.array(logits))["model"].verdict == "not measured"
+    wrong = lambda logits: loss(0.9 * logits + 0.1 * eqg.scale_gradient(logits, 2.0))
+    assert eqgt.check_gradients(wrong, jnp.array([3.0, 1.0]), raises=False)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kink_with_one_flat_side(seed):
+    report = eqgt.check_gradients(lambda x: jnp.where(x < 1, x, 1.0), jnp.array(1.0), seed=seed)
+    assert report["model"].verdict == "kink"
+    assert "(the slopes of its sides are 1 and 0)" in " ".join(str(report).split())
+
+
+def _with_slope(fn, slope):
+    rule = eqg.custom_jvp(fn)
+    rule.def_jvp(lambda p, t: (rule(*p), slope(p[0]) * t[0]))
+    return rule
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_the_gradient_at_a_kink_is_between_its_slopes(n):
+    """They are -1 and -2, beside kinks with a right gradient."""
+    fn = lambda x: jnp.where(x < 0, -x, -2 * x)
+    at = lambda k: lambda x: jnp.where(x < 0, -1.0, jnp.where(x > 0, -2.0, k))
+    loss = lambda k: lambda x: _with_slope(fn, at(k))(x[0]) + jnp.sum(jnp.abs(x[1:]))
+    for slope in (-1.0, -1.4, -2.0):
+        verdict = eqgt.check_gradients(loss(slope), jnp.zeros(n))["model"].verdict
+        assert verdict == "kink"
+    for slope in (0.0, -0.9, -2.2):
+        assert eqgt.check_gradients(loss(slope), jnp.zeros(n), raises=False)
+
+
+def test_several_kinks_do_not_hide_a_wrong_gradient():
+    """The kinks cancel along some directions."""
+    kinks = lambda x: jnp.sum(jnp.abs(x[:3])) - jnp.sum(jnp.abs(x[1:4]))
+    loss = lambda k: (
+        lambda x: kinks(x) + jnp.sum(_with_slope(lambda x: x**2, lambda x: k * x)(x[4:]))
+    )
+    x = jnp.array([0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.5])
+    assert eqgt.check_gradients(loss(2.0), x)["model"].verdict == "kink"
+    assert eqgt.check_gradients(loss(2.2), x, raises=False)
+
+
+def test_a_staircase_is_flat_here():
+    report = eqgt.check_gradients(lambda t: jnp.floor(100 * t) / 100, jnp.array(0.123))
+    assert report["model"].verdict == "flat"
+    assert "changes over longer steps" in str(report)
+    constant = eqgt.check_gradients(lambda t: 0 * jnp.floor(t), jnp.array(0.123))
+    assert constant["model"].verdict == "zero"
+
+
+def test_a_tie_is_right_at_points_nearby():
+    """JAX's second derivative of a function that is smooth there."""
+    loss = lambda m: jnp.minimum(m["a"], m["b"]) ** 2 + jnp.maximum(m["a"], m["b"]) ** 2
+    tie = {"a": jnp.array(1.5), "b": jnp.array(1.5)}
+    assert not eqgt.check_gradients(loss, tie)
+    report = eqgt.check_gradients(loss, tie, order=2, raises=False)
+    text = " ".join(str(report).split())
+    assert "Right at points nearby, and not at this one: a tie of `min` at test_check" in text
+    assert not eqgt.check_gradients(loss, tie | {"a": jnp.array(1.4)}, order=2)
+
+
+STOPS = {
+    "target network": lambda m, x: jnp.mean(
+        (jnp.tanh(m["w"] @ x) - jax.lax.stop_gradient(jnp.tanh(m["target"] @ x))) ** 2
+    ),
+    "vector quantization": lambda m, x: (
+        jnp.sum((jax.lax.stop_gradient(m["w"] @ x) - m["target"][0, 0]) ** 2)
+        + jnp.sum((m["w"] @ x - jax.lax.stop_gradient(m["target"][0, 0])) ** 2)
+    ),
+    "straight-through": lambda m, x: jnp.sum(
+        m["w"] + jax.lax.stop_gradient(jnp.round(m["w"]) - m["w"])
+    ),
+    "in a scan": lambda m, x: jax.lax.scan(
+        lambda c, x: (jnp.sin(m["w"][0] * jax.lax.stop_gradient(c) + x), None), m["w"][1], x
+    )[0].sum(),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_values_that_are_stopped_are_held(name):
+    model = {"w": jnp.full((2, 3), 0.3), "target": jnp.full((2, 3), 0.2)}
+    x = jnp.array([0.1, 1.0, 2.0])
+    report = eqgt.check_gradients(STOPS[name], model, x)
+    assert "stopped" in {leaf.verdict for leaf in report.leaves}
+    assert "`stop_gradient` is called at test_check_gradients.py:" in str(report)
+    wrong = lambda m, x: (
+        STOPS[name](m, x) + jnp.sum(_with_slope(jnp.sin, lambda x: 1.1 * jnp.cos(x))(m["w"]))
+    )
+    report = eqgt.check_gradients(wrong, model, x, raises=False)
+    assert [fault.leaf for fault in report.found] == ["['w']"]
+
+
+def test_a_gradient_that_is_zero_in_half_precision_only():
+    loss = lambda scale: lambda w: jnp.sum(w * 1e-5) * scale
+    w = jnp.ones(3, "float16")
+    (fault,) = eqgt.check_gradients(loss(1e-4), w, raises=False).found
+    assert fault.kind == "cut"
+    assert "In float16, the gradient is zero" in fault.detail
+    assert not eqgt.check_gradients(loss(1.0), w)

@@ -114,40 +114,30 @@ def _root_of(residual):
 A, B = jnp.array(3.0), jnp.array(2.0)
 
 
-def _cause(report):
-    lines = report.failures[0].text.splitlines()
-    (start,) = [i for i, line in enumerate(lines) if "likely cause" in line]
-    end = next(i for i, line in enumerate(lines) if "expected  " in line)
-    return "\n".join(lines[start:end])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("residual", "first", "other"),
+    ("residual", "cause"),
     [
         (
             lambda y, a, b: y**3 - a * jax.lax.stop_gradient(b),
-            "likely cause: zero everywhere: the term of `b` is missing in the residual",
-            "tolerance",
+            "likely cause: zero everywhere: the term of `b` is missing",
         ),
         (
             lambda y, a, b: y**3 - (a + jax.lax.stop_gradient(a)) / 2 * b,
-            "likely cause: the residual of `eqg.implicit` is another equation",
-            "tolerance",
+            "the residual of `eqg.implicit` is\n  another equation",
         ),
         (
             lambda y, a, b: y**3 - a * b * (1 + 3e-4 * jnp.log(b / 2.0)),
-            "likely cause: a solver that stops at a tolerance",
-            "finite differences",
+            "a solver that stops at a tolerance",
         ),
     ],
 )
-def test_the_likely_cause_of_a_wrong_residual(residual, first, other):
+def test_the_likely_cause_of_a_wrong_residual(residual, cause):
     report = eqgt.check_rule(_root_of(residual), A, B, checks=MODES, raises=False)
-    cause = _cause(report)
-    assert first in cause
-    assert other not in cause
-    assert not any(part in cause for part in ("a cast to", "; every", "`step=`"))
+    text = report.failures[0].text
+    assert cause in text
+    assert not any(part in text for part in ("a cast to", "; every", "`step=`"))
+    assert eqgt.check_rule(_root_of(lambda y, a, b: y**3 - a * b), A, B, checks=MODES).passed
 
 
 @pytest.mark.slow

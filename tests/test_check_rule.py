@@ -54,7 +54,7 @@ def _multiplied(ct, x, y):
 def test_L5_programs_are_shared_between_the_checks():
     args = jnp.float32(0.7), jnp.float32(1.3)
     eqgt.check_rule(_times_sin(1.0), *args)  # compiles single operations as well
-    assert _compiled_by(lambda: eqgt.check_rule(_times_sin(2.0), *args)) <= 24
+    assert _compiled_by(lambda: eqgt.check_rule(_times_sin(2.0), *args)) <= 14
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_L5_a_scan_is_compiled_few_times():
 
     args = jnp.ones(3), jnp.ones((5, 3))
     eqgt.check_rule(scan, *args, checks="primal")
-    assert _compiled_by(lambda: eqgt.check_rule(scan, *args)) <= 36
+    assert _compiled_by(lambda: eqgt.check_rule(scan, *args)) <= 28
 
 
 # ---------------------------------------------------------------- L2: single precision
@@ -252,8 +252,7 @@ def test_L6_an_exception_is_printed_once():
     text = str(report)
     assert len(report.failures) > 8
     assert text.count("no derivative today") == 1
-    assert "the same in: linear, the whole check; order" in text
-    assert re.search(r"and \d+ more", text)
+    assert "and so: " in text
 
 
 FILE = """

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
-from eqx_grads.testing._flat_function import FlatFunction
+from eqx_grads.testing._subject import FlatFunction
 
 from .cases import CASES, NOT_OPS
 

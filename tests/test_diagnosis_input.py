@@ -125,15 +125,11 @@ def test_opaque_operations_without_a_tangent(loss):
     assert jnp.array_equal(gradient_of_zero_safe(loss, X), jax.grad(loss)(X))
 
 
-@pytest.mark.parametrize(
-    ("loss", "name"), [(stopped_host, "pure_callback"), (stopped_mystery, "mystery")]
-)
-def test_check_gradients_of_a_stopped_operation(loss, name):
-    """There is a gradient, of which the differences know more than JAX does."""
-    report = eqgt.check_gradients(loss, X, raises=False)
-    (fault,) = report.found
-    assert fault.kind == "wrong"
-    assert re.search(rf"differentiate `{name}` at test_diagnosis_input.py:\d+", fault.cure)
+@pytest.mark.parametrize("loss", [stopped_host, stopped_mystery])
+def test_check_gradients_of_a_stopped_operation(loss):
+    """Its value is held, as the loss asks for."""
+    report = eqgt.check_gradients(loss, X)
+    assert report["model"].verdict == "stopped"
 
 
 def test_check_gradients_of_a_rule_around_an_operation_without_a_derivative():

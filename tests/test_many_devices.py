@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from eqx_grads.testing._flat_function import is_output
-from eqx_grads.testing._strip_rules import without_rules
+from eqx_grads.testing._subject import is_output
+from eqx_grads.testing._without_rules import without_rules
 from jax.sharding import PartitionSpec as Spec
 
 from .cases import CASES

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqx_grads._diagnosis._programs.lowest_precision import lowest_precisions
-from eqx_grads.testing._finite_differences import directional
+from eqx_grads.testing._differences import directional
 from scipy.optimize import root
 
 
@@ -250,7 +250,7 @@ def test_differences_of_values_in_single_precision():
     for t in np.geomspace(0.01, 1.0, 30):
         found = directional(fn, [np.array(0.9)], [np.array(t)])
         exact = [t * np.exp(0.9), t * np.cos(0.9)]
-        for got, want, error in zip(found.tangents_out, exact, found.rounding, strict=True):
+        for got, want, error in zip(found.tangents_out, exact, found.errors, strict=True):
             assert abs(got - want) <= error < 3e-4
 
 
@@ -266,7 +266,7 @@ def test_rounded_numbers_that_cancel():
     for t in np.geomspace(0.01, 1.0, 30):
         leaves, tangents = [np.array(0.9)], [np.array(t)]
         found = directional(fn, leaves, tangents, np.float32)
-        assert abs(found.tangents_out[0] - t * np.exp(0.9)) <= found.rounding[0]
+        assert abs(found.tangents_out[0] - t * np.exp(0.9)) <= found.errors[0]
 
 
 def test_a_jacobian_of_a_function_in_single_precision():

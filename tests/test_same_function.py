@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from eqx_grads.testing._same_function import is_same_program
+from eqx_grads.testing._oracle import is_same_program
 
 from .helpers import conds_keep_keys
 
@@ -72,16 +72,6 @@ def test_a_factor_in_the_rule_of_a_random_function(rule, name, seed):
     assert wrong.passed == is_zero
 
 
-@pytest.mark.thorough
-def test_it_is_said_what_was_compared():
-    draw = DRAWS["normal"]
-    report = eqgt.check_rule(_reverse(draw, 1.0), X, jr.key(0), checks="reverse")
-    if not jax.config.jax_enable_x64:
-        assert "in float32: in float64 it is another function" in str(report)
-    report = eqgt.check_rule(_reverse(lambda key, x: 2.0, 1.0), X, jr.key(0), checks="reverse")
-    assert "another function" not in str(report)
-
-
 def _with_slope(fn, slope):
     rule = eqg.custom_jvp(fn)
     rule.def_jvp(lambda p, t: (rule(*p), slope(*p) * t[0]))
@@ -109,10 +99,9 @@ def test_a_reference_that_is_another_function_in_float64():
 
 
 def test_a_constant_of_the_dtype_makes_no_other_function():
-    """It runs in float64, with the tolerance of that."""
+    """It is compared with the tolerance of float64."""
     norm = lambda x: x / (jnp.sqrt(jnp.sum(x**2)) + jnp.finfo(x.dtype).eps)
     report = eqgt.check_rule(norm, X, checks="forward")
-    assert "another function" not in str(report)
     assert report["forward"][0].tolerance <= 1e-5
 
 
@@ -171,5 +160,3 @@ def test_the_gradient_of_a_random_loss(seed):
     wrong = Model(X, _reverse(draw, 7.0))
     report = eqgt.check_gradients(Model.loss, wrong, key, raises=False)
     assert report.passed == is_zero
-    if not jax.config.jax_enable_x64:
-        assert "draws other random numbers" in str(report)

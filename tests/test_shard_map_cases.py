@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import pytest
 from eqx_grads._jaxprs.varying import vary_over
-from eqx_grads.testing._flat_function import FlatFunction
+from eqx_grads.testing._subject import FlatFunction
 from jax.sharding import AxisType, PartitionSpec as Spec
 
 from .cases import CASES

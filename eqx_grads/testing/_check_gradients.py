@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import functools as ft
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -12,26 +13,28 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._diagnosis.nan_checks import without_nan_checks
-from .._diagnosis.opaque import opaque_operations
-from .._diagnosis.origins import no_derivative_error, NumberedLoss
+from .._diagnosis.origins import no_derivative_error
 from .._diagnosis.progress import doing, showing_progress
 from .._diagnosis.traced_loss import is_zero_safe
 from .._errors import name_of, rule_error
-from .._jaxprs.structure import equations
-from ._argument_checks import as_names, as_seed, check_options, check_tolerance
 from ._compare import as_real, norm, tolerance_of
-from ._gradient_faults import ALL, CALLER, faults_of_leaves, faults_of_value
+from ._gradient_faults import ALL, faults_of_leaves, faults_of_value
 from ._gradient_report import (
     GradientFault,
     GradientReport,
+    KINK,
     LeafVerdict,
     RIGHT,
     SKIPPED,
+    STOPPED,
     UNMEASURED,
     WRONG,
 )
 from ._judge_leaf import Judge
-from ._loss_program import LossProgram, trace_in_both_precisions
+from ._loss_program import CALLER, LossProgram, mode_error, trace
+from ._options import as_names, as_seed, check_options, check_tolerance
+from ._outcome import outcome
+from ._remove_rules import RuleRemoval
 from ._slope import SHORTEST_STEP
 
 
@@ -65,19 +68,23 @@ def check_gradients(
     gradient of a loss, through all layers, scans and rules. It says which leaves are wrong, and
     names the function without whose rule they are right.
 
-    - The gradient is computed in float64, with model and arguments in float64, and along random
-        directions compared with differences: directions of all leaves together, then one of
-        each leaf alone, so that a wrong bias does not hide behind large weights.
+    - Gradient and loss are computed in float64. The gradient is compared with differences
+        along a random direction of each leaf alone, so that a wrong bias does not hide behind
+        large weights, and then along directions of all leaves together.
     - Steps of several lengths are extrapolated (Richardson). Their disagreement is the error
         of the differences. A leaf whose differences are no evidence is `"not measured"`: they
-        are too noisy, or no step is short enough for the slope not to depend on it.
+        are too noisy, no step is short enough for the slope not to depend on it, or the loss
+        rounds to zero.
     - Forward mode is compared as well, where there is one: with the differences, and so with
         reverse mode (the adjoint identity).
     - Where the slopes on the two sides differ, the loss has a kink (`relu` at zero, ties of a
-        maximum). A gradient between them is not wrong; it is judged at a point nearby.
-    - For each wrong leaf, the rules in the program are removed (`eqg.custom_*`, `jax.custom_*`,
-        `stop_gradient`). If the gradient is right without some of them, these are named, with
-        the line and the layer of the call.
+        maximum). The gradient has to be between them, and right at a point nearby.
+    - What a `stop_gradient` of the loss returns is held while differencing, if the gradient is
+        wrong otherwise. A leaf that is right then is `"stopped"`.
+    - For each wrong leaf, the rules in the program are removed (`eqg.custom_*`,
+        `jax.custom_*`). If the gradient is right without some of them, these are named, with
+        the line and the layer of the call. If it is right at points nearby, a tie of `min` or
+        `max` is named.
 
     !!! example
 
@@ -130,8 +137,8 @@ def check_gradients(
         layer stands for all leaves in it, and `*` for anything. For gradients that are not
         derivatives on purpose: leaves before a straight-through estimator or a surrogate.
     - `tolerance`: the largest relative error that passes, besides the estimated error of the
-        differences. By default 1e-6 in float64. If the loss computes in less than that, what
-        rounding explains in its dtype. Raise it for iterative solvers.
+        differences. By default 1e-6, or what rounding explains in the dtype of a host function.
+        Raise it for iterative solvers.
     - `seed`: the seed of the random directions.
     - `raises`: whether to raise when the gradient is wrong.
 
@@ -162,10 +169,13 @@ def check_gradients(
             do="Use 1 for the gradient, or 2 for the second derivative.",
         )
     with showing_progress(CALLER), without_nan_checks():
+        stops = None
         if order == 2:
-            _programs(loss, model, args, kwargs)  # raises for what is not a loss
+            # It raises for what is not a loss. A stop in a rule is not one of the loss.
+            stops = trace(loss, model, args, kwargs).stops
             loss = _slope(loss, seed)
-        report = _report(loss, model, args, kwargs, skip, tolerance, seed)
+        again = ft.partial(trace, loss, model, args, kwargs, stops)
+        report = _report(loss, again, skip, tolerance, seed)
     if raises:
         report.raise_if_failed()
     return report
@@ -185,52 +195,31 @@ def _slope(loss: Callable[..., Any], seed: int) -> Callable[..., Any]:
     return slope
 
 
-def _report(loss, model, args, kwargs, skip, tolerance, seed) -> GradientReport:
+def _report(loss, again, skip, tolerance, seed) -> GradientReport:
     doing("tracing and compiling")
-    program, own, remarks = _programs(loss, model, args, kwargs)
+    program = again(steps_are_visible=False)
     skipped = _skipped(skip, program.names)
-    modes, missing = _modes(loss, program)
-    remarks += missing
-    found, is_over = faults_of_value(loss, model, args, kwargs, program, own)
-    numbers: dict[str, object] = {"seed": seed, "precision": str(program.lowest or "float64")}
+    modes, remarks = _modes(loss, program)
+    low = program.rounded_to
+    found, is_over = faults_of_value(loss, program, lambda: again(steps_are_visible=False))
+    numbers: dict[str, object] = {"seed": seed, "precision": str(low or "float64")}
     if is_over:
         leaves = [LeafVerdict(path, UNMEASURED) for path in program.names]
         return GradientReport(name_of(loss), leaves, found, numbers, remarks)
     if tolerance is None:
-        lowest = np.zeros((), program.lowest)
-        tolerance = 1e-6 if program.lowest is None else tolerance_of([lowest])
+        tolerance = 1e-6 if low is None else tolerance_of([np.zeros((), low)])
     judge = Judge(program, tolerance, modes, seed)
     leaves, together = _judge_all(judge, skipped)
-    leaves = [_unless_tiny(own, leaf) for leaf in leaves]
+    leaves = [_unless_tiny(program, leaf) for leaf in leaves]
     doing("looking for the rules that are wrong")
-    found += faults_of_leaves(loss, model, args, kwargs, judge, leaves, together)
-    leaves, not_finite = _not_finite(own, judge, leaves)
-    found += not_finite
-    remarks += [_unsettled(judge), _precision_lost(own, judge, skipped)]
+    found += faults_of_leaves(judge, leaves, together, again)
+    leaves, more = _in_own_precision(judge, leaves)
+    found += more
+    remarks += [_unsettled(judge), _precision_lost(judge, skipped), _stopped(program, leaves)]
     if found and is_zero_safe(loss):
         remarks.append(_DROPPED)
     numbers.update(evaluations=judge.evaluations, tolerance=tolerance)
     return GradientReport(name_of(loss), leaves, found, numbers, list(filter(None, remarks)))
-
-
-def _programs(loss, model, args, kwargs) -> tuple[LossProgram, LossProgram, list[str]]:
-    """The program to differentiate, that in the user's precision, and remarks."""
-    own, wide, why = trace_in_both_precisions(
-        CALLER, loss, model, args, kwargs, steps_are_visible=False
-    )
-    program = wide or own
-    remarks = []
-    if wide is None:
-        remarks.append(
-            f"{why} So the gradient is computed in {own.lowest}. The finite differences "
-            "that it is compared with are computed in float64."
-        )
-    elif wide.lowest is not None:
-        remarks.append(
-            f"The loss computes in {wide.lowest} even for a model in float64. The finite "
-            "differences that its gradient is compared with are computed in float64."
-        )
-    return program, own, remarks
 
 
 def _skipped(skip: Collection[str], names: Sequence[str]) -> set[int]:
@@ -270,16 +259,11 @@ def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:
         ("reverse", "everse-mode", lambda: program.gradient),
         ("forward", "forward-mode", lambda: program.tangent(program.leaves, zeros)),
     ):
-        try:
-            error = program.mode_error(run, text)
-        except jax.errors.JaxRuntimeError:  # the loss itself raises it
-            raise
-        except Exception as other:  # JAX has no one type of error for it
-            with program.context():
-                opaque = opaque_operations(NumberedLoss(program.traced))
-            if not opaque:
-                raise
-            raise no_derivative_error(loss, opaque) from other
+        error = outcome(mode_error, run, text)
+        if isinstance(error, Exception):
+            is_of_loss = isinstance(error, jax.errors.JaxRuntimeError)
+            opaque = [] if is_of_loss else RuleRemoval(program).opaque
+            raise no_derivative_error(loss, opaque) if opaque else error from error
         if error is None:
             modes.append(mode)
         else:
@@ -291,6 +275,13 @@ def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:
             do="See `eqg.custom_vjp` for a rule, and `eqg.filter_scan` for a loop.",
         )
     return modes, remarks
+
+
+def _stopped(program: LossProgram, leaves: Sequence[LeafVerdict]) -> str:
+    """Where the values are that were held."""
+    if not any(leaf.verdict == STOPPED for leaf in leaves):
+        return ""
+    return f"`stop_gradient` is called at {', '.join(program.stops[:4])}."
 
 
 def _unsettled(judge: Judge) -> str:
@@ -306,94 +297,92 @@ def _unsettled(judge: Judge) -> str:
     )
 
 
-def _unless_tiny(own: LossProgram, leaf: LeafVerdict) -> LeafVerdict:
+def _unless_tiny(program: LossProgram, leaf: LeafVerdict) -> LeafVerdict:
     """The verdict on a leaf. If all slopes are zero in the precision of the model, as those of
     a loss of 1e-50 are, differences in float64 are no evidence."""
     slopes = [leaf.reverse, leaf.forward, leaf.differences]
     sizes = [abs(slope) for slope in slopes if slope is not None]
-    is_tiny = own.lowest is not None and bool(np.all(np.array(sizes) < _TINY))
-    return (
-        dataclasses.replace(leaf, verdict=UNMEASURED)
-        if (leaf.verdict == WRONG and is_tiny)
-        else leaf
-    )
+    is_low = program.lowest_of_user is not None
+    is_tiny = is_low and bool(np.all(np.array(sizes) < _TINY))
+    is_no_evidence = leaf.verdict == WRONG and is_tiny
+    return dataclasses.replace(leaf, verdict=UNMEASURED) if is_no_evidence else leaf
 
 
 # ---------------------------------------------------------------- precision
 
 
-def _not_finite(
-    own: LossProgram, judge: Judge, leaves: list[LeafVerdict]
+def _in_own_precision(
+    judge: Judge, leaves: list[LeafVerdict]
 ) -> tuple[list[LeafVerdict], list[GradientFault]]:
     """The verdicts, and faults, of leaves whose gradient is not finite, in both precisions or
-    in the user's only, whatever the differences are."""
+    in the user's only, whatever the differences are; or is zero in half precision only."""
+    program = judge.program
     if judge.gradient is None:
         return leaves, []
-    is_other = own is not judge.program and own.is_compiled
     verdicts, faults = [], []
-    values: dict[bool, float] = {}  # of the loss, in the user's precision or in float64
-    for leaf, exact, of_user in zip(
-        leaves, judge.gradient, own.gradient if is_other else judge.gradient, strict=True
-    ):
+    lowest = program.lowest_of_user
+    is_half = lowest is not None and lowest.itemsize < 4
+    own = program.own_gradient or judge.gradient
+    for leaf, exact, of_user in zip(leaves, judge.gradient, own, strict=True):
         exact, of_user = as_real(exact), as_real(of_user)
         is_finite = bool(np.all(np.isfinite(exact)))
-        only_own = is_finite and not np.all(np.isfinite(of_user))
-        if leaf.verdict not in (SKIPPED, WRONG) and (only_own or not is_finite):
-            dtype = own.lowest if only_own else judge.program.lowest or np.dtype(float)
+        fault = None
+        if leaf.verdict in (SKIPPED, WRONG):
+            pass
+        elif not is_finite or not np.all(np.isfinite(of_user)):
             what = "NaN" if np.any(np.isnan(of_user)) else "infinite"
-            if only_own not in values:
-                values[only_own] = (own if only_own else judge.program).value_as_written()
-            value = values[only_own]
+            value = float(program.own_value) if is_finite else program.value()
             size = "finite" if np.isfinite(value) else str(value)
-            faults.append(
-                GradientFault(
-                    kind="not finite",
-                    leaf=leaf.leaf,
-                    detail=f"In {dtype}, entries of the gradient are {what}, and the loss is "
-                    f"{size}.",
-                    cure="`eqg.explain_nan` says where it becomes so.",
-                )
+            dtype = lowest if is_finite else program.rounded_to or np.dtype(float)
+            fault = (
+                "not finite",
+                f"In {dtype}, entries of the gradient are {what}, and the loss is {size}.",
+                "`eqg.explain_nan` says where it becomes so.",
             )
-            slope = np.nan if what == "NaN" else np.inf
-            leaf = dataclasses.replace(leaf, verdict=WRONG, reverse=slope)
+            leaf = dataclasses.replace(leaf, reverse=np.nan if what == "NaN" else np.inf)
+        elif is_half and np.any(exact) and not np.any(of_user):
+            fault = (
+                "cut",
+                f"In {lowest}, the gradient is zero; in float64, it is {norm(exact):.1g}.",
+                "Multiply the loss by a large number, and divide the gradient by it.",
+            )
+        if fault is not None:
+            kind, detail, cure = fault
+            faults.append(GradientFault(kind=kind, leaf=leaf.leaf, detail=detail, cure=cure))
+            leaf = dataclasses.replace(leaf, verdict=WRONG)
         verdicts.append(leaf)
     return verdicts, faults
 
 
-def _precision_lost(own: LossProgram, judge: Judge, skipped: set[int]) -> str:
+def _precision_lost(judge: Judge, skipped: set[int]) -> str:
     """A remark on the leaves whose gradient is right in float64, and not in the user's
     precision."""
-    if judge.gradient is None or own.lowest is None or own is judge.program:
+    program, off, lost = judge.program, [], []
+    lowest = program.lowest_of_user
+    if judge.gradient is None or program.own_gradient is None or lowest is None:
         return ""
-    if not own.is_compiled:
-        return ""  # to differentiate it once more takes as long as half of all else
-    names = {eqn.primitive.name for eqn in equations(own.traced.program)}
-    if any("random" in name or "threefry" in name for name in names):
-        return ""  # it draws other numbers in another precision
-    off, lost = [], []
-    admitted = 30 * tolerance_of([np.zeros((), own.lowest)])
-    for i, (g, exact) in enumerate(zip(own.gradient, judge.gradient, strict=True)):
+    admitted = 30 * tolerance_of([np.zeros((), lowest)])
+    for i, (g, exact) in enumerate(zip(program.own_gradient, judge.gradient, strict=True)):
         g, exact = as_real(g), as_real(exact)
         size = norm(exact)
         if i in skipped or size == 0 or not np.all(np.isfinite(exact)):
             continue
         error = norm(g - exact) / size
         if 1 < error < np.inf:  # what is not finite is a fault
-            lost.append(f"{own.names[i]} ({norm(g):.1g} and {size:.1g})")
+            lost.append(f"{program.names[i]} ({norm(g):.1g} and {size:.1g})")
         elif admitted < error < np.inf:
-            off.append((error, own.names[i]))
-    off.sort(reverse=True)
+            off.append((error, program.names[i]))
     remarks = []
     if lost:
         remarks.append(
-            f"In {own.lowest}, the gradient is mostly a rounding error. Its norm there and in "
+            f"In {lowest}, the gradient is mostly a rounding error. Its norm there and in "
             f"float64: {', '.join(lost[:6])}. Where the second is tiny, terms cancel, and the "
             "gradient may be zero, as that of a bias before a softmax is."
         )
     if off:
-        shown = ", ".join(f"{name} ({error:.1g})" for error, name in off[:6])
+        shown = ", ".join(f"{name} ({error:.1g})" for error, name in sorted(off)[::-1][:6])
         remarks.append(
-            f"In {own.lowest}, rounding changes the gradient. Its relative error: {shown}."
+            f"In {lowest}, rounding changes the gradient. Its relative error: {shown}."
         )
     return " ".join(remarks)
 
@@ -417,4 +406,6 @@ def _judge_all(judge: Judge, skipped: set[int]) -> tuple[list[LeafVerdict], list
             leaves.append(judge.judge_leaf(i))
     if any(leaf.verdict == WRONG for leaf in leaves):
         return leaves, []
+    # Kinks of several leaves may cancel; each leaf with one was judged alone.
+    kept = [i for i in kept if leaves[i].verdict != KINK]
     return leaves, [judge.judge(judge.direction(ALL, kept)) for _ in range(_N_TOGETHER)]

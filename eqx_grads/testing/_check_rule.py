@@ -1,32 +1,28 @@
 """`check_rule`: all checks of a rule in one call."""
 
-import functools as ft
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.progress import doing, is_shown, showing_progress
 from .._errors import check_function, rule_error
-from ._argument_checks import as_names, as_seeds, check_options
-from ._case import Case, Options
-from ._checks.derivative import forward, reverse
-from ._checks.leaks import leaks
-from ._checks.linear import adjoint, linear
-from ._checks.order import order as higher_order
-from ._checks.primal import primal
-from ._checks.residuals import residuals
-from ._checks.transforms import transforms
-from ._checks.values import deterministic, finite
-from ._checks.zeros import zeros
+from .._jaxprs.structure import equations
+from ._case import Case
 from ._compare import as_real
-from ._compiled import count_equations, without_log
-from ._consequences import with_consequences
-from ._findings import broke, skipped
-from ._report import Finding, Report
+from ._derivatives import forward, reverse
+from ._leaks import leaks
+from ._options import as_names, as_seeds, check_options, Options
+from ._oracle import At, without_log
+from ._order import order as higher_order
+from ._outcome import outcome
+from ._report import broke, Finding, Report, skipped
+from ._residuals import residuals
+from ._table import adjoint, linear, zeros
+from ._transforms import transforms
+from ._values import deterministic, finite, primal
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
@@ -115,11 +111,12 @@ def check_rule(
         assert "the term of `y` is missing" in str(report)
         ```
 
-    Derivatives are computed in float64 if the function runs in float64, and compared with the
-    error of [`eqx_grads.testing.assert_trees_close`][], which does not grow with the size of
-    an array; then once more in the precision of your arguments, with a tolerance that rounding
-    explains. A function that draws random numbers, or looks at a dtype, is another function in
-    float64. It is compared in the precision of your arguments only.
+    Derivatives are computed in float64 and compared with the error of
+    [`eqx_grads.testing.assert_trees_close`][], which does not grow with the size of an array;
+    then once more in the precision of your arguments, with a tolerance that rounding explains.
+    A function that draws random numbers, looks at a dtype, or does not run with float64
+    arguments is traced in the precision of your arguments, and that program is evaluated in
+    float64.
 
     **Arguments:**
 
@@ -214,7 +211,7 @@ def check_rule(
     pairs = zip(case.names, case.subject.leaves, strict=True)
     not_finite = [name for name, x in pairs if not np.all(np.isfinite(as_real(x)))]
     numbers = {"seed": seed, "leaves": case.names, "not_finite": not_finite}
-    report = Report(case.subject.name, with_consequences(findings), numbers)
+    report = Report(case.subject.name, findings, numbers)
     if raises:
         report.raise_if_failed()
     return report
@@ -223,23 +220,18 @@ def check_rule(
 # With so many equations, all checks take about 20 seconds. The function and its rule are
 # compiled many times over, and the reference a few times.
 _MANY_OF_RULE = 400
-_MANY_OF_REFERENCE = 2500
+_MANY_OF_REFERENCE = 5000
 
 
 def _why_slow(case: Case) -> str:
     """Something to show if the programs are very long, as those of unrolled loops are."""
-    rule, reference = case.own.rule, case.own.reference
-    n = count_equations(ft.partial(_with_backward_pass, rule.fn), rule.leaves)
-    if n < _MANY_OF_RULE:
-        n = count_equations(reference.fn, reference.leaves)
-        if n < _MANY_OF_REFERENCE:
-            return ""
-    return f"compiling {n} operations, a `lax.scan` is faster"
-
-
-def _with_backward_pass(fn, *xs):
-    out, pullback = jax.vjp(fn, *xs)
-    return out, pullback(jax.tree.map(jnp.ones_like, out))
+    at = At(case.subject.leaves, case.tangents[0], case.cotangents[0])
+    for row, most in (("vjp", _MANY_OF_RULE), ("vjp 0", _MANY_OF_REFERENCE)):
+        program = outcome(case.own.trace, row, case.own.rows[row], at)
+        n = sum(1 for _ in equations(program)) if isinstance(program, ClosedJaxpr) else 0
+        if n >= most:
+            return f"compiling {n} operations, a `lax.scan` is faster"
+    return ""
 
 
 # The checks along random directions, which compile nothing new for another direction.
@@ -257,12 +249,9 @@ def _with_seeds(case: Case, names, seeds) -> Iterator[tuple[Case, str]]:
 
 def _run(name: str, case: Case) -> list[Finding]:
     findings: list[Finding] = []
-    case.draw_for(name)
-    try:
-        for finding in CHECKS[name](case):
-            findings.append(finding)
-    except Exception as e:
-        findings.append(broke(name, _WHERE.get(name, "the whole check"), e))
+    error = outcome(lambda: findings.extend(iter(CHECKS[name](case))))
+    if isinstance(error, Exception):
+        findings.append(broke(name, _WHERE.get(name, "the whole check"), error))
     return findings or [skipped(name, "nothing to check")]
 
 
@@ -284,3 +273,90 @@ def _chosen(checks: Collection[str] | None, skip: Collection[str]) -> Sequence[s
             do="Leave `checks` out to run all of them.",
         )
     return names
+
+
+# ---------------------------------------------------------------- one check alone
+
+
+def check_forward(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
+    """Check forward mode against autodiff without the rule and against finite differences.
+
+    `check_rule(fn, *args, checks=("forward",), **kwargs)`, see
+    [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
+
+    !!! example
+
+        ```python
+        import eqx_grads.testing as eqgt
+        import jax.numpy as jnp
+
+        eqgt.check_forward(jnp.tanh, jnp.arange(3.0))
+        ```
+    """
+    return check_rule(fn, *args, checks=("forward",), **kwargs)
+
+
+def check_reverse(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
+    """Check reverse mode against autodiff without the rule and against finite differences.
+
+    `check_rule(fn, *args, checks=("reverse",), **kwargs)`, see
+    [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
+    """
+    return check_rule(fn, *args, checks=("reverse",), **kwargs)
+
+
+def check_adjoint(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
+    """Check that reverse mode is the transpose of forward mode, `<J v, w> = <v, J' w>`.
+
+    `check_rule(fn, *args, checks=("adjoint",), **kwargs)`, see
+    [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
+    """
+    return check_rule(fn, *args, checks=("adjoint",), **kwargs)
+
+
+def check_linear(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
+    """Check that the derivative is linear in the tangent and in the cotangent.
+
+    `check_rule(fn, *args, checks=("linear",), **kwargs)`, see
+    [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
+    """
+    return check_rule(fn, *args, checks=("linear",), **kwargs)
+
+
+def check_transforms(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
+    """Check that the results under every transformation are those of eager calls.
+
+    `check_rule(fn, *args, checks=("transforms",), **kwargs)`, see
+    [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
+    """
+    return check_rule(fn, *args, checks=("transforms",), **kwargs)
+
+
+def check_leaks(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
+    """Check that no tracer outlives its trace, and that repeated calls compile nothing.
+
+    `check_rule(fn, *args, checks=("leaks",), **kwargs)`, see
+    [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
+    """
+    return check_rule(fn, *args, checks=("leaks",), **kwargs)
+
+
+def check_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
+    """Count the bytes of the residuals; fail if the backward pass never reads some of them.
+
+    `check_rule(fn, *args, checks=("residuals",), **kwargs)`, see
+    [`eqx_grads.testing.check_rule`][] for arguments, options and errors; the finding of the
+    report says how many bytes a call and a scan step keep, with the rule and without it.
+
+    !!! example
+
+        ```python
+        import eqx_grads.testing as eqgt
+        import jax.numpy as jnp
+
+        x = jnp.arange(3.0, dtype="float32")
+        report = eqgt.check_residuals(jnp.sin, x, max_residual_bytes=12)
+        print(report["residuals"][0].where)
+        ```
+    """
+    return check_rule(fn, *args, checks=("residuals",), **kwargs)

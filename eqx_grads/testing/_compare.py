@@ -10,7 +10,7 @@ import numpy as np
 
 from .._errors import show_path
 from .._rules.float_args import check_nonnegative_number
-from ._argument_checks import check_options, check_tolerance
+from ._options import check_options, check_tolerance
 
 
 # The relative error that rounding explains, by the dtype of lowest precision.

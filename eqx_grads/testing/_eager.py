@@ -4,7 +4,7 @@ JAX compiles a loop again in each eager call, so that they take most of the time
 """
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import monitoring
 
-from ._flat_function import FlatFunction, is_output
+from ._outcome import outcome
 from ._random_tangents import normal_like
+from ._subject import FlatFunction, is_output
 
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -45,9 +46,8 @@ class EagerCalls:
         self._subject = subject
         self.tangents = [jnp.asarray(t) for t in normal_like(rng, subject.leaves)]
         self.cotangents = [jnp.asarray(w) for w in normal_like(rng, outputs)]
-        self._forward: list[Call | Exception] = []
-        self._reverse: list[Call | Exception] = []
-        self._value_of_forward_pass: tuple[Any] | None = None
+        self._calls: dict[str, list[Any]] = {"jvp": [], "vjp": []}
+        self._value: list[Any] = []
 
     @ft.cached_property
     def value(self) -> Any:
@@ -56,55 +56,47 @@ class EagerCalls:
 
     def jvp(self, number: int = 0) -> Call:
         """The call in forward mode with this number: calls with two numbers are two calls."""
-        while len(self._forward) <= number:
-            self._forward.append(_attempt(self._jvp))
-        return _result(self._forward[number])
-
-    def value_of_forward_pass(self) -> Any:
-        """The value under `jax.vjp`, whatever becomes of the backward pass."""
-        try:
-            return self.vjp().value
-        except Exception:
-            if self._value_of_forward_pass is None:
-                raise
-            return self._value_of_forward_pass[0]
+        return self._call("jvp", number)
 
     def vjp(self, number: int = 0) -> Call:
         """The call in reverse mode with this number: calls with two numbers are two calls."""
-        while len(self._reverse) <= number:
-            self._reverse.append(_attempt(self._vjp))
-        return _result(self._reverse[number])
+        return self._call("vjp", number)
 
-    def _jvp(self):
+    def value_of_forward_pass(self) -> Any:
+        """The value under `jax.vjp`, whatever becomes of the backward pass."""
+        call = outcome(self.vjp)
+        if isinstance(call, Exception) and not self._value:
+            raise call
+        return self._value[0]
+
+    def _call(self, mode: str, number: int) -> Call:
+        calls = self._calls[mode]
+        while len(calls) <= number:
+            calls.append(outcome(self._jvp if mode == "jvp" else self._vjp))
+        if isinstance(calls[number], Exception):
+            raise calls[number]
+        return calls[number]
+
+    def _jvp(self) -> Call:
         run = _WithStaticLeaves(self._subject)
-        out, tangents, rest = jax.jvp(run, self._subject.leaves, self.tangents, has_aux=True)
-        return run.value(out, rest), out, tangents
-
-    def _vjp(self):
-        run = _WithStaticLeaves(self._subject)
-        out, pull, rest = jax.vjp(run, *self._subject.leaves, has_aux=True)
-        self._value_of_forward_pass = (run.value(out, rest),)
-        w = self.cotangents
-        if [(x.shape, x.dtype) for x in out] != [(x.shape, x.dtype) for x in w]:
-            # The rule returns another value than the function. The check `primal` reports it.
-            w = [jnp.ones_like(x) for x in out]
-        return run.value(out, rest), out, list(pull(w))
-
-
-def _attempt(call: Callable[[], Any]) -> Call | Exception:
-    try:
         with _Counter() as counter:
-            value, out, derivative = call()
-        jax.block_until_ready((out, derivative))
-        return Call(value, out, derivative, counter.n)
-    except Exception as e:
-        return e
+            xs, ts = self._subject.leaves, self.tangents
+            out, tangents, rest = jax.jvp(run, xs, ts, has_aux=True)
+        jax.block_until_ready((out, tangents))
+        return Call(run.value(out, rest), out, tangents, counter.n)
 
-
-def _result(attempt: Call | Exception) -> Call:
-    if isinstance(attempt, Exception):
-        raise attempt
-    return attempt
+    def _vjp(self) -> Call:
+        run = _WithStaticLeaves(self._subject)
+        with _Counter() as counter:
+            out, pull, rest = jax.vjp(run, *self._subject.leaves, has_aux=True)
+            self._value.append(run.value(out, rest))
+            w = self.cotangents
+            if [(x.shape, x.dtype) for x in out] != [(x.shape, x.dtype) for x in w]:
+                # The rule returns another value than the function, which `primal` reports.
+                w = [jnp.ones_like(x) for x in out]
+            cotangents = list(pull(w))
+        jax.block_until_ready((out, cotangents))
+        return Call(self._value[-1], out, cotangents, counter.n)
 
 
 class _WithStaticLeaves:

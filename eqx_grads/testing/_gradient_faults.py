@@ -1,39 +1,36 @@
 """The faults of a gradient: what is wrong, because of which function, and what to do."""
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.extend.core import Literal
 
 from .._diagnosis.origins import NumberedLoss, Origin
-from .._diagnosis.source_lines import UNKNOWN
+from .._diagnosis.source_lines import source_line, UNKNOWN
 from .._errors import place_of
+from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.host_calls import host_function_in
-from .._jaxprs.structure import inner_programs
+from .._jaxprs.structure import Call, structure
 from ._gradient_report import GradientFault, LeafVerdict, WRONG
-from ._likely_cause import Compared, likely_cause, NO_INFLUENCE
-from ._loss_program import along, LossProgram, trace_in_both_precisions
+from ._judge_leaf import Judge
+from ._loss_program import along, LossProgram
+from ._mistakes import Compared, likely_cause, NO_INFLUENCE
+from ._oracle import is_same_program
 from ._remove_rules import RuleRemoval, Suspect
 
 
-CALLER = "check_gradients"
 ALL = "all leaves"
 # Of a smaller relative error the text says how it compares with that of the differences.
 _SMALL = 1e-2
 
 
 def faults_of_value(
-    loss, model, args, kwargs, program: LossProgram, own: LossProgram
+    loss, program: LossProgram, again: Callable[[], LossProgram]
 ) -> tuple[list[GradientFault], bool]:
     """Faults of a loss that is not finite or returns another value each time, and whether it
     has no differences for that reason.
 
-    - `program`: what is differentiated. `own`: the same in the user's precision.
+    - `again`: traces the loss once more.
     """
     values = [program.value() for _ in range(3)]
     if not np.all(np.isfinite(values)):
@@ -44,7 +41,7 @@ def faults_of_value(
         )
         return [fault], True
     if not _same(values):
-        calls = [o for o in NumberedLoss(own.traced).origins if "callback" in o.primitive]
+        calls = [o for o in NumberedLoss(program.own).origins if "callback" in o.primitive]
         first = calls[0] if calls else None
         fault = GradientFault(
             **(first.source if first else UNKNOWN).fields(),
@@ -57,12 +54,10 @@ def faults_of_value(
             "called by a callback has to return the same for the same arguments.",
         )
         return [fault], True
-    again, _, _ = trace_in_both_precisions(
-        CALLER, loss, model, args, kwargs, steps_are_visible=False, only_own=True
-    )
-    if _same_constants(own.traced.program, again.traced.program):
-        return [], False
-    values = [own.value(), again.value()]
+    other = again()
+    values = [values[0]]
+    if not is_same_program(program.traced.program, other.traced.program, exactly=True):
+        values.append(other.value())
     if _same(values):
         return [], False
     fault = GradientFault(
@@ -75,52 +70,26 @@ def faults_of_value(
     return [fault], False
 
 
-def _same_constants(one: Any, other: Any) -> bool:
-    """Whether two traces of a loss have the same equations with the same numbers in them. They
-    have the same value then, and the second one need not be compiled."""
-    pairs = itertools.zip_longest(_constants(one), _constants(other))
-    return all(
-        type(x) is type(y) and np.array_equal(x, y, equal_nan=not isinstance(x, str))
-        for x, y in pairs
-    )
-
-
-def _constants(program: Any) -> Iterator[Any]:
-    """The name of each primitive and each number in a program, in order. A string for what is
-    no number."""
-    for x in program.consts:
-        if isinstance(x, Tracer):
-            # An inner program may hold what the program around it computes (JAX 0.12).
-            yield str(x.aval)
-            continue
-        is_number = not jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
-        yield np.asarray(x if is_number else jax.random.key_data(x)).astype(complex)
-    for eqn in program.eqns:
-        yield eqn.primitive.name
-        for v in eqn.invars:
-            if isinstance(v, Literal):
-                yield np.asarray(v.val).astype(complex)
-        for inner in inner_programs(eqn):
-            yield from _constants(inner)
-
-
 def _same(values: Sequence[float]) -> bool:
     size = max(map(abs, values))
     return not np.isfinite(size) or max(values) - min(values) <= 1e-6 * size
 
 
-def faults_of_leaves(loss, model, args, kwargs, judge, leaves, together) -> list[GradientFault]:
+def faults_of_leaves(
+    judge: Judge,
+    leaves: Sequence[LeafVerdict],
+    together: Sequence[LeafVerdict],
+    with_steps: Callable[[], LossProgram],
+) -> list[GradientFault]:
+    """- `together`: the verdicts along directions that perturb all leaves.
+    - `with_steps`: traces the loss with the steps of `filter_scan` as equations."""
     wrong = [i for i, leaf in enumerate(leaves) if leaf.verdict == WRONG]
     if not wrong:
-        for verdict in together:
-            if verdict.verdict == WRONG:
-                cure = "Each leaf alone is right. Try other seeds: `seed=1`."
-                return [
-                    GradientFault(
-                        leaf=ALL, kind=_kind(verdict), detail=_in_numbers(verdict), cure=cure
-                    )
-                ]
-        return []
+        cure = "Each leaf alone is right. Try other seeds: `seed=1`."
+        return [
+            GradientFault(leaf=ALL, kind=_kind(v), detail=_in_numbers(v), cure=cure)
+            for v in [v for v in together if v.verdict == WRONG][:1]
+        ]
     finite = [i for i in wrong if _kind(leaves[i]) != "not finite"]
     reasons = NO_REASONS
     if finite:
@@ -128,7 +97,7 @@ def faults_of_leaves(loss, model, args, kwargs, judge, leaves, together) -> list
         is_reverse = any(leaves[i].reverse is not None for i in finite)
         in_reverse = [i for i in finite if is_reverse and _kind(leaves[i]) != "modes disagree"]
         mode = "reverse" if in_reverse else "forward"
-        reasons = _reasons(loss, model, args, kwargs, judge, in_reverse or finite, mode)
+        reasons = _reasons(with_steps(), judge, in_reverse or finite, mode)
     return [_fault(judge, leaves[i], i, reasons, [j for j in finite if j != i]) for i in wrong]
 
 
@@ -153,10 +122,8 @@ class _Reasons(NamedTuple):
 NO_REASONS = _Reasons({}, None, False, [], [], [])
 
 
-def _reasons(loss, model, args, kwargs, judge, leaves, mode) -> _Reasons:
-    own, wide, _ = trace_in_both_precisions(CALLER, loss, model, args, kwargs)
-    is_wide = judge.program.context is not own.context
-    removal = RuleRemoval(wide if is_wide and wide is not None else own)
+def _reasons(program: LossProgram, judge: Judge, leaves: Sequence[int], mode: str) -> _Reasons:
+    removal = RuleRemoval(program)
 
     def wrong(removed):
         if mode == "reverse":
@@ -184,6 +151,13 @@ def _fault(judge, leaf, i, known: _Reasons, others: Sequence[int]) -> GradientFa
         parts.append("forward mode agrees with the differences")
     if leaf.relative_error < _SMALL:
         parts.append(_how_small(leaf))
+    tie = ""
+    is_unknown = not reasons and not known.is_scan and kind == "wrong"
+    if is_unknown and judge.is_right_nearby(judge.measured[i][0]):
+        tie = _tie(judge.program)
+        parts.append(
+            "right at points nearby, and not at this one" + (f": {tie}" if tie else "")
+        )
     is_infinite = judge.gradient is not None and bool(np.any(np.isinf(judge.gradient[i])))
     if kind == "not finite" and is_infinite:
         parts.append("entries of the gradient are infinite")
@@ -206,8 +180,31 @@ def _fault(judge, leaf, i, known: _Reasons, others: Sequence[int]) -> GradientFa
         path=(first.layer if first else "")
         or _layer_of_leaf(leaf.leaf, judge.program.traced.layers),
         detail=f"{parts[0][0].upper()}{'; '.join(parts)[1:]}." if parts else "",
-        cure=_cure(kind, reasons, known, leaf.relative_error < _SMALL),
+        cure=_AT_A_TIE if tie else _cure(kind, reasons, known, leaf.relative_error < _SMALL),
     )
+
+
+_AT_A_TIE = (
+    "Autodiff takes a half of each side at a tie. Move the point a little, or write the "
+    "function without the comparison."
+)
+
+
+def _tie(program: LossProgram) -> str:
+    """The first comparison of numbers that are equal at this point."""
+    found: list[str] = []
+
+    def hook(eqn, values):
+        name = eqn.primitive.name
+        if name in ("max", "min") and np.any(np.equal(*map(np.asarray, values))):
+            found.append(f"a tie of `{name}` at {source_line(eqn)}")
+        if isinstance(structure(eqn), Call):
+            return enter(eqn, values, lambda p, xs, _: evaluate(p, xs, hook))
+        return bind(eqn, values)
+
+    values = program.own.values
+    evaluate(program.own.program, list(values), hook)
+    return found[0] if found else ""
 
 
 def _how_small(leaf: LeafVerdict) -> str:
@@ -284,10 +281,6 @@ def _cure(kind: str, reasons: Sequence[Suspect], known: _Reasons, is_small: bool
                 "tighter, or pass a larger `tolerance`."
             )
         return "No rule that can be removed explains it. Check the layers one by one."
-    stops = [s for s in reasons if s.is_stop]
-    if stops:
-        where = ", ".join(dict.fromkeys(str(s.origin.source) for s in stops))
-        return f"Without the `stop_gradient` in {where} the gradient is right."
     names = ", ".join(dict.fromkeys(f"`{s.name}`" for s in reasons))
     if kind == "modes disagree":
         return f"Without the rule of {names} forward mode is right, as reverse mode is."

@@ -18,8 +18,8 @@ from .._diagnosis.report import (
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
-RIGHT, WRONG, DEAD, KINK = "right", "WRONG", "zero", "kink"
-UNMEASURED, SKIPPED = "not measured", "skipped"
+RIGHT, WRONG, DEAD, KINK, FLAT = "right", "WRONG", "zero", "kink", "flat"
+STOPPED, UNMEASURED, SKIPPED = "stopped", "not measured", "skipped"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +28,16 @@ class LeafVerdict:
 
     - `leaf`: its path in the model.
     - `verdict`: `"right"`, `"WRONG"`, `"zero"` (the loss does not depend on the leaf, and the
-        gradient is zero), `"kink"` (the loss has no derivative here), `"not measured"` or
-        `"skipped"`.
+        gradient is zero), `"flat"` (the same for short steps, as on a staircase), `"kink"` (the
+        loss has no derivative here), `"stopped"` (right, if what a `stop_gradient` returns is
+        held), `"not measured"` or `"skipped"`.
     - `reverse`, `forward`: the derivative along one random direction in both modes; `None` if
         there is no such mode.
     - `differences`, `error`: the same by finite differences, and its estimated error.
     - `relative_error`: how far the gradient is from the differences, relative to them or to
         the typical slope of the leaf, whichever is larger.
+    - `left`, `right`: at a kink, the slopes on its two sides, along that direction; of a leaf
+        with one entry, by this entry.
     """
 
     leaf: str
@@ -44,6 +47,8 @@ class LeafVerdict:
     differences: float | None = None
     error: float = 0.0
     relative_error: float = 0.0
+    left: float | None = None
+    right: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,14 +156,23 @@ class GradientReport(AbstractReport):
 
     def _listed(self):
         for verdict, text in _LISTS.items():
-            paths = [leaf.leaf for leaf in self.leaves if leaf.verdict == verdict]
-            if paths:
-                yield verdict, f"{text}: {show_list(paths, 8)}."
+            leaves = [leaf for leaf in self.leaves if leaf.verdict == verdict]
+            if leaves:
+                listed = show_list([f"{leaf.leaf}{_sides(leaf)}" for leaf in leaves], 8)
+                yield verdict, f"{text}: {listed}."
+
+
+def _sides(leaf: LeafVerdict) -> str:
+    if leaf.left is None or leaf.right is None:
+        return ""
+    return f" (the slopes of its sides are {leaf.left:.3g} and {leaf.right:.3g})"
 
 
 _MOST_DETAILS = 6
 _LISTS = {
     DEAD: "The loss does not depend on these leaves here, and their gradient is zero",
+    FLAT: "The loss is flat here, and changes over longer steps, as on a staircase",
+    STOPPED: "The gradient leaves out what a `stop_gradient` holds. The rest of it is right",
     KINK: "The loss has a kink here, and the gradient is between the slopes of its sides",
     UNMEASURED: "The differences are too small or too noisy to judge the gradient",
     SKIPPED: "These leaves were not looked at",

@@ -1,23 +1,20 @@
-"""The verdict on the gradient of one leaf, from its differences along random directions."""
+"""The verdict on the gradient of one leaf, from its differences along random directions.
+
+Where the gradient disagrees with the differences, experiments tell why: the values of
+`stop_gradient`s are held; the slopes on both sides are compared, at a kink; parts of the
+direction are judged alone, as several kinks may cancel; and a point nearby is judged.
+"""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from ._compare import norm
-from ._gradient_report import DEAD, KINK, LeafVerdict, RIGHT, UNMEASURED, WRONG
-from ._loss_program import along, in_float64, LossProgram
-from ._slope import (
-    central_slope,
-    confirmed_slope,
-    is_settled,
-    Samples,
-    Slope,
-    with_sides,
-)
+from ._compare import as_double, norm
+from ._gradient_report import DEAD, FLAT, KINK, LeafVerdict, RIGHT, STOPPED, UNMEASURED, WRONG
+from ._loss_program import along, LossProgram
+from ._slope import central_slope, confirmed_slope, is_settled, Samples, Slope, with_sides
 
 
 # How many times its estimated error a difference may be off.
@@ -28,6 +25,11 @@ _USELESS = 0.03
 _MORE_DIRECTIONS = 3
 # How far a model is moved off a kink, relative to its entries.
 _MOVE = 1e-3
+# How many parts of a direction are judged at most.
+_MOST_PARTS = 24
+# What differs from zero by less than this, relative to the loss, is zero.
+_FLOOR = 1e-12
+_LONG_STEPS = (0.125, 0.5, 1.0, 4.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,42 +46,20 @@ class Judge:
 
     - `tolerance`: the relative error that passes.
     - `modes`: which of `"reverse"` and `"forward"` there are.
-    - `rounding`: for each leaf an estimate of the absolute error of its gradient in less than
-        float64, to be compared with `size`.
+    - `measured`: for each leaf that was judged, the direction and its slope.
     - `unsettled`: the names of directions along which the slope depends on the step, down to
         the shortest.
     """
 
     def __init__(self, program: LossProgram, tolerance: float, modes: Sequence[str], seed: int):
-        self.program = program
-        self.tolerance = tolerance
-        self.modes = modes
+        self.program, self.tolerance, self.modes = program, tolerance, modes
         self.rng = np.random.default_rng(seed)
-        self.leaves = [in_float64(x) for x in program.leaves]
+        self.leaves = program.leaves
         self.scales = list(map(_scale, self.leaves))
         self.gradient = program.gradient if "reverse" in modes else None
-        # What differs from zero by less than this, relative to the loss, is zero.
-        self.floor = 1e-12
-        if program.lowest is not None:
-            self.floor = 4 * float(jnp.finfo(program.lowest).eps)
-        self.rounding = self._rounding_of_gradient()
         self.evaluations = 0
         self.measured: dict[int, tuple[Direction, Slope]] = {}
         self.unsettled: list[str] = []
-
-    def _rounding_of_gradient(self) -> list[float]:
-        """By how much the gradient changes when the model changes by what rounding does."""
-        rounding = [0.0] * len(self.leaves)
-        if self.program.lowest is None or self.gradient is None:
-            return rounding
-        eps = float(jnp.finfo(self.program.lowest).eps)
-        for _ in range(2):
-            moved = [x * (1 + eps * self.rng.uniform(-1, 1, x.shape)) for x in self.leaves]
-            other = self.program.gradient_at(moved)
-            for i, (g, h, s) in enumerate(zip(self.gradient, other, self.scales, strict=True)):
-                change = norm((in_float64(g) - in_float64(h)) * s)
-                rounding[i] = max(rounding[i], change if np.isfinite(change) else 0.0)
-        return rounding
 
     def direction(self, name: str, kept: Sequence[int]) -> Direction:
         """A random direction, relative to the entries of the leaves, with a component along
@@ -88,7 +68,7 @@ class Judge:
         for i in kept:
             noise = _normal(self.rng, self.leaves[i])
             if self.gradient is not None:
-                g = in_float64(self.gradient[i]) * self.scales[i]
+                g = as_double(self.gradient[i]) * self.scales[i]
                 g = np.where(np.isfinite(g), g, 0)
                 size = np.abs(g)
                 sign = np.divide(np.conj(g), size, out=np.zeros_like(g), where=size > 0)
@@ -96,35 +76,37 @@ class Judge:
             tangents[i] = np.asarray(self.scales[i] * noise)
         return Direction(name, tuple(kept), tangents)
 
-    def size(self, direction: Direction, gradient: Any) -> float:
-        """How large a derivative along a direction usually is."""
-        if gradient is None:
-            return 0.0
-        return norm(
-            np.array([norm(in_float64(gradient[i]) * self.scales[i]) for i in direction.kept])
-        )
-
     def judge_leaf(self, leaf: int) -> LeafVerdict:
         """The verdict on one leaf. An error that only the tolerance admits may be larger along
         other directions: by chance, it is small along a few."""
-        verdict = self._judge_alone(leaf)
+        name = self.program.names[leaf]
+        verdict = self.judge(self.direction(name, [leaf]))
         for _ in range(_MORE_DIRECTIONS):
-            direction, slope = self.measured[leaf]
+            _, slope = self.measured[leaf]
             gap = _gap(verdict.reverse, verdict.forward, slope)
-            explained = _SAFETY * (slope.error + self._rounding(direction))
-            if verdict.verdict != RIGHT or gap <= explained:
+            if verdict.verdict != RIGHT or gap <= _SAFETY * slope.error:
                 break
-            verdict = self._judge_alone(leaf)
+            verdict = self.judge(self.direction(name, [leaf]))
         return verdict
 
-    def _judge_alone(self, leaf: int) -> LeafVerdict:
-        return self.judge(self.direction(self.program.names[leaf], [leaf]))
-
     def judge(self, direction: Direction) -> LeafVerdict:
-        samples = self.program.samples(self.leaves, direction.tangents)
+        verdict = self._judge(direction, False)
+        if verdict.verdict == WRONG and self.program.stops:
+            first = self.measured.copy()
+            held = self._judge(direction, True)
+            if held.verdict in (RIGHT, DEAD):
+                return dataclasses.replace(held, verdict=STOPPED)
+            if held.verdict == UNMEASURED:
+                self.measured = first
+            else:
+                verdict = held
+        return verdict
+
+    def _judge(self, direction: Direction, is_held: bool) -> LeafVerdict:
+        samples = self.program.samples(self.leaves, direction.tangents, is_held)
         verdict, slope = self._compare(direction, self.leaves, self.gradient, samples)
         if verdict.verdict == WRONG:
-            verdict = self._unless_kink(direction, verdict, with_sides(samples, slope))
+            verdict = self._unless_kink(direction, verdict, samples, slope, is_held)
         if verdict.verdict == WRONG and not _is_evidence(samples, slope, verdict):
             verdict = dataclasses.replace(verdict, verdict=UNMEASURED)
             self.unsettled.append(direction.name)
@@ -137,9 +119,18 @@ class Judge:
         """Whether another derivative along the direction of a leaf that was judged already is
         wrong."""
         direction, slope = self.measured[leaf]
-        size = self.size(direction, self.gradient)
         gap = abs(derivative - slope.value)
-        return not gap <= self._admitted(direction, size, slope)
+        return not gap <= self._admitted(self._size(direction, self.gradient), slope)
+
+    def _size(self, direction: Direction, gradient: Any) -> float:
+        """How large a derivative along a direction usually is."""
+        if gradient is None:
+            return 0.0
+        sizes = [norm(as_double(gradient[i]) * self.scales[i]) for i in direction.kept]
+        return norm(np.array(sizes))
+
+    def _admitted(self, size: float, slope: Slope) -> float:
+        return self.tolerance * max(size, abs(slope.value)) + _SAFETY * slope.error
 
     def _compare(self, direction, leaves, gradient, samples: Samples):
         """The verdict by central differences, which takes a kink for a wrong gradient."""
@@ -149,73 +140,128 @@ class Judge:
         if "forward" in self.modes:
             forward = self.program.tangent(leaves, direction.tangents)
         have = reverse if reverse is not None else forward or 0.0
-        size = self.size(direction, gradient) if reverse is not None else abs(have)
+        size = self._size(direction, gradient) if reverse is not None else abs(have)
         slope = central_slope(samples, size)
-        floor = self.floor * abs(samples(0.0))
+        floor = _FLOOR * abs(samples(0.0))
         gap = _gap(reverse, forward, slope)
-        if gap > self._admitted(direction, size, slope) + floor:
+        if gap > self._admitted(size, slope) + floor:
             slope = confirmed_slope(samples, slope)
             gap = _gap(reverse, forward, slope)
         if not np.isfinite(gap):
             verdict = WRONG if np.isfinite(slope.error) else UNMEASURED
-        elif gap > self._admitted(direction, size, slope) + floor:
-            verdict = WRONG
+        elif gap > self._admitted(size, slope) + floor:
+            verdict = WRONG if gap > self._rounding(direction, samples) else UNMEASURED
         elif size <= floor:
             is_exact = size == 0 and _SAFETY * slope.error <= 1e-6 * abs(samples(0.0))
-            verdict = DEAD if is_exact else UNMEASURED
+            verdict = self._of_zero(samples) if is_exact else UNMEASURED
         else:
-            error = _SAFETY * (slope.error + self._rounding(direction))
-            is_useless = error > max(_USELESS, 2 * self.tolerance) * size
+            is_useless = _SAFETY * slope.error > max(_USELESS, 2 * self.tolerance) * size
             verdict = UNMEASURED if is_useless else RIGHT
         relative = gap / max(size, abs(slope.value), np.finfo(float).tiny)
-        return LeafVerdict(
-            direction.name, verdict, reverse, forward, slope.value, slope.error, relative
-        ), slope
+        numbers = reverse, forward, slope.value, slope.error, relative
+        return LeafVerdict(direction.name, verdict, *numbers), slope
 
-    def _rounding(self, direction: Direction) -> float:
-        return norm(np.array([self.rounding[i] for i in direction.kept]))
+    def _rounding(self, direction: Direction, samples: Samples) -> float:
+        """What the loss may change by without any change of its value. The numbers in it are as
+        large as the loss itself is elsewhere; if it is the same nearby, as the leaves."""
+        far = [samples(sign * h) for h in _LONG_STEPS for sign in (1, -1)]
+        size = max(map(abs, filter(np.isfinite, far)), default=0.0)
+        near = (_LONG_STEPS[0], 2.0**-9)
+        if all(samples(sign * h) == samples(0.0) for h in near for sign in (1, -1)):
+            size = max(size, *(float(np.max(np.abs(t), initial=0)) for t in direction.tangents))
+        return 4 * samples.eps * size
 
-    def _admitted(self, direction: Direction, size: float, slope: Slope) -> float:
-        size = max(size, abs(slope.value))
-        return self.tolerance * size + _SAFETY * (slope.error + self._rounding(direction))
+    def _of_zero(self, samples: Samples) -> str:
+        """Of a zero gradient: whether the loss changes over longer steps (a staircase)."""
+        far = [samples(sign * h) - samples(0.0) for h in _LONG_STEPS for sign in (1, -1)]
+        size = max(abs(samples(0.0)), max(map(abs, filter(np.isfinite, far)), default=0.0))
+        return FLAT if any(abs(x) > 1e-9 * size for x in far if np.isfinite(x)) else DEAD
 
-    def _unless_kink(self, direction, verdict: LeafVerdict, slope: Slope) -> LeafVerdict:
-        """At a kink of the loss, the gradient is one of many. It can be judged at a point
-        nearby, which in general has no kink."""
-        have = [d for d in (verdict.reverse, verdict.forward) if d is not None]
-        have = [d for d in have if np.isfinite(d)]
-        if not have:
-            return verdict
-        is_kink = slope.is_kink and all(map(slope.admits, have))
-        if not is_kink and not self._has_kink(direction, abs(have[0] - slope.value)):
-            return verdict
-        moved = [
-            x + _MOVE * s * _normal(self.rng, x)
-            for x, s in zip(self.leaves, self.scales, strict=True)
-        ]
-        gradient = self.program.gradient_at(moved) if self.gradient is not None else None
-        samples = self.program.samples(moved, direction.tangents)
-        nearby, slope = self._compare(direction, moved, gradient, samples)
+    # ------------------------------------------------------------ kinks
+
+    def _unless_kink(self, direction, verdict: LeafVerdict, samples, slope, is_held):
+        """At a kink of the loss, the gradient is one of many: it is between the slopes on both
+        sides, along each direction. It is judged at a point nearby, too, which in general has
+        no kink."""
         sides = with_sides(samples, slope)
-        self.evaluations += samples.count
-        is_wrong = (
-            nearby.verdict == WRONG
-            and not sides.is_kink
-            and _is_evidence(samples, slope, nearby)
-        )
-        return dataclasses.replace(verdict, verdict=WRONG if is_wrong else KINK)
+        have = [d for d in (verdict.reverse, verdict.forward) if d is not None]
+        if not all(map(np.isfinite, have)):
+            return verdict
+        if not sides.is_kink:
+            return verdict
+        is_between = all(map(sides.admits, have))
+        if not self._parts_are_right(direction, is_between, is_held):
+            return verdict
+        nearby, is_evidence = self._nearby(direction, is_held)
+        if nearby.verdict == WRONG and is_evidence:
+            return verdict
+        t = np.concatenate([direction.tangents[i].ravel() for i in direction.kept])
+        unit = float(t[0].real) if t.size == 1 else 1.0
+        left, right = sides.left / unit, sides.right / unit
+        return dataclasses.replace(verdict, verdict=KINK, left=left, right=right)
 
-    def _has_kink(self, direction: Direction, gap: float) -> bool:
-        """Whether there is a kink along some direction that is as large as a gap. The kinks of
-        several entries may cancel along one direction."""
-        for _ in range(4):
-            other = self.direction(direction.name, direction.kept)
-            samples = self.program.samples(self.leaves, other.tangents)
-            slope = with_sides(samples, Slope(0.0, 0.0))
-            self.evaluations += samples.count
-            if slope.is_kink and abs(slope.right - slope.left) > 0.05 * gap:
-                return True
-        return False
+    def _nearby(self, direction: Direction, is_held: bool = False) -> tuple[LeafVerdict, bool]:
+        """The verdict at a point nearby, and whether it is evidence."""
+        pairs = zip(self.leaves, self.scales, strict=True)
+        moved = [x + _MOVE * s * _normal(self.rng, x) for x, s in pairs]
+        gradient = self.program.gradient_at(moved) if self.gradient is not None else None
+        samples = self.program.samples(moved, direction.tangents, is_held)
+        nearby, slope = self._compare(direction, moved, gradient, samples)
+        is_kink = with_sides(samples, slope).is_kink
+        self.evaluations += samples.count
+        return nearby, not is_kink and _is_evidence(samples, slope, nearby)
+
+    def is_right_nearby(self, direction: Direction) -> bool:
+        nearby, _ = self._nearby(direction, bool(self.program.stops))
+        return nearby.verdict == RIGHT
+
+    def _parts_are_right(self, direction: Direction, is_between: bool, is_held: bool) -> bool:
+        """Whether the gradient is right, or between the slopes of a kink, along parts of a
+        direction: the kinks of several entries may cancel along all of it, or hide another one.
+        Single entries are parts, and where all of them are wrong, its halves. False if there is
+        no kink.
+
+        - `is_between`: whether it is between the slopes along the whole direction.
+        """
+        (number, *others) = direction.kept
+        t = direction.tangents[number]
+        entries = np.flatnonzero(t)
+        if others or entries.size < 2 or self.gradient is None:
+            return is_between
+        n = min(entries.size, _MOST_PARTS)
+        singles = list(self.rng.choice(entries, (n, 1), replace=False))
+        found = [self._part(direction, part, is_held) for part in singles]
+        if not all(is_right for is_right, _ in found):
+            return False
+        if is_between or n == entries.size:
+            return is_between or any(is_kink for _, is_kink in found)
+        waiting, has_kink, n = [entries], False, 0
+        while waiting:
+            for half in np.array_split(waiting.pop(), 2):
+                is_right, is_kink = self._part(direction, half, is_held)
+                n, has_kink = n + 1, has_kink or is_kink
+                if not is_right and (half.size == 1 or n >= _MOST_PARTS):
+                    return False
+                waiting += [] if is_right else [half]
+        return has_kink
+
+    def _part(self, direction: Direction, part: np.ndarray, is_held: bool) -> tuple[bool, bool]:
+        """Whether the gradient is right along some entries of a direction, and whether there is
+        a kink."""
+        (number,) = direction.kept
+        t = direction.tangents[number]
+        alone = np.zeros_like(t)
+        alone.flat[part] = t.flat[part]
+        tangents = [alone if i == number else x for i, x in enumerate(direction.tangents)]
+        samples = self.program.samples(self.leaves, tangents, is_held)
+        of_part = Direction(direction.name, (number,), tangents)
+        verdict, slope = self._compare(of_part, self.leaves, self.gradient, samples)
+        is_wrong = verdict.verdict == WRONG
+        sides = with_sides(samples, slope) if is_wrong else slope
+        self.evaluations += samples.count
+        is_kink = is_wrong and sides.is_kink
+        between = is_kink and sides.admits(along(self.gradient or [], tangents))
+        return not is_wrong or between, is_kink
 
 
 def _is_evidence(samples: Samples, slope: Slope, verdict: LeafVerdict) -> bool:

@@ -1,4 +1,9 @@
-"""The loss of a model as a program: its value, its gradient in both modes, its differences."""
+"""The loss of a model as a program: its value, its gradient in both modes, its differences.
+
+All is computed in float64. The program is the one of a model in float64. If the loss does not
+run with that, or is another one there, it is the one of the user's precision, evaluated in
+float64.
+"""
 
 import contextlib
 import functools as ft
@@ -8,298 +13,274 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
 from .._diagnosis._programs.in_float64 import evaluate_in_float64
 from .._diagnosis._programs.lowest_precision import lowest_precisions
+from .._diagnosis.source_lines import source_line
 from .._diagnosis.traced_loss import trace_loss, TracedLoss
 from .._errors import first_line
-from .._jaxprs.evaluate import evaluate
+from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure, While
 from .._tangent_spaces import is_differentiable
-from ._compare import pairing, scale_of
-from ._compiled import without_log
-from ._flat_function import double_precision
-from ._random_tangents import normal
-from ._same_function import changes_alike, is_same_program
+from ._compare import as_double, pairing
+from ._oracle import expanded, is_same_program, without_log
+from ._outcome import outcome
 from ._slope import Samples
-from ._trace_derivatives import captures_numpy, trace_all
+from ._subject import double_precision
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
-
-def jit_as_written(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.jit`, but a cast to float16 and back does lose digits. XLA would remove it, or not,
-    depending on what is around it."""
-    return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
-
-
-def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays that is traced in its first call, to equations that are run one by
-    one. That is many times faster than to differentiate it in each call."""
-    known: list[Any] = []
-
-    def run(*args):
-        if not known:
-            program, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-            known[:] = program, jax.tree.structure(out)
-        program, treedef = known
-        return jax.tree.unflatten(treedef, evaluate(program, jax.tree.leaves(args)))
-
-    return run
-
-
+CALLER = "check_gradients"
 # XLA takes minutes to compile more equations than this in a row (those of a scan or of a `jit`
-# inside count as one). They are run one by one.
-_MOST_COMPILED = 1000
-# For so many steps at once: an operation takes about as long for these as for one. For a model
-# of few parameters, the same is true of more steps.
-_STEPS_AT_ONCE = 16
-_STEPS_AT_ONCE_OF_SMALL = 64
-_SMALL = 1000
+# inside count as one). They are run one by one, for so many steps at once: an operation takes
+# about as long for these as for one.
+_MOST_COMPILED, _STEPS_AT_ONCE = 1000, 16
+_PAIR = "the point and a point nearby"
 
 
 class LossProgram:
     """A loss at a model and arguments.
 
     - `leaves`: the inexact arrays of the model, which are perturbed; `names`: their paths.
-    - `others`: the other arrays of the model and the arguments.
-    - `lowest`: the dtype of lowest precision that the loss is computed in from the leaves and
-        the arguments, `None` if that is float64. That of a constant alone does not count.
+    - `own`: the loss as it was traced in the user's precision.
+    - `rounded_to`: what the values are rounded to nonetheless, as by a host function.
+    - `stops`: the lines of the `stop_gradient`s in it, outside of functions with a rule.
     """
 
-    def __init__(self, traced: TracedLoss, context: Callable[[], Any]):
-        self.traced = traced
-        self.context = context
+    def __init__(
+        self,
+        own: TracedLoss,
+        traced: TracedLoss,
+        context: Callable[[], Any],
+        is_exact: bool,
+        stops: Sequence[str] | None = None,
+    ):
+        self.own, self.traced = own, traced
+        self._context, self._is_exact = context, is_exact
         self.names = list(traced.leaves)
-        self.leaves = [np.asarray(x) for x in traced.values[: len(self.names)]]
+        self.leaves = [as_double(x) for x in traced.values[: len(self.names)]]
         self.others = list(traced.values[len(self.names) :])
-        found = [d for d in lowest_precisions(traced.program) if d is not None]
-        self.lowest = max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
+        self.dtypes = [x.dtype for x in traced.values[: len(self.names)]]
+        self.rounded_to = _lowest(traced.program, opaque=is_exact)
+        self.is_compiled = len(traced.program.eqns) <= _MOST_COMPILED
+        self._calls: dict[str, Callable[..., Any]] = {}
+        self.stops = list(dict.fromkeys(_stops(traced.program))) if stops is None else stops
 
-    @property
-    def is_compiled(self) -> bool:
-        return len(self.traced.program.eqns) <= _MOST_COMPILED
-
-    def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return jit_as_written(fn) if self.is_compiled else traced_once(fn)
-
-    def _loss(self, leaves, others):
+    def loss(self, leaves: Sequence[Any], others: Sequence[Any]) -> Any:
         return evaluate(self.traced.program, [*leaves, *others])[0]
 
-    @ft.cached_property
-    def _gradient(self):
-        return self.compile(jax.grad(self._loss))
+    def call(self, name: str, fn: Callable[..., Any], *vectors: Sequence[Any], more: Any = ()):
+        """`fn(*vectors, others, more)`, where the vectors are lists like the leaves: traced
+        once for each name, and computed in float64."""
+        args = (*vectors, self.others, more)
+        if name not in self._calls:
+            like = lambda xs: [x.astype(d) for x, d in zip(xs, self.dtypes, strict=True)]
+            with self._context():
+                flat, treedef = jax.tree.flatten((*map(like, vectors), self.others, more))
+                trees = []
 
-    @ft.cached_property
-    def _tangent(self):
-        def tangent(leaves, tangents, others):
-            return jax.jvp(lambda xs: self._loss(xs, others), (leaves,), (tangents,))[1]
+                def run(*xs):
+                    out, tree = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, xs)))
+                    trees.append(tree)
+                    return out
 
-        return self.compile(tangent)
+                program, structure_out = expanded(run, flat), trees[-1]
+            compute = evaluate_in_float64 if self._is_exact else evaluate
+            flat_call = lambda xs: jax.tree.unflatten(structure_out, compute(program, xs))
+            self._calls[name] = jax.jit(flat_call) if self.is_compiled else flat_call
+        with double_precision():
+            out = self._calls[name](list(map(jnp.asarray, jax.tree.leaves(args))))
+            return jax.tree.map(np.asarray, out)
 
-    @ft.cached_property
-    def _values_at(self):
-        """The losses at steps along a direction. In float64 even where the program is not."""
+    def in_its_types(self, run: Callable[..., Any], *args: Any) -> Any:
+        """`run(*args)`, where the equations have the types that they were traced with."""
+        with self._context():
+            return run(*args)
 
-        def value_at(leaves, tangents, others, step):
-            leaves = [x + step * t for x, t in zip(leaves, tangents, strict=True)]
-            if self.lowest is None:
-                return self._loss(leaves, others)
-            return evaluate_in_float64(self.traced.program, [*leaves, *others])[0]
-
-        one = self.compile(value_at)
-        if self.is_compiled:
-            return lambda *args, steps: [one(*args, step) for step in steps]
-        many = traced_once(jax.vmap(value_at, in_axes=(None, None, None, 0)))
-
-        is_small = sum(x.size for x in self.leaves) <= _SMALL
-        at_once = _STEPS_AT_ONCE_OF_SMALL if is_small else _STEPS_AT_ONCE
-
-        def values_at(*args, steps):
-            try:
-                found = []
-                for i in range(0, len(steps), at_once):
-                    part = steps[i : i + at_once]
-                    padded = np.resize(part, at_once)
-                    found += list(np.asarray(many(*args, padded)))[: len(part)]
-                return found
-            except NotImplementedError:  # for a primitive without a batching rule
-                return [one(*args, step) for step in steps]
-
-        return values_at
-
-    def value(self) -> float:
-        zeros = [np.zeros(x.shape, in_float64(x).dtype) for x in self.leaves]
-        return self.samples(self.leaves, zeros)(0.0)
-
-    def value_as_written(self) -> float:
-        """The loss in the precision of the program, and not in float64."""
-        with self.context():
-            return float(self.compile(self._loss)(self.leaves, self.others))
+    def gradient_at(self, leaves: Sequence[Any]) -> list[np.ndarray]:
+        return self.call(
+            "gradient", jax.grad(lambda xs, others, _: self.loss(xs, others)), leaves
+        )
 
     @ft.cached_property
     def gradient(self) -> list[np.ndarray]:
         return self.gradient_at(self.leaves)
 
-    def gradient_at(self, leaves: Sequence[Any]) -> list[np.ndarray]:
-        with self.context():
-            leaves = list(map(jnp.asarray, self.like_leaves(leaves)))
-            return [np.asarray(g) for g in self._gradient(leaves, self.others)]
-
-    @ft.cached_property
-    def traced_gradient(self) -> ClosedJaxpr | None:
-        """`None` if it can't be traced: where it is computed, there is an error."""
-        (program,) = trace_all([jax.grad(self._loss)], (self.leaves, self.others)) or [None]
-        return program
-
-    def check_gradient(self) -> None:
-        """Raise an error if the gradient can't be traced or compiled, as that of a rule that
-        returns another dtype than the function has."""
-        try:
-            gradient = jax.make_jaxpr(jax.grad(self._loss))(self.leaves, self.others)
-        except ValueError:  # no reverse mode, in whatever precision
-            return
-        if captures_numpy(gradient):
-            jax.jit(jaxpr_as_fun(gradient)).lower(*jax.tree.leaves((self.leaves, self.others)))
-
     def tangent(self, leaves: Sequence[Any], tangents: Sequence[Any]) -> float:
         """The derivative along a direction, in forward mode."""
-        with self.context():
-            leaves, tangents = self.like_leaves(leaves), self.like_leaves(tangents)
-            leaves, tangents = (list(map(jnp.asarray, xs)) for xs in (leaves, tangents))
-            return float(self._tangent(leaves, tangents, self.others))
 
-    def samples(self, leaves: Sequence[Any], tangents: Sequence[Any]) -> Samples:
-        """The loss along a direction, in float64."""
-        with double_precision():
-            leaves, tangents = (
-                [jnp.asarray(in_float64(x)) for x in xs] for xs in (leaves, tangents)
-            )
+        def tangent(xs, ts, others, _):
+            return jax.jvp(lambda xs: self.loss(xs, others), (xs,), (ts,))[1]
 
-        def values_at(steps):
-            with double_precision():
-                found = self._values_at(leaves, tangents, self.others, steps=steps)
-                return [float(value) for value in found]
+        return float(self.call("tangent", tangent, leaves, tangents))
 
-        return Samples(_where_defined(values_at))
+    def value(self) -> float:
+        return self.samples(self.leaves, [np.zeros_like(x) for x in self.leaves])(0.0)
 
-    def like_leaves(self, arrays: Sequence[Any]) -> list[Any]:
-        return [np.asarray(a).astype(x.dtype) for a, x in zip(arrays, self.leaves, strict=True)]
+    @ft.cached_property
+    def own_gradient(self) -> list[np.ndarray] | None:
+        """In the user's precision; `None` if that is this one, or takes long to compile."""
+        if not self.is_compiled or all(d.itemsize >= 8 for d in self.dtypes_of_user):
+            return None
+        n = len(self.names)
+        loss = lambda xs, others: evaluate(self.own.program, [*xs, *others])[0]
+        # A cast to float16 and back loses digits. XLA would remove it, or not.
+        options = {"xla_allow_excess_precision": False}
+        run = jax.jit(jax.value_and_grad(loss), compiler_options=options)
+        self.own_value, found = run(list(self.own.values[:n]), list(self.own.values[n:]))
+        return list(map(np.asarray, found))
 
-    def mode_error(self, run: Callable[[], Any], mode: str) -> str | None:
-        """What JAX says if there is no derivative in this mode: forward mode for a
-        `jax.custom_vjp`, reverse mode for a `while_loop`. Other errors are raised."""
-        try:
-            run()
-        except (TypeError, ValueError, NotImplementedError) as error:
-            if mode not in str(error).lower():
-                raise
-            return first_line(error)
-        return None
+    @property
+    def dtypes_of_user(self) -> list[np.dtype]:
+        return [x.dtype for x in self.own.values[: len(self.names)]]
+
+    @property
+    def lowest_of_user(self) -> np.dtype | None:
+        return _lowest(self.own.program)
+
+    # ------------------------------------------------------------ differences
+
+    def samples(
+        self, leaves: Sequence[Any], tangents: Sequence[Any], is_held: bool = False
+    ) -> Samples:
+        """The loss along a direction. NaN where it raises an error, as a solver does that fails
+        for other parameters. An error at zero is raised.
+
+        - `is_held`: whether what a `stop_gradient` returns stays as it is at the leaves.
+        """
+        at = lambda h: [x + h * t for x, t in zip(leaves, tangents, strict=True)]
+        loss = lambda xs, others, _: self.loss(xs, others)
+
+        def value(h):
+            if is_held:
+                return float(self.call("held", self._held, leaves, at(h)))
+            return float(self.call("value", loss, at(h)))
+
+        def values(steps):
+            with without_log():
+                found = None if self.is_compiled or is_held else outcome(self._many, at, steps)
+                if isinstance(found, list):
+                    return found
+                found = [outcome(value, h) for h in steps]
+            for h, x in zip(steps, found, strict=True):
+                if isinstance(x, Exception) and (
+                    h == 0 or not isinstance(x, RuntimeError | ValueError)
+                ):
+                    raise x
+            return [np.nan if isinstance(x, Exception) else x for x in found]
+
+        eps = {} if self.rounded_to is None else {"eps": float(jnp.finfo(self.rounded_to).eps)}
+        return Samples(values, **eps)
+
+    def _many(self, at, steps: list[float]) -> list[float]:
+        """The values at several steps, whose equations are run one by one."""
+        found: list[float] = []
+        many = lambda xs, others, _: jax.vmap(lambda ys: self.loss(ys, others))(xs)
+        for i in range(0, len(steps), _STEPS_AT_ONCE):
+            part = steps[i : i + _STEPS_AT_ONCE]
+            points = [at(h) for h in np.resize(part, _STEPS_AT_ONCE)]
+            stacked = [np.stack(column) for column in zip(*points, strict=True)]
+            found += [float(x) for x in self.call("many", many, stacked)[: len(part)]]
+        return found
+
+    def _held(self, here, there, others, _):
+        """The loss at `there`, where each `stop_gradient` returns what it returns at `here`: of
+        both points at once, each takes the value of the first one."""
+        pairs = [jnp.stack(pair) for pair in zip(here, there, strict=True)]
+        axes = [0] * len(pairs) + [None] * len(others)
+        run = lambda *xs: evaluate(self.traced.program, xs, self._hold)[0]
+        return jax.vmap(run, axes, axis_name=_PAIR)(*pairs, *others)[1]
+
+    def _hold(self, eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+        if eqn.primitive.name == "stop_gradient" and str(source_line(eqn)) in self.stops:
+            return [jax.lax.all_gather(x, _PAIR)[0] for x in values]
+        if _is_entered(eqn) and any(map(_stops, inner_programs(eqn))):
+            return enter(eqn, values, lambda p, xs, _: evaluate(p, xs, self._hold))
+        return bind(eqn, values)
 
 
-def _where_defined(values_at: Callable[[list[float]], Any]) -> Callable[..., list[float]]:
-    """The values at steps from zero; NaN where the loss raises an error, as a solver does that
-    fails for other parameters. An error at zero is raised."""
-    failed = {True: np.inf, False: np.inf}  # the shortest step that did, on either side
-
-    def value_at(step):
-        if abs(step) >= failed[step > 0]:
-            return np.nan
-        try:
-            return values_at([step])[0]
-        except (RuntimeError, ValueError):
-            if step == 0:
-                raise
-            failed[step > 0] = abs(step)
-            return np.nan
-
-    def values(steps):
-        with without_log():
-            if min(failed.values()) == np.inf:
-                with contextlib.suppress(RuntimeError, ValueError):
-                    return values_at(steps)
-                value_at(0.0)
-            # Shorter steps first: none is tried beyond one that failed.
-            known = {step: value_at(step) for step in sorted(steps, key=abs)}
-        return [known[step] for step in steps]
-
-    return values
+def _is_entered(eqn: Any) -> bool:
+    """Not the rules: what is stopped inside of a function with a rule has the derivative of the
+    rule."""
+    return isinstance(structure(eqn), Call | Checkpoint | Cond | Scan | While)
 
 
-def trace_in_both_precisions(
-    caller: str,
+def _stops(program: ClosedJaxpr) -> list[str]:
+    found = []
+    for eqn in program.eqns:
+        if eqn.primitive.name == "stop_gradient":
+            found.append(str(source_line(eqn)))
+        elif _is_entered(eqn):
+            found += [line for inner in inner_programs(eqn) for line in _stops(inner)]
+    return found
+
+
+def trace(
     loss: Callable[..., Any],
     model: PyTree,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    *,
-    only_own: bool = False,
+    stops: Sequence[str] | None = None,
     **options: Any,
-) -> tuple[LossProgram, LossProgram | None, str]:
-    """The program in the user's precision, that in float64, and why there is none if so.
-
-    There is none if the loss can't be differentiated in float64, and if it is another function
-    there, which draws other random numbers.
-    """
-    traced = trace_loss(caller, loss, model, args, kwargs, **options)
-    own = LossProgram(traced, contextlib.nullcontext)
-    if only_own:
-        return own, None, ""
-    # Of a NumPy array that the loss captures, JAX has one constant for both precisions: see
-    # `_trace_derivatives.py`.
-    captures = own.traced_gradient is not None and captures_numpy(own.traced_gradient)
-    try:
-        with double_precision():
-            wide_model, wide_args, wide_kwargs = _in_float64((model, tuple(args), dict(kwargs)))
-            traced = trace_loss(caller, loss, wide_model, wide_args, wide_kwargs, **options)
-            wide = LossProgram(traced, double_precision)
-            wide.check_gradient()
-    except Exception as error:  # the loss is for one precision only, and the report says so
-        if captures:
-            why = "The loss captures NumPy arrays, and can't run in float64"
-            return own, None, f"{why}: it can with `jnp.asarray` of them."
-        why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        return own, None, f"The loss can't be differentiated in float64 ({why})."
-    if _is_another(own, wide):
-        return own, None, "In float64 the loss draws other random numbers, or looks at a dtype."
-    return own, wide, ""
+) -> LossProgram:
+    """The program of a loss, in float64. `stops`: those of the loss, if not all."""
+    own = trace_loss(CALLER, loss, model, args, kwargs, **options)
+    n = len(own.leaves)
+    grad = jax.grad(lambda xs, others: evaluate(own.program, [*xs, *others])[0])
+    # First in the user's precision: see `_oracle.in_float64`.
+    needed = outcome(jax.make_jaxpr(grad), list(own.values[:n]), list(own.values[n:]))
+    wide = outcome(_in_x64, loss, model, args, kwargs, isinstance(needed, ClosedJaxpr), options)
+    if isinstance(wide, TracedLoss) and is_same_program(own.program, wide.program):
+        return LossProgram(
+            own, wide, double_precision, _lowest(wide.program) is not None, stops
+        )
+    return LossProgram(own, own, contextlib.nullcontext, True, stops)
 
 
-def _is_another(own: LossProgram, wide: LossProgram) -> bool:
-    """Whether the loss of a model in float64 is another function of it."""
-    if own.lowest is None or is_same_program(own.traced.program, wide.traced.program):
-        return False
-    leaves = [in_float64(x) for x in own.leaves]
-    zeros = [np.zeros_like(x) for x in leaves]
-    rng = np.random.default_rng(0)
-    direction = [scale_of(x) * normal(rng, x.shape, x.dtype) for x in leaves]
-    one, other = ((lambda xs, p=p: [p.samples(xs, zeros)(0.0)]) for p in (own, wide))
-    return not changes_alike(one, other, leaves, [direction])
+def _in_x64(loss, model, args, kwargs, has_gradient: bool, options) -> TracedLoss:
+    with double_precision():
+        wide = trace_loss(
+            CALLER, loss, *_widened((model, tuple(args), dict(kwargs))), **options
+        )
+        if has_gradient:
+            n = len(wide.leaves)
+            grad = jax.grad(lambda xs, others: evaluate(wide.program, [*xs, *others])[0])
+            jax.make_jaxpr(grad)(list(wide.values[:n]), list(wide.values[n:]))
+        return wide
 
 
-def _in_float64(tree: PyTree) -> PyTree:
+def _widened(tree: PyTree) -> PyTree:
     """All arrays of floats in float64. Python numbers stay as they are: a model may use them as
     configuration."""
-    return jax.tree.map(lambda x: jnp.asarray(in_float64(x)) if _is_float_array(x) else x, tree)
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray | np.generic)
+    widen = lambda x: jnp.asarray(as_double(x)) if is_array(x) and is_differentiable(x) else x
+    return jax.tree.map(widen, tree)
 
 
-def _is_float_array(x) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic) and is_differentiable(x)
+def _lowest(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
+    found = [d for d in lowest_precisions(program, opaque=opaque) if d is not None]
+    return max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
 
 
-def in_float64(x: Any) -> np.ndarray:
-    x = np.asarray(x)
-    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+def mode_error(run: Callable[[], Any], mode: str) -> str | None:
+    """What JAX says if there is no derivative in this mode: forward mode for a
+    `jax.custom_vjp`, reverse mode for a `while_loop`. Other errors are raised."""
+    error = outcome(run)
+    if not isinstance(error, Exception):
+        return None
+    is_known = isinstance(error, TypeError | ValueError | NotImplementedError)
+    if not is_known or mode not in str(error).lower():
+        raise error
+    return first_line(error)
 
 
 def along(gradient: Sequence[Any], tangents: Sequence[Any]) -> float:
     """The derivative along a direction that a gradient gives. An entry of the gradient that is
     NaN does not matter where the direction is zero."""
-    gradient = [
-        np.where(t == 0, 0.0, in_float64(g)) for g, t in zip(gradient, tangents, strict=True)
-    ]
+    pairs = zip(gradient, tangents, strict=True)
+    gradient = [np.where(t == 0, 0.0, as_double(g)) for g, t in pairs]
     with np.errstate(invalid="ignore"):  # NaN, for infinite entries of both signs
         return pairing(gradient, tangents)

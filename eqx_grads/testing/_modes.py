@@ -1,326 +1,178 @@
-"""The two modes of a rule, with the directions along which derivatives are compared."""
+"""A mode of differentiation, with the directions along which a rule is compared."""
 
-import abc
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ._case import Case, DirectionalDerivative
+from ._case import Case
 from ._compare import as_real, norm, pairing
-from ._expected import Witness, witnesses
-from ._findings import failed
-from ._flat_function import fitted
-from ._likely_cause import Hypothesis
-from ._precision import Precision
+from ._mistakes import Mistake
+from ._oracle import Side
+from ._outcome import outcome
 from ._random_tangents import basis, basis_names, only
-from ._report import Finding
+from ._subject import fitted
 
-
-_FULL_JACOBIAN = 16  # the number of entries up to which every unit vector is a direction
-_RANDOM = 2  # directions for each leaf above it
-_LEAVES = 12  # above this, all leaves are perturbed together
-_OUTPUTS = 12  # above this, all outputs have a cotangent together
 
 _Arrays = list[Any]
+_Derivative = Callable[[Sequence[Any]], _Arrays]
+_FULL_JACOBIAN = 16  # the number of entries up to which every unit vector is a direction
+_RANDOM = 2  # random directions; one of each leaf, beside unit vectors
+_LEAVES = 12  # above this, all leaves are perturbed together, and all outputs
+_TRANSPOSED = "transposed: a Jacobian and its transpose were confused"
 
 
-class AbstractMode(abc.ABC):
-    """One mode of differentiation, with the directions along which it is compared.
+class Mode:
+    """One mode, with the directions along which it is compared.
 
-    - `names`: what the arrays of `along_directions` are called.
-    - `names_out`: what the arrays of one derivative are called.
-    - `directions`: for each array of `along_directions`, what its directions are called.
-    - `primals`: for each array of `along_directions`, the values that it is a cotangent of.
+    - `row`: the row of a `Side` with the derivative by the rule.
+    - `references`: the expected derivatives; their rows are `row` with their number.
+    - `groups`: the directions, by their names, in groups: those that perturb one leaf.
+    - `names`, `directions`, `primals`: for each array of `stack`, what it is called, what its
+        directions are called, and the values that it is a cotangent of.
     """
 
-    check: str
-    case: Case
-    precision: Precision
-    names: Sequence[str]
-    names_out: Sequence[str]
-    along: str
-    directions: Sequence[Sequence[str]]
-    primals: _Arrays | None
-    witness: Witness
-    # The rule agreed with finite differences, and autodiff of the function with neither.
-    autodiff_is_refuted: bool = False
+    def __init__(self, case: Case, check: str):
+        self.check, self.case = check, case
+        self.is_forward = check == "forward"
+        self.row = "jvp" if self.is_forward else "vjp"
+        self.along = "tangent" if self.is_forward else "cotangent"
+        self.references = case.wide.references[not self.is_forward]
+        self.names_out = case.output_names if self.is_forward else case.names
+        self.drawn = case.tangents if self.is_forward else case.cotangents
+        self.primals: _Arrays | None = None
+        if self.is_forward:
+            self.groups = _by_leaf(case)
+            self.names = _of_each_output(case, list(self.groups))
+            groups = self.groups.values()
+            self.directions = [list(ts) for ts in groups for _ in case.output_names]
+        else:
+            ws = _cotangents(case)
+            self.groups = {"": ws}
+            self.names = case.names
+            self.directions = [list(ws)] * len(self.names)
+            spread = lambda x: np.broadcast_to(np.asarray(x), (len(ws), *np.shape(x)))
+            self.primals = list(map(spread, case.subject.leaves))
 
-    def expected(self, precision: Precision, direction: _Arrays) -> _Arrays:
-        """The expected derivative."""
-        return self.witness.derivative(precision, direction)
+    def by(self, side: Side, number: int | None = None) -> _Derivative:
+        """The derivative by the rule, or by a reference."""
+        row = self.row if number is None else f"{self.row} {number}"
+        return lambda direction: self.case.derivative(side, row, direction)
 
-    @abc.abstractmethod
-    def rule(self, precision: Precision, direction: _Arrays) -> _Arrays:
-        """The derivative that the rule gives."""
-
-    @abc.abstractmethod
-    def autodiff_at(self, leaves: _Arrays) -> _Arrays:
-        """Autodiff of the reference at other leaves, along some direction."""
-
-    @abc.abstractmethod
-    def along_directions(self, derivative: Callable[[_Arrays], _Arrays]) -> _Arrays:
+    def stack(self, derivative: _Derivative) -> _Arrays:
         """A derivative along all directions, stacked."""
-
-    @abc.abstractmethod
-    def hypotheses(self, want: _Arrays) -> list[Hypothesis]:
-        """What known mistakes would give in the place of `want`."""
-
-    @abc.abstractmethod
-    def random_direction(self) -> _Arrays:
-        """A direction in the user's precision."""
-
-    @abc.abstractmethod
-    def convert(self, precision: Precision, direction: _Arrays) -> _Arrays:
-        """A direction in another precision."""
-
-    @abc.abstractmethod
-    def differences(self) -> "Differences":
-        """Finite differences, in a form that derivatives of this mode can be brought into."""
-
-    @abc.abstractmethod
-    def wrong_dtypes(self, derivative: _Arrays) -> list[Finding]:
-        """Failures for arrays that do not have the dtype of their space."""
-
-
-class Differences(NamedTuple):
-    """Finite differences along some directions.
-
-    - `want`, `names`: the arrays and their names.
-    - `error`: the largest estimated relative error.
-    - `rounding`: for each array, its estimated error if the function is rounded, or zero.
-    - `in_form`: brings `rule` or `expected` of a mode into the same form.
-    - `directions`: for each array, the names of its directions if it is a stack along them.
-    """
-
-    want: _Arrays
-    names: list[str]
-    error: float
-    rounding: list[float]
-    in_form: Callable[[Callable[..., _Arrays]], _Arrays]
-    directions: Sequence[Sequence[str]] = ()
-
-
-class ForwardMode(AbstractMode):
-    check, along = "forward", "tangent"
-
-    def __init__(self, case: Case):
-        (self.witness, *_) = witnesses("forward", case.options)
-        self.case, self.precision, self.primals = case, case.precision, None
-        self._by_leaf = _tangents_by_leaf(case)
-        self.names = _of_each_output(case, [part.name for part in self._by_leaf])
-        outputs = case.output_names
-        self.directions = [list(part.tangents) for part in self._by_leaf for _ in outputs]
-        self.names_out = outputs
-
-    def rule(self, precision: Precision, direction: _Arrays) -> _Arrays:
-        return precision.rule.jvp(direction)
-
-    def autodiff_at(self, leaves: _Arrays) -> _Arrays:
-        tangents = self.precision.like_leaves(self.case.eager.tangents)
-        return self.precision.reference.jvp(tangents, leaves)
-
-    def along_directions(self, derivative: Callable[[_Arrays], _Arrays]) -> _Arrays:
-        """For each leaf and each output, the derivatives along the tangents of the leaf."""
-        columns = []
-        for part in self._by_leaf:
-            tangents = part.tangents.values()
-            outs = [derivative(self.precision.like_leaves(t)) for t in tangents]
-            columns += [np.stack(column) for column in zip(*outs, strict=True)]
-        return columns
-
-    def hypotheses(self, want: _Arrays) -> list[Hypothesis]:
-        conjugated = self.along_directions(self._expected_of_conjugate)
-        cause = "the tangent was conjugated"
-        return [
-            *_swapped(self.names, want),
-            *self._transposed(),
-            *(Hypothesis(cause, array) for array in conjugated),
-        ]
-
-    def _expected_of_conjugate(self, tangents: _Arrays) -> _Arrays:
-        return self.expected(self.precision, [np.conj(t) for t in tangents])
-
-    def _transposed(self) -> list[Hypothesis]:
-        """The results of reverse mode for these directions, where the spaces are the same."""
-        case, p = self.case, self.precision
-        leaves = case.subject.leaves
-        if len(self._by_leaf) != len(leaves):
-            return []
-        (pull, *_) = witnesses("reverse", case.options)
         found = []
-        for i, (leaf, part) in enumerate(zip(leaves, self._by_leaf, strict=True)):
-            tangents = part.tangents.values()
-            if _same_space([leaf], case.own.outputs):
-                rows = [pull.derivative(p, p.like_outputs([t[i]]))[i] for t in tangents]
-                found.append(Hypothesis(_TRANSPOSED, np.stack(rows)))
+        for group in self.groups.values():
+            rows = [derivative(direction) for direction in group.values()]
+            found += [np.stack(column) for column in zip(*rows, strict=True)]
         return found
 
-    def random_direction(self) -> _Arrays:
-        return self.case.tangents()
-
-    def convert(self, precision: Precision, direction: _Arrays) -> _Arrays:
-        return precision.like_leaves(direction)
-
-    def differences(self) -> Differences:
-        """Finite differences as they are."""
-        parts, p = self.case.finite_differences, self.precision
-
-        def in_form(derivative):
-            return [d for part in parts for d in derivative(p, p.like_leaves(part.tangents))]
-
-        found = [part.by_differences for part in parts]
-        want = [d for by_differences in found for d in by_differences.tangents_out]
-        rounding = [error for by_differences in found for error in by_differences.rounding]
-        names = _of_each_output(self.case, [part.name for part in parts])
-        return Differences(want, names, _largest_error(parts), rounding, in_form)
-
-    def wrong_dtypes(self, derivative: _Arrays) -> list[Finding]:
-        return []  # JAX itself checks the dtypes of tangents
-
-
-class ReverseMode(AbstractMode):
-    check, along = "reverse", "cotangent"
-
-    def __init__(self, case: Case):
-        (self.witness, *_) = witnesses("reverse", case.options)
-        self.case, self.precision = case, case.precision
-        self._cotangents = _named_basis(case.own.outputs, case.output_names)
-        # Unit vectors are exact in every precision, so they do not show where some is lost.
-        for number in range(1, _RANDOM + 1):
-            self._cotangents[f"random {number}"] = case.cotangents()
-        if case.options.cotangents is not None:
-            outputs = case.own.named_outputs
-            given = case.subject.by_output("cotangents", case.options.cotangents, outputs)
-            self._cotangents["as given"] = list(map(np.asarray, given))
-        self.names = self.names_out = case.names
-        self.directions = [list(self._cotangents)] * len(self.names)
-        n = len(self._cotangents)
-        self.primals = [
-            np.broadcast_to(np.asarray(x), (n, *np.shape(x))) for x in case.subject.leaves
+    def mistakes(self, want: _Arrays) -> list[Mistake]:
+        """What known mistakes would give."""
+        case = self.case
+        found = [
+            Mistake(f"it is what belongs to {name}", array)
+            for name, array in zip(self.names, want, strict=True)
         ]
-
-    def rule(self, precision: Precision, direction: _Arrays) -> _Arrays:
-        return precision.rule.vjp(direction)
-
-    def autodiff_at(self, leaves: _Arrays) -> _Arrays:
-        cotangents = self.precision.like_outputs(self.case.eager.cotangents)
-        return self.precision.reference.vjp(cotangents, leaves)
-
-    def along_directions(self, derivative: Callable[[_Arrays], _Arrays]) -> _Arrays:
-        """For each leaf, its cotangents for all cotangents of the outputs."""
-        cotangents = self._cotangents.values()
-        rows = [derivative(self.precision.like_outputs(w)) for w in cotangents]
-        return [np.stack(column) for column in zip(*rows, strict=True)]
-
-    def hypotheses(self, want: _Arrays) -> list[Hypothesis]:
-        return [*_swapped(self.names, want), *self._transposed()]
-
-    def _transposed(self) -> list[Hypothesis]:
-        """The results of forward mode for these directions, where the spaces are the same."""
-        case, p = self.case, self.precision
-        leaves = case.subject.leaves
-        zeros = [np.zeros(x.shape, x.dtype) for x in leaves]
-        (push, *_) = witnesses("forward", case.options)
-        found = []
-        for i, leaf in enumerate(leaves):
-            if _same_space([leaf], case.own.outputs):
-                pushed = [w[0] for w in self._cotangents.values()]
-                tangents = [[*zeros[:i], t, *zeros[i + 1 :]] for t in pushed]
-                rows = [push.derivative(p, p.like_leaves(t))[0] for t in tangents]
-                found.append(Hypothesis(_TRANSPOSED, np.stack(rows)))
+        transposed = outcome(self._transposed)
+        found += [] if isinstance(transposed, Exception) else transposed
+        if self.is_forward and any(map(jnp.iscomplexobj, case.subject.leaves)):
+            conjugated = lambda t: self.by(case.wide, 0)([np.conj(x) for x in t])
+            found += [Mistake("the tangent was conjugated", x) for x in self.stack(conjugated)]
         return found
 
-    def random_direction(self) -> _Arrays:
-        return self.case.cotangents()
+    def _transposed(self) -> list[Mistake]:
+        """The results of the other mode for these directions, where the spaces are the same."""
+        case, found = self.case, []
+        outs = [(x.shape, x.dtype) for x in case.outputs]
+        zeros = [np.zeros(x.shape, x.dtype) for x in case.subject.leaves]
+        for i, leaf in enumerate(case.subject.leaves):
+            if [(leaf.shape, leaf.dtype)] != outs:
+                continue
+            if self.is_forward:
+                ts = self.groups.get(case.names[i], {}).values()
+                rows = [case.derivative(case.wide, "vjp 0", [t[i]])[i] for t in ts]
+            else:
+                ts = [[*zeros[:i], w[0], *zeros[i + 1 :]] for w in self.groups[""].values()]
+                rows = [case.derivative(case.wide, "jvp 0", t)[0] for t in ts]
+            found += [Mistake(_TRANSPOSED, np.stack(rows))] if rows else []
+        return found
 
-    def convert(self, precision: Precision, direction: _Arrays) -> _Arrays:
-        return precision.like_outputs(direction)
+    def in_numbers(self, derivative: _Derivative) -> _Arrays:
+        """A derivative in a form that differences can be brought into: along their directions,
+        and in reverse mode `<v, J' w>`."""
+        if self.is_forward:
+            return [x for _, t, _ in self.case.differences for x in derivative(t)]
+        pulled = [derivative(w) for w in self._weights.values()]
+        found = self.case.differences
+        return [np.stack([pairing(ct, t) for ct in pulled]) for _, t, _ in found]
 
-    def differences(self) -> Differences:
-        """`<J v, w>`, to be compared with `<v, J' w>`: one random `w`, and the `v` of each
-        finite difference. Of a few outputs, `w` is that of each of them alone."""
-        parts, p = self.case.finite_differences, self.precision
-        w, outputs = p.like_outputs(self.case.cotangents()), self.case.output_names
-        alone = 1 < len(outputs) <= _OUTPUTS
-        ws = [only(w, [i]) for i in range(len(w))] if alone else [w]
+    @property
+    def _weights(self) -> dict[str, _Arrays]:
+        """Random cotangents; of a few outputs, one of each of them alone."""
+        case, w = self.case, self.case.cotangents[2]
+        if 1 < len(w) <= _LEAVES:
+            return {name: only(w, [i]) for i, name in enumerate(case.output_names)}
+        return {"random 1": w, "random 2": case.cotangents[3]}
 
-        def in_form(derivative):
-            cts = [derivative(p, w) for w in ws]
-            of_parts = [p.like_leaves(part.tangents) for part in parts]
-            return [np.stack([pairing(ct, t) for ct in cts]) for t in of_parts]
-
-        found = [part.by_differences for part in parts]
-        want = [np.stack([pairing(d.tangents_out, w) for w in ws]) for d in found]
-        sizes = [norm(as_real(x)) for x in w]
-        rounding = [float(np.dot(d.rounding, sizes)) for d in found]
-        names = [part.name for part in parts]
-        directions = [outputs if alone else ["random"]] * len(parts)
-        return Differences(want, names, _largest_error(parts), rounding, in_form, directions)
-
-    def wrong_dtypes(self, derivative: _Arrays) -> list[Finding]:
-        """JAX accepts a backward rule that returns another dtype, and fails where the cotangent
-        is added to one of the right dtype."""
-        findings = []
-        for name, x, ct in zip(self.names, self.case.subject.leaves, derivative, strict=True):
-            if ct.dtype != x.dtype:
-                text = f"the cotangent of {name} has dtype {ct.dtype}, {name} has {x.dtype}"
-                findings.append(failed("reverse", name, text))
-        return findings
+    def differences(self) -> tuple[_Arrays, list[str], list[Sequence[str]], list[float]]:
+        """What differences give, the names of these arrays and of their directions, and their
+        errors."""
+        found = self.case.differences
+        if self.is_forward:
+            want = [x for _, _, d in found for x in d.tangents_out]
+            names = _of_each_output(self.case, [name for name, *_ in found])
+            errors = [error for _, _, d in found for error in d.errors]
+            return want, names, [()] * len(want), errors
+        ws = self._weights
+        want = [np.stack([pairing(d.tangents_out, w) for w in ws.values()]) for *_, d in found]
+        sizes = [norm(as_real(x)) for x in self.case.cotangents[2]]
+        errors = [float(np.dot(d.errors, sizes)) for *_, d in found]
+        return want, [name for name, *_ in found], [list(ws)] * len(want), errors
 
 
 def _of_each_output(case: Case, names: Sequence[str]) -> list[str]:
     """What is along each name, for each output: it is said which one, if there are several."""
-    outputs = case.output_names
-    if len(outputs) < 2:
-        return [name for name in names for _ in outputs]
-    return [f"{name} (in {out})" for name in names for out in outputs]
+    outs = case.output_names
+    return [f"{name} (in {out})" if len(outs) > 1 else name for name in names for out in outs]
 
 
-def _largest_error(parts: Sequence[DirectionalDerivative]) -> float:
-    return max((part.by_differences.error for part in parts), default=0.0)
-
-
-# ---------------------------------------------------------------- directions
-
-
-class _TangentsOfLeaf(NamedTuple):
-    """The name of a leaf, and tangents that perturb this leaf only, by their names."""
-
-    name: str
-    tangents: dict[str, _Arrays]
-
-
-def _named_basis(arrays: Sequence[Any], names: Sequence[str]) -> dict[str, _Arrays]:
+def _units(arrays: Sequence[Any], names: Sequence[str]) -> dict[str, _Arrays]:
     """All unit vectors; none if there are many."""
     units = basis(arrays, _FULL_JACOBIAN)
     return dict(zip(basis_names(arrays, names), units, strict=True)) if units else {}
 
 
-def _tangents_by_leaf(case: Case) -> list[_TangentsOfLeaf]:
-    leaves = case.subject.leaves
-    units = basis(leaves, _FULL_JACOBIAN)
-    given = {}
+def _cotangents(case: Case) -> dict[str, _Arrays]:
+    found = _units(case.outputs, case.output_names)
+    # Unit vectors are exact in every precision, so they do not show where some is lost.
+    found |= {f"random {k + 1}": case.cotangents[k] for k in range(_RANDOM)}
+    if case.options.cotangents is not None:
+        outputs = case.own.named_outputs
+        given = case.subject.by_output("cotangents", case.options.cotangents, outputs)
+        found["as given"] = list(map(np.asarray, given))
+    return found
+
+
+def _by_leaf(case: Case) -> dict[str, dict[str, _Arrays]]:
+    leaves, given = case.subject.leaves, {}
     if case.options.tangents is not None:
         given = {"as given": _given(case, case.options.tangents)}
     if len(leaves) > _LEAVES:
-        randoms = {f"random {number}": case.tangents() for number in range(1, _RANDOM + 1)}
-        return [_TangentsOfLeaf("all leaves", {**randoms, **given})]
-    by_leaf = []
+        randoms = {f"random {k + 1}": case.tangents[k] for k in range(_RANDOM)}
+        return {"all leaves": {**randoms, **given}}
+    units, groups = basis(leaves, _FULL_JACOBIAN), {}
     for i, name in enumerate(case.names):
-        if leaves[i].size == 0:
-            continue
-        mine = {}
-        if units is not None:
-            names = basis_names(leaves[i : i + 1], [name])
-            mine = dict(zip(names, [u for u in units if np.any(u[i])], strict=True))
-        for number in range(1, (_RANDOM if units is None else 1) + 1):
-            mine[f"random {number}"] = only(case.tangents(), [i])
-        by_leaf.append(_TangentsOfLeaf(name, mine))
-    if given:
-        by_leaf.append(_TangentsOfLeaf("the tangents given", given))
-    return by_leaf
+        if leaves[i].size:
+            mine = [u for u in units or () if np.any(u[i])]
+            names = basis_names(leaves[i : i + 1], [name]) if mine else []
+            group = dict(zip(names, mine, strict=True))
+            randoms = range(1 if mine else _RANDOM)
+            group |= {f"random {k + 1}": only(case.tangents[k], [i]) for k in randoms}
+            groups[name] = group
+    return groups | ({"the tangents given": given} if given else {})
 
 
 def _given(case: Case, tangents) -> _Arrays:
@@ -332,17 +184,3 @@ def _given(case: Case, tangents) -> _Arrays:
         )
     given = fitted("tangents", leaves, case.subject.leaves, case.names)
     return list(map(np.asarray, given))
-
-
-_TRANSPOSED = "transposed: a Jacobian and its transpose were confused"
-
-
-def _swapped(names: Sequence[str], want: _Arrays) -> list[Hypothesis]:
-    return [
-        Hypothesis(f"it is what belongs to {name}", array)
-        for name, array in zip(names, want, strict=True)
-    ]
-
-
-def _same_space(xs, ys) -> bool:
-    return [(x.shape, x.dtype) for x in xs] == [(y.shape, y.dtype) for y in ys]

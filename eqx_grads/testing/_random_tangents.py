@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._tangent_spaces import is_arraylike, is_differentiable
-from ._argument_checks import as_seed
+from ._options import as_seed
 
 
 def random_tangent(primal: PyTree, *, seed: int = 0) -> PyTree:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._diagnosis._programs.linear_solve import enter_also_solve, is_linear_solve
@@ -31,12 +30,12 @@ from .._jaxprs.structure import (
     While,
 )
 from ._loss_program import LossProgram
-from ._strip_rules import has_given_solver, is_rule
+from ._without_rules import has_given_solver, is_rule
 
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
-    """A function with a rule, or a `stop_gradient`, that is called in a layer.
+    """A function with a rule that is called in a layer.
 
     - `name`: what the user calls it.
     - `origin`: the first call of it.
@@ -45,10 +44,6 @@ class Suspect:
     name: str
     layer: str
     origin: Origin
-
-    @property
-    def is_stop(self) -> bool:
-        return self.origin.eqn.primitive.name == "stop_gradient"
 
     @property
     def place(self) -> SourceLine:
@@ -65,9 +60,9 @@ class RuleRemoval:
 
     - `suspects`: what can be removed. A set of rules is a set of indices of this list.
     - `solvers`: the equations with a solver of the user's. They can't be removed.
-    - `opaque`: the equations that JAX can't differentiate. A rule or a `stop_gradient` may keep
-        the derivative from them. Without it, their derivative is zero here, and so is that of a
-        `while_loop` in reverse mode.
+    - `opaque`: the equations that JAX can't differentiate. A rule may keep the derivative from
+        them. Without it, their derivative is zero here, and so is that of a `while_loop` in
+        reverse mode.
     """
 
     def __init__(self, program: LossProgram):
@@ -75,21 +70,19 @@ class RuleRemoval:
         self.suspects: list[Suspect] = []
         self._known: dict[frozenset[int], list[np.ndarray]] = {}
         self._index: dict[int, int] = {}  # from the id of an equation
-        known: dict[tuple[str, str, str, bool], int] = {}
+        known: dict[tuple[str, str, bool], int] = {}
         origins = NumberedLoss(program.traced).origins
         self.solvers = [origin for origin in origins if has_given_solver(origin.eqn)]
-        with program.context():  # in which its equations have their types
-            # From the id of an equation: the operands in which it has no derivative.
-            self._stopped = _undifferentiable_operands(origins)
+        # From the id of an equation: the operands in which it has no derivative.
+        self._stopped = program.in_its_types(_undifferentiable_operands, origins)
         self.opaque = [o for o in origins if self._stopped.get(id(o.eqn)) == _inexact(o.eqn)]
         for origin in origins:
             if not _is_suspect(origin.eqn) or id(origin.eqn) in self._stopped:
                 continue
             suspect = Suspect(_name(origin), origin.path, origin)
-            # A stop is one line; a function is the same wherever a layer calls it.
-            place = str(origin.source) if suspect.is_stop else ""
+            # A function is the same wherever a layer calls it.
             is_host = bool(host_function_in(origin.eqn))  # which has the name of any function
-            key = (suspect.name, suspect.layer, place, is_host)
+            key = (suspect.name, suspect.layer, is_host)
             if key not in known:
                 known[key] = len(self.suspects)
                 self.suspects.append(suspect)
@@ -99,42 +92,28 @@ class RuleRemoval:
         values = [*leaves, *others]
         return self._evaluate(removed, stop, self.program.traced.program, values)[0]
 
-    @ft.cached_property
-    def _gradient(self):
-        return self.program.compile(jax.grad(ft.partial(self._loss, stop=While)))
-
-    @ft.cached_property
-    def _tangent(self):
-        def tangent(leaves, tangents, others, removed):
-            loss = lambda leaves: self._loss(leaves, others, removed)
-            return jax.jvp(loss, (leaves,), (tangents,))[1]
-
-        return self.program.compile(tangent)
-
-    def _mask(self, removed: Set[int]) -> np.ndarray:
-        return np.array([i in removed for i in range(len(self.suspects))])
-
     def gradient(self, removed: Set[int]) -> list[np.ndarray]:
         key = frozenset(removed)
         if key not in self._known:  # the search asks for some sets several times
-            self._known[key] = self._compute_gradient(key)
+            loss = lambda xs, others, mask: self._loss(xs, others, mask, stop=While)
+            run, leaves = jax.grad(loss), self.program.leaves
+            self._known[key] = self.program.call(
+                "without rules", run, leaves, more=self._mask(removed)
+            )
         return self._known[key]
-
-    def _compute_gradient(self, removed: Set[int]) -> list[np.ndarray]:
-        program = self.program
-        with program.context():
-            leaves = list(map(jnp.asarray, program.leaves))
-            out = self._gradient(leaves, program.others, self._mask(removed))
-            return [np.asarray(g) for g in out]
 
     def tangent(self, removed: Set[int], tangents: Sequence[Any]) -> float:
         """The derivative along a direction, in forward mode."""
-        program = self.program
-        with program.context():
-            tangents = list(map(jnp.asarray, program.like_leaves(tangents)))
-            leaves = list(map(jnp.asarray, program.leaves))
-            mask = self._mask(removed)
-            return float(self._tangent(leaves, tangents, program.others, mask))
+
+        def tangent(xs, ts, others, mask):
+            return jax.jvp(lambda xs: self._loss(xs, others, mask), (xs,), (ts,))[1]
+
+        vectors = self.program.leaves, tangents
+        mask = self._mask(removed)
+        return float(self.program.call("tangent without", tangent, *vectors, more=mask))
+
+    def _mask(self, removed: Set[int]) -> np.ndarray:
+        return np.array([i in removed for i in range(len(self.suspects))])
 
     def culprits(
         self, wrong: Callable[[Set[int]], Set[int]]
@@ -189,8 +168,6 @@ class RuleRemoval:
         return evaluate(program, values, hook)
 
     def _without_rule(self, removed, stop, eqn, values):
-        if eqn.primitive.name == "stop_gradient":
-            return list(values)
         return self._evaluate(removed, stop, primal_program(eqn), values)
 
     def _is_entered(self, eqn) -> bool:
@@ -211,8 +188,6 @@ class RuleRemoval:
 
 
 def _is_suspect(eqn) -> bool:
-    if eqn.primitive.name == "stop_gradient":
-        return True
     return is_rule(eqn) and primal_program(eqn) is not None and not has_given_solver(eqn)
 
 
@@ -246,8 +221,6 @@ def _undifferentiable_operands(origins: Sequence[Origin]) -> dict[int, frozenset
 
 
 def _name(origin: Origin) -> str:
-    if origin.eqn.primitive.name == "stop_gradient":
-        return "stop_gradient"
     if name := host_function_in(origin.eqn):
         return name
     info = getattr(getattr(primal_program(origin.eqn), "jaxpr", None), "debug_info", None)

@@ -1,36 +1,34 @@
-"""The result of `check_rule`: a list of findings, printed as a table."""
+"""The result of `check_rule`: a list of findings, and how they are printed."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ._compare import differences, side_by_side, worst_first
+from ._mistakes import Compared, likely_cause, Mistake
+from ._outcome import outcome, raised
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
-_SHOWN = 4  # places where a failure happens again
-# JAX says which function was traced: one of a check.
-# Lines of JAX's messages that say how a check traced the function.
-_TRACED = (
-    "    The error occurred while tracing the function",
-    "    This BatchTracer with object id",  # before JAX 0.12
-    "    This VmapTracer with object id",
-    "      /",  # the line of this package that made it
-)
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 NO_REFERENCE = "no reference for the derivative"
-
-
-def apart(error: float, tolerance: float, kind: str) -> tuple[str, str]:
-    """An error and its tolerance, with as many digits as show which one is larger.
-
-    - `kind`: of the format, `"e"` or `"g"`.
-    """
-    pair = "", ""
-    for digits in (1, 2, 4, 16):
-        more = digits + (kind == "g")
-        pair = f"{error:.{more}{kind}}", f"{tolerance:.{more - 1}{kind}}"
-        if (float(pair[0]) > float(pair[1])) == (error > tolerance):
-            break
-    return pair
+_WIDTH = 100
+_MOST_PLACES = 4
+# If one of these fails, the later ones fail for that reason.
+_OF_NUMBERS = (
+    "primal",
+    "forward",
+    "reverse",
+    "adjoint",
+    "linear",
+    "zeros",
+    "order",
+    "transforms",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,20 +37,127 @@ class Finding:
 
     - `check`: the name of the check.
     - `verdict`: `"passed"`, `"FAILED"` or `"skipped"`.
+    - `where`: the leaf, mode or transformation, in the names of the user's parameters.
     - `error`, `tolerance`: the relative error and the largest one that passes; `None` where
         the check measures no error.
-    - `where`: the leaf, mode or transformation, in the names of the user's parameters.
-    - `text`: the description of a failure, or the reason why a check was skipped.
+    - `cause`: the likely cause of a failure, if one is known.
+    - `facts`, `details`: what else is printed of a failure, before and after its cause. The
+        reason why a check was skipped is a fact.
     - `raised`: the type and the first line of an exception, if the failure is one.
+    - `text`: all that is printed.
     """
 
     check: str
     verdict: str
+    where: str = ""
     error: float | None = None
     tolerance: float | None = None
-    where: str = ""
-    text: str = ""
+    cause: str = ""
+    facts: str = ""
+    details: str = ""
     raised: str = ""
+
+    @property
+    def text(self) -> str:
+        cause = f"  likely cause: {self.cause}" if self.cause else ""
+        return "\n".join(part for part in (self.facts, cause, self.details) if part)
+
+
+def passed(check: str, where: str = "") -> Finding:
+    return Finding(check, PASSED, where)
+
+
+def skipped(check: str, why: str) -> Finding:
+    return Finding(check, SKIPPED, facts=why)
+
+
+def failed(check: str, where: str, text: str, cause: str = "") -> Finding:
+    return Finding(check, FAILED, where, cause=cause, facts=f"  {text}")
+
+
+def broke(check: str, where: str, error: BaseException, cause: str = "") -> Finding:
+    """A failure that is an exception."""
+    first, details = raised(error)
+    return Finding(check, FAILED, where, cause=cause, details=details, raised=first)
+
+
+def compare(
+    check: str,
+    where: str,
+    want: Sequence[Any],
+    got: Any,
+    names: Sequence[str],
+    tolerance: float,
+    *,
+    wider: Callable[[], float] | None = None,
+    cause: str | None = None,
+    mistakes: Callable[[], Iterable[Mistake]] = tuple,
+    primals: Sequence[Any] | None = None,
+    reference: str = "",
+    along: str = "",
+    directions: Sequence[Sequence[str]] = (),
+    scale: float | Sequence[float] = 0.0,
+    note: str = "",
+) -> Finding:
+    """Compare two lists of arrays, named `names`; `got` may be an exception.
+
+    - `wider`: computes what is added to the tolerance where it is exceeded.
+    - `cause`: the likely cause, if it is known. Otherwise it is looked for in the numbers.
+    - `mistakes`: makes what known mistakes would give; called on a failure only.
+    - `primals`: the values that the arrays are cotangents of, to describe a pattern by sign.
+    - `reference`: what computed `want`, in words.
+    - `directions`: for each array, the names of the directions if it is a stack of derivatives
+        along them; `along` is what these directions are, "tangent" or "cotangent".
+    - `scale`: for each array, what is added to the norm that its error is relative to.
+    - `note`: is said of a failure.
+    """
+    if isinstance(got, Exception):
+        return broke(check, where, got, cause or "")
+    found = differences(want, got, names, scale=scale)
+    largest = found[0].error
+    if wider is not None and largest > tolerance:
+        tolerance += wider()
+    if largest <= tolerance:
+        return Finding(check, PASSED, where, largest, tolerance)
+    worst, *others = worst_first([d for d in found if not d.error <= tolerance])
+    number = list(names).index(worst.name)
+    stack_of = lambda name: directions[list(names).index(name)] if directions else ()
+    if cause is None:
+        tried = outcome(lambda: list(mistakes()))
+        cause = likely_cause(
+            worst.expected,
+            worst.got,
+            worst.name,
+            [] if isinstance(tried, Exception) else tried,  # a mode that there is not
+            None if primals is None else np.asarray(primals[number]),
+            stack_of(worst.name),
+            [Compared(d.expected, d.got, stack_of(d.name)) for d in others],
+        )
+    error = worst.relative_error
+    shown, admitted = apart(error, tolerance)
+    facts = [
+        f"  at {worst.name}: relative error {shown}, admitted {admitted}",
+        *([f"  expected: {reference}"] if reference else []),
+        *([f"  {note}"] if note else []),
+    ]
+    details = [side_by_side(worst, along=along, directions=stack_of(worst.name))]
+    also = [
+        f"{d.name} ({'missing' if d.is_missing else f'{d.relative_error:.2g}'})" for d in others
+    ]
+    details += [f"  also wrong: {', '.join(dict.fromkeys(also[:6]))}"] if also else []
+    where = f"{where}, {worst.name}" if where else worst.name
+    texts = cause, "\n".join(facts), "\n".join(details)
+    return Finding(check, FAILED, where, error, tolerance, *texts)
+
+
+def apart(error: float, tolerance: float) -> tuple[str, str]:
+    """An error and its tolerance, with as many digits as show which one is larger."""
+    pair = "", ""
+    for digits in (1, 2, 4, 16):
+        pair = f"{error:.{digits + 1}g}", f"{tolerance:.{digits}g}"
+        if (float(pair[0]) > float(pair[1])) == (error > tolerance):
+            break
+    return pair
 
 
 class RuleCheckError(AssertionError):
@@ -62,18 +167,19 @@ class RuleCheckError(AssertionError):
 class Report:
     """The result of [`eqx_grads.testing.check_rule`][].
 
-    A printed report is a table with one row for each check, followed by a description of
-    each failure. If there was no reference for the derivative, as where the function raises
-    an error at arguments close by, the first line says so: what passed are the other checks.
+    A printed report describes the first failure, and names the checks that fail for the same
+    reason. Then come failures of another kind, and the names of the checks that passed. If
+    there was no reference for the derivative, as where the function raises an error at
+    arguments close by, the first line says so: what passed are the other checks.
 
     - `findings`: all comparisons, a list of `Finding`s with the fields `check`, `verdict`,
-        `error`, `tolerance`, `where`, `text` and `raised`.
+        `error`, `tolerance`, `where`, `cause`, `text` and `raised`.
     - `numbers`: a dictionary with the `"seed"`, the names of the perturbed leaves as
         `"leaves"`, and of those with entries that are not finite, which finite differences do
         not move, as `"not_finite"`.
     """
 
-    def __init__(self, name: str, findings: Sequence[Finding], numbers: dict[str, object]):
+    def __init__(self, name: str, findings: Sequence[Finding], numbers: dict[str, Any]):
         self.name = name
         self.findings = list(findings)
         self.numbers = numbers
@@ -103,22 +209,24 @@ class Report:
         status = PASSED if self.passed else FAILED
         if self.passed and self._is_without_reference():
             status = f"{PASSED}, without a reference for the derivative"
-        lines = [f"The rule of `{self.name}`: {status} (seed {self.numbers.get('seed')})", ""]
-        names = self.numbers.get("not_finite")
-        if isinstance(names, list) and names:
-            lines[1:1] = [
+        lines = [f"The rule of `{self.name}`: {status} (seed {self.numbers.get('seed')})"]
+        if names := self.numbers.get("not_finite"):
+            text = (
                 f"Entries of {', '.join(names)} are not finite. Finite differences do not move "
-                "them;",
-                "`nondifferentiable=` leaves out an argument, or a part of one.",
-            ]
-        lines += list(self._table())
-        for number, (first, *others) in enumerate(self._alike(), start=1):
+            )
+            lines += _wrap(
+                f"{text}them; `nondifferentiable=` leaves out an argument, or a part."
+            )
+        for number, (first, *others) in enumerate(self._grouped(), start=1):
             lines += ["", f"{number}. {first.check}, {first.where}", first.text]
-            if others:
-                places = [f"{other.check}, {other.where}" for other in others]
-                more = f"; and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
-                lines.append(f"  the same in: {'; '.join(places[:_SHOWN])}{more}")
-        return "\n".join(lines)
+            same = [f for f in others if f.check == first.check]
+            if same:
+                more = f"; and {len(same) - _MOST_PLACES} more" if same[_MOST_PLACES:] else ""
+                places = "; ".join(dict.fromkeys(f.where for f in same[:_MOST_PLACES]))
+                lines += _wrap(f"also in: {places}{more}", "  ")
+            rest = dict.fromkeys(f.check for f in others if f.check != first.check)
+            lines += _wrap(f"and so: {', '.join(rest)}", "  ") if rest else []
+        return "\n".join([*lines, "", *self._listed()])
 
     __repr__ = __str__
 
@@ -126,65 +234,43 @@ class Report:
         """Whether the derivative was compared with nothing, in no mode."""
         found = [f for f in self.findings if f.check in ("forward", "reverse")]
         is_compared = any(f.verdict != SKIPPED for f in found)
-        return not is_compared and any(f.text.startswith(NO_REFERENCE) for f in found)
+        return not is_compared and any(f.facts.startswith(NO_REFERENCE) for f in found)
 
-    def _alike(self) -> list[list[Finding]]:
-        """The failures, those together whose texts differ in the likely cause only: an
-        exception of the function is raised in most checks."""
+    def _grouped(self) -> list[list[Finding]]:
+        """The failures, those together that have one reason: the first one that is about
+        numbers, or an exception that is raised once more."""
         groups: dict[str, list[Finding]] = {}
+        known: dict[str, str] = {}
         for failure in self.failures:
-            # An exception names the arrays of the precision in which it was raised.
-            text = failure.text
-            text = (text.replace("float64", "float32") if failure.raised else text).splitlines()
-            differ = ("  likely cause", *(_TRACED if failure.raised else ()))
-            key = "\n".join(line for line in text if not line.startswith(differ))
+            is_consequence = failure.check in _OF_NUMBERS and (failure.raised or failure.error)
+            key = "numbers" if is_consequence else failure.check
+            if failure.raised:
+                # An exception names the arrays of the precision in which it was raised.
+                text = failure.raised.replace("float64", "float32")
+                key = known.setdefault(text, key)
             groups.setdefault(key, []).append(failure)
         return list(groups.values())
 
-    def _table(self) -> Iterator[str]:
-        yield f"{'check':<14}{'status':<10}{'worst error':<20}where"
-        repeated = self._repeated()
-        for check in dict.fromkeys(finding.check for finding in self.findings):
-            if check in repeated:
-                continue
-            row = _worst(self[check])
-            error = ""
-            if row.error is not None and row.tolerance is not None:
-                error = " of ".join(apart(row.error, row.tolerance, "e"))
-            where = row.where
-            if row.verdict == SKIPPED:
-                where = row.text.splitlines()[0]
-            elif row.verdict == FAILED:
-                n = len([finding for finding in self[check] if finding.verdict == FAILED])
-                where += f" (and {n - 1} more)" if n > 1 else ""
-                if row.raised:
-                    error = "raised"
-                    where += f": {row.raised.partition(':')[0]}"
-            yield f"{check:<14}{row.verdict:<10}{error:<19} {where}".rstrip()
-        for number in dict.fromkeys(repeated.values()):
-            checks = ", ".join(c for c, n in repeated.items() if n == number)
-            yield f"{'the others':<14}{FAILED:<10}{f'the error of {number}.':<20}{checks}"
-
-    def _repeated(self) -> dict[str, int]:
-        """The checks that have no other failure than an exception of a check above, with its
-        number in the report."""
-        alike = self._alike()
-        number = {id(f): n for n, group in enumerate(alike, start=1) for f in group}
-        repeated = {}
-        for check in dict.fromkeys(failure.check for failure in self.failures):
-            failures = [f for f in self.failures if f.check == check]
-            first = alike[number[id(failures[0])] - 1][0]
-            same = len({number[id(f)] for f in failures}) == 1
-            if same and first.raised and first.check != check:
-                repeated[check] = number[id(failures[0])]
-        return repeated
+    def _listed(self) -> list[str]:
+        failing = {failure.check for failure in self.failures}
+        done, lines = [], []
+        for check in dict.fromkeys(f.check for f in self.findings if f.check not in failing):
+            found = self[check]
+            if all(f.verdict == SKIPPED for f in found):
+                lines += _wrap(f"{SKIPPED}: {check}, as {found[0].facts.splitlines()[0]}")
+            else:
+                done.append(check)
+        kept = [f.where for f in self.findings if f.check == "residuals" and f.where]
+        lines = [*_wrap(f"{PASSED}: {', '.join(done)}"), *lines] if done else lines
+        return [*lines, *_wrap(f"residuals: {kept[0]}")] if kept else lines
 
 
-def _worst(findings: Sequence[Finding]) -> Finding:
-    def badness(finding):
-        error = finding.error if finding.error is not None else 0.0
-        error = float("inf") if finding.raised else error
-        ratio = error / finding.tolerance if finding.tolerance else error
-        return ([SKIPPED, PASSED, FAILED].index(finding.verdict), ratio)
-
-    return max(findings, key=badness)
+def _wrap(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

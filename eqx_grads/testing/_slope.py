@@ -3,19 +3,31 @@
 A long step has a large truncation error, a short step a large rounding error. So steps of many
 lengths are tried, each extrapolated with its half (Richardson). The slope is where three such
 estimates in a row agree best, and their disagreement is its error. Where steps of other lengths
-disagree with it, it is not the slope of a smooth function.
+disagree with it, it is not the slope of a smooth function. The values are numbers or arrays.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
+
+from ._compare import as_real, norm
 
 
 # Rounding errors of the function itself, in units of the last place.
 _ULPS = 8.0
 _EPS = float(np.finfo(np.float64).eps)
+_LONGEST, _SHORTEST = 3, 43
+_ALL = range(_LONGEST, _SHORTEST + 1)
+SHORTEST_STEP = 2.0**-_SHORTEST
+# Estimates with a smaller relative error are of something.
+_PLATEAU = 1e-2
+# How many times its error an estimate may be off.
+_AGREE = 10
+# Not longer: there may be a kink.
+_OTHER_STEPS = (0.9, 0.8, 0.7, 0.6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,24 +38,23 @@ class Slope:
     - `one_sided_error`: an estimate of their errors.
     """
 
-    value: float
+    value: Any
     error: float
     step: float = math.nan
-    left: float = math.nan
-    right: float = math.nan
+    left: Any = math.nan
+    right: Any = math.nan
     one_sided_error: float = math.inf
 
     @property
     def relative_error(self) -> float:
-        if not math.isfinite(self.error):
-            return math.inf
-        return self.error / abs(self.value) if self.value else math.inf
+        size = _size(self.value)
+        return self.error / size if size and math.isfinite(self.error) else math.inf
 
     @property
     def is_kink(self) -> bool:
         """Whether the one-sided slopes differ by more than their errors."""
-        gap = abs(self.right - self.left)
-        size = max(abs(self.right), abs(self.left))
+        gap = _size(self.right - self.left)
+        size = max(_size(self.right), _size(self.left))
         return gap > 10 * self.one_sided_error and gap > 1e-6 * size
 
     def admits(self, value: float) -> bool:
@@ -53,23 +64,29 @@ class Slope:
         return low - margin <= value <= high + margin
 
 
+def _size(x: Any) -> float:
+    return abs(x) if isinstance(x, float) else norm(as_real(x))
+
+
 class Samples:
     """The values of a function at steps from zero, each computed once.
 
-    - `fn`: from a list of steps to the values there.
+    - `fn`: from a list of steps to the values there; NaN where there is none.
+    - `eps`: the relative rounding error of a value.
     """
 
-    def __init__(self, fn: Callable[[list[float]], Iterable[float]]):
+    def __init__(self, fn: Callable[[list[float]], Iterable[Any]], eps: float = _EPS):
         self._fn = fn
-        self._known: dict[float, float] = {}
+        self.eps = eps
+        self._known: dict[float, Any] = {}
 
     def compute(self, steps: Iterable[float]) -> None:
         """Compute the values at several steps together: some programs do that faster."""
         missing = [h for h in dict.fromkeys(steps) if h not in self._known]
         if missing:
-            self._known.update(zip(missing, map(float, self._fn(missing)), strict=True))
+            self._known.update(zip(missing, self._fn(missing), strict=True))
 
-    def __call__(self, h: float) -> float:
+    def __call__(self, h: float) -> Any:
         self.compute([h])
         return self._known[h]
 
@@ -77,15 +94,19 @@ class Samples:
     def count(self) -> int:
         return len(self._known)
 
-    def central(self, h: float) -> float:
+    @property
+    def values(self) -> list[Any]:
+        return list(self._known.values())
+
+    def central(self, h: float) -> Any:
         return (self(h) - self(-h)) / (2 * h)
 
-    def richardson(self, h: float) -> float:
+    def richardson(self, h: float) -> Any:
         return (4 * self.central(h / 2) - self.central(h)) / 3
 
     def rounding(self, h: float) -> float:
         """The error of a slope with this step that rounding explains."""
-        return _ULPS * _EPS * max(abs(self(0.0)), abs(self(h))) / h
+        return _ULPS * self.eps * max(_size(self(0.0)), _size(self(h))) / h
 
 
 def central_slope(samples: Samples, size: float, accuracy: float = 1e-7) -> Slope:
@@ -105,14 +126,22 @@ def central_slope(samples: Samples, size: float, accuracy: float = 1e-7) -> Slop
 def confirmed_slope(samples: Samples, slope: Slope) -> Slope:
     """The same slope, unless shorter steps show another one: a function that oscillates, turns
     close to zero, or has many small kinks, has the slope of an average in long steps."""
+    size = lambda shorter: max(_size(shorter.value), _size(slope.value))
     others = [
         shorter
         for shorter in _estimates(samples, [2.0**-k for k in _ALL])
-        if shorter.relative_error <= _PLATEAU
+        if (
+            shorter.relative_error <= _PLATEAU
+            # Zero, as beyond a kink; in the shortest steps, rounded values are equal.
+            or (shorter.step >= 2.0**-20 and shorter.error <= _PLATEAU * size(shorter))
+        )
         and not shorter.step >= slope.step
-        and abs(shorter.value - slope.value) > _AGREE * (shorter.error + slope.error)
+        and _size(shorter.value - slope.value) > _AGREE * (shorter.error + slope.error)
     ]
-    return min(others, key=lambda s: s.relative_error, default=slope)
+    if not others:
+        return slope
+    # Between two kinks, there may be others in still shorter steps.
+    return confirmed_slope(samples, min(others, key=lambda s: s.error / size(s)))
 
 
 def is_settled(samples: Samples, slope: Slope, other: float) -> bool:
@@ -139,16 +168,6 @@ def is_settled(samples: Samples, slope: Slope, other: float) -> bool:
     return all(abs(x - slope.value) <= admitted for x in found)
 
 
-_ALL = range(3, 44)
-SHORTEST_STEP = 2.0 ** -_ALL[-1]
-# Estimates with a smaller relative error are of something.
-_PLATEAU = 1e-2
-# How many times its error an estimate may be off.
-_AGREE = 10
-# Not longer: there may be a kink.
-_OTHER_STEPS = (0.9, 0.8, 0.7, 0.6)
-
-
 def _points(steps: Sequence[float]) -> list[float]:
     """Where central differences with these steps and their halves need values."""
     return [0.0, *(sign * h / part for h in steps for part in (1, 2) for sign in (1, -1))]
@@ -156,13 +175,14 @@ def _points(steps: Sequence[float]) -> list[float]:
 
 def _estimates(samples: Samples, steps: list[float]) -> list[Slope]:
     """A slope for each step but the first and the last, if the values there are finite."""
+    slopes = []
     with np.errstate(all="ignore"):
         samples.compute(_points(steps))
         found = [samples.richardson(h) for h in steps]
-        slopes = []
         for i in range(1, len(steps) - 1):
             triple = found[i - 1 : i + 2]
-            error = max(triple) - min(triple) + samples.rounding(steps[i])
+            gaps = (_size(a - b) for a, b in zip(triple, (*triple[1:], triple[0]), strict=True))
+            error = max(gaps, key=lambda x: (math.isnan(x), x)) + samples.rounding(steps[i])
             if math.isfinite(error):
                 slopes.append(Slope(found[i], error, steps[i]))
     return slopes
@@ -202,7 +222,19 @@ def with_sides(samples: Samples, slope: Slope) -> Slope:
     return dataclasses.replace(best, step=slope.step)
 
 
-def _side(samples: Samples, h: float) -> tuple[float, float]:
+def one_sided_slope(samples: Samples) -> Slope:
+    """The slope on a side where the function is defined, if it is not on the other one."""
+    found = [Slope(math.nan, math.inf)]
+    with np.errstate(all="ignore"):
+        for h in (sign * 2.0**-k for k in range(_LONGEST, 34) for sign in (1, -1)):
+            value, error = _side(samples, h)
+            error += 4 * samples.rounding(abs(h)) if math.isfinite(error) else 0.0
+            if math.isfinite(error):
+                found.append(Slope(value, error, h))
+    return min(found, key=lambda s: s.error)
+
+
+def _side(samples: Samples, h: float) -> tuple[Any, float]:
     one, half, quarter = ((samples(step) - samples(0.0)) / step for step in (h, h / 2, h / 4))
     coarse, fine = 2 * half - one, 2 * quarter - half
-    return fine, abs(fine - coarse)
+    return fine, _size(fine - coarse)

@@ -55,7 +55,7 @@ OPTIONS = {
     "a part of an argument": (lambda name: both(lambda p: product(of_y=2.0)(p["a"], p["b"]),
         {"a": X, "b": Y}, nondifferentiable=(name,)), "p['b']", "p['a']", {F, R}, "p['b']"),
     "seeds": (lambda n: check(vjp_rule(lambda x: 2 * x, lambda xs, ct: (jnp.where(ct > 1.8,
-        0.0, 2.0).astype(ct.dtype) * ct,)), X, checks=(R,), seed=range(n)), 2, 3, {R}),
+        0.0, 2.0).astype(ct.dtype) * ct,)), X, checks=(R,), seed=[2, 1][:n]), 1, 2, {R}),
     "tolerance": (lambda k: both(wrong_cube(k), X, tolerance=1e-2), 1.005, 1.02, {F, R}),
     "complex": (lambda f: both(vjp_rule(lambda z: z**2, lambda zs, ct: (2 * f(zs[0]) * ct,)),
         x_of("complex64")), lambda z: z, jnp.conj, {R}),
@@ -130,8 +130,9 @@ FAULTS = {
     "in a scan": (lambda w: jax.lax.scan(lambda c, x: (jnp.sin(c + x), None), 0.0, w)[0],
         lambda w: jax.lax.scan(lambda c, x: (wrong_sin(c + x), None), 0.0, w)[0], X, {},
         ("wrong", "", "<lambda>", "")),
-    "cut": (lambda m: jnp.sum(m["a"] * m["b"]), lambda m: jnp.sum(jax.lax.stop_gradient(m["a"])
-        * m["b"]), {"a": X, "b": Y}, {}, ("cut", "['a']", "stop_gradient", "")),
+    "cut": (lambda m: jnp.sum(jax.lax.stop_gradient(m["a"]) * m["b"]), lambda m: jnp.sum(
+        product(of_x=0.0)(m["a"], m["b"])), {"a": X, "b": Y}, {}, ("cut", "['a']", "<lambda>",
+        "")),
     "too large": (lambda w: jnp.sum(jnp.exp(w + 80)), lambda w: jnp.sum(jnp.exp(w + 90)), X,
         {}, ("not finite", "", "", "")),
     "python": (in_place(jnp.sin), lambda w: jnp.sum(w) * np.random.uniform(1, 2), X, {},

@@ -19,8 +19,8 @@ import jax.random as jr
 import numpy as np
 import pytest
 from eqx_grads.testing._compare import difference, scale_of
-from eqx_grads.testing._finite_differences import directional
-from eqx_grads.testing._likely_cause import Compared, Hypothesis, likely_cause
+from eqx_grads.testing._differences import directional
+from eqx_grads.testing._mistakes import Compared, likely_cause, Mistake
 from eqx_grads.testing._slope import (
     central_slope,
     confirmed_slope,
@@ -746,8 +746,8 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     "off by one": (W, np.roll(W, 1, 0), "off by one along axis 0", {}),
     "off by one, backwards": (W, np.roll(W, -1, 1), "off by one along axis 1", {}),
     "off by two": (W, np.roll(W, 2, 0), "", {}),
-    "known mistake": (W, W**2, "squared", {"hypotheses": [Hypothesis("squared", W**2)]}),
-    "no mistake": (W, _with(4), "", {"hypotheses": [Hypothesis("squared", W)]}),
+    "known mistake": (W, W**2, "squared", {"mistakes": [Mistake("squared", W**2)]}),
+    "no mistake": (W, _with(4), "", {"mistakes": [Mistake("squared", W)]}),
     "constant added": (W, W + 0.25, "constant is added", {}),
     "no constant": (W, W + 0.25 + 1e-3 * NOISE, "", {}),
     "one entry": (W, _with(1), "1 of 12 entries", {}),
@@ -894,7 +894,7 @@ def test_numerical_jacobian_of_several_leaves_and_its_calls():
     np.testing.assert_allclose(
         of_b, np.einsum("i,kl->ikl", a, np.diag(2 * b)), rtol=1e-9, atol=1e-9
     )
-    assert 32 * 5 <= len(calls) <= 32 * 5 + 2
+    assert 9 * 5 <= len(calls) <= 32 * 5
 
 
 def test_numerical_jacobian_at_an_edge():
@@ -914,11 +914,12 @@ def test_differences_of_rounded_values(x):
     fn = lambda x: [np.sin(x).astype(np.float32)]
     found = directional(fn, [np.array(x)], [np.array(x)])
     gap = abs(found.tangents_out[0] - x * np.cos(x))
-    assert 0 < gap <= found.rounding[0] <= 3e-4 * max(1.0, x)
+    assert found.is_rounded
+    assert 0 < gap <= found.errors[0] <= 3e-4 * max(1.0, x)
     exact = directional(lambda x: [np.sin(x)], [np.array(x)], [np.array(x)])
-    assert exact.rounding == [0.0]
+    assert not exact.is_rounded
     assert abs(exact.tangents_out[0] - x * np.cos(x)) <= 1e-8 * x
-    assert exact.error <= 1e-8
+    assert exact.errors[0] <= 1e-8 * x
 
 
 def _samples(fn):
@@ -1019,13 +1020,15 @@ def test_the_error_of_differences_is_estimated(offset):
     rng = np.random.default_rng(0)
     for x in np.exp(rng.normal(size=10)) * (4e-7 if offset == 1.0 else 1.0):
         found = directional(lambda x: [np.sin(x) + offset], [np.array(x)], [np.array(x)])
-        gap = abs(found.tangents_out[0] / (x * np.cos(x)) - 1)
-        assert gap <= 3 * found.error <= max(1e-8, 1e-3 * offset)
-    constant = directional(lambda x: [0 * x + 1e6, x], [np.array(1.0)], [np.array(1.0)])
-    assert constant.error < 1e-12
+        slope = x * np.cos(x)
+        gap = abs(found.tangents_out[0] - slope)
+        assert gap <= 3 * found.errors[0] <= max(1e-8, 1e-3 * offset) * abs(slope)
+    constant = directional(lambda x: [0 * x + 1e6, x], [np.array(1.0)], [np.array(0.7)])
+    assert constant.errors[0] == 0.0
+    assert constant.errors[1] < 1e-11
     # Extrapolated central differences are exact for polynomials of degree four.
     cube = directional(lambda x: [x**3], [np.array(1.3)], [np.array(1.3)])
-    assert abs(cube.tangents_out[0] / (3 * 1.3**3) - 1) <= cube.error < 1e-13
+    assert abs(cube.tangents_out[0] - 3 * 1.3**3) <= cube.errors[0] < 1e-11
 
 
 # ---------------------------------------------------------------- check_gradients
@@ -1088,17 +1091,20 @@ def _noise(size):
 WRONG = ("WRONG", "right")
 GRADIENTS: dict[str, tuple[Any, Any, str, str, Any, Any]] = {
     "float32": (_model(_sine(0.4e-6)), _model(_sine(8e-6)), "wrong", "sin", WRONG, ()),
-    "bfloat16": (_model(_rounded(_sine(0.03))), _model(_rounded(_sine(0.5))), "wrong", "sin",
+    # It is compared in float64, without the casts.
+    "bfloat16": (_model(_rounded(_sine(0.4e-6))), _model(_rounded(_sine(0.05))), "wrong", "sin",
                  WRONG, ()),
     "forward mode": (_model(_sine(0.4e-6, "forward")), _model(_sine(8e-6, "forward")),
                      "modes disagree", "sin", WRONG, ()),
     "both modes": (_model(_sine(0.4e-6, "")), _model(_sine(8e-6, "")), "wrong", "sin", WRONG,
                    ()),
-    "cut": (_model(jnp.sin), _model(lambda x: jnp.sin(jax.lax.stop_gradient(x))), "cut",
-            "stop_gradient", WRONG, ()),
+    "cut": (_model(jnp.sin), _model(_sine(-1.0, "")), "cut", "sin", WRONG, ()),
+    "stopped": (_model(lambda x: jnp.sin(jax.lax.stop_gradient(x))),
+                _model(lambda x: _sine(8e-6)(x) * jax.lax.stop_gradient(x)), "wrong", "sin",
+                WRONG, ("stopped", "right")),
     "not a derivative": (_model(jnp.round, x=(0.3, -1.5)),
                          _model(eqg.ste.round, x=(0.3, -1.5)), "not a derivative", "", WRONG,
-                         ("zero", "right")),
+                         ("flat", "right")),
     "a kink": (_model(_relu(0.8), x=(-0.5, 1.0)), _model(_relu(0.8, 1.2), x=(-0.5, 1.0)),
                "wrong", "", WRONG, ("kink", "right")),
     "not finite": (_model(lambda x: jnp.sqrt(x + 0.1), x=(-0.5, 1.0)),

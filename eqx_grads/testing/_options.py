@@ -1,7 +1,8 @@
-"""Checks of the options of checks: seeds, tolerances, flags and names."""
+"""The options of checks, and what they may be: seeds, tolerances, flags and names."""
 
+import dataclasses
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from .._errors import check_flags, check_function, rule_error
@@ -93,3 +94,37 @@ def check_points(name: str, argument: str, x: Any) -> None:
         where,
         do=f"Give a tuple of the arguments for each point, as in `{argument}=[(x,), (y,)]`.",
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of `check_rule`, which documents them."""
+
+    reference: Callable[..., Any] | None = None
+    expected_tangent: Callable[..., Any] | None = None
+    expected_cotangent: Callable[..., Any] | None = None
+    nonlinear: bool = False
+    nondifferentiable: Collection[str] = ()
+    tangents: Any = None
+    cotangents: Any = None
+    order: int = 2
+    at: Sequence[Any] = ()
+    max_residual_bytes: int | None = None
+    tolerance: float | None = None
+
+    def __post_init__(self):
+        functions = ("reference", "expected_tangent", "expected_cotangent")
+        given = {name: getattr(self, name) for name in functions}
+        check_options("check_rule", given, nonlinear=self.nonlinear)
+        check_tolerance("check_rule", tolerance=self.tolerance)
+        check_integer("check_rule", "order", self.order, 1)
+        check_points("check_rule", "at", self.at)
+        as_names("check_rule", "nondifferentiable", self.nondifferentiable)
+        if self.max_residual_bytes is not None:
+            check_integer("check_rule", "max_residual_bytes", self.max_residual_bytes, 0)
+
+    @property
+    def is_wrong_on_purpose(self) -> bool:
+        """Whether the user asked for another derivative than that of the function."""
+        options = self.reference, self.expected_tangent, self.expected_cotangent
+        return any(option is not None for option in options)

@@ -11,17 +11,15 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from ..._jaxprs.structure import equations
-from .._case import Case
-from .._findings import broke, failed, passed, skipped
-from .._report import FAILED, Finding
+from .._jaxprs.structure import equations
+from ._case import Case
+from ._outcome import outcome
+from ._report import broke, FAILED, failed, Finding, passed, skipped
 
 
 _TRACES = 4
 # Primitives that JAX compiles again in each eager call, with or without a rule.
-_COMPILED_ANEW = ("scan[", "while[", "cond[", "callback[", "shard_map[", "custom_linear_solve[")
-
-
+_COMPILED_ANEW = ("scan", "while", "cond", "callback", "shard_map", "custom_linear_solve")
 _KEEPS = "the rule keeps a tracer"
 # Before Python 3.13, JAX's report of some leaks crashes: equinox#997.
 _CRASHES = "IndexError: list index out of range"
@@ -29,37 +27,26 @@ _CRASHES = "IndexError: list index out of range"
 
 def leaks(case: Case) -> Iterator[Finding]:
     """No leaked tracers, no repeated compilation, results that can be copied and pickled."""
-    for finding in _leaks(case):
-        is_leak = _KEEPS in finding.text or finding.raised.startswith(_CRASHES)
+    if not case.outputs:
+        yield skipped("leaks", "no output has a derivative")
+        return
+    mode, error = "reverse", _leak(_traces(case, case.own.f, "reverse")["jit of the gradient"])
+    # That is asked last: it calls the function, and a leak shows when it is traced first.
+    if error is not None and not _is_leak(error) and not case.has_reverse:
+        mode, error = (
+            "forward",
+            _leak(_traces(case, case.own.f, "forward")["jit of the gradient"]),
+        )
+    for finding in (*_under_the_checker(case, mode, error), _live_tracers(case, mode)):
+        is_leak = _KEEPS in finding.cause or finding.raised.startswith(_CRASHES)
         if finding.verdict == FAILED and is_leak and case.is_solver:
             # `lineax.linear_solve` does so: in a run-time check, and from JAX 0.11 on for each
             # operator that is a function.
             finding = skipped("leaks", "Lineax, with which `implicit` solves, keeps tracers")
         yield finding
-
-
-def _leaks(case: Case) -> Iterator[Finding]:
-    if not case.own.outputs:
-        yield skipped("leaks", "no output has a derivative")
-        return
-    mode = "reverse"
-    for finding, error in _under_the_checker(case, mode):
-        if _is_of_forward_only(case, error):
-            mode = "forward"
-            break
-        yield finding
-    if mode == "forward":
-        yield from (finding for finding, _ in _under_the_checker(case, mode))
-    yield _live_tracers(case, mode)
     if mode == "reverse":
         yield _compilations(case)
     yield _copies(case)
-
-
-def _is_of_forward_only(case: Case, error: Exception | None) -> bool:
-    """Whether an error is that of a function without reverse mode. That is asked last: it calls
-    the function, and a leak shows when it is traced for the first time."""
-    return error is not None and not _is_leak(error) and not case.offers_reverse
 
 
 def _traces(case: Case, fn: Callable[..., Any], mode: str) -> dict[str, Callable[[], Any]]:
@@ -79,44 +66,43 @@ def _traces(case: Case, fn: Callable[..., Any], mode: str) -> dict[str, Callable
         return jax.lax.scan(step, xs, None, length=2)
 
     # New functions each time: JAX must not find the trace of an earlier one.
+    jitted = lambda xs: derive(jax.jit(lambda *ys: list(fn(*ys))), xs)
     return {
         "jit of the gradient": lambda: jax.make_jaxpr(lambda xs: derive(fn, xs))(leaves),
-        "gradient of jit": lambda: jax.make_jaxpr(
-            lambda xs: derive(jax.jit(lambda *ys: list(fn(*ys))), xs)
-        )(leaves),
+        "gradient of jit": lambda: jax.make_jaxpr(jitted)(leaves),
         "scan": lambda: jax.make_jaxpr(scan)(leaves),
     }
 
 
-def _under_the_checker(case: Case, mode: str) -> Iterator[tuple[Finding, Exception | None]]:
+def _under_the_checker(case: Case, mode: str, first: Exception | None) -> Iterator[Finding]:
     """No error of `jax.checking_leaks`, unless the function without its rule has one too: then
-    the error is not about the rule. With each finding, its error."""
-    plain = _traces(case, case.own.plain.fn, mode)
-    for name, run in _traces(case, case.own.rule.fn, mode).items():
+    the error is not about the rule. `first`: the error of the first trace."""
+    plain = _traces(case, case.own.plain, mode)
+    for name, run in _traces(case, case.own.f, mode).items():
         where = f"{name}, under `jax.checking_leaks`"
-        error = _leak(run)
+        error = first if name == "jit of the gradient" else _leak(run)
         if error is None:
-            yield passed("leaks", where), None
+            yield passed("leaks", where)
         elif not _is_leak(error):
-            yield broke("leaks", where, error), error
+            yield broke("leaks", where, error)
         elif _leak(plain[name]) is not None:
-            yield skipped("leaks", f"{where}: JAX reports one without the rule as well"), error
+            yield skipped("leaks", f"{where}: JAX reports one without the rule as well")
         else:
-            cause = "the rule keeps a tracer: in a list, a global, an attribute or a cache"
-            yield broke("leaks", where, error, cause), error
+            cause = f"{_KEEPS}: in a list, a global, an attribute or a cache"
+            yield broke("leaks", where, error, cause)
 
 
 def _leak(run) -> Exception | None:
-    try:
+    def checked():
         with jax.checking_leaks():
             run()
-    except Exception as e:
-        # The checker reports a leak in the place of an error whose traceback holds tracers.
-        own = e.__context__
-        if isinstance(own, Exception) and _is_leak(e) and not _is_leak(own):
-            return own
-        return e
-    return None
+
+    error = outcome(checked)
+    # The checker reports a leak in the place of an error whose traceback holds tracers.
+    own = getattr(error, "__context__", None)
+    return (
+        own if isinstance(own, Exception) and _is_leak(error) and not _is_leak(own) else error
+    )
 
 
 def _is_leak(error: Exception) -> bool:
@@ -126,16 +112,17 @@ def _is_leak(error: Exception) -> bool:
 def _live_tracers(case: Case, mode: str) -> Finding:
     """The number of live tracers does not grow from one trace to the next."""
     where = f"live tracers after {_TRACES} traces"
-    try:
-        n = _growth(case, case.own.rule.fn, mode)
-        if not n:
-            return passed("leaks", where)
-        who = "the function, without its rule," if _is_of_solver(case, mode) else "the rule"
-    except Exception as e:
-        return broke("leaks", where, e)
-    return failed(
-        "leaks", where, f"{n} more with each trace\n  likely cause: {who} keeps a tracer"
+    n = outcome(_growth, case, case.own.f, mode)
+    if isinstance(n, Exception):
+        return broke("leaks", where, n)
+    if not n:
+        return passed("leaks", where)
+    who = (
+        "the function, without its rule, keeps a tracer"
+        if _is_of_solver(case, mode)
+        else _KEEPS
     )
+    return failed("leaks", where, f"{n} more with each trace", who)
 
 
 def _growth(case: Case, fn: Callable[..., Any], mode: str) -> int:
@@ -148,15 +135,6 @@ def _growth(case: Case, fn: Callable[..., Any], mode: str) -> int:
             counts.append(sum(isinstance(x, Tracer) for x in gc.get_objects()))
     growth = [b - a for a, b in itertools.pairwise(counts)]
     return growth[-1] if all(g > 0 for g in growth[1:]) else 0
-
-
-def _is_of_solver(case: Case, mode: str) -> bool:
-    """Whether what `eqg.implicit` decorates keeps tracers, and does not call Lineax."""
-    if not case.is_solver:
-        return False
-    found = equations(jax.make_jaxpr(case.own.rule.fn)(*case.subject.leaves))
-    is_of_lineax = any(e.primitive.name == "linear_solve" for e in found)
-    return not is_of_lineax and _growth(case, case.own.plain.fn, mode) > 0
 
 
 @contextlib.contextmanager
@@ -173,48 +151,46 @@ def _older_objects_frozen():
             gc.unfreeze()
 
 
+def _is_of_solver(case: Case, mode: str) -> bool:
+    """Whether what `eqg.implicit` decorates keeps tracers, and does not call Lineax."""
+    program = case.own.program()
+    if program is None or not case.is_solver:
+        return False
+    is_of_lineax = any(e.primitive.name == "linear_solve" for e in equations(program))
+    return not is_of_lineax and _growth(case, case.own.plain, mode) > 0
+
+
 def _compilations(case: Case) -> Finding:
     """The third eager call compiles nothing."""
     where = "compilation in repeated calls"
-    rule, leaves, w = case.own.rule, case.subject.leaves, case.eager.cotangents
-    try:
-        program = str(jax.make_jaxpr(lambda xs: jax.vjp(rule.fn, *xs)[1](w))(leaves))
-        if any(name in program for name in _COMPILED_ANEW):
-            return skipped("leaks", "JAX compiles loops and callbacks in each eager call")
-        n = case.eager.vjp(2).n_compiled
-    except Exception as e:
-        return broke("leaks", where, e)
-    if n:
-        text = (
-            f"the third eager call still compiled {n} programs\n  likely cause: "
-            "the rule makes a new `jax.jit`, or a new static argument, in each call"
-        )
-        return failed("leaks", where, text)
+    f, leaves, w = case.own.f, case.subject.leaves, case.eager.cotangents
+    program = outcome(jax.make_jaxpr(lambda xs: jax.vjp(f, *xs)[1](list(w))), leaves)
+    if isinstance(program, Exception):
+        return broke("leaks", where, program)
+    if any(name in e.primitive.name for e in equations(program) for name in _COMPILED_ANEW):
+        return skipped("leaks", "JAX compiles loops and callbacks in each eager call")
+    call = outcome(case.eager.vjp, 2)
+    if isinstance(call, Exception):
+        return broke("leaks", where, call)
+    if call.n_compiled:
+        text = f"the third eager call still compiled {call.n_compiled} programs"
+        cause = "the rule makes a new `jax.jit`, or a new static argument, in each call"
+        return failed("leaks", where, text, cause)
     return passed("leaks", where)
 
 
 def _copies(case: Case) -> Finding:
     where = "copy and pickle of the result"
-    subject = case.subject
-    out = case.eager.value
+    subject, out = case.subject, case.eager.value
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(out)):
         return failed("leaks", where, "an eager call returned a tracer")
     for name, act in (("copy.deepcopy", copy.deepcopy), ("pickle", _pickled)):
-        if _works(act, jax.tree.leaves((subject.args, subject.kwargs))):
-            try:
-                act(out)
-            except Exception as e:
-                return broke("leaks", f"{name} of the result", e)
+        arguments = outcome(act, jax.tree.leaves((subject.args, subject.kwargs)))
+        result = outcome(act, out)
+        if isinstance(result, Exception) and not isinstance(arguments, Exception):
+            return broke("leaks", f"{name} of the result", result)
     return passed("leaks", where)
 
 
 def _pickled(x):
     return pickle.loads(pickle.dumps(x))
-
-
-def _works(act, x) -> bool:
-    try:
-        act(x)
-    except Exception:
-        return False
-    return True

@@ -9,7 +9,7 @@ import numpy as np
 from ._compare import as_real, norm
 
 
-class Hypothesis(NamedTuple):
+class Mistake(NamedTuple):
     """The array that a known mistake would give, and that mistake in words."""
 
     cause: str
@@ -39,7 +39,7 @@ def likely_cause(
     want: Any,
     have: Any,
     name: str,
-    hypotheses: Sequence[Hypothesis] = (),
+    mistakes: Sequence[Mistake] = (),
     primal: Any = None,
     directions: Sequence[str] = (),
     others: Sequence[Compared] = (),
@@ -67,18 +67,19 @@ def likely_cause(
             "(as `eqx.tree_at` does, which keeps the leaves that it does not replace)"
         )
     if norm(as_real(want)) == 0:
-        return f"it should be zero: {name} {NO_INFLUENCE}"
+        text = f"it should be zero: {name} {NO_INFLUENCE}"
+        return f"{text}; if that is meant, as of a straight-through rule, pass `reference=`"
     if norm(as_real(have)) == 0:
         return f"{MISSING}: the term of {name} is missing"
     if want.size < 2 and (_close(want, have) or _rounded_to(want, have)):
         return _factor(want, have, directions, others) or _slightly_off(want, have)
     if _rounded_to(want, have) and not _is_multiple(want, have):
         return _slightly_off(want, have)
-    hypotheses = [s for s in hypotheses if not _close(s.array, want)]
+    mistakes = [s for s in mistakes if not _close(s.array, want)]
     return (
         _factor(want, have, directions, others)
         or _rearranged(want, have, len(directions) > 0)
-        or next((s.cause for s in hypotheses if _close(s.array, have)), "")
+        or next((s.cause for s in mistakes if _close(s.array, have)), "")
         or _shifted(want, have, directions)
         or _some_entries(want, have, name, primal, directions)
     )

@@ -12,12 +12,13 @@ from jax.extend.core import Literal
 # Public, if little known: the pass with which JAX itself drops dead equations.
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from ..._jaxprs.structure import Call, Scan, structure
-from ..._rules.custom_vjp import custom_vjp
-from .._case import Case
-from .._findings import broke, failed, NO_REVERSE, passed, skipped
-from .._flat_function import is_output
-from .._report import Finding
+from .._jaxprs.structure import Call, Scan, structure
+from .._rules.custom_vjp import custom_vjp
+from ._case import Case
+from ._outcome import outcome
+from ._report import broke, failed, Finding, passed, skipped
+from ._subject import is_output
+from ._table import NO_REVERSE
 
 
 _STEPS = 7  # no other axis is likely to have this length
@@ -34,52 +35,44 @@ class Residuals(NamedTuple):
 
 def residuals(case: Case) -> Iterator[Finding]:
     """Count the bytes of the residuals; fail if the backward pass never reads some of them."""
-    leaves, outputs = case.subject.leaves, case.own.outputs
-    if not outputs:
+    if not case.outputs:
         yield skipped("residuals", "no output has a derivative")
         return
-    if not case.offers_reverse:
+    if not case.has_reverse:
         yield skipped("residuals", NO_REVERSE)
         return
-    try:
-        fn = case.subject.fn
-        held = case.subject.constants
-        arguments_count = isinstance(fn, jax.custom_vjp)
-        kept = residuals_of(case.own.rule.fn, leaves, held, arguments_count=arguments_count)
-        per_step = _per_step(case.own.rule.fn, leaves, held)
-    except Exception as e:
-        yield broke("residuals", "the residuals", e)
+    kept = outcome(_kept, case, case.own.f, isinstance(case.subject.fn, jax.custom_vjp))
+    if isinstance(kept, Exception):
+        yield broke("residuals", "the residuals", kept)
         return
+    kept, per_step = kept
     where = f"{kept.total} bytes per call, {per_step} per scan step, without the arguments"
-    where += _beside(case, leaves)
-    if kept.unread and _has_backward_rule(case.subject.fn):
-        text = (
-            f"kept for the backward pass and never read: {', '.join(kept.unread[:4])}\n"
-            "  likely cause: the forward rule returns residuals that the backward rule ignores"
-        )
-        yield failed("residuals", where, text)
-        return
+    # Without the rule of `implicit` there is no derivative; of the solver there may be one.
+    for fn in (case.own.plain, _decorated(case)):
+        plain = outcome(_kept, case, fn)
+        # And not `stop_gradient`, or rounding.
+        if not isinstance(plain, Exception) and plain[0].is_derivative:
+            where += f" (plain autodiff: {plain[0].total} per call, {plain[1]} per scan step)"
+            break
     limit = case.options.max_residual_bytes
-    if limit is not None and kept.total > limit:
+    if kept.unread and _has_backward_rule(case.subject.fn):
+        text = f"kept for the backward pass and never read: {', '.join(kept.unread[:4])}"
+        cause = "the forward rule returns residuals that the backward rule ignores"
+        yield failed("residuals", where, text, cause)
+    elif limit is not None and kept.total > limit:
         text = f"{kept.total} bytes are kept, and `max_residual_bytes` is {limit}"
         yield failed("residuals", where, text)
-        return
-    yield passed("residuals", where)
+    else:
+        yield passed("residuals", where)
 
 
-def _beside(case: Case, leaves: Sequence[Any]) -> str:
-    """What autodiff of the function without its rule keeps, if that is a derivative at all."""
-    # Without the rule of `implicit` there is no derivative; of the solver there may be one.
-    for fn in (case.own.plain.fn, _decorated(case)):
-        try:
-            plain = residuals_of(fn, leaves, held := case.subject.constants)
-            if plain.is_derivative:  # and not `stop_gradient`, or rounding
-                plain_step = _per_step(fn, leaves, held)
-                text = f"{plain.total} per call, {plain_step} per scan step"
-                return f" (plain autodiff: {text})"
-        except Exception:  # the function has no plain derivative
-            continue
-    return ""
+def _kept(case: Case, fn, arguments_count: bool = False) -> tuple[Residuals, int]:
+    """The residuals of a call, and the bytes of each step of a scan over the leaves."""
+    leaves, held = case.subject.leaves, case.subject.constants
+    kept = residuals_of(fn, leaves, held, arguments_count=arguments_count)
+    scanned = lambda *xs: jax.lax.scan(lambda c, x: (c, list(fn(*x))), None, list(xs))[1]
+    copies = [np.stack([x] * _STEPS) for x in leaves]
+    return kept, residuals_of(scanned, copies, held).total // _STEPS
 
 
 def _decorated(case: Case) -> Callable[..., list[Any]]:
@@ -115,10 +108,12 @@ def residuals_of(
     """
     # Under `jit`, because JAX then removes residuals of its own that nothing reads.
     jitted = jax.jit(lambda *xs: list(fn(*xs)))
-    program = jax.make_jaxpr(lambda *xs: jax.vjp(jitted, *xs)[1])(*leaves)
-    jaxpr = program.jaxpr
-    out, pull = jax.eval_shape(lambda *xs: jax.vjp(jitted, *xs), *leaves)
+    trace = jax.make_jaxpr(lambda *xs: jax.vjp(jitted, *xs), return_shape=True)
+    program, (out, pull) = trace(*leaves)
     kept, treedef = jax.tree.flatten(pull)
+    # The outputs are not kept; they come first.
+    outvars = program.jaxpr.outvars[len(jax.tree.leaves(out)) :]
+    jaxpr = program.jaxpr
     backward = lambda res, cts: jax.tree.unflatten(treedef, res)(cts)
     closed = jax.make_jaxpr(backward)(kept, out)
     _, read = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
@@ -128,7 +123,7 @@ def residuals_of(
     arguments = _with_converted(jaxpr, arguments)
     seen: set[int] = set()
     total, unread = 0, []
-    for var, aval, is_read in zip(jaxpr.outvars, kept, read, strict=False):
+    for var, aval, is_read in zip(outvars, kept, read, strict=False):
         if isinstance(var, Literal) or id(var) in seen:
             continue
         seen.add(id(var))
@@ -173,13 +168,3 @@ def _is_same(x: Any, y: Any) -> bool:
 
 def _itemsize(dtype) -> int:
     return getattr(dtype, "itemsize", 4)
-
-
-def _per_step(fn, leaves, held) -> int:
-    """The bytes for each step of a scan over `_STEPS` copies of the leaves."""
-
-    def scanned(*xs):
-        return jax.lax.scan(lambda carry, x: (carry, list(fn(*x))), None, list(xs))[1]
-
-    copies = [jnp.stack([x] * _STEPS) for x in leaves]
-    return residuals_of(scanned, copies, held).total // _STEPS

@@ -1,1 +1,0 @@
-"""The checks that `check_rule` consists of, one file each."""
