@@ -8,17 +8,17 @@ loss or to a gradient is a cause; the rest does no harm.
 import dataclasses
 import functools as ft
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun, Literal
+from jax.extend.core import jaxpr_as_fun
 
 from ..._jaxprs.evaluate import bind
 from ..._jaxprs.interpret import Domain, interpret_equation
-from ..._jaxprs.primitives import kind_of, linear_operands, MULTILINEAR
+from ..._jaxprs.primitives import kind_of
 from ..._jaxprs.structure import (
     Call,
     CallWithRule,
@@ -34,119 +34,32 @@ from ..carried import AbstractCarrier, enter, on_host, Place, walk
 from ..origins import equation_tag, Origin
 from ..shards import is_across_shards, shards_of
 from .derivative import Derivative
+from .values import (
+    Birth,
+    calmed,
+    HEALED,
+    infs_of,
+    is_inexact,
+    is_nonfinite,
+    is_var,
+    labels_of,
+    ones,
+    Stopped,
+    union,
+    Value,
+    with_nan,
+)
+from .zeros import Zeros
 
-
-# Why a cotangent is zero. If several zeros are added, the last of these is the reason.
-ALIVE, HEALED, UNUSED, NOT_SELECTED, FACTOR, VALUE, CANCELS = range(7)
 
 # A loop of more operations than these runs compiled first, to see whether something is born.
 _MOST_IN_DETAIL = 2000
-
-
-@dataclasses.dataclass(frozen=True)
-class Zero:
-    """Where a cotangent became zero, and why."""
-
-    why: int
-    place: Place | None
-
-
-class Value(NamedTuple):
-    """An array without NaNs, and what is carried beside it.
-
-    - `nan`: for each element that is NaN in truth the number of the set of births that made it,
-        or 0. `None`: no element is.
-    - `infs`: the births of its infinities.
-    - `decided`: the births of NaNs that a comparison decided it by.
-    - `zero`: for each element of a cotangent the number of the `Zero` that it is, or 0. Or a
-        function that computes these.
-    - `is_ct`, `is_active`: whether it depends on the seed, and on the model.
-    """
-
-    x: Any
-    nan: Any = None
-    infs: frozenset[int] = frozenset()
-    decided: frozenset[int] = frozenset()
-    zero: Any = None
-    is_ct: bool = False
-    is_active: bool = False
-
-    @property
-    def truth(self) -> Any:
-        return self.x if self.nan is None else _with_nan(self.x, self.nan != 0)
-
-    @property
-    def zeros(self) -> Any:
-        zero = self.zero() if callable(self.zero) else self.zero
-        return np.zeros(np.shape(self.x), np.int32) if zero is None else zero
-
-    @property
-    def nans(self) -> Any:
-        return np.zeros(np.shape(self.x), np.int32) if self.nan is None else self.nan
-
-
-@dataclasses.dataclass
-class Birth:
-    """Where elements become NaN, infinite, or larger than a threshold.
-
-    - `xs`: the operands. `output`: which output. `bad`: which of its elements.
-    - `of`: the births that it is to be blamed on.
-    - `is_low`: it is minus infinity, as the logarithm of a probability may be.
-    - `zero`: the number of the `Zero` that the cotangent is which is multiplied there, or 0.
-    - `is_meant`: an infinity of the data or of a constant, such as a mask of `-inf`.
-    - `number`: of an input of the loss.
-    - `cotangents`: which operands are cotangents.
-    """
-
-    place: Place | None
-    xs: Sequence[Any]
-    output: int
-    bad: Any
-    is_nan: bool
-    of: frozenset[int] = frozenset()
-    is_ct: bool = False
-    is_large: bool = False
-    is_low: bool = False
-    zero: int = 0
-    is_meant: bool = False
-    number: int | None = None
-    cotangents: Sequence[bool] = ()
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether it is an input of the loss, or a constant."""
-        return not self.cotangents
-
-    @property
-    def floats(self) -> list[Any]:
-        return [np.asarray(x) for x in self.xs if is_inexact(x)]
 
 
 # More sets of births in the operands of one operation are treated as one.
 _MOST_SETS = 6
 
 
-class Stopped(Exception):
-    """The evaluation ends here: the time is over, or a check in the program raised an error."""
-
-
-def is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
-def is_nonfinite(x: Any) -> bool:
-    return is_inexact(x) and not np.isfinite(np.asarray(x)).all()
-
-
-def _with_nan(x, nan):
-    return np.where(nan, np.asarray(np.nan, jnp.result_type(x)), np.asarray(x))
-
-
-def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
-    return frozenset().union(*sets)
-
-
-# What depends on the seed (1), and on the model (2). A comparison has no derivative.
 def _apply_flags(eqn, flags, _):
     together = ft.reduce(int.__or__, flags, 0)
     return [together if is_inexact(v.aval) else 0 for v in eqn.outvars]
@@ -161,7 +74,7 @@ class Births(AbstractCarrier[Value]):
     def __init__(self, derivative: Derivative, threshold: float | None, deadline: float):
         self.derivative, self.threshold, self.deadline = derivative, threshold, deadline
         self.births: list[Birth] = []
-        self.zeros: list[Zero] = [Zero(ALIVE, None)]
+        self.zeros = Zeros(derivative, self._bind)
         self.sets: list[frozenset[int]] = [frozenset()]
         self._seen: list[tuple[Place, Sequence[Any]]] = []
         self._numbers: dict[Any, int] = {}
@@ -220,8 +133,8 @@ class Births(AbstractCarrier[Value]):
         return Value(
             x,
             nan if nan is not None and nan.any() else None,
-            _infs_of(x, values),
-            _union(v.decided for v in values),
+            infs_of(x, values),
+            union(v.decided for v in values),
             zero,
             any(v.is_ct for v in values),
             any(v.is_active for v in values),
@@ -340,9 +253,9 @@ class Births(AbstractCarrier[Value]):
         truth = outs
         if any(v.nan is not None for v in values) and not all(map(is_inexact, outs)):
             truth = self._bind(eqn, [v.truth for v in values])
-        decided = frozenset() if is_ct or is_active else _union(v.decided for v in values)
+        decided = frozenset() if is_ct or is_active else union(v.decided for v in values)
         for v in values:
-            for j in v.infs | _union(self.sets[i] for i in _labels_of(v.nan)):
+            for j in v.infs | union(self.sets[i] for i in labels_of(v.nan)):
                 birth = self.births[j]
                 row = kind_of(eqn)
                 is_moved = (row.layout or row.bounds == "operand") and not birth.is_nan
@@ -357,7 +270,7 @@ class Births(AbstractCarrier[Value]):
                 value = self._made(place, values, k, x, nans[k], met[k], is_ct)
                 made.append(value._replace(is_active=is_active, decided=decided))
             else:
-                by = _union(self.sets[i] for v in values for i in _labels_of(v.nan))
+                by = union(self.sets[i] for v in values for i in labels_of(v.nan))
                 made.append(Value(truth[k], decided=decided | by))
         return made
 
@@ -366,25 +279,25 @@ class Births(AbstractCarrier[Value]):
         a = np.asarray(x)
         is_nan, inf = np.isnan(a), np.isinf(a)
         sources = [v for v in values if is_nonfinite(v.x)]
-        decided = _union(v.decided for v in values)
-        zero: Any = self._zeros(place, values, k, a) if is_ct else None
+        decided = union(v.decided for v in values)
+        zero: Any = self.zeros.of_cotangent(place, values, k, a) if is_ct else None
         infs = frozenset()
         nan = np.zeros(a.shape, np.int32) if nan is None else nan
         born = ft.partial(self._born, place, values, k, is_ct=is_ct)
         new = np.zeros(a.shape, np.int32) if met is None else met
         by_itself = np.ones(a.shape, bool) if is_ct else nan == 0  # not of a healed operand
         if is_nan.any():
-            of = _union(v.infs for v in sources) | decided
+            of = union(v.infs for v in sources) | decided
             where = is_nan if of else is_nan & by_itself
             new = self._joined(new, where, of, at_least=True)
-        for which in _labels_of(new):
+        for which in labels_of(new):
             where = new == which
             labels = np.zeros(a.shape, np.int32)
             if is_ct:
-                labels = self._zeros_met(place, values, k, where)
+                labels = self.zeros.met(place, values, k, where)
                 healed = where & is_nan
                 zero = np.where(
-                    healed, np.where(labels > 0, labels, self._zero(HEALED, None)), zero
+                    healed, np.where(labels > 0, labels, self.zeros.number(HEALED, None)), zero
                 )
             for label in np.unique(labels[where]):
                 bad = where & (labels == label)
@@ -394,13 +307,13 @@ class Births(AbstractCarrier[Value]):
             if len(sources) > 1:  # an infinity that is not selected makes none
                 makes = lambda v: self._differs(place, values, k, inf, calm=v)
                 sources = [v for v in sources if makes(v)] or sources
-            infs, new, of = _union(v.infs for v in sources), inf, decided
-            by = _union(v.infs for v in sources if not v.is_ct)
+            infs, new, of = union(v.infs for v in sources), inf, decided
+            by = union(v.infs for v in sources if not v.is_ct)
             if is_ct and by:  # an infinity meets a cotangent
-                infs = _union(v.infs for v in sources if v.is_ct)
+                infs = union(v.infs for v in sources if v.is_ct)
                 of = by
             elif sources:
-                calm = [_calm(v.x) for v in values]
+                calm = [calmed(v.x) for v in values]
                 new = inf & np.isinf(np.asarray(self._bind(place.eqn, calm)[k]))
             new = new & by_itself
             if new.any():
@@ -420,9 +333,9 @@ class Births(AbstractCarrier[Value]):
         derivative of one equation only."""
         program = place.program
         if id(program) not in self._users:
-            users: dict[Any, set[str]] = {v: {""} for v in program.jaxpr.outvars if _is_var(v)}
+            users: dict[Any, set[str]] = {v: {""} for v in program.jaxpr.outvars if is_var(v)}
             for eqn in program.eqns:
-                for v in filter(_is_var, eqn.invars):
+                for v in filter(is_var, eqn.invars):
                     users.setdefault(v, set()).add(equation_tag(eqn))
             self._users[id(program)] = users
         tag = equation_tag(place.eqn)
@@ -431,30 +344,28 @@ class Births(AbstractCarrier[Value]):
 
     def _differs(self, place, values, k, inf, calm: Value) -> bool:
         """Whether other elements are infinite without the infinities of one operand."""
-        xs = [_calm(v.x) if v is calm else v.x for v in values]
+        xs = [calmed(v.x) if v is calm else v.x for v in values]
         return bool((np.isinf(np.asarray(self._bind(place.eqn, xs)[k])) != inf).any())
 
     def _propagated(self, eqn, values, outs, is_chosen) -> list[Any]:
         """For each output the sets of births of the NaNs in some operands that reach its
         elements: the operation runs on each of these sets."""
         chosen = [is_chosen(v) and v.nan is not None for v in values]
-        labels = {
-            i for v, c in zip(values, chosen, strict=True) if c for i in _labels_of(v.nan)
-        }
+        labels = {i for v, c in zip(values, chosen, strict=True) if c for i in labels_of(v.nan)}
         groups = [[label] for label in sorted(labels)]
         if len(labels) > _MOST_SETS:
             groups = [sorted(labels)]
         found: list[Any] = [None] * len(outs)
         ways = [lambda x: x]
         if groups and any(is_inexact(x) and np.isnan(np.asarray(x)).any() for x in outs):
-            ways.append(_ones)  # what is NaN anyway may be of a NaN too
+            ways.append(ones)  # what is NaN anyway may be of a NaN too
         for change in ways if groups else ():
             calm = [change(v.x) for v in values]
             base = self._bind(eqn, calm)
             for group in groups:
-                births = _union(self.sets[label] for label in group)
+                births = union(self.sets[label] for label in group)
                 xs = [
-                    _with_nan(x, np.isin(v.nan, group)) if c else x
+                    with_nan(x, np.isin(v.nan, group)) if c else x
                     for x, v, c in zip(calm, values, chosen, strict=True)
                 ]
                 for k, (x, before) in enumerate(zip(self._bind(eqn, xs), base, strict=True)):
@@ -521,136 +432,11 @@ class Births(AbstractCarrier[Value]):
             self._of_constants[key] = value
         return value
 
-    # ------------------------------------------------------------ why a cotangent is zero
-
-    def _zero(self, why: int, place: Place | None) -> int:
-        around = place.outward() if place is not None else ()
-        key = (why, *((id(p.eqn), p.step) for p in around))
-        if key not in self._numbers:
-            self._numbers[key] = len(self.zeros)
-            self.zeros.append(Zero(why, place))
-        return self._numbers[key]
-
-    def _zeros(self, place, values, k, a):
-        """For each element of a cotangent that is zero the number of its `Zero`: by running the
-        same linear operation on indicators."""
-        if np.all(a != 0):
-            return np.zeros(a.shape, np.int32)
-        eqn = place.eqn
-        reached = lambda of, factors: _reached(eqn, values, k, of, self._bind, factors)
-        alive = lambda v: np.asarray(v.x) != 0
-        used = reached(lambda v: np.ones(np.shape(v.x), bool), _ONES)
-        met = reached(alive, _ONES)
-        multiplied = reached(alive, _SIZES)
-        numbers = np.zeros(a.shape, np.int32)
-        # A slice takes the others in any case, and a selection decides it by a value.
-        unused = UNUSED if linear_operands(eqn) is not None else NOT_SELECTED
-        why_of_factor = self._why_of_factor(place, values)
-        if why_of_factor == NOT_SELECTED:  # whatever comes here
-            used = used & reached(lambda v: np.ones(np.shape(v.x), bool), _SIZES)
-        rest = used & ~met & (a == 0)  # only zeros come here
-        if rest.any():
-            self._by_label(values, rest, numbers, lambda of: reached(of, _ONES))
-        reasons = (
-            (~used | (rest & (numbers == 0)), unused),
-            (used & met & ~multiplied, why_of_factor),
-            (multiplied, CANCELS),
-        )
-        for where, why in reasons:
-            if (where & (a == 0)).any():
-                numbers[where] = self._zero(why, place)
-        return np.where(a == 0, numbers, 0)
-
-    def _by_label(self, values, where, into, reached):
-        """Write, for each of some elements, the number of the zero that reaches it."""
-        labels = {int(i) for v in values if v.is_ct for i in np.unique(v.zeros)} - {0}
-        for label in sorted(labels, key=lambda i: (self.zeros[i].why, -i)):
-            into[where & reached(lambda v, i=label: v.zeros == i)] = label
-
-    def _zeros_met(self, place, values, k, new):
-        """For each new NaN the number of the zero that met an infinity or a NaN there."""
-        labels = np.zeros(new.shape, np.int32)
-        reached = lambda of: _reached(place.eqn, values, k, of, self._bind, _BAD)
-        self._by_label(values, new, labels, reached)
-        if (new & (labels == 0)).any() and place.eqn.primitive.name in MULTILINEAR:
-            why = self._why_of_factor(place, values)
-            if why == NOT_SELECTED:  # an infinity meets a zero
-                labels[new & (labels == 0)] = self._zero(why, place)
-        return labels
-
-    def _why_of_factor(self, place, values) -> int:
-        """A factor is zero: it depends on the model, or the user multiplies by a mask, or it is
-        how JAX selects an element."""
-        if any(v.is_active for v in values if not v.is_ct):
-            return VALUE
-        origin = self.derivative.origin(place)
-        is_users = origin is None or origin.primitive in MULTILINEAR
-        return FACTOR if is_users else NOT_SELECTED
-
-
-def _infs_of(x, values: Sequence[Value]) -> frozenset[int]:
-    infs = _union(v.infs for v in values)
-    return infs if infs and np.isinf(np.asarray(x)).any() else frozenset()
-
 
 def _flagged(v: Value, flag: int) -> Value:
     if not is_inexact(v.x):
         return v
     return v._replace(is_ct=v.is_ct or bool(flag & 1), is_active=v.is_active or bool(flag & 2))
-
-
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, Literal)
-
-
-def _labels_of(labels: Any) -> list[int]:
-    return [] if labels is None else [int(i) for i in np.unique(labels) if i]
-
-
-def _ones(x):
-    return np.ones_like(np.asarray(x)) if is_inexact(x) else x
-
-
-def _calm(x):
-    """An operand with ones where it is infinite."""
-    return np.where(np.isfinite(x), x, np.ones_like(x)) if is_nonfinite(x) else x
-
-
-# The factors, if it is asked what the cotangents reach: ones, their sizes, or ones where they
-# are not finite.
-_ONES, _SIZES, _BAD = range(3)
-
-
-def _reached(eqn, values, k, of, bind, factors):
-    """Which elements of an output are reached by elements of the cotangents: the operation is
-    run on ones for these.
-
-    - `of`: which elements of a cotangent.
-    """
-    is_product = eqn.primitive.name in MULTILINEAR
-    linear = linear_operands(eqn)
-
-    def factor(i, v):
-        if not is_product and (linear is None or i in linear):
-            return np.zeros(np.shape(v.x))  # a term
-        size = np.abs(np.asarray(v.truth))
-        is_finite = np.isfinite(size)
-        if is_product and factors == _BAD and not is_finite.all():
-            return ~is_finite
-        if is_product and factors != _SIZES:
-            return np.ones(np.shape(v.x))
-        return np.where(is_finite, size, np.ones_like(size))
-
-    xs = [
-        v.x
-        if not is_inexact(v.x)
-        else np.asarray(of(v) if v.is_ct else factor(i, v), v.x.dtype)
-        for i, v in enumerate(values)
-    ]
-    try:
-        return np.asarray(bind(eqn, xs)[k]) != 0
-    except (TypeError, ValueError, Stopped):
-        return np.ones(eqn.outvars[k].aval.shape, bool)
 
 
 @dataclasses.dataclass

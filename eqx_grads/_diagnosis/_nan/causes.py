@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..._jaxprs.structure import CallWithRule, structure
-from .births import ALIVE, Birth, Births, FACTOR, HEALED, NOT_SELECTED, UNUSED, Value, Zero
+from .births import Births
 from .kinds import Kind, kind_of
 from .lines import line_in_rule
+from .values import ALIVE, Birth, FACTOR, HEALED, NOT_SELECTED, UNUSED, Value, Zero
 
 
 @dataclasses.dataclass
@@ -60,7 +61,7 @@ def causes_of(births: Births, outs: Sequence[Value] | None) -> tuple[list[Cause]
     numbers: set[Any] = set()
     for birth, source in pairs:
         number, is_value = _number(births, birth, source), id(source) in of_value
-        zero = births.zeros[birth.zero]
+        zero = births.zeros.found[birth.zero]
         if zero.why == HEALED and number in numbers:
             continue
         kind = _kind(births, birth, source, zero)

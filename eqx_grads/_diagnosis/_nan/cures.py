@@ -197,30 +197,13 @@ def cure_of(
     - `is_of_meant`: an infinity of the data or of a constant makes it.
     """
     dropped = kind in (Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT)
-    text = ""
     if kind in (Kind.INPUT, Kind.INFINITE_INPUT) or (is_nan_operand and dropped):
         return _of_input(kind, holder, leaf)
     if is_of_meant and kind == Kind.ZERO_TIMES_INFINITY and not is_value and op not in _SAFE:
         return _of_infinite_operand(holder, op)
     if corner:
         return _AT_A_CORNER.format(op=corner)
-    if op == "pure_callback" or op == "host_call":
-        text = _HOST_VALUE if is_value else _HOST_DERIVATIVE
-    elif is_rule:
-        text = _OF_RULES.get(kind, "")
-    elif kind == Kind.DEAD_BRANCH:
-        text = _of_dead_branch(op, mask)
-    elif kind == Kind.OVERFLOW and is_value and op in _EXPONENTIALS:
-        text = _OF_EXPONENTIALS
-    elif kind == Kind.DOMAIN and is_value and op in _DOMAINS:
-        safe = f" At its ends, use `eqg.safe.{_SAFE[op][0]}`, {_ZERO_THERE}." * (op != "log")
-        text = f"Clip the argument of `{op}` to its domain: `{_DOMAINS[op]}`.{safe}"
-    if not text and kind in (Kind.SINGULARITY, Kind.INDETERMINATE, Kind.DOMAIN):
-        names = [*calls, op]
-        tables = [_OF_OPERATIONS]
-        if is_value and kind != Kind.DOMAIN:
-            tables.insert(0, _OF_VALUES_OF_OPERATIONS)
-        text = next((t[name] for t in tables for name in names if name in t), "")
+    text = _of_operation(kind, op, is_value, mask, calls, is_rule)
     is_general = not text
     text = text or (_OF_VALUES.get(kind) if is_value else None) or _OF_KINDS[kind]
     safe = next((_SAFE[name] for name in (*calls, op) if name in _SAFE), None)
@@ -240,6 +223,29 @@ def cure_of(
     if is_in_derivative:
         text += _NO_SECOND * has_safe + _IN_A_DERIVATIVE * (kind in DROPPABLE)
     return text.format(op=op, mask=mask, safe=f"{helps}, or " if helps else "", use=use)
+
+
+def _of_operation(kind, op, is_value, mask, calls, is_rule) -> str:
+    """What is special to an operation, or an empty string."""
+    text = ""
+    if op == "pure_callback" or op == "host_call":
+        text = _HOST_VALUE if is_value else _HOST_DERIVATIVE
+    elif is_rule:
+        text = _OF_RULES.get(kind, "")
+    elif kind == Kind.DEAD_BRANCH:
+        text = _of_dead_branch(op, mask)
+    elif kind == Kind.OVERFLOW and is_value and op in _EXPONENTIALS:
+        text = _OF_EXPONENTIALS
+    elif kind == Kind.DOMAIN and is_value and op in _DOMAINS:
+        safe = f" At its ends, use `eqg.safe.{_SAFE[op][0]}`, {_ZERO_THERE}." * (op != "log")
+        text = f"Clip the argument of `{op}` to its domain: `{_DOMAINS[op]}`.{safe}"
+    if not text and kind in (Kind.SINGULARITY, Kind.INDETERMINATE, Kind.DOMAIN):
+        names = [*calls, op]
+        tables = [_OF_OPERATIONS]
+        if is_value and kind != Kind.DOMAIN:
+            tables.insert(0, _OF_VALUES_OF_OPERATIONS)
+        return next((t[name] for t in tables for name in names if name in t), "")
+    return text
 
 
 # What `zero_safe` may help with, which is tried.

@@ -21,7 +21,7 @@ from ..origins import no_derivative_error, NumberedLoss
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..traced_loss import check_no_references, trace_loss
-from .births import Birth, Births, is_nonfinite
+from .births import Births
 from .causes import Cause, causes_of
 from .cures import DROPPABLE
 from .derivative import Derivative, differentiate
@@ -29,6 +29,7 @@ from .kinds import Kind
 from .lines import users_line
 from .record import record_of
 from .report import NaNReport, NonFinite
+from .values import Birth, is_nonfinite
 
 
 # The calls that are tried. The first drops only what is not selected, so what it gives is the

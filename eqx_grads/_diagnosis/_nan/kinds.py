@@ -5,7 +5,7 @@ import enum
 import numpy as np
 
 from ..._jaxprs.evaluate import bind
-from .births import Birth, is_inexact, is_nonfinite
+from .values import Birth, is_inexact, is_nonfinite
 
 
 class Kind(enum.StrEnum):

@@ -8,7 +8,7 @@ from ..._jaxprs.structure import CallWithRule, structure
 from ..._rules.nan_where import NO_SECOND_DERIVATIVE
 from ..origins import is_in_derivative, Origin
 from ..source_lines import safe_function, UNKNOWN
-from .births import ALIVE, Birth, Births, CANCELS, Zero
+from .births import Births
 from .causes import Cause
 from .cures import cure_of
 from .kinds import Kind
@@ -21,6 +21,7 @@ from .lines import (
     users_line,
 )
 from .report import NonFinite
+from .values import ALIVE, Birth, CANCELS, Zero
 
 
 _IN_A_LIBRARY = " The operation is in a library: change what you pass to it."

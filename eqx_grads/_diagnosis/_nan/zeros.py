@@ -1,0 +1,99 @@
+"""Why a cotangent is zero: the linear operation that makes it, run on indicators."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..._jaxprs.primitives import linear_operands, MULTILINEAR
+from ..carried import Place
+from .derivative import Derivative
+from .values import (
+    ALIVE,
+    BAD,
+    CANCELS,
+    FACTOR,
+    NOT_SELECTED,
+    ONES,
+    reach,
+    SIZES,
+    UNUSED,
+    VALUE,
+    Zero,
+)
+
+
+class Zeros:
+    """The zeros of a derivative, each with a number.
+
+    - `bind`: what an equation computes for arrays.
+    """
+
+    def __init__(self, derivative: Derivative, bind: Callable[..., Any]):
+        self._derivative, self._bind = derivative, bind
+        self.found: list[Zero] = [Zero(ALIVE, None)]
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, why: int, place: Place | None) -> int:
+        around = place.outward() if place is not None else ()
+        key = (why, *((id(p.eqn), p.step) for p in around))
+        if key not in self._numbers:
+            self._numbers[key] = len(self.found)
+            self.found.append(Zero(why, place))
+        return self._numbers[key]
+
+    def of_cotangent(self, place, values, k, a):
+        """For each element of a cotangent that is zero the number of its `Zero`: by running the
+        same linear operation on indicators."""
+        if np.all(a != 0):
+            return np.zeros(a.shape, np.int32)
+        eqn = place.eqn
+        reached = lambda of, factors: reach(eqn, values, k, of, self._bind, factors)
+        alive = lambda v: np.asarray(v.x) != 0
+        used = reached(lambda v: np.ones(np.shape(v.x), bool), ONES)
+        met = reached(alive, ONES)
+        multiplied = reached(alive, SIZES)
+        numbers = np.zeros(a.shape, np.int32)
+        # A slice takes the others in any case, and a selection decides it by a value.
+        unused = UNUSED if linear_operands(eqn) is not None else NOT_SELECTED
+        why_of_factor = self._why_of_factor(place, values)
+        if why_of_factor == NOT_SELECTED:  # whatever comes here
+            used = used & reached(lambda v: np.ones(np.shape(v.x), bool), SIZES)
+        rest = used & ~met & (a == 0)  # only zeros come here
+        if rest.any():
+            self._by_label(values, rest, numbers, lambda of: reached(of, ONES))
+        reasons = (
+            (~used | (rest & (numbers == 0)), unused),
+            (used & met & ~multiplied, why_of_factor),
+            (multiplied, CANCELS),
+        )
+        for where, why in reasons:
+            if (where & (a == 0)).any():
+                numbers[where] = self.number(why, place)
+        return np.where(a == 0, numbers, 0)
+
+    def _by_label(self, values, where, into, reached):
+        """Write, for each of some elements, the number of the zero that reaches it."""
+        labels = {int(i) for v in values if v.is_ct for i in np.unique(v.zeros)} - {0}
+        for label in sorted(labels, key=lambda i: (self.found[i].why, -i)):
+            into[where & reached(lambda v, i=label: v.zeros == i)] = label
+
+    def met(self, place, values, k, new):
+        """For each new NaN the number of the zero that met an infinity or a NaN there."""
+        labels = np.zeros(new.shape, np.int32)
+        reached = lambda of: reach(place.eqn, values, k, of, self._bind, BAD)
+        self._by_label(values, new, labels, reached)
+        if (new & (labels == 0)).any() and place.eqn.primitive.name in MULTILINEAR:
+            why = self._why_of_factor(place, values)
+            if why == NOT_SELECTED:  # an infinity meets a zero
+                labels[new & (labels == 0)] = self.number(why, place)
+        return labels
+
+    def _why_of_factor(self, place, values) -> int:
+        """A factor is zero: it depends on the model, or the user multiplies by a mask, or it is
+        how JAX selects an element."""
+        if any(v.is_active for v in values if not v.is_ct):
+            return VALUE
+        origin = self._derivative.origin(place)
+        is_users = origin is None or origin.primitive in MULTILINEAR
+        return FACTOR if is_users else NOT_SELECTED
