@@ -12,12 +12,6 @@ import numpy as np
 import pytest
 from eqx_grads._control_flow.matmul_layout import inlined
 from eqx_grads._control_flow.vectorize import why_not_batched, why_not_vectorizable
-from eqx_grads._diagnosis._programs.record import (
-    AbstractRecorder,
-    record,
-    record_inner,
-    record_while,
-)
 from eqx_grads._jaxprs.dependence import depends, free_variables, needed
 from eqx_grads._jaxprs.evaluate import (
     bind,
@@ -335,85 +329,6 @@ class Hashable(dict):
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs:
-    """A program and its inner ones, for `record`."""
-
-    program: Any
-
-    @property
-    def inner(self):
-        return [[Programs(p) for p in inner_programs(eqn)] for eqn in self.program.eqns]
-
-
-@dataclasses.dataclass(frozen=True)
-class Operands(AbstractRecorder):
-    """Records the first operand of an operation, and what is recorded in inner programs."""
-
-    name: str
-
-    def of_equation(self, tree, i, values, outs, inside):
-        is_it = tree.program.eqns[i].primitive.name == self.name
-        return outs, [*([jnp.asarray(values[0])] if is_it else []), *inside]
-
-    def of_program(self, values, records):
-        return [x for each in records for x in each]
-
-
-def recorded(name, fn, *args):
-    outs, records = record(Programs(jax.make_jaxpr(fn)(*args)), args, Operands(name))
-    assert_trees_close(tuple(outs), tuple(jax.tree.leaves(fn(*args))))
-    return [x.tolist() for x in jax.tree.leaves(records)]
-
-
-class TestRecord:
-    @pytest.mark.parametrize("reverse", [False, True])
-    def test_steps_of_a_scan(self, reverse):
-        fn = lambda x: jax.lax.scan(
-            lambda h, t: (jnp.square(h), t), x, jnp.arange(3.0), reverse=reverse
-        )
-        (found,) = recorded("square", fn, jnp.array(2.0))
-        assert found == ([16, 4, 2] if reverse else [2, 4, 16])
-
-    def test_a_while_loop_sums(self):
-        fn = lambda x: jax.lax.while_loop(lambda y: y < 20, jnp.square, x)
-        assert recorded("square", fn, jnp.array(2.0)) == [2 + 4 + 16]
-
-    def test_a_while_loop_in_a_scan(self):
-        loop = lambda y: jax.lax.while_loop(lambda y: y < 20, jnp.square, y)
-        fn = lambda x: jax.lax.scan(lambda h, t: (h, loop(t)), x, jnp.array([2.0, 4.0, 30.0]))
-        assert recorded("square", fn, jnp.array(0.0)) == [[2 + 4 + 16, 4 + 16, 0]]
-
-    @pytest.mark.parametrize("i", [0, 1])
-    def test_branches(self, i):
-        fn = lambda i, x: jax.lax.switch(i, [jnp.square, jnp.square], x)
-        assert recorded("square", fn, jnp.int32(i), jnp.array(3.0)) == [3 * (i == 0), 3 * i]
-
-    def test_steps_before_the_first(self):
-        fn = lambda x: jax.lax.while_loop(lambda y: y < 4, lambda y: jnp.abs(y) + 1, x)
-        [eqn] = jax.make_jaxpr(fn)(0.0).eqns
-        loop, inner = structure(eqn), Programs(jax.make_jaxpr(fn)(0.0)).inner[0]
-        outs, _, first, n_steps = record_while(loop, inner, [jnp.array(0.0)], Operands("abs"))
-        assert (outs[0], n_steps) == (4, 4)
-        assert jax.tree.leaves(first) == [1]  # at step 0, the operand is zero
-
-    def test_outputs_are_replaced(self):
-        class Doubled(AbstractRecorder):
-            def of_equation(self, tree, i, values, outs, inside):
-                return [outs[0] if inside else 2 * outs[0]], None
-
-            def of_program(self, values, records):
-                return None
-
-        fn = lambda x: jax.lax.scan(lambda h, _: (h * 3, None), x, length=2)[0]
-        tree = Programs(jax.make_jaxpr(fn)(1.0))
-        assert record(tree, [jnp.array(1.0)], Doubled())[0] == [36.0]
-
-    def test_opaque(self):
-        [eqn] = jax.make_jaxpr(jnp.sin)(1.0).eqns
-        with pytest.raises(NotImplementedError, match="sin"):
-            record_inner(eqn, [None], [1.0], Operands("sin"))
-
-
 class TestStructure:
     @pytest.mark.parametrize("name", KINDS)
     def test_the_table(self, name):

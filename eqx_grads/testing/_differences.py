@@ -83,9 +83,9 @@ def directional(
             values.append(values_at(_NEAR / 3)[i])  # at the other steps, it may be by chance
         for dtype in _HALF:
             if dtype == rounded_to or _is_rounded_to(values, dtype):
-                near = [values_at(k * _NEAR)[i] for k in range(-2, 3)]
-                eps = float(jnp.finfo(dtype).eps)
-                samples.eps, is_rounded = max(eps / 8, _roughness(near) / 4), True
+                near = [at(k * _NEAR) for k in range(-2, 3)]
+                eps = max(float(jnp.finfo(dtype).eps), 2 * _roughness(near), _grain(at))
+                samples.eps, is_rounded = eps / 8, True
                 slope = _slope(samples, accuracy)
                 break
         if all(np.array_equal(x, values[0]) for x in values):
@@ -126,6 +126,22 @@ def _roughness(values: Sequence[np.ndarray]) -> float:
         sizes = [norm(as_real(x)) for x in (*gaps, values[2])]
     error = max(sizes[:-1])
     return error / sizes[-1] if sizes[-1] and np.isfinite(error) else 0.0
+
+
+def _grain(at: Callable[[float], np.ndarray]) -> float:
+    """How far rounded values are apart, relative to them: each value's first change, for steps
+    that grow. It is more than their dtype says where larger numbers have canceled."""
+    here = at(0.0)
+    grain = np.zeros(here.shape)
+    for h in (2.0**-k for k in range(26, 14, -2)):
+        with np.errstate(all="ignore"):
+            gaps = np.abs(np.diff(np.stack([at(k * h) for k in range(-2, 3)]), axis=0))
+        change = np.max(np.where(np.isfinite(gaps), gaps, 0), axis=0)
+        grain = np.where(grain == 0, change, grain)
+        if np.all(grain > 0):
+            break
+    size = norm(as_real(here))
+    return norm(grain) / size if size else 0.0
 
 
 def _real(x: Any) -> np.ndarray:
