@@ -2,7 +2,6 @@
 decided on them. Each program is written as a function of `f`, so that the same program with
 another `f` says what a hook should have made of it."""
 
-import dataclasses
 import types
 from typing import Any
 
@@ -328,7 +327,6 @@ class Hashable(dict):
         return id(self)
 
 
-@dataclasses.dataclass(frozen=True)
 class TestStructure:
     @pytest.mark.parametrize("name", KINDS)
     def test_the_table(self, name):
