@@ -19,6 +19,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import resource
 import select
 import shutil
@@ -360,7 +361,9 @@ def run_all(work: Path, suite: str, chosen: list[Mutant], args: argparse.Namespa
         counts = {key: len(result[key]) for key in ("noticed", "cut")}
         print(suite, counts, f"{result['seconds']} s, {mutant.kind}: {mutant.name}", flush=True)
 
-    in_parallel(args.jobs, [m for m in chosen if is_open(known.get(m.name))], work, do)
+    # In random order: a run that is stopped is a fair sample.
+    those = [m for m in chosen if is_open(known.get(m.name))]
+    in_parallel(args.jobs, random.Random(0).sample(those, len(those)), work, do)
 
 
 def control(work: Path, suite: str, args: argparse.Namespace) -> None:
@@ -377,16 +380,20 @@ def report(work: Path, chosen: list[Mutant], reasons: Path | None, names: set[st
     """Print the tables. In the file of reasons, each mutant that the guard does not notice has
     an entry. The entries of mutants that no longer exist are dropped."""
     results = {suite: read_results(work, suite) for suite in SUITES}
-    known = [m for m in chosen if all(m.name in results[suite] for suite in SUITES)]
-    noticed = {s: {m.name for m in known if results[s][m.name]["noticed"]} for s in SUITES}
+    known = [m for m in chosen if m.name in results["guard"]]
+    both = {m.name for m in known if m.name in results["old"]}
+    noticed = {
+        s: {m.name for m in known if results[s].get(m.name, {}).get("noticed")} for s in SUITES
+    }
     noticed["both"] = noticed["old"] | noticed["guard"]
-    print(f"{len(known)} of {len(chosen)} mutants have results of both suites.")
+    counted = {"old": both, "guard": {m.name for m in known}, "both": both}
+    print(f"{len(known)} of {len(chosen)} mutants have a result, {len(both)} of both suites.")
     for title, label in (("room", lambda m: room_of(m.path)), ("kind", lambda m: m.kind)):
         print(f"\n| {title} | mutants | old | guard | both |\n|---|--:|--:|--:|--:|")
         for row in (*sorted(set(map(label, known))), "all"):
             those = {m.name for m in known if row in ("all", label(m))}
-            counts = [len(those & noticed[suite]) for suite in noticed]
-            shares = [f"{n} ({100 * n / len(those):.0f} %)" for n in counts]
+            counts = [(len(those & noticed[s]), len(those & counted[s])) for s in noticed]
+            shares = [f"{n} of {of} ({100 * n / max(of, 1):.0f} %)" for n, of in counts]
             print(f"| {row} | {len(those)} | {' | '.join(shares)} |")
     survivors = [m for m in known if m.name not in noticed["guard"]]
     why = json.loads(reasons.read_text()) if reasons and reasons.exists() else {}
@@ -398,7 +405,7 @@ def report(work: Path, chosen: list[Mutant], reasons: Path | None, names: set[st
     print("| mutant | before | after | old suite | cut | reason |\n|---|---|---|---|---|---|")
     for m in survivors:
         texts = [" ".join(text.split()).replace("|", "\\|") for text in (m.before, m.after)]
-        old = [Path(file).stem for file in results["old"][m.name]["noticed"]]
+        old = [Path(file).stem for file in results["old"].get(m.name, {}).get("noticed", ())]
         cells = f"{m.kind}: {m.path}:{m.line}", *(f"`{text}`" for text in texts), ", ".join(old)
         cut = len(results["guard"][m.name]["cut"]) or ""
         print("|", " | ".join([*cells, str(cut), why[m.name]]), "|")
