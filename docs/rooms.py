@@ -19,7 +19,7 @@ PACKAGE = ROOT / "eqx_grads"
 PICTURE = ROOT / "docs" / "images" / "rooms.svg"
 
 # In pixels: the picture, a box, the space between boxes and between rows, a line of text.
-WIDTH, BOX, GAP, ROW_GAP, MARGIN, LINE = 1090, 245, 22, 44, 20, 15
+WIDTH, BOX, GAP, ROW_GAP, MARGIN, LINE = 1430, 245, 36, 44, 20, 15
 CHARACTERS = 34  # in a line of text
 
 

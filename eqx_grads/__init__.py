@@ -76,16 +76,16 @@ if TYPE_CHECKING:
     )
     from ._diagnosis.gradient_flow import gradient_flow as gradient_flow
     from ._diagnosis.plots import plot_gradient_flow as plot_gradient_flow
-    from ._diagnosis.probe import (
+    from ._drop_ins.filter_custom_jvp import filter_custom_jvp as filter_custom_jvp
+    from ._drop_ins.filter_custom_vjp import filter_custom_vjp as filter_custom_vjp
+    from ._drop_ins.jax_custom_jvp import jax_custom_jvp as jax_custom_jvp
+    from ._drop_ins.jax_custom_vjp import jax_custom_vjp as jax_custom_vjp
+    from ._gradient_ops.probe import (
         GradientStatistics as GradientStatistics,
         probe as probe,
         tap_gradient as tap_gradient,
         watch_gradient as watch_gradient,
     )
-    from ._drop_ins.filter_custom_jvp import filter_custom_jvp as filter_custom_jvp
-    from ._drop_ins.filter_custom_vjp import filter_custom_vjp as filter_custom_vjp
-    from ._drop_ins.jax_custom_jvp import jax_custom_jvp as jax_custom_jvp
-    from ._drop_ins.jax_custom_vjp import jax_custom_vjp as jax_custom_vjp
     from ._host.host_function import (
         host_function as host_function,
         HostFunction as HostFunction,
@@ -114,7 +114,7 @@ _NAMES = {
     "_diagnosis.explain_gradient": "explain_gradient Symptom SymptomReport",
     "_diagnosis.gradient_flow": "gradient_flow",
     "_diagnosis.plots": "plot_gradient_flow",
-    "_diagnosis.probe": "GradientStatistics probe tap_gradient watch_gradient",
+    "_gradient_ops.probe": "GradientStatistics probe tap_gradient watch_gradient",
     "_drop_ins.filter_custom_jvp": "filter_custom_jvp",
     "_drop_ins.filter_custom_vjp": "filter_custom_vjp",
     "_drop_ins.jax_custom_jvp": "jax_custom_jvp",

@@ -16,21 +16,20 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, PyTree
 
+from .._control_flow.called_cells import AbstractCellLayer, called_cells
 from .._control_flow.scan import visible_steps
 from .._errors import check_function, place_of, rule_error, show_path, show_tree
+from .._gradient_ops.probe import GradientStatistics, probe
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure
 from .._rules.tree_split import TreeSplit
 from .._tangent_spaces import is_differentiable
 from .layers import (
-    AbstractCellLayer,
-    called_cells,
     cells_of,
     has_arrays,
     is_layer,
     wrap_layers,
 )
-from .probe import GradientStatistics, probe
 from .traced_loss import check_scalar
 
 

@@ -1,7 +1,5 @@
 """Find the layers of a model, and run something around each of their calls."""
 
-import contextlib
-import contextvars
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +8,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from .._control_flow.called_cells import AbstractCellLayer
 from .._errors import show_path
 
 
@@ -34,37 +33,10 @@ class _Wrapped(eqx.Module):
         return getattr(self._eqg_layer, name)
 
 
-class AbstractCellLayer(eqx.Module):
-    """A layer that runs cells over time, those in `cells[layer][direction]`.
-
-    Where `cells_are_called()`, it calls a cell once for each step, in a scan, so that what is
-    wrapped around the cell is seen. Elsewhere it may do without, as `nn.GRU` does.
-    """
-
-    cells: eqx.AbstractVar[tuple[tuple[Any, ...], ...]]
-
-
 def cells_of(layer: Any) -> list[Any]:
     """The cells of a layer that runs some, and any other layer itself."""
     stages = layer.cells if isinstance(layer, AbstractCellLayer) else ()
     return [cell for stage in stages for cell in stage if is_layer(cell)] or [layer]
-
-
-@contextlib.contextmanager
-def called_cells():
-    """In this context, recurrent layers call their cells, one step after another."""
-    token = _CELLS_ARE_CALLED.set(True)
-    try:
-        yield
-    finally:
-        _CELLS_ARE_CALLED.reset(token)
-
-
-def cells_are_called() -> bool:
-    return _CELLS_ARE_CALLED.get()
-
-
-_CELLS_ARE_CALLED = contextvars.ContextVar("eqx_grads_called_cells", default=False)
 
 
 def is_layer(node: Any) -> bool:

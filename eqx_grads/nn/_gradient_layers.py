@@ -3,10 +3,10 @@
 import equinox as eqx
 from jaxtyping import ArrayLike, PRNGKeyArray, PyTree
 
-from .._diagnosis.probe import GradientStatistics, probe
 from .._gradient_ops.argument_checks import check_bounds
 from .._gradient_ops.linear import reverse_gradient, scale_gradient
 from .._gradient_ops.nonlinear import clip_gradient, clip_gradient_norm
+from .._gradient_ops.probe import GradientStatistics, probe
 from .._rules.float_args import check_nonnegative_number
 
 

@@ -11,7 +11,7 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Inexact, Integer, Key, Num, PyTree
 
-from ..._diagnosis.layers import AbstractCellLayer
+from ..._control_flow.called_cells import AbstractCellLayer
 from ..._errors import check_flags, name_of, rule_error, type_of
 from ..._rules.explicit_sharding import explicit_spec, gathered_leaves
 from ..._rules.float_args import check_key

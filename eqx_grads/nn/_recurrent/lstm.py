@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 from jaxtyping import Array, Inexact, Key
 
-from ..._diagnosis.layers import cells_are_called
+from ..._control_flow.called_cells import cells_are_called
 from ..._rules.explicit_sharding import gathered_leaves
 from .._argument_checks import as_sizes, check_option, check_real, check_stack
 from .._dtypes import common_dtype, layer_dtype

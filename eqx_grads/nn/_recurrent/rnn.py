@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Inexact, Key
 
-from ..._diagnosis.layers import cells_are_called
+from ..._control_flow.called_cells import cells_are_called
 from ..._errors import check_flags, rule_error, type_of
 from ..._rules.explicit_sharding import gathered_leaves
 from ..._tangent_spaces import holds_numbers

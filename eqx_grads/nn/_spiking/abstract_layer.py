@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Inexact, PyTree
 
-from ..._diagnosis.layers import cells_are_called
+from ..._control_flow.called_cells import cells_are_called
 from ..._errors import check_flags, rule_error, type_of
 from ..._rules.explicit_sharding import gathered_leaves
 from .._argument_checks import as_sizes, check_features, check_option, check_stack

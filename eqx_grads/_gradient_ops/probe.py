@@ -12,8 +12,6 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .._errors import check_flags, check_function, rule_error, show_path, type_of
 from .._errors.trees import on_leaves
-from .._gradient_ops.norms import norm
-from .._gradient_ops.value_or_gradient_only import on_backward
 from .._jaxprs.varying import vary_alike
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
@@ -27,6 +25,8 @@ from .._tangent_spaces import (
     shape_of,
 )
 from ..tangents import add
+from .norms import norm
+from .value_or_gradient_only import on_backward
 
 
 class GradientStatistics(eqx.Module):
