@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqx_grads import RuleError
-from eqx_grads.testing._report import apart, Finding, Report
+from eqx_grads.testing._report import apart
 
 
 def _root(x):
@@ -86,9 +86,7 @@ def test_differences_are_less_precise_than_a_check_asks_for(step):
 
 
 def test_an_error_just_above_its_tolerance_is_shown_to_be_larger():
-    findings = [Finding("forward", "FAILED", 3.04e-5, 3e-5, "`x`", "")]
-    report = str(Report("f", findings, {}))
-    assert "3.04e-05 of 3.0e-05" in report
+    assert apart(3.04e-5, 3e-5, "e") == ("3.04e-05", "3.0e-05")
     for error, bound in ((3.0000001e-5, 3e-5), (0.67, 1e-5), (np.inf, 1e-5), (3.3e-5, 3.4e-5)):
         for kind in "eg":
             shown, admitted = apart(error, bound, kind)

@@ -79,6 +79,12 @@ class Case:
             vars(other).pop(name, None)
         return other
 
+    def in_own_types(self) -> "Case":
+        """The same case, whose programs are those of the user's precision, in float64."""
+        other = copy.copy(self)
+        other.wide = self.own.exactly()
+        return other
+
     @property
     def is_wide(self) -> bool:
         """Whether the user's own precision is double."""

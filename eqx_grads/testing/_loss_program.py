@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import PyTree
 
 from .._diagnosis._programs.in_float64 import evaluate_in_float64
@@ -25,7 +25,7 @@ from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure, While
 from .._tangent_spaces import is_differentiable
 from ._compare import as_double, pairing
-from ._oracle import expanded, is_same_program, without_log
+from ._oracle import captures_numpy, expanded, is_same_program, without_log
 from ._outcome import outcome
 from ._slope import Samples
 from ._subject import double_precision
@@ -49,6 +49,8 @@ class LossProgram:
     - `rounded_to`: what the values are rounded to nonetheless, as by a host function.
     - `stops`: the lines of the `stop_gradient`s in it, outside of functions with a rule.
     """
+
+    kept: Any = None
 
     def __init__(
         self,
@@ -230,14 +232,16 @@ def trace(
     own = trace_loss(CALLER, loss, model, args, kwargs, **options)
     n = len(own.leaves)
     grad = jax.grad(lambda xs, others: evaluate(own.program, [*xs, *others])[0])
-    # First in the user's precision: see `_oracle.in_float64`.
-    needed = outcome(jax.make_jaxpr(grad), list(own.values[:n]), list(own.values[n:]))
-    wide = outcome(_in_x64, loss, model, args, kwargs, isinstance(needed, ClosedJaxpr), options)
+    # First in the user's precision, and kept: see `_oracle.in_float64`.
+    kept = outcome(jax.make_jaxpr(grad), list(own.values[:n]), list(own.values[n:]))
+    wide = outcome(_in_x64, loss, model, args, kwargs, isinstance(kept, ClosedJaxpr), options)
     if isinstance(wide, TracedLoss) and is_same_program(own.program, wide.program):
-        return LossProgram(
-            own, wide, double_precision, _lowest(wide.program) is not None, stops
-        )
-    return LossProgram(own, own, contextlib.nullcontext, True, stops)
+        is_exact = _lowest(wide.program) is not None
+        program = LossProgram(own, wide, double_precision, is_exact, stops)
+    else:
+        program = LossProgram(own, own, contextlib.nullcontext, True, stops)
+    program.kept = kept
+    return program
 
 
 def _in_x64(loss, model, args, kwargs, has_gradient: bool, options) -> TracedLoss:
@@ -248,7 +252,10 @@ def _in_x64(loss, model, args, kwargs, has_gradient: bool, options) -> TracedLos
         if has_gradient:
             n = len(wide.leaves)
             grad = jax.grad(lambda xs, others: evaluate(wide.program, [*xs, *others])[0])
-            jax.make_jaxpr(grad)(list(wide.values[:n]), list(wide.values[n:]))
+            args = list(wide.values[:n]), list(wide.values[n:])
+            gradient = jax.make_jaxpr(grad)(*args)
+            if captures_numpy(gradient):  # constants in the user's precision do not fit
+                jax.jit(jaxpr_as_fun(gradient)).lower(*jax.tree.leaves(args))
         return wide
 
 

@@ -201,6 +201,17 @@ class Side:
         at = jax.tree.map(jnp.asarray, at)
         return [np.asarray(x) for x in row(at)]
 
+    def hold_second_order(self) -> bool:
+        """Trace the second derivatives in this precision, and keep the programs: see
+        `in_float64`. Whether they capture NumPy arrays."""
+        tangents = lambda fn: lambda *xs: jax.jvp(fn, xs, xs)[1]
+        cotangents = lambda fn: lambda *xs: (lambda out, pull: pull(out))(*jax.vjp(fn, *xs))
+        pairs = (cotangents, tangents), (tangents, cotangents), (cotangents, cotangents)
+        with self._traced_in():
+            programs = [jax.make_jaxpr(outer(inner(self.f))) for outer, inner in pairs]
+            self._held = [outcome(trace, *self.subject.leaves) for trace in programs]
+        return any(isinstance(p, ClosedJaxpr) and captures_numpy(p) for p in self._held)
+
     # ------------------------------------------------------------ values and derivatives
 
     @ft.cached_property
@@ -306,6 +317,12 @@ def expanded(run: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
         return bind(eqn, values)
 
     return jax.make_jaxpr(lambda *xs: evaluate(program, xs, hook))(*args)
+
+
+def captures_numpy(program: ClosedJaxpr) -> bool:
+    return any(isinstance(x, np.ndarray) for x in program.consts) or any(
+        captures_numpy(inner) for eqn in program.eqns for inner in inner_programs(eqn)
+    )
 
 
 def _calls_host(program: ClosedJaxpr) -> bool:

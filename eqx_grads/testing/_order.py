@@ -48,11 +48,12 @@ def order(case: Case) -> Iterator[Finding]:
     elif not case.has_reverse:
         yield skipped("order", NO_REVERSE)
     else:
+        captures = options.order > 1 and case.own.hold_second_order()
         for n in range(2, options.order + 1):
-            yield from _one_order(case, n)
+            yield from _one_order(case, n, captures)
 
 
-def _one_order(case: Case, n: int) -> Iterator[Finding]:
+def _one_order(case: Case, n: int, captures: bool) -> Iterator[Finding]:
     side, at = case.wide, At(case.wide.subject.leaves, case.tangents[0], case.cotangents[0])
     reference = side.plain
     if case.options.reference is not None:
@@ -65,6 +66,10 @@ def _one_order(case: Case, n: int) -> Iterator[Finding]:
     }
     expected = {f"expected {n}": ft.partial(forward_over_reverse, reference, loss, n)}
     found = side.compute(rows | expected, at)
+    if captures and any(isinstance(x, Exception) for x in found.values()):
+        # The captured arrays have the types of the user's precision.
+        yield from _one_order(case.in_own_types(), n, False)
+        return
     derivative = found.pop(f"expected {n}")
     want = [] if isinstance(derivative, Exception) else derivative
     is_known = bool(want) and are_finite(want)

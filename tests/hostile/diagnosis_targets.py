@@ -488,8 +488,10 @@ target(
     ft.partial(eqg.explain_nan, model=X),
     **_LOSS,
     threshold=(None, optional(number(0))),
+    seconds=(60.0, number(0)),
     is_eager=True,
 )
+target("explain_gradient", ft.partial(eqg.explain_gradient, model=X), **_LOSS, is_eager=True)
 target("explain_zero", ft.partial(eqg.explain_zero, model=X), **_LOSS, is_eager=True)
 target(
     "explain_memory",
@@ -598,6 +600,7 @@ NOT_CALLED |= {
     *("RuleError", "HostFunction", "LinearFunction", "LinearHostFunction", "MemoryAdvice"),
     "MemoryReport",
     *("NaNReport", "NonFinite", "Residual", "ZeroGradient", "ZeroReport"),
+    *("Symptom", "SymptomReport"),
     *("nn.AbstractQuantizer", "nn.ALIFState", "nn.CuBaLIFState", "nn.LIFState", "nn.LIState"),
     *("nn.QuantizationReport", "safe.EighResult", "safe.SVDResult"),
     "surrogates.AbstractSurrogate",

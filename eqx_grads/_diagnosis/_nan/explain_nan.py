@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..._errors import rule_error, RuleError
+from ..._errors import bad_argument, rule_error, RuleError
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._rules.float_args import as_number
 from ..._rules.tree_split import TreeSplit
@@ -144,7 +144,11 @@ def explain_nan(
                 do="Give the size from which a gradient is too large, or `None`.",
             )
         threshold = known
-    call = _Call(loss, model, args, kwargs, threshold, seconds)
+    known = as_number(seconds)
+    if known is None or not known >= 0:
+        do = "Give the seconds that the search may take; `math.inf` is no limit."
+        raise bad_argument("explain_nan", "seconds", "a number from zero", seconds, do)
+    call = _Call(loss, model, args, kwargs, threshold, known)
     if not isinstance(loss, ZeroSafe):
         return call.explain()
     # It evaluates the function with guards, which would be shown as masks. So the records are
