@@ -82,6 +82,22 @@ def test_a_conjugated_cotangent_fails(name):
     assert "the shape is" not in str(report)
 
 
+@pytest.mark.parametrize(
+    ("bwd", "cause"),
+    [
+        (lambda z, ct: 2 * z * jnp.conj(ct), "the cotangent was conjugated"),
+        (lambda z, ct: 2 * jnp.conj(z) * ct, "what multiplies the cotangent was conjugated"),
+        (lambda z, ct: jnp.conj(2 * z * ct), "the complex conjugate of the expected one"),
+    ],
+)
+def test_the_report_says_what_was_conjugated(bwd, cause):
+    square = eqg.custom_vjp(lambda z: z**2)
+    square.def_fwd(lambda z: (square(z), z))
+    square.def_bwd(lambda z, ct: (bwd(z, ct),))
+    report = eqgt.check_rule(square, Z, order=1, checks=("reverse",), raises=False)
+    assert cause in str(report)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_factor_fails(name):
     f, _, x = _with_bwd(name, lambda ct: 1.01 * ct)

@@ -758,3 +758,37 @@ def test_a_gradient_that_is_zero_in_half_precision_only():
     assert fault.kind == "cut"
     assert "In float16, the gradient is zero" in fault.detail
     assert not eqgt.check_gradients(loss(1.0), w)
+
+
+@pytest.mark.parametrize("grow", [jnp.exp, lambda y: jnp.prod(y) ** 12], ids=["exp", "power"])
+def test_a_loss_that_is_huge_far_away_hides_nothing(grow):
+    # Its rounding there is larger than the gradient here.
+    square = eqg.custom_vjp(lambda x: x**2)
+    square.def_fwd(lambda x: (square(x), x))
+    square.def_bwd(lambda x, ct: (2.04 * x * ct,))
+    loss = lambda model: jnp.sum(grow(square(model["w"])))
+    report = eqgt.check_gradients(loss, {"w": jnp.array([0.3, 1.2])}, raises=False)
+    assert report["['w']"].verdict == "WRONG"
+
+
+def test_a_loop_that_would_not_end_far_away():
+    # Where `x` is negative, the loop runs as long as it may, and returns a huge number.
+    def loop(x):
+        step = lambda state: (1.5 * state[0], state[1] + 1)
+        goes_on = lambda state: (state[0] < 1) & (state[1] < 2000)
+        y, n = jax.lax.while_loop(goes_on, step, (x, 0))
+        return jnp.where(n < 2000, y, jnp.nan), n
+
+    seen = []
+    host = lambda n: seen.append(int(n)) or np.float32(0)
+    like = jax.ShapeDtypeStruct((), np.float32)
+
+    def loss(model):
+        y, n = jax.lax.stop_gradient(loop(model["w"][0]))
+        called = jax.pure_callback(host, like, n)
+        return jnp.sum(model["w"] * (y + called))
+
+    report = eqgt.check_gradients(loss, {"w": jnp.array([0.3, 0.2])})
+    assert report["['w']"].verdict == "stopped"
+    assert seen
+    assert max(seen) < 2000

@@ -808,3 +808,27 @@ def test_a_value_by_a_formula_has_no_rule_at_second_order(decorate, is_named):
     report = eqgt.check_rule(decorate(jnp.sin), x, checks=("order",), raises=False)
     assert "right to first order" in str(report)
     assert (_BY_FORMULA in str(report)) == is_named
+
+
+def _with_slope(fn, slope):
+    """A rule of one argument."""
+    return _with_jvp(
+        fn, lambda primals, tangents: (fn(*primals), slope(*primals) * tangents[0])
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_an_odd_function_at_zero(dtype):
+    # Right at zero to second order: the second derivative of `tanh` is zero there, too.
+    wrong = _with_slope(jnp.tanh, jnp.ones_like)
+    right = _with_slope(jnp.tanh, lambda x: 1 - jnp.tanh(x) ** 2)
+    zero = np.zeros(3, dtype)
+    report = eqgt.check_rule(wrong, zero, checks=("reverse", "order"), raises=False)
+    assert "a term that is 0 here" in str(report)
+    eqgt.check_rule(right, zero, checks=("reverse", "order"))
+
+
+def test_a_rule_that_follows_a_stop_gradient_is_right_nearby():
+    stopped = lambda x: x * jax.lax.stop_gradient(jnp.sin(x))
+    rule = _with_slope(stopped, lambda x: jax.lax.stop_gradient(jnp.sin(x)))
+    eqgt.check_rule(rule, jnp.array([1.0, 2.0]), checks=("order",))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .._jaxprs.structure import equations
 from ._compare import as_double, norm
 from ._gradient_report import DEAD, FLAT, KINK, LeafVerdict, RIGHT, STOPPED, UNMEASURED, WRONG
 from ._loss_program import along, LossProgram
@@ -57,6 +58,9 @@ class Judge:
         self.leaves = program.leaves
         self.scales = list(map(_scale, self.leaves))
         self.gradient = program.gradient if "reverse" in modes else None
+        # Far away, a loop that waits for convergence may never end.
+        waits = any(e.primitive.name == "while" for e in equations(program.traced.program))
+        self.long_steps = _LONG_STEPS[:1] if waits else _LONG_STEPS
         self.evaluations = 0
         self.measured: dict[int, tuple[Direction, Slope]] = {}
         self.unsettled: list[str] = []
@@ -162,18 +166,22 @@ class Judge:
         return LeafVerdict(direction.name, verdict, *numbers), slope
 
     def _rounding(self, direction: Direction, samples: Samples) -> float:
-        """What the loss may change by without any change of its value. The numbers in it are as
-        large as the loss itself is elsewhere; if it is the same nearby, as the leaves."""
-        far = [samples(sign * h) for h in _LONG_STEPS for sign in (1, -1)]
+        """What the loss may change by without any change of its value. Where steps change it by
+        a few units of rounding, the numbers in it are as large as the loss itself is far away;
+        where they do not change it at all, as the leaves. Elsewhere, the differences show their
+        rounding, and a loss that grows, as a power does, is no excuse."""
+        near = [[samples(sign * k * 2.0**-10) for k in range(3)] for sign in (1, -1)]
+        is_stair = all(a == b or b == c for a, b, c in near)
+        steps = self.long_steps if is_stair else _LONG_STEPS[:1]
+        far = [samples(sign * h) for h in steps for sign in (1, -1)]
         size = max(map(abs, filter(np.isfinite, far)), default=0.0)
-        near = (_LONG_STEPS[0], 2.0**-9)
-        if all(samples(sign * h) == samples(0.0) for h in near for sign in (1, -1)):
+        if all(y == samples(0.0) for y in (*far[:2], near[0][2], near[1][2])):
             size = max(size, *(float(np.max(np.abs(t), initial=0)) for t in direction.tangents))
         return 4 * samples.eps * size
 
     def _of_zero(self, samples: Samples) -> str:
         """Of a zero gradient: whether the loss changes over longer steps (a staircase)."""
-        far = [samples(sign * h) - samples(0.0) for h in _LONG_STEPS for sign in (1, -1)]
+        far = [samples(sign * h) - samples(0.0) for h in self.long_steps for sign in (1, -1)]
         size = max(abs(samples(0.0)), max(map(abs, filter(np.isfinite, far)), default=0.0))
         return FLAT if any(abs(x) > 1e-9 * size for x in far if np.isfinite(x)) else DEAD
 

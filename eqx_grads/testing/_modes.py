@@ -78,9 +78,13 @@ class Mode:
         ]
         transposed = outcome(self._transposed)
         found += [] if isinstance(transposed, Exception) else transposed
-        if self.is_forward and any(map(jnp.iscomplexobj, case.subject.leaves)):
-            conjugated = lambda t: self.by(case.wide, 0)([np.conj(x) for x in t])
-            found += [Mistake("the tangent was conjugated", x) for x in self.stack(conjugated)]
+        if any(map(jnp.iscomplexobj, case.subject.leaves)):
+            conjugated = self.stack(lambda v: self.by(case.wide, 0)([np.conj(x) for x in v]))
+            for x in conjugated:
+                found.append(Mistake(f"the {self.along} was conjugated", x))
+                found.append(
+                    Mistake(f"what multiplies the {self.along} was conjugated", x.conj())
+                )
         return found
 
     def _transposed(self) -> list[Mistake]:
