@@ -115,3 +115,22 @@ def test_errors():
     host = lambda w: jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), w.dtype), w)
     with pytest.raises(eqg.RuleError, match="`pure_callback`"):
         eqg.explain_gradient(host, jnp.array(0.5))
+
+
+def test_rounding_in_half_precision_is_no_kink():
+    """The slopes of a loss in half precision are rounding errors, and differ on the sides."""
+    cast = lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
+    models = [eqx.nn.MLP(4, 3, 8, 2, jnp.tanh, key=jax.random.key(i)) for i in range(12)]
+
+    def loss(model, xs):
+        hidden = jax.vmap(jax.tree.map(cast, model))(cast(xs))
+        return jnp.mean(hidden.astype(jnp.float32) ** 2)
+
+    assert not any(eqg.explain_gradient(loss, model, XS[:6]) for model in models)
+
+
+def test_the_norm_of_a_gradient_whose_square_overflows():
+    loss = lambda w, x: jnp.sum(w * x)
+    report = eqg.explain_gradient(loss, jnp.ones(2), jnp.array([3e25, 4e25]))
+    assert [symptom.kind for symptom in report.found] == ["exploding"]
+    np.testing.assert_allclose(report.norms["model"], 5e25, rtol=1e-6)

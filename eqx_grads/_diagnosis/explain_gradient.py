@@ -21,6 +21,8 @@ from .traced_loss import check_no_references, trace_loss, TracedLoss
 
 # Relative to the weights of the layer, and relative to the gradient of another layer.
 _EXPLODING, _VANISHING = 1e4, 1e-6
+# The first is the smallest. For float32, its slopes are exact to a thousandth.
+_KINK_STEPS = (2.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,7 +216,8 @@ def _norms(traced: TracedLoss, arrays: Sequence[Any]) -> dict[str, float]:
     squares: dict[str, float] = {}
     for leaf, x in zip(traced.leaves, arrays, strict=False):
         layer = _layer_of(leaf)
-        squares[layer] = squares.get(layer, 0.0) + float(np.sum(np.abs(np.asarray(x)) ** 2))
+        size = np.abs(np.asarray(x)).astype(np.float64)  # in float32, squares overflow
+        squares[layer] = squares.get(layer, 0.0) + float(np.sum(size**2))
     return {layer: square**0.5 for layer, square in squares.items()}
 
 
@@ -255,12 +258,14 @@ def _kink(traced: TracedLoss, gradient: Gradient) -> list[Symptom]:
     def slopes(h):
         return (loss_at(h) - gradient.loss) / h, (gradient.loss - loss_at(-h)) / h
 
-    (above, below), nearer = slopes(1e-3), slopes(2.5e-4)
-    jump = nearer[0] - nearer[1]
-    size = max(map(abs, nearer))
-    if abs(jump) > 0.2 * size and abs(above - below - jump) < 0.3 * abs(jump):
+    above, below = slopes(_KINK_STEPS[0])
+    jump = above - below
+    is_large = abs(jump) > 0.2 * max(abs(above), abs(below))
+    # Of a loss in half precision, the slopes are rounding errors, and differ at each step.
+    others = (np.subtract(*slopes(h)) for h in _KINK_STEPS[1:])
+    if is_large and all(abs(other - jump) < 0.3 * abs(jump) for other in others):
         cure = (
-            f"Along a random direction, the slope is {nearer[0]:.3g} above and {nearer[1]:.3g} "
+            f"Along a random direction, the slope is {above:.3g} above and {below:.3g} "
             "below. Start elsewhere, or use a smooth function."
         )
         return [Symptom(kind="kink", cure=cure)]

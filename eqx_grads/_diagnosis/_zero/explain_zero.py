@@ -381,6 +381,7 @@ class _Explanation:
                 origin,
                 has_rules=kind == "canceled" and self._has_rules,
                 is_rule=_is_rule(origin),
+                is_of_leaf=factor is not None and self._is_leaf(zero_origin(factor)),
                 safe=self._safe_function(origin, factor),
             )
         return ZeroGradient(
@@ -410,6 +411,9 @@ class _Explanation:
                 detail = f"`{clamps[0].primitive}` takes its constant"
                 return clamps[0], "dead units", detail
         return origin, kind, f"the result of `{self._name(of_factor)}` at {of_factor.source}"
+
+    def _is_leaf(self, fact: Fact) -> bool:
+        return fact.made in self._traced.inputs[: len(self._traced.leaves)]
 
     def _name(self, origin: Origin) -> str:
         """The operation, or the function of `eqx_grads.safe` that it is in."""
