@@ -134,3 +134,13 @@ def test_the_norm_of_a_gradient_whose_square_overflows():
     report = eqg.explain_gradient(loss, jnp.ones(2), jnp.array([3e25, 4e25]))
     assert [symptom.kind for symptom in report.found] == ["exploding"]
     np.testing.assert_allclose(report.norms["model"], 5e25, rtol=1e-6)
+
+
+@pytest.mark.parametrize("tool", ["explain_gradient", "explain_zero"])
+def test_a_loss_that_raises(tool):
+    """It has a derivative, and the error says what the check says."""
+    loss = lambda w: eqx.error_if(jnp.sum(w), jnp.any(w < 0), "a negative weight")
+    with pytest.raises(eqg.RuleError, match="raises an error") as error:
+        getattr(eqg, tool)(loss, jnp.array([-1.0, 1.0]))
+    assert "a negative weight" in str(error.value)
+    assert "no derivative" not in str(error.value)

@@ -134,17 +134,20 @@ class Table:
     def text(self) -> str:
         columns, rows, rest = self._shown()
         head = [[[name] for name in columns]]
+        words = [
+            [name, *(word for row in rows for word in _wrap(row[i], 1))]
+            for i, name in enumerate(columns)
+        ]
+        least = [max(map(len, each)) for each in words]
 
         def wrap(width, code):
-            unbroken = _UNBROKEN if width >= _NARROWEST_CELL else ()
-            show = lambda name, cell: (
-                [_shortened(cell, code)]
-                if name == "code"
-                else [cell]
+            unbroken = _UNBROKEN if width >= _NARROWEST_CELL else ("code",)
+            show = lambda name, cell, least: (
+                [_shortened(cell, code) if name == "code" else cell]
                 if name in unbroken
-                else _wrap(cell, width)
+                else _wrap(cell, max(width, least))
             )
-            wrapped = [list(map(show, columns, row)) for row in rows]
+            wrapped = [list(map(show, columns, row, least)) for row in rows]
             widths = [
                 max(len(text) for row in [*head, *wrapped] for text in row[i])
                 for i in range(len(columns))

@@ -267,7 +267,7 @@ def _of_dead_branch(op: str, mask: str) -> str:
         return _NOT_ELEMENTWISE
     if mask in ("maximum", "minimum", "clip"):
         return _OF_LIMIT
-    return "" if mask == "where" else _OF_SELECTION
+    return "" if mask in ("", "where") else _OF_SELECTION
 
 
 def _of_input(kind: Kind, holder: str, leaf: str) -> str:

@@ -17,7 +17,7 @@ from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
 from ..nan_checks import without_nan_checks
 from ..opaque import opaque_operations
-from ..origins import no_derivative_error, NumberedLoss
+from ..origins import message_of_check, no_derivative_error, NumberedLoss
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..traced_loss import check_no_references, trace_loss
@@ -263,8 +263,7 @@ def _compiled(derivative: Derivative) -> tuple[list[Any] | None, str]:
     except RuleError:  # which is a `RuntimeError` too
         raise
     except RuntimeError as error:  # of `eqx.error_if`, for example
-        lines = [line for line in str(error).splitlines() if "Error: " in line]
-        return None, (lines or [str(error)])[-1].partition("Error: ")[2]
+        return None, message_of_check(error)
 
 
 def _bad(names: Sequence[str], derivatives: Sequence[Any], threshold) -> list[str]:

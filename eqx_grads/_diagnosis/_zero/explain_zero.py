@@ -17,7 +17,13 @@ from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import ZeroSafe
 from ..carried import Place
 from ..nan_checks import without_nan_checks
-from ..origins import is_in_derivative, no_derivative_error, NumberedLoss, Origin
+from ..origins import (
+    is_in_derivative,
+    no_derivative_error,
+    NumberedLoss,
+    Origin,
+    raised_error,
+)
 from ..parameters import remark_on_parameters
 from ..progress import doing, showing_progress
 from ..report import show_list
@@ -169,6 +175,8 @@ def explain_traced(
         unknown = sorted(explanation.moving)
         found = {i: r for i, r in records.items() if i not in unknown}
         opaque = explanation.opaque()
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            raise raised_error(loss, error) from error
         if not found and opaque and error is not None:
             raise no_derivative_error(loss, opaque) from error
         if error is not None and not opaque:
