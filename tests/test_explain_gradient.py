@@ -136,7 +136,7 @@ def test_the_norm_of_a_gradient_whose_square_overflows():
     np.testing.assert_allclose(report.norms["model"], 5e25, rtol=1e-6)
 
 
-@pytest.mark.parametrize("tool", ["explain_gradient", "explain_zero"])
+@pytest.mark.parametrize("tool", ["explain_gradient", "explain_zero", "explain_nan"])
 def test_a_loss_that_raises(tool):
     """It has a derivative, and the error says what the check says."""
     loss = lambda w: eqx.error_if(jnp.sum(w), jnp.any(w < 0), "a negative weight")
@@ -144,3 +144,17 @@ def test_a_loss_that_raises(tool):
         getattr(eqg, tool)(loss, jnp.array([-1.0, 1.0]))
     assert "a negative weight" in str(error.value)
     assert "no derivative" not in str(error.value)
+
+
+def test_a_check_that_a_nan_fails():
+    """As the check of a linear solver: the NaN is the cause, and not the check."""
+
+    def loss(w):
+        root = jnp.sqrt(w)
+        return jnp.sum(eqx.error_if(root, jnp.any(jnp.isnan(root)), "a solver was given a NaN"))
+
+    report = eqg.explain_gradient(loss, jnp.array([-1.0, 1.0]))
+    (symptom,) = report.found
+    assert (symptom.kind, symptom.detail) == ("not finite", "outside of the domain")
+    assert symptom.primitive == "sqrt"
+    assert any("a solver was given a NaN" in remark for remark in report.remarks)

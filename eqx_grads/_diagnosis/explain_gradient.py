@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import PyTree
 
@@ -151,7 +152,8 @@ def explain_gradient(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, if the model
-    has no inexact arrays, or if JAX can't differentiate an operation.
+    has no inexact arrays, if JAX can't differentiate an operation, or if the loss raises an
+    error that no NaN explains.
     """
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
     doing("tracing the loss")
@@ -160,12 +162,14 @@ def explain_gradient(
     doing("compiling the gradient")
     gradient, error = try_gradient(traced)
     found: list[Symptom] = []
+    raises = isinstance(error, jax.errors.JaxRuntimeError)  # of a check, as a solver has
     parts = [] if gradient is None else [gradient.loss, *gradient.gradients]
-    if not all(np.all(np.isfinite(x)) for x in parts):
-        found += [
-            _symptom(record, "not finite", "eqg.explain_nan(loss, model, *args)")
-            for record in explain_nan(loss, model, *args, **kwargs).found[:1]
-        ]
+    if raises or not all(np.all(np.isfinite(x)) for x in parts):
+        report = explain_nan(loss, model, *args, **kwargs)
+        call = "eqg.explain_nan(loss, model, *args)"
+        found += [_symptom(record, "not finite", call) for record in report.found[:1]]
+        if raises:
+            return SymptomReport(found, report.loss, {}, report.remarks)
     zero = explain_traced(below, traced, gradient, error)
     call = "eqg.explain_zero(loss, model, *args)"
     found += [_symptom(record, "zero", call) for record in zero.found]

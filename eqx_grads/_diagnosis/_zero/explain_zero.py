@@ -118,7 +118,7 @@ def explain_zero(
 
     [`eqx_grads.RuleError`][] if the loss is not a real scalar, if the model has no inexact
     arrays, if the loss can't be traced, or if nothing is zero by structure and JAX can't
-    differentiate an operation. If the derivative of the loss raises, so does this.
+    differentiate an operation, or if the derivative of the loss raises an error.
     """
     # What `zero_safe` puts in the program is not the user's, and has no line.
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
