@@ -1,6 +1,7 @@
 """`explain_gradient`: what is wrong with the gradient of a loss, by one call."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -217,12 +218,15 @@ def _layer_of(leaf: str) -> str:
 
 
 def _norms(traced: TracedLoss, arrays: Sequence[Any]) -> dict[str, float]:
-    squares: dict[str, float] = {}
+    norms: dict[str, float] = {}
     for leaf, x in zip(traced.leaves, arrays, strict=False):
+        size = np.abs(np.asarray(x)).astype(np.float64)
+        largest = float(np.max(size, initial=0.0))  # the squares may overflow
+        is_scaled = 0 < largest < math.inf
+        norm = largest * float(np.linalg.norm(size / largest)) if is_scaled else largest
         layer = _layer_of(leaf)
-        size = np.abs(np.asarray(x)).astype(np.float64)  # in float32, squares overflow
-        squares[layer] = squares.get(layer, 0.0) + float(np.sum(size**2))
-    return {layer: square**0.5 for layer, square in squares.items()}
+        norms[layer] = math.hypot(norms.get(layer, 0.0), norm)
+    return norms
 
 
 def _sizes(traced: TracedLoss, norms: dict[str, float]) -> list[Symptom]:

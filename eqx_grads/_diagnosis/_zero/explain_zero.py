@@ -175,7 +175,7 @@ def explain_traced(
         unknown = sorted(explanation.moving)
         found = {i: r for i, r in records.items() if i not in unknown}
         opaque = explanation.opaque()
-        if isinstance(error, jax.errors.JaxRuntimeError):
+        if error is not None and isinstance(error, jax.errors.JaxRuntimeError):
             raise raised_error(loss, error) from error
         if not found and opaque and error is not None:
             raise no_derivative_error(loss, opaque) from error
