@@ -313,14 +313,22 @@ X = jnp.array([1.0, 2.0, 3.0])
         lambda x: jnp.sum(x + jnp.where(MASK, 0.0, -jnp.inf)),
         lambda x: -jnp.mean(jax.nn.log_softmax(jnp.where(MASK, x, -jnp.inf))),
         lambda x: jnp.sum(jnp.where(MASK, x, jnp.full(3, -jnp.inf))),
+        lambda x: jnp.sum(jnp.where(MASK, x, -jnp.full(3, jnp.inf))),
     ],
-    ids=["sum", "added", "log_softmax", "array"],
+    ids=["sum", "added", "log_softmax", "array", "negative"],
 )
 def test_infinity_of_a_mask_is_no_overflow(loss):
     (record,) = eqg.explain_nan(loss, X).found
     assert (record.kind, record.primitive) == ("constant infinity", "select_n")
     assert record.index == (1,)
     assert "selects a constant infinity" in record.cure
+
+
+def test_a_constant_nan_is_named_where_it_is_selected():
+    """As in `jnp.std(x, ddof=1)` of one element, which is NaN on purpose."""
+    loss = lambda x: jnp.sum(jnp.where(MASK, x, -jnp.full(3, jnp.nan)))
+    (record,) = eqg.explain_nan(loss, X).found
+    assert (record.kind, record.primitive) == ("NaN in the input", "select_n")
 
 
 def test_cure_of_an_infinity_of_a_mask():

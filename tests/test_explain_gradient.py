@@ -115,3 +115,49 @@ def test_errors():
     host = lambda w: jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), w.dtype), w)
     with pytest.raises(eqg.RuleError, match="`pure_callback`"):
         eqg.explain_gradient(host, jnp.array(0.5))
+
+
+def test_rounding_in_half_precision_is_no_kink():
+    """The slopes of a loss in half precision are rounding errors, and differ on the sides."""
+    cast = lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
+    models = [eqx.nn.MLP(4, 3, 8, 2, jnp.tanh, key=jax.random.key(i)) for i in range(12)]
+
+    def loss(model, xs):
+        hidden = jax.vmap(jax.tree.map(cast, model))(cast(xs))
+        return jnp.mean(hidden.astype(jnp.float32) ** 2)
+
+    assert not any(eqg.explain_gradient(loss, model, XS[:6]) for model in models)
+
+
+def test_the_norm_of_a_gradient_whose_square_overflows():
+    loss = lambda w, x: jnp.sum(w * x)
+    report = eqg.explain_gradient(loss, jnp.ones(2), jnp.array([3e25, 4e25]))
+    assert [symptom.kind for symptom in report.found] == ["exploding"]
+    np.testing.assert_allclose(report.norms["model"], 5e25, rtol=1e-6)
+    with jax.enable_x64(True):
+        large = eqg.explain_gradient(loss, jnp.ones(2), jnp.array([3e200, 4e200]))
+    np.testing.assert_allclose(large.norms["model"], 5e200)
+
+
+@pytest.mark.parametrize("tool", ["explain_gradient", "explain_zero", "explain_nan"])
+def test_a_loss_that_raises(tool):
+    """It has a derivative, and the error says what the check says."""
+    loss = lambda w: eqx.error_if(jnp.sum(w), jnp.any(w < 0), "a negative weight")
+    with pytest.raises(eqg.RuleError, match="raises an error") as error:
+        getattr(eqg, tool)(loss, jnp.array([-1.0, 1.0]))
+    assert "a negative weight" in str(error.value)
+    assert "no derivative" not in str(error.value)
+
+
+def test_a_check_that_a_nan_fails():
+    """As the check of a linear solver: the NaN is the cause, and not the check."""
+
+    def loss(w):
+        root = jnp.sqrt(w)
+        return jnp.sum(eqx.error_if(root, jnp.any(jnp.isnan(root)), "a solver was given a NaN"))
+
+    report = eqg.explain_gradient(loss, jnp.array([-1.0, 1.0]))
+    (symptom,) = report.found
+    assert (symptom.kind, symptom.detail) == ("not finite", "outside of the domain")
+    assert symptom.primitive == "sqrt"
+    assert any("a solver was given a NaN" in remark for remark in report.remarks)

@@ -351,6 +351,24 @@ def test_formula_in_a_function_that_a_solver_calls(is_masked):
 
 
 @pytest.mark.slow
+def test_a_zero_that_a_solver_makes_is_no_mask_of_the_user():
+    """The last step of Diffrax's loop has a cotangent of zero. No `copy` is named."""
+    skip_without_checkpointed_loops()
+    diffrax = pytest.importorskip("diffrax")
+
+    def loss(y0, power):
+        field = lambda t, y, power: jnp.abs(y) ** power
+        term, solver = diffrax.ODETerm(field), diffrax.Tsit5()
+        return jnp.sum(diffrax.diffeqsolve(term, solver, 0, 1, 0.5, y0, power).ys ** 2)
+
+    found = eqg.explain_nan(loss, jnp.array(0.0), jnp.array(0.5)).found
+    assert found
+    assert all(record.primitive == "pow" and record.mask != "copy" for record in found)
+    assert all("copy" not in record.cure for record in found)
+    assert all("`eqg.safe.power(x, y)`" in record.cure for record in found)
+
+
+@pytest.mark.slow
 def test_a_function_that_a_library_calls_is_the_users():
     """Diffrax calls the field in a rule. The advice is for a line of this file."""
     diffrax = pytest.importorskip("diffrax")

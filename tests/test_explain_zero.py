@@ -595,6 +595,17 @@ def test_multiplied_by_zero_names_the_leaf():
     assert (record.line, record.detail) == (line_of(adapter), "`model['up']`")
 
 
+@pytest.mark.parametrize("factor", [jnp.array(0.0), jnp.array(False), np.float16(0)])
+def test_multiplied_by_zero_names_an_input_of_another_type(factor):
+    """A weak type counts: JAX converts it. The factor is no leaf, and is not to be trained."""
+    factor = jnp.asarray(factor)
+    cast = lambda x: x if x.weak_type else x.astype(jnp.float32)
+    loss = lambda w, factor: jnp.sum(jnp.tanh(w) * cast(factor))
+    record = only(eqg.explain_zero(loss, X, factor))
+    assert (record.kind, record.detail) == ("multiplied by zero", "`factor`")
+    assert "last layer" not in record.cure
+
+
 def test_multiplied_by_zero_names_the_line_of_a_value():
     def gated(w, x):
         gate = jnp.sin(x)

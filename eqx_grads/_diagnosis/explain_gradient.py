@@ -1,10 +1,12 @@
 """`explain_gradient`: what is wrong with the gradient of a loss, by one call."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import PyTree
 
@@ -21,6 +23,8 @@ from .traced_loss import check_no_references, trace_loss, TracedLoss
 
 # Relative to the weights of the layer, and relative to the gradient of another layer.
 _EXPLODING, _VANISHING = 1e4, 1e-6
+# The first is the smallest. For float32, its slopes are exact to a thousandth.
+_KINK_STEPS = (2.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +153,8 @@ def explain_gradient(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, if the model
-    has no inexact arrays, or if JAX can't differentiate an operation.
+    has no inexact arrays, if JAX can't differentiate an operation, or if the loss raises an
+    error that no NaN explains.
     """
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
     doing("tracing the loss")
@@ -158,12 +163,14 @@ def explain_gradient(
     doing("compiling the gradient")
     gradient, error = try_gradient(traced)
     found: list[Symptom] = []
+    raises = isinstance(error, jax.errors.JaxRuntimeError)  # of a check, as a solver has
     parts = [] if gradient is None else [gradient.loss, *gradient.gradients]
-    if not all(np.all(np.isfinite(x)) for x in parts):
-        found += [
-            _symptom(record, "not finite", "eqg.explain_nan(loss, model, *args)")
-            for record in explain_nan(loss, model, *args, **kwargs).found[:1]
-        ]
+    if raises or not all(np.all(np.isfinite(x)) for x in parts):
+        report = explain_nan(loss, model, *args, **kwargs)
+        call = "eqg.explain_nan(loss, model, *args)"
+        found += [_symptom(record, "not finite", call) for record in report.found[:1]]
+        if raises:
+            return SymptomReport(found, report.loss, {}, report.remarks)
     zero = explain_traced(below, traced, gradient, error)
     call = "eqg.explain_zero(loss, model, *args)"
     found += [_symptom(record, "zero", call) for record in zero.found]
@@ -211,11 +218,15 @@ def _layer_of(leaf: str) -> str:
 
 
 def _norms(traced: TracedLoss, arrays: Sequence[Any]) -> dict[str, float]:
-    squares: dict[str, float] = {}
+    norms: dict[str, float] = {}
     for leaf, x in zip(traced.leaves, arrays, strict=False):
+        size = np.abs(np.asarray(x)).astype(np.float64)
+        largest = float(np.max(size, initial=0.0))  # the squares may overflow
+        is_scaled = 0 < largest < math.inf
+        norm = largest * float(np.linalg.norm(size / largest)) if is_scaled else largest
         layer = _layer_of(leaf)
-        squares[layer] = squares.get(layer, 0.0) + float(np.sum(np.abs(np.asarray(x)) ** 2))
-    return {layer: square**0.5 for layer, square in squares.items()}
+        norms[layer] = math.hypot(norms.get(layer, 0.0), norm)
+    return norms
 
 
 def _sizes(traced: TracedLoss, norms: dict[str, float]) -> list[Symptom]:
@@ -255,12 +266,14 @@ def _kink(traced: TracedLoss, gradient: Gradient) -> list[Symptom]:
     def slopes(h):
         return (loss_at(h) - gradient.loss) / h, (gradient.loss - loss_at(-h)) / h
 
-    (above, below), nearer = slopes(1e-3), slopes(2.5e-4)
-    jump = nearer[0] - nearer[1]
-    size = max(map(abs, nearer))
-    if abs(jump) > 0.2 * size and abs(above - below - jump) < 0.3 * abs(jump):
+    above, below = slopes(_KINK_STEPS[0])
+    jump = above - below
+    is_large = abs(jump) > 0.2 * max(abs(above), abs(below))
+    # Of a loss in half precision, the slopes are rounding errors, and differ at each step.
+    others = (np.subtract(*slopes(h)) for h in _KINK_STEPS[1:])
+    if is_large and all(abs(other - jump) < 0.3 * abs(jump) for other in others):
         cure = (
-            f"Along a random direction, the slope is {nearer[0]:.3g} above and {nearer[1]:.3g} "
+            f"Along a random direction, the slope is {above:.3g} above and {below:.3g} "
             "below. Start elsewhere, or use a smooth function."
         )
         return [Symptom(kind="kink", cure=cure)]

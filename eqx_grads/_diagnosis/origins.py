@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from .._errors import name_of, place_of, rule_error, RuleError
+from .._errors import first_line, name_of, place_of, rule_error, RuleError
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import (
     Call,
@@ -182,6 +182,22 @@ def no_derivative_error(loss: Any, opaque: Sequence[Origin]) -> RuleError:
         place_of(loss),
         do="Give it a derivative with `eqg.custom_jvp` or `eqg.custom_vjp`, or apply "
         "`jax.lax.stop_gradient` to its arguments.",
+    )
+
+
+def message_of_check(error: Exception) -> str:
+    """What a check in a compiled program says, such as `eqx.error_if`."""
+    lines = [line for line in str(error).splitlines() if "Error: " in line]
+    return (lines or [str(error)])[-1].partition("Error: ")[2] or first_line(error)
+
+
+def raised_error(loss: Any, error: Exception) -> RuleError:
+    """The error for a loss that raises one where its gradient is computed."""
+    return rule_error(
+        f"The loss `{name_of(loss)}` or its gradient raises an error.",
+        message_of_check(error),
+        place_of(loss),
+        do="Pass arguments for which it raises none, or correct what it checks.",
     )
 
 

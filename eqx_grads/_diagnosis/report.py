@@ -45,10 +45,12 @@ COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step")
 
 _MOST_ROWS = 12
 _WIDEST_CELL, _NARROWEST_CELL = 42, 16
-# The cells of a wider table are wrapped to less, but for those of these columns.
+# The cells of a wider table are wrapped to less, but for those of these columns. Where that is
+# not enough, they are wrapped once more, and at last the code is cut.
 _WIDEST_TABLE = 100
 _UNBROKEN = ("code", "bad elements")
-_WIDEST_CODE = 32
+_LEAST_CELL = 8
+_WIDEST_CODE, _NARROWEST_CODE = 32, 19
 # Of a line that is cut on the left, so much is shown on the left of the operation.
 _BEFORE_OPERATION = 8
 _WIDEST_LINE = 96
@@ -74,7 +76,11 @@ def _cut(code: str, column: int) -> str:
     first = min(column - _BEFORE_OPERATION, len(code) - (_WIDEST_CODE - 3))
     if first > 3 and column > _WIDEST_CODE // 2:
         code = "..." + code[first:]
-    return code if len(code) <= _WIDEST_CODE else code[: _WIDEST_CODE - 3] + "..."
+    return _shortened(code, _WIDEST_CODE)
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def show_place(file: str, line: int) -> str:
@@ -128,25 +134,30 @@ class Table:
     def text(self) -> str:
         columns, rows, rest = self._shown()
         head = [[[name] for name in columns]]
+        words = [
+            [name, *(word for row in rows for word in _wrap(row[i], 1))]
+            for i, name in enumerate(columns)
+        ]
+        least = [max(map(len, each)) for each in words]
 
-        def wrap(width):
-            wrapped = [
-                [
-                    [cell] if name in _UNBROKEN else _wrap(cell, width)
-                    for name, cell in zip(columns, row, strict=True)
-                ]
-                for row in rows
-            ]
+        def wrap(width, code):
+            unbroken = _UNBROKEN if width >= _NARROWEST_CELL else ("code",)
+            show = lambda name, cell, least: (
+                [_shortened(cell, code) if name == "code" else cell]
+                if name in unbroken
+                else _wrap(cell, max(width, least))
+            )
+            wrapped = [list(map(show, columns, row, least)) for row in rows]
             widths = [
                 max(len(text) for row in [*head, *wrapped] for text in row[i])
                 for i in range(len(columns))
             ]
             return wrapped, widths
 
-        limits = range(_WIDEST_CELL, _NARROWEST_CELL - 1, -1)
-        fits = (width for width in limits if _total(wrap(width)[1]) <= _WIDEST_TABLE)
-        narrowest = min(limits, key=lambda width: _total(wrap(width)[1]))
-        wrapped, widths = wrap(next(fits, narrowest))
+        tries = [(width, _WIDEST_CODE) for width in range(_WIDEST_CELL, _LEAST_CELL - 1, -1)]
+        tries += [(_LEAST_CELL, code) for code in range(_WIDEST_CODE, _NARROWEST_CODE - 1, -1)]
+        fits = (args for args in tries if _total(wrap(*args)[1]) <= _WIDEST_TABLE)
+        wrapped, widths = wrap(*next(fits, (_NARROWEST_CELL, _WIDEST_CODE)))
         lines = [self.title] if self.title else []
         for row in [*head, [["-" * w] for w in widths], *wrapped]:
             for k in range(max(map(len, row))):
@@ -170,10 +181,10 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
-    """The lines of a text. Code in backticks, a list of units, and `(2 times)` are kept on one
-    line."""
+    """The lines of a text. Code in backticks, numbers of one thing, and an index are
+    kept on one line."""
     text = re.sub(
-        r"`[^`]*`|\d+ of \d+|\([\d, .]+( times)?\)",
+        r"`[^`]*`|\d+ of \d+|\d+ and \d+ more|\([\d, .]+( times)?\)|\[[\d, ]+\](, \.\.\.)?",
         lambda code: code[0].replace(" ", "\0"),
         text,
     )

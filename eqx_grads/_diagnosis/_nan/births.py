@@ -258,7 +258,7 @@ class Births(AbstractCarrier[Value]):
             for j in v.infs | union(self.sets[i] for i in labels_of(v.nan)):
                 birth = self.births[j]
                 row = kind_of(eqn)
-                is_moved = (row.layout or row.bounds == "operand") and not birth.is_nan
+                is_moved = row.layout or row.bounds == "operand" or eqn.primitive.name == "neg"
                 if birth.place is None and birth.number is None and not is_moved:
                     birth.place = place  # of a constant, where it is used first
                     if not birth.bad.shape and is_inexact(outs[0]):

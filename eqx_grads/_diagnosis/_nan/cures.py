@@ -58,6 +58,10 @@ _OF_SELECTION = (
     "Use {safe}`eqg.safe.where(ok, f, x, other)` inside of the `{mask}`, with this operation "
     "in `f`, and a constant `other` that the `{mask}` does not take."
 )
+_OF_LIMIT = (
+    "Use {safe}`eqg.safe.where(ok, f, x, other)` instead of the `{mask}`, with this operation "
+    "in `f`, and the result at its limit as `other`."
+)
 _NOT_ELEMENTWISE = (
     "Use {safe}`jnp.where(ok, x, other)` on the operand of `{op}`, with numbers `other` at "
     "which its derivative is finite, in place of what is not used."
@@ -261,7 +265,9 @@ DROPPABLE = (
 def _of_dead_branch(op: str, mask: str) -> str:
     if op not in ELEMENTWISE:
         return _NOT_ELEMENTWISE
-    return "" if mask == "where" else _OF_SELECTION
+    if mask in ("maximum", "minimum", "clip"):
+        return _OF_LIMIT
+    return "" if mask in ("", "where") else _OF_SELECTION
 
 
 def _of_input(kind: Kind, holder: str, leaf: str) -> str:

@@ -17,7 +17,7 @@ from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
 from ..nan_checks import without_nan_checks
 from ..opaque import opaque_operations
-from ..origins import no_derivative_error, NumberedLoss
+from ..origins import message_of_check, no_derivative_error, NumberedLoss, raised_error
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..traced_loss import check_no_references, trace_loss
@@ -133,7 +133,8 @@ def explain_nan(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, if JAX can't
-    differentiate an operation of it, or if the model has no inexact array.
+    differentiate an operation of it, if the model has no inexact array, or if the loss raises
+    an error and nothing is found.
     """
     if threshold is not None:
         known = as_number(threshold)
@@ -203,7 +204,9 @@ class _Call:
         if outs is None:
             report = dataclasses.replace(report, loss=births.value(carried))
         causes, harmless = causes_of(births, carried)
-        remarks = [f"The error of the gradient: {error}"] if error else []
+        if error and not causes:
+            raise raised_error(self.loss, error) from error
+        remarks = [f"The error of the gradient: {message_of_check(error)}"] if error else []
         if carried is None and not error:
             remarks.append(_OUT_OF_TIME.format(limit))
         elif not causes and (bad or not np.isfinite(value)):
@@ -258,17 +261,16 @@ class _Call:
         return not any(map(is_nonfinite, jax.tree.leaves(grads)))
 
 
-def _compiled(derivative: Derivative) -> tuple[list[Any] | None, str]:
+def _compiled(derivative: Derivative) -> tuple[list[Any] | None, RuntimeError | None]:
     """The loss and the derivatives of the compiled program, or the error of a check in it."""
     doing("compiling the gradient")
     run = lambda values: evaluate(derivative.program, values, bind)
     try:
-        return jax.block_until_ready(jax.jit(run)(derivative.values)), ""
+        return jax.block_until_ready(jax.jit(run)(derivative.values)), None
     except RuleError:  # which is a `RuntimeError` too
         raise
     except RuntimeError as error:  # of `eqx.error_if`, for example
-        lines = [line for line in str(error).splitlines() if "Error: " in line]
-        return None, (lines or [str(error)])[-1].partition("Error: ")[2]
+        return None, error
 
 
 def _bad(names: Sequence[str], derivatives: Sequence[Any], threshold) -> list[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ..._jaxprs.primitives import kind_of
 from ..carried import Place
 from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..source_lines import (
@@ -59,10 +60,12 @@ def names_of_calls(numbered: NumberedLoss, origin: Origin, *places: Place | None
 
 def first_of_rule(place: Place) -> str:
     """The operation of which an equation of a rule is a part of the derivative: the first one
-    that was traced at the same place."""
+    that was traced at the same place, but for changes of the layout and the type."""
     traceback = place.eqn.source_info.traceback
-    same = (eqn for eqn in place.program.eqns if eqn.source_info.traceback == traceback)
-    return next(same, place.eqn).primitive.name
+    same = [e for e in place.program.eqns if e.source_info.traceback == traceback]
+    passes = lambda e: kind_of(e).layout or e.primitive.name == "convert_element_type"
+    computed = (e for e in same if not passes(e))
+    return next(computed, [*same, place.eqn][0]).primitive.name
 
 
 def differentiated(numbered: NumberedLoss, origin: Origin) -> str:

@@ -136,6 +136,8 @@ def _mask_fields(births: Births, zero: Zero) -> dict[str, Any]:
         around = [numbered.origins[i].eqn for i in origin.enclosing[-1:]]
         is_clip = any(eqn.params.get("name") == "clip" for eqn in around)
         name = "clamp" if is_clip else origin.primitive
+    elif origin is not None and origin.source.library and name not in _MASKS:
+        return {}  # it is inside of the rule of a library
     name = "terms cancel, or underflow" if zero.why == CANCELS else _MASKS.get(name, name)
     return {"mask": name, "mask_file": line.file, "mask_line": line.line}
 

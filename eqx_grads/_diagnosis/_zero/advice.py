@@ -107,6 +107,8 @@ _ZERO_RULE = (
     "The rule of `{name}` gives zero for these arguments. For a surrogate far from its "
     "threshold, use a wider one, as `eqg.surrogates.atan()`, or larger inputs."
 )
+# Of a factor that is not a leaf.
+_COMPUTED_FACTOR = "Start the factor at another value, or correct what makes it zero."
 _ZERO_OF_SAFE = (
     "`{name}` has the derivative zero where there is none, such as at zero. Keep its argument "
     "away from that point, or write what is smooth there without it, as `jnp.sum(x**2)`."
@@ -194,17 +196,21 @@ def at_values(
     *,
     has_rules: bool = False,
     is_rule: bool = False,
+    is_of_leaf: bool = False,
     safe: str = "",
 ) -> str:
     """The cure of a kind that depends on the values.
 
     - `has_rules`: whether the loss has functions with rules, whose derivatives may be wrong.
         `is_rule`: whether this operation is one.
+    - `is_of_leaf`: whether the factor that is zero is a leaf.
     - `safe`: the function of `eqx_grads.safe` whose derivative is zero, if it is one.
     """
     name = origin.primitive if origin else ""
     if safe and kind in ("multiplied by zero", "zero derivative", "kink"):
         return _ZERO_OF_SAFE.format(name=safe)
+    if kind == "multiplied by zero" and not is_of_leaf:
+        return _COMPUTED_FACTOR
     if (kind, name) == ("dead units", "select_n"):
         return _OTHER_BRANCH
     if kind == "zero derivative" and is_rule:

@@ -17,7 +17,13 @@ from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import ZeroSafe
 from ..carried import Place
 from ..nan_checks import without_nan_checks
-from ..origins import is_in_derivative, no_derivative_error, NumberedLoss, Origin
+from ..origins import (
+    is_in_derivative,
+    no_derivative_error,
+    NumberedLoss,
+    Origin,
+    raised_error,
+)
 from ..parameters import remark_on_parameters
 from ..progress import doing, showing_progress
 from ..report import show_list
@@ -112,7 +118,7 @@ def explain_zero(
 
     [`eqx_grads.RuleError`][] if the loss is not a real scalar, if the model has no inexact
     arrays, if the loss can't be traced, or if nothing is zero by structure and JAX can't
-    differentiate an operation. If the derivative of the loss raises, so does this.
+    differentiate an operation, or if the derivative of the loss raises an error.
     """
     # What `zero_safe` puts in the program is not the user's, and has no line.
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
@@ -169,6 +175,8 @@ def explain_traced(
         unknown = sorted(explanation.moving)
         found = {i: r for i, r in records.items() if i not in unknown}
         opaque = explanation.opaque()
+        if error is not None and isinstance(error, jax.errors.JaxRuntimeError):
+            raise raised_error(loss, error) from error
         if not found and opaque and error is not None:
             raise no_derivative_error(loss, opaque) from error
         if error is not None and not opaque:
@@ -381,6 +389,7 @@ class _Explanation:
                 origin,
                 has_rules=kind == "canceled" and self._has_rules,
                 is_rule=_is_rule(origin),
+                is_of_leaf=factor is not None and self._is_leaf(zero_origin(factor)),
                 safe=self._safe_function(origin, factor),
             )
         return ZeroGradient(
@@ -410,6 +419,9 @@ class _Explanation:
                 detail = f"`{clamps[0].primitive}` takes its constant"
                 return clamps[0], "dead units", detail
         return origin, kind, f"the result of `{self._name(of_factor)}` at {of_factor.source}"
+
+    def _is_leaf(self, fact: Fact) -> bool:
+        return fact.made in self._traced.inputs[: len(self._traced.leaves)]
 
     def _name(self, origin: Origin) -> str:
         """The operation, or the function of `eqx_grads.safe` that it is in."""

@@ -117,16 +117,20 @@ def _flat(death: Death, xs, ts, moving) -> str:
 
 
 def zero_origin(fact: Fact) -> Fact:
-    """Where a value that is zero became so: back through sums and products."""
+    """Where a value that is zero became so: back through sums and products, and from an input
+    of another type."""
     while not isinstance(fact.made, str):
         place, operands, _ = fact.made
         kind = kind_of(place.eqn)
         passes = kind.linear is not None and kind.linear != "no"
         passes = passes or kind.layout or kind.identity
+        is_cast = place.eqn.primitive.name == "convert_element_type"
+        of_input = is_cast and isinstance(operands[0].made, str)
+        passes = passes or is_cast
         zeros = [
             f
             for f in operands
-            if is_inexact(value_of(f)) and not np.any(np.asarray(value_of(f)))
+            if (of_input or is_inexact(value_of(f))) and not np.any(np.asarray(value_of(f)))
         ]
         if not passes or not zeros:
             break
