@@ -23,6 +23,7 @@ from .._diagnosis.traced_loss import trace_loss, TracedLoss
 from .._errors import first_line
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure, While
+from .._rules.without_tangents import WITHOUT_TANGENTS
 from .._tangent_spaces import is_differentiable
 from ._compare import as_double, pairing
 from ._oracle import captures_numpy, expanded, is_same_program, without_log
@@ -214,7 +215,9 @@ def _stops(program: ClosedJaxpr) -> list[str]:
     found = []
     for eqn in program.eqns:
         if eqn.primitive.name == "stop_gradient":
-            found.append(str(source_line(eqn)))
+            # A solver's rule gives the derivative of what runs without tangents.
+            is_users = WITHOUT_TANGENTS not in str(eqn.source_info.name_stack)
+            found += [str(source_line(eqn))] * is_users
         elif _is_entered(eqn):
             found += [line for inner in inner_programs(eqn) for line in _stops(inner)]
     return found
