@@ -7,7 +7,7 @@ float64.
 
 import contextlib
 import functools as ft
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -212,15 +212,20 @@ def _is_entered(eqn: Any) -> bool:
 
 
 def _stops(program: ClosedJaxpr) -> list[str]:
-    found = []
+    """The lines of the user's `stop_gradient`s. A solver's rule gives the derivative of what it
+    runs without tangents."""
+    found = list(_all_stops(program))
+    of_solvers = {line for line, scopes in found if WITHOUT_TANGENTS in scopes}
+    return [line for line, _ in found if line not in of_solvers]
+
+
+def _all_stops(program: ClosedJaxpr) -> Iterator[tuple[str, str]]:
     for eqn in program.eqns:
         if eqn.primitive.name == "stop_gradient":
-            # A solver's rule gives the derivative of what runs without tangents.
-            is_users = WITHOUT_TANGENTS not in str(eqn.source_info.name_stack)
-            found += [str(source_line(eqn))] * is_users
+            yield str(source_line(eqn)), str(eqn.source_info.name_stack)
         elif _is_entered(eqn):
-            found += [line for inner in inner_programs(eqn) for line in _stops(inner)]
-    return found
+            for inner in inner_programs(eqn):
+                yield from _all_stops(inner)
 
 
 def trace(
