@@ -3,7 +3,7 @@
 Drag, contact, turbulence and phase change of falling droplets are each written with a
 `jnp.where` that guards a formula where it is not defined. Reverse mode multiplies the zero that
 a guard sends back by the infinite derivative behind it, and that is NaN. `eqg.explain_nan`
-names the ten lines. `eqg.zero_safe` differentiates the same code without what is not taken.
+names eight lines. `eqg.zero_safe` differentiates the same code without what is not taken.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def draw(report, losses):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Find ten causes of a NaN gradient.")
+    parser = argparse.ArgumentParser(description="Find the causes of a NaN gradient.")
     parser.add_argument("--quick", action="store_true", help="a few updates")
     parser.add_argument("--out", type=pathlib.Path, default="out", help="folder (%(default)s)")
     args = parser.parse_args()
