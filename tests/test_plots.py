@@ -31,14 +31,17 @@ def _public(module, room):
     }
 
 
+PROBES = {"GradientStatistics", "probe", "tap_gradient", "watch_gradient"}
+
+
 @pytest.mark.parametrize(
     ("page", "module", "room", "without"),
     [
         # A spike is drawn with each surrogate.
         ("surrogates", eqg.surrogates, "eqx_grads.surrogates.", {"AbstractSurrogate", "spike"}),
         ("ste", eqg.ste, "eqx_grads.ste.", set()),
-        # A transformation of whole functions.
-        ("gradient-ops", eqg, "eqx_grads._gradient_ops.", {"zero_safe"}),
+        # Probes do not change a gradient.
+        ("gradient-ops", eqg, "eqx_grads._gradient_ops.", PROBES),
     ],
 )
 def test_every_name_has_its_plot(page, module, room, without):

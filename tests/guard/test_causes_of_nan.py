@@ -165,11 +165,11 @@ POSITIVE = np.array([False, True, True])
 SELECTIONS = {
     "slice": (lambda y: y[1:], "inside of the `slice`"),
     "index": (lambda y: y[np.array([1, 2])], "inside of the `index`"),
-    "maximum": (lambda y: jnp.maximum(y, -5.0), "inside of the `maximum`"),
-    "minimum": (lambda y: jnp.minimum(-y, 5.0), "inside of the `minimum`"),
+    "maximum": (lambda y: jnp.maximum(y, -5.0), "instead of the `maximum`"),
+    "minimum": (lambda y: jnp.minimum(-y, 5.0), "instead of the `minimum`"),
     "max": (jnp.max, "inside of the `max`"),
     "min": (lambda y: jnp.min(-y), "inside of the `min`"),
-    "clip": (lambda y: jnp.clip(y, -5.0, 5.0), "inside of the `clip`"),
+    "clip": (lambda y: jnp.clip(y, -5.0, 5.0), "instead of the `clip`"),
     "where": (lambda y: jnp.where(POSITIVE, y, -5.0),
         "instead of `jnp.where(ok, f(x), other)`"),
 }  # fmt: skip
