@@ -5,7 +5,7 @@ from typing import Any
 
 from .._jaxprs.interpret import Domain, interpret
 from .._jaxprs.structure import CallWithRule
-from ._programs.propagate import differentiable_pairs
+from ._programs.pairs import differentiable_pairs
 from .origins import NumberedLoss, Origin
 
 

@@ -207,13 +207,6 @@ def safe_function(eqns: Iterable[Any]) -> str:
     return name and f"safe.{name}"
 
 
-def is_made_in(eqn: Any, file: str) -> bool:
-    """Whether an equation is made in a file of this package, such as `nn/_recurrent/gru.py`."""
-    traceback = traceback_of(eqn)
-    path = os.path.join(_PACKAGE, *file.split("/"))
-    return any(f.file_name == path for f in (traceback.frames if traceback else ()))
-
-
 def _calls(frames: Iterable[Any]) -> tuple[tuple[str, int, str], ...]:
     return tuple((f.file_name, f.line_num, f.function_name) for f in frames)
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from .._diagnosis._programs.linear_solve import enter_also_solve, is_linear_solve
-from .._diagnosis._programs.propagate import differentiable_pairs, is_inexact
+from .._diagnosis._programs.pairs import differentiable_pairs, is_inexact
 from .._diagnosis.origins import NumberedLoss, Origin
 from .._diagnosis.source_lines import source_line, SourceLine
 from .._jaxprs.evaluate import bind, evaluate

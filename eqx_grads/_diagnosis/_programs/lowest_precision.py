@@ -4,6 +4,7 @@ A constant in low precision does not count, nor does what no output is computed 
 is rounded there and depends on an input.
 """
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from ..._jaxprs.structure import primal_program
+from ..._jaxprs.interpret import Domain, interpret
+from ..._jaxprs.structure import CallWithRule, primal_program
 from .in_float64 import is_opaque
-from .propagate import AbstractPropagation, is_inexact, NOTHING, propagate, Sources
+from .pairs import is_inexact
 
 
 def lowest_precisions(program: ClosedJaxpr, *, opaque: bool = False) -> list[np.dtype | None]:
@@ -23,12 +25,9 @@ def lowest_precisions(program: ClosedJaxpr, *, opaque: bool = False) -> list[np.
     - `opaque`: count those equations only that `evaluate_in_float64` runs in the precision
         that they were traced with, such as a call of a host function.
     """
-    rounding = _Rounding(is_opaque if opaque else _any_equation)
-    starts = [Sources(_PRECISE)] * len(program.in_avals)
-    if not opaque:
-        starts = [Sources(_PRECISE | _bit(v)) for v in program.jaxpr.invars]
-    found = propagate(program, starts, rounding)
-    return [_lowest(sources.live) for sources in found]
+    domain = _rounding(is_opaque if opaque else _any_equation)
+    starts = [_PRECISE | (0 if opaque else _bit(v)) for v in program.jaxpr.invars]
+    return list(map(_lowest, interpret(program, starts, domain).outs))
 
 
 # From the highest precision to the lowest. Bit 0 says that a value depends on an input.
@@ -51,33 +50,29 @@ def _lowest(bits: int) -> np.dtype | None:
     return next((d for i, d in reversed(list(enumerate(_DTYPES))) if bits & (2 << i)), None)
 
 
-class _Rounding(AbstractPropagation):
-    """`live` is the set of precisions on the way to a value, with bit 0 for any."""
+def _rounding(counts: Callable[[Any], bool]) -> Domain[int]:
+    """A fact is the set of precisions on the way to a value, with bit 0 for any."""
 
-    def __init__(self, counts: Callable[[Any], bool]):
-        self._counts = counts
-
-    def apply(self, eqn, ins, path):
+    def apply(eqn, ins, path):
         program = primal_program(eqn)
         if program is not None:
-            return propagate(program, ins, self, (*path, eqn))
-        bits = 0
-        for sources in ins:
-            bits |= sources.live
-        if not bits:
-            return [NOTHING] * len(eqn.outvars)
-        counts = any(map(self._counts, (*path, eqn)))
-        if counts:
-            for variable, sources in zip(eqn.invars, ins, strict=True):
-                bits |= _bit(variable) if sources.live else 0
-        return [
-            # An integer has no rounding errors: it is piecewise constant.
-            Sources(bits | (_bit(v) if counts else 0)) if is_inexact(v) else NOTHING
-            for v in eqn.outvars
-        ]
+            return interpret(program, ins, domain, (*path, eqn)).outs
+        bits = ft.reduce(int.__or__, ins, 0)
+        is_counted = bits and any(map(counts, (*path, eqn)))
+        if is_counted:
+            pairs = zip(eqn.invars, ins, strict=True)
+            bits = ft.reduce(int.__or__, (_bit(v) for v, x in pairs if x), bits)
+        # An integer has no rounding errors: it is piecewise constant.
+        own = lambda v: _bit(v) if is_counted else 0
+        return [bits | own(v) if is_inexact(v) else 0 for v in eqn.outvars]
 
-    def decide(self, eqn, value):
-        return NOTHING
+    domain = Domain[int](
+        constant=lambda x: 0,
+        join=int.__or__,
+        apply=apply,
+        enters=lambda known: not isinstance(known, CallWithRule),
+    )
+    return domain
 
 
 def _any_equation(eqn) -> bool:

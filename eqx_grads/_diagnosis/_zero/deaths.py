@@ -30,7 +30,7 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from .._programs.propagate import differentiable_pairs, operands_of_outputs
+from .._programs.pairs import differentiable_pairs, operands_of_outputs
 from ..carried import index_of_step, Place
 from ..source_lines import is_of_jax
 from .facts import (

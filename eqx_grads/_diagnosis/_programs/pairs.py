@@ -1,77 +1,18 @@
-"""Propagate sets through a program, without running it: what each value comes from.
+"""What the outputs of an equation depend on, and in what they have a derivative.
 
-A set is an integer, of which bit `i` says whether element `i` is in the set. A value has two,
-see `Sources`. The sets of a loop are those of all of its steps together.
+A set is an integer: bit `i` says whether element `i` is in the set.
 """
 
-import abc
 import functools as ft
 from collections.abc import Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 
 from ..._jaxprs.evaluate import function_of
 from ..._jaxprs.interpret import Domain, interpret, interpret_equation
 from ..._jaxprs.primitives import JOINTLY_LINEAR, kind_of
-from ..._jaxprs.structure import CallWithRule
-
-
-class Sources(NamedTuple):
-    """What a value comes from: `live` is for what it is differentiable in, and `cut` for
-    anything else. What these are sets of is up to the `AbstractPropagation`."""
-
-    live: int = 0
-    cut: int = 0
-
-    def __or__(self, other: "Sources") -> "Sources":
-        return Sources(self.live | other.live, self.cut | other.cut)
-
-
-NOTHING = Sources()
-
-
-class AbstractPropagation(abc.ABC):
-    """What an equation does to the sets of its operands.
-
-    `path` holds the enclosing equations, outermost first.
-    """
-
-    @abc.abstractmethod
-    def apply(self, eqn: Any, ins: Sequence[Sources], path: tuple) -> Sequence[Sources]:
-        """The sets of the outputs of an equation that has no inner programs, is opaque, or has
-        a rule."""
-
-    @abc.abstractmethod
-    def decide(self, eqn: Any, value: Sources) -> Sources:
-        """What the outputs take over from the index of a `cond` or the predicate of a
-        `while_loop`."""
-
-    def domain(self) -> Domain[Sources]:
-        return Domain(
-            constant=lambda x: NOTHING,
-            join=Sources.__or__,
-            apply=self.apply,
-            enters=lambda known: not isinstance(known, CallWithRule),
-            decide=lambda eqn, index, out: out | self.decide(eqn, index),
-        )
-
-
-def propagate(
-    program: ClosedJaxpr,
-    ins: Sequence[Sources],
-    propagation: AbstractPropagation,
-    path: tuple = (),
-) -> list[Sources]:
-    """The sets of the outputs of a program."""
-
-    return list(interpret(program, ins, propagation.domain(), path).outs)
-
-
-def _union(parts: Sequence[Sources]) -> Sources:
-    return ft.reduce(Sources.__or__, parts, NOTHING)
 
 
 # ---------------------------------------------------------------- dependence
