@@ -197,7 +197,7 @@ def test_what_does_not_reach_the_gradient_is_no_cause(drop, around):
     (record,) = report.found
     assert "jnp.sqrt(x)" in record.code
     (line,) = [n for n, text in _numbered_lines(loss) if "# DROPPED" in text]
-    assert f"What is not finite at test_explain_nan.py:{line} does not reach" in str(report)
+    assert f"at test_explain_nan.py:{line}: it does not reach" in " ".join(str(report).split())
     # Alone, it makes nothing that is not finite.
     assert not eqg.explain_nan(lambda x: jnp.linalg.norm(drop(x)), x)
     assert len(eqg.explain_nan(also_singular, x).found) == 2

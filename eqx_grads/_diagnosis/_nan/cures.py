@@ -17,10 +17,10 @@ _OF_KINDS = {
     Kind.DEAD_BRANCH: "Use {safe}`eqg.safe.where(ok, f, x, other)`, with this operation in "
     "`f`, instead of `jnp.where(ok, f(x), other)`.",
     Kind.MASKED_PRODUCT: "Use `eqg.safe.where(ok, f, x, 0.0)`, with this operation in `f` and "
-    "the mask as `ok`. A `where` further on, in place of the product, is too late: zero times "
+    "the mask as `ok`. A `where` further on, instead of the product, is too late: zero times "
     "an infinite derivative is NaN.",
     Kind.ZERO_TIMES_INFINITY: "The derivative of `{op}` is infinite there, and no selection "
-    "makes the cotangent zero: a factor of it is, or its terms cancel. {use}",
+    "makes the cotangent zero: one of its factors is zero, or its terms cancel. {use}",
     Kind.SINGULARITY: "The derivative of `{op}` is infinite there. {use}",
     Kind.INDETERMINATE: "The derivative of `{op}` is not defined there. {use}",
     Kind.DIFFERENCE: "In `{op}`, an infinity is subtracted from an infinity, which is NaN. "
@@ -64,7 +64,7 @@ _OF_LIMIT = (
 )
 _NOT_ELEMENTWISE = (
     "Use {safe}`jnp.where(ok, x, other)` on the operand of `{op}`, with numbers `other` at "
-    "which its derivative is finite, in place of what is not used."
+    "which its derivative is finite, instead of the numbers that are not used."
 )
 
 # Operations and functions with a replacement that is finite there, and what it is.

@@ -325,10 +325,10 @@ def _harmless(births: Births, harmless: Sequence[Birth], found, has_loss: bool) 
 
 
 _DROPPED = (
-    "What is not finite at {} does not reach the gradient here: a mask drops it. Once the rest "
-    "is fixed, call `explain_nan` again."
+    "A mask drops the derivative that is not finite at {}: it does not reach the gradient "
+    "here. Fix the rest, and call `explain_nan` again."
 )
-_NO_HARM = "What is not finite at {} does no harm to the loss here, as `exp(-inf)` is zero."
+_NO_HARM = "An infinity at {} does no harm to the loss here, as `exp(-inf)` is zero."
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:

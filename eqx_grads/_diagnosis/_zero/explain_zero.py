@@ -105,8 +105,8 @@ def explain_zero(
 
     The loss and its gradient are compiled once. If no gradient is zero, that is all. Otherwise,
     the loss is evaluated operation by operation up to the place where the tangents end. If the
-    gradient raises an error, as that of a `while_loop` does, `explain_zero` uses directional
-    derivatives in forward mode.
+    gradient raises an error, as the gradient of a `while_loop` does, `explain_zero` uses
+    directional derivatives in forward mode.
 
     An operation that JAX can't differentiate at all is taken to be differentiable, and named in
     `remarks`. The leaves whose gradient passes it are not looked at by values.
