@@ -110,3 +110,18 @@ def test_gradient_of_an_argument_without_the_batch(way, wrap, uses):
         f = WRAPS[wrap](_function(way, *uses, has_two_outputs))
         got, want = (_gradient(f, in_axis, transform) for in_axis in (None, 0))
         eqgt.assert_trees_close(got, want, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.checkpoint, jax.jit])
+@pytest.mark.parametrize("ct", [lambda ct: (ct,), lambda ct: ct], ids=["right", "no tuple"])
+def test_value_of_an_argument_without_the_batch(ct, transform):
+    """The sum over the axis has no batch dimension, whatever is wrong with the backward rule.
+
+    Such a rule is in JAX's `test_initial_style_vmap_with_collective`.
+    """
+    f = eqg.custom_vjp(lambda w: jax.lax.psum(w, "i"))
+    f.def_fwd(lambda w: (f(w), None))
+    f.def_bwd(lambda _, g: ct(g))
+    run = transform(f)
+    mapped = jax.vmap(lambda _, w: run(w), (0, None), None, axis_name="i")
+    assert mapped(XS, 2.0) == 6.0

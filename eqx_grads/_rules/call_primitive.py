@@ -280,10 +280,11 @@ def _is_same_for_all(axis_data: Any, call: Call, operands: Sequence[Any]) -> boo
 
     def one(*xs):
         out, others, pull_back = _vjp_of_call(call, xs)
-        found = [*out, *others, *pull_back(out)]
-        program = jax.make_jaxpr(pull_back)(out)
-        uses_axis = _has_effect(program, axis_data.name)
-        varies.append(uses_axis or any(map(is_of_innermost_trace, found)))
+        # A backward rule that fails says nothing here: it fails again where it is used.
+        program = try_to_trace(jax.make_jaxpr(pull_back), out)
+        cts = [] if program is None else pull_back(out)
+        uses_axis = program is not None and _has_effect(program, axis_data.name)
+        varies.append(uses_axis or any(map(is_of_innermost_trace, [*out, *others, *cts])))
 
     def of_batch(*xs):
         size, name = axis_data.size, axis_data.name
