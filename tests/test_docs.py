@@ -52,8 +52,8 @@ def _blocks(text: str, first_line: int = 1) -> str:
 def _programs():
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text()
-        # The tests below run those with outputs, and `test_upstream` the faults of others.
-        if path not in OUTPUTS.PAGES and path.name != "upstream.md":
+        # The tests below run those with outputs.
+        if path not in OUTPUTS.PAGES:
             yield path, "", _blocks(text)
     for path in sorted((ROOT / "eqx_grads").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

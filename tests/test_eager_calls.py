@@ -145,7 +145,7 @@ class Config:
 def test_a_residual_that_reads_what_changes(kind):
     """The derivative is that of the residual as it is now: the solution is."""
     scale, config = [2.0], Config()
-    array = np.array(2.0, np.float32)  # see docs/upstream.md: "A NumPy array that changes"
+    array = np.array(2.0, np.float32)  # see UPSTREAM.md: "A NumPy array that changes"
     helper = lambda: scale[0]
     residual = {
         "list": lambda y, a: y**2 - scale[0] * a,

@@ -125,7 +125,7 @@ BY_VALUE = """
     def by_gradient(x):
         return x, lambda ct: 3 * ct
 
-    class Scale:  # not a Module: cloudpickle loses the fields of these (docs/upstream.md)
+    class Scale:  # not a Module: cloudpickle loses the fields of these (UPSTREAM.md)
         @eqg.custom_jvp
         def __call__(self, x):
             return 2 * x

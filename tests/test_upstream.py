@@ -1,4 +1,4 @@
-"""The faults of others in `docs/upstream.md` are still there, and the patches mend theirs.
+"""The faults of others in `UPSTREAM.md` are still there, and the patches mend theirs.
 
 When a fault is gone, its test fails with the place of the work-around that can be deleted.
 """
@@ -17,7 +17,7 @@ import pytest
 
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "upstream.md"
+PAGE = ROOT / "UPSTREAM.md"
 FENCE = re.compile(r"^```(python|diff)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -72,7 +72,7 @@ def test_fault(title):
     try:
         exec(compile(program, str(PAGE), "exec"), names)
     except AssertionError as error:
-        pytest.fail(f"{title}: not as docs/upstream.md says. Delete the work-around {error}?")
+        pytest.fail(f"{title}: not as UPSTREAM.md says. Delete the work-around {error}?")
     finally:
         gc.unfreeze()
 

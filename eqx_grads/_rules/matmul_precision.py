@@ -4,7 +4,7 @@
 product. But a rule is traced where JAX differentiates, which may be outside of the context in
 which the function was called. JAX's own rules get the precision that holds there: on a GPU,
 the gradient of a function in "highest" precision has products in TF32. (No upstream issue was
-found; `docs/upstream.md` has a reproduction.)
+found; `UPSTREAM.md` has a reproduction.)
 """
 
 import contextlib

@@ -158,7 +158,7 @@ FUNCTIONS = {
 # ------------------------------------------------------------------ layers
 
 
-def _round(x):  # JAX's own jitted functions have no pickle (docs/upstream.md)
+def _round(x):  # JAX's own jitted functions have no pickle (UPSTREAM.md)
     return jnp.round(x)
 
 

@@ -313,7 +313,7 @@ def _chain(dice: Dice, program: Any, longest: int, devices: bool) -> tuple[Step,
             continue
         steps.append(step)
         budget /= COSTS.get(name, 1.0)
-        # Not in another one. Nor around a batched predicate, for which `docs/upstream.md` has
+        # Not in another one. Nor around a batched predicate, for which `UPSTREAM.md` has
         # "A `cond` in `vmap` in `shard_map`".
         batches_cond = name in BATCHING and any(step.name == "cond" for step in steps)
         if name == "shard_map" or batches_cond:
