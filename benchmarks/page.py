@@ -34,8 +34,7 @@ SECTIONS = {
     "Quantization": ("quantization",),
     "Rules": ("overhead", "drop_ins", "jax_drop_ins", "checkers"),
     "Host functions": ("host",),
-    "Many devices": ("processes", "roofline"),
-    "JAX 0.12": ("engines",),
+    "Many devices": ("processes",),
     "On a GPU": ("gpu",),
 }
 BLUE, LIGHT_BLUE, ORANGE, RED, GRAY = "#3d85c6", "#8fbce6", "#e07b1a", "#c0504d", "#888888"

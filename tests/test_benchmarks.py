@@ -13,14 +13,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 
-def test_every_claim_says_where_it_was_measured():
-    page = (ROOT / "docs" / "versions.md").read_text()
-    for path in BENCHMARKS:
-        claim = ast.get_docstring(ast.parse(path.read_text())) or ""
-        if not claim.startswith("No claim"):
-            assert f"| `benchmarks/{path.name}`, " in page, "Add a row to the table."
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.name)
 def test_benchmark_runs(path, tmp_path):

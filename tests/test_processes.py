@@ -152,35 +152,3 @@ def test_a_batch_that_cannot_be_shared_equally(tmp_path):
     result = _train(tmp_path / "out", "--processes", "3")
     assert result.returncode == 2
     assert "3 processes can't have equally many of 32 sequences." in result.stderr
-
-
-@pytest.mark.cost
-def test_what_a_compiled_step_costs(monkeypatch):
-    """As `benchmarks/roofline.py` reads it: with loops, against a count by hand."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    example = importlib.import_module("data_parallel")
-    programs = importlib.import_module("programs")
-    step, (_, params, _, _), text = _step_on(4, example, units=64)
-    cost = programs.cost(step.as_text())
-    tokens = text.shape[0] // 4 * (text.shape[1] - 1)
-    # Each weight of the layer and of the head is in three products: forward, and two backward.
-    weights = 2 * 3 * 64 * 64 + 11 * 64
-    assert cost.flops == 6 * tokens * weights
-    floats = sum(leaf.size for leaf in jax.tree.leaves(params)) + 1  # the loss
-    assert (cost.collectives, cost.sent) == (1, 4 * floats)
-
-
-@pytest.mark.cost
-def test_a_loop_costs_as_much_as_its_steps(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    programs = importlib.import_module("programs")
-    weight = jnp.ones((16, 16))
-    product = lambda x: jax.lax.optimization_barrier(x @ weight)
-    loop = lambda x: jax.lax.scan(lambda x, _: (product(x), None), x, length=7)[0]
-    once, seven = (jax.jit(f).lower(jnp.ones((4, 16))).compile() for f in (product, loop))
-    alone = programs.cost(once.as_text())
-    assert alone.flops == once.cost_analysis()["flops"] == 2 * 4 * 16 * 16
-    assert alone.bytes == once.cost_analysis()["bytes accessed"]
-    assert programs.cost(seven.as_text()).flops == 7 * alone.flops
-    assert programs.cost(seven.as_text()).bytes >= 7 * alone.bytes
