@@ -1,7 +1,7 @@
 r"""Arithmetic on tangents in which `None` is zero.
 
 A tangent (or a cotangent: the same functions serve both) has the structure of its primal,
-with `None` where it is zero: in place of the whole tree, of a branch, or of a leaf. A leaf
+with `None` where it is zero: instead of the whole tree, a branch, or a leaf. A leaf
 that can't be perturbed (an integer, a boolean, a PRNG key, a function, a string) has the
 tangent `None` as well. No function makes arrays of zeros, except
 [`eqx_grads.tangents.materialize`][].
@@ -66,8 +66,8 @@ def is_zero(t: PyTree) -> bool:
     """Whether a tangent is symbolically zero: `None`, or a tree in which all leaves are.
 
     JAX's symbolic zeros and arrays of dtype `float0` count as zero too. An array of zeros
-    does not: its values are not inspected, so that the answer is a Python `bool` also for
-    traced tangents.
+    does not: its values are not inspected, so the answer is a Python `bool` even for traced
+    tangents.
 
     !!! example
 
@@ -367,7 +367,7 @@ def where(condition: ArrayLike, a: PyTree, b: PyTree) -> PyTree:
 
 
 def materialize(primal: PyTree, t: PyTree) -> PyTree:
-    """A tangent with arrays in place of `None`, as raw `jax.jvp` wants it.
+    """Return a tangent with arrays instead of `None`, as raw `jax.jvp` wants it.
 
     !!! example
 
@@ -400,7 +400,8 @@ def materialize(primal: PyTree, t: PyTree) -> PyTree:
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `t` is no tangent of `primal`, as if the two were swapped.
+    [`eqx_grads.RuleError`][] if `t` is not a tangent of `primal`, for example if you swapped
+    the two.
     """
     leaves, treedef = jax.tree.flatten(primal, is_leaf=is_none)
     return jax.tree.unflatten(treedef, materialize_leaves(t, primal, leaves))
@@ -434,7 +435,7 @@ def zeros_like(primal: PyTree) -> PyTree:
 
 
 def of(module: Any, **fields: PyTree) -> Any:
-    """The (co)tangent of a Module with the given fields; all other fields are zero.
+    """Return the (co)tangent of a Module with the given fields; all other fields are zero.
 
     !!! example
 
@@ -457,9 +458,9 @@ def of(module: Any, **fields: PyTree) -> Any:
 
     - `module`: an `eqx.Module`, an `nnx.Module`, or an object of any other class that is a
         PyTree whose children are its attributes: a dataclass or a named tuple, say.
-    - `**fields`: tangents of the fields of those names. A field with a single array in it, such
-        as an `nnx.Param`, may be given the tangent of the array. A mapping, such as an
-        `nnx.State`, gives those of the fields of a field: `tangents.of(module, **state)`.
+    - `**fields`: tangents of the named fields. For a field with a single array in it, such as
+        an `nnx.Param`, you may pass the tangent of the array. For a field that has fields, you
+        may pass a mapping, such as an `nnx.State`: `tangents.of(module, **state)`.
 
     **Returns:**
 
@@ -494,9 +495,9 @@ def _tangent_of_field(t, field):
 def project(ct: PyTree, primal: PyTree) -> PyTree:
     """Project a cotangent onto the space of its primal: its shapes and dtypes.
 
-    Every cotangent that a backward rule returns is projected. Autodiff does the same: the
-    transpose of a broadcast is a sum, that of a cast is a cast, and that of the inclusion of
-    the real in the complex numbers is the real part.
+    Every cotangent that a backward rule returns is projected. Autodiff does the same. The
+    transpose of a broadcast is a sum, and the transpose of a cast is a cast. The transpose of
+    a cast from real to complex numbers takes the real part.
 
     !!! example
 
@@ -521,10 +522,10 @@ def project(ct: PyTree, primal: PyTree) -> PyTree:
 
     **Returns:**
 
-    A tree with exactly the structure of `primal`. A leaf is summed over the axes along
-    which the primal would have been broadcast, cast to the primal's dtype within the floating
-    and complex dtypes, and reduced to its real part for a real primal. Integers, booleans,
-    keys and leaves that are not arrays have `None`.
+    A tree with exactly the structure of `primal`. A leaf is summed over the axes along which
+    the primal would have been broadcast. It is cast to the primal's dtype, within the floating
+    and complex dtypes, with the real part for a real primal. Integers, booleans, keys and
+    leaves that are not arrays have `None`.
 
     **Raises:**
 

@@ -46,23 +46,23 @@ def filter_cond(
     **Arguments:**
 
     - `pred`: a boolean or a number, of no dimensions.
-    - `true_fun`, `false_fun`: functions, bound methods or Modules. Whatever they close over
-        is differentiated like anywhere else.
-    - `operands`: any PyTrees, with which the branch is called. Leaves that are not arrays are
-        passed as they are.
+    - `true_fun`, `false_fun`: functions, bound methods or Modules. The values that they close
+        over are differentiated as anywhere else.
+    - `operands`: any PyTrees, the arguments of the branch. Leaves that are not arrays are
+        passed unchanged.
 
     **Returns:**
 
-    What the chosen branch returns. Arrays, floats and complex numbers may differ between the
-    branches. So may Python integers and booleans, which then become arrays. All other leaves
-    (activation functions, strings, ...) have to be the same; functions are, if they were made
-    by the same code and close over the same values.
+    The output of the chosen branch. Arrays, floats and complex numbers may differ between the
+    branches. Python integers and booleans may differ too, and then become arrays. All other
+    leaves (activation functions, strings, ...) must be the same. Two functions are the same if
+    they were made by the same code and close over the same values.
 
     **Derivative:**
 
-    That of the branch, by `jax.lax.cond`: both modes, all orders. Under `jax.vmap` of `pred`,
-    both branches are computed, and a value that is not finite in one of them may make the
-    gradient of the other NaN.
+    The derivative of the chosen branch, in both modes and to all orders. Under `jax.vmap` of
+    `pred`, JAX computes both branches. A value that is not finite in one of them may then make
+    the gradient of the other NaN.
 
     **Raises:**
 

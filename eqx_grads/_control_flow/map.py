@@ -1,4 +1,4 @@
-"""`filter_map`: `jax.vmap` in chunks, of which the backward pass recomputes one at a time."""
+"""`filter_map`: `jax.vmap` in chunks. The backward pass recomputes one chunk at a time."""
 
 import math
 from collections.abc import Callable
@@ -24,8 +24,7 @@ def filter_map(
     chunk: int | None = None,
     checkpoint: bool = True,
 ) -> PyTree:
-    r"""Apply a function to each slice of its arguments, in chunks: `jax.vmap` that needs the
-    memory of one chunk.
+    r"""Apply a function to each slice of its arguments, with the memory of one chunk.
 
     !!! example
 
@@ -40,7 +39,7 @@ def filter_map(
 
         @eqx.filter_grad
         def gradient(mlp):
-            # The activations of 50 examples are in memory, not those of 1000.
+            # The activations of 50 examples are in memory, not of 1000.
             return jnp.mean(eqg.filter_map(mlp, xs, chunk=50))
 
         print(gradient(mlp).layers[0].weight.shape)
@@ -52,11 +51,11 @@ def filter_map(
 
     **Arguments:**
 
-    - `f`: called with one slice of each of `xs`. A function, a bound method or a Module;
-        whatever it closes over, or has as leaves, is the same for all slices and is
-        differentiated like anywhere else.
-    - `xs`: any PyTrees. Arrays, of random keys too, have the same length along their first
-        axis. All other leaves are passed as they are.
+    - `f`: called with one slice of each of `xs`. A function, a bound method or a Module. The
+        values that it closes over, or has as leaves, are the same for all slices, and are
+        differentiated as anywhere else.
+    - `xs`: any PyTrees. Arrays, random keys included, have the same length along their first
+        axis. All other leaves are passed unchanged.
     - `chunk`: how many slices are computed at once, by `jax.vmap`. About the square root of the
         length by default. The last chunk may be shorter.
     - `checkpoint`: whether the backward pass recomputes each chunk. If not, the residuals of
@@ -64,18 +63,18 @@ def filter_map(
 
     **Returns:**
 
-    What `f` returns, stacked along a new first axis. Leaves that are not arrays come back as
-    they are, once.
+    The outputs of `f`, stacked along a new first axis. Leaves that are not arrays come back
+    unchanged, once.
 
     **Derivative:**
 
-    That of `jax.vmap(f)(*xs)`, in both modes, to all orders. Its backward pass calls `f` once
-    more, and adds the gradients of what is the same for all slices chunk by chunk.
+    The derivative of `jax.vmap(f)(*xs)`, in both modes, to all orders. The backward pass calls
+    `f` once more for each chunk, and adds up the gradients of values that all slices share.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if there is no array in `xs`, if one has no axis or another
-    length, or if `chunk` is not a positive integer.
+    [`eqx_grads.RuleError`][] if `xs` has no array, if the arrays do not have one length along
+    their first axis, or if `chunk` is not a positive integer.
     """
     check_function(f, "f", "filter_map")
     check_flags("filter_map", checkpoint=checkpoint)

@@ -69,45 +69,39 @@ def filter_scan(
     **Arguments:**
 
     - `f`: called as `f(carry, x)`, returns `carry, y`. A function, a bound method or a
-        Module; whatever it closes over is differentiated like anywhere else.
+        Module; the values that it closes over are differentiated as anywhere else.
     - `init`: the first carry, any PyTree. Arrays, floats and complex numbers vary from step to
         step. All other leaves (activation functions, strings, ...) are static: every step
-        has to return them as they are. A Python integer or boolean is static if the steps do
-        so, and an array if they don't.
+        returns them unchanged. A Python integer or boolean is static if every step returns
+        it unchanged, and an array otherwise.
     - `xs`: any PyTree. Arrays have a leading time axis, and each step gets its slice. Every
-        step gets all other leaves as they are.
-    - `length`: the number of steps. Needed only if there is no array in `xs`.
+        step gets all other leaves unchanged.
+    - `length`: the number of steps. Needed only if `xs` has no array.
     - `reverse`: run from the last step to the first.
     - `unroll`: as for `jax.lax.scan`. Seldom worth it: measure.
-    - `checkpoint`: what is saved for the backward pass, and what is recomputed in it: see the
-        table below.
-    - `truncate`: backpropagation truncated to windows of so many steps: the derivative of a
-        carry does not pass from one window to the one before. The first carry of each window is
-        saved, and its steps are computed again; `checkpoint` says what is saved within a
-        window. If the steps have side effects (which happen once) or communicate over a named
-        axis, they are not run again, and `checkpoint` applies to all of them.
+    - `checkpoint`: what the backward pass saves, and what it recomputes: see the table below.
+    - `truncate`: truncate backpropagation to windows of this many steps. No derivative of the
+        carry passes from one window to the previous one. The scan saves the first carry of
+        each window, and recomputes its steps; `checkpoint` says what it saves within a
+        window. Steps with side effects, or with collectives over a named axis, are not run
+        again: `checkpoint` then applies to the whole scan.
     - `online`: `True` computes the derivative in the order of time, by real-time recurrent
-        learning. It is exact, and saves the inputs only: beyond inputs and outputs, the memory
-        does not depend on the number of steps. Each element of the next carry
-        may depend on the same element of the carry only (of any of its arrays, if these have
-        the same shape), as in [`eqx_grads.nn.LRU`][], [`eqx_grads.nn.MinGRU`][],
-        [`eqx_grads.nn.LIFCell`][] and other elementwise recurrences. `"e-prop"` takes other
-        steps as well, and drops what is not elementwise in the carry: an approximation. A
-        derivative in `xs` is an error, and so is a backward rule, `carry_gradient` included,
-        through which the carry depends on what is differentiated, and that is not linear in
-        its cotangent, as that of `clip_gradient` is not. See [Online
+        learning. It is exact, and saves the inputs only. Each element of the next carry may
+        depend on the same element of the carry only, as in [`eqx_grads.nn.LRU`][],
+        [`eqx_grads.nn.MinGRU`][], [`eqx_grads.nn.LIFCell`][] and other elementwise
+        recurrences. `"e-prop"` accepts all steps, and drops the derivative of the carry that
+        is not elementwise: an approximation. A derivative in `xs` is an error. See [Online
         learning](../guides/online.md).
     - `carry_gradient`: a function of the carry that returns the same carry with another
-        derivative. It is applied to the carry that enters each step, and so acts on the
-        cotangent that leaves the step; for example, it may clip that. It must not change the
-        value. This is checked while tracing: each array that it returns has to be the array
-        that it was given, if need be by way of a function with a derivative of its own, whose
-        value is its argument. What is computed, even `1.0 * carry`, is an error.
+        derivative. It acts on the cotangent that leaves each step, and may clip it, for
+        example. It must not change the value: return the arrays that it was given, or pass
+        them through an op such as [`eqx_grads.clip_gradient`][]. A computed array, even
+        `1.0 * carry`, is an error.
 
     **Choices of `checkpoint`:**
 
-    With $T$ steps (or as many as `truncate` says), $c$ the size of a carry, and $r$ the size of
-    the residuals of a step, which are the intermediate values that its derivative needs:
+    Here $T$ is the number of steps (or `truncate`), $c$ the size of a carry, and $r$ the size
+    of the residuals of a step, the intermediate values that its derivative needs.
 
     | value | saved | recomputed | memory | when to use it |
     |---|---|---|---|---|
@@ -118,50 +112,51 @@ def filter_scan(
     | `"auto"` | as `"replay"` or `None` | | | to try first |
 
     `"replay"` recomputes steps in parallel, by `jax.vmap` over time, and forms the gradients of
-    the weights in a few large matrix products. It is an error if a step, or its derivative
-    with all rules, does not allow for that: if it has side effects, calls the host, draws
-    random bits with another generator than threefry, has a `while_loop` in a `cond` or in
-    another `while_loop`, or an operation without a batching rule. What only the derivative does
-    is found when it is asked for.
+    the weights in a few large matrix products. Some steps can't be replayed. They have side
+    effects, call the host, draw random bits with another generator than threefry, have a
+    `while_loop` in a `cond` or in another `while_loop`, or an operation without a batching
+    rule. `"replay"` then raises an error. It also checks the derivative of the step, when a
+    derivative is taken.
 
     `"auto"` is `"replay"` where that is possible, needs less memory than `None`, and is likely
     to be faster. If JAX's default backend is not a CPU, it is always likely. On a CPU it is
     likely if the matrix products of a step multiply each weight with at most 20 rows (of the
     batch), and each weight has a gradient; and not in a step with a convolution or a look-up. A
-    step with branches or a `jax.checkpoint` is never replayed. The logger `"eqx_grads"` says at
-    the level `DEBUG` what `"auto"` chose, when the derivative is traced.
+    step with branches or a `jax.checkpoint` is never replayed. The logger `"eqx_grads"` reports
+    the choice at the level `DEBUG`, when the derivative is traced.
 
-    If a step keeps more than its carry, $T c / k + k r$ is smallest at $k = \sqrt{T c / r}$,
-    which [`eqx_grads.explain_memory`][] finds. The column leaves out what the compiled program
-    needs besides: of two choices that differ by a few percent, either may need less.
+    $T c / k + k r$ is smallest at $k = \sqrt{T c / r}$, which [`eqx_grads.explain_memory`][]
+    finds. The compiled program needs some memory besides, so a choice that is a few percent
+    better in the table need not be better.
 
-    Only the first eager call is compiled, and so is only its first derivative, if later calls
-    have the same `f` and arguments of the same types. As in `jax.lax.scan`, a function is the
-    same if it is the same Python object: whatever it reads from its closure or from global
-    variables has the values of the first call. A Module is the same if its class and its static
-    parts are equal. Pass what changes in `init` or `xs`.
+    Eager calls with the same `f` and arguments of the same types are compiled once. As in
+    `jax.lax.scan`, a function is the same if it is the same Python object: it keeps the values
+    of the first call for all that it reads from its closure or from global variables. A Module
+    is the same if its class and its static parts are equal. Pass changing values in `init` or
+    `xs`.
 
     **Returns:**
 
     `carry, ys`: the last carry, and all `y` stacked along a leading axis. Leaves of `y` that
-    are not numbers or arrays come back as they are, once.
+    are not numbers or arrays come back unchanged, once.
 
     **Derivative:**
 
-    That of the loop written out, by `jax.lax.scan`, for each `checkpoint` and for
-    `online=True`. `truncate`, `online="e-prop"` and `carry_gradient` change it as described.
-    With `truncate=k` all terms of $\partial h_s / \partial h_t$ that cross a multiple of `k`
-    steps are zero. Both modes, all orders. For an exception, with rules that are not linear in
-    their cotangent, see
-    [Sharp edges](../guides/sharp-edges.md).
+    The derivative of the loop written out, for each `checkpoint` and for `online=True`, in both
+    modes and to all orders. `truncate`, `online="e-prop"` and `carry_gradient` change it as
+    described. With `truncate=k` all terms of $\partial h_s / \partial h_t$ that cross a
+    multiple of `k` steps are zero. For an exception, with rules that are not linear in their
+    cotangent, see [Sharp edges](../guides/sharp-edges.md).
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the carry that a step returns differs from the one it was
-    given in structure, shapes, dtypes or static leaves, if `xs` have different lengths, if
-    `f` does not return a pair, if `carry_gradient` changes the carry, if the steps can't be
-    replayed and `checkpoint` is `"replay"`, or if their derivative can't be computed online and
-    `online` is given. The error says why.
+    [`eqx_grads.RuleError`][], which says why, if
+
+    - a step returns a carry with another structure, shape, dtype or static leaf;
+    - `f` does not return a pair, or the arrays in `xs` have different lengths;
+    - `carry_gradient` changes the carry;
+    - `checkpoint` is `"replay"`, and the steps can't be replayed;
+    - `online` is given, and the derivative can't be computed online.
     """
     check_function(f, "f", "filter_scan")
     check_flags("filter_scan", reverse=reverse)

@@ -34,7 +34,7 @@ def filter_while_loop(
         import jax.numpy as jnp
 
         def square_root(x):
-            # The carry holds a function, which stays as it is.
+            # The carry holds a function, which stays unchanged.
             step = lambda carry: (carry[0], 0.5 * (carry[1] + x / carry[1]))
             far = lambda carry: carry[0](carry[1] ** 2 - x) > 1e-5
             return eqg.filter_while_loop(far, step, (jnp.abs, x))[1]
@@ -71,16 +71,15 @@ def filter_while_loop(
 
     - `cond_fun`: whether to go on, a boolean of no dimensions.
     - `body_fun`: takes and returns the carry.
-    - `init`: the first carry, any PyTree. What varies and what is static in it is as in
+    - `init`: the first carry, any PyTree. Its leaves vary or are static as in
         [`eqx_grads.filter_scan`][].
-
-    - `max_steps`: the most steps that the loop takes. If `cond_fun` is true after so many, the
-        loop returns that carry; call `cond_fun` on it to find out. Without `max_steps`, there
-        is no bound and no reverse mode.
-    - `checkpoint`: with `max_steps`, what is saved for the backward pass. With `k`, the carry
-        of every `k`-th step; the backward pass recomputes `k` steps at a time, and keeps their
-        residuals. `"sqrt"` is about $\sqrt{T}$ for $T$ `max_steps`. With `None`, the
-        residuals of all steps are saved, in memory for `max_steps` steps.
+    - `max_steps`: the most steps that the loop takes. If `cond_fun` is still true then, the
+        loop returns that carry; call `cond_fun` on it to find out. Without `max_steps`, the
+        loop has no bound and no reverse mode.
+    - `checkpoint`: with `max_steps`, what the backward pass saves. `k` saves every `k`-th
+        carry, and recomputes `k` steps at a time. `"sqrt"` is a `k` of about $\sqrt{T}$ for
+        $T$ `max_steps`. `None` saves the residuals of all steps, in memory for `max_steps`
+        steps.
 
     **Returns:**
 
@@ -88,22 +87,21 @@ def filter_while_loop(
 
     **Cost:**
 
-    With `max_steps`, the loop runs chunks of `k` steps (of about $\sqrt{T}$ with `None`), and
-    skips the chunks after its end. So it evaluates `body_fun` up to `k - 1` times more than it
-    takes steps, at `init`, and drops the results. The memory is that of $T / k$ carries, and of
-    the residuals of $k$ steps. For each chunk that is skipped, the backward pass adds zeros to
-    the gradient of what the body closes over: `max_steps` should not be much larger than it has
-    to be.
+    With `max_steps`, the loop runs chunks of `k` steps (about $\sqrt{T}$ with `None`), and
+    skips the chunks after its end. So it evaluates `body_fun` up to `k - 1` times too often,
+    at `init`, and drops the results. It needs the memory of $T / k$ carries and of the
+    residuals of $k$ steps. For each skipped chunk, the backward pass adds zeros to the
+    gradient of what the body closes over, so do not make `max_steps` much larger than needed.
 
-    Under `jax.vmap`, each example has its own number of steps, and the loop ends with the last
-    of them. If an example takes no step, `body_fun` and its derivative should be finite at its
-    `init`; otherwise use [`eqx_grads.zero_safe`][].
+    Under `jax.vmap`, each example has its own number of steps, and the loop ends when the last
+    example has finished. If an example takes no step, `body_fun` and its derivative should be
+    finite at its `init`; otherwise use [`eqx_grads.zero_safe`][].
 
     **Derivative:**
 
-    That of the loop written out, whose number of steps is constant: what `cond_fun` does has no
-    derivative. With `max_steps`, in both modes, to all orders. Without, in forward mode only.
-    For a root or a fixed point, decorate the function that runs the loop with
+    The derivative of the loop written out, with a constant number of steps: `cond_fun` has no
+    derivative. With `max_steps`, both modes and all orders; without, forward mode only. For a
+    root or a fixed point, decorate the function that runs the loop with
     [`eqx_grads.implicit`][], which needs no memory for the steps.
 
     **Raises:**

@@ -32,7 +32,7 @@ from .zero_derivative import check_zeros
 
 
 class custom_jvp(AbstractDecorated[P, T]):
-    """A function with a forward rule of its own.
+    """Give a function a forward rule.
 
     !!! example
 
@@ -63,24 +63,23 @@ class custom_jvp(AbstractDecorated[P, T]):
 
     **Arguments:**
 
-    - `fn`: a function, a method, or any callable PyTree. What can be passed by position can
-        be differentiated, leaf by leaf, however deep in a PyTree or Module (`self`
-        included); it makes no difference if it is passed by keyword. Keyword-only
-        parameters are configuration: differentiating one is an error.
-    - `**options`: none. An option of JAX's decorator is an error that says what to do.
+    - `fn`: a function, a method, or any callable PyTree. Every floating or complex leaf of a
+        positional parameter can be differentiated, `self` included. You may pass such a
+        parameter by keyword. A keyword-only parameter is configuration: differentiating it
+        is an error.
+    - `**options`: none. If you pass an option of JAX's decorator, the error says what to do.
 
-    A traced value that `fn` or its rule closes over is passed along for you.
+    `fn` and its rule may close over traced values.
 
     **Derivative:**
 
-    The forward rule is yours (see `def_jvp`). The reverse rule is
-    its transpose, so the rule has to be linear in its tangents; a rule that is seen not to
-    be is an error. Both modes and all orders are available, the higher ones by
-    differentiating your rule.
+    Forward mode calls your rule (see `def_jvp`). Reverse mode transposes it, so the rule must
+    be linear in its tangents; the library raises an error if it sees that the rule is not.
+    Higher orders differentiate the rule. Both modes and all orders are available.
 
-    Another rule may apply a linear function to a tangent. Reverse mode then transposes the rule
-    of that function at zero, as does `jax.linear_transpose`. A rule that applies its own
-    function to a tangent does not say how to transpose it: JAX transposes the function.
+    Another rule may apply a linear function to a tangent. Reverse mode and
+    `jax.linear_transpose` then transpose the rule of that function, at zero. If a rule applies
+    its own function to a tangent, JAX transposes the function.
     """
 
     fn: Callable[..., Any]
@@ -96,21 +95,20 @@ class custom_jvp(AbstractDecorated[P, T]):
     def def_jvp(
         self, rule: Callable[..., Any] | None = None, *, symbolic_zeros: bool = False
     ) -> Callable[..., Any]:
-        """Give the forward rule. Use it as a decorator, with or without options.
+        """Define the forward rule. Use it as a decorator, with or without options.
 
         **Arguments:**
 
-        - `rule`: called as `rule(primals, tangents, **kwargs)`. `primals` is the tuple of
-            all positional arguments, those that have their default included; `tangents` is
-            that of their tangents, of the same structure: arrays where the primal is
-            floating or complex, `None` for all other leaves. `kwargs` are the keyword-only
-            arguments; one that has its default is passed only if the rule has a parameter
-            for it. Returns `out, t_out`. `t_out` is like `out`, with `None` for any part
-            that is zero.
+        - `rule`: called as `rule(primals, tangents, **kwargs)`; returns `out, t_out`.
+            `primals` is the tuple of all positional arguments, defaults included. `tangents`
+            has the same structure, with an array for each floating or complex leaf and
+            `None` for all others. `kwargs` are the keyword-only arguments; a default is
+            passed only if the rule has a parameter for it. `t_out` has the structure of
+            `out`, and may have `None` for any part that is zero.
         - `symbolic_zeros`: by default all tangents are arrays, and the terms of arguments
-            that are not being differentiated are dropped from the answer, whatever their
-            value. With `True`, such tangents are `None`, and the rule may skip the work.
-            `eqx_grads.tangents` has arithmetic for them.
+            that are not being differentiated are dropped, whatever their value. With `True`,
+            these tangents are `None`, and the rule may skip the work. `eqx_grads.tangents`
+            has arithmetic for them.
 
         **Returns:**
 

@@ -1,6 +1,6 @@
 """`custom_vjp`: a function with a reverse rule of its own, in both modes.
 
-A `jax.custom_vjp` has no forward mode, and is told nothing of the outputs that nobody uses.
+A `jax.custom_vjp` has no forward mode, and does not know which outputs are unused.
 Here the tangent map of a call is the primitive of `linear_primitive.py`: its forward map is the
 derivative of the function itself (or `def_jvp`), its transpose is the user's backward rule
 (clause 3 of the contract).
@@ -77,14 +77,14 @@ class custom_vjp(AbstractDecorated[P, T]):
 
     **Derivative:**
 
-    The reverse rule is yours (see `def_fwd` and `def_bwd`). It need not be linear. Forward
-    mode is the derivative of `fn` itself, or what you give with `def_jvp`. Higher orders
-    differentiate your rules. What is kept for the backward pass is what `def_fwd`'s rule
-    returned; arrays that only forward mode needs are dropped by the compiler under `jit`.
+    Reverse mode calls your rules (see `def_fwd` and `def_bwd`), which need not be linear.
+    Forward mode differentiates `fn` itself, or calls your `def_jvp`. Higher orders
+    differentiate your rules. The backward pass keeps the residuals that `def_fwd`'s rule
+    returns; under `jit`, the compiler drops arrays that only forward mode needs.
 
-    Another rule may apply a linear function to a tangent. Reverse mode then uses `def_fwd` and
-    `def_bwd` of that function at zero, as does `jax.linear_transpose`: the derivative of a
-    linear function is the same everywhere.
+    Another rule may apply a linear function to a tangent. Reverse mode and
+    `jax.linear_transpose` then call `def_fwd` and `def_bwd` of that function at zero, because
+    the derivative of a linear function is the same everywhere.
     """
 
     fn: Callable[..., Any]
@@ -98,18 +98,17 @@ class custom_vjp(AbstractDecorated[P, T]):
         set_metadata(self, self.fn)
 
     def def_fwd(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        """Give the rule for the forward pass.
+        """Define the rule for the forward pass.
 
         **Arguments:**
 
-        - `rule`: called as `rule(*args, **kwargs)`, like the function, with the arguments
-            that have their default. Returns `out, residuals`, where `residuals` is any
-            PyTree (Modules and functions may be in it). If it has a keyword-only
-            parameter `perturbed`, it is given the tree of Python bools that says which
-            leaves of `args` are being differentiated. Instead of an object of a class that
-            was registered with JAX, which is never given bools, the tree has an object with
-            the same attributes: `perturbed[0].weight`. Modules, named tuples and Python's
-            containers are what they are in `args`.
+        - `rule`: called as `rule(*args, **kwargs)`, like the function, defaults included.
+            Returns `out, residuals`, where `residuals` is any PyTree, with Modules and
+            functions if you like. If the rule has a keyword-only parameter `perturbed`, it
+            receives a tree of Python bools: which leaves of `args` are being
+            differentiated. Modules, named tuples and Python's containers keep their class
+            in this tree. An object of another registered class becomes an object with the
+            same attributes: `perturbed[0].weight`.
 
         **Returns:**
 
@@ -123,22 +122,20 @@ class custom_vjp(AbstractDecorated[P, T]):
     def def_bwd(
         self, rule: Callable[..., Any] | None = None, *, symbolic_zeros: bool = False
     ) -> Callable[..., Any]:
-        """Give the rule for the backward pass. Use it as a decorator, with or without
+        """Define the rule for the backward pass. Use it as a decorator, with or without
         options.
 
         **Arguments:**
 
-        - `rule`: called as `rule(residuals, ct)`, where `ct` is like the output, with
+        - `rule`: called as `rule(residuals, ct)`. `ct` has the structure of the output, with
             `None` for all leaves that are not floating or complex. Returns a tuple with one
-            cotangent for each positional argument, those that have their default included,
-            each like the argument, with `None` for
-            any part that is zero. A cotangent is summed over the axes along which the
-            argument would have broadcast, and cast to its dtype. If the rule has a
-            keyword-only parameter `perturbed`, it is given the tree of Python bools that
-            says which leaves are being differentiated; likewise it may ask for the
-            function's keyword-only arguments by name. Under a `jax.vmap`, a rule that uses
-            the name of the axis runs for each example, also if no argument has the batch
-            dimension.
+            cotangent for each positional argument, defaults included. Each has the
+            structure of its argument, and may have `None` for any part that is zero. A
+            cotangent is summed over the axes along which the argument would have broadcast,
+            and cast to its dtype. The rule may have keyword-only parameters: `perturbed`, a
+            tree of Python bools that says which leaves are being differentiated, and the
+            keyword-only arguments of the function. Under `jax.vmap`, a rule that uses the
+            name of the axis runs for each example, even if no argument is batched.
         - `symbolic_zeros`: by default the cotangents of outputs that are not used are
             arrays of zeros. With `True`, they are `None`.
 

@@ -23,7 +23,7 @@ def elementwise(
     *,
     setup: Callable[..., Any] | None = None,
 ) -> Any:
-    r"""A function that acts on each element by itself, with its partial derivatives.
+    r"""Give an elementwise function its partial derivatives.
 
     !!! example
 
@@ -60,16 +60,15 @@ def elementwise(
     **Arguments:**
 
     - `fn`: the function. Its arguments broadcast together to the shape of its one output.
-    - `derivative`: called as `derivative(out, *args)`, with the arguments that the caller
-        gave; returns the partial derivatives, one
-        for each argument (a tuple, or just the partial of an only argument), `None` being
-        zero. Or a tuple of functions `partial(out, *args)`, of which only those that are
-        needed are called.
-    - `setup`: called as `setup(out, *args)`. What it returns is given to `derivative` (or
-        to each partial) as one more argument, the last.
+    - `derivative`: called as `derivative(out, *args)`; returns a tuple with the partial
+        derivative for each argument, or the partial itself if there is one argument. `None`
+        is zero. Or a tuple of functions `partial(out, *args)`; only the needed ones are
+        called.
+    - `setup`: called as `setup(out, *args)`. Its result is passed to `derivative`, or to each
+        partial, as the last argument.
 
-    Without `fn`, a decorator. A keyword-only argument of `fn` is also passed to those of
-    the other functions that have a parameter of that name.
+    Without `fn`, a decorator. A keyword-only argument of `fn` is also passed to each of the
+    other functions that has a parameter of that name.
 
     **Returns:**
 
@@ -77,9 +76,9 @@ def elementwise(
 
     **Derivative:**
 
-    With $d_i$ for the partials, the forward rule is $\dot y = \sum_i d_i\,\dot x_i$ and the
-    reverse rule $\bar x_i = d_i\,\bar y$, summed over the axes along which $x_i$ was
-    broadcast. Both modes; higher orders differentiate `derivative`.
+    With the partials $d_i$, the forward rule is $\dot y = \sum_i d_i\,\dot x_i$. The reverse
+    rule is $\bar x_i = d_i\,\bar y$, summed over the axes along which $x_i$ was broadcast.
+    Both modes; higher orders differentiate `derivative`.
 
     **Raises:**
 
