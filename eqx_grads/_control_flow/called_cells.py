@@ -8,7 +8,7 @@ import equinox as eqx
 
 
 class AbstractCellLayer(eqx.Module):
-    """A layer that runs cells over time, those in `cells[layer][direction]`.
+    """A layer that runs the cells in `cells[layer][direction]` over time.
 
     Where `cells_are_called()`, it calls a cell once for each step, in a scan, so that what is
     wrapped around the cell is seen. Elsewhere it may do without, as `nn.GRU` does.

@@ -15,7 +15,7 @@ from .._tangent_spaces import as_array_list, is_arraylike, is_dynamic, is_type
 
 
 def is_sliced(x: Any) -> bool:
-    """Whether a leaf of `xs` has a leading time axis, of which each step gets a slice."""
+    """Whether a leaf of `xs` has a leading time axis: each step gets a slice of it."""
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
@@ -46,8 +46,8 @@ T = TypeVar("T")
 def settle_integers(
     make: Callable[[frozenset[int]], T], that_vary: Callable[[T], frozenset[int]]
 ) -> T:
-    """`make(becomes_array)` for the Python integers of a carry that vary, of which a step shows
-    some only where others are arrays."""
+    """`make(becomes_array)` for the Python integers of a carry that vary. A step may show some
+    of them only where others are arrays."""
     becomes_array: frozenset[int] = frozenset()
     while True:
         made = make(becomes_array)
@@ -147,8 +147,8 @@ class Carry:
 
 
 _STATIC = (
-    "What is not an array is static: it must not change. Store a value that varies as an "
-    "array, or choose with `jax.lax.cond`."
+    "A leaf that is not an array is static: it must not change. Store a value that varies as "
+    "an array, or choose with `jax.lax.cond`."
 )
 
 

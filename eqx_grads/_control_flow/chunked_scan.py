@@ -22,12 +22,12 @@ def scan_in_chunks(
 ) -> tuple[Any, Any]:
     """Run `fn(carry, xs, init) -> carry, ys` on one chunk of steps after another.
 
-    - `xs` are arrays with a leading time axis, of which `fn` is given `chunk` steps at a time.
+    - `xs` are arrays with a leading time axis. `fn` gets `chunk` steps of them at a time.
     - `inits` are arrays with one row for each chunk (see `chunk_init`).
     - `ys` are arrays with a row for each step of the chunk, or with any number of rows.
-    - `in_place`: if the last chunk is shorter, the loop over the others slices `xs`, of which
-      it would otherwise have a copy without the steps of the last. That is for rules, which
-      JAX seldom differentiates in reverse mode: it would save each slice.
+    - `in_place`: if the last chunk is shorter, the loop over the others slices `xs` instead of
+      a copy of `xs` without the last steps. Only for rules, which JAX seldom differentiates in
+      reverse mode: it would save each slice.
 
     If `chunk` does not divide the number of steps, the last chunk is shorter. Returns the last
     carry, and the `ys` of all chunks, one after another. A symbolic number of steps is one
@@ -92,7 +92,7 @@ def _run_full(fn, carry, xs, inits, n, chunk, reverse, *, in_place):
 
 
 def chunk_init(after: jax.Array, first: jax.Array, *, chunk: Size, reverse: bool) -> jax.Array:
-    """What a loop carried into each chunk, given its carry after each step, and the first."""
+    """The carry at the start of each chunk, given the carry after each step, and the first."""
     if after.shape[0] == 0:
         return after
     if is_symbolic(after.shape[0]):

@@ -119,7 +119,7 @@ def _check_predicate(pred: Any) -> None:
 
 
 class _Branch:
-    """What a branch returned, without the arrays."""
+    """The output of a branch, without the arrays."""
 
     def __init__(
         self, fn: Callable[..., PyTree], out: PyTree, split: TreeSplit, arrays: list[Any]
@@ -157,4 +157,7 @@ def _check_same_types(one: _Branch, other: _Branch) -> None:
             raise fail(i, shown(x), shown(y), do)
 
 
-_STATIC = "What is not an array is static, and the same in both. Hold what varies in an array."
+_STATIC = (
+    "A leaf that is not an array is static, and the same in both. Store a value that varies as "
+    "an array."
+)

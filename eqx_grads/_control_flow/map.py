@@ -108,7 +108,7 @@ def _common_length(f: Callable[..., Any], xs: PyTree) -> Size:
     if not found:
         raise rule_error(
             f"`filter_map` of `{name_of(f)}` was given nothing to map over.",
-            "there is no array in `xs`",
+            "`xs` has no array",
             do="Pass an array, such as `jnp.arange(n)`.",
         )
     return found[0][2]

@@ -18,10 +18,10 @@ from .._jaxprs.versions import assigns_shardings
 def inlined(program: ClosedJaxpr, flags: Sequence[bool]) -> ClosedJaxpr:
     """The program with `jax.jit` and the like inlined.
 
-    Of two operands of a matrix product, the one that depends on a flagged argument comes first:
-    `x @ w.T` instead of `w @ x`. With a batch of `x`, that is faster on a CPU. The transpose of
-    the product is delayed past splits and elementwise operations, until another transpose
-    undoes it: `jax.vmap` of `w @ x` has one after the product, or after the gates are split.
+    In a matrix product, the operand that depends on a flagged argument comes first: `x @ w.T`
+    instead of `w @ x`. With a batch of `x`, this is faster on a CPU. The transpose of the
+    product is delayed past splits and elementwise operations, until another transpose undoes
+    it: `jax.vmap` of `w @ x` has one after the product, or after the gates are split.
     """
 
     def run(*args):

@@ -1,4 +1,4 @@
-"""`filter_scan(online=...)` as a method of a scan. What it computes is in `_online`."""
+"""`filter_scan(online=...)` as a method of a scan. The computation is in `_online`."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from .scan_backward import AbstractMethod, Loop
 class Online(AbstractMethod):
     """Save the inputs only, and compute the derivatives of the carry forward in time.
 
-    - `approximate`: e-prop. What is not diagonal in the derivative of the carry is dropped.
+    - `approximate`: e-prop, which drops all but the diagonal of the derivative of the carry.
     """
 
     approximate: bool

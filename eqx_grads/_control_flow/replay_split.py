@@ -12,9 +12,9 @@ Only (1) is a recurrence. So the equations of the traced VJP fall into three gro
 
 - Residual equations depend on no cotangent: activations, gates, all that the Jacobians consist
     of. As `h_t` and `x_t` are known, `vmap` computes them for all steps of a chunk at once.
-- Sequential equations are those that (1) needs. They run in a `scan`, from the last step to
+- Sequential equations are needed for (1). They run in a `scan`, from the last step to
     the first, which saves the cotangents that the third group reads: call these `g_t`.
-- Parallel equations are all others: those of (2) and (3), a map `L_t` from `g_t` to `ct_x_t`
+- Parallel equations are all others, for (2) and (3): a map `L_t` from `g_t` to `ct_x_t`
     and to the term of `ct_W`.
 
 In nearly all cases `L_t` is linear. Then let `V` map `(ct_W, ct_x)` to `L_t^T (ct_W, ct_x_t)`
@@ -178,7 +178,7 @@ class SplitVjp:
         return dict(zip(self._residuals, values, strict=True))
 
     def _run_parallel_eqns(self, env, xs):
-        """The sum over all steps of the cotangents of `consts`, and those of `xs`.
+        """The cotangents of `consts`, summed over all steps, and the cotangents of `xs`.
 
         This is the transpose of `V` (see the top of this file), applied to `g_t`.
         """
@@ -210,8 +210,8 @@ class SplitVjp:
         return jax.linear_transpose(all_transposed, terms, x_types)(cts)
 
     def _split(self, variables, values):
-        """The values that are the same for all steps, by variable, and the list of those that
-        have a time axis."""
+        """The values that are the same for all steps, by variable, and the list of the values
+        that have a time axis."""
         fixed = {v: values[v] for v in variables if v not in self._varying}
         return {**self._constants, **fixed}, [
             values[v] for v in variables if v in self._varying
@@ -245,6 +245,6 @@ def cannot_replay(reason: str) -> RuleError:
 
 
 def _run(eqns, env, outputs):
-    """The outputs of equations, as arrays also where they are constants."""
+    """The outputs of equations, as arrays even if they are constants."""
     out = evaluate_equations(eqns, env, outputs)
     return [jnp.asarray(x, v.aval.dtype) for x, v in zip(out, outputs, strict=True)]

@@ -126,8 +126,8 @@ def filter_scan(
     the choice at the level `DEBUG`, when the derivative is traced.
 
     $T c / k + k r$ is smallest at $k = \sqrt{T c / r}$, which [`eqx_grads.explain_memory`][]
-    finds. The compiled program needs some memory besides, so a choice that is a few percent
-    better in the table need not be better.
+    finds. The compiled program needs some memory besides, so differences of a few percent
+    say little.
 
     Eager calls with the same `f` and arguments of the same types are compiled once. As in
     `jax.lax.scan`, a function is the same if it is the same Python object: it keeps the values
@@ -296,7 +296,7 @@ def common_length(xs: Any, length: int | None) -> Any:
     if found is None:
         raise rule_error(
             "`filter_scan` can't tell the number of steps.",
-            "there is no array in `xs`, and `length` is None",
+            "`xs` has no array, and `length` is None",
             do="Pass `length=`.",
         )
     return found

@@ -86,7 +86,7 @@ class Loop:
 
 
 class AbstractMethod(abc.ABC):
-    """What a scan saves for its backward pass, and what it computes again."""
+    """How a scan prepares its backward pass: what it saves, and what it computes again."""
 
     @abc.abstractmethod
     def unsupported(self, loop: Loop) -> str | None:

@@ -25,7 +25,7 @@ def _slice_types(xs: Sequence[jax.Array]) -> list[Any]:
 class ScanBody:
     """`f` of a scan as a function of lists of arrays: `carry, x` to `carry, y`.
 
-    It holds no arrays but those that `f` closes over, so that it serves for all arrays of the
+    It holds no arrays except the ones that `f` closes over, so it serves for all arrays of the
     same types.
     `becomes_array` are the indices of the Python integers in the carry that are arrays.
     """
@@ -46,7 +46,7 @@ class ScanBody:
         self._y: list[TreeSplit] = []
 
     def arrays(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The arrays that the loop starts from, and those that it slices."""
+        """The arrays that the loop starts from, and the arrays that it slices."""
         return self._carry.first(init), TreeSplit.split(xs, is_sliced)[1]
 
     def integers_that_vary(self, init: Any, xs: Any) -> frozenset[int]:

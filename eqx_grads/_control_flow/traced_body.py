@@ -1,4 +1,4 @@
-"""A scan body as a closed jaxpr: what it closes over is an argument of it."""
+"""A scan body as a closed jaxpr, with the values that it closes over as arguments."""
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ from .vectorize import why_not_vectorizable
 class TracedBody:
     """A traced body: `consts, carry, x` to `carry, y`, all of them lists of arrays.
 
-    What the user's function closes over is in `consts`, so that there is no tracer in it.
+    The values that the user's function closes over are in `consts`, so it holds no tracer.
     `given` is the program of the function that was traced, and `program` the same with calls
     inlined and the operands of matrix products swapped.
     """
@@ -55,7 +55,7 @@ class TracedBody:
         return self._split(jaxpr_as_fun(self.program)(*consts, *carry, *x))
 
     def as_given(self, consts, carry, x) -> tuple[list[Any], list[Any]]:
-        """What a call computes, by the program that plain scan runs."""
+        """The outputs of a call, by the program that plain scan runs."""
         return self._split(jaxpr_as_fun(self.given)(*consts, *carry, *x))
 
     def _split(self, out: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -122,7 +122,7 @@ class TracedBody:
 
         The numbers are the same, their derivatives need not be: the value that the rule of
         `reverse_gradient` returns is its argument. A second derivative differentiates that
-        value, as the first one has put the rule in place of the call.
+        value, as the first one has replaced the call by the rule.
         """
         if not holds(self.program, CallWithRule):
             return self
@@ -182,8 +182,8 @@ def trace_body(
 ) -> tuple[ClosedJaxpr, list[Any]]:
     """The jaxpr of `body`, with what it closes over as constants, and the first carry.
 
-    A carry with a weak dtype (that of a Python number) is cast to the dtype which the body
-    returns, as `jax.lax.scan` does.
+    A carry with the weak dtype of a Python number is cast to the dtype that the body returns,
+    as `jax.lax.scan` does.
     """
     program, (new, _) = jax.make_jaxpr(body, return_shape=True)(carry, x)
     if any(a.dtype != b.dtype for a, b in zip(carry, new, strict=True)):
@@ -217,7 +217,7 @@ def why_not_recomputed(effects: Iterable[Any], mesh_axes: bool = False) -> str |
 
 
 def _is_axis(name: Any) -> bool:
-    """Whether the name of an effect is that of an axis: that of a `jax.new_ref` is not."""
+    """Whether an effect is named after an axis. The effect of a `jax.new_ref` is not."""
     try:
         jax.lax.axis_size(name)
     except (NameError, TypeError):

@@ -78,8 +78,8 @@ def _concatenate(a, b):
 def cut_loop(loop: Loop, window: int) -> Loop:
     """The loop, with a body that cuts the derivative of its carry at the start of each window.
 
-    The same derivative as that of `Truncated`, in the program of the steps themselves: nothing
-    is recomputed, and so everything is saved.
+    The derivative equals the derivative of `Truncated`, but the steps are in the program
+    itself: nothing is recomputed, so everything is saved.
     """
 
     def body(carry, x):

@@ -24,7 +24,7 @@ _DRAWS_NOTHING = ("random_seed", "random_wrap", "random_unwrap", "eq", "ne")
 
 
 def why_not_vectorizable(program: ClosedJaxpr) -> str | None:
-    """What differs under `jax.vmap`, as a predicate ("draws random bits"), or `None`."""
+    """Why `jax.vmap` changes a program, as a predicate ("draws random bits"), or `None`."""
     for eqn in equations(program):
         known = structure(eqn)
         if _draws_bits_of_a_batch(eqn, known):
@@ -43,7 +43,7 @@ def _draws_bits_of_a_batch(eqn: Any, known: Any) -> bool:
 
     Each threefry key has its own bits. XLA's generators (`rbg`, `unsafe_rbg`) draw the bits of
     a whole batch from its first key, in all versions of JAX that we support
-    (https://github.com/jax-ml/jax/pull/20094). What another implementation does is not known.
+    (https://github.com/jax-ml/jax/pull/20094). Nothing is known of other implementations.
     """
     if eqn.primitive.name in ("rng_bit_generator", "rng_uniform"):
         return True

@@ -125,7 +125,7 @@ def name_of(fn: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the message of an error, or its type if it has none."""
+    """The first line of the message of an error, or its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -155,7 +155,7 @@ _HIDDEN_FIELDS = tuple(jax.tree_util.GetAttrKey(name) for name in ("_eqg_fn", "_
 
 
 def show_path(path: Sequence[Any]) -> str:
-    """The path of a leaf as the user would write it, such as `.layers[0].weight`, also where
+    """The path of a leaf as the user would write it, such as `.layers[0].weight`, even if
     `layers[0]` is wrapped in `filter_checkpoint`."""
     return jax.tree_util.keystr(tuple(key for key in path if key not in _HIDDEN_FIELDS))
 
@@ -179,7 +179,7 @@ class _Type:
 
 
 def show_tree(tree: Any) -> str:
-    """The structure of a PyTree, with types in place of arrays."""
+    """The structure of a PyTree, with types instead of arrays."""
     is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
     shown = mirror(lambda x: _Type(x) if is_array(x) else x, tree, is_leaf=is_array)
     return eqx.tree_pformat(shown, width=80)

@@ -87,7 +87,7 @@ _LEAF = jax.tree.structure(0)
 
 
 def is_leaf_structure(treedef: Any) -> bool:
-    """Whether it is that of a leaf, which an empty container is not."""
+    """Whether it is the structure of a leaf. An empty container is not a leaf."""
     return treedef == _LEAF
 
 
@@ -110,12 +110,12 @@ def mirror(
 
 
 def class_of(tree: Any) -> type:
-    """The class of an object, or of the one that a mirror stands for."""
+    """The class of an object, or of the object that a mirror replaces."""
     return tree._treedef.node_data()[0] if isinstance(tree, Mirror) else type(tree)
 
 
 def static_fields(tree: Any) -> dict[str, Any]:
-    """The fields of a Module, or of a mirror of a dataclass, that are no children."""
+    """The static fields of a Module, or of a mirror of a dataclass."""
     if isinstance(tree, Mirror):
         return tree._static
     if not isinstance(tree, eqx.Module):
@@ -173,7 +173,7 @@ def floating_only(tree: Any) -> Any:
 
 
 def prefix_leaves(prefix: Any, tree: Any, is_leaf: Any = None) -> list[Any]:
-    """For each leaf of a tree, the leaf of a prefix of the tree that stands for it."""
+    """For each leaf of a tree, the leaf of a prefix of the tree that covers it."""
     filled: list[Any] = []
     fill = lambda x, branch: filled.extend([x] * len(jax.tree.leaves(branch)))
     jax.tree.map(fill, mirrored(prefix), mirrored(tree), is_leaf=is_leaf)

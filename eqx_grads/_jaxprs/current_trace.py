@@ -59,7 +59,7 @@ def _traces() -> Iterator[Any]:
 
 
 def staging_trace() -> Any:
-    """The innermost trace that stages operations into a jaxpr; `None` if there is none."""
+    """The innermost trace that stages operations into a jaxpr, or `None`."""
     return next((trace for trace in _traces() if type(trace) is _STAGING), None)
 
 
@@ -91,8 +91,8 @@ def is_staged(operands: Sequence[Any]) -> bool:
 def is_valid(x: Any) -> bool:
     """False for a tracer of a transformation that is surely over.
 
-    The traces that are at work form a chain, which JAX cuts where it traces a part of a program
-    anew, as it does with the body of a scan to differentiate it.
+    The traces at work form a chain. JAX cuts it where it traces a part of a program again, for
+    example the body of a scan to differentiate it.
     """
     if not isinstance(x, Tracer):
         return True
@@ -116,7 +116,7 @@ def outside_of_transformations() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_of_linearization(values: Sequence[Any]) -> Iterator[None]:
-    """Compute with `values`, which are no tangents, as if nothing were being linearized.
+    """Compute with `values`, which are not tangents, as if nothing were being linearized.
 
     `jax.grad` runs the forward rule of a primitive under partial evaluation. There each
     operation looks whether its operands are known, which takes as long as the operation itself.
@@ -130,8 +130,8 @@ def outside_of_linearization(values: Sequence[Any]) -> Iterator[None]:
 
 
 def unknown_to_linearization(outputs: Sequence[Any], values: Sequence[Any]) -> list[int]:
-    """Which of these outputs JAX does not know while it linearizes a function of `values`:
-    those that depend on tangents."""
+    """Which outputs JAX does not know while it linearizes a function of `values`: they depend
+    on tangents."""
     trace = _linearization(values)
     if trace is None:
         return []

@@ -52,8 +52,8 @@ def are_in(atoms: Iterable[Any], found: Set[Any]) -> list[bool]:
 
 
 def consts_as_inputs(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program of its constants and its inputs. What is constant for a function may vary in
-    the program that the function is in, and is stored there once."""
+    """The program of its constants and its inputs. A constant of a function may vary in the
+    program around it, and is stored there once."""
     if not program.consts:
         return program
     inputs = [*program.jaxpr.constvars, *program.jaxpr.invars]

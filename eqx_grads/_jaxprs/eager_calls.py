@@ -71,7 +71,7 @@ def _is_array(x: Any) -> bool:
 
 
 class _Programs:
-    """The compiled programs of some functions. `of[f]`: those of these functions and `f`."""
+    """The compiled programs of some functions. `of[f]`: the programs of these and `f`."""
 
     def __init__(self):
         self.jitted: dict[Hashable, Callable[..., Any]] = {}
@@ -113,8 +113,8 @@ def _jit(run: Callable[..., Any], treedef: Any) -> Callable[..., Any]:
 
 
 class _Static(eqx.Module):
-    """What a call returns besides arrays: `None` for an array, the index of an argument that is
-    returned as it is, or a plain value in a tuple."""
+    """The output of a call without its arrays: `None` for an array, the index of an argument
+    that is returned unchanged, or a plain value in a tuple."""
 
     treedef: Any = eqx.field(static=True)
     leaves: tuple[Any, ...] = eqx.field(static=True)

@@ -32,7 +32,7 @@ Run = Callable[[ClosedJaxpr, list[Any], Any], Sequence[Any]]
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """What an equation computes for arrays."""
+    """The outputs of an equation for arrays."""
     if eqn.primitive.name.startswith("scatter"):
         # The transpose of `scatter_mul` reads the shape of what may be a number in the program
         # (JAX 0.10 to 0.12).
@@ -50,7 +50,7 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 def function_of(
     eqn: Any, values: Sequence[Any], indices: Sequence[int], outs: Sequence[int]
 ) -> Callable[..., list[Any]]:
-    """What an equation computes, as a function of some of its operands: its outputs `outs`."""
+    """The outputs `outs` of an equation, as a function of some of its operands."""
 
     return restricted(lambda *xs: at(bind(eqn, xs), outs), values, indices)
 
@@ -90,7 +90,7 @@ def evaluate_equations(
     *,
     constant: Callable[[Any], Any] = lambda x: x,
 ) -> list[Any]:
-    """The values of the variables `outputs`, given those of all free variables in `env`."""
+    """The values of the variables `outputs`, given all free variables in `env`."""
     env = dict(env)
     read = lambda v: constant(v.val) if isinstance(v, Literal) else env[v]
     for eqn in eqns:
@@ -103,12 +103,12 @@ def evaluate_equations(
 def enter(
     eqn: Any, values: Sequence[Any], run: Run, extras: Sequence[Any] | None = None
 ) -> Sequence[Any]:
-    """Run an equation with `run(program, values, extra)` in place of each inner program.
+    """Run an equation with `run(program, values, extra)` instead of each inner program.
 
     The values may be any PyTrees; a carry has the same structure before and after a step. The
     derivative of a `CallWithRule` is dropped. `NotImplementedError` for an opaque equation.
 
-    - `extras`: a PyTree for each of `inner_programs(eqn)`. That of a scan has a leading axis of
+    - `extras`: a PyTree for each of `inner_programs(eqn)`. For a scan it has a leading axis of
         time, and each step gets its slice.
     """
     values = list(values)

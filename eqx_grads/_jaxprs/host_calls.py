@@ -7,7 +7,7 @@ from .structure import primal_program
 
 
 def name_on_host(eqn: Any) -> str:
-    """What the user calls the function of a callback, or an empty string."""
+    """The user's name of the function of a callback, or an empty string."""
     return _name_in_library(eqn) or getattr(_function(eqn), "__name__", "")
 
 
@@ -27,7 +27,7 @@ def _equations_of_call(eqn: Any) -> Sequence[Any]:
 
 
 def _name_in_library(eqn: Any) -> str:
-    """That of a host function of this library is in the object that JAX calls for it."""
+    """The name of a host function of this library, which is in the object that JAX calls."""
     return getattr(_op(eqn), "name", "")
 
 

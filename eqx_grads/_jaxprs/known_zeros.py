@@ -5,9 +5,8 @@ are zero. Multiplied by an infinite or undefined factor they would be NaN; here 
 computed at all (clause 2 of the contract).
 
 Each value has a flag. `True`: it is zero because inputs are. `None`: it is zero, or an array of
-zeros, as the program says so. `False`: nothing is known. What the program says to be zero is no
-reason to drop a factor, as `0 * nan` is what the user wrote; but it does not make a sum with a
-known zero anything else than zero.
+zeros, as the program says so. `False`: nothing is known. A zero of the program is not a reason
+to drop a factor, because the user wrote `0 * nan`. But its sum with a known zero is zero.
 """
 
 from collections.abc import Sequence
@@ -32,8 +31,8 @@ Flag = bool | None
 def evaluate_with_zeros(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """The outputs of a program, `None` being zero, in `args` as well as in the outputs.
 
-    An equation of which not enough is known gets arrays of zeros. (Its derivative at zero would
-    do without, but drops the outputs that do not depend on the inputs at all.)
+    If too little is known of an equation, it gets arrays of zeros. (Its derivative at zero
+    needs no such arrays, but drops the outputs that do not depend on the inputs at all.)
     """
     flags = interpret(program, [x is None for x in args], _ZEROS)
     return _evaluate(flags, args)
@@ -56,7 +55,7 @@ def _evaluate(flags: Interpretation[Flag], args: Sequence[Any]) -> list[Any]:
 
 
 def _evaluate_partly(step: Step[Flag], values: list[Any]) -> Sequence[Any]:
-    """An equation that some zeros enter, and of which not all outputs are known zeros."""
+    """An equation with some zeros among its operands, and other outputs than known zeros."""
     eqn, known, name = step.eqn, structure(step.eqn), step.eqn.primitive.name
     if isinstance(known, Call) and not assigns_shardings(eqn.params):
         return _evaluate(step.inner[0], values)

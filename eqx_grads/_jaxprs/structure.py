@@ -239,7 +239,7 @@ def holds(part: ClosedJaxpr | Any, *kinds: str | type) -> bool:
 
 
 def primal_program(eqn: Any) -> ClosedJaxpr | None:
-    """What a call with a rule computes. `None` for another equation.
+    """The program of a call with a rule. `None` for another equation.
 
     With the flags `jax_custom_jvp3` and `jax_custom_vjp3`, it is in an opaque equation.
     """
@@ -255,8 +255,8 @@ _OPAQUE_CALLS = ("call_hi_primitive",)
 
 
 def primal_call(eqn: Any) -> tuple[ClosedJaxpr, list[int]] | None:
-    """What a call with a rule, or a solver that was given to JAX, computes: a program, and the
-    indices of its operands among those of the equation. `None` for another equation."""
+    """The program of a call with a rule, or of a solver that was given to JAX, and the indices
+    of its operands among the operands of the equation. `None` for another equation."""
     program = primal_program(eqn)
     return given_solver(eqn) if program is None else (program, list(range(len(eqn.invars))))
 

@@ -109,7 +109,7 @@ def rule_of_custom_call(params: Mapping[str, Any]) -> Any:
 
 def given_solver(eqn: Any) -> tuple[ClosedJaxpr, list[int]] | None:
     """The solver that was given to `jax.lax.custom_linear_solve` or `jax.lax.custom_root`, and
-    the indices of its operands among those of the equation. `None` for another equation.
+    the indices of its operands among the operands of the equation. `None` for another equation.
 
     No public API returns it. Until JAX 0.11 a `custom_root` is a call with a rule, whose
     program is all it computes: see `is_custom_root`.
@@ -127,7 +127,7 @@ def given_solver(eqn: Any) -> tuple[ClosedJaxpr, list[int]] | None:
 
 
 def is_custom_root(program: ClosedJaxpr) -> bool:
-    """Whether a program with a rule is that of a `jax.lax.custom_root`. When JAX 0.11 is the
+    """Whether a program with a rule belongs to a `jax.lax.custom_root`. When JAX 0.11 is the
     oldest version, delete this function."""
     return function_name(program) == "_custom_root"
 

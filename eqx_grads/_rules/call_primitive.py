@@ -4,7 +4,7 @@ Neither of JAX's own will do. A `jax.custom_jvp` is batched by batching its rule
 rule of the user's never sees the call (clause 3 of the contract); when a staged one is batched,
 the function decides which outputs have the batch dimension, although a tangent may have it
 where its output has not; and up to JAX 0.11 the second derivative of a call inside `lax.scan`
-is that of the function, not of the rule. A `jax.custom_vjp` has no forward mode, and
+comes from the function, not from the rule. A `jax.custom_vjp` has no forward mode, and
 `jax.custom_batching.custom_vmap` no reverse mode.
 """
 
@@ -115,7 +115,7 @@ class _CallPrimitive(Primitive):
         return bind_call(_extended_call(call, traced, n_extra, n_consts), operands)
 
     def to_lojax(self, *operands, **params):
-        """What JAX 0.12 puts in place of a call before lowering, if its function has a "high"
+        """JAX 0.12 replaces a call by this before lowering, if its function has a "high"
         operation, such as a `jax.checkpoint` with the flag `jax_remat3`."""
         return _impl(*operands, **params)
 

@@ -22,7 +22,7 @@ class Call:
     - `vmap(axis_data, batched, operands)` returns the outputs by the user's batching rule, and
         which of them are batched; `None` if there is no rule. The batch dimension is the first.
     - `fn` is the function that the user wrote, for errors. It may have placeholders.
-    - `n_operands`: the number of operands, of which the first `n_args` can have a tangent.
+    - `n_operands`: the number of operands. Only the first `n_args` can have a tangent.
     - `rules_key`: the same object for all calls with the same rules.
     """
 
@@ -43,7 +43,7 @@ class Call:
 
 
 def vmap_over(axis_data: Any) -> Callable[..., Any]:
-    """The `jax.vmap` of which JAX asks a batching rule with `axis_data`."""
+    """The `jax.vmap` for which JAX calls a batching rule with `axis_data`."""
     return ft.partial(
         jax.vmap,
         axis_size=axis_data.size,

@@ -92,7 +92,7 @@ class ClosureTemplate:
         self._owners = {id(new) for new, _ in copy.made.values()}
 
     def substitute(self, values: Sequence[Any]) -> tuple[list[Any], Any]:
-        """`items` and `holder` with `values` in place of the placeholders."""
+        """`items` and `holder` with `values` instead of the placeholders."""
         if not self.names:
             return self.items, self.holder
         swap = lambda x: values[x.number] if type(x) is _Placeholder else x
@@ -256,7 +256,7 @@ def is_closed(x: Any) -> bool:
 
 
 def _opaque_parts(x) -> list[tuple[Any, Any]]:
-    """What an object holds that can't be put together again, as (step, part)."""
+    """The parts of an object that can't be put together again, as (step, part)."""
     if isinstance(x, type):
         attributes = _class_attributes(x)
         return [(k, v) for k, v in vars(x).items() if any(v is a for a in attributes)]

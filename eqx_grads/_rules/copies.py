@@ -2,7 +2,7 @@
 
 A decorated Module is copied with other arrays by `eqx.tree_at`, an optimizer, `jit` or `vmap`.
 All copies share their rules, and a rule calls the Module by the name of the first one, as in
-`return f(x), x`. There, `f` stands for the copy that is differentiated.
+`return f(x), x`. There, `f` means the copy that is differentiated.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def running_rule(fn: Callable[..., Any], rules: Any) -> contextlib.AbstractConte
 
 
 def copy_in_use(fn: Any, rules: Any) -> Any:
-    """The Module `fn`, or the copy of it of which a rule is running."""
+    """The Module `fn`, or its copy whose rule is running."""
     running = _running.get().get(rules.cache)
     if running is None or _have_same_leaves(fn, running.fn):
         return fn

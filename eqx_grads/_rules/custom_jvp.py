@@ -220,7 +220,7 @@ def _check_value(rule, call, outputs, arrays) -> None:
 
 
 def _not_transposable(rule, call, ts, reasons):
-    """The tangents `ts`, where it is an error to transpose one of those that have a reason.
+    """The tangents `ts`, where transposing a tangent that has a reason is an error.
     JAX's own error does not say whose tangent it is."""
 
     def checked(t, reason):

@@ -265,7 +265,7 @@ def _run_fwd(call: RuleCall) -> tuple[OutputSpec, list[Any], Any]:
 @dataclasses.dataclass(frozen=True)
 class _VjpSpec:
     """All that is needed to push tangents forward and to pull cotangents back, but for the
-    arrays. JAX keeps it with the program, so there is no tracer in it."""
+    arrays. JAX keeps it with the program, so it holds no tracer."""
 
     flat: FlatCall
     perturbed: tuple[int, ...]  # which of the positional arrays have a tangent
@@ -346,7 +346,7 @@ class _VjpSpec:
 
 
 def _explain_forward_mode(fn: Any, error: Exception) -> None:
-    """What JAX raises does not say that it is about forward mode, or of which function."""
+    """JAX's own error does not mention forward mode, or the function."""
     what = f"Forward mode of `{name_of(fn)}` differentiates the function itself, which failed"
     way_out = (
         "Its backward rule is for reverse mode. Give forward mode a rule of its own: `def_jvp` "

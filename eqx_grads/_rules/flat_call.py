@@ -104,7 +104,7 @@ class FlatCall:
         )
 
     def call(self, operands: Sequence[Any]) -> tuple["OutputSpec", list[jax.Array]]:
-        """What the undecorated function returns for these operands."""
+        """The outputs of the undecorated function for these operands."""
         fn, rules, args, kwargs = self.restore(operands)
         return OutputSpec.of(fn(*args, **kwargs), rules.convention.outputs)
 
@@ -128,8 +128,7 @@ class FlatCall:
         return key
 
     def flags(self, flags: Sequence[bool], operands: Sequence[Any]) -> tuple[Any, ...]:
-        """A flag for each leaf of the positional arguments, of which these `flags` are those of
-        the arrays."""
+        """A flag for each leaf of the positional arguments, from the `flags` of the arrays."""
         static = [False] * len(self.args.static)
         return self.args.mirror(flags, static, operands[: self.n_args])
 

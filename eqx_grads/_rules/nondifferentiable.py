@@ -28,7 +28,7 @@ def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:
 
     **Arguments:**
 
-    - `x`: any PyTree. Of a function in it, this is about the values that it closes over.
+    - `x`: any PyTree. For a function in it, the values that it closes over count.
     - `name`: what it is, for the error.
 
     **Returns:**

@@ -1,4 +1,4 @@
-"""A user's rule, one call of it, and the check of the value that it returns."""
+"""A user's rule, one call of the rule, and the check of its value."""
 
 import abc
 import dataclasses
@@ -121,8 +121,7 @@ class Rule(Rebuildable):
             raise
 
     def note_defaults(self, error: ValueError, given: str, names: Sequence[str]) -> None:
-        """If `error` is that of a tuple of another length, say that of what the rule is
-        `given`."""
+        """If `error` is about a tuple of another length, add what the rule is `given`."""
         if "to unpack" in str(error) and self._is_the_users:
             error.add_note(
                 f"The rule `{self.name}` is given {given} with an entry for each positional "
@@ -132,8 +131,8 @@ class Rule(Rebuildable):
             )
 
     def keywords(self, kwargs: dict[str, Any], filled: frozenset[str]) -> dict[str, Any]:
-        """The keyword-only arguments of the function: all that were given, and of those
-        that have their default value the ones that this rule has a parameter for."""
+        """The keyword-only arguments of the function: all that were given, and the defaults
+        that this rule has a parameter for."""
         if self._accepted is None or not filled:
             return kwargs
         left_out = filled - self._accepted
@@ -145,14 +144,14 @@ class Rule(Rebuildable):
 
 
 def advice_on_cotangents(result: Any) -> str:
-    """What to do about a backward rule that returned `result`: another number of cotangents
-    than there are arguments, or no tuple."""
+    """The way out for a backward rule that returned `result`: another number of cotangents
+    than there are arguments, or not a tuple."""
     if isinstance(result, tuple | list):
         return (
-            "Each positional argument has one, also if it was left at its default. `None` is "
-            "zero."
+            "Each positional argument has one, even if the call left it at its default. `None` "
+            "is zero."
         )
-    return "Return a tuple, also for a single argument: `return (ct,)`. `None` is zero."
+    return "Return a tuple, even for a single argument: `return (ct,)`. `None` is zero."
 
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -230,7 +229,7 @@ class AbstractRules(Rebuildable, abc.ABC):
         """The rule that also returns the value."""
 
     def signature(self, fn: Callable[..., Any]) -> Signature:
-        """That of `fn`, the function with these rules."""
+        """The signature of `fn`, the function with these rules."""
         if self._signature is not None:
             return self._signature
         signature = Signature(fn)
@@ -244,8 +243,8 @@ class RuleCall:
     """One differentiation of one call: what a rule needs to know.
 
     - `rules, fn, args, kwargs`: the function, its rules and its arguments.
-    - `operands`: the arrays; `tangents`: theirs, `None` for zero. Those of the positional
-        arguments come first, and no others have a tangent.
+    - `operands`: the arrays; `tangents`: their tangents, `None` for zero. The operands of
+        the positional arguments come first, and no others have a tangent.
     - `flat`: how the operands make up the arguments.
     """
 
@@ -287,16 +286,16 @@ def try_to_trace(trace: Callable[..., T], *args: Any) -> T | None:
 
 
 class TracedRule(NamedTuple):
-    """A rule as a program. It has the outputs that the rule did not return as `None`: those at
-    the indices `live`, of `n`."""
+    """A rule as a program, without the outputs that the rule returned as `None`. It has `n`
+    outputs, and the program has the ones at the indices `live`."""
 
     program: ClosedJaxpr
     live: Sequence[int]
     n: int
 
     def evaluate(self, args: Sequence[Any]) -> list[Any]:
-        """The outputs without the terms of those arguments that are zero, which is `None`: what
-        is multiplied by a zero is never computed, and so can't be NaN (clause 2)."""
+        """The outputs without the terms of arguments that are zero (`None`): a factor of a
+        zero is never computed, and so can't be NaN (clause 2)."""
         return fill([None] * self.n, self.live, evaluate_with_zeros(self.program, args))
 
 
@@ -343,7 +342,7 @@ def check_outputs(
 
 
 def _outputs(call: RuleCall) -> OutputSpec | None:
-    """What the function itself returns; `None` if it can't be traced."""
+    """The outputs of the function itself; `None` if it can't be traced."""
     traced = trace_outputs(call.flat.call, lambda one: one, call.operands)
     return None if traced is None else traced[0]
 
@@ -353,8 +352,8 @@ def trace_outputs(
     transform: Callable[[Callable[..., Any]], Callable[..., Any]],
     operands: Sequence[Any],
 ) -> tuple[OutputSpec, Sequence[Any]] | None:
-    """What a function of operands returns, and the types of its arrays after a transformation.
-    `None` if it can't be traced."""
+    """The outputs of a function of operands, and the types of its arrays after a
+    transformation. `None` if it can't be traced."""
     found: list[OutputSpec] = []
 
     def one(*xs):
@@ -375,7 +374,7 @@ def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:
             "which holds a traced value.",
             f"at out{outputs.static_path(i)}: {name}",
             place_of(fn),
-            do="What a function with a rule returns leaves the trace it was made in. Return "
+            do="The output of a function with a rule leaves the trace it was made in. Return "
             "the value as an array, for instance in an `eqx.Module` or `eqx.Partial`.",
         )
 

@@ -12,7 +12,7 @@ from .closure_convert import contains_tracer, Opaque
 
 
 class ParameterNames:
-    """What the user calls the positional arguments."""
+    """The user's names of the positional arguments."""
 
     def __init__(self, names: Sequence[str], rest: str):
         self._names = tuple(names)
@@ -25,8 +25,8 @@ class ParameterNames:
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
-    """The signature of `fn`: that of `(*args, **kwargs)` for a builtin that does not say, and
-    for a ufunc before NumPy 2.4."""
+    """The signature of `fn`. A builtin without one, or a ufunc before NumPy 2.4, counts as
+    `(*args, **kwargs)`."""
     try:
         return inspect.signature(fn)
     except ValueError:
@@ -52,7 +52,7 @@ def accepted_keywords(
 
 
 def _is_ufunc(fn) -> bool:
-    """Whether `inspect.signature(fn)` is that of a ufunc, of NumPy or SciPy."""
+    """Whether `fn` is a ufunc of NumPy or SciPy, perhaps wrapped."""
     while True:
         fn = inspect.unwrap(fn, stop=lambda f: hasattr(f, "__signature__"))
         if not isinstance(fn, ft.partial):
@@ -98,10 +98,10 @@ class Signature(Opaque):
     def bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], fills_defaults: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], frozenset[str]]:
-        """The arguments by position, the keyword-only ones, and the names of those among
-        the latter that were filled in from defaults.
+        """The arguments by position, the keyword-only ones, and the names of the
+        keyword-only arguments that were filled in from defaults.
 
-        Without `fills_defaults`, the last of those by position may be missing. A ufunc gets
+        Without `fills_defaults`, the last arguments by position may be missing. A ufunc gets
         only what it was given.
         """
         if self.is_by_position and not kwargs and len(args) == len(self.by_position):

@@ -1,4 +1,4 @@
-"""Apply a user's batching rule, and compare its outputs with those of `vmap`."""
+"""Apply a user's batching rule, and compare its outputs with the outputs of `vmap`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

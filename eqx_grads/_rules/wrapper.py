@@ -238,7 +238,7 @@ _HINTS = {
 
 
 def check_options(decorator: str, options: dict[str, Any]) -> None:
-    """Raise if there are options: there are none, but JAX's decorators have some."""
+    """Raise if the user passed an option, such as an option of JAX's decorators."""
     for name in options:
         raise rule_error(
             f"`{decorator}` was given an option that it does not have.",

@@ -1,6 +1,6 @@
-"""Where a rule says that a derivative is zero, the function may say that there is none.
+"""Where a rule says that a derivative is zero, the function may forbid a derivative.
 
-`nondifferentiable` raises where it is differentiated. A rule stands for the derivative of its
+`nondifferentiable` raises where it is differentiated. A rule replaces the derivative of its
 function, so nothing in the function is differentiated. Without the check here, the rule may
 return `None` for what the function calls nondifferentiable: a silent zero instead of an error.
 """
@@ -31,7 +31,7 @@ def check_zeros(rule: Rule, call: RuleCall, indices: Sequence[int]) -> None:
 def check_function_of_zeros(
     rule: str, fn: Any, of_zeros: Callable[..., Any], primals: Sequence[Any]
 ) -> None:
-    """The same of `of_zeros`, which is `fn` as a function of these primals only."""
+    """The same for `of_zeros`, which is `fn` as a function of these primals only."""
     errors: list[RuleError] = []
 
     def inexact_outputs(*xs):
