@@ -140,7 +140,7 @@ class Births(AbstractCarrier[Value]):
             any(v.is_active for v in values),
         )
 
-    def decide(self, place, by, outs):
+    def decide(self, by, outs):
         return outs
 
     def visit(self, place, values):
