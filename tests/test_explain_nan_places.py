@@ -139,7 +139,7 @@ def test_a_nan_in_the_data_and_a_root_at_other_steps():
     xs = jnp.ones(10).at[2].set(jnp.nan).at[7].set(-3.0)
     root, data = eqg.explain_nan(loss, ONE, xs).found
     assert {root.kind, data.kind} == {"dead branch"}
-    assert (root.step, root.count, root.operands) == ((7,), 1, (-2.0,))
+    assert (root.step, root.count) == ((7,), 1)
     assert (data.step, data.count) == ((2,), 1)
     assert data.cure.startswith("`xs` holds a NaN")
 
@@ -156,11 +156,8 @@ def test_a_value_with_other_causes_at_other_steps():
     """At the first bad step, the logarithm is infinite, and at the next one it is NaN."""
     loss = outputs(lambda w, x: jnp.log(w * x))
     report = eqg.explain_nan(loss, ONE, jnp.array([1.0, 0.0, 1.0, -1.0]))
-    found = {record.kind: (record.step, record.operands) for record in report.found}
-    assert found == {
-        "outside of the domain": ((3,), (-1.0,)),
-        "true singularity": ((1,), (0.0,)),
-    }
+    found = {record.kind: record.step for record in report.found}
+    assert found == {"outside of the domain": (3,), "true singularity": (1,)}
 
 
 # ---------------------------------------------------------------- layers of Equinox

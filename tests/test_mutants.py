@@ -658,7 +658,7 @@ def test_rounding_of_what_is_random_is_no_sample():
     assert record.kind == "rounding"
 
 
-def test_the_largest_product_is_shown_and_not_the_largest_cotangent():
+def test_the_element_of_the_largest_product_is_named():
     factors = jnp.array([1e-30, 1e25], "float32")
     cotangents = jnp.array([1e30, 1e20], "float32")
 
@@ -668,5 +668,4 @@ def test_the_largest_product_is_shown_and_not_the_largest_cotangent():
 
     (record,) = eqg.explain_nan(loss, jnp.array(1e-30, "float32")).found
     assert record.kind == "overflow"
-    assert_close(record.cotangent, float(cotangents[1]))
-    assert_close(record.operands[0], float(factors[1]))
+    assert record.index == (1,)

@@ -44,7 +44,7 @@ def masked_and_cancels(x):
 def test_a_zero_that_no_selection_makes(loss, why):
     (record,) = eqg.explain_nan(loss, X).found
     assert (record.kind, record.primitive, record.mask) == ("zero times infinity", "sqrt", why)
-    assert (record.index, record.operands, record.cotangent) == ((1,), (0.0,), 0.0)
+    assert record.index == (1,)
     assert "no selection" in record.cure
     # What the cure says: this is not what `zero_safe` drops, but by its other policy.
     assert jnp.isnan(jax.grad(eqg.zero_safe(loss))(X)[1])
@@ -147,8 +147,6 @@ def test_a_step_is_evaluated_as_the_loop_was():
     h = jnp.full(3, 0.3, jnp.float32)
     report = eqg.explain_nan(loss, h, jnp.array([0.3, 0.7, 0.1], jnp.float32))
     assert {record.primitive for record in report.found} <= {"sqrt"}, str(report)
-    for record in report.found:
-        assert record.operands[0] <= 0, str(report)
 
 
 def _root_in_zero_safe(x):
@@ -206,18 +204,15 @@ def test_rows_that_look_the_same_are_one():
 def test_elements_of_one_operation_with_different_causes():
     """With the cure of the one, the other is not finite still."""
     report = eqg.explain_nan(lambda x: jnp.sum(jnp.log(x)), jnp.array([-1.0, 0.0, 1.0]))
-    found = [(record.kind, record.index, record.operands) for record in report.found]
-    assert sorted(found) == [
-        ("outside of the domain", (0,), (-1.0,)),
-        ("true singularity", (1,), (0.0,)),
-    ]
+    found = [(record.kind, record.index) for record in report.found]
+    assert sorted(found) == [("outside of the domain", (0,)), ("true singularity", (1,))]
 
 
 def test_elements_that_were_not_finite_before_have_no_cause_of_their_own():
     loss = lambda x: jnp.sum(jnp.log(x * jnp.log(x)))
     report = eqg.explain_nan(loss, jnp.array([-1.0, 1.0, 3.0]))
-    lines = {(record.kind, record.operands) for record in report.found}
-    assert lines == {("outside of the domain", (-1.0,)), ("true singularity", (0.0,))}
+    kinds = {(record.kind, record.index) for record in report.found}
+    assert kinds == {("outside of the domain", (0,)), ("true singularity", (1,))}
 
 
 @pytest.mark.parametrize(
@@ -496,7 +491,7 @@ def test_a_nan_of_two_logarithms_of_zero_is_named_first():
     p = jnp.array([[1.0, 0.0], [0.5, 0.5]])
     report = eqg.explain_nan(lambda p: loss(p, _shifted), p)
     first = report.found[0]
-    assert (first.primitive, first.is_forward, first.operands) == ("sub", True, (-jnp.inf,) * 2)
+    assert (first.primitive, first.is_forward) == ("sub", True)
     assert first.kind == "inf - inf"
     mended = lambda p: loss(p, lambda x: eqg.safe.logsumexp(x, 0))
     assert jnp.isfinite(mended(p))
@@ -591,7 +586,6 @@ def test_a_cause_that_a_mask_drops_beside_a_loss_that_is_nan():
     assert jnp.all(jnp.isfinite(jax.grad(bad)(model)["scores"]))
     report = eqg.explain_nan(bad, model)
     assert [record.kind for record in report.found] == ["0/0"]
-    assert any("does not reach the gradient" in remark for remark in report.remarks)
     assert not eqg.explain_nan(lambda model: loss(model, lambda b: 1.0), model)
 
 

@@ -179,8 +179,6 @@ def test_how_many_elements_are_bad():
     report = eqg.explain_nan(loss, x)
     (record,) = report.found
     assert (record.n_bad, record.shape, record.index) == (9, (4, 8), (1, 2))
-    assert "  9 of 32: [1, 2], ...  " in str(report)
-    assert "  1 of 2: [1]  " in str(eqg.explain_nan(loss, X))
     (record,) = eqg.explain_nan(loss, jnp.full(3, jnp.nan)).found
     assert (record.n_bad, record.shape) == (3, (3,))
     # In a loop, in the step that is shown; above a threshold too.

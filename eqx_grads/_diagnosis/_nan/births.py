@@ -5,10 +5,8 @@ NaNs and of its infinities; a cotangent also why its elements are zero. What is 
 loss or to a gradient is a cause; the rest does no harm.
 """
 
-import dataclasses
 import functools as ft
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,8 +28,8 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from ..carried import AbstractCarrier, enter, on_host, Place, walk
-from ..origins import equation_tag, Origin
+from ..carried import AbstractCarrier, enter, is_inexact, on_host, walk
+from ..origins import equation_tag
 from ..shards import is_across_shards, shards_of
 from .derivative import Derivative
 from .values import (
@@ -39,7 +37,6 @@ from .values import (
     calmed,
     HEALED,
     infs_of,
-    is_inexact,
     is_nonfinite,
     is_var,
     labels_of,
@@ -76,7 +73,6 @@ class Births(AbstractCarrier[Value]):
         self.births: list[Birth] = []
         self.zeros = Zeros(derivative, self._bind)
         self.sets: list[frozenset[int]] = [frozenset()]
-        self._seen: list[tuple[Place, Sequence[Any]]] = []
         self._numbers: dict[Any, int] = {}
         self._of_constants: dict[int, Value] = {}
         self._compiled: dict[int, Any] = {}
@@ -96,24 +92,6 @@ class Births(AbstractCarrier[Value]):
         except Stopped:
             return None
 
-    def operands_of(self, origin: Origin | None, *places: Place | None) -> Sequence[Any] | None:
-        """The operands of an operation of the loss, in the step in which a birth is."""
-        around = [p for place in places if place is not None for p in place.outward()]
-        if any(isinstance(structure(p.eqn), ShardMap) for p in around):
-            return []  # it is not known of which shard
-        if origin is None:
-            return None
-        steps_of = self.derivative.steps_of
-        is_it = lambda place: place.eqn.primitive.name == origin.eqn.primitive.name
-        for steps in map(steps_of, places):
-            for place, xs in filter(lambda seen: is_it(seen[0]), self._seen):
-                if self.derivative.origin(place) is origin and steps_of(place) == steps:
-                    return xs
-        return None
-
-    def value(self, outs: Sequence[Value] | None) -> float:
-        return float("nan") if outs is None else float(outs[0].truth)
-
     # ------------------------------------------------------------ what a carrier does
 
     def constant(self, x):
@@ -123,19 +101,15 @@ class Births(AbstractCarrier[Value]):
         return value.truth
 
     def map(self, fn, values):
-        nan, zero = None, None
-        if any(v.nan is not None for v in values):
-            nan = fn(*(v.nans for v in values))
-        if any(v.zero is not None for v in values):
-            zero = lambda: fn(*(v.zeros for v in values))
-            zero = zero if any(callable(v.zero) for v in values) else zero()
+        is_any = lambda name: any(getattr(v, name) is not None for v in values)
+        nan = fn(*(v.nans for v in values)) if is_any("nan") else None
         x = fn(*(v.x for v in values))
         return Value(
             x,
             nan if nan is not None and nan.any() else None,
             infs_of(x, values),
             union(v.decided for v in values),
-            zero,
+            fn(*(v.zeros for v in values)) if is_any("zero") else None,
             any(v.is_ct for v in values),
             any(v.is_active for v in values),
         )
@@ -192,37 +166,27 @@ class Births(AbstractCarrier[Value]):
             for v, flag in zip(values[n : n + known.n_carry], flags.outs, strict=False)
         ]
         values = [*values[:n], *flagged, *values[n + known.n_carry :]]
-        if not self._is_long(place.eqn, known) or any(v.nan is not None for v in values):
-            return enter(place, values, self)
-        outs = self._bind(place.eqn, [v.x for v in values])
-        if any(is_nonfinite(x) for x in outs):
-            return enter(place, values, self)
-        zeros = _Later(lambda: self._zeros_of_loop(place, values))
-        return [
-            _flagged(Value(x, zero=zeros.of(k) if flag & 1 else None), flag)
-            for k, (x, flag) in enumerate(zip(outs, flags.outs, strict=True))
-        ]
+        is_plain = not any(flag & 1 for flag in flags.outs)
+        if is_plain and self._is_long(place.eqn) and not any(v.nan is not None for v in values):
+            outs = self._bind(place.eqn, [v.x for v in values])
+            if not any(is_nonfinite(x) for x in outs):
+                return [
+                    _flagged(Value(x), flag) for x, flag in zip(outs, flags.outs, strict=True)
+                ]
+        return enter(place, values, self)
 
-    def _is_long(self, eqn, known) -> bool:
+    def _is_long(self, eqn) -> bool:
+        known = structure(eqn)
+        assert isinstance(known, Scan | While)
         n = sum(1 for program in known.programs for _ in equations(program))
-        is_scan = isinstance(known, Scan)
-        return (
-            self.threshold is None and n * (known.length if is_scan else 100) > _MOST_IN_DETAIL
-        )
-
-    def _zeros_of_loop(self, place, values) -> list[Any]:
-        """Of a loop that ran compiled, if they are asked for."""
-        n_births = len(self.births)
-        outs = enter(place, values, self)
-        del self.births[n_births:]
-        return [v.zeros for v in outs]
+        steps = known.length if isinstance(known, Scan) else 100
+        return self.threshold is None and n * steps > _MOST_IN_DETAIL
 
     def skip(self, place, step, consts, carry, xs):
         known = structure(place.eqn)
         values = [*consts, *carry, *xs]
-        if any(v.is_ct for v in values) or not self._is_long(place.eqn, known):
-            return carry, []
-        if any(v.nan is not None or is_nonfinite(v.x) for v in values):
+        is_plain = not any(v.is_ct or v.nan is not None or is_nonfinite(v.x) for v in values)
+        if not is_plain or not self._is_long(place.eqn):
             return carry, []
         assert isinstance(known, Scan)
         if id(place.eqn) not in self._compiled:
@@ -243,8 +207,6 @@ class Births(AbstractCarrier[Value]):
     def _equation(self, place, values):
         eqn = place.eqn
         is_ct, is_active = any(v.is_ct for v in values), any(v.is_active for v in values)
-        if not is_ct:
-            self._seen.append((place, [v.truth for v in values]))
         outs = self._bind(eqn, [v.x for v in values])
         nans = self._propagated(eqn, values, outs, lambda v: v.is_ct == is_ct)
         met = [None] * len(outs)  # of NaNs that meet a cotangent
@@ -439,28 +401,11 @@ def _flagged(v: Value, flag: int) -> Value:
     return v._replace(is_ct=v.is_ct or bool(flag & 1), is_active=v.is_active or bool(flag & 2))
 
 
-@dataclasses.dataclass
-class _Later:
-    """Outputs that are computed when one of them is asked for."""
-
-    compute: Callable[[], Sequence[Any]]
-    outs: Sequence[Any] | None = None
-
-    def of(self, k: int) -> Callable[[], Any]:
-        def one():
-            if self.outs is None:
-                self.outs = self.compute()
-            return self.outs[k]
-
-        return one
-
-
 def _until_not_finite(loop: Scan):
     """A compiled function that runs the steps of a scan from one on, up to the first step of
     which an output is not finite. It returns the carry, the outputs of all steps, and the
     number of the step."""
-    (program,) = loop.programs
-    types = program.out_avals[loop.n_carry :]
+    (program,), n = loop.programs, loop.n_carry
 
     def run(start, consts, carry, xs):
         def body(state):
@@ -468,17 +413,16 @@ def _until_not_finite(loop: Scan):
             i = loop.length - 1 - step if loop.reverse else step
             outs = jaxpr_as_fun(program)(*consts, *carry, *(x[i] for x in xs))
             finite = [jnp.all(jnp.isfinite(x)) for x in outs if is_inexact(x)]
-            good = jnp.all(jnp.stack(finite)) if finite else jnp.bool_(True)
-            keep = lambda new, old: jnp.where(good, new, old)
-            new = [keep(n, o) for n, o in zip(outs, carry, strict=False)]
-            ys = [y.at[step].set(new) for y, new in zip(ys, outs[loop.n_carry :], strict=True)]
-            return step + good, new, ys, ~good
+            good = ft.reduce(jnp.logical_and, finite, jnp.bool_(True))
+            new = [jnp.where(good, x, old) for x, old in zip(outs, carry, strict=False)]
+            ys = [y.at[step].set(x) for y, x in zip(ys, outs[n:], strict=True)]
+            return step + good, new, ys, good
 
+        types = program.out_avals[n:]
         ys = [jnp.zeros((loop.length, *t.shape), t.dtype) for t in types]
-        is_on = lambda state: (state[0] < loop.length) & ~state[3]
-        step, carry, ys, _ = jax.lax.while_loop(
-            is_on, body, (jnp.int32(start), carry, ys, jnp.bool_(False))
-        )
+        is_on = lambda state: (state[0] < loop.length) & state[3]
+        start = jnp.int32(start), carry, ys, jnp.bool_(True)
+        step, carry, ys, _ = jax.lax.while_loop(is_on, body, start)
         return carry, ys, step
 
     return jax.jit(run)

@@ -30,11 +30,6 @@ class Derivative:
     n_seeds: int
     is_reverse: bool
 
-    @property
-    def names(self) -> Sequence[str]:
-        """Those of the derivatives."""
-        return self.numbered.traced.leaves if self.is_reverse else ["the tangent"]
-
     def origin(self, place: Place | None) -> Origin | None:
         """The equation of the loss that an operation comes from."""
         places = place.outward() if place is not None else ()

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..._errors import bad_argument, rule_error, RuleError
-from ..._jaxprs.evaluate import bind, evaluate
 from ..._rules.float_args import as_number
 from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
+from .._zero.gradient import try_gradient
 from ..nan_checks import without_nan_checks
 from ..opaque import opaque_operations
 from ..origins import message_of_check, no_derivative_error, NumberedLoss, raised_error
@@ -26,10 +26,9 @@ from .causes import Cause, causes_of
 from .cures import DROPPABLE
 from .derivative import Derivative, differentiate
 from .kinds import Kind
-from .lines import users_line
 from .record import record_of
 from .report import NaNReport, NonFinite
-from .values import Birth, is_nonfinite
+from .values import is_nonfinite
 
 
 # The calls that are tried. The first drops only what is not selected, so what it gives is the
@@ -180,41 +179,47 @@ class _Call:
 
     def explain(self, tries: bool = True) -> NaNReport:
         """- `tries`: whether `zero_safe` is tried."""
-        doing("tracing the loss and its derivative")
+        doing("tracing the loss")
         traced = trace_loss("explain_nan", self.loss, self.model, self.args, self.kwargs)
         check_no_references("explain_nan", self.loss, traced.program)
-        derivative = _differentiate(NumberedLoss(traced), self.loss)
+        doing("compiling the gradient")
         begin = time.monotonic()
-        outs, error = _compiled(derivative)
+        gradient, error = try_gradient(traced)
         to_compile = time.monotonic() - begin
-        names = derivative.names
-        bad = list(names) if outs is None else _bad(names, outs[1:], self.threshold)
-        value = float("nan") if outs is None else float(outs[0])
-        report = NaNReport(
-            [], value, bad, len(names), derivative.is_reverse, self.threshold, outs is None
-        )
-        if outs is not None and np.isfinite(value) and not bad and self.threshold is None:
+        raised = error or (gradient and gradient.error)
+        check = raised if isinstance(raised, RuntimeError) else None  # of `eqx.error_if`
+        value, bad = float("nan"), list(traced.leaves)
+        if gradient is not None:
+            value = gradient.loss
+            bad = bad if check else _bad(bad, gradient.gradients, self.threshold)
+        report = NaNReport([], value, bad, len(traced.leaves), not raised, self.threshold)
+        if np.isfinite(value) and not bad and self.threshold is None:
             # What a training meets is the compiled program: there is nothing to look for.
-            zeros = _zeros(names, outs[1:]) if derivative.is_reverse else []
+            zeros = _zeros(traced.leaves, gradient.gradients) if gradient and not raised else []
             return dataclasses.replace(report, remarks=zeros)
         doing("looking for the places")
+        derivative = _differentiate(NumberedLoss(traced), self.loss)
         limit = max(self.seconds - _TRIAL * to_compile, self.seconds / 2)
         births = Births(derivative, self.threshold, time.monotonic() + limit)
         carried = births.run()
-        if outs is None:
-            report = dataclasses.replace(report, loss=births.value(carried))
-        causes, harmless = causes_of(births, carried)
-        if error and not causes:
-            raise raised_error(self.loss, error) from error
-        remarks = [f"The error of the gradient: {message_of_check(error)}"] if error else []
-        if carried is None and not error:
+        report = dataclasses.replace(
+            report,
+            is_reverse=derivative.is_reverse,
+            raises=check is not None,
+            loss=value if gradient or not carried else float(carried[0].truth),
+        )
+        causes = causes_of(births, carried)
+        if check and not causes:
+            raise raised_error(self.loss, check) from check
+        remarks = [f"The error of the gradient: {message_of_check(check)}"] if check else []
+        if carried is None and not check:
             remarks.append(_OUT_OF_TIME.format(limit))
-        elif not causes and (bad or not np.isfinite(value)):
+        elif carried and not causes and (bad or not np.isfinite(value)):
             return dataclasses.replace(
                 report,
                 if_compiled=_if_compiled(value, bad),
                 bad_leaves=[],
-                loss=births.value(carried),
+                loss=float(carried[0].truth),
                 remarks=[*remarks, _ONLY_COMPILED],
             )
         left = self.seconds - (time.monotonic() - begin - to_compile)
@@ -223,8 +228,7 @@ class _Call:
         if tries and (n_trials or not causes):
             helps, said = self._trial(causes, report, n_trials)
         found = _without_consequences([record_of(births, cause, helps) for cause in causes])
-        remarks += [*_harmless(births, harmless, found, bool(np.isfinite(value))), *said]
-        return dataclasses.replace(report, found=found, remarks=remarks)
+        return dataclasses.replace(report, found=found, remarks=[*remarks, *said])
 
     def _trial(
         self, causes: Sequence[Cause], report: NaNReport, most: int
@@ -243,10 +247,7 @@ class _Call:
         for policy in chosen:
             call = _TRIALS[policy]
             if self._is_finite_with(policy):
-                is_plain = policy == "selected" and all(
-                    c.kind == Kind.DEAD_BRANCH for c in causes
-                )
-                return call, [] if is_plain else [f"{call} makes this gradient finite."]
+                return call, [] if causes else [f"{call} makes this gradient finite."]
         return "", [_NOT_THESE] if is_dead else []
 
     def _is_finite_with(self, policy: str) -> bool:
@@ -261,20 +262,8 @@ class _Call:
         return not any(map(is_nonfinite, jax.tree.leaves(grads)))
 
 
-def _compiled(derivative: Derivative) -> tuple[list[Any] | None, RuntimeError | None]:
-    """The loss and the derivatives of the compiled program, or the error of a check in it."""
-    doing("compiling the gradient")
-    run = lambda values: evaluate(derivative.program, values, bind)
-    try:
-        return jax.block_until_ready(jax.jit(run)(derivative.values)), None
-    except RuleError:  # which is a `RuntimeError` too
-        raise
-    except RuntimeError as error:  # of `eqx.error_if`, for example
-        return None, error
-
-
 def _bad(names: Sequence[str], derivatives: Sequence[Any], threshold) -> list[str]:
-    """The leaves whose derivative is not finite, or exceeds the threshold."""
+    """The leaves whose gradient is not finite, or exceeds the threshold."""
     limit = np.inf if threshold is None else threshold
     is_bad = lambda x: is_nonfinite(x) or bool(np.any(np.abs(np.asarray(x)) > limit))
     return [name for name, x in zip(names, derivatives, strict=True) if is_bad(x)]
@@ -307,28 +296,6 @@ def _if_compiled(value: float, bad: Sequence[str]) -> str:
     found = [] if np.isfinite(value) else [f"the loss is {value:.6g}"]
     found += [f"the gradient of {show_list(bad, 8)} is not finite"] if bad else []
     return ", and ".join(found)
-
-
-def _harmless(births: Births, harmless: Sequence[Birth], found, has_loss: bool) -> list[str]:
-    """A remark on places that are no causes."""
-    known = {(r.file, r.line) for r in found}
-    numbered, remarks = births.derivative.numbered, []
-    for is_ct, text in ((True, _DROPPED), (False, _NO_HARM)):
-        places = [b.place for b in harmless if b.is_ct == is_ct and (is_ct or not has_loss)]
-        origins = [(births.derivative.origin(place), place) for place in places]
-        lines = [users_line(numbered, origin, place) for origin, place in origins if origin]
-        lines = [line for line in lines if (line.file, line.line) not in known]
-        if lines:
-            shown = show_list(list(dict.fromkeys(map(str, lines))), 12)
-            remarks.append(text.format(shown))
-    return remarks
-
-
-_DROPPED = (
-    "A mask drops the derivative that is not finite at {}: it does not reach the gradient "
-    "here. Fix the rest, and call `explain_nan` again."
-)
-_NO_HARM = "An infinity at {} does no harm to the loss here, as `exp(-inf)` is zero."
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:

@@ -51,7 +51,6 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     first = tuple(map(int, np.argwhere(bad)[0]))
     mask = _mask_fields(births, cause.zero) if _is_zero(cause) else {}
     of = differentiated(numbered, origin) if origin and not is_inside else ""
-    operands = _operands_of(births, origin, source, birth, first)
     return NonFinite(
         **{**where.fields(), "library": library},
         kind=str(cause.kind),
@@ -67,8 +66,6 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
         index=first,
         shape=bad.shape,
         n_bad=int(bad.sum()),
-        operands=operands,
-        cotangent=_cotangent_of(birth, first) if not cause.is_value else None,
         cure=cure_of(
             cause.kind,
             of or primitive,
@@ -76,7 +73,6 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
             is_value=cause.is_value and not of,
             mask=mask.get("mask", ""),
             calls=names_of_calls(numbered, origin, *places) if origin else (),
-            operands=operands,
             holder=holder,
             leaf=leaf,
             is_rule=bool(rule) and origin is not None and _has_rule(origin),
@@ -140,35 +136,3 @@ def _mask_fields(births: Births, zero: Zero) -> dict[str, Any]:
         return {}  # it is inside of the rule of a library
     name = "terms cancel, or underflow" if zero.why == CANCELS else _MASKS.get(name, name)
     return {"mask": name, "mask_file": line.file, "mask_line": line.line}
-
-
-def _at(x: Any, index: tuple[int, ...]) -> Any:
-    """The element of an operand from which an element of the result is computed."""
-    x = np.asarray(x)
-    if x.ndim in (0, len(index)):
-        return x[tuple(min(i, n - 1) for i, n in zip(index, x.shape, strict=False))]
-    return None
-
-
-def _number(x: Any) -> float:
-    return float(np.abs(x)) if np.iscomplexobj(x) else float(x)
-
-
-def _operands_of(births, origin, source, birth, index) -> tuple[float, ...]:
-    """What the operation of the loss was applied to at the element."""
-    if source.number is not None:
-        return (_number(source.xs[0][tuple(np.argwhere(source.bad)[0])]),)
-    xs = births.operands_of(origin, birth.place, source.place)
-    if xs is None:
-        xs = [x for x, ct in zip(source.xs, source.cotangents, strict=False) if not ct]
-    found = [_at(x, index) for x in xs if np.issubdtype(np.asarray(x).dtype, np.number)]
-    return tuple(_number(x) for x in found if x is not None)
-
-
-def _cotangent_of(birth: Birth, index) -> float | None:
-    if birth.zero and birth.is_nan:
-        return 0.0
-    for x, is_ct in zip(birth.xs, birth.cotangents, strict=False):
-        if is_ct and (found := _at(x, index)) is not None:
-            return float(np.real(found))
-    return None

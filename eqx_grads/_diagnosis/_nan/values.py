@@ -9,15 +9,11 @@ import numpy as np
 from jax.extend.core import Literal
 
 from ..._jaxprs.primitives import linear_operands, MULTILINEAR
-from ..carried import Place
+from ..carried import is_inexact, Place
 
 
 # Why a cotangent is zero. If several zeros are added, the last of these is the reason.
 ALIVE, HEALED, UNUSED, NOT_SELECTED, FACTOR, VALUE, CANCELS = range(7)
-
-
-def is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def is_nonfinite(x: Any) -> bool:
@@ -32,7 +28,6 @@ def union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
     return frozenset().union(*sets)
 
 
-# What depends on the seed (1), and on the model (2). A comparison has no derivative.
 class Stopped(Exception):
     """The evaluation ends here: the time is over, or a check in the program raised an error."""
 
@@ -52,8 +47,7 @@ class Value(NamedTuple):
         or 0. `None`: no element is.
     - `infs`: the births of its infinities.
     - `decided`: the births of NaNs that a comparison decided it by.
-    - `zero`: for each element of a cotangent the number of the `Zero` that it is, or 0. Or a
-        function that computes these.
+    - `zero`: for each element of a cotangent the number of the `Zero` that it is, or 0.
     - `is_ct`, `is_active`: whether it depends on the seed, and on the model.
     """
 
@@ -71,8 +65,7 @@ class Value(NamedTuple):
 
     @property
     def zeros(self) -> Any:
-        zero = self.zero() if callable(self.zero) else self.zero
-        return np.zeros(np.shape(self.x), np.int32) if zero is None else zero
+        return np.zeros(np.shape(self.x), np.int32) if self.zero is None else self.zero
 
     @property
     def nans(self) -> Any:
@@ -110,10 +103,6 @@ class Birth:
     def is_outside(self) -> bool:
         """Whether it is an input of the loss, or a constant."""
         return not self.cotangents
-
-    @property
-    def floats(self) -> list[Any]:
-        return [np.asarray(x) for x in self.xs if is_inexact(x)]
 
 
 def infs_of(x, values: Sequence[Value]) -> frozenset[int]:

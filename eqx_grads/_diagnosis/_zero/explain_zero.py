@@ -186,13 +186,13 @@ def explain_traced(
 
 def _without_gradient(loss, explanation: "_Explanation", sized, error) -> ZeroReport:
     """The report on a loss that JAX can't differentiate: what is zero by structure."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        raise raised_error(loss, error) from error
     leaves = explanation.traced.leaves
     records = {i: explanation.records(i, sized) for i in sized}
     unknown = sorted(explanation.moving)
     found = [r for i in sized if i not in unknown for r in records[i]]
     opaque = explanation.opaque()
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        raise raised_error(loss, error) from error
     if not found and opaque:
         raise no_derivative_error(loss, opaque) from error
     if error is not None and not opaque:

@@ -1,6 +1,7 @@
 """The gradient of a loss, compiled once; and whether it is a rounding error."""
 
 import dataclasses
+import functools as ft
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,18 +75,21 @@ def try_gradient(traced: TracedLoss) -> tuple[Gradient | None, Exception | None]
     n = len(traced.leaves)
     loss = lambda values: evaluate(traced.program, values)[0]
 
-    def reverse(values):
+    # With a seed that is known, XLA would simplify what is NaN operation by operation.
+    def reverse(values, seed):
         of_leaves = lambda leaves: loss([*leaves, *values[n:]])
-        return jax.value_and_grad(of_leaves)(list(values[:n]))
+        value, pull = jax.vjp(of_leaves, list(values[:n]))
+        return value, pull(seed)[0]
 
-    def forward(values):
+    def forward(values, _):
         along = directions(traced)
         of_leaf = lambda i: lambda x: loss([*values[:i], x, *values[i + 1 :]])
         return loss(values), [jax.jvp(of_leaf(i), [values[i]], [along[i]])[1] for i in range(n)]
 
     values, error = list(traced.values), None
+    seed = np.ones((), traced.program.out_avals[0].dtype)
     for mode in (reverse, forward):
-        run = jax.jit(mode)
+        run = ft.partial(_apply, jax.jit(mode), seed)
         try:
             value, gradients = run(values)
         except RuleError:
@@ -97,6 +101,10 @@ def try_gradient(traced: TracedLoss) -> tuple[Gradient | None, Exception | None]
         gradients = list(map(np.asarray, gradients))
         return Gradient(float(value), gradients, error, can_move, run), None
     return None, error
+
+
+def _apply(fn, seed, values):
+    return fn(values, seed)
 
 
 def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
