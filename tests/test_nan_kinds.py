@@ -245,11 +245,8 @@ def test_what_is_within_a_derivative_does_not_cross_the_threshold():
     loss = lambda x: 61.9 * jnp.tanh(x)
     report = eqg.explain_nan(loss, jnp.array(-1.01), threshold=100.0)
     assert not report
-    assert "is zero" not in str(report)
     (record,) = eqg.explain_nan(loss, jnp.array(0.1), threshold=50.0).found
     assert record.primitive == "mul"
-    text = str(eqg.explain_nan(lambda x: 1e3 * x * 1e-3, jnp.array(1.0), threshold=100.0))
-    assert "is zero" not in text
 
 
 # ---------------------------------------------------------------- steps of a loop

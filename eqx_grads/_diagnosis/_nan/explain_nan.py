@@ -1,6 +1,7 @@
 """`explain_nan`: where and why a loss or its gradient is not finite, or too large."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,13 +11,13 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..._errors import bad_argument, rule_error, RuleError
+from ..._errors import bad_argument, RuleError
 from ..._rules.float_args import as_number
 from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
+from .._zero.explain_zero import opaque_operations
 from .._zero.gradient import try_gradient
 from ..nan_checks import without_nan_checks
-from ..opaque import opaque_operations
 from ..origins import message_of_check, no_derivative_error, NumberedLoss, raised_error
 from ..progress import doing, showing_progress
 from ..report import show_list
@@ -135,20 +136,15 @@ def explain_nan(
     differentiate an operation of it, if the model has no inexact array, or if the loss raises
     an error and nothing is found.
     """
-    if threshold is not None:
-        known = as_number(threshold)
-        if known is None or not known > 0:
-            raise rule_error(
-                "The `threshold` of `explain_nan` is not a positive number.",
-                f"it is {threshold!r:.60}",
-                do="Give the size from which a gradient is too large, or `None`.",
-            )
-        threshold = known
-    known = as_number(seconds)
-    if known is None or not known >= 0:
+    limit = math.inf if threshold is None else as_number(threshold)
+    if limit is None or not limit > 0:
+        do = "Give the size from which a gradient is too large, or `None`."
+        raise bad_argument("explain_nan", "threshold", "a positive number", threshold, do)
+    time_limit = as_number(seconds)
+    if time_limit is None or not time_limit >= 0:
         do = "Give the seconds that the search may take; `math.inf` is no limit."
         raise bad_argument("explain_nan", "seconds", "a number from zero", seconds, do)
-    call = _Call(loss, model, args, kwargs, threshold, known)
+    call = _Call(loss, model, args, kwargs, limit, time_limit)
     if not isinstance(loss, ZeroSafe):
         return call.explain()
     # It evaluates the function with guards, which would be shown as masks. So the records are
@@ -174,7 +170,7 @@ class _Call:
     model: PyTree
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    threshold: float | None
+    threshold: float
     seconds: float
 
     def explain(self, tries: bool = True) -> NaNReport:
@@ -185,68 +181,64 @@ class _Call:
         doing("compiling the gradient")
         begin = time.monotonic()
         gradient, error = try_gradient(traced)
-        to_compile = time.monotonic() - begin
-        raised = error or (gradient and gradient.error)
-        check = raised if isinstance(raised, RuntimeError) else None  # of `eqx.error_if`
+        compiled = time.monotonic()
         value, bad = float("nan"), list(traced.leaves)
         if gradient is not None:
-            value = gradient.loss
-            bad = bad if check else _bad(bad, gradient.gradients, self.threshold)
-        report = NaNReport([], value, bad, len(traced.leaves), not raised, self.threshold)
-        if np.isfinite(value) and not bad and self.threshold is None:
-            # What a training meets is the compiled program: there is nothing to look for.
-            zeros = _zeros(traced.leaves, gradient.gradients) if gradient and not raised else []
-            return dataclasses.replace(report, remarks=zeros)
+            value, error = gradient.loss, gradient.error
+            bad = [x for x, g in zip(bad, gradient.gradients, strict=True) if self._is_bad(g)]
+        is_check = isinstance(error, RuntimeError)  # of `eqx.error_if`
+        bad = list(traced.leaves) if is_check else bad
+        threshold = None if self.threshold == math.inf else self.threshold
+        report = NaNReport([], value, bad, len(traced.leaves), error is None, threshold)
+        if np.isfinite(value) and not bad and threshold is None:
+            return report  # a training meets the compiled program: there is nothing to look for
         doing("looking for the places")
         derivative = _differentiate(NumberedLoss(traced), self.loss)
-        limit = max(self.seconds - _TRIAL * to_compile, self.seconds / 2)
-        births = Births(derivative, self.threshold, time.monotonic() + limit)
+        limit = max(self.seconds - _TRIAL * (compiled - begin), self.seconds / 2)
+        births = Births(derivative, threshold, time.monotonic() + limit)
         carried = births.run()
+        if gradient is None and carried is not None:
+            value = float(carried[0].truth)
         report = dataclasses.replace(
-            report,
-            is_reverse=derivative.is_reverse,
-            raises=check is not None,
-            loss=value if gradient or not carried else float(carried[0].truth),
+            report, is_reverse=derivative.is_reverse, raises=is_check, loss=value
         )
-        causes = causes_of(births, carried)
-        if check and not causes:
-            raise raised_error(self.loss, check) from check
-        remarks = [f"The error of the gradient: {message_of_check(check)}"] if check else []
-        if carried is None and not check:
+        causes, remarks = causes_of(births, carried), []
+        if is_check and error is not None:
+            if not causes:
+                raise raised_error(self.loss, error) from error
+            remarks.append(f"The error of the gradient: {message_of_check(error)}")
+        elif carried is None:
             remarks.append(_OUT_OF_TIME.format(limit))
-        elif carried and not causes and (bad or not np.isfinite(value)):
-            return dataclasses.replace(
-                report,
-                if_compiled=_if_compiled(value, bad),
-                bad_leaves=[],
-                loss=float(carried[0].truth),
-                remarks=[*remarks, _ONLY_COMPILED],
-            )
-        left = self.seconds - (time.monotonic() - begin - to_compile)
-        n_trials = 2 if left > 2 * _TRIAL * to_compile else int(left > _TRIAL * to_compile)
-        helps, said = "", []
-        if tries and (n_trials or not causes):
-            helps, said = self._trial(causes, report, n_trials)
+        elif not causes and (bad or not np.isfinite(value)):
+            what = _if_compiled(value, bad)
+            value = float(carried[0].truth)
+            changes = {"if_compiled": what, "bad_leaves": [], "remarks": [_ONLY_COMPILED]}
+            return dataclasses.replace(report, loss=value, **changes)
+        end, helps = compiled + self.seconds, ""
+        if tries and report.is_reverse and np.isfinite(value):
+            helps, said = self._trial(causes, end)
+            remarks += said
         found = _without_consequences([record_of(births, cause, helps) for cause in causes])
-        return dataclasses.replace(report, found=found, remarks=[*remarks, *said])
+        return dataclasses.replace(report, found=found, remarks=remarks)
 
-    def _trial(
-        self, causes: Sequence[Cause], report: NaNReport, most: int
-    ) -> tuple[str, list[str]]:
+    def _is_bad(self, x: Any) -> bool:
+        return not np.all(np.isfinite(x)) or bool(np.any(np.abs(x) > self.threshold))
+
+    def _trial(self, causes: Sequence[Cause], end: float) -> tuple[str, list[str]]:
         """The call of `zero_safe` that makes the gradient finite, and remarks on it.
 
-        - `most`: how many calls there is time for. At least the one that is most likely to
-            help is tried.
+        - `end`: the time until which others than the first are tried.
         """
-        may_help = any(c.kind in DROPPABLE and c.birth.is_ct for c in causes) or not causes
-        if not (may_help and report.is_reverse and np.isfinite(report.loss)):
+        if causes and not any(c.kind in DROPPABLE and c.birth.is_ct for c in causes):
             return "", []
-        doing("trying `zero_safe`")
         is_dead = any(c.kind == Kind.DEAD_BRANCH for c in causes)
-        chosen = ["selected", "zero"] if most > 1 else ["selected" if is_dead else "zero"]
-        for policy in chosen:
-            call = _TRIALS[policy]
+        policies = ["selected", "zero"] if is_dead or not causes else ["zero"]
+        for policy in policies:
+            if time.monotonic() > end and (causes or policy != policies[0]):
+                break
+            doing("trying `zero_safe`")
             if self._is_finite_with(policy):
+                call = _TRIALS[policy]
                 return call, [] if causes else [f"{call} makes this gradient finite."]
         return "", [_NOT_THESE] if is_dead else []
 
@@ -262,33 +254,16 @@ class _Call:
         return not any(map(is_nonfinite, jax.tree.leaves(grads)))
 
 
-def _bad(names: Sequence[str], derivatives: Sequence[Any], threshold) -> list[str]:
-    """The leaves whose gradient is not finite, or exceeds the threshold."""
-    limit = np.inf if threshold is None else threshold
-    is_bad = lambda x: is_nonfinite(x) or bool(np.any(np.abs(np.asarray(x)) > limit))
-    return [name for name, x in zip(names, derivatives, strict=True) if is_bad(x)]
-
-
 def _differentiate(numbered: NumberedLoss, loss) -> Derivative:
     try:
         return differentiate(numbered)
     except RuleError:
         raise
     except Exception as error:  # JAX has no one type of error for it
-        opaque = opaque_operations(numbered)
+        opaque = opaque_operations(numbered.traced)
         if not opaque:
             raise
         raise no_derivative_error(loss, opaque) from error
-
-
-def _zeros(names, gradients) -> list[str]:
-    """A remark on leaves whose gradient is finite, and zero."""
-    pairs = zip(names, gradients, strict=True)
-    zeros = [name for name, x in pairs if np.size(x) and not np.any(x)]
-    if not zeros:
-        return []
-    where = "" if len(zeros) == len(names) else f" of {show_list(zeros, 8)}"
-    return [f"The gradient{where} is zero: `eqg.explain_zero` says why."]
 
 
 def _if_compiled(value: float, bad: Sequence[str]) -> str:

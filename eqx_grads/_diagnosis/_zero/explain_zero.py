@@ -208,6 +208,13 @@ def _without_gradient(loss, explanation: "_Explanation", sized, error) -> ZeroRe
     return ZeroReport(found, [], len(sized), remarks)
 
 
+def opaque_operations(traced: TracedLoss) -> list[Origin]:
+    """The operations on values that depend on a leaf, and that have no derivative."""
+    explanation = _Explanation(traced, None)
+    explanation.follow(range(len(traced.leaves)))
+    return explanation.opaque()
+
+
 class _Explanation:
     """The causes of zero gradients in one loss."""
 
@@ -242,7 +249,7 @@ class _Explanation:
         if not self._died and not self.moving:
             program = self.traced.program.jaxpr
             used = set(free_variables(program.eqns, program.outvars))
-            self._follow([i for i in zero if program.invars[i] in used])
+            self.follow([i for i in zero if program.invars[i] in used])
         name = self.traced.leaves[leaf]
         if leaf in self.moving:
             # Exactly zero in reverse mode only: in forward mode, a rounding error remains.
@@ -285,18 +292,18 @@ class _Explanation:
             records = [r for r in records if r.kind == kind][:1] or records
         return list(dict.fromkeys(records))
 
-    def _follow(self, leaves: Sequence[int]) -> None:
+    def follow(self, leaves: Sequence[int]) -> None:
         """Find the deaths of leaves. Many leaves are followed as one, and in halves if they
         have several deaths."""
         if 1 < len(leaves) <= _FEW:
             for leaf in leaves:
-                self._follow([leaf])
+                self.follow([leaf])
             return
         loss = self._run(leaves, self._directions) if leaves else Fact(None)
         is_one = loss.t is None and len({id(d.place.eqn) for d, _ in loss.died}) == 1
         if len(leaves) > 1 and not is_one:
-            self._follow(leaves[: len(leaves) // 2])
-            self._follow(leaves[len(leaves) // 2 :])
+            self.follow(leaves[: len(leaves) // 2])
+            self.follow(leaves[len(leaves) // 2 :])
         elif loss.t is not None:
             self.moving.update(leaves)
         elif loss.died:
@@ -455,15 +462,14 @@ def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
     x = np.asarray(traced.values[leaf])
     if not gradient.can_move or np.iscomplexobj(x):
         return ""
-    eps = float(jnp.finfo(x.dtype).eps)
     scale = max(1.0, float(np.max(np.abs(x))))
+    least = 100 * float(jnp.finfo(x.dtype).eps) * max(abs(gradient.loss), 1e-30)
 
     def change(h):
         values = list(traced.values)
         values[leaf] = (x + h).astype(x.dtype)
         return gradient.at(values)[0] - gradient.loss
 
-    least = 100 * eps * max(abs(gradient.loss), 1e-30)
     slopes = []
     for h in (1e-3 * scale, -1e-3 * scale):
         whole, half = change(h), change(h / 2)
@@ -477,10 +483,9 @@ def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
     if above:
         return f"The loss itself has slope {above:.3g} here."
     for step in (s * sign * scale for s in (1e-3, 1e-2, 1e-1, 1.0) for sign in (1, -1)):
-        whole, half = abs(change(step)), abs(change(step / 2))
-        if whole > 10 * least:
-            is_smooth = half > least and whole > 3 * half
-            text = f"a step of {step:.2g} changes it by {change(step):.2g}"
-            flat = f"The loss is flat here, but changes over longer steps: {text}."
-            return "" if is_smooth else flat
+        whole, half = change(step), abs(change(step / 2))
+        if abs(whole) > 10 * least:
+            flat = "The loss is flat here, but changes over longer steps: a step of"
+            is_smooth = half > least and abs(whole) > 3 * half
+            return "" if is_smooth else f"{flat} {step:.2g} changes it by {whole:.2g}."
     return ""
