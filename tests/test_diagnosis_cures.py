@@ -15,42 +15,32 @@ import pytest
 from eqx_grads._diagnosis._nan import cures as nan_cures
 from eqx_grads._diagnosis._zero import advice as zero_cures
 
+from .guard.test_causes_of_nan import CURES
 from .nan_causes import PLANTED
-from .test_nan_kinds import FORMULAS
 
 
 # ---------------------------------------------------------------- the texts
 
 
 def texts():
-    """The cures of `explain_nan`, `explain_zero` and `explain_memory`."""
+    """The cures of `explain_nan` and `explain_zero`."""
     nan = [
         text
         for name, table in vars(nan_cures).items()
         if name.startswith("_OF_")
         for text in (table.values() if isinstance(table, dict) else [table])
     ]
-    nan += [f"`eqg.safe.{call}`" for call, _ in nan_cures._SAFE.values()]
-    return [*nan, *zero_cures.CURES.values(), zero_cures._ARGMIN]
+    nan += [f"`eqg.safe.{call}`" for call in nan_cures._SAFE.values()]
+    return [*nan, *zero_cures.CURES.values(), *zero_cures.SPECIAL.values()]
 
 
 FILLED = {
+    **dict.fromkeys(("safe", "use", "how", "domain", "a", "what", "whose"), ""),
     "op": "sqrt",
     "mask": "maximum",
-    "safe": "",
-    "use": "",
     "name": "round",
-    "place": "f.py:1",
-    "places": "f.py:1 and f.py:2",
-    "calls": "",
-    "reverse": ", reverse=True",
-    "state": ", state",
-    "lengths": ", lengths=lengths",
-    "source": "f.py:1",
-    "run": "`eqg.filter_scan(..., checkpoint=8)`",
-    "cell": "GRUCell",
-    "layer": "GRU",
-    "path": "cell",
+    "holder": "x",
+    "x": "x",
 }
 SNIPPETS = sorted(
     {code for text in texts() for code in re.findall("`([^`]*)`", text.format(**FILLED))}
@@ -104,8 +94,9 @@ def test_functions_of_one_array_are_calls_in_cures():
 
 
 def cured_by_zero_safe():
-    for name, (loss, x, _) in FORMULAS.items():
-        yield pytest.param(lambda loss=loss, x=x: (loss, jnp.array(x)), id=name)
+    for name, losses in CURES.items():
+        for i, (loss, x) in enumerate(losses):
+            yield pytest.param(lambda loss=loss, x=x: (loss, jnp.array(x)), id=f"{name} {i}")
     for planted in PLANTED:
         if planted.kind in ("0/0", "true singularity", "zero times infinity"):
             yield pytest.param(planted.make, id=planted.name)
@@ -461,7 +452,7 @@ def test_overflow_of_a_cotangent():
     report = eqg.explain_nan(loss, h, False)
     (record,) = report.found
     assert record.kind == "overflow"
-    assert "the gradient explodes" in record.cure
+    assert "The gradient explodes" in record.cure
     assert "`x = eqg.clip_gradient_norm(x, max_norm)`" in record.cure
     assert not eqg.explain_nan(loss, h, True)
     # That of a value is another one.

@@ -46,11 +46,6 @@ def test_planted(case: Planted):
         assert (record.mask_file, record.mask_line) == (record.file, line), str(report)
 
 
-def test_number_of_planted_causes():
-    assert len(PLANTED) >= 50
-    assert len(HEALTHY) >= 18
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", HEALTHY, ids=lambda make: make.__name__)
 def test_healthy(make):
@@ -68,7 +63,7 @@ def _gradient(make):
             model, tangents
         )
     value_and_grad = eqx.filter_value_and_grad(loss)
-    if make is nan_causes.product_with_a_comparison:
+    if make.__name__ == "product_with_a_comparison":
         # Compiled, XLA makes a selection of the product, and the gradient is finite.
         return value_and_grad(model, *args)
     return eqx.filter_jit(value_and_grad)(model, *args)
@@ -137,11 +132,6 @@ def explain_many_sines(n):
 
     (record,) = eqg.explain_nan(loss, jnp.ones(3), jnp.ones(3)).found
     assert record.kind == "dead branch"
-
-
-@pytest.mark.slow
-def test_programs_of_many_equations():
-    explain_many_sines(300)
 
 
 @pytest.mark.slow
@@ -229,27 +219,6 @@ def test_threshold_in_the_order_of_the_steps():
 
     report = eqg.explain_nan(loss, jnp.array(0.0), threshold=500.0)
     assert [r.step for r in report.found] == [(3,), (1,)]
-
-
-def test_threshold_in_a_matrix_product():
-    matrix = jnp.array([[0.0, 5.0], [1.0, 3.0]])
-    loss = lambda x: jnp.array([1.0, 200.0]) @ (matrix @ x)
-    (record,) = eqg.explain_nan(loss, jnp.ones(2), threshold=550.0).found
-    assert (record.kind, record.index) == ("exceeds the threshold", (1,))
-
-
-def test_leaves():
-    model = {"good": jnp.ones(2), "bad": jnp.zeros(2), "integer": jnp.arange(2)}
-    report = eqg.explain_nan(lambda m: jnp.sum(m["good"]) + jnp.linalg.norm(m["bad"]), model)
-    assert report.bad_leaves == ["['bad']"]
-    assert "1 of 2 leaves" in report.headline
-
-
-def test_keyword_arguments():
-    loss = lambda x, *, data: jnp.sum(x * data)
-    (record,) = eqg.explain_nan(loss, jnp.ones(2), data=jnp.array([1, jnp.nan])).found
-    assert record.primitive == "data"
-    assert record.index == (1,)
 
 
 def test_a_branch_and_a_singularity_at_one_operation():
@@ -446,35 +415,6 @@ def test_the_cause_inside_of_a_shard_map():
     assert (record.kind, record.primitive) == ("true singularity", "shard_map")
 
 
-def test_a_derivative_that_is_nan_where_the_value_is_fine():
-    """Three rows said to clip the argument (numpyro#2257)."""
-    loss = lambda a, x: jax.scipy.special.gammainc(a, x)
-    report = eqg.explain_nan(loss, jnp.array(2.0), jnp.array(jnp.inf))
-    (record,) = report.found
-    assert (report.loss, record.primitive) == (1.0, "igamma")
-    assert "is finite there, and its derivative is NaN" in record.cure
-    assert "`eqg.safe.where(ok, f, x, other)`" in record.cure
-    # As it says.
-    cured = lambda a, x: eqg.safe.where(x < jnp.inf, lambda x: loss(a, x), x, 1.0)
-    assert jax.grad(cured)(2.0, jnp.array(jnp.inf)) == 0
-
-
-def test_no_time():
-    """The report has what is known, and the cure that was tried."""
-    loss = lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
-    report = eqg.explain_nan(loss, jnp.array([1.0, 0.0]), seconds=0.0)
-    assert report
-    assert report.bad_leaves == ["model"]
-    assert not report.found
-    assert any("was stopped" in remark for remark in report.remarks)
-    assert any("makes this gradient finite" in remark for remark in report.remarks)
-
-
-def test_the_report_in_a_notebook():
-    html = eqg.explain_nan(lambda x: jnp.sqrt(x), jnp.array(0.0))._repr_html_()
-    assert "<td>sqrt</td>" in html
-
-
 def test_errors():
     with pytest.raises(eqg.RuleError, match="did not return a real scalar"):
         eqg.explain_nan(lambda x: x, jnp.ones(2))
@@ -482,25 +422,6 @@ def test_errors():
         eqg.explain_nan(lambda x: 1.0, jnp.arange(2))
     with pytest.raises(eqg.RuleError, match="inside a transformed function"):
         jax.jit(lambda x: eqg.explain_nan(jnp.sum, x))(jnp.ones(2))
-
-
-def test_what_zero_safe_drops():
-    def loss(x):
-        root = jnp.where(x > 0, jnp.sqrt(x), 0.0)  # HERE
-        return jnp.sum(root) + jnp.linalg.norm(x)
-
-    x = jnp.zeros(2)
-    (here,) = _lines(loss, "HERE")
-    report = eqg.explain_nan(eqg.zero_safe(loss), x)
-    assert [r.line for r in report.dropped] == [here]
-    assert [r.line for r in report.found] == [here + 1]
-    report = eqg.explain_nan(eqg.zero_safe(loss, policy="zero"), x)
-    assert not report
-    assert {r.line for r in report.dropped} == {here, here + 1}
-    assert "`zero_safe` drops" in str(report)
-    report = eqg.explain_nan(eqg.zero_safe(loss), jnp.ones(2))
-    assert not report.found
-    assert not report.dropped
 
 
 def test_what_zero_safe_drops_of_several_dead_branches():

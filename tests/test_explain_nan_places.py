@@ -227,40 +227,6 @@ def test_one_fault_in_several_branches_of_a_function_of_jax():
     assert (record.kind, record.primitive) == ("true singularity", "lgamma")
 
 
-INF = jnp.array([jnp.inf, 1.0])
-KINDS = {
-    "difference of logarithms": (
-        lambda x: jnp.log(x[0]) - jnp.log(x[1]),
-        jnp.zeros(2),
-        "inf - inf",
-    ),
-    "difference": (lambda x: x[0] + jnp.sum(INF - INF), ONE[None], "inf - inf"),
-    "sum": (
-        lambda x: x[0] + jnp.sum(INF * jnp.array([1.0, 1.0]) - INF),
-        ONE[None],
-        "inf - inf",
-    ),
-    "quotient": (lambda x: x[0] + jnp.sum(INF / INF), ONE[None], "inf / inf"),
-    "product": (lambda x: jnp.sum(x * INF), jnp.zeros(2), "zero times infinity"),
-    "masked logarithm": (
-        lambda x: jnp.sum(jnp.array([1.0, 0.0]) * jnp.where(INF > 5, x, -jnp.inf)),
-        jnp.ones(2),
-        "zero times infinity",
-    ),
-    "sine": (lambda x: x[0] + jnp.sum(jnp.sin(INF)), ONE[None], "outside of the domain"),
-    "zero by zero": (lambda x: x[0] / x[1], jnp.zeros(2), "0/0"),
-    "empty mean": (lambda x: jnp.mean(x[:0]), jnp.ones(2), "0/0"),
-    "power": (lambda x: x[0] * x[1] ** 0.5, jnp.zeros(2), "zero times infinity"),
-}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_kind_of_operation(name):
-    loss, x, kind = KINDS[name]
-    report = eqg.explain_nan(loss, x)
-    assert report.found[0].kind == kind, str(report)
-
-
 # ---------------------------------------------------------------- texts
 
 

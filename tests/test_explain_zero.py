@@ -7,7 +7,6 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from .helpers import assert_linear_in_size, skip_without_checkpointed_loops
@@ -19,9 +18,15 @@ X = jnp.array([0.3, -1.2, 2.0])
 
 def line_of(fn) -> int:
     """The line of a function that is marked with `# HERE`."""
+    (line,) = lines_of(fn)
+    return line
+
+
+def lines_of(fn) -> list[int]:
+    """The line with `# HERE`, or all lines of a lambda."""
     lines, first = inspect.getsourcelines(fn)
-    (found,) = [first + i for i, line in enumerate(lines) if "# HERE" in line]
-    return found
+    found = [first + i for i, line in enumerate(lines) if "# HERE" in line]
+    return found or [first + i for i in range(len(lines))]
 
 
 def zero_leaves(loss, model, *args) -> set[str]:
@@ -53,73 +58,7 @@ def only(report):
 # ---------------------------------------------------------------- operations without derivative
 
 
-def argmax(w):
-    return jax.nn.one_hot(jnp.argmax(w, axis=-1), w.shape[-1], dtype=w.dtype)  # HERE
-
-
-def argmin(w):
-    return jnp.arange(3.0, dtype=w.dtype)[jnp.argmin(w, axis=-1)]  # HERE
-
-
-def argsort(w):
-    return X.astype(w.dtype)[jnp.argsort(w, axis=-1)]  # HERE
-
-
-def rounded(w):
-    return jnp.round(3 * w)  # HERE
-
-
-def floored(w):
-    return jnp.floor(w)  # HERE
-
-
-def ceiled(w):
-    return jnp.sin(jnp.ceil(w))  # HERE
-
-
-def sign(w):
-    return jnp.sign(w)  # HERE
-
-
-def compared(w):
-    return (w > 0).astype(w.dtype)  # HERE
-
-
-def switched(w):
-    return jnp.where(w > 0, 2.0, 1.0).astype(w.dtype)  # HERE
-
-
-def found_in_a_table(w):
-    return jnp.searchsorted(jnp.linspace(0.0, 1.0, 11), w).astype(w.dtype)  # HERE
-
-
-def digitized(w):
-    return jnp.digitize(w, jnp.linspace(0.0, 1.0, 11)).astype(w.dtype)  # HERE
-
-
-def as_integer(w):
-    return w.astype(jnp.int32).astype(w.dtype)  # HERE
-
-
-def indexed(w):
-    return X.astype(w.dtype)[jnp.abs(w).astype(jnp.int32)]  # HERE
-
-
-def stopped(w):
-    return jax.lax.stop_gradient(w) * 2  # HERE
-
-
-def sampled(w):
-    return jax.random.categorical(KEY, w).astype(w.dtype)  # HERE
-
-
-def chosen(w):
-    weights = jax.nn.softmax(w.ravel())
-    return jax.random.choice(KEY, jnp.arange(w.size).astype(w.dtype), p=weights)  # HERE
-
-
-def bernoulli(w):
-    return jax.random.bernoulli(KEY, jax.nn.sigmoid(w)).astype(w.dtype)  # HERE
+BINS = jnp.linspace(0.0, 1.0, 11)
 
 
 @jax.custom_vjp
@@ -155,18 +94,6 @@ def _our_rule_bwd(residuals, ct):
     return (None,)
 
 
-def with_raw_rule(w):
-    return raw_rule(w)  # HERE
-
-
-def with_raw_forward_rule(w):
-    return raw_forward_rule(w)  # HERE
-
-
-def with_our_rule(w):
-    return our_rule(w)  # HERE
-
-
 def bisection(w):
     def body(bounds):
         low, high = bounds
@@ -186,29 +113,36 @@ def counted(w):
 
 
 CUTS = {
-    argmax: "argmax",
-    argmin: "argmax",
-    argsort: "order",
-    rounded: "rounding",
-    floored: "rounding",
-    ceiled: "rounding",
-    sign: "sign",
-    compared: "comparison",
-    switched: "comparison",
-    found_in_a_table: "number of a bin",
-    digitized: "number of a bin",
-    chosen: "sampled category",
-    as_integer: "cast to an integer",
-    indexed: "cast to an integer",
-    stopped: "stop_gradient",
-    sampled: "sampled category",
-    bernoulli: "sampled bits",
-    with_raw_rule: "rule without a derivative",
-    with_raw_forward_rule: "rule without a derivative",
-    with_our_rule: "rule without a derivative",
-    bisection: "comparison in a while_loop",
-    counted: "predicate of a while_loop",
-}
+    "argmax": (
+        lambda w: jax.nn.one_hot(jnp.argmax(w, -1), w.shape[-1], dtype=w.dtype), "argmax"),
+    "argmin": (lambda w: jnp.arange(3.0, dtype=w.dtype)[jnp.argmin(w, -1)], "argmax"),
+    "argsort": (lambda w: X.astype(w.dtype)[jnp.argsort(w, axis=-1)], "order"),
+    "round": (lambda w: jnp.round(3 * w), "rounding"),
+    "floor": (lambda w: jnp.floor(w), "rounding"),
+    "ceil": (lambda w: jnp.sin(jnp.ceil(w)), "rounding"),
+    "sign": (lambda w: jnp.sign(w), "sign"),
+    "compare": (lambda w: (w > 0).astype(w.dtype), "comparison"),
+    "where": (lambda w: jnp.where(w > 0, 2.0, 1.0).astype(w.dtype), "comparison"),
+    "searchsorted": (
+        lambda w: jnp.searchsorted(BINS, w).astype(w.dtype), "number of a bin"),
+    "digitize": (lambda w: jnp.digitize(w, BINS).astype(w.dtype), "number of a bin"),
+    "integer": (lambda w: w.astype(jnp.int32).astype(w.dtype), "cast to an integer"),
+    "index": (
+        lambda w: X.astype(w.dtype)[jnp.abs(w).astype(jnp.int32)], "cast to an integer"),
+    "stop_gradient": (lambda w: jax.lax.stop_gradient(w) * 2, "stop_gradient"),
+    "categorical": (
+        lambda w: jax.random.categorical(KEY, w).astype(w.dtype), "sampled category"),
+    "choice": (lambda w: jax.random.choice(
+        KEY, jnp.arange(w.size).astype(w.dtype), p=jax.nn.softmax(w.ravel())),
+        "sampled category"),
+    "bernoulli": (
+        lambda w: jax.random.bernoulli(KEY, jax.nn.sigmoid(w)).astype(w.dtype), "sampled bits"),
+    "raw_rule": (lambda w: raw_rule(w), "rule without a derivative"),
+    "raw_forward_rule": (lambda w: raw_forward_rule(w), "rule without a derivative"),
+    "our_rule": (lambda w: our_rule(w), "rule without a derivative"),
+    "bisection": (bisection, "comparison in a while_loop"),
+    "counted": (counted, "predicate of a while_loop"),
+}  # fmt: skip
 
 
 class Cut(eqx.Module):
@@ -219,116 +153,47 @@ class Cut(eqx.Module):
         return self.fn(self.scale * x)
 
 
-def plain(fn, w):
-    return fn(w)
-
-
-def jitted(fn, w):
-    return jax.jit(fn)(w)
-
-
-def scanned(fn, w):
-    return jax.lax.scan(lambda c, _: (c + fn(w).sum(), None), jnp.zeros((), w.dtype), None, 3)[
-        0
-    ]
-
-
-def carried(fn, w):
-    return jax.lax.scan(lambda c, _: (c * 0.5, fn(c)), w, None, 3)[1]
-
-
-def vectorized(fn, w):
-    return jax.vmap(fn)(jnp.stack([w, 2 * w]))
-
-
-def branched(fn, w):
-    return jax.lax.cond(X[0] > 0, lambda w: fn(w).sum(), lambda w: jnp.zeros((), w.dtype), w)
-
-
-def checkpointed(fn, w):
-    return jax.checkpoint(fn)(w)
-
-
-def in_filter_scan(fn, w):
+def looped(scan, fn, w, **kwargs):
     step = lambda c, _: (c + fn(w).sum(), None)
-    return eqg.filter_scan(step, jnp.zeros((), w.dtype), None, length=4, checkpoint=2)[0]
+    return scan(step, jnp.zeros((), w.dtype), None, **kwargs)[0]
 
 
-CONTEXTS = [
-    plain,
-    jitted,
-    scanned,
-    carried,
-    vectorized,
-    branched,
-    checkpointed,
-    in_filter_scan,
-]
+CONTEXTS = {
+    "plain": lambda fn, w: fn(w),
+    "jit": lambda fn, w: jax.jit(fn)(w),
+    "scan": lambda fn, w: looped(jax.lax.scan, fn, w, length=3),
+    "carry": lambda fn, w: jax.lax.scan(lambda c, _: (c * 0.5, fn(c)), w, None, 3)[1],
+    "vmap": lambda fn, w: jax.vmap(fn)(jnp.stack([w, 2 * w])),
+    "cond": lambda fn, w: jax.lax.cond(
+        X[0] > 0, lambda w: fn(w).sum(), lambda w: jnp.zeros((), w.dtype), w
+    ),
+    "checkpoint": lambda fn, w: jax.checkpoint(fn)(w),
+    "filter_scan": lambda fn, w: looped(eqg.filter_scan, fn, w, length=4, checkpoint=2),
+}
 
 
-@pytest.mark.parametrize("context", CONTEXTS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("fn", CUTS, ids=lambda f: f.__name__)
-def test_cut(fn, context):
-    loss = lambda w: jnp.sum(context(fn, w))
-    report = check(loss, X)
-    record = only(report)
-    assert (record.leaf, record.kind) == ("model", CUTS[fn])
-    assert (record.file, record.line) == (__file__, line_of(fn))
-    assert record.by_structure
-    assert "HERE" in record.code
-    assert record.code[record.column :][:10] in str(report)
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("name", CUTS)
+def test_cut(name, context):
+    fn, kind = CUTS[name]
+    record = only(check(lambda w: jnp.sum(CONTEXTS[context](fn, w)), X))
+    assert (record.leaf, record.kind, record.by_structure) == ("model", kind, True)
+    assert record.file == __file__
+    assert record.line in lines_of(fn)
 
 
-@pytest.mark.parametrize("fn", CUTS, ids=lambda f: f.__name__)
-def test_cut_in_a_layer(fn):
-    stack = eqx.nn.Sequential(
-        [eqx.nn.Linear(3, 3, key=KEY), Cut(jnp.ones(3), fn), eqx.nn.Lambda(jnp.sum)]
-    )
-    report = check(lambda model, x: model(x), stack, X)
-    assert {r.leaf for r in report.found} == {
-        "layers[0].weight",
-        "layers[0].bias",
-        "layers[1].scale",
-    }
+@pytest.mark.parametrize("name", CUTS)
+def test_cut_in_a_layer(name):
+    fn, kind = CUTS[name]
+    layers = [eqx.nn.Linear(3, 3, key=KEY), Cut(jnp.ones(3), fn), eqx.nn.Lambda(jnp.sum)]
+    report = check(lambda model, x: model(x), eqx.nn.Sequential(layers), X)
+    leaves = {"layers[0].weight", "layers[0].bias", "layers[1].scale"}
+    assert {r.leaf for r in report.found} == leaves
     for record in report.found:
-        assert (record.kind, record.path) == (CUTS[fn], "layers[1]")
-        assert record.line == line_of(fn)
+        assert (record.kind, record.path) == (kind, "layers[1]")
+        assert record.line in lines_of(fn)
     (table,) = [table for table in report.tables() if table.rows]
     assert len(table.rows) == 1  # leaves with the same cause share a line
-
-
-def test_only_the_last_operation_with_a_derivative_is_named():
-    loss = lambda w: jnp.sum(jnp.round(jnp.sign(jnp.floor(w))))
-    assert [r.primitive for r in check(loss, X).found] == ["floor"]
-
-
-def test_several_causes_of_one_leaf():
-    loss = lambda w: jnp.sum(jax.lax.stop_gradient(w) * jnp.round(w)) + argmax(w)[0]
-    kinds = {record.kind for record in check(loss, X).found}
-    assert kinds == {"stop_gradient", "rounding", "argmax"}
-
-
-def test_what_does_not_reach_the_loss_is_no_cause():
-    def loss(w):
-        jnp.sum(jnp.round(w["a"]))
-        return jnp.sum(w["b"] * jnp.floor(w["a"]))
-
-    assert only(check(loss, {"a": X, "b": X})).primitive == "floor"
-
-
-def test_never_used():
-    record = only(check(lambda m: jnp.sum(m["a"] ** 2), {"a": X, "b": X}))
-    assert (record.leaf, record.kind, record.file, record.line) == (
-        "['b']",
-        "never used",
-        "",
-        0,
-    )
-
-
-def test_multiplied_by_a_zero_that_is_never_read_is_not_never_used():
-    record = only(check(lambda w, z: jnp.sum(w * z), X, jnp.zeros(3)))
-    assert record.kind == "multiplied by zero"
 
 
 def test_straight_through_is_not_reported():
@@ -559,19 +424,6 @@ def test_some_dead_units(activation):
         assert text in str(report)
 
 
-@pytest.mark.slow
-def test_dead_channels_of_a_convolution():
-    conv = eqx.nn.Conv1d(2, 4, 3, key=KEY)
-    bias = jnp.full((4, 1), 9.0).at[1].set(-100.0)
-    conv = eqx.tree_at(lambda m: m.bias, conv, bias)
-    loss = lambda conv, xs: jnp.sum(jnp.sin(1 + jax.nn.relu(jax.vmap(conv)(xs))))
-    report = check(loss, conv, jax.random.normal(KEY, (3, 2, 9)))
-    assert {(r.leaf, r.units, r.n_units) for r in report.partly} == {
-        ("weight", (1,), 4),
-        ("bias", (1,), 4),
-    }
-
-
 @pytest.mark.thorough
 def test_dead_units_in_a_scan():
     def loss(w, xs):
@@ -616,82 +468,40 @@ def test_multiplied_by_zero_names_the_line_of_a_value():
     assert record.detail == f"the result of `sin` at test_explain_zero.py:{line_of(gated) - 1}"
 
 
-def saturated(w, x):
-    return jnp.sum(jax.nn.sigmoid(1e4 * w * x))  # HERE
-
-
-def at_a_stationary_point(w, x):
-    return jnp.sum(jnp.cos(w - X) * x)  # HERE
-
-
-def masked(w, x):
-    return jnp.sum(jnp.where(x > 100, w, x))  # HERE
-
-
-def in_the_other_branch(w, x):
-    return jax.lax.cond(x[0] > 100, lambda: jnp.sum(w), lambda: jnp.sum(x))  # HERE
-
-
-def not_selected(w, x):
-    return jnp.concatenate([x, w])[1]  # HERE
-
-
-def overwritten(w, x):
-    return jnp.sum((w * x).at[:].set(1.0))  # HERE
-
-
-def overwritten_at_some(w, x):
-    return jnp.sum((w * x).at[jnp.arange(3)].set(x) ** 2)  # HERE
-
-
-def canceled(w, x):
-    return jnp.sum(x * (w - w))  # HERE
-
-
-def underflow(w, x):
-    return jnp.sum(w * (jnp.ones(3) * 1e-30)) * jnp.array(1e-30)  # HERE
-
-
-def clipped(w, x):
-    return jnp.sum(jnp.clip(w, 50.0, 60.0) * x)  # HERE
-
-
 VALUES = {
-    saturated: "saturated",
-    at_a_stationary_point: "zero derivative",
-    masked: "masked",
-    in_the_other_branch: "branch not taken",
-    not_selected: "not selected",
-    overwritten: "not selected",
-    overwritten_at_some: "not selected",
-    canceled: "canceled",
-    clipped: "dead units",
+    "saturated": lambda w, x: jnp.sum(jax.nn.sigmoid(1e4 * w * x)),
+    "zero derivative": lambda w, x: jnp.sum(jnp.cos(w - X) * x),
+    "masked": lambda w, x: jnp.sum(jnp.where(x > 100, w, x)),
+    "branch not taken": lambda w, x: jax.lax.cond(x[0] > 100, lambda: w[0], lambda: x[0]),
+    "not selected": lambda w, x: jnp.concatenate([x, w])[1],
+    "not selected: set": lambda w, x: jnp.sum((w * x).at[:].set(1.0)),
+    "not selected: set at some": lambda w, x: jnp.sum((w * x).at[jnp.arange(3)].set(x) ** 2),
+    "not selected: no steps": lambda w, x: jax.lax.scan(
+        lambda c, _: (c + w[0], None), 0.0, None, 0
+    )[0],
+    "canceled": lambda w, x: jnp.sum(x * (w - w)),
+    "canceled: product": lambda w, x: jnp.sum(jnp.array([[1.0], [-1.0]]) @ w[None]),
+    "saturated: softmax": lambda w, x: jax.nn.softmax(1e3 * w)[1],
+    "saturated: cross-entropy": lambda w, x: jax.nn.logsumexp(1e3 * w) - 1e3 * w[2],
+    "dead units": lambda w, x: jnp.sum(jnp.clip(w, 50.0, 60.0) * x),
+    "dead units: hinge": lambda w, x: jnp.sum(jnp.maximum(0.0, 1.0 - 99 * w**2)),
 }
 
 
-@pytest.mark.parametrize("loss", VALUES, ids=lambda f: f.__name__)
-def test_zero_by_values(loss):
-    record = only(check(loss, X, X))
-    assert (record.kind, record.line) == (VALUES[loss], line_of(loss))
-    assert not record.by_structure
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", VALUES, ids=lambda f: f.__name__)
-def test_zero_by_values_in_jit_checkpoint_and_vmap(loss):
-    loss_of_batch = jax.vmap(jax.checkpoint(jax.jit(loss)), in_axes=(None, 0))
-    of_mean = lambda w, xs: jnp.mean(loss_of_batch(w, xs))
-    records = check(of_mean, X, jnp.stack([X, X + 1])).found
-    kinds = {record.kind for record in records if record.line == line_of(loss)}
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("is_batch", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_zero_by_values(name, is_batch):
+    loss, kind = VALUES[name], name.partition(":")[0]
+    if not is_batch:
+        record = only(check(loss, X, X))
+        assert (record.kind, record.by_structure) == (kind, False)
+        assert record.line in lines_of(loss)
+        assert "leaky_relu" not in record.cure  # they are no activations
+        return
+    each = jax.vmap(jax.checkpoint(jax.jit(loss)), in_axes=(None, 0))
+    records = check(lambda w, xs: jnp.mean(each(w, xs)), X, jnp.stack([X, X + 1])).found
     # Under `vmap`, a `cond` becomes a `where`.
-    other = {"branch not taken": "masked"}.get(VALUES[loss], VALUES[loss])
-    assert other in kinds
-
-
-def test_underflow():
-    dtype = jnp.float32
-    record = only(check(lambda w: jnp.sum(w * dtype(1e-30)) * dtype(1e-30), X.astype(dtype)))
-    assert record.kind == "underflow"
+    assert {"branch not taken": "masked"}.get(kind, kind) in {r.kind for r in records}
 
 
 def test_a_gradient_that_vanishes_over_the_steps():
@@ -732,20 +542,6 @@ def test_terms_of_a_rule_that_cancel():
     assert all("does not change to first order" in r.cure for r in records)
 
 
-def test_the_cure_of_an_index_is_right():
-    table = jnp.arange(8.0) ** 2 / 10
-
-    def interpolated(x):
-        i = jnp.floor(x).astype(int)
-        r = x - jnp.floor(x)
-        return (1 - r) * table[i] + r * table[i + 1]
-
-    record = only(check(lambda x: table[x.astype(int)], jnp.array(2.3)))
-    for part in ("`i = jnp.floor(x).astype(int)`", "`r = x - jnp.floor(x)`", "table[i + 1]"):
-        assert part in record.cure
-    np.testing.assert_allclose(jax.grad(interpolated)(jnp.array(2.3)), 0.5, rtol=1e-6)
-
-
 @pytest.mark.slow
 def test_inputs_that_a_function_with_a_rule_multiplies_by():
     xs = jnp.zeros((5, 3))
@@ -766,19 +562,6 @@ def test_inputs_that_a_function_with_a_rule_multiplies_by():
 
     record = only(check(square, jnp.array(0.0), jnp.array(0.0)))
     assert (record.kind, record.detail) == ("zero derivative", "")
-
-
-def test_step_of_a_loop():
-    def loss(w, gates):
-        def step(h, gate):
-            return gate * jnp.tanh(h + 1), None  # HERE
-
-        return jax.lax.scan(step, w, gates)[0]
-
-    gates = jnp.ones(9).at[4].set(0)
-    record = only(check(loss, jnp.array(0.5), gates))
-    assert (record.kind, record.step) == ("multiplied by zero", (4,))
-    assert (record.line, record.detail) == (line_of(loss), "`gates`")
 
 
 def test_step_of_nested_loops():
@@ -805,11 +588,6 @@ def test_steps_of_a_loop_that_runs_backward(zeros):
     forward = check(loss, jnp.array(0.5), gates[::-1], False).found
     assert {r.step for r in backward} == {(8 - r.step[0],) for r in forward}
     assert backward
-
-
-def test_terms_of_a_matrix_product_cancel():
-    loss = lambda x: jnp.sum(jnp.array([[1.0], [-1.0]]) @ x)
-    assert only(check(loss, jnp.ones(1))).kind == "canceled"
 
 
 def test_a_zero_term_beside_another_one_is_no_cause():
@@ -1000,12 +778,6 @@ def test_random_programs(seed):
     check_random(seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6, 150))
-def test_more_random_programs(seed):
-    check_random(seed)
-
-
 # ---------------------------------------------------------------- input, and cost
 
 
@@ -1018,12 +790,6 @@ def test_errors():
         eqg.explain_zero(lambda w: w[0] if w[0] > 0 else w[1], X)
     with pytest.raises(eqg.RuleError, match="must not be"):
         eqg.explain_zero(lambda w: jnp.sum(eqg.nondifferentiable(w)), X)
-
-
-def test_keyword_arguments_and_empty_leaves():
-    loss = lambda w, *, scale: jnp.sum(w["a"]) * scale + jnp.sum(w["empty"])
-    record = only(eqg.explain_zero(loss, {"a": X, "empty": jnp.zeros(0)}, scale=jnp.zeros(())))
-    assert (record.leaf, record.detail) == ("['a']", "`scale`")
 
 
 def test_a_callback_is_opaque():
@@ -1071,14 +837,6 @@ def test_complex_leaves():
     assert only(eqg.explain_zero(loss, model)).leaf == "['b']"
 
 
-def test_values_are_not_changed():
-    model = relu_mlp()
-    before = jax.tree.map(np.array, eqx.filter(model, eqx.is_array))
-    eqg.explain_zero(batch_loss, model, XS)
-    after = eqx.filter(model, eqx.is_array)
-    assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
-
-
 def explain_many_sines(n):
     def loss(w):
         x = w["a"]
@@ -1089,20 +847,8 @@ def explain_many_sines(n):
     assert only(eqg.explain_zero(loss, {"a": X, "b": X})).kind == "rounding"
 
 
-@pytest.mark.slow
-def test_programs_of_ten_thousand_equations():
-    explain_many_sines(3300)
-
-
 def test_work_is_linear_in_the_number_of_equations():
     assert_linear_in_size(explain_many_sines, 20)
-
-
-def test_a_stop_gradient_before_what_cuts_anyway():
-    """`softmax` has one for the maximum, which is not why a gradient after `round` is zero."""
-    loss = lambda w: jnp.sum(jnp.round(jax.nn.softmax(w * jnp.arange(3.0))))
-    report = eqg.explain_zero(loss, jnp.ones(3))
-    assert [record.primitive for record in report.found] == ["round"]
 
 
 def test_of_a_zero_safe_loss():
@@ -1127,20 +873,6 @@ def test_many_operations():
 
     (record,) = eqg.explain_zero(loss, jnp.ones(3)).found
     assert record.primitive == "mul"
-
-
-@pytest.mark.thorough
-def test_a_gather_of_which_the_gradient_cancels():
-    """With one class, the label is always right. The index selects, and the sum cancels."""
-    labels = jnp.zeros(4, int)
-
-    def loss(w):
-        logits = jnp.broadcast_to(w, (4, 1))
-        ce = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return jnp.sum(ce)
-
-    (record,) = eqg.explain_zero(loss, jnp.array([0.5])).found
-    assert record.kind == "canceled"
 
 
 def test_a_gradient_that_zero_safe_makes_finite():
@@ -1243,12 +975,6 @@ def test_a_safe_function_at_its_kink():
     (record,) = eqg.explain_zero(eqg.safe.norm, jnp.zeros(2)).found
     assert record.primitive == "safe.norm"
     assert "threshold" not in record.cure
-
-
-def test_a_surrogate_far_from_its_threshold():
-    spike = lambda x: jnp.sum(eqg.surrogates.spike(x, eqg.surrogates.triangle()))
-    (record,) = eqg.explain_zero(spike, jnp.array([-9.0, 9.0])).found
-    assert "or larger inputs" in record.cure
 
 
 # ---------------------------------------------------------------- what else makes no gradient

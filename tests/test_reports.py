@@ -254,20 +254,12 @@ def test_lines_are_short_and_code_is_whole():
 
 
 def test_each_points_to_the_right_one():
-    zero = eqg.explain_nan(lambda w: jnp.sum(jnp.round(w)), X)
-    assert not zero
-    assert "The gradient is zero: `eqg.explain_zero` says why." in str(zero)
-
     def both(w):
         return jnp.sum(jnp.round(w["a"])) + jnp.sum(jnp.where(X > 0, jnp.sqrt(w["b"] * X), 0))
 
     nan = eqg.explain_zero(both, {"a": X, "b": jnp.ones(2)})
     assert {r.leaf for r in nan.found} == {"['a']"}
     assert "The gradient of ['b'] is not finite: `eqg.explain_nan` says" in str(nan)
-
-    grows = lambda h: jax.lax.scan(lambda h, _: (jnp.sin(12 * h), None), h, None, 21)[0]
-    large = eqg.explain_nan(grows, jnp.array(0.0), threshold=1e6)
-    assert "`eqg.gradient_flow` shows" in str(large)
 
 
 @pytest.mark.parametrize("tool", TOOLS)

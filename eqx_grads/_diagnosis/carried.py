@@ -139,12 +139,6 @@ def _while(place, loop: While, values, carrier):
         carry, step = new, step + 1
 
 
-def is_inexact(x: Any) -> bool:
-    """Of an array, a variable or a type."""
-    dtype = getattr(getattr(x, "aval", x), "dtype", None)
-    return jnp.issubdtype(jnp.result_type(x) if dtype is None else dtype, jnp.inexact)
-
-
 def index_of_step(loop: Scan, step: int) -> int:
     """The index in `xs` of a step, counted in the order in which the steps run."""
     return loop.length - 1 - step if loop.reverse else step

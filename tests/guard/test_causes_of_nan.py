@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax, nn
+from jax.scipy import special
 
 
 Z2, M2 = np.zeros(2, "float32"), np.zeros((2, 2), "float32")
@@ -48,6 +49,13 @@ CURES = {
     "safe.log_softmax(x)": [(lambda x: nn.log_softmax(x - jnp.inf)[0], Z2)],
     "safe.power(x, y)": [(lambda x: total(x**0.5), Z2)],
     "safe.arctan2(y, x)": [(lambda x: jnp.arctan2(x[0], x[1]), Z2)],
+    "safe.arccos(x)": [(lambda x: total(jnp.arccos(x + 1)), Z2)],
+    "safe.arcsin(x)": [(lambda x: total(jnp.arcsin(x - 1)), Z2)],
+    "safe.logaddexp(x, y)": [(lambda x: exp(jnp.logaddexp(*(x - jnp.inf))), Z2)],
+    "safe.xlogy(x, y)": [(lambda x: special.xlogy(x[0], x[1]), Z2)],
+    "safe.xlog1py(x, y)": [(lambda x: special.xlog1py(x[0], x[1] - 1), Z2)],
+    "safe.eigh(a)": [(lambda x: total(jnp.linalg.eigh(jnp.diag(x + 1))[1]), Z2)],
+    "safe.svd(a)": [(lambda x: total(jnp.linalg.svd(jnp.diag(x + 1))[0]), Z2)],
     "jnp.maximum(n, 1)": [(lambda x: total(jnp.sinh(x) / x), Z2)],
     "bound the state": [(lambda x: total((1e33 * x) * x), BIG)],
     'zero_safe(f, policy="zero")': [(lambda w: total(jax.grad(lambda x: norm(w * x))(Z2) ** 2),

@@ -28,25 +28,23 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from ..carried import AbstractCarrier, enter, is_inexact, on_host, walk
+from .._programs.pairs import is_inexact
+from ..carried import AbstractCarrier, enter, index_of_step, on_host, walk
 from ..origins import equation_tag
 from ..shards import is_across_shards, shards_of
 from .derivative import Derivative
 from .values import (
     Birth,
     calmed,
-    HEALED,
     infs_of,
     is_nonfinite,
-    is_var,
     labels_of,
-    ones,
     Stopped,
     union,
     Value,
     with_nan,
 )
-from .zeros import Zeros
+from .zeros import HEALED, Zeros
 
 
 # A loop of more operations than these runs compiled first, to see whether something is born.
@@ -75,8 +73,6 @@ class Births(AbstractCarrier[Value]):
         self.sets: list[frozenset[int]] = [frozenset()]
         self._numbers: dict[Any, int] = {}
         self._of_constants: dict[int, Value] = {}
-        self._compiled: dict[int, Any] = {}
-        self._users: dict[int, Any] = {}
 
     def run(self) -> list[Value] | None:
         """The outputs of the derivative; `None` if it was stopped."""
@@ -157,22 +153,15 @@ class Births(AbstractCarrier[Value]):
 
     def _loop(self, place, known, values):
         """A carry of zeros may be a cotangent from the first step on."""
-        flags = interpret_equation(
-            place.eqn, [v.is_ct | 2 * v.is_active for v in values], _FLAGS
-        )
-        n = known.n_before_carry
-        flagged = [
-            _flagged(v, flag) if is_inexact(v.x) else v
-            for v, flag in zip(values[n : n + known.n_carry], flags.outs, strict=False)
-        ]
-        values = [*values[:n], *flagged, *values[n + known.n_carry :]]
-        is_plain = not any(flag & 1 for flag in flags.outs)
-        if is_plain and self._is_long(place.eqn) and not any(v.nan is not None for v in values):
+        flags = [v.is_ct | 2 * v.is_active for v in values]
+        flags = interpret_equation(place.eqn, flags, _FLAGS).outs
+        n, m = known.n_before_carry, known.n_before_carry + known.n_carry
+        values = [*values[:n], *map(_flagged, values[n:m], flags), *values[m:]]
+        is_plain = not any(flag & 1 for flag in flags) and all(v.nan is None for v in values)
+        if is_plain and self._is_long(place.eqn):
             outs = self._bind(place.eqn, [v.x for v in values])
-            if not any(is_nonfinite(x) for x in outs):
-                return [
-                    _flagged(Value(x), flag) for x, flag in zip(outs, flags.outs, strict=True)
-                ]
+            if not any(map(is_nonfinite, outs)):
+                return list(map(_flagged, map(Value, outs), flags))
         return enter(place, values, self)
 
     def _is_long(self, eqn) -> bool:
@@ -183,24 +172,23 @@ class Births(AbstractCarrier[Value]):
         return self.threshold is None and n * steps > _MOST_IN_DETAIL
 
     def skip(self, place, step, consts, carry, xs):
-        known = structure(place.eqn)
-        values = [*consts, *carry, *xs]
+        """The steps of a long loop up to the first one with a value that is not finite."""
+        loop, values = structure(place.eqn), [*consts, *carry, *xs]
         is_plain = not any(v.is_ct or v.nan is not None or is_nonfinite(v.x) for v in values)
-        if not is_plain or not self._is_long(place.eqn):
+        if step or not is_plain or not self._is_long(place.eqn):
             return carry, []
-        assert isinstance(known, Scan)
-        if id(place.eqn) not in self._compiled:
-            self._compiled[id(place.eqn)] = _until_not_finite(known)
-        new, ys, end = self._compiled[id(place.eqn)](
-            step, [v.x for v in consts], [v.x for v in carry], [v.x for v in xs]
-        )
-        n = int(end) - step
-        if not n:
-            return carry, []
+        assert isinstance(loop, Scan)
+        arrays = ([v.x for v in each] for each in (consts, carry, xs))
+        outs = list(map(on_host, _all_steps(loop, *arrays)))
+        order = [index_of_step(loop, k) for k in range(loop.length)]
+        is_good = lambda i: not any(is_nonfinite(x[i]) for x in outs)
+        n = next((k for k, i in enumerate(order) if not is_good(i)), loop.length)
         active = any(v.is_active for v in values)
-        kept = [v._replace(x=x) for v, x in zip(carry, new, strict=True)]
-        at = lambda y, k: Value(on_host(y)[k], is_active=active)
-        return kept, [[at(y, step + k) for y in ys] for k in range(n)]
+        ys = [[Value(x[i], is_active=active) for x in outs[loop.n_carry :]] for i in order[:n]]
+        last = order[n - 1]
+        return [
+            v._replace(x=x[last]) if n else v for v, x in zip(carry, outs, strict=False)
+        ], ys
 
     # ------------------------------------------------------------ operations
 
@@ -293,16 +281,10 @@ class Births(AbstractCarrier[Value]):
     def _is_used(self, place, k) -> bool:
         """Whether an output is a cotangent of a value of the loss. Others are used within the
         derivative of one equation only."""
-        program = place.program
-        if id(program) not in self._users:
-            users: dict[Any, set[str]] = {v: {""} for v in program.jaxpr.outvars if is_var(v)}
-            for eqn in program.eqns:
-                for v in filter(is_var, eqn.invars):
-                    users.setdefault(v, set()).add(equation_tag(eqn))
-            self._users[id(program)] = users
-        tag = equation_tag(place.eqn)
-        users = self._users[id(program)].get(place.eqn.outvars[k], set())
-        return not tag or users != {tag}
+        v, tag = place.eqn.outvars[k], equation_tag(place.eqn)
+        users = (e for e in place.program.eqns if any(v is atom for atom in e.invars))
+        is_output = any(v is atom for atom in place.program.jaxpr.outvars)
+        return not tag or is_output or any(equation_tag(e) != tag for e in users)
 
     def _differs(self, place, values, k, inf, calm: Value) -> bool:
         """Whether other elements are infinite without the infinities of one operand."""
@@ -320,7 +302,9 @@ class Births(AbstractCarrier[Value]):
         found: list[Any] = [None] * len(outs)
         ways = [lambda x: x]
         if groups and any(is_inexact(x) and np.isnan(np.asarray(x)).any() for x in outs):
-            ways.append(ones)  # what is NaN anyway may be of a NaN too
+            ways.append(
+                lambda x: np.ones_like(x) if is_inexact(x) else x
+            )  # what is NaN anyway may be of a NaN too
         for change in ways if groups else ():
             calm = [change(v.x) for v in values]
             base = self._bind(eqn, calm)
@@ -401,28 +385,14 @@ def _flagged(v: Value, flag: int) -> Value:
     return v._replace(is_ct=v.is_ct or bool(flag & 1), is_active=v.is_active or bool(flag & 2))
 
 
-def _until_not_finite(loop: Scan):
-    """A compiled function that runs the steps of a scan from one on, up to the first step of
-    which an output is not finite. It returns the carry, the outputs of all steps, and the
-    number of the step."""
-    (program,), n = loop.programs, loop.n_carry
+def _all_steps(loop: Scan, consts, carry, xs):
+    """The carry after each step of a scan, and the other outputs."""
 
-    def run(start, consts, carry, xs):
-        def body(state):
-            step, carry, ys, _ = state
-            i = loop.length - 1 - step if loop.reverse else step
-            outs = jaxpr_as_fun(program)(*consts, *carry, *(x[i] for x in xs))
-            finite = [jnp.all(jnp.isfinite(x)) for x in outs if is_inexact(x)]
-            good = ft.reduce(jnp.logical_and, finite, jnp.bool_(True))
-            new = [jnp.where(good, x, old) for x, old in zip(outs, carry, strict=False)]
-            ys = [y.at[step].set(x) for y, x in zip(ys, outs[n:], strict=True)]
-            return step + good, new, ys, good
+    def run(consts, carry, xs):
+        def step(carry, x):
+            outs = jaxpr_as_fun(*loop.programs)(*consts, *carry, *x)
+            return outs[: loop.n_carry], outs
 
-        types = program.out_avals[n:]
-        ys = [jnp.zeros((loop.length, *t.shape), t.dtype) for t in types]
-        is_on = lambda state: (state[0] < loop.length) & state[3]
-        start = jnp.int32(start), carry, ys, jnp.bool_(True)
-        step, carry, ys, _ = jax.lax.while_loop(is_on, body, start)
-        return carry, ys, step
+        return jax.lax.scan(step, carry, xs, loop.length, reverse=loop.reverse)[1]
 
-    return jax.jit(run)
+    return jax.jit(run)(consts, carry, xs)

@@ -8,19 +8,10 @@ import numpy as np
 
 from ..._jaxprs.structure import CallWithRule, structure
 from .births import Births
+from .derivative import line_in_rule
 from .kinds import Kind, kind_of
-from .lines import line_in_rule
-from .values import (
-    ALIVE,
-    Birth,
-    FACTOR,
-    HEALED,
-    is_nonfinite,
-    NOT_SELECTED,
-    UNUSED,
-    Value,
-    Zero,
-)
+from .values import Birth, is_nonfinite, Value
+from .zeros import ALIVE, FACTOR, HEALED, NOT_SELECTED, UNUSED, Zero
 
 
 @dataclasses.dataclass

@@ -5,7 +5,7 @@ import enum
 import numpy as np
 
 from ..._jaxprs.evaluate import bind
-from ..carried import is_inexact
+from .._programs.pairs import is_inexact
 from .values import Birth, is_nonfinite
 
 

@@ -120,18 +120,12 @@ class NaNReport(AbstractReport):
             notes.append(("leaves", f"The gradient is bad in {show_list(self.bad_leaves, 8)}."))
         if self.found and not self.is_reverse:
             notes.append(("note", _FORWARD))
-        if self.threshold is not None and any(record.step for record in self.found):
-            notes.append(("note", _FLOW))
         return notes
 
 
 _FORWARD = (
     "The loss has a `while_loop` and so no gradient in reverse mode. This is its derivative in "
     "forward mode."
-)
-_FLOW = (
-    "`eqg.gradient_flow` shows the norm of the gradient at each call of a layer, and so at "
-    "each step of a loop that calls one; elsewhere, `eqg.probe` does."
 )
 _COLUMNS = (*COLUMNS, "called from", "rule")
 

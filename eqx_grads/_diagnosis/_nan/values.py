@@ -6,14 +6,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
-from ..._jaxprs.primitives import linear_operands, MULTILINEAR
-from ..carried import is_inexact, Place
-
-
-# Why a cotangent is zero. If several zeros are added, the last of these is the reason.
-ALIVE, HEALED, UNUSED, NOT_SELECTED, FACTOR, VALUE, CANCELS = range(7)
+from .._programs.pairs import is_inexact
+from ..carried import Place
 
 
 def is_nonfinite(x: Any) -> bool:
@@ -30,14 +25,6 @@ def union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
 
 class Stopped(Exception):
     """The evaluation ends here: the time is over, or a check in the program raised an error."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Zero:
-    """Where a cotangent became zero, and why."""
-
-    why: int
-    place: Place | None
 
 
 class Value(NamedTuple):
@@ -110,55 +97,10 @@ def infs_of(x, values: Sequence[Value]) -> frozenset[int]:
     return infs if infs and np.isinf(np.asarray(x)).any() else frozenset()
 
 
-def is_var(atom: Any) -> bool:
-    return not isinstance(atom, Literal)
-
-
 def labels_of(labels: Any) -> list[int]:
     return [] if labels is None else [int(i) for i in np.unique(labels) if i]
-
-
-def ones(x):
-    return np.ones_like(np.asarray(x)) if is_inexact(x) else x
 
 
 def calmed(x):
     """An operand with ones where it is infinite."""
     return np.where(np.isfinite(x), x, np.ones_like(x)) if is_nonfinite(x) else x
-
-
-# The factors, if it is asked what the cotangents reach: ones, their sizes, or ones where they
-# are not finite.
-ONES, SIZES, BAD = range(3)
-
-
-def reach(eqn, values, k, of, bind, factors):
-    """Which elements of an output are reached by elements of the cotangents: the operation is
-    run on ones for these.
-
-    - `of`: which elements of a cotangent.
-    """
-    is_product = eqn.primitive.name in MULTILINEAR
-    linear = linear_operands(eqn)
-
-    def factor(i, v):
-        if not is_product and (linear is None or i in linear):
-            return np.zeros(np.shape(v.x))  # a term
-        size = np.abs(np.asarray(v.truth))
-        is_finite = np.isfinite(size)
-        if is_product and factors == BAD and not is_finite.all():
-            return ~is_finite
-        if is_product and factors != SIZES:
-            return np.ones(np.shape(v.x))
-        return np.where(is_finite, size, np.ones_like(size))
-
-    xs = [
-        v.x
-        if not is_inexact(v.x)
-        else np.asarray(of(v) if v.is_ct else factor(i, v), v.x.dtype)
-        for i, v in enumerate(values)
-    ]
-    try:
-        return np.asarray(bind(eqn, xs)[k]) != 0
-    except (TypeError, ValueError, Stopped):
-        return np.ones(eqn.outvars[k].aval.shape, bool)

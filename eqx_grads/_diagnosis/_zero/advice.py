@@ -11,54 +11,45 @@ from ..source_lines import function_file
 
 
 _SEARCH = (
-    "A search has no derivative, but its result has one. Decorate the search with "
-    "`eqg.implicit`; for the time of an event, use `eqg.event_time`, or `diffrax.Event` with a "
-    "real-valued condition and a `root_finder`."
+    "A search has no derivative, but its result has one: decorate the search with "
+    "`eqg.implicit`, or, for the time of an event, use `eqg.event_time` or `diffrax.Event` "
+    "with a real-valued condition and a `root_finder`."
 )
 
 # By kind. `{name}` is the operation.
 CURES = {
     "never used": "The loss does not use this leaf. Look for an attribute that is not called, "
     "or for a value that is overwritten.",
-    "closed over": "The loss uses this array, but from a closure or a global variable. Use the "
-    "model that is the argument of the loss.",
+    "closed over": "The loss uses this array from a closure. Use the model that it is given.",
     "argmax": "Multiply by `eqg.ste.one_hot_argmax(logits)` instead of indexing.",
-    "sampled category": "Use `eqg.ste.gumbel_softmax(logits, key=key)`, which samples with an "
-    "estimate of the gradient.",
-    "sampled bits": "Use `eqg.ste.bernoulli(p, key=key)`, which samples with an estimate "
-    "of the gradient.",
-    "order": "Indices have no derivative. Use the sorted values; to choose, multiply by the "
-    "mask `eqg.ste.top_k(x, k)`.",
-    "number of a bin": "Interpolate between the entries of the bins: "
-    "`jnp.interp(x, bins, entries)`.",
-    "rounding": "Use `eqg.ste.{name}(x)`: it has this value and the derivative of the "
-    "identity.",
+    "sampled category": "Use `eqg.ste.gumbel_softmax(logits, key=key)`.",
+    "sampled bits": "Use `eqg.ste.bernoulli(p, key=key)`.",
+    "order": "Use the sorted values; to choose, multiply by the mask `eqg.ste.top_k(x, k)`.",
+    "number of a bin": "Interpolate between the entries: `jnp.interp(x, bins, entries)`.",
+    "rounding": "Use `eqg.ste.{name}(x)`: it has the derivative of the identity.",
     "sign": "Use `eqg.ste.sign(x)`.",
     "comparison": "For a spike or a gate, use `eqg.surrogates.spike(x, "
     "eqg.surrogates.atan())`. For a switch, use `jax.nn.sigmoid(x)`; for its time, "
     "`eqg.event_time` and `eqg.jump`.",
     "comparison in a while_loop": _SEARCH,
     "predicate of a while_loop": _SEARCH,
-    "cast to an integer": "Use `eqg.ste.round(x)`, `eqg.ste.floor(x)` or `eqg.ste.trunc(x)`, "
-    "and keep the value a float.",
+    "cast to an integer": "Keep the value a float, and use `eqg.ste.round(x)`, "
+    "`eqg.ste.floor(x)` or `eqg.ste.trunc(x)`.",
     "stop_gradient": "Remove `stop_gradient` to train the leaf.",
     "rule without a derivative": "The rule of this function returns zero. Change the rule, or "
     "use `eqg.replace_gradient(value, surrogate)`.",
-    "initial guess": "The solution does not depend on it. For the derivative of the "
-    "iterations, use `optimistix.RecursiveCheckpointAdjoint`, or remove `eqg.implicit`.",
-    "no derivative": "JAX defines the derivative of this operation as zero. "
-    "`eqg.replace_gradient(value, surrogate)` gives it another one.",
-    "multiplied by zero": "Start the factor at another value, or correct what makes it zero. "
-    "Zero is usual for the last layer of an adapter, which learns first.",
+    "initial guess": "The solution does not depend on it. To differentiate the iterations, "
+    "use `optimistix.RecursiveCheckpointAdjoint`, or remove `eqg.implicit`.",
+    "no derivative": "Give it a derivative: `eqg.replace_gradient(value, surrogate)`.",
+    "multiplied by zero": "Start the factor at another value, unless it is the last layer of "
+    "an adapter, which learns first.",
     "dead units": "`{name}` takes its other operand for all of these elements. Change what it "
-    "is given: an initialization, a scale, or the data. After a hinge, it is what you want.",
+    "is given. A hinge is then at its minimum.",
     "masked": "For these arguments, the mask selects no element. Check the mask.",
     "saturated": "Scale the inputs down. Compute a loss of probabilities from logits, as "
     "`optax.losses.sigmoid_binary_cross_entropy(logits, labels)` does.",
-    "zero derivative": "The value is at a stationary point of this operation, as zero is of a "
-    "square. Start elsewhere.",
-    "kink": "The value is exactly at a kink, where the derivative is defined as zero. Start "
-    "elsewhere.",
+    "zero derivative": "The value is at a stationary point of this operation. Start elsewhere.",
+    "kink": "The value is at a kink, where the derivative is defined as zero. Start elsewhere.",
     "underflow": "The product is too small for its dtype. Scale the loss, or see with "
     "`eqg.gradient_flow(loss, model)` where the gradient vanishes.",
     "branch not taken": "These arguments take another branch of the `cond`.",
@@ -67,8 +58,7 @@ CURES = {
     "canceled": "Terms of the gradient cancel exactly: for these arguments, the loss does not "
     "change to first order in this leaf.",
     "dropped by zero_safe": "`zero_safe` drops the derivative of what a `where` does not take. "
-    "If the function has a limit there, write it with its limit, as `eqg.safe.expm1_ratio(x)` "
-    "is. `eqg.explain_nan` of this loss says where.",
+    "`eqg.explain_nan` of this loss says where.",
     "truncated": "It is only used in steps before the last window. Use a larger `truncate`.",
 }
 
@@ -78,12 +68,10 @@ SPECIAL = {
     "`r = x - jnp.floor(x)`: `(1 - r) * table[i] + r * table[i + 1]`.",
     "a first crossing": "Interpolate to the crossing of `y` and `c`, with `i` the first index "
     "after it: `x[i - 1] + (c - y[i - 1]) / (y[i] - y[i - 1]) * (x[i] - x[i - 1])`.",
-    "integers": "`{name}` returns integers because its input has integers. Pass floats: "
-    "`x.astype(float)`.",
+    "integers": "`{name}` returns integers, as its input has. Pass `x.astype(float)`.",
     "nearest": "`{name}` rounds to the nearest entry. Ask it to interpolate: `order=1`.",
     "argmin": "Multiply by `eqg.ste.one_hot_argmax(-x)` instead of indexing. For the nearest "
     "entry of a codebook, use `eqg.nn.VectorQuantizer`.",
-    # The loss has functions with rules, or `stop_gradient`.
     "canceled with rules": "Terms of the gradient cancel exactly, but the loss has a rule or a "
     "`stop_gradient`, and may change in this leaf all the same. For the remainder of a "
     "rounding, use `x - jnp.round(x)`.",
@@ -91,8 +79,8 @@ SPECIAL = {
     "clip": "Use `eqg.ste.clip(x, min, max)`, or keep the value in the range.",
     "select": "For these arguments, the `where`, or the `cond` under a `vmap`, takes the other "
     "branch. If it is a ReLU, use `jax.nn.leaky_relu(x)`.",
-    "rule": "The rule of `{name}` gives zero for these arguments. For a surrogate far from its "
-    "threshold, use a wider one, as `eqg.surrogates.atan()`, or larger inputs.",
+    "rule": "The rule of `{name}` gives zero for these arguments. Use a wider surrogate, as "
+    "`eqg.surrogates.atan()`, or larger inputs.",
     "factor": "Start the factor at another value, or correct what makes it zero.",
     "safe": "`{name}` has the derivative zero where there is none, such as at zero. Keep its "
     "argument away from that point, or write what is smooth there without it, as "

@@ -29,8 +29,8 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from .._programs.pairs import differentiable_pairs, operands_of_outputs
-from ..carried import AbstractCarrier, enter, is_inexact, Place, walk
+from .._programs.pairs import differentiable_pairs, is_inexact, operands_of_outputs
+from ..carried import AbstractCarrier, enter, Place, walk
 from ..source_lines import is_of_jax
 
 
