@@ -20,7 +20,6 @@ from .._zero.gradient import try_gradient
 from ..nan_checks import without_nan_checks
 from ..origins import message_of_check, no_derivative_error, NumberedLoss, raised_error
 from ..progress import doing, showing_progress
-from ..report import show_list
 from ..traced_loss import check_no_references, trace_loss
 from .births import Births
 from .causes import Cause, causes_of
@@ -48,10 +47,9 @@ _NOT_THESE = (
     "`jax.custom_vjp`, as the loop of Diffrax is."
 )
 _ONLY_COMPILED = (
-    "XLA rounds otherwise in a program that is compiled as a whole. What is exactly zero "
-    "operation by operation, such as `x - jnp.mean(x)` of equal numbers, may be a rounding "
-    "error, which an infinite derivative multiplies; and what is a rounding error may be zero, "
-    "of which a logarithm is infinite."
+    "Operation by operation, all is finite. Compiled as a whole, XLA rounds otherwise: what is "
+    "exactly zero, such as `x - jnp.mean(x)` of equal numbers, may be a rounding error, which "
+    "an infinite derivative multiplies; and a rounding error may be zero."
 )
 _OUT_OF_TIME = (
     "After {:.0f} seconds, the evaluation operation by operation was stopped: there may be "
@@ -189,9 +187,10 @@ class _Call:
         is_check = isinstance(error, RuntimeError)  # of `eqx.error_if`
         bad = list(traced.leaves) if is_check else bad
         threshold = None if self.threshold == math.inf else self.threshold
-        report = NaNReport([], value, bad, len(traced.leaves), error is None, threshold)
+        n = len(traced.leaves)
         if np.isfinite(value) and not bad and threshold is None:
-            return report  # a training meets the compiled program: there is nothing to look for
+            # A training meets the compiled program: there is nothing to look for.
+            return NaNReport([], value, [], n, error is None, None)
         doing("looking for the places")
         derivative = _differentiate(NumberedLoss(traced), self.loss)
         limit = max(self.seconds - _TRIAL * (compiled - begin), self.seconds / 2)
@@ -199,9 +198,6 @@ class _Call:
         carried = births.run()
         if gradient is None and carried is not None:
             value = float(carried[0].truth)
-        report = dataclasses.replace(
-            report, is_reverse=derivative.is_reverse, raises=is_check, loss=value
-        )
         causes, remarks = causes_of(births, carried), []
         if is_check and error is not None:
             if not causes:
@@ -210,16 +206,13 @@ class _Call:
         elif carried is None:
             remarks.append(_OUT_OF_TIME.format(limit))
         elif not causes and (bad or not np.isfinite(value)):
-            what = _if_compiled(value, bad)
-            value = float(carried[0].truth)
-            changes = {"if_compiled": what, "bad_leaves": [], "remarks": [_ONLY_COMPILED]}
-            return dataclasses.replace(report, loss=value, **changes)
-        end, helps = compiled + self.seconds, ""
-        if tries and report.is_reverse and np.isfinite(value):
-            helps, said = self._trial(causes, end)
-            remarks += said
+            remarks.append(_ONLY_COMPILED)
+        helps, said = "", []
+        if tries and derivative.is_reverse and np.isfinite(value):
+            helps, said = self._trial(causes, compiled + self.seconds)
         found = _without_consequences([record_of(births, cause, helps) for cause in causes])
-        return dataclasses.replace(report, found=found, remarks=remarks)
+        is_reverse, remarks = derivative.is_reverse, [*remarks, *said]
+        return NaNReport(found, value, bad, n, is_reverse, threshold, is_check, remarks=remarks)
 
     def _is_bad(self, x: Any) -> bool:
         return not np.all(np.isfinite(x)) or bool(np.any(np.abs(x) > self.threshold))
@@ -264,13 +257,6 @@ def _differentiate(numbered: NumberedLoss, loss) -> Derivative:
         if not opaque:
             raise
         raise no_derivative_error(loss, opaque) from error
-
-
-def _if_compiled(value: float, bad: Sequence[str]) -> str:
-    """What is finite, but not if it is compiled as a whole: the loss, or gradients."""
-    found = [] if np.isfinite(value) else [f"the loss is {value:.6g}"]
-    found += [f"the gradient of {show_list(bad, 8)} is not finite"] if bad else []
-    return ", and ".join(found)
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:

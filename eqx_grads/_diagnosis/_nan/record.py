@@ -104,12 +104,11 @@ def _function_at_corner(births: Births, origin: Origin | None, source: Birth) ->
     """The function of `eqx_grads.safe` whose second derivative is NaN at a kink, or empty."""
     if source.place is None:
         return ""
-    eqns = [source.place.eqn, *([origin.eqn] if origin else [])]
-    if not any(NO_SECOND_DERIVATIVE in str(e.source_info.name_stack) for e in eqns):
+    around = births.derivative.numbered.around(origin) if origin else []
+    eqns = [source.place.eqn, *(o.eqn for o in around)]
+    if not any(NO_SECOND_DERIVATIVE in str(e.source_info.name_stack) for e in eqns[:2]):
         return ""
-    enclosing = reversed(origin.enclosing) if origin else ()
-    around = [births.derivative.numbered.origins[i].eqn for i in enclosing]
-    return safe_function([*eqns, *around]) or (origin.primitive if origin else "")
+    return safe_function(eqns) or (origin.primitive if origin else "")
 
 
 # How the user calls the operations that do not select an element.
@@ -134,8 +133,7 @@ def _mask_fields(births: Births, zero: Zero) -> dict[str, Any]:
     line = users_line(numbered, origin, zero.place) if origin else UNKNOWN
     name = zero.place.eqn.primitive.name
     if origin is not None and not _has_rule(origin):
-        around = [numbered.origins[i].eqn for i in origin.enclosing[-1:]]
-        is_clip = any(eqn.params.get("name") == "clip" for eqn in around)
+        is_clip = any(o.eqn.params.get("name") == "clip" for o in numbered.around(origin)[1:2])
         name = "clamp" if is_clip else origin.primitive
     elif origin is not None and origin.source.library and name not in _MASKS:
         return {}  # it is inside of the rule of a library
@@ -158,8 +156,7 @@ def users_line(numbered: NumberedLoss, origin: Origin, *places: Place | None) ->
 
 def library_of(numbered: NumberedLoss, origin: Origin) -> str:
     """The place in a library that the line of an equation of the loss calls, or empty."""
-    around = (numbered.origins[i] for i in reversed(origin.enclosing))
-    lines = (layer_line(o.eqn) for o in (origin, *around))
+    lines = (layer_line(o.eqn) for o in numbered.around(origin))
     return origin.source.library or next(filter(None, lines), "")
 
 
@@ -171,7 +168,7 @@ def rule_of(*places: Place | None) -> str:
 
 def names_of_calls(numbered: NumberedLoss, origin: Origin, *places: Place | None) -> list[str]:
     """The functions of JAX that an operation is in, such as `softmax`, outermost first."""
-    eqns = [*(numbered.origins[i].eqn for i in origin.enclosing), origin.eqn]
+    eqns = [o.eqn for o in reversed(numbered.around(origin))]
     if line_in_rule(places[0]).file:
         around = [p for place in places if place is not None for p in place.outward()]
         eqns += [p.eqn for p in reversed(around)]

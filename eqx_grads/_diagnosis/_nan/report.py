@@ -65,8 +65,6 @@ class NaNReport(AbstractReport):
     - `is_reverse`: false for the derivative in forward mode of a loss that has no other.
     - `raises`: whether the gradient raises an error, for example in a solver that is given a
         NaN. The error is in `remarks`.
-    - `if_compiled`: what is finite operation by operation, and not if the gradient is compiled
-        as a whole, or empty. Nothing is found of it.
     - `dropped`: the records of what [`eqx_grads.zero_safe`][] drops.
     - `remarks`: what else there is to know.
     """
@@ -78,20 +76,14 @@ class NaNReport(AbstractReport):
     is_reverse: bool
     threshold: float | None
     raises: bool = False
-    if_compiled: str = ""
     dropped: Sequence[NonFinite] = ()
     remarks: Sequence[str] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.found or self.if_compiled or self.bad_leaves)
+        return bool(self.found or self.bad_leaves or not np.isfinite(self.loss))
 
     @property
     def headline(self) -> str:
-        if self.if_compiled:
-            return (
-                "Operation by operation, the loss and its gradient are finite. Compiled as a "
-                f"whole, {self.if_compiled}."
-            )
         limit = "" if self.threshold is None else f"{self.threshold:g}"
         if not self.bad_leaves and np.isfinite(self.loss):
             return f"The loss and its gradient are finite{limit and f' and at most {limit}'}."

@@ -4,7 +4,7 @@ A set is an integer: bit `i` says whether element `i` is in the set.
 """
 
 import functools as ft
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -34,13 +34,9 @@ _DEPENDENCE = Domain[int](
 )
 
 
-def operands_of_outputs(eqn: Any, selected: Sequence[bool] | None = None) -> list[set[int]]:
-    """For each output of an equation, the operands, by index, that it depends on.
-
-    - `selected`: of which operands; by default, all of them.
-    """
-    n = len(eqn.invars)
-    bits = [1 << i if selected is None or selected[i] else 0 for i in range(n)]
+def operands_of_outputs(eqn: Any) -> list[set[int]]:
+    """For each output of an equation, the operands, by index, that it depends on."""
+    bits = [1 << i for i in range(len(eqn.invars))]
     return list(map(members, interpret_equation(eqn, bits, _DEPENDENCE).outs))
 
 

@@ -103,16 +103,17 @@ _KINDS = {
 
 
 def without_derivative(
-    origin: Origin, around: Sequence[Origin], uses: set[str], is_random: bool
+    around: Sequence[Origin], uses: set[str], is_random: bool
 ) -> tuple[str, str]:
     """The kind and the cure of an operation without a derivative.
 
-    - `around`: the equations that it is in, innermost first.
+    - `around`: the operation, and the equations that it is in, innermost first.
     - `uses`: what its output decides; "" if the loss depends on it otherwise.
     """
+    origin = around[0]
     name, stack = origin.primitive, str(origin.eqn.source_info.name_stack)
     kind, cure = _KINDS.get(name, "no derivative"), ""
-    library = _library_function([origin, *around])
+    library = _library_function(around)
     if origin.source.library.startswith("optimistix") or WITHOUT_TANGENTS in stack:
         kind = "initial guess"
     elif isinstance(structure(origin.eqn), CallWithRule):

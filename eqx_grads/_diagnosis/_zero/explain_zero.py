@@ -231,9 +231,9 @@ class _Explanation:
 
     @ft.cached_property
     def _origins(self) -> dict[tuple[int, ...], Origin]:
-        origins = self._numbered.origins
-        key = lambda o: (*(id(origins[i].eqn) for i in o.enclosing), id(o.eqn))
-        return {key(o): o for o in origins}
+        numbered = self._numbered
+        key = lambda origin: tuple(id(o.eqn) for o in numbered.around(origin))
+        return {key(o): o for o in numbered.origins}
 
     @ft.cached_property
     def _has_rules(self) -> bool:
@@ -345,20 +345,19 @@ class _Explanation:
     # ------------------------------------------------------------ a record
 
     def _origin_of(self, place: Place) -> Origin:
-        key = tuple(id(p.eqn) for p in reversed(list(place.outward())))
-        return self._origins[key]
+        return self._origins[tuple(id(p.eqn) for p in place.outward())]
 
     def _record(self, leaf: int, death: Death, uses: set[str]) -> ZeroGradient:
         origin = self._origin_of(death.place)
-        around = [self._numbered.origins[i] for i in reversed(origin.enclosing)]
+        around = self._numbered.around(origin)
         kind, factor = kind_of_death(death)
         detail, by_structure = "", kind == NO_DERIVATIVE
-        if any(map(is_truncation, (origin, *around))):
+        if any(map(is_truncation, around)):
             kind, by_structure = "truncated", False
             cure = CURES[kind]
         elif by_structure:
             is_random = any(f.is_random for f in death.values)
-            kind, cure = without_derivative(origin, around, uses, is_random)
+            kind, cure = without_derivative(around, uses, is_random)
             detail = _use_of(uses)
         else:
             made = origin if factor is None else self._made(factor)
@@ -424,8 +423,8 @@ class _Explanation:
 
     def _name(self, origin: Origin) -> str:
         """The operation, or the function of `eqx_grads.safe` that it is in."""
-        around = [self._numbered.origins[i].eqn for i in reversed(origin.enclosing)]
-        return safe_function([origin.eqn, *around]) or origin.primitive
+        around = self._numbered.around(origin)
+        return safe_function(o.eqn for o in around) or origin.primitive
 
     def _safe_function(self, origin: Origin, made: Origin | str) -> str:
         """The function of `eqx_grads.safe` whose derivative is zero, or empty: the operation,
