@@ -183,7 +183,8 @@ def cure_of(
     is_general = not text
     text = text or (_OF_VALUES.get(kind) if is_value else None) or _OF_KINDS[kind]
     safe = next((_SAFE[name] for name in (*calls, op) if name in _SAFE), "")
-    safe = "" if is_rule or kind not in _AT_A_POINT else safe
+    has_end = kind != Kind.DOMAIN or (op in _DOMAINS and op != "log")
+    safe = safe if kind in _AT_A_POINT and has_end and not is_rule else ""
     replacement = f"`eqg.safe.{safe}`, whose derivative is defined there"
     away = "eep its argument away from that point (`x + eps`)."
     use = f"Use {replacement}, or k{away}" if safe else f"K{away}"

@@ -208,7 +208,7 @@ class _Call:
         elif not causes and (bad or not np.isfinite(value)):
             remarks.append(_ONLY_COMPILED)
         helps, said = "", []
-        if tries and derivative.is_reverse and np.isfinite(value):
+        if tries and bad and derivative.is_reverse and np.isfinite(value):
             helps, said = self._trial(causes, compiled + self.seconds)
         found = _without_consequences([record_of(births, cause, helps) for cause in causes])
         is_reverse, remarks = derivative.is_reverse, [*remarks, *said]
