@@ -212,78 +212,6 @@ def test_the_cure_mends_it():
 # ---------------------------------------------------------------- threads
 
 
-def flowjax_176(w):
-    # danielward27/flowjax#176: the inverse of a block autoregressive network by bisection.
-    transform = lambda x: jnp.tanh(w["slope"] * x) + x
-    target = jnp.array(0.7)
-
-    def body(state):
-        low, high, i = state
-        middle = (low + high) / 2
-        is_above = transform(middle) > target  # HERE
-        return jnp.where(is_above, low, middle), jnp.where(is_above, middle, high), i + 1
-
-    low, high, _ = jax.lax.while_loop(
-        lambda s: (s[2] < 200) & (s[1] - s[0] > 1e-5), body, (-10.0, 10.0, 0)
-    )
-    return (low + high) / 2
-
-
-def diffrax_363(w):
-    # diffrax#363: an ODE whose right-hand side switches at a time that is a parameter.
-    def field(t, y):
-        return jnp.piecewise(t, [t < w["time"]], [1.0, 2.0]) * w["rate"] - y  # HERE
-
-    step = lambda y, t: (y + 0.1 * field(t, y), None)
-    return jax.lax.scan(step, jnp.array(0.0), jnp.linspace(0.0, 1.0, 11))[0]
-
-
-def jax_17555(w):
-    # jax#17555, jax#17556: the gradient of a reward of a sampled action.
-    action = jax.random.categorical(KEY, w["logits"])  # HERE
-    return jnp.array([0.1, 1.0, -2.0])[action]
-
-
-def haiku_442(w):
-    # dm-haiku#442: argmax of logits, compared with labels.
-    prediction = jnp.argmax(w["weight"] @ X)  # HERE
-    return (prediction.astype(X.dtype) - 1) ** 2
-
-
-def diffrax_451(w):
-    # diffrax#451: when does a thrown ball hit the ground, with drag?
-    def is_above(state):
-        return state[1] > 0.0  # HERE
-
-    def body(state):
-        t, h, v = state
-        return t + 0.01, h + 0.01 * v, v - 0.01 * (9.8 + w["drag"] * v)
-
-    start = jnp.array(0.0), jnp.array(10.0), jnp.array(0.0)
-    return jax.lax.while_loop(is_above, body, start)[0]
-
-
-THREADS = {
-    flowjax_176: ({"slope": jnp.array(2.0)}, "slope", "comparison in a while_loop"),
-    diffrax_363: (
-        {"time": jnp.array(0.45), "rate": jnp.array(1.0)},
-        "time",
-        "comparison",
-    ),
-    jax_17555: ({"logits": jnp.zeros(3)}, "logits", "sampled category"),
-    haiku_442: ({"weight": jnp.eye(3)}, "weight", "argmax"),
-    diffrax_451: ({"drag": jnp.array(0.1)}, "drag", "predicate of a while_loop"),
-}
-
-
-@pytest.mark.parametrize("loss", THREADS, ids=lambda f: f.__name__)
-def test_threads(loss):
-    model, leaf, kind = THREADS[loss]
-    record = only(check(loss, model))
-    assert (record.leaf, record.kind) == (f"['{leaf}']", kind)
-    assert (record.file, record.line) == (__file__, line_of(loss))
-
-
 def test_equinox_442():
     # equinox#442: the loss of nested calls of `vmap` uses the model that it closes over.
     network = eqx.nn.Linear(3, 2, key=KEY)
@@ -340,31 +268,6 @@ def batch_loss(model, xs):
 
 
 XS = jax.random.normal(jax.random.key(1), (64, 3))
-
-
-def test_uses_of_a_value_without_a_derivative():
-    """What it decides is named if it does nothing else."""
-    table = jnp.arange(12.0)
-
-    def loss(model, is_value, is_mask):
-        rounded = jnp.round(model)
-        total = jnp.sum(table[rounded.astype(int)])
-        if is_mask:
-            total += jnp.sum(jnp.where(rounded > 1, 1.0, 0.0))
-        return total + jnp.sum(is_value * rounded) if is_value else total
-
-    x = jnp.array([0.2, 1.7])
-    details = {
-        (is_value, is_mask): [r.detail for r in check(loss, x, is_value, is_mask).found]
-        for is_value in (0.0, 2.0)
-        for is_mask in (False, True)
-    }
-    assert details == {
-        (0.0, False): ["an index"],
-        (0.0, True): ["an index"],
-        (2.0, False): [""],
-        (2.0, True): [""],
-    }
 
 
 @pytest.mark.parametrize(
@@ -424,18 +327,6 @@ def test_some_dead_units(activation):
         assert text in str(report)
 
 
-@pytest.mark.thorough
-def test_dead_units_in_a_scan():
-    def loss(w, xs):
-        step = lambda h, x: (jax.nn.relu(w["w"] * h + x + w["b"]), None)
-        return jnp.sum(jax.lax.scan(step, jnp.zeros(4), xs)[0])
-
-    model = {"w": jnp.ones(4), "b": jnp.array([0.0, -50.0, 0.0, 0.0])}
-    report = check(loss, model, jnp.ones((5, 4)))
-    # The state that multiplies `w` is zero because of it.
-    assert {(r.leaf, r.units) for r in report.partly} == {("['b']", (1,))}
-
-
 def test_multiplied_by_zero_names_the_leaf():
     def adapter(model, x):
         hidden = model["down"] @ x
@@ -456,16 +347,6 @@ def test_multiplied_by_zero_names_an_input_of_another_type(factor):
     record = only(eqg.explain_zero(loss, X, factor))
     assert (record.kind, record.detail) == ("multiplied by zero", "`factor`")
     assert "last layer" not in record.cure
-
-
-def test_multiplied_by_zero_names_the_line_of_a_value():
-    def gated(w, x):
-        gate = jnp.sin(x)
-        return jnp.sum(jnp.tanh(w) * gate)  # HERE
-
-    record = only(check(gated, X, jnp.zeros(3)))
-    assert (record.kind, record.line) == ("multiplied by zero", line_of(gated))
-    assert record.detail == f"the result of `sin` at test_explain_zero.py:{line_of(gated) - 1}"
 
 
 VALUES = {
@@ -515,14 +396,6 @@ def test_a_gradient_that_vanishes_over_the_steps():
     record = only(check(loss, X, jnp.zeros((n, 3))))
     assert (record.kind, record.line) == ("underflow", line_of(loss))
     assert 0 < record.step[0] < n - 20
-
-
-def test_a_sum_that_cancels_and_one_without_common_terms():
-    x, y = jnp.array([1.0, -1.0, 0.0]), jnp.array([0.0, 0.0, 1.0])
-    loss = lambda w, x: jnp.dot(x, jnp.full(3, w))
-    assert only(check(loss, jnp.array(2.0), x)).kind == "canceled"
-    loss = lambda w, x, y: jnp.dot(x, w * y)
-    assert only(check(loss, jnp.array(2.0), x, y)).kind == "multiplied by zero"
 
 
 def test_terms_of_a_rule_that_cancel():
@@ -678,23 +551,13 @@ SEQUENCES = jax.random.normal(jax.random.key(2), (2, 5, 4))
 HEALTHY = {
     "linear": (eqx.nn.Linear(3, 2, key=KEY), XS),
     "relu": (mlp(jax.nn.relu), XS),
-    "relu, one example": (mlp(jax.nn.relu), XS[:1]),
     "tanh": (mlp(jnp.tanh), XS),
-    "gelu": (mlp(jax.nn.gelu), XS),
-    "leaky": (mlp(jax.nn.leaky_relu), XS),
-    "silu": (mlp(jax.nn.silu), XS),
-    "softplus": (mlp(jax.nn.softplus), XS),
     "gru": (Recurrent(eqx.nn.GRUCell(4, 4, key=KEY), eqx.nn.Linear(4, 1, key=KEY)), SEQUENCES),
     "attention": (
         Attention(eqx.nn.MultiheadAttention(2, 4, key=KEY), eqx.nn.LayerNorm(4)),
         SEQUENCES,
     ),
     "convolution": (eqx.nn.Conv1d(5, 3, 2, key=KEY), SEQUENCES),
-    "pooled": (
-        eqx.nn.Sequential([eqx.nn.Conv1d(5, 3, 2, key=KEY), eqx.nn.MaxPool1d(2)]),
-        SEQUENCES,
-    ),
-    "normalized": (eqx.nn.Sequential([eqx.nn.Linear(3, 4, key=KEY), eqx.nn.RMSNorm(4)]), XS),
     "our gru": (eqg.nn.GRU(4, 3, key=KEY), SEQUENCES),
     "quantized": (
         eqx.nn.Sequential([eqx.nn.Linear(3, 4, key=KEY), eqx.nn.Lambda(eqg.ste.round)]),
@@ -708,7 +571,7 @@ def summed(model, xs):
     return sum(jnp.sum(x**2) + jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(out))
 
 
-SLOW = ("attention", "our gru", "normalized", "pooled", "gelu", "leaky", "silu", "softplus")
+SLOW = ("attention", "our gru")
 
 
 @pytest.mark.parametrize(
@@ -862,53 +725,12 @@ def test_of_a_zero_safe_loss():
     assert (record.leaf, record.primitive) == ("['a']", "round")
 
 
-@pytest.mark.thorough
-def test_many_operations():
-    """XLA takes minutes for as many that are each looked at in one program."""
-
-    def loss(w):
-        for _ in range(200):
-            w = jnp.sin(w) * 1.01 + 0.01
-        return jnp.sum(w) * 0.0
-
-    (record,) = eqg.explain_zero(loss, jnp.ones(3)).found
-    assert record.primitive == "mul"
-
-
 def test_a_gradient_that_zero_safe_makes_finite():
     loss = lambda m: jnp.where(m["x"] > 0, jnp.sqrt(m["x"]), 0.0) * m["w"] + m["t"] * 0.0
     model = {name: jnp.array(x) for name, x in {"w": 2.0, "t": 0.5, "x": 0.0}.items()}
     assert "['x'] is not finite" in str(eqg.explain_zero(loss, model))
     report = str(eqg.explain_zero(eqg.zero_safe(loss), model))
     assert "The gradient of ['x'] would not be finite without `zero_safe`." in report
-
-
-def _normalized(x):
-    return (x - jnp.mean(x, 0, keepdims=True)) / (jnp.std(x, 0, keepdims=True) + 1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [1.0, 1e-9])
-def test_a_rounding_error_is_no_gradient(scale):
-    """That of a bias before a BatchNorm, on which the loss does not depend."""
-    key1, key2, key3 = jax.random.split(jax.random.key(0), 3)
-    model = [eqx.nn.Linear(5, 6, key=key1), eqx.nn.Linear(6, 2, key=key2)]
-    xs = jax.random.normal(key3, (32, 5))
-
-    def loss(model, xs, normalize):
-        hidden = jnp.tanh(normalize(jax.vmap(model[0])(xs)))
-        return scale * jnp.mean((jax.vmap(model[1])(hidden) - 1.0) ** 2)
-
-    report = eqg.explain_zero(loss, model, xs, _normalized)
-    assert not report
-    (remark,) = report.remarks
-    assert remark.startswith(
-        "The gradient of [0].bias is not exactly zero, but a rounding error"
-    )
-    assert not eqg.explain_zero(loss, model, xs, jnp.tanh).remarks
-    # Of either sign.
-    minus = lambda model, xs, normalize: -loss(model, xs, normalize)
-    assert eqg.explain_zero(minus, model, xs, _normalized).remarks == report.remarks
 
 
 @pytest.mark.parametrize(

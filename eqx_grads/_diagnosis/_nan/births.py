@@ -345,8 +345,7 @@ class Births(AbstractCarrier[Value]):
             raise Stopped from error
 
     def _born(self, place, values, k, bad, is_nan=False, **kwargs) -> int:
-        xs, cotangents = [v.x for v in values], [v.is_ct for v in values]
-        return self._add(Birth(place, xs, k, bad, is_nan, cotangents=cotangents, **kwargs))
+        return self._add(Birth(place, [v.x for v in values], k, bad, is_nan, **kwargs))
 
     def _add(self, birth: Birth) -> int:
         self.births.append(birth)
@@ -365,8 +364,8 @@ class Births(AbstractCarrier[Value]):
         a, key = np.asarray(x), id(x)
         for bad, is_nan in ((np.isnan(a), True), (np.isinf(a), False)):
             if bad.any():
-                is_meant = not is_nan and not is_active
-                birth = Birth(None, [a], 0, bad, is_nan, number=number, is_meant=is_meant)
+                birth = Birth(None, [a], 0, bad, is_nan, number=number, is_outside=True)
+                birth.is_meant = not is_nan and not is_active
                 born = frozenset([self._add(birth)])
                 if is_nan:
                     x = np.where(bad, np.ones_like(a), a)

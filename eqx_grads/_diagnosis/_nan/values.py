@@ -68,8 +68,7 @@ class Birth:
     - `is_low`: it is minus infinity, as the logarithm of a probability may be.
     - `zero`: the number of the `Zero` that the cotangent is which is multiplied there, or 0.
     - `is_meant`: an infinity of the data or of a constant, such as a mask of `-inf`.
-    - `number`: of an input of the loss.
-    - `cotangents`: which operands are cotangents.
+    - `is_outside`: it is an input of the loss, with this `number`, or a constant.
     """
 
     place: Place | None
@@ -84,12 +83,7 @@ class Birth:
     zero: int = 0
     is_meant: bool = False
     number: int | None = None
-    cotangents: Sequence[bool] = ()
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether it is an input of the loss, or a constant."""
-        return not self.cotangents
+    is_outside: bool = False
 
 
 def infs_of(x, values: Sequence[Value]) -> frozenset[int]:
