@@ -11,20 +11,20 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..._errors import bad_argument, RuleError
+from ..._errors import bad_argument
 from ..._rules.float_args import as_number
 from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
-from .._zero.explain_zero import opaque_operations
+from .._zero.explain_zero import no_gradient
 from .._zero.gradient import try_gradient
 from ..nan_checks import without_nan_checks
-from ..origins import message_of_check, no_derivative_error, NumberedLoss, raised_error
+from ..origins import message_of_check, NumberedLoss, raised_error
 from ..progress import doing, showing_progress
 from ..traced_loss import check_no_references, trace_loss
 from .births import Births
 from .causes import Cause, causes_of
 from .cures import DROPPABLE
-from .derivative import Derivative, differentiate
+from .derivative import differentiate
 from .kinds import Kind
 from .record import record_of
 from .report import NaNReport, NonFinite
@@ -192,7 +192,9 @@ class _Call:
             # A training meets the compiled program: there is nothing to look for.
             return NaNReport([], value, [], n, error is None, None)
         doing("looking for the places")
-        derivative = _differentiate(NumberedLoss(traced), self.loss)
+        if gradient is None and error is not None and not is_check:
+            raise no_gradient(self.loss, traced, error) from error
+        derivative = differentiate(NumberedLoss(traced))
         limit = max(self.seconds - _TRIAL * (compiled - begin), self.seconds / 2)
         births = Births(derivative, threshold, time.monotonic() + limit)
         carried = births.run()
@@ -245,18 +247,6 @@ class _Call:
         except RuntimeError:  # of a check in the program, such as `eqx.error_if`
             return False
         return not any(map(is_nonfinite, jax.tree.leaves(grads)))
-
-
-def _differentiate(numbered: NumberedLoss, loss) -> Derivative:
-    try:
-        return differentiate(numbered)
-    except RuleError:
-        raise
-    except Exception as error:  # JAX has no one type of error for it
-        opaque = opaque_operations(numbered.traced)
-        if not opaque:
-            raise
-        raise no_derivative_error(loss, opaque) from error
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:

@@ -107,17 +107,14 @@ def explain_zero(
     gradient raises an error, as the gradient of a `while_loop` does, `explain_zero` uses
     directional derivatives in forward mode.
 
-    An operation that JAX can't differentiate at all is taken to be differentiable, and named in
-    `remarks`. The leaves whose gradient passes it are not looked at by values.
-
     Of an [`eqx_grads.zero_safe`][] loss, the function that it differentiates is looked at. If
     the gradient of a leaf is zero because of `zero_safe`, the kind says so.
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the loss is not a real scalar, if the model has no inexact
-    arrays, if the loss can't be traced, or if nothing is zero by structure and JAX can't
-    differentiate an operation, or if the derivative of the loss raises an error.
+    arrays, if the loss can't be traced, if JAX can't differentiate an operation, or if the
+    derivative of the loss raises an error.
     """
     # What `zero_safe` puts in the program is not the user's, and has no line.
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
@@ -160,10 +157,10 @@ def explain_traced(
 ) -> ZeroReport:
     """The report on a loss whose gradient is known, or raises this error."""
     sized = [i for i in range(len(traced.leaves)) if traced.values[i].size]
-    explanation = _Explanation(traced, gradient)
+    explanation, remarks = _Explanation(traced, gradient), []
     if gradient is None:
-        return _without_gradient(loss, explanation, sized, error)
-    remarks = []
+        assert error is not None
+        raise no_gradient(loss, traced, error) from error
     if gradient.error is not None:
         why = ": ".join([type(gradient.error).__name__, *str(gradient.error).splitlines()[:1]])
         remarks.append(
@@ -184,35 +181,14 @@ def explain_traced(
     return ZeroReport(found, partly, len(sized), remarks, noise, not_finite)
 
 
-def _without_gradient(loss, explanation: "_Explanation", sized, error) -> ZeroReport:
-    """The report on a loss that JAX can't differentiate: what is zero by structure."""
+def no_gradient(loss: Callable[..., Any], traced: TracedLoss, error: Exception) -> Exception:
+    """What to raise if the gradient of a loss raises an error in any mode."""
     if isinstance(error, jax.errors.JaxRuntimeError):
-        raise raised_error(loss, error) from error
-    leaves = explanation.traced.leaves
-    records = {i: explanation.records(i, sized) for i in sized}
-    unknown = sorted(explanation.moving)
-    found = [r for i in sized if i not in unknown for r in records[i]]
-    opaque = explanation.opaque()
-    if not found and opaque:
-        raise no_derivative_error(loss, opaque) from error
-    if error is not None and not opaque:
-        raise error
-    remarks = [
-        f"JAX can't differentiate `{o.primitive}` ({o.source}), which was taken to be "
-        "differentiable."
-        for o in opaque
-    ]
-    if unknown:
-        names = show_list([leaves[i] for i in unknown], 8)
-        remarks.append(f"The gradient of {names} is not known.")
-    return ZeroReport(found, [], len(sized), remarks)
-
-
-def opaque_operations(traced: TracedLoss) -> list[Origin]:
-    """The operations on values that depend on a leaf, and that have no derivative."""
+        return raised_error(loss, error)
     explanation = _Explanation(traced, None)
     explanation.follow(range(len(traced.leaves)))
-    return explanation.opaque()
+    opaque = explanation.opaque()
+    return no_derivative_error(loss, opaque) if opaque else error
 
 
 class _Explanation:
