@@ -111,16 +111,6 @@ def test_all_of_ten():
     assert all(r.step == (2,) and r.count == 3 for r in report.found)  # the last step first
 
 
-def test_backward_order():
-    def loss(x):
-        first = jnp.sqrt(x)
-        second = jnp.log(x)
-        return jnp.where(x > 0, first, 0.0) + jnp.where(x > 0, second, 0.0)
-
-    found = eqg.explain_nan(loss, jnp.array(0.0)).found
-    assert [r.primitive for r in found] == ["log", "sqrt"]
-
-
 def explain_many_sines(n):
     def loss(w, x):
         for _ in range(n):
@@ -142,15 +132,6 @@ def test_work_is_linear_in_the_number_of_equations():
 # ---------------------------------------------------------------- what is reported
 
 
-def test_threshold():
-    loss = lambda x: jnp.sum(x**3) * 1e6
-    assert not eqg.explain_nan(loss, jnp.ones(3))
-    assert not eqg.explain_nan(loss, jnp.ones(3), threshold=1e8)
-    report = eqg.explain_nan(loss, jnp.ones(3), threshold=1e5)
-    assert {r.kind for r in report.found} == {"exceeds the threshold"}
-    assert "1e+08" in str(eqg.explain_nan(loss, jnp.ones(3), threshold=1e8))
-
-
 def _masked(x):
     return jnp.where(x > 5, x, 0.0)
 
@@ -159,33 +140,25 @@ def _by_cond(x):
     return jax.lax.cond(jnp.sum(x) > 5, lambda x: x, lambda x: 0.0 * jnp.sin(x), x)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("drop", [_masked, jax.jit(_masked), jax.vmap(_masked), _by_cond])
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
-def test_what_does_not_reach_the_gradient_is_no_cause(drop, around):
+def test_what_does_not_reach_the_gradient_is_no_cause(drop):
     """Witness: the gradient is the same without it."""
 
     def loss(x, with_norm):
         norm = jnp.linalg.norm(drop(x)) if with_norm else 0.0
-        return around(lambda x: norm + jnp.sum(jnp.sqrt(x)))(x)
-
-    def also_singular(x):
-        norm = jnp.linalg.norm(0.0 * x)
         return norm + jnp.sum(jnp.sqrt(x))
 
     x = jnp.array([0.0, 1.0])
     grads = [jax.grad(loss)(x, flag) for flag in (True, False)]
-    report = eqg.explain_nan(loss, x, True)
+    found = eqg.explain_nan(loss, x, True).found
     if drop is _by_cond:  # which multiplies the NaN by zero: it does reach the gradient
         assert np.isnan(grads[0]).all()
-        assert len(report.found) == 2
-        return
-    np.testing.assert_array_equal(*grads)
-    (record,) = report.found
-    assert "jnp.sqrt(x)" in record.code
-    # Alone, it makes nothing that is not finite.
-    assert not eqg.explain_nan(lambda x: jnp.linalg.norm(drop(x)), x)
-    assert len(eqg.explain_nan(also_singular, x).found) == 2
+        assert len(found) == 2
+    else:
+        np.testing.assert_array_equal(*grads)
+        assert ["jnp.sqrt(x)" in r.code for r in found] == [True]
+        # Alone, it makes nothing that is not finite.
+        assert not eqg.explain_nan(lambda x: jnp.linalg.norm(drop(x)), x)
 
 
 @pytest.mark.slow
@@ -204,21 +177,6 @@ def test_a_buffer_of_infinities():
     (record,) = eqg.explain_nan(loss, jnp.array(1.0), jnp.zeros(2)).found
     assert (record.kind, record.primitive, record.is_forward) == ("0/0", "div", True)
     assert record.step == (0,)
-
-
-def test_threshold_in_the_order_of_the_steps():
-    """In the backward pass of a step, the product with `scale` comes last."""
-
-    def loss(x):
-        def step(carry, scale):
-            a, b = carry
-            a = jnp.sin(a * scale)
-            return (a, 10.0 * b), None
-
-        return sum(jax.lax.scan(step, (x, x), jnp.array([1.0, 1.0, 1.0, 1e4]))[0])
-
-    report = eqg.explain_nan(loss, jnp.array(0.0), threshold=500.0)
-    assert [r.step for r in report.found] == [(3,), (1,)]
 
 
 def test_a_branch_and_a_singularity_at_one_operation():
@@ -321,22 +279,6 @@ def test_a_zero_that_a_solver_makes_is_no_mask_of_the_user():
 
 
 @pytest.mark.slow
-def test_a_function_that_a_library_calls_is_the_users():
-    """Diffrax calls the field in a rule. The advice is for a line of this file."""
-    diffrax = pytest.importorskip("diffrax")
-
-    def loss(rate):
-        field = lambda t, y, rate: -rate * jax.grad(jnp.linalg.norm)(y)  # HERE
-        term, solver = diffrax.ODETerm(field), diffrax.Euler()
-        return jnp.sum(diffrax.diffeqsolve(term, solver, 0, 1, 0.25, jnp.zeros(2), rate).ys)
-
-    (record,) = eqg.explain_nan(loss, jnp.array(1.0)).found
-    (line,) = _lines(test_a_function_that_a_library_calls_is_the_users, "HERE")
-    assert (record.file, record.line, record.is_forward) == (__file__, line, True)
-    assert "is in a library" not in record.cure
-
-
-@pytest.mark.slow
 def test_host_function_at_the_edge_of_its_domain():
     """Differences leave the domain."""
     fn = lambda nu, x: np.where(x > 0, nu * np.sqrt(np.abs(x)), np.nan).astype(x.dtype)
@@ -351,24 +293,6 @@ def test_host_function_at_the_edge_of_its_domain():
         assert "within a `step`" in record.cure
         (record,) = eqg.explain_nan(loss, -x).found
         assert "The host function returns this" in record.cure
-
-
-@pytest.mark.slow
-def test_the_example_of_which_a_weight_has_a_bad_gradient(getkey):
-    """The gradient of the weight is a sum over examples. The empty one is shown."""
-
-    def head(linear, scores, values, mask):
-        weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
-        return jnp.where(jnp.any(mask), linear(weights @ values), 0.0)
-
-    def loss(linear, scores, values, mask):
-        return jnp.sum(jax.vmap(head, (None, 0, 0, 0))(linear, scores, values, mask) ** 2)
-
-    linear = eqx.nn.Linear(3, 2, key=getkey())
-    scores, values = jnp.ones((4, 5)), jnp.ones((4, 5, 3))
-    mask = jnp.ones((4, 5), bool).at[2].set(False)
-    (record,) = eqg.explain_nan(loss, linear, scores, values, mask).found
-    assert (record.shape, record.index, record.n_bad) == ((4, 5), (2, 0), 5)
 
 
 def test_gradient_that_raises():

@@ -24,6 +24,7 @@ from ..._jaxprs.structure import (
     Cond,
     equations,
     holds,
+    inner_programs,
     Scan,
     ShardMap,
     structure,
@@ -122,7 +123,7 @@ class Deaths(AbstractCarrier[Fact]):
             return self._branch(place, values)
         if is_loop and any(map(has_backward, _inside(eqn))):
             # Its forward mode may be another one: step by step, the backward pass is asked.
-            inside = outs = enter(place, values, self)
+            inside = outs = list(enter(place, values, self))
         else:
             inside, outs = None, self._values(place, values)
             if moves:
@@ -137,7 +138,7 @@ class Deaths(AbstractCarrier[Fact]):
             if is_unit or is_loop:
                 inside = enter(place, values, self)
             elif isinstance(known, ShardMap) or _is_solver(eqn):
-                inside = self._by_structure(place, *known.programs, values)
+                inside = self._by_structure(place, values)
         before = _died(_used(eqn, values))
         for k, f in enumerate(outs):
             if f.t is None:
@@ -205,8 +206,9 @@ class Deaths(AbstractCarrier[Fact]):
                 outs[k] = f._replace(died=f.died | decided | own)
         return outs
 
-    def _by_structure(self, place, program, values) -> list[Fact]:
+    def _by_structure(self, place, values) -> list[Fact]:
         """The deaths in a program that can't be walked: what ends a tangent for any values."""
+        (program,) = inner_programs(place.eqn)
 
         def apply(eqn, ins, path):
             at = place
@@ -241,7 +243,7 @@ def _is_solver(eqn) -> bool:
 
 
 def _inside(eqn) -> Iterable[Any]:
-    return (e for program in structure(eqn).programs for e in equations(program))
+    return (e for program in inner_programs(eqn) for e in equations(program))
 
 
 def _alive(t: Any) -> Any:
