@@ -396,3 +396,21 @@ def test_a_nan_in_the_data_and_a_division():
     found = eqg.explain_nan(lambda w: jnp.sum(jnp.where(FIRST * last > 0, rows(w), 0.0)), W)
     places = sorted((r.primitive, r.index, r.n_bad) for r in found.found)
     assert places == [("div", (1,), 1), ("mul", (2,), 1)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_long_loop_runs_compiled_up_to_the_first_bad_step(reverse):
+    def loss(w, xs):
+        def step(c, x):
+            for _ in range(4):
+                c = jnp.tanh(c + 0.1)
+            return c, jnp.log(x * w)
+
+        c, ys = jax.lax.scan(step, 0.0, xs, reverse=reverse)
+        return c + jnp.sum(ys)
+
+    xs = jnp.ones(250).at[jnp.array([100, 200])].set(-1.0)
+    (record,) = eqg.explain_nan(loss, W, xs).found
+    assert (record.kind, record.primitive) == ("outside of the domain", "log")
+    assert (record.step, record.count) == ((200 if reverse else 100,), 2)

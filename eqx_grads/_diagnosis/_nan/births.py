@@ -157,10 +157,13 @@ class Births(AbstractCarrier[Value]):
         flags = interpret_equation(place.eqn, flags, _FLAGS).outs
         n, m = known.n_before_carry, known.n_before_carry + known.n_carry
         values = [*values[:n], *map(_flagged, values[n:m], flags), *values[m:]]
-        is_plain = not any(flag & 1 for flag in flags) and all(v.nan is None for v in values)
-        if is_plain and self._is_long(place.eqn):
+        if all(v.nan is None for v in values) and self._is_long(place.eqn):
             outs = self._bind(place.eqn, [v.x for v in values])
-            if not any(map(is_nonfinite, outs)):
+            # Why a cotangent is zero is not known of a loop that runs compiled.
+            has_zeros = any(
+                flag & 1 and not np.all(x) for x, flag in zip(outs, flags, strict=True)
+            )
+            if not has_zeros and not any(map(is_nonfinite, outs)):
                 return list(map(_flagged, map(Value, outs), flags))
         return enter(place, values, self)
 
