@@ -103,7 +103,7 @@ _OF_VALUES_OF_OPERATIONS = {
     "logit": _ENDS % "eps, 1 - eps",
     **dict.fromkeys(("xlogy", "xlog1py"), _XLOG),
     "div": "The divisor is zero. Add a small number, or, for a count, use `jnp.maximum(n, 1)`.",
-    "log": "Use `jnp.log(x + eps)`. Of a softmax or a sigmoid, use `jax.nn.log_softmax` or "
+    "log": "Use `jnp.log(x + eps)`. For a softmax or a sigmoid, use `jax.nn.log_softmax` or "
     "`jax.nn.log_sigmoid`; for `x * log(y)`, `eqg.safe.xlogy(x, y)`.",
 }
 

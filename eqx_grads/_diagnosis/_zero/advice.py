@@ -43,8 +43,8 @@ CURES = {
     "no derivative": "Give it a derivative: `eqg.replace_gradient(value, surrogate)`.",
     "multiplied by zero": "Start the factor at another value, unless it is the last layer of "
     "an adapter, which learns first.",
-    "dead units": "`{name}` takes its other operand for all of these elements. Change what it "
-    "is given. A hinge is then at its minimum.",
+    "dead units": "`{name}` selects its other operand for all of these elements. Change the "
+    "initialization or the data. A hinge loss is at its minimum there.",
     "masked": "For these arguments, the mask selects no element. Check the mask.",
     "saturated": "Scale the inputs down. Compute a loss of probabilities from logits, as "
     "`optax.losses.sigmoid_binary_cross_entropy(logits, labels)` does.",
