@@ -31,12 +31,15 @@ class Planted:
     threshold: float | None
     index: tuple[int, ...] | None
     others: bool
+    marks: dict[str, int] | None = None
 
     @property
     def name(self) -> str:
         return self.make.__name__
 
     def lines(self, mark: str) -> list[int]:
+        if self.marks is not None:
+            return [self.marks[mark]] if mark in self.marks else []
         source, first = inspect.getsourcelines(self.make)
         return [first + i for i, text in enumerate(source) if f"# {mark}" in text]
 
@@ -71,75 +74,12 @@ ZERO = "0/0"
 # ---------------------------------------------------------------- branches
 
 
-@planted(DEAD, primitive="sqrt", index=(1,))
-def where_sqrt():
-    def loss(x):
-        y = jnp.sqrt(x)  # HERE
-        return jnp.sum(jnp.where(x > 0, y, 0.0))  # MASK
-
-    return loss, x3()
-
-
 @planted(DEAD, primitive="log", index=(1,))
 def where_log():
     def loss(x):
         y = jnp.log(x)  # HERE
         y = 2 * y
         return jnp.sum(jnp.where(x > 0, y, 0.0))  # MASK
-
-    return loss, x3()
-
-
-@planted(DEAD, primitive="div", index=(1,))
-def where_division():
-    def loss(x):
-        y = 1.0 / x  # HERE
-        return jnp.sum(jnp.where(x != 0, y, 0.0))  # MASK
-
-    return loss, x3()
-
-
-@planted(DEAD, primitive="pow", index=(1,))
-def where_power():
-    def loss(x):
-        y = x**0.3  # HERE
-        return jnp.sum(jnp.where(x > 0, y, 0.0))  # MASK
-
-    return loss, x3()
-
-
-@planted(DEAD, primitive="exp", index=(1,))
-def where_exp():
-    def loss(x):
-        big = jnp.exp(1000.0 * x)  # HERE
-        return jnp.sum(jnp.where(x > 0.05, x, big))  # MASK
-
-    return loss, jnp.array([0.0, 2.0, 0.01])
-
-
-@planted(DEAD, primitive="sqrt", index=(1,))
-def maximum_of_sqrt():
-    def loss(x):
-        y = jnp.sqrt(x)  # HERE
-        return jnp.sum(jnp.maximum(y, 0.5))  # MASK
-
-    return loss, x3()
-
-
-@planted(DEAD, primitive="sqrt", index=(1,))
-def max_of_sqrt():
-    def loss(x):
-        y = jnp.sqrt(x)  # HERE
-        return jnp.max(y)  # MASK
-
-    return loss, x3()
-
-
-@planted(DEAD, primitive="sqrt", index=(1,))
-def clip_of_sqrt():
-    def loss(x):
-        y = jnp.sqrt(x)  # HERE
-        return jnp.sum(jnp.clip(y, 0.5, 3.0))  # MASK
 
     return loss, x3()
 
@@ -153,78 +93,6 @@ def where_under_vmap():
     return lambda w, x: jnp.sum(jax.vmap(one, (None, 0))(w, x)), jnp.array(1.0), x3()
 
 
-@planted(DEAD, primitive="sqrt", index=(1,))
-def select():
-    def loss(x):
-        y = jnp.sqrt(x)  # HERE
-        return jnp.sum(jnp.select([x > 1, x > 0], [x, y], 0.0))  # MASK
-
-    return loss, x3()
-
-
-@planted(DEAD, primitive="sqrt", index=(1,))
-def index():
-    def loss(x):
-        y = jnp.sqrt(x)  # HERE
-        return jnp.sum(y[jnp.array([0, 2])])  # MASK
-
-    return loss, x3()
-
-
-@planted(DEAD, primitive="sqrt", index=(1,))
-def slice_():
-    def loss(x):
-        y = jnp.sqrt(x)  # HERE
-        return jnp.sum(y[2:])  # MASK
-
-    return loss, x3()
-
-
-@planted(DEAD, primitive="sqrt", index=(3,))
-def padding():
-    def loss(w, x):
-        y = jnp.sqrt(w * jnp.pad(x, (0, 1)))  # HERE
-        return jnp.sum(y[:-1])  # MASK
-
-    return loss, jnp.array(1.0), jnp.ones(3)
-
-
-@planted(DEAD, primitive="sqrt", index=(1,))
-def maximum_of_a_segment():
-    def loss(x):
-        y = jnp.sqrt(x)  # HERE
-        return jnp.sum(jax.ops.segment_max(y, jnp.array([0, 0, 1]), 2))  # MASK
-
-    return loss, x3()
-
-
-@planted(DEAD, primitive="sqrt", index=(1,))
-def median():
-    def loss(x):
-        y = jnp.sqrt(x)  # HERE
-        return jnp.median(y)  # MASK
-
-    return loss, x3()
-
-
-@planted("zero mask", primitive="sqrt", index=(1,))
-def mask_by_product():
-    def loss(x, mask):
-        y = jnp.sqrt(x)  # HERE
-        return jnp.sum(mask * y)  # MASK
-
-    return loss, x3(), jnp.array([1.0, 0.0, 1.0])
-
-
-@planted("zero mask", primitive="sqrt", index=(1,))
-def product_with_a_comparison():
-    def loss(x):
-        y = jnp.sqrt(x)  # HERE
-        return jnp.sum((x > 0).astype(y.dtype) * y)  # MASK
-
-    return loss, x3()
-
-
 @planted(DEAD, primitive="sub")
 def attention_mask():
     def loss(q, mask):
@@ -233,15 +101,6 @@ def attention_mask():
         return jnp.sum(jnp.where(mask, weights, 0.0))  # MASK
 
     return loss, jnp.eye(3), jnp.array([[True] * 3, [False] * 3, [True] * 3])
-
-
-@planted(DEAD, primitive="atan2", index=(1,))
-def arctan2():
-    def loss(x):
-        angle = jnp.arctan2(x, x)  # HERE
-        return jnp.sum(jnp.where(x != 0, angle, 0.0))  # MASK
-
-    return loss, x3()
 
 
 @planted(DEAD, primitive="sqrt", index=(1,))
@@ -254,64 +113,7 @@ def nested_where():
     return loss, x3()
 
 
-@planted(DEAD, primitive="mul", index=(1,))
-def nan_in_masked_data():
-    def loss(w, data):
-        y = w * data  # HERE
-        return jnp.sum(jnp.where(jnp.isnan(data), 0.0, y))  # MASK
-
-    return loss, jnp.ones(3), jnp.array([1.0, jnp.nan, 2.0])
-
-
 # ---------------------------------------------------------------- singular points
-
-
-@planted(POLE, primitive="sqrt")
-def norm():
-    def loss(x):
-        return jnp.linalg.norm(x)  # HERE
-
-    return loss, jnp.zeros(3)
-
-
-@planted(POLE, primitive="sqrt")
-def std():
-    def loss(x):
-        return jnp.std(x)  # HERE
-
-    return loss, jnp.ones(4)
-
-
-@planted(POLE, primitive="cbrt", index=(1,))
-def cbrt():
-    def loss(x):
-        return jnp.sum(jnp.cbrt(x))  # HERE
-
-    return loss, x3()
-
-
-@planted(POLE, primitive="pow", index=(1,))
-def power():
-    def loss(x):
-        return jnp.sum(x**0.3)  # HERE
-
-    return loss, x3()
-
-
-@planted(POLE, primitive="acos", index=(0,))
-def arccos():
-    def loss(x):
-        return jnp.sum(jnp.arccos(x))  # HERE
-
-    return loss, jnp.array([1.0, 0.0])
-
-
-@planted("zero times infinity", primitive="sqrt", index=(1,))
-def square_of_sqrt():
-    def loss(x):
-        return jnp.sum(jnp.sqrt(x) ** 2)  # HERE
-
-    return loss, x3()
 
 
 @planted(POLE, primitive="sqrt", index=(1,))
@@ -323,22 +125,6 @@ def sqrt_of_sqrt():
     return loss, x3()
 
 
-@planted(ZERO, primitive="atan2")
-def arctan2_at_zero():
-    def loss(x):
-        return jnp.arctan2(x[0], x[1])  # HERE
-
-    return loss, jnp.zeros(2)
-
-
-@planted(ZERO, primitive="div")
-def sinc_by_hand():
-    def loss(x):
-        return jnp.sum(jnp.sin(x) / x)  # HERE
-
-    return loss, x3()
-
-
 @planted("overflow", primitive="exp", index=(2,))
 def exp():
     def loss(x):
@@ -346,38 +132,6 @@ def exp():
         return jnp.sum(y)
 
     return loss, jnp.array([0.5, 0.0, 2.0])
-
-
-@planted("overflow", primitive="integer_pow", index=(2,))
-def power_of_50():
-    def loss(x):
-        return jnp.sum((1e7 * x) ** 50)  # HERE
-
-    return loss, jnp.array([1e-9, 0.0, 2.0])
-
-
-@planted("overflow", primitive="div")
-def division_by_tiny():
-    def loss(x):
-        return jnp.sum(x / 1e-37) * 1e2  # HERE
-
-    return loss, jnp.array([0.0, 1e-3], jnp.float32)
-
-
-@planted("outside of the domain", primitive="log", index=(1,))
-def log_of_negative():
-    def loss(x):
-        return jnp.sum(jnp.log(x))  # HERE
-
-    return loss, jnp.array([1.0, -1.0])
-
-
-@planted("true singularity", primitive="log")
-def entropy():
-    def loss(p):
-        return -jnp.sum(p * jnp.log(p))  # HERE
-
-    return loss, jnp.array([1.0, 0.0])
 
 
 @planted("NaN in the input", primitive="model['b']", index=(1,))
@@ -553,16 +307,6 @@ def exploding_gru():
     return loss, cell, jnp.zeros((20, 1))
 
 
-@planted(DEAD, primitive="log", index=(1,))
-def sine_of_an_infinity():
-    # `sin` is bad as well, and `log` is to blame.
-    def loss(x):
-        y = jnp.log(x)  # HERE
-        return jnp.sum(jnp.where(x > 0, jnp.sin(y), 0.0))  # MASK
-
-    return loss, x3()
-
-
 @planted("inf - inf", primitive="sub")
 def softmax_of_nothing():
     def loss(x, mask):
@@ -570,14 +314,6 @@ def softmax_of_nothing():
         return jax.nn.softmax(scores)[0]  # HERE
 
     return loss, jnp.ones(3), jnp.zeros(3, bool)
-
-
-@planted(POLE, primitive="custom_linear_solve")
-def singular_matrix():
-    def loss(a):
-        return jnp.sum(jnp.linalg.solve(a, jnp.ones(2)))  # HERE
-
-    return loss, jnp.ones((2, 2))
 
 
 @planted(POLE, primitive="eigh", others=True)
@@ -702,6 +438,113 @@ def duplicate_knots():
         return jnp.interp(jnp.array(3e-13), knots, jnp.arange(4.0))  # HERE
 
     return loss, jnp.array([0.0, 1.0, 1e-12, -1.0])
+
+
+# ---------------------------------------------------------------- two lines
+
+# Losses of two lines: the operation that is to be named, and what is made of its result.
+LINES = {
+    "where_sqrt": (DEAD, "sqrt", (1,), lambda: (x3(),),
+        lambda x: jnp.sqrt(x),
+        lambda y, x: jnp.sum(jnp.where(x > 0, y, 0.0))),
+    "where_division": (DEAD, "div", (1,), lambda: (x3(),),
+        lambda x: 1.0 / x,
+        lambda y, x: jnp.sum(jnp.where(x != 0, y, 0.0))),
+    "where_power": (DEAD, "pow", (1,), lambda: (x3(),),
+        lambda x: x**0.3,
+        lambda y, x: jnp.sum(jnp.where(x > 0, y, 0.0))),
+    "where_exp": (DEAD, "exp", (1,), lambda: (jnp.array([0.0, 2.0, 0.01]),),
+        lambda x: jnp.exp(1000.0 * x),
+        lambda big, x: jnp.sum(jnp.where(x > 0.05, x, big))),
+    "maximum_of_sqrt": (DEAD, "sqrt", (1,), lambda: (x3(),),
+        lambda x: jnp.sqrt(x),
+        lambda y, x: jnp.sum(jnp.maximum(y, 0.5))),
+    "max_of_sqrt": (DEAD, "sqrt", (1,), lambda: (x3(),),
+        lambda x: jnp.sqrt(x),
+        lambda y, x: jnp.max(y)),
+    "clip_of_sqrt": (DEAD, "sqrt", (1,), lambda: (x3(),),
+        lambda x: jnp.sqrt(x),
+        lambda y, x: jnp.sum(jnp.clip(y, 0.5, 3.0))),
+    "select": (DEAD, "sqrt", (1,), lambda: (x3(),),
+        lambda x: jnp.sqrt(x),
+        lambda y, x: jnp.sum(jnp.select([x > 1, x > 0], [x, y], 0.0))),
+    "index": (DEAD, "sqrt", (1,), lambda: (x3(),),
+        lambda x: jnp.sqrt(x),
+        lambda y, x: jnp.sum(y[jnp.array([0, 2])])),
+    "slice_": (DEAD, "sqrt", (1,), lambda: (x3(),),
+        lambda x: jnp.sqrt(x),
+        lambda y, x: jnp.sum(y[2:])),
+    "padding": (DEAD, "sqrt", (3,), lambda: (jnp.array(1.0), jnp.ones(3),),
+        lambda w, x: jnp.sqrt(w * jnp.pad(x, (0, 1))),
+        lambda y, w, x: jnp.sum(y[:-1])),
+    "maximum_of_a_segment": (DEAD, "sqrt", (1,), lambda: (x3(),),
+        lambda x: jnp.sqrt(x),
+        lambda y, x: jnp.sum(jax.ops.segment_max(y, jnp.array([0, 0, 1]), 2))),
+    "median": (DEAD, "sqrt", (1,), lambda: (x3(),),
+        lambda x: jnp.sqrt(x),
+        lambda y, x: jnp.median(y)),
+    "mask_by_product": ("zero mask", "sqrt", (1,), lambda: (x3(), jnp.array([1.0, 0.0, 1.0]),),
+        lambda x, mask: jnp.sqrt(x),
+        lambda y, x, mask: jnp.sum(mask * y)),
+    "product_with_a_comparison": ("zero mask", "sqrt", (1,), lambda: (x3(),),
+        lambda x: jnp.sqrt(x),
+        lambda y, x: jnp.sum((x > 0).astype(y.dtype) * y)),
+    "arctan2": (DEAD, "atan2", (1,), lambda: (x3(),),
+        lambda x: jnp.arctan2(x, x),
+        lambda angle, x: jnp.sum(jnp.where(x != 0, angle, 0.0))),
+    "nan_in_masked_data": (DEAD, "mul", (1,),
+        lambda: (jnp.ones(3), jnp.array([1.0, jnp.nan, 2.0]),),
+        lambda w, data: w * data,
+        lambda y, w, data: jnp.sum(jnp.where(jnp.isnan(data), 0.0, y))),
+    "norm": (POLE, "sqrt", None, lambda: (jnp.zeros(3),),
+        lambda x: jnp.linalg.norm(x), None),
+    "std": (POLE, "sqrt", None, lambda: (jnp.ones(4),),
+        lambda x: jnp.std(x), None),
+    "cbrt": (POLE, "cbrt", (1,), lambda: (x3(),),
+        lambda x: jnp.sum(jnp.cbrt(x)), None),
+    "power": (POLE, "pow", (1,), lambda: (x3(),),
+        lambda x: jnp.sum(x**0.3), None),
+    "arccos": (POLE, "acos", (0,), lambda: (jnp.array([1.0, 0.0]),),
+        lambda x: jnp.sum(jnp.arccos(x)), None),
+    "square_of_sqrt": ("zero times infinity", "sqrt", (1,), lambda: (x3(),),
+        lambda x: jnp.sum(jnp.sqrt(x) ** 2), None),
+    "arctan2_at_zero": (ZERO, "atan2", None, lambda: (jnp.zeros(2),),
+        lambda x: jnp.arctan2(x[0], x[1]), None),
+    "sinc_by_hand": (ZERO, "div", None, lambda: (x3(),),
+        lambda x: jnp.sum(jnp.sin(x) / x), None),
+    "power_of_50": ("overflow", "integer_pow", (2,), lambda: (jnp.array([1e-9, 0.0, 2.0]),),
+        lambda x: jnp.sum((1e7 * x) ** 50), None),
+    "division_by_tiny": ("overflow", "div", None,
+        lambda: (jnp.array([0.0, 1e-3], jnp.float32),),
+        lambda x: jnp.sum(x / 1e-37) * 1e2, None),
+    "log_of_negative": ("outside of the domain", "log", (1,), lambda: (jnp.array([1.0, -1.0]),),
+        lambda x: jnp.sum(jnp.log(x)), None),
+    "entropy": ("true singularity", "log", None, lambda: (jnp.array([1.0, 0.0]),),
+        lambda p: -jnp.sum(p * jnp.log(p)), None),
+    "sine_of_an_infinity": (DEAD, "log", (1,), lambda: (x3(),),
+        lambda x: jnp.log(x),
+        lambda y, x: jnp.sum(jnp.where(x > 0, jnp.sin(y), 0.0))),
+    "singular_matrix": (POLE, "custom_linear_solve", None, lambda: (jnp.ones((2, 2)),),
+        lambda a: jnp.sum(jnp.linalg.solve(a, jnp.ones(2))), None),
+}  # fmt: skip
+
+
+def _of_lines(name, here, mask, args):
+    def loss(x, *rest):
+        y = here(x, *rest)
+        return y if mask is None else mask(y, x, *rest)
+
+    make = lambda: (loss, *args())
+    make.__name__ = name
+    return make
+
+
+for _name, (_kind, _primitive, _index, _args, _here, _mask) in LINES.items():
+    _make = _of_lines(_name, _here, _mask, _args)
+    _marks = {
+        mark: f.__code__.co_firstlineno for mark, f in (("HERE", _here), ("MASK", _mask)) if f
+    }
+    PLANTED.append(Planted(_make, _kind, (), _primitive, "", None, _index, False, _marks))
 
 
 # ---------------------------------------------------------------- healthy

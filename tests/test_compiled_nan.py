@@ -30,7 +30,9 @@ def test_the_policy_is_advised_if_the_compiled_gradient_is_finite(seed):
     report = str(eqg.explain_nan(deviation, params))
     assert "eqg.safe.std(x)" in report
     assert (POLICY in report) == is_finite
-    assert ("Compiled as a whole" in str(eqg.explain_nan(safe, params))) == (not is_finite)
+    report = eqg.explain_nan(safe, params)
+    assert bool(report) == (not is_finite)
+    assert ("Compiled as a whole" in str(report)) == (not is_finite)
 
 
 def test_a_loss_that_is_infinite_if_it_is_compiled():
@@ -42,9 +44,8 @@ def test_a_loss_that_is_infinite_if_it_is_compiled():
     report = eqg.explain_nan(loss, (differing or finite)[0])
     assert bool(report) == bool(differing)
     assert not report.found
-    assert ("Compiled as a whole, the loss is -inf" in report.headline) == bool(differing)
-    text = " ".join(str(report).split())
-    assert ("of which a logarithm is infinite" in text) == bool(differing)
+    assert ("The loss is -inf" in report.headline) == bool(differing)
+    assert ("Compiled as a whole" in str(report)) == bool(differing)
 
 
 def test_nothing_is_said_of_a_gradient_that_is_finite_compiled():

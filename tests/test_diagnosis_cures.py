@@ -15,42 +15,32 @@ import pytest
 from eqx_grads._diagnosis._nan import cures as nan_cures
 from eqx_grads._diagnosis._zero import advice as zero_cures
 
+from .guard.test_causes_of_nan import CURES
 from .nan_causes import PLANTED
-from .test_nan_kinds import FORMULAS
 
 
 # ---------------------------------------------------------------- the texts
 
 
 def texts():
-    """The cures of `explain_nan`, `explain_zero` and `explain_memory`."""
+    """The cures of `explain_nan` and `explain_zero`."""
     nan = [
         text
         for name, table in vars(nan_cures).items()
         if name.startswith("_OF_")
         for text in (table.values() if isinstance(table, dict) else [table])
     ]
-    nan += [f"`eqg.safe.{call}`" for call, _ in nan_cures._SAFE.values()]
-    return [*nan, *zero_cures.CURES.values(), zero_cures._ARGMIN]
+    nan += [f"`eqg.safe.{call}`" for call in nan_cures._SAFE.values()]
+    return [*nan, *zero_cures.CURES.values(), *zero_cures.SPECIAL.values()]
 
 
 FILLED = {
+    **dict.fromkeys(("safe", "use", "how", "domain", "a", "what", "whose"), ""),
     "op": "sqrt",
     "mask": "maximum",
-    "safe": "",
-    "use": "",
     "name": "round",
-    "place": "f.py:1",
-    "places": "f.py:1 and f.py:2",
-    "calls": "",
-    "reverse": ", reverse=True",
-    "state": ", state",
-    "lengths": ", lengths=lengths",
-    "source": "f.py:1",
-    "run": "`eqg.filter_scan(..., checkpoint=8)`",
-    "cell": "GRUCell",
-    "layer": "GRU",
-    "path": "cell",
+    "holder": "x",
+    "x": "x",
 }
 SNIPPETS = sorted(
     {code for text in texts() for code in re.findall("`([^`]*)`", text.format(**FILLED))}
@@ -104,8 +94,9 @@ def test_functions_of_one_array_are_calls_in_cures():
 
 
 def cured_by_zero_safe():
-    for name, (loss, x, _) in FORMULAS.items():
-        yield pytest.param(lambda loss=loss, x=x: (loss, jnp.array(x)), id=name)
+    for name, losses in CURES.items():
+        for i, (loss, x) in enumerate(losses):
+            yield pytest.param(lambda loss=loss, x=x: (loss, jnp.array(x)), id=f"{name} {i}")
     for planted in PLANTED:
         if planted.kind in ("0/0", "true singularity", "zero times infinity"):
             yield pytest.param(planted.make, id=planted.name)
@@ -146,32 +137,23 @@ def clamped_and_of_length(x):
     return jnp.sum(jnp.sqrt(jnp.maximum(x, 0.0))) + of_length(x + 1)
 
 
-@pytest.mark.parametrize(
-    ("loss", "x", "named"),
-    [
-        (jnp.linalg.norm, jnp.zeros(3), BY_ZERO),
-        (jnp.std, jnp.ones(3), BY_ZERO),
-        (lambda x: jnp.sum(jnp.sqrt(x) ** 2), jnp.zeros(2), BY_ZERO),
-        (lambda x: jnp.linalg.norm(x) + of_length(x), jnp.zeros(2), BY_ZERO),
-        # Nothing but what a maximum does not select depends on the argument of the root.
-        (lambda x: jnp.sum(jnp.sqrt(jnp.maximum(x, 0.0))), -jnp.ones(2), PLAIN),
-        (clamped_and_of_length, -jnp.ones(2), PLAIN),
-        # These are infinite, or not made of a factor that is zero.
-        (lambda x: jnp.sum(jnp.sqrt(x)), jnp.zeros(2), None),
-        (lambda x: jnp.arctan2(x[0], x[1]), jnp.zeros(2), None),
-    ],
-    ids=[
-        "norm",
-        "deviation",
-        "square of a root",
-        "norm and maximum",
-        "root of a maximum",
-        "two causes",
-        "root",
-        "arctan2",
-    ],
-)
-def test_zero_safe_is_named_where_it_helps(loss, x, named):
+NAMED = {
+    "norm": (jnp.linalg.norm, jnp.zeros(3), BY_ZERO),
+    "deviation": (jnp.std, jnp.ones(3), BY_ZERO),
+    "square of a root": (lambda x: jnp.sum(jnp.sqrt(x) ** 2), jnp.zeros(2), BY_ZERO),
+    "norm and maximum": (lambda x: jnp.linalg.norm(x) + of_length(x), jnp.zeros(2), BY_ZERO),
+    # Nothing but what a maximum does not select depends on the argument of the root.
+    "maximum": (lambda x: jnp.sum(jnp.sqrt(jnp.maximum(x, 0.0))), -jnp.ones(2), PLAIN),
+    "two causes": (clamped_and_of_length, -jnp.ones(2), PLAIN),
+    # These are infinite, or not made of a factor that is zero.
+    "root": (lambda x: jnp.sum(jnp.sqrt(x)), jnp.zeros(2), None),
+    "arctan2": (lambda x: jnp.arctan2(x[0], x[1]), jnp.zeros(2), None),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_zero_safe_is_named_where_it_helps(name):
+    loss, x, named = NAMED[name]
     gradient = lambda policy: jax.jit(jax.grad(eqg.zero_safe(loss, policy=policy)))(x)
     is_finite = lambda policy: bool(jnp.all(jnp.isfinite(gradient(policy))))
     if loss is jnp.std and not is_finite("zero"):
@@ -247,7 +229,6 @@ def test_two_slices_of_all_elements_are_no_dead_branch():
     report = eqg.explain_nan(eqg.zero_safe(halves_times_zero), *x)
     assert [r.kind for r in report.found] == ["zero mask"]
     assert not report.dropped
-    assert 'policy="zero")` makes this gradient finite' in report.remarks[0]
 
 
 def _masked(root, y):
@@ -331,15 +312,6 @@ def test_a_constant_nan_is_named_where_it_is_selected():
     assert (record.kind, record.primitive) == ("NaN in the input", "select_n")
 
 
-def test_cure_of_an_infinity_of_a_mask():
-    def loss(x):
-        y = jax.nn.log_softmax(jnp.where(MASK, x, -jnp.inf))
-        return -jnp.sum(jnp.where(MASK, y, 0.0))
-
-    assert jnp.isfinite(loss(X))
-    assert not eqg.explain_nan(loss, X)
-
-
 FAR = jnp.array([1.0, -2e3, 0.5])
 
 
@@ -398,22 +370,6 @@ def test_an_argument_that_rounds_to_the_outside_of_a_domain(operation, outside, 
     assert jnp.allclose(jax.grad(cured)(inside), jax.grad(operation)(inside))
 
 
-def test_an_operand_next_to_the_end_of_a_domain_has_its_digits():
-    x = jnp.nextafter(jnp.ones(()), 2 * jnp.ones(()))
-    report = str(eqg.explain_nan(jnp.arccos, x))
-    assert f"{float(x):.9g}" in report
-    assert ("  1.00000012" in report) == (x.dtype == jnp.float32)
-
-
-def test_zero_times_infinity_of_a_mask():
-    weights = jnp.array([1.0, 0.0, 1.0])
-    masked = lambda x: jnp.where(MASK, x, -jnp.inf)
-    (record,) = eqg.explain_nan(lambda x: jnp.sum(weights * masked(x)), X).found
-    assert (record.primitive, record.is_forward) == ("mul", True)
-    assert "`jnp.where(mask, y, 0.0)`" in record.cure
-    assert not eqg.explain_nan(lambda x: jnp.sum(jnp.where(MASK, masked(x), 0.0)), X)
-
-
 # ---------------------------------------------------------------- functions of JAX
 
 
@@ -446,15 +402,6 @@ def test_heaviside_is_a_comparison():
     assert jnp.all(jax.grad(spike)(X) > 0)
 
 
-def test_a_function_of_the_users_of_that_name_is_not_meant():
-    @jax.jit
-    def trunc(x):
-        return jnp.floor(x)
-
-    (record,) = eqg.explain_zero(lambda x: jnp.sum(trunc(x)), X).found
-    assert record.primitive == "floor"
-
-
 def test_overflow_of_a_cotangent():
     """No value is large: bounding the state does nothing, and clipping its gradient does."""
 
@@ -469,24 +416,9 @@ def test_overflow_of_a_cotangent():
     report = eqg.explain_nan(loss, h, False)
     (record,) = report.found
     assert record.kind == "overflow"
-    assert abs(record.cotangent) < jnp.inf
-    assert "the gradient explodes" in record.cure
+    assert "The gradient explodes" in record.cure
     assert "`x = eqg.clip_gradient_norm(x, max_norm)`" in record.cure
     assert not eqg.explain_nan(loss, h, True)
     # That of a value is another one.
     (record,) = eqg.explain_nan(lambda x: jnp.log(jnp.exp(x)), jnp.array(1e3)).found
     assert "explodes" not in record.cure
-
-
-@pytest.mark.parametrize("bound", [lambda h: h, jnp.tanh], ids=["unbounded", "cured"])
-def test_overflow_in_a_growing_loop(bound):
-    def loss(x):
-        step = lambda h, _: (bound(10.0 * h * h + 1.0), None)
-        return jnp.sum(jax.lax.scan(step, x, length=12)[0])
-
-    found = eqg.explain_nan(loss, X).found
-    if bound is jnp.tanh:
-        assert not found
-    else:
-        assert (found[0].kind, found[0].primitive) == ("overflow", "mul")
-        assert "bound the state at each step" in found[0].cure

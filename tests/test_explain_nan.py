@@ -46,19 +46,13 @@ def test_planted(case: Planted):
         assert (record.mask_file, record.mask_line) == (record.file, line), str(report)
 
 
-def test_number_of_planted_causes():
-    assert len(PLANTED) >= 50
-    assert len(HEALTHY) >= 18
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", HEALTHY, ids=lambda make: make.__name__)
 def test_healthy(make):
     report = _explain(make)
     assert not report, str(report)
     assert report.headline == "The loss and its gradient are finite."
-    # Nothing else is said, but that a gradient is zero.
-    assert all("is zero: `eqg.explain_zero`" in remark for remark in report.remarks)
+    assert not report.remarks
 
 
 def _gradient(make):
@@ -69,7 +63,7 @@ def _gradient(make):
             model, tangents
         )
     value_and_grad = eqx.filter_value_and_grad(loss)
-    if make is nan_causes.product_with_a_comparison:
+    if make.__name__ == "product_with_a_comparison":
         # Compiled, XLA makes a selection of the product, and the gradient is finite.
         return value_and_grad(model, *args)
     return eqx.filter_jit(value_and_grad)(model, *args)
@@ -105,8 +99,6 @@ def test_step_of_a_scan(name, step):
     assert (record.mask, record.mask_line) == ("where", _lines(scanned, "MASK")[0])
     assert (record.primitive, record.kind) == ("log", "dead branch")
     assert record.step == (step,)
-    assert record.operands == (0.0,)
-    assert record.cotangent == 0.0
 
 
 @pytest.mark.slow
@@ -117,16 +109,6 @@ def test_all_of_ten():
     assert {r.line for r in report.found} == set(_lines(ten_poisons, "HERE")), str(report)
     assert {r.kind for r in report.found} == {"dead branch"}, str(report)
     assert all(r.step == (2,) and r.count == 3 for r in report.found)  # the last step first
-
-
-def test_backward_order():
-    def loss(x):
-        first = jnp.sqrt(x)
-        second = jnp.log(x)
-        return jnp.where(x > 0, first, 0.0) + jnp.where(x > 0, second, 0.0)
-
-    found = eqg.explain_nan(loss, jnp.array(0.0)).found
-    assert [r.primitive for r in found] == ["log", "sqrt"]
 
 
 def explain_many_sines(n):
@@ -143,25 +125,11 @@ def explain_many_sines(n):
 
 
 @pytest.mark.slow
-def test_programs_of_many_equations():
-    explain_many_sines(300)
-
-
-@pytest.mark.slow
 def test_work_is_linear_in_the_number_of_equations():
     assert_linear_in_size(explain_many_sines, 10)
 
 
 # ---------------------------------------------------------------- what is reported
-
-
-def test_threshold():
-    loss = lambda x: jnp.sum(x**3) * 1e6
-    assert not eqg.explain_nan(loss, jnp.ones(3))
-    assert not eqg.explain_nan(loss, jnp.ones(3), threshold=1e8)
-    report = eqg.explain_nan(loss, jnp.ones(3), threshold=1e5)
-    assert {r.kind for r in report.found} == {"exceeds the threshold"}
-    assert "1e+08" in str(eqg.explain_nan(loss, jnp.ones(3), threshold=1e8))
 
 
 def _masked(x):
@@ -172,40 +140,25 @@ def _by_cond(x):
     return jax.lax.cond(jnp.sum(x) > 5, lambda x: x, lambda x: 0.0 * jnp.sin(x), x)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("drop", [_masked, jax.jit(_masked), jax.vmap(_masked), _by_cond])
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
-def test_what_does_not_reach_the_gradient_is_no_cause(drop, around):
-    """Its own line is in a note. Witness: the gradient is the same without it."""
+def test_what_does_not_reach_the_gradient_is_no_cause(drop):
+    """Witness: the gradient is the same without it."""
 
     def loss(x, with_norm):
-        norm = jnp.linalg.norm(drop(x)) if with_norm else 0.0  # DROPPED
-        return around(lambda x: norm + jnp.sum(jnp.sqrt(x)))(x)
-
-    def also_singular(x):
-        norm = jnp.linalg.norm(0.0 * x)
+        norm = jnp.linalg.norm(drop(x)) if with_norm else 0.0
         return norm + jnp.sum(jnp.sqrt(x))
 
     x = jnp.array([0.0, 1.0])
     grads = [jax.grad(loss)(x, flag) for flag in (True, False)]
-    report = eqg.explain_nan(loss, x, True)
+    found = eqg.explain_nan(loss, x, True).found
     if drop is _by_cond:  # which multiplies the NaN by zero: it does reach the gradient
         assert np.isnan(grads[0]).all()
-        assert len(report.found) == 2
-        return
-    np.testing.assert_array_equal(*grads)
-    (record,) = report.found
-    assert "jnp.sqrt(x)" in record.code
-    (line,) = [n for n, text in _numbered_lines(loss) if "# DROPPED" in text]
-    assert f"at test_explain_nan.py:{line}: it does not reach" in " ".join(str(report).split())
-    # Alone, it makes nothing that is not finite.
-    assert not eqg.explain_nan(lambda x: jnp.linalg.norm(drop(x)), x)
-    assert len(eqg.explain_nan(also_singular, x).found) == 2
-
-
-def _numbered_lines(fn):
-    lines, first = inspect.getsourcelines(fn)
-    return list(enumerate(lines, first))
+        assert len(found) == 2
+    else:
+        np.testing.assert_array_equal(*grads)
+        assert ["jnp.sqrt(x)" in r.code for r in found] == [True]
+        # Alone, it makes nothing that is not finite.
+        assert not eqg.explain_nan(lambda x: jnp.linalg.norm(drop(x)), x)
 
 
 @pytest.mark.slow
@@ -223,43 +176,7 @@ def test_a_buffer_of_infinities():
 
     (record,) = eqg.explain_nan(loss, jnp.array(1.0), jnp.zeros(2)).found
     assert (record.kind, record.primitive, record.is_forward) == ("0/0", "div", True)
-    assert (record.step, record.operands) == ((0,), (0, 0))
-
-
-def test_threshold_in_the_order_of_the_steps():
-    """In the backward pass of a step, the product with `scale` comes last."""
-
-    def loss(x):
-        def step(carry, scale):
-            a, b = carry
-            a = jnp.sin(a * scale)
-            return (a, 10.0 * b), None
-
-        return sum(jax.lax.scan(step, (x, x), jnp.array([1.0, 1.0, 1.0, 1e4]))[0])
-
-    report = eqg.explain_nan(loss, jnp.array(0.0), threshold=500.0)
-    assert [r.step for r in report.found] == [(3,), (1,)]
-
-
-def test_threshold_in_a_matrix_product():
-    matrix = jnp.array([[0.0, 5.0], [1.0, 3.0]])
-    loss = lambda x: jnp.array([1.0, 200.0]) @ (matrix @ x)
-    (record,) = eqg.explain_nan(loss, jnp.ones(2), threshold=550.0).found
-    assert (record.kind, record.index) == ("exceeds the threshold", (1,))
-
-
-def test_leaves():
-    model = {"good": jnp.ones(2), "bad": jnp.zeros(2), "integer": jnp.arange(2)}
-    report = eqg.explain_nan(lambda m: jnp.sum(m["good"]) + jnp.linalg.norm(m["bad"]), model)
-    assert report.bad_leaves == ["['bad']"]
-    assert "1 of 2 leaves" in report.headline
-
-
-def test_keyword_arguments():
-    loss = lambda x, *, data: jnp.sum(x * data)
-    (record,) = eqg.explain_nan(loss, jnp.ones(2), data=jnp.array([1, jnp.nan])).found
-    assert record.primitive == "data"
-    assert record.index == (1,)
+    assert record.step == (0,)
 
 
 def test_a_branch_and_a_singularity_at_one_operation():
@@ -269,13 +186,6 @@ def test_a_branch_and_a_singularity_at_one_operation():
         ("true singularity", (0,)),
         ("dead branch", (1,)),
     }
-
-
-def test_values_of_the_operands():
-    loss = lambda x: jnp.sum(jnp.where(x[1] > 0, 0.0, jnp.arctan2(x, 2 * x)))
-    (record,) = eqg.explain_nan(loss, jnp.array([0.0, -3.0])).found
-    assert record.operands == (0.0, 0.0)
-    assert record.cotangent == 1.0
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.complex64])
@@ -369,24 +279,8 @@ def test_a_zero_that_a_solver_makes_is_no_mask_of_the_user():
 
 
 @pytest.mark.slow
-def test_a_function_that_a_library_calls_is_the_users():
-    """Diffrax calls the field in a rule. The advice is for a line of this file."""
-    diffrax = pytest.importorskip("diffrax")
-
-    def loss(rate):
-        field = lambda t, y, rate: -rate * jax.grad(jnp.linalg.norm)(y)  # HERE
-        term, solver = diffrax.ODETerm(field), diffrax.Euler()
-        return jnp.sum(diffrax.diffeqsolve(term, solver, 0, 1, 0.25, jnp.zeros(2), rate).ys)
-
-    (record,) = eqg.explain_nan(loss, jnp.array(1.0)).found
-    (line,) = _lines(test_a_function_that_a_library_calls_is_the_users, "HERE")
-    assert (record.file, record.line, record.is_forward) == (__file__, line, True)
-    assert "is in a library" not in record.cure
-
-
-@pytest.mark.slow
 def test_host_function_at_the_edge_of_its_domain():
-    """Differences leave the domain. The operands are those of the element."""
+    """Differences leave the domain."""
     fn = lambda nu, x: np.where(x > 0, nu * np.sqrt(np.abs(x)), np.nan).astype(x.dtype)
     kwargs = {"out": lambda nu, x: x, "finite_difference": "central"}
     x = jnp.array([[1.0, 2.0, 1e-6], [3.0, 1.5, 0.7]])
@@ -395,28 +289,10 @@ def test_host_function_at_the_edge_of_its_domain():
         rows = jax.vmap(jax.vmap(call, (None, 0)), (None, 0))
         loss = lambda x, rows=rows: jnp.sum(rows(jnp.array(0.5, x.dtype), x))
         (record,) = eqg.explain_nan(loss, x).found
-        assert record.operands == (0.5, x[0, 2])
+        assert record.index == (0, 2)
         assert "within a `step`" in record.cure
         (record,) = eqg.explain_nan(loss, -x).found
         assert "The host function returns this" in record.cure
-
-
-@pytest.mark.slow
-def test_the_example_of_which_a_weight_has_a_bad_gradient(getkey):
-    """The gradient of the weight is a sum over examples. The empty one is shown."""
-
-    def head(linear, scores, values, mask):
-        weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
-        return jnp.where(jnp.any(mask), linear(weights @ values), 0.0)
-
-    def loss(linear, scores, values, mask):
-        return jnp.sum(jax.vmap(head, (None, 0, 0, 0))(linear, scores, values, mask) ** 2)
-
-    linear = eqx.nn.Linear(3, 2, key=getkey())
-    scores, values = jnp.ones((4, 5)), jnp.ones((4, 5, 3))
-    mask = jnp.ones((4, 5), bool).at[2].set(False)
-    (record,) = eqg.explain_nan(loss, linear, scores, values, mask).found
-    assert (record.shape, record.index, record.n_bad) == ((4, 5), (2, 0), 5)
 
 
 def test_gradient_that_raises():
@@ -463,35 +339,6 @@ def test_the_cause_inside_of_a_shard_map():
     assert (record.kind, record.primitive) == ("true singularity", "shard_map")
 
 
-def test_a_derivative_that_is_nan_where_the_value_is_fine():
-    """Three rows said to clip the argument (numpyro#2257)."""
-    loss = lambda a, x: jax.scipy.special.gammainc(a, x)
-    report = eqg.explain_nan(loss, jnp.array(2.0), jnp.array(jnp.inf))
-    (record,) = report.found
-    assert (report.loss, record.primitive) == (1.0, "igamma")
-    assert "is finite there, and its derivative is NaN" in record.cure
-    assert "`eqg.safe.where(ok, f, x, other)`" in record.cure
-    # As it says.
-    cured = lambda a, x: eqg.safe.where(x < jnp.inf, lambda x: loss(a, x), x, 1.0)
-    assert jax.grad(cured)(2.0, jnp.array(jnp.inf)) == 0
-
-
-def test_no_time():
-    """The report has what is known, and the cure that was tried."""
-    loss = lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
-    report = eqg.explain_nan(loss, jnp.array([1.0, 0.0]), seconds=0.0)
-    assert report
-    assert report.bad_leaves == ["model"]
-    assert not report.found
-    assert any("was stopped" in remark for remark in report.remarks)
-    assert any("makes this gradient finite" in remark for remark in report.remarks)
-
-
-def test_the_report_in_a_notebook():
-    html = eqg.explain_nan(lambda x: jnp.sqrt(x), jnp.array(0.0))._repr_html_()
-    assert "<td>sqrt</td>" in html
-
-
 def test_errors():
     with pytest.raises(eqg.RuleError, match="did not return a real scalar"):
         eqg.explain_nan(lambda x: x, jnp.ones(2))
@@ -499,25 +346,6 @@ def test_errors():
         eqg.explain_nan(lambda x: 1.0, jnp.arange(2))
     with pytest.raises(eqg.RuleError, match="inside a transformed function"):
         jax.jit(lambda x: eqg.explain_nan(jnp.sum, x))(jnp.ones(2))
-
-
-def test_what_zero_safe_drops():
-    def loss(x):
-        root = jnp.where(x > 0, jnp.sqrt(x), 0.0)  # HERE
-        return jnp.sum(root) + jnp.linalg.norm(x)
-
-    x = jnp.zeros(2)
-    (here,) = _lines(loss, "HERE")
-    report = eqg.explain_nan(eqg.zero_safe(loss), x)
-    assert [r.line for r in report.dropped] == [here]
-    assert [r.line for r in report.found] == [here + 1]
-    report = eqg.explain_nan(eqg.zero_safe(loss, policy="zero"), x)
-    assert not report
-    assert {r.line for r in report.dropped} == {here, here + 1}
-    assert "`zero_safe` drops" in str(report)
-    report = eqg.explain_nan(eqg.zero_safe(loss), jnp.ones(2))
-    assert not report.found
-    assert not report.dropped
 
 
 def test_what_zero_safe_drops_of_several_dead_branches():

@@ -5,46 +5,31 @@ import inspect
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.scipy.special import xlog1py, xlogy
 
 
 X = jnp.array([1.0, 0.0])
 
 
-def cancels(x):
-    y = jnp.sqrt(x)
-    return jnp.sum(y - y)  # HERE
+CANCELS = "terms cancel, or underflow"
+UNSELECTED = {
+    "cancels": lambda x: (lambda y: jnp.sum(y - y))(jnp.sqrt(x)),
+    "underflows": lambda x: jnp.sum(jnp.sqrt(x) * TINY * TINY),
+    "product": lambda x: jnp.sum(jnp.sqrt(x) @ jnp.array([[1.0, -1.0], [1.0, -1.0]])),
+}
+TINY = jnp.finfo(X.dtype).tiny
 
 
-def underflows(x):
-    tiny = jnp.finfo(x.dtype).tiny
-    return jnp.sum(jnp.sqrt(x) * tiny * tiny)
-
-
-def cancels_in_a_product(x):
-    return jnp.sum(jnp.sqrt(x) @ jnp.array([[1.0, -1.0], [1.0, -1.0]]))
-
-
-def masked_and_cancels(x):
-    y = jnp.sqrt(x)
-    return jnp.sum(jnp.where(x > 0, y, 0.0)) + jnp.sum(y - y)
-
-
-@pytest.mark.parametrize(
-    ("loss", "why"),
-    [
-        (cancels, "terms cancel, or underflow"),
-        (underflows, "terms cancel, or underflow"),
-        (cancels_in_a_product, "terms cancel, or underflow"),
-        (masked_and_cancels, "terms cancel, or underflow"),
-    ],
-)
-def test_a_zero_that_no_selection_makes(loss, why):
+@pytest.mark.parametrize("name", UNSELECTED)
+def test_a_zero_that_no_selection_makes(name):
+    loss = UNSELECTED[name]
     (record,) = eqg.explain_nan(loss, X).found
-    assert (record.kind, record.primitive, record.mask) == ("zero times infinity", "sqrt", why)
-    assert (record.index, record.operands, record.cotangent) == ((1,), (0.0,), 0.0)
+    assert (record.kind, record.primitive, record.mask) == (
+        "zero times infinity",
+        "sqrt",
+        CANCELS,
+    )
+    assert record.index == (1,)
     assert "no selection" in record.cure
     # What the cure says: this is not what `zero_safe` drops, but by its other policy.
     assert jnp.isnan(jax.grad(eqg.zero_safe(loss))(X)[1])
@@ -66,89 +51,6 @@ def test_inputs():
         (record,) = eqg.explain_nan(lambda w, bad=bad: jnp.sum(w * bad), X + 1).found
         assert (record.kind, record.primitive) == (f"{name} in the input", "mul")
         assert record.cure.startswith("A constant of the loss holds the")
-
-
-# What the user calls, or the operation itself, has a function in its place.
-FORMULAS = {
-    "norm": (jnp.linalg.norm, [0.0, 0.0], "eqg.safe.norm(x)"),
-    "norm by hand": (lambda x: jnp.sqrt(jnp.sum(x * x)), [0.0], "eqg.safe.sqrt(x)"),
-    "root": (lambda x: jnp.sum(jnp.sqrt(x)), [0.0], "eqg.safe.sqrt(x)"),
-    "deviation": (jnp.std, [1.0, 1.0], "eqg.safe.std(x)"),
-    "arccos": (lambda x: jnp.sum(jnp.arccos(x)), [1.0], "eqg.safe.arccos(x)"),
-    "arcsin": (lambda x: jnp.sum(jnp.arcsin(x)), [-1.0], "eqg.safe.arcsin(x)"),
-    "power": (lambda x: jnp.sum(x**0.5), [0.0], "eqg.safe.power(x, y)"),
-    "log": (lambda x: jnp.sum(x * jnp.log(x)), [0.0], "eqg.safe.xlogy(x, y)"),
-    "arctan2": (lambda x: jnp.arctan2(x[0], x[1]), [0.0, 0.0], "eqg.safe.arctan2(y, x)"),
-    "logaddexp of zeros": (
-        lambda x: jnp.exp(jnp.logaddexp(x[0] - jnp.inf, x[1] - jnp.inf)),
-        [0.0, 0.0],
-        "eqg.safe.logaddexp(x, y)",
-    ),
-    "xlogy": (lambda x: xlogy(x[0], x[1]), [0.0, 0.0], "eqg.safe.xlogy(x, y)"),
-    "xlog1py": (lambda x: xlog1py(x[0], x[1]), [0.0, -1.0], "eqg.safe.xlog1py(x, y)"),
-    "a mask over an empty row": (
-        lambda x: jnp.where(x[0] > 1, jax.nn.softmax(x - jnp.inf)[0], 0.0),
-        [0.0, 0.0],
-        "eqg.safe.softmax(x)",
-    ),
-    "softmax of an empty row": (
-        lambda x: jax.nn.softmax(x - jnp.inf)[0],
-        [0.0, 0.0],
-        "eqg.safe.softmax(x)",
-    ),
-    "log_softmax of an empty row": (
-        lambda x: jax.nn.log_softmax(x - jnp.inf)[0],
-        [0.0, 0.0],
-        "eqg.safe.log_softmax(x)",
-    ),
-    "eigenvectors": (
-        lambda x: jnp.sum(jnp.linalg.eigh(jnp.diag(x))[1]),
-        [1.0, 1.0],
-        "eqg.safe.eigh(a)",
-    ),
-    "singular vectors": (
-        lambda x: jnp.sum(jnp.linalg.svd(jnp.diag(x))[0]),
-        [1.0, 1.0],
-        "eqg.safe.svd(a)",
-    ),
-    "overflow": (lambda x: jnp.log(jnp.sum(jnp.exp(x))), [9e3, 0.0], "jax.nn.logsumexp"),
-    "softmax by hand": (
-        lambda x: (jnp.exp(x) / jnp.sum(jnp.exp(x)))[0],
-        [9e3, 0.0],
-        "jax.nn.softmax",
-    ),
-    "log of sigmoid": (lambda x: jnp.log(jax.nn.sigmoid(x[0])), [-9e3], "jax.nn.log_sigmoid"),
-    "derivative of a length": (
-        lambda w: jnp.sum(jax.grad(lambda x: jnp.linalg.norm(w * x))(jnp.zeros(2)) ** 2),
-        1.0,
-        "eqg.safe.norm(x)",
-    ),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", FORMULAS)
-def test_cures_of_formulas(name):
-    loss, x, cure = FORMULAS[name]
-    report = eqg.explain_nan(loss, jnp.array(x))
-    assert cure in report.found[0].cure, str(report)
-
-
-@pytest.mark.cost
-def test_a_step_is_evaluated_as_the_loop_was():
-    """Whether this variance is zero depends on how it is rounded, that is, on fusion."""
-
-    def step(h, t):
-        return h, jnp.sum(jnp.sqrt(jnp.mean(h * h) * t - jnp.mean(h) ** 2 * t + 0 * h))
-
-    def loss(h, ts):
-        return jnp.sum(jax.lax.scan(step, h, ts)[1])
-
-    h = jnp.full(3, 0.3, jnp.float32)
-    report = eqg.explain_nan(loss, h, jnp.array([0.3, 0.7, 0.1], jnp.float32))
-    assert {record.primitive for record in report.found} <= {"sqrt"}, str(report)
-    for record in report.found:
-        assert record.operands[0] <= 0, str(report)
 
 
 def _root_in_zero_safe(x):
@@ -182,42 +84,14 @@ def test_lines_inside_of_zero_safe(fn, around):
 # ---------------------------------------------------------------- a gradient in the loss
 
 
-def test_one_of_two_equal_eigenvectors():
-    def loss(a):
-        _, vectors = jnp.linalg.eigh(a + a.T)
-        return jnp.sum((a @ vectors[:, 0]) ** 2)
-
-    report = eqg.explain_nan(loss, jnp.eye(3))
-    assert "`eqg.safe.eigh(a)`" in report.found[0].cure
-    assert "safe.where" not in str(report)
-
-
-def test_rows_that_look_the_same_are_one():
-    loss = lambda x: sum(jnp.log(x) for _ in range(3))
-    report = eqg.explain_nan(loss, jnp.zeros(()))
-    rows = [line for line in str(report).splitlines() if "test_nan_kinds.py:" in line]
-    assert len(rows) == len(set(rows)) < len(report.found)
-    assert "(3 times)" in str(report)
-
-
 # ---------------------------------------------------------------- elements of other kinds
-
-
-def test_elements_of_one_operation_with_different_causes():
-    """With the cure of the one, the other is not finite still."""
-    report = eqg.explain_nan(lambda x: jnp.sum(jnp.log(x)), jnp.array([-1.0, 0.0, 1.0]))
-    found = [(record.kind, record.index, record.operands) for record in report.found]
-    assert sorted(found) == [
-        ("outside of the domain", (0,), (-1.0,)),
-        ("true singularity", (1,), (0.0,)),
-    ]
 
 
 def test_elements_that_were_not_finite_before_have_no_cause_of_their_own():
     loss = lambda x: jnp.sum(jnp.log(x * jnp.log(x)))
     report = eqg.explain_nan(loss, jnp.array([-1.0, 1.0, 3.0]))
-    lines = {(record.kind, record.operands) for record in report.found}
-    assert lines == {("outside of the domain", (-1.0,)), ("true singularity", (0.0,))}
+    kinds = {(record.kind, record.index) for record in report.found}
+    assert kinds == {("outside of the domain", (0,)), ("true singularity", (1,))}
 
 
 @pytest.mark.parametrize(
@@ -250,11 +124,8 @@ def test_what_is_within_a_derivative_does_not_cross_the_threshold():
     loss = lambda x: 61.9 * jnp.tanh(x)
     report = eqg.explain_nan(loss, jnp.array(-1.01), threshold=100.0)
     assert not report
-    assert "is zero" not in str(report)
     (record,) = eqg.explain_nan(loss, jnp.array(0.1), threshold=50.0).found
     assert record.primitive == "mul"
-    text = str(eqg.explain_nan(lambda x: 1e3 * x * 1e-3, jnp.array(1.0), threshold=100.0))
-    assert "is zero" not in text
 
 
 # ---------------------------------------------------------------- steps of a loop
@@ -273,24 +144,6 @@ def _steps(report):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
-def test_steps_of_a_loop_with_different_causes(around):
-    """With the cure of the one, the gradient is not finite still."""
-    x, ones = jnp.array(1.0), jnp.ones(5)
-    xs = jnp.array([1.0, 1.0, 2.0, 1.0, 1.0])
-    live = jnp.array([True, False, True, True, False])
-    loss = around(_roots)
-    report = eqg.explain_nan(loss, x, xs, live, ones)
-    expected = {("dead branch", (4,), 2), ("true singularity", (3,), 2)}
-    assert _steps(report) == expected
-    # Zero times infinity is NaN in both of these.
-    weights = jnp.array([1.0, 1.0, 1.0, 0.0, 1.0])
-    report = eqg.explain_nan(loss, x, xs, live, weights)
-    expected = {("dead branch", (4,), 2), ("zero mask", (3,), 1), ("true singularity", (0,), 1)}
-    assert _steps(report) == expected
-
-
-@pytest.mark.slow
 def test_steps_in_a_loop_of_a_loop():
     def loss(x, xs, live):
         outer = lambda total, at: (total + _roots(x, *at, jnp.ones(2)), None)
@@ -299,17 +152,6 @@ def test_steps_in_a_loop_of_a_loop():
     live = jnp.array([[True, True], [False, True], [True, True]])
     report = eqg.explain_nan(loss, jnp.array(1.0), jnp.ones((3, 2)), live)
     assert _steps(report) == {("dead branch", (1, 0), 1), ("true singularity", (2, 1), 5)}
-
-
-def test_a_cause_in_one_of_many_steps():
-    n = 40
-    weights = jnp.ones(n).at[n - 1].set(0.0)
-    live = jnp.zeros(n, bool).at[n - 1].set(True)
-    report = eqg.explain_nan(_roots, jnp.array(1.0), jnp.ones(n), live, weights)
-    (mask, branch) = report.found
-    assert (mask.kind, mask.step, mask.count) == ("zero mask", (n - 1,), 1)
-    assert (branch.kind, branch.step, branch.count) == ("dead branch", (n - 2,), n - 1)
-    assert f"{n - 2} and {n - 2} more" in str(report)
 
 
 def test_elements_that_are_zero_times_infinity_for_different_reasons():
@@ -353,92 +195,18 @@ def test_the_root_of_a_bound(name):
         assert record.kind == "true singularity"
         return
     assert (record.kind, record.mask, record.primitive) == ("dead branch", mask, "sqrt")
-    assert "`eqg.safe.sqrt(x)`" in record.cure
     # What is advised, against the slope of the constant.
     assert jax.grad(eqg.zero_safe(loss))(x) == 0.0 == loss(x - 0.1) - loss(x)
     assert record.cure.startswith("Use `eqg.zero_safe(loss)`, or")
 
 
-def test_a_product_with_a_zero_that_a_where_selects():
-    def loss(x):
-        return _clamped(x) * jnp.where(x > 0, 2 * x, 0.0)
-
-    report = eqg.explain_nan(loss, jnp.array(-1.0))
-    (record,) = report.found
-    assert record.kind == "zero times infinity"  # the factor is one of the model
-    mended = lambda x: eqg.safe.where(x > 0, lambda x: _clamped(x) * 2 * x, x, 0.0)
-    assert jax.grad(mended)(jnp.array(-1.0)) == 0.0
-    assert jax.grad(mended)(jnp.array(4.0)) == 6.0  # of `2 * x**1.5`
-    # A zero that the model computes is none of a mask.
-    (record,) = eqg.explain_nan(lambda x: jnp.sqrt(x) * jnp.sin(x), jnp.array(0.0)).found
-    assert (record.kind, record.mask) == ("zero times infinity", "mul")
-    assert "`eqg.safe.sqrt(x)`" in record.cure
-
-
 # ---------------------------------------------------------------- what does not select
 
 W = jnp.array(1.0)
-IS_POSITIVE = jnp.array([False, True, True])
-LARGE = -5.0
 
 
 def _xs(w):
     return w * jnp.arange(3, dtype=w.dtype)
-
-
-def _finite_log(w, other):
-    return eqg.safe.where(IS_POSITIVE, jnp.log, _xs(w), other)
-
-
-def _at_least(fn, limit, x):
-    return eqg.safe.where(x > jnp.exp(limit), fn, x, limit)
-
-
-SELECTED = {
-    "slice": (
-        lambda w: jnp.log(_xs(w))[1:],
-        lambda w: jnp.log(_xs(w)[1:]),
-        "inside of the `slice`",
-    ),
-    "index": (
-        lambda w: jnp.log(_xs(w))[jnp.array([1, 2])],
-        lambda w: jnp.log(_xs(w)[jnp.array([1, 2])]),
-        "inside of the `index`",
-    ),
-    "maximum": (
-        lambda w: jnp.maximum(jnp.log(_xs(w)), LARGE),
-        lambda w: _at_least(jnp.log, LARGE, _xs(w)),
-        "`eqg.safe.where(ok, f, x, other)` instead of the `maximum`",
-    ),
-    "maximum before it": (
-        lambda w: jnp.sqrt(jnp.maximum(_xs(w) - 0.9, 0.0)),
-        lambda w: eqg.safe.where(_xs(w) > 0.9, jnp.sqrt, _xs(w) - 0.9, 0.0),
-        "instead of the `maximum`, with this operation in `f`, and the result at its limit",
-    ),
-    "max": (
-        lambda w: jnp.max(jnp.log(_xs(w))),
-        lambda w: jnp.max(_finite_log(w, -jnp.inf)),
-        "`eqg.safe.where(ok, f, x, other)` inside of the `max`",
-    ),
-    "where": (
-        lambda w: jnp.where(IS_POSITIVE, jnp.log(_xs(w)), LARGE),
-        lambda w: _finite_log(w, LARGE),
-        "`eqg.safe.where(ok, f, x, other)`, with this operation in `f`, instead of",
-    ),
-}
-
-
-@pytest.mark.parametrize("mask", SELECTED)
-def test_the_cure_fits_what_does_not_select(mask):
-    loss, mended, cure = SELECTED[mask]
-    (record,) = eqg.explain_nan(lambda w: jnp.sum(loss(w)), W).found
-    assert (record.kind, record.mask) == ("dead branch", mask.split()[0])
-    assert cure in record.cure
-    assert jnp.array_equal(loss(W), mended(W))
-    with jax.enable_x64(True):
-        w, step = jnp.array(1.0, jnp.float64), 1e-5
-        difference = (jnp.sum(loss(w + step)) - jnp.sum(loss(w - step))) / (2 * step)
-        np.testing.assert_allclose(jax.grad(lambda w: jnp.sum(mended(w)))(w), difference)
 
 
 TARGETS = jnp.array([1.0, jnp.nan, 2.0])
@@ -468,16 +236,6 @@ def test_a_nan_of_the_data_that_is_not_selected_has_one_cure(name):
         assert jnp.isfinite(jax.grad(mended)(W))
 
 
-@pytest.mark.parametrize(("fn", "name"), [(jnp.arcsin, "arcsin"), (jnp.arccos, "arccos")])
-def test_the_function_that_is_advised_is_that_of_the_operation(fn, name):
-    x = jnp.array([2.0, 0.5])
-    (record,) = eqg.explain_nan(lambda x: jnp.sum(fn(jnp.clip(x, -1, 1))), x).found
-    assert (record.kind, record.mask) == ("dead branch", "clip")
-    assert f"`eqg.safe.{name}(x)`" in record.cure
-    mended = jax.grad(lambda x: jnp.sum(getattr(eqg.safe, name)(jnp.clip(x, -1, 1))))(x)
-    np.testing.assert_allclose(mended, [0.0, jax.grad(fn)(0.5)], rtol=1e-6)
-
-
 # ---------------------------------------------------------------- values in loops
 
 
@@ -496,20 +254,10 @@ def test_a_nan_of_two_logarithms_of_zero_is_named_first():
     p = jnp.array([[1.0, 0.0], [0.5, 0.5]])
     report = eqg.explain_nan(lambda p: loss(p, _shifted), p)
     first = report.found[0]
-    assert (first.primitive, first.is_forward, first.operands) == ("sub", True, (-jnp.inf,) * 2)
+    assert (first.primitive, first.is_forward) == ("sub", True)
     assert first.kind == "inf - inf"
     mended = lambda p: loss(p, lambda x: eqg.safe.logsumexp(x, 0))
     assert jnp.isfinite(mended(p))
-
-
-def test_steps_of_a_value_outside_of_loops():
-    def loss(x):
-        y = jnp.log(x)  # no step
-        return jax.lax.scan(lambda c, _: (c + y * c, None), 1.0, None, length=3)[0]
-
-    report = eqg.explain_nan(loss, jnp.array(0.0))
-    assert report.found[0].step == ()
-    assert report.found[0].count == 1
 
 
 def test_the_steps_at_which_one_cause_makes_a_nan_or_an_infinity():
@@ -562,61 +310,6 @@ def test_an_infinite_value_whose_cotangent_is_zero():
     assert jax.grad(cured)(rate) == jax.grad(loss)(rate, bound[1:])
 
 
-def test_the_number_of_infinite_values_in_a_step_of_a_scan():
-    """It was that of one step, of the entries of all steps."""
-
-    def one(rate, bound):
-        step = lambda x, b: (x, jnp.tanh((b - x) * rate))
-        return jnp.sum(jax.lax.scan(step, 1.3, bound)[1])
-
-    bound = jnp.full((4, 6), jnp.inf).at[0].set(0.5)
-    loss = lambda rate, bound: jnp.sum(jax.vmap(one, (None, 0))(rate, bound))
-    (record,) = eqg.explain_nan(loss, jnp.array(2.0), bound).found
-    assert (record.n_bad, record.shape, record.index, record.count) == (3, (4,), (1,), 6)
-
-
-@pytest.mark.slow
-def test_a_cause_that_a_mask_drops_beside_a_loss_that_is_nan():
-    """It was named as a cause, and its own gradient is finite."""
-    ok = jnp.array([True, True, False, False])
-
-    def loss(model, divisor):
-        x = jnp.where(ok, model["scores"], -jnp.inf)
-        left = jax.lax.cumlogsumexp(x, reverse=True)
-        nll = -jnp.sum(jnp.where(ok, x - left, 0.0))
-        return nll + jnp.sum(model["b"]) / divisor(model["b"][0])
-
-    model = {"scores": jnp.arange(1.0, 5.0), "b": jnp.zeros(2)}
-    bad = lambda model: loss(model, lambda b: 0.0 * b)
-    assert jnp.all(jnp.isfinite(jax.grad(bad)(model)["scores"]))
-    report = eqg.explain_nan(bad, model)
-    assert [record.kind for record in report.found] == ["0/0"]
-    assert any("does not reach the gradient" in remark for remark in report.remarks)
-    assert not eqg.explain_nan(lambda model: loss(model, lambda b: 1.0), model)
-
-
-@pytest.mark.slow
-def test_the_cure_of_an_operation_that_is_not_elementwise():
-    """`safe.where` puts a number in for what is masked, and a sum over elements has it."""
-    ok = jnp.array([True, True, False, False])
-    c, mask = jnp.arange(1.0, 5.0), jnp.where(ok, 0.0, -jnp.inf)
-
-    def loss(w, cumlogsumexp):
-        left = cumlogsumexp(w * c + mask, reverse=True)
-        return jnp.sum(jnp.where(ok, w * c - left, 0.0))
-
-    w = jnp.array(1.0)
-    plain = lambda w: loss(w, jax.lax.cumlogsumexp)
-    (record,) = eqg.explain_nan(plain, w).found
-    assert "`eqg.safe.cumlogsumexp(x)`" in record.cure
-    assert "safe.where" not in record.cure
-    cured = lambda w: loss(w, eqg.safe.cumlogsumexp)
-    assert not eqg.explain_nan(cured, w)
-    true = lambda w: w - jax.nn.logsumexp(w * c[:2])
-    rtol = 100 * jnp.finfo(w.dtype).eps  # two expressions for the same
-    assert jnp.allclose(jax.grad(cured)(w), jax.grad(true)(w), rtol=rtol)
-
-
 def test_a_dead_branch_of_a_product_of_a_row():
     """Not elementwise, and no formula: what is not used is replaced before it."""
     ok = jnp.array([True, False])
@@ -659,8 +352,65 @@ def test_a_dead_quotient_before_a_function():
     zero = jnp.zeros(())
     (record,) = eqg.explain_nan(loss, zero, zero).found
     assert record.kind == "dead branch"
-    assert "`x / jnp.where(y == 0, 1.0, y)`" in record.cure
     assert "safe.divide" not in record.cure
     cured = lambda y, x: jnp.where(y > 0, jnp.exp(x / jnp.where(y == 0, 1.0, y)), 0.0)
     assert not eqg.explain_nan(cured, zero, zero)
     assert jax.grad(cured)(2.0, 3.0) == jax.grad(loss)(2.0, 3.0)
+
+
+# ---------------------------------------------------------------- what a NaN meets
+
+FIRST, XS = jnp.array([1.0, 0.0, 1.0]), jnp.array([1.0, 2.0, 3.0])
+NAN = jnp.array([1.0, jnp.nan, 1.0])
+SELECTIONS = {
+    "max": jnp.max,
+    "min": jnp.min,
+    "sort": jnp.sort,
+    "cummax": jax.lax.cummax,
+    "cummin": jax.lax.cummin,
+    "pooling": lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2,), (1,), "VALID"),
+    "segment_max": lambda x: jax.ops.segment_max(x, jnp.array([0, 1, 1]), 2),
+    "shift by hand": lambda x: jnp.exp(x - x.max()),
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_selection_of_a_nan_is_no_cause(name):
+    """A maximum that is NaN is equal to none of its operands."""
+    loss = lambda w: jnp.sum(SELECTIONS[name](w * (XS * FIRST / FIRST)))
+    (record,) = eqg.explain_nan(loss, W).found
+    assert (record.kind, record.primitive, record.index) == ("0/0", "div", (1,))
+    masked = lambda w: jnp.where(w > 9, loss(w), w)
+    (record,) = eqg.explain_nan(masked, W).found
+    assert (record.kind, record.primitive, record.index) == ("dead branch", "div", (1,))
+
+
+def test_a_maximum_of_a_constant_nan():
+    (record,) = eqg.explain_nan(lambda w: jnp.max(w * NAN), XS).found
+    assert (record.kind, record.primitive) == ("NaN in the input", "mul")
+
+
+def test_a_nan_in_the_data_and_a_division():
+    data, last = jnp.array([1.0, 1.0, jnp.nan]), jnp.array([1.0, 1.0, 0.0])
+    rows = lambda w: jnp.exp(w * (XS / FIRST) + w * data)
+    found = eqg.explain_nan(lambda w: jnp.sum(jnp.where(FIRST * last > 0, rows(w), 0.0)), W)
+    places = sorted((r.primitive, r.index, r.n_bad) for r in found.found)
+    assert places == [("div", (1,), 1), ("mul", (2,), 1)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_long_loop_runs_compiled_up_to_the_first_bad_step(reverse):
+    def loss(w, xs):
+        def step(c, x):
+            for _ in range(4):
+                c = jnp.tanh(c + 0.1)
+            return c, jnp.log(x * w)
+
+        c, ys = jax.lax.scan(step, 0.0, xs, reverse=reverse)
+        return c + jnp.sum(ys)
+
+    xs = jnp.ones(250).at[jnp.array([100, 200])].set(-1.0)
+    (record,) = eqg.explain_nan(loss, W, xs).found
+    assert (record.kind, record.primitive) == ("outside of the domain", "log")
+    assert (record.step, record.count) == ((200 if reverse else 100,), 2)

@@ -61,8 +61,8 @@ class AbstractCarrier(abc.ABC, Generic[V]):
         """The outputs of an equation. `None` to `enter` its programs."""
 
     @abc.abstractmethod
-    def decide(self, place: Place, by: V, outs: Sequence[V]) -> Sequence[V]:
-        """The outputs of a branch or a loop, given the value that it is decided `by`."""
+    def decide(self, by: V, outs: Sequence[V]) -> Sequence[V]:
+        """The carry of a `while_loop`, given the value that it is decided `by`."""
 
     @abc.abstractmethod
     def skip(
@@ -99,8 +99,7 @@ def enter(place: Place, values: Sequence[V], carrier: AbstractCarrier[V]) -> Seq
             return _while(place, known, values, carrier)
         case Cond():
             index = int(np.clip(carrier.array(values[0]), 0, len(known.programs) - 1))
-            outs = walk(known.programs[index], values[1:], carrier, place)
-            return carrier.decide(place, values[0], outs)
+            return walk(known.programs[index], values[1:], carrier, place)
     return walk(inner_programs(place.eqn)[0], values, carrier, place)
 
 
@@ -129,7 +128,7 @@ def _while(place, loop: While, values, carrier):
     carry, step = values[m:], 0
     while True:
         (on,) = walk(loop.programs[0], [*values[:n], *carry], carrier, place, step)
-        carry = carrier.decide(place, on, carry)
+        carry = carrier.decide(on, carry)
         is_on = np.asarray(carrier.array(on))
         if not is_on.any():
             return carry

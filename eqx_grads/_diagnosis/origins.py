@@ -100,9 +100,13 @@ class NumberedLoss:
         tag = equation_tag(eqn)
         return self.origins[int(tag)] if tag else None
 
+    def around(self, origin: Origin) -> list[Origin]:
+        """The equation, and those that it is in, innermost first."""
+        return [origin, *(self.origins[i] for i in reversed(origin.enclosing))]
+
     def is_batched(self, origin: Origin) -> bool:
         """Whether an equation of the loss, or one around it, is in a function under `vmap`."""
-        around = [origin, *(self.origins[i] for i in origin.enclosing)]
+        around = self.around(origin)
         return any("vmap(" in str(o.eqn.source_info.name_stack) for o in around)
 
     def caller_of(self, origin: Origin) -> str:

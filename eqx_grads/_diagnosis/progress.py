@@ -19,30 +19,26 @@ _INTERVAL = 0.25
 
 
 class _Line:
-    """What is being done. It is shown by another thread, as a compilation may take minutes."""
+    """What is being done, in the name of a public function."""
 
     def __init__(self, caller: str):
-        self.text = ""
-        self._caller, self._begin = caller, time.monotonic()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._show, daemon=True)
-        self._thread.start()
+        self.text, self._caller, self._begin = "", caller, time.monotonic()
+        self.done = threading.Event()
 
-    def _show(self):
+    def show(self) -> None:
+        """Show it until it is done. It runs in a thread, as a compilation may take minutes."""
         wait = _DELAY
-        while not self._done.wait(wait):
+        while not self.done.wait(wait):
             seconds = time.monotonic() - self._begin
-            text = f"{self._caller}: {self.text} ({seconds:.0f} s)"
-            sys.stderr.write(f"\r\x1b[K{text[:96]}")
-            sys.stderr.flush()
+            _write(f"{self._caller}: {self.text} ({seconds:.0f} s)"[:96])
             wait = _INTERVAL
-
-    def end(self):
-        self._done.set()
-        self._thread.join()
         if time.monotonic() - self._begin >= _DELAY:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            _write("")
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(f"\r\x1b[K{text}")
+    sys.stderr.flush()
 
 
 _LINE: contextvars.ContextVar[_Line | None] = contextvars.ContextVar("_LINE", default=None)
@@ -55,12 +51,14 @@ def showing_progress(caller: str) -> Iterator[None]:
         yield
         return
     line = _Line(caller)
-    token = _LINE.set(line)
+    thread, token = threading.Thread(target=line.show, daemon=True), _LINE.set(line)
+    thread.start()
     try:
         yield
     finally:
         _LINE.reset(token)
-        line.end()
+        line.done.set()
+        thread.join()
 
 
 def doing(what: str, i: int | None = None, n: int | None = None, why_slow: str = "") -> None:

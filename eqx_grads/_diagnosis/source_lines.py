@@ -15,7 +15,7 @@ import jaxtyping
 from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.structure import Call, CallWithRule, structure
-from .._jaxprs.versions import function_file, function_name, traceback_of
+from .._jaxprs.versions import function_name, traceback_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +130,11 @@ def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
         f.file_name == file and f.function_name.endswith(name)
         for f in (traceback.frames if traceback else ())
     )
+
+
+def function_file(program: ClosedJaxpr) -> str:
+    """The file of the function that a program was traced from, or empty."""
+    return program.jaxpr.debug_info.func_filename or ""
 
 
 def is_of_jax(eqn: Any) -> bool:

@@ -140,14 +140,6 @@ def function_name(program: ClosedJaxpr) -> str:
     return program.jaxpr.debug_info.func_name
 
 
-def function_file(program: ClosedJaxpr) -> str:
-    """The file of the function that a program was traced from, or empty.
-
-    The same in all versions, but no public API returns it.
-    """
-    return program.jaxpr.debug_info.func_filename or ""
-
-
 def assigns_shardings(params: Mapping[str, Any]) -> bool:
     """Whether a `jit` says how its inputs or outputs are sharded.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax, nn
+from jax.scipy import special
 
 
 Z2, M2 = np.zeros(2, "float32"), np.zeros((2, 2), "float32")
@@ -48,6 +49,13 @@ CURES = {
     "safe.log_softmax(x)": [(lambda x: nn.log_softmax(x - jnp.inf)[0], Z2)],
     "safe.power(x, y)": [(lambda x: total(x**0.5), Z2)],
     "safe.arctan2(y, x)": [(lambda x: jnp.arctan2(x[0], x[1]), Z2)],
+    "safe.arccos(x)": [(lambda x: total(jnp.arccos(x + 1)), Z2)],
+    "safe.arcsin(x)": [(lambda x: total(jnp.arcsin(x - 1)), Z2)],
+    "safe.logaddexp(x, y)": [(lambda x: exp(jnp.logaddexp(*(x - jnp.inf))), Z2)],
+    "safe.xlogy(x, y)": [(lambda x: special.xlogy(x[0], x[1]), Z2)],
+    "safe.xlog1py(x, y)": [(lambda x: special.xlog1py(x[0], x[1] - 1), Z2)],
+    "safe.eigh(a)": [(lambda x: total(jnp.linalg.eigh(jnp.diag(x + 1))[1]), Z2)],
+    "safe.svd(a)": [(lambda x: total(jnp.linalg.svd(jnp.diag(x + 1))[0]), Z2)],
     "jnp.maximum(n, 1)": [(lambda x: total(jnp.sinh(x) / x), Z2)],
     "bound the state": [(lambda x: total((1e33 * x) * x), BIG)],
     'zero_safe(f, policy="zero")': [(lambda w: total(jax.grad(lambda x: norm(w * x))(Z2) ** 2),
@@ -74,22 +82,22 @@ def test_the_function_that_a_cure_names(name):
 
 # ---------------------------------------------------------------- kinds
 
-# By the kind, the operation, the index and the operands: a loss, and the point.
+# By the kind, the operation, and the index: a loss, and the point.
 KINDS = {
-    "inf - inf: sub[0] of inf, inf": (lambda x: total((INF + x) - INF), Z2),
-    "inf / inf: div[0] of inf, inf": (lambda x: x[0] + total(INF / (INF + x)), Z2),
-    "outside of the domain: sin[0] of inf": (lambda x: total(jnp.sin(INF + x)), Z2),
-    "true singularity: div[0] of 1, 0": (lambda x: total(1 / x), X_OR_0[::-1]),
-    "overflow: div[0] of 1e+30, 1e-30": (lambda x: total(x / 1e-30), np.float32([1e30, 1.0])),
-    "outside of the domain: log[1] of -1; true singularity: log[0] of 0": (lambda x:
+    "inf - inf: sub[0]": (lambda x: total((INF + x) - INF), Z2),
+    "inf / inf: div[0]": (lambda x: x[0] + total(INF / (INF + x)), Z2),
+    "outside of the domain: sin[0]": (lambda x: total(jnp.sin(INF + x)), Z2),
+    "true singularity: div[0]": (lambda x: total(1 / x), X_OR_0[::-1]),
+    "overflow: div[0]": (lambda x: total(x / 1e-30), np.float32([1e30, 1.0])),
+    "outside of the domain: log[1]; true singularity: log[0]": (lambda x:
         total(log(x)), np.float32([0.0, -1.0])),
-    "NaN in the input: mul[1] of 1, nan": (lambda x: total(x * IN_DATA), np.ones(3,
+    "NaN in the input: mul[1]": (lambda x: total(x * IN_DATA), np.ones(3,
         "float32")),
-    "dead branch: sqrt[1] of 0": (lambda x: total(sqrt(jnp.maximum(jnp.maximum(x, x - 1),
+    "dead branch: sqrt[1]": (lambda x: total(sqrt(jnp.maximum(jnp.maximum(x, x - 1),
         0))[None]), np.float32([4.0, -1.0])),
-    "zero mask: sqrt[] of 0": (lambda x: 0.0 * sqrt(x), 0 * ONE),
-    "zero times infinity: sqrt[0] of 0": (lambda x: total(sqrt(x) * jnp.sin(x)), X_OR_0[::-1]),
-    "zero times infinity: sqrt[] of 0": (lambda x: sqrt(x) * jnp.sin(x), 0 * ONE),
+    "zero mask: sqrt[]": (lambda x: 0.0 * sqrt(x), 0 * ONE),
+    "zero times infinity: sqrt[0]": (lambda x: total(sqrt(x) * jnp.sin(x)), X_OR_0[::-1]),
+    "zero times infinity: sqrt[]": (lambda x: sqrt(x) * jnp.sin(x), 0 * ONE),
 }  # fmt: skip
 
 
@@ -97,8 +105,7 @@ KINDS = {
 def test_the_kind_of_a_cause(name):
     loss, x = KINDS[name]
     found = eqg.explain_nan(loss, jnp.asarray(x)).found
-    shown = lambda r: ", ".join(f"{x:.3g}" for x in r.operands)
-    texts = sorted(f"{r.kind}: {r.primitive}{list(r.index)} of {shown(r)}" for r in found)
+    texts = sorted(f"{r.kind}: {r.primitive}{list(r.index)}" for r in found)
     assert "; ".join(texts) == name
 
 
@@ -265,7 +272,7 @@ def test_values_of_steps(n):
     xs = jnp.ones(n).at[1:].set(-1.0)
     each = lambda w, xs: total(lax.scan(lambda c, x: (c, log(w * x)), 0.0, xs)[1])
     (record,) = eqg.explain_nan(each, ONE, xs).found
-    assert (record.step, record.operands, record.is_forward) == ((1,), (-1.0,), True)
+    assert (record.step, record.is_forward) == ((1,), True)
     assert record.count == n - 1
 
 

@@ -86,8 +86,7 @@ DEAD = "dead branch"
 @nan(
     arrays(a=[[1, 2], [0, 1], [3, 0], [1, 0]], b=[1, 2]), arrays(a=np.ones((4, 2)), b=[1, 2]),
     [{"kind": SINGULAR, "primitive": "sqrt", "code": "return jnp.sqrt(x)", "step": (3,),
-      "index": (1,), "count": 3, "is_forward": False, "caller": "", "operands": (0.0,),
-      "cotangent": 4.0}],
+      "index": (1,), "count": 3, "is_forward": False, "caller": ""}],
     ["a"],
 )  # fmt: skip
 def two_functions_and_a_scan(m):
@@ -98,7 +97,7 @@ def two_functions_and_a_scan(m):
 @nan(
     arrays(a=[1, 0, 4], b=[2, 0, 1, 0]), arrays(a=[1, 2, 4], b=[2, 1, 1, 1]),
     [{"kind": SINGULAR, "primitive": "log", "code": "return jnp.log(x)", "is_forward": True,
-      "index": (1,), "n_bad": 2, "operands": (0.0,)},
+      "index": (1,), "n_bad": 2},
      {"kind": SINGULAR, "primitive": "sqrt", "code": "return jnp.sqrt(x)", "is_forward": False,
       "index": (1,), "n_bad": 1}],
     ["a", "b"],
@@ -125,7 +124,7 @@ def where_of_two_inputs(m):
 @nan(
     arrays(x=[4, 0]), arrays(x=[4, 1]),
     [{"kind": "zero mask", "primitive": "sqrt", "code": "return jnp.sqrt(x)", "index": (1,),
-      "is_forward": False, "cotangent": 0.0}],
+      "is_forward": False}],
     ["x"],
 )  # fmt: skip
 def mask_of_a_derivative(m):
@@ -147,8 +146,7 @@ def a_mask_two_hops_later(m):
 
 @nan(
     arrays(x=[-1, 4]), arrays(x=[1, 4]),
-    [{"kind": "outside of the domain", "primitive": "sqrt", "is_forward": True, "index": (0,),
-      "operands": (-1.0,)}],
+    [{"kind": "outside of the domain", "primitive": "sqrt", "is_forward": True, "index": (0,)}],
     ["x"],
 )  # fmt: skip
 def in_jit_vmap_and_cond(m):
@@ -176,8 +174,7 @@ root_rule.def_bwd(lambda y, ct: (ct / (2 * y),))
 
 @nan(
     arrays(x=[2.0, 0.0, 1.0], w=1.0), arrays(x=[2.0, 3.0, 1.0], w=1.0),
-    [{"kind": "inf - inf", "primitive": "sub", "is_forward": True, "step": (1,),
-      "operands": (-np.inf, -np.inf)},
+    [{"kind": "inf - inf", "primitive": "sub", "is_forward": True, "step": (1,)},
      {"kind": SINGULAR, "primitive": "log", "is_forward": True, "step": (1,)}],
     ["w", "x"],
 )  # fmt: skip
@@ -191,8 +188,7 @@ def carry_that_becomes_nan(m):
 
 @nan(
     arrays(x=[0.0, 3.0]), arrays(x=[1.0, 3.0]),
-    [{"kind": "0/0", "primitive": "div", "is_forward": True, "index": (0,),
-      "operands": (0.0, 0.0)}],
+    [{"kind": "0/0", "primitive": "div", "is_forward": True, "index": (0,)}],
     ["x"],
 )  # fmt: skip
 def quotient_of_zeros(m):
@@ -201,8 +197,7 @@ def quotient_of_zeros(m):
 
 @nan(
     arrays(x=[60.0, 100.0]), arrays(x=[60.0, 80.0]),
-    [{"kind": "overflow", "primitive": "exp", "is_forward": True, "index": (1,),
-      "operands": (100.0,)}],
+    [{"kind": "overflow", "primitive": "exp", "is_forward": True, "index": (1,)}],
     ["x"],
 )  # fmt: skip
 def overflow(m):
@@ -242,8 +237,8 @@ def dropped_on_the_way(m):
 
 @nan(
     arrays(x=[0.0, 4.0], y=[1.0, 0.0]), arrays(x=[1.0, 4.0], y=[1.0, 2.0]),
-    [{"kind": SINGULAR, "primitive": "sqrt", "index": (1,), "cotangent": 5.0},
-     {"kind": SINGULAR, "primitive": "sqrt", "index": (0,), "cotangent": 3.0}],
+    [{"kind": SINGULAR, "primitive": "sqrt", "index": (1,)},
+     {"kind": SINGULAR, "primitive": "sqrt", "index": (0,)}],
     ["x", "y"],
 )  # fmt: skip
 def two_calls_of_a_function(m):
@@ -288,7 +283,7 @@ def test_explain_nan(name):
     one = NANS[name]
     report = eqg.explain_nan(one.loss, one.bad)
     assert_found(report.found, one.found)
-    assert list(report.bad_leaves) == (one.leaves if report.is_reverse else ["the tangent"])
+    assert list(report.bad_leaves) == one.leaves
     assert bool(report)
     report = eqg.explain_nan(one.loss, one.good)
     assert not report

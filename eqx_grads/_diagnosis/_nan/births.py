@@ -5,10 +5,8 @@ NaNs and of its infinities; a cotangent also why its elements are zero. What is 
 loss or to a gradient is a cause; the rest does no harm.
 """
 
-import dataclasses
 import functools as ft
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,26 +28,23 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from ..carried import AbstractCarrier, enter, on_host, Place, walk
-from ..origins import equation_tag, Origin
+from .._programs.pairs import is_inexact
+from ..carried import AbstractCarrier, enter, index_of_step, on_host, walk
+from ..origins import equation_tag
 from ..shards import is_across_shards, shards_of
 from .derivative import Derivative
 from .values import (
     Birth,
     calmed,
-    HEALED,
     infs_of,
-    is_inexact,
     is_nonfinite,
-    is_var,
     labels_of,
-    ones,
     Stopped,
     union,
     Value,
     with_nan,
 )
-from .zeros import Zeros
+from .zeros import HEALED, Zeros
 
 
 # A loop of more operations than these runs compiled first, to see whether something is born.
@@ -76,11 +71,8 @@ class Births(AbstractCarrier[Value]):
         self.births: list[Birth] = []
         self.zeros = Zeros(derivative, self._bind)
         self.sets: list[frozenset[int]] = [frozenset()]
-        self._seen: list[tuple[Place, Sequence[Any]]] = []
         self._numbers: dict[Any, int] = {}
         self._of_constants: dict[int, Value] = {}
-        self._compiled: dict[int, Any] = {}
-        self._users: dict[int, Any] = {}
 
     def run(self) -> list[Value] | None:
         """The outputs of the derivative; `None` if it was stopped."""
@@ -96,24 +88,6 @@ class Births(AbstractCarrier[Value]):
         except Stopped:
             return None
 
-    def operands_of(self, origin: Origin | None, *places: Place | None) -> Sequence[Any] | None:
-        """The operands of an operation of the loss, in the step in which a birth is."""
-        around = [p for place in places if place is not None for p in place.outward()]
-        if any(isinstance(structure(p.eqn), ShardMap) for p in around):
-            return []  # it is not known of which shard
-        if origin is None:
-            return None
-        steps_of = self.derivative.steps_of
-        is_it = lambda place: place.eqn.primitive.name == origin.eqn.primitive.name
-        for steps in map(steps_of, places):
-            for place, xs in filter(lambda seen: is_it(seen[0]), self._seen):
-                if self.derivative.origin(place) is origin and steps_of(place) == steps:
-                    return xs
-        return None
-
-    def value(self, outs: Sequence[Value] | None) -> float:
-        return float("nan") if outs is None else float(outs[0].truth)
-
     # ------------------------------------------------------------ what a carrier does
 
     def constant(self, x):
@@ -123,24 +97,20 @@ class Births(AbstractCarrier[Value]):
         return value.truth
 
     def map(self, fn, values):
-        nan, zero = None, None
-        if any(v.nan is not None for v in values):
-            nan = fn(*(v.nans for v in values))
-        if any(v.zero is not None for v in values):
-            zero = lambda: fn(*(v.zeros for v in values))
-            zero = zero if any(callable(v.zero) for v in values) else zero()
+        is_any = lambda name: any(getattr(v, name) is not None for v in values)
+        nan = fn(*(v.nans for v in values)) if is_any("nan") else None
         x = fn(*(v.x for v in values))
         return Value(
             x,
             nan if nan is not None and nan.any() else None,
             infs_of(x, values),
             union(v.decided for v in values),
-            zero,
+            fn(*(v.zeros for v in values)) if is_any("zero") else None,
             any(v.is_ct for v in values),
             any(v.is_active for v in values),
         )
 
-    def decide(self, place, by, outs):
+    def decide(self, by, outs):
         return outs
 
     def visit(self, place, values):
@@ -183,68 +153,51 @@ class Births(AbstractCarrier[Value]):
 
     def _loop(self, place, known, values):
         """A carry of zeros may be a cotangent from the first step on."""
-        flags = interpret_equation(
-            place.eqn, [v.is_ct | 2 * v.is_active for v in values], _FLAGS
-        )
-        n = known.n_before_carry
-        flagged = [
-            _flagged(v, flag) if is_inexact(v.x) else v
-            for v, flag in zip(values[n : n + known.n_carry], flags.outs, strict=False)
-        ]
-        values = [*values[:n], *flagged, *values[n + known.n_carry :]]
-        if not self._is_long(place.eqn, known) or any(v.nan is not None for v in values):
-            return enter(place, values, self)
-        outs = self._bind(place.eqn, [v.x for v in values])
-        if any(is_nonfinite(x) for x in outs):
-            return enter(place, values, self)
-        zeros = _Later(lambda: self._zeros_of_loop(place, values))
-        return [
-            _flagged(Value(x, zero=zeros.of(k) if flag & 1 else None), flag)
-            for k, (x, flag) in enumerate(zip(outs, flags.outs, strict=True))
-        ]
+        flags = [v.is_ct | 2 * v.is_active for v in values]
+        flags = interpret_equation(place.eqn, flags, _FLAGS).outs
+        n, m = known.n_before_carry, known.n_before_carry + known.n_carry
+        values = [*values[:n], *map(_flagged, values[n:m], flags), *values[m:]]
+        if all(v.nan is None for v in values) and self._is_long(place.eqn):
+            outs = self._bind(place.eqn, [v.x for v in values])
+            # Why a cotangent is zero is not known of a loop that runs compiled.
+            has_zeros = any(
+                flag & 1 and not np.all(x) for x, flag in zip(outs, flags, strict=True)
+            )
+            if not has_zeros and not any(map(is_nonfinite, outs)):
+                return list(map(_flagged, map(Value, outs), flags))
+        return enter(place, values, self)
 
-    def _is_long(self, eqn, known) -> bool:
+    def _is_long(self, eqn) -> bool:
+        known = structure(eqn)
+        assert isinstance(known, Scan | While)
         n = sum(1 for program in known.programs for _ in equations(program))
-        is_scan = isinstance(known, Scan)
-        return (
-            self.threshold is None and n * (known.length if is_scan else 100) > _MOST_IN_DETAIL
-        )
-
-    def _zeros_of_loop(self, place, values) -> list[Any]:
-        """Of a loop that ran compiled, if they are asked for."""
-        n_births = len(self.births)
-        outs = enter(place, values, self)
-        del self.births[n_births:]
-        return [v.zeros for v in outs]
+        steps = known.length if isinstance(known, Scan) else 100
+        return self.threshold is None and n * steps > _MOST_IN_DETAIL
 
     def skip(self, place, step, consts, carry, xs):
-        known = structure(place.eqn)
-        values = [*consts, *carry, *xs]
-        if any(v.is_ct for v in values) or not self._is_long(place.eqn, known):
+        """The steps of a long loop up to the first one with a value that is not finite."""
+        loop, values = structure(place.eqn), [*consts, *carry, *xs]
+        is_plain = not any(v.is_ct or v.nan is not None or is_nonfinite(v.x) for v in values)
+        if step or not is_plain or not self._is_long(place.eqn):
             return carry, []
-        if any(v.nan is not None or is_nonfinite(v.x) for v in values):
-            return carry, []
-        assert isinstance(known, Scan)
-        if id(place.eqn) not in self._compiled:
-            self._compiled[id(place.eqn)] = _until_not_finite(known)
-        new, ys, end = self._compiled[id(place.eqn)](
-            step, [v.x for v in consts], [v.x for v in carry], [v.x for v in xs]
-        )
-        n = int(end) - step
-        if not n:
-            return carry, []
+        assert isinstance(loop, Scan)
+        arrays = ([v.x for v in each] for each in (consts, carry, xs))
+        outs = list(map(on_host, _all_steps(loop, *arrays)))
+        order = [index_of_step(loop, k) for k in range(loop.length)]
+        is_good = lambda i: not any(is_nonfinite(x[i]) for x in outs)
+        n = next((k for k, i in enumerate(order) if not is_good(i)), loop.length)
         active = any(v.is_active for v in values)
-        kept = [v._replace(x=x) for v, x in zip(carry, new, strict=True)]
-        at = lambda y, k: Value(on_host(y)[k], is_active=active)
-        return kept, [[at(y, step + k) for y in ys] for k in range(n)]
+        ys = [[Value(x[i], is_active=active) for x in outs[loop.n_carry :]] for i in order[:n]]
+        last = order[n - 1]
+        return [
+            v._replace(x=x[last]) if n else v for v, x in zip(carry, outs, strict=False)
+        ], ys
 
     # ------------------------------------------------------------ operations
 
     def _equation(self, place, values):
         eqn = place.eqn
         is_ct, is_active = any(v.is_ct for v in values), any(v.is_active for v in values)
-        if not is_ct:
-            self._seen.append((place, [v.truth for v in values]))
         outs = self._bind(eqn, [v.x for v in values])
         nans = self._propagated(eqn, values, outs, lambda v: v.is_ct == is_ct)
         met = [None] * len(outs)  # of NaNs that meet a cotangent
@@ -331,16 +284,10 @@ class Births(AbstractCarrier[Value]):
     def _is_used(self, place, k) -> bool:
         """Whether an output is a cotangent of a value of the loss. Others are used within the
         derivative of one equation only."""
-        program = place.program
-        if id(program) not in self._users:
-            users: dict[Any, set[str]] = {v: {""} for v in program.jaxpr.outvars if is_var(v)}
-            for eqn in program.eqns:
-                for v in filter(is_var, eqn.invars):
-                    users.setdefault(v, set()).add(equation_tag(eqn))
-            self._users[id(program)] = users
-        tag = equation_tag(place.eqn)
-        users = self._users[id(program)].get(place.eqn.outvars[k], set())
-        return not tag or users != {tag}
+        v, tag = place.eqn.outvars[k], equation_tag(place.eqn)
+        users = (e for e in place.program.eqns if any(v is atom for atom in e.invars))
+        is_output = any(v is atom for atom in place.program.jaxpr.outvars)
+        return not tag or is_output or any(equation_tag(e) != tag for e in users)
 
     def _differs(self, place, values, k, inf, calm: Value) -> bool:
         """Whether other elements are infinite without the infinities of one operand."""
@@ -358,7 +305,9 @@ class Births(AbstractCarrier[Value]):
         found: list[Any] = [None] * len(outs)
         ways = [lambda x: x]
         if groups and any(is_inexact(x) and np.isnan(np.asarray(x)).any() for x in outs):
-            ways.append(ones)  # what is NaN anyway may be of a NaN too
+            ways.append(
+                lambda x: np.ones_like(x) if is_inexact(x) else x
+            )  # what is NaN anyway may be of a NaN too
         for change in ways if groups else ():
             calm = [change(v.x) for v in values]
             base = self._bind(eqn, calm)
@@ -399,8 +348,7 @@ class Births(AbstractCarrier[Value]):
             raise Stopped from error
 
     def _born(self, place, values, k, bad, is_nan=False, **kwargs) -> int:
-        xs, cotangents = [v.x for v in values], [v.is_ct for v in values]
-        return self._add(Birth(place, xs, k, bad, is_nan, cotangents=cotangents, **kwargs))
+        return self._add(Birth(place, [v.x for v in values], k, bad, is_nan, **kwargs))
 
     def _add(self, birth: Birth) -> int:
         self.births.append(birth)
@@ -419,8 +367,8 @@ class Births(AbstractCarrier[Value]):
         a, key = np.asarray(x), id(x)
         for bad, is_nan in ((np.isnan(a), True), (np.isinf(a), False)):
             if bad.any():
-                is_meant = not is_nan and not is_active
-                birth = Birth(None, [a], 0, bad, is_nan, number=number, is_meant=is_meant)
+                birth = Birth(None, [a], 0, bad, is_nan, number=number, is_outside=True)
+                birth.is_meant = not is_nan and not is_active
                 born = frozenset([self._add(birth)])
                 if is_nan:
                     x = np.where(bad, np.ones_like(a), a)
@@ -439,46 +387,14 @@ def _flagged(v: Value, flag: int) -> Value:
     return v._replace(is_ct=v.is_ct or bool(flag & 1), is_active=v.is_active or bool(flag & 2))
 
 
-@dataclasses.dataclass
-class _Later:
-    """Outputs that are computed when one of them is asked for."""
+def _all_steps(loop: Scan, consts, carry, xs):
+    """The carry after each step of a scan, and the other outputs."""
 
-    compute: Callable[[], Sequence[Any]]
-    outs: Sequence[Any] | None = None
+    def run(consts, carry, xs):
+        def step(carry, x):
+            outs = jaxpr_as_fun(*loop.programs)(*consts, *carry, *x)
+            return outs[: loop.n_carry], outs
 
-    def of(self, k: int) -> Callable[[], Any]:
-        def one():
-            if self.outs is None:
-                self.outs = self.compute()
-            return self.outs[k]
+        return jax.lax.scan(step, carry, xs, loop.length, reverse=loop.reverse)[1]
 
-        return one
-
-
-def _until_not_finite(loop: Scan):
-    """A compiled function that runs the steps of a scan from one on, up to the first step of
-    which an output is not finite. It returns the carry, the outputs of all steps, and the
-    number of the step."""
-    (program,) = loop.programs
-    types = program.out_avals[loop.n_carry :]
-
-    def run(start, consts, carry, xs):
-        def body(state):
-            step, carry, ys, _ = state
-            i = loop.length - 1 - step if loop.reverse else step
-            outs = jaxpr_as_fun(program)(*consts, *carry, *(x[i] for x in xs))
-            finite = [jnp.all(jnp.isfinite(x)) for x in outs if is_inexact(x)]
-            good = jnp.all(jnp.stack(finite)) if finite else jnp.bool_(True)
-            keep = lambda new, old: jnp.where(good, new, old)
-            new = [keep(n, o) for n, o in zip(outs, carry, strict=False)]
-            ys = [y.at[step].set(new) for y, new in zip(ys, outs[loop.n_carry :], strict=True)]
-            return step + good, new, ys, ~good
-
-        ys = [jnp.zeros((loop.length, *t.shape), t.dtype) for t in types]
-        is_on = lambda state: (state[0] < loop.length) & ~state[3]
-        step, carry, ys, _ = jax.lax.while_loop(
-            is_on, body, (jnp.int32(start), carry, ys, jnp.bool_(False))
-        )
-        return carry, ys, step
-
-    return jax.jit(run)
+    return jax.jit(run)(consts, carry, xs)

@@ -1,16 +1,17 @@
 """What is to blame for a loss or a gradient that is not finite: births, and their kinds."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..._jaxprs.structure import CallWithRule, structure
 from .births import Births
+from .derivative import line_in_rule
 from .kinds import Kind, kind_of
-from .lines import line_in_rule
-from .values import ALIVE, Birth, FACTOR, HEALED, NOT_SELECTED, UNUSED, Value, Zero
+from .values import Birth, is_nonfinite, Value
+from .zeros import ALIVE, FACTOR, HEALED, NOT_SELECTED, UNUSED, Zero
 
 
 @dataclasses.dataclass
@@ -35,8 +36,8 @@ class Cause:
         return self.source.bad
 
 
-def causes_of(births: Births, outs: Sequence[Value] | None) -> tuple[list[Cause], list[Birth]]:
-    """The causes, those of the loss first, and the births that do no harm.
+def causes_of(births: Births, outs: Sequence[Value] | None) -> list[Cause]:
+    """The causes, those of the loss first.
 
     - `outs`: the loss and the derivatives. `None` if the evaluation was stopped: each birth of
         a NaN up to there is a cause.
@@ -71,9 +72,7 @@ def causes_of(births: Births, outs: Sequence[Value] | None) -> tuple[list[Cause]
         numbers.add(number)
     for key, cause in found.items():
         cause.n_steps = len(steps[key])
-    used = _with_sources(every, {*of_loss, *of_gradient})
-    harmless = [b for i, b in enumerate(every) if i not in used and not b.is_meant and b.place]
-    return list(found.values()), harmless
+    return list(found.values())
 
 
 def _sources(births: Births, i: int) -> list[Birth]:
@@ -87,14 +86,6 @@ def _sources(births: Births, i: int) -> list[Birth]:
         # Each logarithm of zero may be meant, as that of a probability.
         return [birth, *found]
     return found or [birth]
-
-
-def _with_sources(every: Sequence[Birth], found: Iterable[int]) -> set[int]:
-    used, new = set(), set(found)
-    while new:
-        used |= new
-        new = {j for i in new for j in every[i].of} - used
-    return used
 
 
 def _number(births: Births, birth: Birth, source: Birth) -> Any:
@@ -123,5 +114,5 @@ def _kind(births: Births, birth: Birth, source: Birth, zero: Zero) -> Kind:
     ]
     if same[0] is not None and same[0] == same[1]:
         return kind_of(source)  # the operation makes both the zero and the infinity
-    is_quotient = source is birth and not any(np.isinf(x).any() for x in birth.floats)
+    is_quotient = source is birth and not any(map(is_nonfinite, birth.xs))
     return Kind.INDETERMINATE if is_quotient else Kind.ZERO_TIMES_INFINITY

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr
 from ..._jaxprs.structure import CallWithRule, structure, While
 from ..carried import Place
 from ..origins import NumberedLoss, Origin
-from ..source_lines import rule_line
+from ..source_lines import rule_line, SourceLine, UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +29,6 @@ class Derivative:
     values: Sequence[Any]
     n_seeds: int
     is_reverse: bool
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Those of the derivatives."""
-        return self.numbered.traced.leaves if self.is_reverse else ["the tangent"]
 
     def origin(self, place: Place | None) -> Origin | None:
         """The equation of the loss that an operation comes from."""
@@ -110,3 +105,10 @@ def differentiate(numbered: NumberedLoss) -> Derivative:
     seeds = [jnp.ones_like(x) for x in values[:n_leaves]]
     program = jax.make_jaxpr(forward)(values, seeds)
     return Derivative(numbered, program, [*values, *seeds], len(seeds), False)
+
+
+def line_in_rule(place: Place | None) -> SourceLine:
+    """The line of the rule that made an equation, or one around it: the equations of
+    `jnp.where` have the line of its first call only."""
+    lines = (rule_line(p.eqn) for p in (place.outward() if place is not None else ()))
+    return next((line for line in lines if line.file), UNKNOWN)

@@ -1,6 +1,7 @@
 """`explain_nan`: where and why a loss or its gradient is not finite, or too large."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,26 +11,24 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..._errors import bad_argument, rule_error, RuleError
-from ..._jaxprs.evaluate import bind, evaluate
+from ..._errors import bad_argument
 from ..._rules.float_args import as_number
 from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
+from .._zero.explain_zero import no_gradient
+from .._zero.gradient import try_gradient
 from ..nan_checks import without_nan_checks
-from ..opaque import opaque_operations
-from ..origins import message_of_check, no_derivative_error, NumberedLoss, raised_error
+from ..origins import message_of_check, NumberedLoss, raised_error
 from ..progress import doing, showing_progress
-from ..report import show_list
 from ..traced_loss import check_no_references, trace_loss
 from .births import Births
 from .causes import Cause, causes_of
 from .cures import DROPPABLE
-from .derivative import Derivative, differentiate
+from .derivative import differentiate
 from .kinds import Kind
-from .lines import users_line
 from .record import record_of
 from .report import NaNReport, NonFinite
-from .values import Birth, is_nonfinite
+from .values import is_nonfinite
 
 
 # The calls that are tried. The first drops only what is not selected, so what it gives is the
@@ -48,10 +47,9 @@ _NOT_THESE = (
     "`jax.custom_vjp`, as the loop of Diffrax is."
 )
 _ONLY_COMPILED = (
-    "XLA rounds otherwise in a program that is compiled as a whole. What is exactly zero "
-    "operation by operation, such as `x - jnp.mean(x)` of equal numbers, may be a rounding "
-    "error, which an infinite derivative multiplies; and what is a rounding error may be zero, "
-    "of which a logarithm is infinite."
+    "Operation by operation, all is finite. Compiled as a whole, XLA rounds otherwise: what is "
+    "exactly zero, such as `x - jnp.mean(x)` of equal numbers, may be a rounding error, which "
+    "an infinite derivative multiplies; and a rounding error may be zero."
 )
 _OUT_OF_TIME = (
     "After {:.0f} seconds, the evaluation operation by operation was stopped: there may be "
@@ -136,20 +134,15 @@ def explain_nan(
     differentiate an operation of it, if the model has no inexact array, or if the loss raises
     an error and nothing is found.
     """
-    if threshold is not None:
-        known = as_number(threshold)
-        if known is None or not known > 0:
-            raise rule_error(
-                "The `threshold` of `explain_nan` is not a positive number.",
-                f"it is {threshold!r:.60}",
-                do="Give the size from which a gradient is too large, or `None`.",
-            )
-        threshold = known
-    known = as_number(seconds)
-    if known is None or not known >= 0:
+    limit = math.inf if threshold is None else as_number(threshold)
+    if limit is None or not limit > 0:
+        do = "Give the size from which a gradient is too large, or `None`."
+        raise bad_argument("explain_nan", "threshold", "a positive number", threshold, do)
+    time_limit = as_number(seconds)
+    if time_limit is None or not time_limit >= 0:
         do = "Give the seconds that the search may take; `math.inf` is no limit."
         raise bad_argument("explain_nan", "seconds", "a number from zero", seconds, do)
-    call = _Call(loss, model, args, kwargs, threshold, known)
+    call = _Call(loss, model, args, kwargs, limit, time_limit)
     if not isinstance(loss, ZeroSafe):
         return call.explain()
     # It evaluates the function with guards, which would be shown as masks. So the records are
@@ -175,78 +168,73 @@ class _Call:
     model: PyTree
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    threshold: float | None
+    threshold: float
     seconds: float
 
     def explain(self, tries: bool = True) -> NaNReport:
         """- `tries`: whether `zero_safe` is tried."""
-        doing("tracing the loss and its derivative")
+        doing("tracing the loss")
         traced = trace_loss("explain_nan", self.loss, self.model, self.args, self.kwargs)
         check_no_references("explain_nan", self.loss, traced.program)
-        derivative = _differentiate(NumberedLoss(traced), self.loss)
+        doing("compiling the gradient")
         begin = time.monotonic()
-        outs, error = _compiled(derivative)
-        to_compile = time.monotonic() - begin
-        names = derivative.names
-        bad = list(names) if outs is None else _bad(names, outs[1:], self.threshold)
-        value = float("nan") if outs is None else float(outs[0])
-        report = NaNReport(
-            [], value, bad, len(names), derivative.is_reverse, self.threshold, outs is None
-        )
-        if outs is not None and np.isfinite(value) and not bad and self.threshold is None:
-            # What a training meets is the compiled program: there is nothing to look for.
-            zeros = _zeros(names, outs[1:]) if derivative.is_reverse else []
-            return dataclasses.replace(report, remarks=zeros)
+        gradient, error = try_gradient(traced)
+        compiled = time.monotonic()
+        value, bad = float("nan"), list(traced.leaves)
+        if gradient is not None:
+            value, error = gradient.loss, gradient.error
+            bad = [x for x, g in zip(bad, gradient.gradients, strict=True) if self._is_bad(g)]
+        is_check = isinstance(error, RuntimeError)  # of `eqx.error_if`
+        bad = list(traced.leaves) if is_check else bad
+        threshold = None if self.threshold == math.inf else self.threshold
+        n = len(traced.leaves)
+        if np.isfinite(value) and not bad and threshold is None:
+            # A training meets the compiled program: there is nothing to look for.
+            return NaNReport([], value, [], n, error is None, None)
         doing("looking for the places")
-        limit = max(self.seconds - _TRIAL * to_compile, self.seconds / 2)
-        births = Births(derivative, self.threshold, time.monotonic() + limit)
+        if gradient is None and error is not None and not is_check:
+            raise no_gradient(self.loss, traced, error) from error
+        derivative = differentiate(NumberedLoss(traced))
+        limit = max(self.seconds - _TRIAL * (compiled - begin), self.seconds / 2)
+        births = Births(derivative, threshold, time.monotonic() + limit)
         carried = births.run()
-        if outs is None:
-            report = dataclasses.replace(report, loss=births.value(carried))
-        causes, harmless = causes_of(births, carried)
-        if error and not causes:
-            raise raised_error(self.loss, error) from error
-        remarks = [f"The error of the gradient: {message_of_check(error)}"] if error else []
-        if carried is None and not error:
+        if gradient is None and carried is not None:
+            value = float(carried[0].truth)
+        causes, remarks = causes_of(births, carried), []
+        if is_check and error is not None:
+            if not causes:
+                raise raised_error(self.loss, error) from error
+            remarks.append(f"The error of the gradient: {message_of_check(error)}")
+        elif carried is None:
             remarks.append(_OUT_OF_TIME.format(limit))
         elif not causes and (bad or not np.isfinite(value)):
-            return dataclasses.replace(
-                report,
-                if_compiled=_if_compiled(value, bad),
-                bad_leaves=[],
-                loss=births.value(carried),
-                remarks=[*remarks, _ONLY_COMPILED],
-            )
-        left = self.seconds - (time.monotonic() - begin - to_compile)
-        n_trials = 2 if left > 2 * _TRIAL * to_compile else int(left > _TRIAL * to_compile)
+            remarks.append(_ONLY_COMPILED)
         helps, said = "", []
-        if tries and (n_trials or not causes):
-            helps, said = self._trial(causes, report, n_trials)
+        if tries and bad and derivative.is_reverse and np.isfinite(value):
+            helps, said = self._trial(causes, compiled + self.seconds)
         found = _without_consequences([record_of(births, cause, helps) for cause in causes])
-        remarks += [*_harmless(births, harmless, found, bool(np.isfinite(value))), *said]
-        return dataclasses.replace(report, found=found, remarks=remarks)
+        is_reverse, remarks = derivative.is_reverse, [*remarks, *said]
+        return NaNReport(found, value, bad, n, is_reverse, threshold, is_check, remarks=remarks)
 
-    def _trial(
-        self, causes: Sequence[Cause], report: NaNReport, most: int
-    ) -> tuple[str, list[str]]:
+    def _is_bad(self, x: Any) -> bool:
+        return not np.all(np.isfinite(x)) or bool(np.any(np.abs(x) > self.threshold))
+
+    def _trial(self, causes: Sequence[Cause], end: float) -> tuple[str, list[str]]:
         """The call of `zero_safe` that makes the gradient finite, and remarks on it.
 
-        - `most`: how many calls there is time for. At least the one that is most likely to
-            help is tried.
+        - `end`: the time until which others than the first are tried.
         """
-        may_help = any(c.kind in DROPPABLE and c.birth.is_ct for c in causes) or not causes
-        if not (may_help and report.is_reverse and np.isfinite(report.loss)):
+        if causes and not any(c.kind in DROPPABLE and c.birth.is_ct for c in causes):
             return "", []
-        doing("trying `zero_safe`")
         is_dead = any(c.kind == Kind.DEAD_BRANCH for c in causes)
-        chosen = ["selected", "zero"] if most > 1 else ["selected" if is_dead else "zero"]
-        for policy in chosen:
-            call = _TRIALS[policy]
+        policies = ["selected", "zero"] if is_dead or not causes else ["zero"]
+        for policy in policies:
+            if time.monotonic() > end and (causes or policy != policies[0]):
+                break
+            doing("trying `zero_safe`")
             if self._is_finite_with(policy):
-                is_plain = policy == "selected" and all(
-                    c.kind == Kind.DEAD_BRANCH for c in causes
-                )
-                return call, [] if is_plain else [f"{call} makes this gradient finite."]
+                call = _TRIALS[policy]
+                return call, [] if causes else [f"{call} makes this gradient finite."]
         return "", [_NOT_THESE] if is_dead else []
 
     def _is_finite_with(self, policy: str) -> bool:
@@ -259,76 +247,6 @@ class _Call:
         except RuntimeError:  # of a check in the program, such as `eqx.error_if`
             return False
         return not any(map(is_nonfinite, jax.tree.leaves(grads)))
-
-
-def _compiled(derivative: Derivative) -> tuple[list[Any] | None, RuntimeError | None]:
-    """The loss and the derivatives of the compiled program, or the error of a check in it."""
-    doing("compiling the gradient")
-    run = lambda values: evaluate(derivative.program, values, bind)
-    try:
-        return jax.block_until_ready(jax.jit(run)(derivative.values)), None
-    except RuleError:  # which is a `RuntimeError` too
-        raise
-    except RuntimeError as error:  # of `eqx.error_if`, for example
-        return None, error
-
-
-def _bad(names: Sequence[str], derivatives: Sequence[Any], threshold) -> list[str]:
-    """The leaves whose derivative is not finite, or exceeds the threshold."""
-    limit = np.inf if threshold is None else threshold
-    is_bad = lambda x: is_nonfinite(x) or bool(np.any(np.abs(np.asarray(x)) > limit))
-    return [name for name, x in zip(names, derivatives, strict=True) if is_bad(x)]
-
-
-def _differentiate(numbered: NumberedLoss, loss) -> Derivative:
-    try:
-        return differentiate(numbered)
-    except RuleError:
-        raise
-    except Exception as error:  # JAX has no one type of error for it
-        opaque = opaque_operations(numbered)
-        if not opaque:
-            raise
-        raise no_derivative_error(loss, opaque) from error
-
-
-def _zeros(names, gradients) -> list[str]:
-    """A remark on leaves whose gradient is finite, and zero."""
-    pairs = zip(names, gradients, strict=True)
-    zeros = [name for name, x in pairs if np.size(x) and not np.any(x)]
-    if not zeros:
-        return []
-    where = "" if len(zeros) == len(names) else f" of {show_list(zeros, 8)}"
-    return [f"The gradient{where} is zero: `eqg.explain_zero` says why."]
-
-
-def _if_compiled(value: float, bad: Sequence[str]) -> str:
-    """What is finite, but not if it is compiled as a whole: the loss, or gradients."""
-    found = [] if np.isfinite(value) else [f"the loss is {value:.6g}"]
-    found += [f"the gradient of {show_list(bad, 8)} is not finite"] if bad else []
-    return ", and ".join(found)
-
-
-def _harmless(births: Births, harmless: Sequence[Birth], found, has_loss: bool) -> list[str]:
-    """A remark on places that are no causes."""
-    known = {(r.file, r.line) for r in found}
-    numbered, remarks = births.derivative.numbered, []
-    for is_ct, text in ((True, _DROPPED), (False, _NO_HARM)):
-        places = [b.place for b in harmless if b.is_ct == is_ct and (is_ct or not has_loss)]
-        origins = [(births.derivative.origin(place), place) for place in places]
-        lines = [users_line(numbered, origin, place) for origin, place in origins if origin]
-        lines = [line for line in lines if (line.file, line.line) not in known]
-        if lines:
-            shown = show_list(list(dict.fromkeys(map(str, lines))), 12)
-            remarks.append(text.format(shown))
-    return remarks
-
-
-_DROPPED = (
-    "A mask drops the derivative that is not finite at {}: it does not reach the gradient "
-    "here. Fix the rest, and call `explain_nan` again."
-)
-_NO_HARM = "An infinity at {} does no harm to the loss here, as `exp(-inf)` is zero."
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:

@@ -5,7 +5,8 @@ import enum
 import numpy as np
 
 from ..._jaxprs.evaluate import bind
-from .values import Birth, is_inexact, is_nonfinite
+from .._programs.pairs import is_inexact
+from .values import Birth, is_nonfinite
 
 
 class Kind(enum.StrEnum):

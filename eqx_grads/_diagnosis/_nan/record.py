@@ -1,27 +1,32 @@
 """The record of one cause: its place, its operands, and what to do about it."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 
+from ..._jaxprs.primitives import kind_of
 from ..._jaxprs.structure import CallWithRule, structure
 from ..._rules.nan_where import NO_SECOND_DERIVATIVE
-from ..origins import is_in_derivative, Origin
-from ..source_lines import safe_function, UNKNOWN
+from ..carried import Place
+from ..origins import is_in_derivative, NumberedLoss, Origin
+from ..source_lines import (
+    called_functions,
+    is_of_jax,
+    layer_line,
+    rule_line,
+    safe_function,
+    SourceLine,
+    UNKNOWN,
+)
 from .births import Births
 from .causes import Cause
 from .cures import cure_of
+from .derivative import line_in_rule
 from .kinds import Kind
-from .lines import (
-    differentiated,
-    first_of_rule,
-    library_of,
-    names_of_calls,
-    rule_of,
-    users_line,
-)
 from .report import NonFinite
-from .values import ALIVE, Birth, CANCELS, Zero
+from .values import Birth
+from .zeros import ALIVE, CANCELS, Zero
 
 
 _IN_A_LIBRARY = " The operation is in a library: change what you pass to it."
@@ -51,7 +56,6 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     first = tuple(map(int, np.argwhere(bad)[0]))
     mask = _mask_fields(births, cause.zero) if _is_zero(cause) else {}
     of = differentiated(numbered, origin) if origin and not is_inside else ""
-    operands = _operands_of(births, origin, source, birth, first)
     return NonFinite(
         **{**where.fields(), "library": library},
         kind=str(cause.kind),
@@ -67,8 +71,6 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
         index=first,
         shape=bad.shape,
         n_bad=int(bad.sum()),
-        operands=operands,
-        cotangent=_cotangent_of(birth, first) if not cause.is_value else None,
         cure=cure_of(
             cause.kind,
             of or primitive,
@@ -76,7 +78,6 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
             is_value=cause.is_value and not of,
             mask=mask.get("mask", ""),
             calls=names_of_calls(numbered, origin, *places) if origin else (),
-            operands=operands,
             holder=holder,
             leaf=leaf,
             is_rule=bool(rule) and origin is not None and _has_rule(origin),
@@ -103,12 +104,11 @@ def _function_at_corner(births: Births, origin: Origin | None, source: Birth) ->
     """The function of `eqx_grads.safe` whose second derivative is NaN at a kink, or empty."""
     if source.place is None:
         return ""
-    eqns = [source.place.eqn, *([origin.eqn] if origin else [])]
-    if not any(NO_SECOND_DERIVATIVE in str(e.source_info.name_stack) for e in eqns):
+    around = births.derivative.numbered.around(origin) if origin else []
+    eqns = [source.place.eqn, *(o.eqn for o in around)]
+    if not any(NO_SECOND_DERIVATIVE in str(e.source_info.name_stack) for e in eqns[:2]):
         return ""
-    enclosing = reversed(origin.enclosing) if origin else ()
-    around = [births.derivative.numbered.origins[i].eqn for i in enclosing]
-    return safe_function([*eqns, *around]) or (origin.primitive if origin else "")
+    return safe_function(eqns) or (origin.primitive if origin else "")
 
 
 # How the user calls the operations that do not select an element.
@@ -133,8 +133,7 @@ def _mask_fields(births: Births, zero: Zero) -> dict[str, Any]:
     line = users_line(numbered, origin, zero.place) if origin else UNKNOWN
     name = zero.place.eqn.primitive.name
     if origin is not None and not _has_rule(origin):
-        around = [numbered.origins[i].eqn for i in origin.enclosing[-1:]]
-        is_clip = any(eqn.params.get("name") == "clip" for eqn in around)
+        is_clip = any(o.eqn.params.get("name") == "clip" for o in numbered.around(origin)[1:2])
         name = "clamp" if is_clip else origin.primitive
     elif origin is not None and origin.source.library and name not in _MASKS:
         return {}  # it is inside of the rule of a library
@@ -142,33 +141,59 @@ def _mask_fields(births: Births, zero: Zero) -> dict[str, Any]:
     return {"mask": name, "mask_file": line.file, "mask_line": line.line}
 
 
-def _at(x: Any, index: tuple[int, ...]) -> Any:
-    """The element of an operand from which an element of the result is computed."""
-    x = np.asarray(x)
-    if x.ndim in (0, len(index)):
-        return x[tuple(min(i, n - 1) for i, n in zip(index, x.shape, strict=False))]
-    return None
+# ---------------------------------------------------------------- the line of the user
 
 
-def _number(x: Any) -> float:
-    return float(np.abs(x)) if np.iscomplexobj(x) else float(x)
+def users_line(numbered: NumberedLoss, origin: Origin, *places: Place | None) -> SourceLine:
+    """The line of the loss. If that calls a library, such as a solver, which called a function
+    of the user's in a rule, the line in this function."""
+    library = library_of(numbered, origin)
+    for place in places:
+        if library and place is not None and (line := line_in_rule(place)).file:
+            return dataclasses.replace(line, library=library)
+    return origin.source
 
 
-def _operands_of(births, origin, source, birth, index) -> tuple[float, ...]:
-    """What the operation of the loss was applied to at the element."""
-    if source.number is not None:
-        return (_number(source.xs[0][tuple(np.argwhere(source.bad)[0])]),)
-    xs = births.operands_of(origin, birth.place, source.place)
-    if xs is None:
-        xs = [x for x, ct in zip(source.xs, source.cotangents, strict=False) if not ct]
-    found = [_at(x, index) for x in xs if np.issubdtype(np.asarray(x).dtype, np.number)]
-    return tuple(_number(x) for x in found if x is not None)
+def library_of(numbered: NumberedLoss, origin: Origin) -> str:
+    """The place in a library that the line of an equation of the loss calls, or empty."""
+    lines = (layer_line(o.eqn) for o in numbered.around(origin))
+    return origin.source.library or next(filter(None, lines), "")
 
 
-def _cotangent_of(birth: Birth, index) -> float | None:
-    if birth.zero and birth.is_nan:
-        return 0.0
-    for x, is_ct in zip(birth.xs, birth.cotangents, strict=False):
-        if is_ct and (found := _at(x, index)) is not None:
-            return float(np.real(found))
-    return None
+def rule_of(*places: Place | None) -> str:
+    """The line of the rule in which the value that is to blame is made, or empty."""
+    lines = (rule_line(place.eqn) for place in places if place is not None)
+    return next((str(line) for line in lines if line.file), "")
+
+
+def names_of_calls(numbered: NumberedLoss, origin: Origin, *places: Place | None) -> list[str]:
+    """The functions of JAX that an operation is in, such as `softmax`, outermost first."""
+    eqns = [o.eqn for o in reversed(numbered.around(origin))]
+    if line_in_rule(places[0]).file:
+        around = [p for place in places if place is not None for p in place.outward()]
+        eqns += [p.eqn for p in reversed(around)]
+    names: list[str] = []
+    for eqn in eqns:
+        names += reversed(called_functions(eqn))
+        names += [str(eqn.params.get("name", ""))] if is_of_jax(eqn) else []
+    return [name.lstrip("_") for name in names]
+
+
+def first_of_rule(place: Place) -> str:
+    """The operation of which an equation of a rule is a part of the derivative: the first one
+    that was traced at the same place, but for changes of the layout and the type."""
+    traceback = place.eqn.source_info.traceback
+    same = [e for e in place.program.eqns if e.source_info.traceback == traceback]
+    passes = lambda e: kind_of(e).layout or e.primitive.name == "convert_element_type"
+    computed = (e for e in same if not passes(e))
+    return next(computed, [*same, place.eqn][0]).primitive.name
+
+
+def differentiated(numbered: NumberedLoss, origin: Origin) -> str:
+    """The operation of which an operation is the derivative, which the loss takes itself."""
+    if not is_in_derivative(numbered.origins, origin):
+        return ""
+    traceback = origin.eqn.source_info.traceback
+    same = (o for o in numbered.origins if o.eqn.source_info.traceback == traceback)
+    name = next(same, origin).primitive
+    return "" if name == origin.primitive else name

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,17 +31,13 @@ class NonFinite(AbstractRecord):
         "model.py:12, in `loss`", if the loss runs this line for several calls.
     - `derivative_of`: for an operation of a derivative that the loss takes itself, such as a
         force, the operation on the line whose derivative it is, such as `"sqrt"`, if known.
-    - `count`: in how many steps it happens. Of a value of the loss, among the steps that were
-        looked at.
+    - `count`: in how many steps it happens.
     - `mask`: for a dead branch, the operation that does not select it, such as `"where"`.
         `mask_file`, `mask_line`: where that is.
     - `rule`: the line of the rule, for a function with a rule of yours.
     - `is_forward`: whether it is a value, and not a cotangent.
     - `index`: the first element that is made bad here, and `shape` of what. `n_bad`: how many
-        of its elements are, in that step. `is_batched`: whether it is under `vmap`, so that one
-        of the axes is that of the batch.
-    - `operands`: what the element depends on, in the operation or its derivative.
-        `cotangent`: what arrived there.
+        of its elements are, in that step.
     """
 
     caller: str = ""
@@ -56,8 +51,6 @@ class NonFinite(AbstractRecord):
     index: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     n_bad: int = 1
-    operands: tuple[float, ...] = ()
-    cotangent: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -72,8 +65,6 @@ class NaNReport(AbstractReport):
     - `is_reverse`: false for the derivative in forward mode of a loss that has no other.
     - `raises`: whether the gradient raises an error, for example in a solver that is given a
         NaN. The error is in `remarks`.
-    - `if_compiled`: what is finite operation by operation, and not if the gradient is compiled
-        as a whole, or empty. Nothing is found of it.
     - `dropped`: the records of what [`eqx_grads.zero_safe`][] drops.
     - `remarks`: what else there is to know.
     """
@@ -85,37 +76,28 @@ class NaNReport(AbstractReport):
     is_reverse: bool
     threshold: float | None
     raises: bool = False
-    if_compiled: str = ""
     dropped: Sequence[NonFinite] = ()
     remarks: Sequence[str] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.found or self.if_compiled or self.bad_leaves)
+        return bool(self.found or self.bad_leaves or not np.isfinite(self.loss))
 
     @property
     def headline(self) -> str:
-        if self.if_compiled:
-            return (
-                "Operation by operation, the loss and its gradient are finite. Compiled as a "
-                f"whole, {self.if_compiled}."
-            )
+        limit = "" if self.threshold is None else f"{self.threshold:g}"
         if not self.bad_leaves and np.isfinite(self.loss):
-            return "The loss and its gradient are finite" + (
-                "." if self.threshold is None else f" and at most {self.threshold:g}."
-            )
-        value = f"The loss is {self.loss:.6g}"
-        causes = count(len(self.found), "cause")
-        bad = "not finite"
-        if self.threshold is not None:
-            bad += f" or exceeds {self.threshold:g}"
+            return f"The loss and its gradient are finite{limit and f' and at most {limit}'}."
+        bad = f"not finite{limit and f' or exceeds {limit}'}"
         if not self.bad_leaves:
-            return f"{value}, and its gradient is finite: {causes}."
-        if self.raises:
-            return f"{value}, and its gradient raises an error: {causes}."
-        if not self.is_reverse:
-            return f"{value}, and its derivative in forward mode is {bad}: {causes}."
-        where = f"in {len(self.bad_leaves)} of {self.n_leaves} leaves"
-        return f"{value}, and its gradient is {bad} {where}: {causes}."
+            what = "its gradient is finite"
+        elif self.raises:
+            what = "its gradient raises an error"
+        elif self.is_reverse:
+            where = f"in {len(self.bad_leaves)} of {self.n_leaves} leaves"
+            what = f"its gradient is {bad} {where}"
+        else:
+            what = f"its derivative in forward mode is {bad}"
+        return f"The loss is {self.loss:.6g}, and {what}: {count(len(self.found), 'cause')}."
 
     def tables(self):
         title = "`zero_safe` drops these, where the gradient of the function is not finite."
@@ -129,21 +111,15 @@ class NaNReport(AbstractReport):
         if self.bad_leaves and self.n_leaves > 1:
             notes.append(("leaves", f"The gradient is bad in {show_list(self.bad_leaves, 8)}."))
         if self.found and not self.is_reverse:
-            text = (
-                "The loss has a `while_loop` and so no gradient in reverse mode. This is its "
-                "derivative in forward mode, along ones."
-            )
-            notes.append(("note", text))
-        if self.threshold is not None and any(record.step for record in self.found):
-            text = (
-                "`eqg.gradient_flow` shows the norm of the gradient at each call of a layer, "
-                "and so at each step of a loop that calls one; elsewhere, `eqg.probe` does."
-            )
-            notes.append(("note", text))
+            notes.append(("note", _FORWARD))
         return notes
 
 
-_COLUMNS = (*COLUMNS, "called from", "rule", "bad elements", "operands")
+_FORWARD = (
+    "The loss has a `while_loop` and so no gradient in reverse mode. This is its derivative in "
+    "forward mode."
+)
+_COLUMNS = (*COLUMNS, "called from", "rule")
 
 
 def _rows(records: Sequence[NonFinite]) -> list[tuple[str, ...]]:
@@ -157,34 +133,12 @@ def _rows(records: Sequence[NonFinite]) -> list[tuple[str, ...]]:
 
 
 def _row(record: NonFinite) -> tuple[str, ...]:
-    step = ", ".join(map(str, record.step))
     if record.derivative_of:
         operation = f"{record.primitive}, in the derivative of {record.derivative_of}"
         record = dataclasses.replace(record, primitive=operation)
-    return (
-        *cells(
-            record,
-            kind=_describe(record),
-            step=f"{step} and {record.count - 1} more" if step and record.count > 1 else step,
-        ),
-        record.caller,
-        record.rule,
-        _show_elements(record),
-        ", ".join(map(_show_operand, record.operands)),
-    )
-
-
-def _show_operand(x: float) -> str:
-    """With as many digits as tell it from 1 and -1, where domains end."""
-    return f"{x:.9g}" if abs(x) != 1 and f"{abs(x):.3g}" == "1" else f"{x:.3g}"
-
-
-def _show_elements(record: NonFinite) -> str:
-    """Such as `3 of 128: [0], ...`; empty for a scalar."""
-    if not record.index:
-        return ""
-    index = f"[{', '.join(map(str, record.index))}]" + ", ..." * (record.n_bad > 1)
-    return f"{record.n_bad} of {math.prod(record.shape)}: {index}"
+    step = ", ".join(map(str, record.step))
+    step += f" and {record.count - 1} more" * (record.step != () and record.count > 1)
+    return *cells(record, kind=_describe(record), step=step), record.caller, record.rule
 
 
 def _describe(record: NonFinite) -> str:

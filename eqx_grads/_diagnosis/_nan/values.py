@@ -6,18 +6,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
-from ..._jaxprs.primitives import linear_operands, MULTILINEAR
+from .._programs.pairs import is_inexact
 from ..carried import Place
-
-
-# Why a cotangent is zero. If several zeros are added, the last of these is the reason.
-ALIVE, HEALED, UNUSED, NOT_SELECTED, FACTOR, VALUE, CANCELS = range(7)
-
-
-def is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def is_nonfinite(x: Any) -> bool:
@@ -32,17 +23,8 @@ def union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
     return frozenset().union(*sets)
 
 
-# What depends on the seed (1), and on the model (2). A comparison has no derivative.
 class Stopped(Exception):
     """The evaluation ends here: the time is over, or a check in the program raised an error."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Zero:
-    """Where a cotangent became zero, and why."""
-
-    why: int
-    place: Place | None
 
 
 class Value(NamedTuple):
@@ -52,8 +34,7 @@ class Value(NamedTuple):
         or 0. `None`: no element is.
     - `infs`: the births of its infinities.
     - `decided`: the births of NaNs that a comparison decided it by.
-    - `zero`: for each element of a cotangent the number of the `Zero` that it is, or 0. Or a
-        function that computes these.
+    - `zero`: for each element of a cotangent the number of the `Zero` that it is, or 0.
     - `is_ct`, `is_active`: whether it depends on the seed, and on the model.
     """
 
@@ -71,8 +52,7 @@ class Value(NamedTuple):
 
     @property
     def zeros(self) -> Any:
-        zero = self.zero() if callable(self.zero) else self.zero
-        return np.zeros(np.shape(self.x), np.int32) if zero is None else zero
+        return np.zeros(np.shape(self.x), np.int32) if self.zero is None else self.zero
 
     @property
     def nans(self) -> Any:
@@ -88,8 +68,7 @@ class Birth:
     - `is_low`: it is minus infinity, as the logarithm of a probability may be.
     - `zero`: the number of the `Zero` that the cotangent is which is multiplied there, or 0.
     - `is_meant`: an infinity of the data or of a constant, such as a mask of `-inf`.
-    - `number`: of an input of the loss.
-    - `cotangents`: which operands are cotangents.
+    - `is_outside`: it is an input of the loss, with this `number`, or a constant.
     """
 
     place: Place | None
@@ -104,16 +83,7 @@ class Birth:
     zero: int = 0
     is_meant: bool = False
     number: int | None = None
-    cotangents: Sequence[bool] = ()
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether it is an input of the loss, or a constant."""
-        return not self.cotangents
-
-    @property
-    def floats(self) -> list[Any]:
-        return [np.asarray(x) for x in self.xs if is_inexact(x)]
+    is_outside: bool = False
 
 
 def infs_of(x, values: Sequence[Value]) -> frozenset[int]:
@@ -121,55 +91,10 @@ def infs_of(x, values: Sequence[Value]) -> frozenset[int]:
     return infs if infs and np.isinf(np.asarray(x)).any() else frozenset()
 
 
-def is_var(atom: Any) -> bool:
-    return not isinstance(atom, Literal)
-
-
 def labels_of(labels: Any) -> list[int]:
     return [] if labels is None else [int(i) for i in np.unique(labels) if i]
-
-
-def ones(x):
-    return np.ones_like(np.asarray(x)) if is_inexact(x) else x
 
 
 def calmed(x):
     """An operand with ones where it is infinite."""
     return np.where(np.isfinite(x), x, np.ones_like(x)) if is_nonfinite(x) else x
-
-
-# The factors, if it is asked what the cotangents reach: ones, their sizes, or ones where they
-# are not finite.
-ONES, SIZES, BAD = range(3)
-
-
-def reach(eqn, values, k, of, bind, factors):
-    """Which elements of an output are reached by elements of the cotangents: the operation is
-    run on ones for these.
-
-    - `of`: which elements of a cotangent.
-    """
-    is_product = eqn.primitive.name in MULTILINEAR
-    linear = linear_operands(eqn)
-
-    def factor(i, v):
-        if not is_product and (linear is None or i in linear):
-            return np.zeros(np.shape(v.x))  # a term
-        size = np.abs(np.asarray(v.truth))
-        is_finite = np.isfinite(size)
-        if is_product and factors == BAD and not is_finite.all():
-            return ~is_finite
-        if is_product and factors != SIZES:
-            return np.ones(np.shape(v.x))
-        return np.where(is_finite, size, np.ones_like(size))
-
-    xs = [
-        v.x
-        if not is_inexact(v.x)
-        else np.asarray(of(v) if v.is_ct else factor(i, v), v.x.dtype)
-        for i, v in enumerate(values)
-    ]
-    try:
-        return np.asarray(bind(eqn, xs)[k]) != 0
-    except (TypeError, ValueError, Stopped):
-        return np.ones(eqn.outvars[k].aval.shape, bool)

@@ -1,26 +1,28 @@
 """Why a cotangent is zero: the linear operation that makes it, run on indicators."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ..._jaxprs.primitives import linear_operands, MULTILINEAR
+from .._programs.pairs import is_inexact
 from ..carried import Place
 from .derivative import Derivative
-from .values import (
-    ALIVE,
-    BAD,
-    CANCELS,
-    FACTOR,
-    NOT_SELECTED,
-    ONES,
-    reach,
-    SIZES,
-    UNUSED,
-    VALUE,
-    Zero,
-)
+from .values import Stopped
+
+
+# Why a cotangent is zero. If several zeros are added, the last of these is the reason.
+ALIVE, HEALED, UNUSED, NOT_SELECTED, FACTOR, VALUE, CANCELS = range(7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Zero:
+    """Where a cotangent became zero, and why."""
+
+    why: int
+    place: Place | None
 
 
 class Zeros:
@@ -97,3 +99,40 @@ class Zeros:
         origin = self._derivative.origin(place)
         is_users = origin is None or origin.primitive in MULTILINEAR
         return FACTOR if is_users else NOT_SELECTED
+
+
+# The factors, if it is asked what the cotangents reach: ones, their sizes, or ones where they
+# are not finite.
+ONES, SIZES, BAD = range(3)
+
+
+def reach(eqn, values, k, of, bind, factors):
+    """Which elements of an output are reached by elements of the cotangents: the operation is
+    run on ones for these.
+
+    - `of`: which elements of a cotangent.
+    """
+    is_product = eqn.primitive.name in MULTILINEAR
+    linear = linear_operands(eqn)
+
+    def factor(i, v):
+        if not is_product and (linear is None or i in linear):
+            return np.zeros(np.shape(v.x))  # a term
+        size = np.abs(np.asarray(v.truth))
+        is_finite = np.isfinite(size)
+        if is_product and factors == BAD and not is_finite.all():
+            return ~is_finite
+        if is_product and factors != SIZES:
+            return np.ones(np.shape(v.x))
+        return np.where(is_finite, size, np.ones_like(size))
+
+    xs = [
+        v.x
+        if not is_inexact(v.x)
+        else np.asarray(of(v) if v.is_ct else factor(i, v), v.x.dtype)
+        for i, v in enumerate(values)
+    ]
+    try:
+        return np.asarray(bind(eqn, xs)[k]) != 0
+    except (TypeError, ValueError, Stopped):
+        return np.ones(eqn.outvars[k].aval.shape, bool)

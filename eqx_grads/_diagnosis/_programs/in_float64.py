@@ -21,6 +21,7 @@ from ..._jaxprs.structure import (
     ShardMap,
     structure,
 )
+from .pairs import is_inexact
 
 
 # The parameters that hold the dtype of a result.
@@ -60,7 +61,7 @@ def _hook(eqn, values):
         return values
     params = dict(eqn.primitive.get_bind_params(eqn.params))
     for key in _DTYPES:
-        if key in params and params[key] is not None and _is_inexact(params[key]):
+        if key in params and params[key] is not None and is_inexact(params[key]):
             params[key] = _wide(params[key])
     if _is_empty_conversion(eqn, values, params):
         return values
@@ -97,21 +98,14 @@ def _is_empty_conversion(eqn, values, params) -> bool:
     # The conversion of an array to its own dtype may still drop a weak type.
     if eqn.primitive.name != "convert_element_type" or params.get("sharding") is not None:
         return False
-    return _is_inexact(values[0]) and jnp.result_type(values[0]) == params["new_dtype"]
+    return is_inexact(values[0]) and jnp.result_type(values[0]) == params["new_dtype"]
 
 
 def _as_traced(eqn, values):
     return [
-        jax.lax.convert_element_type(x, v.aval.dtype) if _is_inexact(v.aval) else x
+        jax.lax.convert_element_type(x, v.aval.dtype) if is_inexact(v.aval) else x
         for x, v in zip(values, eqn.invars, strict=True)
     ]
-
-
-def _is_inexact(x) -> bool:
-    dtype = x if isinstance(x, type | np.dtype) else getattr(x, "dtype", None)
-    if dtype is None:
-        return isinstance(x, float | complex)
-    return not jnp.issubdtype(dtype, jax.dtypes.extended) and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _wide(dtype):
@@ -119,7 +113,7 @@ def _wide(dtype):
 
 
 def _widen(x):
-    if not _is_inexact(x):
+    if not is_inexact(x):
         return x
     dtype = jnp.result_type(x)
     return jax.lax.convert_element_type(x, _wide(dtype))

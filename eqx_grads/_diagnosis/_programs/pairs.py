@@ -4,11 +4,12 @@ A set is an integer: bit `i` says whether element `i` is in the set.
 """
 
 import functools as ft
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..._jaxprs.evaluate import function_of
 from ..._jaxprs.interpret import Domain, interpret, interpret_equation
@@ -33,13 +34,9 @@ _DEPENDENCE = Domain[int](
 )
 
 
-def operands_of_outputs(eqn: Any, selected: Sequence[bool] | None = None) -> list[set[int]]:
-    """For each output of an equation, the operands, by index, that it depends on.
-
-    - `selected`: of which operands; by default, all of them.
-    """
-    n = len(eqn.invars)
-    bits = [1 << i if selected is None or selected[i] else 0 for i in range(n)]
+def operands_of_outputs(eqn: Any) -> list[set[int]]:
+    """For each output of an equation, the operands, by index, that it depends on."""
+    bits = [1 << i for i in range(len(eqn.invars))]
     return list(map(members, interpret_equation(eqn, bits, _DEPENDENCE).outs))
 
 
@@ -51,10 +48,13 @@ def members(bits: int) -> set[int]:
 # ---------------------------------------------------------------- differentiability
 
 
-def is_inexact(variable: Any) -> bool:
-    """Whether a variable of a program holds floats or complex numbers."""
-    dtype = getattr(variable.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+def is_inexact(x: Any) -> bool:
+    """Whether an array, a variable of a program or a dtype is of floats or complex numbers."""
+    x = getattr(x, "aval", x)
+    dtype = x if isinstance(x, type | np.dtype) else getattr(x, "dtype", None)
+    if dtype is None:
+        return isinstance(x, float | complex)
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def differentiable_pairs(eqn: Any, operands: Set[int]) -> list[set[int]] | None:
@@ -71,12 +71,12 @@ def differentiable_pairs(eqn: Any, operands: Set[int]) -> list[set[int]] | None:
     pairs: list[set[int]] = [set() for _ in eqn.outvars]
     if not moving or not outs:
         return pairs
-    modes = [_reverse_pairs, _forward_pairs]
+    modes = [True, False]
     if eqn.primitive.name == "custom_jvp_call":
         modes.reverse()  # as it takes half the time
-    for pairs_of_mode in modes:
+    for is_reverse in modes:
         try:
-            found = pairs_of_mode(eqn, moving, outs)
+            found = _pairs_of_mode(eqn, moving, outs, is_reverse)
         except Exception:  # whatever a rule raises where it does not have this mode
             continue
         for j, i in found:
@@ -85,28 +85,21 @@ def differentiable_pairs(eqn: Any, operands: Set[int]) -> list[set[int]] | None:
     return None
 
 
-def _reverse_pairs(eqn, moving, outs):
-    def cotangents(operands, cts):
+def _pairs_of_mode(eqn, moving, outs, is_reverse: bool) -> set[tuple[int, int]]:
+    def derivative(operands, along):
         function = function_of(eqn, operands, moving, outs)
-        return jax.vjp(function, *(operands[i] for i in moving))[1](cts)
-
-    types, out_types = _types(eqn.invars), _types([eqn.outvars[j] for j in outs])
-    program = jax.make_jaxpr(cotangents)(types, out_types)
-    bits = [0] * len(types) + [1 << j for j in range(len(outs))]
-    results = interpret(program, bits, _DEPENDENCE).outs
-    return {(j, i) for i, result in enumerate(results) for j in members(result)}
-
-
-def _forward_pairs(eqn, moving, outs):
-    def tangents(operands, ts):
-        function = function_of(eqn, operands, moving, outs)
-        return jax.jvp(function, [operands[i] for i in moving], ts)[1]
+        at = [operands[i] for i in moving]
+        if is_reverse:
+            return jax.vjp(function, *at)[1](along)
+        return jax.jvp(function, at, along)[1]
 
     types = _types(eqn.invars)
-    program = jax.make_jaxpr(tangents)(types, [types[i] for i in moving])
-    bits = [0] * len(types) + [1 << i for i in range(len(moving))]
+    along = _types([eqn.outvars[j] for j in outs]) if is_reverse else [types[i] for i in moving]
+    program = jax.make_jaxpr(derivative)(types, along)
+    bits = [0] * len(types) + [1 << j for j in range(len(along))]
     results = interpret(program, bits, _DEPENDENCE).outs
-    return {(j, i) for j, result in enumerate(results) for i in members(result)}
+    found = {(j, i) for i, result in enumerate(results) for j in members(result)}
+    return found if is_reverse else {(i, j) for j, i in found}
 
 
 def _types(variables) -> list[Any]:

@@ -30,10 +30,9 @@ from ..report import show_list
 from ..source_lines import is_of_jax, is_stop_gradient, safe_function
 from ..traced_loss import check_no_references, trace_loss, TracedLoss
 from .advice import at_values, CURES, is_truncation, without_derivative
-from .deaths import Deaths, TooManyOperations
-from .facts import Death, Died, Fact
+from .deaths import Death, Deaths, Died, Fact, TooManyOperations
 from .gradient import directions, Gradient, rounding_errors, try_gradient
-from .kinds import kind_of_death, NO_DERIVATIVE, zero_origin
+from .kinds import kind_of_death, NO_DERIVATIVE
 from .report import ZeroGradient, ZeroReport
 
 
@@ -108,17 +107,14 @@ def explain_zero(
     gradient raises an error, as the gradient of a `while_loop` does, `explain_zero` uses
     directional derivatives in forward mode.
 
-    An operation that JAX can't differentiate at all is taken to be differentiable, and named in
-    `remarks`. The leaves whose gradient passes it are not looked at by values.
-
     Of an [`eqx_grads.zero_safe`][] loss, the function that it differentiates is looked at. If
     the gradient of a leaf is zero because of `zero_safe`, the kind says so.
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the loss is not a real scalar, if the model has no inexact
-    arrays, if the loss can't be traced, or if nothing is zero by structure and JAX can't
-    differentiate an operation, or if the derivative of the loss raises an error.
+    arrays, if the loss can't be traced, if JAX can't differentiate an operation, or if the
+    derivative of the loss raises an error.
     """
     # What `zero_safe` puts in the program is not the user's, and has no line.
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
@@ -129,17 +125,11 @@ def explain_zero(
     gradient, error = try_gradient(traced)
     report = explain_traced(below, traced, gradient, error)
     remarks, records = list(report.remarks), list(report.found)
-    names = lambda leaves: show_list(list(leaves), 8)
-    if report.not_finite and below is loss:
-        remarks.append(
-            f"The gradient of {names(report.not_finite)} is not finite: `eqg.explain_nan` says "
-            "where."
-        )
-    elif report.not_finite:
-        remarks.append(
-            f"The gradient of {names(report.not_finite)} would not be finite without "
-            "`zero_safe`."
-        )
+    bad, noise = (show_list(list(names), 8) for names in (report.not_finite, report.noise))
+    if bad and below is loss:
+        remarks.append(f"The gradient of {bad} is not finite: `eqg.explain_nan` says where.")
+    elif bad:
+        remarks.append(f"The gradient of {bad} would not be finite without `zero_safe`.")
         rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
         of_arrays = lambda arrays: loss(rest.tree(arrays), *args, **kwargs)
         gradients = zip(traced.leaves, jax.grad(of_arrays)(arrays), strict=True)
@@ -149,9 +139,9 @@ def explain_zero(
             for leaf, g in gradients
             if leaf in report.not_finite and not np.any(g)
         ]
-    if report.noise:
+    if noise:
         remarks.append(
-            f"The gradient of {names(report.noise)} is not exactly zero, but a rounding error "
+            f"The gradient of {noise} is not exactly zero, but a rounding error "
             f"of at most {max(report.noise.values()):.2g}. The loss does not depend on such a "
             "leaf, as on a bias before a BatchNorm, or is stationary in it."
         )
@@ -167,28 +157,10 @@ def explain_traced(
 ) -> ZeroReport:
     """The report on a loss whose gradient is known, or raises this error."""
     sized = [i for i in range(len(traced.leaves)) if traced.values[i].size]
-    explanation = _Explanation(traced)
-    remarks: list[str] = []
-    names = lambda leaves: show_list([str(traced.leaves[i]) for i in leaves], 8)
+    explanation, remarks = _Explanation(traced, gradient), []
     if gradient is None:
-        records = {i: explanation.records(i, sized) for i in sized}
-        unknown = sorted(explanation.moving)
-        found = {i: r for i, r in records.items() if i not in unknown}
-        opaque = explanation.opaque()
-        if error is not None and isinstance(error, jax.errors.JaxRuntimeError):
-            raise raised_error(loss, error) from error
-        if not found and opaque and error is not None:
-            raise no_derivative_error(loss, opaque) from error
-        if error is not None and not opaque:
-            raise error
-        remarks += [
-            f"JAX can't differentiate `{o.primitive}` ({o.source}), which was taken to be "
-            "differentiable."
-            for o in opaque
-        ]
-        remarks += [f"The gradient of {names(unknown)} is not known."] if unknown else []
-        records = [r for i in sorted(found) for r in found[i]]
-        return ZeroReport(records, [], len(sized), remarks)
+        assert error is not None
+        raise no_gradient(loss, traced, error) from error
     if gradient.error is not None:
         why = ": ".join([type(gradient.error).__name__, *str(gradient.error).splitlines()[:1]])
         remarks.append(
@@ -197,54 +169,52 @@ def explain_traced(
         )
     bad = [i for i in sized if not np.all(np.isfinite(gradient.gradients[i]))]
     zero = [i for i in sized if i not in bad and not np.any(gradient.gradients[i])]
-    found = []
+    found, partly = [], []
     for i in zero:
         doing("looking at leaf", i, len(traced.leaves))
-        records = explanation.records(i, zero)
-        note = other_side(traced, gradient, i)
-        found += [dataclasses.replace(r, elsewhere=note) for r in records]
-    partly = []
+        found += explanation.records(i, zero)
     for i in sized if gradient.error is None else ():
         if i not in zero and i not in bad:
             partly += explanation.dead_units(i, gradient.gradients[i])
-    noise = rounding_errors(traced, gradient)
-    return ZeroReport(
-        found,
-        partly,
-        len(sized),
-        remarks,
-        {traced.leaves[i]: size for i, size in noise.items()},
-        [traced.leaves[i] for i in bad],
-    )
+    noise = {traced.leaves[i]: x for i, x in rounding_errors(traced, gradient).items()}
+    not_finite = [traced.leaves[i] for i in bad]
+    return ZeroReport(found, partly, len(sized), remarks, noise, not_finite)
+
+
+def no_gradient(loss: Callable[..., Any], traced: TracedLoss, error: Exception) -> Exception:
+    """What to raise if the gradient of a loss raises an error in any mode."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return raised_error(loss, error)
+    explanation = _Explanation(traced, None)
+    explanation.follow(range(len(traced.leaves)))
+    opaque = explanation.opaque()
+    return no_derivative_error(loss, opaque) if opaque else error
 
 
 class _Explanation:
     """The causes of zero gradients in one loss."""
 
-    def __init__(self, traced: TracedLoss):
-        self._traced = traced
+    def __init__(self, traced: TracedLoss, gradient: Gradient | None):
+        self.traced, self._gradient = traced, gradient
         self._passes: list[Deaths] = []
         self._died: dict[int, Died] = {}
+        self._directions = directions(traced)
         self.moving: set[int] = set()
 
     @ft.cached_property
     def _numbered(self) -> NumberedLoss:
-        return NumberedLoss(self._traced)
+        return NumberedLoss(self.traced)
 
     @ft.cached_property
     def _origins(self) -> dict[tuple[int, ...], Origin]:
-        origins = self._numbered.origins
-        key = lambda o: (*(id(origins[i].eqn) for i in o.enclosing), id(o.eqn))
-        return {key(o): o for o in origins}
+        numbered = self._numbered
+        key = lambda origin: tuple(id(o.eqn) for o in numbered.around(origin))
+        return {key(o): o for o in numbered.origins}
 
     @ft.cached_property
     def _has_rules(self) -> bool:
         """Whether a derivative of the loss may be that of another function."""
         return any(is_stop_gradient(o.eqn) or _is_rule(o) for o in self._numbered.origins)
-
-    @ft.cached_property
-    def _directions(self) -> list[Any]:
-        return directions(self._traced)
 
     def opaque(self) -> list[Origin]:
         places = [place for one in self._passes for place in one.opaque]
@@ -253,21 +223,22 @@ class _Explanation:
     def records(self, leaf: int, zero: Sequence[int]) -> list[ZeroGradient]:
         """The causes of one leaf, of those with a zero gradient."""
         if not self._died and not self.moving:
-            program = self._traced.program.jaxpr
+            program = self.traced.program.jaxpr
             used = set(free_variables(program.eqns, program.outvars))
-            self._follow([i for i in zero if program.invars[i] in used])
-        died = self._died.get(leaf)
+            self.follow([i for i in zero if program.invars[i] in used])
+        name = self.traced.leaves[leaf]
         if leaf in self.moving:
             # Exactly zero in reverse mode only: in forward mode, a rounding error remains.
-            cure = at_values("canceled", None, has_rules=self._has_rules)
-            return [ZeroGradient(leaf=self._traced.leaves[leaf], kind="canceled", cure=cure)]
-        if died is None:
-            value = self._traced.values[leaf]
-            is_closed_over = any(x is value for x in self._traced.program.consts)
+            cure = at_values("canceled", has_rules=self._has_rules)
+            return [ZeroGradient(leaf=name, kind="canceled", cure=cure)]
+        if leaf not in self._died:
+            consts = self.traced.program.consts
+            is_closed_over = any(x is self.traced.values[leaf] for x in consts)
             kind = "closed over" if is_closed_over else "never used"
-            name = self._traced.leaves[leaf]
             return [ZeroGradient(leaf=name, kind=kind, by_structure=True, cure=CURES[kind])]
-        return self._records_of(leaf, died)
+        records = self._records_of(leaf, self._died[leaf])
+        note = "" if self._gradient is None else other_side(self.traced, self._gradient, leaf)
+        return [dataclasses.replace(r, elsewhere=note) for r in records]
 
     def _records_of(self, leaf: int, died: Died) -> list[ZeroGradient]:
         uses: dict[Any, set[str]] = {}
@@ -281,119 +252,106 @@ class _Explanation:
         places = lambda d: [p for p in d.place.outward() if p.around is not None]
         loops = lambda d: {id(p.around.eqn) for p in places(d) if p.step is not None}
         cut = set().union(*(loops(d) for r, d in found if r.by_structure))
-        in_cut = lambda d: bool(loops(d) & cut)
-        found = [(r, d) for r, d in found if r.by_structure or not in_cut(d)]
+        found = [(r, d) for r, d in found if r.by_structure or not loops(d) & cut]
         # Where one is inside of another, it says more.
         around = {id(p.around.eqn) for _, d in found for p in places(d)}
         found = [(r, d) for r, d in found if id(d.place.eqn) not in around]
         if not all(r.by_structure for r, _ in found):
             # What only decides, for a value whose derivative ends at these values, is no cause.
-            found = [(r, d) for r, d in found if not r.by_structure or self._is_cut(d, uses)]
-        records = [r for r, _ in found]
-        records.sort(key=lambda r: (r.file, r.line, r.primitive, r.kind))
+            is_cut = lambda d: "" in uses[id(d.place.eqn), d.k] and not _is_stop_of_jax(d)
+            found = [(r, d) for r, d in found if not r.by_structure or is_cut(d)]
+        records = sorted(
+            (r for r, _ in found), key=lambda r: (r.file, r.line, r.primitive, r.kind)
+        )
         # Of what a solver does with its guess, and of a window, one record says it all.
         for kind in ("initial guess", "truncated"):
             records = [r for r in records if r.kind == kind][:1] or records
         return list(dict.fromkeys(records))
 
-    def _is_cut(self, death: Death, uses) -> bool:
-        """Whether a value without a derivative is itself a part of the loss."""
-        is_of_jax = death.place.eqn.primitive.name == "stop_gradient" and not is_stop_gradient(
-            death.place.eqn
-        )
-        return "" in uses[id(death.place.eqn), death.k] and not is_of_jax
-
-    def _follow(self, leaves: Sequence[int], most: int = 4) -> None:
+    def follow(self, leaves: Sequence[int]) -> None:
         """Find the deaths of leaves. Many leaves are followed as one, and in halves if they
         have several deaths."""
-        if not leaves:
+        if 1 < len(leaves) <= _FEW:
+            for leaf in leaves:
+                self.follow([leaf])
             return
-        alone = len(leaves) <= most
-        deaths, moving = self._run(
-            {i: i if alone else leaves[0] for i in leaves}, self._directions
-        )
-        if alone:
-            self._died |= deaths
-            self.moving |= moving
-            return
-        (died,) = deaths.values() or [frozenset()]
-        if not moving and len({id(d.place.eqn) for d, _ in died}) == 1:
-            self._died.update(dict.fromkeys(leaves, died))
-            return
-        half = len(leaves) // 2
-        self._follow(leaves[:half], most)
-        self._follow(leaves[half:], most)
+        loss = self._run(leaves, self._directions) if leaves else Fact(None)
+        is_one = loss.t is None and len({id(d.place.eqn) for d, _ in loss.died}) == 1
+        if len(leaves) > 1 and not is_one:
+            self.follow(leaves[: len(leaves) // 2])
+            self.follow(leaves[len(leaves) // 2 :])
+        elif loss.t is not None:
+            self.moving.update(leaves)
+        elif loss.died:
+            self._died.update(dict.fromkeys(leaves, loss.died))
 
     def _run(
-        self, keys: dict[int, int], along: Sequence[Any], most: int | None = None
-    ) -> tuple[dict[int, Died], set[int]]:
-        """The deaths of the loss, by the key of a leaf, and the keys with which it moves."""
+        self, leaves: Sequence[int], along: Sequence[Any], most: int | None = None
+    ) -> Fact:
+        """The loss, with the deaths of a tangent in these leaves."""
         deaths = Deaths(most)
         self._passes.append(deaths)
+        pairs = enumerate(zip(self.traced.values, self.traced.inputs, strict=True))
         facts = [
-            Fact(x, name, {keys[i]: along[i]} if i in keys else {})
-            for i, (x, name) in enumerate(
-                zip(self._traced.values, self._traced.inputs, strict=True)
-            )
+            Fact(x, along[i] if i in leaves else None, made=name) for i, (x, name) in pairs
         ]
-        (loss,) = deaths.run(self._traced.program, facts)
-        return loss.died, set(loss.tangents)
+        return deaths.run(self.traced.program, facts)[0]
 
     def dead_units(self, leaf: int, gradient: np.ndarray) -> list[ZeroGradient]:
         """The units of a leaf that learns otherwise, if they are dead for all examples."""
         for axis in range(gradient.ndim):
             others = tuple(i for i in range(gradient.ndim) if i != axis)
-            dead = np.flatnonzero(~np.any(gradient != 0, others))
-            if not 0 < len(dead) < gradient.shape[axis]:
+            is_dead = ~np.any(gradient != 0, others, keepdims=True)
+            if is_dead.all() or not is_dead.any():
                 continue
-            mask = np.zeros(gradient.shape[axis], bool)
-            mask[dead] = True
-            shape = [-1 if i == axis else 1 for i in range(gradient.ndim)]
             along = list(self._directions)
-            along[leaf] = along[leaf] * mask.reshape(shape)
+            along[leaf] = along[leaf] * is_dead
             try:
-                died = self._run({leaf: leaf}, along, _MOST_IN_A_LAYER)[0].get(
-                    leaf, frozenset()
+                records = self._records_of(
+                    leaf, self._run([leaf], along, _MOST_IN_A_LAYER).died
                 )
             except TooManyOperations:
                 return []
-            records = self._records_of(leaf, died)
             if records and all(r.kind == "dead units" for r in records):
-                units = {"units": tuple(dead.tolist()), "n_units": len(mask), "step": ()}
-                return [dataclasses.replace(r, **units) for r in records[:1]]
+                units = tuple(np.flatnonzero(is_dead).tolist())
+                n = {"units": units, "n_units": is_dead.size, "step": ()}
+                return [dataclasses.replace(records[0], **n)]
         return []
 
     # ------------------------------------------------------------ a record
 
     def _origin_of(self, place: Place) -> Origin:
-        key = tuple(id(p.eqn) for p in reversed(list(place.outward())))
-        return self._origins[key]
+        return self._origins[tuple(id(p.eqn) for p in place.outward())]
 
     def _record(self, leaf: int, death: Death, uses: set[str]) -> ZeroGradient:
         origin = self._origin_of(death.place)
-        around = [self._numbered.origins[i] for i in reversed(origin.enclosing)]
+        around = self._numbered.around(origin)
         kind, factor = kind_of_death(death)
         detail, by_structure = "", kind == NO_DERIVATIVE
-        if any(map(is_truncation, (origin, *around))):
+        if any(map(is_truncation, around)):
             kind, by_structure = "truncated", False
             cure = CURES[kind]
         elif by_structure:
             is_random = any(f.is_random for f in death.values)
-            kind, cure = without_derivative(origin, around, uses, is_random)
+            kind, cure = without_derivative(around, uses, is_random)
             detail = _use_of(uses)
         else:
+            made = origin if factor is None else self._made(factor)
+            safe = self._safe_function(origin, made)
             if factor is not None and kind == "multiplied by zero":
-                origin, kind, detail = self._factor(origin, factor, kind)
+                origin, kind, detail = self._factor(origin, made)
+            if kind == "canceled" and self._is_saturated(leaf):
+                kind = "saturated"
             cure = at_values(
                 kind,
-                origin,
+                origin.primitive,
                 has_rules=kind == "canceled" and self._has_rules,
                 is_rule=_is_rule(origin),
-                is_of_leaf=factor is not None and self._is_leaf(zero_origin(factor)),
-                safe=self._safe_function(origin, factor),
+                is_of_leaf=made in self.traced.inputs[: len(self.traced.leaves)],
+                safe=safe,
             )
         return ZeroGradient(
-            leaf=self._traced.leaves[leaf],
+            leaf=self.traced.leaves[leaf],
             kind=kind,
             **origin.source.fields(),
             primitive=origin.primitive,
@@ -404,52 +362,69 @@ class _Explanation:
             cure=cure,
         )
 
-    def _factor(self, origin: Origin, factor: Fact, kind: str) -> tuple[Origin, str, str]:
+    def _made(self, factor: Fact) -> Origin | str:
+        return factor.made if isinstance(factor.made, str) else self._origin_of(factor.made)
+
+    def _factor(self, origin: Origin, made: Origin | str) -> tuple[Origin, str, str]:
         """What the zero factor of a product is. In a derivative that the loss takes, it may be
         what a clamp or a mask makes of it."""
-        source = zero_origin(factor)
-        if isinstance(source.made, str):
-            return origin, kind, f"`{source.made}`" if source.made else ""
-        of_factor = self._origin_of(source.made[0])
-        if is_in_derivative(self._numbered.origins, of_factor) and of_factor.source.file:
+        kind = "multiplied by zero"
+        if isinstance(made, str):
+            return origin, kind, f"`{made}`" if made else ""
+        origins = self._numbered.origins
+        if is_in_derivative(origins, made) and made.source.file:
             # The mask of a clamp is made on the line of the clamp.
-            on_line = [o for o in self._numbered.origins if o.source == of_factor.source]
-            clamps = [o for o in on_line if o.primitive in ("max", "min", "clamp", "relu")]
-            if clamps and of_factor.primitive in ("select_n", "convert_element_type"):
+            clamps = [
+                o
+                for o in origins
+                if o.source == made.source and o.primitive in ("max", "min", "clamp", "relu")
+            ]
+            if clamps and made.primitive in ("select_n", "convert_element_type"):
                 detail = f"`{clamps[0].primitive}` takes its constant"
                 return clamps[0], "dead units", detail
-        return origin, kind, f"the result of `{self._name(of_factor)}` at {of_factor.source}"
+        return origin, kind, f"the result of `{self._name(made)}` at {made.source}"
 
-    def _is_leaf(self, fact: Fact) -> bool:
-        return fact.made in self._traced.inputs[: len(self._traced.leaves)]
+    def _is_saturated(self, leaf: int) -> bool:
+        """Whether the gradient is not zero, nor a rounding error, for smaller values."""
+        if self._gradient is None or not self._gradient.can_move:
+            return False
+        for scale in (2.0**-2, 2.0**-4, 2.0**-7):
+            values = list(self.traced.values)
+            values[leaf] = (np.asarray(values[leaf]) * scale).astype(values[leaf].dtype)
+            loss, gradients = self._gradient.at(values)
+            size = np.max(np.abs(gradients[leaf] * np.asarray(values[leaf])), initial=0.0)
+            if size > 1e-4 * abs(loss):
+                return True
+        return False
 
     def _name(self, origin: Origin) -> str:
         """The operation, or the function of `eqx_grads.safe` that it is in."""
-        around = [self._numbered.origins[i].eqn for i in reversed(origin.enclosing)]
-        return safe_function([origin.eqn, *around]) or origin.primitive
+        around = self._numbered.around(origin)
+        return safe_function(o.eqn for o in around) or origin.primitive
 
-    def _safe_function(self, origin: Origin, factor: Fact | None) -> str:
+    def _safe_function(self, origin: Origin, made: Origin | str) -> str:
         """The function of `eqx_grads.safe` whose derivative is zero, or empty: the operation,
         or a factor in a derivative that the loss takes."""
-        names = [self._name(origin)]
-        if factor is not None and is_in_derivative(self._numbered.origins, origin):
-            made = zero_origin(factor).made
-            names += [] if isinstance(made, str) else [self._name(self._origin_of(made[0]))]
+        is_inner = is_in_derivative(self._numbered.origins, origin)
+        of_factor = made if is_inner and not isinstance(made, str) else origin
+        names = (self._name(origin), self._name(of_factor))
         return next((name for name in names if name.startswith("safe.")), "")
 
 
-_USES = {
-    "while": "predicate of a `while_loop`",
-    "cond": "predicate of a `cond`",
-    "where": "predicate of a `where`",
-}
+_FEW = 4
+_USES = ("an index", "a first crossing", "cond", "where", "while")
 
 
 def _use_of(uses: set[str]) -> str:
     """What a value without a derivative decides, if it does nothing else."""
-    if "" in uses or not uses:
-        return ""
-    return "an index" if "an index" in uses else _USES.get(first := min(uses), first)
+    use = "" if "" in uses else next((use for use in _USES if use in uses), "")
+    call = "while_loop" if use == "while" else use
+    return use if not use or " " in use else f"predicate of a `{call}`"
+
+
+def _is_stop_of_jax(death: Death) -> bool:
+    eqn = death.place.eqn
+    return eqn.primitive.name == "stop_gradient" and not is_stop_gradient(eqn)
 
 
 def _is_rule(origin: Origin) -> bool:
@@ -462,15 +437,14 @@ def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
     x = np.asarray(traced.values[leaf])
     if not gradient.can_move or np.iscomplexobj(x):
         return ""
-    eps = float(jnp.finfo(x.dtype).eps)
     scale = max(1.0, float(np.max(np.abs(x))))
+    least = 100 * float(jnp.finfo(x.dtype).eps) * max(abs(gradient.loss), 1e-30)
 
     def change(h):
         values = list(traced.values)
         values[leaf] = (x + h).astype(x.dtype)
         return gradient.at(values)[0] - gradient.loss
 
-    least = 100 * eps * max(abs(gradient.loss), 1e-30)
     slopes = []
     for h in (1e-3 * scale, -1e-3 * scale):
         whole, half = change(h), change(h / 2)
@@ -484,10 +458,9 @@ def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
     if above:
         return f"The loss itself has slope {above:.3g} here."
     for step in (s * sign * scale for s in (1e-3, 1e-2, 1e-1, 1.0) for sign in (1, -1)):
-        whole, half = abs(change(step)), abs(change(step / 2))
-        if whole > 10 * least:
-            is_smooth = half > least and whole > 3 * half
-            text = f"a step of {step:.2g} changes it by {change(step):.2g}"
-            flat = f"The loss is flat here, but changes over longer steps: {text}."
-            return "" if is_smooth else flat
+        whole, half = change(step), abs(change(step / 2))
+        if abs(whole) > 10 * least:
+            flat = "The loss is flat here, but changes over longer steps: a step of"
+            is_smooth = half > least and abs(whole) > 3 * half
+            return "" if is_smooth else f"{flat} {step:.2g} changes it by {whole:.2g}."
     return ""

@@ -1,6 +1,8 @@
 """The gradient of a loss, compiled once; and whether it is a rounding error."""
 
 import dataclasses
+import functools as ft
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +13,20 @@ import numpy as np
 from ..._errors import RuleError
 from ..._jaxprs.evaluate import bind, enter, evaluate
 from ..._jaxprs.primitives import kind_of
-from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan, structure
+from ..._jaxprs.structure import (
+    Call,
+    CallWithRule,
+    Checkpoint,
+    Cond,
+    Scan,
+    structure,
+    While,
+)
 from ..traced_loss import TracedLoss
 
 
 # A gradient whose elements are all below so many standard deviations of its rounding is noise.
-_SIGNIFICANT = 6.0
+_SIGNIFICANT, _N_RUNS = 6.0, 6
 # A gradient is suspicious if it is so small relative to the loss, or if rounding changes it.
 _SMALL = 1e-4
 
@@ -59,159 +69,119 @@ def directions(traced: TracedLoss) -> list[Any]:
     return [like(x) for x in traced.values[: len(traced.leaves)]]
 
 
-def gradient_of(traced: TracedLoss) -> Gradient:
-    """The gradient in reverse mode, or directional derivatives where that raises."""
+def try_gradient(traced: TracedLoss) -> tuple[Gradient | None, Exception | None]:
+    """The gradient in reverse mode, or directional derivatives where that raises; or the error,
+    if these raise too."""
     n = len(traced.leaves)
     loss = lambda values: evaluate(traced.program, values)[0]
 
-    def reverse(values):
+    # With a seed that is known, XLA would simplify what is NaN operation by operation.
+    def reverse(values, seed):
         of_leaves = lambda leaves: loss([*leaves, *values[n:]])
-        return jax.value_and_grad(of_leaves)(list(values[:n]))
+        value, pull = jax.vjp(of_leaves, list(values[:n]))
+        return value, pull(seed)[0]
 
-    def forward(values):
+    def forward(values, _):
         along = directions(traced)
         of_leaf = lambda i: lambda x: loss([*values[:i], x, *values[i + 1 :]])
         return loss(values), [jax.jvp(of_leaf(i), [values[i]], [along[i]])[1] for i in range(n)]
 
     values, error = list(traced.values), None
-    try:
-        run = jax.jit(reverse)
-        value, gradients = run(values)
-    except Exception as reverse_error:  # JAX has no one type of error; the report quotes it
-        error = reverse_error
+    seed = np.ones((), traced.program.out_avals[0].dtype)
+    for mode in (reverse, forward):
+        run = ft.partial(_apply, jax.jit(mode), seed)
         try:
-            run = jax.jit(forward)
             value, gradients = run(values)
-        except Exception:
-            raise error from None
-    can_move = error is None and not traced.program.effects
-    return Gradient(float(value), list(map(np.asarray, gradients)), error, can_move, run)
+        except RuleError:
+            raise
+        except Exception as raised:  # JAX has no one type of error; the report quotes it
+            error = error or raised
+            continue
+        can_move = error is None and not traced.program.effects
+        gradients = list(map(np.asarray, gradients))
+        return Gradient(float(value), gradients, error, can_move, run), None
+    return None, error
 
 
-def try_gradient(traced: TracedLoss) -> tuple[Gradient | None, Exception | None]:
-    """The gradient, or the error that it raises."""
-    try:
-        return gradient_of(traced), None
-    except RuleError:
-        raise
-    except Exception as error:  # JAX has no one type of error for it
-        return None, error
-
-
-# ---------------------------------------------------------------- rounding
+def _apply(fn, seed, values):
+    return fn(values, seed)
 
 
 def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
     """The leaves whose gradient is no larger than its rounding error, with its largest element.
-    The error is followed through the backward pass only where a leaf is suspicious."""
+
+    The error is measured by stochastic arithmetic (D. S. Parker, 1997): each operation of the
+    gradient is rounded at random. This is compiled only where a leaf is suspicious.
+    """
     if not gradient.can_move:
         return {}
-    leaves = traced.values[: len(traced.leaves)]
-    moved = gradient.at([_moved_by_rounding(x) for x in traced.values])[1]
+    moved = gradient.at(list(map(_moved_by_rounding, traced.values)))[1]
+    size = lambda x: float(np.max(np.abs(np.asarray(x)), initial=0.0))
     suspicious = [
         i
-        for i, (x, g) in enumerate(zip(leaves, gradient.gradients, strict=True))
-        if np.any(g)
-        and np.all(np.isfinite(g))
-        and not np.iscomplexobj(g)
-        and (
-            np.max(np.abs(moved[i] - g)) > 0.1 * np.max(np.abs(g))
-            or np.max(np.abs(g)) * max(1.0, np.max(np.abs(np.asarray(x))))
-            < _SMALL * abs(gradient.loss)
-        )
+        for i, g in enumerate(gradient.gradients)
+        if np.any(g) and np.all(np.isfinite(g)) and not np.iscomplexobj(g)
+        if size(moved[i] - g) > 0.1 * size(g)
+        or size(g) * max(1.0, size(traced.values[i])) < _SMALL * abs(gradient.loss)
     ]
     if not suspicious:
         return {}
-    deviations = _deviations(traced)
+    run = _rounded_at_random(traced)
+    changes = [
+        [np.asarray(x) - g for x, g in zip(run(0.7 + 1.3 * k), gradient.gradients, strict=True)]
+        for k in range(_N_RUNS)
+    ]
     found = {}
     for i in suspicious:
-        g, deviation = np.abs(gradient.gradients[i]), deviations[i]
-        if deviation is not None and np.all(g <= _SIGNIFICANT * deviation):
-            found[i] = float(np.max(g))
+        deviation = np.sqrt(np.mean(np.square([each[i] for each in changes], dtype=float), 0))
+        if np.all(np.abs(gradient.gradients[i]) <= _SIGNIFICANT * deviation):
+            found[i] = size(gradient.gradients[i])
     return found
 
 
 def _moved_by_rounding(x: Any) -> Any:
-    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+    if not _is_real(x):
         return x
     rng = np.random.default_rng(0)
     move = 4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1, 1], np.shape(x))
     return (np.asarray(x) * (1 + move)).astype(x.dtype)
 
 
-def _deviations(traced: TracedLoss) -> list[np.ndarray | None]:
-    """The standard deviation of the rounding error of each gradient.
+def _rounded_at_random(traced: TracedLoss) -> Callable[[float], Sequence[Any]]:
+    """The gradient, by a number that decides how each operation is rounded."""
+    n, values = len(traced.leaves), list(traced.values)
 
-    A linear operation takes the variances of its operands to that of its output, by the squares
-    of its factors, and adds its own rounding. So where terms cancel, the variance stays.
-    """
-    n = len(traced.leaves)
-
-    def cotangents(values, ct):
+    def gradients(values):
         of_leaves = lambda *leaves: evaluate(traced.program, [*leaves, *values[n:]])[0]
-        return jax.vjp(of_leaves, *values[:n])[1](ct)
+        return jax.grad(of_leaves, tuple(range(n)))(*values[:n])
 
-    values = list(traced.values)
-    ct = jnp.ones((), traced.program.out_avals[0].dtype)
-    program = jax.make_jaxpr(cotangents)(values, ct)
+    program = jax.make_jaxpr(gradients)(values)
 
-    def run(values, ct):
-        pairs = [*((x, None) for x in values), (ct, jnp.zeros_like(ct))]
-        return [v for _, v in _with_variances(program, pairs)]
+    def run(program, values, seed):
+        count = itertools.count(1)
 
-    variances = jax.jit(run)(values, ct)
-    return [None if v is None else np.sqrt(np.asarray(v)) for v in variances]
+        def hook(eqn, values):
+            known, row = structure(eqn), kind_of(eqn)
+            if isinstance(known, Call | CallWithRule | Checkpoint | Cond | Scan | While):
+                if not (isinstance(known, Cond) and known.by_platform):
+                    return enter(eqn, values, lambda program, xs, _: run(program, xs, seed))
+            outs = bind(eqn, values)
+            if row.layout or row.selects or eqn.primitive.name == "neg":
+                return outs
+            phase = seed * next(count)
+            return [_rounded(x, phase) if _is_real(x) else x for x in outs]
 
+        return evaluate(program, values, hook)
 
-def _with_variances(program, pairs, extra=None):
-    del extra
-    return evaluate(program, pairs, _variance_hook, constant=lambda x: (x, None))
-
-
-def _variance_hook(eqn, pairs):
-    known = structure(eqn)
-    has = [v is not None for _, v in pairs]
-    if any(has) and isinstance(known, Call | Checkpoint):
-        return _with_variances(*known.programs, pairs)
-    is_branch = isinstance(known, Cond) and not known.by_platform
-    if any(has) and (is_branch or isinstance(known, Scan)):
-        # In a loop, all floats have one.
-        full = [(x, _zeros(x) if v is None else v) for x, v in pairs]
-        index = [pairs[0][0]] if is_branch else []
-        return enter(eqn, [*index, *full[len(index) :]], _full_variances)
-    xs = [x for x, _ in pairs]
-    outs = bind(eqn, xs)
-    if not any(has):
-        return [(x, None) for x in outs]
-    return [(x, _variance(eqn, pairs, x, k)) for k, x in enumerate(outs)]
+    compiled = jax.jit(lambda values, seed: run(program, values, seed))
+    return lambda seed: compiled(values, seed)
 
 
-def _full_variances(program, pairs, extra):
-    outs = _with_variances(program, pairs)
-    return [(x, _zeros(x) if v is None else v) for x, v in outs]
+def _rounded(x: Any, phase: Any) -> Any:
+    noise = jnp.sin(phase + jnp.arange(jnp.size(x), dtype=jnp.float32))
+    eps = 0.7 * float(jnp.finfo(x.dtype).eps)
+    return x * (1 + eps * jnp.reshape(noise, jnp.shape(x))).astype(x.dtype)
 
 
-def _zeros(x):
-    return jnp.zeros(jnp.shape(x), jnp.result_type(x)) if _is_real(x) else None
-
-
-def _is_real(x) -> bool:
+def _is_real(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
-
-
-def _variance(eqn, pairs, out, k):
-    """The variance of an output; `None` if it is not a sum of the operands with factors."""
-    if not _is_real(out):
-        return None
-    kind, name = kind_of(eqn), eqn.primitive.name
-    if kind.linear in (None, "no") and name not in ("select_n", "convert_element_type"):
-        return None
-    has_factors = kind.linear == "each" or name == "div"
-    square = lambda x: x**2 if has_factors else jnp.zeros_like(x)
-    squares = [(square(x) if v is None else v) if _is_real(x) else x for x, v in pairs]
-    if name in ("add", "add_any", "sub"):
-        total = squares[0] + squares[1]
-    else:
-        total = squares[0] if name == "neg" else bind(eqn, squares)[k]
-    rounds = not kind.layout and name not in ("neg", "select_n")
-    return total + (rounds * float(jnp.finfo(out.dtype).eps) / 2 * out) ** 2

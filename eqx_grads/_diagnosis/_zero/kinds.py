@@ -5,16 +5,17 @@ derivative. If other tangents do, terms cancel or underflow. An operand that doe
 revives the tangent, is a mask or a factor. If the operands that move do, the operation is flat.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxprs.primitives import kind_of
-from ..._jaxprs.structure import CallWithRule, Cond, holds, structure, While
+from ..._jaxprs.structure import CallWithRule, Cond, holds, Scan, structure, While
+from .._programs.pairs import is_inexact
 from ..source_lines import is_of_jax
-from .facts import Death, Fact, is_alive, is_inexact, push, value_of
+from .deaths import Death, Fact, is_alive, push
 
 
 NO_DERIVATIVE = "no derivative"
@@ -22,117 +23,104 @@ _SCALES = (2.0**-4, 2.0**-8, 2.0**-14, 2.0**-20)
 _STEP = 1e-3
 
 
-def kind_of_death(death: Death) -> tuple[str, Fact | None]:
-    """The kind, and the operand that is to blame, if it is one that does not move."""
-    eqn, k, leaf = death.place.eqn, death.k, death.leaf
-    facts = death.values
-    if not is_inexact(eqn.outvars[k]) or holds(eqn, While):
-        return NO_DERIVATIVE, None  # with other operands, a loop may never end
-    if isinstance(structure(eqn), Cond):
-        return "branch not taken", facts[0]
-    xs = [value_of(f) for f in facts]
-    ts = [f.tangents.get(leaf) for f in facts]
-    moving = [i for i, t in enumerate(ts) if t is not None]
-    rest = [i for i in range(len(xs)) if i not in moving]
-    rng = np.random.default_rng(0)
+class _Experiment:
+    """An operation at which a tangent died, run again."""
 
-    def revives(values=xs, tangents=ts) -> bool:
-        try:
-            return is_alive(push(eqn, values, tangents)[k])
-        except Exception:  # such values are not for this operation
-            return False
+    def __init__(self, death: Death):
+        self.eqn, self.k = death.place.eqn, death.k
+        self.xs, self.ts = [f.x for f in death.values], [f.t for f in death.values]
+        self._rng = np.random.default_rng(0)
 
-    def other(x: Any) -> Any:
+    def other(self, x: Any) -> Any:
         """A value of the same type."""
+        dtype, shape, rng = jnp.result_type(x), np.shape(x), self._rng
         if is_inexact(x):
-            return jnp.asarray(rng.normal(size=np.shape(x)) + 0.5, jnp.result_type(x))
-        if jnp.issubdtype(jnp.result_type(x), jnp.bool_):
-            return jnp.asarray(rng.integers(0, 2, np.shape(x)), bool)
-        if jnp.issubdtype(jnp.result_type(x), jnp.integer):
-            return jnp.asarray(rng.integers(0, 3, np.shape(x)), jnp.result_type(x))
+            return jnp.asarray(rng.normal(size=shape) + 0.5, dtype)
+        if jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.integer):
+            most = 2 if jnp.issubdtype(dtype, jnp.bool_) else 3
+            return jnp.asarray(rng.integers(0, most, shape), dtype)
         return x
 
-    def replaced(where: Sequence[int], by) -> list[Any]:
-        return [by(x) if i in where else x for i, x in enumerate(xs)]
+    def size(self, where: Iterable[int] = (), by: Any = None, ts: Any = None) -> float:
+        """The largest tangent, with some operands changed, and with other tangents."""
+        by = self.other if by is None else by
+        xs = [by(x) if i in where else x for i, x in enumerate(self.xs)]
+        try:
+            t = push(self.eqn, xs, self.ts if ts is None else ts)[self.k]
+        except Exception:  # such values are not for this operation
+            return 0.0
+        return float(np.max(np.abs(np.asarray(t)))) if is_alive(t) else 0.0
 
-    tries = range(3)
-    scaled = lambda fn: [None if t is None else fn(jnp.asarray(t)) for t in ts]
-    same_support = lambda t: jnp.where(t != 0, other(t), 0)
-    if any(revives(tangents=scaled(same_support)) for _ in tries):
-        each = [[t if i == j else None for j, t in enumerate(ts)] for i in moving]
-        sizes = [jnp.abs(x) if is_inexact(x) and kind_of(eqn).linear else x for x in xs]
-        cancels = (len(moving) > 1 and any(revives(tangents=t) for t in each)) or revives(
-            sizes, scaled(jnp.abs)
-        )
+    def tangents(self, fn: Any) -> list[Any]:
+        return [None if t is None else fn(jnp.asarray(t)) for t in self.ts]
+
+    def revives(self, where: Iterable[int] = (), tangents: Any = None) -> bool:
+        where = list(where)
+        again = lambda: None if tangents is None else self.tangents(tangents)
+        return any(self.size(where, ts=again()) for _ in range(3))
+
+
+def kind_of_death(death: Death) -> tuple[str, Fact | None]:
+    """The kind, and the operand that is to blame, if it is one that does not move."""
+    eqn, k, facts, kind = death.place.eqn, death.k, death.values, kind_of(death.place.eqn)
+    known = structure(eqn)
+    if not facts or not is_inexact(eqn.outvars[k]):
+        return NO_DERIVATIVE, None
+    if isinstance(known, Cond):
+        return "branch not taken", facts[0]
+    if isinstance(known, Scan | While):
+        return "not selected", None  # its steps do not use it
+    if holds(eqn, While):  # with other operands, a loop may never end
+        return NO_DERIVATIVE, None
+    run = _Experiment(death)
+    moving = [i for i, t in enumerate(run.ts) if t is not None]
+    rest = [i for i, t in enumerate(run.ts) if t is None]
+    if run.revives(tangents=lambda t: jnp.where(t != 0, run.other(t), 0)):
+        positive = lambda x: jnp.abs(x) if is_inexact(x) and kind.linear else x
+        each = [[t if i == j else None for j, t in enumerate(run.ts)] for i in moving]
+        cancels = run.size(range(len(run.xs)), positive, run.tangents(jnp.abs))
+        cancels = cancels or (len(moving) > 1 and any(run.size(ts=ts) for ts in each))
         return ("canceled" if cancels else "underflow"), None
-    decisions = [i for i in rest if not is_inexact(xs[i])]
-    if decisions and any(revives(replaced(decisions, other)) for _ in tries):
-        is_select = eqn.primitive.name == "select_n"
-        by_leaf = is_select and leaf in facts[0].died
-        return ("dead units" if by_leaf else "masked" if is_select else "not selected"), None
-    is_rule = isinstance(structure(eqn), CallWithRule)
-    if kind_of(eqn).linear == "each" or is_rule or eqn.primitive.name in ("div", "eqg_linear"):
-        for i in rest:
-            is_zero = is_inexact(xs[i]) and not np.any(np.asarray(xs[i]))
-            if is_zero and any(revives(replaced([i], other)) for _ in tries):
+    decisions = [i for i in rest if not is_inexact(run.xs[i])]
+    if decisions and run.revives(decisions):
+        if eqn.primitive.name != "select_n":
+            return "not selected", None
+        return ("dead units" if facts[0].died else "masked"), None
+    is_rule = isinstance(known, CallWithRule)
+    if kind.linear == "each" or is_rule or eqn.primitive.name in ("div", "eqg_linear"):
+        zeros = [i for i in rest if is_inexact(run.xs[i]) and not np.any(np.asarray(run.xs[i]))]
+        for i in zeros:
+            if run.revives([i]):
                 return "multiplied by zero", facts[i]
-        if not is_rule and any(revives(replaced(rest, other)) for _ in tries):
+        if not is_rule and run.revives(rest):
             return "multiplied by zero", facts[rest[0]]
-    if any(revives(replaced(moving, other)) for _ in tries):
-        return _flat(death, xs, ts, moving), None
-    if is_rule and any(revives(replaced([*moving, *rest], other)) for _ in tries):
+    if run.revives(moving):
+        return _flat(
+            run, moving, selects=kind.selects, is_users=is_rule and not is_of_jax(eqn)
+        ), None
+    every = range(len(run.xs))
+    if is_rule and run.revives(every):
         return "zero derivative", None
-    if any(revives(tangents=scaled(other)) for _ in tries):
+    if run.revives(tangents=run.other):
         return "not selected", None
-    if any(revives(replaced([*moving, *rest], other)) for _ in tries):
+    if run.revives(every):
         return "dead units", None
-    is_linear = kind_of(eqn).linear not in (None, "no")  # it drops what does not pass
+    is_linear = kind.linear not in (None, "no")  # it drops what does not pass
     return "not selected" if is_linear else NO_DERIVATIVE, None
 
 
-def _flat(death: Death, xs, ts, moving) -> str:
+def _flat(run: _Experiment, moving, *, selects: bool, is_users: bool) -> str:
     """Next to a stationary point the derivative is small; next to a kink, it is not. Nearer to
     zero, a saturated function has one."""
-    eqn, k = death.place.eqn, death.k
-    if kind_of(eqn).selects:
+    if selects:
         return "dead units"
-    if isinstance(structure(eqn), CallWithRule) and not is_of_jax(eqn):
+    if is_users:
         return "zero derivative"
-
-    def sizes(move) -> float:
-        values = [move(np.asarray(x)) if i in moving else x for i, x in enumerate(xs)]
-        t = push(eqn, values, ts)[k]
-        return 0.0 if t is None else float(np.max(np.abs(np.asarray(t)), initial=0))
-
-    size = max(float(np.max(np.abs(np.asarray(ts[i])), initial=0)) for i in moving)
+    size = max(float(np.max(np.abs(np.asarray(run.ts[i])), initial=0)) for i in moving)
     rng = np.random.default_rng(1)
-    near = sizes(
-        lambda x: x + (_STEP * (1 + abs(x)) * rng.normal(size=x.shape)).astype(x.dtype)
-    )
+    move = lambda x: _STEP * (1 + np.abs(x)) * rng.normal(size=np.shape(x))
+    near = run.size(moving, lambda x: (np.asarray(x) + move(x)).astype(x.dtype))
     if near > 0:
         return "kink" if near > 30 * _STEP * size else "zero derivative"
-    if any(sizes(lambda x, s=s: x * np.asarray(s, x.dtype)) > 0 for s in _SCALES):
-        return "saturated"
-    return "dead units"
-
-
-def zero_origin(fact: Fact) -> Fact:
-    """Where a value that is zero became so: back through sums and products, and from an input
-    of another type."""
-    while not isinstance(fact.made, str):
-        place, operands, _ = fact.made
-        kind = kind_of(place.eqn)
-        passes = kind.linear is not None and kind.linear != "no"
-        passes = passes or kind.layout or kind.identity
-        is_cast = place.eqn.primitive.name == "convert_element_type"
-        of_input = is_cast and isinstance(operands[0].made, str)
-        passes = passes or is_cast
-        zeros = [
-            f
-            for f in operands
-            if (of_input or is_inexact(value_of(f))) and not np.any(np.asarray(value_of(f)))
-        ]
-        if not passes or not zeros:
-            break
-        fact = zeros[0]
-    return fact
+    scaled = lambda s: lambda x: np.asarray(x) * np.asarray(s, x.dtype)
+    return "saturated" if any(run.size(moving, scaled(s)) for s in _SCALES) else "dead units"

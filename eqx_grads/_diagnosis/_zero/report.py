@@ -76,7 +76,8 @@ class ZeroReport(AbstractReport):
         ]
 
     def notes(self):
-        elsewhere = ((r.leaf, r.elsewhere) for r in self.found if r.elsewhere)
+        groups = _by_cause([r for r in self.found if r.elsewhere])
+        elsewhere = [(group[0].leaf, group[0].elsewhere) for group in groups]
         return [*cures_of([*self.found, *self.partly]), *elsewhere]
 
 
