@@ -130,20 +130,15 @@ class GradientReport(AbstractReport):
         return f"{text}; the loss: {kinds['']}." if "" in kinds else f"{text}."
 
     def tables(self):
-        columns = (*COLUMNS, "slope by gradient", "slope by differences", "relative error")
+        columns = (*COLUMNS, "slope", "expected")
         return [Table(columns, list(map(self._row, self.found)))]
 
     def _row(self, fault: GradientFault) -> tuple[str, ...]:
         leaf = next((x for x in self.leaves if x.leaf == fault.leaf), None)
-        if leaf is None:
-            return (*cells(fault), "", "", "")
+        if leaf is None or leaf.differences is None:
+            return (*cells(fault), "", "")
         have = leaf.forward if leaf.reverse is None else leaf.reverse
-        return (
-            *cells(fault),
-            _number(have),
-            _number(leaf.differences),
-            f"{leaf.relative_error:.2g}",
-        )
+        return (*cells(fault), f"{have:.3g}", f"{leaf.differences:.3g}")
 
     def notes(self):
         leaves: dict[str, list[str]] = {}  # by what is said of them
@@ -177,7 +172,3 @@ _LISTS = {
     UNMEASURED: "The differences are too small or too noisy to judge the gradient",
     SKIPPED: "These leaves were not looked at",
 }
-
-
-def _number(x) -> str:
-    return "" if x is None else f"{x:.6g}"
