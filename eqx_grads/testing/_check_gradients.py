@@ -304,7 +304,7 @@ def _in_own_precision(
     value, own = program.own_gradient or (program.value(), gradient)
     lowest = program.lowest_of_user or np.dtype(float)
     admitted = 30 * tolerance_of([np.zeros((), lowest)])
-    faults, lost, off = {}, [], []
+    faults, lost = {}, []
     for i, name in enumerate(program.names):
         if i not in kept:
             continue
@@ -323,23 +323,16 @@ def _in_own_precision(
             kind = "cut"
             detail = f"In {lowest}, the gradient is zero; in float64, it is {size:.1g}."
             cure = "Multiply the loss by a large number, and divide the gradient by it."
-        elif error > 1:
-            lost.append(f"{name} ({norm(of_user):.1g} and {size:.1g})")
         elif error > admitted:
-            off.append((error, f"{name} ({error:.1g})"))
+            lost.append((error, f"{name} ({error:.1g})"))
         if kind:
             path = layer_of_leaf(name, program)
             faults[i] = GradientFault(kind=kind, leaf=name, path=path, detail=detail, cure=cure)
-    remarks = []
-    if lost:
-        remarks.append(
-            f"In {lowest}, the gradient is mostly a rounding error. Its norm there and in "
-            f"float64: {show_list(lost, 6)}. Where the second is tiny, terms cancel, and the "
-            "gradient may be zero, as that of a bias before a softmax is."
+    worst = show_list([text for _, text in sorted(lost, reverse=True)], 6)
+    remark = f"In {lowest}, rounding changes the gradient. Its relative error: {worst}."
+    if max(lost, default=(0.0,))[0] > 1:
+        remark += (
+            " Above 1, terms cancel, and the gradient may be zero, as that of a bias before a "
+            "softmax is."
         )
-    if off:
-        shown = show_list([text for _, text in sorted(off, reverse=True)], 6)
-        remarks.append(
-            f"In {lowest}, rounding changes the gradient. Its relative error: {shown}."
-        )
-    return faults, remarks
+    return faults, [remark] if lost else []

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._diagnosis.origins import NumberedLoss
+from .._diagnosis.origins import NumberedLoss, Origin
 from .._diagnosis.source_lines import source_line, UNKNOWN
 from .._errors import place_of
 from .._jaxprs.evaluate import bind, enter, evaluate
@@ -15,7 +15,7 @@ from ._judge_leaf import Judge
 from ._loss_program import LossProgram
 from ._mistakes import Compared, likely_cause, NO_INFLUENCE
 from ._oracle import is_same_program
-from ._remove_rules import RuleRemoval, Suspect
+from ._remove_rules import RuleRemoval
 from ._without_rules import has_given_solver
 
 
@@ -74,15 +74,12 @@ def _same(values: Sequence[float]) -> bool:
 class _Search(NamedTuple):
     """- `by_leaf`: the rules that make a leaf wrong.
     - `reference`: the gradient without them.
-    - `is_scan`: whether the gradient is right as soon as the steps of `filter_scan` are
-        differentiated one by one.
     - `kept`: the rules that can't be removed.
     """
 
-    by_leaf: dict[int, list[Suspect]]
+    by_leaf: dict[int, list[Origin]]
     reference: Sequence[Any] | None
-    is_scan: bool
-    kept: Sequence[Suspect]
+    kept: Sequence[Origin]
 
 
 def faults_of_leaves(
@@ -92,58 +89,53 @@ def faults_of_leaves(
     with_steps: Callable[[], LossProgram],
 ) -> dict[int, GradientFault]:
     """- `with_steps`: traces the loss with the steps of `filter_scan` as equations."""
-    finite = [i for i in wrong if _kind(leaves[i]) != "not finite"]
-    search = _Search({}, None, False, [])
+    kinds = {i: _kind(leaves[i]) for i in wrong}
+    finite = [i for i in wrong if kinds[i] != "not finite"]
+    by_leaf, reference, kept = {}, None, []
     if finite:
         # Where reverse mode is right, the fault is in a forward rule.
-        in_reverse = [
-            i
-            for i in finite
-            if leaves[i].reverse is not None and _kind(leaves[i]) != "modes disagree"
-        ]
-        removal = RuleRemoval(with_steps(), "reverse" if in_reverse else "forward")
-        search = _search(removal, judge, in_reverse or finite)
-    others = lambda i: [j for j in finite if j != i]
-    return {i: _fault(judge, leaves[i], i, search, others(i)) for i in wrong}
+        reverse = [i for i in finite if leaves[i].reverse is not None]
+        reverse = [i for i in reverse if kinds[i] != "modes disagree"]
+        removal = RuleRemoval(with_steps(), "reverse" if reverse else "forward")
+
+        def wrong_without(removed):
+            slope = lambda tangents: removal.slope(removed, tangents)
+            return {i for i in reverse or finite if judge.is_wrong(i, slope)}
+
+        by_leaf, removed = removal.culprits(wrong_without)
+        reference = removal.gradient(removed) if reverse and removed else None
+        kept = removal.kept
+    search = _Search(by_leaf, reference, kept)
+    return {i: _fault(judge, leaves[i], kinds, i, search) for i in wrong}
 
 
-def _search(removal: RuleRemoval, judge: Judge, leaves: Sequence[int]) -> _Search:
-    def wrong(removed):
-        slope = lambda tangents: removal.slope(removed, tangents)
-        return {i for i in leaves if judge.is_wrong(i, slope)}
-
-    is_scan = not wrong(set())
-    by_leaf, removed = ({}, set()) if is_scan else removal.culprits(wrong)
-    is_known = removal.mode == "reverse" and (is_scan or removed)
-    reference = removal.gradient(removed) if is_known else None
-    return _Search(by_leaf, reference, is_scan, removal.kept)
-
-
-def _fault(judge, leaf: LeafVerdict, i: int, search: _Search, others) -> GradientFault:
-    kind, reasons = _kind(leaf), search.by_leaf.get(i, [])
-    first = reasons[0] if reasons else None
-    cure = _cure(kind, reasons, search, leaf.relative_error < _SMALL)
+def _fault(judge, leaf: LeafVerdict, kinds: dict[int, str], i: int, search: _Search):
+    kind, reasons = kinds[i], search.by_leaf.get(i, [])
+    is_small = leaf.relative_error < _SMALL
+    cure = _cure(kind, reasons, search.kept, is_small)
     parts = []
-    if leaf.reverse is not None and leaf.forward is not None and leaf.differences is not None:
-        gap = abs(leaf.forward - leaf.differences)
-        if gap <= 0.01 * abs(leaf.reverse - leaf.differences):
+    if kind != "not finite" and leaf.reverse is not None and leaf.forward is not None:
+        gaps = [abs(d - (leaf.differences or 0.0)) for d in (leaf.forward, leaf.reverse)]
+        if gaps[0] <= 0.01 * gaps[1]:
             parts.append("forward mode agrees with the differences")
-    if leaf.relative_error < _SMALL:
+    if is_small:
         parts.append(f"it is off by {leaf.relative_error:.0e} of its size")
-    if kind == "wrong" and not reasons and not search.is_scan and judge.is_right_nearby(i):
+    if kind == "wrong" and not reasons and judge.is_right_nearby(i):
         parts.append("right at points nearby, and not at this one")
         if tie := _tie(judge.program):
             parts[-1] += f": {tie}"
             cure = _AT_A_TIE
     if search.reference is not None:
+        others = [j for j in kinds if j != i and kinds[j] != "not finite"]
         parts.append(_likely_cause(judge, search.reference, leaf.leaf, i, others))
     text = "; ".join(filter(None, parts))
+    source = reasons[0].source if reasons else UNKNOWN
     return GradientFault(
-        **(first.place if first else UNKNOWN).fields(),
+        **source.fields(),
         leaf=leaf.leaf,
         kind=kind,
-        primitive=", ".join(dict.fromkeys(s.name for s in reasons)),
-        path=(first.layer if first else "") or layer_of_leaf(leaf.leaf, judge.program),
+        primitive=", ".join(dict.fromkeys(o.primitive for o in reasons)),
+        path=(reasons[0].path if reasons else "") or layer_of_leaf(leaf.leaf, judge.program),
         detail=f"{text[0].upper()}{text[1:]}." if text else "",
         cure=cure,
     )
@@ -203,12 +195,10 @@ def _kind(leaf: LeafVerdict) -> str:
     return "wrong"
 
 
-def _cure(kind: str, reasons: Sequence[Suspect], search: _Search, is_small: bool) -> str:
-    names = ", ".join(dict.fromkeys(f"`{s.name}`" for s in reasons))
+def _cure(kind: str, reasons: Sequence[Origin], kept: Sequence[Origin], is_small: bool) -> str:
+    names = ", ".join(dict.fromkeys(f"`{o.primitive}`" for o in reasons))
     if kind == "not finite":
         return EXPLAIN_NAN
-    if search.is_scan:
-        return "The steps are right: the gradient of a `filter_scan` is at fault."
     if names and kind == "modes disagree":
         return f"Without the rule of {names} forward mode is right, as reverse mode is."
     if names:
@@ -218,16 +208,15 @@ def _cure(kind: str, reasons: Sequence[Suspect], search: _Search, is_small: bool
         return text
     if kind == "cut":
         return "`eqg.explain_zero` says where the gradient becomes zero."
-    if search.kept:
-        first = search.kept[0]
-        if has_given_solver(first.origin.eqn):
-            return (
-                f"The derivative of the solver at {first.place} is that of its equation. It is "
-                "wrong if it solves another one, or stops too early: try `eqgt.check_rule`."
-            )
+    if kept and has_given_solver(kept[0].eqn):
         return (
-            f"JAX can't differentiate what is beneath the rule of `{first.name}` at "
-            f"{first.place}, so this rule can't be removed: try `eqgt.check_rule`."
+            f"The derivative of the solver at {kept[0].source} is that of its equation. It is "
+            "wrong if it solves another one, or stops too early: try `eqgt.check_rule`."
+        )
+    if kept:
+        return (
+            f"JAX can't differentiate what is beneath the rule of `{kept[0].primitive}` at "
+            f"{kept[0].source}, so this rule can't be removed: try `eqgt.check_rule`."
         )
     if kind == "modes disagree":
         return "Reverse mode is right, forward mode is not."

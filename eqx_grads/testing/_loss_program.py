@@ -146,10 +146,8 @@ class LossProgram:
         def at(h):
             return [x + h * t for x, t in zip(leaves, tangents, strict=True)]
 
-        def value(h):
-            if is_held:
-                return float(self.call("held", self._held, leaves, at(h)))
-            return float(self.call("value", self.loss, at(h)))
+        run = ("held", self._held, leaves) if is_held else ("value", self.loss)
+        value = lambda h: float(self.call(*run, at(h)))
 
         def values(steps):
             self.evaluations += len(steps)

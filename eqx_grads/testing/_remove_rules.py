@@ -12,62 +12,45 @@ import jax
 import numpy as np
 
 from .._diagnosis.origins import NumberedLoss, Origin
-from .._diagnosis.source_lines import source_line, SourceLine
 from .._jaxprs.evaluate import bind, evaluate
 from .._jaxprs.host_calls import host_function_in
 from .._jaxprs.operands import restricted
-from .._jaxprs.structure import Cond, equations, primal_program, ShardMap, structure
+from .._jaxprs.structure import Cond, primal_program, ShardMap, structure
+from .._jaxprs.versions import function_name
 from .._tangent_spaces import is_differentiable
 from ._loss_program import along, LossProgram
 from ._outcome import outcome
 from ._without_rules import has_given_solver, is_rule, replaced
 
 
-@dataclasses.dataclass(frozen=True)
-class Suspect:
-    """A function with a rule that is called in a layer. `origin`: the first call of it."""
-
-    name: str
-    layer: str
-    origin: Origin
-
-    @property
-    def place(self) -> SourceLine:
-        """The line of the call. If no frame of it is the user's, of what is called."""
-        program = primal_program(self.origin.eqn)
-        inner = [] if program is None else map(source_line, equations(program))
-        sources = [self.origin.source, *inner]
-        return next((source for source in sources if source.file), sources[0])
-
-
 class RuleRemoval:
     """The derivative of a loss without some of its rules.
 
     - `mode`: `"reverse"` or `"forward"`.
-    - `suspects`: what can be removed. A set of rules is a set of indices of this list.
+    - `suspects`: what can be removed: the first call of a function in a layer. A set of rules
+        is a set of indices of this list.
     - `kept`: what can't, as JAX can't differentiate what is beneath the rule.
     """
 
     def __init__(self, program: LossProgram, mode: str):
         self.program, self.mode = program, mode
-        self.suspects: list[Suspect] = []
-        self.kept: list[Suspect] = []
+        self.suspects: list[Origin] = []
+        self.kept: list[Origin] = []
         self._index: dict[int, int] = {}  # from the id of an equation
         self._known: dict[frozenset[int], list[np.ndarray]] = {}
-        # A function is the same wherever a layer calls it.
-        known: dict[tuple[str, str], int] = {}
         for origin in NumberedLoss(program.traced).origins:
             if not is_rule(origin.eqn):
                 continue
-            suspect = Suspect(_name(origin), origin.path, origin)
+            origin = dataclasses.replace(origin, primitive=_name(origin))
             if not self._is_removable(origin.eqn):
-                self.kept.append(suspect)
+                self.kept.append(origin)
                 continue
-            key = (suspect.name, suspect.layer)
-            if key not in known:
-                known[key] = len(self.suspects)
-                self.suspects.append(suspect)
-            self._index[id(origin.eqn)] = known[key]
+            # A function is the same wherever a layer calls it.
+            same = [
+                o.primitive == origin.primitive and o.path == origin.path for o in self.suspects
+            ]
+            self._index[id(origin.eqn)] = [*same, True].index(True)
+            self.suspects += [] if any(same) else [origin]
 
     def _is_removable(self, eqn) -> bool:
         program = primal_program(eqn)
@@ -125,7 +108,7 @@ class RuleRemoval:
 
     def culprits(
         self, wrong: Callable[[Set[int]], Set[int]]
-    ) -> tuple[dict[int, list[Suspect]], Set[int]]:
+    ) -> tuple[dict[int, list[Origin]], Set[int]]:
         """For each wrong leaf the rules that make it wrong, and the set of these rules.
 
         - `wrong`: the leaves that are wrong without a set of rules.
@@ -137,14 +120,14 @@ class RuleRemoval:
         for i in sorted(removed):
             if not wrong(removed - {i}):
                 removed = removed - {i}
-        by_leaf: dict[int, list[Suspect]] = {}
-        origins = [self.suspects[i].origin for i in removed]
-        enclosing = {number for origin in origins for number in origin.enclosing}
-        for i in sorted(removed):
+        by_leaf: dict[int, list[Origin]] = {}
+        origins = {i: self.suspects[i] for i in sorted(removed)}
+        enclosing = {number for origin in origins.values() for number in origin.enclosing}
+        for i, origin in origins.items():
             # A rule inside another one can't be removed alone.
-            if self.suspects[i].origin.number not in enclosing:
+            if origin.number not in enclosing:
                 for leaf in wrong(removed - {i}):
-                    by_leaf.setdefault(leaf, []).append(self.suspects[i])
+                    by_leaf.setdefault(leaf, []).append(origin)
         return by_leaf, removed
 
 
@@ -154,11 +137,7 @@ def _cannot_be_entered(eqn) -> bool:
 
 
 def _name(origin: Origin) -> str:
-    if name := host_function_in(origin.eqn):
-        return name
-    info = getattr(getattr(primal_program(origin.eqn), "jaxpr", None), "debug_info", None)
-    # Such as "square at /home/user/model.py:12".
-    name = str(getattr(info, "func_src_info", "")).partition(" at ")[0]
-    generic = origin.primitive in ("custom_jvp_call", "custom_vjp_call")
-    generic = generic or origin.eqn.primitive.name == "call_hi_primitive"
-    return name if generic and name else origin.primitive
+    program = primal_program(origin.eqn)
+    if origin.eqn.primitive.name == "call_hi_primitive" and program is not None:
+        return function_name(program)
+    return host_function_in(origin.eqn) or origin.primitive
