@@ -130,8 +130,8 @@ def _argnums(decorated, argnums, argnames) -> tuple[int, ...]:
                 f"The `nondiff_argnums` of `{name_of(decorated.fun)}` are not positions.",
                 f"they hold {x!r:.60}; the parameters are {', '.join(names)}",
                 place_of(decorated.fun),
-                do="Count the arguments from 0; or, in `nondiff_argnames`, name parameters that can "
-                "be passed by position.",
+                do="Count the arguments from 0. `nondiff_argnames` are parameters that can be "
+                "passed by position.",
             )
         positions.add(i)
     return tuple(sorted(positions))
