@@ -72,6 +72,7 @@ class GradientCheckError(AssertionError):
     """A gradient failed `check_gradients`. The message is the printed report."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class GradientReport(AbstractReport):
     """The result of [`eqx_grads.testing.check_gradients`][].
 
@@ -86,21 +87,11 @@ class GradientReport(AbstractReport):
     - `remarks`: what else there is to know.
     """
 
+    name: str
+    leaves: Sequence[LeafVerdict]
     found: Sequence[GradientFault]
-
-    def __init__(
-        self,
-        name: str,
-        leaves: Sequence[LeafVerdict],
-        found: Sequence[GradientFault],
-        numbers: dict[str, object],
-        remarks: Sequence[str] = (),
-    ):
-        self.name = name
-        self.leaves = list(leaves)
-        self.found = list(found)
-        self.numbers = numbers
-        self.remarks = list(remarks)
+    numbers: dict[str, object]
+    remarks: Sequence[str] = ()
 
     @property
     def passed(self) -> bool:
@@ -153,14 +144,13 @@ class GradientReport(AbstractReport):
         for verdict, text in _LISTS.items():
             leaves = [leaf for leaf in self.leaves if leaf.verdict == verdict]
             if leaves:
-                listed = show_list([f"{leaf.leaf}{_sides(leaf)}" for leaf in leaves], 8)
-                yield verdict, f"{text}: {listed}."
+                yield verdict, f"{text}: {show_list(list(map(_with_sides, leaves)), 8)}."
 
 
-def _sides(leaf: LeafVerdict) -> str:
-    if leaf.left is None or leaf.right is None:
-        return ""
-    return f" (the slopes of its sides are {leaf.left:.3g} and {leaf.right:.3g})"
+def _with_sides(leaf: LeafVerdict) -> str:
+    if leaf.left is None:
+        return leaf.leaf
+    return f"{leaf.leaf} (the slopes of its sides are {leaf.left:.3g} and {leaf.right:.3g})"
 
 
 _MOST_DETAILS = 6

@@ -79,27 +79,20 @@ class LossProgram:
             return run(*args)
 
     def call(self, name: str, fn: Callable[..., Any], *vectors: Sequence[Any], more: Any = ()):
-        """`fn(*vectors, others, more)`, where the vectors are lists like the leaves: traced
-        once for each name, and computed in float64."""
+        """The leaves of `fn(*vectors, others, more)`, where the vectors are lists like the
+        leaves: traced once for each name, and computed in float64."""
         leaves, others = self.traced.values[: self._n], list(self.traced.values[self._n :])
-        args = (*vectors, others, more)
+        args = jax.tree.leaves((*vectors, others, more))
         if name not in self._calls:
             like = lambda xs: [x.astype(y.dtype) for x, y in zip(xs, leaves, strict=True)]
             flat, treedef = jax.tree.flatten((*map(like, vectors), others, more))
-            trees = []
-
-            def run(*xs):
-                out, tree = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, xs)))
-                trees.append(tree)
-                return out
-
+            run = lambda *xs: jax.tree.leaves(fn(*jax.tree.unflatten(treedef, xs)))
             program = self.in_its_types(expanded, run, flat)
             compute = evaluate_in_float64 if self._is_exact else evaluate
-            flat_call = lambda xs: jax.tree.unflatten(trees[0], compute(program, xs))
-            self._calls[name] = jax.jit(flat_call) if self.is_compiled else flat_call
+            call = ft.partial(compute, program)
+            self._calls[name] = jax.jit(call) if self.is_compiled else call
         with double_precision():
-            out = self._calls[name](list(map(jnp.asarray, jax.tree.leaves(args))))
-            return jax.tree.map(np.asarray, out)
+            return list(map(np.asarray, self._calls[name](list(map(jnp.asarray, args)))))
 
     def gradient_at(self, leaves: Sequence[Any]) -> list[np.ndarray]:
         return self.call("gradient", jax.grad(self.loss), leaves)
@@ -114,7 +107,7 @@ class LossProgram:
         def tangent(xs, ts, others, _):
             return jax.jvp(lambda xs: self.loss(xs, others), (xs,), (ts,))[1]
 
-        return float(self.call("tangent", tangent, leaves, tangents))
+        return float(self.call("tangent", tangent, leaves, tangents)[0])
 
     @ft.cached_property
     def own_gradient(self) -> tuple[Any, list[np.ndarray]] | None:
@@ -147,7 +140,7 @@ class LossProgram:
             return [x + h * t for x, t in zip(leaves, tangents, strict=True)]
 
         run = ("held", self._held, leaves) if is_held else ("value", self.loss)
-        value = lambda h: float(self.call(*run, at(h)))
+        value = lambda h: float(self.call(*run, at(h))[0])
 
         def values(steps):
             self.evaluations += len(steps)
@@ -171,7 +164,7 @@ class LossProgram:
             part = steps[i : i + _STEPS_AT_ONCE]
             points = [at(h) for h in np.resize(part, _STEPS_AT_ONCE)]
             stacked = [np.stack(column) for column in zip(*points, strict=True)]
-            found += [float(x) for x in self.call("many", many, stacked)[: len(part)]]
+            found += [float(x) for x in self.call("many", many, stacked)[0][: len(part)]]
         return found
 
     def _held(self, here, there, others, _):

@@ -88,7 +88,7 @@ class RuleRemoval:
             return jax.jvp(lambda xs: self._loss(xs, others, mask), (xs,), (ts,))[1]
 
         vectors, mask = (self.program.leaves, tangents), self._mask(removed)
-        return float(self.program.call("tangent without", tangent, *vectors, more=mask))
+        return float(self.program.call("tangent without", tangent, *vectors, more=mask)[0])
 
     def _mask(self, removed: Set[int]) -> np.ndarray:
         return np.array([i in removed for i in range(len(self.suspects))], bool)
