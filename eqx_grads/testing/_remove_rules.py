@@ -12,10 +12,11 @@ import jax
 import numpy as np
 
 from .._diagnosis.origins import NumberedLoss, Origin
+from .._diagnosis.source_lines import source_line, SourceLine
 from .._jaxprs.evaluate import bind, evaluate
 from .._jaxprs.host_calls import host_function_in
 from .._jaxprs.operands import restricted
-from .._jaxprs.structure import Cond, primal_program, ShardMap, structure
+from .._jaxprs.structure import Cond, equations, primal_program, ShardMap, structure
 from .._jaxprs.versions import function_name
 from .._tangent_spaces import is_differentiable
 from ._loss_program import along, LossProgram
@@ -41,7 +42,7 @@ class RuleRemoval:
         for origin in NumberedLoss(program.traced).origins:
             if not is_rule(origin.eqn):
                 continue
-            origin = dataclasses.replace(origin, primitive=_name(origin))
+            origin = dataclasses.replace(origin, primitive=_name(origin), source=_place(origin))
             if not self._is_removable(origin.eqn):
                 self.kept.append(origin)
                 continue
@@ -134,6 +135,13 @@ class RuleRemoval:
 def _cannot_be_entered(eqn) -> bool:
     known = structure(eqn)
     return isinstance(known, ShardMap) or (isinstance(known, Cond) and known.by_platform)
+
+
+def _place(origin: Origin) -> SourceLine:
+    """The line of the call. If no frame of it is the user's, of what is called."""
+    program = primal_program(origin.eqn)
+    inner = [] if program is None else map(source_line, equations(program))
+    return next((source for source in (origin.source, *inner) if source.file), origin.source)
 
 
 def _name(origin: Origin) -> str:
