@@ -123,22 +123,24 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
         for jvp in jvps:
             if jvp is not None:
                 check_function(jvp, "jvps", "defjvps")
+        fn: Any = self
+        name = f"{name_of(self)}.defjvps"
 
-        def jvp(primals, ts):
+        def sum_of_terms(primals, ts):
             if len(jvps) != len(primals):
                 raise rule_error(
-                    f"`{jvp.__qualname__}` was not given one function for each argument.",
+                    f"`{name}` was not given one function for each argument.",
                     f"it was given {len(jvps)}, and there are {len(primals)} arguments",
                     place_of(self.fun),
                     do="Give `None` for an argument whose derivative is zero.",
                 )
-            out = self(*primals)
+            out = fn(*primals)
             pairs = zip(jvps, ts, strict=True)
             terms = [term(t, out, *primals) for term, t in pairs if term is not None]
             return out, tangents.add(*terms) if terms else None
 
-        jvp.__qualname__ = f"{name_of(self)}.defjvps"
-        self.defjvp(jvp)
+        sum_of_terms.__qualname__ = name
+        self.defjvp(sum_of_terms)
 
 
 def _forward_rule(jvp, symbolic_zeros, primals, tangents, *, nondiff=None):

@@ -309,7 +309,8 @@ def _in_own_precision(
         if i not in kept:
             continue
         exact, of_user = as_real(gradient[i]), as_real(own[i])
-        size, kind = norm(exact), ""
+        size = norm(exact)
+        kind = detail = cure = ""
         is_finite = bool(np.all(np.isfinite(exact)))
         error = norm(of_user - exact) / size if is_finite and size else 0.0
         if not (is_finite and np.all(np.isfinite(of_user))):

@@ -94,12 +94,13 @@ class Judge:
     def judge(self, leaf: int) -> LeafVerdict:
         """The verdict on one leaf. An error that only the tolerance admits may be larger along
         other directions: by chance, it is small along a few."""
-        for _ in range(_MOST_DIRECTIONS):
-            t = self.direction(leaf)
+        n_more = _MOST_DIRECTIONS
+        while True:
+            t, n_more = self.direction(leaf), n_more - 1
             found = self._judge(leaf, t, is_held=False)
             verdict, slope = found.verdict, found.slope
             gap = _gap(verdict.reverse, verdict.forward, slope)
-            if verdict.verdict != RIGHT or gap <= _SAFETY * slope.error:
+            if not n_more or verdict.verdict != RIGHT or gap <= _SAFETY * slope.error:
                 break
         self._measured[leaf] = t, [found]
         if verdict.verdict == WRONG and self.program.stops:

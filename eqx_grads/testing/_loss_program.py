@@ -139,6 +139,7 @@ class LossProgram:
         def at(h):
             return [x + h * t for x, t in zip(leaves, tangents, strict=True)]
 
+        run: tuple[Any, ...]
         run = ("held", self._held, leaves) if is_held else ("value", self.loss)
         value = lambda h: float(self.call(*run, at(h))[0])
 
