@@ -36,34 +36,27 @@ def fault_of_value(
     if not np.all(np.isfinite(values)):
         detail = f"The loss itself is {values[0]}."
         return GradientFault(kind="not finite", detail=detail, cure=EXPLAIN_NAN), True
-    if not _same(values):
+    is_over, calls = not _same(values), []
+    if is_over:
         calls = [o for o in NumberedLoss(program.own).origins if "callback" in o.primitive]
-        source = calls[0].source if calls else UNKNOWN
-        fault = GradientFault(
-            **source.fields(),
-            kind="random",
-            primitive=calls[0].primitive if calls else "",
-            path=calls[0].path if calls else "",
-            detail="The same program returns another value each time: "
-            f"{', '.join(f'{v:.9g}' for v in values)}.",
-            cure="Use `jax.random` with a key that is an argument. A host function that is "
-            "called by a callback has to return the same for the same arguments.",
-        )
-        return fault, True
-    other = again()
-    if is_same_program(program.traced.program, other.traced.program, exactly=True):
-        return None, False
-    values = [values[0], other.value()]
-    if _same(values):
-        return None, False
+    else:
+        other = again()
+        if is_same_program(program.traced.program, other.traced.program, exactly=True):
+            return None, False
+        values = [values[0], other.value()]
+        if _same(values):
+            return None, False
     fault = GradientFault(
+        **(calls[0].source if calls else UNKNOWN).fields(),
         kind="random",
-        detail=f"Two calls return different values: {values[0]:.9g} and {values[1]:.9g}. The "
-        "gradient was checked for the values of one of them.",
-        cure="The loss reads something that is not an argument: a NumPy or Python random "
-        f"number, the time, or a counter. Pass it as an argument ({place_of(loss)}).",
+        primitive=calls[0].primitive if calls else "",
+        path=calls[0].path if calls else "",
+        detail=f"Two calls return different values: {values[0]:.9g} and {values[1]:.9g}.",
+        cure="The loss reads something that is not an argument: a random number of NumPy or "
+        "Python, the time, or a counter, perhaps in a callback. Pass it as an argument, or use "
+        f"`jax.random` with a key that is one ({place_of(loss)}).",
     )
-    return fault, False
+    return fault, is_over
 
 
 def _same(values: Sequence[float]) -> bool:
