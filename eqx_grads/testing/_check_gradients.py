@@ -17,7 +17,7 @@ from .._diagnosis.origins import no_derivative_error, NumberedLoss
 from .._diagnosis.progress import doing, showing_progress
 from .._diagnosis.report import show_list
 from .._diagnosis.traced_loss import is_zero_safe
-from .._errors import first_line, name_of, rule_error
+from .._errors import bad_argument, first_line, name_of, rule_error
 from ._compare import as_real, norm, tolerance_of
 from ._gradient_faults import EXPLAIN_NAN, fault_of_value, faults_of_leaves, layer_of_leaf
 from ._gradient_report import (
@@ -158,11 +158,8 @@ def check_gradients(
     as_names(CALLER, "skip", skip)
     seed = as_seed(CALLER, seed)
     if order not in (1, 2):
-        raise rule_error(
-            f"The `order` of `{CALLER}` is neither 1 nor 2.",
-            f"it is {order!r:.60}",
-            do="Use 1 for the gradient, or 2 for the second derivative.",
-        )
+        do = "Use 1 for the gradient, or 2 for the second derivative."
+        raise bad_argument(CALLER, "order", "1 or 2", order, do)
     with showing_progress(CALLER), without_nan_checks():
         stops = None
         if order == 2:
