@@ -39,11 +39,18 @@ class RuleRemoval:
         self.kept: list[Origin] = []
         self._index: dict[int, int] = {}  # from the id of an equation
         self._known: dict[frozenset[int], list[np.ndarray]] = {}
+        is_removable: dict[tuple[str, ...], bool] = {}
         for origin in NumberedLoss(program.traced).origins:
             if not is_rule(origin.eqn):
                 continue
             origin = dataclasses.replace(origin, primitive=_name(origin), source=_place(origin))
-            if not self._is_removable(origin.eqn):
+            # Programs of the same operations are alike.
+            beneath = primal_program(origin.eqn)
+            inner = () if beneath is None else equations(beneath)
+            kind = (origin.eqn.primitive.name, *(e.primitive.name for e in inner))
+            if kind not in is_removable:
+                is_removable[kind] = self._is_removable(origin.eqn)
+            if not is_removable[kind]:
                 self.kept.append(origin)
                 continue
             # A function is the same wherever a layer calls it.
