@@ -137,7 +137,7 @@ class Judge:
     def _compare(self, leaf: int, t: np.ndarray, is_held: bool, at: Any = None) -> _Found:
         """The verdict by central differences, which takes a kink for a wrong gradient.
 
-        - `at`: leaves and gradient, by default those of the model.
+        - `at`: leaves and a gradient, by default the model's.
         """
         leaves, gradient = at or (self.leaves, self.gradient)
         tangents = self._only(leaf, t)
@@ -177,16 +177,16 @@ class Judge:
         return far[np.isfinite(far)]
 
     def _rounding(self, samples: Samples, t: np.ndarray) -> float:
-        """What the loss may change by without any change of its value, where steps change it by
-        a few units of rounding at most: the numbers in it may be as large as the loss is far
-        away, or as the leaf. Elsewhere, the differences show their rounding."""
+        """How far rounding may hide a change of the loss, where steps change it by a few units of
+        rounding at most: the numbers in the loss may be as large as the loss is far away, or as
+        the leaf. Elsewhere, the differences show their rounding."""
         near = {samples(k * 2.0**-10) for k in range(-2, 3)}
         if len(near) > 3:
             return 0.0
         return 4 * samples.eps * float(np.max(np.abs([*self._far(samples), *t.ravel()])))
 
     def _of_zero(self, samples: Samples) -> str:
-        """Of a zero gradient: whether the loss changes over longer steps (a staircase)."""
+        """Whether a loss with a zero gradient changes over longer steps (a staircase)."""
         far = self._far(samples) - samples(0.0)
         size = max(abs(samples(0.0)), np.max(np.abs(far), initial=0.0))
         return FLAT if np.any(np.abs(far) > 1e-9 * size) else DEAD

@@ -145,7 +145,7 @@ def _cannot_be_entered(eqn) -> bool:
 
 
 def _place(origin: Origin) -> SourceLine:
-    """The line of the call. If no frame of it is the user's, of what is called."""
+    """The line of the call. If no frame of the call is the user's, a line of the function."""
     program = primal_program(origin.eqn)
     inner = [] if program is None else map(source_line, equations(program))
     return next((source for source in (origin.source, *inner) if source.file), origin.source)
