@@ -177,9 +177,9 @@ class Judge:
         return far[np.isfinite(far)]
 
     def _rounding(self, samples: Samples, t: np.ndarray) -> float:
-        """How far rounding may hide a change of the loss, where steps change it by a few units of
-        rounding at most: the numbers in the loss may be as large as the loss is far away, or as
-        the leaf. Elsewhere, the differences show their rounding."""
+        """How far rounding may hide a change of the loss, where steps change it by a few units
+        of rounding at most: the numbers in the loss may be as large as the loss is far away, or
+        as the leaf. Elsewhere, the differences show their rounding."""
         near = {samples(k * 2.0**-10) for k in range(-2, 3)}
         if len(near) > 3:
             return 0.0
