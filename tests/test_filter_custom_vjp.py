@@ -401,32 +401,6 @@ def test_a_decorated_function_is_a_good_citizen():
     assert callable(doubled_bwd)
 
 
-def test_errors_name_the_rule_and_say_how_it_is_called():
-    fwd, bwd = lambda perturbed, x: (x, None), lambda r, ct, perturbed, x: ct
-
-    def grad(fwd, bwd):
-        return jax.grad(with_rules(eqg.filter_custom_vjp, lambda x: x, fwd, bwd))(1.0)
-
-    assert grad(fwd, bwd) == 1.0
-    with pytest.raises(eqg.RuleError, match=r"too many(.*\n)*.*`fwd\(perturbed, vjp_arg"):
-        grad(lambda x: (x, None), bwd)
-    with pytest.raises(eqg.RuleError, match=r"too many(.*\n)*.*`bwd\(residuals, grad_out,"):
-        grad(fwd, lambda residuals, ct: ct)
-    with pytest.raises(eqg.RuleError, match="did not return a pair"):
-        grad(lambda perturbed, x: x, bwd)
-    with pytest.raises(eqg.RuleError, match=r"does not fit its argument.\n.*at x: "):
-        grad(fwd, lambda r, ct, perturbed, x: (ct, ct))
-    f = eqg.filter_custom_vjp(lambda x: x)
-    with pytest.warns(UserWarning, match="deprecated"):
-        f.defvjp(lambda perturbed, x: (x, None), lambda r, ct, x: ct)
-    with pytest.raises(eqg.RuleError, match=r"missing(.*\n)*.*`fwd\(vjp_arg, \*args"):
-        jax.grad(f)(1.0)
-    with pytest.warns(UserWarning, match="deprecated"):
-        f.defvjp(lambda x: (x, None), lambda r, ct, perturbed, x: ct)
-    with pytest.raises(eqg.RuleError, match=r"missing(.*\n)*.*`bwd\(residuals, grad_out, vjp_"):
-        jax.grad(f)(1.0)
-
-
 def test_a_compiled_function_and_compiled_rules():
     """`eqx.filter_jit` below each decorator, as programs of Equinox's users have it."""
 

@@ -75,7 +75,7 @@ def test_a_gradient_through_such_a_solver(name):
     assert not report.passed
     text = " ".join(str(report).split())
     assert "The derivative of the solver at test_given_solvers.py:" in text
-    assert "is that of the equation that it is given, and is wrong if it solves another" in text
+    assert "is that of its equation. It is wrong if it solves another one" in text
 
 
 @pytest.mark.slow

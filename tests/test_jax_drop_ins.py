@@ -700,39 +700,11 @@ def partial_by_keyword():
     f(y=2.0)
 
 
-def not_enough_for_nondiff():
-    f = eqg.jax_custom_vjp(lambda *xs: xs[0], nondiff_argnums=(1,))
-    f.defvjp(lambda *xs: (xs[0], None), lambda res, ct: (ct,))
-    f(1.0)
-
-
-def terms_and_nondiff():
-    eqg.jax_custom_jvp(no_vjp.fun, nondiff_argnums=(1,)).defjvps(None)
-
-
-def too_few_terms():
-    f = eqg.jax_custom_jvp(no_vjp.fun)
-    f.defjvps(None)
-    jax.grad(f)(1.0, 2.0)
-
-
 def swapped_zeros():
     f = eqg.jax_custom_vjp(lambda x, y, z: (x, y, z))
     fwd = lambda x, y, z: (f(x.value, y.value, z.value), None)
     f.defvjp(fwd, lambda _, cts: (cts[1], cts[0], cts[2]), symbolic_zeros=True)
     jax.grad(lambda *xs: jnp.sum(f(*xs)[2]))(jnp.ones(1), jnp.ones(2), jnp.ones(3))
-
-
-def reverse(fwd=_product_fwd, bwd=_product_bwd):
-    f = eqg.jax_custom_vjp(product.fun)
-    f.defvjp(fwd, bwd)
-    return jax.grad(lambda x, y: jnp.sum(f(x, y)), (0, 1))(jnp.ones(2), jnp.ones(3)[0])
-
-
-def forward(jvp):
-    f = eqg.jax_custom_jvp(sine.fun)
-    f.defjvp(jvp)
-    return jax.grad(f)(1.0)
 
 
 @pytest.mark.parametrize("call", [lambda: no_jvp(1.0), lambda: no_vjp(1.0)])
@@ -745,16 +717,8 @@ def test_a_missing_rule_is_an_attribute_error_too(call):
     ("call", "text"),
     [
         # These first sentences are JAX's.
-        (
-            lambda: no_jvp(1.0),
-            r"^No JVP defined for custom_jvp function no_jvp using defjvp\."
-            r"\n  in `no_jvp`.*\n.*`@no_jvp\.defjvp`",
-        ),
-        (
-            lambda: no_vjp(1.0),
-            r"^No VJP defined for custom_vjp function no_vjp using defvjp\."
-            r"\n  in `no_vjp`.*\n.*`no_vjp\.defvjp\(fwd, bwd",
-        ),
+        (lambda: no_jvp(1.0), r"^No JVP defined for custom_jvp function no_jvp using defjvp\."),
+        (lambda: no_vjp(1.0), r"^No VJP defined for custom_vjp function no_vjp using defvjp\."),
         (
             lambda: product(1.0),
             r"custom_vjp-decorated function product could .*\nmissing a required argument: 'y'",
@@ -765,9 +729,6 @@ def test_a_missing_rule_is_an_attribute_error_too(call):
             r"\nThe following keyword arguments could not be resolved to positions: scale",
         ),
         (partial_by_keyword, r"could not be resolved to positions: y"),
-        (not_enough_for_nondiff, r"fewer arguments than `nondiff_argnums` says"),
-        (terms_and_nondiff, r"`no_vjp` has `nondiff_argnums`, and was given `defjvps`"),
-        (too_few_terms, r"it was given 1, and there are 2 arguments"),
         (swapped_zeros, r"a zero that does not fit(.|\n)*is float..\[2\], .* is float..\[1\]"),
         (lambda: eqg.jax_custom_jvp(3), r"`fun` of `jax_custom_jvp` is not a function"),
         (lambda: sine.defjvp(3), r"`jvp` of `defjvp` is not a function"),
@@ -782,17 +743,8 @@ def test_a_missing_rule_is_an_attribute_error_too(call):
         ),
         (
             lambda: eqg.jax_custom_jvp(sine.fun, nondiff_argnames="z"),
-            r"`nondiff_argnames` of `sine` .*\n  they hold 'z'; the parameters are x",
+            r"of `sine` .*\n  they hold 'z'; the parameters are x\n(.|\n)*nondiff_argnames",
         ),
-        (lambda: reverse(fwd=lambda x, y: x * y), "forward pass .* did not return a pair"),
-        (lambda: reverse(fwd=lambda x, y: (x, (x, y, 1))), r"unpack|too many"),
-        (lambda: reverse(bwd=lambda res, ct: ct), r"did not return one cotangent for each"),
-        (lambda: reverse(bwd=lambda res, ct: (ct[:1], ct)), r"the cotangent is float..\[1\]"),
-        (lambda: reverse(bwd=lambda res, ct: ((ct,), ct)), r"the value is float..\[2\]"),
-        (lambda: forward(lambda ps, ts: ts[0]), r"did not return a pair"),
-        (lambda: forward(lambda ps, ts: (ps[0], (ts[0],))), r"a tangent that does not fit"),
-        (lambda: forward(lambda ps, ts: (ps[0][None], ts[0][None])), r"another output than"),
-        (lambda: forward(lambda p, t, u: (p, t)), r"missing 1 required positional argument"),
     ],
 )
 def test_errors(call, text, as_users_run_it):

@@ -372,35 +372,74 @@ def test_eprop_is_an_approximation_else():
 
 # ---------------------------------------------------------------- errors
 
-
-def test_steps_that_are_not_elementwise():
-    cell = eqx.nn.GRUCell(IN, HIDDEN, key=jr.key(0))
-
-    def step(h, x):
-        h = cell(x, h)
-        return h, h
-
-    f = lambda init: eqg.filter_scan(step, init, XS, online=True)[0].sum()
-    message = r"not elementwise in the carry.\n  carry depends on other elements of carry, by"
-    with pytest.raises(eqg.RuleError, match=message + r" `dot_general`\n  in `step`, file"):
-        jax.grad(f)(jnp.zeros(HIDDEN))
+CELL = eqx.nn.GRUCell(IN, HIDDEN, key=jr.key(0))
 
 
-def test_steps_that_permute_the_carry():
-    f = lambda w: eqg.filter_scan(
-        lambda h, x: (jnp.roll(h, 1) * w + x, None), jnp.zeros(IN), XS, online=True
-    )[0].sum()
-    with pytest.raises(eqg.RuleError, match="other elements of carry, by their order"):
-        jax.grad(f)(jnp.ones(IN))
+def _shifts_the_carry(h, x):
+    """One of the two moves of the carry is its identity."""
+    same, shifted = (jnp.concatenate([jnp.zeros(k), h])[1:4] for k in (1, 2))
+    return 0.5 * same + 0.4 * shifted + x
 
 
-def test_parameters_that_cannot_be_followed():
-    table = jnp.ones((5, IN), XS.dtype)
-    f = lambda table: eqg.filter_scan(
-        lambda h, x: (0.9 * h + table[jnp.argmax(x)], None), jnp.zeros(IN), XS, online=True
-    )[0].sum()
-    with pytest.raises(eqg.RuleError, match=r"an array float\d\d\[5,3\] enters it by `"):
-        jax.grad(f)(table)
+def _prints(h, x):
+    jax.debug.print("{}", x)
+    return h + x
+
+
+# A step of the carry and an input, by a parameter of this shape; and words of the error.
+ERRORS = {
+    "another cell": (
+        lambda w: lambda h, x: CELL(x, h * w),
+        (HIDDEN,),
+        r"not elementwise in the carry.\n  carry depends on other elements of carry, by "
+        r"`dot_general`\n  in `<lambda>`, file",
+    ),
+    "permuted": (
+        lambda w: lambda h, x: jnp.roll(h, 1) * w + x,
+        (IN,),
+        "other elements of carry, by their order",
+    ),
+    "shifted": (
+        lambda w: lambda h, x: _shifts_the_carry(h, w * x),
+        (IN,),
+        "other elements of carry, by their order",
+    ),
+    "a lookup": (
+        lambda w: lambda h, x: 0.9 * h + w[jnp.argmax(x)],
+        (5, IN),
+        r"an array float\d\d\[5,3\] enters it by `",
+    ),
+    "side effects": (
+        lambda w: lambda h, x: _prints(h, w * x),
+        (IN,),
+        "a step has side effects",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_steps_that_have_no_traces(name):
+    step, shape, match = ERRORS[name]
+
+    def loss(w):
+        run = lambda h, x: (step(w)(h, x), None)
+        h = jnp.zeros(HIDDEN if name == "another cell" else IN)
+        return jnp.sum(eqg.filter_scan(run, h, XS, online=True)[0])
+
+    with pytest.raises(eqg.RuleError, match=match):
+        jax.grad(loss)(jnp.ones(shape, XS.dtype))
+
+
+def test_inputs_and_options():
+    scan = lambda xs, **options: eqg.filter_scan(lambda h, x: (h + x, h), xs[0], xs, **options)
+    with pytest.raises(eqg.RuleError, match="inputs of an online `filter_scan` can't be diff"):
+        jax.grad(lambda xs: scan(xs, online=True)[0].sum())(XS)
+    for online in ("eprop", "e-Prop", ""):
+        with pytest.raises(eqg.RuleError, match="an `online` that it does not know"):
+            scan(XS, online=online)
+    for options in ({"truncate": 3}, {"checkpoint": "sqrt"}):
+        with pytest.raises(eqg.RuleError, match="online `filter_scan` saves its inputs only"):
+            scan(XS, online=True, **options)
 
 
 @jax.jit
@@ -428,70 +467,33 @@ def test_a_rule_that_calls_a_jitted_function():
     assert_close(jax.grad(loss)(weight, True), jax.grad(loss)(weight, False))
 
 
-def test_inputs_are_not_differentiated():
-    f = lambda xs: eqg.filter_scan(lambda h, x: (0.9 * h + x, h), xs[0], xs, online=True)[0]
-    with pytest.raises(eqg.RuleError, match="inputs of an online `filter_scan` can't be diff"):
-        jax.grad(lambda xs: f(xs).sum())(XS)
-
-
-@pytest.mark.parametrize("online", ["eprop", "e-Prop", ""])
-def test_unknown_options(online):
-    with pytest.raises(eqg.RuleError, match="an `online` that it does not know"):
-        eqg.filter_scan(lambda h, x: (h, x), 0.0, XS, online=online)
-
-
-@pytest.mark.parametrize("options", [{"truncate": 3}, {"checkpoint": "sqrt"}])
-def test_options_that_exclude_each_other(options):
-    with pytest.raises(eqg.RuleError, match="An online `filter_scan` saves its inputs only"):
-        eqg.filter_scan(lambda h, x: (h, x), 0.0, XS, online=True, **options)
-
-
-def test_side_effects():
-    def step(h, x):
-        jax.debug.print("{}", x)
-        return h, x
-
-    with pytest.raises(eqg.RuleError, match="a step has side effects"):
-        eqg.filter_scan(step, 0.0, XS, online=True)
-
-
 # ---------------------------------------------------------------- rules in a step
 
 
-@eqg.custom_vjp
-def _spike(v):
-    return (v > 0).astype(v.dtype)
+def _ours(fn, bwd):
+    rule = eqg.custom_vjp(fn)
+    rule.def_fwd(lambda x: (rule(x), x))
+    rule.def_bwd(lambda x, ct: (bwd(x, ct),))
+    return rule
 
 
-@_spike.def_fwd
-def _spike_fwd(v):
-    return _spike(v), v
+def _of_jax(fn, bwd):
+    rule = jax.custom_vjp(fn)
+    rule.defvjp(lambda x: (rule(x), x), lambda x, ct: (bwd(x, ct),))
+    return rule
 
 
-@_spike.def_bwd
-def _spike_bwd(v, ct):
-    return (ct / (1 + jnp.abs(v)) ** 2,)
+def _of_equinox(fn, bwd):
+    rule = eqx.filter_custom_vjp(fn)
+    rule.def_fwd(lambda perturbed, x: (rule(x), x))
+    rule.def_bwd(lambda residuals, ct, perturbed, x: bwd(residuals, ct))
+    return rule
 
 
-_jax_spike = jax.custom_vjp(lambda v: (v > 0).astype(v.dtype))
-_jax_spike.defvjp(lambda v: (_jax_spike(v), v), lambda v, ct: _spike_bwd(v, ct))
-
-
-@eqx.filter_custom_vjp
-def _equinox_spike(v):
-    return (v > 0).astype(v.dtype)
-
-
-@_equinox_spike.def_fwd
-def _equinox_spike_fwd(perturbed, v):
-    del perturbed
-    return _equinox_spike(v), v
-
-
-@_equinox_spike.def_bwd
-def _equinox_spike_bwd(residuals, ct, perturbed, v):
-    del perturbed, v
-    return _spike_bwd(residuals, ct)[0]
+_SPIKE = lambda v: (v > 0).astype(v.dtype), lambda v, ct: ct / (1 + jnp.abs(v)) ** 2
+_spike, _jax_spike, _equinox_spike = (f(*_SPIKE) for f in (_ours, _of_jax, _of_equinox))
+_CLIP = lambda x: x, lambda _, ct: jnp.clip(ct, -0.1, 0.1)
+_jax_clip, _equinox_clip = (f(*_CLIP) for f in (_of_jax, _of_equinox))
 
 
 @eqg.custom_vjp
@@ -512,19 +514,11 @@ def _product_bwd(residuals, cts):
     return 0.5 * jnp.outer(ct, x) + jnp.outer(first, ct_sum), 0.3 * w.T @ ct + ct_sum
 
 
-@eqg.custom_vjp
 def _sine(x):
     return jnp.sin(x)
 
 
-@_sine.def_fwd
-def _sine_fwd(x):
-    return _sine(x), x
-
-
-@_sine.def_bwd
-def _sine_bwd(x, ct):
-    return (eqg.scale_gradient(jnp.cos(x) * ct, 0.5),)
+_sine = _ours(_sine, lambda x, ct: eqg.scale_gradient(jnp.cos(x) * ct, 0.5))
 
 
 def _spiking(spike):
@@ -547,27 +541,6 @@ def _same(fn):
 
 def _clip(x):
     return eqg.clip_gradient(x, -0.1, 0.1)
-
-
-_jax_clip = jax.custom_vjp(lambda x: x)
-_jax_clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -0.1, 0.1),))
-
-
-@eqx.filter_custom_vjp
-def _equinox_clip(x):
-    return x
-
-
-@_equinox_clip.def_fwd
-def _equinox_clip_fwd(perturbed, x):
-    del perturbed
-    return x, None
-
-
-@_equinox_clip.def_bwd
-def _equinox_clip_bwd(residuals, ct, perturbed, x):
-    del residuals, perturbed, x
-    return jnp.clip(ct, -0.1, 0.1)
 
 
 RULES = {
@@ -741,20 +714,6 @@ def test_layouts_that_differ_in_the_other_operands():
         shifts = _same(lambda w, h, x: 0.5 * h + _shifted(w, 1) * x + _shifted(w, 2) * x**2)
         got = _derivatives(_loss_of_rules(shifts))
         assert_same(got, _derivatives(_loss_of_rules(shifts, plain=True)), 1e-12)
-
-
-def test_steps_that_shift_the_carry():
-    """One of the two moves of the carry is its identity."""
-
-    def step(w, h, x):
-        same, shifted = (jnp.concatenate([jnp.zeros(k), h])[1:4] for k in (1, 2))
-        return 0.5 * same + 0.4 * shifted + w * x, None
-
-    loss = lambda w: jnp.sum(
-        eqg.filter_scan(lambda h, x: step(w, h, x), jnp.zeros(3), XS, online=True)[0]
-    )
-    with pytest.raises(eqg.RuleError, match="other elements of carry, by their order"):
-        jax.grad(loss)(jnp.ones(3))
 
 
 def test_symbolic_shapes():

@@ -137,7 +137,9 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
 
     def _set(self, which, fn, with_perturbed):
         check_function(fn, f"fn_{which}", f"def_{which}")
-        rule = Rule(fn, conventions=_CONVENTIONS[which, with_perturbed])
+        rule = Rule(
+            fn, conventions=_CONVENTIONS.format("perturbed, " if with_perturbed else "")
+        )
         options = {"name": rule.name, "source": rule.fn}
         if which == "fwd":
             names = self._rules.signature(self.fn).names
@@ -193,12 +195,7 @@ _CONVENTION = dataclasses.replace(
     returns_numbers=False,
     configuration=("an argument that was passed by keyword", _WAY_OUT),
 )
-_CALLED = "{} of `filter_custom_vjp.{}` is called as `{}vjp_arg, *args, **kwargs)`."
-_CONVENTIONS = {
-    ("fwd", True): _CALLED.format("The rule", "def_fwd", "fwd(perturbed, "),
-    ("bwd", True): _CALLED.format(
-        "The rule", "def_bwd", "bwd(residuals, grad_out, perturbed, "
-    ),
-    ("fwd", False): _CALLED.format("The first rule", "defvjp", "fwd("),
-    ("bwd", False): _CALLED.format("The second rule", "defvjp", "bwd(residuals, grad_out, "),
-}
+_CONVENTIONS = (
+    "The rules of `filter_custom_vjp` are called as `fwd({0}vjp_arg, *args, **kwargs)` and "
+    "`bwd(residuals, grad_out, {0}vjp_arg, *args, **kwargs)`."
+)

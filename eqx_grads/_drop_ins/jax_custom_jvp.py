@@ -5,18 +5,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-from jax.core import Tracer
 from jax.custom_derivatives import zero_from_primal
 
 from .. import tangents
 from .._errors import check_function, name_of, place_of, rule_error
 from .._rules.convention import JAX
 from .._rules.custom_jvp import ForwardRules
-from .._rules.object_parts import Rebuildable
 from .._rules.rule import Rule
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_arraylike, is_none
-from .jax_decorated import AbstractJaxDecorated, missing_rule
+from .jax_decorated import AbstractJaxDecorated
 
 
 class jax_custom_jvp(AbstractJaxDecorated[P, T]):
@@ -71,6 +69,7 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
     mode returns what the rule returns.
     """
 
+    mode, how, stops = "JVP", "@{}.defjvp", True
     _rules: ForwardRules
 
     def __init__(
@@ -82,7 +81,6 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
         rules = ForwardRules(JAX)
         AbstractJaxDecorated.__init__(self, fun, nondiff_argnums, nondiff_argnames, rules)
         self.jvp: Callable[..., Any] | None = None
-        self.symbolic_zeros = False
 
     def defjvp(
         self, jvp: Callable[..., Any], symbolic_zeros: bool = False
@@ -105,7 +103,7 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
         rule = ft.partial(_forward_rule, jvp, symbolic_zeros)
         forward = Rule(rule, symbolic_zeros, surely_linear=True, name=name_of(jvp), source=jvp)
         self._rules.set_jvp(forward)
-        self.jvp, self.symbolic_zeros = jvp, symbolic_zeros
+        self.jvp, self.symbolic_zeros, self._has_rules = jvp, symbolic_zeros, True
         return jvp
 
     def defjvps(self, *jvps: Callable[..., Any] | None) -> None:
@@ -125,15 +123,24 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
         for jvp in jvps:
             if jvp is not None:
                 check_function(jvp, "jvps", "defjvps")
-        self.defjvp(_SumOfTerms(self, jvps))
+        fn: Any = self
+        name = f"{name_of(self)}.defjvps"
 
-    def _check_complete(self):
-        if self.jvp is None:
-            raise missing_rule(self, "JVP", f"Define one with `@{name_of(self.fun)}.defjvp`.")
+        def sum_of_terms(primals, ts):
+            if len(jvps) != len(primals):
+                raise rule_error(
+                    f"`{name}` was not given one function for each argument.",
+                    f"it was given {len(jvps)}, and there are {len(primals)} arguments",
+                    place_of(self.fun),
+                    do="Give `None` for an argument whose derivative is zero.",
+                )
+            out = fn(*primals)
+            pairs = zip(jvps, ts, strict=True)
+            terms = [term(t, out, *primals) for term, t in pairs if term is not None]
+            return out, tangents.add(*terms) if terms else None
 
-    def _nondiff(self, value):
-        stop = lambda x: jax.lax.stop_gradient(x) if isinstance(x, Tracer) else x
-        return jax.tree.map(stop, value)
+        sum_of_terms.__qualname__ = name
+        self.defjvp(sum_of_terms)
 
 
 def _forward_rule(jvp, symbolic_zeros, primals, tangents, *, nondiff=None):
@@ -145,27 +152,3 @@ def _forward_rule(jvp, symbolic_zeros, primals, tangents, *, nondiff=None):
         for x, t in zip(leaves, jax.tree.leaves(tangents, is_leaf=is_none), strict=True)
     ]
     return jvp(*values, primals, jax.tree.unflatten(treedef, ts))
-
-
-class _SumOfTerms(Rebuildable):
-    """The rule of `defjvps`."""
-
-    captures = ("_fn", "_jvps")
-
-    def __init__(self, fn: jax_custom_jvp, jvps: tuple[Callable[..., Any] | None, ...]):
-        self._fn = fn
-        self._jvps = jvps
-        self.__qualname__ = f"{name_of(fn)}.defjvps"
-
-    def __call__(self, primals, ts):
-        if len(self._jvps) != len(primals):
-            raise rule_error(
-                f"`{self.__qualname__}` was not given one function for each argument.",
-                f"it was given {len(self._jvps)}, and there are {len(primals)} arguments",
-                place_of(self._fn.fun),
-                do="Give `None` for an argument whose derivative is zero.",
-            )
-        out = self._fn(*primals)
-        pairs = zip(self._jvps, ts, strict=True)
-        terms = [jvp(t, out, *primals) for jvp, t in pairs if jvp is not None]
-        return out, tangents.add(*terms) if terms else None

@@ -24,7 +24,7 @@ from .._rules.custom_vjp import ReverseRules
 from .._rules.rule import Rule
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_arraylike, is_differentiable, is_none
-from .jax_decorated import AbstractJaxDecorated, merge, missing_rule
+from .jax_decorated import AbstractJaxDecorated, merge
 
 
 class jax_custom_vjp(AbstractJaxDecorated[P, T]):
@@ -86,6 +86,7 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
     derivative of `fun` itself. Higher orders differentiate your rules.
     """
 
+    mode, how, stops = "VJP", "{}.defvjp(fwd, bwd)", False
     _rules: ReverseRules
 
     def __init__(
@@ -98,7 +99,6 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         AbstractJaxDecorated.__init__(self, fun, nondiff_argnums, nondiff_argnames, rules)
         self.fwd: Callable[..., Any] | None = None
         self.bwd: Callable[..., Any] | None = None
-        self.symbolic_zeros = False
         self.optimize_remat = False
 
     def defvjp(
@@ -139,15 +139,7 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         self._rules.fwd_rule = Rule(fwd_rule, name=name_of(fwd), source=fwd)
         self._rules.bwd_rule = Rule(bwd_rule, symbolic_zeros, name=name_of(bwd), source=bwd)
         self.fwd, self.bwd, self.symbolic_zeros = fwd, bwd, symbolic_zeros
-        self.optimize_remat = optimize_remat
-
-    def _check_complete(self):
-        if self.fwd is None:
-            do = f"Define one with `{name_of(self.fun)}.defvjp(fwd, bwd)`."
-            raise missing_rule(self, "VJP", do)
-
-    def _nondiff(self, value):
-        return value
+        self.optimize_remat, self._has_rules = optimize_remat, True
 
 
 class _Types(Opaque):

@@ -10,16 +10,17 @@ import collections
 import functools as ft
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 import jax
+from jax.core import Tracer
 
 from .._errors import check_function, name_of, place_of, rule_error, RuleError
 from .._rules.call import call_with_rules
 from .._rules.float_args import as_integer
 from .._rules.object_parts import Rebuildable
 from .._rules.rule import AbstractRules
-from .._rules.signature import Signature
+from .._rules.signature import Signature, signature_of
 from .._rules.wrapper import P, reduce_by_name, T
 
 
@@ -29,9 +30,17 @@ class MissingRuleError(RuleError, AttributeError):
 
 class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
     """A function with rules that is called as JAX's are. Like JAX's, it is a leaf of a PyTree,
-    compared by identity, and does not bind as a method."""
+    compared by identity, and does not bind as a method.
+
+    - `mode`, `how`: of an error before there are rules: which are missing, and how to give
+        them.
+    - `stops`: whether an argument of `nondiff_argnums` has the derivative zero, silently.
+    """
 
     captures = ("_fn", "_rules")
+    mode: ClassVar[str]
+    how: ClassVar[str]
+    stops: ClassVar[bool]
     _rules: AbstractRules
 
     def __init__(
@@ -44,31 +53,28 @@ class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
         check_function(fun, "fun", type(self).__name__)
         ft.update_wrapper(self, fun)
         self.fun = fun
+        self._arity = _arity(fun)
         self.nondiff_argnums = _argnums(self, nondiff_argnums, nondiff_argnames)
         self._rules = rules
         self._fn = WithNondiff(fun, self.nondiff_argnums) if self.nondiff_argnums else fun
-        self._arity = _arity(fun)
-
-    @abc.abstractmethod
-    def _check_complete(self) -> None:
-        """Raise if there are no rules."""
-
-    @abc.abstractmethod
-    def _nondiff(self, value: Any) -> Any:
-        """An argument of `nondiff_argnums`, as the function and the rules are given it."""
+        self._has_rules = False
+        self.symbolic_zeros = False
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        self._check_complete()
+        if not self._has_rules:
+            raise _missing_rule(self)
         values = _by_position(self, args, kwargs)
         if not self.nondiff_argnums:
             return call_with_rules(self._fn, self._rules, values, {})
-        _check_given(self, values)
         diff = tuple(x for i, x in enumerate(values) if i not in self.nondiff_argnums)
-        names = Signature(self.fun).names
+        fixed = [values[i] for i in self.nondiff_argnums]
+        if self.stops:
+            is_traced = lambda x: isinstance(x, Tracer)
+            stop = lambda x: jax.lax.stop_gradient(x) if is_traced(x) else x
+            fixed = jax.tree.map(stop, fixed)
         # Ordered, as a `dict` is sorted when JAX puts it together again.
-        nondiff = collections.OrderedDict(
-            (names[i], self._nondiff(values[i])) for i in self.nondiff_argnums
-        )
+        names = map(Signature(self.fun).names.__getitem__, self.nondiff_argnums)
+        nondiff = collections.OrderedDict(zip(names, fixed, strict=True))
         return call_with_rules(self._fn, self._rules, diff, {"nondiff": nondiff})
 
     def __getattr__(self, name: str) -> Any:
@@ -94,7 +100,10 @@ class WithNondiff(Rebuildable):
         self._argnums = argnums
         self.__qualname__ = name_of(fun)
         self.__wrapped__ = fun  # for the file and the line in errors
-        self.__signature__ = _signature_without(fun, argnums)
+        # Without default values.
+        parameters = enumerate(signature_of(fun).parameters.values())
+        kept = [p.replace(default=p.empty) for i, p in parameters if i not in argnums]
+        self.__signature__ = inspect.Signature(kept)
 
     def __call__(self, /, *args: Any, nondiff: collections.OrderedDict[str, Any]) -> Any:
         return self._fun(*merge(args, self._argnums, nondiff))
@@ -110,43 +119,27 @@ def merge(args: Sequence[Any], argnums: Sequence[int], nondiff: Any) -> list[Any
 
 def _argnums(decorated, argnums, argnames) -> tuple[int, ...]:
     """The positions that `nondiff_argnums` and `nondiff_argnames` name, in ascending order."""
-    positions, arity = set(), _arity(decorated.fun) or 0
-    for i in _as_tuple(argnums):
-        position = as_integer(i)
-        if position is not None and -arity <= position < 0:  # from the end, as JAX allows it
-            position += arity
-        if position is None or position < 0:
-            what = f"The `nondiff_argnums` of `{name_of(decorated.fun)}` are not positions."
-            raise _error(decorated, what, f"they hold {i!r:.60}", do=_FROM_ZERO)
-        positions.add(position)
-    names = Signature(decorated.fun).by_position
-    for name in _as_tuple(argnames):
-        if not isinstance(name, str) or name not in names:
-            raise _error(
-                decorated,
-                f"The `nondiff_argnames` of `{name_of(decorated.fun)}` are not positional "
-                "parameters.",
-                f"they hold {name!r:.60}; the parameters are {', '.join(names)}",
-                do="Name parameters that can be passed by position.",
+    names, positions = Signature(decorated.fun).by_position, set()
+    by_name = [names.index(x) if x in names else x for x in _as_tuple(argnames)]
+    for x in (*_as_tuple(argnums), *by_name):
+        i = as_integer(x)
+        if i is not None and i < 0:  # from the end, as JAX allows it
+            i += decorated._arity or 0
+        if i is None or i < 0:
+            raise rule_error(
+                f"The `nondiff_argnums` of `{name_of(decorated.fun)}` are not positions.",
+                f"they hold {x!r:.60}; the parameters are {', '.join(names)}",
+                place_of(decorated.fun),
+                do="Count the arguments from 0. `nondiff_argnames` are parameters that can be "
+                "passed by position.",
             )
-        positions.add(names.index(name))
+        positions.add(i)
     return tuple(sorted(positions))
 
 
-def _error(decorated, *what, do):
-    return rule_error(*what, place_of(decorated.fun), do=do)
-
-
-_FROM_ZERO = "Count the positional arguments from 0."
-
-
 def _as_tuple(x) -> tuple[Any, ...]:
-    if isinstance(x, str | jax.Array):
-        return (x,)
-    try:
-        return tuple(x)
-    except TypeError:  # one position, or an error
-        return (x,)
+    is_several = isinstance(x, Iterable) and not isinstance(x, str | jax.Array)
+    return tuple(x) if is_several else (x,)
 
 
 def _arity(fun) -> int | None:
@@ -157,66 +150,39 @@ def _arity(fun) -> int | None:
     return len(signature.by_position) if signature.is_by_position else None
 
 
-def _signature_without(fun, argnums) -> inspect.Signature | None:
-    """The signature of `fun` without these parameters, and without default values."""
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except ValueError:
-        return None
-    kept = [p for i, p in enumerate(parameters) if i not in argnums]
-    return inspect.Signature([p.replace(default=p.empty) for p in kept])
-
-
 def _by_position(decorated, args, kwargs) -> tuple[Any, ...]:
     """All arguments by position, with default values."""
     if not kwargs and len(args) == decorated._arity:
         return args
-    fun = decorated.fun
+    fun, nondiff = decorated.fun, decorated.nondiff_argnums
     # The parameters that a `functools.partial` was given are not arguments of the call.
     signature = Signature(_anything if isinstance(fun, ft.partial) else fun)
+    values, reason, cause = (), "", None
     try:
         values, by_keyword, filled = signature.bind(args, kwargs, True)
     except TypeError as error:
-        is_method = signature.by_position[:1] == ["self"]
-        do = _NOT_BOUND if is_method else "Call it as the undecorated function is called."
-        raise _error(decorated, f"{_not_resolved(decorated)}\n{error}", do=do) from error
-    passed = [name for name in by_keyword if name not in filled]
-    if passed:
-        raise _error(
-            decorated,
-            f"{_not_resolved(decorated)}\n"
-            "The following keyword arguments could not be resolved to positions: "
-            f"{', '.join(passed)}",
-            do="As in JAX, all arguments are passed to the rules by position. Make it a "
-            "positional parameter, or use `eqx_grads.custom_jvp` or `eqx_grads.custom_vjp`, "
-            "where keyword-only parameters are configuration.",
-        )
+        reason, cause = str(error), error
+    else:
+        if passed := [name for name in by_keyword if name not in filled]:
+            reason = "The following keyword arguments could not be resolved to positions: "
+            reason += ", ".join(passed)
+        elif any(i >= len(values) for i in nondiff):
+            reason = f"`nondiff_argnums` is {nondiff}, and there are {len(values)} arguments"
+    if reason:  # after the sentence of JAX, which its users search for
+        raise rule_error(
+            f"The input arguments to the {_in_jax(decorated)}-decorated function "
+            f"{name_of(fun)} could not be resolved to positional-only arguments:\n{reason}",
+            place_of(fun),
+            do=_AS_IN_JAX,
+        ) from cause
     return values
 
 
-def _in_jax(decorated: AbstractJaxDecorated) -> str:
-    return type(decorated).__name__.removeprefix("jax_")
-
-
-def _not_resolved(decorated: AbstractJaxDecorated) -> str:
-    """The sentence of JAX, which its users search for."""
-    return (
-        f"The input arguments to the {_in_jax(decorated)}-decorated function "
-        f"{name_of(decorated.fun)} could not be resolved to positional-only arguments:"
-    )
-
-
-def missing_rule(decorated: AbstractJaxDecorated, mode: str, do: str) -> MissingRuleError:
-    """The error of a call before `defjvp` or `defvjp`; its first sentence is that of JAX."""
-    name = name_of(decorated.fun)
-    by = f"{_in_jax(decorated)} function {name} using def{mode.lower()}"
-    what = f"No {mode} defined for {by}."
-    return MissingRuleError(f"{what}\n  {place_of(decorated.fun)}\n{do}")
-
-
-_NOT_BOUND = (
-    "As in JAX, a decorated function does not bind as a method: pass `self` as the first "
-    "argument, or use `eqx_grads.custom_jvp` or `eqx_grads.custom_vjp`, which bind."
+_AS_IN_JAX = (
+    "Call it as the undecorated function is called. As in JAX, keyword-only arguments can't be "
+    "passed, and a decorated function does not bind as a method: pass `self` first. With "
+    "`eqx_grads.custom_jvp` or `eqx_grads.custom_vjp`, keyword-only parameters are "
+    "configuration, and methods bind."
 )
 
 
@@ -224,13 +190,15 @@ def _anything(*args, **kwargs):
     del args, kwargs
 
 
-def _check_given(decorated, values) -> None:
-    if any(i >= len(values) for i in decorated.nondiff_argnums):
-        raise _error(
-            decorated,
-            f"`{name_of(decorated.fun)}` was given fewer arguments than "
-            "`nondiff_argnums` says.",
-            f"`nondiff_argnums` is {decorated.nondiff_argnums}, and there are "
-            f"{len(values)} arguments",
-            do=_FROM_ZERO,
-        )
+def _in_jax(decorated: AbstractJaxDecorated) -> str:
+    return type(decorated).__name__.removeprefix("jax_")
+
+
+def _missing_rule(decorated: AbstractJaxDecorated) -> MissingRuleError:
+    """The error of a call without rules; its first sentence is that of JAX."""
+    name, mode = name_of(decorated.fun), decorated.mode
+    what = (
+        f"No {mode} defined for {_in_jax(decorated)} function {name} using def{mode.lower()}."
+    )
+    how = decorated.how.format(name)
+    return MissingRuleError(f"{what}\n  {place_of(decorated.fun)}\nDefine one with `{how}`.")

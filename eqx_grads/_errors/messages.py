@@ -84,11 +84,7 @@ def check_flags(name: str, **flags: Any) -> None:
     """Raise unless each option is a bool. Any other object would count as true, `"no"` too."""
     for option, flag in flags.items():
         if not isinstance(flag, bool | np.bool_):
-            raise rule_error(
-                f"The `{option}` of `{name}` is not a bool.",
-                f"it is {flag!r:.60}",
-                do="Give `True` or `False`.",
-            )
+            raise bad_argument(name, option, "a bool", flag, "Give `True` or `False`.")
 
 
 def optional_import(module: str, user: str, extra: str = "solvers") -> Any:

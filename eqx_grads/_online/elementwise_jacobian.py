@@ -82,17 +82,10 @@ class Term:
 Value = Any  # an array, or a list of terms
 
 
-def terms_of_outputs(
-    program: ClosedJaxpr, args: Sequence[Any], linear: Sequence[bool]
-) -> list[list[Term]]:
-    """The terms of each output of a program that is linear in some of its inputs.
-
-    `args` has the values of all other inputs. What does not depend on the linear inputs is
-    computed as it is.
-    """
-    start = []
-    for i, (x, is_linear, v) in enumerate(zip(args, linear, program.jaxpr.invars, strict=True)):
-        start.append(_whole(i, v.aval) if is_linear else x)
+def terms_of_outputs(program: ClosedJaxpr, sources: Sequence[int]) -> list[list[Term]]:
+    """The terms of each output of a program that is linear in its inputs, which are called
+    `sources`."""
+    start = [_whole(i, v.aval) for i, v in zip(sources, program.jaxpr.invars, strict=True)]
     return [x if _is_terms(x) else [] for x in evaluate(program, start, _evaluate_equation)]
 
 
@@ -192,10 +185,10 @@ def _elementwise(eqn: Any, values: Sequence[Value]) -> list[Term]:
         if not _is_terms(value):
             continue
         others = [
-            jnp.zeros(v.aval.shape, v.aval.dtype) if _is_terms(x) else x
+            jnp.zeros(shape, v.aval.dtype) if _is_terms(x) else jnp.broadcast_to(x, shape)
             for x, v in zip(values, eqn.invars, strict=True)
         ]
-        scale = ft.partial(_bind_columns, eqn, others, k)
+        scale = ft.partial(_of_columns, eqn, others, k, 0)
         total += [_scaled(term, scale) for term in _broadcast(value, shape)]
     return _merge(total)
 
@@ -205,13 +198,11 @@ def _is_complex(values: Sequence[Value]) -> bool:
     return any(t.is_complex for x in values if _is_terms(x) for t in x)
 
 
-def _bind_columns(eqn: Any, operands: Sequence[Any], k: int, x: Array) -> Array:
-    """The equation with the last axis of `x` mapped, and `x` for operand `k`."""
-    shape = eqn.outvars[0].aval.shape
-    operands = [jnp.broadcast_to(y, shape) for y in operands]
+def _of_columns(eqn: Any, operands: Sequence[Any], k: int, j: int, x: Array) -> Array:
+    """Output `j` of the equation with `x` for operand `k`, of which the last axis is mapped."""
 
     def of_column(column):
-        return bind(eqn, vary_alike([*operands[:k], column, *operands[k + 1 :]]))[0]
+        return bind(eqn, vary_alike([*operands[:k], column, *operands[k + 1 :]]))[j]
 
     return jax.vmap(of_column, -1, -1)(x)
 
@@ -235,17 +226,9 @@ def _layout(eqn: Any, values: Sequence[Value]) -> list[list[Term]]:
 
 
 def _move_columns(eqn: Any, k: int, j: int, x: Array) -> Array:
-    """Output `j` of a change of layout of operand `k`, of which the last axis is mapped. Where
-    the elements of the other operands would be, there is zero."""
-
-    def of_column(column):
-        values = [
-            column if i == k else jnp.zeros(v.aval.shape, x.dtype)
-            for i, v in enumerate(eqn.invars)
-        ]
-        return bind(eqn, vary_alike(values))[j]
-
-    return jax.vmap(of_column, -1, -1)(x)
+    """Where the elements of the other operands would be, there is zero."""
+    zeros = [jnp.zeros(v.aval.shape, x.dtype) for v in eqn.invars]
+    return _of_columns(eqn, zeros, k, j, x)
 
 
 def _moved(term: Term, key: Any, move: Callable[[Array], Array], mixed_by: Any = None) -> Term:

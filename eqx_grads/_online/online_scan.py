@@ -100,7 +100,6 @@ def _online_scan_bwd(residuals, cts, *, body, options, perturbed: tuple[Any, ...
     ct_last, ct_ys = cts
     perturbed_consts, perturbed_init, *_ = perturbed
     jacobian = StepJacobian(body, perturbed_consts, perturbed_init, options)
-    plan = jacobian.plan
     ct_ys = {j: ct for j, ct in enumerate(ct_ys) if ct is not None}
 
     def one(state, inputs):
@@ -111,25 +110,25 @@ def _online_scan_bwd(residuals, cts, *, body, options, perturbed: tuple[Any, ...
             cts = _pull_back_outputs(body, jacobian, (consts, carry, x, new), ct_y)
             terms, ct_carry, ct_new = cts
             sums = add_terms(sums, terms)
-            products = plan.with_products(products, traces, ct_carry)
-            products = plan.with_products(products, new_traces, ct_new)
+            products = jacobian.with_products(products, traces, ct_carry)
+            products = jacobian.with_products(products, new_traces, ct_new)
         return (new, sums, new_traces, products), None
 
     sums = [jnp.zeros(c.shape, sum_dtype(c.dtype)) for c in jacobian.select(consts)]
-    state = (sums, plan.first_traces(), plan.first_products())
+    state = (sums, jacobian.first_traces(), jacobian.first_products())
     zeros, treedef = jax.tree.flatten(jax.tree.map(on_explicit_mesh, state))
     state = (init, *jax.tree.unflatten(treedef, vary_alike(zeros, consts, init, xs, cts)))
     state, _ = options.scan(one, state, (xs, ct_ys), step_index)
     _, sums, traces, products = state
-    products = plan.with_products(products, traces, dict(enumerate(ct_last)))
-    return *plan.cotangents(products, sums, len(consts), len(init)), None, None
+    products = jacobian.with_products(products, traces, dict(enumerate(ct_last)))
+    return *jacobian.cotangents(products, sums, len(consts), len(init)), None, None
 
 
 def _pull_back_outputs(body, jacobian, inputs, ct_y):
     """The cotangents of the parameters, of the carry that enters a step, and of the next one,
     given those of the outputs of the step."""
     consts, carry, x, new = inputs
-    leaves = jacobian.plan.leaves
+    leaves = jacobian.leaves
 
     def outputs(params, carried, returned):
         consts_now = jacobian.replace(consts, params)

@@ -1,6 +1,5 @@
 """`check_gradients`: the gradient of a whole model against finite differences."""
 
-import dataclasses
 import fnmatch
 import functools as ft
 from collections.abc import Callable, Collection, Sequence
@@ -13,16 +12,17 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._diagnosis.nan_checks import without_nan_checks
-from .._diagnosis.origins import no_derivative_error
+from .._diagnosis.opaque import opaque_operations
+from .._diagnosis.origins import no_derivative_error, NumberedLoss
 from .._diagnosis.progress import doing, showing_progress
+from .._diagnosis.report import show_list
 from .._diagnosis.traced_loss import is_zero_safe
-from .._errors import name_of, rule_error
+from .._errors import bad_argument, first_line, name_of, rule_error
 from ._compare import as_real, norm, tolerance_of
-from ._gradient_faults import ALL, faults_of_leaves, faults_of_value
+from ._gradient_faults import EXPLAIN_NAN, fault_of_value, faults_of_leaves, layer_of_leaf
 from ._gradient_report import (
     GradientFault,
     GradientReport,
-    KINK,
     LeafVerdict,
     RIGHT,
     SKIPPED,
@@ -31,10 +31,9 @@ from ._gradient_report import (
     WRONG,
 )
 from ._judge_leaf import Judge
-from ._loss_program import CALLER, LossProgram, mode_error, trace
+from ._loss_program import CALLER, LossProgram, trace
 from ._options import as_names, as_seed, check_options, check_tolerance
 from ._outcome import outcome
-from ._remove_rules import RuleRemoval
 from ._slope import SHORTEST_STEP
 
 
@@ -45,10 +44,6 @@ _DROPPED = (
     "a mask, such as at `x == 0`, where the function may have another derivative: "
     "`eqg.explain_nan` of this loss says what is dropped."
 )
-# Directions that perturb all leaves together.
-_N_TOGETHER = 3
-# Smaller numbers are out of the range of float32.
-_TINY = float(np.finfo(np.float32).tiny)
 
 
 def check_gradients(
@@ -70,7 +65,7 @@ def check_gradients(
 
     - Gradient and loss are computed in float64. The gradient is compared with differences
         along a random direction of each leaf alone, so that a wrong bias does not hide behind
-        large weights, and then along directions of all leaves together.
+        large weights.
     - Steps of several lengths are extrapolated (Richardson). Their disagreement is the error
         of the differences. A leaf whose differences are no evidence is `"not measured"`: they
         are too noisy, no step is short enough for the slope not to depend on it, or the loss
@@ -163,11 +158,8 @@ def check_gradients(
     as_names(CALLER, "skip", skip)
     seed = as_seed(CALLER, seed)
     if order not in (1, 2):
-        raise rule_error(
-            f"The `order` of `{CALLER}` is neither 1 nor 2.",
-            f"it is {order!r:.60}",
-            do="Use 1 for the gradient, or 2 for the second derivative.",
-        )
+        do = "Use 1 for the gradient, or 2 for the second derivative."
+        raise bad_argument(CALLER, "order", "1 or 2", order, do)
     with showing_progress(CALLER), without_nan_checks():
         stops = None
         if order == 2:
@@ -198,34 +190,56 @@ def _slope(loss: Callable[..., Any], seed: int) -> Callable[..., Any]:
 def _report(loss, again, skip, tolerance, seed) -> GradientReport:
     doing("tracing and compiling")
     program = again(steps_are_visible=False)
-    skipped = _skipped(skip, program.names)
+    kept = _kept(skip, program.names)
     modes, remarks = _modes(loss, program)
     low = program.rounded_to
-    found, is_over = faults_of_value(loss, program, lambda: again(steps_are_visible=False))
+    if tolerance is None:
+        tolerance = 1e-6 if low is None else tolerance_of([np.zeros((), low)])
     numbers: dict[str, object] = {"seed": seed, "precision": str(low or "float64")}
+    numbers["tolerance"] = tolerance
+    fault, is_over = fault_of_value(loss, program, lambda: again(steps_are_visible=False))
+    found = [] if fault is None else [fault]
     if is_over:
         leaves = [LeafVerdict(path, UNMEASURED) for path in program.names]
         return GradientReport(name_of(loss), leaves, found, numbers, remarks)
-    if tolerance is None:
-        tolerance = 1e-6 if low is None else tolerance_of([np.zeros((), low)])
     judge = Judge(program, tolerance, modes, seed)
-    leaves, together = _judge_all(judge, skipped)
-    leaves = [_unless_tiny(program, leaf) for leaf in leaves]
+    bad: dict[int, GradientFault] = {}
+    if judge.gradient is not None:
+        bad, more = _in_own_precision(program, judge.gradient, kept)
+        remarks += more
+    leaves = []
+    for i, name in enumerate(program.names):
+        doing("looking at leaf", i, len(program.names))
+        if i not in kept:
+            leaves.append(LeafVerdict(name, SKIPPED))
+        elif i in bad:
+            leaves.append(LeafVerdict(name, WRONG))
+        elif judge.leaves[i].size == 0:
+            leaves.append(LeafVerdict(name, RIGHT))
+        else:
+            leaves.append(judge.judge(i))
     doing("looking for the rules that are wrong")
-    found += faults_of_leaves(judge, leaves, together, again)
-    leaves, more = _in_own_precision(judge, leaves)
-    found += more
-    remarks += [_unsettled(judge), _precision_lost(judge, skipped), _stopped(program, leaves)]
+    wrong = {i for i, leaf in enumerate(leaves) if leaf.verdict == WRONG}
+    of_leaves = {**bad, **faults_of_leaves(judge, leaves, wrong - set(bad), again)}
+    found += [of_leaves[i] for i in sorted(of_leaves)]
+    if judge.unsettled:
+        remarks.append(
+            "The differences have no slope that the gradient could be compared with, down to "
+            f"{SHORTEST_STEP:.0e} of an entry: {show_list(judge.unsettled, 6)}. The loss is "
+            "chaotic, noisy, or turns within such a step."
+        )
+    if any(leaf.verdict == STOPPED for leaf in leaves):
+        remarks.append(f"`stop_gradient` is called at {', '.join(program.stops[:4])}.")
     if found and is_zero_safe(loss):
         remarks.append(_DROPPED)
-    numbers.update(evaluations=judge.evaluations, tolerance=tolerance)
-    return GradientReport(name_of(loss), leaves, found, numbers, list(filter(None, remarks)))
+    numbers["evaluations"] = program.evaluations
+    return GradientReport(name_of(loss), leaves, found, numbers, remarks)
 
 
-def _skipped(skip: Collection[str], names: Sequence[str]) -> set[int]:
-    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
-    skipped: set[int] = set()
-    for pattern in patterns:
+def _kept(skip: Collection[str], names: Sequence[str]) -> set[int]:
+    """The leaves that are not skipped."""
+    kept = set(range(len(names)))
+    for pattern in as_names(CALLER, "skip", skip):
         hits = {i for i, name in enumerate(names) if _matches(name, pattern)}
         if not hits:
             raise rule_error(
@@ -234,15 +248,15 @@ def _skipped(skip: Collection[str], names: Sequence[str]) -> set[int]:
                 do="Name leaves by their paths, layers by the start of a path, or several with "
                 "`*`.",
             )
-        skipped |= hits
-    if len(skipped) == len(names):
+        kept -= hits
+    if not kept:
         raise rule_error(
             "`check_gradients` was asked to skip all leaves.",
             f"they are {', '.join(names[:20])}",
             do="Leave some of them out of `skip`. If all are before a rule that is another "
             "gradient on purpose, check the rule by `check_rule`, and the model without it.",
         )
-    return skipped
+    return kept
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -252,22 +266,23 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:
-    """The modes in which the loss can be differentiated, and remarks on those in which not."""
+    """The modes in which the loss can be differentiated, and remarks on those in which not:
+    forward mode for a `jax.custom_vjp`, reverse mode for a `while_loop`."""
     zeros = [np.zeros_like(x) for x in program.leaves]
     modes, remarks = [], []
-    for mode, text, run in (
-        ("reverse", "everse-mode", lambda: program.gradient),
-        ("forward", "forward-mode", lambda: program.tangent(program.leaves, zeros)),
+    for mode, run in (
+        ("reverse", lambda: program.gradient),
+        ("forward", lambda: program.tangent(program.leaves, zeros)),
     ):
-        error = outcome(mode_error, run, text)
-        if isinstance(error, Exception):
-            is_of_loss = isinstance(error, jax.errors.JaxRuntimeError)
-            opaque = [] if is_of_loss else RuleRemoval(program).opaque
-            raise no_derivative_error(loss, opaque) if opaque else error from error
-        if error is None:
+        error = outcome(run)
+        if not isinstance(error, Exception):
             modes.append(mode)
+        elif f"{mode}-mode" in str(error).lower():
+            remarks.append(f"There is no {mode} mode: {first_line(error)}")
         else:
-            remarks.append(f"There is no {mode} mode: {error}")
+            is_of_loss = isinstance(error, jax.errors.JaxRuntimeError)
+            opaque = [] if is_of_loss else opaque_operations(NumberedLoss(program.traced))
+            raise no_derivative_error(loss, opaque) if opaque else error from error
     if not modes:
         raise rule_error(
             "`check_gradients` was given a loss without derivatives.",
@@ -277,135 +292,45 @@ def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:
     return modes, remarks
 
 
-def _stopped(program: LossProgram, leaves: Sequence[LeafVerdict]) -> str:
-    """Where the values are that were held."""
-    if not any(leaf.verdict == STOPPED for leaf in leaves):
-        return ""
-    return f"`stop_gradient` is called at {', '.join(program.stops[:4])}."
-
-
-def _unsettled(judge: Judge) -> str:
-    """Why leaves were not measured although their differences have a small error."""
-    names = [name for name in judge.unsettled if name != ALL]
-    if not names:
-        return ""
-    shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-    return (
-        "The differences have no slope that the gradient could be compared with, whatever the "
-        f"step, down to {SHORTEST_STEP:.0e} of an entry: {shown}. The loss is chaotic, noisy, "
-        "or turns within such a step."
-    )
-
-
-def _unless_tiny(program: LossProgram, leaf: LeafVerdict) -> LeafVerdict:
-    """The verdict on a leaf. If all slopes are zero in the precision of the model, as those of
-    a loss of 1e-50 are, differences in float64 are no evidence."""
-    slopes = [leaf.reverse, leaf.forward, leaf.differences]
-    sizes = [abs(slope) for slope in slopes if slope is not None]
-    is_low = program.lowest_of_user is not None
-    is_tiny = is_low and bool(np.all(np.array(sizes) < _TINY))
-    is_no_evidence = leaf.verdict == WRONG and is_tiny
-    return dataclasses.replace(leaf, verdict=UNMEASURED) if is_no_evidence else leaf
-
-
-# ---------------------------------------------------------------- precision
-
-
 def _in_own_precision(
-    judge: Judge, leaves: list[LeafVerdict]
-) -> tuple[list[LeafVerdict], list[GradientFault]]:
-    """The verdicts, and faults, of leaves whose gradient is not finite, in both precisions or
-    in the user's only, whatever the differences are; or is zero in half precision only."""
-    program = judge.program
-    if judge.gradient is None:
-        return leaves, []
-    verdicts, faults = [], []
-    lowest = program.lowest_of_user
-    is_half = lowest is not None and lowest.itemsize < 4
-    own = program.own_gradient or judge.gradient
-    for leaf, exact, of_user in zip(leaves, judge.gradient, own, strict=True):
-        exact, of_user = as_real(exact), as_real(of_user)
-        is_finite = bool(np.all(np.isfinite(exact)))
-        fault = None
-        if leaf.verdict in (SKIPPED, WRONG):
-            pass
-        elif not is_finite or not np.all(np.isfinite(of_user)):
-            what = "NaN" if np.any(np.isnan(of_user)) else "infinite"
-            value = float(program.own_value) if is_finite else program.value()
-            size = "finite" if np.isfinite(value) else str(value)
-            dtype = lowest if is_finite else program.rounded_to or np.dtype(float)
-            fault = (
-                "not finite",
-                f"In {dtype}, entries of the gradient are {what}, and the loss is {size}.",
-                "`eqg.explain_nan` says where it becomes so.",
-            )
-            leaf = dataclasses.replace(leaf, reverse=np.nan if what == "NaN" else np.inf)
-        elif is_half and np.any(exact) and not np.any(of_user):
-            fault = (
-                "cut",
-                f"In {lowest}, the gradient is zero; in float64, it is {norm(exact):.1g}.",
-                "Multiply the loss by a large number, and divide the gradient by it.",
-            )
-        if fault is not None:
-            kind, detail, cure = fault
-            faults.append(GradientFault(kind=kind, leaf=leaf.leaf, detail=detail, cure=cure))
-            leaf = dataclasses.replace(leaf, verdict=WRONG)
-        verdicts.append(leaf)
-    return verdicts, faults
-
-
-def _precision_lost(judge: Judge, skipped: set[int]) -> str:
-    """A remark on the leaves whose gradient is right in float64, and not in the user's
-    precision."""
-    program, off, lost = judge.program, [], []
-    lowest = program.lowest_of_user
-    if judge.gradient is None or program.own_gradient is None or lowest is None:
-        return ""
+    program: LossProgram, gradient: Sequence[Any], kept: set[int]
+) -> tuple[dict[int, GradientFault], list[str]]:
+    """The faults of leaves whose gradient is not finite, in float64 or in the user's precision,
+    or is zero in half precision only, whatever the differences are; and remarks on leaves of
+    which much is lost there."""
+    value, own = program.own_gradient or (program.value(), gradient)
+    lowest = program.lowest_of_user or np.dtype(float)
     admitted = 30 * tolerance_of([np.zeros((), lowest)])
-    for i, (g, exact) in enumerate(zip(program.own_gradient, judge.gradient, strict=True)):
-        g, exact = as_real(g), as_real(exact)
-        size = norm(exact)
-        if i in skipped or size == 0 or not np.all(np.isfinite(exact)):
+    faults, lost = {}, []
+    for i, name in enumerate(program.names):
+        if i not in kept:
             continue
-        error = norm(g - exact) / size
-        if 1 < error < np.inf:  # what is not finite is a fault
-            lost.append(f"{program.names[i]} ({norm(g):.1g} and {size:.1g})")
-        elif admitted < error < np.inf:
-            off.append((error, program.names[i]))
-    remarks = []
-    if lost:
-        remarks.append(
-            f"In {lowest}, the gradient is mostly a rounding error. Its norm there and in "
-            f"float64: {', '.join(lost[:6])}. Where the second is tiny, terms cancel, and the "
-            "gradient may be zero, as that of a bias before a softmax is."
+        exact, of_user = as_real(gradient[i]), as_real(own[i])
+        size = norm(exact)
+        kind = detail = cure = ""
+        is_finite = bool(np.all(np.isfinite(exact)))
+        error = norm(of_user - exact) / size if is_finite and size else 0.0
+        if not (is_finite and np.all(np.isfinite(of_user))):
+            what = "NaN" if np.any(np.isnan(of_user)) else "infinite"
+            at = float(value) if is_finite else program.value()
+            kind, cure = "not finite", EXPLAIN_NAN
+            dtype = lowest if is_finite else program.rounded_to or "float64"
+            size = "finite" if np.isfinite(at) else at
+            detail = f"In {dtype}, entries of the gradient are {what}, and the loss is {size}."
+        elif lowest.itemsize < 4 and np.any(exact) and not np.any(of_user):
+            kind = "cut"
+            detail = f"In {lowest}, the gradient is zero; in float64, it is {size:.1g}."
+            cure = "Multiply the loss by a large number, and divide the gradient by it."
+        elif error > admitted:
+            lost.append((error, f"{name} ({error:.1g})"))
+        if kind:
+            path = layer_of_leaf(name, program)
+            faults[i] = GradientFault(kind=kind, leaf=name, path=path, detail=detail, cure=cure)
+    worst = show_list([text for _, text in sorted(lost, reverse=True)], 6)
+    remark = f"In {lowest}, rounding changes the gradient. Its relative error: {worst}."
+    if max(lost, default=(0.0,))[0] > 1:
+        remark += (
+            " Above 1, terms cancel, and the gradient may be zero, as that of a bias before a "
+            "softmax is."
         )
-    if off:
-        shown = ", ".join(f"{name} ({error:.1g})" for error, name in sorted(off)[::-1][:6])
-        remarks.append(
-            f"In {lowest}, rounding changes the gradient. Its relative error: {shown}."
-        )
-    return " ".join(remarks)
-
-
-# ---------------------------------------------------------------- verdicts
-
-
-def _judge_all(judge: Judge, skipped: set[int]) -> tuple[list[LeafVerdict], list[LeafVerdict]]:
-    """The verdict of each leaf, and if none is wrong, those of directions that perturb all
-    leaves."""
-    names = judge.program.names
-    kept = [i for i in range(len(names)) if i not in skipped and judge.leaves[i].size]
-    leaves = []
-    for i, name in enumerate(names):
-        doing("looking at leaf", i, len(names))
-        if i in skipped:
-            leaves.append(LeafVerdict(name, SKIPPED))
-        elif i not in kept:
-            leaves.append(LeafVerdict(name, RIGHT))  # without entries
-        else:
-            leaves.append(judge.judge_leaf(i))
-    if any(leaf.verdict == WRONG for leaf in leaves):
-        return leaves, []
-    # Kinks of several leaves may cancel; each leaf with one was judged alone.
-    kept = [i for i in kept if leaves[i].verdict != KINK]
-    return leaves, [judge.judge(judge.direction(ALL, kept)) for _ in range(_N_TOGETHER)]
+    return faults, [remark] if lost else []

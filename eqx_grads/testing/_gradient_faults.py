@@ -1,6 +1,6 @@
 """The faults of a gradient: what is wrong, because of which function, and what to do."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,65 +9,54 @@ from .._diagnosis.origins import NumberedLoss, Origin
 from .._diagnosis.source_lines import source_line, UNKNOWN
 from .._errors import place_of
 from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.host_calls import host_function_in
 from .._jaxprs.structure import Call, structure
-from ._gradient_report import GradientFault, LeafVerdict, WRONG
+from ._gradient_report import GradientFault, LeafVerdict
 from ._judge_leaf import Judge
-from ._loss_program import along, LossProgram
+from ._loss_program import LossProgram
 from ._mistakes import Compared, likely_cause, NO_INFLUENCE
 from ._oracle import is_same_program
-from ._remove_rules import RuleRemoval, Suspect
+from ._remove_rules import RuleRemoval
+from ._without_rules import has_given_solver
 
 
-ALL = "all leaves"
+EXPLAIN_NAN = "`eqg.explain_nan` says where it becomes so."
 # Of a smaller relative error the text says how it compares with that of the differences.
 _SMALL = 1e-2
 
 
-def faults_of_value(
-    loss, program: LossProgram, again: Callable[[], LossProgram]
-) -> tuple[list[GradientFault], bool]:
-    """Faults of a loss that is not finite or returns another value each time, and whether it
+def fault_of_value(
+    loss: Any, program: LossProgram, again: Callable[[], LossProgram]
+) -> tuple[GradientFault | None, bool]:
+    """The fault of a loss that is not finite or returns another value each time, and whether it
     has no differences for that reason.
 
     - `again`: traces the loss once more.
     """
     values = [program.value() for _ in range(3)]
     if not np.all(np.isfinite(values)):
-        fault = GradientFault(
-            kind="not finite",
-            detail=f"The loss itself is {values[0]}.",
-            cure="`eqg.explain_nan` says where it becomes so.",
-        )
-        return [fault], True
-    if not _same(values):
+        detail = f"The loss itself is {values[0]}."
+        return GradientFault(kind="not finite", detail=detail, cure=EXPLAIN_NAN), True
+    is_over, calls = not _same(values), []
+    if is_over:
         calls = [o for o in NumberedLoss(program.own).origins if "callback" in o.primitive]
-        first = calls[0] if calls else None
-        fault = GradientFault(
-            **(first.source if first else UNKNOWN).fields(),
-            kind="random",
-            primitive=first.primitive if first else "",
-            path=first.path if first else "",
-            detail="The same program returns another value each time: "
-            f"{', '.join(f'{v:.9g}' for v in values)}.",
-            cure="Use `jax.random` with a key that is an argument. A host function that is "
-            "called by a callback has to return the same for the same arguments.",
-        )
-        return [fault], True
-    other = again()
-    values = [values[0]]
-    if not is_same_program(program.traced.program, other.traced.program, exactly=True):
-        values.append(other.value())
-    if _same(values):
-        return [], False
+    else:
+        other = again()
+        if is_same_program(program.traced.program, other.traced.program, exactly=True):
+            return None, False
+        values = [values[0], other.value()]
+        if _same(values):
+            return None, False
     fault = GradientFault(
+        **(calls[0].source if calls else UNKNOWN).fields(),
         kind="random",
-        detail=f"Two calls return different values: {values[0]:.9g} and {values[1]:.9g}. The "
-        "gradient was checked for the values of one of them.",
-        cure="The loss reads something that is not an argument: a NumPy or Python random "
-        f"number, the time, or a counter. Pass it as an argument ({place_of(loss)}).",
+        primitive=calls[0].primitive if calls else "",
+        path=calls[0].path if calls else "",
+        detail=f"Two calls return different values: {values[0]:.9g} and {values[1]:.9g}.",
+        cure="The loss reads something that is not an argument: a random number of NumPy or "
+        "Python, the time, or a counter, perhaps in a callback. Pass it as an argument, or use "
+        f"`jax.random` with a key that is one ({place_of(loss)}).",
     )
-    return [fault], False
+    return fault, is_over
 
 
 def _same(values: Sequence[float]) -> bool:
@@ -75,112 +64,73 @@ def _same(values: Sequence[float]) -> bool:
     return not np.isfinite(size) or max(values) - min(values) <= 1e-6 * size
 
 
+class _Search(NamedTuple):
+    """- `by_leaf`: the rules that make a leaf wrong.
+    - `reference`: the gradient without them.
+    - `kept`: the rules that can't be removed.
+    """
+
+    by_leaf: dict[int, list[Origin]]
+    reference: Sequence[Any] | None
+    kept: Sequence[Origin]
+
+
 def faults_of_leaves(
     judge: Judge,
     leaves: Sequence[LeafVerdict],
-    together: Sequence[LeafVerdict],
+    wrong: Collection[int],
     with_steps: Callable[[], LossProgram],
-) -> list[GradientFault]:
-    """- `together`: the verdicts along directions that perturb all leaves.
-    - `with_steps`: traces the loss with the steps of `filter_scan` as equations."""
-    wrong = [i for i, leaf in enumerate(leaves) if leaf.verdict == WRONG]
-    if not wrong:
-        cure = "Each leaf alone is right. Try other seeds: `seed=1`."
-        return [
-            GradientFault(leaf=ALL, kind=_kind(v), detail=_in_numbers(v), cure=cure)
-            for v in [v for v in together if v.verdict == WRONG][:1]
-        ]
-    finite = [i for i in wrong if _kind(leaves[i]) != "not finite"]
-    reasons = NO_REASONS
+) -> dict[int, GradientFault]:
+    """- `with_steps`: traces the loss with the steps of `filter_scan` as equations."""
+    kinds = {i: _kind(leaves[i]) for i in wrong}
+    finite = [i for i in wrong if kinds[i] != "not finite"]
+    by_leaf, reference, kept = {}, None, []
     if finite:
         # Where reverse mode is right, the fault is in a forward rule.
-        is_reverse = any(leaves[i].reverse is not None for i in finite)
-        in_reverse = [i for i in finite if is_reverse and _kind(leaves[i]) != "modes disagree"]
-        mode = "reverse" if in_reverse else "forward"
-        reasons = _reasons(with_steps(), judge, in_reverse or finite, mode)
-    return [_fault(judge, leaves[i], i, reasons, [j for j in finite if j != i]) for i in wrong]
+        reverse = [i for i in finite if leaves[i].reverse is not None]
+        reverse = [i for i in reverse if kinds[i] != "modes disagree"]
+        removal = RuleRemoval(with_steps(), "reverse" if reverse else "forward")
+
+        def wrong_without(removed):
+            slope = lambda tangents: removal.slope(removed, tangents)
+            return {i for i in reverse or finite if judge.is_wrong(i, slope)}
+
+        by_leaf, removed = removal.culprits(wrong_without)
+        reference = removal.gradient(removed) if reverse and removed else None
+        kept = removal.kept
+    search = _Search(by_leaf, reference, kept)
+    return {i: _fault(judge, leaves[i], kinds, i, search) for i in wrong}
 
 
-class _Reasons(NamedTuple):
-    """- `by_leaf`: the rules that make a leaf wrong.
-    - `reference`: the gradient without them.
-    - `is_scan`: whether the gradient is right as soon as the steps of `filter_scan` are
-        differentiated one by one.
-    - `opaque`: what JAX can't differentiate, whatever is removed.
-    - `around`: the rules in which that is.
-    - `solvers`: the equations with a solver of the user's.
-    """
-
-    by_leaf: dict[int, list[Suspect]]
-    reference: Sequence[Any] | None
-    is_scan: bool
-    opaque: Sequence[Origin]
-    around: Sequence[Suspect]
-    solvers: Sequence[Origin]
-
-
-NO_REASONS = _Reasons({}, None, False, [], [], [])
-
-
-def _reasons(program: LossProgram, judge: Judge, leaves: Sequence[int], mode: str) -> _Reasons:
-    removal = RuleRemoval(program)
-
-    def wrong(removed):
-        if mode == "reverse":
-            gradient = removal.gradient(removed)
-            found = lambda tangents: along(gradient, tangents)
-        else:
-            found = lambda tangents: removal.tangent(removed, tangents)
-        directions = {i: judge.measured[i][0].tangents for i in leaves}
-        return {i for i in leaves if judge.is_wrong(i, found(directions[i]))}
-
-    is_scan = not wrong(set())
-    by_leaf, removed = ({}, set()) if is_scan else removal.culprits(wrong)
-    is_known = mode == "reverse" and (is_scan or removed)
-    reference = removal.gradient(removed) if is_known else None
-    inside = {number for o in removal.opaque for number in o.enclosing}
-    around = [suspect for suspect in removal.suspects if suspect.origin.number in inside]
-    return _Reasons(by_leaf, reference, is_scan, removal.opaque, around, removal.solvers)
-
-
-def _fault(judge, leaf, i, known: _Reasons, others: Sequence[int]) -> GradientFault:
-    kind, reasons = _kind(leaf), known.by_leaf.get(i, [])
-    first = reasons[0] if reasons else None
+def _fault(judge, leaf: LeafVerdict, kinds: dict[int, str], i: int, search: _Search):
+    kind, reasons = kinds[i], search.by_leaf.get(i, [])
+    is_small = leaf.relative_error < _SMALL
+    cure = _cure(kind, reasons, search.kept, is_small)
     parts = []
-    if leaf.reverse is not None and leaf.forward is not None and _agrees(leaf, leaf.forward):
-        parts.append("forward mode agrees with the differences")
-    if leaf.relative_error < _SMALL:
-        parts.append(_how_small(leaf))
-    tie = ""
-    is_unknown = not reasons and not known.is_scan and kind == "wrong"
-    if is_unknown and judge.is_right_nearby(judge.measured[i][0]):
-        tie = _tie(judge.program)
-        parts.append(
-            "right at points nearby, and not at this one" + (f": {tie}" if tie else "")
-        )
-    is_infinite = judge.gradient is not None and bool(np.any(np.isinf(judge.gradient[i])))
-    if kind == "not finite" and is_infinite:
-        parts.append("entries of the gradient are infinite")
-    if known.reference is not None and judge.gradient is not None:
-        reference, gradient = known.reference, judge.gradient
-        compare = lambda j: Compared(np.asarray(reference[j]), np.asarray(gradient[j]))
-        want, have, _ = compare(i)
-        compared = list(map(compare, others))
-        likely = likely_cause(
-            want, have, f"`{leaf.leaf}`", (), judge.leaves[i], others=compared
-        )
-        if NO_INFLUENCE in likely:
-            likely = f"the loss does not change with `{leaf.leaf}` near this point"
-        parts += [likely] if likely else []
+    if kind != "not finite" and leaf.reverse is not None and leaf.forward is not None:
+        gaps = [abs(d - (leaf.differences or 0.0)) for d in (leaf.forward, leaf.reverse)]
+        if gaps[0] <= 0.01 * gaps[1]:
+            parts.append("forward mode agrees with the differences")
+    if is_small:
+        parts.append(f"it is off by {leaf.relative_error:.0e} of its size")
+    if kind == "wrong" and not reasons and judge.is_right_nearby(i):
+        parts.append("right at points nearby, and not at this one")
+        if tie := _tie(judge.program):
+            parts[-1] += f": {tie}"
+            cure = _AT_A_TIE
+    if search.reference is not None:
+        others = [j for j in kinds if j != i and kinds[j] != "not finite"]
+        parts.append(_likely_cause(judge, search.reference, leaf.leaf, i, others))
+    text = "; ".join(filter(None, parts))
+    source = reasons[0].source if reasons else UNKNOWN
     return GradientFault(
-        **(first.place if first else UNKNOWN).fields(),
+        **source.fields(),
         leaf=leaf.leaf,
         kind=kind,
-        primitive=", ".join(dict.fromkeys(s.name for s in reasons)),
-        path=(first.layer if first else "")
-        or _layer_of_leaf(leaf.leaf, judge.program.traced.layers),
-        detail=f"{parts[0][0].upper()}{'; '.join(parts)[1:]}." if parts else "",
-        cure=_AT_A_TIE if tie else _cure(kind, reasons, known, leaf.relative_error < _SMALL),
+        primitive=", ".join(dict.fromkeys(o.primitive for o in reasons)),
+        path=(reasons[0].path if reasons else "") or layer_of_leaf(leaf.leaf, judge.program),
+        detail=f"{text[0].upper()}{text[1:]}." if text else "",
+        cure=cure,
     )
 
 
@@ -188,6 +138,23 @@ _AT_A_TIE = (
     "Autodiff takes a half of each side at a tie. Move the point a little, or write the "
     "function without the comparison."
 )
+
+
+def layer_of_leaf(path: str, program: LossProgram) -> str:
+    """The innermost layer that a leaf belongs to."""
+    layers = program.traced.layers
+    around = [layer for layer in layers if path.startswith((layer + ".", layer + "["))]
+    return max(around, key=len, default="")
+
+
+def _likely_cause(judge, reference, name: str, i: int, others: Sequence[int]) -> str:
+    compare = lambda j: Compared(np.asarray(reference[j]), np.asarray(judge.gradient[j]))
+    want, have, _ = compare(i)
+    compared = list(map(compare, others))
+    likely = likely_cause(want, have, f"`{name}`", (), judge.leaves[i], others=compared)
+    if NO_INFLUENCE in likely:
+        return f"the loss does not change with `{name}` near this point"
+    return likely
 
 
 def _tie(program: LossProgram) -> str:
@@ -202,35 +169,8 @@ def _tie(program: LossProgram) -> str:
             return enter(eqn, values, lambda p, xs, _: evaluate(p, xs, hook))
         return bind(eqn, values)
 
-    values = program.own.values
-    evaluate(program.own.program, list(values), hook)
+    evaluate(program.own.program, list(program.own.values), hook)
     return found[0] if found else ""
-
-
-def _how_small(leaf: LeafVerdict) -> str:
-    """An error that the columns of the table hardly show, and why it is one."""
-    text = f"it is off by {leaf.relative_error:.0e} of its size"
-    have = [d for d in (leaf.reverse, leaf.forward) if d is not None]
-    gap = max(abs(d - (leaf.differences or 0.0)) for d in have)
-    if leaf.error > 0:
-        text += f", {gap / leaf.error:.0e} times the error of the differences"
-    return text
-
-
-def _agrees(leaf: LeafVerdict, derivative: float) -> bool:
-    """Whether a derivative is much nearer to the differences than the wrong one."""
-    wrong = derivative if leaf.reverse is None else leaf.reverse
-    gap = abs(derivative - (leaf.differences or 0.0))
-    return gap <= 0.01 * abs(wrong - (leaf.differences or 0.0))
-
-
-def _in_numbers(leaf: LeafVerdict) -> str:
-    modes = [("reverse", leaf.reverse), ("forward", leaf.forward)]
-    have = [f"{mode} mode gives {d:.6g}" for mode, d in modes if d is not None]
-    return (
-        f"Along a direction {' and '.join(have)}, differences give {leaf.differences:.6g} "
-        f"(+- {leaf.error:.1g})."
-    )
 
 
 def _kind(leaf: LeafVerdict) -> str:
@@ -248,49 +188,34 @@ def _kind(leaf: LeafVerdict) -> str:
     return "wrong"
 
 
-def _cure(kind: str, reasons: Sequence[Suspect], known: _Reasons, is_small: bool) -> str:
+def _cure(kind: str, reasons: Sequence[Origin], kept: Sequence[Origin], is_small: bool) -> str:
+    names = ", ".join(dict.fromkeys(f"`{o.primitive}`" for o in reasons))
     if kind == "not finite":
-        return "`eqg.explain_nan` says where it becomes so."
-    if known.is_scan:
-        return "The steps are right: the gradient of a `filter_scan` is at fault."
-    if not reasons:
-        if kind == "wrong" and known.solvers:
-            first = known.solvers[0]
-            return (
-                f"The derivative of the solver at {first.source} is that of the equation that "
-                "it is given, and is wrong if it solves another one, or stops too early. Apply "
-                "`eqgt.check_rule` to it."
-            )
-        if known.opaque:
-            first = known.opaque[0]
-            host = host_function_in(first.eqn)
-            what = f"the host function `{host}`" if host else f"`{first.primitive}`"
-            text = f"JAX can't differentiate {what} at {first.source}"
-            if known.around:
-                names = ", ".join(dict.fromkeys(f"`{s.name}`" for s in known.around))
-                return f"{text}, so the rule of {names} can't be removed. Check it first."
-            return f"{text}. The differences contain its derivative, and the gradient does not."
-        if kind == "cut":
-            return "`eqg.explain_zero` says where the gradient becomes zero."
-        if kind == "modes disagree":
-            return "Reverse mode is right, forward mode is not."
-        if is_small:
-            return (
-                "No rule explains it. An error as small as this is usual for a solver that "
-                "iterates to a tolerance, and for what computes in less precision: make these "
-                "tighter, or pass a larger `tolerance`."
-            )
-        return "No rule that can be removed explains it. Check the layers one by one."
-    names = ", ".join(dict.fromkeys(f"`{s.name}`" for s in reasons))
-    if kind == "modes disagree":
+        return EXPLAIN_NAN
+    if names and kind == "modes disagree":
         return f"Without the rule of {names} forward mode is right, as reverse mode is."
-    text = f"The gradient is right without the rule of {names}, which `eqgt.check_rule` checks."
-    if kind in ("not a derivative", "wrong"):
-        text += " If the rule is another gradient on purpose, `skip` the leaves before it."
-    return text
-
-
-def _layer_of_leaf(path: str, layers: Sequence[str]) -> str:
-    """The innermost layer that a leaf belongs to."""
-    around = [layer for layer in layers if path.startswith((layer + ".", layer + "["))]
-    return max(around, key=len, default="")
+    if names:
+        text = f"The gradient is right without the rule of {names}: try `eqgt.check_rule`."
+        if kind != "cut":
+            text += " If it is another gradient on purpose, `skip` the leaves before it."
+        return text
+    if kind == "cut":
+        return "`eqg.explain_zero` says where the gradient becomes zero."
+    if kept and has_given_solver(kept[0].eqn):
+        return (
+            f"The derivative of the solver at {kept[0].source} is that of its equation. It is "
+            "wrong if it solves another one, or stops too early: try `eqgt.check_rule`."
+        )
+    if kept:
+        return (
+            f"JAX can't differentiate what is beneath the rule of `{kept[0].primitive}` at "
+            f"{kept[0].source}, so this rule can't be removed: try `eqgt.check_rule`."
+        )
+    if kind == "modes disagree":
+        return "Reverse mode is right, forward mode is not."
+    if is_small:
+        return (
+            "No rule explains it. An error as small as this is usual for an iterative solver "
+            "and for low precision: make these tighter, or pass a larger `tolerance`."
+        )
+    return "No rule that can be removed explains it. Check the layers one by one."

@@ -13,20 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
 from .._diagnosis._programs.in_float64 import evaluate_in_float64
 from .._diagnosis._programs.lowest_precision import lowest_precisions
 from .._diagnosis.source_lines import source_line
 from .._diagnosis.traced_loss import trace_loss, TracedLoss
-from .._errors import first_line
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure, While
 from .._rules.without_tangents import WITHOUT_TANGENTS
 from .._tangent_spaces import is_differentiable
 from ._compare import as_double, pairing
-from ._oracle import captures_numpy, expanded, is_same_program, without_log
+from ._oracle import expanded, is_same_program, without_log
 from ._outcome import outcome
 from ._slope import Samples
 from ._subject import double_precision
@@ -46,67 +45,57 @@ class LossProgram:
     """A loss at a model and arguments.
 
     - `leaves`: the inexact arrays of the model, which are perturbed; `names`: their paths.
-    - `own`: the loss as it was traced in the user's precision.
+    - `own`: the loss as it was traced in the user's precision, and `traced` as it is computed.
+    - `in_its_types`: `in_its_types(run, *args)` is `run(*args)` where the equations have the
+        types that they were traced with.
     - `rounded_to`: what the values are rounded to nonetheless, as by a host function.
     - `stops`: the lines of the `stop_gradient`s in it, outside of functions with a rule.
     """
 
-    kept: Any = None
+    evaluations = 0  # of the loss
 
     def __init__(
-        self,
-        own: TracedLoss,
-        traced: TracedLoss,
-        context: Callable[[], Any],
-        is_exact: bool,
-        stops: Sequence[str] | None = None,
+        self, own: TracedLoss, wide: TracedLoss | None, stops: Sequence[str] | None, kept: Any
     ):
-        self.own, self.traced = own, traced
-        self._context, self._is_exact = context, is_exact
-        self.names = list(traced.leaves)
-        self.leaves = [as_double(x) for x in traced.values[: len(self.names)]]
-        self.others = list(traced.values[len(self.names) :])
-        self.dtypes = [x.dtype for x in traced.values[: len(self.names)]]
-        self.rounded_to = _lowest(traced.program, opaque=is_exact)
-        self.is_compiled = len(traced.program.eqns) <= _MOST_COMPILED
+        self.own, self.traced, self.kept = own, wide or own, kept
+        self._is_exact = wide is None or _lowest(wide.program) is not None
+        self._context = contextlib.nullcontext if wide is None else double_precision
+        self.names = list(own.leaves)
+        self._n = len(self.names)
+        self.leaves = [as_double(x) for x in self.traced.values[: self._n]]
+        self.rounded_to = _lowest(self.traced.program, opaque=self._is_exact)
+        self.lowest_of_user = _lowest(own.program)
+        self.is_compiled = len(self.traced.program.eqns) <= _MOST_COMPILED
         self._calls: dict[str, Callable[..., Any]] = {}
-        self.stops = list(dict.fromkeys(_stops(traced.program))) if stops is None else stops
+        self.stops = list(
+            dict.fromkeys(_stops(self.traced.program) if stops is None else stops)
+        )
 
-    def loss(self, leaves: Sequence[Any], others: Sequence[Any]) -> Any:
+    def loss(self, leaves: Sequence[Any], others: Sequence[Any], _: Any = None) -> Any:
         return evaluate(self.traced.program, [*leaves, *others])[0]
 
-    def call(self, name: str, fn: Callable[..., Any], *vectors: Sequence[Any], more: Any = ()):
-        """`fn(*vectors, others, more)`, where the vectors are lists like the leaves: traced
-        once for each name, and computed in float64."""
-        args = (*vectors, self.others, more)
-        if name not in self._calls:
-            like = lambda xs: [x.astype(d) for x, d in zip(xs, self.dtypes, strict=True)]
-            with self._context():
-                flat, treedef = jax.tree.flatten((*map(like, vectors), self.others, more))
-                trees = []
-
-                def run(*xs):
-                    out, tree = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, xs)))
-                    trees.append(tree)
-                    return out
-
-                program, structure_out = expanded(run, flat), trees[-1]
-            compute = evaluate_in_float64 if self._is_exact else evaluate
-            flat_call = lambda xs: jax.tree.unflatten(structure_out, compute(program, xs))
-            self._calls[name] = jax.jit(flat_call) if self.is_compiled else flat_call
-        with double_precision():
-            out = self._calls[name](list(map(jnp.asarray, jax.tree.leaves(args))))
-            return jax.tree.map(np.asarray, out)
-
     def in_its_types(self, run: Callable[..., Any], *args: Any) -> Any:
-        """`run(*args)`, where the equations have the types that they were traced with."""
         with self._context():
             return run(*args)
 
+    def call(self, name: str, fn: Callable[..., Any], *vectors: Sequence[Any], more: Any = ()):
+        """The leaves of `fn(*vectors, others, more)`, where the vectors are lists like the
+        leaves: traced once for each name, and computed in float64."""
+        leaves, others = self.traced.values[: self._n], list(self.traced.values[self._n :])
+        args = jax.tree.leaves((*vectors, others, more))
+        if name not in self._calls:
+            like = lambda xs: [x.astype(y.dtype) for x, y in zip(xs, leaves, strict=True)]
+            flat, treedef = jax.tree.flatten((*map(like, vectors), others, more))
+            run = lambda *xs: jax.tree.leaves(fn(*jax.tree.unflatten(treedef, xs)))
+            program = self.in_its_types(expanded, run, flat)
+            compute = evaluate_in_float64 if self._is_exact else evaluate
+            call = ft.partial(compute, program)
+            self._calls[name] = jax.jit(call) if self.is_compiled else call
+        with double_precision():
+            return list(map(np.asarray, self._calls[name](list(map(jnp.asarray, args)))))
+
     def gradient_at(self, leaves: Sequence[Any]) -> list[np.ndarray]:
-        return self.call(
-            "gradient", jax.grad(lambda xs, others, _: self.loss(xs, others)), leaves
-        )
+        return self.call("gradient", jax.grad(self.loss), leaves)
 
     @ft.cached_property
     def gradient(self) -> list[np.ndarray]:
@@ -118,33 +107,25 @@ class LossProgram:
         def tangent(xs, ts, others, _):
             return jax.jvp(lambda xs: self.loss(xs, others), (xs,), (ts,))[1]
 
-        return float(self.call("tangent", tangent, leaves, tangents))
+        return float(self.call("tangent", tangent, leaves, tangents)[0])
+
+    @ft.cached_property
+    def own_gradient(self) -> tuple[Any, list[np.ndarray]] | None:
+        """Value and gradient in the user's precision; `None` if that is this one, or takes long
+        to compile."""
+        leaves, others = _parts(self.own)
+        if not self.is_compiled or all(x.dtype.itemsize >= 8 for x in leaves):
+            return None
+        # A cast to float16 and back loses digits. XLA would remove it, or not.
+        options = {"xla_allow_excess_precision": False}
+        run = jax.jit(jax.value_and_grad(_function(self.own)), compiler_options=options)
+        value, gradient = run(leaves, others)
+        return value, list(map(np.asarray, gradient))
+
+    # ------------------------------------------------------------ differences
 
     def value(self) -> float:
         return self.samples(self.leaves, [np.zeros_like(x) for x in self.leaves])(0.0)
-
-    @ft.cached_property
-    def own_gradient(self) -> list[np.ndarray] | None:
-        """In the user's precision; `None` if that is this one, or takes long to compile."""
-        if not self.is_compiled or all(d.itemsize >= 8 for d in self.dtypes_of_user):
-            return None
-        n = len(self.names)
-        loss = lambda xs, others: evaluate(self.own.program, [*xs, *others])[0]
-        # A cast to float16 and back loses digits. XLA would remove it, or not.
-        options = {"xla_allow_excess_precision": False}
-        run = jax.jit(jax.value_and_grad(loss), compiler_options=options)
-        self.own_value, found = run(list(self.own.values[:n]), list(self.own.values[n:]))
-        return list(map(np.asarray, found))
-
-    @property
-    def dtypes_of_user(self) -> list[np.dtype]:
-        return [x.dtype for x in self.own.values[: len(self.names)]]
-
-    @property
-    def lowest_of_user(self) -> np.dtype | None:
-        return _lowest(self.own.program)
-
-    # ------------------------------------------------------------ differences
 
     def samples(
         self, leaves: Sequence[Any], tangents: Sequence[Any], is_held: bool = False
@@ -154,24 +135,22 @@ class LossProgram:
 
         - `is_held`: whether what a `stop_gradient` returns stays as it is at the leaves.
         """
-        at = lambda h: [x + h * t for x, t in zip(leaves, tangents, strict=True)]
-        loss = lambda xs, others, _: self.loss(xs, others)
 
-        def value(h):
-            if is_held:
-                return float(self.call("held", self._held, leaves, at(h)))
-            return float(self.call("value", loss, at(h)))
+        def at(h):
+            return [x + h * t for x, t in zip(leaves, tangents, strict=True)]
+
+        run: tuple[Any, ...]
+        run = ("held", self._held, leaves) if is_held else ("value", self.loss)
+        value = lambda h: float(self.call(*run, at(h))[0])
 
         def values(steps):
+            self.evaluations += len(steps)
             with without_log():
                 found = None if self.is_compiled or is_held else outcome(self._many, at, steps)
-                if isinstance(found, list):
-                    return found
-                found = [outcome(value, h) for h in steps]
+                found = found if isinstance(found, list) else [outcome(value, h) for h in steps]
             for h, x in zip(steps, found, strict=True):
-                if isinstance(x, Exception) and (
-                    h == 0 or not isinstance(x, RuntimeError | ValueError)
-                ):
+                is_of_loss = isinstance(x, RuntimeError | ValueError)
+                if isinstance(x, Exception) and (h == 0 or not is_of_loss):
                     raise x
             return [np.nan if isinstance(x, Exception) else x for x in found]
 
@@ -186,7 +165,7 @@ class LossProgram:
             part = steps[i : i + _STEPS_AT_ONCE]
             points = [at(h) for h in np.resize(part, _STEPS_AT_ONCE)]
             stacked = [np.stack(column) for column in zip(*points, strict=True)]
-            found += [float(x) for x in self.call("many", many, stacked)[: len(part)]]
+            found += [float(x) for x in self.call("many", many, stacked)[0][: len(part)]]
         return found
 
     def _held(self, here, there, others, _):
@@ -200,32 +179,33 @@ class LossProgram:
     def _hold(self, eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
         if eqn.primitive.name == "stop_gradient" and str(source_line(eqn)) in self.stops:
             return [jax.lax.all_gather(x, _PAIR)[0] for x in values]
-        if _is_entered(eqn) and any(map(_stops, inner_programs(eqn))):
+        if any(_stops(p) for p in _entered(eqn)):
             return enter(eqn, values, lambda p, xs, _: evaluate(p, xs, self._hold))
         return bind(eqn, values)
 
 
-def _is_entered(eqn: Any) -> bool:
+def _entered(eqn: Any) -> Sequence[ClosedJaxpr]:
     """Not the rules: what is stopped inside of a function with a rule has the derivative of the
     rule."""
-    return isinstance(structure(eqn), Call | Checkpoint | Cond | Scan | While)
+    is_entered = isinstance(structure(eqn), Call | Checkpoint | Cond | Scan | While)
+    return inner_programs(eqn) if is_entered else ()
 
 
 def _stops(program: ClosedJaxpr) -> list[str]:
     """The lines of the user's `stop_gradient`s. A solver's rule gives the derivative of what it
     runs without tangents."""
-    found = list(_all_stops(program))
-    of_solvers = {line for line, scopes in found if WITHOUT_TANGENTS in scopes}
+
+    def all_stops(program) -> Iterator[tuple[str, bool]]:
+        for eqn in program.eqns:
+            if eqn.primitive.name == "stop_gradient":
+                scopes = str(eqn.source_info.name_stack)
+                yield str(source_line(eqn)), WITHOUT_TANGENTS in scopes
+            for inner in _entered(eqn):
+                yield from all_stops(inner)
+
+    found = list(all_stops(program))
+    of_solvers = {line for line, is_of_solver in found if is_of_solver}
     return [line for line, _ in found if line not in of_solvers]
-
-
-def _all_stops(program: ClosedJaxpr) -> Iterator[tuple[str, str]]:
-    for eqn in program.eqns:
-        if eqn.primitive.name == "stop_gradient":
-            yield str(source_line(eqn)), str(eqn.source_info.name_stack)
-        elif _is_entered(eqn):
-            for inner in inner_programs(eqn):
-                yield from _all_stops(inner)
 
 
 def trace(
@@ -238,33 +218,30 @@ def trace(
 ) -> LossProgram:
     """The program of a loss, in float64. `stops`: those of the loss, if not all."""
     own = trace_loss(CALLER, loss, model, args, kwargs, **options)
-    n = len(own.leaves)
-    grad = jax.grad(lambda xs, others: evaluate(own.program, [*xs, *others])[0])
     # First in the user's precision, and kept: see `_oracle.in_float64`.
-    kept = outcome(jax.make_jaxpr(grad), list(own.values[:n]), list(own.values[n:]))
-    wide = outcome(_in_x64, loss, model, args, kwargs, isinstance(kept, ClosedJaxpr), options)
-    if isinstance(wide, TracedLoss) and is_same_program(own.program, wide.program):
-        is_exact = _lowest(wide.program) is not None
-        program = LossProgram(own, wide, double_precision, is_exact, stops)
-    else:
-        program = LossProgram(own, own, contextlib.nullcontext, True, stops)
-    program.kept = kept
-    return program
+    kept = outcome(jax.make_jaxpr(jax.grad(_function(own))), *_parts(own))
 
-
-def _in_x64(loss, model, args, kwargs, has_gradient: bool, options) -> TracedLoss:
-    with double_precision():
-        wide = trace_loss(
-            CALLER, loss, *_widened((model, tuple(args), dict(kwargs))), **options
-        )
-        if has_gradient:
-            n = len(wide.leaves)
-            grad = jax.grad(lambda xs, others: evaluate(wide.program, [*xs, *others])[0])
-            args = list(wide.values[:n]), list(wide.values[n:])
-            gradient = jax.make_jaxpr(grad)(*args)
-            if captures_numpy(gradient):  # constants in the user's precision do not fit
-                jax.jit(jaxpr_as_fun(gradient)).lower(*jax.tree.leaves(args))
+    def in_float64():
+        widened = _widened((model, tuple(args), dict(kwargs)))
+        wide = trace_loss(CALLER, loss, *widened, **options)
+        if isinstance(kept, ClosedJaxpr):
+            # Constants in the user's precision do not fit.
+            jax.jit(jax.grad(_function(wide))).lower(*_parts(wide))
         return wide
+
+    with double_precision():
+        wide = outcome(in_float64)
+    is_same = isinstance(wide, TracedLoss) and is_same_program(own.program, wide.program)
+    return LossProgram(own, wide if is_same else None, stops, kept)
+
+
+def _parts(traced: TracedLoss) -> tuple[list[Any], list[Any]]:
+    n = len(traced.leaves)
+    return list(traced.values[:n]), list(traced.values[n:])
+
+
+def _function(traced: TracedLoss) -> Callable[[Any, Any], Any]:
+    return lambda xs, others: evaluate(traced.program, [*xs, *others])[0]
 
 
 def _widened(tree: PyTree) -> PyTree:
@@ -278,18 +255,6 @@ def _widened(tree: PyTree) -> PyTree:
 def _lowest(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
     found = [d for d in lowest_precisions(program, opaque=opaque) if d is not None]
     return max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
-
-
-def mode_error(run: Callable[[], Any], mode: str) -> str | None:
-    """What JAX says if there is no derivative in this mode: forward mode for a
-    `jax.custom_vjp`, reverse mode for a `while_loop`. Other errors are raised."""
-    error = outcome(run)
-    if not isinstance(error, Exception):
-        return None
-    is_known = isinstance(error, TypeError | ValueError | NotImplementedError)
-    if not is_known or mode not in str(error).lower():
-        raise error
-    return first_line(error)
 
 
 def along(gradient: Sequence[Any], tangents: Sequence[Any]) -> float:

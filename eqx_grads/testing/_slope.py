@@ -90,14 +90,6 @@ class Samples:
         self.compute([h])
         return self._known[h]
 
-    @property
-    def count(self) -> int:
-        return len(self._known)
-
-    @property
-    def values(self) -> list[Any]:
-        return list(self._known.values())
-
     def central(self, h: float) -> Any:
         return (self(h) - self(-h)) / (2 * h)
 

@@ -15,7 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from .._diagnosis._programs.linear_solve import enter_also_solve, is_linear_solve
-from .._jaxprs.evaluate import bind, evaluate
+from .._jaxprs.evaluate import bind, evaluate, Hook
 from .._jaxprs.structure import (
     CallWithRule,
     equations,
@@ -41,36 +41,42 @@ def without_rules(
     rule, and which may otherwise look like one of JAX's own.
     """
 
+    def without(eqn, values):
+        call = primal_call(eqn)
+        assert call is not None
+        program, indices = call
+        return replaced(program, [values[i] for i in indices], is_rule, without)
+
+    def is_decorated_call(eqn):
+        return is_rule(eqn) or primal_program(eqn) is not None
+
     def undecorated(*arrays):
         program = jax.make_jaxpr(lambda *xs: list(fn(*xs)))(*arrays)
-        return _evaluate(program, arrays, is_decorated)
+        return replaced(
+            program, arrays, is_decorated_call if is_decorated else is_rule, without
+        )
 
     return undecorated
 
 
-def _evaluate(
-    program: ClosedJaxpr, args: Sequence[Any], is_decorated: bool = False
+def replaced(
+    program: ClosedJaxpr,
+    args: Sequence[Any],
+    is_replaced: Callable[[Any], bool],
+    replacement: Hook,
 ) -> list[Any]:
+    """The outputs of a program in which some equations, at any depth, are replaced."""
+
     def hook(eqn, values):
-        known = structure(eqn)
-        has_rule = known is None or isinstance(known, CallWithRule)
-        has_rule = has_rule and primal_program(eqn) is not None
-        call = primal_call(eqn)
-        if call is not None and (is_rule(eqn) or (has_rule and is_decorated)):
-            program, indices = call
-            return without(program, [values[i] for i in indices], None)
-        if has_rule:  # of JAX itself
-            return bind(eqn, values)
-        if any(_holds_rule(inner) for inner in inner_programs(eqn)):
-            return enter_also_solve(eqn, values, without)
-        return bind(eqn, values)
+        if is_replaced(eqn):
+            return replacement(eqn, values)
+        inner = [e for p in inner_programs(eqn) for e in equations(p)]
+        if primal_program(eqn) is not None or not any(map(is_replaced, inner)):
+            return bind(eqn, values)  # the rules of JAX are kept
+        return enter_also_solve(eqn, values, run)
 
-    without = lambda inner, values, _: _evaluate(inner, values)
+    run = lambda inner, values, _: replaced(inner, values, is_replaced, replacement)
     return evaluate(program, args, hook)
-
-
-def _holds_rule(program: ClosedJaxpr) -> bool:
-    return any(is_rule(eqn) for eqn in equations(program))
 
 
 def is_rule(eqn) -> bool:
