@@ -596,7 +596,9 @@ class Image(eqx.Module):
 
 
 def test_states_of_any_shape(getkey):
-    make = lambda channels: Image(jr.normal(getkey(), (2, channels), "float32"), (channels, 3, 4))
+    make = lambda channels: Image(
+        jr.normal(getkey(), (2, channels), "float32"), (channels, 3, 4)
+    )
     cells = [(make(1), make(1)), (make(4), make(4))]
     layer = nn.Recurrent(cells)
     xs = jr.normal(getkey(), (2, 5, 1, 3, 4), "float32")
