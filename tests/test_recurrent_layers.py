@@ -492,6 +492,17 @@ def test_the_same_numbers_as_the_cell(make_layer, getkey):
     assert len(programs) == 2
 
 
+class Halving(eqx.nn.GRUCell):
+    def __call__(self, x, h):
+        return h / 2
+
+
+def test_a_subclass_of_a_cell_is_called(getkey):
+    """It may have another step than the fast path, which is that of `GRUCell` only."""
+    layer = nn.Recurrent(Halving(3, 4, key=getkey()))
+    assert jnp.all(layer(jnp.ones((5, 3)), jnp.ones(4))[0][-1] == 2**-5)
+
+
 # ---------------------------------------------------------------- errors
 
 XS = jnp.ones((2, 5, 3), "float32")
