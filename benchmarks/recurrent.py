@@ -42,8 +42,8 @@ SHAPES = [
     (2048, 8, 64, 32),
 ]
 CELLS: dict[str, Any] = {
-    "GRU": (eqx.nn.GRUCell, nn.GRU, 3),
-    "LSTM": (eqx.nn.LSTMCell, nn.LSTM, 4),
+    "GRU": (eqx.nn.GRUCell, 3),
+    "LSTM": (eqx.nn.LSTMCell, 4),
 }
 
 
@@ -60,8 +60,9 @@ def plain(cell, xs):
     return jax.lax.scan(step, zero_state(cell, xs.shape[1]), xs)[1]
 
 
-def layer(cell, xs, *, make, keep, outside):
-    run = make.from_cell(cell, keep=keep, time_major=True)
+def layer(cell, xs, *, keep, outside):
+    checkpoint = {"gates": None, "states": "replay"}[keep]
+    run = nn.Recurrent(cell, checkpoint=checkpoint, time_major=True)
     if outside:
         return jax.vmap(lambda x: run(x)[0], 1, 1)(xs)
     return run(xs)[0]
@@ -159,14 +160,14 @@ PEERS = {"Flax": in_flax, "PyTorch": in_torch, "cuDNN": in_cudnn}
 
 def measure(name, shape, rounds):
     steps, batch, hidden, size = shape
-    make_cell, make, gates = CELLS[name]
+    make_cell, gates = CELLS[name]
     key = jr.key(0)
     cell = make_cell(size, hidden, key=key)
     xs, ct = jr.normal(key, (steps, batch, size)), jr.normal(key, (steps, batch, hidden))
     runs: dict[str, Any] = {"plain": plain}
     for keep in ("gates", "states"):
         for where in ("inside", "outside"):
-            run = ft.partial(layer, make=make, keep=keep, outside=where == "outside")
+            run = ft.partial(layer, keep=keep, outside=where == "outside")
             runs[f"{keep}, {where}"] = run
     variants, memory, seconds = {}, {}, {}
     for variant, run in runs.items():
@@ -242,6 +243,37 @@ def recurrences(rounds, quick):
             f"{ours_parallel.seconds / parallel.seconds:.2f}",
         ]
         print("| " + " | ".join(cells) + " |", flush=True)
+
+    batches(rounds, quick)
+
+
+def batches(rounds, quick):
+    """`jax.vmap` over sequences: with factors of their own, shared, the same at all times."""
+    steps, width, batch = (64, 8, 2) if quick else (1024, 64, 16)
+    names = ["factors, of 1024 steps of 64 numbers, 16 sequences", "scan, ms", "speed", "bytes"]
+    print("\n| " + " | ".join(names) + " |\n|" + " --- |" * len(names))
+    b, ct = jr.normal(jr.key(0), (2, batch, steps, width))
+    kinds = {
+        "of each sequence": ((batch, steps, width), 0),
+        "shared by all sequences": ((steps, width), None),
+        "the same at all times": ((1, width), None),
+    }
+
+    def scan(a, b):
+        step = lambda h, ab: (ab[0] * h + ab[1],) * 2
+        a = jnp.broadcast_to(a, b.shape)
+        return jax.lax.scan(step, jnp.zeros(width), (a, b))[1]
+
+    for name, (shape, axis) in kinds.items():
+        a = jr.uniform(jr.key(1), shape)
+        of_batch = lambda run, axis=axis: jax.vmap(run, (axis, 0))
+        runs = {"scan": of_batch(scan), "ours": of_batch(eqg.linear_recurrence)}
+        programs = {name: compiled(train(run), a, b, ct) for name, run in runs.items()}
+        times = in_turn({name: p.run for name, p in programs.items()}, rounds)
+        ratio = programs["ours"].memory / programs["scan"].memory
+        milliseconds = 1e3 * statistics.median(times["scan"])
+        faster = speed(times, "ours", "scan")
+        print(f"| {name} | {milliseconds:.2f} | {faster:.2f} | {ratio:.2f} |")
 
 
 def main():

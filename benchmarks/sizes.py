@@ -44,9 +44,9 @@ SHAPES = [
     *[(2000, 1, 16, 1), (2048, 8, 64, 32)],
 ]
 LAYERS = {
-    "GRU": (eqx.nn.GRUCell, eqg.nn.GRU),
-    "LSTM": (eqx.nn.LSTMCell, eqg.nn.LSTM),
-    "RNN": (eqg.nn.RNNCell, eqg.nn.RNN),
+    "GRU": eqx.nn.GRUCell,
+    "LSTM": eqx.nn.LSTMCell,
+    "RNN": eqg.nn.RNNCell,
 }
 
 
@@ -109,8 +109,8 @@ def plain_scan(cell, xs, *, outside):
     return jax.vmap(all_of_it, 1, 1)(xs) if outside else all_of_it(xs)
 
 
-def layer(cell, xs, *, make, outside):
-    run = make.from_cell(cell, time_major=True)
+def layer(cell, xs, *, outside):
+    run = eqg.nn.Recurrent(cell, time_major=True)
     return jax.vmap(lambda x: run(x)[0], 1, 1)(xs) if outside else run(xs)[0]
 
 
@@ -137,13 +137,13 @@ def main():
     ratios = []
     print(f"| cell | T, B, H, I | speed | bytes | compile |\n|{' --- |' * 5}")
     for name in args.layers[:1] if args.quick else args.layers:
-        make_cell, make = LAYERS[name]
+        make_cell = LAYERS[name]
         for steps, batch, hidden, size in SHAPES[:1] if args.quick else SHAPES:
             cell = make_cell(size, hidden, key=jr.key(0))
             xs = jr.normal(jr.key(1), (steps, batch, size))
             print(f"| {name} layer | {steps}, {batch}, {hidden}, {size} | ", end="")
             plain = lambda outside: ft.partial(plain_scan, outside=outside)
-            ours = lambda outside, make=make: ft.partial(layer, make=make, outside=outside)
+            ours = lambda outside: ft.partial(layer, outside=outside)
             ratios += compare(plain, ours, cell, xs, rounds)
     if ratios:
         slower = sum(ratio < 0.97 for ratio in ratios)

@@ -8,16 +8,14 @@ https://github.com/jax-ml/jax/issues/39103. With JAX 0.11 as the oldest version,
 import functools as ft
 
 import equinox as eqx
-import eqx_grads as eqg
 import eqx_grads.nn as nn
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jaxtyping
 import pytest
 from eqx_grads import RuleError
 from eqx_grads._jaxprs.structure import equations, holds, inner_programs, Scan, structure
-from eqx_grads.nn._recurrent import gru_vjp, lstm_vjp, rnn_vjp
+from eqx_grads.nn._recurrent import split_scan as rule
 
 from .helpers import assert_close, checking_leaks
 from .rules.recurrent import loss, losses_of_one_output, reference
@@ -40,19 +38,9 @@ def chunks(monkeypatch, request):
     batch compute for a chunk at once or step by step is chosen here."""
     at_once = request.param == "at once"
     of_two = lambda xs, hidden: min(2, xs.shape[0])
-    for rule in (gru_vjp, lstm_vjp, rnn_vjp):
-        monkeypatch.setattr(rule, "chunk_length", of_two)
-        monkeypatch.setattr(rule, "forward_chunk", of_two if at_once else lambda *_: None)
-    for rule in (gru_vjp, lstm_vjp):
-        monkeypatch.setattr(rule, "is_small", lambda h: at_once)
-
-
-@pytest.fixture
-def unchecked_types():
-    """As users have it: without the checks of types at run time."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    monkeypatch.setattr(rule, "chunk_length", of_two)
+    monkeypatch.setattr(rule, "forward_chunk", of_two if at_once else lambda *_: None)
+    monkeypatch.setattr(rule, "is_small", lambda h: at_once)
 
 
 def make(getkey, name, *, dtype="float64", steps=5, batch=2, **options):
@@ -76,18 +64,6 @@ def test_gradient_of_one_output(name, getkey):
         assert_close(got, gradients(reference)(args), tolerance=1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("chunks")
-@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", LAYERS)
-def test_values_and_gradients(name, reverse, getkey):
-    with jax.enable_x64(True):
-        args = make(getkey, name, reverse=reverse, steps=3)
-        run = lambda layer, xs, state: layer(xs, state)
-        both = lambda f: eqx.filter_jit(lambda args: (f(*args), eqx.filter_grad(loss(f))(args)))
-        assert_close(both(run)(args), both(reference)(args), tolerance=1e-10)
-
-
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
@@ -105,78 +81,6 @@ def test_stacked_bidirectional_and_padded(name, getkey):
         spoiled = (layer, xs.at[1, 2:].set(jnp.nan), state)
         assert_close(run(*spoiled), run(*args), tolerance=1e-10)
         assert_close(eqx.filter_grad(loss(run))(spoiled), got, tolerance=1e-10)
-
-
-@pytest.mark.usefixtures("chunks")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
-def test_forward_mode_and_second_order(name, getkey):
-    with jax.enable_x64(True):
-        args = make(getkey, name, steps=3, batch=1)
-        dynamic, static = eqx.partition(args, eqx.is_inexact_array)
-        over_arrays = lambda f: lambda arrays: f(eqx.combine(arrays, static))
-        run = loss(lambda layer, xs, state: layer(xs, state))
-        for transform in (
-            lambda f: jax.jvp(f, (dynamic,), (dynamic,)),
-            lambda f: jax.jvp(jax.grad(f), (dynamic,), (dynamic,))[1],
-            lambda f: jax.grad(
-                lambda d: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(f)(d)))
-            )(dynamic),
-        ):
-            assert_close(
-                transform(over_arrays(run)),
-                transform(over_arrays(loss(reference))),
-                tolerance=1e-10,
-            )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["GRU, states", "LSTM, gates", "RNN, relu"])
-def test_padding(name, getkey):
-    """Padded sequences against each by itself, with what is not a number in the padding."""
-    layer, xs, state = make(getkey, name, dtype="float32")
-    lengths = jnp.array([5, 2])
-
-    def padded(args):
-        layer, xs, state = args
-        ys, end = layer(xs.at[1, 2:].set(jnp.nan), state, lengths=lengths)
-        return loss(lambda: (ys, end))(())
-
-    def alone(args):
-        layer, xs, state = args
-        total = 0.0
-        for b, n in enumerate([5, 2]):
-            one = lambda b=b, n=n: layer(xs[b, :n], jax.tree.map(lambda s: s[b], state))
-            total = total + loss(one)(())
-        return total
-
-    assert not layer(xs, state, lengths=lengths)[0][1, 2:].any()
-    grad = lambda f: eqx.filter_jit(eqx.filter_grad(f))((layer, xs, state))
-    assert_close(grad(padded), grad(alone), tolerance=2e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lengths", [None, pytest.param((5, 2), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_vmap(name, lengths, getkey):
-    args = make(getkey, name, dtype="float32")
-    lengths = None if lengths is None else jnp.array(lengths)
-    inside = lambda layer, xs, state: layer(xs, state, lengths=lengths)
-    one = lambda layer, x, s, n: layer(x, s, lengths=n)
-    axes = (None, 0, 0, None if lengths is None else 0)
-    outside = lambda layer, xs, state: eqx.filter_vmap(one, in_axes=axes)(
-        layer, xs, state, lengths
-    )
-    grad = lambda run: eqx.filter_jit(eqx.filter_grad(loss(run)))
-    assert_close(outside(*args), inside(*args), tolerance=1e-5)
-    assert_close(grad(outside)(args), grad(inside)(args), tolerance=1e-5)
-    nested = lambda layer, xs, state: jax.tree.map(
-        lambda y: y[0],
-        eqx.filter_vmap(outside, in_axes=(None, 0, 0))(
-            layer, xs[None], jax.tree.map(lambda s: s[None], state)
-        ),
-    )
-    assert_close(grad(nested)(args), grad(inside)(args), tolerance=1e-5)
 
 
 @pytest.mark.slow
@@ -234,14 +138,6 @@ def test_what_is_frozen_costs_nothing(name, getkey):
     assert for_inputs < everything - 1 or "LSTM" in name
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_no_leaks(name, getkey):
-    layer, xs, state = make(getkey, name, dtype="float32", steps=3)
-    run = loss(lambda layer, xs, state: layer(xs, state, lengths=jnp.array([3, 1])))
-    with checking_leaks():
-        eqx.filter_grad(eqx.filter_jit(run))((layer, xs, state))
-
-
 def plain_scan(cell, xs, zero):
     def step(state, x):
         state = jax.vmap(cell)(x, state)
@@ -264,21 +160,22 @@ def test_memory(make_layer, gates, states, getkey):
     layer = make_layer(16, 32, time_major=True, key=getkey())
     xs = jnp.ones((256, 16, 16))
     zero = jax.tree.map(jnp.zeros_like, layer(xs)[1])
-    plain = temp_bytes(lambda cell, xs: plain_scan(cell, xs, zero), layer.to_cell(), xs)
+    plain = temp_bytes(lambda cell, xs: plain_scan(cell, xs, zero), layer.cells[0][0], xs)
     for keep, bound in (("gates", gates), ("states", states)):
-        run = lambda cell, xs, k=keep: make_layer.from_cell(cell, keep=k, time_major=True)(xs)[
-            0
-        ]
-        assert temp_bytes(run, layer.to_cell(), xs) < bound * plain
+        checkpoint = {"gates": None, "states": "replay"}[keep]
+        run = lambda cell, xs, c=checkpoint: nn.Recurrent(cell, checkpoint=c, time_major=True)(
+            xs
+        )[0]
+        assert temp_bytes(run, layer.cells[0][0], xs) < bound * plain
 
 
 @pytest.mark.cost
 @pytest.mark.parametrize("name", ["GRU, gates", "GRU, states", "LSTM, gates"])
 def test_memory_at_any_number_of_steps(name, getkey):
     """146 = 2 * 73, 201 = 3 * 67, and 193 is a prime, and one more than 12 * 16."""
-    make_layer, keep = LAYERS[name].func, LAYERS[name].keywords
-    cell = LAYERS[name](32, 96, key=getkey()).to_cell()
-    last = lambda cell, xs: jax.tree.leaves(make_layer.from_cell(cell, **keep)(xs)[1])[0]
+    checkpoint = {"gates": None, "states": "replay"}[LAYERS[name].keywords["keep"]]
+    cell = LAYERS[name](32, 96, key=getkey()).cells[0][0]
+    last = lambda cell, xs: jax.tree.leaves(nn.Recurrent(cell, checkpoint=checkpoint)(xs)[1])[0]
     bytes_of_a_step = {
         steps: temp_bytes(last, cell, jnp.ones((32, steps, 32))) / steps
         for steps in (144, 146, 192, 193, 201)
@@ -311,26 +208,6 @@ def test_half_precision(name, getkey):
         assert jnp.max(jnp.abs((got - want).astype("float32"))) < 0.05 * scale
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("chunks")
-@pytest.mark.parametrize(
-    "name",
-    ["RNN, tanh", *(pytest.param(name, marks=pytest.mark.slow) for name in ONE_OF_EACH[:2])],
-)
-def test_half_precision_is_summed_in_single(name, getkey):
-    """500 chunks, of which nearly all add the same: in half precision the sum would stop at
-    256 times that."""
-    layer, xs, _ = make(getkey, name, dtype="bfloat16", steps=1000, batch=1)
-    xs = jnp.ones_like(xs)
-    total = lambda layer, xs: jnp.sum(layer(xs)[0].astype("float32"))
-    grad = eqx.filter_jit(eqx.filter_grad(total))
-    got = grad(layer, xs).cells
-    expected = grad(cast(layer, "float32"), xs.astype("float32")).cells
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert g.dtype == "bfloat16"
-        assert jnp.max(jnp.abs(g.astype("float32") - w)) < 0.05 * jnp.max(jnp.abs(w))
-
-
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 @pytest.mark.parametrize("steps", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_step_and_one_step(name, steps, getkey):
@@ -340,7 +217,7 @@ def test_no_step_and_one_step(name, steps, getkey):
     if steps == 0:
         assert_close(end, state, tolerance=1e-10)
     else:
-        assert_close(end, jax.vmap(layer.to_cell())(xs[:, 0], state), tolerance=1e-6)
+        assert_close(end, jax.vmap(layer.cells[0][0])(xs[:, 0], state), tolerance=1e-6)
     grads = eqx.filter_grad(loss(lambda layer, xs, state: layer(xs, state)))((layer, xs, state))
     assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads))
     if steps == 0:
@@ -371,12 +248,6 @@ def test_no_example(getkey):
         assert all(jnp.all(g == 0) for g in jax.tree.leaves(grads))
 
 
-def test_inputs_that_the_cell_of_recurrent_does_not_take(getkey):
-    layer = nn.Recurrent(eqx.nn.GRUCell(3, 4, key=getkey()))
-    with pytest.raises(RuleError, match="`Recurrent` was given inputs of the wrong size"):
-        layer(jnp.ones((2, 5, 2)))
-
-
 @pytest.mark.slow
 def test_outputs_of_any_shape(getkey):
     """A number, a matrix, a tree; and what is past the end of each is zero."""
@@ -404,27 +275,10 @@ def test_a_cell_of_half_precision_with_wider_inputs(getkey):
     assert ys.dtype == state.dtype == jnp.float32
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda key: nn.GRU(3, 4, keep="all", key=key), "(?s)`keep` is 'all'.*'states'"),
-        (lambda key: nn.LSTM(0, 4, key=key), "(?s)not a positive integer.*`input_size` is 0"),
-        (lambda key: nn.RNN(3, 4, activation="gelu", key=key), "`activation` is 'gelu'"),
-        (
-            lambda key: nn.GRU.from_cell(eqx.nn.LSTMCell(3, 4, key=key)),
-            "it is a `LSTMCell`, and has to be a `GRUCell`",
-        ),
-    ],
-)
-def test_bad_options(make, message, getkey):
-    with pytest.raises(RuleError, match=message):
-        make(getkey())
-
-
 @pytest.mark.thorough
 def test_layouts(getkey):
     layer, xs, state = make(getkey, "LSTM, gates", dtype="float32")
-    time_major = nn.LSTM.from_cell(layer.to_cell(), time_major=True)
+    time_major = nn.Recurrent(layer.cells[0][0], time_major=True)
     ys, end = time_major(jnp.swapaxes(xs, 0, 1), state)
     assert_close((jnp.swapaxes(ys, 0, 1), end), layer(xs, state), tolerance=1e-10)
     one = layer(xs[0], jax.tree.map(lambda s: s[0], state))
@@ -448,7 +302,7 @@ def test_one_input_column(layer, cell, getkey):
 
     total = lambda run: jnp.sum(jnp.sin(run))
     expected = eqx.filter_grad(lambda c: total(jax.vmap(ft.partial(plain, c))(xs)))(cell)
-    grad = eqx.filter_grad(lambda c: total(layer.from_cell(c)(xs)[0]))(cell)
+    grad = eqx.filter_grad(lambda c: total(nn.Recurrent(c)(xs)[0]))(cell)
     assert_close(grad.weight_ih, expected.weight_ih)
 
 
@@ -536,138 +390,190 @@ def test_any_cell(checkpoint, getkey):
         eqx.filter_jit(eqx.filter_grad(lambda layer: jnp.sum(layer(xs)[0])))(layer)
 
 
+class LayerNormLSTM(eqx.Module):
+    """As in the guide about fast recurrent networks."""
+
+    weights: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
+    norm_c: eqx.nn.LayerNorm
+
+    def __init__(self, input_size, hidden_size, *, key):
+        self.weights = eqx.nn.Linear(input_size + hidden_size, 4 * hidden_size, key=key)
+        self.norm = eqx.nn.LayerNorm(4 * hidden_size)
+        self.norm_c = eqx.nn.LayerNorm(hidden_size)
+
+    def __call__(self, x, state):
+        h, c = state
+        i, f, g, o = jnp.split(self.norm(self.weights(jnp.concatenate([x, h]))), 4)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return jax.nn.sigmoid(o) * jnp.tanh(self.norm_c(c)), c
+
+    def initial_state(self):
+        return jnp.zeros(self.norm_c.shape), jnp.zeros(self.norm_c.shape)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_cell_of_your_own_has_all_options(reverse, getkey):
+    make = lambda size: LayerNormLSTM(size, 2, key=getkey())
+    layer = nn.Recurrent(
+        [(make(3), make(3)), (make(4), make(4))],
+        dropout=0.5,
+        learn_initial_state=True,
+        reverse=reverse,
+        time_major=True,
+    )
+    assert jax.tree.map(jnp.shape, layer.initial_state) == ((4, 2), (4, 2))
+    xs, lengths = jr.normal(getkey(), (2, 4, 3)), [4, 2]
+
+    def run(layer, xs, _):
+        xs = jnp.swapaxes(xs, 0, 1)
+        ys, last = layer(xs, lengths=lengths, inference=True)
+        return jnp.swapaxes(ys, 0, 1), last
+
+    def plain(layer, xs, _):
+        state = jax.tree.map(lambda s: jnp.repeat(s[:, None], 2, 1), layer.initial_state)
+        return reference(layer, xs, state, lengths)
+
+    both = lambda f: eqx.filter_jit(lambda a: (f(*a), eqx.filter_grad(loss(f))(a)))
+    assert_close(both(run)((layer, xs, None)), both(plain)((layer, xs, None)), tolerance=2e-5)
+    dropped = [layer(jnp.swapaxes(xs, 0, 1), key=getkey())[0] for _ in range(2)]
+    assert jnp.any(dropped[0] != dropped[1])
+
+
+class Image(eqx.Module):
+    """A leaky cell of images, with channels first."""
+
+    kernel: jax.Array
+    input_size: tuple[int, ...] = eqx.field(static=True)
+
+    def __call__(self, x, h):
+        return 0.5 * h + jnp.einsum("oc,chw->ohw", self.kernel, x)
+
+    def initial_state(self):
+        return jnp.ones((2, 3, 4), "float32")
+
+
+def test_states_of_any_shape(getkey):
+    kernels = lambda n: jr.normal(getkey(), (2, n), "float32")
+    cells = [(Image(kernels(n), (n, 3, 4)), Image(kernels(n), (n, 3, 4))) for n in (1, 4)]
+    layer = nn.Recurrent(cells)
+    xs = jr.normal(getkey(), (2, 5, 1, 3, 4), "float32")
+
+    def plain(x, length):
+        for stage in cells:
+            outputs = []
+            for cell, reverse in zip(stage, (False, True), strict=True):
+                h, ys = cell.initial_state(), [jnp.zeros((2, 3, 4))] * 5
+                for t in range(length)[::-1] if reverse else range(length):
+                    h = ys[t] = cell(x[t], h)
+                outputs.append(jnp.stack(ys))
+            x = jnp.concatenate(outputs, 1)
+        return x
+
+    ys, last = layer(xs, lengths=[5, 3])
+    assert last.shape == (4, 2, 2, 3, 4)
+    assert_close(ys, jnp.stack([plain(xs[0], 5), plain(xs[1], 3)]), tolerance=1e-5)
+    assert_close(layer(xs[1], lengths=3)[0], ys[1], tolerance=1e-5)
+    ends = nn.Outputs(layer, last=True)(xs[0])
+    assert_close(ends, jnp.concatenate([ys[0, -1, :2], ys[0, 0, 2:]]), tolerance=1e-6)
+    with pytest.raises(RuleError, match=r"`xs` with 2 axes(?s:.)*\(time, \*input_size\)"):
+        layer(xs[0, 0, 0])
+
+
 @pytest.mark.parametrize("make_layer", [nn.GRU, nn.LSTM, nn.RNN])
 def test_the_same_numbers_as_the_cell(make_layer, getkey):
-    cell = make_layer(3, 4, key=getkey()).to_cell()
-    xs = jr.normal(getkey(), (7, 3))
-    assert_close(make_layer.from_cell(cell)(xs), nn.Recurrent(cell)(xs), tolerance=2e-6)
-    assert eqx.tree_equal(make_layer.from_cell(cell).to_cell(), cell)
+    """With any number for `checkpoint`, the cell is called, in a scan."""
+    layer, xs = make_layer(3, 4, key=getkey()), jr.normal(getkey(), (7, 3))
+    cell = layer.cells[0][0]
+    called = nn.Recurrent(cell, checkpoint=2)
+    assert_close(layer(xs), called(xs), tolerance=2e-6)
+    programs = {str(jax.make_jaxpr(l)(xs)) for l in (layer, nn.Recurrent(cell), called)}
+    assert len(programs) == 2
 
 
-class TestErrors:
-    def test_inputs(self, getkey):
-        layer = nn.GRU(3, 4, key=getkey())
-        with pytest.raises(RuleError, match=r"wrong size(?s:.)*32\[2\].*`input_size` is 3"):
-            layer(jnp.ones((5, 2), "float32"))
-        with pytest.raises(RuleError, match=r"`GRU` was given `xs` with 4 axes"):
-            layer(jnp.ones((2, 2, 5, 3)))
-        with pytest.raises(RuleError, match=r"`GRU` was given `xs` with 1 axes(?s:.)*vmap"):
-            layer(jnp.ones(3))
+class Halving(eqx.nn.GRUCell):
+    def __call__(self, x, h):
+        return h / 2
 
-    @pytest.mark.parametrize("make_layer", [nn.GRU, nn.LSTM, nn.RNN])
-    @pytest.mark.parametrize("shape", [(5, 2), (0, 2), (2, 0, 2)])
-    def test_features(self, make_layer, shape, getkey):
-        layer = make_layer(3, 4, key=getkey())
-        expected = (
-            rf"`{make_layer.__name__}` was given inputs of the wrong size\.\n  a step of "
-        )
-        with pytest.raises(
-            RuleError, match=expected + r"`xs` is float32\[2\], and `input_size`"
-        ):
-            layer(jnp.ones(shape, "float32"))
 
-    def test_state(self, getkey):
-        layer = nn.LSTM(3, 4, key=getkey())
-        expected = r"its shape is \(\(2, 5\), \(2, 4\)\), and has to be \(\(2, 4\), \(2, 4\)\)"
-        with pytest.raises(RuleError, match=expected):
-            layer(jnp.ones((2, 5, 3)), (jnp.ones((2, 5)), jnp.ones((2, 4))))
-        with pytest.raises(RuleError, match=r"its shape is \(4,\), and has to be \(\(4,\), \("):
-            layer(jnp.ones((5, 3)), jnp.ones(4))
-        with pytest.raises(RuleError, match="does not know the first state of its cell"):
-            nn.Recurrent(Attend(jnp.ones(3)))(jnp.ones((5, 3)))
-        with pytest.raises(RuleError, match=r"is \(2,\)\n.* of 4 seq(?s:.)*axis(?s:.)*size 4"):
-            nn.Recurrent(lambda x, h: h + x)(jnp.ones((4, 5, 2)), jnp.ones(2))
-        grow = nn.Recurrent(lambda x, h: jnp.append(h, x), initial_state=jnp.ones(3, "float32"))
-        with pytest.raises(RuleError, match=r"another state(?s:.)*32\[3\](?s:.)*32\[6\]"):
-            grow(jnp.ones((5, 3), "float32"))
+def test_a_subclass_of_a_cell_is_called(getkey):
+    """It may have another step than the fast path, which is that of `GRUCell` only."""
+    layer = nn.Recurrent(Halving(3, 4, key=getkey()))
+    assert jnp.all(layer(jnp.ones((5, 3)), jnp.ones(4))[0][-1] == 2**-5)
 
-    @pytest.mark.usefixtures("unchecked_types")
-    def test_lengths(self, getkey):
-        layer = nn.RNN(3, 4, key=getkey())
-        xs = jnp.ones((2, 5, 3))
-        with pytest.raises(RuleError, match="from 2 to 6, and `xs` has 5 steps"):
-            layer(xs, lengths=[2, 6])
-        with pytest.raises(RuleError, match="from -1 to 5, and `xs` has 5 steps"):
-            layer(xs, lengths=[-1, 5])
-        where = r"`lengths` is {}\n  `xs` is a batch of 2 sequences of 5 steps\n{}"
-        for bad, of_type, what in (
-            ([1, 2, 3], r"int..\[3\]", "Pass integers of shape"),
-            (jnp.ones(2, "float32"), r"float32\[2\]", r"Pass integers of shape \(2,\)"),
-            (jnp.ones((2, 5), bool), r"bool\[2,5\]", r".*`mask\.sum\(-1\)`"),
-            ([1, 2, 3, 4, 5], r"int..\[5\]", r"Did you swap.*See `time_major`"),
-            (3, r"int..\[\]", "Pass integers of shape"),
-        ):
-            with pytest.raises(RuleError, match=where.format(of_type, what)):
-                layer(xs, lengths=bad)
-        one = r"do not fit `xs`(?s:.)*one sequence of 5 steps\nPass one integer.*`jax\.vmap\("
-        with pytest.raises(RuleError, match=one):
-            layer(xs[0], lengths=[1])
-        with pytest.raises(RuleError, match=one):
-            jax.vmap(lambda x: layer(x, lengths=jnp.array([1, 5])))(xs)
-        with pytest.raises(RuleError, match="from 0 to 1, and `xs` has 0 steps"):
-            layer(xs[:, :0], lengths=[0, 1])
 
-    @pytest.mark.usefixtures("unchecked_types")
-    @pytest.mark.parametrize("name", ONE_OF_EACH)
-    def test_lengths_and_keys_by_position(self, name, getkey):
-        """The second argument is the state."""
-        layer, xs, _ = make(getkey, name, dtype="float32")
-        batch, steps = xs.shape[:2]
-        lengths = jnp.full(batch, 2)
-        by_name = r"(?s)`{}` was given .*`layer\(xs, {}=".format
-        expected = by_name(type(layer).__name__, "lengths")
-        on = jnp.arange(steps)[None] < lengths[:, None]
-        for bad in (lengths, [2] * batch, lengths.astype("float32"), on, on.astype("float32")):
-            with pytest.raises(RuleError, match=expected):
-                layer(xs, bad)
-        for bad in (2, jnp.array(2), 2.0):
-            with pytest.raises(RuleError, match=expected):
-                layer(xs[0], bad)
-        with pytest.raises(RuleError, match=expected):
-            jax.vmap(layer)(xs, lengths)
-        for key in (jr.key(0), jr.PRNGKey(0)):
-            with pytest.raises(RuleError, match=by_name(type(layer).__name__, "key")):
-                layer(xs, key)
+# ---------------------------------------------------------------- errors
 
-    @pytest.mark.usefixtures("unchecked_types")
-    def test_a_mask_in_the_shape_of_the_state(self, getkey):
-        """It was taken for a state of zeros and ones."""
-        layer, xs = nn.GRU(3, 5, key=getkey()), jnp.ones((2, 5, 3))
-        expected = r"`GRU` was given bools as a `state`(?s:.)*\(2, 5\)(?s:.)*lengths="
-        with pytest.raises(RuleError, match=expected):
-            layer(xs, jnp.ones((2, 5), bool))
+XS = jnp.ones((2, 5, 3), "float32")
+KEY = jr.key(0)
+CELL = eqx.nn.GRUCell(3, 4, dtype="float32", key=KEY)
+GRU = nn.GRU(3, 5, dtype="float32", key=KEY)
+ONE = nn.GRU(1, 4, dtype="float32", key=KEY)
+LSTM = nn.LSTM(3, 4, dtype="float32", key=KEY)
+ADD = nn.Recurrent(lambda x, h: h + x)
+GROW = nn.Recurrent(lambda x, h: jnp.append(h, x), initial_state=jnp.ones(3, "float32"))
+ON = jnp.arange(5)[None] < jnp.array([[2], [3]])
+LENGTHS, BY_NAME = jnp.array([2, 3]), r"does not fit(?s:.)*`layer\(xs, lengths=lengths\)`"
+KEY_BY_NAME = r"(?s)`state`.*`layer\(xs, key=key\)`"
+# What `lengths` are, and what to do.
+LENGTHS_ARE = (
+    r"`lengths` is {}\n  `xs` is a batch of 2 sequences of 5 steps\nPass integers of {}"
+)
+ONE_INTEGER = r"do not fit `xs`(?s:.)*one sequence of 5 steps\nPass one integer.*`jax\.vmap\("
+LSTM_STATE = r"its shape is \(\(2, 5\), \(2, 4\)\), and has to be \(\(2, 4\), \(2, 4\)\)"
+ERRORS = [
+    (lambda: nn.GRU(3, 4, keep="all", key=KEY), "(?s)`keep` is 'all'.*'states'"),
+    (lambda: nn.LSTM(0, 4, key=KEY), "(?s)not a positive integer.*`input_size` is 0"),
+    (lambda: nn.LSTM(3, -1, key=KEY), r"`LSTM` was given a size(?s:.)*`hidden_size` is -1"),
+    (lambda: nn.GRU(3, 4, num_layers=0, key=KEY), "`num_layers` is 0"),
+    (lambda: nn.RNN(3, 4, activation="gelu", key=KEY), "`activation` is 'gelu'"),
+    # Inputs
+    (
+        lambda: nn.Recurrent(CELL)(XS[..., :2]),
+        r"`Recurrent` was given inputs of the wrong size",
+    ),
+    (lambda: GRU(XS[0, :, :2]), r"`GRU` was .* wrong size\.(?s:.)*32\[2\].*`input_size` is 3"),
+    (lambda: GRU(XS[:, :0, :2]), r"a step of `xs` is float32\[2\], and `input_size`"),
+    (lambda: GRU(XS[None]), "`GRU` was given `xs` with 4 axes"),
+    (
+        lambda: GRU(XS[0, 0]),
+        r"`xs` with 1 axes(?s:.)*vmap.*a sequence of numbers `xs\[:, None\]`",
+    ),
+    (lambda: ONE(XS[0]), r"A sequence of numbers is `xs\[\.\.\., None\]`"),
+    # States
+    (lambda: LSTM(XS, (jnp.ones((2, 5)), jnp.ones((2, 4)))), LSTM_STATE),
+    (lambda: LSTM(XS[0], jnp.ones(4)), r"its shape is \(4,\), and has to be \(\(4,\), \("),
+    (lambda: LSTM(XS, 2 * (jnp.ones(4),)), "5 steps\n.*a state for each example"),
+    (lambda: ADD(XS), "does not know the first state of its cell"),
+    (lambda: ADD(XS, jnp.ones(3)), r"is \(3,\), without an axis of size 2 for the batch\n"),
+    (lambda: GROW(XS), r"another state(?s:.)*32\[3\](?s:.)*32\[6\]"),
+    # In the shape of the state, this was taken for zeros and ones.
+    (lambda: GRU(XS, ON), r"bool\[2,5\], as masks are(?s:.)*lengths="),
+    (lambda: GRU(XS, KEY), KEY_BY_NAME),
+    (lambda: GRU(XS, jr.PRNGKey(0)), KEY_BY_NAME),
+    (lambda: GRU(XS[0], 2), BY_NAME),
+    (lambda: jax.vmap(GRU)(XS, LENGTHS), BY_NAME),
+    *((lambda s=s: GRU(XS, s), BY_NAME) for s in (LENGTHS, [2, 2], jnp.ones(5))),
+    # Lengths
+    (lambda: GRU(XS, lengths=[2, 6]), "from 2 to 6\n.* 2 sequences of 5 steps\n.*time_major"),
+    (lambda: GRU(XS, lengths=[-1, 5]), "from -1 to 5\n"),
+    (lambda: GRU(XS[:, :0], lengths=[0, 1]), "from 0 to 1\n.*of 0 steps"),
+    (lambda: GRU(XS[0], lengths=[1]), ONE_INTEGER),
+    (lambda: jax.vmap(lambda x: GRU(x, lengths=LENGTHS))(XS), ONE_INTEGER),
+    (lambda: GRU(XS, lengths=3), LENGTHS_ARE.format(r"int..\[\]", r"shape \(2,\)")),
+    (lambda: GRU(XS, lengths=[1, 2, 3]), LENGTHS_ARE.format(r"int..\[3\]", "shape")),
+    (lambda: GRU(XS, lengths=[1] * 5), LENGTHS_ARE.format(r"int..\[5\]", ".*Did you swap")),
+    (lambda: GRU(XS, lengths=ON), LENGTHS_ARE.format(r"bool\[2,5\]", r".*`mask\.sum\(-1\)`")),
+]
 
-    def test_the_state_of_one_example(self, getkey):
-        expected = r"batch of 2 sequences of 5 steps\nThis is the state of one example\. Repeat"
-        for layer, state in (
-            (nn.GRU(3, 4, key=getkey()), jnp.ones(4)),
-            (nn.LSTM(3, 4, key=getkey()), (jnp.ones(4), jnp.ones(4))),
-            (nn.GRU(3, 4, num_layers=2, key=getkey()), jnp.ones((2, 4))),
-        ):
-            with pytest.raises(RuleError, match=expected):
-                layer(jnp.ones((2, 5, 3)), state)
 
-    def test_a_sequence_of_numbers(self, getkey):
-        layer = nn.GRU(1, 4, key=getkey())
-        with pytest.raises(RuleError, match=r"a sequence of numbers `xs\[:, None\]`"):
-            layer(jnp.ones(5))
-        with pytest.raises(RuleError, match=r"A sequence of numbers is `xs\[\.\.\., None\]`"):
-            layer(jnp.ones((2, 5)))
-
-    def test_several_cells(self, getkey):
-        cells = [eqx.nn.GRUCell(3, 4, key=getkey()) for _ in range(2)]
-        with pytest.raises(RuleError, match=r"it is a `list`(?s:.)*`eqx.tree_at\("):
-            nn.GRU.from_cell(cells)
-
-    def test_cells_and_sizes(self, getkey):
-        with pytest.raises(RuleError, match="was asked for one of 2 cells"):
-            nn.GRU(3, 4, num_layers=2, key=getkey()).to_cell()
-        with pytest.raises(RuleError, match="`num_layers` is 0"):
-            nn.GRU(3, 4, num_layers=0, key=getkey())
-        with pytest.raises(
-            RuleError, match=r"`LSTM` was given a size(?s:.)*`hidden_size` is -1"
-        ):
-            nn.LSTM(3, -1, key=getkey())
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.parametrize("i", range(len(ERRORS)))
+def test_errors(i):
+    call, expected = ERRORS[i]
+    with pytest.raises(RuleError, match=expected):
+        call()
 
 
 @pytest.mark.parametrize("layer", [nn.GRU, nn.LSTM, nn.RNN])
@@ -681,7 +587,3 @@ def test_the_backward_pass_has_chunks_if_the_states_do_not_fit_in_the_cache(
     loops = [eqn for eqn in equations(program) if isinstance(structure(eqn), Scan)]
     assert len(loops) == (3 if in_chunks else 2)
     assert any(holds(inner_programs(eqn)[0], Scan) for eqn in loops) == in_chunks
-
-
-def test_is_exported():
-    assert eqg.nn is nn

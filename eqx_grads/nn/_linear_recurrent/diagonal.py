@@ -1,7 +1,9 @@
 """Layers over a linear recurrence with a complex diagonal matrix."""
 
 import abc
+import functools as ft
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -9,11 +11,13 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Complex, Float
 
+from ..._control_flow.linear_recurrence import METHODS
 from ..._rules.explicit_sharding import gathered
 from ..._tangent_spaces import promote
-from .._argument_checks import check_real
+from .._argument_checks import as_sizes, check_callable, check_option, check_real
+from .._dtypes import layer_dtype
 from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import zero_states
+from .._recurrent.stack import make_stack, Stack, StackOptions
 from .gates import matmul_f32, run_recurrence
 
 
@@ -34,6 +38,10 @@ class AbstractDiagonalCell(eqx.Module):
     def factors(self, dtype) -> tuple[Array, Array, float]:
         """`a`, `s` and `c`, computed in this real dtype."""
 
+    def initial_state(self) -> Array:
+        weight = self.weight_in
+        return jnp.zeros(weight.shape[1], promote([weight, jnp.complex64]))
+
 
 class AbstractDiagonal(AbstractRecurrent):
     """A recurrent layer of diagonal cells."""
@@ -50,10 +58,6 @@ class AbstractDiagonal(AbstractRecurrent):
         if parts is None:
             return None
         return jax.lax.complex(*parts.astype(promote([parts, jnp.float32])))
-
-    def _zero_state(self):
-        weight = self.cells[0][0].weight_in
-        return jnp.zeros(weight.shape[1], promote([weight, jnp.complex64]))
 
     def _run_cell(self, cell, xs, state, valid, reverse):
         check_real(type(self).__name__, cell, xs)
@@ -82,8 +86,23 @@ def make_skip(key, input_size, output_size, dtype):
     return jr.normal(key, (output_size, input_size), dtype) * input_size**-0.5
 
 
-def zero_parts(cells, dtype) -> Float[Array, "2 ..."]:
-    """Real and imaginary parts of the first states of all cells, which are zero."""
-    size = cells[0][0].weight_in.shape[1]
-    zero = zero_states(jnp.zeros(size, dtype), len(cells) * len(cells[0]))
-    return jnp.stack([zero, zero])
+def make_diagonal(
+    layer: str,
+    make: Callable[..., AbstractDiagonalCell],
+    sizes: dict[str, Any],
+    activation: Callable[[Array], Array] | None,
+    method: str,
+    dtype: Any,
+    key: Array,
+    options: StackOptions,
+) -> tuple[Any, Float[Array, "2 ..."] | None, Stack]:
+    """The cells, the real and imaginary parts of a first state that is learned, the stack."""
+    input_size, output_size, state_size = as_sizes(layer, **sizes)
+    check_option(layer, "method", method, METHODS)
+    check_callable(layer, "activation", activation)
+    dtype = layer_dtype(layer, dtype)
+    make = ft.partial(make, output_size=output_size, state_size=state_size, dtype=dtype)
+    cells, first, stack = make_stack(layer, make, input_size, output_size, key, **options)
+    if first is None:
+        return cells, None, stack
+    return cells, jnp.stack([jnp.real(first), jnp.imag(first)]).astype(dtype), stack

@@ -18,7 +18,7 @@ class LinearGates(eqx.Module):
     input_size: int = eqx.field(static=True)
     hidden_size: int = eqx.field(static=True)
 
-    def __init__(self, input_size, hidden_size, *, n_gates, use_bias, dtype, key):
+    def __init__(self, input_size, *, hidden_size, n_gates, use_bias, dtype, key):
         limit = input_size**-0.5
         keys = jr.split(key)
         shape = (n_gates * hidden_size, input_size)
@@ -26,6 +26,9 @@ class LinearGates(eqx.Module):
         self.bias = jr.uniform(keys[1], shape[:1], dtype, -limit, limit) if use_bias else None
         self.input_size = input_size
         self.hidden_size = hidden_size
+
+    def initial_state(self) -> Array:
+        return jnp.zeros(self.hidden_size, self.weight.dtype)
 
 
 def gate_inputs(cell: LinearGates, xs: Array) -> list[Array]:

@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
@@ -11,19 +11,11 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from ..._control_flow.linear_recurrence import METHODS
 from ..._errors import rule_error
 from ..._tangent_spaces import promote
-from .._argument_checks import (
-    as_sizes,
-    check_callable,
-    check_numbers,
-    check_option,
-    check_stack,
-)
-from .._dtypes import layer_dtype
-from .._recurrent.stack import make_cells, Stack
-from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_skip, zero_parts
+from .._argument_checks import check_numbers
+from .._recurrent.stack import Stack, StackOptions
+from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_diagonal, make_skip
 
 
 class LRUCell(AbstractDiagonalCell):
@@ -37,7 +29,7 @@ class LRUCell(AbstractDiagonalCell):
     skip: Float[Array, "..."]
     input_size: int = eqx.field(static=True)
 
-    def __init__(self, input_size, output_size, state_size, *, ring, max_phase, dtype, key):
+    def __init__(self, input_size, *, output_size, state_size, ring, max_phase, dtype, key):
         keys = jr.split(key, 5)
         wide = promote([jnp.zeros((), dtype), jnp.float32])
         low, high = ring
@@ -156,15 +148,10 @@ class LRU(AbstractDiagonal):
         r_max: float = 1.0,
         max_phase: float = 2 * np.pi,
         activation: Callable[[Array], Array] | None = None,
-        num_layers: int = 1,
-        bidirectional: bool = False,
-        dropout: float = 0.0,
-        learn_initial_state: bool = False,
         method: str = "auto",
-        reverse: bool = False,
-        time_major: bool = False,
         dtype: Any = None,
         key: Key[Array, ""],
+        **options: Unpack[StackOptions],
     ):
         r"""**Arguments:**
 
@@ -181,23 +168,6 @@ class LRU(AbstractDiagonal):
         All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,
         its real and its imaginary part.
         """
-        input_size, output_size, state_size = as_sizes(
-            "LRU",
-            input_size=input_size,
-            output_size=output_size,
-            state_size=state_size,
-        )
-        check_stack(
-            "LRU",
-            num_layers=num_layers,
-            bidirectional=bidirectional,
-            dropout=dropout,
-            learn_initial_state=learn_initial_state,
-            reverse=reverse,
-            time_major=time_major,
-        )
-        check_option("LRU", "method", method, METHODS)
-        check_callable("LRU", "activation", activation)
         check_numbers("LRU", r_min=r_min, r_max=r_max, max_phase=max_phase)
         if not (0 <= r_min < r_max <= 1 and max_phase > 0):
             raise rule_error(
@@ -205,17 +175,10 @@ class LRU(AbstractDiagonal):
                 f"`r_min` is {r_min}, `r_max` is {r_max}, `max_phase` is {max_phase}",
                 do="Choose two radii in this order, and a positive phase.",
             )
-        dtype = layer_dtype("LRU", dtype)
-        make = ft.partial(
-            LRUCell,
-            output_size=output_size,
-            state_size=state_size,
-            ring=(r_min, r_max),
-            max_phase=float(max_phase),
-            dtype=dtype,
+        make = ft.partial(LRUCell, ring=(r_min, r_max), max_phase=float(max_phase))
+        sizes = {"input_size": input_size, "output_size": output_size, "state_size": state_size}
+        self.cells, self.initial_parts, self.stack = make_diagonal(
+            "LRU", make, sizes, activation, method, dtype, key, options
         )
-        self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
-        self.initial_parts = zero_parts(self.cells, dtype) if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major, self.cells)
         self.activation = activation
         self.method = method

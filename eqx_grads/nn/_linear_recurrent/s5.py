@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
@@ -11,19 +11,11 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from ..._control_flow.linear_recurrence import METHODS
 from ..._errors import rule_error
 from ..._tangent_spaces import promote
-from .._argument_checks import (
-    as_sizes,
-    check_callable,
-    check_numbers,
-    check_option,
-    check_stack,
-)
-from .._dtypes import layer_dtype
-from .._recurrent.stack import make_cells, Stack
-from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_skip, zero_parts
+from .._argument_checks import as_sizes, check_numbers
+from .._recurrent.stack import Stack, StackOptions
+from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_diagonal, make_skip
 
 
 class S5Cell(AbstractDiagonalCell):
@@ -37,7 +29,7 @@ class S5Cell(AbstractDiagonalCell):
     skip: Float[Array, "..."]
     input_size: int = eqx.field(static=True)
 
-    def __init__(self, input_size, output_size, state_size, *, blocks, steps, dtype, key):
+    def __init__(self, input_size, *, output_size, state_size, blocks, steps, dtype, key):
         keys = jr.split(key, 4)
         frequency, basis = hippo_normal(state_size // blocks)
         frequency, basis = np.tile(frequency, blocks), np.kron(np.eye(blocks), basis)
@@ -173,15 +165,10 @@ class S5(AbstractDiagonal):
         min_step: float = 0.001,
         max_step: float = 0.1,
         activation: Callable[[Array], Array] | None = None,
-        num_layers: int = 1,
-        bidirectional: bool = False,
-        dropout: float = 0.0,
-        learn_initial_state: bool = False,
         method: str = "auto",
-        reverse: bool = False,
-        time_major: bool = False,
         dtype: Any = None,
         key: Key[Array, ""],
+        **options: Unpack[StackOptions],
     ):
         r"""**Arguments:**
 
@@ -198,56 +185,24 @@ class S5(AbstractDiagonal):
         All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,
         its real and its imaginary part.
         """
-        input_size, output_size, state_size, blocks = as_sizes(
-            "S5",
-            input_size=input_size,
-            output_size=output_size,
-            state_size=state_size,
-            blocks=blocks,
+        state_size, blocks = as_sizes("S5", state_size=state_size, blocks=blocks)
+        if state_size % (2 * blocks) != 0:
+            raise rule_error(
+                "`S5` can't pair its eigenvalues.",
+                f"`state_size` is {state_size}, `blocks` is {blocks}",
+                do="Choose a `state_size` that is a multiple of `2 * blocks`.",
+            )
+        check_numbers("S5", min_step=min_step, max_step=max_step)
+        if not 0 < min_step <= max_step:
+            raise rule_error(
+                "`S5` needs `0 < min_step <= max_step`.",
+                f"`min_step` is {min_step}, `max_step` is {max_step}",
+                do="Choose two positive steps in this order.",
+            )
+        make = ft.partial(S5Cell, blocks=blocks, steps=(float(min_step), float(max_step)))
+        sizes = {"input_size": input_size, "output_size": output_size, "state_size": state_size}
+        self.cells, self.initial_parts, self.stack = make_diagonal(
+            "S5", make, sizes, activation, method, dtype, key, options
         )
-        check_stack(
-            "S5",
-            num_layers=num_layers,
-            bidirectional=bidirectional,
-            dropout=dropout,
-            learn_initial_state=learn_initial_state,
-            reverse=reverse,
-            time_major=time_major,
-        )
-        check_option("S5", "method", method, METHODS)
-        check_callable("S5", "activation", activation)
-        _check_blocks(state_size, blocks)
-        _check_steps(min_step, max_step)
-        dtype = layer_dtype("S5", dtype)
-        make = ft.partial(
-            S5Cell,
-            output_size=output_size,
-            state_size=state_size,
-            blocks=blocks,
-            steps=(float(min_step), float(max_step)),
-            dtype=dtype,
-        )
-        self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
-        self.initial_parts = zero_parts(self.cells, dtype) if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major, self.cells)
         self.activation = activation
         self.method = method
-
-
-def _check_blocks(state_size, blocks):
-    if state_size % (2 * blocks) != 0:
-        raise rule_error(
-            "`S5` can't pair its eigenvalues.",
-            f"`state_size` is {state_size}, `blocks` is {blocks}",
-            do="Choose a `state_size` that is a multiple of `2 * blocks`.",
-        )
-
-
-def _check_steps(min_step, max_step):
-    check_numbers("S5", min_step=min_step, max_step=max_step)
-    if not 0 < min_step <= max_step:
-        raise rule_error(
-            "`S5` needs `0 < min_step <= max_step`.",
-            f"`min_step` is {min_step}, `max_step` is {max_step}",
-            do="Choose two positive steps in this order.",
-        )

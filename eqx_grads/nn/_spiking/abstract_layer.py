@@ -12,11 +12,11 @@ from jaxtyping import Array, Inexact, PyTree
 from ..._control_flow.called_cells import cells_are_called
 from ..._errors import check_flags, rule_error, type_of
 from ..._rules.explicit_sharding import gathered_leaves
-from .._argument_checks import as_sizes, check_features, check_option, check_stack
+from .._argument_checks import as_sizes, check_features, check_option
 from .._dtypes import common_dtype
 from .._recurrent.cell_scan import scan_cell
 from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import make_cells
+from .._recurrent.stack import make_stack
 from .dynamics import NeuronState
 from .layer_vjp import spiking
 from .weighted_cell import WeightedCell
@@ -30,9 +30,6 @@ class AbstractSpiking(AbstractRecurrent):
 
     initial_state: eqx.AbstractVar[PyTree[Inexact[Array, "..."]] | None]
     keep: eqx.AbstractVar[str]
-
-    def _zero_state(self) -> PyTree:
-        return self.cells[0][0].initial_state()
 
     def _run_cell(
         self, cell: Any, xs: Array, state: PyTree, valid: Array | None, reverse: bool
@@ -98,9 +95,7 @@ def spiking_cells(
     key may be `None` where cells draw nothing."""
     input_size, hidden_size = as_sizes(layer, input_size=input_size, hidden_size=hidden_size)
     flags |= {"use_input_weight": use_input_weight, "use_bias": use_bias}
-    check_stack(
-        layer, num_layers=num_layers, dropout=dropout, bidirectional=bidirectional, **flags
-    )
+    check_flags(layer, **flags)
     check_option(layer, "keep", keep, ("membranes", "spikes"))
     is_wider = bidirectional and num_layers > 1
     if not use_input_weight and (input_size != hidden_size or is_wider):
@@ -125,7 +120,8 @@ def spiking_cells(
             return cell
         return WeightedCell(input_size, cell, use_bias=use_bias, key=subkeys[1])
 
-    return make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
+    options = {"num_layers": num_layers, "bidirectional": bidirectional, "dropout": dropout}
+    return make_stack(layer, make, input_size, hidden_size, key, **options)[0]
 
 
 def spiking_from_cell(
@@ -158,3 +154,14 @@ def spiking_from_cell(
         return layer
     where = lambda layer: layer.initial_state
     return eqx.tree_at(where, layer, cell.initial_state(), is_leaf=lambda x: x is None)
+
+
+def single_cell(layer: AbstractRecurrent) -> Any:
+    """The only cell of a layer."""
+    cells = [cell for stage in layer.cells for cell in stage]
+    if len(cells) != 1:
+        raise rule_error(
+            f"`{type(layer).__name__}.to_cell` was asked for one of {len(cells)} cells.",
+            do="They are in `cells[layer][direction]`.",
+        )
+    return cells[0]

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import equinox as eqx
 from jaxtyping import Array, Inexact, Key, PyTree
 
-from .._recurrent.layer import single_cell
 from .._recurrent.stack import Stack
-from .abstract_layer import AbstractSpiking, spiking_cells, spiking_from_cell
+from .._recurrent.states import zero_states
+from .abstract_layer import AbstractSpiking, single_cell, spiking_cells, spiking_from_cell
 from .cells import ALIFCell, CuBaLIFCell, LICell, LIFCell
 from .parameters import Parameter
 from .weighted_cell import WeightedCell
@@ -119,8 +119,10 @@ class LIF(AbstractSpiking):
             time_major=time_major,
             key=key,
         )
-        self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major, self.cells)
+        self.initial_state = (
+            zero_states(type(self).__name__, self.cells) if learn_initial_state else None
+        )
+        self.stack = Stack(dropout, reverse, time_major)
         self.keep = keep
 
     @staticmethod
@@ -239,8 +241,10 @@ class ALIF(AbstractSpiking):
             time_major=time_major,
             key=key,
         )
-        self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major, self.cells)
+        self.initial_state = (
+            zero_states(type(self).__name__, self.cells) if learn_initial_state else None
+        )
+        self.stack = Stack(dropout, reverse, time_major)
         self.keep = keep
 
     @staticmethod
@@ -360,8 +364,10 @@ class CuBaLIF(AbstractSpiking):
             time_major=time_major,
             key=key,
         )
-        self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major, self.cells)
+        self.initial_state = (
+            zero_states(type(self).__name__, self.cells) if learn_initial_state else None
+        )
+        self.stack = Stack(dropout, reverse, time_major)
         self.keep = keep
 
     @staticmethod
@@ -477,8 +483,10 @@ class LI(AbstractSpiking):
             time_major=time_major,
             key=key,
         )
-        self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major, self.cells)
+        self.initial_state = (
+            zero_states(type(self).__name__, self.cells) if learn_initial_state else None
+        )
+        self.stack = Stack(dropout, reverse, time_major)
         self.keep = "membranes"
 
     @staticmethod

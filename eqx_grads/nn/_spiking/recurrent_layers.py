@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import equinox as eqx
 from jaxtyping import Array, Inexact, Key, PyTree
 
-from .._recurrent.layer import single_cell
 from .._recurrent.stack import Stack
-from .abstract_layer import AbstractSpiking, spiking_cells, spiking_from_cell
+from .._recurrent.states import zero_states
+from .abstract_layer import AbstractSpiking, single_cell, spiking_cells, spiking_from_cell
 from .parameters import Parameter
 from .recurrent_cells import RALIFCell, RCuBaLIFCell, RLIFCell
 from .weighted_cell import WeightedCell
@@ -93,8 +93,10 @@ class RLIF(AbstractSpiking):
             time_major=time_major,
             key=key,
         )
-        self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major, self.cells)
+        self.initial_state = (
+            zero_states(type(self).__name__, self.cells) if learn_initial_state else None
+        )
+        self.stack = Stack(dropout, reverse, time_major)
         self.keep = keep
 
     @staticmethod
@@ -214,8 +216,10 @@ class RALIF(AbstractSpiking):
             time_major=time_major,
             key=key,
         )
-        self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major, self.cells)
+        self.initial_state = (
+            zero_states(type(self).__name__, self.cells) if learn_initial_state else None
+        )
+        self.stack = Stack(dropout, reverse, time_major)
         self.keep = keep
 
     @staticmethod
@@ -335,8 +339,10 @@ class RCuBaLIF(AbstractSpiking):
             time_major=time_major,
             key=key,
         )
-        self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major, self.cells)
+        self.initial_state = (
+            zero_states(type(self).__name__, self.cells) if learn_initial_state else None
+        )
+        self.stack = Stack(dropout, reverse, time_major)
         self.keep = keep
 
     @staticmethod
