@@ -1,0 +1,305 @@
+"""Spiking neurons over time, with a backward pass that is split by hand.
+
+It is chunked over time as the backward pass of gated cells is. The residuals of the recurrence
+are the spikes, which are the outputs, and the potentials less the adaptation. From these, the
+backward pass computes all else that it needs.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..._control_flow import compile_eager_calls
+from ..._control_flow.chunked_scan import (
+    chunk_init,
+    near_divisor,
+    scan_in_chunks,
+    shift_in,
+    Size,
+    size_or,
+)
+from ..._jaxprs.varying import vary_alike
+from ..._rules.custom_vjp import custom_vjp
+from ..._rules.explicit_sharding import distribute_like, explicit_spec
+from ..._tangent_spaces import sum_dtype
+from .._recurrent.chunked_matmuls import (
+    add_gradients,
+    bias_gradient,
+    matmul_steps,
+    vmap_into_batch,
+    weight_gradient,
+    zero_sum,
+)
+from .dynamics import fire, integrate, LIFState, step
+
+
+def chunk_length(xs: Array, neurons: int) -> Size:
+    """The number of steps of a chunk: all of them if their potentials fit in the cache.
+    Otherwise enough rows for a matrix product to be efficient, and no more, as a chunk has
+    about eight arrays of intermediate values."""
+    steps, batch = xs.shape[0], size_or(xs.shape[1], 64)
+    per_step = max(batch, 1) * neurons * xs.dtype.itemsize
+    if size_or(steps * per_step, 2**21) <= 2**20:
+        return max(steps, 1)
+    fits = max(2**17 / per_step, 320 / max(batch, 1))
+    return near_divisor(steps, min(fits, 128))
+
+
+@custom_vjp
+def spiking_scan(w_in, bias, w_state, dynamics, xs, state, valid, *, reverse):
+    """The outputs of all steps, `(time, batch, *hidden)`, and the last state.
+
+    `xs` is `(time, batch, in)` and `valid`, if not `None`, is the `(time, batch)` mask of the
+    steps that count: at all others the state does not change, and the output is not used.
+    Without `w_in`, the inputs are the currents, `(time, batch, *hidden)`. The outputs are the
+    spikes, or the potentials of neurons that do not spike.
+    """
+    args = (w_in, bias, w_state, dynamics, xs, state, valid)
+    (ys, _, _), last = _forward(*args, reverse, keeps_potentials=False)
+    return ys, last
+
+
+@compile_eager_calls
+def _forward(w_in, bias, w_state, d, xs, state, valid, reverse, keeps_potentials):
+    """The outputs and, if they are kept, the potentials less the adaptation of all steps; the
+    rest of the states before each chunk; the last state."""
+
+    def one(state, inputs):
+        x, valid = inputs
+        wide = jax.tree.map(lambda s: s.astype(x.dtype), state)
+        if w_state is not None:
+            x = x + wide.spikes @ w_state.T
+        # By `vmap`, as a surrogate of the user may be a function of the neurons of one example.
+        new = jax.vmap(step, (None, 0, 0))(d, x, wide)
+        new = jax.tree.map(lambda n, s: n.astype(s.dtype), new, state)
+        new = _where(valid, new, state)
+        outputs = new.membrane if d.threshold is None else new.spikes
+        return new, (outputs, _less_adaptation(d, new) if keeps_potentials else None)
+
+    def chunk(state, inputs, _):
+        x, valid = inputs
+        x = x if w_in is None else matmul_steps(x, w_in.T, bias)
+        last, kept = jax.lax.scan(one, state, (x, valid), reverse=reverse)
+        entry = state.current, state.adaptation
+        return last, (*kept, jax.tree.map(lambda s: s[None], entry))
+
+    length = chunk_length(xs, math.prod(state.membrane.shape[1:]))
+    last, kept = scan_in_chunks(
+        chunk, state, (xs, valid), chunk=length, reverse=reverse, in_place=True
+    )
+    return kept, last
+
+
+def _less_adaptation(d, state):
+    """By how much the potential exceeds the adaptation. The spike depends on nothing else, so
+    that the backward pass need not compute the adaptation if no constant is learned."""
+    if d.rho is None:
+        return state.membrane
+    return state.membrane - (d.strength * state.adaptation).astype(state.membrane.dtype)
+
+
+@spiking_scan.def_fwd
+def spiking_scan_fwd(w_in, bias, w_state, dynamics, xs, state, valid, *, reverse):
+    args = (w_in, bias, w_state, dynamics, xs, state, valid)
+    kept, last = _forward(*args, reverse, keeps_potentials=dynamics.threshold is not None)
+    return (kept[0], last), (*args, *kept)
+
+
+# The backward pass. A step is two functions: `integrate` gives the potentials, currents and
+# traces u', i', a', and `fire` the spikes s' = step(v'), where v' = u' - theta - gamma a'. Let
+# S, U, I, A be the cotangents of s', u', i', a', from later steps and from the output, and g
+# the slope of the surrogate at v'. Then
+#
+#     V = g S is the cotangent of v',    U += V,    A -= gamma V,
+#
+# and the transpose of `integrate`, which is linear, maps (U, I, A) to the cotangents of the
+# state before the step and of x. The cotangent of s gets V^T X for the recurrent connections.
+#
+# The slopes g do not depend on a cotangent: they are computed for all steps of a chunk at once.
+# Then a loop over the steps computes the cotangents. Then the gradients of weights, inputs and
+# constants are one matrix product, or one sum, for the chunk.
+@spiking_scan.def_bwd(symbolic_zeros=True)
+@compile_eager_calls
+def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
+    w_in, bias, w_state, d, xs, first, valid, ys, potentials, entries = residuals
+    ct_ys, ct_last = cts
+    dtype, weights = xs.dtype, (w_in, bias, w_state)
+    potentials = ys if potentials is None else potentials
+    carries_spikes = d.threshold is not None and (
+        w_state is not None
+        or d.rho is not None
+        or (d.reset != "none" and not d.detach_reset)
+        or valid is not None
+        or ct_last.spikes is not None
+    )
+    constant_sums = jax.tree.map(lambda p, c: zero_sum(c, p, ys), perturbed[3], d)
+    learns = bool(jax.tree.leaves(constant_sums))
+
+    def one(ct, inputs):
+        """From the cotangents of the state after a step to those before it."""
+        before, slope, ct_y, valid = inputs
+        ct_membrane, ct_adaptation, ct_spikes = ct.membrane, ct.adaptation, ct_y
+        if d.threshold is None:
+            ct_membrane = _add(ct_membrane, ct_y)
+        elif slope is not None:
+            if carries_spikes:
+                ct_spikes = _add(ct.spikes, ct_y)
+                slope = slope * ct_spikes
+            ct_membrane = ct_membrane + slope
+            if ct_adaptation is not None:
+                ct_adaptation = ct_adaptation - d.strength * slope
+        after = LIFState(None, ct_membrane, ct.current, ct_adaptation)
+        zero = jnp.zeros_like(ct_membrane)
+        ct_x, ct_before = jax.vjp(ft.partial(integrate, d), zero, before)[1](after)
+        if not carries_spikes:
+            ct_before = dataclasses.replace(ct_before, spikes=None)
+        elif w_state is not None:
+            through_weights = ct_before.spikes + ct_x @ w_state
+            ct_before = dataclasses.replace(ct_before, spikes=through_weights)
+        of_step = (after, ct_spikes if carries_spikes else None) if learns else None
+        of_step = jax.tree.map(lambda c: _where(valid, c, jnp.zeros_like(c)), (ct_x, of_step))
+        return _where(valid, ct_before, ct), of_step
+
+    def chunk(carry, inputs, entry):
+        ct_state, sums, constant_sums = carry
+        x, y, potential, ct_y, valid = inputs
+        ct_y = None if ct_y is None else ct_y.astype(dtype)
+        before, after = _states_of_chunk(d, y, potential, entry, first, valid, dtype, reverse)
+        slope = None
+        if d.threshold is not None:
+            slope = _of_each(_slope)(d, potential.astype(dtype))
+        ct_spikes = None if d.threshold is None or ct_y is None else _masked(ct_y, valid)
+        loop_ct = ct_y
+        if d.threshold is not None and not carries_spikes:
+            # One array for the loop to read, not two.
+            slope, loop_ct = None if ct_y is None else slope * ct_y, None
+        inputs = (before, slope, loop_ct, valid)
+        ct_state, (ct_x, of_steps) = jax.lax.scan(one, ct_state, inputs, reverse=not reverse)
+        sums = add_gradients(
+            sums,
+            (weight_gradient, ct_x, x),
+            (bias_gradient, ct_x),
+            (weight_gradient, ct_x, before.spikes),
+        )
+        if learns:
+            ct_after, carried = of_steps
+            cts = ct_after, carried if carries_spikes else ct_spikes
+            gradients = _constant_gradients(d, perturbed[3], before, after, cts)
+            add = lambda s, g: s + distribute_like(g, s, explicit_spec(s))
+            constant_sums = jax.tree.map(add, constant_sums, gradients)
+        if not perturbed[4]:
+            return (ct_state, sums, constant_sums), None
+        return (ct_state, sums, constant_sums), ct_x if w_in is None else matmul_steps(
+            ct_x, w_in
+        )
+
+    length = chunk_length(xs, math.prod(ys.shape[2:]))
+    init = ft.partial(chunk_init, chunk=length, reverse=reverse)
+    ct_spikes = first.spikes if carries_spikes else None
+    like = dataclasses.replace(first, spikes=ct_spikes)
+    zero = jnp.zeros_like(first.membrane, dtype)
+    last = jax.tree.map(
+        lambda s, ct: None if s is None else zero if ct is None else ct.astype(dtype),
+        like,
+        ct_last,
+        is_leaf=lambda x: x is None,
+    )
+    starts = None if first.spikes is None else init(ys, first.spikes)
+    entries = (starts, init(potentials, _less_adaptation(d, first)), *entries)
+    sums = [zero_sum(w, p, ys) for w, p in zip(weights, perturbed[:3], strict=True)]
+    (ct_state, sums, constant_sums), ct_xs = scan_in_chunks(
+        chunk,
+        (last, sums, constant_sums),
+        (xs, ys, potentials, ct_ys, valid),
+        entries,
+        chunk=length,
+        reverse=not reverse,
+        in_place=True,
+    )
+    return (*sums, constant_sums, ct_xs, ct_state, None)
+
+
+def _add(a: Any, b: Any) -> Any:
+    return a if b is None else a + b
+
+
+def _where(valid: Array | None, new: Any, old: Any) -> Any:
+    """The new arrays at the steps that count. The mask has the first axes of each."""
+    if valid is None:
+        return new
+    mask = lambda x: jnp.expand_dims(valid, range(valid.ndim, x.ndim))
+    return jax.tree.map(lambda n, o: jnp.where(mask(n), n, o), new, old)
+
+
+def _masked(x: Array, valid: Array | None) -> Array:
+    return _where(valid, x, jnp.zeros_like(x))
+
+
+def _of_each(fn):
+    """`fn(dynamics, state)`, which is a function of one step of one example, over a chunk."""
+    return jax.vmap(jax.vmap(fn, (None, 0)), (None, 0))
+
+
+def _states_of_chunk(d, y, potential, entry, first, valid, dtype, reverse):
+    """The states before and after each step, in the dtype of the computation. What is not used
+    of them is not computed."""
+    spikes, potential_before, current_before, adaptation_before = entry
+
+    def shift(s, first):
+        return shift_in(s.astype(dtype), first.astype(dtype), reverse=reverse)
+
+    spikes = None if d.threshold is None else shift(y, spikes)
+    before = LIFState(spikes, shift(potential, potential_before))
+    after = LIFState(None, potential.astype(dtype))
+    if d.rho is not None:
+
+        def one(a, inputs):
+            s, valid = inputs
+            new = _where(valid, d.rho * a + s, a)
+            return new, new
+
+        start = adaptation_before.astype(dtype)
+        adaptation = jax.lax.scan(one, start, (spikes, valid), reverse=reverse)[1]
+        add = lambda state, a: LIFState(state.spikes, state.membrane + d.strength * a, None, a)
+        before, after = add(before, shift(adaptation, start)), add(after, adaptation)
+    if d.alpha is not None:
+        # What was added to the potential, from the potentials before and after the step.
+        without = dataclasses.replace(d, alpha=None, rho=None)
+        current = after.membrane - integrate(without, 0.0, before).membrane
+        current = _where(valid, current, first.current.astype(dtype)[None])
+        before = dataclasses.replace(before, current=shift(current, current_before))
+    return before, after
+
+
+def _slope(d, potential):
+    of_potential = lambda u: fire(d, LIFState(None, u))
+    return jax.jvp(of_potential, (potential,), (jnp.ones_like(potential),))[1]
+
+
+def _constant_gradients(d, perturbed, before, after, cts):
+    """The gradients of the constants of a chunk, summed over its steps and examples."""
+    widen = lambda x: x.astype(sum_dtype(x.dtype)) if eqx.is_inexact_array(x) else x
+    d, before, after, (ct_after, ct_spikes) = jax.tree.map(widen, (d, before, after, cts))
+    learned, rest = eqx.partition(d, perturbed)
+    arrays, treedef = jax.tree.flatten(learned)
+    # Under `shard_map`, each device has a sum of its own.
+    learned = jax.tree.unflatten(treedef, vary_alike(arrays, after.membrane))
+
+    def outputs(learned):
+        d = eqx.combine(learned, rest)
+        new = integrate(d, 0.0, before)
+        return new if ct_spikes is None else (new, _of_each(fire)(d, after))
+
+    _, pull_back = jax.vjp(outputs, learned)
+    return pull_back(ct_after if ct_spikes is None else (ct_after, ct_spikes))[0]
+
+
+@spiking_scan.def_vmap
+def spiking_scan_vmap(axis_size, batched, *args, **options):
+    return vmap_into_batch(spiking_scan, axis_size, batched, args, **options)
