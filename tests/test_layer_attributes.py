@@ -58,7 +58,7 @@ PROJECTED = {"LSTM, projected": lambda **options: nn.LSTM(3, 4, proj_size=2, **o
 
 
 def test_leaves_of_a_projected_cell_are_arrays():
-    cell = PROJECTED["LSTM, projected"](key=jr.key(0)).to_cell()
+    cell = PROJECTED["LSTM, projected"](key=jr.key(0)).cells[0][0]
     assert all(map(eqx.is_array, jax.tree.leaves(cell)))
 
 

@@ -362,7 +362,7 @@ def loss_of(network, xs):
 def test_L1_gradient_flow_of_recurrent_layers(name, getkey):
     network = Network(GATED[name](3, 4, key=getkey()), eqx.nn.Linear(4, 2, key=getkey()))
     xs = jr.normal(getkey(), (6, 3))
-    want = norms_of_states(network.rnn.to_cell(), network.readout, xs)
+    want = norms_of_states(network.rnn.cells[0][0], network.readout, xs)
     flow = eqg.gradient_flow(loss_of, network, xs)
     assert list(flow) == ["rnn", "readout"]
     assert flow["readout"].shape == (1,)
@@ -590,7 +590,7 @@ def test_L10_proj_size(getkey):
     with jax.enable_x64(True):
         lstm = nn.LSTM(3, 5, proj_size=2, dtype="float64", key=getkey())
         xs = jr.normal(getkey(), (7, 3), "float64")
-        cell = lstm.to_cell()
+        cell = lstm.cells[0][0]
         weights = (cell.weight_ih, cell.weight_hh, cell.bias, cell.weight_hr)
         assert [w.shape for w in weights] == [(20, 3), (20, 2), (20,), (2, 5)]
         ys, (h, c) = lstm(xs)
@@ -598,7 +598,7 @@ def test_L10_proj_size(getkey):
         for got, expected in zip((ys, h, c), want, strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-12)
         # Finite differences of these formulas.
-        grads = eqx.filter_grad(lambda lstm: jnp.sum(jnp.sin(lstm(xs)[0])))(lstm).to_cell()
+        grads = eqx.filter_grad(lambda lstm: jnp.sum(jnp.sin(lstm(xs)[0])))(lstm).cells[0][0]
         loss = lambda *w: np.sum(np.sin(projected_lstm(w, xs, np.zeros(2), np.zeros(5))[0]))
         for k, name in enumerate(("weight_ih", "weight_hh", "bias", "weight_hr")):
             direction = np.asarray(jr.normal(getkey(), weights[k].shape, "float64"))
@@ -639,7 +639,7 @@ def test_L10_proj_size_against_autodiff_of_its_cell(reverse, getkey):
         lstm = nn.LSTM(3, 5, proj_size=2, reverse=reverse, dtype="float64", key=getkey())
         zero = jnp.zeros(2, "float64"), jnp.zeros(5, "float64")
         loop = nn.Recurrent(
-            lstm.to_cell(), initial_state=zero, checkpoint=None, reverse=reverse
+            lstm.cells[0][0], initial_state=zero, checkpoint=None, reverse=reverse
         )
         xs = jr.normal(getkey(), (4, 130, 3), "float64")
         state = tuple(jr.normal(getkey(), (4, n), "float64") for n in (2, 5))
@@ -746,7 +746,7 @@ def test_L10_proj_size_is_that_of_torch():
         loss = lambda args: jnp.sum(jnp.sin(args[0](args[1])[0]))
         grad, grad_xs = eqx.filter_grad(loss)((lstm, jnp.array(xs)))
         np.testing.assert_allclose(grad_xs, ct_xs, rtol=1e-10)
-        np.testing.assert_allclose(grad.to_cell().weight_hr, ct_w_hr, rtol=1e-10)
+        np.testing.assert_allclose(grad.cells[0][0].weight_hr, ct_w_hr, rtol=1e-10)
 
 
 # ---------------------------------------------------------------- L10: calibration

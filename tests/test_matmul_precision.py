@@ -146,7 +146,7 @@ def gradient_of(name, is_layer):
     def loss(arrays, xs):
         cell = eqx.combine(arrays, static)
         if is_layer:
-            ys = getattr(nn, name).from_cell(cell, time_major=True)(xs)[0]
+            ys = nn.Recurrent(cell, time_major=True)(xs)[0]
         else:
             zero = jnp.zeros((2, 8))
             state = (zero, zero) if name == "LSTM" else zero

@@ -17,7 +17,7 @@ import jaxtyping
 import pytest
 from eqx_grads import RuleError
 from eqx_grads._jaxprs.structure import equations, holds, inner_programs, Scan, structure
-from eqx_grads.nn._recurrent import gru_vjp, lstm_vjp, rnn_vjp
+from eqx_grads.nn._recurrent import split_scan as rule
 
 from .helpers import assert_close, checking_leaks
 from .rules.recurrent import loss, losses_of_one_output, reference
@@ -40,11 +40,9 @@ def chunks(monkeypatch, request):
     batch compute for a chunk at once or step by step is chosen here."""
     at_once = request.param == "at once"
     of_two = lambda xs, hidden: min(2, xs.shape[0])
-    for rule in (gru_vjp, lstm_vjp, rnn_vjp):
-        monkeypatch.setattr(rule, "chunk_length", of_two)
-        monkeypatch.setattr(rule, "forward_chunk", of_two if at_once else lambda *_: None)
-    for rule in (gru_vjp, lstm_vjp):
-        monkeypatch.setattr(rule, "is_small", lambda h: at_once)
+    monkeypatch.setattr(rule, "chunk_length", of_two)
+    monkeypatch.setattr(rule, "forward_chunk", of_two if at_once else lambda *_: None)
+    monkeypatch.setattr(rule, "is_small", lambda h: at_once)
 
 
 @pytest.fixture
@@ -264,21 +262,22 @@ def test_memory(make_layer, gates, states, getkey):
     layer = make_layer(16, 32, time_major=True, key=getkey())
     xs = jnp.ones((256, 16, 16))
     zero = jax.tree.map(jnp.zeros_like, layer(xs)[1])
-    plain = temp_bytes(lambda cell, xs: plain_scan(cell, xs, zero), layer.to_cell(), xs)
+    plain = temp_bytes(lambda cell, xs: plain_scan(cell, xs, zero), layer.cells[0][0], xs)
     for keep, bound in (("gates", gates), ("states", states)):
-        run = lambda cell, xs, k=keep: make_layer.from_cell(cell, keep=k, time_major=True)(xs)[
-            0
-        ]
-        assert temp_bytes(run, layer.to_cell(), xs) < bound * plain
+        checkpoint = {"gates": None, "states": "replay"}[keep]
+        run = lambda cell, xs, c=checkpoint: nn.Recurrent(cell, checkpoint=c, time_major=True)(
+            xs
+        )[0]
+        assert temp_bytes(run, layer.cells[0][0], xs) < bound * plain
 
 
 @pytest.mark.cost
 @pytest.mark.parametrize("name", ["GRU, gates", "GRU, states", "LSTM, gates"])
 def test_memory_at_any_number_of_steps(name, getkey):
     """146 = 2 * 73, 201 = 3 * 67, and 193 is a prime, and one more than 12 * 16."""
-    make_layer, keep = LAYERS[name].func, LAYERS[name].keywords
-    cell = LAYERS[name](32, 96, key=getkey()).to_cell()
-    last = lambda cell, xs: jax.tree.leaves(make_layer.from_cell(cell, **keep)(xs)[1])[0]
+    checkpoint = {"gates": None, "states": "replay"}[LAYERS[name].keywords["keep"]]
+    cell = LAYERS[name](32, 96, key=getkey()).cells[0][0]
+    last = lambda cell, xs: jax.tree.leaves(nn.Recurrent(cell, checkpoint=checkpoint)(xs)[1])[0]
     bytes_of_a_step = {
         steps: temp_bytes(last, cell, jnp.ones((32, steps, 32))) / steps
         for steps in (144, 146, 192, 193, 201)
@@ -340,7 +339,7 @@ def test_no_step_and_one_step(name, steps, getkey):
     if steps == 0:
         assert_close(end, state, tolerance=1e-10)
     else:
-        assert_close(end, jax.vmap(layer.to_cell())(xs[:, 0], state), tolerance=1e-6)
+        assert_close(end, jax.vmap(layer.cells[0][0])(xs[:, 0], state), tolerance=1e-6)
     grads = eqx.filter_grad(loss(lambda layer, xs, state: layer(xs, state)))((layer, xs, state))
     assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads))
     if steps == 0:
@@ -410,10 +409,6 @@ def test_a_cell_of_half_precision_with_wider_inputs(getkey):
         (lambda key: nn.GRU(3, 4, keep="all", key=key), "(?s)`keep` is 'all'.*'states'"),
         (lambda key: nn.LSTM(0, 4, key=key), "(?s)not a positive integer.*`input_size` is 0"),
         (lambda key: nn.RNN(3, 4, activation="gelu", key=key), "`activation` is 'gelu'"),
-        (
-            lambda key: nn.GRU.from_cell(eqx.nn.LSTMCell(3, 4, key=key)),
-            "it is a `LSTMCell`, and has to be a `GRUCell`",
-        ),
     ],
 )
 def test_bad_options(make, message, getkey):
@@ -424,7 +419,7 @@ def test_bad_options(make, message, getkey):
 @pytest.mark.thorough
 def test_layouts(getkey):
     layer, xs, state = make(getkey, "LSTM, gates", dtype="float32")
-    time_major = nn.LSTM.from_cell(layer.to_cell(), time_major=True)
+    time_major = nn.Recurrent(layer.cells[0][0], time_major=True)
     ys, end = time_major(jnp.swapaxes(xs, 0, 1), state)
     assert_close((jnp.swapaxes(ys, 0, 1), end), layer(xs, state), tolerance=1e-10)
     one = layer(xs[0], jax.tree.map(lambda s: s[0], state))
@@ -448,7 +443,7 @@ def test_one_input_column(layer, cell, getkey):
 
     total = lambda run: jnp.sum(jnp.sin(run))
     expected = eqx.filter_grad(lambda c: total(jax.vmap(ft.partial(plain, c))(xs)))(cell)
-    grad = eqx.filter_grad(lambda c: total(layer.from_cell(c)(xs)[0]))(cell)
+    grad = eqx.filter_grad(lambda c: total(nn.Recurrent(c)(xs)[0]))(cell)
     assert_close(grad.weight_ih, expected.weight_ih)
 
 
@@ -538,10 +533,13 @@ def test_any_cell(checkpoint, getkey):
 
 @pytest.mark.parametrize("make_layer", [nn.GRU, nn.LSTM, nn.RNN])
 def test_the_same_numbers_as_the_cell(make_layer, getkey):
-    cell = make_layer(3, 4, key=getkey()).to_cell()
-    xs = jr.normal(getkey(), (7, 3))
-    assert_close(make_layer.from_cell(cell)(xs), nn.Recurrent(cell)(xs), tolerance=2e-6)
-    assert eqx.tree_equal(make_layer.from_cell(cell).to_cell(), cell)
+    """With any number for `checkpoint`, the cell is called, in a scan."""
+    layer, xs = make_layer(3, 4, key=getkey()), jr.normal(getkey(), (7, 3))
+    cell = layer.cells[0][0]
+    called = nn.Recurrent(cell, checkpoint=2)
+    assert_close(layer(xs), called(xs), tolerance=2e-6)
+    programs = {str(jax.make_jaxpr(l)(xs)) for l in (layer, nn.Recurrent(cell), called)}
+    assert len(programs) == 2
 
 
 class TestErrors:
@@ -654,14 +652,7 @@ class TestErrors:
         with pytest.raises(RuleError, match=r"A sequence of numbers is `xs\[\.\.\., None\]`"):
             layer(jnp.ones((2, 5)))
 
-    def test_several_cells(self, getkey):
-        cells = [eqx.nn.GRUCell(3, 4, key=getkey()) for _ in range(2)]
-        with pytest.raises(RuleError, match=r"it is a `list`(?s:.)*`eqx.tree_at\("):
-            nn.GRU.from_cell(cells)
-
     def test_cells_and_sizes(self, getkey):
-        with pytest.raises(RuleError, match="was asked for one of 2 cells"):
-            nn.GRU(3, 4, num_layers=2, key=getkey()).to_cell()
         with pytest.raises(RuleError, match="`num_layers` is 0"):
             nn.GRU(3, 4, num_layers=0, key=getkey())
         with pytest.raises(

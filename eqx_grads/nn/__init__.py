@@ -32,11 +32,10 @@ from ._quantized.quantizers import (
 )
 from ._quantized.report import QuantizationReport as QuantizationReport
 from ._quantized.vector_quantizer import VectorQuantizer as VectorQuantizer
-from ._recurrent.any_cell import Recurrent as Recurrent
-from ._recurrent.gru import GRU as GRU
-from ._recurrent.lstm import LSTM as LSTM
+from ._recurrent.gated import GRU as GRU, LSTM as LSTM, RNN as RNN
+from ._recurrent.gated_cells import RNNCell as RNNCell
 from ._recurrent.outputs import Outputs as Outputs
-from ._recurrent.rnn import RNN as RNN, RNNCell as RNNCell
+from ._recurrent.recurrent import Recurrent as Recurrent
 from ._spiking.cell import LIFCell as LIFCell
 from ._spiking.dynamics import LIFState as LIFState
 from ._spiking.layers import LI as LI, LIF as LIF

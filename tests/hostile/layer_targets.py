@@ -69,7 +69,7 @@ STACK = {
 SIZES = {"input_size": (2, size), "hidden_size": SIZE}
 OUTPUT_SIZES = {"input_size": (2, size), "output_size": SIZE, "state_size": (4, size)}
 METHOD = {"method": ("auto", one_of("auto", "scan", "associative"))}
-KEEP = {"keep": ("gates", one_of("gates", "states"))}
+KEEP = {"keep": ("gates", one_of("auto", "gates", "states"))}
 BIAS = {"use_bias": YES}
 ACTIVATION = ("tanh", one_of("tanh", "relu"))
 FUNCTION = (None, optional(sine))
@@ -111,6 +111,7 @@ target(
     "nn.Recurrent",
     nn.Recurrent,
     cell=(nn.RNNCell(2, 3, key=KEY), of_type(nn.RNNCell)),
+    learn_initial_state=FLAG,
     initial_state=(jnp.zeros(3), anything),
     output=FUNCTION,
     checkpoint=(
@@ -181,21 +182,6 @@ target(
     x=(jnp.ones(2), shaped(numbers, 2)),
     h=(jnp.ones(3), shaped(numbers, 3)),
 )
-_CELLS = {
-    "GRU": eqx.nn.GRUCell(2, 3, key=KEY),
-    "LSTM": eqx.nn.LSTMCell(2, 3, key=KEY),
-    "RNN": nn.RNNCell(2, 3, key=KEY),
-}
-for _name, _cell in _CELLS.items():
-    target(
-        f"nn.{_name}.from_cell",
-        getattr(nn, _name).from_cell,
-        cell=(_cell, of_type(type(_cell))),
-        reverse=FLAG,
-        time_major=FLAG,
-        learn_initial_state=FLAG,
-    )
-
 # ---------------------------------------------------------------- spiking
 
 DECAY = (0.9, lambda x: _neurons(x) and (isinstance(x, jax.Array) or _is_decay(x)))

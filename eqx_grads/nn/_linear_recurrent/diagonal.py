@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,7 +14,6 @@ from ..._rules.explicit_sharding import gathered
 from ..._tangent_spaces import promote
 from .._argument_checks import check_real
 from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import zero_states
 from .gates import matmul_f32, run_recurrence
 
 
@@ -34,6 +34,10 @@ class AbstractDiagonalCell(eqx.Module):
     def factors(self, dtype) -> tuple[Array, Array, float]:
         """`a`, `s` and `c`, computed in this real dtype."""
 
+    def initial_state(self) -> Array:
+        weight = self.weight_in
+        return jnp.zeros(weight.shape[1], promote([weight, jnp.complex64]))
+
 
 class AbstractDiagonal(AbstractRecurrent):
     """A recurrent layer of diagonal cells."""
@@ -50,10 +54,6 @@ class AbstractDiagonal(AbstractRecurrent):
         if parts is None:
             return None
         return jax.lax.complex(*parts.astype(promote([parts, jnp.float32])))
-
-    def _zero_state(self):
-        weight = self.cells[0][0].weight_in
-        return jnp.zeros(weight.shape[1], promote([weight, jnp.complex64]))
 
     def _run_cell(self, cell, xs, state, valid, reverse):
         check_real(type(self).__name__, cell, xs)
@@ -82,8 +82,8 @@ def make_skip(key, input_size, output_size, dtype):
     return jr.normal(key, (output_size, input_size), dtype) * input_size**-0.5
 
 
-def zero_parts(cells, dtype) -> Float[Array, "2 ..."]:
-    """Real and imaginary parts of the first states of all cells, which are zero."""
-    size = cells[0][0].weight_in.shape[1]
-    zero = zero_states(jnp.zeros(size, dtype), len(cells) * len(cells[0]))
-    return jnp.stack([zero, zero])
+def as_parts(state: Array | None, dtype: Any) -> Float[Array, "2 ..."] | None:
+    """Real and imaginary parts of a first state that is learned."""
+    if state is None:
+        return None
+    return jnp.stack([jnp.real(state), jnp.imag(state)]).astype(dtype)

@@ -27,6 +27,9 @@ class LinearGates(eqx.Module):
         self.input_size = input_size
         self.hidden_size = hidden_size
 
+    def initial_state(self) -> Array:
+        return jnp.zeros(self.hidden_size, self.weight.dtype)
+
 
 def gate_inputs(cell: LinearGates, xs: Array) -> list[Array]:
     """The arguments of each gate for all steps, in single precision at least."""

@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
@@ -19,11 +19,10 @@ from .._argument_checks import (
     check_callable,
     check_numbers,
     check_option,
-    check_stack,
 )
 from .._dtypes import layer_dtype
-from .._recurrent.stack import make_cells, Stack
-from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_skip, zero_parts
+from .._recurrent.stack import make_stack, Stack, StackOptions
+from .diagonal import AbstractDiagonal, AbstractDiagonalCell, as_parts, make_skip
 
 
 class LRUCell(AbstractDiagonalCell):
@@ -156,15 +155,10 @@ class LRU(AbstractDiagonal):
         r_max: float = 1.0,
         max_phase: float = 2 * np.pi,
         activation: Callable[[Array], Array] | None = None,
-        num_layers: int = 1,
-        bidirectional: bool = False,
-        dropout: float = 0.0,
-        learn_initial_state: bool = False,
         method: str = "auto",
-        reverse: bool = False,
-        time_major: bool = False,
         dtype: Any = None,
         key: Key[Array, ""],
+        **options: Unpack[StackOptions],
     ):
         r"""**Arguments:**
 
@@ -187,15 +181,6 @@ class LRU(AbstractDiagonal):
             output_size=output_size,
             state_size=state_size,
         )
-        check_stack(
-            "LRU",
-            num_layers=num_layers,
-            bidirectional=bidirectional,
-            dropout=dropout,
-            learn_initial_state=learn_initial_state,
-            reverse=reverse,
-            time_major=time_major,
-        )
         check_option("LRU", "method", method, METHODS)
         check_callable("LRU", "activation", activation)
         check_numbers("LRU", r_min=r_min, r_max=r_max, max_phase=max_phase)
@@ -214,8 +199,9 @@ class LRU(AbstractDiagonal):
             max_phase=float(max_phase),
             dtype=dtype,
         )
-        self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
-        self.initial_parts = zero_parts(self.cells, dtype) if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major, self.cells)
+        self.cells, first, self.stack = make_stack(
+            "LRU", make, input_size, output_size, key, **options
+        )
+        self.initial_parts = as_parts(first, dtype)
         self.activation = activation
         self.method = method

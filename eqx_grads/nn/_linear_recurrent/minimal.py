@@ -2,19 +2,19 @@
 
 import abc
 import functools as ft
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from ..._control_flow.linear_recurrence import METHODS
+from ..._errors import check_flags
 from ..._tangent_spaces import promote
-from .._argument_checks import as_sizes, check_option, check_real, check_stack
+from .._argument_checks import as_sizes, check_option, check_real
 from .._dtypes import layer_dtype
 from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import make_cells, Stack
+from .._recurrent.stack import make_stack, Stack, StackOptions
 from .gates import gate_inputs, LinearGates, run_recurrence
 
 
@@ -27,10 +27,6 @@ class AbstractMinimal(AbstractRecurrent):
     @abc.abstractmethod
     def _coefficients(self, gates: list[Array]) -> tuple[Array, Array]:
         """`a` and `b`, given the arguments of the gates."""
-
-    def _zero_state(self):
-        cell = self.cells[0][0]
-        return jnp.zeros(cell.hidden_size, cell.weight.dtype)
 
     def _run_cell(self, cell, xs, state, valid, reverse):
         check_real(type(self).__name__, cell, xs, state)
@@ -119,16 +115,11 @@ class MinGRU(AbstractMinimal):
         input_size: int,
         hidden_size: int,
         *,
-        num_layers: int = 1,
-        bidirectional: bool = False,
-        dropout: float = 0.0,
         use_bias: bool = True,
-        learn_initial_state: bool = False,
         method: str = "auto",
-        reverse: bool = False,
-        time_major: bool = False,
         dtype: Any = None,
         key: Key[Array, ""],
+        **options: Unpack[StackOptions],
     ):
         """**Arguments:**
 
@@ -141,23 +132,14 @@ class MinGRU(AbstractMinimal):
         input_size, hidden_size = as_sizes(
             "MinGRU", input_size=input_size, hidden_size=hidden_size
         )
-        check_stack(
-            "MinGRU",
-            num_layers=num_layers,
-            use_bias=use_bias,
-            bidirectional=bidirectional,
-            dropout=dropout,
-            learn_initial_state=learn_initial_state,
-            reverse=reverse,
-            time_major=time_major,
-        )
+        check_flags("MinGRU", use_bias=use_bias)
         check_option("MinGRU", "method", method, METHODS)
         dtype = layer_dtype("MinGRU", dtype)
-        options = {"n_gates": 2, "use_bias": use_bias, "dtype": dtype}
-        make = ft.partial(LinearGates, hidden_size=hidden_size, **options)
-        self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
-        self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major, self.cells)
+        gates = {"n_gates": 2, "use_bias": use_bias, "dtype": dtype}
+        make = ft.partial(LinearGates, hidden_size=hidden_size, **gates)
+        self.cells, self.initial_state, self.stack = make_stack(
+            "MinGRU", make, input_size, hidden_size, key, **options
+        )
         self.method = method
 
     def _coefficients(self, gates):
@@ -226,16 +208,11 @@ class MinLSTM(AbstractMinimal):
         input_size: int,
         hidden_size: int,
         *,
-        num_layers: int = 1,
-        bidirectional: bool = False,
-        dropout: float = 0.0,
         use_bias: bool = True,
-        learn_initial_state: bool = False,
         method: str = "auto",
-        reverse: bool = False,
-        time_major: bool = False,
         dtype: Any = None,
         key: Key[Array, ""],
+        **options: Unpack[StackOptions],
     ):
         """**Arguments:**
 
@@ -244,23 +221,14 @@ class MinLSTM(AbstractMinimal):
         input_size, hidden_size = as_sizes(
             "MinLSTM", input_size=input_size, hidden_size=hidden_size
         )
-        check_stack(
-            "MinLSTM",
-            num_layers=num_layers,
-            use_bias=use_bias,
-            bidirectional=bidirectional,
-            dropout=dropout,
-            learn_initial_state=learn_initial_state,
-            reverse=reverse,
-            time_major=time_major,
-        )
+        check_flags("MinLSTM", use_bias=use_bias)
         check_option("MinLSTM", "method", method, METHODS)
         dtype = layer_dtype("MinLSTM", dtype)
-        options = {"n_gates": 3, "use_bias": use_bias, "dtype": dtype}
-        make = ft.partial(LinearGates, hidden_size=hidden_size, **options)
-        self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
-        self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major, self.cells)
+        gates = {"n_gates": 3, "use_bias": use_bias, "dtype": dtype}
+        make = ft.partial(LinearGates, hidden_size=hidden_size, **gates)
+        self.cells, self.initial_state, self.stack = make_stack(
+            "MinLSTM", make, input_size, hidden_size, key, **options
+        )
         self.method = method
 
     def _coefficients(self, gates):

@@ -1,4 +1,4 @@
-"""Run any cell over time and batch, one call for each step."""
+"""Run a cell over time and batch: by a backward pass of its own, or one call for each step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +9,55 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ..._control_flow import compile_eager_calls
+from ..._control_flow.called_cells import cells_are_called
 from ..._control_flow.scan import filter_scan
 from ..._errors import place_of, rule_error, show_tree
 from ..._errors.trees import mirror, mirror_of
-from ..._rules.explicit_sharding import explicit_spec, sharding_like
-from ..._tangent_spaces import is_differentiable, promote
+from ..._rules.explicit_sharding import explicit_spec, gathered_leaves, sharding_like
+from ..._tangent_spaces import promote
+
+
+_FAST_PATHS: dict[type, Callable[..., tuple[Array, PyTree]]] = {}
+
+
+def fast_path(*types: type) -> Callable[[Any], Any]:
+    """Register `run(cell, xs, state, valid, reverse, keep)` for cells of exactly these types:
+    a subclass may have another step."""
+
+    def register(run):
+        _FAST_PATHS.update(dict.fromkeys(types, run))
+        return run
+
+    return register
+
+
+def run_cell(
+    cell: Any,
+    xs: Array,
+    state: PyTree,
+    valid: Array | None,
+    reverse: bool,
+    keep: str | None = "auto",
+    *,
+    output: Callable[[PyTree], Any] | None = None,
+    checkpoint: int | str | None = "auto",
+) -> tuple[PyTree, PyTree]:
+    """All outputs, `(time, batch, ...)`, and the last state, by the fast path of this cell if
+    it has one. `keep` is what that path keeps for its backward pass: "gates", "states", or
+    "auto"; with `None` the cell is called at each step, and so it is with an `output`."""
+    fast = _FAST_PATHS.get(type(cell))
+    arrays = list(filter(eqx.is_inexact_array, jax.tree.leaves((cell, xs, state))))
+    is_fast = fast is not None and keep is not None and output is None
+    if not is_fast or any(map(jnp.iscomplexobj, arrays)):
+        options = {"output": output, "checkpoint": checkpoint}
+        return scan_cell(cell, xs, state, valid, reverse, **options)
+    if cells_are_called():
+        # In the common dtype, as the rules compute.
+        dtype = promote([*arrays, xs])
+        cast = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
+        cell, state = jax.tree.map(cast, (cell, state))
+        return scan_cell(cell, xs.astype(dtype), state, valid, reverse)
+    return fast(gathered_leaves(cell), xs, state, valid, reverse, keep)
 
 
 def scan_cell(
@@ -28,8 +72,7 @@ def scan_cell(
 ) -> tuple[PyTree, PyTree]:
     """All outputs, and the last state. `output` is a function of the state, by default its
     first array."""
-    options = reverse, checkpoint
-    return _scan_cell(cell, output, xs, state, valid, *options)
+    return _scan_cell(cell, output, xs, state, valid, reverse, checkpoint)
 
 
 @compile_eager_calls
@@ -38,7 +81,7 @@ def _scan_cell(cell, output, xs, state, valid, reverse, checkpoint):
         x, valid = inputs
         new = jax.vmap(lambda x, s: cell(x, s))(x, state)
         if valid is not None:
-            mask = lambda s: valid.reshape(-1, *(1,) * (s.ndim - 1))
+            mask = lambda s: jnp.expand_dims(valid, range(1, s.ndim))
             new = jax.tree.map(lambda n, s: jnp.where(mask(n), n, s), new, state)
         if output is None:
             return new, jax.tree.leaves(new)[0]
@@ -47,18 +90,6 @@ def _scan_cell(cell, output, xs, state, valid, reverse, checkpoint):
     state = _first_state(cell, step, state, (xs, valid))
     last, ys = filter_scan(step, state, (xs, valid), reverse=reverse, checkpoint=checkpoint)
     return ys, last
-
-
-def scan_gated_cell(
-    cell: Any, xs: Array, state: PyTree, valid: Array | None, reverse: bool
-) -> tuple[PyTree, PyTree]:
-    """`scan_cell` in the common dtype of cell, inputs and state, as the rules of GRU, LSTM and
-    RNN compute."""
-    arrays = [x for x in jax.tree.leaves((cell, xs, state)) if eqx.is_array(x)]
-    dtype = promote(arrays)
-    cast = lambda x: x.astype(dtype) if is_differentiable(x) else x
-    cell, xs, state = jax.tree.map(cast, (cell, xs, state))
-    return scan_cell(cell, xs.astype(dtype), state, valid, reverse)
 
 
 def _type_of_step(x: Array) -> jax.ShapeDtypeStruct:

@@ -1,25 +1,30 @@
-"""The interface of a recurrent layer: how it is called, conversion from and to one cell."""
+"""What recurrent layers share: how they are called."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Inexact, Integer, Key, Num, PyTree
 
 from ..._control_flow.called_cells import AbstractCellLayer
-from ..._errors import check_flags, name_of, rule_error, type_of
+from ..._errors import check_flags, rule_error, type_of
 from ..._rules.explicit_sharding import explicit_spec, gathered_leaves
 from ..._rules.float_args import check_key
-from .stack import check_cells, first_states, last_states, Stack, valid_steps, zero_states
+from .padding import valid_steps, zero_padding
+from .stack import check_cells, Stack
+from .states import first_states, last_states, zero_states
 
 
 class AbstractRecurrent(AbstractCellLayer):
-    """A layer that runs cells over time: one for each layer of a stack and direction."""
+    """A layer that runs cells over time: one for each layer of a stack and direction.
+
+    A step of an input has one axis, or as many as the `input_size` of the cells if that is a
+    tuple. `cells`, `initial_state` (`None` unless it is learned) and `stack` are what
+    `make_stack` returns.
+    """
 
     _cell_types: eqx.AbstractClassVar[tuple[type, ...]]
 
@@ -30,13 +35,9 @@ class AbstractRecurrent(AbstractCellLayer):
     @abc.abstractmethod
     def _run_cell(
         self, cell: Any, xs: Array, state: PyTree, valid: Array | None, reverse: bool
-    ) -> tuple[Array, PyTree]:
-        """All outputs, `(time, batch, out)`, and the last state."""
-
-    @abc.abstractmethod
-    def _zero_state(self) -> PyTree:
-        """The initial state of one cell for one example, unless one is learned. `None` if
-        it is not known, and has to be given."""
+    ) -> tuple[PyTree, PyTree]:
+        """All outputs, `(time, batch, ...)`, and the last state. `valid` is the `(time, batch)`
+        mask of the steps that count, or `None`: at all others the state does not change."""
 
     @property
     def dropout(self) -> eqx.nn.Dropout:
@@ -53,9 +54,18 @@ class AbstractRecurrent(AbstractCellLayer):
         """Whether a batch is `(time, batch, in)`."""
         return self.stack.time_major
 
-    def _zero_states(self) -> PyTree:
-        """The initial state of all cells, unless one is learned."""
-        return zero_states(self._zero_state(), sum(map(len, self.cells)))
+    def _is_batch(self, xs: Array) -> bool:
+        """Whether these are the inputs of a batch, and not of one sequence."""
+        axes = _input_axes(self.cells[0][0])
+        if xs.ndim not in (axes + 1, axes + 2):
+            step = "in" if axes == 1 else "*input_size"
+            raise rule_error(
+                f"`{type(self).__name__}` was given `xs` with {xs.ndim} axes.",
+                f"`xs` is {type_of(xs)}",
+                do=f"Pass `(time, {step})` or a batch of sequences, and `jax.vmap` for more "
+                "axes. One step is `xs[None]`, and a sequence of numbers `xs[:, None]`.",
+            )
+        return xs.ndim == axes + 2
 
     def __call__(
         self,
@@ -108,35 +118,33 @@ class AbstractRecurrent(AbstractCellLayer):
                 "`ys, state` of another recurrent layer, as in `equinox.nn.Sequential`, pass "
                 "on the outputs only: `eqx_grads.nn.Outputs` of that layer returns them.",
             )
-        if xs.ndim not in (2, 3):
-            raise rule_error(
-                f"`{name}` was given `xs` with {xs.ndim} axes.",
-                f"`xs` is {type_of(xs)}",
-                do="Pass `(time, in)` or a batch of sequences, and `jax.vmap` for more axes. "
-                "One step is `xs[None]`, and a sequence of numbers `xs[:, None]`.",
-            )
-        check_cells(name, self.cells, self.stack.directions, self._cell_types)
+        check_cells(name, self.cells, self._cell_types)
+        is_batch = self._is_batch(xs)
         if inference is not None:
             check_flags(name, inference=inference)
         if len(self.cells) > 1 and self.stack.drops(inference):
             _check_dropout_key(name, self.dropout.p, key)
-        is_batch = xs.ndim == 3
-        xs = self.stack.time_first(xs)
+        xs = self.stack.time_first(xs, is_batch)
         valid = valid_steps(name, lengths, xs, is_batch)
-        if valid is not None:
-            # The padding may hold anything, NaN included.
-            xs = jnp.where(valid[:, :, None], xs, jnp.zeros((), xs.dtype))
-        learned, cells = gathered_leaves(self.initial_state), self.cells
+        xs = zero_padding(xs, valid)  # which may hold anything, NaN included
+        first, cells = gathered_leaves(self.initial_state), self.cells
         if any(explicit_spec(xs)):
             # The mesh axis of the batch can't be that of the units as well.
             cells = gathered_leaves(cells)
-        default = self._zero_states() if learned is None else learned
-        n_cells = sum(map(len, self.cells))
-        states = first_states(name, state, default, n_cells, xs, is_batch)
+        if first is None:
+            first = zero_states(name, cells)
+        states = first_states(name, state, first, sum(map(len, cells)), xs, is_batch)
         ys, states = self.stack.run(
             self._run_cell, cells, xs, states, valid, key=key, inference=inference
         )
         return self.stack.as_given(ys, is_batch), last_states(states, is_batch)
+
+
+def _input_axes(cell: Any) -> int:
+    """The number of axes of the input of one step. A neuron without input weights has as many
+    inputs as it has neurons."""
+    size = getattr(cell, "input_size", getattr(cell, "hidden_size", None))
+    return len(size) if isinstance(size, tuple) else 1
 
 
 def _check_dropout_key(layer, probability, key):
@@ -148,39 +156,3 @@ def _check_dropout_key(layer, probability, key):
             "dropout, call `layer(xs, inference=True)`, or `equinox.nn.inference_mode(model)`.",
         )
     check_key(layer, key)
-
-
-_SEVERAL_CELLS = (
-    "Of several cells, make a layer with `num_layers=` or `bidirectional=`, and replace its "
-    "own: `eqx.tree_at(lambda layer: layer.cells, layer, cells)`, where `cells[i]` is a tuple "
-    "of the cells of layer `i`, one for each direction."
-)
-
-
-def layer_from_cell(make: Callable[..., Any], cell: Any, expected: type, **options: Any) -> Any:
-    """The layer `make(...)` that runs one given cell."""
-    if not isinstance(cell, expected):
-        raise rule_error(
-            f"`{name_of(make)}.from_cell` was given another cell than it runs.",
-            f"it is a `{type(cell).__name__}`, and has to be a `{expected.__name__}`",
-            do="`eqx_grads.nn.Recurrent` runs any cell." if callable(cell) else _SEVERAL_CELLS,
-        )
-    dtype = cell.weight_hh.dtype
-    layer = make(1, cell.hidden_size, dtype=dtype, key=jr.key(0), **options)
-    return eqx.tree_at(lambda layer: layer.cells, layer, ((cell,),))
-
-
-def single_cell(layer: AbstractRecurrent) -> Any:
-    """The only cell of a layer."""
-    cells = [cell for stage in layer.cells for cell in stage]
-    if len(cells) != 1:
-        raise rule_error(
-            f"`{type(layer).__name__}.to_cell` was asked for one of {len(cells)} cells.",
-            do="They are in `cells[layer][direction]`.",
-        )
-    return cells[0]
-
-
-def zero_hidden(cell: Any) -> Array:
-    """A hidden state of zeros, in the dtype of the cell's weights."""
-    return jnp.zeros(cell.hidden_size, cell.weight_hh.dtype)

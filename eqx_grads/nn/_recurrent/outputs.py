@@ -7,6 +7,7 @@ from jaxtyping import Array, Key, Num
 
 from ..._errors import check_flags, rule_error
 from .layer import AbstractRecurrent
+from .stack import CHANNELS
 
 
 class Outputs(eqx.Module):
@@ -88,13 +89,15 @@ class Outputs(eqx.Module):
         ys, _ = self.layer(xs, key=key)
         if not self.last:
             return ys
-        axis = 1 if xs.ndim == 3 and not self.layer.time_major else 0
+        is_batch = self.layer._is_batch(xs)
+        axis = 1 if is_batch and not self.layer.time_major else 0
+        channels = CHANNELS if is_batch else CHANNELS - 1
         ends = (-1, 0) if not self.layer.reverse else (0, -1)
         n_directions = len(self.layer.cells[-1])
 
         def last_output(y):
-            parts = jnp.split(y, n_directions, -1) if n_directions > 1 else [y]
+            parts = jnp.split(y, n_directions, channels) if n_directions > 1 else [y]
             taken = [jnp.take(p, end, axis) for p, end in zip(parts, ends, strict=False)]
-            return jnp.concatenate(taken, -1) if n_directions > 1 else taken[0]
+            return jnp.concatenate(taken, channels - 1) if n_directions > 1 else taken[0]
 
         return jax.tree.map(last_output, ys)

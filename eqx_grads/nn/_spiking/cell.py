@@ -1,5 +1,6 @@
 """Leaky integrate-and-fire neurons: one step of a layer of neurons, as a cell."""
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -39,25 +40,22 @@ class LIFCell(eqx.Module):
 
     where $\Theta$ is one for positive numbers and zero for all others. So a neuron that has
     fired is reset in the next step. With `reset="zero"`, $u' = \beta\,(1 - s)\,u + x$; with
-    `reset="none"`, $u' = \beta u + x$. Four options make other neurons:
+    `reset="none"`, $u' = \beta u + x$. Options make other neurons of these:
 
-    | option | neurons | in the equations | in snnTorch |
-    |---|---|---|---|
-    | | leaky integrate-and-fire neurons | as above | `Leaky` |
-    | `alpha` | a synaptic current $i$ | $i' = \alpha i + x$ is added to $u'$, not $x$ | `Synaptic` |
-    | `rho` | adaptation: a trace $a$ of the spikes | $a' = \rho a + s, \quad s' = \Theta(u' - \theta - \gamma a')$ | |
-    | `recurrent` | recurrently connected neurons | $x + V s$, not $x$ | `RLeaky`, `RSynaptic` |
-    | `input_size` | input weights | $W x + b$, not $x$ | |
-    | `threshold=None` | leaky integrators, for a readout | $u' = \beta u + x$ | |
+    - `alpha`: with a synaptic current, $i' = \alpha i + x$ is added to the potential, not $x$.
+    - `rho`: with adaptation. A trace of the spikes, $a' = \rho a + s$, raises the threshold:
+        $s' = \Theta(u' - \theta - \gamma a')$. So a spike raises it by $\gamma$ in the next
+        step, and this increase decays by the factor $\rho$ per step.
+    - `recurrent`: connected to each other. The input is $x + V s$, not $x$.
+    - `input_size`: with input weights. The input is $W x + b$, not $x$.
+    - `threshold=None`: leaky integrators, which do not spike: $u' = \beta u + x$.
 
-    The names of the arguments and the numbers are those of [snnTorch](https://snntorch.readthedocs.io).
-    In snnTorch, `reset="zero"` also removes the input of the step for all neurons but `Leaky`,
-    and recurrent neurons have a second bias.
-
-    The adaptation is that of [Bellec et al. (2020)](https://doi.org/10.1038/s41467-020-17236-y),
-    whose $\beta$ is the $\gamma$ here: a spike raises the threshold by $\gamma$ in the next
-    step, and this increase decays by the factor $\rho$ per step. The $\beta$ of [Bellec et al.
-    (2018)](https://arxiv.org/abs/1803.09574) belongs to a trace
+    These are `Leaky`, `Synaptic`, `RLeaky` and `RSynaptic` of
+    [snnTorch](https://snntorch.readthedocs.io), with the names of its arguments and the same
+    numbers. (There, `reset="zero"` also removes the input of the step, but not in `Leaky`, and
+    $V s$ has a bias.) The adaptation is that of [Bellec et al.
+    (2020)](https://doi.org/10.1038/s41467-020-17236-y), whose $\beta$ is the $\gamma$ here. The
+    $\beta$ of [Bellec et al. (2018)](https://arxiv.org/abs/1803.09574) belongs to a trace
     $a' = \rho\,a + (1 - \rho)\,s$: multiply it by $1 - \rho$.
 
     !!! example
@@ -93,8 +91,8 @@ class LIFCell(eqx.Module):
 
     **Derivative:**
 
-    The derivative of the equations, with the derivative of the surrogate instead of the
-    derivative of $\Theta$: see [`eqx_grads.surrogates.spike`][]. Both modes and all orders. With
+    The derivative of the equations, with the derivative of the surrogate for the derivative
+    of $\Theta$: see [`eqx_grads.surrogates.spike`][]. Both modes and all orders. With
     `detach_reset`, the $s$ of the reset is a constant; the gradient does pass through $V s$ and
     through the trace.
 
@@ -153,7 +151,7 @@ class LIFCell(eqx.Module):
             in the same forms. The default is Norse's.
         - `threshold`: $\\theta$, in the same forms; any real number. With `None`, the neurons
             do not spike: they are leaky integrators.
-        - `recurrent`: whether the neurons are connected, by weights `weight_hh` that are uniform
+        - `recurrent`: whether the neurons are connected, by weights `weight_hh`, uniform
             within $\\pm 1/\\sqrt{\\mathrm{hidden\\_size}}$.
         - `input_size`: the number of inputs, with weights `weight_ih`. By default each neuron
             has an input of its own: put an `equinox.nn.Linear` or a convolution before them.
@@ -182,9 +180,8 @@ class LIFCell(eqx.Module):
         self.dtype = layer_dtype("LIFCell", dtype)
         if rho is None:
             strength: Any = None
-        constants = dict(
-            beta=beta, alpha=alpha, rho=rho, strength=strength, threshold=threshold
-        )
+        given = (beta, alpha, rho, strength, threshold)
+        constants = dict(zip(CONSTANTS, given, strict=True))
         self.learn = _as_learned(learn, constants)
         for name, value in constants.items():
             value = _as_constant(name, value, shape)
@@ -345,10 +342,9 @@ def _as_constant(name, value, shape) -> Any:
     if value is None:
         return None
     if isinstance(value, list | tuple):
-        try:
+        # What can't become an array of NumPy is no number to `check_parameter`.
+        with contextlib.suppress(TypeError, ValueError):
             value = np.asarray(value)
-        except (TypeError, ValueError):
-            pass  # `check_parameter` says that it is no array of numbers
     check_parameter("LIFCell", f"`{name}`", value)
     if np.ndim(value) and not (
         np.ndim(value) == len(shape) and broadcasts_to(np.shape(value), shape)

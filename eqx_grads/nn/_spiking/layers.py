@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax
 from jaxtyping import Array, Key, PyTree
 
-from ..._errors import rule_error, type_of
+from .._argument_checks import check_features
 from .._dtypes import common_dtype
 from .._recurrent.cell_scan import fast_path, run_cell
 from .._recurrent.layer import AbstractRecurrent
@@ -17,15 +17,6 @@ from .spiking_scan import spiking_scan
 @fast_path(LIFCell)
 def _run_neurons(cell, xs, state, valid, reverse, keep):
     del keep
-    size = cell.input_size
-    shape = size if isinstance(size, tuple) else (size,)
-    if xs.shape[2:] != shape:
-        step = jax.ShapeDtypeStruct(xs.shape[2:], xs.dtype)
-        raise rule_error(
-            "A layer of `LIFCell` was given inputs of the wrong size.",
-            f"a step of `xs` is {type_of(step)}, and has to be of shape {shape}",
-            do="Without input weights, each neuron has an input of its own.",
-        )
     xs, w_in, bias, w_state, *_ = common_dtype(
         xs, cell.weight_ih, cell.bias, cell.weight_hh, *jax.tree.leaves(state)
     )
@@ -105,15 +96,17 @@ class LIF(AbstractRecurrent):
             first axis of it.
         - `beta`: as for [`eqx_grads.nn.LIFCell`][].
         - `key`: for the weights. It may be left out where there are none.
-        - `options`: all others of [`eqx_grads.nn.LIFCell`][], and `num_layers`, `bidirectional`,
-            `dropout`, `learn_initial_state`, `reverse` and `time_major` of
-            [`eqx_grads.nn.GRU`][]. All layers of a stack have the same constants.
+        - `options`: all others of [`eqx_grads.nn.LIFCell`][], and those of all recurrent
+            layers: `num_layers`, `bidirectional`, `dropout`, `learn_initial_state`, `reverse`
+            and `time_major` of [`eqx_grads.nn.GRU`][]. All layers of a stack have the same
+            constants.
         """
         self.cells, self.initial_state, self.stack = _make_cells(
             "LIF", input_size, hidden_size, beta, key, options
         )
 
     def _run_cell(self, cell, xs, state, valid, reverse):
+        check_features("LIF", cell, xs)
         return run_cell(cell, xs, state, valid, reverse)
 
 
@@ -169,6 +162,7 @@ class LI(AbstractRecurrent):
         )
 
     def _run_cell(self, cell, xs, state, valid, reverse):
+        check_features("LI", cell, xs)
         return run_cell(cell, xs, state, valid, reverse)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..._control_flow import compile_eager_calls
+from ..._control_flow.accelerators import steps_of_chunk
 from ..._control_flow.chunked_scan import (
     chunk_init,
     near_divisor,
@@ -48,7 +49,7 @@ def chunk_length(xs: Array, neurons: int) -> Size:
     if size_or(steps * per_step, 2**21) <= 2**20:
         return max(steps, 1)
     fits = max(2**17 / per_step, 320 / max(batch, 1))
-    return near_divisor(steps, min(fits, 128))
+    return steps_of_chunk(steps, 8 * per_step, near_divisor(steps, min(fits, 128)))
 
 
 @custom_vjp

@@ -198,18 +198,14 @@ recurrent(
 # ---------------------------------------------------------------- of cells
 
 
-def from_cell(kind, **options):
-    def make(key, dtype):
-        return kind.from_cell(kind(2, 3, key=key, dtype=dtype).to_cell(), **options)
-
-    return make
-
-
 def of_cell(kind, reverse, **options):
-    make = from_cell(getattr(nn, kind), reverse=reverse, learn_initial_state=True, **options)
+    def make(key, dtype):
+        cell = getattr(nn, kind)(2, 3, key=key, dtype=dtype).cells[0][0]
+        return nn.Recurrent(cell, reverse=reverse, learn_initial_state=True, **options)
+
     args = (normal(5, 2), cells_of(kind, [2], 3), None, None, states_of(kind, 3))
     reference = plain(*KINDS[kind][2:], reverse=reverse)
-    entry(f"nn.{kind}: from_cell", layer(make), *args, plain=reference, **CHEAP)
+    entry(f"nn.Recurrent: a cell of {kind}", layer(make), *args, plain=reference, **CHEAP)
 
 
 for kind, reverse in (("GRU", True), ("LSTM", False), ("RNN", True)):

@@ -1,17 +1,19 @@
 """Any cell, as a layer over time."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
 from jaxtyping import PyTree
 
 from ..._control_flow.scan import named_method
-from ..._errors import check_flags, check_function, rule_error, RuleError
-from .._argument_checks import check_callable, check_features
-from .cell_scan import scan_cell
-from .layer import AbstractRecurrent, zero_hidden
-from .stack import Stack
+from ..._errors import check_function, rule_error, RuleError
+from .._argument_checks import check_callable, check_features, check_stack
+from .cell_scan import run_cell
+from .layer import AbstractRecurrent
+from .stack import check_cells, Stack
+from .states import zero_states
 
 
 class Recurrent(AbstractRecurrent):
@@ -50,9 +52,14 @@ class Recurrent(AbstractRecurrent):
 
     With `Recurrent(cell, initial_state=jnp.zeros(2))`, the first state is a parameter.
 
+    A stack is a list with a cell for each layer, and two directions are a pair of cells:
+    `Recurrent([(forward1, backward1), (forward2, backward2)])`.
+
     **Derivative:**
 
-    That of the cell, over time by [`eqx_grads.filter_scan`][].
+    The cell's, over time by [`eqx_grads.filter_scan`][]. `equinox.nn.GRUCell`,
+    `equinox.nn.LSTMCell` and [`eqx_grads.nn.RNNCell`][] have the backward pass of
+    [`eqx_grads.nn.GRU`][], [`eqx_grads.nn.LSTM`][] and [`eqx_grads.nn.RNN`][].
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (object,)
@@ -64,18 +71,23 @@ class Recurrent(AbstractRecurrent):
 
     def __init__(
         self,
-        cell: Callable[..., PyTree],
+        cell: Callable[..., PyTree] | Sequence[Any],
         *,
         initial_state: PyTree = None,
         output: Callable[[PyTree], Any] | None = None,
         checkpoint: int | str | None = "auto",
+        learn_initial_state: bool = False,
+        dropout: float = 0.0,
         reverse: bool = False,
         time_major: bool = False,
     ):
         """**Arguments:**
 
         - `cell`: called as `cell(x, state)` for one step of one example, returns the next
-            state, as the cells of Equinox do. Its state is any PyTree of arrays.
+            state, as the cells of Equinox do. Its state is any PyTree of arrays. An input has
+            one axis, or as many as `cell.input_size` if that is a tuple. Or a list of cells, or
+            of pairs of cells, as above. The outputs of two directions are joined along their
+            first axis.
         - `initial_state`: the first state of one example, which becomes a parameter of this
             layer: it is trained, also if it is a NumPy array, and `jax.lax.stop_gradient`
             here does not change that. The default is `cell.initial_state()` where the cell
@@ -87,36 +99,57 @@ class Recurrent(AbstractRecurrent):
             `equinox.partition`.
         - `output`: a function of the state that returns the output of each step. The default
             is the first array of the state.
-        - `checkpoint`: as for [`eqx_grads.filter_scan`][].
+        - `checkpoint`: as for [`eqx_grads.filter_scan`][]. For a cell with a backward pass of
+            its own, `None` keeps the gates, `"replay"` keeps the states, and `"auto"` chooses
+            by platform. With other choices, or an `output`, the cell is called in a scan.
+        - `learn_initial_state`: whether the default first state is a parameter.
+        - `dropout`: the probability of dropping an output between two layers.
         - `reverse`: run from the last step to the first.
         - `time_major`: whether a batch is `(time, batch, in)`.
         """
-        check_flags("Recurrent", reverse=reverse, time_major=time_major)
-        check_function(cell, "cell", "Recurrent")  # which `None` is not
-        check_callable("Recurrent", "cell", cell)
+        cells = _as_stages(cell)
+        check_cells("Recurrent", cells, (object,))
+        for one in itertools.chain(*cells):
+            check_function(one, "cell", "Recurrent")  # which `None` is not
+            check_callable("Recurrent", "cell", one)
         check_callable("Recurrent", "output", output)
-        self.cells = ((cell,),)
+        check_stack(
+            "Recurrent",
+            num_layers=len(cells),
+            dropout=dropout,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
+        )
+        self.cells = cells
+        if initial_state is None and learn_initial_state:
+            initial_state = zero_states("Recurrent", cells)
         self.initial_state = initial_state
-        self.stack = Stack(0.0, reverse, time_major, self.cells)
+        self.stack = Stack(dropout, reverse, time_major)
         self.output = output
         self.checkpoint = _as_checkpoint(checkpoint)
 
-    def _zero_state(self):
-        ((cell,),) = self.cells
-        if callable(getattr(cell, "initial_state", None)):
-            return cell.initial_state()
-        if not (hasattr(cell, "hidden_size") and hasattr(cell, "weight_hh")):
-            return None  # not known: `state` has to be given
-        zero = zero_hidden(cell)
-        return (zero, zero) if isinstance(cell, eqx.nn.LSTMCell) else zero
-
     def _run_cell(self, cell, xs, state, valid, reverse):
-        if isinstance(getattr(cell, "input_size", None), int):
-            check_features("Recurrent", cell, xs)
-
-        return scan_cell(
-            cell, xs, state, valid, reverse, output=self.output, checkpoint=self.checkpoint
+        check_features("Recurrent", cell, xs)
+        keep = {None: "gates", "replay": "states", "auto": "auto"}.get(self.checkpoint)
+        return run_cell(
+            cell,
+            xs,
+            state,
+            valid,
+            reverse,
+            keep,
+            output=self.output,
+            checkpoint=self.checkpoint,
         )
+
+
+def _as_stages(cell: Any) -> tuple[tuple[Any, ...], ...]:
+    """`cells[layer][direction]`."""
+    if callable(cell) or not isinstance(cell, tuple | list):
+        return ((cell,),)
+    is_pair = lambda stage: isinstance(stage, tuple | list) and not callable(stage)
+    return tuple(tuple(stage) if is_pair(stage) else (stage,) for stage in cell)
 
 
 def _as_checkpoint(checkpoint: Any) -> int | str | None:

@@ -1,0 +1,155 @@
+"""The cells that Equinox does not have, and the fast path of those with gates."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array, Inexact, Key
+
+from ..._control_flow.accelerators import kept_of_cells
+from ..._errors import check_flags, rule_error, type_of
+from ..._tangent_spaces import holds_numbers
+from .._argument_checks import as_sizes, check_option
+from .._dtypes import common_dtype, layer_dtype
+from .cell_scan import fast_path
+from .formulas import ACTIVATIONS, GRU, LSTM, RNN
+from .split_scan import split_scan, Weights
+
+
+class RNNCell(eqx.Module):
+    r"""One step of a vanilla recurrent network, $h' = \phi(W x + V h + b)$."""
+
+    weight_ih: Inexact[Array, "hidden in"]
+    weight_hh: Inexact[Array, "hidden hidden"]
+    bias: Inexact[Array, " hidden"] | None
+    input_size: int = eqx.field(static=True)
+    hidden_size: int = eqx.field(static=True)
+    activation: str = eqx.field(static=True)
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        activation: str = "tanh",
+        use_bias: bool = True,
+        dtype: Any = None,
+        key: Key[Array, ""],
+    ):
+        """**Arguments:**
+
+        - `input_size`, `hidden_size`, `use_bias`, `dtype`, `key`: as for
+            `equinox.nn.GRUCell`.
+        - `activation`: $\\phi$, `"tanh"` or `"relu"`.
+        """
+        input_size, hidden_size = as_sizes(
+            "RNNCell", input_size=input_size, hidden_size=hidden_size
+        )
+        check_flags("RNNCell", use_bias=use_bias)
+        check_option("RNNCell", "activation", activation, ACTIVATIONS)
+        limit = hidden_size**-0.5
+        dtype = layer_dtype("RNNCell", dtype)
+        keys = jr.split(key, 3)
+        make = lambda key, *shape: jr.uniform(key, shape, dtype, -limit, limit)
+        self.weight_ih = make(keys[0], hidden_size, input_size)
+        self.weight_hh = make(keys[1], hidden_size, hidden_size)
+        self.bias = make(keys[2], hidden_size) if use_bias else None
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.activation = activation
+
+    def initial_state(self) -> Inexact[Array, " hidden"]:
+        """Zeros, in the dtype of the weights."""
+        return jnp.zeros(self.hidden_size, self.weight_hh.dtype)
+
+    def __call__(
+        self, x: Inexact[Array, " in"], h: Inexact[Array, " hidden"]
+    ) -> Inexact[Array, " hidden"]:
+        """**Arguments:**
+
+        - `x`: the input of this step.
+        - `h`: the state.
+
+        **Returns:**
+
+        The next state.
+        """
+        for name, array, size in (("x", x, self.input_size), ("h", h, self.hidden_size)):
+            if not holds_numbers(array) or jnp.shape(array) != (size,):
+                raise rule_error(
+                    "`RNNCell` was given an array of another shape than it takes.",
+                    f"`{name}` is {type_of(array)}, and has to be of shape {(size,)}",
+                    do="A cell takes one step of one example: use `jax.vmap` for a batch.",
+                )
+        h = self.weight_ih @ x + self.weight_hh @ h
+        return ACTIVATIONS[self.activation](h if self.bias is None else h + self.bias)
+
+
+class ProjectedLSTMCell(eqx.Module):
+    """One step of a long short-term memory whose hidden state is $h' = P\\,(o \\tanh(c'))$.
+
+    The gates are in the order in, forget, cell, out, as in `equinox.nn.LSTMCell`.
+    """
+
+    weight_ih: Inexact[Array, "gates in"]
+    weight_hh: Inexact[Array, "gates proj"]
+    bias: Inexact[Array, " gates"] | None
+    weight_hr: Inexact[Array, "proj hidden"]
+    input_size: int = eqx.field(static=True)
+    hidden_size: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        proj_size: int,
+        use_bias: bool,
+        dtype: Any,
+        key: Key[Array, ""],
+    ):
+        limit = hidden_size**-0.5
+        dtype = dtype
+        keys = jr.split(key, 4)
+        make = lambda key, *shape: jr.uniform(key, shape, dtype, -limit, limit)
+        self.weight_ih = make(keys[0], 4 * hidden_size, input_size)
+        self.weight_hh = make(keys[1], 4 * hidden_size, proj_size)
+        self.bias = make(keys[2], 4 * hidden_size) if use_bias else None
+        self.weight_hr = make(keys[3], proj_size, hidden_size)
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+
+    def initial_state(self) -> tuple[Array, Array]:
+        shape, dtype = self.weight_hr.shape, self.weight_hr.dtype
+        return jnp.zeros(shape[0], dtype), jnp.zeros(shape[1], dtype)
+
+    def __call__(self, x: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        h, c = state
+        arguments = self.weight_ih @ x + self.weight_hh @ h
+        arguments = arguments if self.bias is None else arguments + self.bias
+        i, f, g, o = jnp.split(arguments, 4)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return self.weight_hr @ (jax.nn.sigmoid(o) * jnp.tanh(c)), c
+
+
+@fast_path(eqx.nn.GRUCell, eqx.nn.LSTMCell, RNNCell, ProjectedLSTMCell)
+def run_gated_cell(cell, xs, state, valid, reverse, keep):
+    is_lstm = isinstance(cell, eqx.nn.LSTMCell | ProjectedLSTMCell)
+    formulas = LSTM if is_lstm else GRU
+    if isinstance(cell, RNNCell):
+        formulas = RNN[cell.activation]
+    names = ("weight_ih", "weight_hh", "bias", "bias_n", "weight_hr")
+    weights = [getattr(cell, name, None) for name in names]
+    xs, *arrays = common_dtype(xs, *weights, *(state if is_lstm else (state,)))
+    ys, last = split_scan(
+        Weights(*arrays[:5]),
+        xs,
+        tuple(arrays[5:]),
+        valid,
+        formulas=formulas,
+        reverse=reverse,
+        keep=kept_of_cells() if keep == "auto" else keep,
+    )
+    return ys, last if is_lstm else last[0]

@@ -1,0 +1,79 @@
+"""Sequences of different lengths in one batch: which steps count."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, PyTree
+
+from ..._errors import rule_error, type_of
+
+
+def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | None:
+    """The `(time, batch)` mask of the steps that count, or `None` if all do."""
+    if lengths is None:
+        return None
+    if not isinstance(lengths, Tracer):
+        lengths = _as_numpy(lengths)
+    steps, batch = xs.shape[:2]
+    expected = (batch,) if is_batch else ()
+    if lengths.shape != expected or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise rule_error(
+            f"`{layer}` was given `lengths` that do not fit `xs`.",
+            f"`lengths` is {type_of(lengths)}",
+            f"`xs` is {show_batch(xs, is_batch)}",
+            do=_what_to_pass(lengths, xs, is_batch),
+        )
+    if isinstance(lengths, np.ndarray) and lengths.size > 0:
+        longest, shortest = int(np.max(lengths)), int(np.min(lengths))
+        if longest > steps or shortest < 0:
+            raise rule_error(
+                f"`{layer}` was given `lengths` out of range.",
+                f"they are from {shortest} to {longest}, and `xs` has {steps} steps",
+                f"`xs` is {show_batch(xs, is_batch)}",
+                do=_SWAPPED,
+            )
+    times = jnp.arange(steps)[:, None]
+    return times < jnp.asarray(lengths).astype(times.dtype).reshape(1, batch)
+
+
+def zero_padding(xs: PyTree, valid: Array | None) -> PyTree:
+    """The arrays, `(time, batch, ...)`, with zeros at the steps that do not count."""
+    if valid is None:
+        return xs
+    mask = lambda x: jnp.expand_dims(valid, range(2, x.ndim))
+    return jax.tree.map(lambda x: jnp.where(mask(x), x, jnp.zeros((), x.dtype)), xs)
+
+
+def show_batch(xs: Array, is_batch: bool) -> str:
+    steps, batch = xs.shape[:2]
+    of_sequences = f"a batch of {batch} sequences" if is_batch else "one sequence"
+    return f"{of_sequences} of {steps} steps"
+
+
+_SWAPPED = "Did you swap the time axis and the batch axis? See `time_major`."
+
+
+def _what_to_pass(lengths: Any, xs: Array, is_batch: bool) -> str:
+    steps, batch = xs.shape[:2]
+    if not is_batch:
+        return (
+            "Pass one integer. In a `jax.vmap` over sequences, map their lengths as well: "
+            "`jax.vmap(lambda x, n: layer(x, lengths=n))(xs, lengths)`."
+        )
+    if lengths.shape == (steps,) != (batch,):
+        return _SWAPPED
+    return (
+        f"Pass integers of shape {(batch,)}: one for each example. Of a mask with ones first "
+        "and zeros after them, that is the sum over the time axis, such as `mask.sum(-1)`."
+    )
+
+
+def _as_numpy(x: Any) -> np.ndarray:
+    """A list of integers or an array. What is neither becomes an array of an object."""
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError):
+        return np.asarray(None)

@@ -1,0 +1,167 @@
+"""The states of all cells of a layer.
+
+The state of one cell is what the cell has, with a batch axis for a batch. The states of several
+cells have one more axis in front.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from ..._errors import rule_error, show_path, type_of
+from ..._errors.trees import mirror
+from ..._rules.explicit_sharding import distribute_like, explicit_spec
+from ..._rules.float_args import is_key_array
+from ..._tangent_spaces import holds_numbers
+from .padding import show_batch
+
+
+def zero_state(cell: Any) -> PyTree:
+    """The first state of a cell, for one example, unless one is learned. `None` if it is not
+    known, and has to be given."""
+    if callable(getattr(cell, "initial_state", None)):
+        return cell.initial_state()
+    if not isinstance(cell, eqx.nn.GRUCell | eqx.nn.LSTMCell):
+        return None
+    zero = jnp.zeros(cell.hidden_size, cell.weight_hh.dtype)
+    return (zero, zero) if isinstance(cell, eqx.nn.LSTMCell) else zero
+
+
+def zero_states(layer: str, cells: Sequence[Sequence[Any]]) -> PyTree:
+    """The first states of all cells for one example, or `None` if they are not known."""
+    states = [zero_state(cell) for stage in cells for cell in stage]
+    if len(states) == 1:
+        return states[0]
+    if any(state is None for state in states):
+        return None
+    shapes = [mirror(jnp.shape, state) for state in states]
+    if any(shape != shapes[0] for shape in shapes):
+        raise rule_error(
+            f"The cells of `{layer}` are not of one size.",
+            f"their states have the shapes {', '.join(map(str, shapes))}",
+            do="States of all cells are stacked: give all cells the same size, or make a layer "
+            "for each.",
+        )
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+
+def first_states(
+    layer: str, state: PyTree, default: PyTree, n_cells: int, xs: Array, is_batch: bool
+) -> list[PyTree]:
+    """The first state of each cell, with a batch axis."""
+    axis = 0 if n_cells == 1 else 1
+    add_batch = lambda tree: jax.tree.map(lambda s: jnp.expand_dims(s, axis), tree)
+    repeat = lambda s: jnp.repeat(s, xs.shape[1], axis)
+    if default is None and state is None:
+        raise rule_error(
+            f"`{layer}` does not know the first state of its cell.",
+            "the cell has no method `initial_state()`, and the call has no `state`",
+            do="Give the cell a method `initial_state()`, which returns the state of one "
+            "example, or pass `state` in each call, or `initial_state=` to the layer, which "
+            "becomes a parameter and is trained.",
+        )
+    expected = jax.tree.map(jnp.asarray, default)
+    if is_batch:
+        expected = jax.tree.map(repeat, add_batch(expected))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if not holds_numbers(leaf):
+            raise rule_error(
+                f"`{layer}` was given a `state` that is not of arrays.",
+                f"state{show_path(path)} is {type_of(leaf)}",
+                do=_BY_NAME["key"] if is_key_array(leaf) else _PASS_STATE,
+            )
+    given = default if state is None else state
+    state = expected if state is None else jax.tree.map(jnp.asarray, state)
+    shapes = lambda tree: mirror(jnp.shape, tree)
+    if default is None:  # then the cell may have a state of any shape
+        expected = state
+        if is_batch and {s.shape[axis : axis + 1] for s in jax.tree.leaves(state)} - {
+            xs.shape[1:2]
+        }:
+            raise rule_error(
+                f"`{layer}` was given a `state` that does not fit.",
+                f"its shape is {shapes(state)}",
+                f"`xs` is {show_batch(xs, is_batch)}",
+                do=f"Pass a state for each example: the first axis of each array is the batch, "
+                f"of size {xs.shape[1]}.",
+            )
+    if shapes(state) != shapes(expected):
+        raise rule_error(
+            f"`{layer}` was given a `state` that does not fit.",
+            f"its shape is {shapes(state)}, and has to be {shapes(expected)}",
+            f"`xs` is {show_batch(xs, is_batch)}",
+            do=_what_to_pass(given, default, xs),
+        )
+    for leaf, like in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        if leaf.dtype == jnp.bool_ and jnp.issubdtype(like.dtype, jnp.inexact):
+            raise rule_error(
+                f"`{layer}` was given bools as a `state`.",
+                f"its shape is {shapes(state)}",
+                do=_BY_NAME["lengths"] + " Of a mask, they are the sums over the time axis.",
+            )
+    if not is_batch:
+        state = add_batch(state)
+    state = jax.tree.map(lambda s: _varying_like(xs, _sharded_like(xs, s, axis)), state)
+    if n_cells == 1:
+        return [state]
+    return [jax.tree.map(lambda s, i=i: s[i], state) for i in range(n_cells)]
+
+
+_PASS_STATE = "Pass what an earlier call returned, or `None`."
+_BY_NAME = {
+    name: f"The second argument is a state. Pass {what} by name: `layer(xs, {name}={name})`."
+    for name, what in (("lengths", "lengths"), ("key", "a key"))
+}
+
+
+def _what_to_pass(state: PyTree, default: PyTree, xs: Array) -> str:
+    """What to do instead of passing this state: it may be what follows in a call."""
+    steps, batch = xs.shape[:2]
+    leaves = jax.tree.leaves(state)
+    shapes, dtypes = list(map(jnp.shape, leaves)), list(map(jnp.result_type, leaves))
+    if shapes == [(2,)] and dtypes == [jnp.uint32]:
+        return _BY_NAME["key"]
+    if not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
+        return _BY_NAME["lengths"]
+    if shapes == [jnp.shape(leaf) for leaf in jax.tree.leaves(default)]:
+        return (
+            "This is the state of one example. Repeat it for each example of the batch, or "
+            "pass `None` to begin with the initial state of the layer."
+        )
+    if set(shapes) <= {(), (batch,), (steps,), (batch, steps), (steps, batch)}:
+        return _BY_NAME["lengths"]
+    return _PASS_STATE
+
+
+def last_states(states: Sequence[PyTree], is_batch: bool) -> PyTree:
+    """The last states of all cells, as the user gets them."""
+    if len(states) == 1:
+        axis, state = 0, states[0]
+    else:
+        axis, state = 1, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    return state if is_batch else jax.tree.map(lambda s: jnp.squeeze(s, axis), state)
+
+
+def _varying_like(xs: Array, state: Array) -> Array:
+    """The state, with a type that varies over the mesh axes that `xs` varies over.
+
+    Under `jax.shard_map`, the states of a scan differ between devices as soon as its inputs do,
+    and the type of the first state has to say so
+    (https://docs.jax.dev/en/latest/notebooks/shard_map.html#scan-vma). Elsewhere this is the
+    identity.
+    """
+    never = jnp.zeros_like(xs, shape=(), dtype=bool)
+    if jax.typeof(never) == jax.typeof(jnp.zeros((), bool)):
+        return state
+    return jnp.where(never, jnp.zeros_like(state), state)
+
+
+def _sharded_like(xs: Array, state: Array, axis: int) -> Array:
+    """The state, whose batch at `axis` is sharded over explicit mesh axes as that of the `xs`.
+    Elsewhere this is the identity."""
+    spec, of_batch = explicit_spec(state), explicit_spec(xs)[1]
+    return distribute_like(state, xs, (*spec[:axis], of_batch, *spec[axis + 1 :]))
