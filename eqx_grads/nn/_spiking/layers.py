@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax
 from jaxtyping import Array, Key, PyTree
 
-from .._argument_checks import check_features
+from .._argument_checks import as_sizes, check_features
 from .._dtypes import common_dtype
 from .._recurrent.cell_scan import fast_path, run_cell
 from .._recurrent.layer import AbstractRecurrent
@@ -171,8 +171,12 @@ def _make_cells(layer, input_size, hidden_size, beta, key, options):
     of_stack = {name: options[name] for name in StackOptions.__annotations__ if name in options}
     of_cells = {name: option for name, option in options.items() if name not in of_stack}
 
+    sizes = (1, 1)  # not used
+    if input_size is not None:
+        sizes = as_sizes(layer, input_size=input_size, hidden_size=hidden_size)
+
     def make(size, *, key):
         size = None if input_size is None else size
         return LIFCell(hidden_size, beta, input_size=size, key=key, **of_cells)
 
-    return make_stack(layer, make, input_size, hidden_size, key, **of_stack)
+    return make_stack(layer, make, *sizes, key, **of_stack)

@@ -81,7 +81,7 @@ def _forward(w_in, bias, w_state, d, xs, state, valid, reverse, keeps_potentials
         new = jax.tree.map(lambda n, s: n.astype(s.dtype), new, state)
         new = _where(valid, new, state)
         outputs = new.membrane if d.threshold is None else new.spikes
-        return new, (outputs, _less_adaptation(d, new) if keeps_potentials else None)
+        return new, (outputs, _less_adaptation(d, new, x.dtype) if keeps_potentials else None)
 
     def chunk(state, inputs, _):
         x, valid = inputs
@@ -97,12 +97,14 @@ def _forward(w_in, bias, w_state, d, xs, state, valid, reverse, keeps_potentials
     return kept, last
 
 
-def _less_adaptation(d, state):
+def _less_adaptation(d, state, dtype):
     """By how much the potential exceeds the adaptation. The spike depends on nothing else, so
     that the backward pass need not compute the adaptation if no constant is learned."""
     if d.rho is None:
         return state.membrane
-    return state.membrane - (d.strength * state.adaptation).astype(state.membrane.dtype)
+    wide = lambda u: u.astype(dtype)
+    less = lambda u, a: (wide(u) - d.strength * wide(a)).astype(u.dtype)
+    return jax.vmap(less)(state.membrane, state.adaptation)
 
 
 @spiking_scan.def_fwd
@@ -154,10 +156,13 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
                 slope = slope * ct_spikes
             ct_membrane = ct_membrane + slope
             if ct_adaptation is not None:
-                ct_adaptation = ct_adaptation - d.strength * slope
+                ct_adaptation = jax.vmap(lambda ct, v: ct - d.strength * v)(
+                    ct_adaptation, slope
+                )
         after = LIFState(None, ct_membrane, ct.current, ct_adaptation)
         zero = jnp.zeros_like(ct_membrane)
-        ct_x, ct_before = jax.vjp(ft.partial(integrate, d), zero, before)[1](after)
+        integrate_batch = jax.vmap(ft.partial(integrate, d))
+        ct_x, ct_before = jax.vjp(integrate_batch, zero, before)[1](after)
         if not carries_spikes:
             ct_before = dataclasses.replace(ct_before, spikes=None)
         elif w_state is not None:
@@ -212,7 +217,7 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
         is_leaf=lambda x: x is None,
     )
     starts = None if first.spikes is None else init(ys, first.spikes)
-    entries = (starts, init(potentials, _less_adaptation(d, first)), *entries)
+    entries = (starts, init(potentials, _less_adaptation(d, first, dtype)), *entries)
     sums = [zero_sum(w, p, ys) for w, p in zip(weights, perturbed[:3], strict=True)]
     (ct_state, sums, constant_sums), ct_xs = scan_in_chunks(
         chunk,
@@ -262,20 +267,27 @@ def _states_of_chunk(d, y, potential, entry, first, valid, dtype, reverse):
 
         def one(a, inputs):
             s, valid = inputs
-            new = _where(valid, d.rho * a + s, a)
+            new = _where(valid, jax.vmap(lambda a, s: d.rho * a + s)(a, s), a)
             return new, new
+
+        def add(state, a):
+            added = _of_each(lambda d, a: d.strength * a)(d, a)
+            return LIFState(state.spikes, state.membrane + added, None, a)
 
         start = adaptation_before.astype(dtype)
         adaptation = jax.lax.scan(one, start, (spikes, valid), reverse=reverse)[1]
-        add = lambda state, a: LIFState(state.spikes, state.membrane + d.strength * a, None, a)
         before, after = add(before, shift(adaptation, start)), add(after, adaptation)
     if d.alpha is not None:
         # What was added to the potential, from the potentials before and after the step.
         without = dataclasses.replace(d, alpha=None, rho=None)
-        current = after.membrane - integrate(without, 0.0, before).membrane
+        current = after.membrane - _of_each(_without_input)(without, before).membrane
         current = _where(valid, current, first.current.astype(dtype)[None])
         before = dataclasses.replace(before, current=shift(current, current_before))
     return before, after
+
+
+def _without_input(d, state):
+    return integrate(d, jnp.zeros((), state.membrane.dtype), state)
 
 
 def _slope(d, potential):
@@ -294,7 +306,7 @@ def _constant_gradients(d, perturbed, before, after, cts):
 
     def outputs(learned):
         d = eqx.combine(learned, rest)
-        new = integrate(d, 0.0, before)
+        new = _of_each(_without_input)(d, before)
         return new if ct_spikes is None else (new, _of_each(fire)(d, after))
 
     _, pull_back = jax.vjp(outputs, learned)
