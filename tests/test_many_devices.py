@@ -46,7 +46,7 @@ MORE_SUMS = {
     # The terms of a cotangent are summed one by one.
     "event_time": 2,
     "jump": 3,
-    "nn.RALIFCell": 1,
+    "nn.LIFCell": 1,
     # The condition of the loop, and whether and how a solver failed.
     **{n: 22 for n in CASES if re.match("fixed_point|nn.FixedPoint|implicit", n)},
     # A gradient that is summed in each step, as `jax.lax.scan` does.
@@ -185,10 +185,10 @@ LAYERS = {
     "Recurrent, replayed": _any_cell("replay"),
     "Recurrent, in chunks": _any_cell(2),
     "LIF": _layer("LIF", beta=0.9),
-    "ALIF": _layer("ALIF", beta=0.9, rho=0.5),
-    "CuBaLIF": _layer("CuBaLIF", beta=0.9, alpha=0.5),
+    "LIF, adaptive": _layer("LIF", beta=0.9, rho=0.5, learn=("beta", "rho", "threshold")),
+    "LIF, current": _layer("LIF", beta=0.9, alpha=0.5),
     "LI": _layer("LI", beta=0.9),
-    "RLIF": _layer("RLIF", beta=0.9),
+    "LIF, recurrent": _layer("LIF", beta=0.9, recurrent=True),
 }
 # Over time at once: no cell of one step.
 LINEAR_LAYERS = {

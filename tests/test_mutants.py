@@ -341,10 +341,10 @@ def test_the_initial_weights_of_an_lru_have_the_published_spread(getkey):
     assert jnp.allclose(jnp.std(cell.weight_out), 96**-0.5, rtol=0.05)
 
 
-def test_the_initial_weights_of_a_weighted_cell_are_those_of_a_linear_layer(getkey):
-    cell = nn.WeightedCell(64, nn.LIFCell(50, 0.9), key=getkey())
-    for x in (cell.weight_ih, cell.bias):
-        assert 0.8 / 8 < jnp.max(jnp.abs(x)) <= 1 / 8
+def test_the_initial_weights_of_spiking_neurons_are_those_of_a_linear_layer(getkey):
+    cell = nn.LIFCell(100, 0.9, input_size=64, recurrent=True, key=getkey())
+    for x, limit in ((cell.weight_ih, 1 / 8), (cell.bias, 1 / 8), (cell.weight_hh, 0.1)):
+        assert 0.8 * limit < jnp.max(jnp.abs(x)) <= limit
 
 
 # ---------------------------------------------------------------- quantized layers
@@ -396,28 +396,18 @@ def test_a_flag_that_is_no_bool(make, flags):
 
 
 def test_the_step_that_does_not_fit_the_neurons_is_shown():
-    layer = nn.LIF.from_cell(nn.LIFCell(3, 0.9))
+    layer = nn.LIF(None, 3, 0.9)
     with pytest.raises(eqg.RuleError, match=r"a step of `xs` is float\d+\[5\]"):
         layer(jnp.ones((2, 7, 5)))
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        nn.LIFCell(3, 0.9),
-        nn.ALIFCell(3, 0.9, 0.95),
-        nn.CuBaLIFCell(3, 0.9, 0.95),
-        nn.LICell(3, 0.9),
-    ],
-    ids=lambda cell: type(cell).__name__,
-)
-def test_a_neuron_learns_nothing_by_default(cell):
+def test_a_neuron_learns_nothing_by_default():
+    cell = nn.LIFCell(3, 0.9, alpha=0.8, rho=0.95)
     assert not jax.tree.leaves(eqx.filter(cell, eqx.is_array))
 
 
-@pytest.mark.parametrize("make", [ft.partial(nn.LI, 3, 4, 0.9), ft.partial(nn.GRU, 3, 4)])
-def test_an_option_of_a_layer_is_not_a_leaf(make, getkey):
-    layer = make(key=getkey())
+def test_an_option_of_a_layer_is_not_a_leaf(getkey):
+    layer = nn.GRU(3, 4, key=getkey())
     assert isinstance(layer.keep, str)
     assert not any(isinstance(leaf, str) for leaf in jax.tree.leaves(layer))
 
