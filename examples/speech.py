@@ -52,14 +52,15 @@ def load(split):
 
 
 class Network(eqx.Module):
-    hidden: eqg.nn.RLIF
+    hidden: eqg.nn.LIF
     output: eqg.nn.LIF
 
     def __init__(self, name: str, *, key):
         key1, key2 = jr.split(key)
         surrogate = SURROGATES[name]
         # A potential decays by these factors in one time step.
-        self.hidden = eqg.nn.RLIF(CEPSTRA, NEURONS, 0.8, surrogate=surrogate, key=key1)
+        options = {"recurrent": True, "surrogate": surrogate}
+        self.hidden = eqg.nn.LIF(CEPSTRA, NEURONS, 0.8, key=key1, **options)
         self.output = eqg.nn.LIF(NEURONS, SPEAKERS, 0.9, surrogate=surrogate, key=key2)
 
     def __call__(self, frames, lengths):

@@ -16,7 +16,7 @@ from eqx_grads.nn._spiking import cell as arguments
 
 from .fixtures import record_spiking as snntorch
 from .fixtures.record_spiking import NEURONS, OF_MEMBRANES, OF_SPIKES, STEPS
-from .helpers import assert_close, checking_leaks
+from .helpers import assert_close
 
 
 DTYPE = jnp.zeros(()).dtype
@@ -50,12 +50,12 @@ def make(values, **options):
     return eqx.tree_at(lambda cell: cell.weight_hh, cell, weight)
 
 
-def run(cell, xs, scan=jax.lax.scan):
+def run(cell, xs):
     def step(state, x):
         state = cell(x, state)
         return state, (state.spikes, state.membrane)
 
-    return scan(step, cell.initial_state(), xs)[1]
+    return jax.lax.scan(step, cell.initial_state(), xs)[1]
 
 
 def loss_of(spikes, membranes):
@@ -64,8 +64,8 @@ def loss_of(spikes, membranes):
     return jnp.sum(spikes * of_spikes + membranes * of_membranes)
 
 
-def loss(values, xs, scan=jax.lax.scan, **options):
-    return loss_of(*run(make(values, **options), xs, scan))
+def loss(values, xs, **options):
+    return loss_of(*run(make(values, **options), xs))
 
 
 # ---------------------------------------------------------------- against NumPy
@@ -144,88 +144,6 @@ def test_the_numbers_of_snntorch(case):
     for parameter, expected in want["parameters"].items():
         np.testing.assert_allclose(of_values[parameter], expected, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(of_xs, want["xs"], rtol=2e-5, atol=2e-6)
-
-
-# ---------------------------------------------------------------- against a rule by hand
-
-
-@jax.custom_jvp
-def step_by_hand(v):
-    return jnp.heaviside(v, jnp.zeros((), v.dtype))
-
-
-@step_by_hand.defjvp
-def _step_by_hand_jvp(primals, tangents):
-    (v,), (t_v,) = primals, tangents
-    return step_by_hand(v), t_v / (1 + (jnp.pi * v) ** 2)
-
-
-def by_hand(values, xs, reset="subtract", detach_reset=True):
-    beta, threshold = values["beta"], values["threshold"]
-    zero = jnp.zeros_like(threshold)
-    rho = values.get("rho", zero)
-    alpha = values.get("alpha", zero)
-    strength = 1.8 if "rho" in values else 0.0
-
-    def step(state, x):
-        s, i, u, a = state
-        if "weight_hh" in values:
-            x = x + values["weight_hh"] @ s
-        i = alpha * i + x
-        a = rho * a + s
-        last = jax.lax.stop_gradient(s) if detach_reset else s
-        if reset == "zero":
-            u = beta * (u * (1 - last)) + i
-        else:
-            u = beta * u + i - (last * threshold if reset == "subtract" else zero)
-        s = step_by_hand(u - threshold - strength * a)
-        return (s, i, u, a), (s, u)
-
-    # Written out: inside of `lax.scan`, JAX before 0.12 has the second derivative of the step
-    # function itself, which is zero.
-    state, outputs = (zero,) * 4, []
-    for x in xs:
-        state, out = step(state, x)
-        outputs.append(out)
-    return loss_of(*map(jnp.stack, zip(*outputs, strict=True)))
-
-
-TRANSFORMS = {
-    "eager": lambda f: jax.grad(f, (0, 1)),
-    "checkpoint": lambda f: jax.jit(jax.grad(jax.checkpoint(f), (0, 1))),
-    "jvp": lambda f: jax.jit(lambda *a: jax.jvp(f, a, jax.tree.map(jnp.cos, a))),
-    "jvp(grad)": lambda f: jax.jit(
-        lambda *a: jax.jvp(jax.grad(f, (0, 1)), a, jax.tree.map(jnp.cos, a))[1]
-    ),
-    "vmap(grad)": lambda f: jax.jit(
-        lambda v, x: jax.vmap(jax.grad(f, (0, 1)), (None, 0))(v, jnp.stack([x, 2 * x]))
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_every_transformation(transform):
-    options = {"reset": "zero", "detach_reset": False} if transform == "eager" else {}
-    of = lambda f: TRANSFORMS[transform](ft.partial(f, **options))
-    args = parameters("all"), XS
-    assert_close(of(loss)(*args), of(by_hand)(*args), tolerance=1e-4)
-
-
-@pytest.mark.thorough
-def test_in_a_scan_in_chunks_and_as_a_layer_over_time():
-    args = parameters("adaptive, recurrent"), XS
-    want = jax.grad(by_hand)(*args)
-    in_chunks = ft.partial(loss, scan=ft.partial(eqg.filter_scan, checkpoint=3))
-
-    def of_layer(values, xs):
-        both = lambda state: jnp.concatenate([state.spikes, state.membrane])
-        layer = nn.Recurrent(make(values), output=both)
-        return loss_of(*jnp.split(layer(xs)[0], 2, axis=1))
-
-    for f in (in_chunks, of_layer):
-        with checking_leaks():
-            assert_close(jax.jit(jax.grad(f))(*args), want, tolerance=2e-5)
 
 
 # ---------------------------------------------------------------- parameters
@@ -334,6 +252,17 @@ def test_ensembles_and_files(tmp_path, getkey):
 
 
 # ---------------------------------------------------------------- cost
+
+
+@jax.custom_jvp
+def step_by_hand(v):
+    return jnp.heaviside(v, jnp.zeros((), v.dtype))
+
+
+@step_by_hand.defjvp
+def _step_by_hand_jvp(primals, tangents):
+    (v,), (t_v,) = primals, tangents
+    return step_by_hand(v), t_v / (1 + (jnp.pi * v) ** 2)
 
 
 @pytest.mark.cost

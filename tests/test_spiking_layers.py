@@ -361,16 +361,6 @@ def test_gradient_flow_per_step(getkey):
     assert eqg.gradient_flow(total, layer)["cells[0][0]"].shape == (5,)
 
 
-@pytest.mark.slow
-def test_dropout_and_casting(getkey):
-    layer = nn.LIF(3, 4, 0.5, num_layers=2, dropout=0.5, key=getkey(), **SINGLE)
-    xs, key = 3 * jr.normal(getkey(), (2, 20, 3), "float32"), getkey()
-    dropped = layer(xs, key=key)[0]
-    assert not jnp.array_equal(dropped, layer(xs, key=key, inference=True)[0])
-    half = jax.tree.map(lambda x: x.astype("float16") if eqx.is_array(x) else x, layer)
-    assert half(xs.astype("float16"), inference=True)[1].membrane.dtype == "float16"
-
-
 # ---------------------------------------------------------------- cost
 
 

@@ -28,7 +28,7 @@ from ..._control_flow.chunked_scan import (
 from ..._jaxprs.varying import vary_alike
 from ..._rules.custom_vjp import custom_vjp
 from ..._rules.explicit_sharding import distribute_like, explicit_spec
-from ..._tangent_spaces import sum_dtype
+from ..._rules.float_args import widen
 from .._recurrent.chunked_matmuls import (
     add_gradients,
     bias_gradient,
@@ -297,8 +297,8 @@ def _slope(d, potential):
 
 def _constant_gradients(d, perturbed, before, after, cts):
     """The gradients of the constants of a chunk, summed over its steps and examples."""
-    widen = lambda x: x.astype(sum_dtype(x.dtype)) if eqx.is_inexact_array(x) else x
-    d, before, after, (ct_after, ct_spikes) = jax.tree.map(widen, (d, before, after, cts))
+    wide = lambda x: widen(x) if eqx.is_inexact_array(x) else x
+    d, before, after, (ct_after, ct_spikes) = jax.tree.map(wide, (d, before, after, cts))
     learned, rest = eqx.partition(d, perturbed)
     arrays, treedef = jax.tree.flatten(learned)
     # Under `shard_map`, each device has a sum of its own.
