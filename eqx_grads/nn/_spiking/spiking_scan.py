@@ -141,7 +141,9 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
         or valid is not None
         or ct_last.spikes is not None
     )
-    constant_sums = jax.tree.map(lambda p, c: zero_sum(c, p, ys), perturbed[3], d)
+    # A surrogate that is a function is a leaf, too.
+    zero_of = lambda p, c: zero_sum(c, p, ys) if p is True else None
+    constant_sums = jax.tree.map(zero_of, perturbed[3], d)
     learns = bool(jax.tree.leaves(constant_sums))
 
     def one(ct, inputs):
