@@ -81,7 +81,7 @@ def auto(cell, xs):
 
 
 def measure_rnn(quick, rounds):
-    for name, (make_cell, make, _) in recurrent.CELLS.items():
+    for name, (make_cell, _) in recurrent.CELLS.items():
         print_header(name, "T, B, H, I")
         for shape in [(6, 2, 4, 3)] if quick else RNN_SHAPES:
             steps, batch, hidden, size = shape
@@ -89,7 +89,7 @@ def measure_rnn(quick, rounds):
             cell = make_cell(size, hidden, key=key)
             xs = jr.normal(key, (steps, batch, size))
             ct = jr.normal(key, (steps, batch, hidden))
-            layer = ft.partial(recurrent.layer, make=make, outside=False)
+            layer = ft.partial(recurrent.layer, outside=False)
             runs = {
                 "plain scan": recurrent.plain,
                 "gates kept": ft.partial(layer, keep="gates"),

@@ -42,8 +42,8 @@ SHAPES = [
     (2048, 8, 64, 32),
 ]
 CELLS: dict[str, Any] = {
-    "GRU": (eqx.nn.GRUCell, nn.GRU, 3),
-    "LSTM": (eqx.nn.LSTMCell, nn.LSTM, 4),
+    "GRU": (eqx.nn.GRUCell, 3),
+    "LSTM": (eqx.nn.LSTMCell, 4),
 }
 
 
@@ -60,8 +60,9 @@ def plain(cell, xs):
     return jax.lax.scan(step, zero_state(cell, xs.shape[1]), xs)[1]
 
 
-def layer(cell, xs, *, make, keep, outside):
-    run = make.from_cell(cell, keep=keep, time_major=True)
+def layer(cell, xs, *, keep, outside):
+    checkpoint = {"gates": None, "states": "replay"}[keep]
+    run = nn.Recurrent(cell, checkpoint=checkpoint, time_major=True)
     if outside:
         return jax.vmap(lambda x: run(x)[0], 1, 1)(xs)
     return run(xs)[0]
@@ -159,14 +160,14 @@ PEERS = {"Flax": in_flax, "PyTorch": in_torch, "cuDNN": in_cudnn}
 
 def measure(name, shape, rounds):
     steps, batch, hidden, size = shape
-    make_cell, make, gates = CELLS[name]
+    make_cell, gates = CELLS[name]
     key = jr.key(0)
     cell = make_cell(size, hidden, key=key)
     xs, ct = jr.normal(key, (steps, batch, size)), jr.normal(key, (steps, batch, hidden))
     runs: dict[str, Any] = {"plain": plain}
     for keep in ("gates", "states"):
         for where in ("inside", "outside"):
-            run = ft.partial(layer, make=make, keep=keep, outside=where == "outside")
+            run = ft.partial(layer, keep=keep, outside=where == "outside")
             runs[f"{keep}, {where}"] = run
     variants, memory, seconds = {}, {}, {}
     for variant, run in runs.items():

@@ -192,8 +192,9 @@ def plot(path, rounds):
             for name, options in variants.items()
         }
         for keep in ("gates", "states"):
-            layer = lambda cell, xs, keep=keep: eqg.nn.GRU.from_cell(
-                cell, keep=keep, time_major=True
+            checkpoint = {"gates": None, "states": "replay"}[keep]
+            layer = lambda cell, xs, checkpoint=checkpoint: eqg.nn.Recurrent(
+                cell, checkpoint=checkpoint, time_major=True
             )(xs)[0]
             programs[f"eqg.nn.GRU, {keep} kept"] = compiled(train(layer, static), *args)
         times = in_turn({name: p.run for name, p in programs.items()}, rounds)

@@ -109,8 +109,8 @@ def plain_scan(cell, xs, *, outside):
     return jax.vmap(all_of_it, 1, 1)(xs) if outside else all_of_it(xs)
 
 
-def layer(cell, xs, *, make, outside):
-    run = make.from_cell(cell, time_major=True)
+def layer(cell, xs, *, outside):
+    run = eqg.nn.Recurrent(cell, time_major=True)
     return jax.vmap(lambda x: run(x)[0], 1, 1)(xs) if outside else run(xs)[0]
 
 
@@ -143,7 +143,7 @@ def main():
             xs = jr.normal(jr.key(1), (steps, batch, size))
             print(f"| {name} layer | {steps}, {batch}, {hidden}, {size} | ", end="")
             plain = lambda outside: ft.partial(plain_scan, outside=outside)
-            ours = lambda outside, make=make: ft.partial(layer, make=make, outside=outside)
+            ours = lambda outside: ft.partial(layer, outside=outside)
             ratios += compare(plain, ours, cell, xs, rounds)
     if ratios:
         slower = sum(ratio < 0.97 for ratio in ratios)

@@ -52,7 +52,7 @@ class Speller(eqx.Module):
     def __call__(self, text: Int[Array, " time"], *, fast: bool) -> Float[Array, "time guess"]:
         xs = self.embedding.weight[text]
         if fast:
-            states, _ = eqg.nn.GRU.from_cell(self.cell)(xs)
+            states, _ = eqg.nn.Recurrent(self.cell)(xs)
         else:
 
             def step(state, x):

@@ -75,7 +75,7 @@ def _spike_bwd(v, ct):
 
 
 class Model(eqx.Module):
-    gru: eqg.nn.GRU
+    gru: eqg.nn.Recurrent
     readout: eqx.nn.Linear
 
     def __call__(self, images: Float[Array, "batch row pixel"]):
@@ -98,7 +98,7 @@ def port(weights):
     readout = eqx.nn.Linear(UNITS, 10, key=jr.key(0))
     values = w["readout.weight"], w["readout.bias"]
     readout = eqx.tree_at(lambda layer: (layer.weight, layer.bias), readout, values)
-    return Model(eqg.nn.GRU.from_cell(cell), readout)
+    return Model(eqg.nn.Recurrent(cell), readout)
 
 
 def loss(weights, images, labels):

@@ -531,6 +531,99 @@ def test_any_cell(checkpoint, getkey):
         eqx.filter_jit(eqx.filter_grad(lambda layer: jnp.sum(layer(xs)[0])))(layer)
 
 
+class LayerNormLSTM(eqx.Module):
+    """As in the guide about fast recurrent networks."""
+
+    weights: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
+    norm_c: eqx.nn.LayerNorm
+
+    def __init__(self, input_size, hidden_size, *, key):
+        self.weights = eqx.nn.Linear(input_size + hidden_size, 4 * hidden_size, key=key)
+        self.norm = eqx.nn.LayerNorm(4 * hidden_size)
+        self.norm_c = eqx.nn.LayerNorm(hidden_size)
+
+    def __call__(self, x, state):
+        h, c = state
+        i, f, g, o = jnp.split(self.norm(self.weights(jnp.concatenate([x, h]))), 4)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return jax.nn.sigmoid(o) * jnp.tanh(self.norm_c(c)), c
+
+    def initial_state(self):
+        return jnp.zeros(self.norm_c.shape), jnp.zeros(self.norm_c.shape)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_cell_of_your_own_has_all_options(reverse, getkey):
+    make = lambda size: LayerNormLSTM(size, 2, key=getkey())
+    layer = nn.Recurrent(
+        [(make(3), make(3)), (make(4), make(4))],
+        dropout=0.5,
+        learn_initial_state=True,
+        reverse=reverse,
+        time_major=True,
+    )
+    assert jax.tree.map(jnp.shape, layer.initial_state) == ((4, 2), (4, 2))
+    xs, lengths = jr.normal(getkey(), (2, 4, 3)), [4, 2]
+
+    def run(layer, xs, _):
+        xs = jnp.swapaxes(xs, 0, 1)
+        ys, last = layer(xs, lengths=lengths, inference=True)
+        return jnp.swapaxes(ys, 0, 1), last
+
+    def plain(layer, xs, _):
+        state = jax.tree.map(lambda s: jnp.repeat(s[:, None], 2, 1), layer.initial_state)
+        return reference(layer, xs, state, lengths)
+
+    both = lambda f: eqx.filter_jit(lambda a: (f(*a), eqx.filter_grad(loss(f))(a)))
+    assert_close(both(run)((layer, xs, None)), both(plain)((layer, xs, None)), tolerance=2e-5)
+    dropped = [layer(jnp.swapaxes(xs, 0, 1), key=getkey())[0] for _ in range(2)]
+    assert jnp.any(dropped[0] != dropped[1])
+
+
+class Image(eqx.Module):
+    """A leaky cell of images, with channels first."""
+
+    kernel: jax.Array
+    input_size: tuple[int, ...] = eqx.field(static=True)
+
+    def __call__(self, x, h):
+        return 0.5 * h + jnp.einsum("oc,chw->ohw", self.kernel, x)
+
+    def initial_state(self):
+        return jnp.ones((2, 3, 4), "float32")
+
+
+def test_states_of_any_shape(getkey):
+    make = lambda channels: Image(
+        jr.normal(getkey(), (2, channels), "float32"), (channels, 3, 4)
+    )
+    cells = [(make(1), make(1)), (make(4), make(4))]
+    layer = nn.Recurrent(cells)
+    xs = jr.normal(getkey(), (2, 5, 1, 3, 4), "float32")
+
+    def plain(x, length):
+        for stage in cells:
+            outputs = []
+            for cell, reverse in zip(stage, (False, True), strict=True):
+                h, ys = cell.initial_state(), [jnp.zeros((2, 3, 4))] * 5
+                for t in range(length)[::-1] if reverse else range(length):
+                    h = ys[t] = cell(x[t], h)
+                outputs.append(jnp.stack(ys))
+            x = jnp.concatenate(outputs, 1)
+        return x
+
+    ys, last = layer(xs, lengths=[5, 3])
+    assert last.shape == (4, 2, 2, 3, 4)
+    assert_close(ys, jnp.stack([plain(xs[0], 5), plain(xs[1], 3)]), tolerance=1e-5)
+    assert_close(layer(xs[1], lengths=3)[0], ys[1], tolerance=1e-5)
+    ends = nn.Outputs(layer, last=True)(xs[0])
+    assert_close(ends, jnp.concatenate([ys[0, -1, :2], ys[0, 0, 2:]]), tolerance=1e-6)
+    with pytest.raises(RuleError, match=r"`xs` with 2 axes(?s:.)*\(time, \*input_size\)"):
+        layer(xs[0, 0, 0])
+
+
 @pytest.mark.parametrize("make_layer", [nn.GRU, nn.LSTM, nn.RNN])
 def test_the_same_numbers_as_the_cell(make_layer, getkey):
     """With any number for `checkpoint`, the cell is called, in a scan."""

@@ -19,14 +19,27 @@ def on_cpu() -> bool:
 
 
 def kept_of_cells() -> str:
-    """What the backward pass of a gated cell keeps. On an accelerator, to recompute the gates of
-    a chunk at once is faster than to read them."""
+    """What the backward pass of a gated cell keeps. On an accelerator, it is faster to recompute
+    the gates of a chunk at once than to read them."""
     return "gates" if on_cpu() else "states"
 
 
 def steps_of_chunk(steps: Size, bytes_of_step: int, of_cpu: Size) -> Size:
-    """The number of steps of a chunk: `of_cpu` on a CPU, and on an accelerator as many as have
-    64 MB of intermediate values. Each loop inside of a loop costs several launches there."""
+    """The number of steps of a chunk: `of_cpu` on a CPU. On an accelerator, where a loop within
+    a loop costs several launches, as many as have 64 MB of intermediate values."""
     if on_cpu():
         return of_cpu
     return near_divisor(steps, max(1, _BYTES_OF_A_CHUNK / max(bytes_of_step, 1)))
+
+
+STEPS_UNROLLED = 16  # of a linear recurrence in chunks; 8 and 32 were slower
+
+
+def recurrence_method() -> str:
+    """How a linear recurrence runs."""
+    return "scan" if on_cpu() else "associative"
+
+
+def logits_of_chunk() -> int:
+    """How many logits of `linear_cross_entropy` exist at a time, at least."""
+    return 2**20 if on_cpu() else 2**25

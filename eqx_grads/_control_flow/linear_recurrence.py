@@ -1,7 +1,5 @@
 """Linear recurrences, whose backward pass is the same recurrence in the other direction."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
@@ -11,8 +9,9 @@ from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic
 from .._rules.custom_vjp import custom_vjp
 from .._rules.explicit_sharding import distribute_like, explicit_spec, is_explicit
-from .._tangent_spaces import holds_numbers
-from .chunked_scan import shift_in
+from .._tangent_spaces import holds_numbers, sum_dtype
+from .accelerators import recurrence_method, STEPS_UNROLLED
+from .chunked_scan import near_divisor, shift_in
 
 
 METHODS = ("auto", "scan", "associative")
@@ -57,11 +56,11 @@ def linear_recurrence(
     - `h0`: the state before the first step, of shape `(...)`. The default is zero.
     - `reverse`: run from the last step to the first, $h_t = a_t\,h_{t+1} + b_t$; then `h0` is
         the state after the last.
-    - `method`: `"scan"` is one step after another; `"associative"` is a parallel prefix in
-        $O(\log T)$ steps, which does about twice the work and needs several times the
-        memory. They agree to rounding. `"auto"` is `"scan"` if JAX's default backend is a CPU,
-        and `"associative"` otherwise. A symbolic number of steps (see `jax.export`) is
-        always run by `"scan"`.
+    - `method`: `"scan"` is one step after another. `"associative"` runs chunks of about 16
+        unrolled steps in parallel, and then the states between the chunks in the same way: in
+        $O(\log T)$ steps, with twice the work. The two agree to rounding. `"auto"` is `"scan"`
+        if JAX's default backend is a CPU, and `"associative"` otherwise. A symbolic number of
+        steps (see `jax.export`) is always run by `"scan"`.
 
     **Returns:**
 
@@ -72,8 +71,9 @@ def linear_recurrence(
     With $\dot h_0$ given, $\dot h_t = a_t\,\dot h_{t-1} + (\dot a_t\,h_{t-1} + \dot b_t)$ going
     forward. In reverse $g_t = \bar h_t + a_{t+1}\,g_{t+1}$, and then $\bar b_t = g_t$,
     $\bar a_t = g_t\,h_{t-1}$ and $\bar h_0 = a_1\,g_1$. The residuals are `a` and the states.
-    Both are linear recurrences, run by the same `method`, so that both modes and all orders
-    cost as much as the function.
+    Both are linear recurrences, run by the same `method`. Both modes, all orders. Where `a` is
+    the same for many elements of `b`, or under `jax.vmap` for all examples, its gradient is
+    summed while it is computed.
 
     **Raises:**
 
@@ -88,19 +88,18 @@ def linear_recurrence(
             do='Choose one of "auto", "scan" and "associative".',
         )
     if method == "auto":
-        method = "scan" if jax.default_backend() == "cpu" else "associative"
+        method = recurrence_method()
     a, b, h0 = _fit(a, b, h0)
     if b.shape[0] == 0:
         return b
     if b.shape[0] == 1:
         return a * h0[None] + b  # no loop, so that a step of a scan is seen to be elementwise
-    # JAX has no parallel prefix over a symbolic size.
-    associative = method == "associative" and not is_symbolic(b.shape[0])
-    return _recurrence(a, b, h0, kind=_Kind(reverse, associative))
+    in_chunks = method == "associative" and not is_symbolic(b.shape[0])
+    return _recurrence(a, b, h0, reverse=bool(reverse), in_chunks=in_chunks)
 
 
 def _fit(a, b, h0):
-    """The arguments in one dtype, `a` with a time axis of full length or of length one."""
+    """The arguments in one dtype. `a` has as many axes as `b`, of the same length or of one."""
     for argument, x in (("a", a), ("b", b), ("h0", h0)):
         if not (holds_numbers(x) or (x is None and argument == "h0")):
             raise rule_error(
@@ -125,11 +124,10 @@ def _fit(a, b, h0):
             "to `(...)`.",
         )
     a = a.astype(dtype)
-    a_steps = a.shape[0] if a.ndim == len(shape) else 1
-    a = _broadcast(a, (a_steps, *shape[1:]))
-    b = _broadcast(b.astype(dtype), shape)
-    h0 = jnp.zeros(shape[1:], dtype) if h0 is None else h0.astype(dtype)
-    return _sharded_alike(a, b, _broadcast(h0, shape[1:]))
+    a = a.reshape((1,) * (len(shape) - a.ndim) + a.shape)
+    b = jnp.broadcast_to(b.astype(dtype), shape)
+    h0 = jnp.zeros((), dtype) if h0 is None else h0.astype(dtype)
+    return _sharded_alike(a, b, jnp.broadcast_to(h0, shape[1:]))
 
 
 def _common_shape(*shapes):
@@ -139,108 +137,168 @@ def _common_shape(*shapes):
         return None
 
 
-def _broadcast(x, shape):
-    return jnp.broadcast_to(x.reshape((1,) * (len(shape) - x.ndim) + x.shape), shape)
-
-
 def _sharded_alike(a, b, h0):
     """Over explicit mesh axes: steps and state, sharded as the product of `a` and `b` is."""
     if not (is_explicit(a) or is_explicit(b)):
         return a, b, h0
     product = a[:1] * b[:1]
     of_step = explicit_spec(product)[1:]
-    a, b = (distribute_like(x, product, (*explicit_spec(x)[:1], *of_step)) for x in (a, b))
+    b = distribute_like(b, product, (*explicit_spec(b)[:1], *of_step))
+    # What is the same along an axis of the mesh is on all of its devices.
+    of_a = [axis if n > 1 else None for axis, n in zip(of_step, a.shape[1:], strict=True)]
+    a = distribute_like(a, product, (*explicit_spec(a)[:1], *of_a))
     return a, b, distribute_like(h0, product, of_step)
 
 
-# The recurrence and its adjoint are one function of `(a, b, s)`:
-#
-#     out_t = a_t s_t + b_t,  s_{t+1} = out_t          (the recurrence)
-#     out_t = s_t + b_t,      s_{t+1} = a_t out_t      (`delayed`: its adjoint)
-#
-# In the adjoint, a factor acts on the state that leaves its step, not on the one that enters.
-# The adjoint of either is the other one, in the other direction.
-class _Kind(NamedTuple):
-    reverse: bool
-    associative: bool
-    delayed: bool = False
-
-    @property
-    def adjoint(self):
-        return _Kind(not self.reverse, self.associative, not self.delayed)
-
-    @property
-    def first(self):
-        return -1 if self.reverse else 0
-
-
 @custom_vjp
-def _recurrence(a, b, s, *, kind):
-    return _run(a, b, s, kind)
+def _recurrence(a, b, s, *, reverse, in_chunks):
+    """All states after `s`. `a` broadcasts to `b`."""
+    return _run(a, b, s, reverse, in_chunks)
 
 
 @compile_eager_calls
-def _run(a, b, s, kind):
-    if kind.associative:
-        return _associative(a, b, s, kind)
-    constant = a.shape[0] != b.shape[0]
+def _run(a, b, s, reverse, in_chunks):
+    if in_chunks:
+        return _in_chunks(a, b, s, reverse)
+    step = lambda s, x: 2 * (x[0] * s + x[1],)
+    if a.shape[0] == b.shape[0]:
+        return jax.lax.scan(step, s, (a, b), reverse=reverse)[1]
+    return jax.lax.scan(lambda s, b_t: step(s, (a[0], b_t)), s, b, reverse=reverse)[1]
 
-    def step(s, x):
-        a_t, b_t = (a[0], x) if constant else x
-        if kind.delayed:
-            out = b_t + s
-            return a_t * out, out
-        out = a_t * s + b_t
-        return out, out
 
-    return jax.lax.scan(step, s, b if constant else (a, b), reverse=kind.reverse)[1]
+def _in_chunks(a, b, s, reverse):
+    """All states, in parallel. First the factor of each chunk, and its last state if it begins
+    with zero. This is a recurrence of the states between chunks. Then the states within them."""
+    steps, chunk = b.shape[0], near_divisor(b.shape[0], STEPS_UNROLLED)
+    if steps <= 1.5 * STEPS_UNROLLED:
+        return jnp.stack(_states(a[None], b[None], s[None], reverse), 1)[0]
+    n, rest = divmod(steps, chunk)
+    if rest > 0:
+        early, late = slice(0, n * chunk), slice(n * chunk, None)
+        if reverse:
+            early, late = slice(rest, None), slice(0, rest)
+        part = lambda x, of: x if x.shape[0] == 1 else x[of]
+        first = _in_chunks(part(a, early), b[early], s, reverse)
+        last = first[0 if reverse else -1]
+        second = _in_chunks(part(a, late), b[late], last, reverse)
+        return jnp.concatenate([second, first] if reverse else [first, second])
+    a = a[None] if a.shape[0] == 1 else a.reshape(n, chunk, *a.shape[1:])
+    b = b.reshape(n, chunk, *b.shape[1:])
+    first, *others = _order(chunk, reverse)
+    factor, end = _at(a, first), b[:, first]
+    for t in others:
+        factor, end = _at(a, t) * factor, _at(a, t) * end + b[:, t]
+    between = _in_chunks(factor, end, s, reverse)
+    states = _states(a, b, shift_in(between, s, reverse=reverse), reverse)
+    return jnp.stack(states, 1).reshape(steps, *b.shape[2:])
+
+
+def _states(a, b, h, reverse):
+    """The states of each step, in all chunks: `a` and `b` are `(chunks, steps, ...)`."""
+    states = [h] * b.shape[1]
+    for t in _order(len(states), reverse):
+        h = states[t] = _at(a, t) * h + b[:, t]
+    return states
+
+
+def _order(steps, reverse):
+    return reversed(range(steps)) if reverse else range(steps)
+
+
+def _at(a, t):
+    return a[:, t if a.shape[1] > 1 else 0]
 
 
 @_recurrence.def_fwd
-def _recurrence_fwd(a, b, s, *, kind):
-    out = _recurrence(a, b, s, kind=kind)
+def _recurrence_fwd(a, b, s, *, reverse, in_chunks):
+    out = _recurrence(a, b, s, reverse=reverse, in_chunks=in_chunks)
     return out, (a, s, out)
 
 
+# In reverse:
+#
+#     g_t = ct_t + a_{t+1} g_{t+1}      ct_b_t = g_t      ct_a_t = g_t h_{t-1}
 @_recurrence.def_bwd
-def _recurrence_bwd(residuals, ct, *, kind):
+@compile_eager_calls
+def _recurrence_bwd(residuals, ct, *, reverse, in_chunks, perturbed):
     a, s, out = residuals
-    zero, first = jnp.zeros_like(s), kind.first
-    g = _recurrence(a, ct, zero, kind=kind.adjoint)
-    if kind.delayed:
-        # s_{t+1} = a_t out_t, so that ct_a_t = g_{t+1} out_t.
-        ct_a = shift_in(g, zero, reverse=not kind.reverse) * out
-        return _unbroadcast_time(ct_a, a), g, g[first]
-    ct_a = g * shift_in(out, s, reverse=kind.reverse)
-    return _unbroadcast_time(ct_a, a), g, a[first] * g[first]
+    first, zero = -1 if reverse else 0, jnp.zeros_like(s)
+    if a.shape != out.shape and perturbed[0] and not in_chunks:
+        return _pull_back_with_sums(a, s, out, ct, reverse, perturbed[1])
+    if in_chunks:
+        later = a if a.shape[0] == 1 else shift_in(a, jnp.ones_like(a[0]), reverse=not reverse)
+        g = _recurrence(later, ct, zero, reverse=not reverse, in_chunks=True)
+    else:
+        g = _adjoint_by_scan(a, ct, zero, not reverse)
+    ct_a = _sum_to(g * shift_in(out, s, reverse=reverse), a.shape)
+    return ct_a, g, a[first] * g[first]
+
+
+def _adjoint_by_scan(a, ct, zero, reverse):
+    """All `g`. The carry is multiplied as it leaves a step, so that `a` need not be shifted."""
+
+    def step(through, x):
+        a_t, ct_t = x
+        g = ct_t + through
+        return a_t * g, g
+
+    if a.shape[0] == ct.shape[0]:
+        return jax.lax.scan(step, zero, (a, ct), reverse=reverse)[1]
+    return jax.lax.scan(lambda c, ct_t: step(c, (a[0], ct_t)), zero, ct, reverse=reverse)[1]
+
+
+def _pull_back_with_sums(a, s, out, ct, reverse, wants_b):
+    """All cotangents in one loop, which sums those of factors that are the same for several
+    examples, or at all times. It meets g_{t+1} and h_t at once, so that nothing is shifted but
+    `a`, which is small."""
+    at_all_times, end = a.shape[0] == 1, 0 if reverse else -1
+    later = a if at_all_times else shift_in(a, jnp.ones_like(a[0]), reverse=not reverse)
+    has_later = jnp.ones(len(out), bool).at[end].set(False)
+
+    def step(carry, x):
+        g, total = carry
+        h, ct_t, a_t, has_later = x
+        ct_a = jnp.where(has_later, g * h, jnp.zeros((), h.dtype))
+        g = ct_t + (later[0] if at_all_times else a_t) * g
+        if at_all_times:
+            return (g, total + ct_a.astype(total.dtype)), (g if wants_b else None, None)
+        return (g, total), (g if wants_b else None, _sum_to(ct_a, a_t.shape))
+
+    zero = jnp.zeros_like(out[0])
+    total = jnp.zeros_like(zero, sum_dtype(zero.dtype)) if at_all_times else None
+    xs = (out, ct, None if at_all_times else later, has_later)
+    (g, total), (gs, ct_a) = jax.lax.scan(step, (zero, total), xs, reverse=not reverse)
+    first = a[-1 if reverse else 0]
+    if at_all_times:
+        ct_a = _sum_to((total + (g * s).astype(total.dtype))[None], a.shape)
+    else:
+        ct_a = shift_in(ct_a, _sum_to(g * s, first.shape), reverse=reverse)
+    return ct_a, gs, first * g
+
+
+def _sum_to(ct, shape):
+    """The sum over the axes along which an array of this shape was broadcast."""
+    axes = [i for i, (n, m) in enumerate(zip(ct.shape, shape, strict=True)) if n != m]
+    return jnp.sum(ct, axes, keepdims=True) if axes else ct
 
 
 @_recurrence.def_jvp
-def _recurrence_jvp(primals, tangents, *, kind):
+def _recurrence_jvp(primals, tangents, *, reverse, in_chunks):
     a, b, s = primals
     t_a, t_b, t_s = tangents
-    out = _recurrence(a, b, s, kind=kind)
-    if kind.delayed:
-        t_from_a = shift_in(t_a * out, jnp.zeros_like(s), reverse=kind.reverse)
-    else:
-        t_from_a = t_a * shift_in(out, s, reverse=kind.reverse)
-    return out, _recurrence(a, t_from_a + t_b, t_s, kind=kind)
+    options = {"reverse": reverse, "in_chunks": in_chunks}
+    out = _recurrence(a, b, s, **options)
+    t_from_a = t_a * shift_in(out, s, reverse=reverse)
+    return out, _recurrence(a, t_from_a + t_b, t_s, **options)
 
 
-def _unbroadcast_time(ct_a, a):
-    """Summed over time, for a factor that is the same at all times."""
-    return ct_a if a.shape[0] == ct_a.shape[0] else jnp.sum(ct_a, 0, keepdims=True)
-
-
-def _associative(a, b, s, kind):
-    a = jnp.broadcast_to(a, b.shape)
-    if kind.delayed:
-        a = shift_in(a, jnp.ones_like(a[0]), reverse=kind.reverse)
-    b = b.at[kind.first].add(s if kind.delayed else a[kind.first] * s)
-    return jax.lax.associative_scan(_compose, (a, b), reverse=kind.reverse)[1]
-
-
-def _compose(earlier, later):
-    a, b = earlier
-    a_next, b_next = later
-    return a_next * a, a_next * b + b_next
+@_recurrence.def_vmap
+def _recurrence_vmap(size, batched, a, b, s, **options):
+    """Examples become another axis, of length one in what they share."""
+    batch = lambda x, is_batched, axis: (
+        jnp.moveaxis(x, 0, axis) if is_batched else jnp.expand_dims(x, axis)
+    )
+    a, b, s = map(batch, (a, b, s), batched, (1, 1, 0))
+    b = jnp.broadcast_to(b, (b.shape[0], size, *b.shape[2:]))
+    s = jnp.broadcast_to(s, (size, *s.shape[1:]))
+    return jnp.moveaxis(_recurrence(a, b, s, **options), 1, 0), True

@@ -19,6 +19,7 @@ from .._errors import type_of
 from .._jaxprs.dependence import depends, free_variables, variables
 from .._jaxprs.structure import Checkpoint, Cond, holds, inner_programs, Scan, structure
 from .._tangent_spaces import is_differentiable
+from .accelerators import on_cpu
 from .chunked_scan import near_divisor
 from .traced_body import TracedBody
 
@@ -37,7 +38,7 @@ def why_never_better(body: TracedBody) -> str | None:
         # In parallel, all branches are computed; and the user knows what not to save.
         return "a step has branches, or is rematerialized"
     # A CPU takes longer for the gradients of a chunk: of a kernel, and of the rows of a table.
-    if _on_cpu() and holds(body.program, *_SLOW_IN_A_CHUNK):
+    if on_cpu() and holds(body.program, *_SLOW_IN_A_CHUNK):
         return "a step has a convolution, or looks up rows of a table"
     return None
 
@@ -62,7 +63,7 @@ def why_not_better(
     of_chunk = replay_chunk(body, steps) * (saved + sum(map(_bytes, body.x_types)))
     if steps * carried + _COPIES_IN_CHUNK * of_chunk > steps * saved:
         return "replaying needs as much memory"
-    if not _on_cpu():
+    if not on_cpu():
         return None
     flops, rows = _products(body.program)
     differentiable = [
@@ -90,10 +91,6 @@ def log_choice(steps: Any, carry: Sequence[Any], choice: str) -> None:
         ", ".join(map(type_of, carry)) or "None",
         choice,
     )
-
-
-def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
 
 
 def _products(program: ClosedJaxpr) -> tuple[float, int]:

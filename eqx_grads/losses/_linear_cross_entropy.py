@@ -89,8 +89,9 @@ def linear_cross_entropy(
     - `bias`: floats of shape `(vocabulary,)`, or `None`.
     - `chunk`: the number of tokens whose logits exist at a time, at most. The default is the
         number of features, but at least 128, and at least $2^{20} / V$: the logits of a chunk
-        then need as much memory as the gradient of `weight`, or 4 MiB. A smaller chunk needs
-        less, and more time.
+        then need as much memory as the gradient of `weight`, or 4 MiB. If JAX's default backend
+        is not a CPU, it is at least $2^{25} / V$. A smaller chunk needs less memory, and more
+        time.
     - `ignore_index`: the label of tokens that do not count. Their rows of `x` may be anything,
         also NaN. With `None`, all tokens count.
     - `label_smoothing`: a number $\alpha$ from zero to one. The target is $1 - \alpha$ at the

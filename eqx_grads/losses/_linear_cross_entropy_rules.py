@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._control_flow.accelerators import logits_of_chunk
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic, Size, size_or
 from .._jaxprs.varying import is_in_shard_map, vary_alike, vary_over, varying_axes
@@ -269,9 +270,9 @@ def default_chunk(features: int, vocabulary: int) -> int:
     The gradient of the weight is read and written once for each chunk, which takes little time
     beside the matrix products if there are as many tokens as features. The logits of a chunk
     then are as large as that gradient. A small vocabulary has larger chunks, of 4 MiB of
-    logits, in which a chunk takes long beside a step of a loop.
+    logits on a CPU, in which a chunk takes long beside a step of a loop.
     """
-    return max(128, features, 2**20 // vocabulary)
+    return max(128, features, logits_of_chunk() // vocabulary)
 
 
 def _over_chunks(

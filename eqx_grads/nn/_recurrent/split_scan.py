@@ -59,25 +59,25 @@ def split_scan(w, xs, state, valid, *, formulas, reverse, keep):
 @compile_eager_calls
 def _forward(w, xs, state, valid, formulas, reverse, keep):
     """All outputs; of the rest of the states and of the gates what is kept; the last state."""
-    length = forward_chunk(xs, state[-1].shape[1])
+    w_t, length = _transposed(w), forward_chunk(xs, state[-1].shape[1])
 
     def step(state, inputs):
         x, valid = inputs
         if length is None and formulas.of_sum:
-            both = matmul_of_step(x, state[0], w.x.T, w.h.T, w.bias)
+            both = matmul_of_step(x, state[0], w_t.x, w_t.h, w.bias)
             gates = formulas.gates(split_gates(both, formulas.n))
         else:
-            x = _from_x(w, formulas, x) if length is None else x
-            gates = _gates(w, formulas, x, state[0])
+            x = _from_x(w_t, formulas, x) if length is None else x
+            gates = _gates(w_t, formulas, x, state[0])
         out, *rest = formulas.next(gates, state)
-        out = out if w.out is None else out @ w.out.T
+        out = out if w.out is None else out @ w_t.out
         new = _where(valid, (out, *rest), state)
         kept = new[1:] if "states" in keep else (), gates if "gates" in keep else ()
         return new, (new[0], *kept)
 
     def chunk(state, inputs, _):
         x, valid = inputs
-        return jax.lax.scan(step, state, (_from_x(w, formulas, x), valid), reverse=reverse)
+        return jax.lax.scan(step, state, (_from_x(w_t, formulas, x), valid), reverse=reverse)
 
     if length is None:
         last, (ys, *kept) = jax.lax.scan(step, state, (xs, valid), reverse=reverse)
@@ -88,15 +88,20 @@ def _forward(w, xs, state, valid, formulas, reverse, keep):
     return ys, kept, last
 
 
-def _from_x(w, formulas, x):
+def _transposed(w):
+    """The matrices transposed, once: a product in a loop with `w.T` is slower on a CPU."""
+    return w._replace(x=w.x.T, h=w.h.T, out=None if w.out is None else w.out.T)
+
+
+def _from_x(w_t, formulas, x):
     """What the input adds to each gate, for one step or for all steps of a chunk at once."""
-    return split_gates(matmul_steps(x, w.x.T, w.bias), formulas.n)
+    return split_gates(matmul_steps(x, w_t.x, w_t.bias), formulas.n)
 
 
-def _gates(w, formulas, from_x, h):
-    *from_h, last = split_gates(matmul_steps(h, w.h.T), formulas.n)
-    if w.bias_h is not None:
-        last = last + jnp.expand_dims(w.bias_h, range(last.ndim - 1))
+def _gates(w_t, formulas, from_x, h):
+    *from_h, last = split_gates(matmul_steps(h, w_t.h), formulas.n)
+    if w_t.bias_h is not None:
+        last = last + jnp.expand_dims(w_t.bias_h, range(last.ndim - 1))
     from_h = *from_h, last
     if formulas.of_sum:
         return formulas.gates([x + h for x, h in zip(from_x, from_h, strict=True)])
@@ -132,7 +137,7 @@ def _split_scan_fwd(w, xs, state, valid, *, formulas, reverse, keep):
 def _split_scan_bwd(residuals, cts, *, formulas, reverse, perturbed):
     w, xs, first, valid, states, gates = residuals
     ct_ys, ct_last = cts
-    small = is_small(first[0])
+    w_t, small = _transposed(w), is_small(first[0])
 
     def step(d, inputs):
         operands, ct, valid = inputs
@@ -149,7 +154,7 @@ def _split_scan_bwd(residuals, cts, *, formulas, reverse, perturbed):
         x, after, gates, ct, valid = inputs
         before = jax.tree.map(lambda a, e: shift_in(a, e, reverse=reverse), after, entries)
         if not (gates or formulas.of_states):
-            gates = _gates(w, formulas, _from_x(w, formulas, x), before[0])
+            gates = _gates(w_t, formulas, _from_x(w_t, formulas, x), before[0])
         operands = (gates, before, after)
         if small:
             operands = formulas.factors(*operands)
@@ -189,9 +194,9 @@ def _split_scan_bwd(residuals, cts, *, formulas, reverse, perturbed):
 
 
 def _pull(w, formulas, d, factors, valid):
-    """From the cotangents of the states after a step, or after all steps of a chunk, to those of
-    what the states before add to the gates, of what the input adds to the last gate if they
-    differ there, and of the states before, without the part through the gates."""
+    """Given the cotangents of the states after a step, or after all steps of a chunk: those of
+    what the states before add to the gates, of what the input adds to the last gate if it is
+    another one there, and of the states before, without the part through the gates."""
     if w.out is not None:
         d = (d[0] @ w.out, *d[1:])
     cts, last_x, direct = formulas.pull(d, factors)
