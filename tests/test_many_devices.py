@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from eqx_grads.nn._recurrent.states import zero_states
 from eqx_grads.testing._subject import is_output
 from eqx_grads.testing._without_rules import without_rules
 from jax.sharding import PartitionSpec as Spec
@@ -220,7 +221,8 @@ SETTINGS = {
 def _of_cell(layer):
     """The layer as a `jax.lax.scan` of its cell."""
     cell = layer.cells[0][0]
-    zero = layer.initial_state if layer.initial_state is not None else layer._zero_state()
+    zero = layer.initial_state
+    zero = zero_states("", layer.cells) if zero is None else zero
 
     def run(xs):
         step = lambda h, x: (lambda new: (new, jax.tree.leaves(new)[0]))(jax.vmap(cell)(x, h))
