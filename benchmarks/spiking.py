@@ -1,12 +1,12 @@
-"""Claim: `LIF`, `ALIF`, `CuBaLIF` and `RLIF` train at 1.00 to 1.82 times the speed of their
-cells in `jax.lax.scan`, with 0.45 to 1.82 of the temporary bytes; with `keep="spikes"` at 0.86
-to 1.39 times the speed, with 0.15 to 1.69 of the bytes; `docs/benchmarks.md` has the table.
+"""Claim: `LIF` trains at 0.96 to 1.58 times the speed of its cell in `jax.lax.scan`, with 0.44 to
+1.15 of the temporary bytes; `docs/benchmarks.md` has the table.
 
 The program returns the spikes, and the gradients with respect to all parameters and inputs, in
 single precision. "plain" is `jax.lax.scan` of the cell with its input weights, step by step;
-"learned" has a learned decay and a learned threshold. The variants alternate in one process.
-The speed is the median over rounds of the ratio to plain scan in the same round, for a batch
-inside and for `vmap` outside. The bytes are the temporary memory of the compiled program.
+"learned" has a learned decay and a learned threshold, "adaptive" has `rho`, and "current" has
+`alpha`. The variants alternate in one process. The speed is the median over rounds of the ratio
+to plain scan in the same round, for a batch inside and for `vmap` outside. The bytes are the
+temporary memory of the compiled program.
 
 snnTorch, Norse and Spyx are measured if they are installed, with the constants of `LIF`. The
 number of threads of PyTorch is that of `OMP_NUM_THREADS`.

@@ -186,7 +186,7 @@ LAYERS = {
     "Recurrent, replayed": _any_cell("replay"),
     "Recurrent, in chunks": _any_cell(2),
     "LIF": _layer("LIF", beta=0.9),
-    "LIF, adaptive": _layer("LIF", beta=0.9, rho=0.5, learn=("beta", "rho", "threshold")),
+    "LIF, adaptive": _layer("LIF", beta=0.9, rho=0.5, learn=("beta", "rho")),
     "LIF, current": _layer("LIF", beta=0.9, alpha=0.5),
     "LI": _layer("LI", beta=0.9),
     "LIF, recurrent": _layer("LIF", beta=0.9, recurrent=True),

@@ -11,7 +11,7 @@ import jax.random as jr
 import pytest
 from eqx_grads import RuleError
 from eqx_grads._control_flow import accelerators
-from eqx_grads.nn._spiking import layers, spiking_scan
+from eqx_grads.nn._spiking import spiking_scan
 
 from .helpers import assert_close, checking_leaks, temp_bytes
 from .rules.recurrent import loss, losses_of_one_output, reference
@@ -267,33 +267,6 @@ def test_what_is_frozen_costs_nothing(getkey):
     everything = products(eqx.filter_grad(lambda args: total(*args)), (layer, xs))
     assert products(eqx.filter_grad(total), layer, xs) == everything - 1
     assert products(jax.grad(total, 1), layer, xs) < everything - 1
-
-
-def test_a_plain_scan_where_it_is_as_fast(monkeypatch, getkey):
-    """With many rows in a step, and one array to save: then there is no chunk."""
-    chunked, chunk_length = [], spiking_scan.chunk_length
-    see = lambda *args: chunked.append(True) or chunk_length(*args)
-    monkeypatch.setattr(spiking_scan, "chunk_length", see)
-    for batch, options, is_plain in (
-        (64, {}, True),
-        (64, {"rho": 0.9, "detach_reset": False, "reset": "none"}, True),
-        (63, {}, False),
-        (64, {"learn": "beta"}, False),
-        (64, {"recurrent": True}, False),
-        (64, {"detach_reset": False}, False),
-        (64, {"surrogate": eqg.surrogates.atan(jnp.array(2.0))}, False),
-    ):
-        layer, xs = (
-            nn.LIF(2, 3, 0.9, key=getkey(), **options),
-            jr.normal(getkey(), (batch, 4, 2)),
-        )
-        got = eqx.filter_jit(layer)(xs)
-        assert bool(chunked) != is_plain, (batch, options)
-        assert_close(got, jax.vmap(layer)(xs), tolerance=1e-6)
-        chunked.clear()
-    monkeypatch.setattr(layers, "on_cpu", lambda: False)
-    jax.eval_shape(nn.LIF(2, 3, 0.9, key=getkey()), jnp.ones((64, 4, 2)))
-    assert chunked
 
 
 def test_chunks_on_an_accelerator(monkeypatch, getkey):

@@ -2,15 +2,12 @@
 
 from typing import Any, ClassVar
 
-import equinox as eqx
 import jax
 from jaxtyping import Array, Key, PyTree
 
-from ..._control_flow.accelerators import on_cpu
-from ..._control_flow.chunked_scan import size_or
 from .._argument_checks import as_sizes, check_features
 from .._dtypes import common_dtype
-from .._recurrent.cell_scan import fast_path, run_cell, scan_cell
+from .._recurrent.cell_scan import fast_path, run_cell
 from .._recurrent.layer import AbstractRecurrent
 from .._recurrent.stack import make_stack, Stack, StackOptions
 from .cell import LIFCell, Parameter
@@ -20,23 +17,11 @@ from .spiking_scan import spiking_scan
 @fast_path(LIFCell)
 def _run_neurons(cell, xs, state, valid, reverse, keep):
     del keep
-    if _plain_scan_is_as_fast(cell, xs):
-        return scan_cell(cell, xs, state, valid, reverse)
     xs, w_in, bias, w_state, *_ = common_dtype(
         xs, cell.weight_ih, cell.bias, cell.weight_hh, *jax.tree.leaves(state)
     )
     args = (w_in, bias, w_state, cell._dynamics(xs.dtype), xs, state, valid)
     return spiking_scan(*args, reverse=reverse)
-
-
-def _plain_scan_is_as_fast(cell, xs):
-    """Whether autodiff of a scan is as fast as the rule, with fewer bytes: on a CPU, where it
-    saves one array, the slopes of the surrogate, and the matrix products of a step have enough
-    rows to be efficient."""
-    of_surrogate = jax.tree.leaves(eqx.filter(cell.surrogate, eqx.is_array))
-    is_constant = not cell.learn and cell.weight_hh is None and not of_surrogate
-    is_detached = cell.detach_reset or cell.reset == "none"
-    return on_cpu() and is_constant and is_detached and size_or(xs.shape[1], 1) >= 64
 
 
 class LIF(AbstractRecurrent):
@@ -51,8 +36,7 @@ class LIF(AbstractRecurrent):
 
         ```python
         import eqx_grads as eqg
-        import equinox as eqx
-        import jax
+                import jax
         import jax.numpy as jnp
 
         lif = eqg.nn.LIF(3, 8, beta=0.9, recurrent=True, learn="beta", key=jax.random.key(0))
@@ -135,8 +119,7 @@ class LI(AbstractRecurrent):
 
         ```python
         import eqx_grads as eqg
-        import equinox as eqx
-        import jax
+                import jax
         import jax.numpy as jnp
 
         li = eqg.nn.LI(3, 8, beta=0.9, key=jax.random.key(0))

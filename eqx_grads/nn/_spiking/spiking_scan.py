@@ -48,7 +48,7 @@ def chunk_length(xs: Array, neurons: int) -> Size:
     per_step = max(batch, 1) * neurons * xs.dtype.itemsize
     if size_or(steps * per_step, 2**21) <= 2**20:
         return max(steps, 1)
-    fits = max(2**17 / per_step, 320 / max(batch, 1))
+    fits = max(2**17 / per_step, 448 / max(batch, 1))
     return steps_of_chunk(steps, 8 * per_step, near_divisor(steps, min(fits, 128)))
 
 
@@ -138,7 +138,6 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
         w_state is not None
         or d.rho is not None
         or (d.reset != "none" and not d.detach_reset)
-        or valid is not None
         or ct_last.spikes is not None
     )
     # A surrogate that is a function is a leaf, too.
@@ -158,9 +157,8 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
                 slope = slope * ct_spikes
             ct_membrane = ct_membrane + slope
             if ct_adaptation is not None:
-                ct_adaptation = jax.vmap(lambda ct, v: ct - d.strength * v)(
-                    ct_adaptation, slope
-                )
+                less = lambda ct, v: ct - d.strength * v
+                ct_adaptation = jax.vmap(less)(ct_adaptation, slope)
         after = LIFState(None, ct_membrane, ct.current, ct_adaptation)
         zero = jnp.zeros_like(ct_membrane)
         integrate_batch = jax.vmap(ft.partial(integrate, d))
@@ -202,10 +200,10 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
             add = lambda s, g: s + distribute_like(g, s, explicit_spec(s))
             constant_sums = jax.tree.map(add, constant_sums, gradients)
         if not perturbed[4]:
-            return (ct_state, sums, constant_sums), None
-        return (ct_state, sums, constant_sums), ct_x if w_in is None else matmul_steps(
-            ct_x, w_in
-        )
+            ct_x = None
+        elif w_in is not None:
+            ct_x = matmul_steps(ct_x, w_in)
+        return (ct_state, sums, constant_sums), ct_x
 
     length = chunk_length(xs, math.prod(ys.shape[2:]))
     init = ft.partial(chunk_init, chunk=length, reverse=reverse)
