@@ -244,6 +244,37 @@ def recurrences(rounds, quick):
         ]
         print("| " + " | ".join(cells) + " |", flush=True)
 
+    batches(rounds, quick)
+
+
+def batches(rounds, quick):
+    """`jax.vmap` over sequences: with factors of their own, shared, the same at all times."""
+    steps, width, batch = (64, 8, 2) if quick else (1024, 64, 16)
+    names = ["factors, of 1024 steps of 64 numbers, 16 sequences", "scan, ms", "speed", "bytes"]
+    print("\n| " + " | ".join(names) + " |\n|" + " --- |" * len(names))
+    b, ct = jr.normal(jr.key(0), (2, batch, steps, width))
+    kinds = {
+        "of each sequence": ((batch, steps, width), 0),
+        "shared by all sequences": ((steps, width), None),
+        "the same at all times": ((1, width), None),
+    }
+
+    def scan(a, b):
+        step = lambda h, ab: (ab[0] * h + ab[1],) * 2
+        return jax.lax.scan(step, jnp.zeros(width), (jnp.broadcast_to(a, b.shape), b))[1]
+
+    for name, (shape, axis) in kinds.items():
+        a = jr.uniform(jr.key(1), shape)
+        of_batch = lambda run, axis=axis: jax.vmap(run, (axis, 0))
+        runs = {"scan": of_batch(scan), "ours": of_batch(eqg.linear_recurrence)}
+        programs = {name: compiled(train(run), a, b, ct) for name, run in runs.items()}
+        times = in_turn({name: p.run for name, p in programs.items()}, rounds)
+        ratio = programs["ours"].memory / programs["scan"].memory
+        milliseconds = 1e3 * statistics.median(times["scan"])
+        print(
+            f"| {name} | {milliseconds:.2f} | {speed(times, 'ours', 'scan'):.2f} | {ratio:.2f} |"
+        )
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)

@@ -44,9 +44,9 @@ SHAPES = [
     *[(2000, 1, 16, 1), (2048, 8, 64, 32)],
 ]
 LAYERS = {
-    "GRU": (eqx.nn.GRUCell, eqg.nn.GRU),
-    "LSTM": (eqx.nn.LSTMCell, eqg.nn.LSTM),
-    "RNN": (eqg.nn.RNNCell, eqg.nn.RNN),
+    "GRU": eqx.nn.GRUCell,
+    "LSTM": eqx.nn.LSTMCell,
+    "RNN": eqg.nn.RNNCell,
 }
 
 
@@ -137,7 +137,7 @@ def main():
     ratios = []
     print(f"| cell | T, B, H, I | speed | bytes | compile |\n|{' --- |' * 5}")
     for name in args.layers[:1] if args.quick else args.layers:
-        make_cell, make = LAYERS[name]
+        make_cell = LAYERS[name]
         for steps, batch, hidden, size in SHAPES[:1] if args.quick else SHAPES:
             cell = make_cell(size, hidden, key=jr.key(0))
             xs = jr.normal(jr.key(1), (steps, batch, size))

@@ -234,7 +234,7 @@ def test_L8_no_numbers_and_no_functions():
 def test_L8_recurrent_and_lengths():
     cell = eqx.nn.GRUCell(3, 4, key=KEY)
     for checkpoint in (-1, 0, 2.0, "all"):
-        with raises("`Recurrent` was given a `checkpoint` that it does not know"):
+        with raises("was given a `checkpoint` that it does not know"):
             nn.Recurrent(cell, checkpoint=checkpoint)
     # Traced, a negative length counts as no step, as the docstring says.
     ys, last = jax.jit(lambda n: nn.GRU(3, 4, key=KEY)(XS, lengths=n))(-1)

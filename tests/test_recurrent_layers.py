@@ -8,12 +8,10 @@ https://github.com/jax-ml/jax/issues/39103. With JAX 0.11 as the oldest version,
 import functools as ft
 
 import equinox as eqx
-import eqx_grads as eqg
 import eqx_grads.nn as nn
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jaxtyping
 import pytest
 from eqx_grads import RuleError
 from eqx_grads._jaxprs.structure import equations, holds, inner_programs, Scan, structure
@@ -45,14 +43,6 @@ def chunks(monkeypatch, request):
     monkeypatch.setattr(rule, "is_small", lambda h: at_once)
 
 
-@pytest.fixture
-def unchecked_types():
-    """As users have it: without the checks of types at run time."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 def make(getkey, name, *, dtype="float64", steps=5, batch=2, **options):
     layer = LAYERS[name](3, 4, dtype=dtype, key=getkey(), **options)
     xs = jr.normal(getkey(), (batch, steps, 3), dtype)
@@ -72,18 +62,6 @@ def test_gradient_of_one_output(name, getkey):
         )
         got = gradients(lambda layer, xs, state: layer(xs, state))(args)
         assert_close(got, gradients(reference)(args), tolerance=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("chunks")
-@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", LAYERS)
-def test_values_and_gradients(name, reverse, getkey):
-    with jax.enable_x64(True):
-        args = make(getkey, name, reverse=reverse, steps=3)
-        run = lambda layer, xs, state: layer(xs, state)
-        both = lambda f: eqx.filter_jit(lambda args: (f(*args), eqx.filter_grad(loss(f))(args)))
-        assert_close(both(run)(args), both(reference)(args), tolerance=1e-10)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -126,31 +104,6 @@ def test_forward_mode_and_second_order(name, getkey):
                 transform(over_arrays(loss(reference))),
                 tolerance=1e-10,
             )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["GRU, states", "LSTM, gates", "RNN, relu"])
-def test_padding(name, getkey):
-    """Padded sequences against each by itself, with what is not a number in the padding."""
-    layer, xs, state = make(getkey, name, dtype="float32")
-    lengths = jnp.array([5, 2])
-
-    def padded(args):
-        layer, xs, state = args
-        ys, end = layer(xs.at[1, 2:].set(jnp.nan), state, lengths=lengths)
-        return loss(lambda: (ys, end))(())
-
-    def alone(args):
-        layer, xs, state = args
-        total = 0.0
-        for b, n in enumerate([5, 2]):
-            one = lambda b=b, n=n: layer(xs[b, :n], jax.tree.map(lambda s: s[b], state))
-            total = total + loss(one)(())
-        return total
-
-    assert not layer(xs, state, lengths=lengths)[0][1, 2:].any()
-    grad = lambda f: eqx.filter_jit(eqx.filter_grad(f))((layer, xs, state))
-    assert_close(grad(padded), grad(alone), tolerance=2e-5)
 
 
 @pytest.mark.slow
@@ -232,14 +185,6 @@ def test_what_is_frozen_costs_nothing(name, getkey):
     assert for_inputs < everything - 1 or "LSTM" in name
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_no_leaks(name, getkey):
-    layer, xs, state = make(getkey, name, dtype="float32", steps=3)
-    run = loss(lambda layer, xs, state: layer(xs, state, lengths=jnp.array([3, 1])))
-    with checking_leaks():
-        eqx.filter_grad(eqx.filter_jit(run))((layer, xs, state))
-
-
 def plain_scan(cell, xs, zero):
     def step(state, x):
         state = jax.vmap(cell)(x, state)
@@ -310,26 +255,6 @@ def test_half_precision(name, getkey):
         assert jnp.max(jnp.abs((got - want).astype("float32"))) < 0.05 * scale
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("chunks")
-@pytest.mark.parametrize(
-    "name",
-    ["RNN, tanh", *(pytest.param(name, marks=pytest.mark.slow) for name in ONE_OF_EACH[:2])],
-)
-def test_half_precision_is_summed_in_single(name, getkey):
-    """500 chunks, of which nearly all add the same: in half precision the sum would stop at
-    256 times that."""
-    layer, xs, _ = make(getkey, name, dtype="bfloat16", steps=1000, batch=1)
-    xs = jnp.ones_like(xs)
-    total = lambda layer, xs: jnp.sum(layer(xs)[0].astype("float32"))
-    grad = eqx.filter_jit(eqx.filter_grad(total))
-    got = grad(layer, xs).cells
-    expected = grad(cast(layer, "float32"), xs.astype("float32")).cells
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert g.dtype == "bfloat16"
-        assert jnp.max(jnp.abs(g.astype("float32") - w)) < 0.05 * jnp.max(jnp.abs(w))
-
-
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 @pytest.mark.parametrize("steps", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_step_and_one_step(name, steps, getkey):
@@ -370,12 +295,6 @@ def test_no_example(getkey):
         assert all(jnp.all(g == 0) for g in jax.tree.leaves(grads))
 
 
-def test_inputs_that_the_cell_of_recurrent_does_not_take(getkey):
-    layer = nn.Recurrent(eqx.nn.GRUCell(3, 4, key=getkey()))
-    with pytest.raises(RuleError, match="`Recurrent` was given inputs of the wrong size"):
-        layer(jnp.ones((2, 5, 2)))
-
-
 @pytest.mark.slow
 def test_outputs_of_any_shape(getkey):
     """A number, a matrix, a tree; and what is past the end of each is zero."""
@@ -401,19 +320,6 @@ def test_a_cell_of_half_precision_with_wider_inputs(getkey):
     with jax.numpy_dtype_promotion("standard"):
         ys, state = nn.Recurrent(cell)(xs)
     assert ys.dtype == state.dtype == jnp.float32
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda key: nn.GRU(3, 4, keep="all", key=key), "(?s)`keep` is 'all'.*'states'"),
-        (lambda key: nn.LSTM(0, 4, key=key), "(?s)not a positive integer.*`input_size` is 0"),
-        (lambda key: nn.RNN(3, 4, activation="gelu", key=key), "`activation` is 'gelu'"),
-    ],
-)
-def test_bad_options(make, message, getkey):
-    with pytest.raises(RuleError, match=message):
-        make(getkey())
 
 
 @pytest.mark.thorough
@@ -596,10 +502,8 @@ class Image(eqx.Module):
 
 
 def test_states_of_any_shape(getkey):
-    make = lambda channels: Image(
-        jr.normal(getkey(), (2, channels), "float32"), (channels, 3, 4)
-    )
-    cells = [(make(1), make(1)), (make(4), make(4))]
+    kernels = lambda n: jr.normal(getkey(), (2, n), "float32")
+    cells = [(Image(kernels(n), (n, 3, 4)), Image(kernels(n), (n, 3, 4))) for n in (1, 4)]
     layer = nn.Recurrent(cells)
     xs = jr.normal(getkey(), (2, 5, 1, 3, 4), "float32")
 
@@ -635,123 +539,77 @@ def test_the_same_numbers_as_the_cell(make_layer, getkey):
     assert len(programs) == 2
 
 
-class TestErrors:
-    def test_inputs(self, getkey):
-        layer = nn.GRU(3, 4, key=getkey())
-        with pytest.raises(RuleError, match=r"wrong size(?s:.)*32\[2\].*`input_size` is 3"):
-            layer(jnp.ones((5, 2), "float32"))
-        with pytest.raises(RuleError, match=r"`GRU` was given `xs` with 4 axes"):
-            layer(jnp.ones((2, 2, 5, 3)))
-        with pytest.raises(RuleError, match=r"`GRU` was given `xs` with 1 axes(?s:.)*vmap"):
-            layer(jnp.ones(3))
+# ---------------------------------------------------------------- errors
 
-    @pytest.mark.parametrize("make_layer", [nn.GRU, nn.LSTM, nn.RNN])
-    @pytest.mark.parametrize("shape", [(5, 2), (0, 2), (2, 0, 2)])
-    def test_features(self, make_layer, shape, getkey):
-        layer = make_layer(3, 4, key=getkey())
-        expected = (
-            rf"`{make_layer.__name__}` was given inputs of the wrong size\.\n  a step of "
-        )
-        with pytest.raises(
-            RuleError, match=expected + r"`xs` is float32\[2\], and `input_size`"
-        ):
-            layer(jnp.ones(shape, "float32"))
+XS = jnp.ones((2, 5, 3), "float32")
+KEY = jr.key(0)
+CELL = eqx.nn.GRUCell(3, 4, dtype="float32", key=KEY)
+GRU = nn.GRU(3, 5, dtype="float32", key=KEY)
+ONE = nn.GRU(1, 4, dtype="float32", key=KEY)
+LSTM = nn.LSTM(3, 4, dtype="float32", key=KEY)
+ADD = nn.Recurrent(lambda x, h: h + x)
+GROW = nn.Recurrent(lambda x, h: jnp.append(h, x), initial_state=jnp.ones(3, "float32"))
+ON = jnp.arange(5)[None] < jnp.array([[2], [3]])
+LENGTHS, BY_NAME = jnp.array([2, 3]), r"does not fit(?s:.)*`layer\(xs, lengths=lengths\)`"
+KEY_BY_NAME = r"(?s)`state`.*`layer\(xs, key=key\)`"
+# What `lengths` are, and what to do.
+LENGTHS_ARE = (
+    r"`lengths` is {}\n  `xs` is a batch of 2 sequences of 5 steps\nPass integers of {}"
+)
+ONE_INTEGER = r"do not fit `xs`(?s:.)*one sequence of 5 steps\nPass one integer.*`jax\.vmap\("
+LSTM_STATE = r"its shape is \(\(2, 5\), \(2, 4\)\), and has to be \(\(2, 4\), \(2, 4\)\)"
+ERRORS = [
+    (lambda: nn.GRU(3, 4, keep="all", key=KEY), "(?s)`keep` is 'all'.*'states'"),
+    (lambda: nn.LSTM(0, 4, key=KEY), "(?s)not a positive integer.*`input_size` is 0"),
+    (lambda: nn.LSTM(3, -1, key=KEY), r"`LSTM` was given a size(?s:.)*`hidden_size` is -1"),
+    (lambda: nn.GRU(3, 4, num_layers=0, key=KEY), "`num_layers` is 0"),
+    (lambda: nn.RNN(3, 4, activation="gelu", key=KEY), "`activation` is 'gelu'"),
+    # Inputs
+    (
+        lambda: nn.Recurrent(CELL)(XS[..., :2]),
+        r"`Recurrent` was given inputs of the wrong size",
+    ),
+    (lambda: GRU(XS[0, :, :2]), r"`GRU` was .* wrong size\.(?s:.)*32\[2\].*`input_size` is 3"),
+    (lambda: GRU(XS[:, :0, :2]), r"a step of `xs` is float32\[2\], and `input_size`"),
+    (lambda: GRU(XS[None]), "`GRU` was given `xs` with 4 axes"),
+    (
+        lambda: GRU(XS[0, 0]),
+        r"`xs` with 1 axes(?s:.)*vmap.*a sequence of numbers `xs\[:, None\]`",
+    ),
+    (lambda: ONE(XS[0]), r"A sequence of numbers is `xs\[\.\.\., None\]`"),
+    # States
+    (lambda: LSTM(XS, (jnp.ones((2, 5)), jnp.ones((2, 4)))), LSTM_STATE),
+    (lambda: LSTM(XS[0], jnp.ones(4)), r"its shape is \(4,\), and has to be \(\(4,\), \("),
+    (lambda: LSTM(XS, 2 * (jnp.ones(4),)), "5 steps\n.*a state for each example"),
+    (lambda: ADD(XS), "does not know the first state of its cell"),
+    (lambda: ADD(XS, jnp.ones(3)), r"is \(3,\), without an axis of size 2 for the batch\n"),
+    (lambda: GROW(XS), r"another state(?s:.)*32\[3\](?s:.)*32\[6\]"),
+    # In the shape of the state, this was taken for zeros and ones.
+    (lambda: GRU(XS, ON), r"bool\[2,5\], as masks are(?s:.)*lengths="),
+    (lambda: GRU(XS, KEY), KEY_BY_NAME),
+    (lambda: GRU(XS, jr.PRNGKey(0)), KEY_BY_NAME),
+    (lambda: GRU(XS[0], 2), BY_NAME),
+    (lambda: jax.vmap(GRU)(XS, LENGTHS), BY_NAME),
+    *((lambda s=s: GRU(XS, s), BY_NAME) for s in (LENGTHS, [2, 2], jnp.ones(5))),
+    # Lengths
+    (lambda: GRU(XS, lengths=[2, 6]), "from 2 to 6\n.* 2 sequences of 5 steps\n.*time_major"),
+    (lambda: GRU(XS, lengths=[-1, 5]), "from -1 to 5\n"),
+    (lambda: GRU(XS[:, :0], lengths=[0, 1]), "from 0 to 1\n.*of 0 steps"),
+    (lambda: GRU(XS[0], lengths=[1]), ONE_INTEGER),
+    (lambda: jax.vmap(lambda x: GRU(x, lengths=LENGTHS))(XS), ONE_INTEGER),
+    (lambda: GRU(XS, lengths=3), LENGTHS_ARE.format(r"int..\[\]", r"shape \(2,\)")),
+    (lambda: GRU(XS, lengths=[1, 2, 3]), LENGTHS_ARE.format(r"int..\[3\]", "shape")),
+    (lambda: GRU(XS, lengths=[1] * 5), LENGTHS_ARE.format(r"int..\[5\]", ".*Did you swap")),
+    (lambda: GRU(XS, lengths=ON), LENGTHS_ARE.format(r"bool\[2,5\]", r".*`mask\.sum\(-1\)`")),
+]
 
-    def test_state(self, getkey):
-        layer = nn.LSTM(3, 4, key=getkey())
-        expected = r"its shape is \(\(2, 5\), \(2, 4\)\), and has to be \(\(2, 4\), \(2, 4\)\)"
-        with pytest.raises(RuleError, match=expected):
-            layer(jnp.ones((2, 5, 3)), (jnp.ones((2, 5)), jnp.ones((2, 4))))
-        with pytest.raises(RuleError, match=r"its shape is \(4,\), and has to be \(\(4,\), \("):
-            layer(jnp.ones((5, 3)), jnp.ones(4))
-        with pytest.raises(RuleError, match="does not know the first state of its cell"):
-            nn.Recurrent(Attend(jnp.ones(3)))(jnp.ones((5, 3)))
-        with pytest.raises(RuleError, match=r"is \(2,\)\n.* of 4 seq(?s:.)*axis(?s:.)*size 4"):
-            nn.Recurrent(lambda x, h: h + x)(jnp.ones((4, 5, 2)), jnp.ones(2))
-        grow = nn.Recurrent(lambda x, h: jnp.append(h, x), initial_state=jnp.ones(3, "float32"))
-        with pytest.raises(RuleError, match=r"another state(?s:.)*32\[3\](?s:.)*32\[6\]"):
-            grow(jnp.ones((5, 3), "float32"))
 
-    @pytest.mark.usefixtures("unchecked_types")
-    def test_lengths(self, getkey):
-        layer = nn.RNN(3, 4, key=getkey())
-        xs = jnp.ones((2, 5, 3))
-        with pytest.raises(RuleError, match="from 2 to 6, and `xs` has 5 steps"):
-            layer(xs, lengths=[2, 6])
-        with pytest.raises(RuleError, match="from -1 to 5, and `xs` has 5 steps"):
-            layer(xs, lengths=[-1, 5])
-        where = r"`lengths` is {}\n  `xs` is a batch of 2 sequences of 5 steps\n{}"
-        for bad, of_type, what in (
-            ([1, 2, 3], r"int..\[3\]", "Pass integers of shape"),
-            (jnp.ones(2, "float32"), r"float32\[2\]", r"Pass integers of shape \(2,\)"),
-            (jnp.ones((2, 5), bool), r"bool\[2,5\]", r".*`mask\.sum\(-1\)`"),
-            ([1, 2, 3, 4, 5], r"int..\[5\]", r"Did you swap.*See `time_major`"),
-            (3, r"int..\[\]", "Pass integers of shape"),
-        ):
-            with pytest.raises(RuleError, match=where.format(of_type, what)):
-                layer(xs, lengths=bad)
-        one = r"do not fit `xs`(?s:.)*one sequence of 5 steps\nPass one integer.*`jax\.vmap\("
-        with pytest.raises(RuleError, match=one):
-            layer(xs[0], lengths=[1])
-        with pytest.raises(RuleError, match=one):
-            jax.vmap(lambda x: layer(x, lengths=jnp.array([1, 5])))(xs)
-        with pytest.raises(RuleError, match="from 0 to 1, and `xs` has 0 steps"):
-            layer(xs[:, :0], lengths=[0, 1])
-
-    @pytest.mark.usefixtures("unchecked_types")
-    @pytest.mark.parametrize("name", ONE_OF_EACH)
-    def test_lengths_and_keys_by_position(self, name, getkey):
-        """The second argument is the state."""
-        layer, xs, _ = make(getkey, name, dtype="float32")
-        batch, steps = xs.shape[:2]
-        lengths = jnp.full(batch, 2)
-        by_name = r"(?s)`{}` was given .*`layer\(xs, {}=".format
-        expected = by_name(type(layer).__name__, "lengths")
-        on = jnp.arange(steps)[None] < lengths[:, None]
-        for bad in (lengths, [2] * batch, lengths.astype("float32"), on, on.astype("float32")):
-            with pytest.raises(RuleError, match=expected):
-                layer(xs, bad)
-        for bad in (2, jnp.array(2), 2.0):
-            with pytest.raises(RuleError, match=expected):
-                layer(xs[0], bad)
-        with pytest.raises(RuleError, match=expected):
-            jax.vmap(layer)(xs, lengths)
-        for key in (jr.key(0), jr.PRNGKey(0)):
-            with pytest.raises(RuleError, match=by_name(type(layer).__name__, "key")):
-                layer(xs, key)
-
-    @pytest.mark.usefixtures("unchecked_types")
-    def test_a_mask_in_the_shape_of_the_state(self, getkey):
-        """It was taken for a state of zeros and ones."""
-        layer, xs = nn.GRU(3, 5, key=getkey()), jnp.ones((2, 5, 3))
-        expected = r"`GRU` was given bools as a `state`(?s:.)*\(2, 5\)(?s:.)*lengths="
-        with pytest.raises(RuleError, match=expected):
-            layer(xs, jnp.ones((2, 5), bool))
-
-    def test_the_state_of_one_example(self, getkey):
-        expected = r"batch of 2 sequences of 5 steps\nThis is the state of one example\. Repeat"
-        for layer, state in (
-            (nn.GRU(3, 4, key=getkey()), jnp.ones(4)),
-            (nn.LSTM(3, 4, key=getkey()), (jnp.ones(4), jnp.ones(4))),
-            (nn.GRU(3, 4, num_layers=2, key=getkey()), jnp.ones((2, 4))),
-        ):
-            with pytest.raises(RuleError, match=expected):
-                layer(jnp.ones((2, 5, 3)), state)
-
-    def test_a_sequence_of_numbers(self, getkey):
-        layer = nn.GRU(1, 4, key=getkey())
-        with pytest.raises(RuleError, match=r"a sequence of numbers `xs\[:, None\]`"):
-            layer(jnp.ones(5))
-        with pytest.raises(RuleError, match=r"A sequence of numbers is `xs\[\.\.\., None\]`"):
-            layer(jnp.ones((2, 5)))
-
-    def test_cells_and_sizes(self, getkey):
-        with pytest.raises(RuleError, match="`num_layers` is 0"):
-            nn.GRU(3, 4, num_layers=0, key=getkey())
-        with pytest.raises(
-            RuleError, match=r"`LSTM` was given a size(?s:.)*`hidden_size` is -1"
-        ):
-            nn.LSTM(3, -1, key=getkey())
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.parametrize("i", range(len(ERRORS)))
+def test_errors(i):
+    call, expected = ERRORS[i]
+    with pytest.raises(RuleError, match=expected):
+        call()
 
 
 @pytest.mark.parametrize("layer", [nn.GRU, nn.LSTM, nn.RNN])
@@ -765,7 +623,3 @@ def test_the_backward_pass_has_chunks_if_the_states_do_not_fit_in_the_cache(
     loops = [eqn for eqn in equations(program) if isinstance(structure(eqn), Scan)]
     assert len(loops) == (3 if in_chunks else 2)
     assert any(holds(inner_programs(eqn)[0], Scan) for eqn in loops) == in_chunks
-
-
-def test_is_exported():
-    assert eqg.nn is nn

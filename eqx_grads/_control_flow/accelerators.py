@@ -19,8 +19,8 @@ def on_cpu() -> bool:
 
 
 def kept_of_cells() -> str:
-    """What the backward pass of a gated cell keeps. On an accelerator, it is faster to recompute
-    the gates of a chunk at once than to read them."""
+    """What the backward pass of a gated cell keeps. On an accelerator, to read the gates takes
+    longer than to recompute those of a chunk at once."""
     return "gates" if on_cpu() else "states"
 
 

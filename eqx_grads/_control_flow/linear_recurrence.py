@@ -167,8 +167,8 @@ def _run(a, b, s, reverse, in_chunks):
 
 
 def _in_chunks(a, b, s, reverse):
-    """All states, in parallel. First the factor of each chunk, and its last state if it begins
-    with zero. This is a recurrence of the states between chunks. Then the states within them."""
+    """All states, in parallel. The factor of each chunk, and its last state if the first is
+    zero, are a recurrence of the states between the chunks. Then follow the others."""
     steps, chunk = b.shape[0], near_divisor(b.shape[0], STEPS_UNROLLED)
     if steps <= 1.5 * STEPS_UNROLLED:
         return jnp.stack(_states(a[None], b[None], s[None], reverse), 1)[0]

@@ -1,6 +1,7 @@
 """Layers over a linear recurrence with a complex diagonal matrix."""
 
 import abc
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,13 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Complex, Float
 
+from ..._control_flow.linear_recurrence import METHODS
 from ..._rules.explicit_sharding import gathered
 from ..._tangent_spaces import promote
-from .._argument_checks import check_real
+from .._argument_checks import as_sizes, check_callable, check_option, check_real
+from .._dtypes import layer_dtype
 from .._recurrent.layer import AbstractRecurrent
+from .._recurrent.stack import make_stack, Stack, StackOptions
 from .gates import matmul_f32, run_recurrence
 
 
@@ -82,8 +86,23 @@ def make_skip(key, input_size, output_size, dtype):
     return jr.normal(key, (output_size, input_size), dtype) * input_size**-0.5
 
 
-def as_parts(state: Array | None, dtype: Any) -> Float[Array, "2 ..."] | None:
-    """Real and imaginary parts of a first state that is learned."""
-    if state is None:
-        return None
-    return jnp.stack([jnp.real(state), jnp.imag(state)]).astype(dtype)
+def make_diagonal(
+    layer: str,
+    make: Callable[..., AbstractDiagonalCell],
+    sizes: dict[str, Any],
+    activation: Callable[[Array], Array] | None,
+    method: str,
+    dtype: Any,
+    key: Array,
+    options: StackOptions,
+) -> tuple[Any, Float[Array, "2 ..."] | None, Stack]:
+    """The cells, the real and imaginary parts of a first state that is learned, the stack."""
+    input_size, output_size, state_size = as_sizes(layer, **sizes)
+    check_option(layer, "method", method, METHODS)
+    check_callable(layer, "activation", activation)
+    dtype = layer_dtype(layer, dtype)
+    make = ft.partial(make, output_size=output_size, state_size=state_size, dtype=dtype)
+    cells, first, stack = make_stack(layer, make, input_size, output_size, key, **options)
+    if first is None:
+        return cells, None, stack
+    return cells, jnp.stack([jnp.real(first), jnp.imag(first)]).astype(dtype), stack

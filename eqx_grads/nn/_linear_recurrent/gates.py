@@ -18,7 +18,7 @@ class LinearGates(eqx.Module):
     input_size: int = eqx.field(static=True)
     hidden_size: int = eqx.field(static=True)
 
-    def __init__(self, input_size, hidden_size, *, n_gates, use_bias, dtype, key):
+    def __init__(self, input_size, *, hidden_size, n_gates, use_bias, dtype, key):
         limit = input_size**-0.5
         keys = jr.split(key)
         shape = (n_gates * hidden_size, input_size)

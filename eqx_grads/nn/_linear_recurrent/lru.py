@@ -11,18 +11,11 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from ..._control_flow.linear_recurrence import METHODS
 from ..._errors import rule_error
 from ..._tangent_spaces import promote
-from .._argument_checks import (
-    as_sizes,
-    check_callable,
-    check_numbers,
-    check_option,
-)
-from .._dtypes import layer_dtype
-from .._recurrent.stack import make_stack, Stack, StackOptions
-from .diagonal import AbstractDiagonal, AbstractDiagonalCell, as_parts, make_skip
+from .._argument_checks import check_numbers
+from .._recurrent.stack import Stack, StackOptions
+from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_diagonal, make_skip
 
 
 class LRUCell(AbstractDiagonalCell):
@@ -36,7 +29,7 @@ class LRUCell(AbstractDiagonalCell):
     skip: Float[Array, "..."]
     input_size: int = eqx.field(static=True)
 
-    def __init__(self, input_size, output_size, state_size, *, ring, max_phase, dtype, key):
+    def __init__(self, input_size, *, output_size, state_size, ring, max_phase, dtype, key):
         keys = jr.split(key, 5)
         wide = promote([jnp.zeros((), dtype), jnp.float32])
         low, high = ring
@@ -175,14 +168,6 @@ class LRU(AbstractDiagonal):
         All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,
         its real and its imaginary part.
         """
-        input_size, output_size, state_size = as_sizes(
-            "LRU",
-            input_size=input_size,
-            output_size=output_size,
-            state_size=state_size,
-        )
-        check_option("LRU", "method", method, METHODS)
-        check_callable("LRU", "activation", activation)
         check_numbers("LRU", r_min=r_min, r_max=r_max, max_phase=max_phase)
         if not (0 <= r_min < r_max <= 1 and max_phase > 0):
             raise rule_error(
@@ -190,18 +175,10 @@ class LRU(AbstractDiagonal):
                 f"`r_min` is {r_min}, `r_max` is {r_max}, `max_phase` is {max_phase}",
                 do="Choose two radii in this order, and a positive phase.",
             )
-        dtype = layer_dtype("LRU", dtype)
-        make = ft.partial(
-            LRUCell,
-            output_size=output_size,
-            state_size=state_size,
-            ring=(r_min, r_max),
-            max_phase=float(max_phase),
-            dtype=dtype,
+        make = ft.partial(LRUCell, ring=(r_min, r_max), max_phase=float(max_phase))
+        sizes = {"input_size": input_size, "output_size": output_size, "state_size": state_size}
+        self.cells, self.initial_parts, self.stack = make_diagonal(
+            "LRU", make, sizes, activation, method, dtype, key, options
         )
-        self.cells, first, self.stack = make_stack(
-            "LRU", make, input_size, output_size, key, **options
-        )
-        self.initial_parts = as_parts(first, dtype)
         self.activation = activation
         self.method = method

@@ -11,10 +11,9 @@ from jaxtyping import Array, Float, Key
 from ..._control_flow.linear_recurrence import METHODS
 from ..._errors import check_flags
 from ..._tangent_spaces import promote
-from .._argument_checks import as_sizes, check_option, check_real
-from .._dtypes import layer_dtype
+from .._argument_checks import check_option, check_real
 from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import make_stack, Stack, StackOptions
+from .._recurrent.stack import make_cells, Stack, StackOptions
 from .gates import gate_inputs, LinearGates, run_recurrence
 
 
@@ -129,16 +128,11 @@ class MinGRU(AbstractMinimal):
         All others as for [`eqx_grads.nn.GRU`][]. Weights and biases are at first uniform within
         `1 / sqrt(input_size)`, as in `equinox.nn.Linear`.
         """
-        input_size, hidden_size = as_sizes(
-            "MinGRU", input_size=input_size, hidden_size=hidden_size
-        )
         check_flags("MinGRU", use_bias=use_bias)
         check_option("MinGRU", "method", method, METHODS)
-        dtype = layer_dtype("MinGRU", dtype)
-        gates = {"n_gates": 2, "use_bias": use_bias, "dtype": dtype}
-        make = ft.partial(LinearGates, hidden_size=hidden_size, **gates)
-        self.cells, self.initial_state, self.stack = make_stack(
-            "MinGRU", make, input_size, hidden_size, key, **options
+        make = ft.partial(LinearGates, n_gates=2, use_bias=use_bias)
+        self.cells, self.initial_state, self.stack = make_cells(
+            "MinGRU", make, input_size, hidden_size, dtype, key, **options
         )
         self.method = method
 
@@ -218,16 +212,11 @@ class MinLSTM(AbstractMinimal):
 
         As for [`eqx_grads.nn.MinGRU`][].
         """
-        input_size, hidden_size = as_sizes(
-            "MinLSTM", input_size=input_size, hidden_size=hidden_size
-        )
         check_flags("MinLSTM", use_bias=use_bias)
         check_option("MinLSTM", "method", method, METHODS)
-        dtype = layer_dtype("MinLSTM", dtype)
-        gates = {"n_gates": 3, "use_bias": use_bias, "dtype": dtype}
-        make = ft.partial(LinearGates, hidden_size=hidden_size, **gates)
-        self.cells, self.initial_state, self.stack = make_stack(
-            "MinLSTM", make, input_size, hidden_size, key, **options
+        make = ft.partial(LinearGates, n_gates=3, use_bias=use_bias)
+        self.cells, self.initial_state, self.stack = make_cells(
+            "MinLSTM", make, input_size, hidden_size, dtype, key, **options
         )
         self.method = method
 

@@ -11,18 +11,11 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from ..._control_flow.linear_recurrence import METHODS
 from ..._errors import rule_error
 from ..._tangent_spaces import promote
-from .._argument_checks import (
-    as_sizes,
-    check_callable,
-    check_numbers,
-    check_option,
-)
-from .._dtypes import layer_dtype
-from .._recurrent.stack import make_stack, Stack, StackOptions
-from .diagonal import AbstractDiagonal, AbstractDiagonalCell, as_parts, make_skip
+from .._argument_checks import as_sizes, check_numbers
+from .._recurrent.stack import Stack, StackOptions
+from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_diagonal, make_skip
 
 
 class S5Cell(AbstractDiagonalCell):
@@ -36,7 +29,7 @@ class S5Cell(AbstractDiagonalCell):
     skip: Float[Array, "..."]
     input_size: int = eqx.field(static=True)
 
-    def __init__(self, input_size, output_size, state_size, *, blocks, steps, dtype, key):
+    def __init__(self, input_size, *, output_size, state_size, blocks, steps, dtype, key):
         keys = jr.split(key, 4)
         frequency, basis = hippo_normal(state_size // blocks)
         frequency, basis = np.tile(frequency, blocks), np.kron(np.eye(blocks), basis)
@@ -192,48 +185,24 @@ class S5(AbstractDiagonal):
         All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,
         its real and its imaginary part.
         """
-        input_size, output_size, state_size, blocks = as_sizes(
-            "S5",
-            input_size=input_size,
-            output_size=output_size,
-            state_size=state_size,
-            blocks=blocks,
+        state_size, blocks = as_sizes("S5", state_size=state_size, blocks=blocks)
+        if state_size % (2 * blocks) != 0:
+            raise rule_error(
+                "`S5` can't pair its eigenvalues.",
+                f"`state_size` is {state_size}, `blocks` is {blocks}",
+                do="Choose a `state_size` that is a multiple of `2 * blocks`.",
+            )
+        check_numbers("S5", min_step=min_step, max_step=max_step)
+        if not 0 < min_step <= max_step:
+            raise rule_error(
+                "`S5` needs `0 < min_step <= max_step`.",
+                f"`min_step` is {min_step}, `max_step` is {max_step}",
+                do="Choose two positive steps in this order.",
+            )
+        make = ft.partial(S5Cell, blocks=blocks, steps=(float(min_step), float(max_step)))
+        sizes = {"input_size": input_size, "output_size": output_size, "state_size": state_size}
+        self.cells, self.initial_parts, self.stack = make_diagonal(
+            "S5", make, sizes, activation, method, dtype, key, options
         )
-        check_option("S5", "method", method, METHODS)
-        check_callable("S5", "activation", activation)
-        _check_blocks(state_size, blocks)
-        _check_steps(min_step, max_step)
-        dtype = layer_dtype("S5", dtype)
-        make = ft.partial(
-            S5Cell,
-            output_size=output_size,
-            state_size=state_size,
-            blocks=blocks,
-            steps=(float(min_step), float(max_step)),
-            dtype=dtype,
-        )
-        self.cells, first, self.stack = make_stack(
-            "S5", make, input_size, output_size, key, **options
-        )
-        self.initial_parts = as_parts(first, dtype)
         self.activation = activation
         self.method = method
-
-
-def _check_blocks(state_size, blocks):
-    if state_size % (2 * blocks) != 0:
-        raise rule_error(
-            "`S5` can't pair its eigenvalues.",
-            f"`state_size` is {state_size}, `blocks` is {blocks}",
-            do="Choose a `state_size` that is a multiple of `2 * blocks`.",
-        )
-
-
-def _check_steps(min_step, max_step):
-    check_numbers("S5", min_step=min_step, max_step=max_step)
-    if not 0 < min_step <= max_step:
-        raise rule_error(
-            "`S5` needs `0 < min_step <= max_step`.",
-            f"`min_step` is {min_step}, `max_step` is {max_step}",
-            do="Choose two positive steps in this order.",
-        )

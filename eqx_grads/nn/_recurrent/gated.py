@@ -10,11 +10,10 @@ from jaxtyping import Array, Inexact, Key
 
 from ..._errors import check_flags, rule_error
 from .._argument_checks import as_sizes, check_option, check_real
-from .._dtypes import layer_dtype
 from .cell_scan import run_cell
 from .gated_cells import ProjectedLSTMCell, RNNCell
 from .layer import AbstractRecurrent
-from .stack import make_stack, Stack, StackOptions
+from .stack import make_cells, Stack, StackOptions
 
 
 KEEP = ("auto", "gates", "states")
@@ -104,19 +103,11 @@ class GRU(AbstractRecurrent):
         - `reverse`: run from the last step to the first.
         - `time_major`: whether a batch is `(time, batch, in)`.
         """
-        input_size, hidden_size = as_sizes(
-            "GRU", input_size=input_size, hidden_size=hidden_size
-        )
         check_flags("GRU", use_bias=use_bias)
         check_option("GRU", "keep", keep, KEEP)
-        make = ft.partial(
-            eqx.nn.GRUCell,
-            hidden_size=hidden_size,
-            use_bias=bool(use_bias),
-            dtype=layer_dtype("GRU", dtype),
-        )
-        self.cells, self.initial_state, self.stack = make_stack(
-            "GRU", make, input_size, hidden_size, key, **options
+        make = ft.partial(eqx.nn.GRUCell, use_bias=bool(use_bias))
+        self.cells, self.initial_state, self.stack = make_cells(
+            "GRU", make, input_size, hidden_size, dtype, key, **options
         )
         self.keep = keep
 
@@ -201,23 +192,21 @@ class LSTM(AbstractRecurrent):
         All others as for [`eqx_grads.nn.GRU`][]. With `keep="states"`, the residuals need half
         of the memory.
         """
-        input_size, hidden_size = as_sizes(
-            "LSTM", input_size=input_size, hidden_size=hidden_size
-        )
         check_flags("LSTM", use_bias=use_bias)
         check_option("LSTM", "keep", keep, KEEP)
-        make = ft.partial(
-            eqx.nn.LSTMCell,
-            hidden_size=hidden_size,
-            use_bias=bool(use_bias),
-            dtype=layer_dtype("LSTM", dtype),
-        )
-        output_size = hidden_size
+        make, output_size = ft.partial(eqx.nn.LSTMCell, use_bias=bool(use_bias)), None
         if proj_size is not None:
             output_size = _as_projection(proj_size, hidden_size)
-            make = ft.partial(ProjectedLSTMCell, proj_size=output_size, **make.keywords)
-        self.cells, self.initial_state, self.stack = make_stack(
-            "LSTM", make, input_size, output_size, key, **options
+            make = ft.partial(ProjectedLSTMCell, use_bias=use_bias, proj_size=output_size)
+        self.cells, self.initial_state, self.stack = make_cells(
+            "LSTM",
+            make,
+            input_size,
+            hidden_size,
+            dtype,
+            key,
+            output_size=output_size,
+            **options,
         )
         self.keep = keep
 
@@ -282,19 +271,10 @@ class RNN(AbstractRecurrent):
 
         All others as for [`eqx_grads.nn.GRU`][].
         """
-        input_size, hidden_size = as_sizes(
-            "RNN", input_size=input_size, hidden_size=hidden_size
-        )
         check_flags("RNN", use_bias=use_bias)
-        make = ft.partial(
-            RNNCell,
-            hidden_size=hidden_size,
-            use_bias=bool(use_bias),
-            dtype=layer_dtype("RNN", dtype),
-            activation=activation,
-        )
-        self.cells, self.initial_state, self.stack = make_stack(
-            "RNN", make, input_size, hidden_size, key, **options
+        make = ft.partial(RNNCell, use_bias=use_bias, activation=activation)
+        self.cells, self.initial_state, self.stack = make_cells(
+            "RNN", make, input_size, hidden_size, dtype, key, **options
         )
 
     def _run_cell(self, cell, xs, state, valid, reverse):
@@ -302,9 +282,9 @@ class RNN(AbstractRecurrent):
         return run_cell(cell, xs, state, valid, reverse, "states")
 
 
-def _as_projection(proj_size: Any, hidden_size: int) -> int:
+def _as_projection(proj_size: Any, hidden_size: Any) -> int:
     """The size of a projected state, which is smaller than the cell."""
-    (known,) = as_sizes("LSTM", proj_size=proj_size)
+    known, hidden_size = as_sizes("LSTM", proj_size=proj_size, hidden_size=hidden_size)
     if known >= hidden_size:
         raise rule_error(
             "`LSTM` was given a projection that is not smaller than its cell.",

@@ -9,8 +9,7 @@ import jax.random as jr
 from jaxtyping import Array, Inexact, Key
 
 from ..._control_flow.accelerators import kept_of_cells
-from ..._errors import check_flags, rule_error, type_of
-from ..._tangent_spaces import holds_numbers
+from ..._errors import check_flags
 from .._argument_checks import as_sizes, check_option
 from .._dtypes import common_dtype, layer_dtype
 from .cell_scan import fast_path
@@ -76,13 +75,6 @@ class RNNCell(eqx.Module):
 
         The next state.
         """
-        for name, array, size in (("x", x, self.input_size), ("h", h, self.hidden_size)):
-            if not holds_numbers(array) or jnp.shape(array) != (size,):
-                raise rule_error(
-                    "`RNNCell` was given an array of another shape than it takes.",
-                    f"`{name}` is {type_of(array)}, and has to be of shape {(size,)}",
-                    do="A cell takes one step of one example: use `jax.vmap` for a batch.",
-                )
         h = self.weight_ih @ x + self.weight_hh @ h
         return ACTIVATIONS[self.activation](h if self.bias is None else h + self.bias)
 

@@ -18,23 +18,24 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
     if not isinstance(lengths, Tracer):
         lengths = _as_numpy(lengths)
     steps, batch = xs.shape[:2]
-    expected = (batch,) if is_batch else ()
-    if lengths.shape != expected or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise rule_error(
-            f"`{layer}` was given `lengths` that do not fit `xs`.",
-            f"`lengths` is {type_of(lengths)}",
-            f"`xs` is {show_batch(xs, is_batch)}",
-            do=_what_to_pass(lengths, xs, is_batch),
-        )
-    if isinstance(lengths, np.ndarray) and lengths.size > 0:
+    is_integer, where = jnp.issubdtype(lengths.dtype, jnp.integer), None
+    if lengths.shape != ((batch,) if is_batch else ()) or not is_integer:
+        where = f"`lengths` is {type_of(lengths)}"
+    elif isinstance(lengths, np.ndarray) and lengths.size > 0:
         longest, shortest = int(np.max(lengths)), int(np.min(lengths))
         if longest > steps or shortest < 0:
-            raise rule_error(
-                f"`{layer}` was given `lengths` out of range.",
-                f"they are from {shortest} to {longest}, and `xs` has {steps} steps",
-                f"`xs` is {show_batch(xs, is_batch)}",
-                do=_SWAPPED,
-            )
+            where = f"`lengths` are from {shortest} to {longest}"
+    if where is not None:
+        raise rule_error(
+            f"`{layer}` was given `lengths` that do not fit `xs`.",
+            where,
+            f"`xs` is {show_batch(xs, is_batch)}",
+            do=f"Pass integers of shape {(batch,)}, one for each example: of a mask, "
+            "`mask.sum(-1)`. Did you swap the time axis and the batch axis? See `time_major`."
+            if is_batch
+            else "Pass one integer. In a `jax.vmap` over sequences, map their lengths as well: "
+            "`jax.vmap(lambda x, n: layer(x, lengths=n))(xs, lengths)`.",
+        )
     times = jnp.arange(steps)[:, None]
     return times < jnp.asarray(lengths).astype(times.dtype).reshape(1, batch)
 
@@ -51,24 +52,6 @@ def show_batch(xs: Array, is_batch: bool) -> str:
     steps, batch = xs.shape[:2]
     of_sequences = f"a batch of {batch} sequences" if is_batch else "one sequence"
     return f"{of_sequences} of {steps} steps"
-
-
-_SWAPPED = "Did you swap the time axis and the batch axis? See `time_major`."
-
-
-def _what_to_pass(lengths: Any, xs: Array, is_batch: bool) -> str:
-    steps, batch = xs.shape[:2]
-    if not is_batch:
-        return (
-            "Pass one integer. In a `jax.vmap` over sequences, map their lengths as well: "
-            "`jax.vmap(lambda x, n: layer(x, lengths=n))(xs, lengths)`."
-        )
-    if lengths.shape == (steps,) != (batch,):
-        return _SWAPPED
-    return (
-        f"Pass integers of shape {(batch,)}: one for each example. Of a mask with ones first "
-        "and zeros after them, that is the sum over the time axis, such as `mask.sum(-1)`."
-    )
 
 
 def _as_numpy(x: Any) -> np.ndarray:

@@ -8,7 +8,7 @@ import equinox as eqx
 from jaxtyping import PyTree
 
 from ..._control_flow.scan import named_method
-from ..._errors import check_function, rule_error, RuleError
+from ..._errors import check_function
 from .._argument_checks import check_callable, check_features, check_stack
 from .cell_scan import run_cell
 from .layer import AbstractRecurrent
@@ -127,7 +127,8 @@ class Recurrent(AbstractRecurrent):
         self.initial_state = initial_state
         self.stack = Stack(dropout, reverse, time_major)
         self.output = output
-        self.checkpoint = _as_checkpoint(checkpoint)
+        named_method(checkpoint, 1)  # checks it
+        self.checkpoint = checkpoint
 
     def _run_cell(self, cell, xs, state, valid, reverse):
         check_features("Recurrent", cell, xs)
@@ -150,17 +151,3 @@ def _as_stages(cell: Any) -> tuple[tuple[Any, ...], ...]:
         return ((cell,),)
     is_pair = lambda stage: isinstance(stage, tuple | list) and not callable(stage)
     return tuple(tuple(stage) if is_pair(stage) else (stage,) for stage in cell)
-
-
-def _as_checkpoint(checkpoint: Any) -> int | str | None:
-    try:
-        named_method(checkpoint, 1)
-    except RuleError:
-        raise rule_error(
-            "`Recurrent` was given a `checkpoint` that it does not know.",
-            f"`checkpoint` is {checkpoint!r:.60}",
-            do='Give a number of steps, "sqrt", "replay", "auto" or `None`.',
-        ) from None
-    if checkpoint is None or isinstance(checkpoint, str):
-        return checkpoint
-    return int(checkpoint)

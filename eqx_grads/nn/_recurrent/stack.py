@@ -1,7 +1,8 @@
 """How the cells of a layer are made and run: layers, directions, dropout, layout of a batch."""
 
+import functools as ft
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 import equinox as eqx
 import jax
@@ -10,7 +11,8 @@ import jax.random as jr
 from jaxtyping import Array, PyTree
 
 from ..._errors import rule_error
-from .._argument_checks import check_stack
+from .._argument_checks import as_sizes, check_stack
+from .._dtypes import layer_dtype
 from .padding import zero_padding
 from .states import zero_states
 
@@ -134,6 +136,22 @@ def make_stack(
     )
     first = zero_states(layer, cells) if learn_initial_state else None
     return cells, first, Stack(dropout, reverse, time_major)
+
+
+def make_cells(
+    layer: str,
+    make: Callable[..., Any],
+    input_size: Any,
+    hidden_size: Any,
+    dtype: Any,
+    key: Array | None,
+    output_size: int | None = None,
+    **options: Unpack[StackOptions],
+) -> tuple[tuple[tuple[Any, ...], ...], PyTree, Stack]:
+    """`make_stack` of cells `make(input_size, hidden_size=, dtype=, key=)`."""
+    sizes = as_sizes(layer, input_size=input_size, hidden_size=hidden_size)
+    make = ft.partial(make, hidden_size=sizes[1], dtype=layer_dtype(layer, dtype))
+    return make_stack(layer, make, sizes[0], output_size or sizes[1], key, **options)
 
 
 def check_cells(layer: str, cells: Any, types: tuple[type, ...]) -> None:

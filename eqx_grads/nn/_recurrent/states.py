@@ -15,7 +15,6 @@ from jaxtyping import Array, PyTree
 from ..._errors import rule_error, show_path, type_of
 from ..._errors.trees import mirror
 from ..._rules.explicit_sharding import distribute_like, explicit_spec
-from ..._rules.float_args import is_key_array
 from ..._tangent_spaces import holds_numbers
 from .padding import show_batch
 
@@ -55,7 +54,6 @@ def first_states(
     """The first state of each cell, with a batch axis."""
     axis = 0 if n_cells == 1 else 1
     add_batch = lambda tree: jax.tree.map(lambda s: jnp.expand_dims(s, axis), tree)
-    repeat = lambda s: jnp.repeat(s, xs.shape[1], axis)
     if default is None and state is None:
         raise rule_error(
             f"`{layer}` does not know the first state of its cell.",
@@ -66,43 +64,20 @@ def first_states(
         )
     expected = jax.tree.map(jnp.asarray, default)
     if is_batch:
-        expected = jax.tree.map(repeat, add_batch(expected))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if not holds_numbers(leaf):
-            raise rule_error(
-                f"`{layer}` was given a `state` that is not of arrays.",
-                f"state{show_path(path)} is {type_of(leaf)}",
-                do=_BY_NAME["key"] if is_key_array(leaf) else _PASS_STATE,
-            )
-    given = default if state is None else state
-    state = expected if state is None else jax.tree.map(jnp.asarray, state)
-    shapes = lambda tree: mirror(jnp.shape, tree)
-    if default is None:  # then the cell may have a state of any shape
-        expected = state
-        if is_batch and {s.shape[axis : axis + 1] for s in jax.tree.leaves(state)} - {
-            xs.shape[1:2]
-        }:
+        expected = jax.tree.map(lambda s: jnp.repeat(s, xs.shape[1], axis), add_batch(expected))
+    if state is not None:
+        where = _why_it_does_not_fit(state, expected, axis, xs.shape[1] if is_batch else None)
+        if where is not None:
             raise rule_error(
                 f"`{layer}` was given a `state` that does not fit.",
-                f"its shape is {shapes(state)}",
+                where,
                 f"`xs` is {show_batch(xs, is_batch)}",
-                do=f"Pass a state for each example: the first axis of each array is the batch, "
-                f"of size {xs.shape[1]}.",
+                do="Pass what an earlier call returned, with a state for each example of a "
+                "batch, or `None`. Lengths and keys are passed by name, as in "
+                "`layer(xs, lengths=lengths)` and `layer(xs, key=key)`; the lengths of a mask "
+                "are `mask.sum(-1)`.",
             )
-    if shapes(state) != shapes(expected):
-        raise rule_error(
-            f"`{layer}` was given a `state` that does not fit.",
-            f"its shape is {shapes(state)}, and has to be {shapes(expected)}",
-            f"`xs` is {show_batch(xs, is_batch)}",
-            do=_what_to_pass(given, default, xs),
-        )
-    for leaf, like in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
-        if leaf.dtype == jnp.bool_ and jnp.issubdtype(like.dtype, jnp.inexact):
-            raise rule_error(
-                f"`{layer}` was given bools as a `state`.",
-                f"its shape is {shapes(state)}",
-                do=_BY_NAME["lengths"] + " Of a mask, they are the sums over the time axis.",
-            )
+    state = expected if state is None else jax.tree.map(jnp.asarray, state)
     if not is_batch:
         state = add_batch(state)
     state = jax.tree.map(lambda s: _varying_like(xs, _sharded_like(xs, s, axis)), state)
@@ -111,30 +86,24 @@ def first_states(
     return [jax.tree.map(lambda s, i=i: s[i], state) for i in range(n_cells)]
 
 
-_PASS_STATE = "Pass what an earlier call returned, or `None`."
-_BY_NAME = {
-    name: f"The second argument is a state. Pass {what} by name: `layer(xs, {name}={name})`."
-    for name, what in (("lengths", "lengths"), ("key", "a key"))
-}
-
-
-def _what_to_pass(state: PyTree, default: PyTree, xs: Array) -> str:
-    """What to do instead of passing this state: it may be what follows in a call."""
-    steps, batch = xs.shape[:2]
-    leaves = jax.tree.leaves(state)
-    shapes, dtypes = list(map(jnp.shape, leaves)), list(map(jnp.result_type, leaves))
-    if shapes == [(2,)] and dtypes == [jnp.uint32]:
-        return _BY_NAME["key"]
-    if not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
-        return _BY_NAME["lengths"]
-    if shapes == [jnp.shape(leaf) for leaf in jax.tree.leaves(default)]:
-        return (
-            "This is the state of one example. Repeat it for each example of the batch, or "
-            "pass `None` to begin with the initial state of the layer."
-        )
-    if set(shapes) <= {(), (batch,), (steps,), (batch, steps), (steps, batch)}:
-        return _BY_NAME["lengths"]
-    return _PASS_STATE
+def _why_it_does_not_fit(
+    state: PyTree, expected: PyTree, axis: int, batch: int | None
+) -> str | None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if not holds_numbers(leaf):
+            return f"state{show_path(path)} is {type_of(leaf)}, which is no array of numbers"
+    shapes = lambda tree: mirror(jnp.shape, tree)
+    if expected is None:  # then the cell may have a state of any shape
+        sizes = {jnp.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(state)}
+        if batch is None or sizes <= {(batch,)}:
+            return None
+        return f"its shape is {shapes(state)}, without an axis of size {batch} for the batch"
+    if shapes(state) != shapes(expected):
+        return f"its shape is {shapes(state)}, and has to be {shapes(expected)}"
+    for leaf, like in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        if jnp.result_type(leaf) == jnp.bool_ and jnp.issubdtype(like.dtype, jnp.inexact):
+            return f"it is {type_of(leaf)}, as masks are"
+    return None
 
 
 def last_states(states: Sequence[PyTree], is_batch: bool) -> PyTree:
