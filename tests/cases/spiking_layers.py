@@ -18,7 +18,7 @@ BETA, ALPHA, RHO = (jnp.array(b) for b in ([0.9, 0.5, 0.3], [0.2, 0.7, 0.4], [0.
 
 def _fire(v):
     smooth = eqg.surrogates.atan().primitive(v)
-    return smooth + jax.lax.stop_gradient((v > 0) - smooth)
+    return smooth + jax.lax.stop_gradient((v > 0).astype(v.dtype) - smooth)
 
 
 def _loop(xs, weight, beta, alpha=0.0, rho=None, recurrent=None):
