@@ -178,9 +178,7 @@ class LIFCell(eqx.Module):
         )
         check_option("LIFCell", "reset", reset, ("subtract", "zero", "none"))
         self.dtype = layer_dtype("LIFCell", dtype)
-        if rho is None:
-            strength: Any = None
-        given = (beta, alpha, rho, strength, threshold)
+        given = (beta, alpha, rho, None if rho is None else strength, threshold)
         constants = dict(zip(CONSTANTS, given, strict=True))
         self.learn = _as_learned(learn, constants)
         for name, value in constants.items():

@@ -47,7 +47,8 @@ def integrate(d: Dynamics, x: Any, state: LIFState) -> LIFState:
     """The state after decay, input and reset, without the spikes. Given the old spikes, this is
     linear in the state."""
     current = x if d.alpha is None else d.alpha * state.current + x
-    membrane, spikes = state.membrane, state.spikes
+    membrane: Any = state.membrane
+    spikes: Any = state.spikes
     if d.reset != "none" and d.detach_reset:
         spikes = jax.lax.stop_gradient(spikes)
     if d.reset == "zero":

@@ -168,13 +168,12 @@ def _make_cells(layer, input_size, hidden_size, beta, key, options):
     """What `make_stack` returns. The options are those of the stack and those of the cells."""
     of_stack = {name: options[name] for name in StackOptions.__annotations__ if name in options}
     of_cells = {name: option for name, option in options.items() if name not in of_stack}
-
-    sizes = (1, 1)  # not used
+    n_in = n_out = 1  # not used
     if input_size is not None:
-        sizes = as_sizes(layer, input_size=input_size, hidden_size=hidden_size)
+        n_in, n_out = as_sizes(layer, input_size=input_size, hidden_size=hidden_size)
 
     def make(size, *, key):
         size = None if input_size is None else size
         return LIFCell(hidden_size, beta, input_size=size, key=key, **of_cells)
 
-    return make_stack(layer, make, *sizes, key, **of_stack)
+    return make_stack(layer, make, n_in, n_out, key, **of_stack)
