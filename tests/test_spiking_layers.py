@@ -13,7 +13,7 @@ from eqx_grads import RuleError
 from eqx_grads._control_flow import accelerators
 from eqx_grads.nn._spiking import spiking_scan
 
-from .helpers import assert_close, checking_leaks, temp_bytes
+from .helpers import assert_close, temp_bytes
 from .rules.recurrent import loss, losses_of_one_output, reference
 
 
@@ -236,26 +236,6 @@ def test_an_ensemble(getkey):
         expected = grad(make_one(betas[i], keys[i]))
         one = jax.tree.map(lambda g, i=i: g[i], got)
         assert_close(jax.tree.leaves(one), jax.tree.leaves(expected), tolerance=1e-5)
-
-
-@pytest.mark.slow
-def test_checkpoint_scan_and_leaks(getkey):
-    args = make(getkey, "recurrent", **SINGLE)
-    expected = eqx.filter_jit(eqx.filter_grad(loss(run)))(args)
-
-    def in_scan(layer, xs, state):
-        """Each step by itself, in a scan."""
-
-        def step(state, x):
-            ys, state = eqg.filter_checkpoint(run)(layer, x[:, None], state)
-            return state, ys[:, 0]
-
-        state, ys = jax.lax.scan(step, state, jnp.swapaxes(xs, 0, 1))
-        return jnp.swapaxes(ys, 0, 1), state
-
-    with checking_leaks():
-        got = eqx.filter_jit(eqx.filter_grad(loss(in_scan)))(args)
-    assert_close(got, expected, tolerance=1e-5)
 
 
 def test_what_is_frozen_costs_nothing(getkey):
