@@ -251,9 +251,9 @@ def _pull_back_with_sums(a, s, out, ct, reverse, wants_b):
     """All cotangents in one loop, which sums those of factors that are the same for several
     examples, or at all times. It meets g_{t+1} and h_t at once, so that nothing is shifted but
     `a`, which is small."""
-    at_all_times, end = a.shape[0] == 1, 0 if reverse else -1
+    at_all_times, steps = a.shape[0] == 1, out.shape[0]
     later = a if at_all_times else shift_in(a, jnp.ones_like(a[0]), reverse=not reverse)
-    has_later = jnp.ones(len(out), bool).at[end].set(False)
+    has_later = jnp.arange(steps) != (0 if reverse else steps - 1)
 
     def step(carry, x):
         g, total = carry

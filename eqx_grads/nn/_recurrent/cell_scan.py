@@ -47,16 +47,15 @@ def run_cell(
     "auto"; with `None` the cell is called at each step, and so it is with an `output`."""
     fast = _FAST_PATHS.get(type(cell))
     arrays = list(filter(eqx.is_inexact_array, jax.tree.leaves((cell, xs, state))))
-    is_fast = fast is not None and keep is not None and output is None
-    if not is_fast or any(map(jnp.iscomplexobj, arrays)):
-        options = {"output": output, "checkpoint": checkpoint}
-        return scan_cell(cell, xs, state, valid, reverse, **options)
-    if cells_are_called():
+    is_complex, called = any(map(jnp.iscomplexobj, arrays)), cells_are_called()
+    if called and not is_complex:
         # In the common dtype, as the rules compute.
-        dtype = promote([*arrays, xs])
+        dtype = promote(arrays)
         cast = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
-        cell, state = jax.tree.map(cast, (cell, state))
-        return scan_cell(cell, xs.astype(dtype), state, valid, reverse)
+        cell, xs, state = jax.tree.map(cast, (cell, xs, state))
+    if fast is None or keep is None or output is not None or called or is_complex:
+        checkpoint = None if called else checkpoint
+        return scan_cell(cell, xs, state, valid, reverse, output=output, checkpoint=checkpoint)
     return fast(gathered_leaves(cell), xs, state, valid, reverse, keep)
 
 

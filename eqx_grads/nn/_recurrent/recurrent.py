@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
+import numpy as np
 from jaxtyping import PyTree
 
 from ..._control_flow.scan import named_method
@@ -128,7 +129,7 @@ class Recurrent(AbstractRecurrent):
         self.stack = Stack(dropout, reverse, time_major)
         self.output = output
         named_method(checkpoint, 1)  # checks it
-        self.checkpoint = checkpoint
+        self.checkpoint = int(checkpoint) if isinstance(checkpoint, np.integer) else checkpoint
 
     def _run_cell(self, cell, xs, state, valid, reverse):
         check_features("Recurrent", cell, xs)
