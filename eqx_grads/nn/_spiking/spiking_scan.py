@@ -25,7 +25,6 @@ from ..._control_flow.chunked_scan import (
     Size,
     size_or,
 )
-from ..._jaxprs.varying import vary_alike
 from ..._rules.custom_vjp import custom_vjp
 from ..._rules.explicit_sharding import distribute_like, explicit_spec
 from ..._rules.float_args import widen
@@ -134,43 +133,14 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
     ct_ys, ct_last = cts
     dtype, weights = xs.dtype, (w_in, bias, w_state)
     potentials = ys if potentials is None else potentials
-    carries_spikes = d.threshold is not None and (
-        w_state is not None
-        or d.rho is not None
-        or (d.reset != "none" and not d.detach_reset)
-        or ct_last.spikes is not None
-    )
+    last = _last_cotangents(d, w_state, first, ct_last, dtype)
+    carries_spikes = last.spikes is not None
     # A surrogate that is a function is a leaf, too.
     zero_of = lambda p, c: zero_sum(c, p, ys) if p is True else None
     constant_sums = jax.tree.map(zero_of, perturbed[3], d)
     learns = bool(jax.tree.leaves(constant_sums))
 
-    def one(ct, inputs):
-        """From the cotangents of the state after a step to those before it."""
-        before, slope, ct_y, valid = inputs
-        ct_membrane, ct_adaptation, ct_spikes = ct.membrane, ct.adaptation, ct_y
-        if d.threshold is None:
-            ct_membrane = _add(ct_membrane, ct_y)
-        elif slope is not None:
-            if carries_spikes:
-                ct_spikes = _add(ct.spikes, ct_y)
-                slope = slope * ct_spikes
-            ct_membrane = ct_membrane + slope
-            if ct_adaptation is not None:
-                less = lambda ct, v: ct - d.strength * v
-                ct_adaptation = jax.vmap(less)(ct_adaptation, slope)
-        after = LIFState(None, ct_membrane, ct.current, ct_adaptation)
-        zero = jnp.zeros_like(ct_membrane)
-        integrate_batch = jax.vmap(ft.partial(integrate, d))
-        ct_x, ct_before = jax.vjp(integrate_batch, zero, before)[1](after)
-        if not carries_spikes:
-            ct_before = dataclasses.replace(ct_before, spikes=None)
-        elif w_state is not None:
-            through_weights = ct_before.spikes + ct_x @ w_state
-            ct_before = dataclasses.replace(ct_before, spikes=through_weights)
-        of_step = (after, ct_spikes if carries_spikes else None) if learns else None
-        of_step = jax.tree.map(lambda c: _where(valid, c, jnp.zeros_like(c)), (ct_x, of_step))
-        return _where(valid, ct_before, ct), of_step
+    back = ft.partial(_backward_step, d, w_state, learns)
 
     def chunk(carry, inputs, entry):
         ct_state, sums, constant_sums = carry
@@ -186,7 +156,7 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
             # One array for the loop to read, not two.
             slope, loop_ct = None if ct_y is None else slope * ct_y, None
         inputs = (before, slope, loop_ct, valid)
-        ct_state, (ct_x, of_steps) = jax.lax.scan(one, ct_state, inputs, reverse=not reverse)
+        ct_state, (ct_x, of_steps) = jax.lax.scan(back, ct_state, inputs, reverse=not reverse)
         sums = add_gradients(
             sums,
             (weight_gradient, ct_x, x),
@@ -196,7 +166,7 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
         if learns:
             ct_after, carried = of_steps
             cts = ct_after, carried if carries_spikes else ct_spikes
-            gradients = _constant_gradients(d, perturbed[3], before, after, cts)
+            gradients = _constant_gradients(d, constant_sums, before, after, cts)
             add = lambda s, g: s + distribute_like(g, s, explicit_spec(s))
             constant_sums = jax.tree.map(add, constant_sums, gradients)
         if not perturbed[4]:
@@ -207,15 +177,6 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
 
     length = chunk_length(xs, math.prod(ys.shape[2:]))
     init = ft.partial(chunk_init, chunk=length, reverse=reverse)
-    ct_spikes = first.spikes if carries_spikes else None
-    like = dataclasses.replace(first, spikes=ct_spikes)
-    zero = jnp.zeros_like(first.membrane, dtype)
-    last = jax.tree.map(
-        lambda s, ct: None if s is None else zero if ct is None else ct.astype(dtype),
-        like,
-        ct_last,
-        is_leaf=lambda x: x is None,
-    )
     starts = None if first.spikes is None else init(ys, first.spikes)
     entries = (starts, init(potentials, _less_adaptation(d, first, dtype)), *entries)
     sums = [zero_sum(w, p, ys) for w, p in zip(weights, perturbed[:3], strict=True)]
@@ -229,6 +190,52 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
         in_place=True,
     )
     return (*sums, constant_sums, ct_xs, ct_state, None)
+
+
+def _last_cotangents(d, w_state, first, ct_last, dtype):
+    """The cotangents of the last state, as the loop carries them. The spikes have `None` if
+    nothing after a step depends on them but the output and a reset that is detached."""
+    through_reset = d.reset != "none" and not d.detach_reset
+    depends = through_reset or w_state is not None or d.rho is not None
+    if d.threshold is None or not (depends or ct_last.spikes is not None):
+        first = dataclasses.replace(first, spikes=None)
+    zero = jnp.zeros_like(first.membrane, dtype)
+    return jax.tree.map(
+        lambda s, ct: None if s is None else zero if ct is None else ct.astype(dtype),
+        first,
+        ct_last,
+        is_leaf=lambda x: x is None,
+    )
+
+
+def _backward_step(d, w_state, learns, ct, inputs):
+    """From the cotangents of the state after a step to the cotangents of the state before it;
+    the cotangents of the input and, if a constant is learned, of what `integrate` and `fire`
+    return. If spikes are not carried, `slope` is multiplied with their cotangent already."""
+    before, slope, ct_y, valid = inputs
+    ct_membrane, ct_adaptation, ct_spikes = ct.membrane, ct.adaptation, None
+    if d.threshold is None:
+        ct_membrane = _add(ct_membrane, ct_y)
+    elif slope is not None:
+        if ct.spikes is not None:
+            ct_spikes = _add(ct.spikes, ct_y)
+            slope = slope * ct_spikes
+        ct_membrane = ct_membrane + slope
+        if ct_adaptation is not None:
+            less = lambda ct, v: ct - d.strength * v
+            ct_adaptation = jax.vmap(less)(ct_adaptation, slope)
+    after = LIFState(None, ct_membrane, ct.current, ct_adaptation)
+    integrate_batch = jax.vmap(ft.partial(integrate, d))
+    _, transpose = jax.vjp(integrate_batch, jnp.zeros_like(ct_membrane), before)
+    ct_x, ct_before = transpose(after)
+    ct_spikes_before = None
+    if ct.spikes is not None:
+        through_weights = 0 if w_state is None else ct_x @ w_state
+        ct_spikes_before = ct_before.spikes + through_weights
+    ct_before = dataclasses.replace(ct_before, spikes=ct_spikes_before)
+    of_step = ct_x, (after, ct_spikes) if learns else None
+    masked = jax.tree.map(lambda c: _masked(c, valid), of_step)
+    return _where(valid, ct_before, ct), masked
 
 
 def _add(a: Any, b: Any) -> Any:
@@ -295,14 +302,15 @@ def _slope(d, potential):
     return jax.jvp(of_potential, (potential,), (jnp.ones_like(potential),))[1]
 
 
-def _constant_gradients(d, perturbed, before, after, cts):
-    """The gradients of the constants of a chunk, summed over its steps and examples."""
+def _constant_gradients(d, sums, before, after, cts):
+    """The gradients of the constants that have a sum, of a chunk: a sum over its steps and
+    examples."""
     wide = lambda x: widen(x) if eqx.is_inexact_array(x) else x
     d, before, after, (ct_after, ct_spikes) = jax.tree.map(wide, (d, before, after, cts))
-    learned, rest = eqx.partition(d, perturbed)
-    arrays, treedef = jax.tree.flatten(learned)
-    # Under `shard_map`, each device has a sum of its own.
-    learned = jax.tree.unflatten(treedef, vary_alike(arrays, after.membrane))
+    is_learned = jax.tree.map(lambda s: s is not None, sums, is_leaf=lambda x: x is None)
+    learned, rest = eqx.partition(d, is_learned)
+    # Under `shard_map`, each device has a sum of its own, as this zero has.
+    learned = jax.tree.map(lambda c, s: c + jnp.zeros_like(s), learned, sums)
 
     def outputs(learned):
         d = eqx.combine(learned, rest)
