@@ -36,7 +36,8 @@ class LIF(AbstractRecurrent):
 
         ```python
         import eqx_grads as eqg
-                import jax
+        import equinox as eqx
+        import jax
         import jax.numpy as jnp
 
         lif = eqg.nn.LIF(3, 8, beta=0.9, recurrent=True, learn="beta", key=jax.random.key(0))
@@ -119,7 +120,8 @@ class LI(AbstractRecurrent):
 
         ```python
         import eqx_grads as eqg
-                import jax
+        import equinox as eqx
+        import jax
         import jax.numpy as jnp
 
         li = eqg.nn.LI(3, 8, beta=0.9, key=jax.random.key(0))
