@@ -20,7 +20,7 @@ from eqx_grads import RuleError
 from eqx_grads.nn._linear_recurrent.s5 import hippo_normal
 
 from .helpers import assert_close, checking_leaks
-from .rules.recurrent import loss, losses_of_one_output, reference
+from .rules.recurrent import loss, reference
 
 
 LAYERS = {
@@ -119,58 +119,12 @@ def all_of(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
-def test_gradient_of_one_output(name, getkey):
-    with jax.enable_x64(True):
-        args = make(getkey, name)
-        gradients = lambda run: eqx.filter_jit(
-            lambda args: [eqx.filter_grad(loss)(args) for loss in losses_of_one_output(run)]
-        )
-        assert_close(gradients(call)(args), gradients(written_out(name))(args), tolerance=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
 def test_stacked_bidirectional_and_padded(name, getkey):
     with jax.enable_x64(True):
         args = make(getkey, name, num_layers=2, bidirectional=True, steps=5)
         run = lambda layer, xs, state: layer(xs, state, lengths=[5, 2])
         plain = ft.partial(written_out(name), lengths=[5, 2])
         assert_close(all_of(run)(*args), all_of(plain)(*args), tolerance=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
-def test_forward_mode_and_second_order(name, getkey):
-    with jax.enable_x64(True):
-        args = make(getkey, name, steps=3, batch=1)
-        dynamic, static = eqx.partition(args, eqx.is_inexact_array)
-        over_arrays = lambda f: lambda arrays: f(eqx.combine(arrays, static))
-        size = lambda g: jnp.sum(jnp.abs(g) ** 2)
-        for transform in (
-            lambda f: lambda d: jax.jvp(f, (d,), (d,)),
-            lambda f: lambda d: jax.jvp(jax.grad(f), (d,), (d,))[1],
-            lambda f: jax.grad(lambda d: sum(map(size, jax.tree.leaves(jax.grad(f)(d))))),
-        ):
-            got, expected = (
-                jax.jit(transform(over_arrays(loss(f))))(dynamic)
-                for f in (call, written_out(name))
-            )
-            assert_close(got, expected, tolerance=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lengths", [None, pytest.param((4, 2), marks=slow)])
-@pytest.mark.parametrize("name", quick("MinLSTM"))
-def test_vmap(name, lengths, getkey):
-    args = make(getkey, name, dtype="float32")
-    lengths = None if lengths is None else jnp.array(lengths)
-    inside = lambda layer, xs, state: layer(xs, state, lengths=lengths)
-    one = lambda layer, x, s, n: layer(x, s, lengths=n)
-    axes = (None, 0, 0, None if lengths is None else 0)
-    outside = lambda layer, xs, state: eqx.filter_vmap(one, in_axes=axes)(
-        layer, xs, state, lengths
-    )
-    assert_close(all_of(outside)(*args), all_of(inside)(*args), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("name", quick("MinGRU"))

@@ -83,53 +83,6 @@ def test_stacked_bidirectional_and_padded(name, getkey):
         assert_close(eqx.filter_grad(loss(run))(spoiled), got, tolerance=1e-10)
 
 
-@pytest.mark.usefixtures("chunks")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
-def test_forward_mode_and_second_order(name, getkey):
-    with jax.enable_x64(True):
-        args = make(getkey, name, steps=3, batch=1)
-        dynamic, static = eqx.partition(args, eqx.is_inexact_array)
-        over_arrays = lambda f: lambda arrays: f(eqx.combine(arrays, static))
-        run = loss(lambda layer, xs, state: layer(xs, state))
-        for transform in (
-            lambda f: jax.jvp(f, (dynamic,), (dynamic,)),
-            lambda f: jax.jvp(jax.grad(f), (dynamic,), (dynamic,))[1],
-            lambda f: jax.grad(
-                lambda d: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(f)(d)))
-            )(dynamic),
-        ):
-            assert_close(
-                transform(over_arrays(run)),
-                transform(over_arrays(loss(reference))),
-                tolerance=1e-10,
-            )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lengths", [None, pytest.param((5, 2), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_vmap(name, lengths, getkey):
-    args = make(getkey, name, dtype="float32")
-    lengths = None if lengths is None else jnp.array(lengths)
-    inside = lambda layer, xs, state: layer(xs, state, lengths=lengths)
-    one = lambda layer, x, s, n: layer(x, s, lengths=n)
-    axes = (None, 0, 0, None if lengths is None else 0)
-    outside = lambda layer, xs, state: eqx.filter_vmap(one, in_axes=axes)(
-        layer, xs, state, lengths
-    )
-    grad = lambda run: eqx.filter_jit(eqx.filter_grad(loss(run)))
-    assert_close(outside(*args), inside(*args), tolerance=1e-5)
-    assert_close(grad(outside)(args), grad(inside)(args), tolerance=1e-5)
-    nested = lambda layer, xs, state: jax.tree.map(
-        lambda y: y[0],
-        eqx.filter_vmap(outside, in_axes=(None, 0, 0))(
-            layer, xs[None], jax.tree.map(lambda s: s[None], state)
-        ),
-    )
-    assert_close(grad(nested)(args), grad(inside)(args), tolerance=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_gradients_for_each_example_and_networks_for_each(name, getkey):
@@ -537,6 +490,17 @@ def test_the_same_numbers_as_the_cell(make_layer, getkey):
     assert_close(layer(xs), called(xs), tolerance=2e-6)
     programs = {str(jax.make_jaxpr(l)(xs)) for l in (layer, nn.Recurrent(cell), called)}
     assert len(programs) == 2
+
+
+class Halving(eqx.nn.GRUCell):
+    def __call__(self, x, h):
+        return h / 2
+
+
+def test_a_subclass_of_a_cell_is_called(getkey):
+    """It may have another step than the fast path, which is that of `GRUCell` only."""
+    layer = nn.Recurrent(Halving(3, 4, key=getkey()))
+    assert jnp.all(layer(jnp.ones((5, 3)), jnp.ones(4))[0][-1] == 2**-5)
 
 
 # ---------------------------------------------------------------- errors

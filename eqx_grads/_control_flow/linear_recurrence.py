@@ -1,5 +1,7 @@
 """Linear recurrences, whose backward pass is the same recurrence in the other direction."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
@@ -255,17 +257,19 @@ def _pull_back_with_sums(a, s, out, ct, reverse, wants_b):
     later = a if at_all_times else shift_in(a, jnp.ones_like(a[0]), reverse=not reverse)
     has_later = jnp.arange(steps) != (0 if reverse else steps - 1)
 
-    def step(carry, x):
+    def step(carry: Any, x: Any) -> tuple[Any, Any]:
         g, total = carry
         h, ct_t, a_t, has_later = x
         ct_a = jnp.where(has_later, g * h, jnp.zeros((), h.dtype))
-        g = ct_t + (later[0] if at_all_times else a_t) * g
         if at_all_times:
-            return (g, total + ct_a.astype(total.dtype)), (g if wants_b else None, None)
-        return (g, total), (g if wants_b else None, _sum_to(ct_a, a_t.shape))
+            total, a_t, ct_a = total + ct_a.astype(total.dtype), later[0], None
+        else:
+            ct_a = _sum_to(ct_a, a_t.shape)
+        g = ct_t + a_t * g
+        return (g, total), (g if wants_b else None, ct_a)
 
     zero = jnp.zeros_like(out[0])
-    total = jnp.zeros_like(zero, sum_dtype(zero.dtype)) if at_all_times else None
+    total: Any = jnp.zeros_like(zero, sum_dtype(zero.dtype)) if at_all_times else None
     xs = (out, ct, None if at_all_times else later, has_later)
     (g, total), (gs, ct_a) = jax.lax.scan(step, (zero, total), xs, reverse=not reverse)
     first = a[-1 if reverse else 0]

@@ -25,7 +25,8 @@ def fast_path(*types: type) -> Callable[[Any], Any]:
     a subclass may have another step."""
 
     def register(run):
-        _FAST_PATHS.update(dict.fromkeys(types, run))
+        for kind in types:
+            _FAST_PATHS[kind] = run
         return run
 
     return register
