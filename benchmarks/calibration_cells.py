@@ -62,7 +62,7 @@ def recurrent_spiking(size, hidden, *, key):
     keys = jr.split(key)
     parts = {
         "linear": eqx.nn.Linear(size, hidden, key=keys[0]),
-        "neurons": [nn.RLIFCell(hidden, 0.9, key=keys[1])],
+        "neurons": [nn.LIFCell(hidden, 0.9, recurrent=True, key=keys[1])],
     }
     step = lambda p, x, state: (p["neurons"][0](p["linear"](x), state[0]),)
     return Cell(parts, step, (hidden,))

@@ -138,7 +138,7 @@ def measure_linear_recurrence(quick, rounds):
 
 
 def measure_spiking(quick, rounds):
-    for name in ("LIF", "RLIF"):
+    for name in ("LIF", "recurrent"):
         print_header(name, "T, B, I, H")
         for shape in [(6, 2, 4, 3)] if quick else spiking.SHAPES:
             steps, batch, size, hidden = shape

@@ -182,7 +182,7 @@ def slots(size, hidden, *, key):
 def current_based(size, hidden, *, key):
     """Two layers of spiking neurons with synaptic currents."""
     keys = jr.split(key)
-    neurons = [nn.CuBaLIFCell(hidden, 0.8, 0.9), nn.CuBaLIFCell(20, 0.8, 0.9)]
+    neurons = [nn.LIFCell(n, 0.9, alpha=0.8) for n in (hidden, 20)]
     linear = [eqx.nn.Linear(size, hidden, key=keys[0]), eqx.nn.Linear(hidden, 20, key=keys[1])]
 
     def step(p, x, state):
@@ -198,7 +198,7 @@ def learned_spiking(size, hidden, *, key):
     keys = jr.split(key)
     parts = {
         "linear": eqx.nn.Linear(size, hidden, key=keys[0]),
-        "neurons": [nn.LIFCell(hidden, 0.9, learn_beta=True, learn_threshold=True)],
+        "neurons": [nn.LIFCell(hidden, 0.9, learn=("beta", "threshold"))],
     }
     step = lambda p, x, state: (p["neurons"][0](p["linear"](x), state[0]),)
     return Cell(parts, step, (hidden,))
@@ -206,10 +206,10 @@ def learned_spiking(size, hidden, *, key):
 
 def adaptive_recurrent_spiking(size, hidden, *, key):
     keys = jr.split(key)
-    surrogate = eqg.surrogates.triangle()
+    options = {"recurrent": True, "surrogate": eqg.surrogates.triangle(), "key": keys[1]}
     parts = {
         "linear": eqx.nn.Linear(size, hidden, key=keys[0]),
-        "neurons": [nn.RALIFCell(hidden, 0.9, 0.97, surrogate=surrogate, key=keys[1])],
+        "neurons": [nn.LIFCell(hidden, 0.9, rho=0.97, **options)],
     }
     step = lambda p, x, state: (p["neurons"][0](p["linear"](x), state[0]),)
     return Cell(parts, step, (hidden,))

@@ -40,7 +40,7 @@ class Spiking(eqx.Module):
 
     def __init__(self, size, hidden, *, key):
         self.linear = eqx.nn.Linear(size, hidden, key=key)
-        self.cell = eqg.nn.LIFCell(hidden, 0.99, learn_beta=True)
+        self.cell = eqg.nn.LIFCell(hidden, 0.99, learn="beta")
 
     def init(self):
         return self.cell.initial_state()

@@ -1,12 +1,12 @@
-"""Claim: `LIF`, `ALIF`, `CuBaLIF` and `RLIF` train at 1.00 to 1.82 times the speed of their
-cells in `jax.lax.scan`, with 0.45 to 1.82 of the temporary bytes; with `keep="spikes"` at 0.86
-to 1.39 times the speed, with 0.15 to 1.69 of the bytes; `docs/benchmarks.md` has the table.
+"""Claim: `LIF` trains at 0.97 to 1.63 times the speed of its cell in `jax.lax.scan`, with
+0.45 to 1.46 of the temporary bytes; `docs/benchmarks.md` has the table.
 
 The program returns the spikes, and the gradients with respect to all parameters and inputs, in
 single precision. "plain" is `jax.lax.scan` of the cell with its input weights, step by step;
-"learned" has a learned decay and a learned threshold. The variants alternate in one process.
-The speed is the median over rounds of the ratio to plain scan in the same round, for a batch
-inside and for `vmap` outside. The bytes are the temporary memory of the compiled program.
+"learned" has a learned decay and a learned threshold, "adaptive" has `rho`, and "current" has
+`alpha`. The variants alternate in one process. The speed is the median over rounds of the ratio
+to plain scan in the same round, for a batch inside and for `vmap` outside. The bytes are the
+temporary memory of the compiled program.
 
 snnTorch, Norse and Spyx are measured if they are installed, with the constants of `LIF`. The
 number of threads of PyTorch is that of `OMP_NUM_THREADS`.
@@ -32,19 +32,18 @@ from timing import busy_time, compiled, in_turn, speed
 
 
 SHAPES = [(100, 64, 128, 256), (25, 128, 784, 512), (500, 16, 64, 128)]
-LEARNED = {"learn_beta": True, "learn_threshold": True}
 LAYERS: dict[str, Any] = {
     "LIF": ft.partial(nn.LIF, beta=0.9),
-    "LIF, learned": ft.partial(nn.LIF, beta=0.9, **LEARNED),
-    "ALIF": ft.partial(nn.ALIF, beta=0.9, rho=0.95),
-    "CuBaLIF": ft.partial(nn.CuBaLIF, alpha=0.8, beta=0.9),
-    "RLIF": ft.partial(nn.RLIF, beta=0.9),
+    "learned": ft.partial(nn.LIF, beta=0.9, learn=("beta", "threshold")),
+    "adaptive": ft.partial(nn.LIF, beta=0.9, rho=0.95),
+    "current": ft.partial(nn.LIF, beta=0.9, alpha=0.8),
+    "recurrent": ft.partial(nn.LIF, beta=0.9, recurrent=True),
 }
 PEERS = {"snnTorch": "snntorch", "Norse": "norse", "Spyx": "spyx"}
 
 
 def plain(layer, xs):
-    cell = layer.to_cell()
+    ((cell,),) = layer.cells
 
     def step(state, x):
         state = jax.vmap(cell)(x, state)
@@ -64,11 +63,7 @@ def outside(layer, xs):
     return jax.vmap(lambda x: layer(x)[0], 1, 1)(xs)
 
 
-def spikes_kept(layer, xs):
-    return type(layer).from_cell(layer.to_cell(), keep="spikes", time_major=True)(xs)[0]
-
-
-RUNS = {"plain": plain, "inside": inside, "outside": outside, "spikes kept": spikes_kept}
+RUNS = {"plain": plain, "inside": inside, "outside": outside}
 
 
 def train(run, static):
@@ -184,8 +179,6 @@ def row(name, shape, programs, times):
     cells = [name, ", ".join(map(str, shape)), f"{1e3 * statistics.median(times['plain']):.1f}"]
     cells.append(" / ".join(f"{speed(times, v, 'plain'):.2f}" for v in ("inside", "outside")))
     cells.append(f"{programs['inside'].memory / plain.memory:.2f}")
-    cells.append(f"{speed(times, 'spikes kept', 'plain'):.2f}")
-    cells.append(f"{programs['spikes kept'].memory / plain.memory:.2f}")
     cells.append(f"{programs['inside'].seconds / plain.seconds:.2f}")
     for peer in filter(is_installed, PEERS):
         cells.append(f"{speed(times, peer, 'plain'):.3f}" if peer in times else "")
@@ -203,8 +196,8 @@ def main():
     shapes = [(6, 2, 4, 3)] if args.quick else [SHAPES[i] for i in args.shapes]
     rounds = 2 if args.quick else args.rounds
     clock = busy_time if args.cpu_time else time.perf_counter
-    names = ["layer", "T, B, I, H", "plain, ms", "potentials kept", "bytes", "spikes kept"]
-    names += ["bytes", "compile", *filter(is_installed, PEERS)]
+    names = ["neurons", "T, B, I, H", "plain, ms", "layer", "bytes", "compile"]
+    names += filter(is_installed, PEERS)
     print("| " + " | ".join(names) + " |\n|" + " --- |" * len(names))
     for name in args.layers:
         for shape in shapes:

@@ -19,6 +19,7 @@ LONG = (
     "equilibrium_digits",
     "nan_hunt",
     "speech",
+    "spiking_convolution",
     "spiking_digits",
     "yin_yang",
 )

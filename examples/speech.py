@@ -52,15 +52,15 @@ def load(split):
 
 
 class Network(eqx.Module):
-    hidden: eqg.nn.RLIF
+    hidden: eqg.nn.LIF
     output: eqg.nn.LIF
 
     def __init__(self, name: str, *, key):
         key1, key2 = jr.split(key)
-        surrogate = SURROGATES[name]
+        options = {"surrogate": SURROGATES[name]}
         # A potential decays by these factors in one time step.
-        self.hidden = eqg.nn.RLIF(CEPSTRA, NEURONS, 0.8, surrogate=surrogate, key=key1)
-        self.output = eqg.nn.LIF(NEURONS, SPEAKERS, 0.9, surrogate=surrogate, key=key2)
+        self.hidden = eqg.nn.LIF(CEPSTRA, NEURONS, 0.8, recurrent=True, key=key1, **options)
+        self.output = eqg.nn.LIF(NEURONS, SPEAKERS, 0.9, key=key2, **options)
 
     def __call__(self, frames, lengths):
         """The logits, and the spikes of both layers. None come after the end."""

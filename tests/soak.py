@@ -114,8 +114,8 @@ def _in_and_out(make):
     return lambda key: make(IN, OUT, key=key)
 
 
-def _spiking(name, *decays):
-    return lambda key: getattr(nn, name)(IN, OUT, *decays, learn_beta=True, key=key)
+def _spiking(name, **options):
+    return lambda key: getattr(nn, name)(IN, OUT, 0.9, learn="beta", key=key, **options)
 
 
 def _after_linear(layer):
@@ -146,10 +146,6 @@ def _fixed_point_cell(linear, x, z):
     return jnp.tanh(0.3 * z + linear(x))
 
 
-def _weighted(key):
-    return nn.WeightedCell(IN, nn.LIFCell(OUT, 0.9), key=key)
-
-
 LAYERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, jax.Array], Any]]] = {
     "GRU": (_in_and_out(nn.GRU), _sequence),
     "LSTM": (_in_and_out(nn.LSTM), _sequence),
@@ -161,21 +157,10 @@ LAYERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, jax.Array], Any]]] 
     "S5": (lambda key: nn.S5(IN, OUT, 4, key=key), _sequence),
     "MinGRU": (_in_and_out(nn.MinGRU), _sequence),
     "MinLSTM": (_in_and_out(nn.MinLSTM), _sequence),
-    "LIF": (_spiking("LIF", 0.9), _sequence),
-    "ALIF": (_spiking("ALIF", 0.9, 0.8), _sequence),
-    "CuBaLIF": (_spiking("CuBaLIF", 0.5, 0.9), _sequence),
-    "LI": (_spiking("LI", 0.9), _sequence),
-    "RLIF": (_spiking("RLIF", 0.9), _sequence),
-    "RALIF": (_spiking("RALIF", 0.9, 0.8), _sequence),
-    "RCuBaLIF": (_spiking("RCuBaLIF", 0.5, 0.9), _sequence),
-    "LIFCell": (lambda key: nn.LIFCell(IN, 0.9, learn_beta=True), _cell),
-    "ALIFCell": (lambda key: nn.ALIFCell(IN, 0.9, 0.8, learn_beta=True), _cell),
-    "CuBaLIFCell": (lambda key: nn.CuBaLIFCell(IN, 0.5, 0.9, learn_beta=True), _cell),
-    "LICell": (lambda key: nn.LICell(IN, 0.9, learn_beta=True), _cell),
-    "RLIFCell": (lambda key: nn.RLIFCell(IN, 0.9, key=key), _cell),
-    "RALIFCell": (lambda key: nn.RALIFCell(IN, 0.9, 0.8, key=key), _cell),
-    "RCuBaLIFCell": (lambda key: nn.RCuBaLIFCell(IN, 0.5, 0.9, key=key), _cell),
-    "WeightedCell": (_weighted, _cell),
+    "LIF": (_spiking("LIF"), _sequence),
+    "LIF, all": (_spiking("LIF", alpha=0.5, rho=0.8, recurrent=True), _sequence),
+    "LI": (_spiking("LI"), _sequence),
+    "LIFCell": (lambda key: nn.LIFCell(OUT, 0.9, rho=0.8, input_size=IN, key=key), _cell),
     "GradientReversal": (_after_linear(nn.GradientReversal(0.5)), _each_step),
     "GradientScale": (_after_linear(nn.GradientScale(2.0)), _each_step),
     "GradientClip": (_after_linear(nn.GradientClip(-0.1, 0.1)), _each_step),

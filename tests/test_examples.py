@@ -87,6 +87,14 @@ def test_the_spiking_network_learns_and_only_with_the_rule(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_spiking_convolutional_network_learns_with_a_surrogate(tmp_path):
+    _run(ROOT / "examples" / "spiking_convolution.py", tmp_path)
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["surrogate"] >= 0.95
+    assert result["zero gradient"] < 0.3  # guessing: 0.1
+
+
+@pytest.mark.slow
 def test_the_yin_yang_points_are_the_published_ones(monkeypatch):
     """Those in `publication_data` of github.com/lkriener/yin_yang_data_set, and their sums."""
     monkeypatch.syspath_prepend(ROOT / "examples")

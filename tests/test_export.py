@@ -102,7 +102,7 @@ LAYERS = {
     "S5": lambda: nn.S5(3, 4, 4, key=KEY),
     "LIF": lambda: nn.LIF(3, 4, beta=0.9, key=KEY),
     "LI": lambda: nn.LI(3, 4, beta=0.9, key=KEY),
-    "RALIF": lambda: nn.RALIF(3, 4, beta=0.9, rho=0.9, key=KEY),
+    "LIF, all": lambda: nn.LIF(3, 4, 0.9, alpha=0.5, rho=0.9, recurrent=True, key=KEY),
 }
 
 

@@ -38,7 +38,7 @@ REFUSED = {
     "an array for a dtype": (lambda: eqg.cast_gradient(X, X), "a dtype that is not floating"),
     "an array for the dtype of a cell": (
         lambda: eqg.nn.LIFCell(3, 0.9, dtype=X),
-        "`LIFCell` was given a dtype that is not one of real floats",
+        "The `dtype` of `LIFCell` is not a real floating one",
     ),
     "a type for a value": (
         lambda: eqg.replace_gradient(jax.ShapeDtypeStruct((3,), "float32"), X),

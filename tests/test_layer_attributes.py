@@ -75,21 +75,16 @@ def test_weights_are_drawn_from_keys_of_their_own(name):
 
 def test_parameters_of_neurons():
     rho = np.array([0.5, 0.9, 0.95])
-    cell = nn.ALIFCell(3, 0.9, rho, threshold=0.5, learn_beta=True)
+    cell = nn.LIFCell(3, 0.9, rho=rho, threshold=0.5, learn="beta")
     assert isinstance(cell.beta, jax.Array)
     assert cell.beta == jnp.array(0.9)
     assert cell.rho is rho
-    assert cell.threshold == 0.5
-    assert cell.strength == 1.8
-    assert (cell.learn_beta, cell.learn_rho, cell.learn_threshold) == (True, False, False)
+    assert (cell.alpha, cell.threshold, cell.strength) == (None, 0.5, 1.8)
+    assert cell.learn == ("beta",)
     cell = eqx.tree_at(lambda cell: (cell.beta, cell.threshold), cell, (jnp.array(0.8), 0.7))
     assert cell.beta == jnp.array(0.8)
     assert cell.threshold == 0.7
-    current = nn.CuBaLIFCell(3, 0.4, 0.9, learn_alpha=True)
-    assert current.alpha == jnp.array(0.4)
-    assert current.learn_alpha
-    assert not nn.LICell(3, 0.9).learn_beta
-    recurrent = nn.RLIFCell(3, 0.9, learn_beta=True, key=jr.key(0))
+    recurrent = nn.LIFCell(3, 0.9, recurrent=True, learn="beta", key=jr.key(0))
     assert eqx.tree_equal(pickle.loads(pickle.dumps(recurrent)), recurrent)
 
 

@@ -49,8 +49,7 @@ def test_the_number_of_cells():
         (nn.MinGRU(3, 4, key=KEY), "`LinearGates`"),
         (nn.LRU(3, 4, 4, key=KEY), "`LRUCell`"),
         (nn.S5(3, 4, 4, key=KEY), "`S5Cell`"),
-        (nn.LIF(3, 4, beta=0.9, key=KEY), "`LIFCell` or `WeightedCell`"),
-        (nn.RLIF(3, 4, beta=0.9, key=KEY), "`RLIFCell` or `WeightedCell`"),
+        (nn.LIF(3, 4, beta=0.9, key=KEY), "`LIFCell`"),
     ],
 )
 def test_the_types_of_cells(layer, expected):

@@ -145,14 +145,13 @@ def test_L8_options_of_stacks(name):
 def test_L8_flags_of_spiking_layers():
     lif = lambda **o: nn.LIF(3, 4, 0.9, key=KEY, **o)
     for make, cell, option in (
-        (lif, "LIFCell", "learn_beta"),
         (lif, "LIFCell", "detach_reset"),
-        (lambda **o: nn.ALIFCell(4, 0.9, 0.9, **o), "ALIFCell", "learn_threshold"),
-        (lambda **o: nn.RCuBaLIFCell(4, 0.9, 0.9, key=KEY, **o), "CuBaLIFCell", "learn_alpha"),
-        (lambda **o: nn.LIF.from_cell(nn.LIFCell(4, 0.9), **o), "LIF", "learn_initial_state"),
-        (lambda **o: nn.LIF.from_cell(nn.LIFCell(4, 0.9), **o), "LIF", "reverse"),
+        (lif, "LIFCell", "recurrent"),
+        (lif, "LIFCell", "use_bias"),
+        (lif, "LIF", "learn_initial_state"),
+        (lif, "LIF", "reverse"),
     ):
-        with raises(f"(?s)`{option}` of `R?{cell}` is not a bool.*it is 'no'"):
+        with raises(f"(?s)`{option}` of `{cell}` is not a bool.*it is 'no'"):
             make(**{option: "no"})
 
 

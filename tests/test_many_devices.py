@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from eqx_grads.nn._recurrent.states import zero_states
 from eqx_grads.testing._subject import is_output
 from eqx_grads.testing._without_rules import without_rules
 from jax.sharding import PartitionSpec as Spec
@@ -46,7 +47,7 @@ MORE_SUMS = {
     # The terms of a cotangent are summed one by one.
     "event_time": 2,
     "jump": 3,
-    "nn.RALIFCell": 1,
+    "nn.LIFCell": 1,
     # The condition of the loop, and whether and how a solver failed.
     **{n: 22 for n in CASES if re.match("fixed_point|nn.FixedPoint|implicit", n)},
     # A gradient that is summed in each step, as `jax.lax.scan` does.
@@ -185,10 +186,10 @@ LAYERS = {
     "Recurrent, replayed": _any_cell("replay"),
     "Recurrent, in chunks": _any_cell(2),
     "LIF": _layer("LIF", beta=0.9),
-    "ALIF": _layer("ALIF", beta=0.9, rho=0.5),
-    "CuBaLIF": _layer("CuBaLIF", beta=0.9, alpha=0.5),
+    "LIF, adaptive": _layer("LIF", beta=0.9, rho=0.5, learn=("beta", "rho")),
+    "LIF, current": _layer("LIF", beta=0.9, alpha=0.5),
     "LI": _layer("LI", beta=0.9),
-    "RLIF": _layer("RLIF", beta=0.9),
+    "LIF, recurrent": _layer("LIF", beta=0.9, recurrent=True),
 }
 # Over time at once: no cell of one step.
 LINEAR_LAYERS = {
@@ -220,7 +221,8 @@ SETTINGS = {
 def _of_cell(layer):
     """The layer as a `jax.lax.scan` of its cell."""
     cell = layer.cells[0][0]
-    zero = layer.initial_state if layer.initial_state is not None else layer._zero_state()
+    zero = layer.initial_state
+    zero = zero_states("", layer.cells) if zero is None else zero
 
     def run(xs):
         step = lambda h, x: (lambda new: (new, jax.tree.leaves(new)[0]))(jax.vmap(cell)(x, h))

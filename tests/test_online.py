@@ -65,10 +65,12 @@ class Decay(eqx.Module):
 
 OPTIONS = {"detach_reset": False}
 MODELS = {
-    "LIF": Neurons(eqg.nn.LIFCell(HIDDEN, 0.9, learn_beta=True, learn_threshold=True)),
-    "LIF, reset not detached": Neurons(eqg.nn.LIFCell(HIDDEN, 0.9, learn_beta=True, **OPTIONS)),
-    "ALIF": Neurons(eqg.nn.ALIFCell(HIDDEN, 0.9, 0.95, learn_beta=True, learn_rho=True)),
-    "CuBaLIF": Neurons(eqg.nn.CuBaLIFCell(HIDDEN, 0.8, 0.9, reset="zero", learn_alpha=True)),
+    "LIF": Neurons(eqg.nn.LIFCell(HIDDEN, 0.9, learn=("beta", "threshold"))),
+    "LIF, reset not detached": Neurons(eqg.nn.LIFCell(HIDDEN, 0.9, learn="beta", **OPTIONS)),
+    "LIF, adaptive": Neurons(eqg.nn.LIFCell(HIDDEN, 0.9, rho=0.95, learn=("beta", "rho"))),
+    "LIF, current": Neurons(
+        eqg.nn.LIFCell(HIDDEN, 0.9, alpha=0.8, reset="zero", learn="alpha")
+    ),
     "LRU": OneStep(eqg.nn.LRU(IN, HIDDEN, 5, key=jr.key(4))),
     "S5": OneStep(eqg.nn.S5(IN, HIDDEN, 6, key=jr.key(4))),
     "MinGRU": OneStep(eqg.nn.MinGRU(IN, HIDDEN, key=jr.key(4))),
@@ -183,7 +185,7 @@ def test_second_order():
     assert_same(hessian, jax.jit(jax.hessian(decay))(at), 1e-4)
 
 
-RECURRENT = Neurons(eqg.nn.RALIFCell(HIDDEN, 0.9, 0.95, key=jr.key(0)))
+RECURRENT = Neurons(eqg.nn.LIFCell(HIDDEN, 0.9, rho=0.95, recurrent=True, key=jr.key(0)))
 
 
 @pytest.mark.thorough
@@ -316,7 +318,7 @@ def test_eprop_against_the_published_formulas():
     for adaptive neurons, one step after another in NumPy. `z` are spikes, `psi` the
     pseudo-derivative, `alpha` and `rho` the decay factors, `beta` the strength."""
     alpha, rho, beta = 0.9, 0.95, 0.3
-    cell = eqg.nn.RALIFCell(HIDDEN, alpha, rho, strength=beta, key=jr.key(0))
+    cell = eqg.nn.LIFCell(HIDDEN, alpha, rho=rho, strength=beta, recurrent=True, key=jr.key(0))
     model = Neurons(cell)
     signals = jr.normal(jr.key(9), (STEPS, HIDDEN))
     gradient = lambda model: weighted_spikes(model, signals, online="e-prop")
@@ -347,12 +349,12 @@ def test_eprop_against_the_published_formulas():
 @pytest.mark.slow
 def test_eprop_is_exact_for_diagonal_networks():
     """Without recurrent weights, and with recurrent weights of zero for the input weights."""
-    model = MODELS["ALIF"]
+    model = MODELS["LIF, adaptive"]
     args = (model, model.init())
     exact = eqx.filter_grad(loss)(args)
     assert_same(eqx.filter_grad(lambda a: loss(a, online="e-prop"))(args), exact, 1e-5)
 
-    recurrent = Neurons(eqg.nn.RLIFCell(HIDDEN, 0.9, key=jr.key(0)))
+    recurrent = Neurons(eqg.nn.LIFCell(HIDDEN, 0.9, recurrent=True, key=jr.key(0)))
     recurrent = eqx.tree_at(lambda m: m.cell.weight_hh, recurrent, jnp.zeros((HIDDEN, HIDDEN)))
     args = (recurrent, recurrent.init())
     exact = eqx.filter_grad(loss)(args)[0].linear
@@ -362,7 +364,7 @@ def test_eprop_is_exact_for_diagonal_networks():
 
 @pytest.mark.thorough
 def test_eprop_is_an_approximation_else():
-    model = Neurons(eqg.nn.RLIFCell(HIDDEN, 0.9, key=jr.key(0)))
+    model = Neurons(eqg.nn.LIFCell(HIDDEN, 0.9, recurrent=True, key=jr.key(0)))
     args = (model, model.init())
     exact = eqx.filter_grad(loss)(args)[0].linear.weight
     got = eqx.filter_grad(lambda a: loss(a, online="e-prop"))(args)[0].linear.weight

@@ -36,32 +36,6 @@ from ._recurrent.gated import GRU as GRU, LSTM as LSTM, RNN as RNN
 from ._recurrent.gated_cells import RNNCell as RNNCell
 from ._recurrent.outputs import Outputs as Outputs
 from ._recurrent.recurrent import Recurrent as Recurrent
-from ._spiking.cells import (
-    ALIFCell as ALIFCell,
-    CuBaLIFCell as CuBaLIFCell,
-    LICell as LICell,
-    LIFCell as LIFCell,
-)
-from ._spiking.layers import (
-    ALIF as ALIF,
-    CuBaLIF as CuBaLIF,
-    LI as LI,
-    LIF as LIF,
-)
-from ._spiking.parameters import (
-    ALIFState as ALIFState,
-    CuBaLIFState as CuBaLIFState,
-    LIFState as LIFState,
-    LIState as LIState,
-)
-from ._spiking.recurrent_cells import (
-    RALIFCell as RALIFCell,
-    RCuBaLIFCell as RCuBaLIFCell,
-    RLIFCell as RLIFCell,
-)
-from ._spiking.recurrent_layers import (
-    RALIF as RALIF,
-    RCuBaLIF as RCuBaLIF,
-    RLIF as RLIF,
-)
-from ._spiking.weighted_cell import WeightedCell as WeightedCell
+from ._spiking.cell import LIFCell as LIFCell
+from ._spiking.dynamics import LIFState as LIFState
+from ._spiking.layers import LI as LI, LIF as LIF

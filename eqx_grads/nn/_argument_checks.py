@@ -84,12 +84,13 @@ def check_stack(layer: str, *, num_layers: Any, dropout: Any, **flags: Any) -> N
 def check_features(layer: str, cell: Any, xs: Array) -> None:
     """Check the size of the inputs of a cell that says which it takes."""
     size = getattr(cell, "input_size", None)
-    if isinstance(size, int) and xs.shape[-1] != size:
+    shape = (size,) if isinstance(size, int) else size
+    if isinstance(shape, tuple) and xs.shape[2:] != shape:
         step = jax.ShapeDtypeStruct(xs.shape[2:], xs.dtype)  # there may be no step to look at
         raise rule_error(
             f"`{layer}` was given inputs of the wrong size.",
             f"a step of `xs` is {type_of(step)}, and `input_size` is {size}",
-            do="The last axis of `xs` is `input_size` long."
+            do="The last axis of `xs` is `input_size` long, or the last axes are."
             + " A sequence of numbers is `xs[..., None]`." * (size == 1),
         )
 

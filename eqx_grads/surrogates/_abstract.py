@@ -1,10 +1,11 @@
-"""Base class of the surrogates that are given by a formula."""
+"""Base class of the surrogates that are given by a formula, that of the primitive."""
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+import functools as ft
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
@@ -15,21 +16,29 @@ from .._tangent_spaces import broadcasts_to
 from ._spike import AbstractSurrogate
 
 
-class AbstractFormula(AbstractSurrogate):
-    """Two formulas, evaluated in at least single precision and rounded to the dtype of `v`."""
+positive = ft.partial(eqx.field, metadata={"is_positive": True})
 
-    @abc.abstractmethod
-    def _derivative(self, v: Any) -> Any:
-        """The derivative at `v`, where `v` and all fields are arrays of one dtype."""
+
+class AbstractFormula(AbstractSurrogate):
+    """One formula, evaluated in at least single precision and rounded to the dtype of `v`. The
+    derivative is that of the formula."""
 
     @abc.abstractmethod
     def _primitive(self, v: Any) -> Any:
         """The primitive at `v`, where `v` and all fields are arrays of one dtype."""
 
+    def __check_init__(self):
+        for field in dataclasses.fields(self):
+            check = float_args.check_parameter
+            if field.metadata.get("is_positive"):
+                check = float_args.check_positive
+            check(_name(self), field.name, getattr(self, field.name))
+
     def derivative(self, v: ArrayLike) -> Array:
         """As in [`eqx_grads.surrogates.AbstractSurrogate`][]."""
         v, surrogate, wide = _widen(self, v)
-        return surrogate._derivative(wide).astype(v.dtype)
+        slope = jax.jvp(surrogate._primitive, (wide,), (jnp.ones_like(wide),))[1]
+        return slope.astype(v.dtype)
 
     def primitive(self, v: ArrayLike) -> Array:
         """As in [`eqx_grads.surrogates.AbstractSurrogate`][]."""
@@ -51,15 +60,6 @@ def _widen(surrogate, v):
             )
     fields = jax.tree.map(lambda x: jnp.asarray(x).astype(wide.dtype), surrogate)
     return v, fields, wide
-
-
-def check_fields(surrogate: AbstractFormula, *, positive: Sequence[str]) -> None:
-    """Raise if a field is not a real number, or if one of these is not positive."""
-    for field in dataclasses.fields(surrogate):
-        check = float_args.check_parameter
-        if field.name in positive:
-            check = float_args.check_positive
-        check(_name(surrogate), field.name, getattr(surrogate, field.name))
 
 
 def _name(surrogate):

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 
 from .._rules.float_args import Parameter
-from . import _antiderivatives
-from ._abstract import AbstractFormula, check_fields
+from ._abstract import AbstractFormula, positive
+from ._steps import tent
 
 
 class triangle(AbstractFormula):
@@ -47,17 +47,11 @@ class triangle(AbstractFormula):
     the peak and the average at $|v| = \text{width}$.
     """
 
-    width: Parameter = 1.0
+    width: Parameter = positive(default=1.0)
     peak: Parameter = 1.0
 
-    def __check_init__(self):
-        check_fields(self, positive=["width"])
-
-    def _derivative(self, v):
-        return self.peak * _antiderivatives.tent_density(None, v / self.width)
-
     def _primitive(self, v):
-        return 0.5 + self.peak * self.width * (_antiderivatives.tent(v / self.width) - 0.5)
+        return 0.5 + self.peak * self.width * (tent(v / self.width) - 0.5)
 
 
 class piecewise_quadratic(AbstractFormula):
@@ -94,16 +88,10 @@ class piecewise_quadratic(AbstractFormula):
     See [`eqx_grads.surrogates.triangle`][].
     """
 
-    slope: Parameter = 1.0
-
-    def __check_init__(self):
-        check_fields(self, positive=["slope"])
-
-    def _derivative(self, v):
-        return self.slope * _antiderivatives.tent_density(None, self.slope * v)
+    slope: Parameter = positive(default=1.0)
 
     def _primitive(self, v):
-        return _antiderivatives.tent(self.slope * v)
+        return tent(self.slope * v)
 
 
 class rectangle(AbstractFormula):
@@ -143,17 +131,11 @@ class rectangle(AbstractFormula):
     Its own derivative is zero everywhere.
     """
 
-    width: Parameter = 1.0
+    width: Parameter = positive(default=1.0)
     peak: Parameter = 1.0
 
-    def __check_init__(self):
-        check_fields(self, positive=["width"])
-
-    def _derivative(self, v):
-        return self.peak * _antiderivatives.box_density(None, v / self.width)
-
     def _primitive(self, v):
-        return 0.5 + self.peak * self.width * (_antiderivatives.box(v / self.width) - 0.5)
+        return 0.5 + self.peak * jnp.clip(v, -self.width / 2, self.width / 2)
 
 
 class leaky(AbstractFormula):
@@ -194,14 +176,5 @@ class leaky(AbstractFormula):
     leak: Parameter = 0.1
     slope: Parameter = 1.0
 
-    def __check_init__(self):
-        check_fields(self, positive=[])
-
-    def _derivative(self, v):
-        at_zero = 0.5 * (self.slope + self.leak)
-        return jnp.where(v > 0, self.slope, jnp.where(v < 0, self.leak, at_zero))
-
     def _primitive(self, v):
-        return (
-            0.5 + self.slope * _antiderivatives.ramp(v) - self.leak * _antiderivatives.ramp(-v)
-        )
+        return 0.5 + self.slope * jnp.maximum(v, 0) + self.leak * jnp.minimum(v, 0)

@@ -1,8 +1,10 @@
 """Smooth surrogates with tails: derivatives of sigmoids, and Gaussians."""
 
+import math
+
 from .._rules.float_args import Parameter
-from . import _antiderivatives
-from ._abstract import AbstractFormula, check_fields
+from ._abstract import AbstractFormula, positive
+from ._steps import cauchy, logistic, normal, softsign
 
 
 class superspike(AbstractFormula):
@@ -41,16 +43,10 @@ class superspike(AbstractFormula):
     derivative is zero.
     """
 
-    slope: Parameter = 25.0
-
-    def __check_init__(self):
-        check_fields(self, positive=["slope"])
-
-    def _derivative(self, v):
-        return _antiderivatives.softsign_density(None, self.slope * v)
+    slope: Parameter = positive(default=25.0)
 
     def _primitive(self, v):
-        return 0.5 + _antiderivatives.softsign(self.slope * v) / self.slope
+        return 0.5 + softsign(self.slope * v) / self.slope
 
 
 class atan(AbstractFormula):
@@ -88,16 +84,10 @@ class atan(AbstractFormula):
     See [`eqx_grads.surrogates.spike`][]. Smooth.
     """
 
-    slope: Parameter = 2.0
-
-    def __check_init__(self):
-        check_fields(self, positive=["slope"])
-
-    def _derivative(self, v):
-        return self.slope * _antiderivatives.cauchy_density(None, self.slope * v)
+    slope: Parameter = positive(default=2.0)
 
     def _primitive(self, v):
-        return _antiderivatives.cauchy(self.slope * v)
+        return cauchy(self.slope * v)
 
 
 class sigmoid(AbstractFormula):
@@ -133,16 +123,10 @@ class sigmoid(AbstractFormula):
     See [`eqx_grads.surrogates.spike`][]. Smooth.
     """
 
-    slope: Parameter = 4.0
-
-    def __check_init__(self):
-        check_fields(self, positive=["slope"])
-
-    def _derivative(self, v):
-        return self.slope * _antiderivatives.logistic_density(None, self.slope * v)
+    slope: Parameter = positive(default=4.0)
 
     def _primitive(self, v):
-        return _antiderivatives.logistic(self.slope * v)
+        return logistic(self.slope * v)
 
 
 class erf(AbstractFormula):
@@ -176,16 +160,10 @@ class erf(AbstractFormula):
     See [`eqx_grads.surrogates.spike`][]. Smooth.
     """
 
-    slope: Parameter = 2.0
-
-    def __check_init__(self):
-        check_fields(self, positive=["slope"])
-
-    def _derivative(self, v):
-        return self.slope * _antiderivatives.normal_density(None, self.slope * v)
+    slope: Parameter = positive(default=2.0)
 
     def _primitive(self, v):
-        return _antiderivatives.normal(self.slope * v)
+        return normal(self.slope * v)
 
 
 class gaussian(AbstractFormula):
@@ -221,16 +199,10 @@ class gaussian(AbstractFormula):
     See [`eqx_grads.surrogates.spike`][]. Smooth.
     """
 
-    sigma: Parameter = 0.5
-
-    def __check_init__(self):
-        check_fields(self, positive=["sigma"])
-
-    def _derivative(self, v):
-        return _antiderivatives.gaussian_density(v, self.sigma)
+    sigma: Parameter = positive(default=0.5)
 
     def _primitive(self, v):
-        return _antiderivatives.gaussian(v, self.sigma)
+        return normal(v / (math.sqrt(2) * self.sigma))
 
 
 class multi_gaussian(AbstractFormula):
@@ -270,20 +242,14 @@ class multi_gaussian(AbstractFormula):
     See [`eqx_grads.surrogates.spike`][]. Smooth.
     """
 
-    sigma: Parameter = 0.5
+    sigma: Parameter = positive(default=0.5)
     height: Parameter = 0.15
-    spread: Parameter = 6.0
-
-    def __check_init__(self):
-        check_fields(self, positive=["sigma", "spread"])
-
-    def _derivative(self, v):
-        return self._mixture(_antiderivatives.gaussian_density, v)
+    spread: Parameter = positive(default=6.0)
 
     def _primitive(self, v):
-        return self.height / 2 + self._mixture(_antiderivatives.gaussian, v)
-
-    def _mixture(self, gaussian, v):
+        gaussian = lambda v, sigma: normal(v / (math.sqrt(2) * sigma))
         wide = self.spread * self.sigma
         sides = gaussian(v - self.sigma, wide) + gaussian(v + self.sigma, wide)
-        return (1 + self.height) * gaussian(v, self.sigma) - self.height * sides
+        return (
+            self.height / 2 + (1 + self.height) * gaussian(v, self.sigma) - self.height * sides
+        )

@@ -272,7 +272,7 @@ def model(rules, **options):
 
 
 GRU, LSTM, TWO_LAYERS = layer("GRU"), layer("LSTM"), layer("GRU", num_layers=2, dropout=0.5)
-BOTH_WAYS, BARE = layer("GRU", bidirectional=True), {"beta": 0.9, "use_input_weight": False}
+BOTH_WAYS = layer("GRU", bidirectional=True)
 LINEAR = jax.tree.map(jnp.asarray, eqx.nn.Linear(3, 4, key=KEY))
 cell = lambda size=4: eqx.nn.GRUCell(3, size, key=KEY)
 quantized = lambda w, x=None: layer("QuantizedLinear", weight_quantizer=w, input_quantizer=x)
@@ -548,18 +548,16 @@ WRONG = [
     (run(with_cells(BOTH_WAYS, (cell(), cell(2)))), "(4,), (2,)"),
     (recurrent(lambda s: (s, s)), "it was given float32[3]"), (recurrent(lambda s: s[:2]),
      "it returned float32[2]"), (recurrent(state=None), "`Recurrent` does not know the"),
-    (recurrent(lambda s: s, None, BATCH, X), "(3,) | of size 2"), (run(layer("LIF", 3, 3,
-     **BARE), XS[:, :2]), "and there are 3 neurons"), (run(layer("LIF", beta=0.9),
-     XS.astype("complex64")), "`xs` is complex64"), (run(layer("LIF", **BARE)),
-     "3 inputs and 4 neurons"), (lambda: nn.LIF(3, 4, beta=0.9), "`use_input_weight` is True"),
-    (lambda: nn.LIF.from_cell(nn.LICell(3, beta=0.9)), "it is a `LICell`, and has to"),
-    (lambda: nn.LIF.from_cell(nn.LIFCell((2, 3), 0.9)), "`hidden_size` is (2, 3)"), (lif(3,
+    (recurrent(lambda s: s, None, BATCH, X), "(3,) | of size 2"), (run(layer("LIF", None, 3,
+     beta=0.9), XS[:, :2]), "and `input_size` is 3"), (run(layer("LIF", beta=0.9),
+     XS.astype("complex64")), "`x` is complex64"), (lambda: nn.LIF(3, 4, beta=0.9),
+     "The `key` of `LIFCell`"), (lif(3, 0.9, learn="rho"), "The `learn` of `LIFCell`"), (lif(3,
+     0.9, rho=0.9, threshold=None), "`threshold` is None | do not spike"), (lif(3,
      1.5), "is 1.5 | exp(-dt / tau)"), (lif(3, X[:2] / 4), "and there are (3,) neurons"),
-    (lif((2, 0), 0.9), "`hidden_size` is (2, 0)"), (types(lambda: nn.RLIFCell((2, 3), 0.9,
-     key=KEY)), "`hidden_size` is (2, 3)"), (one_step(XS), "shape of the neurons is (3,)"),
-    (one_step(Z), "`x` is complex64[3]"), (types(lambda: nn.WeightedCell(3, nn.LIFCell(4, 0.9),
-     key=KEY)(X[:2], None)), "and has to be of shape (3,)"), (types(lambda: nn.WeightedCell(3,
-     cell(), key=KEY)), "`WeightedCell` was given"), (run(quantized(lambda w: w[:2]), X),
+    (lif((2, 0), 0.9), "The `hidden_size` of `LIFCell` | (2, 0)"), (lif((2, 3), 0.9,
+     input_size=2), "not a number of neurons | (2, 3)"), (one_step(XS), "of shape (3,)"),
+    (one_step(Z), "`x` is complex64[3]"), (run(lambda key: at_rest, X, X), "not a state of"),
+    (run(quantized(lambda w: w[:2]), X),
      "`<lambda>` was given float32"), (run(quantized(None, lambda x: x > 0), X),
      "returned bool[3]"), (run(quantized(None, nn.LSQ(4)), X), "The `input_quantizer` of"),
     (run(quantized(None), XS), "`in_features` is 3 | (3,)"), (run(CONV, XS),
@@ -676,7 +674,7 @@ RIGHT = [
     run(layer("LRU", 3, 4, 4, r_min=0.0, r_max=1.0)), run(layer("S5", 3, 4, 4, blocks=2,
      min_step=0.1, max_step=0.1)), run(with_cells(BOTH_WAYS, (cell(), cell()))),
     recurrent(lambda s: s, None, BATCH, XS[:2]), recurrent(lambda s: s.astype("float16")),
-    run(layer("LIF", 3, 3, **BARE), XS), lif(3, np.array([0.0, 1.0, 0.5])), lif((2, 3),
+    run(layer("LIF", None, 3, beta=0.9), XS), lif(3, np.array([0.0, 1.0, 0.5])), lif((2, 3),
      XS[:1] / 4), one_step(N), run(quantized(lambda w: w), X), run(CONV, XS[:2]), run(fsq((3, 5,
      5), axis=-2), XS[:3]), lambda: nn.FSQ((3, 5), axis=-2).decode(N),
     run(layer("VectorQuantizer", 5, 3, decay=0.0), XS), model({eqx.nn.Linear: (None,

@@ -601,7 +601,7 @@ NOT_CALLED |= {
     "MemoryReport",
     *("NaNReport", "NonFinite", "Residual", "ZeroGradient", "ZeroReport"),
     *("Symptom", "SymptomReport"),
-    *("nn.AbstractQuantizer", "nn.ALIFState", "nn.CuBaLIFState", "nn.LIFState", "nn.LIState"),
+    *("nn.AbstractQuantizer", "nn.LIFState"),
     *("nn.QuantizationReport", "safe.EighResult", "safe.SVDResult"),
     "surrogates.AbstractSurrogate",
     *("testing.GradientCheckError", "testing.GradientFault", "testing.GradientReport"),

@@ -146,12 +146,8 @@ LAYERS = {
     "MinGRU": nn.MinGRU(2, 3, key=KEY),
     "MinLSTM": nn.MinLSTM(2, 3, key=KEY),
     "LIF": nn.LIF(2, 3, 0.9, key=KEY),
-    "ALIF": nn.ALIF(2, 3, 0.9, 0.8, key=KEY),
-    "CuBaLIF": nn.CuBaLIF(2, 3, 0.5, 0.9, key=KEY),
+    "LIF with all": nn.LIF(2, 3, 0.9, alpha=0.5, rho=0.8, recurrent=True, key=KEY),
     "LI": nn.LI(2, 3, 0.9, key=KEY),
-    "RLIF": nn.RLIF(2, 3, 0.9, key=KEY),
-    "RALIF": nn.RALIF(2, 3, 0.9, 0.8, key=KEY),
-    "RCuBaLIF": nn.RCuBaLIF(2, 3, 0.5, 0.9, key=KEY),
 }
 for _name, _layer in LAYERS.items():
     # Any cell, also one of complex numbers.
@@ -204,98 +200,36 @@ def _neurons(x):
     return is_real and np.shape(x) in ((), (3,), (1,))
 
 
+SHAPE = (
+    3,
+    lambda x: size(x) or (isinstance(x, tuple) and len(x) > 0 and all(size(n) for n in x)),
+)
+OPTIONAL = (DECAY[0], optional(DECAY[1]))
 NEURONS = {
+    "beta": DECAY,
+    "alpha": OPTIONAL,
+    "rho": OPTIONAL,
+    "strength": PARAMETER,
     "threshold": PARAMETER,
     "reset": ("subtract", one_of("subtract", "zero", "none")),
-    "learn_beta": FLAG,
-    "learn_threshold": FLAG,
     "detach_reset": YES,
+    "recurrent": YES,
+    "learn": (("beta",), lambda x: x in ((), [], ("beta",))),
     "surrogate": (
         eqg.surrogates.atan(),
         optional(either(function, of_type(eqg.surrogates.AbstractSurrogate))),
     ),
 }
-DECAYS = {
-    "LIF": {"beta": DECAY},
-    "ALIF": {"beta": DECAY, "rho": DECAY},
-    "CuBaLIF": {"alpha": DECAY, "beta": DECAY},
-    "LI": {"beta": DECAY},
-}
-EXTRA = {
-    "LIF": NEURONS,
-    "ALIF": {"strength": PARAMETER, "learn_rho": FLAG, **NEURONS},
-    "CuBaLIF": {"learn_alpha": FLAG, **NEURONS},
-    "LI": {"learn_beta": FLAG},
-}
-SHAPE = (
-    3,
-    lambda x: size(x) or (isinstance(x, tuple) and len(x) > 0 and all(size(n) for n in x)),
-)
-_MEMBRANES = {"keep": ("membranes", one_of("membranes", "states", "slopes"))}
-for _name, _decays in DECAYS.items():
-    _neuron = {**_decays, **EXTRA[_name]}
-    _keep = {} if _name == "LI" else _MEMBRANES
-    target(
-        f"nn.{_name}Cell", getattr(nn, f"{_name}Cell"), hidden_size=SHAPE, **_neuron, **DTYPE
-    )
-    target(
-        f"nn.{_name}",
-        getattr(nn, _name),
-        **SIZES,
-        **_neuron,
-        use_input_weight=YES,
-        **BIAS,
-        **_keep,
-        **MADE,
-    )
-    if _name != "LI":
-        target(
-            f"nn.R{_name}Cell",
-            getattr(nn, f"R{_name}Cell"),
-            hidden_size=SIZE,
-            **_neuron,
-            **DTYPE,
-            **MAKE,
-        )
-        target(
-            f"nn.R{_name}",
-            getattr(nn, f"R{_name}"),
-            **SIZES,
-            **_neuron,
-            use_input_weight=YES,
-            **BIAS,
-            **_keep,
-            **MADE,
-        )
-_SPIKING_CELLS = {
+target("nn.LIFCell", nn.LIFCell, **SIZES, **NEURONS, **BIAS, **DTYPE, **MAKE)
+target("nn.LIFCell of a shape", nn.LIFCell, hidden_size=SHAPE, beta=DECAY, **DTYPE)
+target("nn.LIF", nn.LIF, **SIZES, **NEURONS, **BIAS, **MADE)
+target("nn.LI", nn.LI, **SIZES, beta=DECAY, learn=NEURONS["learn"], **BIAS, **MADE)
+for _name, _cell in {
     "LIFCell": nn.LIFCell(3, 0.9),
-    "ALIFCell": nn.ALIFCell(3, 0.9, 0.8),
-    "CuBaLIFCell": nn.CuBaLIFCell(3, 0.5, 0.9),
-    "LICell": nn.LICell(3, 0.9),
-    "RLIFCell": nn.RLIFCell(3, 0.9, key=KEY),
-    "RALIFCell": nn.RALIFCell(3, 0.9, 0.8, key=KEY),
-    "RCuBaLIFCell": nn.RCuBaLIFCell(3, 0.5, 0.9, key=KEY),
-}
-for _name, _cell in _SPIKING_CELLS.items():
-    _state = _cell.initial_state()
-    target(
-        f"nn.{_name}()", _cell, x=(X, shaped(REAL, 3)), state=(_state, of_type(type(_state)))
-    )
-target(
-    "nn.WeightedCell",
-    nn.WeightedCell,
-    input_size=(2, size),
-    cell=(nn.LIFCell(3, 0.9), of_type(nn.LIFCell)),
-    use_bias=YES,
-    **MAKE,
-)
-_weighted = nn.WeightedCell(2, nn.LIFCell(3, 0.9), key=KEY)
-target(
-    "nn.WeightedCell()",
-    _weighted,
-    x=(jnp.ones(2), shaped(numbers, 2)),
-    state=(_weighted.initial_state(), of_type(nn.LIFState)),
-)
+    "LIFCell with all": nn.LIFCell(3, 0.9, alpha=0.5, rho=0.8, recurrent=True, key=KEY),
+}.items():
+    _state = (_cell.initial_state(), of_type(nn.LIFState))
+    target(f"nn.{_name}()", _cell, x=(X, shaped(REAL, 3)), state=_state)
 
 # ---------------------------------------------------------------- gradient layers
 

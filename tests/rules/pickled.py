@@ -167,13 +167,7 @@ def _options():
 
 
 LAYERS = {
-    "ALIF": lambda: nn.ALIF(3, 2, 0.9, 0.8, **_options()),
-    "ALIFCell": lambda: nn.ALIFCell(2, 0.9, 0.8),
-    "ALIFState": lambda: nn.ALIFState(*jnp.ones((3, 2), jnp.float32)),
     "BinaryLinear": lambda: nn.BinaryLinear(3, 2, **_options()),
-    "CuBaLIF": lambda: nn.CuBaLIF(3, 2, 0.5, 0.9, **_options()),
-    "CuBaLIFCell": lambda: nn.CuBaLIFCell(2, 0.5, 0.9),
-    "CuBaLIFState": lambda: nn.CuBaLIFState(*jnp.ones((3, 2), jnp.float32)),
     "FSQ": lambda: nn.FSQ((5, 5, 5)),
     "FakeQuantize": lambda: nn.FakeQuantize(4, scale=0.2, learn_scale=True),
     "FixedPoint": lambda: nn.FixedPoint(eqx.nn.GRUCell(3, 2, **_options()), 2),
@@ -185,11 +179,9 @@ LAYERS = {
     "GradientScale": lambda: nn.GradientScale(3.0),
     "HostLayer": lambda: nn.HostLayer(_scaled_on_host, 2.0),
     "LI": lambda: nn.LI(3, 2, 0.9, **_options()),
-    "LICell": lambda: nn.LICell(2, 0.9),
     "LIF": lambda: nn.LIF(3, 2, 0.9, surrogate=surrogates.atan(), **_options()),
-    "LIFCell": lambda: nn.LIFCell(2, 0.9, surrogate=surrogates.superspike(10.0)),
+    "LIFCell": lambda: nn.LIFCell(2, 0.9, rho=0.8, surrogate=surrogates.superspike(10.0)),
     "LIFState": lambda: nn.LIFState(*jnp.ones((2, 2), jnp.float32)),
-    "LIState": lambda: nn.LIState(jnp.ones(2, jnp.float32)),
     "LRU": lambda: nn.LRU(3, 2, 2, bidirectional=True, **_options()),
     "LSQ": lambda: nn.LSQ(4, scale=0.2),
     "LSTM": lambda: nn.LSTM(3, 2, learn_initial_state=True, **_options()),
@@ -206,12 +198,6 @@ LAYERS = {
     "QuantizationReport": lambda: nn.quantize_model(
         eqx.nn.Linear(3, 2, **_options()), {eqx.nn.Linear: (nn.FakeQuantize(4), None)}
     )[1],
-    "RALIF": lambda: nn.RALIF(3, 2, 0.9, 0.8, **_options()),
-    "RALIFCell": lambda: nn.RALIFCell(2, 0.9, 0.8, **_options()),
-    "RCuBaLIF": lambda: nn.RCuBaLIF(3, 2, 0.5, 0.9, **_options()),
-    "RCuBaLIFCell": lambda: nn.RCuBaLIFCell(2, 0.5, 0.9, **_options()),
-    "RLIF": lambda: nn.RLIF(3, 2, 0.9, **_options()),
-    "RLIFCell": lambda: nn.RLIFCell(2, 0.9, **_options()),
     "RNN": lambda: nn.RNN(3, 2, activation="relu", **_options()),
     "RNNCell": lambda: nn.RNNCell(3, 2, **_options()),
     "Recurrent": lambda: nn.Recurrent(eqx.nn.GRUCell(3, 2, **_options())),
@@ -219,10 +205,9 @@ LAYERS = {
     "StraightThrough": lambda: nn.StraightThrough(_round, backward="hard_tanh"),
     "TernaryLinear": lambda: nn.TernaryLinear(3, 2, **_options()),
     "VectorQuantizer": lambda: nn.VectorQuantizer(4, 3, **_options()),
-    "WeightedCell": lambda: nn.WeightedCell(3, nn.LICell(2, 0.9), key=jr.key(0)),
 }
 # Called with a sequence of five steps of three features, or with three features.
-SEQUENCES = ("ALIF", "GRU", "LIF", "LRU", "LSTM", "MinGRU", "RLIF", "RNN", "S5", "Recurrent")
+SEQUENCES = ("GRU", "LIF", "LI", "LRU", "LSTM", "MinGRU", "RNN", "S5", "Recurrent")
 VECTORS = ("BinaryLinear", "FakeQuantize", "GradientScale", "HostLayer", "QuantizedLinear")
 
 SURROGATES = {

@@ -1,97 +1,76 @@
-"""One step of spiking neurons as a plain function: decay, input, reset, spike."""
+"""One step of leaky integrate-and-fire neurons as plain functions: decay and input, spike."""
 
-import dataclasses
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import equinox as eqx
 import jax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from ...surrogates import spike
-from .._dtypes import common_dtype
-from .parameters import Reset
 
 
-State = TypeVar("State")
+Reset: TypeAlias = Literal["subtract", "zero", "none"]
+
+
+class LIFState(eqx.Module):
+    """The state of an [`eqx_grads.nn.LIFCell`][]. What its neurons do not have is `None`.
+
+    - `spikes`: zeros and ones, the output of the cell.
+    - `membrane`: the potential that was compared with the threshold, before the reset. It is
+        the output of neurons that do not spike.
+    - `current`: the synaptic current.
+    - `adaptation`: the trace of the spikes that raises the threshold.
+    """
+
+    spikes: Float[Array, "*hidden"] | None
+    membrane: Float[Array, "*hidden"]
+    current: Float[Array, "*hidden"] | None = None
+    adaptation: Float[Array, "*hidden"] | None = None
 
 
 class Dynamics(eqx.Module):
-    """The constants of a step, numbers or arrays with one value for each neuron.
-
-    Those of a part that neurons do not have are `None`: `alpha` is of the synaptic current,
-    `rho` and `strength` are of the adaptation, and all but `beta` are of neurons that spike.
-    """
+    """The constants of a step: numbers, or arrays with one value for each neuron. They are
+    `None` where the neurons have no such part: `alpha` belongs to the synaptic current, `rho`
+    and `strength` to the adaptation, and all but `beta` to neurons that spike."""
 
     beta: Any
-    alpha: Any = None
-    rho: Any = None
-    strength: Any = None
-    threshold: Any = None
-    surrogate: Any = None
-    reset: Reset = eqx.field(static=True, default="none")
-    detach_reset: bool = eqx.field(static=True, default=True)
+    alpha: Any
+    rho: Any
+    strength: Any
+    threshold: Any
+    surrogate: Any
+    reset: Reset = eqx.field(static=True)
+    detach_reset: bool = eqx.field(static=True)
 
 
-class NeuronState(NamedTuple):
-    """The state of any neurons. What they do not have is `None`."""
-
-    spikes: Any
-    membrane: Any
-    current: Any
-    adaptation: Any
-
-    @staticmethod
-    def of(state: Any) -> "NeuronState":
-        """The state of a cell, as such a state."""
-        return NeuronState(*(getattr(state, name, None) for name in NeuronState._fields))
-
-    def like(self, state: State) -> State:
-        """This state in the class of another one."""
-        fields: Any = dataclasses.fields(state)  # pyright: ignore[reportArgumentType]
-        return type(state)(**{f.name: getattr(self, f.name) for f in fields})
-
-    def cast_like(self, state: "NeuronState") -> "NeuronState":
-        """This state in the dtypes of another one, so that a scan can carry it."""
-        return jax.tree.map(lambda new, s: new.astype(s.dtype), self, state)
-
-
-def step(dynamics: Dynamics, x: Array, state: NeuronState) -> NeuronState:
-    """The next state. The arrays of the state and the input are of one dtype."""
-    d = dynamics
+def integrate(d: Dynamics, x: Any, state: LIFState) -> LIFState:
+    """The state after decay, input and reset, without the spikes. Given the old spikes, this is
+    linear in the state."""
     current = x if d.alpha is None else d.alpha * state.current + x
-    adaptation = None if d.rho is None else d.rho * state.adaptation + state.spikes
-    membrane = decayed(d, state) + current
+    membrane: Any = state.membrane
+    spikes: Any = state.spikes
+    if d.reset != "none" and d.detach_reset:
+        spikes = jax.lax.stop_gradient(spikes)
+    if d.reset == "zero":
+        membrane = membrane * (1 - spikes)
+    membrane = d.beta * membrane + current
     if d.reset == "subtract":
-        membrane = membrane - reset_by(d, state.spikes) * d.threshold
-    spikes = None
-    if d.threshold is not None:
-        spikes = spike(over_threshold(d, membrane, adaptation), d.surrogate)
-    return NeuronState(spikes, membrane, None if d.alpha is None else current, adaptation)
+        membrane = membrane - spikes * d.threshold
+    adaptation = None if d.rho is None else d.rho * state.adaptation + state.spikes
+    return LIFState(None, membrane, None if d.alpha is None else current, adaptation)
 
 
-def over_threshold(dynamics: Dynamics, membrane: Array, adaptation: Array | None) -> Array:
-    """By how much the potential exceeds the threshold."""
-    if adaptation is None:
-        return membrane - dynamics.threshold
-    return membrane - (dynamics.threshold + dynamics.strength * adaptation)
+def fire(d: Dynamics, state: LIFState) -> Array | None:
+    """The spikes that follow from the rest of a state."""
+    if d.threshold is None:
+        return None
+    threshold = d.threshold
+    if state.adaptation is not None:
+        threshold = threshold + d.strength * state.adaptation
+    return spike(state.membrane - threshold, d.surrogate)
 
 
-def decayed(dynamics: Dynamics, state: NeuronState) -> Array:
-    """The potential after decay and, if that is to zero, after the reset."""
-    if dynamics.reset == "zero":
-        return dynamics.beta * (state.membrane * (1 - reset_by(dynamics, state.spikes)))
-    return dynamics.beta * state.membrane
-
-
-def reset_by(dynamics: Dynamics, spikes: Array) -> Array:
-    """The spikes that reset the potential."""
-    return jax.lax.stop_gradient(spikes) if dynamics.detach_reset else spikes
-
-
-def one_step(neurons: Any, x: Array, state: State) -> State:
-    """A step of a cell, in the common dtype of input and state, in the dtypes of the state."""
-    given = NeuronState.of(state)
-    x, *arrays = common_dtype(x, *given)
-    wide = NeuronState(*arrays)
-    new = step(neurons._dynamics(wide.membrane), x, wide)
-    return new.cast_like(given).like(state)
+def step(d: Dynamics, x: Array, state: LIFState) -> LIFState:
+    """The next state. All arrays are of one dtype."""
+    new = integrate(d, x, state)
+    return LIFState(fire(d, new), new.membrane, new.current, new.adaptation)

@@ -3,7 +3,6 @@
 The spike is a step with the derivative of a smooth step.
 """
 
-import dataclasses
 import functools as ft
 import math
 
@@ -62,23 +61,20 @@ def step(reset, detach_reset, constants, c, x, state):
 
 # A line has as many arguments as there is room for.
 # fmt: off
-FIELDS = {
-    "LI": ("membrane",), "LIF": ("membrane", "spikes"),
-    "ALIF": ("adaptation", "membrane", "spikes"), "CuBaLIF": ("current", "membrane", "spikes"),
-}
-DECAYS = {
-    "LI": ("beta",), "LIF": ("beta",), "ALIF": ("beta", "rho"), "CuBaLIF": ("alpha", "beta"),
-}
 DEFAULTS = {"threshold": 1.0, "strength": 1.8, "slope": 2.0}
 
 
-def base(kind):
-    return kind.removeprefix("R")
+def parts(kind):
+    """The arrays of a state. A kind has letters: `i` for neurons with currents, `a` with
+    adaptation, `r` with recurrent weights, and `u` for neurons that do not spike."""
+    names = {"s": "spikes", "i": "current", "a": "adaptation"}
+    of_kind = kind.replace("u", "") if "u" in kind else kind + "s"
+    return ("membrane", *(names[letter] for letter in of_kind if letter in names))
 
 
 def zero(kind, c):
     hidden = next(c[name] for name in ("weight_ih", "weight_hh", "beta") if name in c)
-    return {name: jnp.zeros(len(hidden), hidden.dtype) for name in FIELDS[base(kind)]}
+    return {name: jnp.zeros(len(hidden), hidden.dtype) for name in parts(kind)}
 
 
 def reference(kind, reset="subtract", detach_reset=True, constants=None, **options):
@@ -89,50 +85,51 @@ def reference(kind, reset="subtract", detach_reset=True, constants=None, **optio
 # ---------------------------------------------------------------- the layers
 
 
-def to_state(kind, state):
-    return None if state is None else getattr(nn, base(kind) + "State")(**state)
+def to_state(state):
+    return None if state is None else nn.LIFState(**{"spikes": None, **state})
 
 
 def fields_of(state):
-    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    return {name: x for name, x in vars(state).items() if x is not None}
 
 
-def make_cell(kind, c, hidden, neurons, dtype):
-    """A cell in which all constants that are in `c` are learned, and those of `neurons` not."""
-    names = ("alpha", "beta", "rho", "threshold")
-    given = {name: c[name] for name in names if name in c}
-    given |= {f"learn_{name}": True for name in given} | neurons
-    if "slope" in c:
-        given["surrogate"] = eqg.surrogates.atan(c["slope"])
-    if kind.startswith("R"):
-        given["key"] = jr.key(0)
-    cell = getattr(nn, f"{kind}Cell")(hidden, dtype=dtype, **given)
-    if "weight_hh" in c:
-        cell = eqx.tree_at(lambda cell: cell.weight_hh, cell, c["weight_hh"])
-    if "weight_ih" not in c:
-        return cell
-    size = c["weight_ih"].shape[1]
-    cell = nn.WeightedCell(size, cell, use_bias="bias" in c, key=jr.key(0))
-    for name in {"weight_ih", "bias"} & set(c):
+def options_of(kind, c, neurons):
+    """All constants that are in `c` are learned, and those of `neurons` not."""
+    names = {"beta", "alpha", "rho", "threshold", "strength"} & set(c)
+    given = {"learn": tuple(names), **{name: c[name] for name in names}, **neurons}
+    given |= {"recurrent": True} if "r" in kind else {}
+    given |= {"threshold": None} if "u" in kind else {}
+    given |= {"surrogate": eqg.surrogates.atan(c["slope"])} if "slope" in c else {}
+    return given | ({"use_bias": False} if "bias" not in c else {})
+
+
+def with_weights(cell, c):
+    for name in {"weight_ih", "weight_hh", "bias"} & set(c):
         cell = eqx.tree_at(lambda cell, name=name: getattr(cell, name), cell, c[name])
     return cell
 
 
+def make_cell(kind, c, hidden, neurons, dtype):
+    size = c["weight_ih"].shape[1] if "weight_ih" in c else None
+    given = {"input_size": size, "dtype": dtype, "key": jr.key(0)}
+    return with_weights(nn.LIFCell(hidden, **given, **options_of(kind, c, neurons)), c)
+
+
 def spiking(kind, hidden, neurons, options):
     def fn(xs, cells, state=None, lengths=None, first=None):
-        make = ft.partial(make_cell, kind, hidden=hidden, neurons=neurons, dtype=xs.dtype)
-        made_cells = tuple(tuple(make(c) for c in directions) for directions in cells)
-        sizes = {"num_layers": len(cells), "bidirectional": len(cells[0]) == 2}
-        if sizes == {"num_layers": 1, "bidirectional": False}:
-            made = getattr(nn, kind).from_cell(made_cells[0][0], **options)
-        else:
-            decays = dict.fromkeys(DECAYS[base(kind)], 0.5)
-            given = {**sizes, **decays, **options, "dtype": xs.dtype, "key": jr.key(0)}
-            made = getattr(nn, kind)(xs.shape[-1], hidden, **given)
-            made = eqx.tree_at(lambda made: made.cells, made, made_cells)
+        given = options_of(kind, cells[0][0], neurons) | options
+        given |= {"num_layers": len(cells), "bidirectional": len(cells[0]) == 2}
+        size = xs.shape[-1] if "weight_ih" in cells[0][0] else None
+        make = nn.LI if "u" in kind else nn.LIF
+        made = make(size, hidden, dtype=xs.dtype, key=jr.key(0), **given)
+        made_cells = [
+            [make_cell(kind, c, hidden, neurons, xs.dtype) for c in directions]
+            for directions in cells
+        ]
+        made = eqx.tree_at(lambda made: made.cells, made, tuple(map(tuple, made_cells)))
         if first is not None:
-            made = eqx.tree_at(lambda made: made.initial_state, made, to_state(kind, first))
-        ys, last = made(xs, to_state(kind, state), lengths=lengths)
+            made = eqx.tree_at(lambda made: made.initial_state, made, to_state(first))
+        ys, last = made(xs, to_state(state), lengths=lengths)
         return ys, fields_of(last)
 
     return fn
@@ -145,13 +142,11 @@ def cell_arrays(kind, size, hidden, learned, bias=True):
         c["weight_ih"] = normal(hidden, size, scale=1.5 * size**-0.5)
         if bias:
             c["bias"] = 0.3 + normal(hidden, scale=0.5)
-    if kind.startswith("R"):
+    if "r" in kind:
         c["weight_hh"] = normal(hidden, hidden, scale=hidden**-0.5)
     ranges = {
-        "alpha": (0.3, 0.8),
-        "beta": (0.5, 0.95),
-        "rho": (0.4, 0.9),
-        "threshold": (0.5, 1.1),
+        "alpha": (0.3, 0.8), "beta": (0.5, 0.95), "rho": (0.4, 0.9), "threshold": (0.5, 1.1),
+        "strength": (0.5, 2.0),
     }
     for name in learned:
         c[name] = rng.uniform(*ranges[name], size=hidden) if name in ranges else np.array(2.6)
@@ -159,10 +154,14 @@ def cell_arrays(kind, size, hidden, learned, bias=True):
 
 
 def state_arrays(kind, *shape):
-    return {name: normal(*shape, scale=0.7) for name in FIELDS[base(kind)]}
+    return {name: normal(*shape, scale=0.7) for name in parts(kind)}
 
 
 NEURONS = ("constants", "reset", "detach_reset")
+
+
+def without_constants(neurons):
+    return neurons.get("constants", {}) | {n: x for n, x in neurons.items() if n != "constants"}
 
 
 def layer(name, kind, xs, hidden, learned, *, inputs=True, state=None, lengths=None, **given):
@@ -176,84 +175,49 @@ def layer(name, kind, xs, hidden, learned, *, inputs=True, state=None, lengths=N
     first = state_arrays(kind, hidden) if given.get("learn_initial_state") else None
     time = {name: given[name] for name in ("reverse", "time_major") if name in given}
     of_layer = {name: value for name, value in given.items() if name != "use_bias"}
-    fn = spiking(kind, hidden, neurons.get("constants", {}) | without(neurons), of_layer)
+    fn = spiking(kind, hidden, without_constants(neurons), of_layer)
     run = reference(kind, **neurons, **time)
     options = {**options, "time_major": time.get("time_major", False), "plain": run}
     enter(name, fn, xs, cells, state, lengths, first, **options)
 
 
-def without(neurons):
-    return {name: value for name, value in neurons.items() if name != "constants"}
-
-
 SOME = {"orders": ("value", "jvp", "vjp", "RR"), "transforms": False, "costs": False}
-layer("nn.LIF", "LIF", normal(7, 2), 3, ["beta"], state=(), options={"costs": False})
-layer(
-    "nn.RALIF", "RALIF", normal(7, 2), 3, ["beta", "rho", "threshold"], detach_reset=False,
-    state=(), options=SOME,
-)
-layer(
-    "nn.CuBaLIF", "CuBaLIF", normal(7, 2), 3, ["alpha", "beta", "threshold"], reset="zero",
-    detach_reset=False, state=(), options=SOME,
-)
+ALL = ["beta", "alpha", "rho", "threshold", "strength"]
+layer("nn.LIF", "", normal(7, 2), 3, ["beta"], state=(), options={"costs": False})
+layer("nn.LIF: all", "iar", normal(7, 2), 3, ALL, detach_reset=False, state=(), options=SOME)
 
 LENGTHS = {"lengths": np.array([7, 3, 0])}
 layer(
-    "nn.LIF: zero", "LIF", normal(3, 7, 2), 3, ["beta", "threshold"], reset="zero",
-    keep="spikes", reverse=True, learn_initial_state=True, **LENGTHS,
+    "nn.LIF: zero", "r", normal(3, 7, 2), 3, ["beta", "threshold"], reset="zero",
+    detach_reset=False, reverse=True, learn_initial_state=True, **LENGTHS,
 )
 layer(
-    "nn.LIF: stacked", "LIF", normal(7, 3, 2), 3, ["beta"], num_layers=2, bidirectional=True,
+    "nn.LIF: stacked", "", normal(7, 3, 2), 3, ["beta"], num_layers=2, bidirectional=True,
     use_bias=False, time_major=True, state=(4, 3), detach_reset=False, **LENGTHS,
 )
 layer(
-    "nn.LIF: own inputs", "LIF", normal(7, 3), 3, ["beta", "slope"], inputs=False,
+    "nn.LIF: own inputs", "", normal(7, 3), 3, ["beta", "slope"], inputs=False,
     constants={"threshold": 0.7},
 )
 layer(
-    "nn.ALIF", "ALIF", normal(3, 7, 2), 3, ["rho", "threshold"], reset="none",
+    "nn.LIF: adaptive", "a", normal(3, 7, 2), 3, ["rho", "threshold"], reset="none",
     constants={"beta": 0.85, "strength": 0.6}, reverse=True, state=(3,), **LENGTHS,
 )
 layer(
-    "nn.ALIF: defaults", "ALIF", normal(3, 7, 2), 3, ["rho", "beta"], keep="spikes",
-    learn_initial_state=True,
+    "nn.LIF: currents", "i", normal(7, 3, 2), 3, ["alpha", "threshold"], reset="zero",
+    constants={"beta": 0.85}, time_major=True, reverse=True, state=(3,), **LENGTHS,
 )
 layer(
-    "nn.CuBaLIF: subtract", "CuBaLIF", normal(7, 3, 2), 3, ["alpha", "threshold"],
-    keep="spikes", constants={"beta": 0.85}, time_major=True, reverse=True, state=(3,),
-    **LENGTHS,
-)
-layer(
-    "nn.LI", "LI", normal(3, 7, 2), 3, ["beta"], reverse=True, learn_initial_state=True,
-    **LENGTHS,
-)
-layer(
-    "nn.RLIF", "RLIF", normal(3, 7, 2), 3, ["beta", "slope"], reset="none", state=(3,),
-    **LENGTHS,
-)
-layer(
-    "nn.RLIF: zero", "RLIF", normal(3, 7, 2), 3, ["beta", "threshold"], reset="zero",
-    detach_reset=False, keep="spikes", state=(3,), reverse=True, **LENGTHS,
-)
-layer(
-    "nn.RCuBaLIF", "RCuBaLIF", normal(7, 3, 2), 3, ["alpha", "beta"], time_major=True,
-    keep="spikes", state=(3,), **LENGTHS,
+    "nn.LI", "iu", normal(3, 7, 2), 3, ["beta", "alpha"], reverse=True,
+    learn_initial_state=True, **LENGTHS,
 )
 
 # Eight chunks, of five steps, and two steps in the last one.
-MANY = {"lengths": np.resize([37, 0, 1, 4, 5, 6, 34, 35, 36], 64)}
+MANY = {"lengths": np.resize([37, 0, 1, 4, 5, 6, 34, 35, 36], 64), "state": (64,)}
 layer(
-    "nn.RALIF: chunks", "RALIF", normal(64, 37, 2), 59, ["beta", "rho", "threshold"],
-    reverse=True, state=(64,), **MANY,
+    "nn.LIF: all in chunks", "iar", normal(64, 37, 2), 59, ALL, reverse=True, **MANY,
 )
-layer(
-    "nn.CuBaLIF: chunks", "CuBaLIF", normal(64, 37, 2), 59, ["alpha", "beta", "threshold"],
-    keep="spikes", state=(64,), **MANY,
-)
-layer(
-    "nn.LIF: chunks", "LIF", normal(64, 37, 2), 59, ["beta", "slope"], time_major=False,
-    state=(64,),
-)
+layer("nn.LIF: chunks", "", normal(64, 37, 2), 59, ["beta", "slope"], state=(64,))
 
 
 # ---------------------------------------------------------------- cells
@@ -265,7 +229,7 @@ def cell(name, kind, learned, *, inputs=0, constants=None, shape=3, bias=True, *
     def fn(x, state, c):
         given = {**(constants or {}), **neurons}
         made = make_cell(kind, c, shape, given, x.dtype)
-        return fields_of(made(x, to_state(kind, state)))
+        return fields_of(made(x, to_state(state)))
 
     of_step = ft.partial(
         step, neurons.get("reset", "subtract"), neurons.get("detach_reset", True)
@@ -278,25 +242,20 @@ def cell(name, kind, learned, *, inputs=0, constants=None, shape=3, bias=True, *
     entry(name, fn, x, state_arrays(kind, *sizes), c, **options)
 
 
-cell("nn.LIFCell", "LIF", ["beta"], detach_reset=False)
-cell("nn.LIFCell: zero", "LIF", ["threshold"], reset="zero", constants={"beta": 0.85})
-cell("nn.LIFCell: a grid", "LIF", [], shape=(2, 3), reset="none", constants={"beta": 0.85})
-cell("nn.ALIFCell", "ALIF", ["beta", "rho", "threshold"], reset="zero", detach_reset=False)
-cell("nn.ALIFCell: strength", "ALIF", ["rho"], constants={"beta": 0.85, "strength": 0.6})
-cell("nn.CuBaLIFCell", "CuBaLIF", ["alpha", "beta", "threshold"], detach_reset=False)
-cell("nn.LICell", "LI", ["beta"])
-cell("nn.RLIFCell", "RLIF", ["beta", "threshold"])
-cell("nn.RALIFCell", "RALIF", ["beta", "rho", "slope"], detach_reset=False)
-cell("nn.RCuBaLIFCell", "RCuBaLIF", ["alpha", "beta"], reset="zero")
-cell("nn.WeightedCell", "ALIF", ["beta", "rho"], inputs=2)
-cell("nn.WeightedCell: without a bias", "RLIF", ["beta"], inputs=2, bias=False)
+cell("nn.LIFCell", "iar", [*ALL, "slope"], detach_reset=False)
+cell("nn.LIFCell: zero", "", ["threshold"], reset="zero", constants={"beta": 0.85})
+cell("nn.LIFCell: a grid", "", [], shape=(2, 3), reset="none", constants={"beta": 0.85})
+cell("nn.LIFCell: strength", "a", ["rho"], constants={"beta": 0.85, "strength": 0.6})
+cell("nn.LIFCell: inputs", "ia", ["beta", "alpha"], constants={"rho": 0.7}, inputs=2)
+cell("nn.LIFCell: no bias", "r", ["beta"], reset="zero", inputs=2, bias=False)
+cell("nn.LIFCell: does not fire", "u", ["beta"])
 
 # Decays that training has moved out of [0, 1], each with the straight-through gradient.
 entry(
     "nn.LI: decays out of range",
-    lambda xs, beta: nn.LI.from_cell(nn.LICell(3, beta, learn_beta=True))(xs)[0], normal(5, 3),
+    lambda xs, beta: nn.LI(None, 3, beta, learn="beta")(xs)[0], normal(5, 3),
     np.array([1.2, -0.3, 0.7]),
-    plain=lambda xs, beta: reference("LI")(xs, (({"beta": beta},),))[0], **CHEAP,
+    plain=lambda xs, beta: reference("u")(xs, (({"beta": beta},),))[0], **CHEAP,
 )
 own = lambda v: 0.3 * jnp.exp(-jnp.abs(v))  # the integral of it is below
 
@@ -314,9 +273,9 @@ def own_plain(xs, u):
 
 entry(
     "nn.LIF: a density of one's own",
-    lambda xs, u: nn.LIF.from_cell(
-        nn.LIFCell(3, 0.85, threshold=0.7, reset="none", surrogate=own)
-    )(xs, nn.LIFState(jnp.zeros_like(u), u))[0][-1],
+    lambda xs, u: nn.LIF(None, 3, 0.85, threshold=0.7, reset="none", surrogate=own)(
+        xs, nn.LIFState(jnp.zeros_like(u), u)
+    )[0][-1],
     normal(5, 3),
     normal(3),
     plain=own_plain,

@@ -1,0 +1,380 @@
+"""Leaky integrate-and-fire neurons: one step of a layer of neurons, as a cell."""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from jaxtyping import Array, Float, Key, Num
+
+from ..._errors import bad_argument, check_flags, rule_error, type_of
+from ..._rules.float_args import check_parameter
+from ..._rules.replace_gradient import replace_gradient
+from ..._tangent_spaces import broadcasts_to, dtype_of_array
+from ...surrogates import AbstractSurrogate, atan
+from .._argument_checks import as_sizes, check_option, is_size
+from .._dtypes import common_dtype, layer_dtype
+from .dynamics import Dynamics, LIFState, Reset, step
+
+
+Parameter: TypeAlias = (
+    float | int | np.floating | np.ndarray | Array | list[Any] | tuple[Any, ...]
+)
+Surrogate: TypeAlias = AbstractSurrogate | Callable[[Array], Any]
+CONSTANTS = ("beta", "alpha", "rho", "strength", "threshold")
+DECAYS = ("beta", "alpha", "rho")
+
+
+class LIFCell(eqx.Module):
+    r"""Leaky integrate-and-fire neurons.
+
+    With $s$ and $u$ for the spikes and the membrane potential of the last step, and $x$ for
+    the input,
+
+    $$u' = \beta u + x - \theta s, \qquad s' = \Theta(u' - \theta)$$
+
+    where $\Theta$ is one for positive numbers and zero for all others. So a neuron that has
+    fired is reset in the next step. With `reset="zero"`, $u' = \beta\,(1 - s)\,u + x$; with
+    `reset="none"`, $u' = \beta u + x$. Options make other neurons of these:
+
+    - `alpha`: with a synaptic current, $i' = \alpha i + x$ is added to the potential, not $x$.
+    - `rho`: with adaptation. A trace of the spikes, $a' = \rho a + s$, raises the threshold:
+        $s' = \Theta(u' - \theta - \gamma a')$. So a spike raises it by $\gamma$ in the next
+        step, and this increase decays by the factor $\rho$ per step.
+    - `recurrent`: connected to each other. The input is $x + V s$, not $x$.
+    - `input_size`: with input weights. The input is $W x + b$, not $x$.
+    - `threshold=None`: leaky integrators, which do not spike: $u' = \beta u + x$.
+
+    These are `Leaky`, `Synaptic`, `RLeaky` and `RSynaptic` of
+    [snnTorch](https://snntorch.readthedocs.io), with the names of its arguments and the same
+    numbers. (There, `reset="zero"` also removes the input of the step, but not in `Leaky`, and
+    $V s$ has a bias.) The adaptation is that of [Bellec et al.
+    (2020)](https://doi.org/10.1038/s41467-020-17236-y), whose $\beta$ is the $\gamma$ here. The
+    $\beta$ of [Bellec et al. (2018)](https://arxiv.org/abs/1803.09574) belongs to a trace
+    $a' = \rho\,a + (1 - \rho)\,s$: multiply it by $1 - \rho$.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        cell = eqg.nn.LIFCell(3, beta=0.9, input_size=2, key=jax.random.key(0))
+
+        @eqx.filter_grad
+        def gradient(cell, xs):
+            def step(state, x):
+                state = cell(x, state)
+                return state, state.spikes
+
+            _, spikes = jax.lax.scan(step, cell.initial_state(), xs)
+            return jnp.sum(spikes)
+
+        print(gradient(cell, jnp.ones((5, 2))).weight_ih.shape)
+
+        adaptive = eqg.nn.LIFCell(1, beta=0.9, rho=0.99)
+        spikes, _ = eqg.nn.Recurrent(adaptive)(jnp.full((50, 1), 0.5))
+        print(spikes[:10].sum(), spikes[-10:].sum())  # it adapts
+        ```
+
+        ```text
+        (3, 2)
+        2.0 1.0
+        ```
+
+    **Derivative:**
+
+    The derivative of the equations, with the derivative of the surrogate for the derivative
+    of $\Theta$: see [`eqx_grads.surrogates.spike`][]. Both modes and all orders. With
+    `detach_reset`, the $s$ of the reset is a constant; the gradient does pass through $V s$ and
+    through the trace.
+
+    A decay that is an array is clipped to $[0, 1]$ with a straight-through gradient, so that
+    a learned decay outside the interval can return. (In snnTorch, its gradient is zero from
+    then on.) A parameter that is not learned is a constant of the program if it is a number.
+    If it is an array, its gradient is zero.
+    """
+
+    beta: Any
+    alpha: Any
+    rho: Any
+    strength: Any
+    threshold: Any
+    weight_ih: Float[Array, "hidden in"] | None
+    bias: Float[Array, " hidden"] | None
+    weight_hh: Float[Array, "hidden hidden"] | None
+    surrogate: Surrogate
+    hidden_size: int | tuple[int, ...] = eqx.field(static=True)
+    reset: Reset = eqx.field(static=True)
+    detach_reset: bool = eqx.field(static=True)
+    learn: tuple[str, ...] = eqx.field(static=True)
+    dtype: Any = eqx.field(static=True)
+
+    def __init__(
+        self,
+        hidden_size: int | tuple[int, ...],
+        beta: Parameter,
+        *,
+        alpha: Parameter | None = None,
+        rho: Parameter | None = None,
+        strength: Parameter = 1.8,
+        threshold: Parameter | None = 1.0,
+        recurrent: bool = False,
+        input_size: int | None = None,
+        use_bias: bool = True,
+        reset: Reset = "subtract",
+        detach_reset: bool = True,
+        learn: str | Sequence[str] = (),
+        surrogate: Surrogate | None = None,
+        dtype: Any = None,
+        key: Key[Array, ""] | None = None,
+    ):
+        """**Arguments:**
+
+        - `hidden_size`: how many neurons, or the shape of the layer, `(channels, height,
+            width)` after a convolution. Neurons with weights are a vector.
+        - `beta`: the decay factor of the potential per step, $\\beta$. From zero to one; a
+            number, or an array or list with one for each neuron (that broadcasts to the layer
+            without new axes). A number that is not learned is no array of the cell. An array
+            that is not learned is one: its gradient is zero, but the weight decay of an
+            optimizer would change it. Mask it there, or give a number.
+        - `alpha`: the decay factor of a synaptic current, as `beta`.
+        - `rho`: the decay factor of the adaptation, as `beta`.
+        - `strength`: by how much a spike raises the threshold if there is a `rho`: $\\gamma$,
+            in the same forms. The default is Norse's.
+        - `threshold`: $\\theta$, in the same forms; any real number. With `None`, the neurons
+            do not spike: they are leaky integrators.
+        - `recurrent`: whether the neurons are connected, by weights `weight_hh`, uniform
+            within $\\pm 1/\\sqrt{\\mathrm{hidden\\_size}}$.
+        - `input_size`: the number of inputs, with weights `weight_ih`. By default each neuron
+            has an input of its own: put an `equinox.nn.Linear` or a convolution before them.
+        - `use_bias`: whether input weights have a bias. Both are initialized as in
+            `equinox.nn.Linear`: uniform within $\\pm 1/\\sqrt{\\mathrm{input\\_size}}$.
+        - `reset`: what follows a spike: `"subtract"`, `"zero"` or `"none"`.
+        - `detach_reset`: whether the reset is a constant for the gradient, as in snnTorch.
+        - `learn`: the names of the constants that are parameters: of `"beta"`, `"alpha"`,
+            `"rho"`, `"strength"`, `"threshold"`. They are then arrays.
+        - `surrogate`: as for [`eqx_grads.surrogates.spike`][]. The default is
+            `eqx_grads.surrogates.atan()`, as in snnTorch.
+        - `dtype`: of weights, learned constants and `initial_state()`, a dtype of floats. The
+            default is JAX's.
+        - `key`: for the weights. It may be left out where there are none.
+
+        **Raises:**
+
+        [`eqx_grads.RuleError`][] if an argument is none of these. Of a constant that is a JAX
+        array, only the shape and the dtype are checked.
+        """
+        shape = _shape_of_layer(hidden_size)
+        check_flags(
+            "LIFCell", recurrent=recurrent, use_bias=use_bias, detach_reset=detach_reset
+        )
+        check_option("LIFCell", "reset", reset, ("subtract", "zero", "none"))
+        self.dtype = layer_dtype("LIFCell", dtype)
+        given = (beta, alpha, rho, None if rho is None else strength, threshold)
+        constants = dict(zip(CONSTANTS, given, strict=True))
+        self.learn = _as_learned(learn, constants)
+        for name, value in constants.items():
+            value = _as_constant(name, value, shape)
+            is_learned = name in self.learn
+            setattr(self, name, jnp.asarray(value, self.dtype) if is_learned else value)
+        if threshold is None and (recurrent or rho is not None):
+            raise rule_error(
+                "`LIFCell` was given no threshold, and an option of neurons that spike.",
+                f"`threshold` is None, `recurrent` is {recurrent}, `rho` is {rho!r:.60}",
+                do="Neurons without a threshold do not spike. Leave `recurrent` and `rho` out.",
+            )
+        self.reset = "none" if threshold is None else reset
+        self.detach_reset = bool(detach_reset)
+        self.surrogate = _as_surrogate(surrogate)
+        self.hidden_size = hidden_size
+        self.weight_hh = self.weight_ih = self.bias = None
+        if not recurrent and input_size is None:
+            return
+        if isinstance(hidden_size, tuple):
+            do = "Give a number: neurons with weights are a vector."
+            raise bad_argument("LIFCell", "hidden_size", "a number of neurons", hidden_size, do)
+        if key is None:
+            do = "Give it `key=jax.random.key(0)`: these neurons have weights."
+            raise bad_argument("LIFCell", "key", "a random key", key, do)
+        key1, key2 = jr.split(key)
+        if recurrent:
+            self.weight_hh = self._uniform(key1, hidden_size, hidden_size)
+        if input_size is not None:
+            (size,) = as_sizes("LIFCell", input_size=input_size)
+            key1, key2 = jr.split(key2)
+            self.weight_ih = self._uniform(key1, hidden_size, size)
+            self.bias = self._uniform(key2, hidden_size, inputs=size) if use_bias else None
+
+    def _uniform(self, key, *shape, inputs=None):
+        limit = 1 / math.sqrt(shape[-1] if inputs is None else inputs)
+        return jr.uniform(key, shape, self.dtype, -limit, limit)
+
+    @property
+    def input_size(self) -> int | tuple[int, ...]:
+        """The number of inputs, or their shape."""
+        return self.hidden_size if self.weight_ih is None else self.weight_ih.shape[1]
+
+    def initial_state(self) -> LIFState:
+        """The neurons at rest, one example of them: all is zero."""
+        weights = [w for w in (self.weight_ih, self.weight_hh) if w is not None]
+        # The weights may have been cast.
+        zero = jnp.zeros(self.hidden_size, weights[0].dtype if weights else self.dtype)
+        of = lambda constant: None if constant is None else zero
+        return LIFState(of(self.threshold), zero, of(self.alpha), of(self.rho))
+
+    def _dynamics(self, dtype: Any) -> Dynamics:
+        """The constants of a step, in this dtype."""
+        constants = {name: self._constant(name, dtype) for name in CONSTANTS}
+        return Dynamics(
+            **constants,
+            surrogate=self.surrogate,
+            reset=self.reset,
+            detach_reset=self.detach_reset,
+        )
+
+    def _constant(self, name, dtype):
+        value = getattr(self, name)
+        if value is None or isinstance(value, float | int | np.number):
+            return value if value is None else float(value)
+        # The constructor has checked the range of all arrays but JAX's.
+        is_clipped = name in DECAYS and isinstance(value, jax.Array)
+        value = jnp.asarray(value).astype(dtype)
+        constant = jax.lax.stop_gradient(value)
+        if is_clipped:
+            constant = jnp.clip(constant, 0.0, 1.0)
+        if name not in self.learn:
+            return constant
+        return replace_gradient(constant, value) if is_clipped else value
+
+    def __call__(self, x: Num[Array, "..."], state: LIFState) -> LIFState:
+        """**Arguments:**
+
+        - `x`: the input of this step: one number for each neuron, or for each input weight.
+        - `state`: what the last step returned, or `initial_state()`.
+
+        **Returns:**
+
+        The next state, in the dtypes of `state`, whatever the dtype of `x` is, so that a scan
+        can carry it. It is computed in the common dtype of both and of the weights, and rounded
+        once: with a bfloat16 state and float32 inputs, it is computed in float32 and returned
+        in bfloat16.
+
+        **Raises:**
+
+        [`eqx_grads.RuleError`][] if `x` or an array of the state has another shape than the
+        layer, if `x` is complex, or if the state is not of floats.
+        """
+        self._check(x, state)
+        arrays, of_state = jax.tree.flatten(state)
+        x, weight_ih, bias, weight_hh, *wide = common_dtype(
+            x, self.weight_ih, self.bias, self.weight_hh, *arrays
+        )
+        wide = jax.tree.unflatten(of_state, wide)
+        if weight_ih is not None:
+            x = weight_ih @ x if bias is None else weight_ih @ x + bias
+        if weight_hh is not None:
+            x = x + weight_hh @ wide.spikes
+        new = step(self._dynamics(x.dtype), x, wide)
+        return jax.tree.map(lambda new, s: new.astype(s.dtype), new, state)
+
+    def _check(self, x, state):
+        parts = {"spikes": self.threshold, "membrane": 0.0}
+        parts |= {"current": self.alpha, "adaptation": self.rho}
+        given = {name: getattr(state, name, None) for name in parts}
+        missing = [name for name in parts if (given[name] is None) != (parts[name] is None)]
+        if missing or not isinstance(state, LIFState):
+            do = "Pass `cell.initial_state()`, or what the cell returned for the step before."
+            raise bad_argument("LIFCell", "state", "a state of these neurons", state, do)
+        as_shape = lambda size: size if isinstance(size, tuple) else (size,)
+        arrays = [("x", x, as_shape(self.input_size))]
+        for name, s in given.items():
+            if s is not None:
+                arrays.append((f"state.{name}", s, as_shape(self.hidden_size)))
+        for argument, array, shape in arrays:
+            dtype = dtype_of_array(array)
+            # An input may also be of integers, which is a count of spikes.
+            kinds = [jnp.floating, *[jnp.integer, jnp.bool_] * (argument == "x")]
+            is_real = dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+            if not is_real or getattr(array, "shape", None) != shape:
+                raise rule_error(
+                    "`LIFCell` was given something that does not fit its neurons.",
+                    f"`{argument}` is {type_of(array)}, and has to be an array of "
+                    f"{'real numbers' if argument == 'x' else 'floats'} of shape {shape}",
+                    do="A cell takes one step of one example: use `jax.vmap` for a batch, and "
+                    "a scan for time.",
+                )
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def _shape_of_layer(hidden_size) -> tuple[int, ...]:
+    shape = hidden_size if isinstance(hidden_size, tuple) else (hidden_size,)
+    if not shape or not all(map(is_size, shape)):
+        wanted = "a positive integer, or a tuple of positive integers"
+        do = "Give the number of neurons, or the shape of the layer as a tuple."
+        raise bad_argument("LIFCell", "hidden_size", wanted, hidden_size, do)
+    return shape
+
+
+def _as_learned(learn, constants) -> tuple[str, ...]:
+    names = (learn,) if isinstance(learn, str) else tuple(learn)
+    known = [name for name, value in constants.items() if value is not None]
+    if not set(names) <= set(known):
+        wanted = "names of constants that these neurons have"
+        do = f"Give a tuple of names: of {', '.join(map(repr, known))}."
+        raise bad_argument("LIFCell", "learn", wanted, learn, do)
+    return names
+
+
+def _as_constant(name, value, shape) -> Any:
+    """A number, or an array that broadcasts to the neurons. A list becomes an array."""
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        # What can't become an array of NumPy is no number to `check_parameter`.
+        with contextlib.suppress(TypeError, ValueError):
+            value = np.asarray(value)
+    check_parameter("LIFCell", f"`{name}`", value)
+    if np.ndim(value) and not (
+        np.ndim(value) == len(shape) and broadcasts_to(np.shape(value), shape)
+    ):
+        raise rule_error(
+            f"`LIFCell` was given a `{name}` that does not fit its neurons.",
+            f"`{name}` is {type_of(value)}, and there are {shape} neurons",
+            do="Give one number, or an array with as many axes as the layer has, which "
+            "broadcasts to its shape.",
+        )
+    if isinstance(value, jax.Array):  # which may be traced
+        return value
+    numbers = np.asarray(value, np.float64)
+    if name in DECAYS and not np.all((numbers >= 0) & (numbers <= 1)):
+        do = "It is the decay factor per step: `exp(-dt / tau)` for a time constant `tau`."
+        raise bad_argument("LIFCell", name, "from zero to one", value, do)
+    if np.any(np.isnan(numbers)):
+        do = "Is there a division by zero where it comes from?"
+        raise bad_argument("LIFCell", name, "a number", value, do)
+    return value
+
+
+def _as_surrogate(surrogate) -> Surrogate:
+    if surrogate is None:
+        return atan()
+    # A class is callable, too: somebody wrote `atan` for `atan()`.
+    if isinstance(surrogate, type) or not (
+        isinstance(surrogate, AbstractSurrogate) or callable(surrogate)
+    ):
+        do = (
+            "Give it one of `eqx_grads.surrogates`, like `eqx_grads.surrogates.atan()`, or a "
+            "function `derivative(v)`."
+        )
+        raise bad_argument("LIFCell", "surrogate", "a surrogate", surrogate, do)
+    return surrogate
