@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools as ft
 import inspect
 import itertools
 import re
@@ -15,6 +16,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
+from .._control_flow.checkpoint import filter_checkpoint
 from .._control_flow.scan import visible_steps
 from .._errors import (
     check_function,
@@ -75,12 +77,14 @@ def trace_loss(
     kwargs: Mapping[str, Any],
     *,
     steps_are_visible: bool = True,
+    checkpointed: frozenset[int] = frozenset(),
 ) -> TracedLoss:
     """Trace `loss(model, *args, **kwargs)`.
 
     - `caller`: the public function, for its errors.
     - `steps_are_visible`: whether the steps of `filter_scan` are equations of the program, and
         not calls with a rule.
+    - `checkpointed`: the indices of layers that are called in a `filter_checkpoint`.
     """
     check_function(loss, "loss", caller)
     if "has_aux" in kwargs and not _accepts(loss, "has_aux"):
@@ -117,7 +121,7 @@ def trace_loss(
         model, args, kwargs = jax.tree.unflatten(treedef, full)
         if wrap:
             types.clear()
-            layers[:], model = wrap_layers(model, select, _call_named)
+            layers[:], model = wrap_layers(model, select, _around(checkpointed))
         return check_scalar(caller, loss, loss(model, *args, **kwargs))
 
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
@@ -206,10 +210,15 @@ def _trace_bare(caller, loss, flat_loss, values) -> ClosedJaxpr:
         ) from error
 
 
-def _call_named(layer, index, *args, **kwargs):
-    # The number of the call tells two calls of one layer apart.
-    with jax.named_scope(f"eqg_layer_{index}_call_{next(_CALLS)}"):
-        return layer(*args, **kwargs)
+@ft.cache  # a static field of the wrapped layers: the same function for each trace
+def _around(checkpointed):
+    def call(layer, index, *args, **kwargs):
+        run = filter_checkpoint(layer) if index in checkpointed else layer
+        # The number of the call tells two calls of one layer apart.
+        with jax.named_scope(f"eqg_layer_{index}_call_{next(_CALLS)}"):
+            return run(*args, **kwargs)
+
+    return call
 
 
 _CALLS = itertools.count()
