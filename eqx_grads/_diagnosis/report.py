@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import html
+import itertools
 import os
 import re
 import textwrap
@@ -44,15 +45,9 @@ class AbstractRecord:
 COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step")
 
 _MOST_ROWS = 12
-_WIDEST_CELL, _NARROWEST_CELL = 42, 16
-# The cells of a wider table are wrapped to less, but for those of these columns. Where that is
-# not enough, they are wrapped once more, and at last the code is cut.
 _WIDEST_TABLE = 100
-_UNBROKEN = ("code", "bad elements")
-_LEAST_CELL = 8
+_WIDEST_CELL = 42
 _WIDEST_CODE, _NARROWEST_CODE = 32, 19
-# Of a line that is cut on the left, so much is shown on the left of the operation.
-_BEFORE_OPERATION = 8
 _WIDEST_LINE = 96
 
 
@@ -73,7 +68,7 @@ def cells(
 
 def _cut(code: str, column: int) -> str:
     """The part of a line that has the operation, which begins at a column."""
-    first = min(column - _BEFORE_OPERATION, len(code) - (_WIDEST_CODE - 3))
+    first = min(column, len(code) - (_WIDEST_CODE - 3))
     if first > 3 and column > _WIDEST_CODE // 2:
         code = "..." + code[first:]
     return _shortened(code, _WIDEST_CODE)
@@ -132,36 +127,27 @@ class Table:
         return columns, rows, f"{n} more: see `{self.source}`." if n > 0 else ""
 
     def text(self) -> str:
-        columns, rows, rest = self._shown()
-        head = [[[name] for name in columns]]
-        words = [
-            [name, *(word for row in rows for word in _wrap(row[i], 1))]
-            for i, name in enumerate(columns)
-        ]
-        least = [max(map(len, each)) for each in words]
-
-        def wrap(width, code):
-            unbroken = _UNBROKEN if width >= _NARROWEST_CELL else ("code",)
-            show = lambda name, cell, least: (
-                [_shortened(cell, code) if name == "code" else cell]
-                if name in unbroken
-                else _wrap(cell, max(width, least))
+        columns, shown, rest = self._shown()
+        cells = [columns, *shown]
+        is_code = [name == "code" for name in columns]
+        longest = lambda i: max(len(word) for row in cells for word in _wrap(row[i], 1))
+        least = [_NARROWEST_CODE if code else longest(i) for i, code in enumerate(is_code)]
+        limits = [_WIDEST_CODE if code else _WIDEST_CELL for code in is_code]
+        while True:
+            wrap = lambda text, limit, code: (
+                [_shortened(text, limit)] if code else _wrap(text, limit)
             )
-            wrapped = [list(map(show, columns, row, least)) for row in rows]
-            widths = [
-                max(len(text) for row in [*head, *wrapped] for text in row[i])
-                for i in range(len(columns))
-            ]
-            return wrapped, widths
-
-        tries = [(width, _WIDEST_CODE) for width in range(_WIDEST_CELL, _LEAST_CELL - 1, -1)]
-        tries += [(_LEAST_CELL, code) for code in range(_WIDEST_CODE, _NARROWEST_CODE - 1, -1)]
-        fits = (args for args in tries if _total(wrap(*args)[1]) <= _WIDEST_TABLE)
-        wrapped, widths = wrap(*next(fits, (_NARROWEST_CELL, _WIDEST_CODE)))
+            rows = [list(map(wrap, row, limits, is_code)) for row in cells]
+            widths = [max(len(t) for row in rows for t in row[i]) for i in range(len(columns))]
+            # Wrap the widest cells to less. Where that is not enough, cut the code.
+            wide = [(is_code[i], -w, i) for i, w in enumerate(widths) if w > least[i]]
+            if sum(widths) + 2 * len(widths) - 2 <= _WIDEST_TABLE or not wide:
+                break
+            limits[min(wide)[2]] = -min(wide)[1] - 1
+        rows.insert(1, [["-" * w] for w in widths])
         lines = [self.title] if self.title else []
-        for row in [*head, [["-" * w] for w in widths], *wrapped]:
-            for k in range(max(map(len, row))):
-                texts = [cell[k] if k < len(cell) else "" for cell in row]
+        for row in rows:
+            for texts in itertools.zip_longest(*row, fillvalue=""):
                 line = "  ".join(t.ljust(w) for t, w in zip(texts, widths, strict=True))
                 lines.append(line.rstrip())
         return "\n".join([*lines, *([f"... and {rest}"] if rest else [])])
@@ -174,10 +160,6 @@ class Table:
         body = "\n".join(row("td", texts) for texts in rows)
         table = f"<table>\n{row('th', columns)}\n{body}\n</table>"
         return "\n".join([*_paragraph(self.title), table, *_paragraph(rest)])
-
-
-def _total(widths: Sequence[int]) -> int:
-    return sum(widths) + 2 * (len(widths) - 1)
 
 
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
