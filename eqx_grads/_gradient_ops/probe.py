@@ -396,7 +396,8 @@ def _calling_host(name):
         # for it. The output is -0.0, as `x + -0.0` is bitwise `x`.
         check = ft.partial(_raise_if_not_finite, name)
         zero = jax.ShapeDtypeStruct((), jnp.float32)
-        zero = jax.pure_callback(check, zero, ct, step, vmap_method="sequential")
+        args = jax.lax.stop_gradient(ct), step
+        zero = jax.pure_callback(check, zero, *args, vmap_method="sequential")
         return jax.tree.map(lambda c: c + zero.astype(c.dtype), ct)
 
     return call
@@ -405,7 +406,7 @@ def _calling_host(name):
 def _raise_if_not_finite(name, ct, step):
     lines = []
     for path, c in jax.tree_util.tree_leaves_with_path(ct):
-        nan, inf = int(jnp.sum(jnp.isnan(c))), int(jnp.sum(jnp.isinf(c)))
+        nan, inf = np.sum(np.isnan(c)), np.sum(np.isinf(c))
         if nan or inf:
             place = f"{name}{show_path(path)}"
             lines.append(f"  at {place}: {nan} NaN and {inf} infinite of {c.size} elements\n")
