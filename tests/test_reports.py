@@ -240,7 +240,7 @@ def test_auxiliary_output(tool):
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_wide_tables_are_wrapped(n):
     """First words, in the header as well, and then the code is cut."""
-    words, code = "words of which there are many " * 3, "x = a * b + c * d + e * f"
+    words, code = "words of which there are many " * 3, "value = first * second + third/2"
     columns = (*(f"a column {i}" for i in range(n)), "code", "bad elements", "operands")
     row = (*[words] * n, code, "1 of 2: [0], ...", "3.58e+03, 59.8")
     text = Table(columns, [row] * 30, source="partly").text()

@@ -91,21 +91,8 @@ def trace_loss(
     is_first = [path[0].idx == 0 and eqx.is_inexact_array(x) for path, x in flat]
     first = [i for i, is_one in enumerate(is_first) if is_one]
     others = [i for i, (_, x) in enumerate(flat) if eqx.is_array(x) and not is_first[i]]
-    if not first:
-        raise rule_error(
-            f"`{caller}` was given a model without inexact arrays.",
-            f"it is {show_tree(model)}",
-            do="It differentiates with respect to the arrays of floats in `model`, the first "
-            "argument of the loss. A Python number is no array: pass `jnp.array(0.5)`.",
-        )
     values = [flat[i][1] for i in first + others]
-    if any(isinstance(x, Tracer) for x in values):
-        raise rule_error(
-            f"`{caller}` was called inside a transformed function.",
-            "the model or an argument holds a traced array",
-            do=f"Call `{caller}` outside of `jax.jit`, `jax.grad` and `jax.vmap`: it applies "
-            "these itself, and looks at the values.",
-        )
+    _check_inputs(caller, model, values, bool(first))
     static = [None if eqx.is_array(x) else x for _, x in flat]
     layers: list[str] = []
 
@@ -120,28 +107,14 @@ def trace_loss(
         return check_scalar(caller, loss, loss(model, *given[: len(args)], **options))
 
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
-    trace = lambda wrap: jax.make_jaxpr(lambda values: flat_loss(values, wrap))(values)
     with visible, keeping_tracebacks():
         try:
-            program = trace(True)
+            program = _trace(flat_loss, values, wrap=True)
         except Exception:  # the loss needs the very types of its layers, or raises without too
             program = None
         if program is None or _wrapping_breaks_a_rule(program, flat_loss, values, len(first)):
             layers.clear()  # their paths are not known
-            try:
-                program = trace(False)
-            except (
-                jax.errors.ConcretizationTypeError,
-                jax.errors.TracerArrayConversionError,
-            ) as error:
-                raise rule_error(
-                    f"`{caller}` can't trace the loss `{name_of(loss)}`.",
-                    first_line(error),
-                    place_of(loss),
-                    do="It traces the loss as `jax.jit` does. Use `jax.lax.cond` or "
-                    "`jnp.where` for decisions that depend on arrays, and `jax.pure_callback` "
-                    "for NumPy.",
-                ) from error
+            program = _trace_unwrapped(caller, loss, flat_loss, values)
     names = _names_of_arguments(loss, args, kwargs)
     paths = [flat[i][0] for i in first + others]
     return TracedLoss(
@@ -156,6 +129,40 @@ def trace_loss(
         ],
         layers,
     )
+
+
+def _check_inputs(caller, model, values, has_leaves: bool) -> None:
+    if not has_leaves:
+        raise rule_error(
+            f"`{caller}` was given a model without inexact arrays.",
+            f"it is {show_tree(model)}",
+            do="It differentiates with respect to the arrays of floats in `model`, the first "
+            "argument of the loss. A Python number is no array: pass `jnp.array(0.5)`.",
+        )
+    if any(isinstance(x, Tracer) for x in values):
+        raise rule_error(
+            f"`{caller}` was called inside a transformed function.",
+            "the model or an argument holds a traced array",
+            do=f"Call `{caller}` outside of `jax.jit`, `jax.grad` and `jax.vmap`: it applies "
+            "these itself, and looks at the values.",
+        )
+
+
+def _trace(flat_loss, values, *, wrap: bool) -> ClosedJaxpr:
+    return jax.make_jaxpr(lambda values: flat_loss(values, wrap))(values)
+
+
+def _trace_unwrapped(caller, loss, flat_loss, values) -> ClosedJaxpr:
+    try:
+        return _trace(flat_loss, values, wrap=False)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        raise rule_error(
+            f"`{caller}` can't trace the loss `{name_of(loss)}`.",
+            first_line(error),
+            place_of(loss),
+            do="It traces the loss as `jax.jit` does. Use `jax.lax.cond` or `jnp.where` for "
+            "decisions that depend on arrays, and `jax.pure_callback` for NumPy.",
+        ) from error
 
 
 def check_no_references(caller: str, loss: Callable[..., Any], program: ClosedJaxpr) -> None:
