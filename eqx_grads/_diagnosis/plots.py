@@ -125,11 +125,11 @@ def plot_memory(residuals: Sequence[Any], *, axes: Any = None) -> Any:
                 color = mpl.colormaps["tab10"](layers.index(labels[0]) % 10, 0.8 - 0.2 * depth)
                 place = {"y": start, "width": right - left, "height": size, "left": left}
                 box = axes.barh(**place, align="edge", color=color, edgecolor="white")[0]
-            if size >= _LEAST_TEXT * total:
-                text = f"{labels[-1]}, {show_bytes(size)}"
-                at = left + 0.04, start + size / 2
-                drawn = axes.text(*at, text, va="center", fontsize=8, parse_math=False)
-                drawn.set_clip_path(box)  # the text ends where the box does
+                if size >= _LEAST_TEXT * total:
+                    text = f"{labels[-1]}, {show_bytes(size)}"
+                    at = left + 0.04, start + size / 2
+                    drawn = axes.text(*at, text, va="center", fontsize=8, parse_math=False)
+                    drawn.set_clip_path(box)  # the text ends where the box does
             start += size
     axes.set(xlim=(0, _EDGES[-1]), ylim=(total, 0))
     centers = [(a + b) / 2 for a, b in itertools.pairwise(_EDGES)]

@@ -226,9 +226,10 @@ class Gradient:
             before.origin = last.origin = after.made.origin or origin
         # A loop in a rule is not one of the loss, and all that it stacks is for the derivative.
         loop = self._origin_of(eqn)
-        is_of_loss = loop is not None and isinstance(structure(loop.eqn), Scan)
-        number = loop.number if is_of_loss else None
-        n_outputs = len(loop.eqn.outvars) if is_of_loss else 0
+        if loop is not None and not isinstance(structure(loop.eqn), Scan):
+            loop = None
+        number = None if loop is None else loop.number
+        n_outputs = 0 if loop is None else len(loop.eqn.outvars)
         stacks = [
             Source(
                 s.made,
