@@ -10,9 +10,6 @@ import pytest
 from .helpers import assert_close, checking_leaks, skip_without_checkpointed_loops
 
 
-G = 9.8
-
-
 @pytest.fixture
 def float64():
     with jax.enable_x64(True):
@@ -96,42 +93,6 @@ def test_bouncing_ball_through_several_bounces(float64):
     )
 
 
-@pytest.mark.thorough
-def test_bouncing_ball_in_single_precision():
-    fn = lambda params: bounces(params, 3, 3.5)[0]
-    closed_form = lambda params: bounces_closed_form(params, 3, 3.5)[0]
-    expected = jax.grad(closed_form)(ball("float32"))
-    assert_close(jax.jit(jax.grad(fn))(ball("float32")), expected, tolerance=1e-5)
-    assert_close(jax.jit(jax.jacfwd(fn))(ball("float32")), expected, tolerance=1e-5)
-
-
-@pytest.mark.slow
-def test_thrown_ball(float64):
-    """Range, time of flight and speed, with a state that is a Module."""
-
-    class Ball(eqx.Module):
-        position: jax.Array
-        velocity: jax.Array
-
-    def throw(params):
-        speed, angle, gravity = params
-        fall = lambda t, ball: Ball(ball.velocity, jnp.stack([0 * gravity, -gravity]))
-        t = jax.lax.stop_gradient(2 * speed * jnp.sin(angle) / gravity)
-        velocity = speed * jnp.stack([jnp.cos(angle), jnp.sin(angle)])
-        down = jnp.stack([0 * gravity, gravity])
-        landed = Ball(velocity * t - down * t**2 / 2, velocity - down * t)
-        t, landed = eqg.event_time(lambda t, ball: ball.position[1], landed, fall, t)
-        return t, landed.position[0], landed.velocity
-
-    def closed_form(params):
-        speed, angle, gravity = params
-        velocity = speed * jnp.stack([jnp.cos(angle), -jnp.sin(angle)])
-        time = 2 * speed * jnp.sin(angle) / gravity
-        return time, speed**2 * jnp.sin(2 * angle) / gravity, velocity
-
-    compare(throw, closed_form, (jnp.array(5.0), jnp.array(0.6), jnp.array(9.8)))
-
-
 def logistic(params):
     """A field and a state that are not linear: y' = r y (1 - y) reaches a."""
     r, y0, a = params
@@ -190,20 +151,6 @@ def test_fields_and_conditions(float64, fn, closed_form, params):
     compare(fn, closed_form, tuple(map(jnp.asarray, params)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fn", "closed_form", "params"),
-    [
-        (logistic, logistic_closed_form, (1.3, 0.1, 0.7)),
-        (accelerated, accelerated_closed_form, (0.8, 0.3, 2.0)),
-    ],
-    ids=["field is not linear", "field depends on time"],
-)
-def test_third_derivatives(float64, fn, closed_form, params):
-    # Some of these derivatives are in the thousands, and others are zero.
-    compare(fn, closed_form, tuple(map(jnp.asarray, params)), orders=(3,), eps=5000.0)
-
-
 def test_lif_neuron_that_is_driven_by_a_current(float64):
     def spike_time(params):
         tau, current, threshold = params
@@ -218,49 +165,6 @@ def test_lif_neuron_that_is_driven_by_a_current(float64):
 
     params = (jnp.array(0.9), jnp.array(1.7), jnp.array(1.0))
     compare(spike_time, closed_form, params, orders=(1,))
-
-
-def decay(state, dt):
-    """Membrane with tau = 2 and synaptic current with tau = 1, for which there is a closed
-    form: Göltz et al. (2021), Nature Machine Intelligence 3."""
-    v, i = state
-    slow, fast = jnp.exp(-dt / 2), jnp.exp(-dt)
-    return v * slow + 2 * i * (slow - fast), i * fast
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("orders", [(1,), pytest.param((2,), marks=pytest.mark.slow)])
-def test_eventprop_spike_time(float64, orders):
-    """The time of a spike by the times and the weights of the spikes that it answers, each of
-    which is a jump of the current in a scan."""
-    rate = lambda t, state: (state[1] - state[0] / 2, -state[1])
-
-    def spike_time(params):
-        weights, times = params
-
-        def arrive(carry, spike):
-            t, state = carry
-            time, weight = spike
-            found = jax.lax.stop_gradient(time)
-            state = decay(state, found - t)
-            t, state = eqg.event_time(lambda t, state: t - time, state, rate, found)
-            return eqg.jump(lambda t, s: (s[0], s[1] + weight), state, rate, t), None
-
-        start = (jnp.zeros(()), (jnp.zeros(()), jnp.zeros(())))
-        (t, state), _ = jax.lax.scan(arrive, start, (times, weights))
-        found = jax.lax.stop_gradient(closed_form(params))
-        state = decay(state, found - t)
-        return eqg.event_time(lambda t, state: state[0] - 1.0, state, rate, found)[0]
-
-    def closed_form(params):
-        weights, times = params
-        a = jnp.sum(2 * weights * jnp.exp(times / 2))
-        b = jnp.sum(2 * weights * jnp.exp(times))
-        return -2 * jnp.log((a + jnp.sqrt(a**2 - 4 * b)) / (2 * b))
-
-    params = (jnp.array([1.1, 0.7, 0.9]), jnp.array([0.1, 0.3, 0.4]))
-    assert closed_form(params) > 0.4
-    compare(spike_time, closed_form, params, orders=orders)
 
 
 # ---------------------------------------------------------------- the threads
@@ -316,30 +220,6 @@ def test_brax_73_the_ball_that_bounces_in_a_scan(float64, scan):
     assert_close(ours, truth, eps=200.0)
 
 
-@pytest.mark.slow
-def test_second_derivative_in_a_scan(float64):
-    final = lambda params: in_a_scan(params, 20, jnp.array(0.05, "float64"))[0][0]
-    closed_form = lambda params: bounces_closed_form(params, 1, 1.0)[0]
-    expected = jax.hessian(closed_form)(ball())
-    assert_close(jax.jit(jax.hessian(final))(ball()), expected, eps=500.0)
-    assert_close(jax.jit(jax.jacrev(jax.grad(final)))(ball()), expected, eps=500.0)
-
-
-@pytest.mark.thorough
-def test_brax_317_higher_start_lower_end(float64):
-    """google/brax#317: without gravity, a sphere that starts higher ends lower, one to one."""
-
-    def final(height):
-        t = jax.lax.stop_gradient(height / 4.0)  # it falls with speed 4
-        y = jnp.stack([height - 4.0 * t, -4.0 + 0 * height])
-        move = lambda t, y: jnp.stack([y[1], 0 * y[1]])
-        t, y = eqg.event_time(lambda t, y: y[0], y, move, t)
-        t, y = eqg.jump(lambda t, y: -y, y, move, t)
-        return y[0] + y[1] * (1.0 - t)
-
-    assert_close(jax.grad(final)(2.9), jnp.array(-1.0))
-
-
 def solve(f, t0, t1, y0, event=None, dt=0.01):
     dfx = pytest.importorskip("diffrax")
     skip_without_checkpointed_loops()
@@ -348,43 +228,6 @@ def solve(f, t0, t1, y0, event=None, dt=0.01):
     return dfx.diffeqsolve(
         term, dfx.Tsit5(), t0, t1, dt, y0, event=event, stepsize_controller=stepsize
     )
-
-
-@pytest.mark.slow
-def test_diffrax_451_derivative_of_the_final_time(float64):
-    """diffrax#451: the gradient of the time at which a cannonball lands is always zero, as the
-    event is a boolean."""
-    dfx = pytest.importorskip("diffrax")
-
-    def land(drag, real):
-        def fall(t, y):
-            return jnp.stack([y[1], -G - drag * y[1]])
-
-        crosses = lambda t, y, args, **_: y[0] if real else y[0] < 0
-        optx = pytest.importorskip("optimistix")
-        root_finder = optx.Newton(1e-10, 1e-10) if real else None
-        y0 = jnp.array([10.0, 0.0])
-        solution = solve(fall, 0.0, 9.0, y0, dfx.Event(crosses, root_finder))
-        found, y = solution.ts[-1], solution.ys[-1]
-        return found, eqg.event_time(
-            lambda t, y: y[0], y, fall, found, where=solution.event_mask
-        )
-
-    def height(drag, t):  # the solution, for a time that is given
-        return 10.0 - G / drag * t + G / drag**2 * (1 - jnp.exp(-drag * t))
-
-    slopes = {}
-    for real in (True, False):
-        t, slope = jax.jit(jax.value_and_grad(lambda x: land(x, real)[1][0]))(0.3)  # noqa: B023
-        slopes[real] = slope
-        by_drag, by_time = jax.grad(height, (0, 1))(0.3, t)
-        if real:
-            assert_close(height(0.3, t), jnp.array(0.0), tolerance=1e-8)
-            assert_close(slope, -by_drag / by_time, tolerance=1e-8)
-    # The boolean event is found at the end of a step, after the ground.
-    assert jax.jit(jax.grad(lambda x: land(x, False)[0]))(0.3) == 0.0
-    assert_close(slopes[False], slopes[True], tolerance=0.2)
-    assert slopes[False] != 0.0
 
 
 @pytest.mark.slow
@@ -408,63 +251,6 @@ def test_diffrax_729_state_after_the_event(float64):
     assert_close((value, slopes), (jnp.array(0.98), (jnp.array(1.0), jnp.array(0.0))), eps=2e3)
     # An event that depends on the state: time - t + slope * (t - 0.98) = 0.
     assert_close(value_and_grad(0.98, 0.5)[1][0], jnp.array(2.0), tolerance=1e-8)
-
-
-@pytest.mark.slow
-def test_diffrax_363_time_of_a_switch(float64):
-    """diffrax#363: the gradient with respect to the time at which `jnp.piecewise` switches is
-    zero. y' = -k y until T, and y' = 0 afterwards."""
-    decay, constant = lambda k: lambda t, y: -k * y, lambda t, y: 0 * y
-
-    def final(params):
-        time, k = params
-        found = jax.lax.stop_gradient(time)
-        y = solve(decay(k), 0.0, found, jnp.array([2.0])).ys[-1]
-        t, y = eqg.event_time(lambda t, y: t - time, y, decay(k), found)
-        t, y = eqg.jump(None, y, constant, t)
-        return solve(constant, t, 3.0, y).ys[-1][0]
-
-    def piecewise(params):
-        time, k = params
-        switched = lambda t, y: -jnp.where(t <= time, k, 0.0) * y
-        return solve(switched, 0.0, 3.0, jnp.array([2.0])).ys[-1][0]
-
-    closed_form = lambda params: 2.0 * jnp.exp(-params[1] * params[0])
-    params = (jnp.array(1.2), jnp.array(0.7))
-    assert jax.jit(jax.grad(piecewise))(params)[0] == 0.0
-    gradient = jax.jit(jax.grad(final))(params)
-    assert_close(gradient, jax.grad(closed_form)(params), tolerance=1e-8)
-
-
-@pytest.mark.slow
-def test_diffrax_13_events_that_do_not_end_the_simulation(float64):
-    """diffrax#13: differentiable events, several of them, in a scan over calls of
-    `diffeqsolve`. The event is a boolean, and has no derivative of its own."""
-    dfx = pytest.importorskip("diffrax")
-    skip_without_checkpointed_loops()
-
-    def final(params, n, duration):
-        fall = lambda t, y: jnp.stack([y[1], -params["gravity"]])
-        reset = lambda t, y: jnp.stack([y[0], -params["restitution"] * y[1]])
-        event = dfx.Event(lambda t, y, args, **_: (y[0] < 0) & (y[1] < 0))
-
-        def bounce(carry, _):
-            t, y = carry
-            coarse = solve(fall, t, duration, y, event)
-            # The end of a step, a little after the impact.
-            y, found = coarse.ys[-1], coarse.ts[-1]
-            back = jax.lax.stop_gradient(time_to_ground((y[0], y[1]), params["gravity"]))
-            y = jnp.stack(flight((y[0], y[1]), params["gravity"], back))
-            t, y = eqg.event_time(lambda t, y: y[0], y, fall, found + back)
-            return eqg.jump(reset, y, fall, t), None
-
-        start = (jnp.zeros(()), jnp.stack([params["height"], 0 * params["gravity"]]))
-        (t, y), _ = jax.lax.scan(bounce, start, length=n)
-        return solve(fall, t, duration, y).ys[-1][0]
-
-    gradient = jax.jit(jax.grad(lambda params: final(params, 2, 2.5)))(ball())
-    expected = jax.grad(lambda params: bounces_closed_form(params, 2, 2.5)[0])(ball())
-    assert_close(gradient, expected, tolerance=1e-8)
 
 
 # ---------------------------------------------------------------- transformations
@@ -685,28 +471,6 @@ def test_states_with_other_leaves():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param("float16", marks=pytest.mark.slow), "bfloat16", "float32", "complex64"],
-)
-def test_dtypes(dtype):
-    """The state and the time have dtypes of their own."""
-
-    def fn(k):
-        y = jnp.ones(2, dtype) * k.astype(dtype)
-        condition = lambda t, y: jnp.real(y[0]).astype("float32") - 1.0
-        t, y = eqg.event_time(condition, y, lambda t, y: 2 * y, jnp.array(0.5, "float32"))
-        _, after = eqg.jump(None, y, lambda t, y: -y, t)
-        assert y.dtype == after.dtype == dtype
-        return t, jnp.real(jnp.sum(after)).astype("float32")
-
-    # t = 0.5 - log(k) / 2; the state is 1 at t, and exp(t - 0.5) at 0.5.
-    expected = (jnp.array(-0.5, "float32"), jnp.array(-1.0, "float32"))
-    for way in (jax.jacfwd, jax.jacrev):
-        assert_close(way(fn)(jnp.array(1.0, "float32")), expected, tolerance=1e-2)
-
-
-@pytest.mark.thorough
 def test_a_state_in_single_and_a_time_in_double_precision(float64):
     def fn(k):
         t, y = eqg.event_time(lambda t, y: y - 1, k, lambda t, y: 2 * y, jnp.array(0.5))
@@ -847,15 +611,3 @@ def test_condition_on_the_time_alone():
     (height_slope, time_slope), (of_height, _) = jax.jacrev(state)(params)
     assert (height_slope, time_slope) == (0.0, 1.0)
     assert of_height == (1.0, -2.0)
-
-
-def test_condition_that_is_a_fixed_time():
-    fn = lambda y: eqg.event_time(lambda t, y: t - 3.0, y, lambda t, y: -y, 3.0)
-    assert jax.grad(lambda y: fn(y)[0])(2.0) == 0
-    assert jax.grad(lambda y: fn(y)[1])(2.0) == 1
-
-
-def test_condition_that_is_constant():
-    fn = lambda y: eqg.event_time(lambda t, y: 1.0, y, lambda t, y: -y, 3.0)[0]
-    with pytest.raises(eqg.RuleError, match="depends neither on the time nor on the state"):
-        jax.grad(fn)(2.0)

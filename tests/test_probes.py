@@ -44,10 +44,6 @@ def stacked_gradients(xs=XS):
     return jax.grad(ft.partial(recurrent, jnp.add, xs=xs))(zeros)
 
 
-def bits(x):
-    return np.asarray(x).tobytes()
-
-
 class TestProbe:
     def test_one_gradient_for_each_step(self):
         slots = jnp.full((STEPS, N), jnp.nan, WEIGHT.dtype)  # its values do not matter
