@@ -159,7 +159,7 @@ def layer_line(eqn: Any) -> str:
     """The place in a layer or a loop of Equinox, or in a distribution of JAX, that the user's
     line calls, such as `equinox/nn/_linear.py:89`, or empty. `source_line` hides these."""
     for f in _frames(eqn):
-        if f.file_name.startswith(_LAYERS):
+        if is_layers_file(f.file_name):
             return f"{_package_path(f.file_name)}:{f.line_num}"
         if not _is_hidden(f):
             break
@@ -207,6 +207,11 @@ def _is_hidden(frame) -> bool:
 def is_users_file(file: str) -> bool:
     """Whether a file is the user's, and not of Python or an installed package."""
     return not file.startswith((*_HIDDEN, *_INSTALLED, "<frozen"))
+
+
+def is_layers_file(file: str) -> bool:
+    """Whether a file has layers or loops of Equinox, or distributions of JAX."""
+    return file.startswith(_LAYERS)
 
 
 def _package_path(file: str) -> str:

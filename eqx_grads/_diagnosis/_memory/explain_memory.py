@@ -140,7 +140,11 @@ def explain_memory(
     promising = sorted((c for c in found if most(c) > least), key=most, reverse=True)
     for i, candidate in enumerate(promising[:_MOST_CANDIDATES]):
         doing("tracing with checkpoint", i, len(promising))
-        saves = gradient.total - Gradient(candidate.apply(), traced).total - candidate.again
+        try:
+            left = Gradient(candidate.apply(), traced).total + candidate.again
+        except Exception:  # the loss can't be written so: a layer may keep what it computes
+            continue
+        saves = gradient.total - left
         if saves > least:
             advice = dataclasses.replace(candidate.advice, saves=int(saves))
             tried.append(dataclasses.replace(candidate, advice=advice))
