@@ -817,7 +817,7 @@ WRONG = [
     (lambda: scalar(lambda g: 1j * g), r"with float32\[\], and returned complex64\[\]"),
     (lambda: eqg.on_forward(X3, lambda x: x["w"]), r"`on_forward` returned another structure"),
     (lambda: eqg.on_forward(X3, lambda x: {"w": x["w"].T}),
-        r"`on_forward` returned another structure, or an array of another shape or kind"
+        r"The `fn` of `on_forward` returned an array of another shape or kind"
         r".\n  at x\['w'\]: it was called with float32\[2,3\], and returned float32\[3,2\]"),
     (lambda: eqg.on_forward(1.5, lambda x: x > 0), r"with float32\[\], and returned bool\[\]"),
     (lambda: eqg.on_forward(1.5, lambda x: 1j * x),

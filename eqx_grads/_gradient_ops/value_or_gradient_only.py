@@ -14,8 +14,8 @@ from .._errors import (
     place_of,
     rule_error,
     show_path,
+    show_tree,
     type_of,
-    unlike,
 )
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
@@ -26,6 +26,7 @@ from .._tangent_spaces import (
     is_zero_leaf,
     match_leaves,
     shape_of,
+    tangents_match,
 )
 
 
@@ -184,14 +185,23 @@ def _on_forward_jvp(primals, tangents):
 
 def _check_tangents_fit(fn, x, out):
     """Raise unless the tangent of `x`, up to its precision, is a tangent of `out`."""
-    kind = lambda y: (shape_of(y), jnp.iscomplexobj(y)) if is_differentiable(y) else ()
-    lines = unlike(x, out, "x", "it was called with {}, and returned {}", kind)
-    if lines:
+    if jax.tree.structure(out) != jax.tree.structure(x):
         raise rule_error(
-            "The `fn` of `on_forward` returned another structure, or an array of another shape "
-            "or kind.",
-            *lines,
+            "The `fn` of `on_forward` returned another structure than that of `x`.",
+            f"it was called with {show_tree(x)}",
+            f"it returned {show_tree(out)}",
             place_of(fn),
-            do="The gradient passes unchanged: return a tree of the same structure, with "
-            "arrays of the same shape, floating or complex where those of `x` are.",
+            do="Return a tree of the same structure.",
         )
+    leaves = jax.tree_util.tree_leaves_with_path(x)
+    for (path, leaf), y in zip(leaves, jax.tree.leaves(out), strict=True):
+        same_kind = jnp.iscomplexobj(leaf) == jnp.iscomplexobj(y)
+        if not tangents_match(leaf, y) or (is_differentiable(leaf) and not same_kind):
+            raise rule_error(
+                "The `fn` of `on_forward` returned an array of another shape or kind.",
+                f"at x{show_path(path)}: it was called with {type_of(leaf)}, "
+                f"and returned {type_of(y)}",
+                place_of(fn),
+                do="The gradient passes unchanged: return an array of the same shape, floating "
+                "where `x` is floating and complex where it is complex.",
+            )
