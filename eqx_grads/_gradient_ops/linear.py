@@ -347,7 +347,10 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
 
     [`eqx_grads.RuleError`][] if there is no such axis.
     """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
+        if any(isinstance(name, int | float) for name in names):
+            raise TypeError("JAX takes a number for a position, and not for a name.")
         index = jax.lax.axis_index(axis_name)
     except (NameError, TypeError, ValueError) as error:
         raise rule_error(
