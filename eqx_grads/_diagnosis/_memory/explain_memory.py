@@ -1,7 +1,7 @@
 """`explain_memory`: what a loss keeps for its backward pass, and what to checkpoint."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from ..._jaxprs.evaluate import evaluate
 from ..origins import NumberedLoss
 from ..progress import doing, showing_progress
 from ..traced_loss import trace_loss, TracedLoss
-from .checkpoints import candidates
+from .checkpoints import Candidate, candidates
 from .maps import seeing_maps
 from .report import MemoryReport
 from .residuals import Gradient
@@ -135,9 +135,26 @@ def explain_memory(
     doing("compiling the gradient")
     needed = measure_plain() if compiled and not is_large else None
     least = _LEAST_SAVING * max(gradient.total, needed or 0)
-    found, tried = candidates(numbered, gradient.sources, maps, again), []
+    found = candidates(numbered, gradient.sources, maps, again)
+    tried = _tried(found, gradient, traced, least)
+    cures = {i: c.advice.cure for c in reversed(tried) for i in c.covers}
+    residuals = gradient.residuals()
+    return MemoryReport(
+        [dataclasses.replace(r, cure=cures.get(i, "")) for i, r in enumerate(residuals)],
+        compiled=needed,
+        advice=[c.advice for c in tried],
+        measure=[measure_plain, *(measure(c.apply) for c in tried)],
+        remarks=[_NOT_COMPILED.format(gradient.n_equations)] if is_large else [],
+    )
+
+
+def _tried(
+    found: Iterable[Candidate], gradient: Gradient, traced: TracedLoss, least: float
+) -> list[Candidate]:
+    """The most promising candidates, applied, with what each saves; the best one first."""
     most = lambda c: sum(gradient.sources[i].bytes for i in c.covers) - c.again
     promising = sorted((c for c in found if most(c) > least), key=most, reverse=True)
+    tried = []
     for i, candidate in enumerate(promising[:_MOST_CANDIDATES]):
         doing("tracing with checkpoint", i, len(promising))
         try:
@@ -148,16 +165,7 @@ def explain_memory(
         if saves > least:
             advice = dataclasses.replace(candidate.advice, saves=int(saves))
             tried.append(dataclasses.replace(candidate, advice=advice))
-    tried.sort(key=lambda c: -c.advice.saves)
-    cures = {i: c.advice.cure for c in reversed(tried) for i in c.covers}
-    residuals = gradient.residuals()
-    return MemoryReport(
-        [dataclasses.replace(r, cure=cures.get(i, "")) for i, r in enumerate(residuals)],
-        compiled=needed,
-        advice=[c.advice for c in tried],
-        measure=[measure_plain, *(measure(c.apply) for c in tried)],
-        remarks=[_NOT_COMPILED.format(gradient.n_equations)] if is_large else [],
-    )
+    return sorted(tried, key=lambda c: -c.advice.saves)
 
 
 def _compiled_bytes(fn: Callable[..., Any], traced: TracedLoss) -> int | None:
