@@ -96,42 +96,6 @@ def test_bouncing_ball_through_several_bounces(float64):
     )
 
 
-@pytest.mark.thorough
-def test_bouncing_ball_in_single_precision():
-    fn = lambda params: bounces(params, 3, 3.5)[0]
-    closed_form = lambda params: bounces_closed_form(params, 3, 3.5)[0]
-    expected = jax.grad(closed_form)(ball("float32"))
-    assert_close(jax.jit(jax.grad(fn))(ball("float32")), expected, tolerance=1e-5)
-    assert_close(jax.jit(jax.jacfwd(fn))(ball("float32")), expected, tolerance=1e-5)
-
-
-@pytest.mark.slow
-def test_thrown_ball(float64):
-    """Range, time of flight and speed, with a state that is a Module."""
-
-    class Ball(eqx.Module):
-        position: jax.Array
-        velocity: jax.Array
-
-    def throw(params):
-        speed, angle, gravity = params
-        fall = lambda t, ball: Ball(ball.velocity, jnp.stack([0 * gravity, -gravity]))
-        t = jax.lax.stop_gradient(2 * speed * jnp.sin(angle) / gravity)
-        velocity = speed * jnp.stack([jnp.cos(angle), jnp.sin(angle)])
-        down = jnp.stack([0 * gravity, gravity])
-        landed = Ball(velocity * t - down * t**2 / 2, velocity - down * t)
-        t, landed = eqg.event_time(lambda t, ball: ball.position[1], landed, fall, t)
-        return t, landed.position[0], landed.velocity
-
-    def closed_form(params):
-        speed, angle, gravity = params
-        velocity = speed * jnp.stack([jnp.cos(angle), -jnp.sin(angle)])
-        time = 2 * speed * jnp.sin(angle) / gravity
-        return time, speed**2 * jnp.sin(2 * angle) / gravity, velocity
-
-    compare(throw, closed_form, (jnp.array(5.0), jnp.array(0.6), jnp.array(9.8)))
-
-
 def logistic(params):
     """A field and a state that are not linear: y' = r y (1 - y) reaches a."""
     r, y0, a = params
@@ -188,20 +152,6 @@ def accelerated_closed_form(params):
 )
 def test_fields_and_conditions(float64, fn, closed_form, params):
     compare(fn, closed_form, tuple(map(jnp.asarray, params)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fn", "closed_form", "params"),
-    [
-        (logistic, logistic_closed_form, (1.3, 0.1, 0.7)),
-        (accelerated, accelerated_closed_form, (0.8, 0.3, 2.0)),
-    ],
-    ids=["field is not linear", "field depends on time"],
-)
-def test_third_derivatives(float64, fn, closed_form, params):
-    # Some of these derivatives are in the thousands, and others are zero.
-    compare(fn, closed_form, tuple(map(jnp.asarray, params)), orders=(3,), eps=5000.0)
 
 
 def test_lif_neuron_that_is_driven_by_a_current(float64):
@@ -314,15 +264,6 @@ def test_brax_73_the_ball_that_bounces_in_a_scan(float64, scan):
     assert_close(plain["height"], jnp.array(1.0))
     assert truth["height"] < -0.1
     assert_close(ours, truth, eps=200.0)
-
-
-@pytest.mark.slow
-def test_second_derivative_in_a_scan(float64):
-    final = lambda params: in_a_scan(params, 20, jnp.array(0.05, "float64"))[0][0]
-    closed_form = lambda params: bounces_closed_form(params, 1, 1.0)[0]
-    expected = jax.hessian(closed_form)(ball())
-    assert_close(jax.jit(jax.hessian(final))(ball()), expected, eps=500.0)
-    assert_close(jax.jit(jax.jacrev(jax.grad(final)))(ball()), expected, eps=500.0)
 
 
 @pytest.mark.thorough
@@ -685,28 +626,6 @@ def test_states_with_other_leaves():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param("float16", marks=pytest.mark.slow), "bfloat16", "float32", "complex64"],
-)
-def test_dtypes(dtype):
-    """The state and the time have dtypes of their own."""
-
-    def fn(k):
-        y = jnp.ones(2, dtype) * k.astype(dtype)
-        condition = lambda t, y: jnp.real(y[0]).astype("float32") - 1.0
-        t, y = eqg.event_time(condition, y, lambda t, y: 2 * y, jnp.array(0.5, "float32"))
-        _, after = eqg.jump(None, y, lambda t, y: -y, t)
-        assert y.dtype == after.dtype == dtype
-        return t, jnp.real(jnp.sum(after)).astype("float32")
-
-    # t = 0.5 - log(k) / 2; the state is 1 at t, and exp(t - 0.5) at 0.5.
-    expected = (jnp.array(-0.5, "float32"), jnp.array(-1.0, "float32"))
-    for way in (jax.jacfwd, jax.jacrev):
-        assert_close(way(fn)(jnp.array(1.0, "float32")), expected, tolerance=1e-2)
-
-
-@pytest.mark.thorough
 def test_a_state_in_single_and_a_time_in_double_precision(float64):
     def fn(k):
         t, y = eqg.event_time(lambda t, y: y - 1, k, lambda t, y: 2 * y, jnp.array(0.5))
@@ -847,15 +766,3 @@ def test_condition_on_the_time_alone():
     (height_slope, time_slope), (of_height, _) = jax.jacrev(state)(params)
     assert (height_slope, time_slope) == (0.0, 1.0)
     assert of_height == (1.0, -2.0)
-
-
-def test_condition_that_is_a_fixed_time():
-    fn = lambda y: eqg.event_time(lambda t, y: t - 3.0, y, lambda t, y: -y, 3.0)
-    assert jax.grad(lambda y: fn(y)[0])(2.0) == 0
-    assert jax.grad(lambda y: fn(y)[1])(2.0) == 1
-
-
-def test_condition_that_is_constant():
-    fn = lambda y: eqg.event_time(lambda t, y: 1.0, y, lambda t, y: -y, 3.0)[0]
-    with pytest.raises(eqg.RuleError, match="depends neither on the time nor on the state"):
-        jax.grad(fn)(2.0)

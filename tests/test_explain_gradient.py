@@ -72,7 +72,7 @@ def test_symptoms(name):
     assert {(s.kind, s.detail) for s in report.found} == {(kind, detail)}
     assert all(f"eqg.{tool}(" in s.tool if tool else not s.tool for s in report.found)
     text = " ".join(str(report).split())
-    assert text.startswith(f"1 thing is wrong with the gradient: {kind}.")
+    assert text.startswith(f"What may keep the model from learning: {kind}.")
     assert all(s.cure in text for s in report.found)
     of_this_file = len("test_explain_gradient.py") - len("train.py")
     assert max(map(len, str(report).splitlines())) <= 100 + of_this_file

@@ -3,7 +3,6 @@
 import contextlib
 import functools as ft
 import io
-import itertools
 import os
 import re
 import subprocess
@@ -18,15 +17,14 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
-from eqx_grads import RuleError
 from eqx_grads._diagnosis._memory import explain_memory as explain_memory_module
-from eqx_grads._diagnosis._memory.checkpoints import candidates, with_candidate
-from eqx_grads._diagnosis._memory.explain_memory import undoes_checkpoints
+from eqx_grads._diagnosis._memory.checkpoints import candidates, undoes_checkpoints
 from eqx_grads._diagnosis._memory.maps import seeing_maps
 from eqx_grads._diagnosis._memory.residuals import Gradient
 from eqx_grads._diagnosis.origins import NumberedLoss
 from eqx_grads._diagnosis.report import show_bytes
 from eqx_grads._diagnosis.traced_loss import trace_loss
+from eqx_grads._jaxprs.evaluate import evaluate
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval as pe
 from matplotlib.figure import Figure
@@ -81,15 +79,6 @@ class Sequential(eqx.Module):
         return x
 
 
-class Convolutions(eqx.Module):
-    convs: list
-
-    def __call__(self, x):
-        for conv in self.convs:
-            x = jnp.tanh(conv(x))
-        return x
-
-
 def mean_square(model, x):
     return jnp.mean(jax.vmap(model)(x) ** 2)
 
@@ -114,11 +103,6 @@ def transformer():
         for key in jr.split(KEY, 2)
     ]
     return mean_square, Sequential(blocks), (jnp.ones((8, 32, 16)),)
-
-
-def convolutions():
-    convs = [eqx.nn.Conv2d(4, 4, 3, padding=1, key=key) for key in jr.split(KEY, 5)]
-    return mean_square, Convolutions(convs), (jnp.ones((8, 4, 16, 16)),)
 
 
 def nested():
@@ -147,33 +131,8 @@ def scanned_layers():
     return loss, model, (jnp.ones((512, 32)),)
 
 
-def ode():
-    field = eqx.nn.MLP(4, 4, 16, 2, activation=jax.nn.softplus, key=KEY)
-
-    def loss(field, y):
-        def step(y, _):
-            middle = y + 0.05 * jax.vmap(field)(y)
-            return y + 0.1 * jax.vmap(field)(middle), y[:, 0]
-
-        y, ys = eqg.filter_scan(step, y, length=120)
-        return jnp.sum(y**2) + jnp.mean(ys**2)
-
-    return loss, field, (jnp.ones((64, 4)),)
-
-
-def lstm():
-    cell = eqx.nn.LSTMCell(8, 32, key=KEY)
-
-    def loss(cell, xs):
-        init = jnp.zeros((8, 32)), jnp.zeros((8, 32))
-        step = lambda state, x: (jax.vmap(cell)(x, state), None)
-        return jnp.mean(jax.lax.scan(step, init, xs)[0][0] ** 2)
-
-    return loss, cell, (jnp.ones((150, 8, 8)),)
-
-
-MODELS = [mlp, gru, transformer, convolutions, nested, scanned_layers, ode, lstm]
-IN_LOOPS = [gru, nested, scanned_layers, ode, lstm]
+MODELS = [mlp, gru, transformer, nested, scanned_layers]
+IN_LOOPS = [gru, nested, scanned_layers]
 
 
 @ft.cache
@@ -258,13 +217,6 @@ def test_lines_and_layers():
     assert {r.path for r in report.found} == {""}  # computed outside of the layers
 
 
-def test_an_array_is_counted_once():
-    loss = lambda w: jnp.sum((y := jnp.tanh(w)) * jnp.exp(y) * y)
-    report = eqg.explain_memory(loss, jnp.ones(7), compiled=False)
-    assert len([r for r in report.found if r.primitive == "tanh"]) <= 2
-    assert report.total == printed_by_jax(loss, jnp.ones(7))
-
-
 def test_a_linear_loss_keeps_inputs_only():
     loss = lambda linear, x: jnp.sum(jax.vmap(linear)(x))
     report = eqg.explain_memory(loss, eqx.nn.Linear(3, 2, key=KEY), jnp.ones((4, 3)))
@@ -273,17 +225,6 @@ def test_a_linear_loss_keeps_inputs_only():
     assert [r.primitive for r in report.inputs] == ["x"]
     expected = f"Nothing is kept for the backward pass but inputs of the loss ({12 * SIZE} B)."
     assert str(report) == expected
-
-
-def test_loops():
-    loss, model, args = nested()
-    report = eqg.explain_memory(loss, model, *args, compiled=False)
-    carry = next(r for r in report.found if r.kind == "carry")
-    assert (carry.n_steps, carry.shape) == (12 * 20, (16, 32))
-    assert carry.bytes == 240 * carry.bytes_per_step == 240 * 16 * 32 * SIZE
-    assert {r.line for r in report.found if r.n_steps == 240} == {line_of("# inner loop")}
-    assert {r.path for r in report.found if r.n_steps == 240} == {"GRUCell"}
-    assert {r.primitive for r in report.found if r.n_steps == 12} == {"tanh"}
 
 
 @pytest.mark.parametrize("checkpoint", ["sqrt", 8, "replay"])
@@ -318,39 +259,6 @@ def test_checkpoint_keeps_inputs_only(wrap):
     assert [(r.primitive, r.bytes) for r in report.found] == [("mul", 8 * SIZE)]
 
 
-def test_rules_name_the_function():
-    @jax.custom_vjp
-    def raw(x):
-        return jnp.sin(x)
-
-    raw.defvjp(
-        lambda x: (jnp.sin(x), jnp.outer(x, x) @ jnp.outer(x, x)), lambda xx, ct: (ct * xx[0],)
-    )
-
-    @eqg.custom_vjp
-    def ours(x):
-        return jnp.sin(x)
-
-    @ours.def_fwd
-    def ours_fwd(x):
-        return jnp.sin(x), jnp.outer(x, x) @ jnp.outer(x, x)
-
-    @ours.def_bwd
-    def ours_bwd(residuals, ct):
-        return (ct * residuals[0],)
-
-    def loss(x):
-        y = raw(x)  # the raw call
-        return jnp.sum(ours(y))  # our call
-
-    report = eqg.explain_memory(loss, jnp.ones(9), compiled=False)
-    found = [(r.line, r.primitive, r.kind, r.bytes) for r in report.found]
-    assert sorted(found) == [
-        (line_of("# the raw call"), "raw", "rule", 81 * SIZE),
-        (line_of("# our call"), "ours", "rule", 81 * SIZE),
-    ]
-
-
 def test_third_party_code_is_named_by_the_users_line():
     def loss(linear, x):
         y = jax.vmap(linear)(x)
@@ -377,11 +285,32 @@ def test_control_flow():
     assert {r.n_steps for r in report.found if r.line == line_of("# fori")} == {6}
 
 
-def test_kinds():
-    loss = lambda w: jnp.sum(jax.lax.scan(lambda h, x: (jnp.tanh(h * x), None), w[0], w)[0])
-    report = eqg.explain_memory(loss, jnp.ones((5, 3)), compiled=False)
-    assert {r.kind for r in report.found} == {"carry", "computed"}
-    assert {r.kind for r in report.inputs} == {"input"}
+@eqg.custom_vjp
+def ours(x):
+    return jnp.sin(x)
+
+
+ours.def_fwd(lambda x: (jnp.sin(x), jnp.outer(x, x) @ jnp.outer(x, x)))
+ours.def_bwd(lambda residuals, ct: (ct * residuals[0],))
+MASK = jnp.arange(9.0) > 3
+KINDS = {
+    "rule": (ours, {("ours", "rule", 81 * SIZE)}),
+    "constant": (
+        lambda w: jnp.where(MASK, 2 * w, 0.0),
+        {("constant", "constant", 9)},
+    ),
+    "loop": (
+        lambda w: jax.lax.scan(lambda h, x: (jnp.sin(h * x), None), w[0], w)[0],
+        {("sin", "carry", 9 * SIZE), ("sin", "computed", 9 * SIZE)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds(name):
+    fn, expected = KINDS[name]
+    report = eqg.explain_memory(lambda w: jnp.sum(fn(w)), jnp.ones(9), compiled=False)
+    assert {(r.primitive, r.kind, r.bytes) for r in report.found} == expected
 
 
 def test_implicit_solve():
@@ -413,8 +342,7 @@ def test_differential_equation():
         if name == "RecursiveCheckpointAdjoint":
             skip_without_checkpointed_loops()
         adjoint = getattr(dfx, name)()
-        report = eqg.explain_memory(loss, field, jnp.ones(2), adjoint, compiled=False)
-        kept[name] = report.estimated
+        kept[name] = eqg.explain_memory(loss, field, jnp.ones(2), adjoint).compiled
         if name == "BacksolveAdjoint":
             # With JAX 0.12, the compiled gradient needs a third of what it needs with 0.10.
             assert kept["DirectAdjoint"] > 1.5 * kept["BacksolveAdjoint"]
@@ -430,68 +358,24 @@ def test_a_large_program_is_compiled_on_demand(monkeypatch):
     assert "not compiled" not in str(report.verify())
 
 
-def test_constants_are_no_inputs():
-    mask = jnp.arange(64.0) > 30
-    report = eqg.explain_memory(
-        lambda w: jnp.sum(jnp.where(mask, w**3, 0.0)), jnp.ones(64), compiled=False
-    )
-    (record,) = [record for record in report.found if record.dtype == "bool"]
-    assert (record.leaf, record.bytes) == ("", 64)
-
-
-# ---------------------------------------------------------------- temporary memory
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("model", MODELS)
-def test_estimate_is_near_the_compiled(model):
-    report = report_of(model)
-    assert report.estimated == pytest.approx(report.compiled, rel=0.2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("channels", [(1, 8), (3, 8, 16, 32)])
-def test_estimate_counts_the_indices_of_a_max_pooling(channels):
-    layers = []
-    for i, o in itertools.pairwise(channels):
-        layers += [eqx.nn.Conv2d(i, o, 3, padding=1, key=KEY), eqx.nn.MaxPool2d(2, 2)]
-    model = eqx.nn.Sequential(layers)
-    report = eqg.explain_memory(mean_square, model, jnp.ones((16, channels[0], 32, 32)))
-    assert report.estimated == pytest.approx(report.compiled, rel=0.2)
-
-
-@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, jax.nn.silu, jnp.tanh])
-def test_what_xla_fuses(activation):
-    """It keeps the operand of an activation in place of several residuals, or the output."""
-    model = eqx.nn.MLP(16, 16, 16, 4, activation=activation, key=KEY)
-    report = eqg.explain_memory(mean_square, model, jnp.ones((256, 16)))
-    assert report.estimated == pytest.approx(report.compiled, rel=0.03)
+# ---------------------------------------------------------------- advice
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [*IN_LOOPS, transformer])
-def test_predicted_is_near_the_measured(model):
+def test_what_advice_saves_is_measured(model):
     report = report_of(model)
-    assert report.advice
     verified = report.verify()
     assert sorted(a.cure for a in verified.advice) == sorted(a.cure for a in report.advice)
     measured = [a.measured for a in verified.advice]
-    assert measured == sorted(measured) == [a.measured for a in verified.verify().advice]
+    assert measured == sorted(measured)
     assert verified.found == report.found
     for advice in verified.advice:
-        assert advice.saves == report.estimated - advice.predicted > 0
-        if not advice.is_undone:
-            assert advice.predicted == pytest.approx(advice.measured, rel=0.2)
-            assert advice.measured < report.compiled
-    best = verified.advice[0]
+        assert advice.is_undone == (model is transformer and undoes_checkpoints())
+        if not advice.is_undone and advice.kind != "map":
+            assert advice.saves == pytest.approx(report.compiled - advice.measured, rel=0.2)
     text = " ".join(str(verified).split())
-    left, measured = show_bytes(best.predicted), show_bytes(best.measured)
-    assert f"It leaves {left} (measured: {measured})" in text
     assert sum(f"advice: {a.cure}" in text for a in verified.advice) == 1  # one thing to do
-    if model in IN_LOOPS:
-        assert not any(advice.is_undone for advice in verified.advice)
-    else:
-        assert all(a.is_undone == undoes_checkpoints() for a in verified.advice)
 
 
 @pytest.mark.slow
@@ -499,21 +383,27 @@ def test_predicted_is_near_the_measured(model):
 def test_advice_changes_no_result(model):
     loss, model, args = model()
     args = jax.tree.map(lambda x: jr.normal(KEY, x.shape, x.dtype), args)
-    numbered = NumberedLoss(trace_loss("test", loss, model, args, {}, steps_are_visible=False))
-    gradient = Gradient(numbered)
-    pairs = list(zip(gradient.sources, gradient.residuals(), strict=True))
-    n = len(numbered.traced.leaves)
-    values = numbered.traced.values
+    traced, again = retraced(loss, model, args)
+    numbered = NumberedLoss(traced)
+    gradient = Gradient(numbered, traced, numbered.origin_of)
+    n, values = len(traced.leaves), traced.values
     of = lambda fn: jax.jit(jax.value_and_grad(lambda arrays: fn(*arrays, *values[n:])))(
         values[:n]
     )
     expected = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, *args)
-    expected = jax.tree.leaves(expected)
-    found = candidates(numbered, pairs)
-    assert found
-    for candidate in found[:2]:
-        got = of(with_candidate(numbered.traced, candidate, None))
-        assert_close(jax.tree.leaves(got), expected, eps=2000)
+    found = list(candidates(numbered, gradient.sources, (), again))
+    assert {c.advice.kind for c in found} >= {"layer"}
+    for candidate in found:
+        got = of(candidate.apply())
+        assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), eps=2000)
+
+
+def retraced(loss, model, args):
+    trace = lambda **options: trace_loss(
+        "test", loss, model, args, {}, steps_are_visible=False, **options
+    )
+    again = lambda **options: lambda *values: evaluate(trace(**options).program, values)[0]
+    return trace(), again
 
 
 def test_advice_names_the_loop_or_the_layer():
@@ -524,27 +414,7 @@ def test_advice_names_the_loop_or_the_layer():
     assert "Wrap `cell` in `eqg.filter_checkpoint`" in do
     of_steps = [r for r in report.found if r.n_steps == 96]
     assert all(r.cure == report.advice[0].cure for r in of_steps)
-
-    report = report_of(transformer)
-    assert "each call of `blocks[*]` in" in report.advice[0].cure
-
-
-def test_advice_covers_the_layer_only():
-    """Also if the model is a list of layers, and no layer itself."""
-
-    def loss(model, xs):
-        cell, field = model
-        step = lambda h, x: (jnp.tanh(field(cell(x, h))), None)  # the step
-        return jnp.sum(jax.lax.scan(step, jnp.zeros(16), xs)[0] ** 2)
-
-    model = [eqx.nn.GRUCell(4, 16, key=KEY), eqx.nn.MLP(16, 16, 64, 2, jnp.tanh, key=KEY)]
-    report = eqg.explain_memory(loss, model, jnp.ones((50, 4)), compiled=False)
-    by_layer = {a.cure: a.saves for a in report.advice if "filter_checkpoint" in a.cure}
-    assert by_layer
-    assert all(saves < report.total for saves in by_layer.values())
-    outside = [r for r in report.found if not r.path]
-    assert outside
-    assert all("filter_checkpoint" not in r.cure for r in outside)
+    assert "each call of `blocks[*]` in" in report_of(transformer).advice[0].cure
 
 
 @pytest.mark.slow
@@ -553,9 +423,9 @@ def test_advice_can_be_followed():
     report = eqg.explain_memory(*flat(gru()), compiled=False)
     advice = next(a for a in report.advice if "filter_scan" in a.cure)
     checkpoint = re.search(r"checkpoint=(.*)\)", advice.cure)[1].strip("'")
-    checkpoint = checkpoint if checkpoint == "sqrt" else int(checkpoint)
-    followed = eqg.explain_memory(*flat(gru(checkpoint)))
-    assert followed.compiled == pytest.approx(advice.predicted, rel=0.2)
+    followed = eqg.explain_memory(*flat(gru(int(checkpoint))))
+    plain = report_of(gru).compiled
+    assert plain - followed.compiled == pytest.approx(advice.saves, rel=0.2)
     assert not [a for a in followed.advice if "filter_scan" in a.cure]
 
 
@@ -640,96 +510,24 @@ def test_table():
     assert text.startswith(f"{show_bytes(report.total)} are kept for the backward pass, in ")
     assert "blocks[*].attention" in text
     assert len(text.splitlines()) < 30
-    assert "<table>" in report._repr_html_()
-    assert bool(report)
-
-
-def test_ten_lines_and_others():
-    def loss(ws):
-        x = jnp.ones(3)
-        # fmt: off
-        x = jnp.sin(ws[0] * x); x = jnp.sin(ws[1] * x)  # noqa: E702
-        x = jnp.sin(ws[2] * x)
-        x = jnp.sin(ws[3] * x)
-        x = jnp.sin(ws[4] * x)
-        x = jnp.sin(ws[5] * x)
-        x = jnp.sin(ws[6] * x)
-        x = jnp.sin(ws[7] * x)
-        x = jnp.sin(ws[8] * x)
-        x = jnp.sin(ws[9] * x)
-        x = jnp.sin(ws[10] * x)
-        x = jnp.sin(ws[11] * x)
-        # fmt: on
-        return jnp.sum(x)
-
-    report = eqg.explain_memory(loss, [jnp.ones(3)] * 12, compiled=False)
     (table,) = report.tables()
-    operation, size = map(table.columns.index, ("operation", "bytes"))
-    assert len(table.rows) == 11
-    assert table.rows[-1][operation] == "others"
-    assert sum(int(row[size].split()[0]) for row in table.rows) == report.total
-
-
-def test_sizes_of_what_is_kept_in_a_loop():
-    def loss(x):
-        h = jax.lax.scan(lambda h, _: (jnp.sin(h), None), x, length=7)[0]
-        return jnp.sum(jnp.exp(jnp.sin(h)))
-
-    report = eqg.explain_memory(loss, jnp.ones(256, jnp.float32), compiled=False)
-    (table,) = report.tables()
-    columns = [table.columns.index(c) for c in ("steps", "bytes")]
-    sizes = {tuple(row[c] for c in columns) for row in table.rows}
-    assert sizes == {("7", "7 KiB"), ("", "2 KiB")}
-
-
-def test_if_there_are_many_places_the_most_promising_are_tried(monkeypatch):
-    monkeypatch.setattr(explain_memory_module, "_MOST_CANDIDATES", 1)
-
-    def loss(x):
-        h = jax.lax.scan(lambda h, _: (jnp.sin(jnp.sin(h)), None), x, length=40)[0]
-        return jnp.sum(jax.lax.scan(lambda h, _: (jnp.sin(h), None), h, length=400)[0])
-
-    (advice,) = eqg.explain_memory(loss, jnp.ones(64), compiled=False).advice
-    assert "length=400" in advice.code
-
-
-def test_bytes_for_people():
-    shown = {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB", 2**20: "1 MiB"}
-    shown |= {5 * 2**30: "5 GiB", 1_000_000: "977 KiB", 1000 * 2**10: "0.977 MiB"}
-    assert {n: show_bytes(n) for n in shown} == shown
+    share = table.columns.index("share")
+    assert sum(int(row[share][:-1]) for row in table.rows) in range(97, 104)
 
 
 def test_plot():
-    for case, titles in (
-        (gru, ["layer", "line", "array"]),
-        (transformer, ["layer", "inner layer", "line", "array"]),
-    ):
-        report = report_of(case)
-        axes = report.plot(axes=Figure().add_subplot())
-        assert [label.get_text() for label in axes.get_xticklabels()] == titles
-        first = [p for p in axes.patches if p.get_x() == 0]
-        assert sum(p.get_height() for p in first) == pytest.approx(report.total)
-        last = [p for p in axes.patches if p.get_x() == max(q.get_x() for q in axes.patches)]
-        assert sum(p.get_height() for p in last) > 0.9 * report.total
-
-
-def test_plot_needs_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    report = report_of(mlp)
-    with pytest.raises(ModuleNotFoundError, match=r"`MemoryReport\.plot` needs `matplotlib`"):
-        report.plot()
+    report = report_of(transformer)
+    axes = report.plot(axes=Figure().add_subplot())
+    titles = ["layer", "line", "array"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == titles
+    for left in {p.get_x() for p in axes.patches}:
+        heights = [p.get_height() for p in axes.patches if p.get_x() == left]
+        assert 0.9 * report.total < sum(heights) <= report.total
+    first = max((p for p in axes.patches if p.get_x() == 0), key=lambda p: p.get_height())
+    assert first.get_height() == max(report.by_path().values())
 
 
 # ---------------------------------------------------------------- bad and large input
-
-
-def test_errors():
-    with pytest.raises(RuleError, match="did not return a real scalar"):
-        eqg.explain_memory(lambda w: w, jnp.ones(3))
-    with pytest.raises(RuleError, match="without inexact arrays"):
-        eqg.explain_memory(jnp.sum, jnp.ones(3, int))
-    with pytest.raises(RuleError, match="can't trace the loss"):
-        eqg.explain_memory(lambda w: jnp.sum(w) if w[0] > 0 else jnp.sum(-w), jnp.ones(3))
 
 
 def explain_many_products(n):
@@ -741,11 +539,6 @@ def explain_many_products(n):
     w = jnp.ones((8, 8))
     assert len(jax.make_jaxpr(loss)(w, w[0]).eqns) > 6 * n
     assert len(eqg.explain_memory(loss, w, w[0], compiled=False).found) > n
-
-
-@pytest.mark.slow
-def test_ten_thousand_equations():
-    explain_many_products(1700)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`explain_memory` of a loop in a `vmap`: its advice, against a model that follows it."""
+"""`explain_memory` of loops: in a `vmap`, by a replay, and several at one line."""
 
 import re
 
@@ -12,70 +12,7 @@ from eqx_grads._diagnosis._memory.checkpoints import run_loop
 from eqx_grads._jaxprs.structure import structure
 
 
-BATCH, STEPS, INPUTS, STATES = 16, 96, 32, 32
-
-
-class Network(eqx.Module):
-    cell: eqx.nn.GRUCell
-    readout: eqx.nn.Linear
-    returns_all: bool = eqx.field(static=True, default=False)
-    checkpoint: int | str | None = eqx.field(static=True, default=None)
-
-    def step(self, h, x):
-        h = self.cell(x, h)
-        return h, h if self.returns_all else None
-
-    def __call__(self, xs):
-        h, hs = eqg.filter_scan(
-            self.step, jnp.zeros(STATES), xs, checkpoint=self.checkpoint
-        )  # the loop
-        return jax.vmap(self.readout)(hs) if self.returns_all else self.readout(h)
-
-
-def network(**options):
-    key1, key2 = jr.split(jr.key(0))
-    cell = eqx.nn.GRUCell(INPUTS, STATES, key=key1)
-    return Network(cell, eqx.nn.Linear(STATES, 1, key=key2), **options)
-
-
-def outside(axis):
-    """The `vmap` is around the loop, and the axis of the batch this one."""
-    return lambda model, xs: jnp.mean(jax.vmap(model, in_axes=axis)(xs) ** 2)
-
-
-def inside(checkpoint):
-    """The `vmap` is in the step."""
-
-    def loss(model, xs):
-        step = lambda h, x: jax.vmap(model.step)(h, x)
-        init = jnp.zeros((BATCH, STATES))
-        h, hs = eqg.filter_scan(step, init, xs, checkpoint=checkpoint)
-        of_step = jax.vmap(model.readout)
-        return jnp.mean((jax.vmap(of_step)(hs) if model.returns_all else of_step(h)) ** 2)
-
-    return loss
-
-
-def data(axis):
-    return jnp.ones((BATCH, STEPS, INPUTS) if axis == 0 else (STEPS, BATCH, INPUTS))
-
-
-def checkpoint_of(advice):
-    found = re.search(r"checkpoint=('sqrt'|\d+)\)", advice.cure)[1]
-    return "sqrt" if found == "'sqrt'" else int(found)
-
-
-@pytest.mark.cost
-@pytest.mark.parametrize("returns_all", [False, True])
-def test_advice_on_a_loop_in_a_vmap_can_be_followed(returns_all):
-    """The estimate is for a `vmap` in the step, as the advice says if there are outputs."""
-    model, xs = network(returns_all=returns_all), data(1)
-    (one, *_) = [
-        a for a in eqg.explain_memory(outside(1), model, xs).advice if a.kind == "loop"
-    ]
-    assert ("into its step" in one.cure) == returns_all
-    followed = eqg.explain_memory(inside(checkpoint_of(one)), model, xs)
-    assert one.predicted == pytest.approx(followed.compiled, rel=0.2)
+STATES = 32
 
 
 @pytest.mark.slow
@@ -123,6 +60,20 @@ def of_stack(cells, xs, checkpoint):
     return jnp.mean(jax.lax.scan(layer, xs, cells)[0] ** 2)
 
 
+@eqg.custom_vjp
+def scaled(x):
+    return 2 * jnp.sin(x)
+
+
+scaled.def_fwd(lambda x: (2 * jnp.sin(x), jnp.cos(x)))
+scaled.def_bwd(lambda residuals, ct: (2 * residuals * ct,))
+
+
+def of_rule(cell, xs, checkpoint):
+    """Only the loop is entered: the rule of a function in it stays."""
+    return of_batch(lambda x, h: scaled(cell(x, h)), xs, checkpoint)
+
+
 def of_layer(cell, xs, checkpoint):
     zeros = jnp.zeros(STATES, xs.dtype)
     layer = eqg.nn.Recurrent(cell, initial_state=zeros, checkpoint=checkpoint)
@@ -130,51 +81,22 @@ def of_layer(cell, xs, checkpoint):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [of_batch, of_stack, of_layer])
+@pytest.mark.parametrize("loss", [of_batch, of_stack, of_layer, of_rule])
 def test_auto_that_is_plain_scan_has_the_report_of_plain_scan(loss):
-    make = lambda key: eqx.nn.GRUCell(INPUTS, STATES, dtype="float32", key=key)
+    make = lambda key: eqx.nn.GRUCell(STATES, STATES, dtype="float32", key=key)
     cell = (
         eqx.filter_vmap(make)(jr.split(jr.key(0), 3)) if loss is of_stack else make(jr.key(0))
     )
     # In double precision, "auto" chooses a replay.
-    xs = jnp.ones((32, 200, INPUTS), "float32")
+    xs = jnp.ones((32, 200, STATES), "float32")
     auto, plain = (
         eqg.explain_memory(loss, cell, xs, checkpoint, compiled=False)
         for checkpoint in ("auto", None)
     )
     assert auto.found == plain.found
-    assert auto.estimated == plain.estimated
     assert auto.advice == plain.advice
     assert any(a.kind == "layer" for a in auto.advice)
-
-
-@pytest.mark.slow
-def test_auto_of_a_step_with_a_rule_of_another_function():
-    """Only the loop is entered: the rule of a function in it stays."""
-
-    @eqg.custom_vjp
-    def scaled(x):
-        return 2 * jnp.sin(x)
-
-    @scaled.def_fwd
-    def _scaled_fwd(x):
-        return 2 * jnp.sin(x), jnp.cos(x)
-
-    @scaled.def_bwd
-    def _scaled_bwd(residuals, ct):
-        return (2 * residuals * ct,)
-
-    def loss(cell, xs, checkpoint):
-        return of_batch(lambda x, h: scaled(cell(x, h)), xs, checkpoint)
-
-    cell = eqx.nn.GRUCell(INPUTS, STATES, dtype="float32", key=jr.key(0))
-    xs = jnp.ones((32, 200, INPUTS), "float32")
-    auto, plain = (
-        eqg.explain_memory(loss, cell, xs, checkpoint, compiled=False)
-        for checkpoint in ("auto", None)
-    )
-    assert auto.found == plain.found
-    assert "scaled" in {r.primitive for r in auto.found}
+    assert ("scaled" in {r.primitive for r in auto.found}) == (loss is of_rule)
 
 
 class TwoCells(eqx.Module):
@@ -204,9 +126,10 @@ def test_a_line_that_runs_a_loop_twice_has_one_advice():
     assert len({str(a) for a in report.advice}) == len(report.advice)
     (checkpoint,) = re.findall(r", called 2 times, by .*checkpoint=(\d+)", advice.cure)
     followed = TwoCells(*cells, checkpoint=int(checkpoint))
-    left = eqg.explain_memory(loss, followed, xs, compiled=False).estimated
-    assert advice.predicted == pytest.approx(left, rel=0.05)
-    assert advice.predicted < 0.3 * report.estimated
+    left = eqg.explain_memory(loss, followed, xs, compiled=False).total
+    # A few steps of one loop are computed again at one time.
+    assert 0 < report.total - left - advice.saves < 0.1 * report.total
+    assert advice.saves > 0.7 * report.total
 
 
 def test_a_python_number_in_the_carry():

@@ -20,7 +20,6 @@ from eqx_grads._jaxprs.structure import inner_programs
 from .helpers import (
     assert_close,
     checking_leaks,
-    skip_without_checkpointed_loops,
     temp_bytes,
 )
 
@@ -99,87 +98,7 @@ def test_linear_closed_form(getkey, backward, precision):
             assert relative(got, want) < tolerance
 
 
-@pytest.mark.thorough
-def test_linear_closed_form_with_defaults(getkey):
-    """The default tolerance, 6e-6, is one on the last step: the error is a few times that."""
-    args, ct = problem(getkey), jr.normal(getkey(), (5,))
-    for backward in EXACT:
-        fn = lambda *args, backward=backward: solve(
-            linear, *args, backward=backward, solver=None
-        )
-        _, pullback = jax.vjp(fn, *args)
-        for got, want in zip(pullback(ct), closed_form(args, ct)[1], strict=True):
-            assert relative(got, want) < 3e-5
-
-
 # ---------------------------------------------------------------- exact derivatives
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backward", EXACT)
-def test_all_modes_and_second_order(getkey, backward):
-    with jax.enable_x64(True):
-        args = problem(getkey)
-        backward = solvers.FixedPointAdjoint(tight()) if backward == "fixed_point" else backward
-        ours = lambda x: jnp.sum(jnp.sin(solve(nonlinear, *args[:2], x, backward=backward)))
-        unrolled = lambda x: jnp.sum(jnp.sin(steps(nonlinear, *args[:2], x)))
-        x, v = args[2], jr.normal(getkey(), (3,))
-        all_of_it = lambda f: (
-            f(x),
-            jax.jvp(f, (x,), (v,))[1],
-            jax.grad(f)(x),
-            jax.hessian(f)(x),
-            jax.jacrev(jax.grad(f))(x),
-        )
-        assert_close(
-            jax.jit(lambda: all_of_it(ours))(),
-            jax.jit(lambda: all_of_it(unrolled))(),
-            tolerance=1e-11,
-        )
-
-
-@pytest.mark.slow
-def test_third_order():
-    with jax.enable_x64(True):
-        cosine = lambda y, x: jnp.cos(y) * x
-        ours = lambda x: eqg.fixed_point(cosine, 0.5, x, solver=tight()).value
-        third = jax.grad(jax.jacfwd(jax.grad(ours)))(0.7)
-        step, x = 1e-3, 0.7
-        # Differences of second derivatives, which are those of the closed form y = x cos y.
-        slope = jax.hessian(ours)
-        differences = (slope(x + step) - slope(x - step)) / (2 * step)
-        assert_close(third, differences, tolerance=1e-5)
-        y = ours(x)
-        dy = np.cos(y) / (1 + x * np.sin(y))
-        ddy = -(2 * np.sin(y) * dy + x * np.cos(y) * dy**2) / (1 + x * np.sin(y))
-        assert_close(slope(x), ddy, tolerance=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "solver",
-    [
-        optx.Newton(rtol=1e-10, atol=1e-10),
-        pytest.param(optx.Dogleg(rtol=1e-10, atol=1e-10), marks=pytest.mark.slow),
-        optx.LevenbergMarquardt(rtol=1e-10, atol=1e-10),
-        pytest.param(optx.BFGS(rtol=1e-8, atol=1e-8), marks=pytest.mark.slow),
-        solvers.Anderson(rtol=1e-12, atol=1e-12),
-    ],
-    ids=lambda solver: type(solver).__name__,
-)
-def test_any_solver_of_optimistix(getkey, solver):
-    """What is differentiated is always f(y) = y, also where the solver minimizes."""
-    with jax.enable_x64(True):
-        args = problem(getkey, n=4)
-
-        def loss(solve):
-            return lambda w: jnp.sum(solve(nonlinear, w, *args[1:], n=4) ** 2)
-
-        ours = lambda *args, n: solve(*args, n=n, solver=solver, backward=SERIES)
-        got, expected = jax.jit(lambda w: (jax.grad(loss(ours))(w), jax.grad(loss(steps))(w)))(
-            args[0]
-        )
-        assert_close(got, expected, tolerance=1e-6)
 
 
 def test_no_contraction():
@@ -226,23 +145,6 @@ def test_approximate_derivatives_are_the_published_ones(getkey, backward, number
         assert_close(jax.jit(lambda: both(ours))(), jax.jit(lambda: both(theirs))(), eps=1e3)
 
 
-@pytest.mark.slow
-def test_second_order_of_an_approximation():
-    """The derivative of x -> df/dx(y, x), in which y has the approximate derivative again."""
-    with jax.enable_x64(True):
-        f = lambda y, x: jnp.cos(y) * x**2
-        ours = lambda x: (
-            eqg.fixed_point(f, 0.5, x, solver=tight(), backward=solvers.NeumannAdjoint(1)).value
-        )
-        y, x = ours(0.6), 0.6
-        of_y, of_x = jax.grad(f, 0), jax.grad(f, 1)
-        slope = lambda y, x: (1 + of_y(y, x)) * of_x(y, x)
-        assert_close(jax.grad(ours)(x), slope(y, x))
-        expected = jax.grad(slope, 1)(y, x) + jax.grad(slope, 0)(y, x) * slope(y, x)
-        assert_close(jax.hessian(ours)(x), expected)
-        assert_close(jax.grad(jax.grad(ours))(x), expected)
-
-
 @pytest.mark.thorough
 def test_neumann_converges_at_the_rate_of_the_contraction(getkey):
     with jax.enable_x64(True):
@@ -257,42 +159,7 @@ def test_neumann_converges_at_the_rate_of_the_contraction(getkey):
             assert np.linalg.norm(got - exact) <= bound + 1e-12
 
 
-def test_names_are_adjoints(getkey):
-    args = problem(getkey)
-    for name, adjoint in APPROXIMATE.items():
-        gradient = lambda backward: jax.grad(
-            lambda w: jnp.sum(solve(nonlinear, w, *args[1:], backward=backward))
-        )(args[0])
-        assert jnp.array_equal(gradient(name), gradient(adjoint))
-
-
 # ---------------------------------------------------------------- transformations
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "backward", ["implicit", pytest.param("fixed_point", marks=pytest.mark.slow)]
-)
-def test_transformations(getkey, backward):
-    w, u, _ = problem(getkey)
-    xs = jr.normal(getkey(), (4, 3))
-
-    def gradient(x):
-        loss = lambda w, x: jnp.sum(solve(nonlinear, w, u, x, backward=backward) ** 2)
-        return jax.value_and_grad(loss, (0, 1))(w, x)
-
-    one_by_one = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(jax.jit(gradient), xs))
-    assert_close(jax.vmap(gradient)(xs), one_by_one, tolerance=1e-5)
-    scan = lambda fn: jax.lax.scan(lambda _, x: (None, fn(x)), None, xs)[1]
-    assert_close(scan(gradient), one_by_one, tolerance=1e-5)
-
-    # Of a sum over a scan, with a checkpoint, and batched before differentiation.
-    step = jax.checkpoint(lambda w, x: jnp.sum(solve(nonlinear, w, u, x, backward=backward)))
-    in_scan = lambda w: jax.lax.scan(lambda total, x: (total + step(w, x), None), 0.0, xs)[0]
-    in_vmap = lambda w: jnp.sum(jax.vmap(step, (None, 0))(w, xs))
-    expected = sum(jax.grad(step)(w, x) for x in xs)
-    assert_close(jax.grad(in_scan)(w), expected, tolerance=1e-5)
-    assert_close(jax.grad(in_vmap)(w), expected, tolerance=1e-5)
 
 
 @pytest.mark.slow
@@ -321,22 +188,6 @@ def test_no_leaks(getkey):
     jax.jit(jax.grad(lambda w: 2 * loss(w)))(args[0])
     with checking_leaks():
         jax.jit(jax.grad(loss))(args[0])
-
-
-@pytest.mark.slow
-def test_one_fixed_point_inside_another():
-    """y = x cos(z) with z = y sin(z) / 2 + 1: both levels are differentiated."""
-    with jax.enable_x64(True):
-        inner = lambda y: (
-            eqg.fixed_point(lambda z, y: y * jnp.sin(z) / 2 + 1, 0.5, y, solver=tight()).value
-        )
-        outer = lambda x: (
-            eqg.fixed_point(lambda y, x: x * jnp.cos(inner(y)), 0.5, x, solver=tight()).value
-        )
-        step = 1e-5
-        differences = (outer(0.4 + step) - outer(0.4 - step)) / (2 * step)
-        assert_close(jax.grad(outer)(0.4), differences, tolerance=1e-8)
-        assert_close(jax.jvp(outer, (0.4,), (1.0,))[1], differences, tolerance=1e-8)
 
 
 class Damped(eqx.Module):
@@ -451,36 +302,6 @@ def test_adjoints_in_optimistix(getkey, adjoint):
 
 
 @pytest.mark.slow
-def test_adjoints_where_optimistix_minimizes(getkey):
-    args = problem(getkey)
-    fn = lambda z, args: nonlinear(z, *args)
-    solver = optx.LevenbergMarquardt(rtol=1e-6, atol=1e-6)
-
-    def gradient(adjoint):
-        find = lambda args: optx.fixed_point(fn, solver, jnp.zeros(5), args, adjoint=adjoint)
-        return jax.grad(lambda args: jnp.sum(find(args).value))(args)
-
-    expected = jax.grad(lambda args: jnp.sum(steps(nonlinear, *args)))(args)
-    assert_close(gradient(solvers.ImplicitAdjoint()), expected, tolerance=1e-4)
-    for adjoint in (solvers.FixedPointAdjoint(), *APPROXIMATE.values()):
-        with pytest.raises(RuleError, match="together with a solver that minimizes"):
-            gradient(adjoint)
-
-
-@pytest.mark.slow
-def test_adjoints_of_optimistix(getkey):
-    skip_without_checkpointed_loops()
-    args = problem(getkey)
-    gradient = lambda backward: jax.grad(
-        lambda w: jnp.sum(solve(nonlinear, w, *args[1:], backward=backward))
-    )(args[0])
-    ours = gradient("implicit")
-    assert_close(gradient(optx.RecursiveCheckpointAdjoint()), ours, tolerance=1e-5)
-    gmres = lx.GMRES(rtol=1e-6, atol=1e-6)
-    assert_close(gradient(solvers.ImplicitAdjoint(gmres)), ours, tolerance=1e-5)
-
-
-@pytest.mark.slow
 def test_tags_reach_the_linear_solve(getkey):
     w, u, x = problem(getkey)
     w = -w @ w.T  # so that w - 1 is negative definite
@@ -494,21 +315,6 @@ def test_tags_reach_the_linear_solve(getkey):
 
 
 # ---------------------------------------------------------------- what is returned
-
-
-def test_solution(getkey):
-    args = problem(getkey)
-    solution = eqg.fixed_point(nonlinear, jnp.zeros(5), *args)
-    assert solution.result == optx.RESULTS.successful
-    assert 5 < solution.stats["num_steps"] < 40
-    assert solution.stats["max_steps"] == 256
-    residual = nonlinear(solution.value, *args) - solution.value
-    assert_close(solution.stats["residual_norm"], jnp.max(jnp.abs(residual)), eps=2)
-    assert solution.stats["residual_norm"] < 1e-5
-    norm = lambda x: eqg.fixed_point(nonlinear, jnp.zeros(5), *args[:2], x).stats[
-        "residual_norm"
-    ]
-    assert jnp.array_equal(jax.grad(norm)(args[2]), jnp.zeros(3))
 
 
 def test_each_example_of_a_batch_has_its_own_count():
@@ -622,25 +428,6 @@ def test_kinds_of_leaves():
     assert value["none"] is None
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("backward", ["fixed_point", "neumann"])
-def test_half_precision(dtype, backward):
-    fn = lambda y, x: y * 0.5 + x
-    x = jnp.ones(3, dtype)
-    loss = lambda x: eqg.fixed_point(fn, jnp.zeros(3, dtype), x, backward=backward).value.sum()
-    got = jax.grad(loss)(x)
-    assert got.dtype == dtype
-    assert_close(got.astype("float32"), jnp.full(3, 2.0, "float32"), tolerance=0.05)
-
-
-def test_single_precision_with_x64():
-    """Optimistix's plain iteration alone raises an error here (0.1.0)."""
-    with jax.enable_x64(True):
-        solution = eqg.fixed_point(lambda y: jnp.cos(y), jnp.zeros(2, "float32"))
-        assert solution.value.dtype == "float32"
-        assert_close(solution.value, jnp.full(2, 0.739085, "float32"), tolerance=1e-4)
-
-
 def grows(y):
     return jnp.concatenate([y, y])
 
@@ -737,16 +524,6 @@ def test_anderson_of_trees_in_a_batch(getkey):
     assert_close(got, jax.vmap(lambda x: find(x, tight()))(xs), tolerance=1e-4)
 
 
-def test_anderson_at_the_fixed_point():
-    """All differences are zero, and the least-squares problem has no information."""
-    solver = solvers.Anderson(rtol=1e-5, atol=1e-5)
-    solution = eqg.fixed_point(lambda y: jnp.ones(3), jnp.ones(3), solver=solver)
-    assert jnp.array_equal(solution.value, jnp.ones(3))
-    assert solution.stats["num_steps"] == 1
-    solution = eqg.fixed_point(lambda y: 0.5 * y + jnp.zeros(3), jnp.ones(3), solver=solver)
-    assert jnp.all(jnp.abs(solution.value) < 1e-5)
-
-
 # ---------------------------------------------------------------- the layer
 
 
@@ -763,30 +540,6 @@ class Cell(eqx.Module):
 
     def __call__(self, x, z):
         return jnp.tanh(self.of_input(x) + self.of_state(z))
-
-
-def through_steps(cell, x):
-    return steps(lambda z: cell(x, z), n=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backward", EXACT)
-def test_layer_in_a_network(getkey, backward):
-    cell = Cell(3, 4, key=getkey())
-    layer = eqg.nn.FixedPoint(cell, 4, backward=backward, solver=tight())
-    xs = jr.normal(getkey(), (6, 3))
-    loss = lambda layer, xs: jnp.sum(jnp.sin(jax.vmap(layer)(xs)))
-    plain = lambda cell, xs: jnp.sum(jnp.sin(jax.vmap(lambda x: through_steps(cell, x))(xs)))
-    grads = eqx.filter_jit(eqx.filter_grad(loss))(layer, xs)
-    expected = eqx.filter_jit(eqx.filter_grad(plain))(cell, xs)
-    assert_close(jax.tree.leaves(grads.cell), jax.tree.leaves(expected), tolerance=1e-5)
-
-    def body(carry, x):
-        return carry + jnp.sum(layer(x)), None
-
-    in_scan = jax.jit(jax.grad(lambda xs: jax.lax.scan(body, jnp.zeros(()), xs)[0]))(xs)
-    by_hand = jax.vmap(jax.grad(lambda x: jnp.sum(through_steps(cell, x))))(xs)
-    assert_close(in_scan, by_hand, tolerance=1e-5)
 
 
 def test_layer_statistics_and_start(getkey):

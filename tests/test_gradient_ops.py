@@ -263,17 +263,6 @@ class TestScale:
         # d/ds of s * 3 x^2
         assert jax.grad(lambda s: jax.grad(f)(2.0, s))(5.0) == 12.0
 
-    def test_two_reversals_are_the_identity(self):
-        twice = lambda x: eqg.reverse_gradient(eqg.reverse_gradient(x))
-        x = jnp.asarray(X)
-        assert bits(jax.grad(ft.partial(loss, twice))(x)) == bits(jax.grad(total_sin)(x))
-        assert bits(jax.jacfwd(twice)(x)) == bits(jnp.eye(4, dtype=x.dtype))
-
-    def test_reversal_is_minus_the_gradient(self):
-        x = jnp.asarray(X)
-        reverse = lambda x: eqg.reverse_gradient(x, jnp.uint8(1))
-        assert_close(jax.grad(ft.partial(loss, reverse))(x), -jax.grad(total_sin)(x))
-
     def test_complex(self):
         f = lambda z: jnp.real(eqg.scale_gradient(z, 2j) ** 2)
         plain = jax.grad(lambda z: jnp.real(z**2))(1 + 2j)
@@ -304,23 +293,8 @@ class TestReversalSchedule:
         traced = jax.jit(eqg.reversal_schedule)(jnp.array(progress))
         assert np.isclose(traced, want, rtol=1e-6, atol=0)
 
-    def test_options(self):
-        at = ft.partial(eqg.reversal_schedule, low=0.5, high=2.0, gamma=5.0)
-        assert at(0) == 0.5
-        assert np.isclose(at(0.2), 0.5 + 1.5 * 0.4621171573)
-        assert eqg.reversal_schedule(np.arange(3), gamma=jnp.array(1)).shape == (3,)
-
 
 class TestClip:
-    def test_a_clipped_squared_error_is_the_huber_loss(self):
-        clipped = lambda x: 0.5 * eqg.clip_gradient(x, -1.0, 1.0) ** 2
-        x = jnp.array([-3.0, -1.0, -0.5, 0.0, 0.25, 1.0, 4.0])
-        for transform in (jax.grad, jax.hessian):
-            both = (clipped, optax.huber_loss)
-            ours, huber = (jax.jit(jax.vmap(transform(f))) for f in both)
-            off_the_kink = x if transform is jax.grad else x[jnp.abs(x) != 1]
-            assert bits(ours(off_the_kink)) == bits(huber(off_the_kink))
-
     def test_bounds(self):
         grad = lambda *bounds: jax.grad(
             lambda x: jnp.sum(5 * eqg.clip_gradient(x, *bounds) * jnp.array([1.0, -1.0]))
@@ -520,28 +494,6 @@ class TestNoise:
         assert np.all(np.abs(np.mean(noise**4, 0) - 3) < five_sigma * np.sqrt(96))
         assert np.all(np.abs(np.cov(noise.T) - np.eye(3)) < five_sigma * np.sqrt(2))
 
-    def test_the_key_decides(self, getkey):
-        key, other = getkey(), getkey()
-        grad = jax.grad(lambda x, key: jnp.sum(eqg.noise_gradient(x, key=key, stddev=1.0)))
-        x = jnp.zeros(5)
-        assert bits(grad(x, key)) == bits(grad(x, key))
-        assert not jnp.any(grad(x, key) == grad(x, other))
-        assert_close(jax.jit(grad)(x, key), grad(x, key))
-        # A key of the old kind.
-        assert not jnp.any(grad(x, jr.PRNGKey(0)) == grad(x, jr.PRNGKey(1)))
-
-    def test_in_a_scan_with_a_key_for_each_step(self, getkey):
-        def total(x, keys):
-            op = lambda h, key: (eqg.noise_gradient(h, key=key, stddev=1.0), None)
-            return jnp.sum(jax.lax.scan(op, x, keys)[0])
-
-        keys, x = jr.split(getkey(), 3), jnp.zeros(4)
-        steps = [
-            gradient_of(lambda x, k=k: eqg.noise_gradient(x, key=k, stddev=1.0), x)
-            for k in keys
-        ]
-        assert_close(jax.jit(jax.grad(total))(x, keys), 1 + sum(steps))
-
     def test_traced_deviation_and_unused_leaves(self, getkey):
         key = getkey()
 
@@ -585,12 +537,6 @@ class TestCast:
         ct = jr.normal(getkey(), (9,), jnp.bfloat16)
         assert bits(gradient_of(lambda x: eqg.cast_gradient(x, jnp.float32), ct)) == bits(ct)
 
-    def test_half_to_brain(self):
-        ct = jnp.array([1.2345, 65504, 6e-8, -0.1], jnp.float16)
-        got = gradient_of(lambda x: eqg.cast_gradient(x, "bfloat16"), ct)
-        want = np.asarray(ct).astype(ml_dtypes.bfloat16).astype("float16")
-        np.testing.assert_array_equal(got, want)
-
     def test_complex(self):
         ct = jnp.array([1.2345678 + 7.654321j])
         got = gradient_of(lambda z: eqg.cast_gradient(z, jnp.float16), ct)
@@ -623,9 +569,6 @@ class TestOneWay:
             assert g_scale.factor == 0
         of_gradient = lambda scale: jax.grad(loss)(3.0, scale)
         assert jax.grad(of_gradient)(args[1]).factor == 18.0
-
-    def test_none_is_zero(self):
-        assert jax.grad(lambda x: eqg.on_backward(x, lambda g: None) ** 2)(3.0) == 0.0
 
     def test_a_tree_is_handed_over_whole(self):
         seen = []
@@ -744,12 +687,6 @@ class TestPsum:
         y, t = jax.jvp(jax.jit(f), (2.0,), (3.0,))
         assert_close((y, t), (jnp.full(4, 2.0), jnp.full(4, 3.0)))
 
-    def test_copies_that_vary(self):
-        """Each device has its own array, and JAX does not know that they are equal."""
-        f = lambda w, x: jax.grad(lambda w: jnp.sum(eqg.psum_gradient(w, "i") * x))(w)
-        f = jax.shard_map(f, mesh=MESH, in_specs=Spec("i"), out_specs=Spec("i"))
-        assert_close(jax.jit(f)(jnp.ones(4), jnp.arange(4.0)), jnp.full(4, 6.0))
-
     def test_vmap(self):
         grad = jax.grad(lambda w, x: jnp.sin(eqg.psum_gradient(w, "batch") * x))
         grads = jax.vmap(grad, (None, 0), axis_name="batch")(0.5, jnp.arange(3.0))
@@ -833,141 +770,61 @@ def _first_column(g):
 
 
 X3 = {"w": np.zeros((2, 3), np.float32)}
-WRONG = {
-    "factor, shape": (
-        lambda: eqg.scale_gradient(X3, np.ones(2)),
-        r"The `s` of `scale_gradient` does not broadcast to `x`.\n"
-        r"  `s` is float64\[2\], x\['w'\] is float32\[2,3\]\n.*broadcast",
-    ),
-    "factor, rank": (
-        lambda: eqg.reverse_gradient(1.0, jnp.ones(3)),
-        r"The `strength` of `reverse_gradient` does not broadcast to `x`",
-    ),
-    "factor, complex": (
-        lambda: eqg.scale_gradient(X3, 1j),
-        r"`scale_gradient` was given a complex `s` for a real array.\n.*x\['w'\]",
-    ),
-    "bounds, swapped": (
-        lambda: eqg.clip_gradient(X3, 1.0, -1.0),
-        r"`clip_gradient` was given a `min` that exceeds `max`.\n  `min` is 1.0, `max` is -1.0",
-    ),
-    "bounds, NaN": (
-        lambda: eqg.clip_gradient(X3, float("nan"), 1.0),
-        r"`clip_gradient` was given a `min` that exceeds `max`",
-    ),
-    "bounds, one of many": (
-        lambda: eqg.clip_gradient(X3, np.array([0, 0, 2]), 1),
-        r"`clip_gradient` was given a `min` that exceeds `max`",
-    ),
-    "bounds, shape": (
-        lambda: eqg.clip_gradient(X3, None, np.ones((5, 2, 3))),
-        r"The `max` of `clip_gradient` does not broadcast to `x`",
-    ),
-    "bounds, complex": (
-        lambda: eqg.clip_gradient(X3, 1j, None),
-        r"`clip_gradient` was given a complex bound.\n  `min` is complex",
-    ),
-    "norm, negative": (
-        lambda: eqg.clip_gradient_norm(X3, -1.0),
-        r"The `max_norm` of `clip_gradient_norm` is not positive or zero.\n"
-        r"  it is -1.0",
-    ),
-    "norm, NaN": (
-        lambda: eqg.clip_gradient_norm(X3, float("nan")),
-        r"The `max_norm` of `clip_gradient_norm` is not positive or zero",
-    ),
-    "norm, array": (
-        lambda: eqg.clip_gradient_norm(X3, np.ones(3)),
-        r"The `max_norm` of `clip_gradient_norm` is not a number",
-    ),
-    "norm, axis": (
-        lambda: eqg.clip_gradient_norm({**X3, "b": 1.0}, 1.0, -1),
-        r"`clip_gradient_norm` was given an axis that `x\['b'\]` does not have.\n"
-        r"  `axis` is -1, `x\['b'\]` is float",
-    ),
-    "eps, negative": (
-        lambda: eqg.normalize_gradient(X3, eps=-1e-3),
-        r"The `eps` of `normalize_gradient` is not positive or zero",
-    ),
-    "normalize, axis": (
-        lambda: eqg.normalize_gradient(X3, (0, 2)),
-        r"`normalize_gradient` was given an axis that `x\['.'\]` does not have",
-    ),
-    "mask, structure": (
-        lambda: eqg.mask_gradient(X3, {"v": True}),
-        r"`mask_gradient` was given a `mask` of another structure than `x`.\n"
-        r"  `x` is (?s:.)*`mask` is {'v': True}",
-    ),
-    "mask, too deep": (
-        lambda: eqg.mask_gradient(np.zeros(3), (True, False)),
-        r"`mask_gradient` was given a `mask` of another structure than `x`",
-    ),
-    "mask, shape": (
-        lambda: eqg.mask_gradient(X3, np.ones(2, bool)),
-        r"The `mask` of `mask_gradient` does not broadcast to `x`.\n  `mask` is bool\[2\]",
-    ),
-    "mask, floats": (
-        lambda: eqg.mask_gradient(X3, np.ones(3)),
-        r"`mask_gradient` was given a `mask` that is not boolean.\n"
-        r"  for x\['w'\]: `mask` is float64\[3\]\n.*scale_gradient",
-    ),
-    "deviation, negative": (
-        lambda: eqg.noise_gradient(X3, key=jr.key(0), stddev=-1.0),
-        r"The `stddev` of `noise_gradient` is not positive or zero",
-    ),
-    "deviation, shape": (
-        lambda: eqg.noise_gradient(X3, key=jr.key(0), stddev=np.ones(2)),
-        r"The `stddev` of `noise_gradient` does not broadcast to `x`",
-    ),
-    "dtype, integer": (
-        lambda: eqg.cast_gradient(X3, jnp.int8),
-        r"`cast_gradient` was given a dtype that is not floating.\n  `dtype` is int8",
-    ),
-    "dtype, no such": (
-        lambda: eqg.cast_gradient(X3, "float7"),
-        r"`cast_gradient` was given a dtype that is not floating.\n  `dtype` is float7",
-    ),
-    "on_backward, shape": (
-        lambda: jax.grad(lambda x: jnp.sum(eqg.on_backward(x, _first_column)["w"]))(X3),
+NOISE = {"key": jr.key(0)}
+total = lambda fn: jax.grad(lambda x: jnp.sum(eqg.on_backward(x, fn)["w"]))(X3)
+scalar = lambda fn: jax.grad(lambda x: eqg.on_backward(x, fn))(1.0)
+NO_BROADCAST = r"The `{}` of `{}` does not broadcast to `x`"
+# A call, and what the error says.
+WRONG = [
+    (lambda: eqg.scale_gradient(X3, np.ones(2)), NO_BROADCAST.format("s", "scale_gradient")
+        + r".\n  `s` is float64\[2\], x\['w'\] is float32\[2,3\]\n.*broadcast"),
+    (lambda: eqg.reverse_gradient(1.0, jnp.ones(3)),
+        NO_BROADCAST.format("strength", "reverse_gradient")),
+    (lambda: eqg.scale_gradient(X3, 1j), r"a complex `s` for a real array.\n.*x\['w'\]"),
+    (lambda: eqg.clip_gradient(X3, 1.0, -1.0),
+        r"a `min` that exceeds `max`.\n  `min` is 1.0, `max` is -1.0"),
+    (lambda: eqg.clip_gradient(X3, float("nan"), 1.0), r"a `min` that exceeds `max`"),
+    (lambda: eqg.clip_gradient(X3, np.array([0, 0, 2]), 1), r"a `min` that exceeds `max`"),
+    (lambda: eqg.clip_gradient(X3, None, np.ones((5, 2, 3))),
+        NO_BROADCAST.format("max", "clip_gradient")),
+    (lambda: eqg.clip_gradient(X3, 1j, None), r"a complex `min` for a real array"),
+    (lambda: eqg.clip_gradient_norm(X3, -1.0),
+        r"`max_norm` of `clip_gradient_norm` is not positive or zero.\n  it is -1.0"),
+    (lambda: eqg.clip_gradient_norm(X3, float("nan")), r"is not positive or zero"),
+    (lambda: eqg.clip_gradient_norm(X3, np.ones(3)), r"`max_norm` .* is not a number"),
+    (lambda: eqg.clip_gradient_norm({**X3, "b": 1.0}, 1.0, -1),
+        r"an axis that `x\['b'\]` does not have.\n  `axis` is -1, `x\['b'\]` is float"),
+    (lambda: eqg.normalize_gradient(X3, eps=-1e-3), r"`eps` .* is not positive or zero"),
+    (lambda: eqg.normalize_gradient(X3, (0, 2)), r"an axis that `x\['.'\]` does not have"),
+    (lambda: eqg.mask_gradient(X3, {"v": True}),
+        r"a `mask` of another structure than `x`.\n  `x` is (?s:.)*`mask` is {'v': True}"),
+    (lambda: eqg.mask_gradient(np.zeros(3), (True, False)), r"another structure than `x`"),
+    (lambda: eqg.mask_gradient(X3, np.ones(2, bool)),
+        NO_BROADCAST.format("mask", "mask_gradient")),
+    (lambda: eqg.mask_gradient(X3, np.ones(3)),
+        r"that is not boolean.\n  for x\['w'\]: `mask` is float64\[3\]\n.*scale_gradient"),
+    (lambda: eqg.noise_gradient(X3, **NOISE, stddev=-1.0), r"`stddev` .* is not positive or z"),
+    (lambda: eqg.noise_gradient(X3, **NOISE, stddev=np.ones(2)),
+        NO_BROADCAST.format("stddev", "noise_gradient")),
+    (lambda: eqg.cast_gradient(X3, jnp.int8), r"that is not floating.\n  `dtype` is int8"),
+    (lambda: eqg.cast_gradient(X3, "float7"), r"that is not floating.\n  `dtype` is float7"),
+    (lambda: total(_first_column),
         r"`_first_column`, which was given to `on_backward`, did not return a gradient of "
         r"`x`.\n  at gradient\['w'\]: it was called with float32\[2,3\], and "
-        r"returned float32\[2\]\n  in `_first_column`, file ",
-    ),
-    "on_backward, structure": (
-        lambda: jax.grad(lambda x: jnp.sum(eqg.on_backward(x, jax.tree.leaves)["w"]))(X3),
-        r"given to `on_backward`, did not return a gradient of `x`",
-    ),
-    "on_backward, integers": (
-        lambda: jax.grad(lambda x: eqg.on_backward(x, lambda g: g > 0))(1.0),
-        r"a gradient of `x`.\n  at gradient: it was called with float32\[\], and returned bool",
-    ),
-    "on_backward, complex": (
-        lambda: jax.grad(lambda x: eqg.on_backward(x, lambda g: 1j * g))(1.0),
-        r"it was called with float32\[\], and returned complex64\[\]",
-    ),
-    "on_forward, structure": (
-        lambda: eqg.on_forward(X3, lambda x: x["w"]),
-        r"The `fn` of `on_forward` returned another structure",
-    ),
-    "on_forward, shape": (
-        lambda: eqg.on_forward(X3, lambda x: {"w": x["w"].T}),
+        r"returned float32\[2\]\n  in `_first_column`, file "),
+    (lambda: total(jax.tree.leaves), r"`on_backward`, did not return a gradient of `x`"),
+    (lambda: scalar(lambda g: g > 0), r"with float32\[\], and returned bool"),
+    (lambda: scalar(lambda g: 1j * g), r"with float32\[\], and returned complex64\[\]"),
+    (lambda: eqg.on_forward(X3, lambda x: x["w"]), r"`on_forward` returned another structure"),
+    (lambda: eqg.on_forward(X3, lambda x: {"w": x["w"].T}),
         r"The `fn` of `on_forward` returned an array of another shape or kind"
-        r".\n  at x\['w'\]: it was called with float32\[2,3\], and returned float32\[3,2\]",
-    ),
-    "on_forward, integers": (
-        lambda: eqg.on_forward(1.5, lambda x: x > 0),
-        r"it was called with float32\[\], and returned bool\[\]",
-    ),
-    "on_forward, complex": (
-        lambda: eqg.on_forward(1.5, lambda x: 1j * x),
-        r"it was called with float32\[\], and returned complex64\[\]",
-    ),
-    "psum, axis": (
-        lambda: eqg.psum_gradient(X3, "j"),
-        r"`psum_gradient` was given the name of an axis that does not exist here.\n"
-        r"  `axis_name` is 'j'\n.*shard_map",
-    ),
-}
+        r".\n  at x\['w'\]: it was called with float32\[2,3\], and returned float32\[3,2\]"),
+    (lambda: eqg.on_forward(1.5, lambda x: x > 0), r"with float32\[\], and returned bool\[\]"),
+    (lambda: eqg.on_forward(1.5, lambda x: 1j * x),
+        r"with float32\[\], and returned complex64\[\]"),
+    (lambda: eqg.psum_gradient(X3, "j"),
+        r"an axis that does not exist here.\n  `axis_name` is 'j'\n.*shard_map"),
+]  # fmt: skip
 
 
 def _float32(pattern):
@@ -979,17 +836,10 @@ def _float32(pattern):
     )
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_errors(name):
-    call, message = WRONG[name]
+@pytest.mark.parametrize(("call", "message"), WRONG)
+def test_errors(call, message):
     with pytest.raises(RuleError, match=_float32(message)):
         call()
-
-
-def test_traced_arguments_raise_no_error():
-    x = jnp.ones(3)
-    jax.jit(lambda low, high: eqg.clip_gradient(x, low, high))(1.0, -1.0)
-    jax.jit(lambda m: eqg.clip_gradient_norm(x, m))(-1.0)
 
 
 def test_what_has_no_rule_is_not_differentiated():

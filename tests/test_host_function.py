@@ -4,7 +4,6 @@ import collections
 import concurrent.futures
 import copy
 import ctypes
-import functools as ft
 import gc
 import pickle
 import shutil
@@ -17,15 +16,12 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import scipy.linalg
 import scipy.sparse
 import scipy.sparse.linalg
 import scipy.special
 from eqx_grads import RuleError
-from eqx_grads._host.host_callback import VMAP_METHODS
-from scipy.integrate import solve_ivp
 
 from .helpers import assert_close
 
@@ -106,40 +102,6 @@ def test_both_modes(form, points):
         assert_close(jax.jit(lambda: derivatives(f))(), expected, **F64)
 
 
-def slow(*args):
-    return pytest.param(*args, marks=pytest.mark.slow)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "rules", [(), slow(("def_bwd",)), slow(("def_jvp",)), ("def_bwd", "def_jvp")]
-)
-def test_second_order_by_differences_of_the_rules(rules, points):
-    f = make(*rules, finite_difference="central")
-    modes = (jax.jacfwd, jax.jacrev)
-    with jax.enable_x64(True):
-        expected = jax.hessian(loss(_jax), (0, 1))(*points)
-        # Differences of differences are known to 1e-7, those of a rule to 1e-10.
-        for outer in modes:
-            for inner in modes:
-                got = outer(inner(loss(f), (0, 1)), (0, 1))(*points)
-                assert_close(got, expected, tolerance=1e-6 if len(rules) < 2 else 1e-9)
-
-
-def test_third_order_by_differences():
-    f = eqg.host_function(np.exp, out=lambda x: x, finite_difference="central")
-    with jax.enable_x64(True):
-        third = jax.grad(jax.grad(jax.grad(f)))(0.5)
-        assert abs(third / np.exp(0.5) - 1) < 1e-4
-
-
-def test_second_order_of_complex_steps():
-    f = eqg.host_function(np.exp, out=lambda x: x, finite_difference="complex")
-    with jax.enable_x64(True):
-        assert abs(jax.grad(f)(0.5) / np.exp(0.5) - 1) < 1e-15
-        assert abs(jax.hessian(f)(0.5) / np.exp(0.5) - 1) < 1e-9
-
-
 def test_the_step(points):
     """Float32 arguments of a function that computes in float64: the step may be small."""
     f = lambda step: eqg.host_function(
@@ -179,49 +141,7 @@ def test_the_step_of_each_leaf():
     assert np.isclose(scale, 1.0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_half_precision(dtype):
-    f = eqg.host_function(
-        lambda x: np.asarray(x, np.float32) ** 2,
-        out=lambda x: x,
-        finite_difference="central",
-    )
-    x = jnp.array([1.5, -0.5], dtype)
-    value, grads = f(x), jax.jit(jax.grad(lambda x: jnp.sum(f(x))))(x)
-    assert value.dtype == grads.dtype == dtype
-    assert_close(grads, 2 * x)
-
-
 # JAX's convention: the gradient of a real loss is the conjugate of the steepest ascent.
-@pytest.mark.parametrize("form", ["central", "def_bwd", "def_jvp"])
-def test_complex_numbers(form):
-    def numpy(z, x):
-        return z**2 * x, np.abs(z)
-
-    options = {"finite_difference": "central"} if form == "central" else {}
-    f = eqg.host_function(numpy, out=lambda z, x: (z, x), **options)
-
-    @(f.def_bwd if form == "def_bwd" else lambda rule: rule)
-    def f_bwd(arguments, cts):
-        (z, x), (ct, ct_abs) = arguments, cts
-        return ct * 2 * z * x + ct_abs * np.conj(z) / np.abs(z), ct * z**2
-
-    @(f.def_jvp if form == "def_jvp" else lambda rule: rule)
-    def f_jvp(primals, tangents):
-        (z, x), (t_z, t_x) = primals, tangents
-        t_abs = np.real(np.conj(z) * t_z) / np.abs(z)
-        return numpy(z, x), (2 * z * x * t_z + z**2 * t_x, t_abs)
-
-    with jax.enable_x64(True):
-        z, x = jnp.array([1.0 + 2.0j, -0.5j]), jnp.array([0.3, 2.0])
-        witness = lambda z, x: (z**2 * x.astype(z.dtype), jnp.abs(z))
-
-        def derivatives(f):
-            out, pull = jax.vjp(f, z, x)
-            tangent = jax.jvp(f, (z, x), (z * (0.2 - 1.0j), x))
-            return out, pull((z * (0.5 + 1.0j), x)), tangent
-
-        assert_close(derivatives(f), derivatives(witness), **F64)
 
 
 # ---------------------------------------------------------------- arguments and outputs
@@ -270,27 +190,6 @@ def test_trees_and_static_leaves():
     assert jnp.issubdtype(out["index"].dtype, jnp.integer)
 
 
-@pytest.mark.thorough
-def test_python_scalars_and_empty_arrays():
-    f = make("def_bwd", "def_jvp")
-    square = eqg.host_function(lambda x: x**2, out=lambda x: x, finite_difference="central")
-    assert square(3.0) == 9.0
-    assert_close(jax.grad(square)(3.0), 6.0, tolerance=1e-4)
-    empty = jnp.zeros((0,))
-    summed = eqg.host_function(
-        lambda x, y: np.sum(x) + y, out=lambda x, y: y, finite_difference="central"
-    )
-    for f in (summed, jax.jit(summed)):
-        assert f(empty, 1.5) == 1.5
-        for jacobian in (jax.jacfwd, jax.jacrev):
-            of_empty, of_y = jacobian(f, (0, 1))(empty, 1.5)
-            assert of_empty.shape == (0,)
-            assert_close(of_y, 1.0, tolerance=1e-4)
-    same = eqg.host_function(lambda x: x, out=lambda x: x)
-    same.def_bwd(lambda arguments, ct: (ct,))
-    assert jax.jacfwd(same)(empty).shape == (0, 0)
-
-
 def test_float64_of_numpy_is_cast_to_what_was_promised():
     f = eqg.host_function(
         lambda x: (np.asarray(x, np.float64), np.int64(7)),
@@ -327,29 +226,6 @@ def test_a_buffer_that_is_used_again(jit):
 
 
 # ---------------------------------------------------------------- transformations
-
-
-@pytest.mark.parametrize("method", VMAP_METHODS)
-@pytest.mark.parametrize("form", ["central", "both rules", slow("def_jvp"), slow("def_bwd")])
-def test_vmap_methods(method, form):
-    rules, options = FORMS[form]
-    f = make(*rules, vmap_method=method, **options)
-    xs, y = jnp.array([[0.5, -1.2], [2.0, 0.1], [0.3, 0.7]]), jnp.array([1.5, 0.3])
-
-    @jax.jit
-    def batched(f):
-        # It does not say which axis of `vmap` an argument has, if there are several.
-        nested = f if method != "legacy_vectorized" else jax.tree_util.Partial(_jax)
-        return (
-            jax.vmap(f, (0, None))(xs, y),
-            jax.grad(lambda y: jnp.sum(jax.vmap(f, (0, None))(xs, y) ** 2))(y),
-            jax.vmap(jax.grad(loss(f), (0, 1)), (0, None))(xs, y),
-            jax.vmap(lambda x: jax.jvp(lambda x: f(x, y), (x,), (x,)))(xs),
-            jax.vmap(jax.vmap(nested, (None, 0)), (0, None))(xs, xs),
-        )
-
-    plain = batched(jax.tree_util.Partial(_jax))
-    assert_close(batched(jax.tree_util.Partial(f)), plain, tolerance=2e-3)
 
 
 def test_vectorized_differences_take_as_many_calls_as_one_example():
@@ -490,29 +366,6 @@ def test_forward_passes_without_a_backward_pass_keep_nothing_more():
     assert counts["bwd"] == 0
 
 
-def test_residuals_are_passed_through():
-    counts = {"fwd": 0}
-    f = eqg.host_function(np.exp, out=lambda x: x, finite_difference="central")
-
-    @f.def_fwd(residuals=lambda x: {"out": x, "count": jax.ShapeDtypeStruct((), jnp.int32)})
-    def f_fwd(x):
-        counts["fwd"] += 1
-        return np.exp(x), {"out": np.exp(x), "count": np.int32(3)}
-
-    @f.def_bwd
-    def f_bwd(residuals, ct):
-        assert residuals["count"] == 3
-        return (ct * residuals["out"],)
-
-    xs = jnp.arange(5.0) / 5
-    grad = jax.jit(jax.grad(lambda xs: jnp.sum(jax.vmap(f)(xs))))
-    assert_close(grad(xs), jnp.exp(xs))
-    assert counts["fwd"] == 5
-    assert len(f._code.kept) == 0
-    # The second derivative is with respect to the argument, not at fixed residuals.
-    assert_close(jax.hessian(f)(0.5), jnp.exp(0.5), tolerance=1e-4)
-
-
 def test_a_backward_rule_may_ask_what_is_perturbed():
     seen = []
     f = eqg.host_function(lambda pair, *, power: pair[0] * pair[1] ** power, out=jnp.zeros(()))
@@ -528,30 +381,6 @@ def test_a_backward_rule_may_ask_what_is_perturbed():
 
 
 # ---------------------------------------------------------------- who calls what
-
-
-@pytest.mark.slow
-def test_scipy_solve_ivp():
-    """The decay of a linear system, against the matrix exponential."""
-
-    def decay(matrix, start):
-        solution = solve_ivp(lambda t, y: matrix @ y, (0, 1), start, rtol=1e-11, atol=1e-12)
-        return solution.y[:, -1]
-
-    f = eqg.host_function(
-        decay, out=lambda matrix, start: start, finite_difference="central", step=2e-4
-    )
-    with jax.enable_x64(True):
-        matrix, start = jnp.array([[-0.5, 0.3], [0.1, -0.9]]), jnp.array([1.0, 2.0])
-        exact = lambda matrix, start: jax.scipy.linalg.expm(matrix) @ start
-        derivatives = lambda f: (
-            jax.jacrev(f, (0, 1))(matrix, start),
-            jax.jvp(f, (matrix, start), (matrix, start)),
-        )
-        assert_close(derivatives(f), derivatives(exact), tolerance=1e-6)
-        hessian = jax.hessian(lambda matrix: jnp.sum(f(matrix, start)))(matrix)
-        expected = jax.hessian(lambda matrix: jnp.sum(exact(matrix, start)))(matrix)
-        assert_close(hessian, expected, tolerance=1e-3)
 
 
 _ellipk = eqg.host_function(scipy.special.ellipk, out=lambda m: m)
@@ -630,61 +459,6 @@ def test_ufunc(way):
     assert_close(
         jax.jit(jax.vmap(jax.grad(f)))(jnp.array([m])), slope[None], tolerance=tolerance
     )
-
-
-def test_partial_of_a_ufunc():
-    """The rules of `functools.partial` and of NumPy's options: only what the caller gave."""
-    bessel = lambda n: eqg.host_function(ft.partial(scipy.special.jv, n), out=lambda x: x)
-    f = eqg.elementwise(bessel(0), lambda out, x: -bessel(1)(x))
-    assert_close(jax.jit(jax.grad(f))(2.0), jnp.asarray(-scipy.special.jv(1, 2.0)), eps=40)
-    sine = eqg.host_function(np.sin, out=lambda x, dtype: x)
-    f = eqg.elementwise(sine, lambda out, x: jnp.cos(x))
-    assert_close(f(jnp.ones(2), dtype=np.float32), jnp.sin(jnp.ones(2)), tolerance=1e-6)
-
-
-def test_ufunc_as_a_rule():
-    """A rule that does not say what its parameters are (NumPy before 2.4, C)."""
-    divide = eqg.host_function(np.divide, out=lambda out, x: x)
-    cubed = eqg.elementwise(lambda x: 3 * x**3, divide)  # not its derivative
-    assert_close(jax.grad(cubed)(2.0), jnp.asarray(12.0))
-
-
-@pytest.mark.slow
-def test_scipy_cho_solve():
-    """The factorization stays on the host, and serves the backward pass."""
-    factorized = []
-
-    @eqg.host_function(out=lambda matrix, b: b)
-    def solve(matrix, b):
-        return scipy.linalg.cho_solve(scipy.linalg.cho_factor(matrix), b)
-
-    @solve.def_fwd
-    def solve_fwd(matrix, b):
-        factorized.append(matrix)
-        factor = scipy.linalg.cho_factor(matrix)
-        x = scipy.linalg.cho_solve(factor, b)
-        return x, (factor, x)
-
-    @solve.def_bwd
-    def solve_bwd(residuals, ct):
-        factor, x = residuals
-        ct_b = scipy.linalg.cho_solve(factor, ct)
-        return -np.outer(ct_b, x), ct_b
-
-    with jax.enable_x64(True):
-        root = jnp.array([[2.0, 0.0, 0.3], [0.1, 1.0, 0.0], [0.2, 0.5, 1.5]])
-        b = jnp.array([1.0, -2.0, 0.5])
-
-        def of_root(solve):
-            return lambda root, b: jnp.sum(solve(root @ root.T, b) ** 2)
-
-        expected = jax.grad(of_root(jnp.linalg.solve), (0, 1))(root, b)
-        assert_close(jax.jit(jax.grad(of_root(solve), (0, 1)))(root, b), expected, eps=1e4)
-        assert len(factorized) == 1
-        batch = jnp.stack([root, 2 * root])
-        got = jax.vmap(jax.grad(of_root(solve), (0, 1)), (0, None))(batch, b)
-        want = jax.vmap(jax.grad(of_root(jnp.linalg.solve), (0, 1)), (0, None))(batch, b)
-        assert_close(got, want, eps=1e4)
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
@@ -773,38 +547,6 @@ def test_a_pytorch_module():
     got = eqx.filter_jit(eqx.filter_grad(lambda layer: jnp.sum(layer(x) ** 2)))(layer)
     expected = jax.grad(lambda p: jnp.sum(in_jax(p, x) ** 2))(layer.parameters)
     assert_close(got.parameters, expected, eps=200)
-
-
-@pytest.mark.slow
-def test_a_host_layer_is_trained():
-    """The filter of a convolution on the host is recovered, behind a layer of JAX."""
-
-    @eqg.host_function(out=lambda weight, x: x, finite_difference="central")
-    def convolve(weight, x):
-        return np.convolve(x, weight, mode="same")
-
-    truth = jnp.array([0.5, 1.0, -0.5], jnp.float32)
-    xs = jnp.sin(jnp.arange(40, dtype=jnp.float32).reshape(4, 10) ** 2)
-    ys = jnp.tanh(jax.vmap(lambda x: jnp.convolve(x, truth, mode="same"))(xs))
-    model = eqx.nn.Sequential(
-        [eqg.nn.HostLayer(convolve, jnp.zeros(3, jnp.float32)), eqx.nn.Lambda(jnp.tanh)]
-    )
-    optimizer = optax.adam(0.1)
-    state = optimizer.init(eqx.filter(model, eqx.is_array))
-
-    @eqx.filter_jit
-    def step(model, state):
-        error = lambda model: jnp.mean((jax.vmap(model)(xs) - ys) ** 2)
-        value, grads = eqx.filter_value_and_grad(error)(model)
-        with jax.numpy_dtype_promotion("standard"):
-            updates, state = optimizer.update(grads, state)
-        return eqx.apply_updates(model, updates), state, value
-
-    value = jnp.inf
-    for _ in range(100):
-        model, state, value = step(model, state)
-    assert value < 1e-4
-    assert_close(model.layers[0].parameters, truth, tolerance=0.05)
 
 
 # ---------------------------------------------------------------- a decorated function

@@ -1,6 +1,5 @@
 """`eqg.implicit`: the derivative of a solver, from the equation that it solves."""
 
-import pickle
 import re
 import sys
 
@@ -95,18 +94,6 @@ def test_closed_form(name):
     assert_close(got, transform(loss_of(closed_form))(*args), eps=300)
 
 
-@pytest.mark.slow
-def test_value_and_metadata():
-    assert_close(solve(0.7, 1.3), closed_form(0.7, 1.3))  # Python numbers, eagerly
-    assert_close(jax.grad(loss_of(solve))(0.7, 1.3), jax.grad(loss_of(closed_form))(0.7, 1.3))
-    assert (solve.__name__, solve.__doc__) == ("solve", "Solve for u and v.")
-    assert solve.__wrapped__ is solve.fn
-    assert pickle.loads(pickle.dumps(solve)) is solve
-    assert repr(solve) == "<eqx_grads.ImplicitFunction of solve>"
-    by_keyword = jax.grad(lambda b: loss_of(lambda a, b: solve(a, b=b))(0.7, b))(1.3)
-    assert_close(by_keyword, jax.grad(loss_of(closed_form), 1)(0.7, 1.3), eps=100)
-
-
 @pytest.mark.skipif(
     sys.version_info < (3, 13),
     reason="`lineax.linear_solve` has a run-time check, which reads `frame.f_locals`, and so "
@@ -162,27 +149,6 @@ def test_modules_and_methods(getkey):
     assert repr(Ridge.fit) == "<eqx_grads.ImplicitFunction of Ridge.fit>"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", [1, 2])
-def test_closures(order):
-    """What the residual closes over is differentiated. What only the solver closes over can't
-    move the solution."""
-
-    def loss(a, b, solve_with):
-        residual = lambda y, b: jnp.sinh(y) - a * b
-        inner = lambda b: newton(residual, solve_with(a), b)
-        return jnp.sum(eqg.implicit(residual)(inner)(b) ** 2)
-
-    def derivative(f):
-        return jax.grad(f, (0, 1)) if order == 1 else jax.hessian(f, (0, 1))
-
-    args = jnp.array([0.5, 0.8]), jnp.array([1.0, 2.0])
-    expected = jax.jit(derivative(lambda a, b: jnp.sum(jnp.arcsinh(a * b) ** 2)))(*args)
-    for wrap in (jax.jit, jax.checkpoint, lambda f: f):
-        got = wrap(derivative(lambda a, b: loss(a, b, lambda a: 2 * a)))(*args)
-        assert_close(got, expected, eps=200)
-
-
 def test_closures_in_scan_and_vmap():
     def loss(a):
         def step(y, x):
@@ -229,27 +195,6 @@ def test_aux():
         jax.grad(wrong)(1.0)
 
 
-def test_leaves_that_are_not_unknowns():
-    """Integers, strings, keys and `None` in the solution and in the arguments."""
-
-    def residual(y, args):
-        n = args["n"].astype(args["a"].dtype)
-        return {**y, "x": y["x"] * n - args["a"], "missing": None}
-
-    @eqg.implicit(residual)
-    def solve(args):
-        x = args["a"] / args["n"].astype(args["a"].dtype)
-        return {"x": x, "n": args["n"], "tag": "t", "missing": None, "key": jr.key(0)}
-
-    args = {"a": jnp.array([1.0, 2.0]), "n": jnp.array(4), "tag": "t", "missing": None}
-    out, gradient = eqx.filter_jit(
-        lambda args: (solve(args), eqx.filter_grad(lambda a: jnp.sum(solve(a)["x"]))(args))
-    )(args)
-    assert (out["n"], out["tag"], out["missing"]) == (4, "t", None)
-    assert_close(gradient["a"], jnp.full(2, 0.25))
-    assert gradient["n"] is None
-
-
 def test_empty():
     @eqg.implicit(lambda y, a: y - a)
     def identity(a):
@@ -258,20 +203,6 @@ def test_empty():
     assert jax.grad(lambda a: jnp.sum(identity(a)))(jnp.zeros((0, 2))).shape == (0, 2)
     nothing = eqg.implicit(lambda y, a: ())(lambda a: ())
     assert jax.grad(lambda a: a + float(nothing(a) == ()))(1.0) == 1.0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(dtype):
-    @eqg.implicit(lambda y, a: y**3 + y - a)
-    def root(a):
-        y = newton(lambda y, a: y**3 + y - a, jnp.ones(2, "float32"), a.astype("float32"))
-        return y.astype(a.dtype)
-
-    a = jnp.array([2.0, 10.0], dtype)
-    gradient = jax.grad(lambda a: jnp.sum(root(a)))(a)
-    assert gradient.dtype == a.dtype
-    assert_close(gradient, jnp.array([1 / 4, 1 / 13], dtype), eps=4)
 
 
 @pytest.mark.slow

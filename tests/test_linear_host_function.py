@@ -43,26 +43,6 @@ def loss(f):
     return lambda x: jnp.sum(jnp.sin(f(x, 2.0)) * x[0])
 
 
-ORDERS = {
-    "grad": jax.grad,
-    "hessian": jax.hessian,
-    "reverse over reverse": lambda f: jax.jacrev(jax.grad(f)),
-    "reverse over forward": lambda f: jax.jacrev(jax.jacfwd(f)),
-    "forward over forward": lambda f: jax.jacfwd(jax.jacfwd(f)),
-    "third": lambda f: jax.jacrev(jax.hessian(f)),
-}
-
-
-@pytest.mark.parametrize(
-    "order",
-    [pytest.param(o, marks=pytest.mark.slow) if o == "third" else o for o in ORDERS],
-)
-def test_every_order(order):
-    derivative = ORDERS[order]
-    expected = derivative(loss(in_jax))(point())
-    assert_close(jax.jit(derivative(loss(linear)))(point()), expected, eps=100)
-
-
 def test_eagerly():
     assert_close(jax.hessian(loss(linear))(point()), jax.hessian(loss(in_jax))(point()))
 
@@ -146,17 +126,6 @@ def test_complex_maps_are_given_by_their_adjoint():
         assert_close(jax.vjp(f, z)[1](ct), jax.vjp(witness, z)[1](ct))
         norm = lambda f: lambda z: jnp.sum(jnp.abs(f(z)) ** 2)
         assert_close(jax.grad(norm(f))(z), jax.grad(norm(witness))(z))
-
-
-def test_trees():
-    f = eqg.linear_host_function(
-        lambda x, name: {"sum": x["a"] + x["b"].sum()},
-        lambda y, name: {"a": y["sum"], "b": np.full(2, y["sum"])},
-        out=lambda x, name: {"sum": x["a"]},
-    )
-    x = {"a": jnp.array(1.0), "b": jnp.array([2.0, 3.0])}
-    grads = jax.jit(jax.grad(lambda x: f(x, "name")["sum"] ** 2))(x)
-    assert_close(grads, {"a": 12.0, "b": jnp.array([12.0, 12.0])})
 
 
 def test_pickle_and_name():

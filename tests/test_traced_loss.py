@@ -115,14 +115,7 @@ def test_the_loss_and_its_gradient_are_unchanged(name):
     assert_close([got[0], *got[1]], [want[0], *jax.tree.leaves(want[1])])
 
 
-def test_has_aux_is_no_option():
-    def loss(x):
-        return jnp.sum(x), "aux"
-
-    for tool in (eqg.explain_nan, eqg.explain_zero, eqg.explain_memory, eqgt.check_gradients):
-        with pytest.raises(eqg.RuleError, match=r"has no option `has_aux`(?s:.)*`loss`"):
-            tool(loss, X, has_aux=True)
-    # It may be an argument of the loss.
+def test_has_aux_may_be_an_argument_of_the_loss():
     assert not eqg.explain_nan(lambda x, has_aux: jnp.sum(x), X, has_aux=True)
     assert not eqg.explain_nan(lambda x, **options: jnp.sum(x), X, has_aux=True)
 
@@ -244,27 +237,6 @@ def test_attributes_and_isinstance_of_layers():
 
 
 class TestErrors:
-    def test_not_a_scalar(self):
-        with pytest.raises(eqg.RuleError, match="did not return a real scalar"):
-            traced(lambda w: w, jnp.ones(2))
-
-    def test_no_inexact_arrays(self):
-        with pytest.raises(eqg.RuleError, match="a model without inexact arrays"):
-            traced(lambda w: 1.0, {"n": jnp.arange(3)})
-
-    def test_not_traceable(self):
-        def loss(w):
-            return w if w > 0 else -w
-
-        with pytest.raises(eqg.RuleError, match=r"can't trace the loss `loss`(.|\n)*lax.cond"):
-            traced(loss, jnp.array(1.0))
-
-    def test_numpy(self):
-        import numpy as np
-
-        with pytest.raises(eqg.RuleError, match="can't trace the loss"):
-            traced(lambda w: jnp.sum(np.asarray(w)), jnp.ones(2))
-
     def test_under_a_transformation(self):
         with pytest.raises(eqg.RuleError, match="inside a transformed function"):
             jax.jit(lambda w: traced(jnp.sum, w).program.out_avals and w)(jnp.ones(2))

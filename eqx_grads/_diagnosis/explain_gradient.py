@@ -1,7 +1,6 @@
 """`explain_gradient`: what is wrong with the gradient of a loss, by one call."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from ._zero.gradient import directions, Gradient, try_gradient
 from .nan_checks import without_nan_checks
 from .parameters import no_parameters
 from .progress import doing, showing_progress
-from .report import AbstractRecord, AbstractReport, cells, COLUMNS, count, cures_of, Table
+from .report import AbstractRecord, AbstractReport, cells, COLUMNS, show_list, Table
 from .traced_loss import check_no_references, trace_loss, TracedLoss
 
 
@@ -25,6 +24,22 @@ from .traced_loss import check_no_references, trace_loss, TracedLoss
 _EXPLODING, _VANISHING = 1e4, 1e-6
 # The first is the smallest. For float32, its slopes are exact to a thousandth.
 _KINK_STEPS = (2.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3)
+# The tool that says more of a kind, and what to do.
+_TOOLS = {
+    "not finite": "explain_nan",
+    "zero": "explain_zero",
+    "rounding noise": "explain_zero",
+    "exploding": "gradient_flow",
+    "vanishing": "gradient_flow",
+}
+_CURES = {
+    "rounding noise": "Remove the leaf, or normalize over more than two elements. The loss "
+    "does not depend on the leaf: what follows, as a normalization, removes what it changes.",
+    "exploding": "Apply `eqg.clip_gradient_norm(x, 1.0)` where the gradient grows, such as to "
+    "the carry of a loop, or scale the loss down.",
+    "vanishing": "Normalize, add residual connections, or initialize with larger weights.",
+    "kink": "Start elsewhere, or use a smooth function.",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,12 +51,16 @@ class Symptom(AbstractRecord):
 
     - `detail`: the kind that the tool for this symptom finds.
     - `elsewhere`: what the loss does next to the point, at a kink or a staircase.
-    - `tool`: the call that says more, or empty.
     """
 
     detail: str = ""
     elsewhere: str = ""
-    tool: str = ""
+
+    @property
+    def tool(self) -> str:
+        """The call that says more, or empty."""
+        name = _TOOLS.get(self.kind)
+        return f"eqg.{name}(loss, model, *args)" if name else ""
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -61,35 +80,31 @@ class SymptomReport(AbstractReport):
 
     @property
     def headline(self) -> str:
-        kinds = list(dict.fromkeys(symptom.kind for symptom in self.found))
-        if not kinds:
+        if not self.found:
             return f"Nothing is wrong with the gradient. The loss is {self.loss:.4g}."
-        found = count(len(kinds), "thing is", "things are")
-        return f"{found} wrong with the gradient: {', '.join(kinds)}."
+        kinds = dict.fromkeys(symptom.kind for symptom in self.found)
+        return f"What may keep the model from learning: {', '.join(kinds)}."
 
     def tables(self):
-        rows: dict[Any, list[Symptom]] = {}
+        rows: dict[Any, list[str]] = {}
         for symptom in self.found:
-            rows.setdefault(dataclasses.replace(symptom, leaf="", elsewhere=""), []).append(
-                symptom
-            )
+            row = dataclasses.replace(symptom, leaf="", elsewhere="")
+            rows.setdefault(row, []).append(symptom.leaf)
+        kind = lambda s: ": ".join(filter(None, [s.kind, s.detail]))
         shown = [
-            cells(
-                group[0],
-                leaf=", ".join(symptom.leaf for symptom in group[:3])
-                + f" and {len(group) - 3} more" * (len(group) > 3),
-                kind=": ".join(filter(None, [group[0].kind, group[0].detail])),
-            )
-            for group in rows.values()
+            cells(s, leaf=show_list(leaves, 3), kind=kind(s)) for s, leaves in rows.items()
         ]
-        norms = [(path, f"{norm:.2g}") for path, norm in self.norms.items()]
+        says_all = any(s.kind in ("not finite", "zero") for s in self.found)
+        norms = () if says_all else [(x, f"{norm:.2g}") for x, norm in self.norms.items()]
         return [Table(COLUMNS, shown), Table(("layer", "gradient norm"), norms, source="norms")]
 
     def notes(self):
+        first = {s.kind: s for s in reversed(self.found)}  # one thing to do about each kind
+        cures = [(kind, first[kind].cure) for kind in dict.fromkeys(s.kind for s in self.found)]
+        elsewhere = [(s.leaf or s.kind, s.elsewhere) for s in self.found if s.elsewhere]
         tools = dict.fromkeys(f"`{s.tool}`" for s in self.found if s.tool)
-        elsewhere = [(s.leaf, s.elsewhere) for s in self.found if s.elsewhere]
         more = [("more", f"{' and '.join(tools)}.")] if tools else []
-        return [*cures_of(self.found), *elsewhere[:1], *more]
+        return [*cures, *elsewhere[:1], *more]
 
 
 @showing_progress("explain_gradient")
@@ -167,16 +182,12 @@ def explain_gradient(
     parts = [] if gradient is None else [gradient.loss, *gradient.gradients]
     if raises or not all(np.all(np.isfinite(x)) for x in parts):
         report = explain_nan(loss, model, *args, **kwargs)
-        call = "eqg.explain_nan(loss, model, *args)"
-        found += [_symptom(record, "not finite", call) for record in report.found[:1]]
+        found += [_symptom(record, "not finite") for record in report.found[:1]]
         if raises:
             return SymptomReport(found, report.loss, {}, report.remarks)
     zero = explain_traced(below, traced, gradient, error)
-    call = "eqg.explain_zero(loss, model, *args)"
-    found += [_symptom(record, "zero", call) for record in zero.found]
-    found += [
-        Symptom(kind="rounding noise", leaf=leaf, cure=_NOISE, tool=call) for leaf in zero.noise
-    ]
+    found += [_symptom(record, "zero") for record in zero.found]
+    found += [_own("rounding noise", leaf) for leaf in zero.noise]
     found += [
         Symptom(
             kind="no array",
@@ -184,32 +195,28 @@ def explain_gradient(
             detail=one.what,
             file=one.file,
             line=one.line,
-            cure=f"It has no gradient. To train it, make it an array: `{one.code}`.",
+            cure=f"To train it, make it an array: `{one.code}`. It has no gradient.",
         )
         for one in no_parameters(model)
         if isinstance(one.value, float)
     ]
-    norms: dict[str, float] = {}
-    if gradient is not None:
-        norms = _norms(traced, gradient.gradients)
-        if not any(symptom.kind in ("not finite", "rounding noise") for symptom in found):
-            found += _sizes(traced, norms)
-            found += [] if zero.found else _kink(traced, gradient)
+    norms = {} if gradient is None else _norms(traced, gradient.gradients)
+    kinds = {symptom.kind for symptom in found}
+    if gradient is not None and not kinds & {"not finite", "rounding noise"}:
+        found += _sizes(traced, norms)
+        found += [] if zero.found else _kink(traced, gradient)
     loss_value = float("nan") if gradient is None else gradient.loss
     return SymptomReport(found, loss_value, norms, zero.remarks)
 
 
-_NOISE = (
-    "The loss does not depend on it: what follows, as a normalization, removes what it "
-    "changes. Remove the leaf, or normalize over more than two elements."
-)
-
-
-def _symptom(record: Any, kind: str, tool: str) -> Symptom:
+def _symptom(record: Any, kind: str) -> Symptom:
     shared = {f.name: getattr(record, f.name) for f in dataclasses.fields(AbstractRecord)}
     elsewhere = getattr(record, "elsewhere", "")
-    shared |= {"kind": kind}
-    return Symptom(**shared, detail=record.kind, elsewhere=elsewhere, tool=tool)
+    return Symptom(**{**shared, "kind": kind}, detail=record.kind, elsewhere=elsewhere)
+
+
+def _own(kind: str, leaf: str = "", elsewhere: str = "") -> Symptom:
+    return Symptom(kind=kind, leaf=leaf, cure=_CURES[kind], elsewhere=elsewhere)
 
 
 def _layer_of(leaf: str) -> str:
@@ -220,12 +227,9 @@ def _layer_of(leaf: str) -> str:
 def _norms(traced: TracedLoss, arrays: Sequence[Any]) -> dict[str, float]:
     norms: dict[str, float] = {}
     for leaf, x in zip(traced.leaves, arrays, strict=False):
-        size = np.abs(np.asarray(x)).astype(np.float64)
-        largest = float(np.max(size, initial=0.0))  # the squares may overflow
-        is_scaled = 0 < largest < math.inf
-        norm = largest * float(np.linalg.norm(size / largest)) if is_scaled else largest
         layer = _layer_of(leaf)
-        norms[layer] = math.hypot(norms.get(layer, 0.0), norm)
+        size = np.abs(np.asarray(x)).astype(np.float64)
+        norms[layer] = float(np.hypot(norms.get(layer, 0.0), np.hypot.reduce(size, axis=None)))
     return norms
 
 
@@ -233,21 +237,12 @@ def _sizes(traced: TracedLoss, norms: dict[str, float]) -> list[Symptom]:
     """The layers whose gradient is too large or too small."""
     weights = _norms(traced, traced.values[: len(traced.leaves)])
     largest = max(norms.values(), default=0.0)
-    call, found = "eqg.gradient_flow(loss, model, *args)", []
-    for layer, norm in norms.items():
-        if norm > _EXPLODING * max(1.0, weights[layer]):
-            cure = (
-                "Clip it with `eqg.clip_gradient_norm(x, 1.0)` where it grows, or scale down."
-            )
-            found.append(
-                Symptom(kind="exploding", leaf=layer, path=layer, cure=cure, tool=call)
-            )
-        elif 0 < norm < _VANISHING * largest:
-            cure = "Normalize, add residual connections, or initialize with larger weights."
-            found.append(
-                Symptom(kind="vanishing", leaf=layer, path=layer, cure=cure, tool=call)
-            )
-    return found
+    explodes = [x for x, norm in norms.items() if norm > _EXPLODING * max(1.0, weights[x])]
+    vanishes = [x for x, norm in norms.items() if 0 < norm < _VANISHING * largest]
+    return [
+        *(_own("exploding", layer) for layer in explodes),
+        *(_own("vanishing", layer) for layer in vanishes if layer not in explodes),
+    ]
 
 
 def _kink(traced: TracedLoss, gradient: Gradient) -> list[Symptom]:
@@ -272,9 +267,6 @@ def _kink(traced: TracedLoss, gradient: Gradient) -> list[Symptom]:
     # Of a loss in half precision, the slopes are rounding errors, and differ at each step.
     others = (np.subtract(*slopes(h)) for h in _KINK_STEPS[1:])
     if is_large and all(abs(other - jump) < 0.3 * abs(jump) for other in others):
-        cure = (
-            f"Along a random direction, the slope is {above:.3g} above and {below:.3g} "
-            "below. Start elsewhere, or use a smooth function."
-        )
-        return [Symptom(kind="kink", cure=cure)]
+        sides = f"Along a random direction, the slopes are {below:.3g} and {above:.3g}."
+        return [_own("kink", elsewhere=sides)]
     return []

@@ -18,18 +18,13 @@ from jaxtyping import Array, Float, PyTree
 
 from .._control_flow.called_cells import AbstractCellLayer, called_cells
 from .._control_flow.scan import visible_steps
-from .._errors import check_function, place_of, rule_error, show_path, show_tree
+from .._errors import check_function, place_of, rule_error, show_path
 from .._gradient_ops.probe import GradientStatistics, probe
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure
 from .._rules.tree_split import TreeSplit
 from .._tangent_spaces import is_differentiable
-from .layers import (
-    cells_of,
-    has_arrays,
-    is_layer,
-    wrap_layers,
-)
+from .layers import cells_of, has_arrays, is_layer, wrap_layers
 from .traced_loss import check_scalar
 
 
@@ -112,8 +107,6 @@ def gradient_flow(
     if where is not None:
         check_function(where, "where", "gradient_flow")
     names, marked = _mark_layers(model, where)
-    only_cells = _only_cells(model)
-    names = [only_cells.get(name, name) for name in names]
     rest, values = TreeSplit.split((marked, args, kwargs), eqx.is_array)
 
     def flat_loss(values):
@@ -178,58 +171,43 @@ mlir.register_lowering(mark_p, mlir.lower_fun(_mark_impl, multiple_results=True)
 def _call_marked(layer, index, *args, **kwargs):
     """Call a layer, and mark its output."""
     out = layer(*args, **kwargs)
-    leaves, treedef = jax.tree.flatten(out)
-    indices = [i for i, leaf in enumerate(leaves) if is_differentiable(leaf)]
-    if indices:
-        xs = [jnp.asarray(leaves[i]) for i in indices]
-        for i, x in zip(indices, mark_p.bind(*xs, layer=index), strict=True):
-            leaves[i] = x
-    return jax.tree.unflatten(treedef, leaves)
+    arrays, rest = eqx.partition(out, is_differentiable)
+    leaves, treedef = jax.tree.flatten(arrays)
+    marked = mark_p.bind(*map(jnp.asarray, leaves), layer=index) if leaves else []
+    return eqx.combine(jax.tree.unflatten(treedef, marked), rest)
 
 
 def _mark_layers(model, where) -> tuple[list[str], Any]:
     """The names of the layers to probe, and the model in which these are marked."""
-    selected = None
-    if where is not None:
-        selected = jax.tree.leaves(where(model), is_leaf=is_layer)
-        selected = [cell for layer in selected for cell in cells_of(layer)]
-        if not selected or not all(map(is_layer, selected)):
-            raise rule_error(
-                "`gradient_flow` was given a `where` that does not return layers.",
-                f"it returned {show_tree(where(model))}",
-                place_of(where),
-                do="Return callable Modules of the model: one, or a tree of them.",
-            )
+    given = [] if where is None else jax.tree.leaves(where(model), is_leaf=is_layer)
+    selected = [cell for layer in given for cell in cells_of(layer)]
 
     def selects(node):
-        if selected is not None:
+        if where is not None:
             return any(layer is node for layer in selected)
         stands_for_itself = cells_of(node)[0] is node
-        return (
-            has_arrays(node)
-            and stands_for_itself
-            and not isinstance(node, eqx.nn.StatefulLayer)
-        )
+        is_stateful = isinstance(node, eqx.nn.StatefulLayer)
+        return has_arrays(node) and stands_for_itself and not is_stateful
 
-    names, marked = wrap_layers(model, selects, _call_marked)
-    n_selected = 1 if selected is None else len({id(layer) for layer in selected})
-    if len(names) < n_selected:
+    paths, marked = wrap_layers(model, selects, _call_marked)
+    if len(paths) < max(1, len({id(layer) for layer in selected})):
         raise rule_error(
             "`gradient_flow` found no layers in the model, or not all of those in `where`.",
-            f"it found: {', '.join(names) or 'none'}",
+            f"it found: {', '.join(paths) or 'none'}",
             do="A layer is a callable Module with an array as a direct child. Select others "
-            "with `where`.",
+            "with `where`, which returns callable Modules of the model.",
         )
-    return names, marked
-
-
-def _only_cells(model: PyTree) -> dict[str, str]:
-    """The path of each recurrent layer that has a single cell, by the path of the cell."""
-    runs_cells = lambda node: isinstance(node, AbstractCellLayer)
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=runs_cells)
-    single = [path for path, node in nodes if runs_cells(node) and len(cells_of(node)) == 1]
-    paths = [show_path(path).removeprefix(".") for path in single]
-    return {f"{path}.cells[0][0]": path for path in paths if path}
+    # A recurrent layer with a single cell has its own path.
+    layers = jax.tree_util.tree_leaves_with_path(
+        model, is_leaf=lambda node: isinstance(node, AbstractCellLayer)
+    )
+    single = [
+        show_path(path).removeprefix(".")
+        for path, node in layers
+        if isinstance(node, AbstractCellLayer) and len(cells_of(node)) == 1
+    ]
+    of_cell = {f"{path}.cells[0][0]": path for path in single if path}
+    return [of_cell.get(path, path) for path in paths], marked
 
 
 # ---------------------------------------------------------------- evaluation with probes

@@ -56,34 +56,31 @@ def _collect(owner: Any, path: str, found: list[NoParameter]) -> None:
     is_part = lambda x: x is None or (isinstance(x, eqx.Module) and x is not owner)
     for keys, leaf in jax.tree_util.tree_leaves_with_path(owner, is_leaf=is_part):
         name = show_path(keys)
-        if isinstance(leaf, eqx.Module):
-            if leaf is not owner:
-                _collect(leaf, path + name, found)
-            continue
-        what = _what(leaf)
-        place = _place_in_class(owner, name) if what else None
-        if place is not None:
-            value = "jnp.zeros(n)" if leaf is None else "x.astype(float)"
-            if isinstance(leaf, int | float | complex):
-                value = f"jnp.array({leaf * 1.0!r})"
-            code = f"{name.removeprefix('.') or 'model'} = {value}"
-            full = (path + name).removeprefix(".") or "model"
-            found.append(NoParameter(full, leaf, what, code, *place))
+        if isinstance(leaf, eqx.Module) and leaf is not owner:
+            _collect(leaf, path + name, found)
+        elif what := _what(leaf):
+            place = _place_in_class(owner, name)
+            if place is not None:
+                full = (path + name).removeprefix(".") or "model"
+                code = f"{name.removeprefix('.') or 'model'} = {what[1]}"
+                found.append(NoParameter(full, leaf, what[0], code, *place))
 
 
-def _what(leaf: Any) -> str:
+def _what(leaf: Any) -> tuple[str, str] | None:
+    """What a leaf is, and the array that it could be."""
     if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool):
-        return f"the Python number {leaf!r}"
+        return f"the Python number {leaf!r}", f"jnp.array({leaf * 1.0!r})"
     if leaf is None:
-        return "`None`"
+        return "`None`", "jnp.zeros(n)"
     if eqx.is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
-        return f"an array of {jnp.result_type(leaf)}"
-    return ""
+        return f"an array of {jnp.result_type(leaf)}", "x.astype(float)"
+    return None
 
 
 def _place_in_class(owner: Any, name: str) -> tuple[str, int] | None:
     """The file and the line that set a field. `None` for a class of a library."""
-    if not isinstance(owner, eqx.Module) or not name.startswith("."):
+    field = re.match(r"\.(\w+)", name)
+    if not isinstance(owner, eqx.Module) or field is None:
         return "", 0
     try:
         file = inspect.getfile(type(owner))
@@ -92,10 +89,6 @@ def _place_in_class(owner: Any, name: str) -> tuple[str, int] | None:
         return "", 0
     if not is_users_file(file):
         return None
-    (field,) = re.findall(r"^\.\w+", name)
-    for pattern in (r"self{}\s*=", r"^\s*{}\s*[:=]"):
-        text = field if pattern.startswith("self") else field[1:]
-        for i, line in enumerate(lines):
-            if re.search(pattern.format(re.escape(text)), line):
-                return file, first + i
-    return file, first
+    sets = rf"self\.{field[1]}\s*=", rf"^\s*{field[1]}\s*[:=]"
+    at = [i for pattern in sets for i, line in enumerate(lines) if re.search(pattern, line)]
+    return file, first + (at[0] if at else 0)

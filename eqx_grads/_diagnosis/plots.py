@@ -1,7 +1,8 @@
 """`plot_gradient_flow`: gradient norms, layers by steps. And the picture of a memory report."""
 
+import collections
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,10 +98,9 @@ def _limits(norms) -> tuple[float, float]:
 
 # ---------------------------------------------------------------- memory
 
-# A box that is less high, as a share of the axes, has no text. One that is less than a pixel or
-# so is drawn together with its neighbors.
-_LEAST_TEXT = 0.022
-_LEAST_BOX = 0.004
+# A box that is less high, as a share of the axes, has no text; or is not drawn.
+_LEAST_TEXT, _LEAST_BOX = 0.03, 0.002
+_EDGES = (0.0, 1.3, 3.3, 5.0)
 
 
 def plot_memory(residuals: Sequence[Any], *, axes: Any = None) -> Any:
@@ -110,115 +110,39 @@ def plot_memory(residuals: Sequence[Any], *, axes: Any = None) -> Any:
         from matplotlib import pyplot
 
         axes = pyplot.subplots(figsize=(11.0, 5.5), layout="constrained")[1]
-    total = sum(r.bytes for r in residuals)
-    rows = [(_labels(r), r) for r in residuals]
-    has_parts = any(labels[1] for labels, _ in rows)
-    titles = ["layer", "inner layer", "line", "array"]
-    columns = [0, 1, 2, 3] if has_parts else [0, 2, 3]
-    rows = [([labels[i] for i in columns], r) for labels, r in rows]
-    colors = mpl.colormaps["tab20"](range(20))[:, :3]
-    widths = {0: 1.0, 1: 1.3, 2: 1.9, 3: 1.7}
-    edges = [0.0]
-    for i in columns:
-        edges.append(edges[-1] + widths[i])
-    shades: dict[str, int] = {}
-    for depth, label, start, size, parts in _boxes(rows, 0, 0, total):
-        first = parts[0][0][0]
-        color = colors[2 * shades.setdefault(first, len(shades)) % len(colors)]
-        _draw(
-            axes,
-            (edges[depth], edges[depth + 1]),
-            (start, size, total),
-            label,
-            _lighter(color, (0.35, 0.5, 0.62, 0.72)[columns[depth]]),
-        )
-    _decorate(axes, [titles[i] for i in columns], edges, total)
+    labeled = [(_labels(r), r.bytes) for r in residuals]
+    sizes: collections.Counter[tuple[str, ...]] = collections.Counter()
+    for labels, size in labeled:
+        sizes.update({labels[: i + 1]: size for i in range(len(labels))})
+    total = max(1, sum(size for _, size in labeled))
+    labeled.sort(key=lambda row: [(-sizes[row[0][: i + 1]], x) for i, x in enumerate(row[0])])
+    layers = list(dict.fromkeys(labels[0] for labels, _ in labeled))
+    for depth, (left, right) in enumerate(itertools.pairwise(_EDGES)):
+        start = 0
+        for labels in dict.fromkeys(labels[: depth + 1] for labels, _ in labeled):
+            size = sizes[labels]
+            if size >= _LEAST_BOX * total:
+                color = mpl.colormaps["tab10"](layers.index(labels[0]) % 10, 0.8 - 0.2 * depth)
+                place = {"y": start, "width": right - left, "height": size, "left": left}
+                box = axes.barh(**place, align="edge", color=color, edgecolor="white")[0]
+                if size >= _LEAST_TEXT * total:
+                    text = f"{labels[-1]}, {show_bytes(size)}"
+                    at = left + 0.04, start + size / 2
+                    drawn = axes.text(*at, text, va="center", fontsize=8, parse_math=False)
+                    drawn.set_clip_path(box)  # the text ends where the box does
+            start += size
+    axes.set(xlim=(0, _EDGES[-1]), ylim=(total, 0))
+    centers = [(a + b) / 2 for a, b in itertools.pairwise(_EDGES)]
+    axes.set_xticks(centers, ["layer", "line", "array"])
+    axes.xaxis.tick_top()
+    axes.yaxis.set_major_formatter(lambda size, _: show_bytes(size))
+    axes.set_title(f"{show_bytes(sum(r.bytes for r in residuals))} kept", loc="left")
     return axes
 
 
-def _labels(r: Any) -> list[str]:
-    first, _, rest = r.path.partition(".")
+def _labels(r: Any) -> tuple[str, ...]:
     place = show_place(r.file, r.line) or "unknown"
     shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
-    steps = f"  in {r.n_steps} steps" if r.n_steps > 1 else ""
+    steps = f" in {r.n_steps} steps" if r.n_steps > 1 else ""
     name = "carry" if r.kind == "carry" else r.primitive
-    line = f"{place}  {r.code}" if r.code else place
-    return [first or "no layer", rest, line, f"{name}  {shape}{steps}"]
-
-
-Rows = Sequence[tuple[list[str], Any]]
-
-
-def _boxes(
-    rows: Rows, depth: int, start: int, total: int
-) -> Iterator[tuple[int, str, int, int, Rows]]:
-    """`depth, label, start, size, rows` of each box, largest first in each larger box. Those
-    too small to be seen are one."""
-    if not rows or depth == len(rows[0][0]):
-        return
-    parts: dict[str, list[Any]] = {}
-    for labels, r in rows:
-        parts.setdefault(labels[depth], []).append((labels, r))
-    size_of = lambda part: sum(r.bytes for _, r in part)
-    ordered = sorted(parts.items(), key=lambda item: -size_of(item[1]))
-    small = [label for label, part in ordered if size_of(part) < _LEAST_BOX * total]
-    for label, part in ordered:
-        if label in small:
-            continue
-        size = size_of(part)
-        is_array = depth == len(part[0][0]) - 1
-        text = f"{len(part)} × {label}" if is_array and len(part) > 1 else label
-        yield depth, text, start, size, part
-        yield from _boxes(part, depth + 1, start, total)
-        start += size
-    rest = [row for label in small for row in parts[label]]
-    if rest:
-        yield depth, f"{len(rest)} small", start, size_of(rest), rest
-
-
-def _draw(axes, across, down, label, color):
-    left, right = across
-    start, size, total = down
-    axes.barh(
-        start,
-        right - left,
-        left=left,
-        height=size,
-        align="edge",
-        color=color,
-        edgecolor="white",
-        linewidth=1.0,
-    )
-    if size < _LEAST_TEXT * total:
-        return
-    text = f"{label}\n{show_bytes(size)}" if size > 2.2 * _LEAST_TEXT * total else label
-    drawn = axes.text(
-        left + 0.04,
-        start + size / 2,
-        text,
-        va="center",
-        ha="left",
-        fontsize=8,
-        parse_math=False,
-        clip_on=True,
-    )
-    # The text ends where the box does.
-    box = axes.patches[-1]
-    drawn.set_clip_path(box)
-
-
-def _lighter(color, share):
-    return tuple(c + (1 - c) * share for c in color)
-
-
-def _decorate(axes, titles, edges, total):
-    axes.set(xlim=(0, edges[-1]), ylim=(total or 1, 0))
-    centers = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
-    axes.set_xticks(centers, titles)
-    axes.xaxis.tick_top()
-    axes.tick_params(axis="x", length=0)
-    # Between 4 and 8 ticks, at multiples of a power of two.
-    axes.set_yticks(range(0, total + 1, 2 ** max(0, total.bit_length() - 3)))
-    axes.yaxis.set_major_formatter(lambda size, _: show_bytes(size))
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.set_title(f"{show_bytes(total)} kept for the backward pass", loc="left", fontsize=10)
+    return r.path or "no layer", f"{place}  {r.code}", f"{name}  {shape}{steps}"

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-import html
+import itertools
 import os
 import re
 import textwrap
@@ -44,15 +44,9 @@ class AbstractRecord:
 COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step")
 
 _MOST_ROWS = 12
-_WIDEST_CELL, _NARROWEST_CELL = 42, 16
-# The cells of a wider table are wrapped to less, but for those of these columns. Where that is
-# not enough, they are wrapped once more, and at last the code is cut.
 _WIDEST_TABLE = 100
-_UNBROKEN = ("code", "bad elements")
-_LEAST_CELL = 8
+_WIDEST_CELL = 42
 _WIDEST_CODE, _NARROWEST_CODE = 32, 19
-# Of a line that is cut on the left, so much is shown on the left of the operation.
-_BEFORE_OPERATION = 8
 _WIDEST_LINE = 96
 
 
@@ -73,7 +67,7 @@ def cells(
 
 def _cut(code: str, column: int) -> str:
     """The part of a line that has the operation, which begins at a column."""
-    first = min(column - _BEFORE_OPERATION, len(code) - (_WIDEST_CODE - 3))
+    first = min(column, len(code) - (_WIDEST_CODE - 3))
     if first > 3 and column > _WIDEST_CODE // 2:
         code = "..." + code[first:]
     return _shortened(code, _WIDEST_CODE)
@@ -123,61 +117,35 @@ class Table:
     title: str = ""
     source: str = "found"
 
-    def _shown(self) -> tuple[Sequence[str], Sequence[Sequence[str]], str]:
-        """Columns and rows, and a sentence on the rows that are left out, or empty."""
-        kept = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
-        columns = [self.columns[i] for i in kept]
-        rows = [[row[i] for i in kept] for row in self.rows[:_MOST_ROWS]]
-        n = len(self.rows) - _MOST_ROWS
-        return columns, rows, f"{n} more: see `{self.source}`." if n > 0 else ""
-
     def text(self) -> str:
-        columns, rows, rest = self._shown()
-        head = [[[name] for name in columns]]
-        words = [
-            [name, *(word for row in rows for word in _wrap(row[i], 1))]
-            for i, name in enumerate(columns)
-        ]
-        least = [max(map(len, each)) for each in words]
-
-        def wrap(width, code):
-            unbroken = _UNBROKEN if width >= _NARROWEST_CELL else ("code",)
-            show = lambda name, cell, least: (
-                [_shortened(cell, code) if name == "code" else cell]
-                if name in unbroken
-                else _wrap(cell, max(width, least))
+        kept = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
+        shown = self.rows[:_MOST_ROWS]
+        cells = [[row[i] for i in kept] for row in (self.columns, *shown)]
+        is_code = [name == "code" for name in cells[0]]
+        longest = lambda i: max(len(word) for row in cells for word in _wrap(row[i], 1))
+        least = [_NARROWEST_CODE if code else longest(i) for i, code in enumerate(is_code)]
+        limits = [_WIDEST_CODE if code else _WIDEST_CELL for code in is_code]
+        while True:
+            wrap = lambda text, limit, code: (
+                [_shortened(text, limit)] if code else _wrap(text, limit)
             )
-            wrapped = [list(map(show, columns, row, least)) for row in rows]
-            widths = [
-                max(len(text) for row in [*head, *wrapped] for text in row[i])
-                for i in range(len(columns))
-            ]
-            return wrapped, widths
-
-        tries = [(width, _WIDEST_CODE) for width in range(_WIDEST_CELL, _LEAST_CELL - 1, -1)]
-        tries += [(_LEAST_CELL, code) for code in range(_WIDEST_CODE, _NARROWEST_CODE - 1, -1)]
-        fits = (args for args in tries if _total(wrap(*args)[1]) <= _WIDEST_TABLE)
-        wrapped, widths = wrap(*next(fits, (_NARROWEST_CELL, _WIDEST_CODE)))
+            rows = [list(map(wrap, row, limits, is_code)) for row in cells]
+            widths = [max(len(t) for row in rows for t in row[i]) for i in range(len(kept))]
+            # Wrap the widest cells to less. Where that is not enough, cut the code.
+            wide = [(is_code[i], -w, i) for i, w in enumerate(widths) if w > least[i]]
+            if sum(widths) + 2 * len(widths) - 2 <= _WIDEST_TABLE or not wide:
+                break
+            limits[min(wide)[2]] = -min(wide)[1] - 1
+        rows.insert(1, [["-" * w] for w in widths])
         lines = [self.title] if self.title else []
-        for row in [*head, [["-" * w] for w in widths], *wrapped]:
-            for k in range(max(map(len, row))):
-                texts = [cell[k] if k < len(cell) else "" for cell in row]
+        for row in rows:
+            for texts in itertools.zip_longest(*row, fillvalue=""):
                 line = "  ".join(t.ljust(w) for t, w in zip(texts, widths, strict=True))
                 lines.append(line.rstrip())
-        return "\n".join([*lines, *([f"... and {rest}"] if rest else [])])
-
-    def html(self) -> str:
-        columns, rows, rest = self._shown()
-        row = lambda tag, texts: (
-            "<tr>" + "".join(f"<{tag}>{html.escape(t)}</{tag}>" for t in texts) + "</tr>"
-        )
-        body = "\n".join(row("td", texts) for texts in rows)
-        table = f"<table>\n{row('th', columns)}\n{body}\n</table>"
-        return "\n".join([*_paragraph(self.title), table, *_paragraph(rest)])
-
-
-def _total(widths: Sequence[int]) -> int:
-    return sum(widths) + 2 * (len(widths) - 1)
+        if len(shown) < len(self.rows):
+            n = len(self.rows) - len(shown)
+            lines.append(f"... and {n} more: see `{self.source}`.")
+        return "\n".join(lines)
 
 
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
@@ -198,15 +166,10 @@ def _wrap(text: str, width: int, indent: str = "") -> list[str]:
     return [line.replace("\0", " ") for line in lines] or [""]
 
 
-def _paragraph(text: str) -> list[str]:
-    return [f"<p>{html.escape(text)}</p>"] if text else []
-
-
 class AbstractReport(abc.ABC):
     """What a diagnosis found. False if that is nothing.
 
-    `print` shows a headline, a table with a row for each record of `found`, and notes; a
-    notebook shows the same as HTML.
+    `print` shows a headline, a table with a row for each record of `found`, and notes.
 
     - `found`: the records.
     - `remarks`: what else there is to know, such as what could not be found out.
@@ -233,27 +196,15 @@ class AbstractReport(abc.ABC):
 
     def __str__(self) -> str:
         parts = [self.headline, *(table.text() for table in self.tables() if table.rows)]
+        remarks = (("note", remark) for remark in self.remarks)
         notes = [
             line
-            for subject, text in self._notes()
+            for subject, text in dict.fromkeys([*self.notes(), *remarks])
             for line in _wrap(f"{subject}: {text}", _WIDEST_LINE, "  ")
         ]
         return "\n\n".join([*parts, "\n".join(notes)] if notes else parts)
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        parts = [f"<p><b>{html.escape(self.headline)}</b></p>"]
-        parts += [table.html() for table in self.tables() if table.rows]
-        parts += [
-            f"<p><b>{html.escape(subject)}</b>: {html.escape(text)}</p>"
-            for subject, text in self._notes()
-        ]
-        return "\n".join(parts)
-
-    def _notes(self) -> list[tuple[str, str]]:
-        notes = [*self.notes(), *(("note", remark) for remark in self.remarks)]
-        return list(dict.fromkeys(notes))
 
 
 def cures_of(records: Sequence[AbstractRecord]) -> list[tuple[str, str]]:

@@ -1,11 +1,11 @@
 """The line of the user's code that an equation of a program comes from."""
 
-import ast
 import dataclasses
+import itertools
 import linecache
 import os
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -39,22 +39,17 @@ class SourceLine:
 
     @property
     def column(self) -> int:
-        """Where the operation is in `code`; 0 if that is not known."""
+        """Where the expression begins in `code`; 0 if that is not known."""
         if self.span is None or self.span[0] != self.line:
             return 0
         line = linecache.getline(self.file, self.line)
-        indent = len(line) - len(line.lstrip())
-        return max(0, _column_of_operation(self.file, *self.span) - indent)
+        before = line.encode()[: self.span[1]].decode(errors="replace")
+        return max(0, len(before) - (len(line) - len(line.lstrip())))
 
     def fields(self) -> dict[str, Any]:
         """The fields of a record that say where."""
-        return {
-            "file": self.file,
-            "line": self.line,
-            "code": self.code,
-            "column": self.column,
-            "library": self.library,
-        }
+        names = ("file", "line", "code", "column", "library")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def calls(self) -> tuple[tuple[str, int, str], ...]:
@@ -96,23 +91,27 @@ _INSTALLED = tuple(
 )
 
 
+def _frames(eqn: Any) -> list[Any]:
+    """Innermost first."""
+    traceback = traceback_of(eqn)
+    return list(traceback.frames) if traceback else []
+
+
 def source_line(eqn: Any) -> SourceLine:
     """Where an equation comes from: the innermost frame of the user's code.
 
     If no frame is the user's, it is the innermost one of another library.
     """
-    traceback = traceback_of(eqn)
-    every = traceback.frames if traceback else []
-    frames = [f for f in every if not _is_hidden(f)]
-    users = [f for f in frames if not f.file_name.startswith(_INSTALLED)]
-    first_of_user = frames.index(users[0]) if users else len(frames)
-    inside = next((f for f in frames[:first_of_user] if _package_path(f.file_name)), None)
-    frame = users[0] if users else inside
-    if frame is None:
+    frames = _frames(eqn)
+    users = [i for i, f in enumerate(frames) if is_users_file(f.file_name)]
+    called = (f for f in frames[: users[0] if users else None] if not _is_hidden(f))
+    inside = next((f for f in called if _package_path(f.file_name)), None)
+    if not users and inside is None:
         return UNKNOWN
     library = f"{_package_path(inside.file_name)}:{inside.line_num}" if inside else ""
-    line = _line_at(traceback, every.index(frame), library)
-    return dataclasses.replace(line, callers=_calls(users[1:]))
+    if not users:
+        users = [frames.index(inside)]
+    return _line_at(traceback_of(eqn), users, library)
 
 
 def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
@@ -125,11 +124,8 @@ def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
     file, name = function_file(program), function_name(program)
     if not file.startswith(_JAX):
         return True
-    traceback = traceback_of(eqn)
-    return any(
-        f.file_name == file and f.function_name.endswith(name)
-        for f in (traceback.frames if traceback else ())
-    )
+    is_inside = lambda f: f.file_name == file and f.function_name.endswith(name)
+    return any(map(is_inside, _frames(eqn)))
 
 
 def function_file(program: ClosedJaxpr) -> str:
@@ -147,10 +143,7 @@ def is_of_jax(eqn: Any) -> bool:
 def is_stop_gradient(eqn: Any) -> bool:
     """Whether an equation is a `stop_gradient` that code other than JAX's asks for: JAX's
     `softmax` has one, which does not change its derivative."""
-    traceback = traceback_of(eqn)
-    if eqn.primitive.name != "stop_gradient" or traceback is None:
-        return False
-    frames = iter(traceback.frames)
+    frames = iter(_frames(eqn) if eqn.primitive.name == "stop_gradient" else ())
     callers = (next(frames, None) for f in frames if f.function_name == "stop_gradient")
     caller = next(callers, None)
     return caller is not None and not caller.file_name.startswith(_JAX)
@@ -160,24 +153,18 @@ def rule_line(eqn: Any) -> SourceLine:
     """The line of the rule that made an equation of a derivative, if that was a rule of the
     user's: the innermost frame of the user's code below this package's."""
     traceback = eqn.source_info.traceback
-    users = []
-    for i, f in enumerate(traceback.frames if traceback else ()):
-        if f.file_name.startswith(_folder(__file__)):
-            break
-        if not _is_hidden(f) and not f.file_name.startswith(_INSTALLED):
-            users.append(i)
-    if not users:
-        return UNKNOWN
-    callers = (traceback.frames[i] for i in users[1:])
-    return dataclasses.replace(_line_at(traceback, users[0]), callers=_calls(callers))
+    frames = traceback.frames if traceback else ()
+    is_below = lambda f: not f.file_name.startswith(_folder(__file__))
+    below = enumerate(itertools.takewhile(is_below, frames))
+    users = [i for i, f in below if is_users_file(f.file_name)]
+    return _line_at(traceback, users) if users else UNKNOWN
 
 
 def layer_line(eqn: Any) -> str:
     """The place in a layer or a loop of Equinox, or in a distribution of JAX, that the user's
     line calls, such as `equinox/nn/_linear.py:89`, or empty. `source_line` hides these."""
-    traceback = traceback_of(eqn)
-    for f in traceback.frames if traceback else ():
-        if f.file_name.startswith(_LAYERS):
+    for f in _frames(eqn):
+        if is_layers_file(f.file_name):
             return f"{_package_path(f.file_name)}:{f.line_num}"
         if not _is_hidden(f):
             break
@@ -186,12 +173,8 @@ def layer_line(eqn: Any) -> str:
 
 def called_functions(eqn: Any) -> list[str]:
     """The functions of JAX around an equation, up to the user's line, innermost first."""
-    names = []
-    for f in traceback_of(eqn).frames if traceback_of(eqn) else ():
-        if not f.file_name.startswith(_JAX):
-            break
-        names.append(f.function_name)
-    return names
+    of_jax = itertools.takewhile(lambda f: f.file_name.startswith(_JAX), _frames(eqn))
+    return [f.function_name for f in of_jax]
 
 
 def safe_function(eqns: Iterable[Any]) -> str:
@@ -203,8 +186,7 @@ def safe_function(eqns: Iterable[Any]) -> str:
     """
     name = ""
     for eqn in eqns:
-        traceback = traceback_of(eqn)
-        for f in traceback.frames if traceback else ():  # innermost first
+        for f in _frames(eqn):
             if f.file_name.startswith(_SAFE) and not f.function_name.startswith(("_", "<")):
                 name = f.function_name
             elif not _is_hidden(f):
@@ -212,42 +194,14 @@ def safe_function(eqns: Iterable[Any]) -> str:
     return name and f"safe.{name}"
 
 
-def _calls(frames: Iterable[Any]) -> tuple[tuple[str, int, str], ...]:
-    return tuple((f.file_name, f.line_num, f.function_name) for f in frames)
-
-
-def _line_at(traceback: Any, i: int, library: str = "") -> SourceLine:
-    frame = traceback.frames[i]
+def _line_at(traceback: Any, indices: Sequence[int], library: str = "") -> SourceLine:
+    """The line of the first of these frames; the others are its callers."""
+    frames = [traceback.frames[i] for i in indices]
+    calls = tuple((f.file_name, f.line_num, f.function_name) for f in frames)
     # A frame has no columns.
     codes, instructions = traceback.raw_frames()
-    span = traceback.code_addr2location(codes[i], instructions[i])
-    return SourceLine(frame.file_name, frame.line_num, frame.function_name, library, span)
-
-
-def _column_of_operation(file: str, first: int, start: int, last: int, end: int) -> int:
-    """The column at which the name or the operator of an expression begins."""
-    lines = [linecache.getline(file, i) for i in range(first, last + 1)]
-    # Python counts bytes in UTF-8.
-    before = lines[0].encode()[:start].decode(errors="replace")
-    text = "".join([*lines[:-1], lines[-1].encode()[:end].decode(errors="replace")])
-    text = text[len(before) :]
-    try:
-        node = ast.parse(f"({text})", mode="eval").body
-    except SyntaxError:  # it is a statement
-        return len(before)
-    match node:
-        case ast.BinOp(left=operand) | ast.Compare(left=operand):
-            after = operand
-        case ast.Call(func=ast.Attribute(value=value)) if not _is_name(value):
-            after = value
-        case ast.Subscript(value=value):
-            after = value
-        case _:
-            return len(before)
-    if after.end_lineno != 1:
-        return len(before)
-    # One byte is the parenthesis.
-    return len(before) + len(f"({text}".encode()[: after.end_col_offset].decode()) - 1
+    span = traceback.code_addr2location(codes[indices[0]], instructions[indices[0]])
+    return SourceLine(*calls[0], library, span, calls[1:])
 
 
 def _is_hidden(frame) -> bool:
@@ -260,16 +214,14 @@ def is_users_file(file: str) -> bool:
     return not file.startswith((*_HIDDEN, *_INSTALLED, "<frozen"))
 
 
+def is_layers_file(file: str) -> bool:
+    """Whether a file has layers or loops of Equinox, or distributions of JAX."""
+    return file.startswith(_LAYERS)
+
+
 def _package_path(file: str) -> str:
     """The path of a file inside the folder of installed packages, or empty."""
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
         if marker in file:
             return file.rpartition(marker)[2]
     return ""
-
-
-def _is_name(node: ast.expr) -> bool:
-    """Such as `jnp` and `jax.numpy`."""
-    return isinstance(node, ast.Name) or (
-        isinstance(node, ast.Attribute) and _is_name(node.value)
-    )

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools as ft
 import inspect
 import itertools
 import re
@@ -15,6 +16,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
+from .._control_flow.checkpoint import filter_checkpoint
 from .._control_flow.scan import visible_steps
 from .._errors import (
     check_function,
@@ -43,9 +45,8 @@ class TracedLoss:
     output is the loss. `leaves` are the paths of the inexact arrays of the model, and `inputs`
     names all inputs of the program. `values` are the inputs.
 
-    `layers` are the paths of the layers of the model, and `types` their types. The name stack
-    of an equation has `eqg_layer_2_call_17` where the equation is in a call of `layers[2]`; see
-    `layer_calls`.
+    `layers` are the paths of the layers of the model. The name stack of an equation has
+    `eqg_layer_2_call_17` where the equation is in a call of `layers[2]`; see `layer_calls`.
 
     `plain` are the calls with a rule that is the derivative of their own program. They are
     treated as calls without a rule.
@@ -56,7 +57,6 @@ class TracedLoss:
     leaves: Sequence[str]
     inputs: Sequence[str]
     layers: Sequence[str]
-    types: Sequence[type]
     plain: Sequence[Any] = ()
 
     def is_plain(self, eqn: Any) -> bool:
@@ -75,75 +75,94 @@ def trace_loss(
     kwargs: Mapping[str, Any],
     *,
     steps_are_visible: bool = True,
+    checkpointed: frozenset[int] = frozenset(),
 ) -> TracedLoss:
     """Trace `loss(model, *args, **kwargs)`.
 
     - `caller`: the public function, for its errors.
     - `steps_are_visible`: whether the steps of `filter_scan` are equations of the program, and
         not calls with a rule.
+    - `checkpointed`: the indices of layers that are called in a `filter_checkpoint`.
     """
     check_function(loss, "loss", caller)
-    if "has_aux" in kwargs and not _accepts(loss, "has_aux"):
-        raise rule_error(
-            f"`{caller}` has no option `has_aux`.",
-            f"the loss `{name_of(loss)}` is called with all options, and has no such parameter",
-            place_of(loss),
-            do=f"Pass `lambda *a, **k: {name_of(loss)}(*a, **k)[0]`, which returns the loss.",
-        )
-    flat, treedef = jax.tree_util.tree_flatten_with_path((model, args, dict(kwargs)))
-    first, others = _arrays(flat)
-    paths = [flat[i][0][1:] for i in first]
-    if not paths:
+    given = [*args, *kwargs.values()]
+    flat, treedef = jax.tree_util.tree_flatten_with_path((model, given))
+    # The arrays of floats of the model, and then all other arrays.
+    is_first = [path[0].idx == 0 and eqx.is_inexact_array(x) for path, x in flat]
+    first = [i for i, is_one in enumerate(is_first) if is_one]
+    others = [i for i, (_, x) in enumerate(flat) if eqx.is_array(x) and not is_first[i]]
+    values = [flat[i][1] for i in first + others]
+    _check_inputs(caller, model, values, bool(first))
+    static = [None if eqx.is_array(x) else x for _, x in flat]
+    layers: list[str] = []
+
+    def flat_loss(values, wrap):
+        full = list(static)
+        for i, x in zip(first + others, values, strict=True):
+            full[i] = x
+        model, given = jax.tree.unflatten(treedef, full)
+        if wrap:
+            layers[:], model = wrap_layers(model, lambda layer: True, _around(checkpointed))
+        options = dict(zip(kwargs, given[len(args) :], strict=True))
+        return check_scalar(caller, loss, loss(model, *given[: len(args)], **options))
+
+    visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
+    with visible, keeping_tracebacks():
+        try:
+            program = _trace(flat_loss, values, wrap=True)
+        except Exception:  # the loss needs the very types of its layers, or raises without too
+            program = None
+        if program is None or _wrapping_breaks_a_rule(program, flat_loss, values, len(first)):
+            layers.clear()  # their paths are not known
+            program = _trace_unwrapped(caller, loss, flat_loss, values)
+    names = _names_of_arguments(loss, args, kwargs)
+    paths = [flat[i][0] for i in first + others]
+    return TracedLoss(
+        program,
+        values,
+        [show_path(path[1:]).removeprefix(".") or "model" for path in paths[: len(first)]],
+        [
+            f"model{show_path(path[1:])}"
+            if path[0].idx == 0
+            else names[path[1].idx] + show_path(path[2:])
+            for path in paths
+        ],
+        layers,
+    )
+
+
+def _check_inputs(caller, model, values, has_leaves: bool) -> None:
+    if not has_leaves:
         raise rule_error(
             f"`{caller}` was given a model without inexact arrays.",
             f"it is {show_tree(model)}",
             do="It differentiates with respect to the arrays of floats in `model`, the first "
             "argument of the loss. A Python number is no array: pass `jnp.array(0.5)`.",
         )
-    values = [flat[i][1] for i in first + others]
-    _check_concrete(caller, values)
-    static = [None if eqx.is_array(x) else x for _, x in flat]
-    layers: list[str] = []
-    types: list[type] = []
-
-    def select(layer):
-        types.append(type(layer))
-        return True
-
-    def flat_loss(values, wrap):
-        full = list(static)
-        for i, x in zip(first + others, values, strict=True):
-            full[i] = x
-        model, args, kwargs = jax.tree.unflatten(treedef, full)
-        if wrap:
-            types.clear()
-            layers[:], model = wrap_layers(model, select, _call_named)
-        return check_scalar(caller, loss, loss(model, *args, **kwargs))
-
-    visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
-    with visible, keeping_tracebacks():
-        program = _trace_wrapped(flat_loss, values)
-        if program is None or _wrapping_breaks_a_rule(program, flat_loss, values, len(paths)):
-            layers.clear()
-            program = _trace_bare(caller, loss, flat_loss, values)
-    names = _names_of_arguments(loss, args, kwargs)
-    return TracedLoss(
-        program,
-        values,
-        [_name_of_path(path) for path in paths],
-        [f"model{show_path(path)}" for path in paths]
-        + [_name_of_other(flat[i][0], names) for i in others],
-        layers,
-        types if layers else [],
-    )
+    if any(isinstance(x, Tracer) for x in values):
+        raise rule_error(
+            f"`{caller}` was called inside a transformed function.",
+            "the model or an argument holds a traced array",
+            do=f"Call `{caller}` outside of `jax.jit`, `jax.grad` and `jax.vmap`: it applies "
+            "these itself, and looks at the values.",
+        )
 
 
-def _arrays(flat) -> tuple[list[int], list[int]]:
-    """The indices of the arrays of floats of the model, and of all other arrays."""
-    is_first = [path[0].idx == 0 and eqx.is_inexact_array(x) for path, x in flat]
-    first = [i for i, is_one in enumerate(is_first) if is_one]
-    others = [i for i, (_, x) in enumerate(flat) if eqx.is_array(x) and not is_first[i]]
-    return first, others
+def _trace(flat_loss, values, *, wrap: bool) -> ClosedJaxpr:
+    return jax.make_jaxpr(lambda values: flat_loss(values, wrap))(values)
+
+
+def _trace_unwrapped(caller, loss, flat_loss, values) -> ClosedJaxpr:
+    try:
+        return _trace(flat_loss, values, wrap=False)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        raise rule_error(
+            f"`{caller}` can't trace the loss `{name_of(loss)}`.",
+            first_line(error),
+            place_of(loss),
+            do="It traces the loss as `jax.jit` does. Use `jax.lax.cond` or `jnp.where` for "
+            "decisions that depend on arrays, and `jax.pure_callback` for NumPy.",
+        ) from error
 
 
 def check_no_references(caller: str, loss: Callable[..., Any], program: ClosedJaxpr) -> None:
@@ -167,15 +186,6 @@ def layer_calls(eqn: Any) -> list[tuple[int, int]]:
     return [(int(layer), int(call)) for layer, call in names]
 
 
-def _trace_wrapped(flat_loss, values) -> ClosedJaxpr | None:
-    """`None` if the loss needs the very types of its layers. Without the wrappers, the paths of
-    layers are not known. An error of the loss itself is raised again without them."""
-    try:
-        return jax.make_jaxpr(lambda values: flat_loss(values, wrap=True))(values)
-    except Exception:
-        return None
-
-
 def _wrapping_breaks_a_rule(program, flat_loss, values, n) -> bool:
     """Whether a rule needs the very types of layers, as one that returns a cotangent of a layer
     that is a field of its Module."""
@@ -193,36 +203,18 @@ def _wrapping_breaks_a_rule(program, flat_loss, values, n) -> bool:
     return not has_gradient(wrap=True) and has_gradient(wrap=False)
 
 
-def _trace_bare(caller, loss, flat_loss, values) -> ClosedJaxpr:
-    try:
-        return jax.make_jaxpr(lambda values: flat_loss(values, wrap=False))(values)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-        raise rule_error(
-            f"`{caller}` can't trace the loss `{name_of(loss)}`.",
-            first_line(error),
-            place_of(loss),
-            do="It traces the loss as `jax.jit` does. Use `jax.lax.cond` or `jnp.where` for "
-            "decisions that depend on arrays, and `jax.pure_callback` for NumPy.",
-        ) from error
+@ft.cache  # a static field of the wrapped layers: the same function for each trace
+def _around(checkpointed):
+    def call(layer, index, *args, **kwargs):
+        run = filter_checkpoint(layer) if index in checkpointed else layer
+        # The number of the call tells two calls of one layer apart.
+        with jax.named_scope(f"eqg_layer_{index}_call_{next(_CALLS)}"):
+            return run(*args, **kwargs)
 
-
-def _call_named(layer, index, *args, **kwargs):
-    # The number of the call tells two calls of one layer apart.
-    with jax.named_scope(f"eqg_layer_{index}_call_{next(_CALLS)}"):
-        return layer(*args, **kwargs)
+    return call
 
 
 _CALLS = itertools.count()
-
-
-def _check_concrete(caller, values):
-    if any(isinstance(x, Tracer) for x in values):
-        raise rule_error(
-            f"`{caller}` was called inside a transformed function.",
-            "the model or an argument holds a traced array",
-            do=f"Call `{caller}` outside of `jax.jit`, `jax.grad` and `jax.vmap`: it applies "
-            "these itself, and looks at the values.",
-        )
 
 
 def is_zero_safe(loss: Any) -> bool:
@@ -234,13 +226,12 @@ def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
     if not is_differentiable(out) or jnp.shape(out) != () or jnp.iscomplexobj(out):
         name = name_of(loss)
         called = "loss" if "<" in name else name  # a lambda has no name to call it by
-        do = (
-            "Take the mean or the sum of the array."
-            if is_differentiable(out) and not jnp.iscomplexobj(out)
-            else "If there are other outputs, as with `has_aux=True`, pass "
-            f"`lambda *a, **k: {called}(*a, **k)[0]`; if it was decorated with "
-            "`value_and_grad`, pass the function beneath."
-        )
+        do = "Take the mean or the sum of the array."
+        if not is_differentiable(out) or jnp.iscomplexobj(out):
+            do = (
+                f"If it has other outputs, pass `lambda *a, **k: {called}(*a, **k)[0]`; if it "
+                "is decorated with `value_and_grad`, pass the function beneath."
+            )
         raise rule_error(
             f"The loss `{name}` did not return a real scalar.",
             f"it returned {show_tree(out)}",
@@ -250,45 +241,22 @@ def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
     return out
 
 
-def _accepts(fn: Callable[..., Any], keyword: str) -> bool:
+def _names_of_arguments(loss, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """The name of each argument but the model in the signature of the loss."""
+    keys = [*range(len(args)), *kwargs]
+    names = {k: f"args[{k}]" if isinstance(k, int) else f"kwargs[{k!r}]" for k in keys}
     try:
-        parameters = inspect.signature(fn).parameters
-    except ValueError:  # a function in C that does not say
-        return True
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return takes_all or keyword in parameters
-
-
-def _name_of_path(path) -> str:
-    return show_path(path).removeprefix(".") or "model"
-
-
-def _names_of_arguments(
-    loss: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, str]:
-    """The names of all arguments but the model, in the signature of the loss, by `args[0]` and
-    `kwargs['a']`. The model is `model`, whatever the loss calls it."""
-    by_place = [f"args[{i}]" for i in range(len(args))]
-    by_name = {key: f"kwargs[{key!r}]" for key in kwargs}
-    names: dict[str, str] = {name: name for name in (*by_place, *by_name.values())}
-    try:
-        bound = inspect.signature(loss).bind("model", *by_place, **by_name)
+        bound = inspect.signature(loss).bind(
+            "model", *keys[: len(args)], **{k: k for k in kwargs}
+        )
     except (TypeError, ValueError):  # some functions in C have no signature
-        return names
-    for name, given in bound.arguments.items():
+        return [*names.values()]
+    for name, key in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            names |= {one: f"{name}[{i}]" for i, one in enumerate(given)}
+            names |= {k: f"{name}[{i}]" for i, k in enumerate(key)}
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            names |= {one: f"{name}[{key!r}]" for key, one in given.items()}
+            names |= {k: f"{name}[{k!r}]" for k in key}
         elif name != "model":
-            names[given] = name
-    return names
-
-
-def _name_of_other(path, names) -> str:
-    """The name of an array with this path in `(rest, args, kwargs)`."""
-    kind = ("model", "args", "kwargs")[path[0].idx]
-    if kind == "model":
-        return kind + show_path(path[1:])
-    return names[kind + show_path(path[1:2])] + show_path(path[2:])
+            names[key] = name
+    return [names[k] for k in keys]

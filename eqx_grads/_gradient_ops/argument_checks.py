@@ -9,8 +9,11 @@ from .._rules.float_args import as_axes, is_known
 from .._tangent_spaces import broadcasts_to, holds_numbers, is_differentiable, shape_of
 
 
-def check_broadcasts(op, argument, value, x):
-    """Raise unless `value` broadcasts to every floating leaf, and is real where that is."""
+def check_broadcasts(op, argument, value, x, *, is_real=False):
+    """Raise unless `value` broadcasts to every floating leaf, and is real where that is.
+
+    - `is_real`: whether it is real for a complex leaf too.
+    """
     if not holds_numbers(value):
         raise rule_error(
             f"`{op}` was given a `{argument}` that is not a number.",
@@ -19,11 +22,13 @@ def check_broadcasts(op, argument, value, x):
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         check_broadcasts_to_leaf(op, argument, value, path, leaf)
-        if is_differentiable(leaf) and jnp.iscomplexobj(value) and not jnp.iscomplexobj(leaf):
+        if not is_differentiable(leaf):
+            continue
+        if jnp.iscomplexobj(value) and (is_real or not jnp.iscomplexobj(leaf)):
             raise rule_error(
                 f"`{op}` was given a complex `{argument}` for a real array.",
                 f"`{argument}` is {type_of(value)}, x{show_path(path)} is {type_of(leaf)}",
-                do=f"The gradient of a real array is real: give it a real `{argument}`.",
+                do=f"Give it a real `{argument}`.",
             )
 
 
@@ -38,16 +43,8 @@ def check_broadcasts_to_leaf(op, argument, value, path, leaf):
 
 def check_bounds(op, min, max, x):
     for argument, bound in (("min", min), ("max", max)):
-        if bound is None:
-            continue
-        if holds_numbers(bound) and jnp.iscomplexobj(bound):
-            raise rule_error(
-                f"`{op}` was given a complex bound.",
-                f"`{argument}` is {type_of(bound)}",
-                do="The real and the imaginary part are clipped separately, both to the same "
-                "real bounds.",
-            )
-        check_broadcasts(op, argument, bound, x)
+        if bound is not None:
+            check_broadcasts(op, argument, bound, x, is_real=True)
     if is_known(min) and is_known(max) and not np.all(np.asarray(min) <= np.asarray(max)):
         raise rule_error(
             f"`{op}` was given a `min` that exceeds `max`.",

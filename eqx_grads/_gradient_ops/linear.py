@@ -347,8 +347,10 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
 
     [`eqx_grads.RuleError`][] if there is no such axis.
     """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
-        _check_names(axis_name)
+        if any(isinstance(name, int | float) for name in names):
+            raise TypeError("JAX takes a number for a position, and not for a name.")
         index = jax.lax.axis_index(axis_name)
     except (NameError, TypeError, ValueError) as error:
         raise rule_error(
@@ -360,13 +362,6 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
     # The axes over which `shard_map` tracks what varies; none with `check_vma=False`.
     tracked = varying_axes(index)
     return jax.tree.map(ft.partial(_psum_leaf, axis_name, tracked), x)
-
-
-def _check_names(axis_name):
-    hash(axis_name)
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if any(isinstance(name, int | float) for name in names):
-        raise TypeError("JAX takes a number for a position, and not for a name.")
 
 
 def _psum_leaf(axis_name, tracked, x):

@@ -103,15 +103,12 @@ class GradientStatistics(eqx.Module):
     @property
     def mean_norm(self) -> Float[Array, ""]:
         """The mean of `norm` over all steps. Zero if there was no gradient."""
-        return self._mean(self.norm)
+        return jnp.sum(self.norm) / jnp.maximum(jnp.sum(self.steps), 1)
 
     @property
     def mean_max(self) -> Float[Array, ""]:
         """The mean of `max` over all steps. Zero if there was no gradient."""
-        return self._mean(self.max)
-
-    def _mean(self, field):
-        return jnp.sum(field) / jnp.maximum(jnp.sum(self.steps), 1)
+        return jnp.sum(self.max) / jnp.maximum(jnp.sum(self.steps), 1)
 
 
 def probe(x: PyTree, slot: PyTree) -> PyTree:
@@ -380,56 +377,44 @@ def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = 
 
 
 def _watch(name, step, ct):
-    leaves, treedef = jax.tree.flatten(ct)
-    if not leaves:
+    is_bad = [jnp.any(~jnp.isfinite(c)) for c in jax.tree.leaves(ct)]
+    if not is_bad:
         return ct
-    paths = tuple(show_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(ct))
-    sizes = tuple(leaf.size for leaf in leaves)
-    # Shape (leaves, 2): how many elements of each leaf are NaN, and how many infinite.
-    counts = jnp.stack(
-        [jnp.stack([jnp.sum(jnp.isnan(c)), jnp.sum(jnp.isinf(c))]) for c in leaves]
-    )
-    call_host = _host_call(name, paths, sizes, step is not None)
-    step = jnp.asarray(-1 if step is None else step)
-    leaves = jax.lax.cond(jnp.any(counts > 0), call_host, _return, leaves, counts, step)
-    return jax.tree.unflatten(treedef, leaves)
+    is_bad = ft.reduce(jnp.logical_or, is_bad)
+    return jax.lax.cond(is_bad, _calling_host(name), _returning, ct, step)
 
 
-def _return(cts, counts, step):
-    del counts, step
-    return cts
+def _returning(ct, step):
+    del step
+    return ct
 
 
 @ft.lru_cache  # in an eager backward pass, JAX compiles each new function
-def _host_call(*options):
-    return ft.partial(_call_host, ft.partial(_raise_if_not_finite, *options))
+def _calling_host(name):
+    def call(ct, step):
+        # Not a debug callback: the result depends on the output of this callback, so JAX waits
+        # for it. The output is -0.0, as `x + -0.0` is bitwise `x`.
+        check = ft.partial(_raise_if_not_finite, name)
+        zero = jax.ShapeDtypeStruct((), jnp.float32)
+        args = jax.lax.stop_gradient(ct), step
+        zero = jax.pure_callback(check, zero, *args, vmap_method="sequential")
+        return jax.tree.map(lambda c: c + zero.astype(c.dtype), ct)
+
+    return call
 
 
-def _call_host(check, cts, counts, step):
-    # Not a debug callback: the result depends on the output of this callback, so JAX waits
-    # for it. The output is -0.0, as `x + -0.0` is bitwise `x`.
-    zero = jax.ShapeDtypeStruct((), jnp.float32)
-    zero = jax.pure_callback(check, zero, counts, step, vmap_method="sequential")
-    return [c + zero.astype(c.dtype) for c in cts]
-
-
-def _raise_if_not_finite(name, paths, sizes, has_step, counts, step):
-    lines = [
-        f"  at {name}{path}: {nan} NaN and {inf} infinite of {size} elements"
-        for path, size, (nan, inf) in zip(paths, sizes, np.asarray(counts), strict=True)
-        if nan or inf
-    ]
+def _raise_if_not_finite(name, ct, step):
+    lines = []
+    for path, c in jax.tree_util.tree_leaves_with_path(ct):
+        nan, inf = np.sum(np.isnan(c)), np.sum(np.isinf(c))
+        if nan or inf:
+            place = f"{name}{show_path(path)}"
+            lines.append(f"  at {place}: {nan} NaN and {inf} infinite of {c.size} elements\n")
     if lines:  # under `vmap`, the host is called for finite gradients too
-        at_step = f" at step {int(step)}" if has_step else ""
+        at_step = "" if step is None else f" at step {int(step)}"
         raise FloatingPointError(
-            "\n".join(
-                [
-                    f"The gradient of `{name}` is not finite{at_step}.",
-                    *lines,
-                    "Of all watched points with such a gradient, the backward pass reached "
-                    "this one first: look between here and the next watched point on the way "
-                    "to the loss.",
-                ]
-            )
+            f"The gradient of `{name}` is not finite{at_step}.\n{''.join(lines)}"
+            "Of all watched points with such a gradient, the backward pass reached this one "
+            "first: look between here and the next watched point on the way to the loss."
         )
     return np.float32(-0.0)

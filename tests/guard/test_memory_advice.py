@@ -52,7 +52,7 @@ LAYERS = {
         "checkpoint=2)`"]),
     "two loops": (lambda m, x: repeated(m["a"], repeated(m["a"], x)), {"a": Layer(W16)}, 64,
         [OF_A, "called 2 times, by `eqg.filter_scan(..., checkpoint=2)`"]),
-    "nested": (nested, {"a": Layer(W16)}, 96, [OF_A, "checkpoint=1)`", "checkpoint=1)`"]),
+    "nested": (nested, {"a": Layer(W16)}, 96, [OF_A, "checkpoint=1)`", "checkpoint=2)`"]),
 }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_advice_on_layers_that_are_called_several_times(name):
     for words in expected:
         assert any(words in cure for cure in cures)
     for advice in report.advice:
-        assert advice.saves == report.estimated - advice.predicted > 0.1 * report.estimated
+        assert 0.1 * report.total < advice.saves < report.total
         assert not (advice.is_undone and advice.kind == "loop")
     assert {r.cure for r in report.found} == ({report.advice[0].cure} if expected else {""})
 
@@ -81,5 +81,5 @@ def test_advice_on_a_vmap(n):
     for advice in found:
         chunk = int(np.sqrt(n))
         assert f"`eqg.filter_map(f, xs, chunk={chunk})`" in advice.cure
-        assert advice.saves == report.estimated - advice.predicted
-        assert advice.predicted < 3 * chunk / n * report.estimated
+        # The chunk that is computed again, and the inputs of all.
+        assert report.total - advice.saves < 3 * chunk / n * report.total

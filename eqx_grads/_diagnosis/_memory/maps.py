@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._control_flow.map import filter_map
-from ..source_lines import is_users_file, SourceLine
+from ..source_lines import is_layers_file, is_users_file, SourceLine, UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +123,10 @@ def _length(in_axes, xs) -> int:
 
 
 def _users_line() -> SourceLine:
+    """The line that calls a `vmap`; unknown if a layer of Equinox calls it."""
     frame = sys._getframe(2)
     while frame is not None and not is_users_file(frame.f_code.co_filename):
-        frame = frame.f_back
+        frame = None if is_layers_file(frame.f_code.co_filename) else frame.f_back
     if frame is None:
-        return SourceLine("", 0, "")
+        return UNKNOWN
     return SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

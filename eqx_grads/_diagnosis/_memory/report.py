@@ -1,7 +1,6 @@
 """The report of `explain_memory`: its records, its table, and its advice."""
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -21,23 +20,22 @@ class MemoryAdvice(AbstractRecord):
     It has the fields of all records. `kind` is `"loop"`, `"layer"` or `"map"`, and `cure` says
     what to write and where. Also:
 
-    - `saves`: the temporary bytes of the gradient that it saves, as estimated.
-    - `predicted`: the temporary bytes that are left, as estimated.
-    - `measured`: those of the compiled gradient with the advice applied, or `None` before
-        [`eqx_grads.MemoryReport.verify`][].
+    - `saves`: about how many of the bytes that are kept are no longer there at one time, by the
+        shapes of the residuals.
+    - `measured`: the temporary bytes of the compiled gradient with the advice applied, or
+        `None` before [`eqx_grads.MemoryReport.verify`][].
     - `is_undone`: whether the compiler of this platform computes nothing again here, so that
         nothing is saved. XLA does so on a CPU, before JAX 0.12, outside of loops.
     """
 
-    saves: int
-    predicted: int
+    saves: int = 0
     measured: int | None = None
     is_undone: bool = False
 
     def __str__(self) -> str:
-        text = f"{self.cure} It leaves {show_bytes(self.predicted)}"
+        text = f"{self.cure} It saves about {show_bytes(self.saves)}"
         if self.measured is not None:
-            text += f" (measured: {show_bytes(self.measured)})"
+            text += f" (measured: it leaves {show_bytes(self.measured)})"
         if self.is_undone:
             text += ". Not on this platform: its compiler undoes checkpoints outside of loops"
         return text + "."
@@ -50,10 +48,9 @@ class MemoryReport(AbstractReport):
         keeps, largest first.
     - `inputs`: the arguments of the loss that are kept as they are, in the same form.
     - `total`: the bytes of `found`.
-    - `estimated`: the temporary bytes of the gradient, from its program.
     - `compiled`: the temporary bytes of the compiled gradient, or `None` if there is none.
-    - `advice`: a [`eqx_grads.MemoryAdvice`][] for each place that is worth it, the fewest bytes
-        left first. `print` shows the first one.
+    - `advice`: a [`eqx_grads.MemoryAdvice`][] for each place that is worth it, what saves most
+        first. `print` shows the first one.
     - `remarks`: what else there is to know.
 
     It is false if nothing is found.
@@ -65,29 +62,33 @@ class MemoryReport(AbstractReport):
         self,
         residuals: Iterable[Residual],
         *,
-        estimated: int,
         compiled: int | None,
         advice: Sequence[MemoryAdvice],
         measure: Sequence[Callable[[], int | None]],
-        not_compiled: str = "",
+        remarks: Sequence[str] = (),
     ):
         residuals = sorted(residuals, key=lambda r: -r.bytes)
         self.found = [r for r in residuals if r.kind != "input"]
         self.inputs = [r for r in residuals if r.kind == "input"]
         self.total = sum(r.bytes for r in self.found)
-        self.estimated = estimated
         self.compiled = compiled
         self.advice = list(advice)
-        self.remarks = [not_compiled] if not_compiled else []
+        self.remarks = list(remarks)
         self._measure = list(measure)  # the gradient as it is, and then with each advice
 
     def by_path(self) -> dict[str, int]:
         """The bytes of `found` by the path of the layer, largest first; `""` is no layer."""
-        return _sums((r.path, r.bytes) for r in self.found)
+        return self._sums(lambda r: r.path)
 
     def by_line(self) -> dict[tuple[str, int], int]:
         """The bytes of `found` by file and line, largest first."""
-        return _sums(((r.file, r.line), r.bytes) for r in self.found)
+        return self._sums(lambda r: (r.file, r.line))
+
+    def _sums(self, key: Callable[[Residual], Any]) -> dict[Any, int]:
+        sums: Counter[Any] = Counter()
+        for r in self.found:
+            sums[key(r)] += r.bytes
+        return dict(sums.most_common())
 
     @showing_progress("verify")
     def verify(self) -> "MemoryReport":
@@ -108,14 +109,12 @@ class MemoryReport(AbstractReport):
         doing("compiling the gradient")
         compiled = measure_plain() if self.compiled is None else self.compiled
         measured = []
-        for i, measure in enumerate(measures):
+        for i, (advice, measure) in enumerate(zip(self.advice, measures, strict=True)):
             doing("compiling the gradient with checkpoint", i, len(measures))
-            advice = dataclasses.replace(self.advice[i], measured=measure())
-            measured.append((advice, measure))
-        measured.sort(key=lambda pair: _needs(pair[0]))
+            measured.append((dataclasses.replace(advice, measured=measure()), measure))
+        measured.sort(key=lambda pair: pair[0].measured or 0)
         return MemoryReport(
             [*self.found, *self.inputs],
-            estimated=self.estimated,
             compiled=compiled,
             advice=[advice for advice, _ in measured],
             measure=[measure_plain, *(measure for _, measure in measured)],
@@ -156,54 +155,28 @@ class MemoryReport(AbstractReport):
         groups: dict[Hashable, list[Residual]] = {}
         for r in self.found:
             groups.setdefault((group_of(r.path), r.file, r.line, r.n_steps), []).append(r)
-        largest = sorted(groups.values(), key=lambda group: -sum(r.bytes for r in group))
-        rows = [self._row(group) for group in largest[:_MOST_LINES]]
-        others = [r for group in largest[_MOST_LINES:] for r in group]
-        if others:
-            rows.append(self._cells(others, AbstractRecord(kind="", primitive="others")))
-        return [Table((*COLUMNS, "steps", "bytes", "share"), rows)]
+        rows = sorted(map(self._row, groups.values()), key=lambda row: -row[0])
+        columns = (*COLUMNS, "steps", "bytes", "share")
+        return [Table(columns, [cells for _, cells in rows], source="by_line()")]
 
-    def _row(self, group: Sequence[Residual]) -> tuple[str, ...]:
-        paths = {r.path for r in group}
-        path = group[0].path if len(paths) == 1 else group_of(group[0].path)
-        names = Counter("carry" if r.kind == "carry" else r.primitive for r in group)
-        name = ", ".join([name for name, _ in names.most_common(2)])
-        name += ", ..." if len(names) > 2 else ""
-        return self._cells(group, dataclasses.replace(group[0], path=path, primitive=name))
-
-    def _cells(self, group: Sequence[Residual], shown: AbstractRecord) -> tuple[str, ...]:
-        size = sum(r.bytes for r in group)
-        n_steps = {r.n_steps for r in group}
-        steps = str(group[0].n_steps) if len(n_steps) == 1 and n_steps != {1} else ""
-        shown = dataclasses.replace(shown, kind="")
-        return *cells(shown), steps, show_bytes(size), f"{size / max(self.total, 1):.0%}"
+    def _row(self, group: Sequence[Residual]) -> tuple[int, tuple[str, ...]]:
+        """The bytes of residuals of one line, and the cells."""
+        first, size = group[0], sum(r.bytes for r in group)
+        names = dict.fromkeys("carry" if r.kind == "carry" else r.primitive for r in group)
+        path = first.path if len({r.path for r in group}) == 1 else group_of(first.path)
+        name = ", ".join([*names][:2]) + ", ..." * (len(names) > 2)
+        shown = dataclasses.replace(first, kind="", path=path, primitive=name)
+        steps = str(first.n_steps) if first.n_steps > 1 else ""
+        share = f"{size / max(self.total, 1):.0%}"
+        return size, (*cells(shown), steps, show_bytes(size), share)
 
     def notes(self):
         if not self.found:
             return []
-        text = f"The gradient needs about {show_bytes(self.estimated)}"
-        if self.compiled is not None:
-            text += f"; compiled, {show_bytes(self.compiled)}"
-        notes = [("temporary memory", f"{text}.")]
-        if self.advice:
-            return [*notes, ("advice", str(self.advice[0]))]
+        compiled = f"The compiled gradient needs {show_bytes(self.compiled or 0)}."
+        notes = [("temporary memory", compiled)] if self.compiled is not None else []
         nothing = (
             "No checkpoint saves a tenth of it. If the loss is the mean of many tokens or "
             "examples, `eqg.losses.chunked` computes a few of them at a time."
         )
-        return [*notes, ("advice", nothing)]
-
-
-def _needs(advice: MemoryAdvice) -> tuple[float, int]:
-    """The measured bytes, and among equals how much there is to do."""
-    return math.inf if advice.measured is None else advice.measured, len(advice.cure)
-
-
-_MOST_LINES = 10
-
-
-def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
-    sums: Counter[Any] = Counter()
-    for key, size in pairs:
-        sums[key] += size
-    return dict(sums.most_common())
+        return [*notes, ("advice", str(self.advice[0]) if self.advice else nothing)]

@@ -1,13 +1,13 @@
 """What a loss keeps for its backward pass, and which equation of the loss computes it.
 
 The pullback that `jax.vjp` returns is a PyTree whose leaves are the residuals. So they are the
-outputs of a program, the forward pass. Each output is followed back to the equation that
-computes it, into the bodies of the loops that stack it.
+outputs of a program, the forward pass. It is evaluated with a `Source` for each value: the
+equation that computes it, also in the bodies of the loops that stack it.
 """
 
 import dataclasses
-import functools as ft
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from ..._control_flow.replay import PLAIN, replayed_scan
 from ..._errors import first_line, rule_error, RuleError
-from ..._jaxprs.dependence import free_variables, variables, without_unused
+from ..._jaxprs.dependence import free_variables, without_unused
+from ..._jaxprs.evaluate import evaluate
 from ..._jaxprs.structure import (
     Call,
     CallWithRule,
@@ -26,10 +27,10 @@ from ..._jaxprs.structure import (
     Scan,
     structure,
 )
-from .._programs.peak_memory import bytes_of
-from ..origins import NumberedLoss, Origin
+from ..origins import Origin
 from ..report import AbstractRecord
 from ..source_lines import UNKNOWN
+from ..traced_loss import TracedLoss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,26 +55,61 @@ class Residual(AbstractRecord):
         return self.bytes // max(self.n_steps, 1)
 
 
+def bytes_of(aval: Any) -> int:
+    """The size of an array. A token of effects has no size."""
+    itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return math.prod(getattr(aval, "shape", ())) * itemsize
+
+
+@dataclasses.dataclass(eq=False)
+class Made:
+    """An array that the forward pass makes: its kind, as in `Residual`, and the equation of the
+    loss that makes it, if it is known."""
+
+    aval: Any
+    kind: str
+    name: str
+    origin: Origin | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The variable that a residual is a copy of, or a stack of.
+    """What a value is: an array, or a stack of one for each step of some loops.
 
-    - `program`: the program that has the variable, and `var`.
-    - `eqn`: the equation that computes it, or `None` for an input of the program.
-    - `origin`: the equation of the loss, if it is known.
-    - `loops`: the numbers of the loops, in the loss, that stack it; `None` where unknown.
-    - `steps`: the product of their lengths.
+    - `loops`: the numbers of the equations of these loops in the loss, outermost first; `None`
+        for a loop that is not in the loss. `steps`: the product of their lengths.
     - `kept_by_loop`: an output of a loop that is only there for the backward pass.
     """
 
-    program: ClosedJaxpr
-    var: Any
-    eqn: Any
-    origin: Origin | None
+    made: Made
     loops: tuple[int | None, ...] = ()
     steps: int = 1
     kept_by_loop: bool = False
-    is_carry: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.steps * bytes_of(self.made.aval)
+
+    @property
+    def path(self) -> str:
+        return "" if self.made.origin is None else self.made.origin.path
+
+    def record(self, leaf: str) -> Residual:
+        """- `leaf`: the path of an input of the loss in the model."""
+        made, origin = self.made, self.made.origin
+        is_input = made.kind == "input"
+        has_rule = origin is not None and isinstance(structure(origin.eqn), CallWithRule)
+        return Residual(
+            **(UNKNOWN if origin is None else origin.source).fields(),
+            kind="rule" if has_rule and made.kind == "computed" else made.kind,
+            leaf=leaf if is_input else "",
+            primitive=made.name if origin is None else origin.primitive,
+            path=self.path,
+            shape=tuple(made.aval.shape),
+            dtype=str(made.aval.dtype),
+            n_steps=self.steps,
+            bytes=self.bytes,
+        )
 
 
 _USE_SCAN = (
@@ -81,18 +117,30 @@ _USE_SCAN = (
     "`scan`."
 )
 _SAME_ERROR = "`jax.grad` of the loss raises this error as well: fix it first."
+_NO_COPY = ("reshape", "squeeze", "expand_dims")
+# With these, the branches of a `cond` fill what another branch keeps.
+_FILLERS = ("broadcast_in_dim", "empty", "empty2")
 
 
 class Gradient:
-    """The gradient of a loss as a program, and the residuals in it."""
+    """The gradient of a loss as a program. `sources` are the residuals in it, each once.
 
-    def __init__(self, numbered: NumberedLoss):
-        self.numbered = numbered
-        traced = numbered.traced
+    - `loss`: a function of the inputs of the traced program.
+    - `origin_of`: where an equation of the gradient comes from.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        traced: TracedLoss,
+        origin_of: Callable[[Any], Origin | None] = lambda eqn: None,
+    ):
+        self._traced = traced
+        self._origin_of = origin_of
         n = len(traced.leaves)
 
         def gradient(arrays, others):
-            value, pullback = jax.vjp(lambda *arrays: numbered(*arrays, *others), *arrays)
+            value, pullback = jax.vjp(lambda *arrays: loss(*arrays, *others), *arrays)
             value = jax.lax.optimization_barrier(value)  # what follows is the backward pass
             return jax.tree.leaves(pullback), (value, pullback(jnp.ones_like(value)))
 
@@ -107,165 +155,88 @@ class Gradient:
             raise rule_error(what, first_line(error), do=do) from error
         n_residuals = len(out[0])
         n_others = len(program.out_avals) - n_residuals
-        self.program = program
         # The program without what is only there to return the residuals.
-        self.gradient = without_unused(program, [False] * n_residuals + [True] * n_others)
-        value = self.gradient.jaxpr.outvars[0]
-        eqns = self.gradient.eqns
-        start = next(i for i, eqn in enumerate(eqns) if value in eqn.outvars)
+        needed = without_unused(program, [False] * n_residuals + [True] * n_others)
+        value, *gradients = needed.jaxpr.outvars
+        start = next(i for i, eqn in enumerate(needed.eqns) if value in eqn.outvars)
         # A pullback may hold what a compiled gradient does not need, such as the arguments of
         # a call with a rule.
-        used = free_variables(eqns[start + 1 :], self.gradient.jaxpr.outvars[1:])
-        self._residuals = [
-            v for v in variables(program.jaxpr.outvars[:n_residuals]) if v in set(used)
+        used = set(free_variables(needed.eqns[start + 1 :], gradients))
+        types = zip(program.in_avals, traced.inputs, strict=True)
+        inputs = [Source(Made(aval, "input", name)) for aval, name in types]
+        outs = zip(program.jaxpr.outvars, self._sources(program, inputs), strict=True)
+        kept = [
+            s for v, s in list(outs)[:n_residuals] if not isinstance(v, Literal) and v in used
         ]
-        # By program. A program is known by its `jaxpr`, which lives as long as `program`.
-        self._producers: dict[int, dict[Any, Any]] = {}
+        self.sources = list({(s.made, s.steps): s for s in reversed(kept)}.values())[::-1]
+        self.total = sum(s.bytes for s in self.sources if s.made.kind != "input")
+        self.n_equations = sum(1 for _ in equations(needed))
+        self._program = program
 
     def plain_calls(self) -> list[Any]:
         """The equations of the loss that are a `filter_scan` with `checkpoint="auto"`, which
         chose plain scan."""
-        inside = [e for e in equations(self.program) if PLAIN in str(e.source_info.name_stack)]
-        origins = {o.number: o for o in map(self.numbered.origin_of, inside) if o is not None}
+        inside = [e for e in equations(self._program) if PLAIN in str(e.source_info.name_stack)]
+        origins = {o.number: o for o in map(self._origin_of, inside) if o is not None}
         return [o.eqn for o in origins.values() if o.primitive == replayed_scan.__name__]
-
-    @ft.cached_property
-    def sources(self) -> list[Source]:
-        """Where the residuals come from, each once."""
-        found: dict[tuple[int, Any, int], Source] = {}
-        for var in self._residuals:
-            source = self._follow(Source(self.program, var, None, None))
-            found.setdefault((id(source.program.jaxpr), source.var, source.steps), source)
-        return list(found.values())
-
-    def _producer(self, program, var) -> Any:
-        """The equation that computes a variable; `None` for an input of the program."""
-        key = id(program.jaxpr)
-        if key not in self._producers:
-            self._producers[key] = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-        return self._producers[key].get(var)
-
-    def _follow(self, at: Source) -> Source:
-        """From a variable to the one inside that it is a copy of, or a stack of."""
-        eqn = self._producer(at.program, at.var)
-        if eqn is None:
-            return dataclasses.replace(at, eqn=None)
-        origin = self.numbered.origin_of(eqn) or at.origin
-        at = dataclasses.replace(at, eqn=eqn, origin=origin)
-        index = eqn.outvars.index(at.var)
-        match structure(eqn):
-            case Call() | Checkpoint() as call:
-                return self._follow_into(at, call.programs[0], index, eqn.invars)
-            case Scan() as scan:
-                return self._follow_into_scan(at, scan, index)
-            case Cond() as cond:
-                return self._follow_into_branch(at, cond, index)
-        return at
-
-    def _follow_into(self, at, program, index, operands) -> Source:
-        var = program.jaxpr.outvars[index]
-        if isinstance(var, Literal):
-            return at
-        inner = self._follow(dataclasses.replace(at, program=program, var=var, eqn=None))
-        invars = program.jaxpr.invars
-        if inner.program is program and inner.eqn is None and inner.var in invars:
-            operand = operands[invars.index(inner.var)]
-            if isinstance(operand, Literal):
-                return at
-            return self._follow(dataclasses.replace(at, var=operand, eqn=None))
-        return inner
-
-    def _follow_into_scan(self, at, scan, index) -> Source:
-        (body,) = scan.programs
-        var = body.jaxpr.outvars[index]
-        if isinstance(var, Literal):
-            return at
-        if index < scan.n_carry:  # the last carry, which is kept once
-            inner = self._follow(dataclasses.replace(at, program=body, var=var, eqn=None))
-            return dataclasses.replace(at, origin=inner.origin or at.origin)
-        # A loop in a rule is not one of the loss, and all that it stacks is for the derivative.
-        loop = self.numbered.origin_of(at.eqn)
-        if loop is not None and not isinstance(structure(loop.eqn), Scan):
-            loop = None
-        n_outputs = len(loop.eqn.outvars) if loop is not None else 0
-        inside = dataclasses.replace(
-            at,
-            loops=(*at.loops, loop.number if loop is not None else None),
-            steps=at.steps * scan.length,
-            kept_by_loop=at.kept_by_loop or index >= n_outputs,
-        )
-        inner = self._follow(dataclasses.replace(inside, program=body, var=var, eqn=None))
-        if inner.program is not body or inner.eqn is not None:
-            return inner
-        position = body.jaxpr.invars.index(inner.var) if inner.var in body.jaxpr.invars else -1
-        carried = position - scan.n_consts
-        if not 0 <= carried < scan.n_carry:
-            return inner
-        # The carry before each step: named after the equation that computes the one after it.
-        after = body.jaxpr.outvars[carried]
-        if not isinstance(after, Literal):
-            step = self._follow(dataclasses.replace(inside, program=body, var=after, eqn=None))
-            inner = dataclasses.replace(inner, origin=step.origin)
-        return dataclasses.replace(inner, is_carry=True)
-
-    def _follow_into_branch(self, at, cond, index) -> Source:
-        for branch in cond.programs:
-            var = branch.jaxpr.outvars[index]
-            if isinstance(var, Literal):
-                continue
-            inner = self._follow(dataclasses.replace(at, program=branch, var=var, eqn=None))
-            # The other branches return zeros or uninitialized memory of the same shape.
-            if inner.eqn is not None and not _is_filler(inner.eqn):
-                return dataclasses.replace(at, origin=inner.origin or at.origin)
-        return at
 
     def residuals(self) -> list[Residual]:
         """A record of each of `sources`."""
-        return list(map(self._record, self.sources))
+        traced = self._traced
+        leaves = dict(zip(traced.inputs, traced.leaves, strict=False))
+        return [source.record(leaves.get(source.made.name, "")) for source in self.sources]
 
-    def _record(self, source: Source) -> Residual:
-        aval, origin = source.var.aval, source.origin
-        kind = _kind(source, self.program)
-        return Residual(
-            **(origin.source if origin is not None else UNKNOWN).fields(),
-            leaf=self._leaf(source.var) if kind == "input" else "",
-            primitive=_name(source, self._input_name),
-            path=origin.path if origin is not None else "",
-            shape=tuple(aval.shape),
-            dtype=str(aval.dtype),
-            n_steps=source.steps,
-            bytes=source.steps * bytes_of(aval),
-            kind=kind,
-        )
+    def _sources(
+        self, program: ClosedJaxpr, inputs: Sequence[Source], around: Origin | None = None
+    ) -> list[Source]:
+        """The sources of the outputs of a program. `around`: the equation that it is in."""
 
-    def _leaf(self, var) -> str:
-        """The path of an input of the program in the model; empty for any other input, and for
-        a constant."""
-        inputs = self.program.jaxpr.invars
-        return self.numbered.traced.leaf_of(inputs.index(var)) if var in inputs else ""
+        def hook(eqn, values):
+            origin = self._origin_of(eqn) or around
+            name = eqn.primitive.name
+            if name in _NO_COPY and values[0].made.kind == "input":
+                return values[:1]  # takes no new memory
+            made = [Made(v.aval, "computed", name, origin) for v in eqn.outvars]
+            match structure(eqn):
+                case Call() | Checkpoint() as call:
+                    return self._sources(*call.programs, values, origin)
+                case Scan() as scan:
+                    return self._sources_of_scan(eqn, scan, made, origin)
+                case Cond() as cond:
+                    inside = [self._sources(p, values[1:], origin) for p in cond.programs]
+                    for m, *branches in zip(made, *inside, strict=True):
+                        computed = (s.made.origin for s in branches if s not in values)
+                        fills = lambda o: o is None or o.primitive in _FILLERS
+                        m.origin = next((o for o in computed if not fills(o)), origin)
+            return list(map(Source, made))
 
-    def _input_name(self, var) -> str:
-        names = zip(self.program.jaxpr.invars, self.numbered.traced.inputs, strict=True)
-        return next((name for v, name in names if v is var), "constant")
+        constant = lambda x: Source(Made(jax.typeof(x), "constant", "constant"))
+        return evaluate(program, inputs, hook, constant=constant)
 
-
-def _is_filler(eqn) -> bool:
-    return eqn.primitive.name in ("broadcast_in_dim", "empty", "empty2")
-
-
-def _name(source: Source, input_name: Callable[[Any], str]) -> str:
-    if source.eqn is None and not source.is_carry:
-        return input_name(source.var)
-    if source.origin is None:
-        return source.eqn.primitive.name if source.eqn is not None else "scan"
-    return source.origin.primitive
-
-
-def _kind(source: Source, program: ClosedJaxpr) -> str:
-    if source.is_carry:
-        return "carry"
-    if source.eqn is None and source.program is program:
-        return "constant" if source.var in program.jaxpr.constvars else "input"
-    origin = source.origin
-    has_rule = origin is not None and isinstance(structure(origin.eqn), CallWithRule)
-    return "rule" if has_rule and source.eqn is not None else "computed"
+    def _sources_of_scan(self, eqn, scan, made, origin) -> list[Source]:
+        (body,) = scan.programs
+        inside = [
+            Made(v.aval, "computed", eqn.primitive.name, origin) for v in body.jaxpr.invars
+        ]
+        carry = inside[scan.n_consts : scan.n_consts + scan.n_carry]
+        outs = self._sources(body, list(map(Source, inside)), origin)
+        # The carry before each step is named after the equation that computes the next one.
+        for before, last, after in zip(carry, made, outs, strict=False):
+            before.kind = "carry"
+            before.origin = last.origin = after.made.origin or origin
+        # A loop in a rule is not one of the loss, and all that it stacks is for the derivative.
+        loop = self._origin_of(eqn)
+        if loop is not None and not isinstance(structure(loop.eqn), Scan):
+            loop = None
+        number = None if loop is None else loop.number
+        n_outputs = 0 if loop is None else len(loop.eqn.outvars)
+        stacks = [
+            Source(
+                s.made,
+                (number, *s.loops),
+                s.steps * scan.length,
+                s.kept_by_loop or index >= n_outputs,
+            )
+            for index, s in enumerate(outs)
+        ]
+        return [*map(Source, made[: scan.n_carry]), *stacks[scan.n_carry :]]
