@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._diagnosis._zero.explain_zero import no_gradient
 from .._diagnosis.nan_checks import without_nan_checks
-from .._diagnosis.opaque import opaque_operations
-from .._diagnosis.origins import no_derivative_error, NumberedLoss
 from .._diagnosis.progress import doing, showing_progress
 from .._diagnosis.report import show_list
 from .._diagnosis.traced_loss import is_zero_safe
@@ -281,8 +280,8 @@ def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:
             remarks.append(f"There is no {mode} mode: {first_line(error)}")
         else:
             is_of_loss = isinstance(error, jax.errors.JaxRuntimeError)
-            opaque = [] if is_of_loss else opaque_operations(NumberedLoss(program.traced))
-            raise no_derivative_error(loss, opaque) if opaque else error from error
+            cause = error if is_of_loss else no_gradient(loss, program.traced, error)
+            raise cause from error
     if not modes:
         raise rule_error(
             "`check_gradients` was given a loss without derivatives.",
