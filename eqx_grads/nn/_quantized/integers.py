@@ -1,21 +1,14 @@
-"""`to_integers`: a model that holds integers and scales in place of its quantized weights."""
-
-import dataclasses
-from typing import Any
+"""`to_integers`: a model that holds integers and scales instead of its quantized weights."""
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float, Integer, PyTree
+from jaxtyping import PyTree
 
-from ..._errors import rule_error, RuleError, show_path
-from ..._tangent_spaces import is_differentiable
-from .binary_ternary import BinaryLinear, TernaryLinear
-from .calibration import members_of
-from .layers import AbstractQuantizedLayer, describe, QuantizedConv, QuantizedLinear
-from .report import array_row, first_of, LayerReport, QuantizationReport
+from ..._errors import name_of, rule_error
+from .quantized import ensemble_shape, Layer, Quantized
+from .quantizer import AbstractQuantizer, Stored
+from .report import first_of, map_layers, place_of, QuantizationReport
 
 
 def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
@@ -79,130 +72,65 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
     [`eqx_grads.RuleError`][] if no layer has a quantized weight that integers represent, or if
     a weight is NaN.
     """
-    is_layer = lambda x: isinstance(x, AbstractQuantizedLayer | eqx.nn.Linear | eqx.nn.Conv)
-    nodes, treedef = jtu.tree_flatten_with_path(model, is_leaf=is_layer)
-    if not any(isinstance(node, AbstractQuantizedLayer) for _, node in nodes):
+    is_layer = lambda x: isinstance(x, Quantized | Layer)
+    reasons = []
+
+    def choose(path, layer):
+        how = _reason_to_leave(layer)
+        reasons.append((path, how))
+        return how
+
+    new, swapped, left = map_layers(model, is_layer, choose, _with_integers)
+    if all(how not in (None, _HAS_INTEGERS) for _, how in reasons):
         raise rule_error(
-            "`to_integers` was given a model without a quantized layer.",
-            f"it is a `{type(model).__name__}`",
-            do="Give it a model whose layers `eqx_grads.nn.quantize_model` has replaced.",
+            "`to_integers` was given a model of which no weight can be stored as integers.",
+            f"it is a `{type(model).__name__}` with {len(reasons)} layers",
+            *first_of([f"{place_of(path)}: {how}" for path, how in reasons], 8),
+            do="Give it a model whose layers `eqx_grads.nn.quantize_model` has replaced, with "
+            "weights quantized by `eqx_grads.nn.FakeQuantize`, `eqx_grads.nn.LSQ`, "
+            "`eqx_grads.nn.Binary`, `eqx_grads.nn.Ternary`, or by an "
+            "`eqx_grads.nn.AbstractQuantizer` of your own.",
         )
-    _check_some(nodes)
-    new, swapped, left = [], [], []
-    done: dict[int, tuple[Any, str]] = {}  # a layer in several places stays one
-    for keys, node in nodes:
-        path = show_path(keys).removeprefix(".")
-        reason = _reason_to_leave(node)
-        if reason is None:
-            if id(node) not in done:
-                done[id(node)] = _with_integers(node, path), path
-            result, first = done[id(node)]
-            sizes = _size(_weight_and_quantizer(result)), _size(_weight_and_quantizer(node))
-            note = f"{sizes[0]:,} bytes, {sizes[1]:,} before"
-            note = note if path == first else f"shared with {first}"
-            kinds = type(node).__name__, str(result.weight.dtype)
-            quantized_to = node.describe_weight(), describe(node.input_quantizer)
-            row = LayerReport(path, *kinds, *quantized_to, note=note)
-            swapped.append(dataclasses.replace(row, shape=node.weight.shape))
-            new.append(result)
-            continue
-        new.append(node)
-        if is_layer(node):
-            shape = getattr(node.weight, "shape", ())
-            left.append(LayerReport(path, type(node).__name__, shape=shape, note=reason))
-        elif isinstance(node, jax.Array | np.ndarray) and is_differentiable(node):
-            left.append(array_row(path, node, "not of a quantized layer"))
-    stored = jax.tree.unflatten(treedef, new)
-    return stored, QuantizationReport(swapped, left, (_size(stored), _size(model)))
-
-
-class _Product(eqx.Module):
-    """In place of a quantizer: the floats that integers represent."""
-
-    scale: Float[Array, "..."]
-    dtype: Any = eqx.field(static=True)
-
-    def __call__(self, integers: Integer[Array, "..."]) -> Float[Array, "..."]:
-        return (integers.astype(self.scale.dtype) * self.scale).astype(self.dtype)
-
-
-def _check_some(nodes):
-    """Raise if no layer holds integers, now or before: the model would be what it was."""
-    layers = [(keys, node) for keys, node in nodes if isinstance(node, AbstractQuantizedLayer)]
-    reasons = [_reason_to_leave(node) for _, node in layers]
-    if any(reason in (None, _HAS_INTEGERS) for reason in reasons):
-        return
-    names = [show_path(keys).removeprefix(".") for keys, _ in layers]
-    raise rule_error(
-        "`to_integers` was given a model of which no weight can be stored as integers.",
-        *first_of(
-            [
-                f"{f'`{name}`' if name else 'the model itself'}: {reason}"
-                for name, reason in zip(names, reasons, strict=True)
-            ],
-            8,
-        ),
-        do="Quantize weights by an `eqx_grads.nn.FakeQuantize`, an `eqx_grads.nn.LSQ`, or a "
-        "quantizer of your own with a method `to_integers`. Of two or three values, take an "
-        "`eqx_grads.nn.BinaryLinear` or an `eqx_grads.nn.TernaryLinear`.",
-    )
+    return new, QuantizationReport(swapped, left, (_size(new), _size(model)))
 
 
 _HAS_INTEGERS = "has integers"
 
 
-def _reason_to_leave(node):
-    """Why a leaf or a layer keeps its floats; `None` if it does not."""
-    if not isinstance(node, AbstractQuantizedLayer):
+def _reason_to_leave(layer):
+    """Why a layer keeps its floats; `None` if it does not."""
+    if not isinstance(layer, Quantized):
         return "not quantized"
-    if not isinstance(node.weight, jax.Array | np.ndarray):
-        return f"its weight is a `{type(node.weight).__name__}`"
-    if isinstance(node, BinaryLinear | TernaryLinear):
-        return None
-    quantizer = getattr(node, "weight_quantizer", None)
-    if isinstance(quantizer, _Product):
+    if not isinstance(layer.layer.weight, jax.Array | np.ndarray):
+        return f"its weight is a `{type(layer.layer.weight).__name__}`"
+    quantizer = layer.weight_quantizer
+    if isinstance(quantizer, Stored):
         return _HAS_INTEGERS
     if quantizer is None:
         return "its weight is not quantized"
-    if not hasattr(quantizer, "to_integers"):
-        return f"`{node.describe_weight()}` has no `to_integers`"
+    if not isinstance(quantizer, AbstractQuantizer):
+        return f"`{name_of(quantizer)}` has no `encode`"
     return None
 
 
-def _with_integers(layer, path):
-    replace = _replace_weight
-    for _ in members_of(layer):
+def _with_integers(layer, _):
+    def replace(layer):
+        quantizer, weight = layer.weight_quantizer, layer.layer.weight
+        integers, scale = quantizer.encode(weight)
+        signed = getattr(quantizer, "signed", None)
+        stored = Stored(scale, quantizer.bits, signed, weight.dtype)
+        get = lambda layer: (layer.layer.weight, layer.weight_quantizer)
+        return eqx.tree_at(get, layer, (integers, stored))
+
+    for _ in ensemble_shape(layer):
         replace = eqx.filter_vmap(replace)
-    try:
-        return replace(layer)
-    except RuleError as error:
-        where = f"of `{path}`" if path else "of the model itself"
-        error.add_note(f"It is the weight {where}.")
-        raise
-
-
-def _replace_weight(layer):
-    if isinstance(layer, BinaryLinear | TernaryLinear):
-        signs, scale = layer.signs_and_scale()
-        integers = signs.astype(jnp.int8)
-    else:
-        integers, scale = layer.weight_quantizer.to_integers(layer.weight)
-    kind = QuantizedConv if isinstance(layer.layer, eqx.nn.Conv) else QuantizedLinear
-    return kind.from_layer(
-        eqx.tree_at(lambda layer: layer.weight, layer.layer, integers),
-        weight_quantizer=_Product(scale, layer.weight.dtype),
-        input_quantizer=layer.input_quantizer,
-    )
-
-
-def _weight_and_quantizer(layer):
-    return layer.weight, getattr(layer, "weight_quantizer", None)
-
-
-_ARRAYS = jax.Array | np.ndarray
+    new = replace(layer)
+    size = _size((new.layer.weight, new.weight_quantizer))
+    return new, f"{new.layer.weight.dtype}, {size:,} bytes"
 
 
 def _size(tree):
     """The bytes of all arrays, of which one may be in several places."""
-    arrays = {id(x): x for x in jax.tree.leaves(tree) if isinstance(x, _ARRAYS)}
+    leaves = jax.tree.leaves(tree)
+    arrays = {id(x): x for x in leaves if isinstance(x, jax.Array | np.ndarray)}
     return sum(x.size * x.dtype.itemsize for x in arrays.values())

@@ -1,0 +1,90 @@
+"""What a quantizer is: it encodes an array as integers and a scale."""
+
+import abc
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer, Key
+
+from ..._errors import name_of
+
+
+Quantizer: TypeAlias = Callable[[Array], Array]
+
+
+class AbstractQuantizer(eqx.Module):
+    """A quantizer that knows the integers that it quantizes to.
+
+    A quantizer of [`eqx_grads.nn.Quantized`][] or [`eqx_grads.nn.quantize_model`][] may be any
+    function of an array. Derive it from this class if its parameters depend on the weights, or
+    if [`eqx_grads.nn.to_integers`][] is to store its integers. One that can't be called before
+    it is fitted also has a property `needs_fit`.
+    """
+
+    bits: eqx.AbstractVar[int | float]  # for reports
+
+    @abc.abstractmethod
+    def fit(self, x: Array) -> "AbstractQuantizer":
+        """This quantizer, with the parameters that it still lacks chosen for `x`. Layers call
+        it with their weights when they are made."""
+
+    @abc.abstractmethod
+    def encode(
+        self, x: Float[Array, "..."]
+    ) -> tuple[Integer[Array, "..."], Float[Array, "..."]]:
+        """Integers, and the scale by which a call multiplies them."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, x: Float[Array, "..."], *, key: Key[Array, ""] | None = None
+    ) -> Float[Array, "..."]:
+        """An array like `x`, of few different values."""
+
+
+class Stored(eqx.Module):
+    """The floats that integers represent: what is left of a quantizer where they are stored."""
+
+    scale: Float[Array, "..."]
+    bits: int | float = eqx.field(static=True)
+    signed: bool | None = eqx.field(static=True)
+    dtype: Any = eqx.field(static=True)
+
+    def __call__(self, x: Array) -> Array:
+        scale = spread(self.scale, x)
+        return (x.astype(scale.dtype) * scale).astype(self.dtype)
+
+
+def spread(scale: Any, x: Array) -> Any:
+    """A scale that broadcasts to `x`. One of groups along the last axis is repeated."""
+    if jnp.ndim(scale) == 0 or jnp.ndim(x) == 0 or scale.shape[-1] in (1, x.shape[-1]):
+        return scale
+    return jnp.repeat(scale, max(x.shape[-1] // scale.shape[-1], 1), axis=-1)
+
+
+def needs_fit(quantizer: Any) -> bool:
+    """Whether it can't be called yet."""
+    return isinstance(quantizer, AbstractQuantizer) and getattr(quantizer, "needs_fit", False)
+
+
+def describe(quantizer: Quantizer | None) -> str:
+    """What a quantizer quantizes to, for a report."""
+    if quantizer is None:
+        return ""
+    bits = getattr(quantizer, "bits", None)
+    if bits is None:
+        return name_of(quantizer)
+    text = f"{bits:.3g} bit" + "s" * (bits != 1)
+    signed = getattr(quantizer, "signed", None)
+    return text if signed is None else f"{text} {'signed' if signed else 'unsigned'}"
+
+
+def without_function_leaf(quantizer: Any) -> Any:
+    """A quantizer whose leaves are arrays: `jax.lax.scan` over layers, as in `equinox.nn.MLP`,
+    takes no others."""
+    leaves = jax.tree.leaves(quantizer)
+    if not leaves or any(map(eqx.is_array_like, leaves)):
+        return quantizer
+    return jax.tree_util.Partial(quantizer)
