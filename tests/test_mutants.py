@@ -362,14 +362,6 @@ def test_calibration_of_a_convolution_with_a_scale_for_each_index(axis, getkey):
     assert_close(quantized.input_quantizer.scale, expected)
 
 
-def test_the_sizes_of_a_quantized_linear_layer(getkey):
-    options = {"weight_quantizer": nn.LSQ(4), "key": getkey()}
-    assert nn.QuantizedLinear("scalar", "scalar", **options)(jnp.ones(())).shape == ()
-    for sizes in ((-1, 3), (3, -1)):
-        with pytest.raises(eqg.RuleError, match=r"`QuantizedLinear`(?s:.)*is -1"):
-            nn.QuantizedLinear(*sizes, **options)
-
-
 @pytest.fixture
 def _without_type_checks():
     jaxtyping.config.update("jaxtyping_disable", True)

@@ -419,7 +419,6 @@ GRADIENT_OPS = {
     "filter_checkpoint": lambda p: eqg.filter_checkpoint(half)(p),
     "filter_cond": lambda p: eqg.filter_cond(True, half, lambda p: p, p),
     "ste.round": eqg.ste.round,
-    "ste.wrap": lambda p: eqg.ste.wrap(half)(p),
     "nn.GradientScale": lambda p: eqg.nn.GradientScale(0.5)(p),
     "nn.GradientNormClip": lambda p: eqg.nn.GradientNormClip(0.5)(p),
     "tap_gradient": lambda p: eqg.tap_gradient(p, lambda ct: None),

@@ -48,20 +48,19 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
 
     **Arguments:**
 
-    - `model`: any PyTree with layers of this library that have a quantized weight, as
-        [`eqx_grads.nn.quantize_model`][] makes them. A quantizer has to have a method
-        `to_integers(weight)` that returns integers and a scale, whose product is the quantized
-        weight: [`eqx_grads.nn.LSQ`][] and [`eqx_grads.nn.FakeQuantize`][] have. Functions such
-        as `eqx_grads.ste.ternary` have not. [`eqx_grads.nn.BinaryLinear`][] and
-        [`eqx_grads.nn.TernaryLinear`][] are stored as integers of one byte.
+    - `model`: any PyTree with layers that [`eqx_grads.nn.quantize_model`][] has replaced. The
+        quantizer of a weight has to be an [`eqx_grads.nn.AbstractQuantizer`][], which has a
+        method `encode`: [`eqx_grads.nn.LSQ`][], [`eqx_grads.nn.FakeQuantize`][],
+        [`eqx_grads.nn.Binary`][], [`eqx_grads.nn.Ternary`][], your own. Functions such as
+        `eqx_grads.ste.ternary` have none.
 
     **Returns:**
 
-    - The model with integers, `int8` or `uint8` for up to 8 bits. Each takes a byte or more:
-        two of 4 bits are not packed into one. Its outputs are bitwise equal to those of the
-        given model. If calls are compiled, compile this function too,
-        `equinox.filter_jit(to_integers)`: XLA may divide by a scale in another way than JAX
-        does op by op, and a weight halfway between two integers becomes the other one.
+    - The model with integers, `int8` or `uint8` for up to 8 bits: each takes a byte or more.
+        Its outputs are bitwise equal to those of the given model. If calls are compiled,
+        compile this function too, `equinox.filter_jit(to_integers)`: XLA may divide by a scale
+        in another way than JAX does op by op, and a weight halfway between two integers becomes
+        the other one.
     - An [`eqx_grads.nn.QuantizationReport`][]: in `swapped` the layers that hold integers now,
         with the bytes of the weight and its scale; in `left` the layers and arrays that hold
         floats; in `sizes` the bytes of the whole model. Biases and the scales of inputs stay

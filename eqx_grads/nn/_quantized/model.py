@@ -29,7 +29,8 @@ def quantize_model(
 
         ```python
         import eqx_grads as eqg
-                import jax
+        import equinox as eqx
+        import jax
 
         key1, key2 = jax.random.split(jax.random.key(0))
         model = [eqx.nn.Linear(64, 32, key=key1), eqx.nn.Linear(32, 10, key=key2)]
