@@ -57,7 +57,7 @@ REFUSED = {
     ),
     "numbers without a scale": (
         lambda: eqg.nn.LSQ(4).fit(float("inf")),
-        "`LSQ.fit` was given numbers that are not finite",
+        "`LSQ.fit` was given nothing to fit a scale to, or numbers that are not finite",
     ),
     "a size beyond memory": (
         lambda: eqg.nn.GRU(2, 2**40, key=KEY),

@@ -200,7 +200,7 @@ def test_L8_ranges():
             eqg.reversal_schedule(progress)
     for quantizer in (nn.LSQ(4), nn.FakeQuantize(4, learn_scale=True)):
         for wrong in (np.nan, np.inf):
-            with raises("`.*.fit` was given numbers that are not finite"):
+            with raises("`.*.fit` was given nothing(?s:.)*numbers that are not finite"):
                 quantizer.fit(jnp.array([1.0, wrong]))
 
 
@@ -810,7 +810,7 @@ def test_L10_calibration_errors(getkey):
     new, _ = nn.quantize_model(model, {"['b']": None, "*": QUANTIZERS}, **some)
     assert new["a"].input_quantizer.scale > 0
     for inputs in (nn.FakeQuantize(8), nn.FakeQuantize(8, scale=0.1)):
-        with raises(r"nothing to calibrate(?s:.)*`learn_scale=True`. Without it,"):
+        with raises(r"nothing to calib(?s:.)*`learn_scale=True`. Without it,"):
             nn.quantize_model(model, {"*": (nn.LSQ(4), inputs)}, **some)
     with raises("(?s)a `call`, and no batch"):
         nn.quantize_model(model, {"*": nn.LSQ(4)}, call=call)

@@ -573,7 +573,7 @@ WRONG = [
      "`['a']`, Linear"), (model({"['b'][0]": nn.LSQ(4)}), "there is `['b'][0]`, an array"),
     (model({eqx.nn.Linear: nn.LSQ}), "does not say how to quantize: rule 0, Linear"),
     (model({eqx.nn.Linear: nn.LSQ(4)}, call=square), "a `call`, and no batch"),
-    (model({eqx.nn.Linear: nn.LSQ(4)}, calibrate=X), "a batch, and there is nothing"),
+    (model({eqx.nn.Linear: nn.LSQ(4)}, calibrate=X), "a batch, and nothing to calibrate"),
     (lambda: nn.to_integers(LINEAR), "it is a `Linear` with 1 layers"),
     (types(lambda: nn.LinearCrossEntropy(3, 5, key=KEY).logits(X[:2])),
      "`x` is float32[2], `weight` is"),

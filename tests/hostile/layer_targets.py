@@ -450,7 +450,10 @@ target(
     nn.to_integers,
     model=(
         {"a": nn.Quantized(LINEAR, nn.FakeQuantize(4))},
-        lambda x: isinstance(x, dict) and isinstance(x.get("a"), nn.Quantized),
+        lambda x: any(
+            isinstance(leaf, nn.Quantized)
+            for leaf in jax.tree.leaves(x, is_leaf=lambda leaf: isinstance(leaf, nn.Quantized))
+        ),
     ),
 )
 

@@ -49,18 +49,13 @@ def as_scale(layer: str, scale: Any) -> Array | None:
 
 def check_examples(layer: str, x: Any, dtype: Any) -> None:
     """Check that a scale can be computed from numbers, as far as these are known."""
-    largest = float(jnp.finfo(dtype).max)
-    if np.size(x) == 0:
+    largest = np.max(np.abs(np.asarray(x)), initial=0.0) if is_known(x) else 0.0
+    if np.size(x) == 0 or not largest <= float(jnp.finfo(dtype).max):
         raise rule_error(
-            f"`{layer}` was given nothing to fit a scale to.",
-            f"`x` is {type_of(x)}",
-            do="Give it numbers like those that it will quantize.",
-        )
-    if is_known(x) and not np.all(np.abs(np.asarray(x)) <= largest):
-        raise rule_error(
-            f"`{layer}` was given numbers that are not finite.",
-            f"`x` is {type_of(x)}, and its largest number is {np.max(np.asarray(x))}",
-            do="Fit it to finite numbers. `eqx_grads.explain_nan` finds the origin of others.",
+            f"`{layer}` was given nothing to fit a scale to, or numbers that are not finite.",
+            f"`x` is {type_of(x)}, and its largest number is {largest}",
+            do="Give it finite numbers like those that it will quantize. "
+            "`eqx_grads.explain_nan` finds the origin of others.",
         )
 
 

@@ -108,26 +108,24 @@ def _recording(layer, inputs):
 def _fit_members(key, uncalibrated, inputs):
     layer, path, quantizer = uncalibrated
     shape = ensemble_shape(layer)
-    fitted = []
-    for member in range(math.prod(shape)):
-        if (key, member) not in inputs:
-            raise rule_error(
-                "`quantize_model` has no inputs to calibrate a layer with.",
-                f"{place_of(path)} is not called when the model is run on `calibrate`",
-                do="Give its input quantizer a scale, or run the part of the model that calls "
-                "it: `call=lambda model, batch: ...`.",
-            )
-        fitted.append(_fit(quantizer, inputs[key, member]))
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *fitted)
-    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), stacked)
+    members = [inputs.get((key, member)) for member in range(math.prod(shape))]
+    if None in members:
+        raise rule_error(
+            "`quantize_model` has no inputs to calibrate a layer with.",
+            f"{place_of(path)} is not called when the model is run on `calibrate`",
+            do="Give its input quantizer a scale, or run the part of the model that calls it: "
+            "`call=lambda model, batch: ...`.",
+        )
+    fitted = [_fit(quantizer, stacks) for stacks in members]
+    stack = lambda *leaves: jnp.stack(leaves).reshape(*shape, *jnp.shape(leaves[0]))
+    return jax.tree.map(stack, *fitted)
 
 
 def _warn_of_negative(layers, inputs):
     """One warning for all layers whose unsigned quantizer met negative inputs."""
     names = []
-    for key, (layer, path, quantizer) in layers.items():
-        members = range(math.prod(ensemble_shape(layer)))
-        stacks = [x for member in members for x in inputs[key, member]]
+    for key, (_, path, quantizer) in layers.items():
+        stacks = [x for of_key, xs in inputs.items() if of_key[0] == key for x in xs]
         share = sum(np.sum(x < 0) for x in stacks) / max(1, sum(x.size for x in stacks))
         if share > 0.01 and not getattr(quantizer, "signed", True):
             names.append(f"{place_of(path)} ({share:.0%})")

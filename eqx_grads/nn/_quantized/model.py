@@ -121,7 +121,7 @@ def quantize_model(
         rule = found[path].rule
         if rule is None:
             return "quantized already" if isinstance(layer, Quantized) else "no rule"
-        return rule.name if rule.quantizers is None else rule
+        return rule if any(rule.quantizers) else rule.name
 
     def make(layer, rule):
         of_weights, of_inputs = rule.quantizers
@@ -147,7 +147,7 @@ def _pairs(rules: Any) -> list[tuple[Any, Any]]:
 
 def _no_rule(what, *where):
     return rule_error(
-        f"A rule of `quantize_model` {what}.",
+        f"One of the `rules` of `quantize_model` {what}.",
         *where,
         do="Give a dictionary from types or paths of layers to quantizers, or to pairs of "
         "quantizers for weights and inputs: `{eqx.nn.Linear: eqg.nn.LSQ(bits=4)}`, "
@@ -157,18 +157,18 @@ def _no_rule(what, *where):
 
 
 class _Rule:
-    """Which layers, and the quantizers of their weights and inputs; `None` leaves them."""
+    """Which layers, and the quantizers of their weights and inputs: two `None` leave them."""
 
     def __init__(self, number: int, model: Any, which: Any, how: Any):
         self.which, is_type = which, isinstance(which, type)
         self.name = f"rule {number}, {which.__name__ if is_type else repr(which)}"
         if not isinstance(which, str | type):
             raise _no_rule(f"does not say which layers it is for: {self.name}")
-        pair = how if isinstance(how, tuple) and len(how) == 2 else (how, None)
+        pair = (None, None) if how is False else (how, None)
+        self.quantizers = how if isinstance(how, tuple) and len(how) == 2 else pair
         is_how = lambda x: x is None or (callable(x) and not isinstance(x, type))
-        if how is not False and not all(map(is_how, pair)):
+        if not all(map(is_how, self.quantizers)):
             raise _no_rule(f"does not say how to quantize: {self.name}", f"it is {how!r:.80}")
-        self.quantizers = None if how is None or how is False else pair
         self.roots = set()  # the paths of the nodes of a type
         if is_type:
             is_root = lambda x: isinstance(x, which)
@@ -184,10 +184,9 @@ class _Rule:
 
     def is_for(self, layer: Any) -> bool:
         """Whether the rule can be used for a layer, which may be quantized already."""
-        if self.quantizers is None or not isinstance(layer, Quantized):
-            return True
         of_weights, of_inputs = self.quantizers
-        return of_weights is None and of_inputs is not None and layer.input_quantizer is None
+        is_free = of_inputs is None or getattr(layer, "input_quantizer", None) is None
+        return not isinstance(layer, Quantized) or (of_weights is None and is_free)
 
 
 class _Found(NamedTuple):
@@ -236,21 +235,20 @@ def _check_all_used(rules: list[_Rule], found: dict[str, _Found], arrays: list[s
 
 def _calibrated(model, found, batch, call):
     """Fitted input quantizers, by the `id` of their layers."""
+    if batch is None and call is None:
+        return {}
     uncalibrated = {
         id(layer): Uncalibrated(layer, path, rule.quantizers[1])
         for path, (layer, _, rule) in found.items()
-        if rule is not None and rule.quantizers is not None and needs_fit(rule.quantizers[1])
+        if rule is not None and needs_fit(rule.quantizers[1])
     }
-    if batch is not None and uncalibrated:
-        return fit_to_inputs(model, uncalibrated, batch, call)
-    if batch is not None or call is not None:
+    if batch is None or not uncalibrated:
+        what = "`call`, and no batch" if batch is None else "batch, and nothing to calibrate"
         raise rule_error(
-            "`quantize_model` was given a `call`, and no batch."
-            if batch is None
-            else "`quantize_model` was given a batch, and there is nothing to calibrate.",
+            f"`quantize_model` was given a {what}.",
             f"{len(uncalibrated)} layers have an input quantizer whose scale is to be fitted",
             do="Leave `calibrate` and `call` out, or give a batch, and rules with an input "
             "quantizer whose scale is fitted: an `eqg.nn.LSQ`, or an `eqg.nn.FakeQuantize` "
             "with `learn_scale=True`. Without it, that computes its scale in each call.",
         )
-    return {}
+    return fit_to_inputs(model, uncalibrated, batch, call)

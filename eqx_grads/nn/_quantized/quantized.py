@@ -138,19 +138,17 @@ def ensemble_shape(layer: Any) -> tuple[int, ...]:
 
 
 def _check_quantizer(what, quantizer):
-    if quantizer is not None and (isinstance(quantizer, type) or not callable(quantizer)):
+    is_function = callable(quantizer) and not isinstance(quantizer, type)
+    is_unfit = what == "input" and needs_fit(quantizer)
+    if is_unfit or not (quantizer is None or is_function):
+        fault = "has no scale" if is_unfit else "is not a quantizer"
         raise rule_error(
-            f"The `{what}_quantizer` of `Quantized` is not a quantizer.",
+            f"The `{what}_quantizer` of `Quantized` {fault}.",
             f"it is {quantizer!r:.80}",
-            do="Give it a function of an array, for example `eqx_grads.nn.LSQ(bits=4)`.",
-        )
-    if what == "input" and needs_fit(quantizer):
-        raise rule_error(
-            "The `input_quantizer` of `Quantized` has no scale.",
-            f"it is of type `{type(quantizer).__name__}`, made without a scale, and not fitted",
-            do="`quantize_model(..., calibrate=batch)` fits those of a model, and "
-            "`quantizer.fit(x)` fits one. To read a calibrated model from a file, no batch is "
-            "needed: make the same quantizer with `scale=1.0`, and the file has the scale.",
+            do="Give it a function of an array, such as `eqx_grads.nn.LSQ(bits=4)`. One of an "
+            "input has to have its scale: `quantize_model(..., calibrate=batch)` fits those "
+            "of a model, `quantizer.fit(x)` one. To read a calibrated model from a file, no "
+            "batch is needed: make the same quantizer with `scale=1.0`.",
         )
 
 

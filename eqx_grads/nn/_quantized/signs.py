@@ -182,5 +182,6 @@ class Ternary(AbstractSigns):
         threshold: Any = self.threshold
         if threshold == "mean":
             size = jnp.abs(jax.lax.stop_gradient(x))
-            threshold = 0.7 * jnp.mean(size, tuple(range(1, x.ndim)), keepdims=True)
+            mean = jnp.mean(size, tuple(range(1, x.ndim)), keepdims=True)
+            threshold = jnp.nan_to_num(0.7 * mean)  # NaN is in the result anyway
         return ste.ternary(x, threshold=threshold)
