@@ -229,10 +229,6 @@ PLOTS: dict[str, dict[str, tuple[str, Callable[[], Lines]]]] = {
             "on_backward(x, jnp.tanh)",
             _op(lambda x: eqg.on_backward(x, jnp.tanh)),
         ),
-        "on_forward": (
-            "on_forward(x, jnp.tanh)",
-            _function(lambda x: eqg.on_forward(x, jnp.tanh)),
-        ),
     },
 }
 

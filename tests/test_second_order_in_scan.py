@@ -42,7 +42,6 @@ OPS = {
     "ste.fsq": lambda x: ste.fsq(x, (5, 5, 5))[0],
     "replace_gradient": lambda x: eqg.replace_gradient(jnp.round(x), jnp.tanh(x)),
     "with_gradient_of": eqg.with_gradient_of(jnp.round, jnp.tanh),
-    "on_forward": lambda x: eqg.on_forward(x, jnp.round),
     "scale_gradient": lambda x: eqg.scale_gradient(x, 3.0),
     "reverse_gradient": lambda x: eqg.reverse_gradient(x, 0.5),
     "mask_gradient": lambda x: eqg.mask_gradient(x, jnp.array([True, False, True])),

@@ -413,7 +413,6 @@ GRADIENT_OPS = {
     "noise_gradient": lambda p: eqg.noise_gradient(p, key=KEY, stddev=0.5),
     "cast_gradient": lambda p: eqg.cast_gradient(p, "bfloat16"),
     "on_backward": lambda p: eqg.on_backward(p, half),
-    "on_forward": lambda p: eqg.on_forward(p, half),
     "replace_gradient": lambda p: eqg.replace_gradient(p, half(p)),
     "with_gradient_of": lambda p: eqg.with_gradient_of(lambda p: p, half)(p),
     "filter_checkpoint": lambda p: eqg.filter_checkpoint(half)(p),

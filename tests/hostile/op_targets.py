@@ -123,7 +123,6 @@ target(
     "cast_gradient", graded(eqg.cast_gradient), x=TREE, dtype=("float16", dtype(jnp.floating))
 )
 target("on_backward", graded(eqg.on_backward), x=TREE, fn=(jnp.tanh, function))
-target("on_forward", lambda fn: eqg.on_forward(X, fn), fn=(jnp.sin, sine))
 target("nondifferentiable", eqg.nondifferentiable, x=TREE, name=("x", text))
 target(
     "probe",
