@@ -168,7 +168,7 @@ def test_the_report_of_to_integers(getkey):
     assert lines == [
         "swapped: 3",
         f"  ['a'][0]  Linear  weights 4 bits signed  {'':20}  (2, 3)     "
-        f"int8, {6 + stored['a'][0].weight_quantizer.scale.nbytes} bytes",
+        f"uint8, {3 + stored['a'][0].weight_quantizer.scale.nbytes} bytes",
         f"  ['a'][1]  Linear  weights 4 bits signed  {'':20}  (2, 3)     shared with ['a'][0]",
         "  ['b']     Conv1d  weights 9 bits signed  inputs 4 bits signed  (2, 1, 3)  "
         "int16, 20 bytes",
@@ -311,3 +311,30 @@ def test_calibration_while_tracing(getkey):
             run()
     with pytest.raises(eqg.RuleError, match=r"has no scale(?s:.)*from a file(?s:.)*=1.0`"):
         eqg.nn.quantize_model(model, rules)
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 3, 3), (6, 5), (5, 8), (3, 5)])
+@pytest.mark.parametrize("quantizer", [eqg.nn.FakeQuantize(4), eqg.nn.Binary(), eqg.nn.LSQ(2)])
+def test_integers_of_four_bits_are_two_in_a_byte(quantizer, shape, getkey):
+    """The halves of the last axis of even size, by NumPy."""
+
+    class Weighted(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x):
+            return self.weight * x
+
+    weight = jr.normal(getkey(), shape)
+    layer = eqg.nn.Quantized(Weighted(weight), quantizer)
+    stored, _ = eqg.nn.to_integers([layer])
+    codes = np.asarray(layer.weight_quantizer.encode(weight)[0]).astype(int)
+    even = [i for i, size in enumerate(shape) if size % 2 == 0]
+    if even:
+        low, high = np.split(codes % 16, 2, even[-1])
+        codes = (low + 16 * high).astype(np.uint8)
+        assert codes.size == weight.size / 2
+    np.testing.assert_array_equal(stored[0].layer.weight, codes)
+    assert equal_bits(stored[0].quantized_weight(), layer.quantized_weight())
+    unsigned = eqg.nn.Quantized(Weighted(weight), eqg.nn.FakeQuantize(4, signed=False))
+    stored, _ = eqg.nn.to_integers([unsigned])
+    assert equal_bits(stored[0].quantized_weight(), unsigned.quantized_weight())

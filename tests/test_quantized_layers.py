@@ -429,7 +429,7 @@ def test_groups_of_weights(quantizer, getkey):
     layer = nn.Quantized(linear, quantizer(4, group_size=4))
     stored, report = nn.to_integers([layer])
     assert stored[0].weight_quantizer.scale.shape == (3, 2)
-    assert report.swapped[0].note == f"int8, {24 + 6 * linear.weight.dtype.itemsize} bytes"
+    assert report.swapped[0].note == f"uint8, {12 + 6 * linear.weight.dtype.itemsize} bytes"
     x = jr.normal(getkey(), (8,))
     np.testing.assert_array_equal(stored[0](x), layer(x))
     with raises("`group_size` is 3"):

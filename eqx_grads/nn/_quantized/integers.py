@@ -7,7 +7,7 @@ from jaxtyping import PyTree
 
 from ..._errors import name_of, rule_error
 from .quantized import ensemble_shape, Layer, Quantized
-from .quantizer import AbstractQuantizer, Stored
+from .quantizer import AbstractQuantizer, Stored, stored
 from .report import first_of, map_layers, place_of, QuantizationReport
 
 
@@ -32,7 +32,7 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
         ```
 
         ```text
-        int8 (128, 1)
+        uint8 (128, 1)
         True
         ```
 
@@ -56,15 +56,16 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
 
     **Returns:**
 
-    - The model with integers, `int8` or `uint8` for up to 8 bits: each takes a byte or more.
-        Its outputs are bitwise equal to those of the given model. If calls are compiled,
-        compile this function too, `equinox.filter_jit(to_integers)`: XLA may divide by a scale
-        in another way than JAX does op by op, and a weight halfway between two integers becomes
-        the other one.
+    - The model with integers, `int8` or `uint8` for up to 8 bits. Those of up to 4 bits are two
+        in a byte, a `uint8`, if the weight has an axis of even size: the last such axis is half
+        as long, and its second half is in the upper bits. The outputs are bitwise equal to
+        those of the given model. If calls are compiled, compile this function too,
+        `equinox.filter_jit(to_integers)`: XLA may divide by a scale in another way than JAX
+        does op by op, and a weight halfway between two integers becomes the other one.
     - An [`eqx_grads.nn.QuantizationReport`][]: in `swapped` the layers that hold integers now,
-        with the bytes of the weight and its scale; in `left` the layers and arrays that hold
-        floats; in `sizes` the bytes of the whole model. Biases and the scales of inputs stay
-        floats.
+        with their dtype and the bytes of the weight and its scale; in `left` the layers and
+        arrays that hold floats; in `sizes` the bytes of the whole model. Biases and the scales
+        of inputs stay floats.
 
     **Raises:**
 
@@ -114,12 +115,8 @@ def _reason_to_leave(layer):
 
 def _with_integers(layer, _):
     def replace(layer):
-        quantizer, weight = layer.weight_quantizer, layer.layer.weight
-        integers, scale = quantizer.encode(weight)
-        signed = getattr(quantizer, "signed", None)
-        stored = Stored(scale, quantizer.bits, signed, weight.dtype)
         get = lambda layer: (layer.layer.weight, layer.weight_quantizer)
-        return eqx.tree_at(get, layer, (integers, stored))
+        return eqx.tree_at(get, layer, stored(layer.weight_quantizer, layer.layer.weight))
 
     for _ in ensemble_shape(layer):
         replace = eqx.filter_vmap(replace)

@@ -9,7 +9,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..._errors import name_of, rule_error, type_of
-from .quantizer import AbstractQuantizer, needs_fit, Quantizer, without_function_leaf
+from .quantizer import (
+    AbstractQuantizer,
+    needs_fit,
+    Quantizer,
+    Stored,
+    without_function_leaf,
+)
 
 
 # What `quantize_model` looks for.
@@ -156,6 +162,8 @@ def _quantize(what, quantizer, x):
     if quantizer is None:
         return x
     out = quantizer(x)
+    if isinstance(quantizer, Stored):  # of integers, two of which may be in a byte
+        return out
     if jnp.shape(out) != jnp.shape(x) or not jnp.issubdtype(jnp.result_type(out), jnp.floating):
         raise rule_error(
             f"The {what} quantizer did not return an array like the one that it was given.",

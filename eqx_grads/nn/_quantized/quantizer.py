@@ -51,10 +51,27 @@ class Stored(eqx.Module):
     bits: int | float = eqx.field(static=True)
     signed: bool | None = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
+    # The axis whose second half is in the upper four bits of each byte.
+    packed: int | None = eqx.field(static=True)
 
     def __call__(self, x: Array) -> Array:
+        if self.packed is not None:
+            x = jnp.concatenate([x & 15, x >> 4], self.packed).astype(jnp.int8)
+            x = x if self.signed is False else (x ^ 8) - 8  # the fourth bit is the sign
         scale = spread(self.scale, x)
         return (x.astype(scale.dtype) * scale).astype(self.dtype)
+
+
+def stored(quantizer: AbstractQuantizer, weight: Array) -> tuple[Array, Stored]:
+    """The integers of a weight, two of four bits in a byte, and what gives its floats."""
+    integers, scale = quantizer.encode(weight)
+    even = [i - weight.ndim for i, size in enumerate(weight.shape) if size % 2 == 0]
+    axis = even[-1] if even and quantizer.bits <= 4 else None
+    if axis is not None:
+        low, high = jnp.split(integers.astype(jnp.uint8) & 15, 2, axis)
+        integers = low | high << 4
+    signed = getattr(quantizer, "signed", None)
+    return integers, Stored(scale, quantizer.bits, signed, weight.dtype, axis)
 
 
 def spread(scale: Any, x: Array) -> Any:

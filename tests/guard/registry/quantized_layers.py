@@ -405,8 +405,11 @@ def model_plain(x, w1, b1, w2, b2, w3, b3):
 
 
 def stored_plain(x, w1, b1, w2, *rest):
-    scale, of_signs = absmax(w1, 3), jnp.where(w2 < 0, -1, 1).astype("int8")
-    found = integers(w1, scale, -4, 3), scale, of_signs
+    scale, of_signs = absmax(w1, 3), jnp.where(w2 < 0, -1, 1).astype("int32")
+    codes = integers(w1, scale, -4, 3, "int32")
+    # Two in a byte: those of the first half, and 16 times those of the second.
+    pack = lambda codes: (codes[:, :2] % 16 + 16 * (codes[:, 2:] % 16)).astype("uint8")
+    found = pack(codes), scale, pack(of_signs)
     return model_plain(x, w1, b1, w2, *rest), found, row_mean(jnp.abs(w2))
 
 
