@@ -198,6 +198,9 @@ OPS = {
     "with_gradient_of": Op(
         eqg.with_gradient_of(_thirds, jnp.sin), _straight_through(_thirds, jnp.sin)
     ),
+    "straight_through": Op(
+        eqg.with_gradient_of(jnp.sin, lambda x: x), _straight_through(jnp.sin, lambda x: x)
+    ),
     "ste": Op(lambda x: eqg.ste.round(3 * x), _straight_through(_thirds, lambda x: 3 * x)),
     "spike": Op(
         lambda x: eqg.surrogates.spike(x, eqg.surrogates.superspike(slope=2.0)), _spike
