@@ -160,8 +160,8 @@ class _Rule:
     """Which layers, and the quantizers of their weights and inputs: two `None` leave them."""
 
     def __init__(self, number: int, model: Any, which: Any, how: Any):
-        self.which, is_type = which, isinstance(which, type)
-        self.name = f"rule {number}, {which.__name__ if is_type else repr(which)}"
+        self.which = which
+        self.name = f"rule {number}, {getattr(which, '__name__', repr(which))}"
         if not isinstance(which, str | type):
             raise _no_rule(f"does not say which layers it is for: {self.name}")
         pair = (None, None) if how is False else (how, None)
@@ -169,11 +169,10 @@ class _Rule:
         is_how = lambda x: x is None or (callable(x) and not isinstance(x, type))
         if not all(map(is_how, self.quantizers)):
             raise _no_rule(f"does not say how to quantize: {self.name}", f"it is {how!r:.80}")
-        self.roots = set()  # the paths of the nodes of a type
-        if is_type:
-            is_root = lambda x: isinstance(x, which)
-            nodes = jtu.tree_leaves_with_path(model, is_leaf=is_root)
-            self.roots = {path_of(keys) for keys, node in nodes if is_root(node)}
+        kind = which if isinstance(which, type) else ()  # of which nothing is
+        is_root = lambda x: isinstance(x, kind)
+        nodes = jtu.tree_leaves_with_path(model, is_leaf=is_root)
+        self.roots = {path_of(keys) for keys, node in nodes if is_root(node)}
 
     def matches(self, paths: Sequence[str]) -> bool:
         """Whether one of the paths, of a layer and of what contains it, is meant."""

@@ -54,7 +54,7 @@ class AbstractUniform(AbstractQuantizer):
         """A scale for each index of the other axes, which are kept as ones."""
 
     @abc.abstractmethod
-    def _round(self, x: Array, scale: Array) -> Array:
+    def _round(self, x: Array, scale: Any) -> Array:
         """`x` on the grid, straight through."""
 
     @property
