@@ -338,3 +338,29 @@ def test_integers_of_four_bits_are_two_in_a_byte(quantizer, shape, getkey):
     unsigned = eqg.nn.Quantized(Weighted(weight), eqg.nn.FakeQuantize(4, signed=False))
     stored, _ = eqg.nn.to_integers([unsigned])
     assert equal_bits(stored[0].quantized_weight(), unsigned.quantized_weight())
+
+
+def test_a_quantizer_of_your_own_that_claims_too_few_bits(getkey):
+    class Own(eqg.nn.AbstractQuantizer):
+        bits: int
+
+        def fit(self, x):
+            return self
+
+        def encode(self, x):
+            return jnp.round(4 * x).astype("uint8"), jnp.array(0.25)
+
+        def __call__(self, x, *, key=None):
+            return eqg.ste.round(4 * x) / 4
+
+    linear = eqx.tree_at(
+        lambda layer: layer.weight, eqx.nn.Linear(2, 1, key=getkey()), jnp.array([[3.75, 5.0]])
+    )
+    with pytest.raises(eqg.RuleError, match=r"`Own.encode` returned(?s:.)*from 15 to 20"):
+        eqg.nn.to_integers([eqg.nn.Quantized(linear, Own(4))])
+    linear = eqx.tree_at(lambda layer: layer.weight, linear, jnp.array([[3.75, 0.5]]))
+    for bits in (4, 5):
+        layer = eqg.nn.Quantized(linear, Own(bits))
+        stored, _ = eqg.nn.to_integers([layer])
+        assert stored[0].weight.size == bits - 3
+        assert equal_bits(stored[0].quantized_weight(), layer.quantized_weight())

@@ -9,7 +9,7 @@ import functools as ft
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -25,22 +25,14 @@ from .quantizer import AbstractQuantizer
 from .report import first_of, place_of
 
 
-class Uncalibrated(NamedTuple):
-    """A layer of a model, and the quantizer of its inputs, which has no scale yet."""
-
-    layer: Any
-    path: str
-    quantizer: AbstractQuantizer
-
-
 def fit_to_inputs(
     model: PyTree,
-    layers: Mapping[int, Uncalibrated],
+    layers: Mapping[int, tuple[Any, str, AbstractQuantizer]],
     batch: PyTree,
     call: Callable[[Any, Any], Any] | None,
 ) -> dict[int, Any]:
-    """Fitted quantizers, by the `id` of their layers. An ensemble of layers gets a quantizer
-    for each member, stacked as its weights are."""
+    """Fitted quantizers, by the `id` of their layers. `layers` are these with their paths and
+    quantizers. An ensemble gets a quantizer for each member, stacked as its weights are."""
     # On the host, by layer and member of it: a list of stacks of inputs.
     inputs: dict[tuple[int, int], list[np.ndarray]] = collections.defaultdict(list)
     is_pending = lambda node: id(node) in layers
@@ -69,7 +61,7 @@ def fit_to_inputs(
             do="Calibrate outside of it. To make the model that a file is read into, leave "
             "`calibrate` out and give the input quantizer `scale=1.0`: the file has the scale.",
         )
-    fitted = {key: _fit_members(key, layer, inputs) for key, layer in layers.items()}
+    fitted = {key: _fit_members(key, *layer, inputs) for key, layer in layers.items()}
     _warn_of_negative(layers, inputs)
     return fitted
 
@@ -105,14 +97,14 @@ def _recording(layer, inputs):
     return with_input_quantizer(quantized, _Recorder(members, add))
 
 
-def _fit_members(key, uncalibrated, inputs):
-    layer, path, quantizer = uncalibrated
+def _fit_members(key, layer, path, quantizer, inputs):
     shape = ensemble_shape(layer)
     members = [inputs.get((key, member)) for member in range(math.prod(shape))]
     if None in members:
         raise rule_error(
             "`quantize_model` has no inputs to calibrate a layer with.",
-            f"{place_of(path)} is not called when the model is run on `calibrate`",
+            f"{place_of(path)} is not called when the model is run on `calibrate`, or nothing "
+            "that is returned depends on it",
             do="Give its input quantizer a scale, or run the part of the model that calls it: "
             "`call=lambda model, batch: ...`.",
         )

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from ..._errors import rule_error
-from .calibration import fit_to_inputs, Uncalibrated
+from .calibration import fit_to_inputs
 from .quantized import Layer, Quantized, with_input_quantizer
 from .quantizer import needs_fit
 from .report import first_of, kind_of, map_layers, path_of, place_of, QuantizationReport
@@ -237,7 +237,7 @@ def _calibrated(model, found, batch, call):
     if batch is None and call is None:
         return {}
     uncalibrated = {
-        id(layer): Uncalibrated(layer, path, rule.quantizers[1])
+        id(layer): (layer, path, rule.quantizers[1])
         for path, (layer, _, rule) in found.items()
         if rule is not None and needs_fit(rule.quantizers[1])
     }

@@ -7,9 +7,11 @@ from typing import Any, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Integer, Key
 
-from ..._errors import name_of
+from ..._errors import name_of, rule_error
+from ..._rules.float_args import is_known
 
 
 Quantizer: TypeAlias = Callable[[Array], Array]
@@ -24,7 +26,7 @@ class AbstractQuantizer(eqx.Module):
     it is fitted also has a property `needs_fit`.
     """
 
-    bits: eqx.AbstractVar[int | float]  # for reports
+    bits: eqx.AbstractVar[int | float]  # of the integers: up to four are stored two in a byte
 
     @abc.abstractmethod
     def fit(self, x: Array) -> "AbstractQuantizer":
@@ -51,13 +53,15 @@ class Stored(eqx.Module):
     bits: int | float = eqx.field(static=True)
     signed: bool | None = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
-    # The axis whose second half is in the upper four bits of each byte.
+    # The axis whose second half is in the upper four bits of each byte, and what the fourth bit
+    # counts, if it is a sign.
     packed: int | None = eqx.field(static=True)
+    sign: int = eqx.field(static=True)
 
     def __call__(self, x: Array) -> Array:
         if self.packed is not None:
             x = jnp.concatenate([x & 15, x >> 4], self.packed).astype(jnp.int8)
-            x = x if self.signed is False else (x ^ 8) - 8  # the fourth bit is the sign
+            x = (x ^ self.sign) - self.sign
         scale = spread(self.scale, x)
         return (x.astype(scale.dtype) * scale).astype(self.dtype)
 
@@ -65,13 +69,21 @@ class Stored(eqx.Module):
 def stored(quantizer: AbstractQuantizer, weight: Array) -> tuple[Array, Stored]:
     """The integers of a weight, two of four bits in a byte, and what gives its floats."""
     integers, scale = quantizer.encode(weight)
+    sign = 8 if jnp.issubdtype(integers.dtype, jnp.signedinteger) else 0
     even = [i - weight.ndim for i, size in enumerate(weight.shape) if size % 2 == 0]
     axis = even[-1] if even and quantizer.bits <= 4 else None
     if axis is not None:
+        known = np.asarray(integers) if is_known(integers) else np.zeros(1)
+        if known.min(initial=0) < -sign or known.max(initial=0) > 15 - sign:
+            raise rule_error(
+                f"`{type(quantizer).__name__}.encode` returned integers beyond four bits.",
+                f"they are from {known.min()} to {known.max()}, and `bits` is {quantizer.bits}",
+                do="Clip them, or give the quantizer more `bits`.",
+            )
         low, high = jnp.split(integers.astype(jnp.uint8) & 15, 2, axis)
         integers = low | high << 4
     signed = getattr(quantizer, "signed", None)
-    return integers, Stored(scale, quantizer.bits, signed, weight.dtype, axis)
+    return integers, Stored(scale, quantizer.bits, signed, weight.dtype, axis, sign)
 
 
 def spread(scale: Any, x: Array) -> Any:
