@@ -57,9 +57,3 @@ def check_examples(layer: str, x: Any, dtype: Any) -> None:
             do="Give it finite numbers like those that it will quantize. "
             "`eqx_grads.explain_nan` finds the origin of others.",
         )
-
-
-def as_threshold(layer: str, threshold: Any) -> Any:
-    if isinstance(threshold, str) and threshold == "mean":
-        return threshold
-    return as_number(layer, "threshold", threshold)

@@ -48,7 +48,7 @@ def fit_to_inputs(
         if call is None:
             error.add_note(
                 "`quantize_model` calls the model with one example of `calibrate` after "
-                "another. Of a model that takes more, such as a state, say how: "
+                "another. If the model takes more, such as a state, say how: "
                 "`call=lambda model, batch: ...`."
             )
         raise

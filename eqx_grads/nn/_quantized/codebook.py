@@ -1,4 +1,4 @@
-"""What layers with a codebook share: vectors along an axis, and the codes of indices."""
+"""Layers with a codebook: vectors along an axis, and the codes of indices."""
 
 from typing import Any
 

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import equinox as eqx
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Integer, Key
+from jaxtyping import Array, DTypeLike, Integer, Key
 
 from ... import ste
 from ..._rules.float_args import as_levels
 from .codebook import AbstractCodebook, as_axis
+from .quantizer import Floats
 
 
 class FSQ(AbstractCodebook):
@@ -56,9 +57,7 @@ class FSQ(AbstractCodebook):
         self.levels = as_levels("FSQ", levels)
         self.axis = as_axis("FSQ", axis)
 
-    def __call__(
-        self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
-    ) -> Float[Array, "..."]:
+    def __call__(self, z: Floats, *, key: Key[Array, ""] | None = None) -> Floats:
         """**Arguments:**
 
         - `z`: floats, with `len(levels)` of them along `axis`.
@@ -71,16 +70,12 @@ class FSQ(AbstractCodebook):
         del key
         return self.quantize(z)[0]
 
-    def quantize(
-        self, z: Float[Array, "..."]
-    ) -> tuple[Float[Array, "..."], Integer[Array, "..."]]:
+    def quantize(self, z: Floats) -> tuple[Floats, Integer[Array, "..."]]:
         """The codes, and their indices, in the shape of `z` without its `axis`."""
         codes, indices = ste.fsq(self._vectors_last(z, len(self.levels)), self.levels)
         return self._put_back(codes), indices
 
-    def decode(
-        self, indices: Integer[Array, "..."], *, dtype: DTypeLike = float
-    ) -> Float[Array, "..."]:
+    def decode(self, indices: Integer[Array, "..."], *, dtype: DTypeLike = float) -> Floats:
         """The codes of some indices; NaN where there is no such code."""
         return self._codes(ste.fsq_codebook(self.levels, dtype), indices)
 

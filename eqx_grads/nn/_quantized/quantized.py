@@ -54,8 +54,8 @@ class Quantized(eqx.Module):
 
     **Derivative:**
 
-    With $Q$ and $A$ the quantizers, that of the layer with the weight $Q(W)$ and the input
-    $A(x)$, by the chain rule.
+    The layer has the weight $Q(W)$ and the input $A(x)$, and the chain rule applies to the
+    quantizers $Q$ and $A$.
     """
 
     layer: Any
@@ -134,7 +134,7 @@ def with_input_quantizer(layer: Quantized, quantizer: Quantizer | None) -> Quant
 
 
 def ensemble_shape(layer: Any) -> tuple[int, ...]:
-    """The axes of an ensemble, in front of those of a weight."""
+    """The axes of an ensemble: a weight has them in front of its own."""
     if isinstance(layer, Quantized):
         return ensemble_shape(layer.layer)
     if not isinstance(layer, Layer | eqx.nn.Embedding):

@@ -1,4 +1,4 @@
-"""What a quantizer is: it encodes an array as integers and a scale."""
+"""A quantizer encodes an array as integers and a scale."""
 
 import abc
 from collections.abc import Callable
@@ -14,7 +14,10 @@ from ..._errors import name_of, rule_error
 from ..._rules.float_args import is_known
 
 
+Floats: TypeAlias = Float[Array, "..."]
 Quantizer: TypeAlias = Callable[[Array], Array]
+# Integers, and the scale by which they are multiplied.
+Encoded: TypeAlias = tuple[Integer[Array, "..."], Floats]
 
 
 class AbstractQuantizer(eqx.Module):
@@ -34,22 +37,18 @@ class AbstractQuantizer(eqx.Module):
         it with their weights when they are made."""
 
     @abc.abstractmethod
-    def encode(
-        self, x: Float[Array, "..."]
-    ) -> tuple[Integer[Array, "..."], Float[Array, "..."]]:
+    def encode(self, x: Floats) -> Encoded:
         """Integers, and the scale by which a call multiplies them."""
 
     @abc.abstractmethod
-    def __call__(
-        self, x: Float[Array, "..."], *, key: Key[Array, ""] | None = None
-    ) -> Float[Array, "..."]:
+    def __call__(self, x: Floats, *, key: Key[Array, ""] | None = None) -> Floats:
         """An array like `x`, of few different values."""
 
 
 class Stored(eqx.Module):
     """The floats that integers represent: what is left of a quantizer where they are stored."""
 
-    scale: Float[Array, "..."]
+    scale: Floats
     bits: int | float = eqx.field(static=True)
     signed: bool | None = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
@@ -99,7 +98,7 @@ def needs_fit(quantizer: Any) -> bool:
 
 
 def describe(quantizer: Quantizer | None) -> str:
-    """What a quantizer quantizes to, for a report."""
+    """The bits of a quantizer, or its name, for a report."""
     if quantizer is None:
         return ""
     bits = getattr(quantizer, "bits", None)

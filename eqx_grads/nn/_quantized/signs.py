@@ -9,13 +9,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Integer, Key
+from jaxtyping import Array, Key
 
 from ... import ste
 from ..._errors import check_flags
 from ..._rules.float_args import as_floats, is_known, widen
-from .argument_checks import as_threshold
-from .quantizer import AbstractQuantizer
+from .argument_checks import as_number
+from .quantizer import AbstractQuantizer, Encoded, Floats
 
 
 class AbstractSigns(AbstractQuantizer):
@@ -27,9 +27,7 @@ class AbstractSigns(AbstractQuantizer):
     def _signs(self, x: Array) -> Array:
         """-1, 0 or 1, straight through."""
 
-    def __call__(
-        self, x: Float[Array, "..."], *, key: Key[Array, ""] | None = None
-    ) -> Float[Array, "..."]:
+    def __call__(self, x: Floats, *, key: Key[Array, ""] | None = None) -> Floats:
         """**Arguments:**
 
         - `x`: the weight of a layer, with the outputs along its first axis.
@@ -43,9 +41,7 @@ class AbstractSigns(AbstractQuantizer):
         signs, scale = self._factors(x)
         return signs * scale
 
-    def encode(
-        self, x: Float[Array, "..."]
-    ) -> tuple[Integer[Array, "..."], Float[Array, "..."]]:
+    def encode(self, x: Floats) -> Encoded:
         """The signs as `int8`, and the scale: their product is this quantizer's output."""
         signs, scale = self._factors(x)
         return signs.astype(jnp.int8), scale
@@ -88,11 +84,10 @@ class Binary(AbstractSigns):
 
     **Derivative:**
 
-    With $\alpha_i = \operatorname{mean}_j |W_{ij}|$, that of
-    $\alpha\,\operatorname{sign}(W)$, where the sign is [`eqx_grads.ste.binary_sign`][]:
-    straight through where $|w| \le 1$. A larger weight has no gradient from its sign, so
-    training usually clips weights to $[-1, 1]$ after each step. The scale is differentiated
-    too.
+    As of $\alpha\,\operatorname{sign}(W)$ with $\alpha_i = \operatorname{mean}_j |W_{ij}|$ and
+    the sign of [`eqx_grads.ste.binary_sign`][]: straight through where $|w| \le 1$. A larger
+    weight has no gradient from its sign, so training usually clips weights to $[-1, 1]$ after
+    each step. The scale is differentiated too.
     """
 
     scale: bool = eqx.field(static=True)
@@ -158,7 +153,8 @@ class Ternary(AbstractSigns):
             zero.
         """
         check_flags("Ternary", scale=scale)
-        self.threshold = as_threshold("Ternary", threshold)
+        is_mean = isinstance(threshold, str) and threshold == "mean"
+        self.threshold = "mean" if is_mean else as_number("Ternary", "threshold", threshold)
         self.scale, self.bits = bool(scale), math.log2(3)
 
     def fit(self, x: Array) -> "Ternary":

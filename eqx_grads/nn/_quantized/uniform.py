@@ -2,13 +2,13 @@
 
 import abc
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Integer, Key
+from jaxtyping import Array, ArrayLike, Float, Key
 
 from ... import ste
 from ..._errors import check_flags, rule_error, type_of
@@ -21,14 +21,17 @@ from ..._rules.float_args import (
     widen,
 )
 from .argument_checks import as_number, as_scale, check_examples, optional_integer
-from .quantizer import AbstractQuantizer, spread
+from .quantizer import AbstractQuantizer, Encoded, Floats, spread
+
+
+FloatsLike: TypeAlias = Float[ArrayLike, "..."]
 
 
 class AbstractUniform(AbstractQuantizer):
-    """Round to the multiples of a scale. What differs is how a scale is chosen, and which
-    straight-through function rounds."""
+    """Round to the multiples of a scale. The quantizers below choose the scale in another way,
+    and round with another straight-through function."""
 
-    scale: Float[Array, "..."] | None
+    scale: Floats | None
     # Of a scale that is constant. Static, so that weight decay does not change it.
     constant: float | None = eqx.field(static=True)
     bits: int = eqx.field(static=True)
@@ -62,7 +65,7 @@ class AbstractUniform(AbstractQuantizer):
         """Whether the scale is learned and there is none yet."""
         return self.scale is None and self.learn_scale
 
-    def fit(self, x: Float[Array, "..."]) -> Any:
+    def fit(self, x: Floats) -> Any:
         """**Arguments:**
 
         - `x`: numbers like those that will be quantized: weights, or activations of a batch.
@@ -82,9 +85,7 @@ class AbstractUniform(AbstractQuantizer):
         scale = scale.astype(x.dtype)
         return eqx.tree_at(lambda q: q.scale, self, scale, is_leaf=lambda x: x is None)
 
-    def __call__(
-        self, x: Float[ArrayLike, "..."], *, key: Key[Array, ""] | None = None
-    ) -> Float[Array, "..."]:
+    def __call__(self, x: FloatsLike, *, key: Key[Array, ""] | None = None) -> Floats:
         """**Arguments:**
 
         - `x`: floats of any shape.
@@ -98,9 +99,7 @@ class AbstractUniform(AbstractQuantizer):
         x = as_floats(type(self).__name__, x)
         return self._round(x, self._scale_in_use(x))
 
-    def encode(
-        self, x: Float[ArrayLike, "..."]
-    ) -> tuple[Integer[Array, "..."], Float[Array, "..."]]:
+    def encode(self, x: FloatsLike) -> Encoded:
         """The integers that represent a quantized array, and their scale: what to store of a
         weight that is trained.
 
@@ -112,9 +111,8 @@ class AbstractUniform(AbstractQuantizer):
 
         - Integers in the shape of `x`: `int8` or `uint8` for up to 8 bits, 16 or 32 bits for
             more.
-        - The positive scale, which broadcasts to them, or has one number for each group. Their
-            product is this quantizer's output, up to the dtype: that of a half-precision `x` is
-            the product rounded to half precision.
+        - The positive scale, which broadcasts to them, or has one number for each group. The
+            product of both is this quantizer's output, rounded to the dtype of `x`.
         """
         name = f"{type(self).__name__}.encode"
         floats = as_floats(name, x)

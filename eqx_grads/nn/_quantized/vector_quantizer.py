@@ -17,6 +17,7 @@ from .._argument_checks import as_sizes
 from .._dtypes import layer_dtype
 from .argument_checks import as_number
 from .codebook import AbstractCodebook, as_axis
+from .quantizer import Floats
 
 
 class VectorQuantized(NamedTuple):
@@ -130,9 +131,7 @@ class VectorQuantizer(AbstractCodebook):
         self.dead_below = as_number("VectorQuantizer", "dead_below", dead_below)
         self.axis = as_axis("VectorQuantizer", axis)
 
-    def __call__(
-        self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
-    ) -> Float[Array, "..."]:
+    def __call__(self, z: Floats, *, key: Key[Array, ""] | None = None) -> Floats:
         """**Arguments:**
 
         - `z`: floats, with `size` of them along `axis`.
@@ -145,7 +144,7 @@ class VectorQuantizer(AbstractCodebook):
         del key
         return self.quantize(z).value
 
-    def quantize(self, z: Float[Array, "..."]) -> VectorQuantized:
+    def quantize(self, z: Floats) -> VectorQuantized:
         """**Arguments:**
 
         - `z`: as for a call.
@@ -173,7 +172,7 @@ class VectorQuantizer(AbstractCodebook):
         commitment_loss = self.commitment * distance(near, entry)
         return VectorQuantized(self._put_back(value), indices, codebook_loss, commitment_loss)
 
-    def decode(self, indices: Integer[Array, "..."]) -> Float[Array, "..."]:
+    def decode(self, indices: Integer[Array, "..."]) -> Floats:
         """The entries with these indices; NaN where there is no such entry. They have a
         derivative with respect to the codebook."""
         return self._codes(self.codebook, indices)
@@ -184,9 +183,7 @@ class VectorQuantizer(AbstractCodebook):
         share = usage / jnp.sum(usage)
         return jnp.exp(jnp.sum(jax.scipy.special.entr(share)))
 
-    def fit(
-        self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
-    ) -> "VectorQuantizer":
+    def fit(self, z: Floats, *, key: Key[Array, ""] | None = None) -> "VectorQuantizer":
         """**Arguments:**
 
         - `z`: vectors to be quantized, of any shape as for a call: what the encoder returns for
@@ -215,9 +212,7 @@ class VectorQuantizer(AbstractCodebook):
         carry = jax.lax.stop_gradient((start, self.usage))
         return self._with(*jax.lax.fori_loop(0, _LLOYD_ITERATIONS, step, carry))
 
-    def updated(
-        self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
-    ) -> "VectorQuantizer":
+    def updated(self, z: Floats, *, key: Key[Array, ""] | None = None) -> "VectorQuantizer":
         r"""This quantizer after a batch: with a new `usage`, with `ema` a new codebook, and
         with dead entries replaced.
 
