@@ -50,6 +50,8 @@ def test_inputs_of_some_quantized_layers(getkey):
     notes = [(row.path, row.note) for row in report.left]
     assert notes == [("[0]", "quantized already"), ("[2]", "rule 0, '[2]'")]
     assert got[0] is layers[0]
+    _, report = nn.quantize_model(layers, {"[0]": None, "*": (None, inputs)})
+    assert report.left[0].note == "rule 0, '[0]'"
     assert got[2] is layers[2]
     x = jr.normal(getkey(), (4,))
     want = layers[1](got[1].input_quantizer(x))
