@@ -6,7 +6,7 @@ blocks between it and the one before print. `...` in it stands for any text, and
 is written by hand. A `text` block above all code is no output, and neither is one with a title.
 
     python docs/outputs.py              # all pages, and all docstrings
-    python docs/outputs.py docs/index.md eqx_grads/ste/_wrap.py
+    python docs/outputs.py docs/index.md eqx_grads/ste/_uniform.py
 """
 
 import ast

@@ -141,10 +141,6 @@ PLOTS: dict[str, dict[str, tuple[str, Callable[[], Lines]]]] = {
         "leaky": ("leaky()", _surrogate(_s.leaky())),
     },
     "ste": {
-        "wrap": (
-            "wrap(jnp.sign, backward=jnp.tanh)",
-            _function(_ste.wrap(jnp.sign, backward=jnp.tanh)),
-        ),
         "round": ("round(x)", _function(_ste.round)),
         "floor": ("floor(x)", _function(_ste.floor)),
         "ceil": ("ceil(x)", _function(_ste.ceil)),
@@ -156,6 +152,9 @@ PLOTS: dict[str, dict[str, tuple[str, Callable[[], Lines]]]] = {
             _function(lambda x: _ste.ternary(x, threshold=0.5)),
         ),
         "heaviside": ("heaviside(x)", _function(_ste.heaviside)),
+        "hard_tanh": ("hard_tanh(x)", _function(_ste.hard_tanh)),
+        "approx_sign": ("approx_sign(x)", _function(_ste.approx_sign)),
+        "swish_sign": ("swish_sign(x)", _function(_ste.swish_sign)),
         "clip": ("clip(x, -1, 1)", _function(lambda x: _ste.clip(x, -1.0, 1.0))),
         "one_hot_argmax": (
             "one_hot_argmax([x, 0])[0]",
@@ -186,14 +185,6 @@ PLOTS: dict[str, dict[str, tuple[str, Callable[[], Lines]]]] = {
         "lsq": (
             "lsq(x, 0.4, bits=3)",
             _with_parameter(lambda x, step: _ste.lsq(x, step, bits=3), 0.4),
-        ),
-        "dorefa": (
-            'dorefa(x, mode="activations")',
-            _function(lambda x: _ste.dorefa(x, mode="activations")),
-        ),
-        "pact": (
-            "pact(x, 1, bits=2)",
-            _with_parameter(lambda x, alpha: _ste.pact(x, alpha, bits=2), 1.0),
         ),
         "fsq": ("fsq([x], [5])", _function(lambda x: _ste.fsq(x[None], [5])[0][0])),
         "fsq_codebook": ("fsq_codebook([5, 3])", _codebook),
@@ -237,10 +228,6 @@ PLOTS: dict[str, dict[str, tuple[str, Callable[[], Lines]]]] = {
         "on_backward": (
             "on_backward(x, jnp.tanh)",
             _op(lambda x: eqg.on_backward(x, jnp.tanh)),
-        ),
-        "on_forward": (
-            "on_forward(x, jnp.tanh)",
-            _function(lambda x: eqg.on_forward(x, jnp.tanh)),
         ),
     },
 }

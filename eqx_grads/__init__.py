@@ -30,9 +30,8 @@ from ._gradient_ops.nonlinear import (
     normalize_gradient as normalize_gradient,
     zero_nonfinite_gradient as zero_nonfinite_gradient,
 )
-from ._gradient_ops.value_or_gradient_only import (
+from ._gradient_ops.on_backward import (
     on_backward as on_backward,
-    on_forward as on_forward,
 )
 from ._rules.custom_gradient import custom_gradient as custom_gradient
 from ._rules.custom_jvp import custom_jvp as custom_jvp

@@ -110,6 +110,10 @@ def _equinox(cell, xs):
     return jax.lax.scan(step, jnp.zeros(OUT), xs)[1]
 
 
+def _quantized_linear(quantizer):
+    return lambda key: nn.Quantized(eqx.nn.Linear(IN, OUT, key=key), quantizer)
+
+
 def _in_and_out(make):
     return lambda key: make(IN, OUT, key=key)
 
@@ -166,7 +170,6 @@ LAYERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, jax.Array], Any]]] 
     "GradientClip": (_after_linear(nn.GradientClip(-0.1, 0.1)), _each_step),
     "GradientNormClip": (_after_linear(nn.GradientNormClip(0.1)), _each_step),
     "GradientProbe": (_after_linear(nn.GradientProbe(jnp.zeros(IN))), _each_step),
-    "StraightThrough": (_after_linear(nn.StraightThrough(jnp.round)), _each_step),
     "FakeQuantize": (_after_linear(nn.FakeQuantize(4)), _each_step),
     "LSQ": (_after_linear(nn.LSQ(4, scale=0.2)), _each_step),
     "FSQ": (_after_linear(nn.FSQ((5, 5, 5))), _each_step),
@@ -174,16 +177,10 @@ LAYERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, jax.Array], Any]]] 
         lambda key: nn.VectorQuantizer(4, IN, ema=False, key=key),
         _quantized,
     ),
-    "BinaryLinear": (_in_and_out(nn.BinaryLinear), _each_step),
-    "TernaryLinear": (_in_and_out(nn.TernaryLinear), _each_step),
-    "QuantizedLinear": (
-        lambda key: nn.QuantizedLinear(IN, OUT, weight_quantizer=nn.FakeQuantize(4), key=key),
-        _each_step,
-    ),
-    "QuantizedConv": (
-        lambda key: nn.QuantizedConv(
-            1, IN, OUT, 2, weight_quantizer=nn.FakeQuantize(4), key=key
-        ),
+    "Binary": (_quantized_linear(nn.Binary()), _each_step),
+    "Ternary": (_quantized_linear(nn.Ternary()), _each_step),
+    "Quantized": (
+        lambda key: nn.Quantized(eqx.nn.Conv1d(IN, OUT, 2, key=key), nn.FakeQuantize(4)),
         _image,
     ),
     "LinearCrossEntropy": (_in_and_out(nn.LinearCrossEntropy), _cross_entropy),

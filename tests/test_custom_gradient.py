@@ -109,7 +109,6 @@ class TestErrorsNameTheUsersLine:
         [
             lambda k: TestErrorsNameTheUsersLine._scaled(k)(X).sum(),
             lambda k: eqg.elementwise(lambda x: x * k, lambda out, x: k)(X).sum(),
-            lambda k: eqg.ste.wrap(lambda x: x * k)(X).sum(),
             lambda k: eqg.custom_gradient(lambda x, *, k: (x * k, lambda ct: ct))(X, k=k).sum(),
         ],
     )

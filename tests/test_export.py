@@ -148,8 +148,8 @@ def test_a_symbolic_time_and_batch_of_a_layer():
 @pytest.mark.parametrize(
     "layer",
     [
-        lambda: nn.BinaryLinear(3, 4, key=KEY),
-        lambda: nn.QuantizedLinear(3, 4, weight_quantizer=nn.LSQ(bits=4), key=KEY),
+        lambda: nn.Quantized(eqx.nn.Linear(3, 4, key=KEY), nn.Binary()),
+        lambda: nn.Quantized(eqx.nn.Linear(3, 4, key=KEY), nn.LSQ(bits=4)),
         lambda: eqx.nn.Sequential([eqx.nn.Linear(3, 4, key=KEY), nn.GradientClip(-1.0, 1.0)]),
     ],
 )

@@ -413,8 +413,6 @@ def _of_a_ufunc(way):
             return eqg.implicit(lambda y, m: y - equation(m))(_ellipk)
         case "with_gradient_of":
             return eqg.with_gradient_of(_ellipk, _of_a_ufunc("custom_vjp"))
-        case "ste.wrap":
-            return eqg.ste.wrap(_ellipk, backward=_of_a_ufunc("custom_jvp"))
         case "jax_custom_vjp":
             decorated = eqg.jax_custom_vjp(_ellipk)
             decorated.defvjp(_ellipk_fwd, _ellipk_bwd)
@@ -438,7 +436,6 @@ def _of_a_ufunc(way):
         "elementwise",
         "implicit",
         "with_gradient_of",
-        "ste.wrap",
         "jax_custom_vjp",
         "jax_custom_jvp",
         "custom_vjp",

@@ -144,6 +144,6 @@ def test_the_wrong_number_of_arguments(way):
     f.def_jvp(lambda primals, tangents: (f(*primals), tangents[0]))
     calls = {"too few": ((1.0,), {}), "too many": ((1.0,) * 9, {}), "unknown": ((), {"q": 1.0})}
     args, kwargs = calls[way]
-    for fn in (f, jax.grad(f), eqg.scale_gradient, eqg.safe.power, eqg.ste.pact, eqg.nn.GRU):
+    for fn in (f, jax.grad(f), eqg.scale_gradient, eqg.safe.power, eqg.ste.lsq, eqg.nn.GRU):
         with pytest.raises(TypeError, match="argument"):
             fn(*args, **kwargs)

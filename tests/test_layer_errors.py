@@ -168,34 +168,33 @@ def test_a_layer_whose_scale_is_zero():
     model = {"body": linear, "head": zero}
     loss = lambda model: jnp.sum((model["head"](jnp.ones(4)) - 1) ** 2)
     gradient = lambda model: eqx.filter_grad(loss)(model)["head"].weight
-    text = r"The scale of a `TernaryLinear` is zero(?s:.)*\(3, 4\)(?s:.)*scale=False"
+    text = r"The scale of a `Ternary` is zero(?s:.)*\(3, 4\)(?s:.)*scale=False"
     with pytest.warns(UserWarning, match=text):
-        new, _ = nn.quantize_model(model, {eqx.nn.Linear: nn.TernaryLinear})
+        new, _ = nn.quantize_model(model, {eqx.nn.Linear: nn.Ternary()})
     assert not np.any(gradient(new))
-    rule = ft.partial(nn.TernaryLinear.from_layer, scale=False)
-    new, _ = nn.quantize_model(model, {eqx.nn.Linear: rule})
-    assert np.all(gradient(new) != 0)
-    eqx.filter_eval_shape(nn.TernaryLinear.from_layer, zero)  # nothing is known of a weight
-    new, _ = nn.quantize_model(model, {eqx.nn.Linear: nn.BinaryLinear})
-    assert np.all(gradient(new) != 0)
+    for quantizer in (nn.Ternary(scale=False), nn.Binary()):
+        new, _ = nn.quantize_model(model, {eqx.nn.Linear: quantizer})
+        assert np.all(gradient(new) != 0)
+    # Nothing is known of a weight.
+    eqx.filter_eval_shape(lambda zero: nn.Quantized(zero, nn.Ternary()), zero)
 
 
 def test_a_threshold_above_all_weights():
-    text = "largest .w. is(?s:.)*`threshold` is 3(?s:.)*smaller `threshold`"
-    with pytest.warns(UserWarning, match=text):
-        nn.TernaryLinear(4, 3, threshold=3.0, key=KEY)
-    assert nn.TernaryLinear(4, 3, threshold=3.0, scale=False, key=KEY).threshold == 3.0
+    linear = eqx.nn.Linear(4, 3, key=KEY)
+    with pytest.warns(UserWarning, match="`threshold` is 3.0(?s:.)*smaller"):
+        nn.Quantized(linear, nn.Ternary(threshold=3.0))
+    nn.Quantized(linear, nn.Ternary(threshold=3.0, scale=False))
 
 
 def test_lists_say_what_they_leave_out():
     model = [eqx.nn.Linear(1, 1, key=key) for key in jr.split(KEY, 13)]
-    with raises(r"is `\[8\]`, Linear\n(?s:.)*  and 4 more\nA layer of"):  # with the list
+    with raises(r"is `\[9\]`, Linear\n(?s:.)*  and 3 more\nA layer of"):  # with the list
         nn.quantize_model(model, {eqx.nn.Conv: nn.LSQ(4)})
-    with raises(r"there is `\[0\]`, Linear\n(?s:.)*  and 4 more\nA layer of"):
+    with raises(r"there is `\[0\]`, Linear\n(?s:.)*  and 3 more\nA layer of"):
         nn.quantize_model(model, {"layers[0]": nn.LSQ(4)})
     arrays = [jnp.ones(2)] * 7
-    with raises(r"`\[4\]` is float..\[2\]\n  and 2 more\nRules"):
+    with raises(r"there is `\[6\]`, an array\n(?s:.)*A layer of"):
         nn.quantize_model(arrays, {"[?]": nn.LSQ(4)})
     new, _ = nn.quantize_model(model, {eqx.nn.Linear: (ste.ternary, None)})
-    with raises(r"`\[7\]`: `ternary` has(?s:.)*  and 5 more\n(?s:.)*TernaryLinear"):
+    with raises(r"`\[7\]`: `ternary` has(?s:.)*  and 5 more\n(?s:.)*Ternary"):
         nn.to_integers(new)

@@ -54,7 +54,6 @@ def test_L7_numpy_integers_are_integers():
     assert nn.FSQ(np.array([8, 5, 5])).num_codes == 200
     assert nn.LSQ(four).bits == nn.FakeQuantize(four, channel_axis=int_(0)).bits == 4
     assert nn.VectorQuantizer(four, int_(3), axis=int_(-1), key=KEY).codebook.shape == (4, 3)
-    assert nn.QuantizedLinear(int_(3), four, weight_quantizer=None, key=KEY)(X).shape == (4,)
     assert nn.RNNCell(int_(3), four, key=KEY)(X, jnp.zeros(4)).shape == (4,)
     shape_of = lambda layer: eqx.filter_eval_shape(layer, XS)[0].shape
     for layer in GATED.values():
@@ -75,17 +74,14 @@ def test_L7_booleans_are_no_integers(true):
     calls = [
         lambda: ste.fake_quantize(X, 0.1, bits=true, signed=False),
         lambda: ste.lsq(X, 0.1, bits=true, signed=False),
-        lambda: ste.pact(X, 1.0, bits=true),
-        lambda: ste.dorefa(X, bits=true),
         lambda: ste.fsq(X, (true, 5, 5)),
         lambda: ste.fake_quantize(X, true),
-        lambda: ste.fake_quantize(X, 0.1, true),
+        lambda: ste.fake_quantize(X, 0.1, zero_point=true),
         lambda: nn.LSQ(true, signed=False),
         lambda: nn.FakeQuantize(channel_axis=true),
         lambda: nn.FSQ((8, 5), axis=true),
         lambda: nn.VectorQuantizer(true, 3, key=KEY),
         lambda: nn.VectorQuantizer(4, 3, decay=true, key=KEY),
-        lambda: nn.QuantizedLinear(true, 3, weight_quantizer=None, key=KEY),
         lambda: nn.RNNCell(3, true, key=KEY),
         lambda: nn.GRU(true, 4, key=KEY),
         lambda: nn.GRU(3, 4, num_layers=true, key=KEY),
@@ -157,16 +153,14 @@ def test_L8_flags_of_spiking_layers():
 
 def test_L8_flags_of_quantizers():
     vq = lambda **o: nn.VectorQuantizer(3, 4, key=KEY, **o)
-    linear = lambda **o: nn.QuantizedLinear(3, 4, weight_quantizer=None, key=KEY, **o)
     for make, option in (
         (vq, "ema"),
         (nn.LSQ, "signed"),
         (nn.FakeQuantize, "signed"),
         (nn.FakeQuantize, "narrow"),
         (nn.FakeQuantize, "learn_scale"),
-        (lambda **o: nn.BinaryLinear(3, 4, key=KEY, **o), "scale"),
-        (lambda **o: nn.TernaryLinear(3, 4, key=KEY, **o), "scale"),
-        (linear, "use_bias"),
+        (nn.Binary, "scale"),
+        (nn.Ternary, "scale"),
         (lambda **o: ste.fake_quantize(X, 0.1, **o), "signed"),
         (lambda **o: ste.fake_quantize(X, 0.1, **o), "narrow"),
         (lambda **o: ste.lsq(X, 0.1, **o), "signed"),
@@ -178,21 +172,17 @@ def test_L8_flags_of_quantizers():
 
 
 def test_L8_zero_point_and_scale():
-    with raises(r"(?s)8 as its zero point, and no number of bits.*Write `bits=8`"):
-        ste.fake_quantize(X, 0.1, 8)
-    with raises("no number of bits"):
-        ste.fake_quantize(X, 0.1, np.int64(4))
-    shifted = ste.fake_quantize(X, 0.1, 8, bits=8)
-    assert np.array_equal(shifted, ste.fake_quantize(X, 0.1, 8.0))
+    shifted = ste.fake_quantize(X, 0.1, zero_point=8)
+    assert np.array_equal(shifted, ste.fake_quantize(X, 0.1, zero_point=8.0))
     for zero_point in (300, -129, np.nan, np.inf, jnp.array(200), np.array([0.0, 0.0, 128.0])):
         with raises("(?s)a zero point that is no integer of its range.*from -128 to 127"):
-            ste.fake_quantize(X, 0.1, zero_point)
+            ste.fake_quantize(X, 0.1, zero_point=zero_point)
     for scale in (jnp.array(0.0), jnp.array([1.0, 1.0, -1.0]), jnp.array(np.nan), 0):
         with raises("The scale of `ste.fake_quantize` is not positive"):
             ste.fake_quantize(X, scale)
         with raises("The step of `ste.lsq` is not positive"):
             ste.lsq(X, scale)
-    traced = jax.jit(lambda scale, zero: ste.fake_quantize(X, scale, zero))(-0.1, 300)
+    traced = jax.jit(lambda s, z: ste.fake_quantize(X, s, zero_point=z))(-0.1, 300)
     assert traced.shape == X.shape  # not looked at
 
 
@@ -209,7 +199,7 @@ def test_L8_ranges():
             eqg.reversal_schedule(progress)
     for quantizer in (nn.LSQ(4), nn.FakeQuantize(4, learn_scale=True)):
         for wrong in (np.nan, np.inf):
-            with raises("`.*.fit` was given numbers that are not finite"):
+            with raises("`.*.fit` was given nothing(?s:.)*numbers that are not finite"):
                 quantizer.fit(jnp.array([1.0, wrong]))
 
 
@@ -227,8 +217,6 @@ def test_L8_no_numbers_and_no_functions():
     ):
         with raises("is not a number"):
             make()
-    with raises("(?s)`ste.wrap` was given something that is not a function.*`fn` is 3"):
-        ste.wrap(3)
 
 
 def test_L8_recurrent_and_lengths():
@@ -257,10 +245,6 @@ def test_L9_inputs_and_dtypes(name):
 def test_L9_dtypes_of_other_layers():
     for make in (
         lambda **o: nn.RNNCell(3, 4, key=KEY, **o),
-        lambda **o: nn.QuantizedLinear(3, 4, weight_quantizer=None, key=KEY, **o),
-        lambda **o: nn.QuantizedConv(1, 3, 4, 2, weight_quantizer=None, key=KEY, **o),
-        lambda **o: nn.BinaryLinear(3, 4, key=KEY, **o),
-        lambda **o: nn.TernaryLinear(3, 4, key=KEY, **o),
         lambda **o: nn.VectorQuantizer(3, 4, key=KEY, **o),
     ):
         for dtype in (jnp.int32, jnp.complex64, "double precision"):
@@ -273,7 +257,7 @@ def test_L9_options_of_the_wrong_type():
     model = eqx.nn.Linear(3, 4, key=KEY)
     for rules in (nn.LSQ(4), "weight", [nn.LSQ(4)], None, 4):
         with raises(
-            "(?s)`quantize_model` was given rules that do not say which.*eqx.nn.Linear"
+            "(?s)`quantize_model` is not a dictionary or a list of pairs.*eqx.nn.Linear"
         ):
             nn.quantize_model(model, rules)
     for option in ("r_min", "r_max", "max_phase"):
@@ -824,17 +808,10 @@ def test_L10_calibration_errors(getkey):
         nn.quantize_model(model, {"*": QUANTIZERS}, **some)
     new, _ = nn.quantize_model(model, {"['b']": None, "*": QUANTIZERS}, **some)
     assert new["a"].input_quantizer.scale > 0
-    in_each_call = r"rule 0, '\*', has `FakeQuantize\(bits=8\)`, which computes its scale in"
-    fitted = r"(?s:.)*`eqg.nn.FakeQuantize\(bits=8, learn_scale=True\)`, or an `eqg.nn.LSQ`"
-    with raises(in_each_call + fitted):
-        nn.quantize_model(model, {"*": (nn.LSQ(4), nn.FakeQuantize(8))}, **some)
-    with raises(r"FakeQuantize\(bits=4, signed=False, channel_axis=0, learn_scale=True\)`"):
-        inputs = nn.FakeQuantize(4, signed=False, channel_axis=0)
-        nn.quantize_model(model, {"*": (nn.LSQ(4), inputs)}, **some)
-    with raises("nothing to calibrate(?s:.)*no rule has an input quantizer whose" + fitted):
-        nn.quantize_model(model, {"*": (nn.LSQ(4), nn.FakeQuantize(8, scale=0.1))}, **some)
+    for inputs in (nn.FakeQuantize(8), nn.FakeQuantize(8, scale=0.1)):
+        with raises(r"nothing to calib(?s:.)*`learn_scale=True`. Without it,"):
+            nn.quantize_model(model, {"*": (nn.LSQ(4), inputs)}, **some)
     with raises("(?s)a `call`, and no batch"):
         nn.quantize_model(model, {"*": nn.LSQ(4)}, call=call)
-    where = r"has no scale\.\n  of `\['a'\]`, by rule 0, '\*'\n"
-    with raises(where + r"(?s:.)*`quantize_model\(..., calibrate=batch\)` fits"):
+    with raises(r"has no scale(?s:.)*`quantize_model\(..., calibrate=batch\)` fits"):
         nn.quantize_model(model, {"*": QUANTIZERS})

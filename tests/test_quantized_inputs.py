@@ -17,7 +17,7 @@ def test_inputs_of_a_model_with_quantized_weights(getkey):
     batch = jr.normal(getkey(), (20, 4))
     first, _ = nn.quantize_model(model, {eqx.nn.Linear: weights})
     trained = jax.tree.map(lambda x: 1.5 * x if eqx.is_inexact_array(x) else x, first)
-    for which in (eqx.nn.Linear, nn.QuantizedLinear, "layers[*]", eqx.nn.MLP):
+    for which in (eqx.nn.Linear, nn.Quantized, "layers[*]", eqx.nn.MLP):
         got, report = nn.quantize_model(trained, {which: (None, inputs)}, calibrate=batch)
         assert [row.note for row in report.swapped] == 2 * ["weights as they were"]
         assert [row.weights for row in report.swapped] == 2 * ["3 bits signed"]
@@ -38,27 +38,29 @@ def test_inputs_of_some_quantized_layers(getkey):
     keys = jr.split(getkey(), 4)
     layers = [eqx.nn.Linear(4, 4, key=key) for key in keys]
     weights, inputs = nn.LSQ(bits=3), nn.LSQ(bits=4, scale=0.5)
-    rules = {"[0]": (weights, inputs), "[1]": nn.TernaryLinear, "[2]": weights}
+    rules = {"[0]": (weights, inputs), "[1]": nn.Ternary(), "[2]": weights}
     layers, _ = nn.quantize_model(layers, rules)
     # A rule with a quantizer for weights passes over layers that have one.
     rules = {"[2]": None, eqx.nn.Linear: (weights, None), "*": (None, inputs)}
     got, report = nn.quantize_model(layers, rules)
-    assert [(row.path, row.new) for row in report.swapped] == [
-        ("[1]", "TernaryLinear"),
-        ("[3]", "QuantizedLinear"),
+    assert [(row.path, row.weights) for row in report.swapped] == [
+        ("[1]", "1.58 bits"),
+        ("[3]", "3 bits signed"),
     ]
     notes = [(row.path, row.note) for row in report.left]
     assert notes == [("[0]", "quantized already"), ("[2]", "rule 0, '[2]'")]
     assert got[0] is layers[0]
+    _, report = nn.quantize_model(layers, {"[0]": None, "*": (None, inputs)})
+    assert report.left[0].note == "rule 0, '[0]'"
     assert got[2] is layers[2]
     x = jr.normal(getkey(), (4,))
     want = layers[1](got[1].input_quantizer(x))
     np.testing.assert_array_equal(got[1](x), want)
-    with pytest.raises(RuleError, match=r"has no scale(?s:.)*of `\[2\]`, by rule 0"):
+    with pytest.raises(RuleError, match=r"has no scale(?s:.)*about `\[2\]`"):
         nn.quantize_model(layers, {"[2]": (None, nn.LSQ(4))})
-    with pytest.raises(RuleError, match=r"only layers(?s:.)*write `\(None, quantizer\)`"):
+    with pytest.raises(RuleError, match=r"only layers(?s:.)*Write `\(None, quantizer\)`"):
         nn.quantize_model(layers, {"[2]": (weights, inputs)})
-    with pytest.raises(RuleError, match=r"only layers that are(?s:.)*it was before\.$"):
+    with pytest.raises(RuleError, match=r"only layers that are quantized already"):
         nn.quantize_model(layers, {"[0]": (None, inputs)})
 
 

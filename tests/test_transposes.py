@@ -272,7 +272,6 @@ OPS = {
     "clip": (lambda t: eqg.clip_gradient(t, -0.1, 0.1), 0.1),
     "clip norm": (lambda t: eqg.clip_gradient_norm(t, 0.1), 0.1),
     "on_backward": (lambda t: eqg.on_backward(t, lambda g: 3 * g), 3.0),
-    "on_forward": (lambda t: eqg.on_forward(t, lambda y: 2 * y), 1.0),
     "replace": (lambda t: eqg.replace_gradient(3 * t, t), 1.0),
     "nested": (lambda t: eqg.reverse_gradient(eqg.scale_gradient(t, 0.5)), -0.5),
 }

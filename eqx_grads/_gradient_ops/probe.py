@@ -26,7 +26,7 @@ from .._tangent_spaces import (
 )
 from ..tangents import add
 from .norms import norm
-from .value_or_gradient_only import on_backward
+from .on_backward import on_backward
 
 
 class GradientStatistics(eqx.Module):

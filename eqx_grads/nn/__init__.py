@@ -13,24 +13,14 @@ from ._linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
 from ._linear_recurrent.lru import LRU as LRU
 from ._linear_recurrent.minimal import MinGRU as MinGRU, MinLSTM as MinLSTM
 from ._linear_recurrent.s5 import S5 as S5
-from ._quantized.binary_ternary import (
-    BinaryLinear as BinaryLinear,
-    TernaryLinear as TernaryLinear,
-)
 from ._quantized.finite_scalar import FSQ as FSQ
 from ._quantized.integers import to_integers as to_integers
-from ._quantized.layers import (
-    QuantizedConv as QuantizedConv,
-    QuantizedLinear as QuantizedLinear,
-)
 from ._quantized.model import quantize_model as quantize_model
-from ._quantized.quantizers import (
-    AbstractQuantizer as AbstractQuantizer,
-    FakeQuantize as FakeQuantize,
-    LSQ as LSQ,
-    StraightThrough as StraightThrough,
-)
+from ._quantized.quantized import Quantized as Quantized
+from ._quantized.quantizer import AbstractQuantizer as AbstractQuantizer
 from ._quantized.report import QuantizationReport as QuantizationReport
+from ._quantized.signs import Binary as Binary, Ternary as Ternary
+from ._quantized.uniform import FakeQuantize as FakeQuantize, LSQ as LSQ
 from ._quantized.vector_quantizer import VectorQuantizer as VectorQuantizer
 from ._recurrent.gated import GRU as GRU, LSTM as LSTM, RNN as RNN
 from ._recurrent.gated_cells import RNNCell as RNNCell

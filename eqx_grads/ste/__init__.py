@@ -20,12 +20,14 @@ from ._sign_and_step import (
     sign as sign,
     ternary as ternary,
 )
+from ._straight_through import (
+    approx_sign as approx_sign,
+    hard_tanh as hard_tanh,
+    swish_sign as swish_sign,
+)
 from ._top_k import top_k as top_k
 from ._uniform import (
     absmax_scale as absmax_scale,
-    dorefa as dorefa,
     fake_quantize as fake_quantize,
     lsq as lsq,
-    pact as pact,
 )
-from ._wrap import wrap as wrap

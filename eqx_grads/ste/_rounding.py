@@ -3,12 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._rules.float_args import map_floats
-from ._wrap import wrap
-
-
-_round, _floor = wrap(jnp.round), wrap(jnp.floor)
-_ceil, _trunc = wrap(jnp.ceil), wrap(jnp.trunc)
+from ._straight_through import straight_through
 
 
 def round(x: PyTree) -> PyTree:
@@ -46,7 +41,7 @@ def round(x: PyTree) -> PyTree:
 
     [`eqx_grads.RuleError`][] if `x` is an array that is not floating, or has a complex leaf.
     """
-    return map_floats("ste.round", _round, x)
+    return straight_through("ste.round", jnp.round, x)
 
 
 def floor(x: PyTree) -> PyTree:
@@ -79,7 +74,7 @@ def floor(x: PyTree) -> PyTree:
 
     As for [`eqx_grads.ste.round`][].
     """
-    return map_floats("ste.floor", _floor, x)
+    return straight_through("ste.floor", jnp.floor, x)
 
 
 def ceil(x: PyTree) -> PyTree:
@@ -112,7 +107,7 @@ def ceil(x: PyTree) -> PyTree:
 
     As for [`eqx_grads.ste.round`][].
     """
-    return map_floats("ste.ceil", _ceil, x)
+    return straight_through("ste.ceil", jnp.ceil, x)
 
 
 def trunc(x: PyTree) -> PyTree:
@@ -145,4 +140,4 @@ def trunc(x: PyTree) -> PyTree:
 
     As for [`eqx_grads.ste.round`][].
     """
-    return map_floats("ste.trunc", _trunc, x)
+    return straight_through("ste.trunc", jnp.trunc, x)

@@ -81,16 +81,21 @@ def gumbel_softmax(
     [`eqx_grads.RuleError`][] if the logits are not an array of floats, or if the
     temperature is not positive (unless it is traced).
     """
-    check_positive("ste.gumbel_softmax", "temperature", temperature)
     check_flags("ste.gumbel_softmax", hard=hard)
-    check_key("ste.gumbel_softmax", key)
-    logits = as_floats("ste.gumbel_softmax", logits, "logits")
+    logits, wide, tau = _checked("ste.gumbel_softmax", logits, key, temperature)
     axis = as_axis("ste.gumbel_softmax", axis, logits, "logits")
-    wide = widen(logits)
     noisy = wide + jr.gumbel(key, wide.shape, wide.dtype)
-    tau = broadcast_parameter("ste.gumbel_softmax", "temperature", temperature, wide)
     soft = jax.nn.softmax(noisy / tau, axis).astype(logits.dtype)
     return replace_gradient(one_hot_of_largest(noisy, soft, axis), soft) if hard else soft
+
+
+def _checked(name, logits, key, temperature):
+    """The logits, the same in at least single precision, and a temperature for each."""
+    check_positive(name, "temperature", temperature)
+    check_key(name, key)
+    logits = as_floats(name, logits, "logits")
+    wide = widen(logits)
+    return logits, wide, broadcast_parameter(name, "temperature", temperature, wide)
 
 
 def gumbel_sigmoid(
@@ -139,13 +144,9 @@ def gumbel_sigmoid(
 
     As [`eqx_grads.ste.gumbel_softmax`][].
     """
-    check_positive("ste.gumbel_sigmoid", "temperature", temperature)
     check_flags("ste.gumbel_sigmoid", hard=hard)
-    check_key("ste.gumbel_sigmoid", key)
-    logits = as_floats("ste.gumbel_sigmoid", logits, "logits")
-    wide = widen(logits)
+    logits, wide, tau = _checked("ste.gumbel_sigmoid", logits, key, temperature)
     noisy = wide + jr.logistic(key, wide.shape, wide.dtype)
-    tau = broadcast_parameter("ste.gumbel_sigmoid", "temperature", temperature, wide)
     soft = jax.nn.sigmoid(noisy / tau).astype(logits.dtype)
     if not hard:
         return soft
@@ -273,15 +274,11 @@ def reinmax(
     As [`eqx_grads.ste.gumbel_softmax`][], and if the temperature is differentiated: it is
     part of the constant.
     """
-    check_positive("ste.reinmax", "temperature", temperature)
-    check_key("ste.reinmax", key)
-    logits = as_floats("ste.reinmax", logits, "logits")
+    logits, wide, tau = _checked("ste.reinmax", logits, key, temperature)
+    tau = constant("ste.reinmax", "temperature", tau)
     axis = as_axis("ste.reinmax", axis, logits, "logits")
-    wide = widen(logits)
     noisy = wide + jr.gumbel(key, wide.shape, wide.dtype)
     sample = one_hot_of_largest(noisy, wide, axis)
-    temperature = constant("ste.reinmax", "temperature", temperature)
-    tau = broadcast_parameter("ste.reinmax", "temperature", temperature, wide)
     middle = 0.5 * (sample + jax.nn.softmax(wide / tau, axis))
     # The paper writes `stop_gradient(log(middle) - logits) + logits`, which is
     # `inf - inf` for a logit of minus infinity.

@@ -23,10 +23,10 @@ from .._rules.float_args import (
 )
 from .._rules.nan_where import nan_where
 from .._rules.replace_gradient import replace_gradient
-from ._wrap import Backward, wrap
+from ._straight_through import hard_tanh, straight_through
 
 
-def sign(x: PyTree, *, backward: Backward = "hard_tanh") -> PyTree:
+def sign(x: PyTree) -> PyTree:
     r"""`jnp.sign`, straight through: the sign of zero is zero.
 
     !!! example
@@ -50,7 +50,6 @@ def sign(x: PyTree, *, backward: Backward = "hard_tanh") -> PyTree:
     **Arguments:**
 
     - `x`: an array of floats, or a PyTree of them. Other leaves are left unchanged.
-    - `backward`: as for [`eqx_grads.ste.wrap`][].
 
     **Returns:**
 
@@ -58,17 +57,17 @@ def sign(x: PyTree, *, backward: Backward = "hard_tanh") -> PyTree:
 
     **Derivative:**
 
-    By default that of `jax.nn.hard_tanh`, one where $|x| \le 1$ and zero elsewhere; see
-    [`eqx_grads.ste.wrap`][].
+    That of [`eqx_grads.ste.hard_tanh`][], one where $|x| \le 1$ and zero elsewhere. For another
+    one, see [`eqx_grads.with_gradient_of`][].
 
     **Raises:**
 
     As [`eqx_grads.ste.round`][].
     """
-    return map_floats("ste.sign", wrap(jnp.sign, backward=backward), x)
+    return straight_through("ste.sign", jnp.sign, x, hard_tanh)
 
 
-def binary_sign(x: PyTree, *, backward: Backward = "hard_tanh") -> PyTree:
+def binary_sign(x: PyTree) -> PyTree:
     """The sign as one bit, straight through: the sign of zero is plus one.
 
     !!! example
@@ -98,7 +97,7 @@ def binary_sign(x: PyTree, *, backward: Backward = "hard_tanh") -> PyTree:
 
     **Arguments:**
 
-    - `x`, `backward`: as for [`eqx_grads.ste.sign`][].
+    - `x`: as for [`eqx_grads.ste.sign`][].
 
     **Returns:**
 
@@ -112,16 +111,14 @@ def binary_sign(x: PyTree, *, backward: Backward = "hard_tanh") -> PyTree:
 
     As [`eqx_grads.ste.round`][].
     """
-    return map_floats("ste.binary_sign", wrap(_binary_sign, backward=backward), x)
+    return straight_through("ste.binary_sign", _binary_sign, x, hard_tanh)
 
 
 def _binary_sign(x):
     return 2 * _heaviside(x, at_zero=1) - 1
 
 
-def heaviside(
-    x: PyTree, *, at_zero: ArrayLike = 1.0, backward: Backward = "identity"
-) -> PyTree:
+def heaviside(x: PyTree, *, at_zero: ArrayLike = 1.0) -> PyTree:
     """The step from zero to one, straight through.
 
     For a spiking neuron, use [`eqx_grads.surrogates.spike`][].
@@ -134,13 +131,14 @@ def heaviside(
 
         print(eqg.ste.heaviside(-0.5))
         print(jax.grad(eqg.ste.heaviside)(-0.5))
-        print(jax.grad(lambda x: eqg.ste.heaviside(x, backward=jax.nn.sigmoid))(0.0))
+        step = eqg.with_gradient_of(eqg.ste.heaviside, jax.nn.sigmoid)
+        print(step(0.0), jax.grad(step)(0.0))
         ```
 
         ```text
         0.0
         1.0
-        0.25
+        1.0 0.25
         ```
 
     **Arguments:**
@@ -148,7 +146,6 @@ def heaviside(
     - `x`: as for [`eqx_grads.ste.sign`][].
     - `at_zero`: the value at zero. With the default,
         `binary_sign(x) == 2 * heaviside(x) - 1`.
-    - `backward`: as for [`eqx_grads.ste.wrap`][].
 
     **Returns:**
 
@@ -156,7 +153,7 @@ def heaviside(
 
     **Derivative:**
 
-    By default that of the identity, one everywhere; see [`eqx_grads.ste.wrap`][].
+    That of the identity, one everywhere. For another one, see [`eqx_grads.with_gradient_of`][].
 
     **Raises:**
 
@@ -164,8 +161,7 @@ def heaviside(
     """
     check_parameter("ste.heaviside", "`at_zero`", at_zero)
     at_zero = constant("ste.heaviside", "value at zero", at_zero)
-    step = ft.partial(wrap(_heaviside, backward=backward), at_zero=at_zero)
-    return map_floats("ste.heaviside", step, x)
+    return straight_through("ste.heaviside", ft.partial(_heaviside, at_zero=at_zero), x)
 
 
 def _heaviside(x, *, at_zero):
@@ -175,12 +171,7 @@ def _heaviside(x, *, at_zero):
     return jnp.where(jnp.isnan(x), x, step)
 
 
-def ternary(
-    x: PyTree,
-    *,
-    threshold: ArrayLike | str = 0.05,
-    backward: Backward = "hard_tanh",
-) -> PyTree:
+def ternary(x: PyTree, *, threshold: ArrayLike | str = 0.05) -> PyTree:
     r"""Quantize to -1, 0 or 1, straight through: to 0 within a threshold.
 
     [Li et al. (2016)](https://arxiv.org/abs/1605.04711).
@@ -205,7 +196,7 @@ def ternary(
 
     **Arguments:**
 
-    - `x`, `backward`: as for [`eqx_grads.ste.sign`][].
+    - `x`: as for [`eqx_grads.ste.sign`][].
     - `threshold`: a number (0.05 as in Larq), or an array that broadcasts to `x`. Or
         `"mean"`, which is 0.7 times the mean of $|x|$ over a whole leaf, as in ternary weight
         networks.
@@ -232,8 +223,8 @@ def ternary(
             f"it is {threshold!r:.80}",
             do='Give it a number, an array or "mean".',
         )
-    quantize = ft.partial(wrap(_ternary, backward=backward), threshold=threshold)
-    return map_floats("ste.ternary", quantize, x)
+    values = ft.partial(_ternary, threshold=threshold)
+    return straight_through("ste.ternary", values, x, hard_tanh)
 
 
 def _ternary(x, *, threshold):

@@ -13,23 +13,21 @@ from .._rules.float_args import (
     as_axes,
     as_bits,
     as_floats,
-    as_integer,
     broadcast_parameter,
     check_parameter,
     check_positive,
     is_known,
     widen,
 )
-from .._rules.replace_gradient import replace_gradient
 from ._rounding import round as round_
 
 
 def fake_quantize(
     x: ArrayLike,
     scale: ArrayLike,
-    zero_point: ArrayLike = 0.0,
     *,
-    bits: int | None = None,
+    zero_point: ArrayLike = 0.0,
+    bits: int = 8,
     signed: bool = True,
     narrow: bool = False,
 ) -> Array:
@@ -69,9 +67,7 @@ def fake_quantize(
         with ones for the axes that share a scale.
     - `zero_point`: the integer that represents zero, a number or an array that broadcasts to
         `x`. It is rounded. Unless it is traced, it has to be in the range of the integers.
-    - `bits`: 2 to 24, or 1 if not `signed`. The default is 8. With an integer from 1 to 24 as
-        the zero point, give the number of bits too: `fake_quantize(x, scale, 8)` is an error,
-        as 8 bits were meant more likely than a zero point of 8.
+    - `bits`: 2 to 24, or 1 if not `signed`.
     - `signed`: whether the integers go from $-2^{b-1}$ to $2^{b-1} - 1$, or from zero to
         $2^b - 1$.
     - `narrow`: whether to leave out the smallest integer, so that a signed range is
@@ -98,9 +94,7 @@ def fake_quantize(
     """
     name = "ste.fake_quantize"
     check_flags(name, narrow=narrow)
-    if bits is None:
-        _check_is_zero_point(zero_point)
-    low, high = _integer_range(name, 8 if bits is None else bits, signed)
+    low, high = _integer_range(name, bits, signed)
     low = low + 1 if narrow else low
     check_positive(name, "scale", scale)
     check_parameter(name, "zero point", zero_point)
@@ -110,18 +104,6 @@ def fake_quantize(
     zeros = broadcast_parameter(name, "zero point", zero_point, wide)
     _check_zero_point(zero_point, low, high)
     return _fake_quantize(wide, scale, round_(zeros), low=low, high=high).astype(x.dtype)
-
-
-def _check_is_zero_point(zero_point):
-    """Raise where a zero point is more likely the number of bits, which is keyword-only."""
-    known = as_integer(zero_point) if isinstance(zero_point, int | np.integer) else None
-    if known is not None and 1 <= known <= 24:
-        raise rule_error(
-            f"`ste.fake_quantize` was given {known} as its zero point, and no number of bits.",
-            f"its third argument, `zero_point`, is {known}; `bits` is a keyword",
-            do=f"Write `bits={known}` if you meant the number of bits. If {known} is the zero "
-            f"point, give both: `zero_point={known}, bits=8`.",
-        )
 
 
 def _check_zero_point(zero_point, low, high):
@@ -328,157 +310,6 @@ def _lsq_jvp(primals, tangents, *, low, high, gradient_scale):
     d_step = jnp.where(inside, _rounding_error(u, inside), bound) * gradient_scale
     out = _lsq(x, step, low=low, high=high, gradient_scale=gradient_scale)
     return out, jnp.where(inside, t_x, 0) + d_step * t_step
-
-
-def dorefa(x: ArrayLike, *, bits: int = 2, mode: str = "weights") -> Array:
-    r"""The quantizers of DoReFa-Net: $2^b$ numbers from minus one (or zero) to one.
-
-    With $Q(u) = \operatorname{round}(u\,(2^b - 1)) / (2^b - 1)$, weights become
-    $2\,Q\!\left(\frac{\tanh x}{2 \max |\tanh x|} + \frac12\right) - 1$ and activations
-    $Q(\operatorname{clip}(x, 0, 1))$. [Zhou et al.
-    (2016)](https://arxiv.org/abs/1606.06160).
-
-    !!! example
-
-        ```python
-        import eqx_grads as eqg
-        import jax
-        import jax.numpy as jnp
-
-        weight = jnp.array([0.3, -0.9, 0.01, 2.0])
-        values = eqg.ste.dorefa(weight, bits=2)
-        print((3 * values).round())
-        slopes = jax.grad(lambda w: eqg.ste.dorefa(w, bits=2).sum())(weight)
-        print([f"{slope:.3f}" for slope in slopes])
-
-        activation = lambda x: eqg.ste.dorefa(x, bits=2, mode="activations")
-        print(jax.grad(activation)(0.5), jax.grad(activation)(1.5))
-        ```
-
-        ```text
-        [ 1. -3.  1.  3.]
-        ['0.949', '0.505', '1.037', '0.073']
-        1.0 0.0
-        ```
-
-    **Arguments:**
-
-    - `x`: floats of any shape.
-    - `bits`: 1 to 24.
-    - `mode`: `"weights"` or `"activations"`.
-
-    **Returns:**
-
-    An array like `x` with at most $2^b$ different values.
-
-    **Derivative:**
-
-    That of the formula, with $Q$ straight through and the maximum a constant:
-    $\dot y = (1 - \tanh^2 x)\,\dot x / \max |\tanh x|$ for weights, and for activations
-    $\dot x$ where $0 \le x \le 1$ and zero elsewhere. Both modes and all orders.
-
-    **Raises:**
-
-    As [`eqx_grads.ste.fake_quantize`][], and if `mode` is unknown.
-    """
-    _, levels = _integer_range("ste.dorefa", bits, signed=False)
-    x = as_floats("ste.dorefa", x)
-    wide = widen(x)
-    if not isinstance(mode, str) or mode not in ("weights", "activations"):
-        raise rule_error(
-            "`ste.dorefa` got an unknown `mode`.",
-            f"it is {mode!r:.80}",
-            do='Give it "weights" or "activations".',
-        )
-    if mode == "activations":
-        inside = (wide >= 0) & (wide <= 1)  # the derivative of `jnp.clip` at 0 and 1 is 1/2
-        unit = jnp.where(inside, wide, jnp.clip(jax.lax.stop_gradient(wide), 0, 1))
-        return _round_straight_through(unit, levels).astype(x.dtype)
-    squashed = jnp.tanh(wide)
-    largest = jnp.max(jnp.abs(jax.lax.stop_gradient(squashed)), initial=0)
-    largest = jnp.maximum(largest, jnp.finfo(wide.dtype).tiny)
-    unit = squashed / (2 * largest) + 0.5
-    return (2 * _round_straight_through(unit, levels) - 1).astype(x.dtype)
-
-
-def _round_straight_through(unit, levels):
-    return replace_gradient(_round_to_levels(unit, levels), unit)
-
-
-def _round_to_levels(unit, levels):
-    """Round a number in [0, 1] to a multiple of `1 / levels`."""
-    integer = jnp.round(unit * levels)
-    # XLA may divide by multiplying with an inverse, and `levels * (1 / levels)` need not be 1.
-    return jnp.where(integer >= levels, 1, integer / levels)
-
-
-def pact(x: ArrayLike, alpha: ArrayLike, *, bits: int = 8) -> Array:
-    r"""Parameterized clipping activation: a ReLU clipped at a learned maximum, quantized.
-
-    $$y = \operatorname{clip}(x, 0, \alpha), \qquad
-    y_q = \operatorname{round}\!\left(y\,\frac{2^b - 1}{\alpha}\right) \frac{\alpha}{2^b - 1}$$
-
-    [Choi et al. (2018)](https://arxiv.org/abs/1805.06085).
-
-    !!! example
-
-        ```python
-        import eqx_grads as eqg
-        import jax
-        import jax.numpy as jnp
-
-        x = jnp.array([-1.0, 0.4, 3.0])
-        y = eqg.ste.pact(x, 1.5, bits=2)
-        print(y)
-        ct_x, ct_alpha = jax.grad(lambda *a: eqg.ste.pact(*a, bits=2).sum(), (0, 1))(x, 1.5)
-        print(ct_x)
-        print(ct_alpha)
-        ```
-
-        ```text
-        [0.  0.5 1.5]
-        [0. 1. 0.]
-        1.0
-        ```
-
-    **Arguments:**
-
-    - `x`: floats of any shape.
-    - `alpha`: the maximum. Positive, a number or an array that broadcasts to `x`.
-    - `bits`: 1 to 24.
-
-    **Returns:**
-
-    An array like `x` with at most $2^b$ different values for each `alpha`.
-
-    **Derivative:**
-
-    As published: $\dot y = \dot x$ where $0 \le x < \alpha$, $\dot y = \dot\alpha$ where
-    $x \ge \alpha$, and zero elsewhere. Both modes and all orders, the higher ones being zero.
-
-    **Raises:**
-
-    As [`eqx_grads.ste.fake_quantize`][].
-    """
-    _, levels = _integer_range("ste.pact", bits, signed=False)
-    check_positive("ste.pact", "alpha", alpha)
-    x = as_floats("ste.pact", x)
-    wide = widen(x)
-    alpha = broadcast_parameter("ste.pact", "alpha", alpha, wide)
-    return _pact(wide, alpha, levels=levels).astype(x.dtype)
-
-
-@custom_jvp
-def _pact(x, alpha, *, levels):
-    return _round_to_levels(jnp.clip(x / alpha, 0, 1), levels) * alpha
-
-
-@_pact.def_jvp
-def _pact_jvp(primals, tangents, *, levels):
-    x, alpha = primals
-    t_x, t_alpha = tangents
-    t_out = jnp.where(x >= alpha, t_alpha, jnp.where(x >= 0, t_x, 0))
-    return _pact(x, alpha, levels=levels), t_out
 
 
 def _integer_range(name, bits, signed):

@@ -132,11 +132,6 @@ def _():
     return lambda x: eqg.on_backward(x, jnp.tanh), (vector(),)
 
 
-@case("on_forward", reference=_identity)
-def _():
-    return lambda x: eqg.on_forward(x, jnp.round), (vector(),)
-
-
 # The slot has no influence on the value, and the gradient of a summand all the same.
 @case("probe", reference=lambda x, slot: x + slot)
 def _():

@@ -23,11 +23,6 @@ def _straight_sign(x):
     return window + stop(jnp.where(x < 0, -1.0, 1.0) - window)
 
 
-@case("nn.StraightThrough", reference=_identity)
-def _():
-    return nn.StraightThrough(jnp.round), (vector(),)
-
-
 @case("nn.FakeQuantize", reference=fake_quantize)
 def _():
     fn = lambda x, scale: nn.FakeQuantize(4, scale=scale, learn_scale=True)(x)
@@ -68,68 +63,44 @@ def _():
     return fn, (jr.normal(jr.key(1), (3, 2)), jr.normal(jr.key(2), (4, 2)))
 
 
-def _linear(make):
-    """A layer with a bias, called with a weight."""
-    layer = make(3, 2, key=jr.key(0))
+def _linear(*quantizers):
+    """A layer without its bias, called with a weight."""
+    layer = nn.Quantized(eqx.nn.Linear(3, 2, key=jr.key(0)), *quantizers)
 
     def fn(weight, x):
-        return eqx.tree_at(lambda layer: layer.weight, layer, weight)(x) - layer.bias
+        get = lambda layer: layer.layer.weight
+        return eqx.tree_at(get, layer, weight)(x) - layer.layer.bias
 
     return fn, (jnp.array([[0.45, -0.22, 0.33], [0.13, 1.15, -0.6]]), vector())
-
-
-@case("nn.BinaryLinear", reference=lambda w, x: _straight_sign(w) @ x)
-def _():
-    return _linear(lambda *a, **k: nn.BinaryLinear(*a, **k, scale=False))
 
 
 def _xnor(w, x):
     return (_straight_sign(w) * jnp.mean(jnp.abs(w), axis=1, keepdims=True)) @ x
 
 
-@case("nn.BinaryLinear: with a scale", reference=_xnor)
+@case("nn.Binary", reference=_xnor)
 def _():
-    return _linear(nn.BinaryLinear)
+    return _linear(nn.Binary())
 
 
 def _ternary(w, x):
     keep = stop(jnp.abs(w) > 0.25)
     window = jnp.clip(w, -1.0, 1.0)
     signs = window + stop(jnp.where(keep, jnp.sign(w), 0) - window)
-    size = jnp.sum(jnp.where(keep, jnp.abs(w), 0), axis=1) / jnp.sum(keep, axis=1).astype(
-        w.dtype
-    )
+    total = jnp.sum(jnp.where(keep, jnp.abs(w), 0), axis=1)
+    size = total / jnp.sum(keep, axis=1).astype(w.dtype)
     return (size[:, None] * signs) @ x
 
 
-@case("nn.TernaryLinear", reference=_ternary)
+@case("nn.Ternary", reference=_ternary)
 def _():
-    return _linear(lambda *a, **k: nn.TernaryLinear(*a, **k, threshold=0.25))
+    return _linear(nn.Ternary(threshold=0.25))
 
 
 def _quantized(w, x):
     return fake_quantize(w, 0.2) @ fake_quantize(x, 0.25)
 
 
-@case("nn.QuantizedLinear", reference=_quantized)
+@case("nn.Quantized", reference=_quantized)
 def _():
-    quantizers = {
-        "weight_quantizer": nn.FakeQuantize(4, scale=0.2),
-        "input_quantizer": nn.FakeQuantize(4, scale=0.25),
-    }
-    return _linear(lambda *a, **k: nn.QuantizedLinear(*a, **k, **quantizers))
-
-
-def _convolved(w, x):
-    q = fake_quantize(w, 0.2)
-    return sum(q[:, :, i] @ x[:, i : i + 3] for i in range(2))
-
-
-@case("nn.QuantizedConv", reference=_convolved)
-def _():
-    quantizer = nn.FakeQuantize(4, scale=0.2)
-    layer = nn.QuantizedConv(
-        1, 3, 2, 2, use_bias=False, weight_quantizer=quantizer, key=jr.key(0)
-    )
-    fn = lambda w, x: eqx.tree_at(lambda layer: layer.weight, layer, w)(x)
-    return fn, (0.5 * jr.normal(jr.key(1), (2, 3, 2)), jr.normal(jr.key(2), (3, 4)))
+    return _linear(nn.FakeQuantize(4, scale=0.2), nn.FakeQuantize(4, scale=0.25))

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from ..rules.formulas import fake_quantize, fsq_bound, lsq, straight_round
+from ..rules.formulas import fake_quantize, fsq_bound, lsq
 from .registry import case, vector
 
 
@@ -63,9 +63,28 @@ def _():
     return lambda x: ste.top_k(x, 2), (vector(),)
 
 
-@case("ste.wrap", reference=_identity)
+@case("ste.hard_tanh", reference=_hard_tanh)
 def _():
-    return ste.wrap(jnp.round), (vector(),)
+    return ste.hard_tanh, (vector(),)
+
+
+def _approx_sign(x):
+    return jnp.where(jnp.abs(x) < 1, x * (2 - jnp.abs(x)), jnp.sign(x))
+
+
+@case("ste.approx_sign", reference=_approx_sign)
+def _():
+    return ste.approx_sign, (vector(),)
+
+
+def _swish_sign(x):
+    s = jax.nn.sigmoid(5 * x)
+    return 2 * s * (1 + 5 * x * (1 - s)) - 1
+
+
+@case("ste.swish_sign", reference=_swish_sign)
+def _():
+    return ste.swish_sign, (vector(),)
 
 
 # Each random one against its own relaxed form, with the same key.
@@ -121,26 +140,6 @@ def _():
 @case("ste.absmax_scale")
 def _():
     return lambda x: ste.absmax_scale(x, bits=4), (vector(),)
-
-
-def _dorefa(x):
-    tanh = jnp.tanh(x)
-    unit = tanh / (2 * jax.lax.stop_gradient(jnp.max(jnp.abs(tanh)))) + 0.5
-    return 2 * (straight_round(unit * 3) / 3) - 1
-
-
-@case("ste.dorefa", reference=_dorefa)
-def _():
-    return lambda x: ste.dorefa(x, bits=2), (vector(),)
-
-
-def _pact(x, alpha):
-    return jnp.where((x > 0) & (x < alpha), x, jnp.where(x >= alpha, alpha, 0.0))
-
-
-@case("ste.pact", reference=_pact)
-def _():
-    return lambda x, alpha: ste.pact(x, alpha, bits=4), (vector(), jnp.array(1.5))
 
 
 @case("ste.fsq", reference=fsq_bound)

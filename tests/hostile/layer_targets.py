@@ -37,7 +37,7 @@ from .domains import (
     sine,
     size,
 )
-from .op_targets import BACKWARD, BITS, FLAG, nothing, REAL, TREE, X
+from .op_targets import BITS, FLAG, nothing, REAL, TREE, X
 from .targets import target
 
 
@@ -274,7 +274,6 @@ ANY_INTEGER = integer(-(10**40), 10**40)
 BACK_AXIS = (-1, integer(-(2**31), -1))
 NO_QUANTIZER = (None, optional(function))
 LEVELS = ((5, 5, 5), (5, 5, 5).__eq__)
-target("nn.StraightThrough", nn.StraightThrough, fn=(jnp.sin, function), backward=BACKWARD)
 target(
     "nn.FakeQuantize",
     nn.FakeQuantize,
@@ -284,6 +283,7 @@ target(
     signed=YES,
     narrow=FLAG,
     channel_axis=(None, optional(ANY_INTEGER)),
+    group_size=(None, optional(integer(1, 10**40))),
 )
 target(
     "nn.LSQ",
@@ -292,6 +292,7 @@ target(
     scale=SCALE,
     signed=YES,
     channel_axis=(None, optional(ANY_INTEGER)),
+    group_size=(None, optional(integer(1, 10**40))),
     gradient_scale=(None, optional(number(0, 1e300))),
 )
 target("nn.FSQ", nn.FSQ, levels=LEVELS, axis=BACK_AXIS)
@@ -336,63 +337,22 @@ target(
     z=_z,
     key=(KEY, optional(key)),
 )
-FEATURES = {
-    "in_features": (3, either(size, one_of("scalar"))),
-    "out_features": (2, either(size, one_of("scalar"))),
-    "use_bias": YES,
-}
-_BINARY = {"scale": YES, "backward": BACKWARD, "input_quantizer": NO_QUANTIZER}
-_THRESHOLD = {"threshold": ("mean", either(one_of("mean"), number(0, 1e300)))}
-_WEIGHT = {
-    "weight_quantizer": (nn.FakeQuantize(4), optional(function)),
-    "input_quantizer": NO_QUANTIZER,
-}
-_INPUT = {"x": (X, shaped(numbers, 3)), "key": (None, anything)}
-for _name, _options in {
-    "BinaryLinear": _BINARY,
-    "TernaryLinear": {**_THRESHOLD, **_BINARY},
-    "QuantizedLinear": _WEIGHT,
-}.items():
-    _type = getattr(nn, _name)
-    target(f"nn.{_name}", _type, **FEATURES, **DTYPE, **_options, **MAKE)
-    target(
-        f"nn.{_name}.from_layer",
-        _type.from_layer,
-        layer=(LINEAR, of_type(eqx.nn.Linear)),
-        **_options,
-    )
-    _weight = {"weight_quantizer": nn.FakeQuantize(4)} if _name == "QuantizedLinear" else {}
-    target(f"nn.{_name}()", _type(3, 2, key=KEY, **_weight), **_INPUT)
-ONE_SIZE = lambda x: size(x) or (isinstance(x, tuple | list) and len(x) == 1 and size(x[0]))
+target("nn.Binary", nn.Binary, scale=YES)
 target(
-    "nn.QuantizedConv",
-    nn.QuantizedConv,
-    num_spatial_dims=(1, size),
-    in_channels=(2, size),
-    out_channels=(2, size),
-    kernel_size=(2, ONE_SIZE),
-    stride=(1, ONE_SIZE),
-    padding=(0, anything),
-    dilation=(1, ONE_SIZE),
-    groups=(1, integer(1, 2)),
-    use_bias=YES,
-    padding_mode=("ZEROS", one_of("ZEROS", "REFLECT", "REPLICATE", "CIRCULAR")),
-    **DTYPE,
-    **_WEIGHT,
-    **MAKE,
+    "nn.Ternary",
+    nn.Ternary,
+    threshold=("mean", either(one_of("mean"), number(0, 1e300))),
+    scale=YES,
 )
-_CONV = nn.QuantizedConv(1, 2, 2, 2, weight_quantizer=nn.FakeQuantize(4), key=KEY)
+for _quantizer in (nn.Binary(), nn.Ternary()):
+    _name = f"nn.{type(_quantizer).__name__}()"
+    target(_name, _quantizer, x=(X, floats), key=(None, anything))
 target(
-    "nn.QuantizedConv()",
-    _CONV,
-    x=(jnp.ones((2, 5)), lambda x: shaped(numbers, 2, None)(x) and np.shape(x)[1] >= 2),
-    key=(None, anything),
-)
-target(
-    "nn.QuantizedConv.from_layer",
-    nn.QuantizedConv.from_layer,
-    layer=(eqx.nn.Conv1d(2, 2, 2, key=KEY), of_type(eqx.nn.Conv)),
-    **_WEIGHT,
+    "nn.Quantized",
+    nn.Quantized,
+    layer=(LINEAR, of_type(eqx.nn.Linear)),
+    weight_quantizer=(nn.FakeQuantize(4), optional(function)),
+    input_quantizer=NO_QUANTIZER,
 )
 target(
     "nn.quantize_model",
@@ -409,8 +369,11 @@ target(
     "nn.to_integers",
     nn.to_integers,
     model=(
-        {"a": nn.QuantizedLinear(2, 2, weight_quantizer=nn.FakeQuantize(4), key=KEY)},
-        lambda x: isinstance(x, dict) and isinstance(x.get("a"), nn.QuantizedLinear),
+        {"a": nn.Quantized(LINEAR, nn.FakeQuantize(4))},
+        lambda x: any(
+            isinstance(leaf, nn.Quantized)
+            for leaf in jax.tree.leaves(x, is_leaf=lambda leaf: isinstance(leaf, nn.Quantized))
+        ),
     ),
 )
 

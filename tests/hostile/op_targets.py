@@ -58,10 +58,6 @@ AXES = (-1, axes(1))
 MASK = (None, optional(broadcasting_to(bools, 3)))
 FLAG = (False, flag)
 REAL = either(reals, bools)  # a bool is zero or one
-BACKWARD = (
-    "identity",
-    either(one_of("identity", "hard_tanh", "approx_sign", "swish_sign"), sine),
-)
 
 
 def fits(domain):
@@ -127,7 +123,6 @@ target(
     "cast_gradient", graded(eqg.cast_gradient), x=TREE, dtype=("float16", dtype(jnp.floating))
 )
 target("on_backward", graded(eqg.on_backward), x=TREE, fn=(jnp.tanh, function))
-target("on_forward", lambda fn: eqg.on_forward(X, fn), fn=(jnp.sin, sine))
 target("nondifferentiable", eqg.nondifferentiable, x=TREE, name=("x", text))
 target(
     "probe",
@@ -192,22 +187,15 @@ target(
 
 for _name in ("round", "floor", "ceil", "trunc"):
     target(f"ste.{_name}", getattr(ste, _name), x=FLOATS)
-for _name in ("sign", "binary_sign"):
-    target(f"ste.{_name}", getattr(ste, _name), x=FLOATS, backward=BACKWARD)
+for _name in ("sign", "binary_sign", "hard_tanh", "approx_sign", "swish_sign"):
+    target(f"ste.{_name}", getattr(ste, _name), x=FLOATS)
 target(
     "ste.ternary",
     ste.ternary,
     x=FLOATS,
     threshold=(0.05, either(one_of("mean"), fits(not_negative))),
-    backward=BACKWARD,
 )
-target(
-    "ste.heaviside",
-    ste.heaviside,
-    x=FLOATS,
-    at_zero=(1.0, fits(reals)),
-    backward=BACKWARD,
-)
+target("ste.heaviside", ste.heaviside, x=FLOATS, at_zero=(1.0, fits(reals)))
 target(
     "ste.clip",
     ste.clip,
@@ -227,13 +215,6 @@ target(
     axis=AXIS,
     temperature=TEMPERATURE,
 )
-
-
-def _wrap(fn, backward):
-    return jax.grad(lambda x: jnp.sum(ste.wrap(fn, backward=backward)(x)))(X)
-
-
-target("ste.wrap", _wrap, fn=(jnp.sin, sine), backward=BACKWARD)
 target(
     "ste.gumbel_softmax",
     ste.gumbel_softmax,
@@ -287,17 +268,6 @@ target(
     signed=(True, flag),
     gradient_scale=(0.5, optional(scalar(not_negative))),
 )
-target(
-    "ste.dorefa",
-    ste.dorefa,
-    x=(X, floats),
-    bits=(2, integer(1, 24)),
-    mode=("weights", one_of("weights", "activations")),
-)
-target(
-    "ste.pact", ste.pact, x=(X, floats), alpha=(1.5, fits(positive)), bits=(4, integer(1, 24))
-)
-
 target("ste.fsq", ste.fsq, z=(X, ending(floats, 3)), levels=((5, 5, 5), (5, 5, 5).__eq__))
 target(
     "ste.fsq_codebook",

@@ -167,7 +167,7 @@ def _options():
 
 
 LAYERS = {
-    "BinaryLinear": lambda: nn.BinaryLinear(3, 2, **_options()),
+    "Binary": lambda: nn.Binary(scale=False),
     "FSQ": lambda: nn.FSQ((5, 5, 5)),
     "FakeQuantize": lambda: nn.FakeQuantize(4, scale=0.2, learn_scale=True),
     "FixedPoint": lambda: nn.FixedPoint(eqx.nn.GRUCell(3, 2, **_options()), 2),
@@ -189,11 +189,8 @@ LAYERS = {
     "MinGRU": lambda: nn.MinGRU(3, 2, **_options()),
     "MinLSTM": lambda: nn.MinLSTM(3, 2, **_options()),
     "Outputs": lambda: nn.Outputs(nn.GRU(3, 2, **_options())),
-    "QuantizedConv": lambda: nn.QuantizedConv(
-        1, 2, 2, 3, weight_quantizer=nn.FakeQuantize(4, scale=0.2), **_options()
-    ),
-    "QuantizedLinear": lambda: nn.QuantizedLinear(
-        3, 2, weight_quantizer=nn.FakeQuantize(4, scale=0.2), **_options()
+    "Quantized": lambda: nn.Quantized(
+        eqx.nn.Linear(3, 2, **_options()), nn.LSQ(4, scale=0.2), ste.round
     ),
     "QuantizationReport": lambda: nn.quantize_model(
         eqx.nn.Linear(3, 2, **_options()), {eqx.nn.Linear: (nn.FakeQuantize(4), None)}
@@ -202,13 +199,12 @@ LAYERS = {
     "RNNCell": lambda: nn.RNNCell(3, 2, **_options()),
     "Recurrent": lambda: nn.Recurrent(eqx.nn.GRUCell(3, 2, **_options())),
     "S5": lambda: nn.S5(3, 2, 2, **_options()),
-    "StraightThrough": lambda: nn.StraightThrough(_round, backward="hard_tanh"),
-    "TernaryLinear": lambda: nn.TernaryLinear(3, 2, **_options()),
+    "Ternary": lambda: nn.Ternary(threshold=0.1),
     "VectorQuantizer": lambda: nn.VectorQuantizer(4, 3, **_options()),
 }
 # Called with a sequence of five steps of three features, or with three features.
 SEQUENCES = ("GRU", "LIF", "LI", "LRU", "LSTM", "MinGRU", "RNN", "S5", "Recurrent")
-VECTORS = ("BinaryLinear", "FakeQuantize", "GradientScale", "HostLayer", "QuantizedLinear")
+VECTORS = ("FakeQuantize", "GradientScale", "HostLayer", "Quantized")
 
 SURROGATES = {
     f"surrogates.{name}": getattr(surrogates, name)
@@ -216,7 +212,6 @@ SURROGATES = {
     if isinstance(getattr(surrogates, name), type) and not name.startswith("Abstract")
 }
 STE = {
-    "ste.wrap": lambda: ste.wrap(_round, backward="hard_tanh"),
     "ste.round": lambda: ste.round,
 }
 

@@ -1,18 +1,18 @@
-"""Finite scalar quantization as a layer, and the entries of a codebook."""
+"""Finite scalar quantization as a layer."""
 
 from collections.abc import Sequence
 
 import equinox as eqx
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, DTypeLike, Float, Integer, Key
+from jaxtyping import Array, DTypeLike, Integer, Key
 
 from ... import ste
-from ..._rules.float_args import as_floats, as_levels
-from .argument_checks import as_axis, check_indices, check_vectors
+from ..._rules.float_args import as_levels
+from .codebook import AbstractCodebook, as_axis
+from .quantizer import Floats
 
 
-class FSQ(eqx.Module):
+class FSQ(AbstractCodebook):
     """Finite scalar quantization: a codebook that needs no training.
 
     [Mentzer et al. (2024)](https://arxiv.org/abs/2309.15505).
@@ -57,9 +57,7 @@ class FSQ(eqx.Module):
         self.levels = as_levels("FSQ", levels)
         self.axis = as_axis("FSQ", axis)
 
-    def __call__(
-        self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
-    ) -> Float[Array, "..."]:
+    def __call__(self, z: Floats, *, key: Key[Array, ""] | None = None) -> Floats:
         """**Arguments:**
 
         - `z`: floats, with `len(levels)` of them along `axis`.
@@ -72,34 +70,16 @@ class FSQ(eqx.Module):
         del key
         return self.quantize(z)[0]
 
-    def quantize(
-        self, z: Float[Array, "..."]
-    ) -> tuple[Float[Array, "..."], Integer[Array, "..."]]:
+    def quantize(self, z: Floats) -> tuple[Floats, Integer[Array, "..."]]:
         """The codes, and their indices, in the shape of `z` without its `axis`."""
-        z = as_floats("FSQ", z, "z")
-        check_vectors("FSQ", z, self.axis, len(self.levels))
-        codes, indices = ste.fsq(jnp.moveaxis(z, self.axis, -1), self.levels)
-        return jnp.moveaxis(codes, -1, self.axis), indices
+        codes, indices = ste.fsq(self._vectors_last(z, len(self.levels)), self.levels)
+        return self._put_back(codes), indices
 
-    def decode(
-        self, indices: Integer[Array, "..."], *, dtype: DTypeLike = float
-    ) -> Float[Array, "..."]:
+    def decode(self, indices: Integer[Array, "..."], *, dtype: DTypeLike = float) -> Floats:
         """The codes of some indices; NaN where there is no such code."""
-        check_indices("FSQ", indices, self.axis)
-        codes = entries(ste.fsq_codebook(self.levels, dtype), indices)
-        return jnp.moveaxis(codes, -1, self.axis)
+        return self._codes(ste.fsq_codebook(self.levels, dtype), indices)
 
     @property
     def num_codes(self) -> int:
         """The size of the codebook, the product of `levels`."""
         return int(np.prod(self.levels))
-
-
-def entries(codebook: Array, indices: ArrayLike) -> Array:
-    """Rows of a codebook; NaN for indices out of range."""
-    indices = jnp.asarray(indices)
-    if jnp.iinfo(indices.dtype).bits < 32:  # the size may be too large for their dtype
-        indices = indices.astype(jnp.int32)
-    # JAX counts negative indices from the end, so they are not out of range for it.
-    indices = jnp.where(indices < 0, len(codebook), indices)
-    return codebook.at[indices].get(mode="fill", fill_value=jnp.nan)

@@ -1,8 +1,17 @@
-"""What `quantize_model` and `to_integers` did to the layers of a model, as a table."""
+"""Change the layers of a model, with a table of what was done."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from ..._errors import show_path
+from ..._tangent_spaces import is_differentiable
+from .quantized import Quantized
+from .quantizer import describe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -10,19 +19,18 @@ class LayerReport:
     """A row of a `QuantizationReport`.
 
     - `path`: the path of the layer in the model, `encoder.layers[0]`.
-    - `old`, `new`: the names of the types; `new` is empty where nothing was swapped.
+    - `layer`: the name of its type, or the dtype of an array.
     - `weights`, `inputs`: what they are quantized to, for example `"2 bits signed"`.
     - `shape`: of the weight. An ensemble has more axes in front.
     - `note`: why the layer was left, or with which other layer it is shared.
     """
 
     path: str
-    old: str
-    new: str = ""
-    weights: str = ""
-    inputs: str = ""
-    shape: tuple[int, ...] = ()
-    note: str = ""
+    layer: str
+    weights: str
+    inputs: str
+    shape: tuple[int, ...]
+    note: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +39,7 @@ class QuantizationReport:
     [`eqx_grads.nn.to_integers`][] made. Printing it gives a table.
 
     - `swapped`: the layers that are quantized now, or hold integers now, a list of rows with
-        the fields `path`, `old`, `new`, `weights`, `inputs`, `shape` and `note`.
+        the fields `path`, `layer`, `weights`, `inputs`, `shape` and `note`.
     - `left`: the layers that are not, and all other arrays of floats in the model.
     - `sizes`: of [`eqx_grads.nn.to_integers`][], the bytes of all arrays in the new model and
         in the given one, biases and scales included.
@@ -54,9 +62,9 @@ def _table(rows: Sequence[LayerReport]) -> Iterator[str]:
     cells = [
         (
             row.path or "(the model)",
-            f"{row.old} -> {row.new}" if row.new else row.old,
-            f"weights {row.weights}" if row.weights else "",
-            f"inputs {row.inputs}" if row.inputs else "",
+            row.layer,
+            row.weights and f"weights {row.weights}",
+            row.inputs and f"inputs {row.inputs}",
             str(row.shape),
             row.note,
         )
@@ -68,12 +76,69 @@ def _table(rows: Sequence[LayerReport]) -> Iterator[str]:
         yield "  " + "  ".join(padded).rstrip()
 
 
+def map_layers(
+    model: Any,
+    is_layer: Callable[[Any], bool],
+    choose: Callable[[str, Any], Any],
+    make: Callable[[Any, Any], tuple[Any, str]],
+) -> tuple[Any, list[LayerReport], list[LayerReport]]:
+    """A model with its layers changed, and the rows of what was changed and what was left.
+
+    `choose(path, layer)` is the reason to leave a layer, a string, or how to change it, and
+    `make(layer, how)` the new layer with a note. A layer in several places stays one, if it is
+    changed in the same way everywhere.
+    """
+    new, swapped, left = [], [], []
+    seen: dict[int, tuple[str, Any, Any]] = {}
+    nodes, treedef = jtu.tree_flatten_with_path(model, is_leaf=is_layer)
+    for keys, node in nodes:
+        new.append(node)
+        path = path_of(keys)
+        if not is_layer(node):
+            if isinstance(node, jax.Array | np.ndarray) and is_differentiable(node):
+                dtype = str(node.dtype)
+                left.append(LayerReport(path, dtype, "", "", node.shape, "of no layer"))
+            continue
+        how = choose(path, node)
+        is_left = isinstance(how, str)
+        first, how_of_first, result = seen.get(id(node), (path, how, None))
+        note = "" if result is None else f"shared with {first}"
+        if how != how_of_first:
+            result, note = None, f"was shared with {first}, and is not any more"
+        if is_left:
+            result, note = node, note or how
+        elif result is None:
+            try:
+                result, own_note = make(node, how)
+            except Exception as error:
+                error.add_note(f"It is about {place_of(path)}.")
+                raise
+            note = note or own_note
+        seen.setdefault(id(node), (path, how, result))
+        new[-1] = result
+        weights = "" if is_left else describe(result.weight_quantizer)
+        inputs = "" if is_left else describe(result.input_quantizer)
+        shape = getattr(node.weight, "shape", ())
+        row = LayerReport(path, kind_of(node), weights, inputs, shape, note)
+        (left if is_left else swapped).append(row)
+    return jax.tree.unflatten(treedef, new), swapped, left
+
+
+def kind_of(layer: Any) -> str:
+    """The name of the type of a layer, also if the layer is quantized."""
+    return type(layer.layer if isinstance(layer, Quantized) else layer).__name__
+
+
+def path_of(keys: Sequence[Any]) -> str:
+    """A path as Python writes it: `layers[0]`."""
+    return show_path(keys).removeprefix(".")
+
+
+def place_of(path: str) -> str:
+    return f"`{path}`" if path else "the model itself"
+
+
 def first_of(lines: Sequence[str], n: int) -> list[str]:
     """The first lines of a list for an error, which says how many there are more."""
     more = [f"and {len(lines) - n} more"] if len(lines) > n else []
     return [*lines[:n], *more]
-
-
-def array_row(path: str, array: Any, note: str) -> LayerReport:
-    """The row of an array that is in no layer that could be replaced."""
-    return LayerReport(path, str(array.dtype), shape=array.shape, note=note)

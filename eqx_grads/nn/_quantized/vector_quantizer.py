@@ -9,19 +9,15 @@ import jax.random as jr
 from jaxtyping import Array, Float, Integer, Key
 
 from ... import ste
-from ..._errors import check_flags, rule_error
+from ..._errors import check_flags
 from ..._rules.explicit_sharding import add_rows, gathered, rows
-from ..._rules.float_args import as_floats, widen
+from ..._rules.float_args import widen
 from ..._tangent_spaces import promote
+from .._argument_checks import as_sizes
 from .._dtypes import layer_dtype
-from .argument_checks import (
-    as_axis,
-    as_number,
-    check_indices,
-    check_vectors,
-    integer_option,
-)
-from .finite_scalar import entries
+from .argument_checks import as_number
+from .codebook import AbstractCodebook, as_axis
+from .quantizer import Floats
 
 
 class VectorQuantized(NamedTuple):
@@ -33,7 +29,7 @@ class VectorQuantized(NamedTuple):
     commitment_loss: Array
 
 
-class VectorQuantizer(eqx.Module):
+class VectorQuantizer(AbstractCodebook):
     r"""Quantize vectors to the nearest entry of a learned codebook.
 
     [van den Oord et al. (2017)](https://arxiv.org/abs/1711.00937).
@@ -124,29 +120,18 @@ class VectorQuantizer(eqx.Module):
         - `key`: for the initial codebook.
         """
         check_flags("VectorQuantizer", ema=ema)
-        do = "Give it a positive integer."
-        num_entries = integer_option("VectorQuantizer", "num_entries", num_entries, do=do)
-        size = integer_option("VectorQuantizer", "size", size, do=do)
-        decay = as_number("VectorQuantizer", "decay", decay)
-        if not (0 <= decay < 1 and num_entries > 0 and size > 0):
-            raise rule_error(
-                "`VectorQuantizer` can't be made of these numbers.",
-                f"`num_entries` is {num_entries}, `size` is {size}, `decay` is {decay}",
-                do="Both sizes are positive, and a decay is from zero to less than one.",
-            )
+        num_entries, size = as_sizes("VectorQuantizer", num_entries=num_entries, size=size)
+        self.decay = as_number("VectorQuantizer", "decay", decay, less_than=1.0)
         dtype = layer_dtype("VectorQuantizer", dtype)
         self.codebook = jr.normal(key, (num_entries, size), dtype)
         wide = widen(self.codebook).dtype
         self.usage = jnp.full(num_entries, 1 / num_entries, wide)
         self.commitment = as_number("VectorQuantizer", "commitment", commitment)
         self.ema = bool(ema)
-        self.decay = decay
         self.dead_below = as_number("VectorQuantizer", "dead_below", dead_below)
         self.axis = as_axis("VectorQuantizer", axis)
 
-    def __call__(
-        self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
-    ) -> Float[Array, "..."]:
+    def __call__(self, z: Floats, *, key: Key[Array, ""] | None = None) -> Floats:
         """**Arguments:**
 
         - `z`: floats, with `size` of them along `axis`.
@@ -159,7 +144,7 @@ class VectorQuantizer(eqx.Module):
         del key
         return self.quantize(z).value
 
-    def quantize(self, z: Float[Array, "..."]) -> VectorQuantized:
+    def quantize(self, z: Floats) -> VectorQuantized:
         """**Arguments:**
 
         - `z`: as for a call.
@@ -174,12 +159,10 @@ class VectorQuantizer(eqx.Module):
             single precision if its dtype is half precision. Add both to your loss. With `ema`,
             `codebook_loss` is zero. For an empty batch, both are zero.
         """
-        z = as_floats("VectorQuantizer", z, "z")
-        check_vectors("VectorQuantizer", z, self.axis, self.codebook.shape[1])
-        moved = jnp.moveaxis(z, self.axis, -1)
-        value, indices = ste.vector_quantize(moved, self.codebook)
+        z = self._vectors_last(z, self.codebook.shape[1])
+        value, indices = ste.vector_quantize(z, self.codebook)
         wide = promote([widen(z), widen(self.codebook)])
-        near, entry = moved.astype(wide), rows(self.codebook, indices).astype(wide)
+        near, entry = z.astype(wide), rows(self.codebook, indices).astype(wide)
         # Not in half precision, in which squares overflow.
         dtype = widen(z).dtype
         distance = lambda a, b: (
@@ -187,14 +170,12 @@ class VectorQuantizer(eqx.Module):
         ).astype(dtype)
         codebook_loss = jnp.zeros((), dtype) if self.ema else distance(entry, near)
         commitment_loss = self.commitment * distance(near, entry)
-        value = jnp.moveaxis(value, -1, self.axis)
-        return VectorQuantized(value, indices, codebook_loss, commitment_loss)
+        return VectorQuantized(self._put_back(value), indices, codebook_loss, commitment_loss)
 
-    def decode(self, indices: Integer[Array, "..."]) -> Float[Array, "..."]:
+    def decode(self, indices: Integer[Array, "..."]) -> Floats:
         """The entries with these indices; NaN where there is no such entry. They have a
         derivative with respect to the codebook."""
-        check_indices("VectorQuantizer", indices, self.axis)
-        return jnp.moveaxis(entries(self.codebook, indices), -1, self.axis)
+        return self._codes(self.codebook, indices)
 
     def perplexity(self) -> Float[Array, ""]:
         """How many entries are in use: the exponential of the entropy of `usage`."""
@@ -202,9 +183,7 @@ class VectorQuantizer(eqx.Module):
         share = usage / jnp.sum(usage)
         return jnp.exp(jnp.sum(jax.scipy.special.entr(share)))
 
-    def fit(
-        self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
-    ) -> "VectorQuantizer":
+    def fit(self, z: Floats, *, key: Key[Array, ""] | None = None) -> "VectorQuantizer":
         """**Arguments:**
 
         - `z`: vectors to be quantized, of any shape as for a call: what the encoder returns for
@@ -233,9 +212,7 @@ class VectorQuantizer(eqx.Module):
         carry = jax.lax.stop_gradient((start, self.usage))
         return self._with(*jax.lax.fori_loop(0, _LLOYD_ITERATIONS, step, carry))
 
-    def updated(
-        self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
-    ) -> "VectorQuantizer":
+    def updated(self, z: Floats, *, key: Key[Array, ""] | None = None) -> "VectorQuantizer":
         r"""This quantizer after a batch: with a new `usage`, with `ema` a new codebook, and
         with dead entries replaced.
 
@@ -278,9 +255,7 @@ class VectorQuantizer(eqx.Module):
     def _vectors(self, z):
         """The vectors of an array as `(number, size)`, in the dtype of the codebook, and a
         function from a codebook to the indices of their nearest entries."""
-        z = jax.lax.stop_gradient(as_floats("VectorQuantizer", z, "z"))
-        check_vectors("VectorQuantizer", z, self.axis, self.codebook.shape[1])
-        z = jnp.moveaxis(z, self.axis, -1)
+        z = jax.lax.stop_gradient(self._vectors_last(z, self.codebook.shape[1]))
         z = z.reshape(-1, z.shape[-1])
         index_of = lambda codebook: ste.vector_quantize(z, codebook)[1]
         return z.astype(self.codebook.dtype), index_of

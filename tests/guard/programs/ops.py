@@ -198,8 +198,8 @@ OPS = {
     "with_gradient_of": Op(
         eqg.with_gradient_of(_thirds, jnp.sin), _straight_through(_thirds, jnp.sin)
     ),
-    "on_forward": Op(
-        lambda x: eqg.on_forward(x, jnp.sin), _straight_through(jnp.sin, lambda x: x)
+    "straight_through": Op(
+        eqg.with_gradient_of(jnp.sin, lambda x: x), _straight_through(jnp.sin, lambda x: x)
     ),
     "ste": Op(lambda x: eqg.ste.round(3 * x), _straight_through(_thirds, lambda x: 3 * x)),
     "spike": Op(

@@ -335,14 +335,6 @@ backward_op(
     rule=lambda ct, s: on_leaves(lambda c: jnp.tanh(s * c), ct),
 )
 entry(
-    "on_forward",
-    lambda x: eqg.on_forward(x, lambda x: {"a": jnp.round(x["a"]), "b": 3 * x["b"]}),
-    TREE,
-    plain=lambda x: {"a": jnp.rint(x["a"]), "b": x["b"] + 2 * x["b"]},
-    smooth=lambda x: x,
-    complex_args=(COMPLEX,),
-)
-entry(
     "probe",
     lambda x, slot: eqg.probe((x, x["a"]), ({"a": slot, "b": None}, None)),
     TREE,

@@ -50,19 +50,14 @@ def absmax(x, high, axis=None):
     return stop(jnp.max(jnp.abs(x), axis, keepdims=axis is not None) / high)
 
 
-def sign(w, backward="hard_tanh"):
-    smooth = w if backward == "identity" else jnp.clip(w, -1, 1)
+def sign(w):
+    smooth = jnp.clip(w, -1, 1)
     return smooth + stop(jnp.where(w < 0, -1, 1).astype(w.dtype) - smooth)
 
 
-def ternary(w, threshold, backward="hard_tanh"):
-    smooth = w if backward == "identity" else jnp.clip(w, -1, 1)
+def ternary(w, threshold):
+    smooth = jnp.clip(w, -1, 1)
     return smooth + stop(jnp.where(jnp.abs(w) > threshold, jnp.sign(w), 0) - smooth)
-
-
-def with_arrays(layer, weight, bias):
-    fields = lambda layer: (layer.layer.weight, layer.layer.bias)
-    return eqx.tree_at(fields, layer, (weight, bias), is_leaf=lambda x: x is None)
 
 
 # ---------------------------------------------------------------- quantizers
@@ -118,7 +113,7 @@ for name, options in (
 
 def of_negative_scale(x, s):
     quantizer = eqx.tree_at(lambda q: q.scale, nn.LSQ(4, scale=1.0), -s)
-    return quantizer(x), quantizer.to_integers(x)
+    return quantizer(x), quantizer.encode(x)
 
 
 def integers(x, scale, low, high, dtype="int8"):
@@ -138,7 +133,7 @@ def fits(x):
     one = nn.LSQ(5, signed=False).fit(x)
     wide = nn.FakeQuantize(12, scale=0.3, signed=False)
     found = rows.scale, steps.scale, one.scale
-    return found, rows.to_integers(x), wide.to_integers(x)
+    return found, rows.encode(x), wide.encode(x)
 
 
 def fits_plain(x):
@@ -153,15 +148,29 @@ def fits_plain(x):
 
 
 entry("nn.LSQ: fit", fits, X, plain=fits_plain, **VALUE)
+def grouped(x, s):
+    """A scale for two neighbors, given and computed, and stored once."""
+    given, dynamic = nn.LSQ(4, scale=s), nn.FakeQuantize(3, group_size=2)
+    return given(x), dynamic(x), given.encode(x), nn.LSQ(4, group_size=2).fit(x).scale
+
+
+def grouped_plain(x, s):
+    pairs = x.reshape(2, 2, 2)
+
+    def each(fn, scales):
+        found = [[fn(pairs[i, j], scales[i, j]) for j in range(2)] for i in range(2)]
+        return jnp.stack([jnp.concatenate(row) for row in found])
+
+    gain = 1 / np.sqrt(2 * 7)
+    given = each(lambda x, s: lsq(x, s, -8, 7, gain), s)
+    dynamic = each(lambda x, s: fake_quantize(x, s, -4, 3), absmax(pairs, 3, 2)[..., 0])
+    codes = each(lambda x, s: integers(x, s, -8, 7), s)
+    return given, dynamic, (codes, s), 2 * jnp.mean(jnp.abs(stop(pairs)), 2) / 7**0.5
+
+
 entry(
-    "nn.StraightThrough",
-    lambda x: (
-        nn.StraightThrough(jnp.round)(x),
-        nn.StraightThrough(jnp.sign, backward=jnp.sin)(x),
-    ),
-    X,
-    plain=lambda x: (x + stop(jnp.round(x) - x), jnp.sin(x) + stop(jnp.sign(x) - jnp.sin(x))),
-    **SOME,
+    "nn.LSQ: groups", grouped, X[:, :4], np.array([[0.31, 3.2], [0.23, 1.1]]),
+    plain=grouped_plain, **SOME,
 )
 
 
@@ -259,20 +268,6 @@ entry("nn.VectorQuantizer: fit", codebook_of, normal(4, 2), plain=codebook_plain
 WEIGHT, BIAS = np.array([[0.45, -0.22, 0.33, 1.7], [0.13, 1.15, -0.61, -0.04]]), normal(2)
 
 
-def linear(name, make, quantized, **options):
-    """`make(**options)` is a layer, and `quantized(weight, x)` are its weight and input."""
-
-    def fn(x, weight, bias):
-        return with_arrays(make(weight.dtype), weight, bias)(x)
-
-    def plain(x, weight, bias):
-        weight, x = quantized(weight, x)
-        return weight @ x + bias
-
-    args = normal(4), WEIGHT, BIAS
-    entry(name, fn, *args, plain=plain, **(SOME | options))
-
-
 def row_mean(size):
     return jnp.mean(size, 1, keepdims=True)
 
@@ -287,55 +282,50 @@ def by_mean(w):
     return 0.7 * stop(row_mean(jnp.abs(w)))
 
 
-def made(kind, **options):
-    return lambda dtype: kind(4, 2, dtype=dtype, key=jr.key(0), **options)
-
-
-linear(
-    "nn.BinaryLinear", made(nn.BinaryLinear), lambda w, x: (sign(w) * row_mean(jnp.abs(w)), x),
-    transforms=True, costs=True, precisions=("float64", "float32"),
-)
-linear(
-    "nn.BinaryLinear: without a scale",
-    made(nn.BinaryLinear, scale=False, backward="identity", input_quantizer=jnp.sin),
-    lambda w, x: (sign(w, "identity"), jnp.sin(x)),
-)
-linear(
-    "nn.TernaryLinear", made(nn.TernaryLinear),
-    lambda w, x: (ternary(w, by_mean(w)) * kept_mean(w, by_mean(w)), x),
-)
-linear(
-    "nn.TernaryLinear: a threshold",
-    made(nn.TernaryLinear, threshold=0.25, backward="identity"),
-    lambda w, x: (ternary(w, 0.25, "identity") * kept_mean(w, 0.25), x),
-)
-linear(
-    "nn.TernaryLinear: without a scale", made(nn.TernaryLinear, threshold=0.4, scale=False),
-    lambda w, x: (ternary(w, 0.4), x),
-)
-
-
-def quantizers():
-    return {
-        "weight_quantizer": nn.FakeQuantize(3, channel_axis=0),
-        "input_quantizer": nn.FakeQuantize(4, scale=0.35, signed=False),
-    }
+def linear(layer, weight, bias):
+    fields = lambda layer: (layer.weight, layer.bias)
+    return eqx.tree_at(fields, layer, (weight, bias), is_leaf=lambda x: x is None)
 
 
 of_weight = lambda w: fake_quantize(w, absmax(w, 3, 1), -4, 3)
 of_input = lambda x: fake_quantize(x, jnp.full((), 0.35, x.dtype), 0, 15)
-linear(
-    "nn.QuantizedLinear", lambda dtype: made(nn.QuantizedLinear, **quantizers())(dtype),
-    lambda w, x: (of_weight(w), of_input(x)),
-)
+QUANTIZERS = nn.FakeQuantize(3, channel_axis=0), nn.FakeQuantize(4, scale=0.35, signed=False)
+# Each the quantizers of weight and input, and what they are.
+LINEARS = {
+    "nn.Quantized": (QUANTIZERS, (of_weight, of_input)),
+    "nn.Quantized: functions": ((None, jnp.sin), (lambda w: w, jnp.sin)),
+    "nn.Binary": ((nn.Binary(), None), (lambda w: sign(w) * row_mean(jnp.abs(w)), None)),
+    "nn.Binary: without a scale": ((nn.Binary(scale=False), None), (sign, None)),
+    "nn.Ternary": (
+        (nn.Ternary(), None),
+        (lambda w: ternary(w, by_mean(w)) * kept_mean(w, by_mean(w)), None),
+    ),
+    "nn.Ternary: a threshold": (
+        (nn.Ternary(threshold=0.25), None),
+        (lambda w: ternary(w, 0.25) * kept_mean(w, 0.25), None),
+    ),
+    "nn.Ternary: without a scale": (
+        (nn.Ternary(threshold=0.4, scale=False), None), (lambda w: ternary(w, 0.4), None),
+    ),
+}
+for name, (quantizers, plain) in LINEARS.items():
+
+    def fn(x, weight, bias, quantizers=quantizers):
+        layer = linear(eqx.nn.Linear(4, 2, key=jr.key(0)), weight, bias)
+        return nn.Quantized(layer, *quantizers)(x)
+
+    def plain_linear(x, weight, bias, plain=plain):
+        of_weight, of_input = plain
+        return of_weight(weight) @ (x if of_input is None else of_input(x)) + bias
+
+    options = {"transforms": True, "costs": True} if name == "nn.Binary" else {}
+    entry(name, fn, normal(4), WEIGHT, BIAS, plain=plain_linear, **(SOME | options))
 
 
 def fitted_linear(x, weight, bias):
     """Its weights' scale is fitted, and then learned."""
-    linear = eqx.nn.Linear(4, 2, key=jr.key(0), dtype=x.dtype)
-    fields = lambda layer: (layer.weight, layer.bias)
-    layer = eqx.tree_at(fields, linear, (weight, bias))
-    layer = nn.QuantizedLinear.from_layer(layer, weight_quantizer=nn.LSQ(4))
+    layer = linear(eqx.nn.Linear(4, 2, key=jr.key(0), dtype=x.dtype), weight, bias)
+    layer = nn.Quantized(layer, nn.LSQ(4))
     return layer(x), layer.weight_quantizer.scale
 
 
@@ -345,29 +335,38 @@ def fitted_linear_plain(x, weight, bias):
 
 
 entry(
-    "nn.QuantizedLinear: fitted", fitted_linear, normal(4), WEIGHT, BIAS,
-    plain=fitted_linear_plain, **SOME,
+    "nn.Quantized: fitted", fitted_linear, normal(4), WEIGHT, BIAS, plain=fitted_linear_plain,
+    **SOME,
 )
 CONV = {"stride": 2, "padding": ((1, 0),), "dilation": 2, "groups": 2}
 
 
-def conv(x, weight, bias):
-    layer = nn.QuantizedConv(1, 4, 2, 3, **CONV, **quantizers(), dtype=x.dtype, key=jr.key(0))
-    return with_arrays(layer, weight, bias)(x)
+def conv(of_weight, x, weight, bias):
+    layer = eqx.nn.Conv(1, 4, 2, 3, **CONV, dtype=x.dtype, key=jr.key(0))
+    return nn.Quantized(linear(layer, weight, bias), of_weight, QUANTIZERS[1])(x)
 
 
-def conv_plain(x, weight, bias):
-    q = fake_quantize(weight, absmax(weight, 3, (1, 2)), -4, 3)
+def conv_plain(of_weight, x, weight, bias):
     out = jax.lax.conv_general_dilated(
-        of_input(x)[None], q, (2,), ((1, 0),), rhs_dilation=(2,), feature_group_count=2
+        of_input(x)[None], of_weight(weight), (2,), ((1, 0),), rhs_dilation=(2,),
+        feature_group_count=2,
     )
     return out[0] + bias
 
 
-entry(
-    "nn.QuantizedConv", conv, normal(4, 9), normal(2, 2, 3), normal(2, 1), plain=conv_plain,
-    **SOME,
-)
+def xnor(w):
+    return sign(w) * jnp.mean(jnp.abs(w), (1, 2), keepdims=True)
+
+
+for name, quantizer, plain in (
+    ("a convolution", QUANTIZERS[0], lambda w: fake_quantize(w, absmax(w, 3, (1, 2)), -4, 3)),
+    ("a convolution of bits", nn.Binary(), xnor),
+):
+    entry(
+        f"nn.Quantized: {name}", lambda *args, q=quantizer: conv(q, *args), normal(4, 9),
+        normal(2, 2, 3), normal(2, 1), plain=lambda *args, q=plain: conv_plain(q, *args),
+        **SOME,
+    )
 
 
 # ---------------------------------------------------------------- models
@@ -383,7 +382,7 @@ def network(weights, dtype):
 
 def rules():
     every = nn.FakeQuantize(3), nn.FakeQuantize(4, scale=0.35)
-    return {"layers[3]": None, "layers[2]": nn.BinaryLinear, eqx.nn.Linear: every}
+    return {"layers[3]": None, "layers[2]": nn.Binary(), eqx.nn.Linear: every}
 
 
 def model(x, *weights):
@@ -406,8 +405,11 @@ def model_plain(x, w1, b1, w2, b2, w3, b3):
 
 
 def stored_plain(x, w1, b1, w2, *rest):
-    scale, of_signs = absmax(w1, 3), jnp.where(w2 < 0, -1, 1).astype("int8")
-    found = integers(w1, scale, -4, 3), scale, of_signs
+    scale, of_signs = absmax(w1, 3), jnp.where(w2 < 0, -1, 1).astype("int32")
+    codes = integers(w1, scale, -4, 3, "int32")
+    # Two in a byte: those of the first half, and 16 times those of the second.
+    pack = lambda codes: (codes[:, :2] % 16 + 16 * (codes[:, 2:] % 16)).astype("uint8")
+    found = pack(codes), scale, pack(of_signs)
     return model_plain(x, w1, b1, w2, *rest), found, row_mean(jnp.abs(w2))
 
 

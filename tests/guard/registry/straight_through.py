@@ -3,7 +3,6 @@ the papers take."""
 
 import itertools
 
-import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
@@ -65,37 +64,19 @@ for _name, _value in {
     op(_name, getattr(ste, _name), getattr(jnp, _name), identity, X, edges=edges)
 
 
-class Scaled(eqx.Module):
-    factor: jax.Array
-
-    def __call__(self, x):
-        return jnp.tanh(self.factor * x)
-
-
-def wrapped(x, a):
-    third = ste.wrap(lambda x, n, *, shift: jnp.round(x * n) + shift)(x, 3.0, shift=0.25)
-    return third, ste.wrap(backward=Scaled(a))(jnp.sign)(x)
-
-
-op(
-    "wrap",
-    wrapped,
-    lambda x, a: (jnp.round(3 * x) + 0.25, jnp.sign(x)),
-    lambda x, a: (x, jnp.tanh(a * x)),
-    *(X, A(0.8)),
-    transforms=True,
-)
 POINTS = [0.0, 1.0, -1.0, 1.5, -INF, INF]
-for _backward, _slopes in {
-    identity: np.ones(6),
+for _smooth, _slopes in {
     hard_tanh: [1, 1, 1, 0, 0, 0],
     approx_sign: [2, 0, 0, 0, 0, 0],
     # 5 (2 - 5 x tanh(5 x / 2)) / (1 + cosh(5 x)), by mpmath
     swish_sign: [5, *[-0.19499225490032505] * 2, -0.030340209701809028, 0, 0],
 }.items():
-    fn = ste.wrap(jnp.sign, backward=_backward.__name__)
+    fn = eqg.with_gradient_of(jnp.sign, getattr(ste, _smooth.__name__))
     edges = [([POINTS], [np.sign(POINTS)], [_slopes])]
-    op(f"wrap: {_backward.__name__}", fn, jnp.sign, _backward, X, edges=edges)
+    op(f"{_smooth.__name__}: of a sign", fn, jnp.sign, _smooth, X, edges=edges)
+    value = lambda x, f=_smooth: jnp.where(abs(x) < 1, f(x), jnp.sign(x))
+    value = _smooth if _smooth is swish_sign else value
+    op(_smooth.__name__, getattr(ste, _smooth.__name__), value, _smooth, X)
 
 
 def step(x):
@@ -112,9 +93,9 @@ for _name, (_value, _smooth, _at) in STEPS.items():
     _op = getattr(ste, _name)
     op(
         _name,
-        lambda x, op=_op: (op(x), op([x, N], backward="swish_sign")),
+        lambda x, op=_op: (op(x), op([x, N])),
         lambda x, value=_value: (value(x), [value(x), N]),
-        lambda x, smooth=_smooth: (smooth(x), [swish_sign(x), N]),
+        lambda x, smooth=_smooth: (smooth(x), [smooth(x), N]),
         X * A([1, 1, 1, 0.016, 0.9]),  # also next to 0.05
     )
     slopes = np.ones(6) if _smooth is identity else [1, 1, 1, 1, 0, 0]
@@ -348,7 +329,7 @@ for _options, _range, _zero in (
     ({"bits": 3, "signed": False}, (0, 7), 2.8),
     ({"signed": False, "narrow": True}, (1, 255), 3.2),
 ):
-    fn = lambda x, s, z, options=_options: ste.fake_quantize(x, s, z, **options)
+    fn = lambda x, s, z, options=_options: ste.fake_quantize(x, s, zero_point=z, **options)
     plain = with_range(fake_quantize, *_range)
     x = W * (90 if _range[1] == 255 else 1)
     name = f"fake_quantize: {_options}".replace(": {'bits': 4}", "")
@@ -415,42 +396,6 @@ op(
     ],
 )
 
-
-def dorefa(bits, straight, x):
-    n, tanh = 2**bits - 1, jnp.tanh(x)
-    unit = tanh / (2 * const(jnp.max(jnp.abs(tanh)))) + 0.5
-    return 2 * straight(unit * n) / n - 1
-
-
-def dorefa_activations(bits, straight, x):
-    return straight(between(0, 1, x) * (2**bits - 1)) / (2**bits - 1)
-
-
-for _bits, _mode, _plain in (
-    (2, "weights", dorefa),
-    (3, "weights", dorefa),
-    (2, "activations", dorefa_activations),
-):
-    fn = lambda x, bits=_bits, mode=_mode: ste.dorefa(x, bits=bits, mode=mode)
-    fn = ste.dorefa if (_bits, _mode) == (2, "weights") else fn
-    edges = [([[0.0, 1.0, INF, -2]], [[0, 1, 1, 0.0]], [[1.0, 1, 0, 0]])]
-    edges = edges if _mode == "activations" else []
-    value, smooth = (with_range(_plain, _bits, f) for f in (jnp.round, identity))
-    op(f"dorefa: {_bits} bits, {_mode}", fn, value, smooth, X, edges=edges)
-
-
-def pact(x, alpha):
-    return jnp.where(x >= alpha, alpha, jnp.where(x >= 0, x, 0))
-
-
-op(
-    "pact",
-    lambda x, a: (ste.pact(x, a), ste.pact(x, a, bits=2)),
-    lambda x, a: tuple(jnp.round(pact(x, a) / a * n) * a / n for n in (255, 3)),
-    lambda x, a: (pact(x, a),) * 2,
-    *(M, A([[1.5, 0.8, 0.7]])),
-    edges=[([[[0, 1.5, 3]], [[1, 1.5, 2]]], None, [[[2, 0, 0]], [[0, 2, 2]]])],
-)
 
 # ---------------------------------------------------------------- codebooks
 

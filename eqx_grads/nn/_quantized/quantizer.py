@@ -1,0 +1,118 @@
+"""A quantizer encodes an array as integers and a scale."""
+
+import abc
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Integer, Key
+
+from ..._errors import name_of, rule_error
+from ..._rules.float_args import is_known
+
+
+Floats: TypeAlias = Float[Array, "..."]
+Quantizer: TypeAlias = Callable[[Array], Array]
+# Integers, and the scale by which they are multiplied.
+Encoded: TypeAlias = tuple[Integer[Array, "..."], Floats]
+
+
+class AbstractQuantizer(eqx.Module):
+    """A quantizer that knows the integers that it quantizes to.
+
+    A quantizer of [`eqx_grads.nn.Quantized`][] or [`eqx_grads.nn.quantize_model`][] may be any
+    function of an array. Derive it from this class if its parameters depend on the weights, or
+    if [`eqx_grads.nn.to_integers`][] is to store its integers. One that can't be called before
+    it is fitted also has a property `needs_fit`.
+    """
+
+    bits: eqx.AbstractVar[int | float]  # of the integers: up to four are stored two in a byte
+
+    @abc.abstractmethod
+    def fit(self, x: Array) -> "AbstractQuantizer":
+        """This quantizer, with the parameters that it still lacks chosen for `x`. Layers call
+        it with their weights when they are made."""
+
+    @abc.abstractmethod
+    def encode(self, x: Floats) -> Encoded:
+        """Integers, and the scale by which a call multiplies them."""
+
+    @abc.abstractmethod
+    def __call__(self, x: Floats, *, key: Key[Array, ""] | None = None) -> Floats:
+        """An array like `x`, of few different values."""
+
+
+class Stored(eqx.Module):
+    """The floats that integers represent: what is left of a quantizer where they are stored."""
+
+    scale: Floats
+    bits: int | float = eqx.field(static=True)
+    signed: bool | None = eqx.field(static=True)
+    dtype: Any = eqx.field(static=True)
+    # The axis whose second half is in the upper four bits of each byte, and what the fourth bit
+    # counts, if it is a sign.
+    packed: int | None = eqx.field(static=True)
+    sign: int = eqx.field(static=True)
+
+    def __call__(self, x: Array) -> Array:
+        if self.packed is not None:
+            x = jnp.concatenate([x & 15, x >> 4], self.packed).astype(jnp.int8)
+            x = (x ^ self.sign) - self.sign
+        scale = spread(self.scale, x)
+        return (x.astype(scale.dtype) * scale).astype(self.dtype)
+
+
+def stored(quantizer: AbstractQuantizer, weight: Array) -> tuple[Array, Stored]:
+    """The integers of a weight, two of four bits in a byte, and what gives its floats."""
+    integers, scale = quantizer.encode(weight)
+    sign = 8 if jnp.issubdtype(integers.dtype, jnp.signedinteger) else 0
+    even = [i - weight.ndim for i, size in enumerate(weight.shape) if size % 2 == 0]
+    axis = even[-1] if even and quantizer.bits <= 4 else None
+    if axis is not None:
+        known = np.asarray(integers) if is_known(integers) else np.zeros(1)
+        if known.min(initial=0) < -sign or known.max(initial=0) > 15 - sign:
+            raise rule_error(
+                f"`{type(quantizer).__name__}.encode` returned integers beyond four bits.",
+                f"they are from {known.min()} to {known.max()}, and `bits` is {quantizer.bits}",
+                do="Clip them, or give the quantizer more `bits`.",
+            )
+        low, high = jnp.split(integers.astype(jnp.uint8) & 15, 2, axis)
+        integers = low | high << 4
+    signed = getattr(quantizer, "signed", None)
+    return integers, Stored(scale, quantizer.bits, signed, weight.dtype, axis, sign)
+
+
+def spread(scale: Any, x: Array) -> Any:
+    """A scale that broadcasts to `x`. One of groups along the last axis is repeated."""
+    if jnp.ndim(scale) == 0 or jnp.ndim(x) == 0 or scale.shape[-1] in (1, x.shape[-1]):
+        return scale
+    return jnp.repeat(scale, max(x.shape[-1] // scale.shape[-1], 1), axis=-1)
+
+
+def needs_fit(quantizer: Any) -> bool:
+    """Whether it can't be called yet."""
+    return isinstance(quantizer, AbstractQuantizer) and getattr(quantizer, "needs_fit", False)
+
+
+def describe(quantizer: Quantizer | None) -> str:
+    """The bits of a quantizer, or its name, for a report."""
+    if quantizer is None:
+        return ""
+    bits = getattr(quantizer, "bits", None)
+    if bits is None:
+        return name_of(quantizer)
+    text = f"{bits:.3g} bit" + "s" * (bits != 1)
+    signed = getattr(quantizer, "signed", None)
+    return text if signed is None else f"{text} {'signed' if signed else 'unsigned'}"
+
+
+def without_function_leaf(quantizer: Any) -> Any:
+    """A quantizer whose leaves are arrays: `jax.lax.scan` over layers, as in `equinox.nn.MLP`,
+    takes no others."""
+    leaves = jax.tree.leaves(quantizer)
+    if not leaves or any(map(eqx.is_array_like, leaves)):
+        return quantizer
+    return jax.tree_util.Partial(quantizer)
