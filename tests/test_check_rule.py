@@ -54,7 +54,7 @@ def _multiplied(ct, x, y):
 def test_L5_programs_are_shared_between_the_checks():
     args = jnp.float32(0.7), jnp.float32(1.3)
     eqgt.check_rule(_times_sin(1.0), *args)  # compiles single operations as well
-    assert _compiled_by(lambda: eqgt.check_rule(_times_sin(2.0), *args)) <= 14
+    assert _compiled_by(lambda: eqgt.check_rule(_times_sin(2.0), *args)) <= 13
 
 
 @pytest.mark.slow
@@ -203,35 +203,6 @@ def test_T4_a_mode_that_nothing_was_said_about():
 # ---------------------------------------------------------------- L6: messages
 
 
-def test_L6_the_direction_of_an_entry_is_said():
-    def cotangents(saved, ct):
-        return (jnp.cos(saved) * ct.at[1:3].multiply(1.5),)
-
-    rule = eqg.custom_vjp(jnp.sin)
-    rule.def_fwd(lambda x: (jnp.sin(x), x))
-    rule.def_bwd(cotangents)
-    report = eqgt.check_rule(rule, jnp.asarray(X), checks="reverse", raises=False)
-    text = str(report)
-    assert re.search(r"cotangent +entry +expected +got", text)
-    assert re.search(r"\n +unit \[2\] +\[2\] ", text)
-    assert re.search(r"\n +random [12] +\[2\] ", text)
-    assert "6 of 24 entries are wrong: [1] along unit [1], [2] along unit [2], " in text
-
-
-def test_L6_directions_of_several_outputs_and_of_scalars():
-    @jax.custom_jvp
-    def both(x):
-        return jnp.sum(x), 2 * x
-
-    both.defjvp(lambda p, t: (both(*p), (jnp.sum(t[0]), 3 * t[0])))
-    text = str(eqgt.check_rule(both, jnp.ones(2), checks="reverse", raises=False))
-    assert re.search(r"\n +unit output\[1\]\[0\] +\[0\] ", text)
-    wrong = jax.custom_jvp(jnp.sin)
-    wrong.defjvp(lambda p, t: (wrong(*p), t[0]))
-    text = str(eqgt.check_rule(wrong, 1.0, checks="forward", raises=False))
-    assert re.search(r"\n +unit +0\.54", text)
-
-
 def test_L6_an_argument_that_is_never_read_is_said_not_to_be_counted():
     rule = jax.custom_vjp(lambda x: 2 * x)
     rule.defvjp(lambda x: (2 * x, x), lambda _, ct: (2 * ct,))
@@ -335,25 +306,6 @@ def test_L5_a_line_on_the_terminal_says_which_check_is_running(monkeypatch):
     text = progress.sys.stderr.getvalue()
     assert "check_rule: the check `transforms`, 2 of 2 (" in text
     assert text.endswith("\r\x1b[K")  # it is taken back
-
-
-@pytest.mark.slow
-def test_a_function_whose_autodiff_is_wrong_in_single_precision():
-    """The derivative of a solver's loop is zero, of which only the rule says otherwise."""
-
-    @eqg.implicit(lambda y, a: y**3 + y - a)
-    def root(a):
-        newton = lambda i, y: y - (y**3 + y - a) / (3 * y**2 + 1)
-        return jax.lax.stop_gradient(jax.lax.fori_loop(0, 30, newton, jnp.zeros_like(a)))
-
-    checks = ("forward", "reverse", "order")
-    eqgt.check_rule(root, jnp.array(3.3, "float32"), checks=checks)
-    halved = eqg.custom_jvp(root)
-    halved.def_jvp(
-        lambda primals, tangents: (root(*primals), 0.5 * jax.jvp(root, primals, tangents)[1])
-    )
-    report = eqgt.check_rule(halved, jnp.array(3.3, "float32"), checks=checks, raises=False)
-    assert "forward" in {failure.check for failure in report.failures}
 
 
 @pytest.mark.thorough

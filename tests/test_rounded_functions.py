@@ -215,7 +215,7 @@ def test_implicit_with_another_residual_than_that_of_the_solver(fault):
         eqgt.check_reverse(_solver(wrong), _P, order=1)
 
 
-@pytest.mark.parametrize("name", ["output in float32", "through bfloat16"])
+@pytest.mark.parametrize("name", ["output in bfloat16", "through bfloat16"])
 def test_the_report_says_what_is_rounded(name):
     dtype = name.rpartition(" ")[2]
     text = f"the output is {dtype}" if "output" in name else f"it computes in {dtype}"
