@@ -73,49 +73,43 @@ def test_L5_a_scan_is_compiled_few_times():
 # ---------------------------------------------------------------- L2: single precision
 
 
-def _sine(slope):
-    rule = eqg.custom_vjp(jnp.sin)
-    rule.def_fwd(lambda x: (jnp.sin(x), x))
-    rule.def_bwd(lambda x, ct: (slope(x) * ct,))
-    return rule
-
-
 def _in_single(fn):
     return lambda x: fn(x.astype("float32")).astype("float64")
 
 
-@pytest.mark.parametrize("slope", [_in_single(jnp.cos), lambda x: jnp.cos(x) * (1 + 3e-8)])
-@pytest.mark.parametrize("x", [X, X[0]])
-def test_L2_single_precision_for_float64_arguments(slope, x):
-    """Errors below 1e-7, and the witness is good to 1e-16."""
-    with jax.enable_x64(True):
-        with pytest.raises(eqgt.RuleCheckError, match="as by a cast to float32"):
-            eqgt.check_reverse(_sine(slope), jnp.asarray(x))
-        eqgt.check_reverse(_sine(jnp.cos), jnp.asarray(x))
-
-
-def test_L2_a_value_in_single_precision():
-    rule = eqg.custom_jvp(lambda x: jnp.sin(x))
-    rule.def_jvp(lambda p, t: (_in_single(jnp.sin)(p[0]), jnp.cos(p[0]) * t[0]))
-    with jax.enable_x64(True), pytest.raises(eqgt.RuleCheckError, match="another value"):
-        eqgt.check_rule(rule, jnp.asarray(X), checks="primal")
-
-
-def test_L2_rounding_of_the_witness_is_no_fault_of_the_rule():
-    """log(1 + x) loses half of its digits here, and log1p none."""
-    rule = eqg.custom_jvp(lambda x: jnp.log(1 + x) ** 2)
-    rule.def_jvp(lambda p, t: (rule(*p), 2 * jnp.log1p(p[0]) / (1 + p[0]) * t[0]))
-    with jax.enable_x64(True):
-        eqgt.check_forward(rule, jnp.array([3.1e-9, 2.3e-8]))
-
-
-def test_L2_an_output_in_single_precision_is_compared_in_that():
-    rule = eqg.custom_jvp(lambda x: jnp.sin(x).astype("float32"))
+def _jvp_rule(fn, slope, value=None):
+    rule = eqg.custom_jvp(fn)
     rule.def_jvp(
-        lambda p, t: (rule(*p), jnp.cos(p[0].astype("float32")) * t[0].astype("float32"))
+        lambda p, t: ((value or rule)(*p), (slope(p[0]) * t[0]).astype(fn(p[0]).dtype))
     )
+    return rule
+
+
+# With float64 arguments: a function, its slope and value by the rule, the check, and words of
+# the report; none if the rule is right.
+IN_DOUBLE = {
+    # Errors below 1e-7, and the reference is good to 1e-16.
+    "a cast": (jnp.sin, _in_single(jnp.cos), None, "forward", "as by a cast to float32"),
+    "a factor": (jnp.sin, lambda x: jnp.cos(x) * (1 + 3e-8), None, "forward", "cast to float32"),
+    "right": (jnp.sin, jnp.cos, None, "forward", ""),
+    "a value": (jnp.sin, jnp.cos, _in_single(jnp.sin), "primal", "another value"),
+    # log(1 + x) loses half of its digits here, and log1p none.
+    "rounding of the reference": (lambda x: jnp.log(1 + 1e-9 * x) ** 2, lambda x: 2e-9 *
+        jnp.log1p(1e-9 * x) / (1 + 1e-9 * x), None, "forward", ""),
+    "an output in float32": (lambda x: jnp.sin(x).astype("float32"), jnp.cos, None, "forward",
+        ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("x", [X, X[0]])
+@pytest.mark.parametrize("name", IN_DOUBLE)
+def test_L2_float64_arguments(name, x):
+    fn, slope, value, check, words = IN_DOUBLE[name]
     with jax.enable_x64(True):
-        eqgt.check_forward(rule, jnp.asarray(X))
+        rule = _jvp_rule(lambda x: fn(x), slope, value)
+        report = eqgt.check_rule(rule, jnp.asarray(x), checks=check, raises=False)
+    assert report.passed == (not words)
+    assert words in str(report)
 
 
 # ---------------------------------------------------------------- T3: outputs of fixed dtype

@@ -266,7 +266,7 @@ REPORTS = {
     "a number": (lambda: product(lambda r, ct: (ct * r[1], 2 * ct * r[0])), (1.5, 0.7),
         {"checks": ("reverse", "adjoint")}, ["and so: adjoint"], ["entry  "]),
     "two modes": (lambda: product(lambda r, ct: (ct * r[1], 2 * ct * r[0])), (1.5, 0.7),
-        {"checks": "adjoint"}, ["expected: <J v, w> of forward mode", "divided by"], []),
+        {"checks": "adjoint"}, ["expected: <J v, w> of forward mode"], []),
     "one error": (lambda: product(no_axis), (A, B), {}, [(1, "does not fit its argument"),
         "and so: "], ["2. "]),
     "the first order": (first_order_only, (A,), {"checks": "order"},
@@ -275,9 +275,9 @@ REPORTS = {
         ["wrong at the next", "pass `order=1`"], []),
     "a small derivative": (lambda: of_three(lambda a, b, c, t_a, t_b, t_c: jnp.exp(b) * (
         jnp.sum(t_a) + 201 * jnp.sum(a) * t_b) + 2 * jnp.sum(c * t_c)), OF_THREE, BOTH,
-        ["at `b`: relative error 2e+02"], ["every entry"]),
+        ["at `b`: relative error 19"], ["every entry"]),
     "a term is missing": (lambda: of_three(lambda a, b, c, t_a, t_b, t_c: jnp.exp(b) *
-        jnp.sum(t_a) + 7 * jnp.sum(c * t_c)), OF_THREE, BOTH, ["at `b`: relative error 1,",
+        jnp.sum(t_a) + 7 * jnp.sum(c * t_c)), OF_THREE, BOTH, ["at `b`: relative error 0.9",
         "zero everywhere: the term of `b` is missing", "also wrong: `c` (2.5)"], []),
     "one factor": (lambda: with_rates((1, 7, 7)), RATES, REVERSE,
         ["every entry is 7 times the expected one"], []),
@@ -445,7 +445,7 @@ def test_further_points():
     assert "the arguments and 2 further points, under" in finding.where
     with pytest.raises(eqg.RuleError, match="is not a list of tuples"):
         check([X])
-    with pytest.raises(eqg.RuleError, match=r"`at\[1\]` of `check_rule` are not the arguments"):
+    with pytest.raises(eqgt.RuleCheckError, match="can't be called with these arguments"):
         check([(X,), (square, X)])
 
 

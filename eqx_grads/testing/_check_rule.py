@@ -68,7 +68,7 @@ def check_rule(
     | check | question |
     |---|---|
     | `primal` | Is the value with the rule the value of the function, static leaves included? |
-    | `forward`, `reverse` | Does each mode agree with plain autodiff, or else with differences? |
+    | `forward`, `reverse` | Does each mode agree with plain autodiff, or with differences? |
     | `adjoint` | Is reverse mode the transpose of forward mode? |
     | `linear` | Is the derivative linear in the tangent, and in the cotangent? |
     | `zeros` | Is it right for each subset of perturbed leaves and of used outputs? |
@@ -188,7 +188,7 @@ def check_rule(
     with showing_progress("check_rule"), without_nan_checks(), without_log():
         for one in (case, *map(case.with_seed, seeds[1:])):
             for name in names if one is case else [n for n in names if n in _DIRECTED]:
-                doing(f"the check `{name}`,", names.index(name), len(names), "")
+                doing(f"the check `{name}`,", names.index(name), len(names))
                 findings += _run(name, one)
     pairs = zip(case.names, case.subject.leaves, strict=True)
     not_finite = [name for name, x in pairs if not are_finite([x])]

@@ -8,7 +8,7 @@ user's precision, it is compared with itself, as only rounding is left to look a
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -85,10 +85,10 @@ class Mode:
         is_bounded = options.expected_cotangent or (options.nonlinear and options.reference)
         self.factors = (_LARGE, 1 / _LARGE) if is_bounded and not self.is_forward else ()
 
-    def labels(self, names: Iterable[str]) -> list[str]:
+    def labels(self, names: Iterable[str], leaves: Sequence[str] = ()) -> list[str]:
         """What derivatives along directions with these names are called: by the leaf, and by
         the output if there are several."""
-        leaves, outs = self.case.names, self.case.output_names
+        outs, leaves = self.case.output_names, leaves or self.case.names
         if self.is_forward:
             pairs = [(name, out) for name in names for out in outs]
         else:
@@ -139,38 +139,26 @@ class Mode:
                 )  # fmt: skip
                 yield Mistake("transposed: a Jacobian and its transpose were confused", x)
 
-    def as_differences(self, derivative: Callable[[_Arrays], _Arrays]) -> _Arrays:
-        """A derivative in a form that differences can be brought into: along their directions,
-        and in reverse mode `<v, J' w>`."""
+    def differences(self) -> tuple[_Arrays, list[float], list[str], Callable[..., _Arrays]]:
+        """What differences give, their errors, the names of these arrays, and a function that
+        returns a derivative in the same form: along the directions of differences, and in
+        reverse mode `<v, J' w>`."""
         found = self.case.differences
+        leaves = [name for name, *_ in found]
         if self.is_forward:
-            return [x for _, t, _ in found for x in derivative(t)]
-        pulled = [[derivative(w) for w in ws] for ws in self.weights]
-        return [np.stack([pairing(ct, t) for ct in cts]) for _, t, _ in found for cts in pulled]
-
-    @ft.cached_property
-    def weights(self) -> list[list[_Arrays]]:
-        """Random cotangents; of a few outputs, those of each of them alone."""
-        case, pair = self.case, self.case.cotangents[2:4]
-        if len(case.outputs) > _ALONE:
-            return [pair]
-        return [[only(w, [i]) for w in pair] for i in range(len(case.outputs))]
-
-    def differences(self) -> tuple[_Arrays, list[str], list[float]]:
-        """What differences give, the names of these arrays, and their errors."""
-        found, outs = self.case.differences, self.case.output_names
-        if self.is_forward:
-            want = [x for _, _, d in found for x in d.tangents_out]
-            errors = [error for _, _, d in found for error in d.errors]
-        else:
-            pairs = [(d, ws) for *_, d in found for ws in self.weights]
-            want = [np.stack([pairing(d.tangents_out, w) for w in ws]) for d, ws in pairs]
-            sizes = lambda w: [norm(as_real(x)) for x in w]
-            errors = [float(np.dot(d.errors, sizes(ws[0]))) for d, ws in pairs]
-            outs = outs if len(self.weights) == len(outs) else ["all"]
-        is_one = len(self.case.outputs) == 1
-        names = [name if is_one else f"{name} (in {out})" for name, *_ in found for out in outs]
-        return want, names, errors
+            want = [x for *_, d in found for x in d.tangents_out]
+            errors = [error for *_, d in found for error in d.errors]
+            of = lambda number: [x for _, t, _ in found for x in self.along([t], number)]
+            return want, errors, self.labels(leaves), of
+        ws = [w for _, w in self.directions]
+        sizes = lambda w: [norm(as_real(x)) for x in w]
+        pair = lambda xs, ys: np.asarray(pairing(xs, ys))
+        want = [pair(d.tangents_out, w) for w in ws for *_, d in found]
+        errors = [float(np.dot(d.errors, sizes(w))) for w in ws for *_, d in found]
+        of = lambda number: [
+            pair(cts, t) for w in ws for cts in [self.along([w], number)] for _, t, _ in found
+        ]  # fmt: skip
+        return want, errors, self.labels((name for name, _ in self.directions), leaves), of
 
 
 # ---------------------------------------------------------------- in float64
@@ -247,15 +235,15 @@ def _against_differences(
         else:
             why += [d.why for *_, d in case.differences if not d.is_trusted][:1]
         return skipped(mode.check, f"{NO_REFERENCE}: {', and '.join(why)}"), None
-    want, names, errors = steps
+    want, errors, names, derivative = steps
     # Along one direction, a few entries may be off by more than all of them are.
     tolerance = case.admitted() * (1 if autodiff is None else 3)
     scale = [10 * error / tolerance for error in errors]
-    have = mode.as_differences(lambda d: mode.along([d]))
     if autodiff is not None:
-        other = mode.as_differences(lambda d: mode.along([d], 0))
-        if difference(want, other, names, entrywise=False, scale=scale).error <= tolerance:
+        error = difference(want, derivative(0), names, entrywise=False, scale=scale).error
+        if error <= tolerance:
             return autodiff, 0
+    have = derivative(None)
     is_rounded = any(d.is_rounded for *_, d in case.differences)
     of = f"of values in {case.wide.rounded_to or 'float32'}" if is_rounded else "in float64"
     finding = compare(
@@ -298,39 +286,27 @@ def _in_own_precision(case: Case, mode: Mode, number: int | None) -> Iterator[Fi
     """The derivative by the rule along a few directions, with that in float64. Rounding may
     change it by what it changes the reference."""
     own, directions = case.own, mode.drawn[:_RANDOM]
-    found = [case.derivative(mode.row, d, side=own) for d in directions]
+    have = [x for d in directions for x in case.derivative(mode.row, d, side=own)]
     if not mode.is_forward:  # JAX itself checks the dtypes of tangents
-        for name, x, ct in zip(case.names, case.subject.leaves, found[0], strict=True):
+        for name, x, ct in zip(case.names, case.subject.leaves, have, strict=False):
             if ct.dtype != x.dtype:
                 text = f"the cotangent of {name} has dtype {ct.dtype}, {name} has {x.dtype}"
                 yield failed("reverse", name, text)
     if own is case.wide:
         return
-    wanted = [case.derivative(mode.row, d) for d in directions]
-    if not all(map(are_finite, wanted)):
+    want = mode.along(directions)
+    if not are_finite(want):
         yield skipped(mode.check, "no reference in your own precision")
         return
-    # Along one direction, large terms may cancel.
-    sizes = np.array([[norm(as_real(x)) for x in arrays] for arrays in wanted])
     row = mode.row if number is None else f"{mode.row} {number}"
     names = case.output_names if mode.is_forward else case.names
     noise = ft.cache(lambda: max(case.noise(row, d) for d in directions))
-    for direction, want, have, size in zip(directions, wanted, found, sizes, strict=True):
-        # A derivative of zero may be a rounding error of the direction.
-        eps = float(jnp.finfo(have[0].dtype).eps) if have else 0.0
-        zero = eps * norm(np.array([norm(as_real(x)) for x in direction]))
-        scale = [
-            most - s + (0.0 if np.any(x) else zero / max(own.tolerance, 1e-30))
-            for most, s, x in zip(np.max(sizes, axis=0), size, want, strict=True)
-        ]
-        finding = compare(
-            mode.check, "in your own precision", want, have, names, own.tolerance,
-            wider=lambda: case.measured(noise()), scale=scale,
-            note=f"right in float64, wrong in {case.subject.leaves[0].dtype}",
-        )  # fmt: skip
-        if finding.verdict == FAILED and (finding.error or np.inf) <= 10 * noise():
-            why = f"rounding changes plain autodiff by {noise():.0e} of its size"
-            finding = skipped(mode.check, f"not compared in your own precision: {why}")
-        yield finding
-        if finding.verdict == FAILED:
-            return
+    finding = compare(
+        mode.check, "in your own precision", want, have, names * len(directions), own.tolerance,
+        wider=lambda: case.measured(noise()),
+        note=f"right in float64, wrong in {case.subject.leaves[0].dtype}",
+    )  # fmt: skip
+    if finding.verdict == FAILED and (finding.error or np.inf) <= 10 * noise():
+        why = f"rounding changes plain autodiff by {noise():.0e} of its size"
+        finding = skipped(mode.check, f"not compared in your own precision: {why}")
+    yield finding

@@ -20,9 +20,9 @@ from ._table import NO_REVERSE
 
 
 _FIRST = (
-    "right to first order, {} at the next: does the rule return `f(*primals)` as the value, and "
-    "not a formula, which has no rule? To check the first order only, as of a straight-through "
-    "rule, pass `order=1`"
+    "right to first order, {} at the next: does the rule return `f(*primals)` as the value, "
+    "and not a formula, which has no rule? To check the first order only, as of a "
+    "straight-through rule, pass `order=1`"
 )
 _ONLY_HERE = (
     "the first derivative is right at these arguments, and wrong at others nearby, as if a "

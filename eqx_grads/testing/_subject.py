@@ -202,7 +202,7 @@ def fitted(option: str, tree: Any, space: Sequence[Any], names: Sequence[str]) -
     if [x.shape for x in arrays] != [x.shape for x in space]:
         raise rule_error(
             f"`{option}` has an array of another shape than its value.",
-            f"the values: {', '.join(f'{n} {x.shape}' for n, x in zip(names, space, strict=True))}",
+            f"{', '.join(names)}: {', '.join(str(x.shape) for x in space)}",
             f"`{option}`: {', '.join(str(x.shape) for x in arrays)}",
             do="Give an array for each value, with a number for each entry.",
         )

@@ -35,8 +35,9 @@ def primal(case: Case) -> Iterator[Finding]:
     if isinstance(got, NotImplementedError):
         yield skipped("primal", f"the rule can't be removed from the function: {got}")
     else:
-        yield compare("primal", "the undecorated function", numbers, got, case.output_names,
-                      tolerance, wider=wider, cause="the value depends on being traced")  # fmt: skip
+        cause = "the value depends on being traced"
+        where, names = "the undecorated function", case.output_names
+        yield compare("primal", where, numbers, got, names, tolerance, wider=wider, cause=cause)
     modes = {"under `jax.vjp`": "vjp"} | (
         {"under `jax.jvp`": "jvp"} if case.has_forward else {}
     )

@@ -120,9 +120,6 @@ def test_the_norm_of_a_difference_is_that_of_numpy():
     found = difference([want, other], [got, other], ["x", "y"], False, scale=2.0)
     assert found.name == "x"
     np.testing.assert_allclose(found.error, expected, rtol=1e-12)
-    np.testing.assert_allclose(
-        found.relative_error, np.linalg.norm(got - want) / np.linalg.norm(want), rtol=1e-12
-    )
     sizes = scale_of(np.array([3.0, 0.0, -4.0, np.inf]))
     np.testing.assert_allclose(sizes, [3.0, 5 / math.sqrt(3), 4.0, 0.0], rtol=1e-12)
 
@@ -236,7 +233,7 @@ _enter_factors()
 def conversions_inside(k):
     """The function rounds to `bfloat16`, and its rule is compared without that."""
     fn = lambda x: (x.astype("bfloat16") ** 3).astype(x.dtype)
-    factor = lambda t: np.asarray(1 + k * 1e-5, t.dtype)
+    factor = lambda t: np.asarray(1 + k * 8e-3, t.dtype)
     return jvp_rule(fn, lambda p, t: 3 * p[0] ** 2 * t[0] * factor(p[0])), (x_of("float32"),)
 
 
