@@ -31,6 +31,9 @@ def leaks(case: Case) -> Iterator[Finding]:
     if first is not None and not _is_leak(first) and not case.has_reverse:
         mode = "jvp"
     plain = _traces(case, case.own.plain, mode)
+    program = case.own.program
+    found = equations(program) if program else ()
+    known = {name for e in found for name in (e.primitive.name, str(e.params.get("call")))}
     for name, run in _traces(case, case.own.f, mode).items():
         where = f"{name}, under `jax.checking_leaks`"
         error = first if (name, mode) == ("jit of the gradient", "vjp") else _leak(run)
@@ -38,13 +41,13 @@ def leaks(case: Case) -> Iterator[Finding]:
             yield passed("leaks", where)
         elif not _is_leak(error):
             yield broke("leaks", where, error)
-        elif "linear_solve" in _primitives(case, mode):
+        elif _leak(plain[name]) is not None and "linear_solve" not in known:
+            who = "the function, without its rule, keeps a tracer"
+            yield broke("leaks", where, error, who)
+        elif known & {"linear_solve", "_differentiable_solution"}:
             # `lineax.linear_solve` does so: in a run-time check, and from JAX 0.11 on for each
             # operator that is a function.
             yield skipped("leaks", "Lineax, with which `implicit` solves, keeps tracers")
-        elif _leak(plain[name]) is not None:
-            who = "the function, without its rule, keeps a tracer"
-            yield broke("leaks", where, error, who)
         else:
             yield broke("leaks", where, error, _KEEPS)
     if mode == "vjp":
@@ -97,18 +100,12 @@ def _is_leak(error: Exception) -> bool:
     )
 
 
-def _primitives(case: Case, row: str) -> set[str]:
-    """The names of the primitives in a derivative."""
-    program = outcome(_traces(case, case.own.f, row)["jit of the gradient"])
-    found = equations(program) if isinstance(program, ClosedJaxpr) else ()
-    return {eqn.primitive.name for eqn in found}
-
-
 def _compilations(case: Case) -> Finding:
     """The third eager call compiles nothing."""
     where = "compilation in repeated calls"
-    names = _primitives(case, "vjp")
-    if any(new in name for name in names for new in _COMPILED_ANEW):
+    program = outcome(_traces(case, case.own.f, "vjp")["jit of the gradient"])
+    found = equations(program) if isinstance(program, ClosedJaxpr) else ()
+    if any(new in e.primitive.name for e in found for new in _COMPILED_ANEW):
         return skipped("leaks", "JAX compiles loops and callbacks in each eager call")
     calls = [outcome(case.eager, "vjp", number) for number in range(3)]
     if isinstance(calls[2], Exception):

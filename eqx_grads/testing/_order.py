@@ -153,7 +153,7 @@ def loss_of(fn, cotangents, scales: Sequence[float] = ()):
         scale = scales or [1.0] * len(cotangents)
         for out, w, s in zip(fn(*xs), cotangents, scale, strict=True):
             r = (out * w).real
-            total = total + (r + r * r / (2 * s)).sum()
+            total = total + (r + r * r / (2 * s)).sum().astype(float)
         return total
 
     return loss
@@ -183,7 +183,7 @@ def _along(fn, t):
 
 def _slope(scalar, t):
     terms = lambda ys: zip(_gradient(scalar, ys), t, strict=True)
-    return lambda *ys: sum((g * t).real.sum() for g, t in terms(ys))
+    return lambda *ys: sum((g * t).real.sum().astype(float) for g, t in terms(ys))
 
 
 def forward_over_reverse(fn, loss, n, at: At):
