@@ -90,7 +90,8 @@ def _jvp_rule(fn, slope, value=None):
 IN_DOUBLE = {
     # Errors below 1e-7, and the reference is good to 1e-16.
     "a cast": (jnp.sin, _in_single(jnp.cos), None, "forward", "as by a cast to float32"),
-    "a factor": (jnp.sin, lambda x: jnp.cos(x) * (1 + 3e-8), None, "forward", "cast to float32"),
+    "a factor": (jnp.sin, lambda x: jnp.cos(x) * (1 + 3e-8), None, "forward",
+        "as by a cast to float32"),
     "right": (jnp.sin, jnp.cos, None, "forward", ""),
     "a value": (jnp.sin, jnp.cos, _in_single(jnp.sin), "primal", "another value"),
     # log(1 + x) loses half of its digits here, and log1p none.

@@ -336,7 +336,8 @@ def test_what_a_report_says(name):
 # Rules that are right.
 RIGHT = {
     "an infinite argument": (lambda: bounded(0.0), BOUNDED, {}),
-    "a constant that is meant": (constant, (A,), {"checks": "forward", "reference": lambda x: x}),
+    "a constant that is meant": (constant, (A,), {"checks": "forward",
+        "reference": lambda x: x}),
     "the first order": (first_order_only, (A,), {"checks": "order", "order": 1}),
     "a step that is learned": (straight_through_step, STEP, {**OF_STEP, "order": 1}),
     "clipped": (lambda: identity(clip(5.0)), (CLIP_X,), {**REVERSE, "nonlinear": True,

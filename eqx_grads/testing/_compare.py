@@ -183,22 +183,10 @@ def assert_trees_close(
     check_options("assert_trees_close", {}, entrywise=entrywise)
     check_tolerance("assert_trees_close", tolerance=tolerance)
     check_nonnegative_number("assert_trees_close", scale=scale)
-    flat_got, def_got = jax.tree_util.tree_flatten_with_path(got)
-    flat_expected, def_expected = jax.tree_util.tree_flatten_with_path(expected)
-    if def_got != def_expected:
-        raise AssertionError(
-            f"The structures differ.\n  got      {def_got}\n  expected {def_expected}"
-        )
-    names, want, have = [], [], []
-    for (path, x), (_, y) in zip(flat_got, flat_expected, strict=True):
-        name = show_path(path) or "the only leaf"
-        why = unlike(x, y)
-        if why:
-            raise AssertionError(f"At {name}: {why}.")
-        if is_number(y):
-            names.append(name)
-            want.append(y)
-            have.append(x)
+    found = aligned(got, expected)
+    if isinstance(found, str):
+        raise AssertionError(found)
+    names, want, have = found
     worst = difference(want, have, names, entrywise, scale)
     limit = tolerance_of(want) if tolerance is None else tolerance
     if not worst.error <= limit:
@@ -206,6 +194,27 @@ def assert_trees_close(
             f"At {worst.name}: the relative error is {worst.error:.2g}, "
             f"more than {limit:.2g}.\n{side_by_side(worst)}"
         )
+
+
+def aligned(
+    got: Any, expected: Any, root: str = ""
+) -> tuple[list[str], list[Any], list[Any]] | str:
+    """The names of the numbers in two trees, those of `expected` and those of `got`; or why
+    the trees differ."""
+    flat_got, def_got = jax.tree.flatten(got)
+    flat_expected, def_expected = jax.tree_util.tree_flatten_with_path(expected)
+    if def_got != def_expected:
+        return f"The structures differ.\n  got      {def_got}\n  expected {def_expected}"
+    names, want, have = [], [], []
+    for x, (path, y) in zip(flat_got, flat_expected, strict=True):
+        name = root + show_path(path) or "the only leaf"
+        if why := unlike(x, y):
+            return f"At {name}: {why}."
+        if is_number(y):
+            names.append(name)
+            want.append(y)
+            have.append(x)
+    return names, want, have
 
 
 def is_number(x: Any) -> bool:
@@ -226,8 +235,8 @@ def unlike(x: Any, y: Any) -> str | None:
                 return f"got {what} {of(x)}, expected {of(y)}"
         return None
     if isinstance(x, jax.Array) and isinstance(y, jax.Array):
-        keys = map(jax.random.key_data, (x, y))
-        same = x.dtype == y.dtype and np.array_equal(*keys)
+        one, other = map(jax.random.key_data, (x, y))
+        same = x.dtype == y.dtype and np.array_equal(one, other)
     else:
         same = x is y or bool(x == y)
     return None if same else f"got {x!r}, expected {y!r}"

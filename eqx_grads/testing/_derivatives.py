@@ -240,8 +240,8 @@ def _against_differences(
     tolerance = case.admitted() * (1 if autodiff is None else 3)
     scale = [10 * error / tolerance for error in errors]
     if autodiff is not None:
-        error = difference(want, derivative(0), names, entrywise=False, scale=scale).error
-        if error <= tolerance:
+        found = difference(want, derivative(0), names, entrywise=False, scale=scale)
+        if found.error <= tolerance:
             return autodiff, 0
     have = derivative(None)
     is_rounded = any(d.is_rounded for *_, d in case.differences)

@@ -45,7 +45,7 @@ def eager_call(subject: FlatFunction, mode: str, direction: Sequence[Any]) -> Ca
         return [outs[i] for i in kept["at"]], arrays
 
     compiled: list[str] = []
-    count = lambda event, duration, **_: compiled.extend([event] * (event == _COMPILED))
+    count = lambda event, duration_secs, **_: compiled.extend([event] * (event == _COMPILED))
     monitoring.register_event_duration_secs_listener(count)
     try:
         if mode == "jvp":

@@ -89,7 +89,6 @@ def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
     }
     expected = ft.partial(forward_over_reverse, reference, loss, n)
     *found, want = side.compute(rows | {f"expected {n}": expected}, at).values()
-    is_known = not isinstance(want, Exception) and are_finite(want)
     for (where, row), got in zip(rows.items(), found, strict=True):
         if isinstance(got, Exception):
             # A `jax.custom_vjp` has no forward mode.
@@ -97,7 +96,7 @@ def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
                 yield broke("order", where, got, _FIRST.format("fails"))
             continue
         finding = None
-        if is_known:
+        if not isinstance(want, Exception) and are_finite(want):
             finding = compare("order", where, want, got, case.names, case.admitted(order=n),
                               reference=name, cause="")  # fmt: skip
         if finding is None or finding.verdict == FAILED:

@@ -12,7 +12,6 @@ from .._errors import name_of, rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
 from ._options import Options
-from ._outcome import outcome
 from ._subject import FlatFunction, is_output
 
 
@@ -111,19 +110,23 @@ def as_reference(
     unbound = _with_self(subject, reference)
 
     def arrays(*leaves):
-        out = _outputs_of(subject, unbound, leaves)
+        found = jax.tree.leaves(unbound(*subject.arguments(leaves), **subject.kwargs))
+        out = [x for x in found if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
         # The derivatives of the reference with the values of the function, as the second
         # derivative of a loss depends on the values of its arguments.
         values = jax.lax.stop_gradient(subject.arrays(*leaves))
+        if [jnp.shape(x) for x in out] != [jnp.shape(x) for x in values]:
+            show = lambda xs: ", ".join(map(type_of, xs)) or "no arrays of floats"
+            raise rule_error(
+                f"`reference` does not return what `{subject.name}` returns.",
+                f"`{subject.name}`: {show(values)}",
+                f"`reference`: {show(out)}",
+                do="Pass a function with the same outputs, and with another derivative.",
+            )
         moved = _like(values, [x - jax.lax.stop_gradient(x) for x in out])
         return [v + x for v, x in zip(values, moved, strict=True)]
 
     return arrays
-
-
-def _outputs_of(subject: FlatFunction, reference, leaves):
-    out = jax.tree.leaves(reference(*subject.arguments(leaves), **subject.kwargs))
-    return [x for x in out if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
 
 def _with_self(subject: FlatFunction, reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,23 +144,3 @@ def _with_self(subject: FlatFunction, reference: Callable[..., Any]) -> Callable
             "arrays of the object out, check `lambda x: layer(x)`.",
         )
     return unbound
-
-
-def check_outputs_of_reference(
-    subject: FlatFunction, outputs: Sequence[Any], reference
-) -> None:
-    """Raise if the reference returns other shapes than the function."""
-    unbound = _with_self(subject, reference)
-    found = outcome(
-        jax.eval_shape, lambda xs: _outputs_of(subject, unbound, xs), subject.leaves
-    )
-    if isinstance(found, Exception):  # it looks at values, or a check reports the error
-        return
-    if [x.shape for x in found] != [x.shape for x in outputs]:
-        show = lambda xs: ", ".join(map(type_of, xs)) or "no arrays of floats"
-        raise rule_error(
-            f"`reference` does not return what `{subject.name}` returns.",
-            f"`{subject.name}`: {show(outputs)}",
-            f"`reference`: {show(found)}",
-            do="Pass a function with the same outputs, of which only the derivative differs.",
-        )

@@ -117,13 +117,13 @@ class FlatFunction:
     def of_self(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """A method, or a Module, as a function of its Module and the arguments. `None` for a
         function that does not take these."""
-        function = _as_tree(function)
-        if isinstance(function, eqx.Module) and not hasattr(function, "__func__"):
-            function = type(function).__call__
-        function = getattr(function, "__func__", function)
+        unbound: Any = _as_tree(function)
+        if isinstance(unbound, eqx.Module) and not hasattr(unbound, "__func__"):
+            unbound = type(unbound).__call__
+        unbound = getattr(unbound, "__func__", unbound)
         given = self.arguments(self.leaves)
-        bound = outcome(lambda: Signature(function).bind(given, dict(self.kwargs), False))
-        return None if isinstance(bound, Exception) else function
+        bound = outcome(lambda: Signature(unbound).bind(given, dict(self.kwargs), False))
+        return None if isinstance(bound, Exception) else unbound
 
     def call(self, leaves: Sequence[Any]) -> Any:
         fn, args = self.tree(leaves)

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import show_path
 from ._case import are_finite, Case
-from ._compare import as_real, is_number, unlike
+from ._compare import aligned, as_real, is_number
 from ._derivatives import forward_is_of_function
 from ._options import Options
 from ._oracle import At, unless_error
@@ -38,33 +37,20 @@ def primal(case: Case) -> Iterator[Finding]:
         cause = "the value depends on being traced"
         where, names = "the undecorated function", case.output_names
         yield compare("primal", where, numbers, got, names, tolerance, wider=wider, cause=cause)
-    modes = {"under `jax.vjp`": "vjp"} | (
-        {"under `jax.jvp`": "jvp"} if case.has_forward else {}
-    )
-    for where, mode in modes.items():
+    for mode in ("vjp", "jvp") if case.has_forward else ("vjp",):
+        where = f"under `jax.{mode}`"
         call = outcome(case.eager, mode)
         if isinstance(call, Exception):
             yield broke("primal", where, call)
+            continue
+        found = aligned(call.value, value, "output")
+        cause = "the rule returns another value than the function"
+        if isinstance(found, str):
+            yield failed("primal", where, found, cause)
         else:
-            yield _same_tree(where, value, call.value, tolerance, wider)
-
-
-def _same_tree(where, value, other, tolerance, wider) -> Finding:
-    flat, treedef = jax.tree_util.tree_flatten_with_path(value)
-    flat_other, treedef_other = jax.tree.flatten(other)
-    if treedef != treedef_other:
-        text = f"the structure is {treedef_other}, that of the function is {treedef}"
-        return failed("primal", where, text)
-    pairs = []
-    for (path, x), y in zip(flat, flat_other, strict=True):
-        name = f"output{show_path(path)}"
-        if why := unlike(y, x):
-            kind = "the value" if is_number(x) else "the static leaf"
-            return failed("primal", f"{where}, {name}", f"{kind} differs: {why}")
-        pairs += [(name, x, y)] if is_number(x) else []
-    names, want, got = map(list, zip(*pairs, strict=True)) if pairs else ([], [], [])
-    return compare("primal", where, want, got, names, tolerance, wider=wider,
-                   cause="the rule returns another value than the function")  # fmt: skip
+            names, want, got = found
+            yield compare("primal", where, want, got, names, tolerance, wider=wider,
+                          cause=cause)  # fmt: skip
 
 
 # ---------------------------------------------------------------- finite
