@@ -260,6 +260,9 @@ REPORTS = {
         ["of 0.000244141 times the cotangent"], []),
     "wrong in float32 only": (lambda: identity(lambda _, ct: (ct * 1.5 if ct.dtype ==
         jnp.float32 else ct,)), (CLIP_X,), REVERSE, ["every entry is 1.5 times"], []),
+    "a tiny output": (lambda: vjp_rule(lambda x: (jnp.sin(x), 1e-12 * jnp.cos(x)), lambda r, ct:
+        (jnp.cos(r[0]) * ct[0] - 2e-12 * jnp.sin(r[0]) * ct[1],)), (CLIP_X,), REVERSE,
+        ["`x` (in output[1])", "every entry is twice the expected one"], []),
     "of a reference": (lambda: eqg.with_gradient_of(jnp.sin, lambda x: 2 * jnp.sin(x)),
         (CLIP_X,), {"checks": "order", "order": 3, "reference": jnp.sin},
         ["expected: autodiff of `reference`"], ["without the rule"]),
@@ -317,7 +320,7 @@ REPORTS = {
         (np.zeros(3, "float32"),), {"checks": ("reverse", "order")},
         ["a term that is 0 here"], []),
 }  # fmt: skip
-QUICK = {"a constant", "no clip", "a number", "a term is missing", "a NaN of a rule", "orders"}
+QUICK = {"a constant", "a tiny output", "no clip", "a number", "a term is missing", "a NaN of a rule", "orders"}
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else P(n, marks=N) for n in REPORTS])

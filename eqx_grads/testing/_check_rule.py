@@ -210,7 +210,8 @@ def _run(name: str, case: Case) -> list[Finding]:
     error = outcome(lambda: findings.extend(iter(CHECKS[name](case))))
     if isinstance(error, Exception):
         findings.append(broke(name, _WHERE.get(name, "the whole check"), error))
-    return findings or [skipped(name, "no output has a derivative")]
+    why = "nothing to check" if outcome(lambda: case.outputs) else "no output has a derivative"
+    return findings or [skipped(name, why)]
 
 
 def _chosen(checks: Collection[str] | None, skip: Collection[str]) -> Sequence[str]:
