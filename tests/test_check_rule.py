@@ -54,7 +54,7 @@ def _multiplied(ct, x, y):
 def test_L5_programs_are_shared_between_the_checks():
     args = jnp.float32(0.7), jnp.float32(1.3)
     eqgt.check_rule(_times_sin(1.0), *args)  # compiles single operations as well
-    assert _compiled_by(lambda: eqgt.check_rule(_times_sin(2.0), *args)) <= 14
+    assert _compiled_by(lambda: eqgt.check_rule(_times_sin(2.0), *args)) <= 13
 
 
 @pytest.mark.slow
@@ -73,49 +73,44 @@ def test_L5_a_scan_is_compiled_few_times():
 # ---------------------------------------------------------------- L2: single precision
 
 
-def _sine(slope):
-    rule = eqg.custom_vjp(jnp.sin)
-    rule.def_fwd(lambda x: (jnp.sin(x), x))
-    rule.def_bwd(lambda x, ct: (slope(x) * ct,))
-    return rule
-
-
 def _in_single(fn):
     return lambda x: fn(x.astype("float32")).astype("float64")
 
 
-@pytest.mark.parametrize("slope", [_in_single(jnp.cos), lambda x: jnp.cos(x) * (1 + 3e-8)])
-@pytest.mark.parametrize("x", [X, X[0]])
-def test_L2_single_precision_for_float64_arguments(slope, x):
-    """Errors below 1e-7, and the witness is good to 1e-16."""
-    with jax.enable_x64(True):
-        with pytest.raises(eqgt.RuleCheckError, match="as by a cast to float32"):
-            eqgt.check_reverse(_sine(slope), jnp.asarray(x))
-        eqgt.check_reverse(_sine(jnp.cos), jnp.asarray(x))
-
-
-def test_L2_a_value_in_single_precision():
-    rule = eqg.custom_jvp(lambda x: jnp.sin(x))
-    rule.def_jvp(lambda p, t: (_in_single(jnp.sin)(p[0]), jnp.cos(p[0]) * t[0]))
-    with jax.enable_x64(True), pytest.raises(eqgt.RuleCheckError, match="another value"):
-        eqgt.check_rule(rule, jnp.asarray(X), checks="primal")
-
-
-def test_L2_rounding_of_the_witness_is_no_fault_of_the_rule():
-    """log(1 + x) loses half of its digits here, and log1p none."""
-    rule = eqg.custom_jvp(lambda x: jnp.log(1 + x) ** 2)
-    rule.def_jvp(lambda p, t: (rule(*p), 2 * jnp.log1p(p[0]) / (1 + p[0]) * t[0]))
-    with jax.enable_x64(True):
-        eqgt.check_forward(rule, jnp.array([3.1e-9, 2.3e-8]))
-
-
-def test_L2_an_output_in_single_precision_is_compared_in_that():
-    rule = eqg.custom_jvp(lambda x: jnp.sin(x).astype("float32"))
+def _jvp_rule(fn, slope, value=None):
+    rule = eqg.custom_jvp(fn)
     rule.def_jvp(
-        lambda p, t: (rule(*p), jnp.cos(p[0].astype("float32")) * t[0].astype("float32"))
+        lambda p, t: ((value or rule)(*p), (slope(p[0]) * t[0]).astype(fn(p[0]).dtype))
     )
+    return rule
+
+
+# With float64 arguments: a function, its slope and value by the rule, the check, and words of
+# the report; none if the rule is right.
+IN_DOUBLE = {
+    # Errors below 1e-7, and the reference is good to 1e-16.
+    "a cast": (jnp.sin, _in_single(jnp.cos), None, "forward", "as by a cast to float32"),
+    "a factor": (jnp.sin, lambda x: jnp.cos(x) * (1 + 3e-8), None, "forward",
+        "as by a cast to float32"),
+    "right": (jnp.sin, jnp.cos, None, "forward", ""),
+    "a value": (jnp.sin, jnp.cos, _in_single(jnp.sin), "primal", "another value"),
+    # log(1 + x) loses half of its digits here, and log1p none.
+    "rounding of the reference": (lambda x: jnp.log(1 + 1e-9 * x) ** 2, lambda x: 2e-9 *
+        jnp.log1p(1e-9 * x) / (1 + 1e-9 * x), None, "forward", ""),
+    "an output in float32": (lambda x: jnp.sin(x).astype("float32"), jnp.cos, None, "forward",
+        ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("x", [X, X[0]])
+@pytest.mark.parametrize("name", IN_DOUBLE)
+def test_L2_float64_arguments(name, x):
+    fn, slope, value, check, words = IN_DOUBLE[name]
     with jax.enable_x64(True):
-        eqgt.check_forward(rule, jnp.asarray(X))
+        rule = _jvp_rule(lambda x: fn(x), slope, value)
+        report = eqgt.check_rule(rule, jnp.asarray(x), checks=check, raises=False)
+    assert report.passed == (not words)
+    assert words in str(report)
 
 
 # ---------------------------------------------------------------- T3: outputs of fixed dtype
@@ -201,35 +196,6 @@ def test_T4_a_mode_that_nothing_was_said_about():
 
 
 # ---------------------------------------------------------------- L6: messages
-
-
-def test_L6_the_direction_of_an_entry_is_said():
-    def cotangents(saved, ct):
-        return (jnp.cos(saved) * ct.at[1:3].multiply(1.5),)
-
-    rule = eqg.custom_vjp(jnp.sin)
-    rule.def_fwd(lambda x: (jnp.sin(x), x))
-    rule.def_bwd(cotangents)
-    report = eqgt.check_rule(rule, jnp.asarray(X), checks="reverse", raises=False)
-    text = str(report)
-    assert re.search(r"cotangent +entry +expected +got", text)
-    assert re.search(r"\n +unit \[2\] +\[2\] ", text)
-    assert re.search(r"\n +random [12] +\[2\] ", text)
-    assert "6 of 24 entries are wrong: [1] along unit [1], [2] along unit [2], " in text
-
-
-def test_L6_directions_of_several_outputs_and_of_scalars():
-    @jax.custom_jvp
-    def both(x):
-        return jnp.sum(x), 2 * x
-
-    both.defjvp(lambda p, t: (both(*p), (jnp.sum(t[0]), 3 * t[0])))
-    text = str(eqgt.check_rule(both, jnp.ones(2), checks="reverse", raises=False))
-    assert re.search(r"\n +unit output\[1\]\[0\] +\[0\] ", text)
-    wrong = jax.custom_jvp(jnp.sin)
-    wrong.defjvp(lambda p, t: (wrong(*p), t[0]))
-    text = str(eqgt.check_rule(wrong, 1.0, checks="forward", raises=False))
-    assert re.search(r"\n +unit +0\.54", text)
 
 
 def test_L6_an_argument_that_is_never_read_is_said_not_to_be_counted():
@@ -335,25 +301,6 @@ def test_L5_a_line_on_the_terminal_says_which_check_is_running(monkeypatch):
     text = progress.sys.stderr.getvalue()
     assert "check_rule: the check `transforms`, 2 of 2 (" in text
     assert text.endswith("\r\x1b[K")  # it is taken back
-
-
-@pytest.mark.slow
-def test_a_function_whose_autodiff_is_wrong_in_single_precision():
-    """The derivative of a solver's loop is zero, of which only the rule says otherwise."""
-
-    @eqg.implicit(lambda y, a: y**3 + y - a)
-    def root(a):
-        newton = lambda i, y: y - (y**3 + y - a) / (3 * y**2 + 1)
-        return jax.lax.stop_gradient(jax.lax.fori_loop(0, 30, newton, jnp.zeros_like(a)))
-
-    checks = ("forward", "reverse", "order")
-    eqgt.check_rule(root, jnp.array(3.3, "float32"), checks=checks)
-    halved = eqg.custom_jvp(root)
-    halved.def_jvp(
-        lambda primals, tangents: (root(*primals), 0.5 * jax.jvp(root, primals, tangents)[1])
-    )
-    report = eqgt.check_rule(halved, jnp.array(3.3, "float32"), checks=checks, raises=False)
-    assert "forward" in {failure.check for failure in report.failures}
 
 
 @pytest.mark.thorough

@@ -6,11 +6,9 @@ import time
 
 import eqx_grads as eqg
 import eqx_grads.testing as eqgt
-import jax
 import jax.numpy as jnp
 import pytest
 from eqx_grads._diagnosis import progress
-from eqx_grads.testing import _check_rule
 
 
 class Terminal(io.StringIO):
@@ -69,37 +67,3 @@ def test_an_error_ends_it(monkeypatch):
     with pytest.raises(eqg.RuleError, match="real scalar"):
         eqg.explain_nan(lambda w: w, jnp.ones(3))
     assert progress._LINE.get() is None
-
-
-def unrolled(n):
-    def loop(x):
-        for _ in range(n):
-            x = jnp.sin(x)
-        return x
-
-    return loop
-
-
-def in_a_scan(x):
-    return jax.lax.scan(lambda h, _: (jnp.sin(h), None), x, length=500)[0]
-
-
-@pytest.mark.parametrize(
-    ("rule", "reference", "is_said"),
-    [
-        (unrolled(200), None, True),
-        (in_a_scan, unrolled(3000), True),
-        (in_a_scan, in_a_scan, False),
-        (in_a_scan, unrolled(100), False),
-    ],
-)
-def test_why_a_check_is_slow(rule, reference, is_said, monkeypatch):
-    monkeypatch.setattr(progress, "_DELAY", 0.0)
-    monkeypatch.setattr("sys.stderr", Terminal())
-    said = []
-    text = lambda *_: said.append(progress._LINE.get().text) or []
-    monkeypatch.setattr(_check_rule, "_run", text)
-    eqgt.check_rule(rule, jnp.ones(3), reference=reference, checks=["primal"], raises=False)
-    operations = re.fullmatch(r"`primal`, 1 of 1: compiling (\d+) operations, .*", said[0])
-    assert bool(operations) == is_said
-    assert is_said or said[0] == "the check `primal`, 1 of 1"

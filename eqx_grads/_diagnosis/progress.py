@@ -61,14 +61,9 @@ def showing_progress(caller: str) -> Iterator[None]:
         thread.join()
 
 
-def doing(what: str, i: int | None = None, n: int | None = None, why_slow: str = "") -> None:
-    """Say what is being done, which of how many it is, from zero, and why it takes long."""
+def doing(what: str, i: int | None = None, n: int | None = None) -> None:
+    """Say what is being done, and which of how many it is, from zero."""
     line = _LINE.get()
     if line is not None:
         which = "" if i is None else f" {i + 1} of {n}"
-        line.text = f"{what}{which}{f': {why_slow}' if why_slow else ''}"
-
-
-def is_shown() -> bool:
-    """Whether there is a line in this context."""
-    return _LINE.get() is not None
+        line.text = f"{what}{which}"

@@ -5,25 +5,21 @@ import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from .._diagnosis.source_lines import source_line
-from .._jaxprs.structure import equations
-from ._compare import as_real, difference, scale_of
+from ._compare import as_double, as_real, difference, scale_of
 from ._differences import Difference, directional
-from ._eager import EagerCalls
+from ._eager import Call, eager_call
 from ._options import as_names, Options
-from ._oracle import At, in_float64, in_own_precision, Side
+from ._oracle import At, in_float64, Side, unless_error
 from ._outcome import outcome
 from ._random_tangents import normal_like, only
-from ._references import check_outputs_of_reference
 from ._subject import FlatFunction
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
-# The calls that `eqg.implicit`, around a host function or another solver, makes.
-_OF_SOLVERS = {"_differentiable_solution", "host_call"}
 # An error as large as the derivative is never one of rounding: no more is added to a tolerance.
 _MOST_ROUNDING = 0.05
 # With more leaves than this, one direction perturbs all of them together.
@@ -31,6 +27,7 @@ _MAX_LEAVES_ALONE = 6
 # What autodiff in float64 is good to, of a function of float64 arguments; and what differences
 # are good to.
 _STRICT, _BY_DIFFERENCES = 1e-9, 1e-7
+_NEARBY = 0.125  # how far away the first derivative is looked at once more
 
 
 class Case:
@@ -52,11 +49,12 @@ class Case:
         names = as_names("check_rule", "nondifferentiable", options.nondifferentiable)
         own_numbers = not options.is_wrong_on_purpose
         self.subject = FlatFunction(fn, args, kwargs, names, own_numbers=own_numbers)
-        self.own = in_own_precision(self.subject, options)
+        self.own = Side(self.subject, options)
         self.names = self.subject.names
-        self.subject.check_points(options.at)
-        if options.reference is not None:
-            check_outputs_of_reference(self.subject, self.outputs, options.reference)
+        self.x = self.subject.leaves
+        self._calls: dict[tuple[str, int], Any] = {}
+        # The directions of eager calls are those of the first seed.
+        self.first = self
 
     @property
     def outputs(self) -> list[Any]:
@@ -64,57 +62,50 @@ class Case:
 
     @property
     def output_names(self) -> list[str]:
-        return self.own.output_names
+        return [name for name, _ in self.own.named_outputs]
+
+    def eager(self, mode: str, number: int = 0) -> Call:
+        """The eager call with this number: calls with two numbers are two calls."""
+        if (mode, number) not in self._calls:
+            drawn = self.first.tangents if mode == "jvp" else self.first.cotangents
+            run = lambda: eager_call(self.subject, mode, [jnp.asarray(x) for x in drawn[0]])
+            self._calls[mode, number] = outcome(run)
+        return unless_error(self._calls[mode, number])
 
     @ft.cached_property
-    def eager(self) -> EagerCalls:
-        return EagerCalls(self.subject, self.outputs)
+    def value(self) -> Any:
+        """The output of a call without derivatives."""
+        return self.subject.fn(*self.subject.args, **self.subject.kwargs)
 
     def with_seed(self, seed: int) -> "Case":
         """The same case with other random directions. Compiled programs are shared."""
-        _ = outcome(lambda: (self.wide, self.eager))  # are shared; a check reports an error
+        _ = outcome(lambda: self.wide)  # is shared; a check reports an error
         other = copy.copy(self)
         other.seed = seed
-        for name in ("tangents", "cotangents", "differences"):
+        for name in ("tangents", "cotangents", "scaled", "differences"):
             vars(other).pop(name, None)
         return other
 
-    def in_own_types(self) -> "Case":
-        """The same case, whose programs are those of the user's precision, in float64."""
+    def nearby(self) -> "Case":
+        """The same case at a point nearby. Compiled programs are shared."""
         other = copy.copy(self)
-        other.wide = self.own.exactly()
+        leaves = list(map(as_double, self.x))
+        other.x = [x + _NEARBY * t for x, t in zip(leaves, self.scaled, strict=True)]
+        vars(other).pop("differences", None)
         return other
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether the user's own precision is double."""
-        return all(
-            x.dtype.itemsize >= 8 * (1 + np.iscomplexobj(x)) for x in self.subject.leaves
-        )
 
     @ft.cached_property
     def wide(self) -> Side:
-        at = At(self.subject.leaves, self.eager.tangents, self.eager.cotangents)
+        at = At(self.subject.leaves, self.tangents[0], self.cotangents[0])
         return in_float64(self.own, self.options, at)
 
     @ft.cached_property
     def _own_derivatives(self) -> dict[str, Any]:
-        return self.own.derive(self.eager.tangents, self.eager.cotangents)
-
-    @property
-    def is_solver(self) -> bool:
-        """Whether its only rules are those of solutions of equations, and those of the packages
-        that solve them, such as Optimistix."""
-        program = self.own.program()
-        found = [] if program is None else list(equations(program))
-        calls = {str(eqn.params["call"]) for eqn in found if eqn.primitive.name == "eqg_call"}
-        is_rule = lambda eqn: eqn.primitive.name.startswith(("custom_jvp", "custom_vjp"))
-        is_users = any(is_rule(eqn) and not source_line(eqn).library for eqn in found)
-        return "_differentiable_solution" in calls and calls <= _OF_SOLVERS and not is_users
+        return self.own.derive(self.tangents[0], self.cotangents[0])
 
     def why_no_forward(self) -> str:
         """Why there is no forward mode: there is none of a `jax.custom_vjp`."""
-        text = str(self._error("jvp"))
+        text = self._error("jvp")
         if "`max_rule_calls` is" in text:
             return "it takes more calls of the backward rule than `max_rule_calls`"
         if "forward-mode" in text:
@@ -124,16 +115,16 @@ class Case:
 
     @ft.cached_property
     def has_forward(self) -> bool:
-        return not self.why_no_forward()
+        return bool(self.outputs) and not self.why_no_forward()
 
     @ft.cached_property
     def has_reverse(self) -> bool:
         """JAX has no reverse mode for a `while_loop`."""
-        return "everse-mode" not in str(self._error("vjp"))
+        return bool(self.outputs) and "everse-mode" not in self._error("vjp")
 
-    def _error(self, mode: str) -> Any:
+    def _error(self, mode: str) -> str:
         found = self._own_derivatives[mode]
-        return found if isinstance(found, Exception) else ""
+        return str(found) if isinstance(found, Exception) else ""
 
     # ------------------------------------------------------------ directions
 
@@ -152,25 +143,22 @@ class Case:
         rng = self.draw("cotangents")
         return [normal_like(rng, self.outputs) for _ in range(4)]
 
-    def derivative(self, side: Side, row: str, direction: Sequence[Any], x: Any = None) -> Any:
-        """The derivative of a row along a direction. It raises what that raises."""
+    def derivative(
+        self, row: str, direction: Any = None, x: Any = None, side: Side | None = None
+    ) -> Any:
+        """What a row gives along a direction, in float64. It raises what that raises."""
         t, w = self.tangents[0], self.cotangents[0]
-        t, w = (direction, w) if row.startswith("jvp") else (t, direction)
-        found = side.derive(t, w, x)[row]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if direction is not None:
+            t, w = (direction, w) if row.startswith("jvp") else (t, direction)
+        return unless_error((side or self.wide).derive(t, w, self.x if x is None else x)[row])
 
     @ft.cached_property
     def scaled(self) -> list[Any]:
         """A random tangent in proportion to the entries of the leaves, so that a difference
         takes a small step in each."""
-        return self.scaled_tangent(self.draw("differences"))
-
-    def scaled_tangent(self, rng: np.random.Generator) -> list[Any]:
-        drawn = normal_like(rng, self.wide.subject.leaves)
-        clip = lambda t: t if np.iscomplexobj(t) else np.clip(t, -2, 2)
         leaves = self.wide.subject.leaves
+        clip = lambda t: t if np.iscomplexobj(t) else np.clip(t, -2, 2)
+        drawn = normal_like(self.draw("differences"), list(map(as_double, leaves)))
         return [scale_of(x) * clip(t) for x, t in zip(leaves, drawn, strict=True)]
 
     @ft.cached_property
@@ -178,66 +166,53 @@ class Case:
         """The name of a direction, the direction, and the differences along it, without any
         rule: along each leaf, or along all of them together."""
         n = len(self.scaled)
-        together = n > _MAX_LEAVES_ALONE
-        found = []
-        for kept in [list(range(n))] if together else [[i] for i in range(n)]:
-            tangents = only(self.scaled, kept)
-            name = "all leaves" if together else self.names[kept[0]]
-            found.append((name, tangents, self.along(tangents)))
-        return found
+        if n > _MAX_LEAVES_ALONE:
+            return [("all leaves", self.scaled, self.along(self.scaled))]
+        alone = [only(self.scaled, [i]) for i in range(n)]
+        return [(name, t, self.along(t)) for name, t in zip(self.names, alone, strict=True)]
 
-    def along(self, tangents: Sequence[Any], x: Any = None) -> Difference:
+    def along(self, tangents: Sequence[Any]) -> Difference:
         """Differences of the values in float64; rules change no values."""
-        leaves = [np.asarray(y) for y in (self.subject.leaves if x is None else x)]
-        wide = [y.astype(np.complex128 if np.iscomplexobj(y) else float) for y in leaves]
+        leaves = list(map(as_double, self.x))
         value = lambda *xs: self.wide.value(xs)
-        return directional(value, wide, tangents, self.wide.rounded_to)
+        return directional(value, leaves, tangents, self.wide.rounded_to)
 
     # ------------------------------------------------------------ tolerances
 
-    def admitted(self, side: Side, *, exact: bool = False, order: int = 1) -> float:
-        """The relative error that rounding explains.
+    def admitted(self, *, exact: bool = False, order: int = 1) -> float:
+        """The relative error in float64 that rounding explains.
 
         - `exact`: whether the reference is autodiff, and good to 1e-15 in float64.
         """
-        tolerance = side.tolerance
-        if self.options.tolerance is None and self.is_wide and side.lowest is None:
+        tolerance = self.wide.tolerance
+        is_double = all(jnp.finfo(x.dtype).bits == 64 for x in self.subject.leaves)
+        if self.options.tolerance is None and is_double and self.wide.lowest is None:
             tolerance = _STRICT if exact else _BY_DIFFERENCES
         return tolerance * (10 if order > 1 else 1)
 
-    def measured(self, row: str, direction: Sequence[Any], names: Sequence[str]) -> float:
-        """What is added to a tolerance: ten times the rounding error of the reference in the
-        user's precision. If that is double, by how much it differs from a smooth function."""
-        if self.options.tolerance is not None:
-            return 0.0
-        if self.own is self.wide:
-            error = self._roughness(lambda x: self.derivative(self.wide, row, direction, x))
-        else:
-            runs = [
-                lambda s=s: self.derivative(s, row, direction) for s in (self.wide, self.own)
-            ]
-            values = list(map(outcome, runs))
-            if any(isinstance(v, Exception) for v in values):
-                return 0.0
-            exact, rounded = values
-            error = difference(exact, rounded, names, entrywise=False).error
-        return min(10 * error, _MOST_ROUNDING) if np.isfinite(error) else 0.0
+    def measured(self, noise: float) -> float:
+        """What is added to a tolerance for rounding errors of this size."""
+        is_given = self.options.tolerance is not None or not np.isfinite(noise)
+        return 0.0 if is_given else min(10 * noise, _MOST_ROUNDING)
 
-    def rounding_of_values(self) -> float:
-        """What is added to the tolerance of a value in double precision."""
-        if not self.is_wide:
+    def noise(self, row: str, direction: Any = None) -> float:
+        """The rounding error of a row in the user's precision, relative to its size. If that
+        is double, by how much it differs from a smooth function."""
+        if self.own is self.wide:
+            return self._roughness(lambda x: self.derivative(row, direction, x))
+        runs = [lambda s=s: self.derivative(row, direction, None, s) for s in (None, self.own)]
+        exact, rounded = map(outcome, runs)
+        if isinstance(exact, Exception) or isinstance(rounded, Exception):
             return 0.0
-        return min(10 * self._roughness(self.own.value), _MOST_ROUNDING)
+        return difference(exact, rounded, [""] * len(exact), entrywise=False).error
 
     def _roughness(self, fn: Callable[[list[Any]], list[Any]]) -> float:
         """The relative error of a function that rounding explains, from second differences
         between nearby points, at which those of a smooth function are about 1e-12."""
         rng = np.random.default_rng(0)
-        leaves = [np.asarray(x) for x in self.subject.leaves]
+        leaves = list(map(as_double, self.x))
         signs = [rng.choice([-1.0, 1.0], x.shape) for x in leaves]
-        at = lambda k: [
-            (x * (1 + k * 1e-6 * s)).astype(x.dtype) for x, s in zip(leaves, signs, strict=True)
-        ]
+        at = lambda k: [x * (1 + k * 1e-6 * s) for x, s in zip(leaves, signs, strict=True)]
         values = [outcome(fn, at(k)) for k in range(-2, 3)]
         if any(isinstance(v, Exception) for v in values):
             return 0.0

@@ -17,8 +17,9 @@ from ._options import check_options, check_tolerance
 _TOLERANCE = {"float64": 1e-7, "float32": 3e-5, "float16": 2e-2, "bfloat16": 8e-2}
 # A single entry may have this many times the error of its array, as rounding is uneven.
 _ENTRY = 30.0
-# A leaf smaller than this, relative to all leaves together, may have their rounding error.
-_SMALL = 1e-3
+# A leaf smaller than this, relative to all leaves together, may have their rounding error; in
+# float64, a smaller one.
+_SMALL, SMALL_IN_FLOAT64 = 1e-3, 1e-9
 
 
 def tolerance_of(*trees: Any) -> float:
@@ -87,24 +88,9 @@ class Difference:
     got: np.ndarray
 
     @property
-    def relative_error(self) -> float:
-        """Relative to the size of the expected array alone, if that is not zero."""
-        want, have = as_real(self.expected), as_real(self.got)
-        size = norm(want)
-        if not np.isfinite(self.error) or not np.isfinite(size) or size == 0:
-            return self.error
-        return max(self.error, norm(have - want) / size)
-
-    @property
     def is_missing(self) -> bool:
         """Whether it is zero everywhere, and should not be."""
         return not np.any(self.got) and bool(np.any(self.expected))
-
-
-def worst_first(found: Sequence[Difference]) -> list[Difference]:
-    """What is not finite, then what is missing, then by the relative error."""
-    key = lambda d: (np.isfinite(d.error), not d.is_missing, -d.relative_error)
-    return sorted(found, key=key)
 
 
 def differences(
@@ -113,50 +99,39 @@ def differences(
     names: Sequence[str],
     entrywise: bool = True,
     scale: float | Sequence[float] = 0.0,
+    small: float = _SMALL,
 ) -> list[Difference]:
     """The difference of each leaf, the largest error first. A NaN or an infinity that is not
-    expected is an infinite error."""
+    expected is an infinite error. A leaf may have the rounding error of one of this part,
+    `small`, of the size of all."""
     scales = [scale] * len(names) if isinstance(scale, float | int) else scale
-    wants, haves = [as_real(x) for x in expected], [as_real(x) for x in got]
-    overall = max((norm(_finite(x)) for x in wants), default=0.0)
-    found = [
-        Difference(
-            name, _error(want, have, overall, entrywise, extra), np.asarray(w), np.asarray(g)
-        )
-        for name, want, have, w, g, extra in zip(
-            names, wants, haves, expected, got, scales, strict=True
-        )
-    ]
+    overall = max((norm(_finite(as_real(x))) for x in expected), default=0.0)
+    found = []
+    for name, w, g, extra in zip(names, expected, got, scales, strict=True):
+        error = _error(as_real(w), as_real(g), entrywise, extra + small * overall)
+        found.append(Difference(name, error, np.asarray(w), np.asarray(g)))
     found.sort(key=lambda difference: -difference.error)
     return found or [Difference("", 0.0, np.zeros(()), np.zeros(()))]
 
 
-def difference(
-    expected: Sequence[Any],
-    got: Sequence[Any],
-    names: Sequence[str],
-    entrywise: bool = True,
-    scale: float | Sequence[float] = 0.0,
-) -> Difference:
-    """The difference of the leaf with the largest error."""
-    return differences(expected, got, names, entrywise, scale)[0]
+def difference(*args: Any, **kwargs: Any) -> Difference:
+    """The one of `differences` with the largest error."""
+    return differences(*args, **kwargs)[0]
 
 
 def _finite(x):
     return np.where(np.isfinite(x), x, 0.0)
 
 
-def _error(want, have, overall, entrywise, scale) -> float:
-    if want.shape != have.shape:
-        return float("inf")
+def _error(want, have, entrywise, scale) -> float:
     odd = ~np.isfinite(want)
-    if not np.array_equal(want[odd], have[odd], equal_nan=True):
+    if want.shape != have.shape or not np.array_equal(want[odd], have[odd], equal_nan=True):
         return float("inf")
     if not np.all(np.isfinite(have[~odd])):
         return float("inf")
     want, have = _finite(want), np.where(odd, 0.0, have)
     gap = have - want
-    size = norm(want) + _SMALL * overall + scale
+    size = norm(want) + scale
     if size == 0:
         return norm(gap)
     error = norm(gap) / size
@@ -208,22 +183,10 @@ def assert_trees_close(
     check_options("assert_trees_close", {}, entrywise=entrywise)
     check_tolerance("assert_trees_close", tolerance=tolerance)
     check_nonnegative_number("assert_trees_close", scale=scale)
-    flat_got, def_got = jax.tree_util.tree_flatten_with_path(got)
-    flat_expected, def_expected = jax.tree_util.tree_flatten_with_path(expected)
-    if def_got != def_expected:
-        raise AssertionError(
-            f"The structures differ.\n  got      {def_got}\n  expected {def_expected}"
-        )
-    names, want, have = [], [], []
-    for (path, x), (_, y) in zip(flat_got, flat_expected, strict=True):
-        name = show_path(path) or "the only leaf"
-        why = unlike(x, y)
-        if why:
-            raise AssertionError(f"At {name}: {why}.")
-        if is_number(y):
-            names.append(name)
-            want.append(y)
-            have.append(x)
+    found = aligned(got, expected)
+    if isinstance(found, str):
+        raise AssertionError(found)
+    names, want, have = found
     worst = difference(want, have, names, entrywise, scale)
     limit = tolerance_of(want) if tolerance is None else tolerance
     if not worst.error <= limit:
@@ -231,6 +194,27 @@ def assert_trees_close(
             f"At {worst.name}: the relative error is {worst.error:.2g}, "
             f"more than {limit:.2g}.\n{side_by_side(worst)}"
         )
+
+
+def aligned(
+    got: Any, expected: Any, root: str = ""
+) -> tuple[list[str], list[Any], list[Any]] | str:
+    """The names of the numbers in two trees, those of `expected` and those of `got`; or why
+    the trees differ."""
+    flat_got, def_got = jax.tree.flatten(got)
+    flat_expected, def_expected = jax.tree_util.tree_flatten_with_path(expected)
+    if def_got != def_expected:
+        return f"The structures differ.\n  got      {def_got}\n  expected {def_expected}"
+    names, want, have = [], [], []
+    for x, (path, y) in zip(flat_got, flat_expected, strict=True):
+        name = root + show_path(path) or "the only leaf"
+        if why := unlike(x, y):
+            return f"At {name}: {why}."
+        if is_number(y):
+            names.append(name)
+            want.append(y)
+            have.append(x)
+    return names, want, have
 
 
 def is_number(x: Any) -> bool:
@@ -246,64 +230,45 @@ def unlike(x: Any, y: Any) -> str | None:
     if is_number(x) != is_number(y):
         return f"got {type(x).__name__}, expected {type(y).__name__}"
     if is_number(x):
-        shapes, dtypes = (np.shape(x), np.shape(y)), (jnp.result_type(x), jnp.result_type(y))
-        if shapes[0] != shapes[1]:
-            return f"got shape {shapes[0]}, expected {shapes[1]}"
-        if dtypes[0] != dtypes[1]:
-            return f"got dtype {dtypes[0]}, expected {dtypes[1]}"
+        for what, of in (("shape", np.shape), ("dtype", jnp.result_type)):
+            if of(x) != of(y):
+                return f"got {what} {of(x)}, expected {of(y)}"
         return None
     if isinstance(x, jax.Array) and isinstance(y, jax.Array):
-        same = x.dtype == y.dtype and np.array_equal(
-            jax.random.key_data(x), jax.random.key_data(y)
-        )
+        one, other = map(jax.random.key_data, (x, y))
+        same = x.dtype == y.dtype and np.array_equal(one, other)
     else:
         same = x is y or bool(x == y)
     return None if same else f"got {x!r}, expected {y!r}"
 
 
-def side_by_side(
-    worst: Difference, n: int = 4, along: str = "", directions: Sequence[str] = ()
-) -> str:
-    """A table of the entries that differ most.
+_WIDTH = 13  # of a column of numbers, at least
+_DIGITS = (7, 12, 17)
 
-    - `directions`: where the arrays are stacked derivatives, the names of their directions.
-    - `along`: what these directions are.
-    """
+
+def side_by_side(worst: Difference, n: int = 4) -> str:
+    """A table of the entries that differ most."""
     want, have = np.atleast_1d(worst.expected), np.atleast_1d(worst.got)
     if want.shape != have.shape:
         return f"  expected shape {want.shape}, got {have.shape}"
     with np.errstate(invalid="ignore", over="ignore"):
         gap = np.abs(have.astype(complex) - want.astype(complex)).ravel()
     gap = np.where(np.isnan(gap), np.inf, gap)
-    gap[_same(want, have).ravel()] = 0.0
-    width = max(map(len, (along, *directions)))
-    column = lambda text: f"  {text:>{width}}" if directions else ""
-    is_scalar = worst.expected.ndim == bool(directions)
-    indices = lambda text: "" if is_scalar else f"  {text:>14}"
-    places = [np.unravel_index(i, want.shape) for i in np.argsort(-gap, kind="stable")[:n]]
-    numbers = [_numbers(want[place], have[place]) for place in places]
-    size = max((len(text) for pair in numbers for text in pair), default=0)
-    size = max(size, _NARROWEST)
-    rows = [f"{column(along)}{indices('entry')}  {'expected':>{size}}  {'got':>{size}}"]
-    for place, (left, right) in zip(places, numbers, strict=True):
-        direction = column(directions[place[0]]) if directions else ""
-        inner = place[1:] if directions else place
-        entry = indices(str([int(k) for k in inner]))
-        rows.append(f"{direction}{entry}  {left:>{size}}  {right:>{size}}")
-    return "\n".join(rows)
-
-
-_NARROWEST = 13  # of a column of numbers
-_DIGITS = (7, 12, 17)
+    # Both may be infinite, or NaN.
+    gap[((want == have) | ((want != want) & (have != have))).ravel()] = 0.0
+    rows = [("entry", "expected", "got")]
+    for i in np.argsort(-gap, kind="stable")[:n]:
+        place = np.unravel_index(i, want.shape)
+        rows.append((str([int(k) for k in place]), *_numbers(want[place], have[place])))
+    size = max(_WIDTH, *(len(text) for row in rows for text in row[1:]))
+    entry = lambda text: f"  {text:>{_WIDTH + 1}}" if worst.expected.ndim else ""
+    return "\n".join(f"{entry(e)}  {left:>{size}}  {right:>{size}}" for e, left, right in rows)
 
 
 def _numbers(want: Any, have: Any) -> tuple[str, str]:
     """Two numbers, with as many digits as show that they differ."""
-    for digits in _DIGITS:
-        left, right = _short(want, digits), _short(have, digits)
-        if left != right:
-            return left, right
-    return _short(want, _DIGITS[0]), _short(have, _DIGITS[0])
+    pairs = [(_short(want, digits), _short(have, digits)) for digits in _DIGITS]
+    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
 
 
 def _short(x: Any, digits: int) -> str:
@@ -311,9 +276,3 @@ def _short(x: Any, digits: int) -> str:
         return str(x)
     # A scalar of `bfloat16` has no format of its own.
     return f"{complex(x) if np.iscomplexobj(x) else float(x):.{digits}g}"
-
-
-def _same(want, have):
-    with np.errstate(invalid="ignore"):
-        both_nan = (want != want) & (have != have)
-        return (want == have) | both_nan

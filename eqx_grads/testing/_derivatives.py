@@ -1,90 +1,175 @@
-"""The checks `forward` and `reverse`: the first derivative against two references.
+"""The checks `forward` and `reverse`: the first derivative against a reference.
 
-The references are what is expected (autodiff of the function without its rule, of `reference`,
-or a formula), and finite differences. Where autodiff and differences disagree (a
-`stop_gradient` in the function, a NaN of plain autodiff), the rule has to agree with one of
-them. A rule that is right in float64 is then compared in the user's precision.
+The reference is what is expected: autodiff of the function without its rule, of `reference`,
+or a formula. If a rule disagrees with plain autodiff, finite differences decide who is right:
+plain autodiff stops at a `stop_gradient`, and may be NaN. The rule is judged in float64. In the
+user's precision, it is compared with itself, as only rounding is left to look at.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools as ft
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.structure import equations
+from .._rules.custom_vjp import ReverseRules
 from ._case import are_finite, Case
-from ._compare import as_real, difference, norm
+from ._compare import as_real, difference, norm, pairing, SMALL_IN_FLOAT64
 from ._differences import FailsNearby
-from ._modes import Mode
+from ._mistakes import Mistake
 from ._outcome import in_one_line, outcome
+from ._random_tangents import only
 from ._report import broke, compare, FAILED, failed, Finding, NO_REFERENCE, PASSED, skipped
+from ._subject import fitted
 
 
 _Arrays = list[Any]
-_MUCH_LARGER = 12  # two to this power: cotangents much larger than those that are drawn
-_LOW = 3  # directions that are compared in the user's precision
+_RANDOM = 3  # directions
+_ALONE = 12  # with more leaves, all are perturbed together; so it is with outputs
+_LARGE = 2.0**12  # cotangents are so much larger than those that are drawn
 
 
 def forward(case: Case) -> Iterator[Finding]:
-    """Forward mode against both references."""
-    if not case.outputs:
-        yield skipped("forward", "no output has a derivative")
-    elif why := case.why_no_forward():
+    """Forward mode against its reference."""
+    if why := case.why_no_forward():
         yield skipped("forward", why)
-    else:
+    elif case.outputs:
         yield from _check(case, Mode(case, "forward"))
 
 
 def reverse(case: Case) -> Iterator[Finding]:
-    """Reverse mode against both references."""
-    if not case.outputs:
-        yield skipped("reverse", "no output has a derivative")
-    elif not case.has_reverse:
+    """Reverse mode against its reference."""
+    if case.has_reverse:
+        yield from _check(case, Mode(case, "reverse"))
+    elif case.outputs:
         why = "JAX says that this function has no reverse mode"
         do = 'where that is meant, say `skip=("reverse",)`'
         yield failed("reverse", "reverse mode", f"{why}; {do}")
-    else:
-        yield from _check(case, Mode(case, "reverse"))
+
+
+class Mode:
+    """One mode of differentiation.
+
+    - `row`: the row of a `Side` with the derivative by the rule.
+    - `references`: the expected derivatives; their rows are `row` with their number.
+    - `directions`: those that it is compared along, each with the name of the leaf that is
+        perturbed, or of the output that is used. Of a number, all directions are the same one.
+    """
+
+    def __init__(self, case: Case, check: str):
+        self.check, self.case, options = check, case, case.options
+        self.is_forward = check == "forward"
+        self.row = "jvp" if self.is_forward else "vjp"
+        self.references = case.wide.references[not self.is_forward]
+        self.drawn = case.tangents if self.is_forward else case.cotangents
+        names, values = case.names, case.subject.leaves
+        if not self.is_forward:
+            names, values = case.output_names, case.outputs
+        self.directions = [("all", d) for d in self.drawn[:_RANDOM]]
+        if len(names) <= _ALONE:
+            self.directions = [
+                (name, only(self.drawn[k], [i])) for k in range(_RANDOM)
+                for i, name in enumerate(names) if k < values[i].size
+            ]  # fmt: skip
+        option = "tangents" if self.is_forward else "cotangents"
+        if (given := getattr(options, option)) is not None:
+            given = fitted(option, given, values, names)
+            self.directions.append((f"the {option} given", given))
+        # Where the cotangent that was asked for need not be linear in the one that comes in, a
+        # bound may lie far from those that are drawn.
+        is_bounded = options.expected_cotangent or (options.nonlinear and options.reference)
+        self.factors = (_LARGE, 1 / _LARGE) if is_bounded and not self.is_forward else ()
+
+    def labels(self, names: Iterable[str], leaves: Sequence[str] = ()) -> list[str]:
+        """What derivatives along directions with these names are called: by the leaf, and by
+        the output if there are several."""
+        outs, leaves = self.case.output_names, leaves or self.case.names
+        if self.is_forward:
+            pairs = [(name, out) for name in names for out in outs]
+        else:
+            pairs = [(leaf, name) for name in names for leaf in leaves]
+        return [f"{leaf} (in {out})" if len(outs) > 1 else leaf for leaf, out in pairs]
+
+    def along(self, directions: Iterable[_Arrays], number: int | None = None) -> _Arrays:
+        """The derivative by the rule, or by a reference, in float64."""
+        row = self.row if number is None else f"{self.row} {number}"
+        return [x for d in directions for x in self.case.derivative(row, d)]
+
+    def compare(self, number: int, factor: float = 1) -> Finding:
+        """With a reference. `factor`: multiplies the directions."""
+        case, reference = self.case, self.references[number]
+        directions = [[(x * factor).astype(x.dtype) for x in d] for _, d in self.directions]
+        names = self.labels(name for name, _ in self.directions)
+        want, got = (self.along(directions, k) for k in (number, None))
+        wider = lambda: case.measured(case.noise(f"{self.row} {number}", self.drawn[0]))
+        tolerance = case.admitted(exact=reference.is_autodiff)
+        return compare(
+            self.check, "" if factor == 1 else f"of {factor:g} times the cotangent", want, got,
+            names, tolerance,
+            cause=None if factor == 1 else "as if a bound were missing or had another value",
+            wider=wider if reference.is_autodiff and case.own is case.wide else None,
+            mistakes=lambda: self._mistakes(directions, names, want), reference=reference.name,
+            primals=None if self.is_forward else case.subject.leaves * len(directions),
+            note=_note(case, tolerance), small=SMALL_IN_FLOAT64,
+        )  # fmt: skip
+
+    def _mistakes(self, directions: list[_Arrays], names, want: _Arrays) -> Iterator[Mistake]:
+        """What known mistakes would give."""
+        case, along = self.case, "tangent" if self.is_forward else "cotangent"
+        for name, array in zip(names, want, strict=True):
+            yield Mistake(f"it is what belongs to {name}", array)
+        if any(map(jnp.iscomplexobj, case.subject.leaves)):
+            for x in self.along([[np.conj(x) for x in d] for d in directions], 0):
+                yield Mistake(f"the {along} was conjugated", x)
+                yield Mistake(f"what multiplies the {along} was conjugated", x.conj())
+        # The results of the other mode for these directions, where the spaces are the same.
+        zeros = only(case.subject.leaves, [])
+        for i, leaf in enumerate(case.subject.leaves):
+            if [(x.shape, x.dtype) for x in case.outputs] != [(leaf.shape, leaf.dtype)]:
+                continue
+            for d in directions:
+                x = (
+                    case.derivative("vjp 0", [d[i]])[i] if self.is_forward
+                    else case.derivative("jvp 0", [*zeros[:i], d[0], *zeros[i + 1 :]])[0]
+                )  # fmt: skip
+                yield Mistake("transposed: a Jacobian and its transpose were confused", x)
+
+    def differences(self) -> tuple[_Arrays, list[float], list[str], Callable[..., _Arrays]]:
+        """What differences give, their errors, the names of these arrays, and a function that
+        returns a derivative in the same form: along the directions of differences, and in
+        reverse mode `<v, J' w>`."""
+        found = self.case.differences
+        leaves = [name for name, *_ in found]
+        if self.is_forward:
+            want = [x for *_, d in found for x in d.tangents_out]
+            errors = [error for *_, d in found for error in d.errors]
+            of = lambda number: [x for _, t, _ in found for x in self.along([t], number)]
+            return want, errors, self.labels(leaves), of
+        ws = [w for _, w in self.directions]
+        sizes = lambda w: [norm(as_real(x)) for x in w]
+        pair = lambda xs, ys: np.asarray(pairing(xs, ys))
+        want = [pair(d.tangents_out, w) for w in ws for *_, d in found]
+        errors = [float(np.dot(d.errors, sizes(w))) for w in ws for *_, d in found]
+        of = lambda number: [
+            pair(cts, t) for w in ws for cts in [self.along([w], number)] for _, t, _ in found
+        ]  # fmt: skip
+        return want, errors, self.labels((name for name, _ in self.directions), leaves), of
 
 
 # ---------------------------------------------------------------- in float64
 
 
 def _check(case: Case, mode: Mode) -> Iterator[Finding]:
-    got = mode.stack(mode.by(case.wide))
-    if case.options.is_wrong_on_purpose:
-        finding, number = _against_what_was_asked_for(case, mode, got)
-    else:
-        finding, number = _against_references(case, mode, got)
-    where = finding.where or (case.wide.where_rounded if case.wide is not case.own else "")
-    yield dataclasses.replace(finding, where=where)
-    if finding.verdict == FAILED:
-        return
-    if finding.verdict == PASSED and number is not None:
-        for other in _at_other_sizes(case, mode, number):
-            yield other
-            if other.verdict == FAILED:
-                return
-    yield from _in_own_precision(case, mode, number, finding.verdict == PASSED)
-
-
-def _compare(
-    case: Case, mode: Mode, number: int, got: _Arrays, want: _Arrays, **more
-) -> Finding:
-    """With a reference in float64."""
-    reference = mode.references[number]
-    tolerance = case.admitted(case.wide, exact=reference.is_autodiff)
-    row, names = f"{mode.row} {number}", mode.names_out
-    is_exact = reference.is_autodiff and case.own is case.wide
-    wider = lambda: case.measured(row, mode.drawn[0], names) if is_exact else 0.0
-    return compare(
-        mode.check, "", want, got, mode.names, tolerance, wider=wider,
-        mistakes=lambda: mode.mistakes(want), primals=mode.primals, reference=reference.name,
-        along=mode.along, directions=mode.directions, note=_note(case, tolerance), **more,
-    )  # fmt: skip
+    finding, number = judge(case, mode)
+    yield dataclasses.replace(finding, where=finding.where or case.wide.where_rounded)
+    if finding.verdict != FAILED:
+        others = _in_own_precision(case, mode, number)
+        yield from (f for f in others if finding.verdict == PASSED or f.verdict == FAILED)
 
 
 def _note(case: Case, tolerance: float) -> str:
@@ -93,72 +178,83 @@ def _note(case: Case, tolerance: float) -> str:
     return f"{text}, compared with a tolerance of {tolerance:.0e}" if text else ""
 
 
-def _against_references(case: Case, mode: Mode, got: _Arrays) -> tuple[Finding, int | None]:
-    """The verdict of autodiff and of differences, and the number of the reference that may be
-    held against the rule in the user's precision: none if differences refuted it."""
-    found = outcome(mode.stack, mode.by(case.wide, 0))
-    want: _Arrays | None = None if isinstance(found, Exception) else found
-    by_autodiff = None if want is None else _compare(case, mode, 0, got, want)
-    why = (
-        [] if want is not None else [f"autodiff without the rule raises {type(found).__name__}"]
-    )
+def judge(case: Case, mode: Mode) -> tuple[Finding, int | None]:
+    """The verdict, and the number of the reference that the rule agrees with."""
+    options, failures, autodiff, error = case.options, [], None, None
+    is_given = mode.check == "reverse" and _has_given_transpose(case)
+    for number, reference in enumerate(mode.references):
+        found = outcome(mode.compare, number)
+        for factor in mode.factors:
+            if getattr(found, "verdict", "") == PASSED:
+                found = outcome(mode.compare, number, factor)
+        if isinstance(found, Exception):
+            error = found  # or a formula that can't be transposed
+        elif found.verdict == PASSED and not is_given:
+            return found, number
+        else:
+            failures += [found] if reference.is_binding else []
+            autodiff = found
+    if not options.is_wrong_on_purpose:
+        return _against_differences(case, mode, autodiff, error)
+    option = "expected_tangent" if mode.is_forward else "expected_cotangent"
+    is_asked_for = options.reference is not None or getattr(options, option) is not None
+    if failures:
+        is_of_function = is_asked_for and mode.is_forward and forward_is_of_function(case)
+        cause = (
+            "forward mode is the derivative of the function, as of every `custom_vjp`\n"
+            "  without a `def_jvp`. Give it one, or skip what has forward mode:\n"
+            '  `skip=("forward", "adjoint", "order")`'
+        )
+        first = failures[0]
+        return dataclasses.replace(first, cause=cause) if is_of_function else first, None
+    if is_asked_for and error is not None:
+        return broke(mode.check, "the derivative that is expected", error), None
+    return skipped(mode.check, f"nothing was said about this mode: pass `{option}=` too"), None
+
+
+def _against_differences(
+    case: Case, mode: Mode, autodiff: Finding | None, error: Exception | None
+) -> tuple[Finding, int | None]:
+    """The verdict where a rule disagrees with autodiff, or there is none. If differences agree
+    with autodiff, the rule is wrong. If not, it has to agree with differences.
+
+    - `autodiff`: the verdict of autodiff; `None` if it raises `error`.
+    """
     steps = outcome(mode.differences)
-    if isinstance(steps, Exception):
-        why = [str(steps)] if isinstance(steps, FailsNearby) else [
-            *why, f"finite differences raise {in_one_line(steps)}"
-        ]  # fmt: skip
-    else:
-        why += [d.why for *_, d in case.differences if not d.is_trusted][:1]
-    if isinstance(steps, Exception) or not all(d.is_trusted for *_, d in case.differences):
+    is_zero = autodiff is not None and not any(map(np.any, mode.along(mode.drawn[:1], 0)))
+    is_error = isinstance(steps, Exception)
+    why = [f"autodiff without the rule raises {type(error).__name__}"] if error else []
+    if is_error or not all(d.is_trusted for *_, d in case.differences):
         # A derivative of zero may be that of a `stop_gradient`, as of a solver.
-        is_stopped = isinstance(steps, FailsNearby) and not any(map(np.any, want or ()))
-        if by_autodiff is not None and not (is_stopped and by_autodiff.verdict == FAILED):
-            return by_autodiff, 0
+        if autodiff is not None and not is_zero:
+            return autodiff, 0
+        if isinstance(steps, FailsNearby):
+            why = [str(steps)]
+        elif is_error:
+            why += [f"finite differences raise {in_one_line(steps)}"]
+        else:
+            why += [d.why for *_, d in case.differences if not d.is_trusted][:1]
         return skipped(mode.check, f"{NO_REFERENCE}: {', and '.join(why)}"), None
-    by_differences, error = _by_differences(case, mode, steps, want)
-    if by_autodiff is None or want is None:
-        return by_differences, None
-    if by_autodiff.verdict == by_differences.verdict:
-        shows_more = any(map(np.any, steps[0]))
-        shows_more &= not any(map(np.any, want)) or not are_finite(want)
-        shows_more = shows_more and by_autodiff.verdict == FAILED
-        return (by_differences, None) if shows_more else (by_autodiff, 0)
-    # One of them passed. If the references disagree, that is enough. If they agree, the failure
-    # is in entries that only one of them compared.
-    if mode.check == "reverse" and _has_given_transpose(case):
-        return by_differences, None  # autodiff transposes as it was told to
-    agree = error(mode.in_numbers(mode.by(case.wide, 0))) <= 1
-    wanted = FAILED if agree else PASSED
-    if by_autodiff.verdict == wanted:
-        return by_autodiff, 0
-    return by_differences, 0 if agree else None
-
-
-def _by_differences(case: Case, mode: Mode, steps, exact):
-    """The verdict of differences, and the error of another derivative, relative to that which
-    is admitted."""
-    want, names, directions, errors = steps
+    want, errors, names, derivative = steps
     # Along one direction, a few entries may be off by more than all of them are.
-    is_second = exact is not None
-    tolerance = case.admitted(case.wide) * (3 if is_second else 1)
+    tolerance = case.admitted() * (1 if autodiff is None else 3)
     scale = [10 * error / tolerance for error in errors]
+    if autodiff is not None:
+        found = difference(want, derivative(0), names, entrywise=False, scale=scale)
+        if found.error <= tolerance:
+            return autodiff, 0
+    have = derivative(None)
     is_rounded = any(d.is_rounded for *_, d in case.differences)
     of = f"of values in {case.wide.rounded_to or 'float32'}" if is_rounded else "in float64"
-    cause, have = None, mode.in_numbers(mode.by(case.wide))
-    if is_second and not any(map(np.any, exact)):
-        cause = _cause_of_a_stop(want, have, names)
     finding = compare(
         mode.check, "", want, have, names, tolerance, reference=f"finite differences {of}",
-        scale=scale, note=_note(case, tolerance), along="cotangent", directions=directions,
-        cause=cause,
+        scale=scale, note=_note(case, tolerance),
+        cause=_cause_of_a_stop(want, have) if is_zero else None,
     )  # fmt: skip
-    relative = lambda other: (
-        difference(want, other, names, entrywise=False, scale=scale).error / tolerance
-    )
-    return finding, relative
+    return finding, None
 
 
-def _cause_of_a_stop(want: _Arrays, have: _Arrays, names: Sequence[str]) -> str | None:
+def _cause_of_a_stop(want: _Arrays, have: _Arrays) -> str | None:
     """Where the function changes and plain autodiff is zero: it is a solver, or rounds."""
     if any(not np.any(h) and np.any(w) for w, h in zip(want, have, strict=True)):
         return None  # a term is missing
@@ -172,155 +268,46 @@ def _cause_of_a_stop(want: _Arrays, have: _Arrays, names: Sequence[str]) -> str 
 def _has_given_transpose(case: Case) -> bool:
     """Whether there are linear maps in it with a transpose that the user wrote, which can't be
     removed: those of `linear_host_function` and of `jax.custom_derivatives.linear_call`."""
-    program = jax.make_jaxpr(case.own.plain)(*case.subject.leaves)
-    return any(e.primitive.name in ("eqg_linear", "linear_call") for e in equations(program))
+    program = outcome(jax.make_jaxpr(case.own.plain), *case.subject.leaves)
+    found = equations(program) if isinstance(program, ClosedJaxpr) else ()
+    return any(e.primitive.name in ("eqg_linear", "linear_call") for e in found)
 
 
-def _against_what_was_asked_for(case: Case, mode: Mode, got: _Arrays):
-    """Where a derivative was asked for, for this mode or for the other one."""
-    failures = []
-    options = case.options
-    given = options.expected_tangent if mode.is_forward else options.expected_cotangent
-    is_asked_for = given is not None or options.reference is not None
-    for number, reference in enumerate(mode.references):
-        want = outcome(mode.stack, mode.by(case.wide, number))
-        if isinstance(want, Exception):
-            if is_asked_for:
-                return broke(mode.check, "the derivative that is expected", want), None
-            continue  # a formula that can't be transposed
-        finding = _compare(case, mode, number, got, want)
-        if finding.verdict == PASSED:
-            return finding, number
-        if is_asked_for and mode.is_forward and _is_of_the_function(case, mode, got):
-            cause = (
-                "forward mode is the derivative of the function, as of every `custom_vjp`\n"
-                "  without a `def_jvp`. Give it one, or skip what has forward mode:\n"
-                '  `skip=("forward", "adjoint", "order")`'
-            )
-            finding = dataclasses.replace(finding, cause=cause)
-        failures += [finding] if reference.is_binding else []
-    if failures:
-        return failures[0], None
-    option = "expected_tangent" if mode.is_forward else "expected_cotangent"
-    return skipped(mode.check, f"nothing was said about this mode: pass `{option}=` too"), None
-
-
-def _is_of_the_function(case: Case, mode: Mode, got: _Arrays) -> bool:
-    """Whether forward mode of a rule is autodiff of the function without it, and reverse mode
-    is not."""
-    side, w = case.wide, case.cotangents[0]
-    ahead = outcome(mode.stack, lambda t: case.derivative(side, "jvp plain", t))
-    back, pulled = (outcome(case.derivative, side, row, w) for row in ("vjp plain", "vjp"))
-    if any(isinstance(x, Exception) for x in (ahead, back, pulled)):
-        return False
-    tolerance = case.admitted(side)
-    error = difference(ahead, got, mode.names, entrywise=False).error
-    return error <= tolerance < difference(back, pulled, case.names, entrywise=False).error
-
-
-def _at_other_sizes(case: Case, mode: Mode, number: int) -> Iterator[Finding]:
-    """Where the cotangent that was asked for need not be linear in the one that comes in: at
-    much larger and much smaller ones, as a bound may lie far from those that are drawn."""
-    options, side = case.options, case.wide
-    is_declared = options.nonlinear and options.reference is not None
-    if mode.is_forward or not (options.expected_cotangent is not None or is_declared):
-        return
-    # Their squares stay in the range of float16, too: a rule may compute a norm.
-    exponents = [int(jnp.finfo(x.dtype).maxexp) // 2 - 4 for x in side.outputs]
-    larger = 2.0 ** min(_MUCH_LARGER, *exponents)
-    for factor, size in (
-        (larger, f"{larger:g} times larger"),
-        (1 / larger, f"{larger:g} times smaller"),
-    ):
-        scaled = lambda d, f=factor: lambda w: d([(x * f).astype(x.dtype) for x in w])
-        want = mode.stack(scaled(mode.by(side, number)))
-        if not are_finite(want):
-            continue
-        cause = (
-            f"right for cotangents near one, wrong for {size} ones,\n"
-            "  as if a bound were missing or had another value"
-        )
-        yield compare(
-            mode.check, f"of {factor:g} times the cotangent", want,
-            mode.stack(scaled(mode.by(side))), mode.names, case.admitted(side), cause=cause,
-            reference=mode.references[number].name, along=mode.along,
-            directions=mode.directions,
-        )  # fmt: skip
+def forward_is_of_function(case: Case) -> bool:
+    """Whether the rule is for reverse mode, and forward mode is autodiff of the function."""
+    rules = getattr(getattr(case.subject.fn, "__func__", case.subject.fn), "_rules", None)
+    return isinstance(rules, ReverseRules) and rules.jvp_rule is None
 
 
 # ---------------------------------------------------------------- in the user's precision
 
 
-def _in_own_precision(case: Case, mode: Mode, number: int | None, is_known: bool):
-    """Along a few directions, with the best of three references: what is expected in float64 is
-    exact; in the user's precision it has the rounding errors that a rule may have, too; without
-    these, the rule in float64 is a reference, as it has been checked."""
-    own, wide = case.own, case.wide
-    found = [mode.by(own)(d) for d in mode.drawn[:_LOW]]
+def _in_own_precision(case: Case, mode: Mode, number: int | None) -> Iterator[Finding]:
+    """The derivative by the rule along a few directions, with that in float64. Rounding may
+    change it by what it changes the reference."""
+    own, directions = case.own, mode.drawn[:_RANDOM]
+    have = [x for d in directions for x in case.derivative(mode.row, d, side=own)]
     if not mode.is_forward:  # JAX itself checks the dtypes of tangents
-        for name, x, ct in zip(case.names, case.subject.leaves, found[0], strict=True):
+        for name, x, ct in zip(case.names, case.subject.leaves, have, strict=False):
             if ct.dtype != x.dtype:
                 text = f"the cotangent of {name} has dtype {ct.dtype}, {name} has {x.dtype}"
                 yield failed("reverse", name, text)
-    if own is wide:
+    if own is case.wide:
         return
-    sizes = np.array([[norm(as_real(x)) for x in arrays] for arrays in found])
-    is_finite = bool(np.all(np.isfinite(sizes)))
-    scales = (np.max(sizes, axis=0) - sizes).tolist() if is_finite else [[0.0] * sizes.shape[1]]
-    tolerance = case.admitted(own)
-    for direction, have, scale in zip(mode.drawn, found, scales, strict=False):
-        ways = [mode.by(wide, number), mode.by(own, number)] if number is not None else []
-        ways += [] if ways else [mode.by(wide)]
-        row = mode.row if number is None else f"{mode.row} {number}"
-        wider = lambda d=direction, row=row: max(
-            case.measured(row, v, mode.names_out) for v in (d, *mode.drawn[:_LOW])
-        )
-        findings = []
-        for way in ways:
-            want = outcome(way, direction)
-            if isinstance(want, Exception) or not are_finite(want):
-                continue
-            # A derivative of zero may be a rounding error of the direction.
-            size = norm(np.array([norm(as_real(x)) for x in direction]))
-            zero = float(jnp.finfo(have[0].dtype).eps) * size / max(tolerance, 1e-30)
-            more = [s if np.any(x) else s + zero for s, x in zip(scale, want, strict=True)]
-            findings.append(compare(
-                mode.check, "in your own precision", want, have, mode.names_out, tolerance,
-                wider=wider, cause=f"right in float64, wrong in {case.subject.leaves[0].dtype}",
-                scale=more,
-            ))  # fmt: skip
-            if findings[-1].verdict == PASSED:
-                break
-        if not findings:
-            yield skipped(mode.check, "no reference in your own precision")
-            return
-        finding = findings[-1] if findings[-1].verdict == PASSED else findings[0]
-        if finding.verdict == FAILED:
-            finding = _explained(case, mode, number, direction, finding)
-        if is_known or finding.verdict == FAILED:
-            yield finding
-        if finding.verdict != PASSED:
-            return
-
-
-def _explained(case: Case, mode: Mode, number, direction, finding: Finding) -> Finding:
-    """The failure in float64 along this direction, if there is one: then the mistake has
-    nothing to do with the precision. Or none, if rounding changes plain autodiff as much."""
-    if number is None:
-        return finding
-    wide, own = (outcome(mode.by(side, number), direction) for side in (case.wide, case.own))
-    if isinstance(wide, Exception):
-        return finding
-    got = outcome(mode.by(case.wide), direction)
-    other = compare(
-        mode.check, "of another direction", wide, got, mode.names_out,
-        case.admitted(case.wide), reference=mode.references[number].name,
+    want = mode.along(directions)
+    if not are_finite(want):
+        yield skipped(mode.check, "no reference in your own precision")
+        return
+    row = mode.row if number is None else f"{mode.row} {number}"
+    names = case.output_names if mode.is_forward else case.names
+    noise = ft.cache(lambda: max(case.noise(row, d) for d in directions))
+    finding = compare(
+        mode.check, "in your own precision", want, have, names * len(directions), own.tolerance,
+        wider=lambda: case.measured(noise()),
+        note=f"right in float64, wrong in {case.subject.leaves[0].dtype}",
     )  # fmt: skip
-    if other.verdict == FAILED:
-        return other
-    if not isinstance(own, Exception) and finding.error is not None:
-        noise = difference(wide, own, mode.names_out, entrywise=False).error
-        if 0.05 < finding.error <= 10 * noise:
-            why = f"rounding changes plain autodiff by {noise:.0e} of its size"
-            return skipped(mode.check, f"not compared in your own precision: {why}")
-    return finding
+    is_noise = number is not None and (finding.error or np.inf) <= 10 * noise()
+    if finding.verdict == FAILED and is_noise:
+        why = f"rounding changes plain autodiff by {noise():.0e} of its size"
+        finding = skipped(mode.check, f"not compared in your own precision: {why}")
+    yield finding

@@ -66,11 +66,10 @@ def directional(
     def values_at(h):
         if h not in known:
             out = outcome(fn, *(x + h * t for x, t in zip(leaves, tangents, strict=True)))
-            errors.extend([out] if isinstance(out, Exception) else [])
-            is_error = isinstance(out, Exception)
-            known[h] = (
-                [x * np.nan for x in known[0.0]] if is_error else list(map(as_double, out))
-            )
+            if isinstance(out, Exception):
+                errors.append(out)
+                out = [x * np.nan for x in known[0.0]]
+            known[h] = list(map(as_double, out))
         return known[h]
 
     slopes, is_rounded = [], False
@@ -80,33 +79,35 @@ def directional(
         slope = _slope(samples, accuracy)
         values = [x[i] for x in known.values()]
         if _is_rounded_to(values, _HALF[-1]):
-            values.append(values_at(_NEAR / 3)[i])  # at the other steps, it may be by chance
-        for dtype in _HALF:
-            if dtype == rounded_to or _is_rounded_to(values, dtype):
-                near = [at(k * _NEAR) for k in range(-2, 3)]
-                eps = max(float(jnp.finfo(dtype).eps), 2 * _roughness(near), _grain(at))
-                samples.eps, is_rounded = eps / 8, True
-                slope = _slope(samples, accuracy)
-                break
+            values.append(at(_NEAR / 3))  # at the other steps, it may be by chance
+        fits = [d for d in _HALF if d == rounded_to or _is_rounded_to(values, d)]
+        if fits:
+            eps = max(float(jnp.finfo(fits[0]).eps), _grain(at))
+            samples.eps, is_rounded = eps / 8, True
+            slope = _slope(samples, accuracy)
         if all(np.array_equal(x, values[0]) for x in values):
             slope = Slope(0 * values[0], 0.0)  # what does not change at all has no error
         slopes.append(slope)
     finite = [xs for xs in known.values() if all(np.all(np.isfinite(x)) for x in xs)]
     is_moved = lambda xs: any(np.any(x != y) for x, y in zip(xs, known[0.0], strict=True))
     if errors and not any(map(is_moved, finite)):
-        raise _fails_nearby(errors[-1])
+        kind, _, message = in_one_line(errors[-1]).partition(": ")
+        text = (
+            f"the function raises {kind} at arguments that are moved by {_NEAR:.0e} of their "
+        )
+        raise FailsNearby(f"{text}size{message and ': '}{message}")
     found = [
         np.broadcast_to(np.asarray(s.value), x.shape)
         for s, x in zip(slopes, known[0.0], strict=True)
     ]
-    sizes = [norm(np.array([norm(as_real(x)) for x in xs])) for xs in (found, known[0.0])]
-    error = norm(np.array([s.error for s in slopes]))
-    is_trusted = bool(error <= max(_TRUSTED * sizes[0], _ZERO * sizes[1], 1e-300))
+    error, size, size_of_values = (
+        norm(np.array([norm(as_real(x)) for x in xs]))
+        for xs in ([s.error for s in slopes], found, known[0.0])
+    )
+    is_trusted = bool(error <= max(_TRUSTED * size, _ZERO * size_of_values, 1e-300))
     why = "" if is_trusted else "the function is not smooth here, or too rough for differences"
-    if why and not any(len(finite) > 1 and np.all(np.isfinite(x)) for x in found):
-        near = [xs for h in (_NEAR, -_NEAR) for xs in values_at(h)]
-        is_finite = any(np.all(np.isfinite(x)) for x in near)
-        why = why if is_finite else "the function is not finite at arguments close by"
+    if why and len(finite) < 2:
+        why = "the function is not finite at arguments close by"
     return Difference(found, [s.error for s in slopes], is_trusted, is_rounded, why)
 
 
@@ -117,15 +118,6 @@ def _slope(samples: Samples, accuracy: float) -> Slope:
     size = max(size, 1e-4 * norm(as_real(samples(0.0))))
     slope = central_slope(samples, size, accuracy)
     return slope if np.isfinite(slope.error) else one_sided_slope(samples)
-
-
-def _roughness(values: Sequence[np.ndarray]) -> float:
-    """The rounding error of values that are close together, relative to them."""
-    with np.errstate(all="ignore"):
-        gaps = [a - 2 * b + c for a, b, c in zip(values, values[1:], values[2:], strict=False)]
-        sizes = [norm(as_real(x)) for x in (*gaps, values[2])]
-    error = max(sizes[:-1])
-    return error / sizes[-1] if sizes[-1] and np.isfinite(error) else 0.0
 
 
 def _grain(at: Callable[[float], np.ndarray]) -> float:
@@ -144,25 +136,12 @@ def _grain(at: Callable[[float], np.ndarray]) -> float:
     return norm(grain) / size if size else 0.0
 
 
-def _real(x: Any) -> np.ndarray:
-    x = np.asarray(x)
-    return np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x
-
-
 def _is_rounded_to(values: Sequence[np.ndarray], dtype: str) -> bool:
     """Whether all values are numbers of a dtype, and not all are the same."""
-    real = [_real(x[np.isfinite(x)]) for x in values]
+    real = [as_real(x[np.isfinite(x)]) for x in values]
     with np.errstate(over="ignore"):
         fits = all(np.all(x == x.astype(jnp.dtype(dtype)).astype(float)) for x in real)
     return fits and any(np.any(x != y) for x, y in itertools.pairwise(values))
-
-
-def _fails_nearby(error: Exception) -> FailsNearby:
-    kind, _, message = in_one_line(error).partition(": ")
-    text = (
-        f"the function raises {kind} at arguments that are moved by {_NEAR:.0e} of their size"
-    )
-    return FailsNearby(f"{text}: {message}" if message else text)
 
 
 def numerical_jacobian(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,6 @@
 """The likely cause of a wrong derivative: known mistakes, recognized from the numbers."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +16,11 @@ class Mistake(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Another wrong array, with the names of its directions if it is a stack along them."""
+    """Another wrong array, and what it is called."""
 
     want: Any
     have: Any
-    directions: Sequence[str] = ()
+    name: str = ""
 
 
 _CLOSE = 1e-3
@@ -41,27 +40,28 @@ def likely_cause(
     name: str,
     mistakes: Sequence[Mistake] = (),
     primal: Any = None,
-    directions: Sequence[str] = (),
     others: Sequence[Compared] = (),
+    *,
+    is_random: bool = False,
 ) -> str:
     """The likely cause in one sentence, or an empty string.
 
     - `primal`: the value that the array is a cotangent of.
-    - `directions`: the names of the first index, where that is the number of a direction.
     - `others`: the other arrays that are wrong.
+    - `is_random`: whether the derivative is along a random direction: another gradient may be
+        the value of its argument by chance.
     """
     if want.shape != have.shape:
         return f"the shape is {have.shape}, expected {want.shape}"
     if np.iscomplexobj(want) != np.iscomplexobj(have):
         return "a complex number where a real one is expected, or the reverse"
     if not np.all(np.isfinite(as_real(have))):
-        places = _indices(_not_finite(have), directions)
+        places = _indices(~np.isfinite(have))
         return f"not {FINITE}: {places}"
     if not np.all(np.isfinite(as_real(want))):
         return f"{FINITE} not"
-    # Along several cotangents: along one, a gradient may have these numbers by chance.
-    known = primal if len(directions) > 1 else None
-    if known is not None and norm(as_real(known)) > 0 and _close(known, have):
+    is_known = is_random and primal is not None and norm(as_real(primal)) > 0
+    if is_known and _close(primal, have):
         return (
             f"it is the value of {name}: the rule returns the primal, and not its cotangent "
             "(as `eqx.tree_at` does, which keeps the leaves that it does not replace)"
@@ -71,18 +71,23 @@ def likely_cause(
         return f"{text}; if that is meant, as of a straight-through rule, pass `reference=`"
     if norm(as_real(have)) == 0:
         return f"{MISSING}: the term of {name} is missing"
-    if want.size < 2 and (_close(want, have) or _rounded_to(want, have)):
-        return _factor(want, have, directions, others) or _slightly_off(want, have)
-    if _rounded_to(want, have) and not _is_multiple(want, have):
-        return _slightly_off(want, have)
-    mistakes = [s for s in mistakes if not _close(s.array, want)]
-    return (
-        _factor(want, have, directions, others)
-        or _rearranged(want, have, len(directions) > 0)
-        or next((s.cause for s in mistakes if _close(s.array, have)), "")
-        or _shifted(want, have, directions)
-        or _some_entries(want, have, name, primal, directions)
+    # What does not change the expected array explains nothing.
+    fits = lambda known: next(
+        (m.cause for m in known if _close(m.array, have) and not _close(m.array, want)), ""
     )
+    factor = _named_factor(want, have, others)
+    is_one_factor = want.size > 1 and _is_multiple(want, have)
+    if _rounded_to(want, have) and not is_one_factor:
+        return (factor if want.size < 2 else "") or _slightly_off(want, have)
+    if want.size < 2 and _close(want, have):
+        return factor or _slightly_off(want, have)
+    if found := fits(_rearranged(want)) or fits(mistakes) or factor:
+        return found
+    shift = as_real(have - want)
+    is_shifted = shift.size > 1 and norm(shift - shift.mean()) <= _CLOSE * norm(shift)
+    if is_shifted and _n_different(want) > 1:
+        return f"a constant is added to every entry: {shift.mean():.4g}"
+    return _some_entries(want, have, name, primal)
 
 
 def _close(a, b) -> bool:
@@ -90,23 +95,7 @@ def _close(a, b) -> bool:
     return a.shape == b.shape and norm(a - b) <= _CLOSE * norm(a)
 
 
-def _factor(want, have, directions, others) -> str:
-    """`have` is a multiple of `want`: of several numbers, as any number is one of another. If
-    there is one number, the other arrays have to be the same multiple."""
-    factor = _factor_of(want, have)
-    if factor is None:
-        return ""
-    if abs(factor + 1) < _CLOSE:
-        return "the sign is wrong: every entry is minus the expected one"
-    numbers = _independent(want, directions)
-    if _n_different(numbers) < 2:
-        factors = [_factor_of(other.want, other.have) for other in others]
-        if any(other is None or abs(other / factor - 1) > _CLOSE for other in factors):
-            return ""
-        numbers += [x for o in others for x in _independent(o.want, o.directions)]
-        if _n_different(numbers) < 2:
-            return ""
-    return _named_factor(want, have, factor, len(directions) > 0)
+# ---------------------------------------------------------------- factors
 
 
 def _factor_of(want, have) -> complex | None:
@@ -120,38 +109,40 @@ def _factor_of(want, have) -> complex | None:
     factor = np.vdot(w, h) / np.vdot(w, w)
     # A factor close to one must be larger than the noise to be recognized.
     slack = min(_CLOSE, abs(factor - 1) / 3) if want.size > 1 else _CLOSE
-    if norm(as_real(h - factor * w)) > slack * norm(as_real(h)):
-        return None
-    return complex(factor)
+    return (
+        complex(factor) if norm(as_real(h - factor * w)) <= slack * norm(as_real(h)) else None
+    )
 
 
-def _independent(want, directions) -> list[complex]:
-    """The entries that are not multiples of others by the choice of the directions: the
-    derivative of a scalar by a scalar is one number along all of them."""
-    rows = np.asarray(want).astype(complex)
-    if directions:
-        units = [i for i, name in enumerate(directions) if "unit" in name]
-        largest = int(np.argmax([norm(as_real(row)) for row in rows]))
-        rows = rows[units or [largest]]
-    return rows.ravel().tolist()
-
-
-def _n_different(numbers: Sequence[complex]) -> int:
-    """How many numbers there are, up to their signs, besides zero."""
-    sizes = np.sort(np.abs(numbers))
+def _n_different(*arrays: Any) -> int:
+    """How many numbers there are in them, up to their signs, besides zero."""
+    sizes = np.sort(np.concatenate([np.abs(x).ravel() for x in arrays]))
     sizes = sizes[sizes > _SINGLE * np.max(sizes, initial=0.0)]
     return int(np.sum(np.diff(sizes) > _CLOSE * sizes[1:])) + 1 if sizes.size else 0
 
 
-def _named_factor(want, have, factor: complex, is_stacked: bool) -> str:
+def _named_factor(want, have, others: Sequence[Compared]) -> str:
+    """`have` is a multiple of `want`: of several numbers, as any number is one of another. If
+    there is one number, the other arrays have to be the same multiple."""
+    factor = _factor_of(want, have)
+    if factor is None:
+        return ""
+    if abs(factor + 1) < _CLOSE:
+        return "the sign is wrong: every entry is minus the expected one"
+    if _n_different(want) < 2:
+        factors = [_factor_of(other.want, other.have) for other in others]
+        if any(other is None or abs(other / factor - 1) > _CLOSE for other in factors):
+            return ""
+        if _n_different(want, *(other.want for other in others)) < 2:
+            return ""
     if abs(factor - 1) <= _SINGLE:
         return f"{_slightly_off(want, have)}; all by the same factor, 1{factor.real - 1:+.1e}"
     if abs(factor.imag) > _CLOSE * abs(factor):
         return f"every entry is {factor:.4g} times the expected one"
     factor = factor.real
-    for value, word in _WORDS.items():
-        if abs(factor / value - 1) < _CLOSE:
-            return f"every entry is {word} the expected one"
+    is_near = lambda value: abs(factor / value - 1) < _CLOSE
+    if word := next((word for value, word in _WORDS.items() if is_near(value)), ""):
+        return f"every entry is {word} the expected one"
     shown = f"{factor:.4g}"
     if shown == "1":
         shown = f"1 {'+' if factor > 1 else '-'} {abs(factor - 1):.0e}"
@@ -160,49 +151,34 @@ def _named_factor(want, have, factor: complex, is_stacked: bool) -> str:
             "wrong, or it is a derivative by finite differences (`step=` of a host function); "
             "if that is meant, pass `tolerance=`"
         )
-    text = f"every entry is {shown} times the expected one"
-    shape = want.shape[int(is_stacked) :]
-    for n in {math.prod(shape), *shape} - {0, 1, 2, 3}:
-        if abs(factor / n - 1) < _CLOSE or abs(factor * n - 1) < _CLOSE:
-            return f"{text}: a sum and a mean over {n} entries were confused"
-    return text
+    sizes = {want.size, *want.shape} - {0, 1, 2, 3}
+    n = next((n for n in sizes if is_near(n) or is_near(1 / n)), 0)
+    text = f": a sum and a mean over {n} entries were confused" if n else ""
+    return f"every entry is {shown} times the expected one{text}"
 
 
-def _rearranged(want, have, is_stacked: bool) -> str:
-    # What does not change the expected array explains nothing.
-    fits = lambda array: _close(array, have) and not _close(array, want)
-    if np.iscomplexobj(want) and fits(np.conj(want)):
-        return "the complex conjugate of the expected one"
-    if want.ndim >= 2 and fits(np.swapaxes(want, -1, -2)):
-        return "transposed: its last two axes are swapped"
-    for axis in range(int(is_stacked), want.ndim):
-        if want.shape[axis] < 2:
-            continue
-        number = axis - int(is_stacked)
-        if fits(np.flip(want, axis)):
-            return f"reversed along axis {number}"
-        for step in (1, -1):
-            if want.shape[axis] > 2 and fits(np.roll(want, step, axis)):
-                return f"off by one along axis {number}"
-    return ""
+# ---------------------------------------------------------------- entries
 
 
-def _shifted(want, have, directions) -> str:
-    gap = as_real(have - want)
-    if _n_different(_independent(want, directions)) < 2:
-        return ""
-    if gap.size > 1 and norm(gap - gap.mean()) <= _CLOSE * norm(gap):
-        return f"a constant is added to every entry: {gap.mean():.4g}"
-    return ""
+def _rearranged(want) -> Iterator[Mistake]:
+    if np.iscomplexobj(want):
+        yield Mistake("the complex conjugate of the expected one", np.conj(want))
+    if want.ndim >= 2:
+        yield Mistake("transposed: its last two axes are swapped", np.swapaxes(want, -1, -2))
+    for axis in range(want.ndim):
+        along = f"along axis {axis}"
+        yield Mistake(f"reversed {along}", np.flip(want, axis))
+        for step in (1, -1) if want.shape[axis] > 2 else ():
+            yield Mistake(f"off by one {along}", np.roll(want, step, axis))
 
 
-def _some_entries(want, have, name, primal, directions) -> str:
-    wrong = np.abs(have - want) > _CLOSE * np.abs(want) + 1e-6 * norm(as_real(want))
+def _some_entries(want, have, name, primal) -> str:
+    gap, rounding = np.abs(have - want), 1e-6 * norm(as_real(want))
+    wrong = gap > _CLOSE * np.abs(want) + rounding
     n = int(wrong.sum())
     if n == 0:
         return _slightly_off(want, have)
-    nearly = np.abs(have - want) > 1e-5 * np.abs(want) + 1e-6 * norm(as_real(want))
-    if np.any(nearly & ~wrong):  # all are off, some by more
+    if np.any((gap > 1e-5 * np.abs(want) + rounding) & ~wrong):  # all are off, some by more
         return ""
     if primal is not None and primal.shape == wrong.shape and not np.iscomplexobj(primal):
         for sign, mask in (("negative", primal < 0), ("positive", primal > 0)):
@@ -211,8 +187,8 @@ def _some_entries(want, have, name, primal, directions) -> str:
                 return f"wrong only where {name} is {sign}"
     # Of a diagonal, most entries are zero, and right in any rule.
     n_others = int(np.sum((want != 0) & ~wrong))
-    if wrong.size > 1 and n <= max(1, wrong.size // 4) and (n == 1 or n_others):
-        return f"{n} of {wrong.size} entries are wrong: {_indices(wrong, directions)}"
+    if wrong.size > 1 and (n_others or n <= wrong.size // 2):
+        return f"{n} of {wrong.size} entries are wrong: {_indices(wrong)}"
     return ""
 
 
@@ -220,25 +196,20 @@ def _slightly_off(want, have) -> str:
     error = norm(as_real(want - have)) / norm(as_real(want))
     is_off = np.abs(have - want) > 1e-7 * np.abs(want)
     which = "every entry is" if np.all(is_off | (want == 0)) else "some entries are"
-    text = f"{which} a little off ({error:.0e} of the size of all)"
     factor = _factor_of(want, have)
-    if factor is not None and abs(factor - 1) > _SINGLE:  # of one number, or `_factor` names it
-        text += ": a factor or a term of the rule is a little wrong, or"
-    else:
-        text += ":"
-    dtype = _rounded_to(want, have)
-    if dtype:
+    is_factor = factor is not None and abs(factor - 1) > _SINGLE  # of one number
+    more = " a factor or a term of the rule is a little wrong, or" if is_factor else ""
+    text = f"{which} a little off ({error:.0e} of the size of all):{more}"
+    if dtype := _rounded_to(want, have):
         return (
             f"{text} {PRECISION}, as by a cast to {dtype}, by a difference of nearly equal "
             "numbers, or by the finite differences of a host function (then pass `tolerance=`)"
         )
-    rest = (
-        "a derivative by finite differences (`step=` of a host function), or a solver that "
-        "stops at a tolerance; if that is meant, pass `tolerance=`"
+    cast = f" {PRECISION}, as by a cast to float32; or" if error <= _SINGLE else ""
+    return (
+        f"{text}{cast} it is a derivative by finite differences (`step=` of a host function), "
+        "or a solver that stops at a tolerance; if that is meant, pass `tolerance=`"
     )
-    if error <= _SINGLE:
-        return f"{text} {PRECISION}, as by a cast to float32; or it is {rest}"
-    return f"{text} it is {rest}"
 
 
 def _rounded_to(want, have) -> str:
@@ -260,16 +231,6 @@ def _is_multiple(want, have) -> bool:
     return bool(np.std(errors) < 0.05 * abs(np.mean(errors)))
 
 
-def _not_finite(x):
-    return ~np.isfinite(np.asarray(x))
-
-
-def _indices(mask, directions: Sequence[str]) -> str:
-    if mask.ndim == 0:
-        return "the only entry"
-    places = []
-    for place in np.argwhere(mask)[:3].tolist():
-        inner = place[1:] if directions else place
-        entry = str(inner) if inner else "the only entry"
-        places.append(f"{entry} along {directions[place[0]]}" if directions else entry)
-    return ", ".join(places) + (", ..." if int(mask.sum()) > 3 else "")
+def _indices(mask) -> str:
+    places = [str(place) if place else "the only entry" for place in np.argwhere(mask).tolist()]
+    return ", ".join(places[:3]) + (", ..." if places[3:] else "")

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from .._errors import check_flags, check_function, rule_error
+from .._errors import bad_argument, check_flags, check_function, rule_error
 from .._rules.float_args import as_integer, as_number
 
 
@@ -13,25 +13,19 @@ def as_seeds(name: str, seed: Any) -> list[int]:
     """One seed or several, as a list."""
     several = isinstance(seed, Iterable) and not isinstance(seed, str | bytes)
     several = several and getattr(seed, "ndim", 1) > 0  # not an array without axes
-    given = list(seed) if several and as_integer(seed) is None else [seed]
+    given = list(seed) if several else [seed]
     seeds = [s for s in map(as_integer, given) if s is not None and s >= 0]
     if not seeds or len(seeds) < len(given):
-        raise rule_error(
-            f"The `seed` of `{name}` is not a seed.",
-            f"it is {seed!r:.60}",
-            do="Give an integer that is not negative, or where several are taken, a list.",
-        )
+        do = "Give an integer that is not negative, or where several are taken, a list."
+        raise bad_argument(name, "seed", "a seed", seed, do)
     return seeds
 
 
 def as_seed(name: str, seed: Any) -> int:
     seeds = as_seeds(name, seed)
     if as_integer(seed) is None:
-        raise rule_error(
-            f"The `seed` of `{name}` is not one seed.",
-            f"it is {seed!r:.60}",
-            do="Give an integer that is not negative.",
-        )
+        do = "Give an integer that is not negative."
+        raise bad_argument(name, "seed", "one seed", seed, do)
     return seeds[0]
 
 
@@ -40,18 +34,14 @@ def check_tolerance(name: str, **numbers: Any) -> None:
     for argument, number in numbers.items():
         known = 0 if number is None else as_number(number)
         if known is None or not 0 <= known < math.inf:
-            raise rule_error(
-                f"The `{argument}` of `{name}` is not a finite number from zero.",
-                f"it is {number!r:.60}",
-                do="Give a number such as `1e-5`, or leave it out.",
-            )
+            do = "Give a number such as `1e-5`, or leave it out."
+            raise bad_argument(name, argument, "a finite number from zero", number, do)
 
 
 def as_names(name: str, argument: str, names: Any) -> tuple[str, ...]:
     """A name or a collection of names."""
     given = (names,) if isinstance(names, str) else names
-    is_array = hasattr(given, "ndim")
-    several = isinstance(given, Collection) and not is_array
+    several = isinstance(given, Collection) and not hasattr(given, "ndim")
     if not several or not all(isinstance(n, str) and n for n in given):
         raise rule_error(
             f"The `{argument}` of `{name}` are not names.",
@@ -67,33 +57,6 @@ def check_options(name: str, functions: dict[str, Any], **flags: Any) -> None:
     for argument, fn in functions.items():
         if fn is not None:
             check_function(fn, argument, name)
-
-
-def check_integer(name: str, argument: str, x: Any, smallest: int) -> None:
-    known = as_integer(x)
-    if known is None or known < smallest:
-        raise rule_error(
-            f"The `{argument}` of `{name}` is not an integer from {smallest}.",
-            f"it is {x!r:.60}",
-            do="Give an integer.",
-        )
-
-
-def check_points(name: str, argument: str, x: Any) -> None:
-    given = x if isinstance(x, tuple | list) else [x]
-    wrong = [i for i, point in enumerate(given) if not isinstance(point, tuple | list)]
-    if given is x and not wrong:
-        return
-    where = (
-        f"it is {x!r:.60}"
-        if given is not x
-        else (f"`{argument}[{wrong[0]}]` is {given[wrong[0]]!r:.60}, and no tuple")
-    )
-    raise rule_error(
-        f"The `{argument}` of `{name}` is not a list of tuples.",
-        where,
-        do=f"Give a tuple of the arguments for each point, as in `{argument}=[(x,), (y,)]`.",
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,18 +76,26 @@ class Options:
     tolerance: float | None = None
 
     def __post_init__(self):
-        functions = ("reference", "expected_tangent", "expected_cotangent")
-        given = {name: getattr(self, name) for name in functions}
-        check_options("check_rule", given, nonlinear=self.nonlinear)
+        check_options("check_rule", self.formulas, nonlinear=self.nonlinear)
         check_tolerance("check_rule", tolerance=self.tolerance)
-        check_integer("check_rule", "order", self.order, 1)
-        check_points("check_rule", "at", self.at)
         as_names("check_rule", "nondifferentiable", self.nondifferentiable)
-        if self.max_residual_bytes is not None:
-            check_integer("check_rule", "max_residual_bytes", self.max_residual_bytes, 0)
+        most = 0 if self.max_residual_bytes is None else self.max_residual_bytes
+        for argument, x, least in (("order", self.order, 1), ("max_residual_bytes", most, 0)):
+            known = as_integer(x)
+            if known is None or known < least:
+                wanted = f"an integer from {least}"
+                raise bad_argument("check_rule", argument, wanted, x, "Give an integer.")
+        is_list = isinstance(self.at, tuple | list)
+        if not is_list or not all(isinstance(point, tuple | list) for point in self.at):
+            do = "Give a tuple of the arguments for each point, as in `at=[(x,), (y,)]`."
+            raise bad_argument("check_rule", "at", "a list of tuples", self.at, do)
+
+    @property
+    def formulas(self) -> dict[str, Callable[..., Any] | None]:
+        names = ("reference", "expected_tangent", "expected_cotangent")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def is_wrong_on_purpose(self) -> bool:
         """Whether the user asked for another derivative than that of the function."""
-        options = self.reference, self.expected_tangent, self.expected_cotangent
-        return any(option is not None for option in options)
+        return any(option is not None for option in self.formulas.values())

@@ -1,9 +1,10 @@
 """The rows of a table as one program: functions of the same arrays, traced once each, and
-compiled together, in one precision.
+compiled together.
 
-A rule is judged in float64. The programs are those of the function with float64 arguments. If
-the function does not run with these, or is another one there (it draws random numbers, or looks
-at a dtype), they are those of the user's precision, evaluated in float64.
+A function is traced in the user's precision, and its programs are evaluated in that precision
+and in float64. So the function that is judged is the user's, whatever it does with a dtype. A
+program that calls the host runs there in the precision that it was traced with, so its function
+is traced with float64 arguments, too.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from .._diagnosis._programs.lowest_precision import lowest_precisions
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.host_calls import host_function_in
 from .._jaxprs.structure import equations, inner_programs, LinearCall, structure
-from ._compare import as_real, differences, tolerance_of
+from ._compare import as_real, tolerance_of
 from ._options import Options
 from ._outcome import outcome
 from ._references import jvp, references, vjp
@@ -50,8 +51,8 @@ class At(NamedTuple):
     and a batch of values of each leaf."""
 
     x: Sequence[Any]
-    t: Sequence[Any]
-    w: Sequence[Any]
+    t: Sequence[Any] = ()
+    w: Sequence[Any] = ()
     many: Sequence[Any] = ()
 
 
@@ -88,29 +89,28 @@ def without_log() -> Iterator[None]:
 class Side:
     """A function with its rule and its references, in one precision.
 
+    - `traced_in`: the context of the user, or `double_precision`.
+    - `is_exact`: whether its programs are evaluated in float64, whatever they cast to.
     - `f`, `plain`: the function with its rule and without, of leaves.
     - `references`: the expected derivatives, in forward and in reverse mode.
-    - `lowest`: the dtype of lowest precision on the way to an output; `None` for float64.
-    - `rounded_to`: what the values are rounded to nonetheless, as by a host function.
-    - `is_exact`: whether its programs are evaluated in float64, whatever they cast to.
     """
 
     def __init__(
         self,
         subject: FlatFunction,
         options: Options,
-        traced_in: Callable[[], Any],
-        context: Callable[[], Any],
+        traced_in: Callable[[], Any] = contextlib.nullcontext,
+        traced: dict[str, Any] | None = None,
         is_exact: bool = False,
     ):
-        self.subject, self.context, self.is_exact = subject, context, is_exact
+        self.subject, self.is_exact = subject, is_exact
         self._options, self._traced_in = options, traced_in
         is_decorated = isinstance(subject.fn, jax.custom_jvp | jax.custom_vjp)
         self.f = lambda *xs: list(subject.arrays(*xs))
         self.plain = without_rules(subject.arrays, is_decorated)
-        self._traced: dict[str, Any] = {}
-        self._compiled: dict[tuple[str, ...], Any] = {}
         self.references = references(subject, self.plain, options)
+        self._traced = {} if traced is None else traced
+        self._compiled: dict[tuple[str, ...], Any] = {}
 
     @ft.cached_property
     def named_outputs(self) -> list[tuple[str, Any]]:
@@ -122,34 +122,20 @@ class Side:
     def outputs(self) -> list[Any]:
         return [o for _, o in self.named_outputs]
 
-    @property
-    def output_names(self) -> list[str]:
-        return [name for name, _ in self.named_outputs]
-
-    def exactly(self) -> "Side":
-        """The same programs, evaluated in float64."""
-        args = self.subject, self._options, self._traced_in, double_precision, True
-        other = Side(*args)
-        other._traced = self._traced
-        return other
-
     # ------------------------------------------------------------ programs
 
     def trace(self, name: str, row: Row, at: At) -> Any:
         """The program of a row, or the exception that it raises."""
         if name not in self._traced:
+            flat, tree = jax.tree.flatten(self._like(at))
+            run = lambda *xs: list(row(jax.tree.unflatten(tree, xs)))
             with self._traced_in():
-                like = self._like(at)
-                run = lambda *flat: list(
-                    row(jax.tree.unflatten(jax.tree.structure(like), flat))
-                )
-                self._traced[name] = outcome(expanded, run, jax.tree.leaves(like))
+                self._traced[name] = outcome(expanded, run, flat)
         return self._traced[name]
 
     def _like(self, at: At) -> At:
         cast = lambda arrays, space: [
-            np.asarray(a).astype(s.dtype)
-            for a, s in zip(arrays, space if arrays else (), strict=True)
+            np.asarray(a).astype(s.dtype) for a, s in zip(arrays, space, strict=bool(arrays))
         ]
         x = self.subject.leaves
         return At(cast(at.x, x), cast(at.t, x), cast(at.w, self.outputs), cast(at.many, x))
@@ -157,109 +143,86 @@ class Side:
     def compute(self, rows: Mapping[str, Row], at: At) -> dict[str, Any]:
         """What each row gives: a list of NumPy arrays, or the exception that it raises.
 
-        They are compiled as one program, which is much faster than one by one. If that fails,
-        they are compiled one by one. So they are if they call the host: in JAX 0.10, on a CPU
-        with two cores, a program of several callbacks and large arrays can wait for ever, also
-        one of `jax.pure_callback` without this library.
+        They are compiled as one program, which is much faster than one by one. If they call the
+        host, they are compiled one by one: in JAX 0.10, on a CPU with two cores, a program of
+        several callbacks and large arrays can wait for ever.
         """
-        programs = {name: self.trace(name, row, at) for name, row in rows.items()}
-        good = {n: p for n, p in programs.items() if isinstance(p, ClosedJaxpr)}
+        found = {name: self.trace(name, row, at) for name, row in rows.items()}
+        good = {n: p for n, p in found.items() if isinstance(p, ClosedJaxpr)}
+        looking = [n for n in found if isinstance(found[n], jax.errors.ConcretizationTypeError)]
         at = at if self.is_exact else self._like(at)
-        with self.context():
-            together = not any(_calls_host(p) for p in good.values()) or len(good) == 1
-            found = outcome(self._run, good, at) if good and together else None
-            if not isinstance(found, dict):
-                found = {}
+        with double_precision() if self.is_exact else self._traced_in():
+            if any(map(_calls_host, good.values())):
                 for name, program in good.items():
-                    one = outcome(self._run, {name: program}, at)
-                    found[name] = one[name] if isinstance(one, dict) else one
-            for name, error in programs.items():
-                if isinstance(error, jax.errors.ConcretizationTypeError):  # it looks at values
-                    found[name] = outcome(self._eagerly, rows[name], at)
-        return {name: found.get(name, programs[name]) for name in rows}
+                    found |= self._run({name: program}, at)
+            elif good:
+                found |= self._run(good, at)
+            for name in looking:  # they look at values
+                found[name] = outcome(_eagerly, rows[name], at)
+        return found
+
+    def _run(self, programs: Mapping[str, ClosedJaxpr], at: At) -> dict[str, Any]:
+        key = tuple(programs)
+        if key not in self._compiled:
+            run = lambda p, xs: (
+                evaluate_in_float64(p, xs) if self.is_exact else jaxpr_as_fun(p)(*xs)
+            )
+            self._compiled[key] = compiled(lambda xs: [run(p, xs) for p in programs.values()])
+        results = outcome(lambda: jax.device_get(self._compiled[key](jax.tree.leaves(at))))
+        if not isinstance(results, Exception):
+            return dict(zip(key, map(list, results), strict=True))
+        if len(key) == 1:
+            return {key[0]: results}
+        return {k: v for n, p in programs.items() for k, v in self._run({n: p}, at).items()}
 
     def one(self, name: str, row: Row, at: At) -> _Arrays:
         """What a row gives. It raises what that raises."""
-        found = self.compute({name: row}, at)[name]
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    def _run(self, programs: Mapping[str, ClosedJaxpr], at: At) -> dict[str, _Arrays]:
-        key = tuple(programs)
-        if key not in self._compiled:
-            as_fun = lambda p: ft.partial(evaluate_in_float64, p) if self.is_exact else None
-            runs = [
-                as_fun(p) or (lambda xs, p=p: jaxpr_as_fun(p)(*xs)) for p in programs.values()
-            ]
-            self._compiled[key] = compiled(lambda xs: [list(run(xs)) for run in runs])
-        results = self._compiled[key](jax.tree.leaves(at))
-        results = [[np.asarray(x) for x in result] for result in results]
-        return dict(zip(key, results, strict=True))
-
-    def _eagerly(self, row: Row, at: At) -> _Arrays:
-        at = jax.tree.map(jnp.asarray, at)
-        return [np.asarray(x) for x in row(at)]
-
-    def hold_second_order(self) -> bool:
-        """Trace the second derivatives in this precision, and keep the programs: see
-        `in_float64`. Whether they capture NumPy arrays."""
-        tangents = lambda fn: lambda *xs: jax.jvp(fn, xs, xs)[1]
-        cotangents = lambda fn: lambda *xs: (lambda out, pull: pull(out))(*jax.vjp(fn, *xs))
-        pairs = (cotangents, tangents), (tangents, cotangents), (cotangents, cotangents)
-        with self._traced_in():
-            programs = [jax.make_jaxpr(outer(inner(self.f))) for outer, inner in pairs]
-            self._held = [outcome(trace, *self.subject.leaves) for trace in programs]
-        return any(isinstance(p, ClosedJaxpr) and captures_numpy(p) for p in self._held)
+        return unless_error(self.compute({name: row}, at)[name])
 
     # ------------------------------------------------------------ values and derivatives
 
     @ft.cached_property
     def rows(self) -> dict[str, Row]:
-        """The value, the derivatives by the rule, and those that are expected."""
-        rows: dict[str, Row] = {
+        """The values, the derivatives by the rule, and those that are expected."""
+        ahead, back = self.references
+        return {
             "f": lambda at: self.f(*at.x),
+            "plain": lambda at: self.plain(*at.x),
             "jvp": lambda at: jvp(self.f, at.x, at.t),
             "vjp": lambda at: vjp(self.f, at.x, at.w),
+            **{f"jvp {i}": ft.partial(_of_tangent, r) for i, r in enumerate(ahead)},
+            **{f"vjp {i}": ft.partial(_of_cotangent, r) for i, r in enumerate(back)},
         }
-        for prefix, found in zip(("jvp", "vjp"), self.references, strict=True):
-            for i, r in enumerate(found):
-                way = (lambda at, r=r: r.derivative(at.x, at.t)) if prefix == "jvp" else (
-                    lambda at, r=r: r.derivative(at.x, at.w))  # fmt: skip
-                rows[f"{prefix} {i}"] = way
-        if self._options.is_wrong_on_purpose:
-            rows["jvp plain"] = lambda at: jvp(self.plain, at.x, at.t)
-            rows["vjp plain"] = lambda at: vjp(self.plain, at.x, at.w)
-        return rows
 
     def derive(self, t: Sequence[Any], w: Sequence[Any], x: Sequence[Any] | None = None):
         """All of `rows` at the leaves, or at `x`."""
         return self.compute(self.rows, At(self.subject.leaves if x is None else x, t, w))
 
     def value(self, x: Sequence[Any] | None = None) -> _Arrays:
-        at = At(self.subject.leaves if x is None else x, (), ())
+        at = At(self.subject.leaves if x is None else x)
         return self.one("value", lambda at: self.f(*at.x), at)
 
     # ------------------------------------------------------------ precision
 
+    @ft.cached_property
     def program(self) -> ClosedJaxpr | None:
         """Of the value; `None` if it can't be traced."""
-        at = At(self.subject.leaves, (), ())
-        found = self.trace("value", lambda at: self.f(*at.x), at)
+        found = self.trace("value", lambda at: self.f(*at.x), At(self.subject.leaves))
         return found if isinstance(found, ClosedJaxpr) else None
 
     @ft.cached_property
     def lowest(self) -> np.dtype | None:
+        """The dtype of lowest precision on the way to an output; `None` for float64."""
         return self._lowest(opaque=False)
 
     @ft.cached_property
     def rounded_to(self) -> np.dtype | None:
+        """What the values are rounded to, though evaluated in float64: by a host function."""
         return self._lowest(opaque=True) if self.is_exact else self.lowest
 
     def _lowest(self, *, opaque: bool) -> np.dtype | None:
-        program = self.program()
-        if program is not None:
-            dtypes = lowest_precisions(program, opaque=opaque)
+        if self.program is not None:
+            dtypes = lowest_precisions(self.program, opaque=opaque)
         else:
             dtypes = [] if opaque else [jnp.finfo(x.dtype).dtype for x in self.outputs]
         dtypes = [dtype for dtype in dtypes if dtype is not None and dtype != np.float64]
@@ -270,34 +233,70 @@ class Side:
         """The relative error of a derivative that rounding in its dtypes explains."""
         if self._options.tolerance is not None:
             return self._options.tolerance
-        if self.context is contextlib.nullcontext and not self.is_exact:
+        if not self.is_exact:
             return tolerance_of(self.subject.leaves, self.outputs)
         low = [] if self.rounded_to is None else [np.zeros((), self.rounded_to)]
         tolerance = max(tolerance_of(low), 1e-5)
-        if self.is_exact and self.lowest is not None:
-            # The function may look at a dtype, as a solver does for its tolerance.
-            is_own = self._traced_in is contextlib.nullcontext
-            eps = float(jnp.finfo(self.lowest).eps)
-            is_looser = eps > tolerance and (is_own or self._rounds_constants())
-            tolerance += eps if is_looser else 0.0
-        return tolerance
-
-    def _rounds_constants(self) -> bool:
-        """Whether a number in the function or its rule was rounded to 8 or 11 bits, such as the
-        0.1 in `0.1 * x` for an `x` in bfloat16: the rule may have the number itself."""
-        programs = [p for p in self._traced.values() if isinstance(p, ClosedJaxpr)]
-        atoms = [v for p in programs for eqn in equations(p) for v in eqn.invars]
-        numbers = [v.val for v in atoms if isinstance(v, Literal)]
-        numbers += [x for p in programs for x in p.consts if np.ndim(x) == 0]
-        return any(map(_is_rounded, numbers))
+        # Numbers such as the 0.1 in `0.1 * x` are rounded to half precision: the rule may have
+        # the number itself.
+        eps = 0.0 if self.lowest is None else float(jnp.finfo(self.lowest).eps)
+        return tolerance + (eps if eps > tolerance else 0.0)
 
     @property
     def where_rounded(self) -> str:
-        """What is in lower precision than float64, for a report; empty if nothing is."""
-        if self.lowest is None:
+        """What is in lower precision than the arguments, for a report; empty if nothing is."""
+        low = self.lowest
+        if low is None or tolerance_of([np.zeros((), low)]) <= tolerance_of(
+            self.subject.leaves
+        ):
             return ""
-        is_output = any(jnp.finfo(x.dtype).dtype == self.lowest for x in self.outputs)
-        return f"{'the output is' if is_output else 'it computes in'} {self.lowest}"
+        is_output = any(jnp.finfo(x.dtype).dtype == low for x in self.outputs)
+        return f"{'the output is' if is_output else 'it computes in'} {low}"
+
+
+def in_float64(own: Side, options: Options, at: At) -> Side:
+    """The same function in float64. `at`: directions."""
+    if own.lowest is None and own.program is not None:
+        return own  # the user's precision is double
+    exact = Side(own.subject, options, own._traced_in, own._traced, True)
+    works = _working(own, at)
+    # First the one whose values no host function rounds.
+    found = (exact, None) if exact.rounded_to is None else (None, exact)
+    for side in (found[0], outcome(_in_x64, own.subject, options), found[1]):
+        if isinstance(side, Side) and works <= _working(side, at):
+            return side
+    return own  # as of Lineax, which can't be evaluated in another precision
+
+
+def _in_x64(subject: FlatFunction, options: Options) -> Side:
+    with double_precision():
+        wide = Side(subject.in_float64(), options, double_precision, None, True)
+    _ = wide.named_outputs  # it may be for single precision only
+    return wide
+
+
+def _working(side: Side, at: At) -> set[str]:
+    found = side.derive(at.t, at.w) if side.outputs else {}
+    return {name for name, result in found.items() if not isinstance(result, Exception)}
+
+
+def unless_error(result: Any) -> Any:
+    """A result; if it is an exception, it is raised."""
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _of_tangent(reference, at: At):
+    return reference.derivative(at.x, at.t)
+
+
+def _of_cotangent(reference, at: At):
+    return reference.derivative(at.x, at.w)
+
+
+def _eagerly(row: Row, at: At) -> _Arrays:
+    return jax.device_get(list(row(jax.tree.map(jnp.asarray, at))))
 
 
 def expanded(run: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
@@ -319,82 +318,17 @@ def expanded(run: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda *xs: evaluate(program, xs, hook))(*args)
 
 
-def captures_numpy(program: ClosedJaxpr) -> bool:
-    return any(isinstance(x, np.ndarray) for x in program.consts) or any(
-        captures_numpy(inner) for eqn in program.eqns for inner in inner_programs(eqn)
-    )
-
-
 def _calls_host(program: ClosedJaxpr) -> bool:
     return any("callback" in e.primitive.name for e in equations(program))
 
 
-def _is_rounded(number: Any) -> bool:
-    """Whether a number in half precision has many significant bits, and so is not what a user
-    wrote: 0.75 has two of them, and 0.1 has all that the dtype has."""
-    if getattr(number, "dtype", None) not in (jnp.bfloat16, jnp.float16):
-        return False
-    fraction, _ = np.frexp(np.float64(number))
-    return bool(np.isfinite(fraction) and fraction * 16 % 1)
+# ---------------------------------------------------------------- for `check_gradients`
 
 
-# ---------------------------------------------------------------- float64
-
-
-def in_own_precision(subject: FlatFunction, options: Options) -> Side:
-    return Side(subject, options, contextlib.nullcontext, contextlib.nullcontext)
-
-
-def in_float64(own: Side, options: Options, at: At) -> Side:
-    """The same in float64; `own` itself if that is the user's precision. `at`: directions."""
-    # First the own precision: of a NumPy array that a function captures, JAX has one constant
-    # for both precisions, in that of the first program that is alive (JAX 0.10 to 0.12).
-    works = _working(own, at)
-    retraced, is_same = _retraced(own, options, at, works)
-    if not is_same:
-        exact = own.exactly()
-        if works <= _working(exact, at):
-            return exact
-    wide = retraced or own  # as of Lineax, which can't be evaluated in another precision
-    if wide.lowest is None or options.expected_tangent or options.expected_cotangent:
-        return wide  # a formula is rounded as it is written
-    exact = wide.exactly()
-    written, unrounded = (outcome(side.value) for side in (wide, exact))
-    if isinstance(written, Exception) or isinstance(unrounded, Exception):
-        return wide
-    error = differences(written, unrounded, wide.output_names)[0].error
-    is_same = error <= tolerance_of([np.zeros((), wide.lowest)])
-    return exact if is_same and works <= _working(exact, at) else wide
-
-
-def _retraced(own: Side, options: Options, at: At, works: set[str]) -> tuple[Side | None, bool]:
-    """The function of float64 arguments, if that works as well and has the same value; and
-    whether all of it is the same."""
-    subject = own.subject
-    if all(jnp.finfo(x.dtype).bits == 64 for x in subject.leaves):
-        return own, True
-    wide = outcome(_in_x64, subject, options)
-    if isinstance(wide, Exception) or not works <= _working(wide, at):
-        return None, False
-    _ = own.program(), wide.program()  # are traced
-    # The derivatives by the rule may differ: it may be wrong in one precision.
-    names = ["value", *(name for name in own.rows if name not in ("f", "jvp", "vjp"))]
-    pairs = [(own._traced.get(name), wide._traced.get(name)) for name in names]
-    known = [all(isinstance(p, ClosedJaxpr) for p in pair) for pair in pairs]
-    same = [not k or is_same_program(*pair) for k, pair in zip(known, pairs, strict=True)]
-    return (wide if same[0] else None), all(same)
-
-
-def _in_x64(subject: FlatFunction, options: Options) -> Side:
-    with double_precision():
-        wide = Side(subject.in_float64(), options, double_precision, double_precision)
-    _ = wide.named_outputs  # it may be for single precision only
-    return wide
-
-
-def _working(side: Side, at: At) -> set[str]:
-    found = side.derive(at.t, at.w) if side.outputs else {}
-    return {name for name, result in found.items() if not isinstance(result, Exception)}
+def captures_numpy(program: ClosedJaxpr) -> bool:
+    return any(isinstance(x, np.ndarray) for x in program.consts) or any(
+        captures_numpy(inner) for eqn in program.eqns for inner in inner_programs(eqn)
+    )
 
 
 def is_same_program(one: Any, other: Any, exactly: bool = False) -> bool:

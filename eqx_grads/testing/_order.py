@@ -2,37 +2,34 @@
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-# Public, if little known: the pass with which JAX itself drops dead equations.
 from ._case import are_finite, Case
-from ._compare import as_double, as_real, difference, norm, pairing
+from ._compare import as_double
+from ._derivatives import judge, Mode
 from ._differences import directional
 from ._oracle import At
 from ._outcome import outcome
-from ._references import as_reference, jvp, with_self
+from ._references import as_reference, jvp
 from ._report import broke, compare, FAILED, failed, Finding, skipped
 from ._table import NO_REVERSE
 
 
-_FIRST = "right to first order, {} at the next; to check the first order only, as of a "
-_FIRST += "straight-through rule, pass `order=1`"
+_FIRST = (
+    "right to first order, {} at the next: does the rule return `f(*primals)` as the value, "
+    "and not a formula, which has no rule? To check the first order only, as of a "
+    "straight-through rule, pass `order=1`"
+)
 _ONLY_HERE = (
     "the first derivative is right at these arguments, and wrong at others nearby, as if a "
     "factor is missing that is 1 here, or a term that is 0 here: check the rule at other "
     "arguments too"
 )
-_BY_FORMULA = (
-    "right to first order, wrong at the next, but not for a loss that is linear in the output: "
-    "the rule returns its value by a formula instead of calling the function, and so the value "
-    "has no rule at the next order; return `f(*primals)` as the value"
-)
 _OF_SOLVERS = 1e-3  # the error of differences of a gradient that is admitted for a solver
-_NEARBY = 0.125  # how far away the first derivative is looked at once more
 
 
 def order(case: Case) -> Iterator[Finding]:
@@ -43,172 +40,107 @@ def order(case: Case) -> Iterator[Finding]:
         yield skipped("order", "no reference for a non-linear `expected_cotangent`")
     elif options.reference is None and (explicit or options.nonlinear):
         yield skipped("order", "no reference: give `reference=` for higher derivatives")
-    elif not case.outputs:
-        yield skipped("order", "no output has a derivative")
     elif not case.has_reverse:
-        yield skipped("order", NO_REVERSE)
-    else:
-        captures = options.order > 1 and case.own.hold_second_order()
-        is_refuted = False
-        for n in range(2, options.order + 1):
-            for finding in _one_order(case, n, captures):
-                is_refuted |= finding.verdict == FAILED
-                yield finding
-        is_right = not is_refuted and options.order > 1 and _is_right_to_first_order(case)
-        if is_right and _is_wrong_nearby(case, case.cotangents[0]):
+        yield skipped("order", NO_REVERSE if case.outputs else "no output has a derivative")
+    elif options.order > 1:
+        first = _First(case)
+        orders = range(2, options.order + 1)
+        findings = [finding for n in orders for finding in _one_order(case, n, first)]
+        yield from findings
+        is_refuted = any(f.verdict == FAILED for f in findings)
+        if not is_refuted and first.is_right and first.is_wrong_nearby:
             # The odd functions are an example: `t_x` instead of `cos(x) * t_x`, at zero.
             text = "the first derivative is wrong at a point nearby"
             yield failed("order", "a point nearby", text, _ONLY_HERE)
 
 
-def _one_order(case: Case, n: int, captures: bool) -> Iterator[Finding]:
-    side, at = case.wide, At(case.wide.subject.leaves, case.tangents[0], case.cotangents[0])
-    reference = side.plain
+class _First:
+    """What is known of the first derivative of a rule."""
+
+    def __init__(self, case: Case):
+        self.case = case
+
+    @ft.cached_property
+    def is_right(self) -> bool:
+        """Whether the modes that are offered agree with autodiff."""
+        modes = ["reverse", *["forward"] * self.case.has_forward]
+        found = [outcome(lambda m=m: judge(self.case, Mode(self.case, m))) for m in modes]
+        return all(not isinstance(f, Exception) and f[1] is not None for f in found)
+
+    @ft.cached_property
+    def is_wrong_nearby(self) -> bool:
+        """Where the arguments are zero, equal or symmetric, a wrong rule may be right to first
+        order, and differences of its gradient agree with its wrong second derivative."""
+        found = outcome(lambda: judge(near := self.case.nearby(), Mode(near, "reverse")))
+        return not isinstance(found, Exception) and found[0].verdict == FAILED
+
+
+def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
+    side, loss = case.wide, _scaled_loss(case)
+    at = At(side.subject.leaves, case.tangents[0], case.cotangents[0])
+    reference, name = side.plain, "autodiff without the rule"
     if case.options.reference is not None:
-        reference = as_reference(side.subject, with_self(side.subject, case.options.reference))
-    loss = _scaled_loss(case)
-    kinds = {k: d for k, d in _KINDS.items() if case.has_forward or k != "reverse over forward"}
+        reference = as_reference(side.subject, case.options.reference)
+        name = "autodiff of `reference`"
     rows: dict[str, Callable[[At], Any]] = {
         f"order {n}, {kind}": ft.partial(derive, side.f, loss, n)
-        for kind, derive in kinds.items()
+        for kind, derive in _KINDS.items()
+        if case.has_forward or kind != "reverse over forward"
     }
-    expected = {f"expected {n}": ft.partial(forward_over_reverse, reference, loss, n)}
-    found = side.compute(rows | expected, at)
-    if captures and any(isinstance(x, Exception) for x in found.values()):
-        # The captured arrays have the types of the user's precision.
-        yield from _one_order(case.in_own_types(), n, False)
-        return
-    derivative = found.pop(f"expected {n}")
-    want = [] if isinstance(derivative, Exception) else derivative
-    is_known = bool(want) and are_finite(want)
-    name = "autodiff of `reference`" if case.options.reference else "autodiff without the rule"
-    tolerance = case.admitted(side, order=n)
-    for where, got in found.items():
+    expected = ft.partial(forward_over_reverse, reference, loss, n)
+    *found, want = side.compute(rows | {f"expected {n}": expected}, at).values()
+    for (where, row), got in zip(rows.items(), found, strict=True):
         if isinstance(got, Exception):
+            # A `jax.custom_vjp` has no forward mode.
             if not (isinstance(got, TypeError) and "forward-mode" in str(got)):
                 yield broke("order", where, got, _FIRST.format("fails"))
-            continue  # a `jax.custom_vjp` has no forward mode
+            continue
         finding = None
-        if is_known:
-            finding = compare("order", where, want, got, case.names, tolerance, reference=name,
-                              cause="")  # fmt: skip
+        if not isinstance(want, Exception) and are_finite(want):
+            finding = compare("order", where, want, got, case.names, case.admitted(order=n),
+                              reference=name, cause="")  # fmt: skip
         if finding is None or finding.verdict == FAILED:
-            finding = _by_differences(case, where, n, finding)
-        yield finding or skipped("order", f"no reference for {where}")
-        if finding is not None and finding.verdict == FAILED:
+            finding = _by_differences(case, where, row, n, finding, first)
+        if finding.verdict == FAILED and first.is_right:
+            cause = _ONLY_HERE if first.is_wrong_nearby else _FIRST.format("wrong")
+            finding = dataclasses.replace(finding, cause=cause)
+        yield finding
+        if finding.verdict == FAILED:
             return
 
 
-def _by_differences(case: Case, where: str, n: int, finding: Finding | None) -> Finding | None:
+def _by_differences(
+    case: Case, where: str, row: Any, n: int, finding: Finding | None, first: _First
+) -> Finding:
     """The check of the first derivative has its own reference, so differences of the rule's
     gradient are a reference for the second, unless `reference` was given: the gradient of a
     rule that is wrong on purpose need not be that of any function."""
-    side, w = case.wide, case.cotangents[0]
-    is_right = _is_right_to_first_order(case)
-    is_refuted = finding is not None and case.options.reference is None and not is_right
-    steps = _differences_of_gradient(case, where) if n == 2 else None
-    if steps is not None:
-        want, got, error, is_exact = steps
-        tolerance = case.admitted(side, order=n)
-        tolerance = max(tolerance, _OF_SOLVERS) if is_refuted or not is_exact else tolerance
-        scale = [10 * e / tolerance for e in error]
-        other = compare("order", where, want, got, case.names, tolerance, scale=scale, cause="",
-                        reference="differences of the gradient")  # fmt: skip
-        if finding is None or is_refuted:
-            return other if finding is None or other.verdict != FAILED else finding
-        if other.verdict != FAILED and not _is_wrong_nearby(case, w):
-            return other
-    elif is_refuted:
-        why = "autodiff without the rule is another one to first order"
-        return skipped("order", f"no reference for {where}: {why}")
-    if finding is None:
-        return None
-    if not is_right:
-        return finding
-    if _is_wrong_nearby(case, w):
-        return dataclasses.replace(finding, cause=_ONLY_HERE)
-    by_formula = _is_right_for_linear_loss(case, n)
-    return dataclasses.replace(
-        finding, cause=_BY_FORMULA if by_formula else _FIRST.format("wrong")
-    )
+    is_refuted = case.options.reference is None and not first.is_right
+    steps = outcome(_differences_of_gradient, case, where, row) if n == 2 else ValueError()
+    if isinstance(steps, Exception) or not steps[0].is_trusted:
+        why = ": autodiff without the rule is another one to first order"
+        unknown = skipped("order", f"no reference for {where}{why if finding else ''}")
+        return unknown if finding is None or is_refuted else finding
+    slope, got = steps
+    tolerance = case.admitted(order=n)
+    is_rough = (finding is not None and is_refuted) or slope.is_rounded
+    tolerance = max(tolerance, _OF_SOLVERS) if is_rough else tolerance
+    scale = [10 * e / tolerance for e in slope.errors]
+    other = compare("order", where, slope.tangents_out, got, case.names, tolerance, scale=scale,
+                    reference="differences of the gradient", cause="")  # fmt: skip
+    is_right = other.verdict != FAILED and (is_refuted or not first.is_wrong_nearby)
+    return other if finding is None or is_right else finding
 
 
-def _differences_of_gradient(case: Case, where: str):
-    """Differences of the rule's gradient, the second derivative by the rule, the error, and
-    whether the values are those of float64. `None` where they are no reference."""
+def _differences_of_gradient(case: Case, where: str, row):
+    """Differences of the rule's gradient, and the second derivative by the rule along them."""
     side, scaled, w = case.wide, case.scaled, case.cotangents[0]
-    leaves = [as_double(x) for x in side.subject.leaves]
     loss = _scaled_loss(case)
     gradient = lambda at: _gradient(loss(side.f, at.w), at.x)
     values = lambda *xs: side.one("gradient", gradient, At(xs, case.tangents[0], w))
-    steps = outcome(directional, values, leaves, scaled, side.rounded_to)
-    if isinstance(steps, Exception) or not steps.is_trusted:
-        return None
-    row = ft.partial(_KINDS[where.partition(", ")[2]], side.f, loss, 2)
-    got = outcome(side.one, where, row, At(side.subject.leaves, scaled, w))
-    is_ok = not isinstance(got, Exception)
-    return (steps.tangents_out, got, steps.errors, not steps.is_rounded) if is_ok else None
-
-
-def _is_wrong_nearby(case: Case, w) -> bool:
-    """Whether the first derivative of the rule is wrong at a point nearby. Where the arguments
-    are zero, equal or symmetric, a wrong rule may be right to first order, and differences of
-    its gradient agree with its wrong second derivative."""
-    side, scaled = case.wide, case.scaled
-    leaves = [as_double(x) for x in side.subject.leaves]
-    moved = [x + _NEARBY * t for x, t in zip(leaves, scaled, strict=True)]
-    got, want = (outcome(case.derivative, side, row, w, moved) for row in ("vjp", "vjp 0"))
-    if isinstance(got, Exception):
-        return False
-    admitted = 10 * case.admitted(side)
-    if not isinstance(want, Exception) and are_finite(want):
-        if difference(want, got, case.names).error <= admitted:
-            return False
-    if case.options.reference is not None:
-        names, have, error = case.names, got, 0.0
-    else:  # autodiff may be wrong: that of a solver, and that of a `stop_gradient`
-        steps = outcome(case.along, scaled, moved)
-        if isinstance(steps, Exception) or not steps.is_trusted:
-            return False
-        want, have = (
-            [np.asarray(pairing(steps.tangents_out, w))],
-            [np.asarray(pairing(got, scaled))],
-        )
-        error = float(np.dot(steps.errors, [norm(as_real(x)) for x in w]))
-        names = ["all leaves"]
-    if isinstance(want, Exception) or not are_finite(want):
-        return False
-    scale = 10 * error / case.admitted(side)
-    return difference(want, have, names, scale=scale).error > admitted
-
-
-def _is_right_for_linear_loss(case: Case, n: int) -> bool:
-    side, at = case.wide, At(case.wide.subject.leaves, case.tangents[0], case.cotangents[0])
-    derive = lambda fn: ft.partial(forward_over_reverse, fn, _linear_loss, n)
-    rows: Mapping[str, Any] = {
-        f"linear expected {n}": derive(side.plain),
-        f"linear {n}": derive(side.f),
-    }
-    want, got = side.compute(rows, at).values()
-    if isinstance(want, Exception) or isinstance(got, Exception):
-        return False
-    return difference(want, got, case.names).error <= case.admitted(side, order=n)
-
-
-def _is_right_to_first_order(case: Case) -> bool:
-    """Whether the modes that are offered agree with autodiff of the reference."""
-    pairs = [("vjp", case.cotangents[0], case.names)]
-    pairs += [("jvp", case.tangents[0], case.output_names)] if case.has_forward else []
-    for row, direction, names in pairs:
-        runs = [
-            lambda r=r, d=direction: case.derivative(case.wide, r, d) for r in (row, f"{row} 0")
-        ]
-        got, want = map(outcome, runs)
-        if isinstance(got, Exception) or isinstance(want, Exception):
-            return False
-        if not difference(want, got, names).error <= case.admitted(case.wide):
-            return False
-    return True
+    leaves = list(map(as_double, side.subject.leaves))
+    steps = directional(values, leaves, scaled, side.rounded_to)
+    return steps, side.one(where, row, At(side.subject.leaves, scaled, w))
 
 
 def loss_of(fn, cotangents, scales: Sequence[float] = ()):
@@ -220,7 +152,7 @@ def loss_of(fn, cotangents, scales: Sequence[float] = ()):
         scale = scales or [1.0] * len(cotangents)
         for out, w, s in zip(fn(*xs), cotangents, scale, strict=True):
             r = (out * w).real
-            total = total + (r + r * r / (2 * s)).sum()
+            total = total + (r + r * r / (2 * s)).sum().astype(float)
         return total
 
     return loss
@@ -233,47 +165,37 @@ def _scaled_loss(case: Case):
     return lambda fn, cotangents: loss_of(fn, cotangents, scales)
 
 
-def _linear_loss(fn, cotangents):
-    pairs = lambda xs: zip(fn(*xs), cotangents, strict=True)
-    return lambda *xs: sum((x * w).real.sum() for x, w in pairs(xs))
-
-
 def _gradient(fn, xs):
     """With respect to every leaf, complex ones as JAX has it."""
     return list(jax.grad(fn, argnums=tuple(range(len(xs))))(*xs))
+
+
+def _repeated(step, fn, n, t):
+    for _ in range(n - 1):
+        fn = step(fn, t)
+    return fn
 
 
 def _along(fn, t):
     return lambda *ys: jvp(fn, ys, t)
 
 
+def _slope(scalar, t):
+    terms = lambda ys: zip(_gradient(scalar, ys), t, strict=True)
+    return lambda *ys: sum((g * t).real.sum().astype(float) for g, t in terms(ys))
+
+
 def forward_over_reverse(fn, loss, n, at: At):
     scalar = loss(fn, at.w)
-    gradient = lambda *ys: _gradient(scalar, ys)
-    for _ in range(n - 1):
-        gradient = _along(gradient, at.t)
-    return gradient(*at.x)
+    return _repeated(_along, lambda *ys: _gradient(scalar, ys), n, at.t)(*at.x)
 
 
 def reverse_over_reverse(fn, loss, n, at: At):
-    def slope_of(scalar):
-        def slope(*ys):
-            terms = zip(_gradient(scalar, ys), at.t, strict=True)
-            return sum((g * t).real.sum() for g, t in terms)
-
-        return slope
-
-    scalar = loss(fn, at.w)
-    for _ in range(n - 1):
-        scalar = slope_of(scalar)
-    return _gradient(scalar, at.x)
+    return _gradient(_repeated(_slope, loss(fn, at.w), n, at.t), at.x)
 
 
 def _reverse_over_forward(fn, loss, n, at: At):
-    scalar = loss(fn, at.w)
-    for _ in range(n - 1):
-        scalar = _along(scalar, at.t)
-    return _gradient(scalar, at.x)
+    return _gradient(_repeated(_along, loss(fn, at.w), n, at.t), at.x)
 
 
 _KINDS = {

@@ -63,36 +63,6 @@ def normal_like(rng: np.random.Generator, arrays: Sequence[Any]) -> list[Any]:
     return [normal(rng, np.shape(x), x.dtype) for x in arrays]
 
 
-def basis(arrays: Sequence[Any], limit: int) -> list[list[Any]] | None:
-    """All unit vectors, or `None` if there are more than `limit`."""
-    sizes = [int(np.size(x)) * (2 if jnp.iscomplexobj(x) else 1) for x in arrays]
-    if sum(sizes) > limit:
-        return None
-    vectors = []
-    for number, x in enumerate(arrays):
-        for i in range(sizes[number]):
-            zeros = [np.zeros(np.shape(y), y.dtype) for y in arrays]
-            flat = zeros[number].reshape(-1)
-            flat[i % flat.size] = 1 if i < flat.size else 1j
-            zeros[number] = flat.reshape(np.shape(x))
-            vectors.append(zeros)
-    return vectors
-
-
-def basis_names(arrays: Sequence[Any], names: Sequence[str]) -> list[str]:
-    """What the vectors of `basis` are called: the entry that is one. `names` are those of the
-    arrays, which are said if there are several."""
-    found = []
-    for name, x in zip(names, arrays, strict=True):
-        units = ("unit", "imaginary unit") if jnp.iscomplexobj(x) else ("unit",)
-        for unit in units:
-            for place in np.ndindex(np.shape(x)):
-                entry = name if len(arrays) > 1 else ""
-                entry += str(list(place)) if place else ""
-                found.append(f"{unit} {entry}".strip())
-    return found
-
-
 def only(vectors: Sequence[Any], kept: Sequence[int]) -> list[Any]:
     """The same vectors, with zeros for those whose index is not in `kept`."""
     return [v if i in kept else np.zeros_like(v) for i, v in enumerate(vectors)]

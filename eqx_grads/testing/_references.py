@@ -1,6 +1,7 @@
 """What a derivative is expected to be: autodiff of the function without its rule, autodiff of
 `reference`, or the formula of the user, each as functions of the same arrays."""
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import name_of, rule_error, type_of
+from .._rules.custom_jvp import custom_jvp
+from .._rules.custom_vjp import custom_vjp
 from ._options import Options
-from ._outcome import outcome
-from ._subject import FlatFunction
+from ._subject import FlatFunction, is_output
 
 
 _Arrays = list[Any]
-PLAIN = "autodiff of the function without its rule"
 
 
 class Reference(NamedTuple):
@@ -46,53 +47,50 @@ def references(
     """The expected derivatives in forward and in reverse mode. Where the user gave the formula
     of the other mode only, a rule may have its transpose, or the derivative of the function: a
     `custom_vjp` of this library has the latter in forward mode."""
-    autodiff = lambda fn, name, binding=True: (
-        [Reference(name, lambda x, t: jvp(fn, x, t), True, binding)],
-        [Reference(name, lambda x, w: vjp(fn, x, w), True, binding)],
-    )
-    found = autodiff(plain, PLAIN)
-    if options.reference is not None:
-        given = as_reference(subject, with_self(subject, options.reference))
-        found = autodiff(given, "autodiff of `reference`")
-    elif options.expected_tangent or options.expected_cotangent:
-        found = autodiff(plain, PLAIN, False)
     pushed, pulled = options.expected_tangent, options.expected_cotangent
-    tangents = lambda x, t: _of_tangents(subject, pushed, x, t)
-    cotangents = lambda x, w: _of_cotangents(subject, pulled, x, w)
-    transposes = options.reference is None and not options.nonlinear
-    if pulled is not None and transposes:
-        name = "the transpose of `expected_cotangent`"
-        zeros = lambda: [jnp.zeros(o.shape, o.dtype) for _, o in subject.named_outputs()]
-        transpose = lambda x, t: _transposed(lambda w: cotangents(x, w), zeros(), t)
-        found[0].insert(0, Reference(name, transpose))
-    if pushed is not None and transposes:
-        name = "the transpose of `expected_tangent`"
-        transpose = lambda x, w: _transposed(
-            lambda t: tangents(x, t), list(map(jnp.zeros_like, x)), w
-        )
-        found[1].insert(0, Reference(name, transpose))
-    if pushed is not None:
-        found[0][:] = [Reference("`expected_tangent`", tangents)]
+    fn, name = plain, "autodiff of the function without its rule"
+    if options.reference is not None:
+        fn, name = as_reference(subject, options.reference), "autodiff of `reference`"
+    is_binding = options.reference is not None or not (pushed or pulled)
+    ahead, back = (
+        [Reference(name, ft.partial(derive, fn), True, is_binding)] for derive in (jvp, vjp)
+    )
+    has_transpose = options.reference is None and not options.nonlinear
     if pulled is not None:
-        found[1][:] = [Reference("`expected_cotangent`", cotangents)]
-    return found
+        pull = ft.partial(vjp, _with_formula(subject, pulled, is_forward=False))
+        # The transpose of a linear function is its derivative in reverse mode, at any point.
+        zeros = lambda: [jnp.zeros(o.shape, o.dtype) for _, o in subject.named_outputs()]
+        transpose = lambda x, t: vjp(lambda *w: pull(x, w), zeros(), t)
+        if has_transpose:
+            ahead.insert(0, Reference("the transpose of `expected_cotangent`", transpose))
+        back = [Reference("`expected_cotangent`", pull)]
+    if pushed is not None:
+        of_formula = _with_formula(subject, pushed, is_forward=True)
+        ahead = [Reference("`expected_tangent`", ft.partial(jvp, of_formula))]
+        transpose = ft.partial(vjp, of_formula)
+        if has_transpose and pulled is None:
+            back.insert(0, Reference("the transpose of `expected_tangent`", transpose))
+    return ahead, back
 
 
-def _transposed(linear, space, direction):
-    """The transpose of a linear function is its derivative in reverse mode, at any point."""
-    (out,) = jax.vjp(linear, space)[1](list(direction))
-    return out
+def _with_formula(subject: FlatFunction, formula, is_forward: bool) -> Callable[..., _Arrays]:
+    """The function with a formula as its rule."""
+    call = subject.unbound()
 
+    def expected_tangent(primals, tangents):
+        return call(*primals), formula(primals, tangents)
 
-def _of_tangents(subject: FlatFunction, formula, xs, ts):
-    out = formula(subject.arguments(xs), subject.tangents_of_arguments(ts))
-    outputs = subject.named_outputs()
-    return _like([o for _, o in outputs], subject.by_output("expected_tangent", out, outputs))
+    def expected_cotangent(primals, ct):
+        return formula(primals, ct)
 
-
-def _of_cotangents(subject: FlatFunction, formula, xs, ws):
-    out = formula(subject.arguments(xs), subject.like_output(ws))
-    return _like(xs, subject.cotangents_by_leaf(out))
+    if is_forward:
+        rule = custom_jvp(call)
+        rule.def_jvp(expected_tangent)
+    else:
+        rule = custom_vjp(call)
+        rule.def_fwd(lambda *primals: (call(*primals), primals))
+        rule.def_bwd(expected_cotangent)
+    return lambda *xs: list(filter(is_output, jax.tree.leaves(rule(*subject.arguments(xs)))))
 
 
 def _like(space, xs):
@@ -109,28 +107,31 @@ def _like(space, xs):
 def as_reference(
     subject: FlatFunction, reference: Callable[..., Any]
 ) -> Callable[..., _Arrays]:
+    unbound = _with_self(subject, reference)
+
     def arrays(*leaves):
-        out = _outputs_of(subject, reference, leaves)
+        found = jax.tree.leaves(unbound(*subject.arguments(leaves), **subject.kwargs))
+        out = [x for x in found if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
         # The derivatives of the reference with the values of the function, as the second
         # derivative of a loss depends on the values of its arguments.
         values = jax.lax.stop_gradient(subject.arrays(*leaves))
+        if [jnp.shape(x) for x in out] != [jnp.shape(x) for x in values]:
+            show = lambda xs: ", ".join(map(type_of, xs)) or "no arrays of floats"
+            raise rule_error(
+                f"`reference` does not return what `{subject.name}` returns.",
+                f"`{subject.name}`: {show(values)}",
+                f"`reference`: {show(out)}",
+                do="Pass a function with the same outputs, and with another derivative.",
+            )
         moved = _like(values, [x - jax.lax.stop_gradient(x) for x in out])
         return [v + x for v, x in zip(values, moved, strict=True)]
 
     return arrays
 
 
-def _outputs_of(subject: FlatFunction, reference, leaves):
-    args = subject.arguments(leaves)
-    out = jax.tree.leaves(reference(*args, **subject.kwargs))
-    return [x for x in out if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-
-
-def with_self(subject: FlatFunction, reference: Callable[..., Any]) -> Callable[..., Any]:
+def _with_self(subject: FlatFunction, reference: Callable[..., Any]) -> Callable[..., Any]:
     """The reference as a function of the Module that is differentiated, too."""
-    if not subject.has_self:
-        return reference
-    unbound = subject.of_self(reference)
+    unbound = subject.of_self(reference) if subject.has_self else reference
     if unbound is None:
         first = next(n for n, i in zip(subject.names, subject.groups, strict=True) if i < 0)
         raise rule_error(
@@ -143,22 +144,3 @@ def with_self(subject: FlatFunction, reference: Callable[..., Any]) -> Callable[
             "arrays of the object out, check `lambda x: layer(x)`.",
         )
     return unbound
-
-
-def check_outputs_of_reference(
-    subject: FlatFunction, outputs: Sequence[Any], reference
-) -> None:
-    """Raise if the reference returns other shapes than the function."""
-    given = with_self(subject, reference)
-    run = lambda xs: _outputs_of(subject, given, xs)
-    found = outcome(jax.eval_shape, run, subject.leaves)
-    if isinstance(found, Exception):  # it looks at values, or a check reports the error
-        return
-    if [x.shape for x in found] != [x.shape for x in outputs]:
-        name = name_of(subject.fn)
-        raise rule_error(
-            f"`reference` does not return what `{name}` returns.",
-            f"`{name}`: {', '.join(map(type_of, outputs)) or 'no arrays of floats'}",
-            f"`reference`: {', '.join(map(type_of, found)) or 'no arrays of floats'}",
-            do="Pass a function with the same outputs, of which only the derivative differs.",
-        )

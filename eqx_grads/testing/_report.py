@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ._compare import differences, side_by_side, worst_first
+from ._compare import differences, side_by_side
 from ._mistakes import Compared, likely_cause, Mistake
 from ._outcome import outcome, raised
 
@@ -94,10 +94,9 @@ def compare(
     mistakes: Callable[[], Iterable[Mistake]] = tuple,
     primals: Sequence[Any] | None = None,
     reference: str = "",
-    along: str = "",
-    directions: Sequence[Sequence[str]] = (),
     scale: float | Sequence[float] = 0.0,
     note: str = "",
+    **options: Any,
 ) -> Finding:
     """Compare two lists of arrays, named `names`; `got` may be an exception.
 
@@ -106,58 +105,45 @@ def compare(
     - `mistakes`: makes what known mistakes would give; called on a failure only.
     - `primals`: the values that the arrays are cotangents of, to describe a pattern by sign.
     - `reference`: what computed `want`, in words.
-    - `directions`: for each array, the names of the directions if it is a stack of derivatives
-        along them; `along` is what these directions are, "tangent" or "cotangent".
     - `scale`: for each array, what is added to the norm that its error is relative to.
     - `note`: is said of a failure.
+    - `options`: of `differences`.
     """
     if isinstance(got, Exception):
         return broke(check, where, got, cause or "")
-    found = differences(want, got, names, scale=scale)
+    found = differences(want, got, names, scale=scale, **options)
     largest = found[0].error
     if wider is not None and largest > tolerance:
         tolerance += wider()
     if largest <= tolerance:
         return Finding(check, PASSED, where, largest, tolerance)
-    worst, *others = worst_first([d for d in found if not d.error <= tolerance])
-    number = list(names).index(worst.name)
-    stack_of = lambda name: directions[list(names).index(name)] if directions else ()
+    # What is not finite, then what is missing, then by size.
+    key = lambda d: (np.isfinite(d.error), not d.is_missing, -d.error)
+    worst, *others = sorted((d for d in found if not d.error <= tolerance), key=key)
     if cause is None:
         tried = outcome(lambda: list(mistakes()))
+        primal = None if primals is None else np.asarray(primals[list(names).index(worst.name)])
         cause = likely_cause(
             worst.expected,
             worst.got,
             worst.name,
             [] if isinstance(tried, Exception) else tried,  # a mode that there is not
-            None if primals is None else np.asarray(primals[number]),
-            stack_of(worst.name),
-            [Compared(d.expected, d.got, stack_of(d.name)) for d in others],
+            primal,
+            [Compared(d.expected, d.got) for d in others],
+            is_random=True,
         )
-    error = worst.relative_error
-    shown, admitted = apart(error, tolerance)
-    facts = [
-        f"  at {worst.name}: relative error {shown}, admitted {admitted}",
-        *([f"  expected: {reference}"] if reference else []),
-        *([f"  {note}"] if note else []),
-    ]
-    details = [side_by_side(worst, along=along, directions=stack_of(worst.name))]
-    also = [
-        f"{d.name} ({'missing' if d.is_missing else f'{d.relative_error:.2g}'})" for d in others
-    ]
-    details += [f"  also wrong: {', '.join(dict.fromkeys(also[:6]))}"] if also else []
+    sizes = f"relative error {worst.error:.3g}, admitted {tolerance:.3g}"
+    facts = [f"  at {worst.name}: {sizes}"]
+    facts += [f"  expected: {reference}"] if reference else []
+    facts += [f"  {note}"] if note else []
+    rest = {d.name: d for d in reversed(others) if d.name != worst.name}
+    size = lambda d: "missing" if d.is_missing else f"{d.error:.2g}"
+    also = [f"{name} ({size(d)})" for name, d in reversed(rest.items())]
+    details = [side_by_side(worst)]
+    details += [f"  also wrong: {', '.join(also[:6])}"] if also else []
     where = f"{where}, {worst.name}" if where else worst.name
     texts = cause, "\n".join(facts), "\n".join(details)
-    return Finding(check, FAILED, where, error, tolerance, *texts)
-
-
-def apart(error: float, tolerance: float) -> tuple[str, str]:
-    """An error and its tolerance, with as many digits as show which one is larger."""
-    pair = "", ""
-    for digits in (1, 2, 4, 16):
-        pair = f"{error:.{digits + 1}g}", f"{tolerance:.{digits}g}"
-        if (float(pair[0]) > float(pair[1])) == (error > tolerance):
-            break
-    return pair
+    return Finding(check, FAILED, where, worst.error, tolerance, *texts)
 
 
 class RuleCheckError(AssertionError):
@@ -207,34 +193,28 @@ class Report:
 
     def __str__(self) -> str:
         status = PASSED if self.passed else FAILED
-        if self.passed and self._is_without_reference():
+        compared = [f for f in self.findings if f.check in ("forward", "reverse")]
+        is_unknown = any(f.facts.startswith(NO_REFERENCE) for f in compared)
+        if self.passed and is_unknown and all(f.verdict == SKIPPED for f in compared):
             status = f"{PASSED}, without a reference for the derivative"
         lines = [f"The rule of `{self.name}`: {status} (seed {self.numbers.get('seed')})"]
         if names := self.numbers.get("not_finite"):
             text = (
-                f"Entries of {', '.join(names)} are not finite. Finite differences do not move "
+                f"Entries of {', '.join(names)} are not finite. Finite differences do not move"
             )
-            lines += _wrap(
-                f"{text}them; `nondifferentiable=` leaves out an argument, or a part."
-            )
+            text += " them; `nondifferentiable=` leaves out an argument, or a part."
+            lines += _wrap(text)
         for number, (first, *others) in enumerate(self._grouped(), start=1):
             lines += ["", f"{number}. {first.check}, {first.where}", first.text]
-            same = [f for f in others if f.check == first.check]
-            if same:
-                more = f"; and {len(same) - _MOST_PLACES} more" if same[_MOST_PLACES:] else ""
-                places = "; ".join(dict.fromkeys(f.where for f in same[:_MOST_PLACES]))
-                lines += _wrap(f"also in: {places}{more}", "  ")
+            same = list(dict.fromkeys(f.where for f in others if f.check == first.check))
+            more = f"; and {len(same) - _MOST_PLACES} more" if same[_MOST_PLACES:] else ""
             rest = dict.fromkeys(f.check for f in others if f.check != first.check)
-            lines += _wrap(f"and so: {', '.join(rest)}", "  ") if rest else []
+            for words, found in (("also in: ", same[:_MOST_PLACES]), ("and so: ", rest)):
+                text = "; ".join(found) + more if found is not rest else ", ".join(found)
+                lines += _wrap(f"{words}{text}", "  ") if found else []
         return "\n".join([*lines, "", *self._listed()])
 
     __repr__ = __str__
-
-    def _is_without_reference(self) -> bool:
-        """Whether the derivative was compared with nothing, in no mode."""
-        found = [f for f in self.findings if f.check in ("forward", "reverse")]
-        is_compared = any(f.verdict != SKIPPED for f in found)
-        return not is_compared and any(f.facts.startswith(NO_REFERENCE) for f in found)
 
     def _grouped(self) -> list[list[Finding]]:
         """The failures, those together that have one reason: the first one that is about
@@ -252,6 +232,7 @@ class Report:
         return list(groups.values())
 
     def _listed(self) -> list[str]:
+        """What passed, what was skipped and why, and the bytes of the residuals."""
         failing = {failure.check for failure in self.failures}
         done, lines = [], []
         for check in dict.fromkeys(f.check for f in self.findings if f.check not in failing):
@@ -266,11 +247,5 @@ class Report:
 
 
 def _wrap(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=f"{indent}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ",
+                         break_long_words=False, break_on_hyphens=False)  # fmt: skip

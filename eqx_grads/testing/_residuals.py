@@ -12,7 +12,6 @@ from jax.extend.core import Literal
 # Public, if little known: the pass with which JAX itself drops dead equations.
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from .._jaxprs.structure import Call, Scan, structure
 from .._rules.custom_vjp import custom_vjp
 from ._case import Case
 from ._outcome import outcome
@@ -35,11 +34,8 @@ class Residuals(NamedTuple):
 
 def residuals(case: Case) -> Iterator[Finding]:
     """Count the bytes of the residuals; fail if the backward pass never reads some of them."""
-    if not case.outputs:
-        yield skipped("residuals", "no output has a derivative")
-        return
     if not case.has_reverse:
-        yield skipped("residuals", NO_REVERSE)
+        yield from [skipped("residuals", NO_REVERSE)] * bool(case.outputs)
         return
     kept = outcome(_kept, case, case.own.f, isinstance(case.subject.fn, jax.custom_vjp))
     if isinstance(kept, Exception):
@@ -55,7 +51,11 @@ def residuals(case: Case) -> Iterator[Finding]:
             where += f" (plain autodiff: {plain[0].total} per call, {plain[1]} per scan step)"
             break
     limit = case.options.max_residual_bytes
-    if kept.unread and _has_backward_rule(case.subject.fn):
+    # Inside other functions, JAX and the wrappers of rules keep residuals of their own.
+    fn = case.subject.fn
+    has_rule = isinstance(getattr(fn, "__func__", fn), custom_vjp)
+    has_rule |= isinstance(fn, jax.custom_vjp | eqx.filter_custom_vjp)
+    if kept.unread and has_rule:
         text = f"kept for the backward pass and never read: {', '.join(kept.unread[:4])}"
         cause = "the forward rule returns residuals that the backward rule ignores"
         yield failed("residuals", where, text, cause)
@@ -68,7 +68,9 @@ def residuals(case: Case) -> Iterator[Finding]:
 
 def _kept(case: Case, fn, arguments_count: bool = False) -> tuple[Residuals, int]:
     """The residuals of a call, and the bytes of each step of a scan over the leaves."""
-    leaves, held = case.subject.leaves, case.subject.constants
+    # With a type that is not weak: JAX makes another array of a Python number, to compute with.
+    leaves = [jax.lax.convert_element_type(x, x.dtype) for x in case.subject.leaves]
+    held = case.subject.constants
     kept = residuals_of(fn, leaves, held, arguments_count=arguments_count)
     scanned = lambda *xs: jax.lax.scan(lambda c, x: (c, list(fn(*x))), None, list(xs))[1]
     copies = [np.stack([x] * _STEPS) for x in leaves]
@@ -88,15 +90,6 @@ def _decorated(case: Case) -> Callable[..., list[Any]]:
     return call
 
 
-def _has_backward_rule(fn: Any) -> bool:
-    """Whether the residuals are those that a forward rule of the user's returned. Inside other
-    functions, JAX and the wrappers of rules keep residuals of their own."""
-    if isinstance(fn, jax.custom_vjp | eqx.filter_custom_vjp):
-        return True
-    decorated = getattr(fn, "__func__", fn)
-    return isinstance(decorated, custom_vjp)
-
-
 def residuals_of(
     fn: Any, leaves: Sequence[Any], held: Sequence[Any] = (), *, arguments_count: bool = False
 ) -> Residuals:
@@ -111,60 +104,28 @@ def residuals_of(
     trace = jax.make_jaxpr(lambda *xs: jax.vjp(jitted, *xs), return_shape=True)
     program, (out, pull) = trace(*leaves)
     kept, treedef = jax.tree.flatten(pull)
-    # The outputs are not kept; they come first.
-    outvars = program.jaxpr.outvars[len(jax.tree.leaves(out)) :]
     jaxpr = program.jaxpr
-    backward = lambda res, cts: jax.tree.unflatten(treedef, res)(cts)
-    closed = jax.make_jaxpr(backward)(kept, out)
+    backward = jax.make_jaxpr(lambda res, cts: jax.tree.unflatten(treedef, res)(cts))
+    closed = backward(kept, out)
     _, read = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    captured = zip(jaxpr.constvars, program.consts, strict=True)
     arguments = {id(v) for v in jaxpr.invars}
-    arguments |= {id(v) for v, x in captured if any(_is_same(x, y) for y in held)}
-    arguments = _with_converted(jaxpr, arguments)
-    seen: set[int] = set()
+    # Also of a NumPy array, of which JAX has a copy.
+    is_held = lambda x: any(
+        x is y or (isinstance(y, np.ndarray) and np.array_equal(x, y)) for y in held
+    )
+    captured = zip(jaxpr.constvars, program.consts, strict=True)
+    arguments |= {id(v) for v, x in captured if is_held(x)}
+    # The outputs are not kept; they come first.
+    outvars = jaxpr.outvars[len(jax.tree.leaves(out)) :]
+    pairs = {
+        id(v): (v, r) for v, r in zip(outvars, read, strict=False) if not isinstance(v, Literal)
+    }
     total, unread = 0, []
-    for var, aval, is_read in zip(outvars, kept, read, strict=False):
-        if isinstance(var, Literal) or id(var) in seen:
-            continue
-        seen.add(id(var))
-        if id(var) not in arguments:
-            total += int(np.prod(aval.shape)) * _itemsize(aval.dtype)
-        elif not arguments_count:
-            continue
-        if not is_read and aval.size > 0:
-            is_argument = id(var) in arguments
+    for key, (var, is_read) in pairs.items():
+        is_argument, aval = key in arguments, var.aval
+        if not is_argument:
+            total += int(np.prod(aval.shape)) * getattr(aval.dtype, "itemsize", 4)
+        if not is_read and aval.size > 0 and (arguments_count or not is_argument):
             what = " (an argument, which is not in the bytes above)" if is_argument else ""
             unread.append(f"{aval.dtype}{list(aval.shape)}{what}")
     return Residuals(total, unread, any(read[len(kept) :]))
-
-
-def _with_converted(jaxpr: Any, arguments: set[int]) -> set[int]:
-    """The variables that are arguments, by their ids, and those that are a Python number among
-    them: JAX makes an array of its own of a number, with the same value, before it computes
-    with another array."""
-    found = set(arguments)
-    for eqn in jaxpr.eqns:
-        known = structure(eqn)
-        start = end = 0
-        if isinstance(known, Scan):
-            # Of what goes in, a slice in each step; of what comes out, one as well.
-            start, end = known.n_consts + known.n_carry, known.n_carry
-        if isinstance(known, Call | Scan):
-            inner = known.programs[0].jaxpr
-            pairs = zip(eqn.invars[start:], inner.invars[start:], strict=True)
-            inside = _with_converted(inner, {id(v) for x, v in pairs if id(x) in found})
-            outs = zip(eqn.outvars[end:], inner.outvars[end:], strict=True)
-            found |= {id(x) for x, v in outs if id(v) in inside}
-        elif eqn.primitive.name == "convert_element_type" and id(eqn.invars[0]) in found:
-            (x,), (out,) = eqn.invars, eqn.outvars
-            found |= {id(out)} if x.aval.weak_type and x.aval.dtype == out.aval.dtype else set()
-    return found
-
-
-def _is_same(x: Any, y: Any) -> bool:
-    """Also of a NumPy array, of which JAX has a copy."""
-    return x is y or (isinstance(y, np.ndarray) and np.array_equal(x, y))
-
-
-def _itemsize(dtype) -> int:
-    return getattr(dtype, "itemsize", 4)

@@ -5,6 +5,7 @@ these are, what the user calls them, and which leaves stay constant.
 """
 
 import contextlib
+import functools as ft
 import types
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -14,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import name_of, rule_error, RuleError, show_path, type_of
+from .._errors import name_of, rule_error, show_path
 from .._rules.signature import Signature
-from .._tangent_spaces import is_arraylike, is_differentiable, is_none, match_leaves
+from .._tangent_spaces import is_arraylike, is_differentiable
+from ._outcome import outcome
 
 
 _MOST_NAMES = 12
@@ -48,7 +50,13 @@ class FlatFunction:
         try:
             args, kwargs, filled = signature.bind(by_position, by_keyword, False)
         except TypeError as mismatch:
-            raise _cannot_be_called(name_of(fn), by_position, by_keyword, mismatch) from None
+            given = ", ".join(f"`{keyword}`" for keyword in by_keyword) or "none"
+            raise rule_error(
+                f"`{name_of(fn)}` can't be called with these arguments: {mismatch}.",
+                f"{len(by_position)} by position, and by keyword {given}",
+                do="Pass them as to the function itself: "
+                f"`check_rule({name_of(fn)}, ..., v=...)`.",
+            ) from None
         # Not the defaults: a reference need not have those parameters.
         self.kwargs = {k: v for k, v in kwargs.items() if k not in filled}
         self.fn = fn
@@ -58,50 +66,29 @@ class FlatFunction:
         flat, self._treedef = jax.tree_util.tree_flatten_with_path((fn, args))
         self._all = [leaf for _, leaf in flat]
         self.argument_names = [signature.names[i] for i in range(len(args))]
-        self.indices, self.names, self.groups = [], [], []
         fixed = [name.replace('"', "'") for name in nondifferentiable]
-        numbers_are_fixed = set(getattr(fn, "nondiff_argnums", ()))
-        paths = []
+        self.indices, self.names, self.groups, paths = [], [], [], []
         for index, (path, leaf) in enumerate(flat):
             argument = path[1].idx if path[0].idx == 1 else -1
-            rest = show_path(path[2:] if argument >= 0 else path[1:])
-            paths.append(f"{signature.names[argument] if argument >= 0 else 'self'}{rest}")
+            is_own = argument < 0
+            start = "self" if is_own else signature.names[argument]
+            paths.append(start + show_path(path[1 if is_own else 2 :]))
             is_constant = (
-                argument in numbers_are_fixed
-                or (argument < 0 and not own_numbers and isinstance(leaf, float | complex))
+                argument in getattr(fn, "nondiff_argnums", ())
+                or (is_own and not own_numbers and isinstance(leaf, float | complex))
                 or any(_is_part_of(paths[-1], name) for name in fixed)
             )
-            if is_arraylike(leaf) and is_differentiable(leaf) and not is_constant:
+            if is_output(leaf) and not is_constant:
                 self.indices.append(index)
                 self.groups.append(argument)
                 self.names.append(f"`{paths[-1]}`")
         _check_names(fixed, self.argument_names, paths, self.name)
         self.leaves = [jnp.asarray(self._all[i]) for i in self.indices]
         self.has_self = -1 in self.groups
-        self._given_owner = _owner(fn)  # also where the function is that of float64
-        self._output: Any = None  # of `named_outputs`: a tree of it
 
-    def check_points(self, points: Sequence[Sequence[Any]]) -> None:
-        """Raise unless the function can be called with each of them."""
-        for number, args in enumerate(points):
-            try:
-                Signature(self.fn).bind(tuple(args), dict(self.kwargs), False)
-            except TypeError as error:
-                raise rule_error(
-                    f"`at[{number}]` of `check_rule` are not the arguments of `{self.name}`.",
-                    f"{error}",
-                    do="Give a tuple of the arguments for each point, as in `at=[(x,), (y,)]`. "
-                    "A Module that is checked is not one of its arguments.",
-                ) from None
-
-    def tree(
-        self, leaves: Sequence[Any], others: Sequence[Any] | None = None
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """The function and its arguments, with their differentiable leaves replaced.
-
-        - `others`: what the other leaves are replaced by.
-        """
-        flat = list(self._all if others is None else others)
+    def tree(self, leaves: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+        """The function and its arguments, with their differentiable leaves replaced."""
+        flat = list(self._all)
         for index, leaf in zip(self.indices, leaves, strict=True):
             flat[index] = leaf
         return jax.tree.unflatten(self._treedef, flat)
@@ -117,28 +104,26 @@ class FlatFunction:
     def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments with their differentiable leaves replaced, after the Module that has
         leaves of its own, if there is one."""
-        return self._with_owner(*self.tree(leaves))
-
-    def tangents_of_arguments(self, tangents: Sequence[Any]) -> tuple[Any, ...]:
-        """The tangents of `arguments`: zero for numbers that are not perturbed, and `None` for
-        what has no tangent."""
-        has_tangent = lambda x: is_arraylike(x) and is_differentiable(x)
-        zeros = [jnp.zeros_like(x) if has_tangent(x) else None for x in self._all]
-        return self._with_owner(*self.tree(tangents, zeros))
-
-    def _with_owner(self, fn, args):
+        fn, args = self.tree(leaves)
         return (_owner(fn), *args) if self.has_self else args
 
+    def unbound(self) -> Callable[..., Any]:
+        """The function of `arguments`."""
+        fn = self.fn
+        if self.has_self:
+            fn = getattr(fn, "__func__", type(fn).__call__)
+        return ft.wraps(fn)(lambda *args: fn(*args, **self.kwargs))
+
     def of_self(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        """A method that is bound to the same Module, or that Module, or a function in its
-        class, as a function of the Module and the arguments. `None` for another function."""
-        function, owner = _as_tree(function), self._given_owner
-        if _is_same_object(function, owner):
-            return type(owner).__call__
-        if any(function is x for cls in type(owner).__mro__ for x in vars(cls).values()):
-            return function
-        is_bound = _is_same_object(getattr(function, "__self__", None), owner)
-        return getattr(function, "__func__", None) if is_bound else None
+        """A method, or a Module, as a function of its Module and the arguments. `None` for a
+        function that does not take these."""
+        unbound: Any = _as_tree(function)
+        if isinstance(unbound, eqx.Module) and not hasattr(unbound, "__func__"):
+            unbound = type(unbound).__call__
+        unbound = getattr(unbound, "__func__", unbound)
+        given = self.arguments(self.leaves)
+        bound = outcome(lambda: Signature(unbound).bind(given, dict(self.kwargs), False))
+        return None if isinstance(bound, Exception) else unbound
 
     def call(self, leaves: Sequence[Any]) -> Any:
         fn, args = self.tree(leaves)
@@ -154,7 +139,6 @@ class FlatFunction:
 
         def run(*leaves):
             out = self.call(leaves)
-            self._output = jax.tree.map(_without_values, out)
             flat = jax.tree_util.tree_leaves_with_path(out)
             flat = [(path, x) for path, x in flat if is_output(x)]
             names[:] = [f"output{show_path(path)}" for path, _ in flat]
@@ -165,51 +149,6 @@ class FlatFunction:
         except jax.errors.ConcretizationTypeError:  # looks at values: eager only
             shapes = run(*self.leaves)
         return list(zip(names, shapes, strict=True))
-
-    def like_output(self, cotangents: Sequence[Any]) -> Any:
-        """A cotangent of the whole output, with `None` where there is no derivative."""
-        found: list[Any] = []
-
-        def run(leaves):
-            out, treedef = jax.tree.flatten(self.call(leaves))
-            found[:] = [treedef]
-            return [x if isinstance(x, jax.Array) else None for x in out]
-
-        out, rest = jax.eval_shape(run, self.leaves), iter(cotangents)
-        has_ct = [x is not None and jnp.issubdtype(x.dtype, jnp.inexact) for x in out]
-        filled = [jnp.asarray(next(rest)) if has else None for has in has_ct]
-        return jax.tree.unflatten(found[0], filled)
-
-    def cotangents_by_leaf(self, cotangents: Any) -> list[Any]:
-        """One cotangent for each leaf, from a tuple of trees, one for each of `arguments`."""
-        names = ["self"] * self.has_self + list(self.argument_names)
-        if not isinstance(cotangents, tuple | list) or len(cotangents) != len(names):
-            is_tuple = isinstance(cotangents, tuple | list)
-            given = len(cotangents) if is_tuple else type_of(cotangents)
-            raise rule_error(
-                "`expected_cotangent` does not return a cotangent for each argument.",
-                f"{given} for {', '.join(f'`{name}`' for name in names)}",
-                do="Return a tuple with one tree for each of the `primals`, `None` for zero. "
-                "If `self` has arrays, it is the first one.",
-            )
-        # One for each leaf of the arguments, which are the last ones.
-        found = []
-        for name, ct, value in zip(names, cotangents, self.arguments(self.leaves), strict=True):
-            cts = match_leaves(ct, value, name, _does_not_fit("expected_cotangent"))
-            values = jax.tree.leaves(value, is_leaf=is_none)
-            found += [ct for ct, x in zip(cts, values, strict=True) if x is not None]
-        cts = [found[index - len(self._all)] for index in self.indices]
-        return fitted("expected_cotangent", cts, self.leaves, self.names)
-
-    def by_output(
-        self, option: str, given: Any, outputs: Sequence[tuple[str, Any]]
-    ) -> list[jax.Array]:
-        """What an option gives for the output, a tree, as one array for each of `outputs`,
-        which `named_outputs` returned."""
-        leaves = match_leaves(given, self._output, "output", _does_not_fit(option))
-        values = jax.tree.leaves(self._output, is_leaf=is_none)
-        ts = [t for t, x in zip(leaves, values, strict=True) if is_output(x)]
-        return fitted(option, ts, [x for _, x in outputs], [name for name, _ in outputs])
 
     def in_float64(self) -> "FlatFunction":
         """The same in float64. Make it and use it inside `double_precision`."""
@@ -257,44 +196,17 @@ def _owner(fn: Any) -> Any:
     return getattr(fn, "__self__", fn)
 
 
-def _is_same_object(x: Any, y: Any) -> bool:
-    """Also of a Module that `eqx.filter_jit` took apart and put together."""
-    if x is y or type(x) is not type(y) or not isinstance(x, eqx.Module):
-        return x is y
-    leaves, treedef = jax.tree.flatten(x)
-    others, other_treedef = jax.tree.flatten(y)
-    return treedef == other_treedef and all(a is b for a, b in zip(leaves, others, strict=True))
-
-
-def fitted(
-    option: str, ts: Sequence[Any], space: Sequence[Any], names: Sequence[str]
-) -> list[jax.Array]:
-    """The arrays that an option gives, in the shapes of a space: `None` is zero."""
-    arrays = [jnp.zeros(x.shape, x.dtype) if t is None else jnp.asarray(t)
-              for t, x in zip(ts, space, strict=True)]  # fmt: skip
-    for t, x, name in zip(arrays, space, names, strict=True):
-        if t.shape != x.shape:
-            raise rule_error(
-                f"`{option}` has an array of another shape than its value.",
-                f"for {name}: {t.shape}, and the value has {x.shape}",
-                do="Give a number for each entry, as with `jnp.broadcast_to`, or `None` for "
-                "zero.",
-            )
+def fitted(option: str, tree: Any, space: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """The arrays that an option gives, in the shapes of a space."""
+    arrays = [np.asarray(x) for x in jax.tree.leaves(tree)]
+    if [x.shape for x in arrays] != [x.shape for x in space]:
+        raise rule_error(
+            f"`{option}` has an array of another shape than its value.",
+            f"{', '.join(names)}: {', '.join(str(x.shape) for x in space)}",
+            f"`{option}`: {', '.join(str(x.shape) for x in arrays)}",
+            do="Give an array for each value, with a number for each entry.",
+        )
     return arrays
-
-
-def _does_not_fit(option: str) -> Callable[..., RuleError]:
-    text = f"`{option}` does not have the structure of its value."
-    return lambda *where, do: rule_error(text, *where, do=do)
-
-
-def _cannot_be_called(name, args, kwargs, mismatch):
-    by_keyword = ", ".join(f"`{keyword}`" for keyword in kwargs)
-    return rule_error(
-        f"`{name}` can't be called with these arguments: {mismatch}.",
-        f"{len(args)} by position, and by keyword {by_keyword or 'none'}",
-        do=f"Pass them as to the function itself: `check_rule({name}, ..., v=...)`.",
-    )
 
 
 def _canonical(x):
@@ -314,13 +226,12 @@ def _is_part_of(path: str, name: str) -> bool:
 def _check_names(names, arguments, paths, fn_name) -> None:
     for name in names:
         if name not in arguments and not any(_is_part_of(path, name) for path in paths):
-            known = list(dict.fromkeys([*arguments, *paths]))
+            known = [f"`{name}`" for name in dict.fromkeys([*arguments, *paths])]
+            more = ["..."] if len(known) > _MOST_NAMES else []
             raise rule_error(
                 f"`nondifferentiable` names `{name}`, which is no positional argument of "
                 f"`{fn_name}` and no part of one.",
-                "there are "
-                + ", ".join(f"`{name}`" for name in known[:_MOST_NAMES])
-                + (", ..." if len(known) > _MOST_NAMES else ""),
+                f"there are {', '.join([*known[:_MOST_NAMES], *more])}",
                 do="Name arguments, or parts of them as the report names them, such as "
                 "`self.frozen` or `params['scale']`.",
             )
@@ -331,13 +242,8 @@ def is_output(x: Any) -> bool:
     return is_arraylike(x) and is_differentiable(x)
 
 
-def _without_values(x):
-    """Zeros for an array, which may be traced."""
-    return np.broadcast_to(np.zeros((), x.dtype), x.shape) if is_output(x) else None
-
-
 def _widen(x):
-    if not (is_arraylike(x) and is_differentiable(x)):
+    if not is_output(x):
         return x
     wide = np.complex128 if jnp.iscomplexobj(x) else np.float64
     return jnp.asarray(np.asarray(x).astype(wide))

@@ -120,9 +120,6 @@ def test_the_norm_of_a_difference_is_that_of_numpy():
     found = difference([want, other], [got, other], ["x", "y"], False, scale=2.0)
     assert found.name == "x"
     np.testing.assert_allclose(found.error, expected, rtol=1e-12)
-    np.testing.assert_allclose(
-        found.relative_error, np.linalg.norm(got - want) / np.linalg.norm(want), rtol=1e-12
-    )
     sizes = scale_of(np.array([3.0, 0.0, -4.0, np.inf]))
     np.testing.assert_allclose(sizes, [3.0, 5 / math.sqrt(3), 4.0, 0.0], rtol=1e-12)
 
@@ -183,45 +180,50 @@ def cube(x):
 
 
 def cube_rule(factor):
-    return jvp_rule(cube, lambda p, t: 3 * p[0] ** 2 * t[0] * factor(t[0]))
+    return jvp_rule(cube, lambda p, t: 3 * p[0] ** 2 * t[0] * factor(p[0]))
 
 
 def cube_backward(factor):
-    return vjp_rule(cube, lambda xs, ct: (3 * xs[0] ** 2 * ct * factor(ct),))
+    return vjp_rule(cube, lambda xs, ct: (3 * xs[0] ** 2 * ct * factor(xs[0]),))
 
 
 def constant(k):
     return lambda t: np.asarray(1 + k, t.dtype)
 
 
-def only_in(dtype, k):
-    """A factor in one precision only."""
-    return lambda t: np.asarray(1 + k if t.dtype == dtype else 1, t.dtype)
+def rounds(k):
+    """It loses digits in single precision: its relative error is about `k`."""
+
+    def factor(x):
+        large = k / EPS * jnp.cos(0 * x)
+        return ((jnp.cos(x) + large) - large) / jnp.cos(x)
+
+    return factor
 
 
-# In float64, the references are good to 1e-9; the rule of a function in another dtype is
-# compared in float64 with 1e-5, and then in its own dtype with what rounding explains.
+EPS = 2.0**-24
+# In float64, the references are good to 1e-9. The rule of a function in another dtype is
+# compared in float64 with 1e-5, and with what its rounded constants explain; then with itself
+# in its own dtype, with what rounding explains.
 _FACTORS = {
-    "float64": ("float64", constant, 1e-9),
-    "float32": ("float32", constant, 1e-5),
-    "bfloat16": ("bfloat16", constant, 1e-5),
-    "complex64": ("complex64", constant, 1e-5),
-    "float32 alone": ("float32", lambda k: only_in(np.float32, k), 3e-5),
-    "bfloat16 alone": ("bfloat16", lambda k: only_in(jnp.bfloat16, k), 8e-2),
-    "complex64 alone": ("complex64", lambda k: only_in(np.complex64, k), 3e-5),
+    "float64": ("float64", constant, 1e-9, 0.5, 2.5),
+    "float32": ("float32", constant, 1e-5, 0.5, 2.5),
+    "bfloat16": ("bfloat16", constant, 8e-3, 0.5, 2.5),
+    "complex64": ("complex64", constant, 1e-5, 0.5, 2.5),
+    "rounding": ("float32", rounds, 3e-5, 0.1, 20.0),
 }
 
 
 def _enter_factors():
-    for name, (dtype, factor, tolerance) in _FACTORS.items():
+    for name, (dtype, factor, tolerance, right, wrong) in _FACTORS.items():
         for mode, rule in (("forward", cube_rule), ("reverse", cube_backward)):
 
             def make(k, dtype=dtype, factor=factor, tolerance=tolerance, rule=rule):
                 return rule(factor(k * tolerance)), (x_of(dtype),)
 
-            match = "in your own precision" if "alone" in name else ""
+            match = "in your own precision" if name == "rounding" else ""
             key = f"{mode}, {name}"
-            row(mode, match, 0.5, 2.5, x64=dtype == "float64", name=key)(make)
+            row(mode, match, right, wrong, x64=dtype == "float64", name=key)(make)
 
 
 _enter_factors()
@@ -231,8 +233,8 @@ _enter_factors()
 def conversions_inside(k):
     """The function rounds to `bfloat16`, and its rule is compared without that."""
     fn = lambda x: (x.astype("bfloat16") ** 3).astype(x.dtype)
-    factor = lambda t: np.asarray(1 + k * 1e-5, t.dtype)
-    return jvp_rule(fn, lambda p, t: 3 * p[0] ** 2 * t[0] * factor(t[0])), (x_of("float32"),)
+    factor = lambda t: np.asarray(1 + k * 8e-3, t.dtype)
+    return jvp_rule(fn, lambda p, t: 3 * p[0] ** 2 * t[0] * factor(p[0])), (x_of("float32"),)
 
 
 @row("adjoint", "", 0.5, 2.0)
@@ -721,7 +723,6 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     "a mean for a sum": (W, W / 12, "over 12 entries", {}),
     "along one axis": (W, 4 * W, "over 4 entries", {}),
     "no number of entries": (W, 5 * W, "5 times", {}),
-    "the first axis is that of directions": (W, 4 * W, "4 times", {"directions": list("abcd")}),
     "a factor with noise": (W, _noisy(5 * W, 0.8e-3), "times the expected", {}),
     "no factor": (W, _noisy(5 * W, 1.5e-3), "", {}),
     "a factor near one": (W, W * (1 + 1e-5), "1e-05", {}),
@@ -741,31 +742,28 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     "not transposed": (W[:3], W[:3].T + 3e-3 * np.linalg.norm(W[:3]) * np.eye(3), "", {}),
     "reversed": (W, W[::-1], "reversed along axis 0", {}),
     "reversed, last axis": (W, W[:, ::-1], "reversed along axis 1", {}),
-    "reversed, in a stack": (W, W[:, ::-1], "reversed along axis 0",
-                             {"directions": list("abcd")}),
     "off by one": (W, np.roll(W, 1, 0), "off by one along axis 0", {}),
     "off by one, backwards": (W, np.roll(W, -1, 1), "off by one along axis 1", {}),
     "off by two": (W, np.roll(W, 2, 0), "", {}),
     "known mistake": (W, W**2, "squared", {"mistakes": [Mistake("squared", W**2)]}),
-    "no mistake": (W, _with(4), "", {"mistakes": [Mistake("squared", W)]}),
+    "no mistake": (W, _noisy(5 * W, 1.5e-3), "", {"mistakes": [Mistake("squared", W)]}),
     "constant added": (W, W + 0.25, "constant is added", {}),
     "no constant": (W, W + 0.25 + 1e-3 * NOISE, "", {}),
     "one entry": (W, _with(1), "1 of 12 entries", {}),
     "a quarter of the entries": (W, _with(3), "3 of 12 entries", {}),
-    "more than a quarter": (W, _with(4), "", {}),
+    "half of zeros": (W * (W > 0), W * (W > 0) + _with(6) - W, "6 of 12 entries", {}),
+    "all entries": (W, W**3 + 7, "", {}),
     "where negative": (W, np.where(W < 0, W**2, W), "negative", {"primal": W}),
     "where positive": (W, np.where(W > 0, W**2 + W, W), "positive", {"primal": W}),
-    "also elsewhere": (W, np.where(W < 1, W**2, W), "", {"primal": W}),
+    "also elsewhere": (W, np.where(W < 1, W**2, W), "7 of 12 entries", {"primal": W}),
     "missing": (W, 0 * W, "zero everywhere: the term of `x`", {}),
     "no influence": (0 * W, W, "no influence", {}),
     "shape": (W, W.T, "shape is (3, 4)", {}),
     "real for complex": (Z, W, "complex number", {}),
     "NaN": (W, np.where(W == 5, np.nan, W), "[2, 1]", {}),
     "NaN expected": (np.where(W == 5, np.nan, W), W, "finite where", {}),
-    "the primal": (W, np.ones_like(W) * W[0], "value of `x`",
-                   {"primal": np.ones_like(W) * W[0], "directions": list("abcd")}),
-    "the primal, along one direction": (W, np.ones_like(W) * W[0], "",
-                                        {"primal": np.ones_like(W) * W[0]}),
+    "the primal": (W, W[::-1] * W, "value of `x`", {"primal": W[::-1] * W, "is_random": True}),
+    "the primal, by chance": (W, W**3 + 7, "", {"primal": W**3 + 7}),
     "bfloat16": (W, _to(jnp.bfloat16), "bfloat16", {}),
     "float16": (W, _to(np.float16), "float16", {}),
     "float32": (W, _to(np.float32), "float32", {}),
@@ -779,7 +777,7 @@ def test_likely_cause(name):
     cause = likely_cause(want, have, "`x`", **options)
     assert word in cause
     assert bool(word) == bool(cause)
-    if name == "the first axis is that of directions" or name == "no number of entries":
+    if name == "no number of entries":
         assert "sum and a mean" not in cause
     if name == "a little off":
         assert "precision" not in cause
@@ -812,7 +810,7 @@ FAULTS = {
     "transposed: a Jacobian": (
         "reverse", _product(lambda a, ct: a @ ct), _product(lambda a, ct: a.T @ ct)
     ),
-    "it is what belongs to y": (
+    "it is what belongs to": (
         "reverse",
         _of_pair(lambda x, y, ct: (x**2 * jnp.cos(y) * ct, 2 * x * jnp.sin(y) * ct)),
         _of_pair(lambda x, y, ct: (2 * x * jnp.sin(y) * ct, x**2 * jnp.cos(y) * ct)),
