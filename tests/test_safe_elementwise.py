@@ -119,7 +119,6 @@ def _log_ndtr(x):
 
 TRUTHS = {
     "sqrt": Truth(mp.sqrt, _positive),
-    "reciprocal": Truth(lambda x: 1 / x, _both),
     "divide": Truth(lambda x, y: x / y, _half_plane, second=_is_in_range),
     # `pow` itself has such an error in single precision, and `y - 1` is rounded.
     "power": Truth(
@@ -145,9 +144,6 @@ TRUTHS = {
         _line(-85.0, 85.0),
     ),
     "log_expm1": Truth(lambda x: mp.log(mp.expm1(x)), _line(0.0, 85.0), scale=lambda x: x),
-    "softplus_inverse": Truth(
-        lambda x: mp.log(mp.expm1(x)), _line(0.0, 85.0), scale=lambda x: x
-    ),
     "log_sub_exp": Truth(
         lambda x, y: mp.log(mp.exp(x) - mp.exp(y)),
         _differences,
@@ -221,7 +217,6 @@ TWO = [name for name, (_, args) in FORMULAS.items() if len(args) == 2]
 CONVENTIONS = {
     ("sqrt", 0.0): (0.0,),
     ("sqrt", -1.0): (0.0,),
-    ("reciprocal", 0.0): (0.0,),
     ("divide", 1.0, 0.0): (0.0, 0.0),
     ("divide", 0.0, 0.0): (0.0, 0.0),
     ("divide", INF, 2.0): (0.5, 0.0),
@@ -319,7 +314,7 @@ def test_a_mask_on_the_result_is_enough():
 
 def test_a_zero_cotangent_stays_zero_where_the_derivative_overflows():
     x = jnp.array([1e-30, -1e-30, 2.0])
-    for fn in (safe.reciprocal, lambda x: safe.divide(1.0, x), lambda x: safe.divide(x, x**2)):
+    for fn in (lambda x: safe.divide(1.0, x), lambda x: safe.divide(x, x**2)):
         masked = lambda x, fn=fn: jnp.sum(jnp.where(jnp.abs(x) > 1, fn(x), 0.0))
         assert jnp.array_equal(jax.grad(masked)(x), jnp.array([0.0, 0.0, -0.25])), fn
 
@@ -327,7 +322,7 @@ def test_a_zero_cotangent_stays_zero_where_the_derivative_overflows():
 @pytest.mark.thorough
 def test_explain_nan_finds_nothing():
     x = jnp.array([0.0, 1.0, 2.0])
-    for name in ("sqrt", "log", "reciprocal", "arccos", "log_expm1", "log1p_ratio"):
+    for name in ("sqrt", "log", "arccos", "log_expm1", "log1p_ratio"):
         fn = getattr(safe, name)
         loss = lambda x, fn=fn: jnp.sum(jnp.where((x > 0) & (x < 1.5), fn(x), 0.0))
         report = eqg.explain_nan(loss, x)
@@ -338,7 +333,6 @@ def test_explain_nan_finds_nothing():
 
 IN_JAX = {
     "sqrt": jnp.sqrt,
-    "reciprocal": jnp.reciprocal,
     "divide": jnp.divide,
     "power": jnp.power,
     "hypot": jnp.hypot,
@@ -484,9 +478,9 @@ def test_errors_of_where():
         RuleError, match=r"The `cond` of `safe.where` does not broadcast to x"
     ) as e:
         safe.where(rows, jnp.log, x, 0.0)
-    assert "give it axes of size one: `cond[..., None]`" in str(e.value)
+    assert "axes of size one: `cond[..., None]`" in str(e.value)
     assert jnp.all(safe.where(rows[..., None], jnp.log, x, 1.0) == 0)  # as it says
-    with pytest.raises(RuleError, match="Broadcast x to the shape of `cond` before"):
+    with pytest.raises(RuleError, match="Broadcast x to the shape of `cond`"):
         safe.where(x > 0, jnp.log, jnp.ones(3), 0.0)
     with pytest.raises(RuleError, match="does not broadcast to the result of `<lambda>`") as e:
         safe.where(jnp.ones((2, 1), bool), lambda x: jnp.linalg.norm(x, axis=1), x, 0.0)
@@ -499,35 +493,6 @@ def test_errors_of_where():
         RuleError, match=r"The function of `safe.where` did not return one array"
     ):
         safe.where(x > 0, lambda x: (x, x), x, 0.0)
-
-
-# ---------------------------------------------------------------- conjugate_gradient
-
-
-def test_the_conjugated_gradient_is_the_direction_of_steepest_ascent():
-    def loss(z):
-        return jnp.abs(jnp.exp(z[0]) - z[1] ** 2) ** 2 + jnp.abs(z[1] - 1j)
-
-    z = jnp.array([0.3 + 0.4j, -0.7 + 0.2j])
-    ascent = jax.jit(jax.grad(lambda z: loss(safe.conjugate_gradient(z))))(z)
-    step = 1e-2
-    for i, direction in itertools.product(range(2), (1.0, 1j)):
-        along = jnp.zeros(2, z.dtype).at[i].set(direction)
-        slope = (loss(z + step * along) - loss(z - step * along)) / (2 * step)
-        np.testing.assert_allclose(slope, jnp.real(jnp.vdot(along, ascent)), rtol=1e-2)
-    np.testing.assert_allclose(ascent, jnp.conj(jax.grad(loss)(z)), rtol=1e-6)
-
-
-def test_conjugate_gradient_leaves_others_alone():
-    tree = {"w": jnp.array([1.0, 2.0]), "n": 3, "z": jnp.array(1j), "none": None}
-    out = safe.conjugate_gradient(tree)
-    assert out["n"] == 3
-    assert out["none"] is None
-    assert out["w"] is tree["w"]
-    loss = lambda w: jnp.sum(safe.conjugate_gradient({"w": w, "n": 3})["w"] ** 2)
-    assert jax.grad(loss)(tree["w"]).tolist() == [2.0, 4.0]
-    twice = lambda z: jnp.real(safe.conjugate_gradient(safe.conjugate_gradient(z)) * 2j)
-    assert jax.grad(twice)(1 + 0j) == jax.grad(lambda z: jnp.real(z * 2j))(1 + 0j)
 
 
 def test_sinhc_out_of_range():

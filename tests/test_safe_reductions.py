@@ -1,6 +1,5 @@
 """Norms, sums of exponentials and softmaxes, with finite and right derivatives."""
 
-import inspect
 import itertools
 
 import eqx_grads as eqg
@@ -10,7 +9,6 @@ import jax.random as jr
 import mpmath as mp
 import numpy as np
 import pytest
-from eqx_grads.safe._reduction_arguments import axes_of
 
 from . import mpmath_grid as grid
 
@@ -536,7 +534,7 @@ def test_factors_and_signs():
     ("call", "message"),
     [
         (lambda: safe.norm(jr.key(0)), "`safe.norm` was given something that is not an array"),
-        (lambda: safe.norm(jnp.ones(2), 3), "`safe.norm` was given an `ord` that it does not"),
+        (lambda: safe.norm(jnp.ones(2), "fro"), "The `ord` of `safe.norm` is not a number"),
         (lambda: safe.norm(jnp.ones((2, 2)), 2), "is the norm of a matrix in NumPy"),
         (lambda: safe.norm(jnp.ones(2), axis=1), "an axis that `x` does not have"),
         (lambda: safe.std(jnp.ones(2), (0, -1)), "an axis that `x` has but once"),
@@ -549,7 +547,7 @@ def test_factors_and_signs():
             "`safe.softmax` was given complex numbers",
         ),
         (lambda: safe.logsumexp(jnp.ones(2, complex)), "Use the function of `jax.numpy`"),
-        (lambda: safe.logsumexp(jnp.ones(2), b=jnp.ones(3)), "does not broadcast to `a`"),
+        (lambda: safe.logsumexp(jnp.ones(2), b=jnp.ones(3)), "do not broadcast together"),
         (lambda: safe.entropy(jnp.ones(2, "complex64")), "`p` is complex64"),
         (
             lambda: safe.cosine_similarity(jnp.ones(2), jnp.ones(3)),
@@ -599,9 +597,8 @@ def test_entropy_of_a_negative_number():
 
 
 def test_axes_that_are_not_integers():
-    """Without the type checker of the tests, which a user may not have."""
     with pytest.raises(eqg.RuleError, match="an axis that is not an integer"):
-        inspect.unwrap(axes_of)("norm", 0.5, jnp.ones(1))
+        safe.norm(jnp.ones(1), axis=0.5)
     for axis in (None, (0, 1)):
         with pytest.raises(eqg.RuleError, match="was not given one axis"):
-            inspect.unwrap(safe.cumlogsumexp)(jnp.ones((2, 2)), axis)
+            safe.cumlogsumexp(jnp.ones((2, 2)), axis)
