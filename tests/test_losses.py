@@ -332,16 +332,16 @@ X, W, Y = jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.zeros(3, int)
         (
             (X, W, Y.astype(float)),
             {},
-            "labels that are not integers(?s:.*)softmax_cross_entropy",
+            "do not fit together(?s:.*)or probabilities",
         ),
         ((Y, W, Y), {}, "`x` is int"),
         ((X, W.astype(complex), Y), {}, "complex numbers(?s:.*)`weight`"),
-        ((X, W, Y), {"chunk": 0}, "`chunk` of(?s:.*)is not a positive integer"),
+        ((X, W, Y), {"chunk": 0}, "`chunk` of(?s:.*)is not an integer of at least 1"),
         ((X, W, Y), {"ignore_index": True}, "`ignore_index` of(?s:.*)is not an integer"),
-        ((X, W, Y), {"label_smoothing": 1.5}, "out of range(?s:.*)from zero to one"),
-        ((X, W, Y), {"label_smoothing": jnp.nan}, "`label_smoothing`(?s:.*)out of range"),
-        ((X, W, Y), {"z_loss": -1.0}, "`z_loss`(?s:.*)out of range"),
-        ((X, W, Y), {"reduction": "average"}, "no such reduction(?s:.*)'mean', 'sum', 'none'"),
+        ((X, W, Y), {"label_smoothing": 1.5}, "`label_smoothing`(?s:.*)from zero to one"),
+        ((X, W, Y), {"label_smoothing": jnp.nan}, "`label_smoothing`"),
+        ((X, W, Y), {"z_loss": -1.0}, "`z_loss`"),
+        ((X, W, Y), {"reduction": "average"}, "`reduction`(?s:.*)'mean', 'sum', 'none'"),
     ],
 )
 def test_errors(args, options, match):
@@ -351,60 +351,8 @@ def test_errors(args, options, match):
 
 def test_labels_in_a_list():
     """Without the type checker of the tests, which a user may not have."""
-    with pytest.raises(eqg.RuleError, match=r"labels that are not integers(?s:.*)is list"):
+    with pytest.raises(eqg.RuleError, match=r"labels that are neither(?s:.*)is list"):
         inspect.unwrap(linear_cross_entropy)(X, W, [0, 1, 2])
-
-
-# The layer.
-
-
-@pytest.mark.slow
-def test_layer_is_the_function(getkey):
-    x, _, _ = sample(getkey)
-    linear = eqx.nn.Linear(4, 7, key=getkey())
-    options = {"chunk": 2, "label_smoothing": 0.1, "z_loss": 0.01, "reduction": "sum"}
-    head = eqg.nn.LinearCrossEntropy.from_layer(linear, **options)
-    expected = ours(x, linear.weight, linear.bias, **options)
-    assert_close(eqx.filter_jit(head)(x, LABELS), expected)
-    assert_close(head.logits(x), jax.vmap(jax.vmap(linear))(x))
-    assert head.logits(x[0, 0]).shape == (7,)
-    made = eqg.nn.LinearCrossEntropy(4, 7, key=jr.key(3))
-    assert_close(made.weight, eqx.nn.Linear(4, 7, key=jr.key(3)).weight)
-    grads = eqx.filter_grad(lambda head: head(x, LABELS))(head)
-    assert grads.weight.shape == (7, 4)
-    assert grads.bias.shape == (7,)
-
-
-@pytest.mark.slow
-def test_layer_with_the_weight_of_an_embedding(getkey):
-    embedding = eqx.nn.Embedding(7, 4, key=getkey())
-    head = eqg.nn.LinearCrossEntropy(4, 7, use_bias=False, key=getkey())
-    model = eqx.nn.Shared((embedding, head), lambda m: m[1].weight, lambda m: m[0].weight)
-    tokens = jr.randint(getkey(), (6,), 0, 7)
-
-    def tied(model):
-        embedding, head = model()
-        return head(jax.vmap(embedding)(tokens[:-1]), tokens[1:])
-
-    def by_hand(weight):
-        return plain(weight[tokens[:-1]], weight, jnp.zeros(7), tokens[1:])
-
-    value, grads = eqx.filter_value_and_grad(tied)(model)
-    expected, expected_grad = jax.value_and_grad(by_hand)(embedding.weight)
-    assert_close(value, expected)
-    assert_close(jax.tree.leaves(grads), [expected_grad])
-
-
-def test_layer_errors(getkey):
-    layer = eqg.nn.LinearCrossEntropy
-    with pytest.raises(eqg.RuleError, match="`chunk` of `LinearCrossEntropy`"):
-        layer(2, 3, chunk=0, key=getkey())
-    with pytest.raises(eqg.RuleError, match="size that is not a positive integer"):
-        layer(2, 0, key=getkey())
-    with pytest.raises(eqg.RuleError, match="a layer that is not linear"):
-        layer.from_layer(eqx.nn.Identity())
-    with pytest.raises(eqg.RuleError, match=r"wrong size(?s:.*)`weight` is float..\[3,2\]"):
-        layer(2, 3, key=getkey()).logits(jnp.ones(3))
 
 
 # Over several devices.
@@ -662,9 +610,9 @@ def test_chunked_half_precision_and_nothing(getkey):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: chunked(squares, chunk=0), "`chunk` that is not a positive integer"),
-        (lambda: chunked(squares, reduction="none"), 'unknown reduction(?s:.*)"mean"'),
-        (lambda: chunked(squares, axis="0"), "an axis that is not an integer"),
+        (lambda: chunked(squares, chunk=0), "`chunk` of `losses.chunked` is not an integer"),
+        (lambda: chunked(squares, reduction="none"), '`reduction` of(?s:.*)"mean"'),
+        (lambda: chunked(squares, axis="0"), "`axis` of `losses.chunked` is not an int"),
         (lambda: chunked(squares, (None, 0))(1.0, X, Y), "`axis` that does not fit"),
         (lambda: chunked(squares)(1.0, X, Y[:2]), r"`squares`(?s:.*)args\[2\] is int..\[2\]"),
         (lambda: chunked(squares, axis=2)(1.0, X, Y), "an axis that an argument does not have"),

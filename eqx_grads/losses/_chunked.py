@@ -11,19 +11,32 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._control_flow.chunked_scan import scan_in_chunks
-from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
+from .._errors import (
+    bad_argument,
+    check_function,
+    name_of,
+    place_of,
+    rule_error,
+    show_path,
+    type_of,
+)
 from .._errors.trees import mirror, mirrored, prefix_leaves
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic, Size
 from .._rules.closure_convert import ClosureTemplate, contains_tracer, lift_tracers
 from .._rules.custom_jvp import custom_jvp
-from .._rules.float_args import as_integer
+from .._rules.float_args import as_count, as_integer
 from .._rules.tree_split import TreeSplit
 from .._tangent_spaces import is_array, is_arraylike, is_none, sum_dtype
 from ._gradient_sums import add, inner_product, zero_sum
 
 
 REDUCTIONS = ("sum", "mean")
+_AXIS = (
+    "Give an integer, the axis of all arguments but the first, or a tuple with one entry for "
+    "each argument: an integer, `None`, or a tree of these that is a prefix of the argument. "
+    "For a single argument, give `(axis,)`."
+)
 
 
 def chunked(
@@ -101,32 +114,17 @@ def chunked(
     `loss` does not return a real scalar, or for an option that is unknown.
     """
     check_function(loss, "loss", "losses.chunked")
-    name = name_of(loss)
-    if (as_integer(chunk) or 0) < 1:
-        raise rule_error(
-            f"`losses.chunked` of `{name}` was given a `chunk` that is not a positive integer.",
-            f"it is {chunk!r:.60}",
-            do="Give the length of a chunk.",
-        )
+    chunk = as_count("losses.chunked", "chunk", chunk, do="Give the length of a chunk.")
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        raise rule_error(
-            f"`losses.chunked` of `{name}` was given an unknown reduction.",
-            f"`reduction` is {reduction!r:.60}",
-            do='Give "sum" or "mean": how the loss of all follows from those of its parts.',
-        )
+        do = 'Give "sum" or "mean": how the loss of all follows from the losses of its parts.'
+        raise bad_argument("losses.chunked", "reduction", "a known one", reduction, do)
     axes, treedef = jax.tree.flatten(mirrored(axis), is_leaf=is_none)
-    for entry in axes:
-        if entry is not None and as_integer(entry) is None:
-            raise rule_error(
-                f"`losses.chunked` of `{name}` was given an axis that is not an integer.",
-                f"`axis` is {axis!r:.60}",
-                do="Give an integer, or a tuple with an integer, `None` or a tree of these for "
-                "each argument.",
-            )
+    if any(a is not None and as_integer(a) is None for a in axes):
+        raise bad_argument(
+            "losses.chunked", "axis", "an integer, or a tree of them", axis, _AXIS
+        )
     axes = tuple(None if a is None else int(a) for a in axes)
-    return eqx.module_update_wrapper(
-        _Chunked(loss, axes, treedef, int(chunk), reduction == "mean")
-    )
+    return eqx.module_update_wrapper(_Chunked(loss, axes, treedef, chunk, reduction == "mean"))
 
 
 class _Chunked(eqx.Module):
@@ -179,8 +177,7 @@ class _Chunked(eqx.Module):
             raise self._error(
                 "an `axis` that does not fit its arguments",
                 f"it has {len(args)} arguments, and `axis` is {axes}",
-                do="Give an integer, or a tuple with one entry for each argument: an integer, "
-                "`None`, or a tree of these that is a prefix of the argument.",
+                do=_AXIS,
             ) from None
         return [a if has else None for a, has in zip(filled, _leaves(has_axis)[0], strict=True)]
 
@@ -202,9 +199,7 @@ class _Chunked(eqx.Module):
             raise self._error(
                 "arguments that can't be split together",
                 *(lengths or ["no array has an axis"]),
-                do="At least one array has an axis, and all that do are equally long along it. "
-                "An integer `axis` is that of all arguments but the first: for a single "
-                "argument, give `(axis,)`.",
+                do=f"At least one array has an axis, and all that do are equally long. {_AXIS}",
             )
         return next(iter(lengths.values()))
 

@@ -582,8 +582,6 @@ WRONG = [
     (model({eqx.nn.Linear: nn.LSQ(4)}, call=square), "a `call`, and no batch"),
     (model({eqx.nn.Linear: nn.LSQ(4)}, calibrate=X), "a batch, and there is nothing"),
     (lambda: nn.to_integers(LINEAR), "it is a `Linear`"),
-    (types(lambda: nn.LinearCrossEntropy(3, 5, key=KEY).logits(X[:2])),
-     "`x` is float32[2], `weight` is"),
 ]
 RIGHT = [
     # forward rules
