@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from .._errors import bad_argument, check_flags, rule_error, type_of
-from .._rules.float_args import as_count, as_floats, is_number
+from .._rules.float_args import as_count, as_floats, as_integer, is_number
 from .._rules.nondifferentiable import nondifferentiable
 from .._tangent_spaces import dtype_of, promote, sum_dtype
 from ._explicit_axes import on_explicit_axes
