@@ -70,8 +70,8 @@ def norm(
     drops them: mask the argument, with [`eqx_grads.safe.where`][] under `jax.vmap`. So are
     those of `norm(x)**2`, which is smooth: write `jnp.sum(x**2)`. For kernels of a distance,
     there is a [recipe](../recipes/nan-and-zero.md#how-do-i-write-a-kernel-of-a-distance).
-    By an element that is zero they are NaN for $0 < p < 2$, and for `jnp.inf` and `-jnp.inf`
-    they are NaN where several elements are the largest, or the smallest.
+    By an element that is zero they are NaN unless $2 \le p < \infty$, and for `jnp.inf` and
+    `-jnp.inf` where several elements are the largest, or the smallest.
 
     **Raises:**
 

@@ -37,7 +37,8 @@ def cross_entropy(
     logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     lse = jnp.log(jnp.sum(jnp.exp(logits), -1))
     target = (1 - smoothing) * jnp.asarray(target, x.dtype) + smoothing / len(weight)
-    target = target if of_class is None else target * of_class.astype(x.dtype)
+    if of_class is not None:
+        target = target * of_class.astype(x.dtype)[(None,) * (target.ndim - 1)]
     loss = jnp.sum(target * (lse[..., None] - logits), -1) + z * lse**2
     return jnp.where(counted, loss, 0)
 
@@ -133,10 +134,10 @@ for _labels, _losses in (
 # the number of tokens.
 OF_CLASS, SOFT = A([0.3, 1.7, 0.6, 0.0, 1.1]), rng.dirichlet(np.ones(5), 11)
 for _name, _labels, _total in (
-    ("class weights and a soft cap", LABELS, OF_CLASS[LABELS[LABELS >= 0]].sum()),
+    ("class weights and a soft cap", LABELS, float(OF_CLASS[LABELS[LABELS >= 0]].sum())),
     ("probabilities", SOFT, 11),
 ):
-    _counted = np.sum(_labels >= 0) if _labels is LABELS else 11
+    _counted = int(np.sum(LABELS >= 0)) if _labels is LABELS else 11
 
     def _plain(x, w, b, y=_labels, total=_total, n=_counted):
         of_class = cross_entropy(x, w, y, b, smoothing=0.1, of_class=OF_CLASS, cap=1.5)
