@@ -137,9 +137,10 @@ def _forward(x, weight, bias, class_weight, labels, scales, options):
 
 
 @token_losses.def_fwd
-def _token_losses_fwd(*args, options):
-    *out, normalizer = _forward(*args, options)
-    return tuple(out), (*args, normalizer)
+def _token_losses_fwd(x, weight, bias, class_weight, labels, scales, *, options):
+    args = x, weight, bias, class_weight, labels, scales
+    losses, z, normalizer = _forward(*args, options)
+    return (losses, z), (*args, normalizer)
 
 
 # The cotangent of each token is known here only, so that the gradients can't be formed in the
@@ -188,14 +189,14 @@ def vary_over_tokens(args: Sequence[Any], options: Options) -> list[Any]:
 
 
 @token_losses.def_vmap
-def _token_losses_vmap(axis_size, batched, x, *args, options):
-    *weights, labels, scales = args
-    is_batched, *weights_batched, labels_batched, scales_batched = batched
-    if any(weights_batched):
+def _token_losses_vmap(
+    axis_size, batched, x, weight, bias, class_weight, labels, scales, *, options
+):
+    if any(batched[1:4]):
         return NotImplemented
-    tokens = (x, labels, scales), (is_batched, labels_batched, scales_batched)
+    tokens = (x, labels, scales), (batched[0], *batched[4:])
     x, labels, scales = jax.tree.map(ft.partial(_fold, axis_size), *tokens)
-    out = token_losses(x, *weights, labels, scales, options=options)
+    out = token_losses(x, weight, bias, class_weight, labels, scales, options=options)
     return jax.tree.map(lambda y: y.reshape(axis_size, -1), out), True
 
 

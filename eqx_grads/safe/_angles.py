@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array
 
 from .._rules.custom_jvp import custom_jvp
+from ._arguments import Numbers
 from ._elementwise import corner, inverse, real_function, with_slopes
 
 
@@ -16,7 +17,7 @@ def _at_origin(slope, x, y):
     lambda x, y: _at_origin(_direction(x, y)[0], x, y),
     lambda x, y: _at_origin(_direction(x, y)[1], x, y),
 )
-def hypot(x: ArrayLike, y: ArrayLike) -> Array:
+def hypot(x: Numbers, y: Numbers) -> Array:
     r"""$\sqrt{x^2 + y^2}$, with derivatives that are right at all magnitudes, and zero at the
     origin.
 
@@ -58,7 +59,7 @@ def hypot(x: ArrayLike, y: ArrayLike) -> Array:
     lambda y, x: _at_origin(_direction(x, y)[0] * inverse(hypot(x, y)), x, y),
     lambda y, x: _at_origin(-_direction(x, y)[1] * inverse(hypot(x, y)), x, y),
 )
-def arctan2(y: ArrayLike, x: ArrayLike) -> Array:
+def arctan2(y: Numbers, x: Numbers) -> Array:
     r"""The angle of $(x, y)$, with derivatives that are right at all magnitudes, and zero at
     the origin.
 
@@ -134,7 +135,7 @@ _arcsin_slope = with_slopes(
 
 
 @real_function(lambda x: corner(-_arcsin_slope(x), jnp.abs(x) == 1, x))
-def arccos(x: ArrayLike) -> Array:
+def arccos(x: Numbers) -> Array:
     r"""`jnp.arccos`, with the derivative zero at 1 and -1.
 
     !!! example
@@ -174,7 +175,7 @@ def arccos(x: ArrayLike) -> Array:
 
 
 @real_function(lambda x: corner(_arcsin_slope(x), jnp.abs(x) == 1, x))
-def arcsin(x: ArrayLike) -> Array:
+def arcsin(x: Numbers) -> Array:
     r"""`jnp.arcsin`, with the derivative zero at 1 and -1.
 
     !!! example

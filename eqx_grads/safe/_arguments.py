@@ -5,19 +5,25 @@ import functools as ft
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TYPE_CHECKING, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, ArrayLike
 
 from .._errors import check_flags, rule_error, type_of
 from .._rules.float_args import as_axes, as_axis, is_number, widen
 from .._tangent_spaces import broadcasts_to, dtype_of_array, promote
 
 
-Axis: TypeAlias = int | Sequence[int] | None
+if TYPE_CHECKING:
+    # In the body of a function they are what `on_arrays` makes of them.
+    Numbers: TypeAlias = Any
+    Axis: TypeAlias = Any
+else:
+    Numbers = ArrayLike
+    Axis = int | Sequence[int] | None
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -35,16 +41,17 @@ def on_arrays(
     """
 
     def decorate(fn: Callable[P, T]) -> Callable[P, T]:
+        body: Callable[..., Any] = fn
         signature = inspect.signature(fn)
         name = f"safe.{fn.__name__.lstrip('_')}"
         options = [p for p in signature.parameters if p not in (*names, "where")]
 
         @ft.partial(jax.jit, static_argnames=options)
         @ft.wraps(fn)
-        def compiled(**given):
+        def compiled(**given: Any) -> Any:
             dtype = given[names[0]].dtype
             wide = {n: widen(given[n]) for n in names if given[n] is not None}
-            out = fn(**given | wide)
+            out: Any = body(**given | wide)
             if not given.get("keepdims", True):
                 out = jax.tree.map(lambda y: jnp.squeeze(y, given["axis"]), out)
             return jax.tree.map(lambda y: _rounded(y, dtype), out)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, ArrayLike, Float, Inexact
+from jaxtyping import Array, Float, Inexact
 
 from .._errors import rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
-from ._arguments import on_arrays
+from ._arguments import Numbers, on_arrays
 from ._elementwise import inverse
 
 
@@ -32,7 +32,7 @@ class SVDResult(NamedTuple):
 
 @on_arrays("a")
 def eigh(
-    a: ArrayLike,
+    a: Numbers,
     *,
     symmetrize_input: bool = True,
     tolerance: float | None = None,
@@ -117,7 +117,7 @@ def eigh(
 
 
 @on_arrays("a")
-def svd(a: ArrayLike, *, tolerance: float | None = None) -> SVDResult:
+def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
     r"""The thin singular value decomposition, also where singular values are equal or zero.
 
     !!! example

@@ -43,15 +43,14 @@ def real_function(
 ) -> Callable[[Callable[P, Array]], Callable[P, Array]]:
     """Decorate an elementwise function of real numbers, with its slopes."""
 
-    def decorate(fn):
+    def decorate(fn: Callable[P, Array]) -> Callable[P, Array]:
         op = with_slopes(fn, *slopes)
-        names = tuple(inspect.signature(fn).parameters)
 
         @ft.wraps(fn)
-        def by_position(**xs):
-            return op(*(xs[name] for name in names))
+        def of_arrays(*args: P.args, **kwargs: P.kwargs) -> Array:
+            return op(*args, **kwargs)
 
-        return on_arrays(*names, real=True)(by_position)
+        return on_arrays(*inspect.signature(fn).parameters, real=True)(of_arrays)
 
     return decorate
 

@@ -11,13 +11,14 @@ import math
 from decimal import Decimal
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array
 
+from ._arguments import Numbers
 from ._elementwise import real_function, with_slopes
 
 
 @real_function(lambda x: _hazard(x))
-def log_ndtr(x: ArrayLike) -> Array:
+def log_ndtr(x: Numbers) -> Array:
     r"""The logarithm of the standard normal distribution function, with derivatives that are
     right in the far tails.
 

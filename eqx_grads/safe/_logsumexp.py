@@ -4,47 +4,47 @@ from typing import Literal, overload
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, Float
 
 from .._rules.custom_jvp import custom_jvp
 from .._rules.nan_where import nan_where
-from ._arguments import Axis, on_arrays
+from ._arguments import Axis, Numbers, on_arrays
 from ._elementwise import corner, sigmoid, with_slopes
 
 
 @overload
 def logsumexp(
-    a: ArrayLike,
+    a: Numbers,
     axis: Axis = None,
-    b: ArrayLike | None = None,
+    b: Numbers | None = None,
     *,
     keepdims: bool = False,
     return_sign: Literal[False] = False,
-    where: ArrayLike | None = None,
+    where: Numbers | None = None,
 ) -> Float[Array, "..."]: ...
 
 
 @overload
 def logsumexp(
-    a: ArrayLike,
+    a: Numbers,
     axis: Axis = None,
-    b: ArrayLike | None = None,
+    b: Numbers | None = None,
     *,
     keepdims: bool = False,
     return_sign: Literal[True],
-    where: ArrayLike | None = None,
+    where: Numbers | None = None,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]: ...
 
 
 @on_arrays("a", "b", real=True)
 def logsumexp(
-    a: ArrayLike,
+    a: Numbers,
     axis: Axis = None,
-    b: ArrayLike | None = None,
+    b: Numbers | None = None,
     *,
     keepdims: bool = False,
     return_sign: bool = False,
-    where: ArrayLike | None = None,
+    where: Numbers | None = None,
 ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
     r"""$\log \sum_i b_i e^{a_i}$, which is $-\infty$ with the derivative zero for no terms.
 
@@ -105,7 +105,7 @@ def _masked(x, where):
 
 
 @on_arrays("x", "y", real=True)
-def logaddexp(x: ArrayLike, y: ArrayLike) -> Float[Array, "..."]:
+def logaddexp(x: Numbers, y: Numbers) -> Float[Array, "..."]:
     r"""$\log(e^x + e^y)$, with the derivative zero where both are $-\infty$.
 
     !!! example
@@ -160,7 +160,7 @@ def _logaddexp_jvp(primals, tangents):
 
 
 @on_arrays("x", real=True)
-def cumlogsumexp(x: ArrayLike, axis: int = 0, *, reverse: bool = False) -> Float[Array, "..."]:
+def cumlogsumexp(x: Numbers, axis: int = 0, *, reverse: bool = False) -> Float[Array, "..."]:
     r"""$y_i = \log \sum_{j \le i} e^{x_j}$, also where the first terms are $-\infty$.
 
     !!! example
@@ -201,7 +201,7 @@ def cumlogsumexp(x: ArrayLike, axis: int = 0, *, reverse: bool = False) -> Float
 
 @on_arrays("x", real=True)
 def softmax(
-    x: ArrayLike, axis: Axis = -1, *, where: ArrayLike | None = None
+    x: Numbers, axis: Axis = -1, *, where: Numbers | None = None
 ) -> Float[Array, "..."]:
     r"""$e^{x_i} / \sum_j e^{x_j}$, which is zero if all logits are $-\infty$.
 
@@ -252,7 +252,7 @@ def softmax(
 
 @on_arrays("x", real=True)
 def log_softmax(
-    x: ArrayLike, axis: Axis = -1, *, where: ArrayLike | None = None
+    x: Numbers, axis: Axis = -1, *, where: Numbers | None = None
 ) -> Float[Array, "..."]:
     r"""$x_i - \log \sum_j e^{x_j}$, which is $-\infty$ where the logit is.
 
@@ -306,7 +306,7 @@ _entr = with_slopes(
 
 @on_arrays("p", real=True)
 def entropy(
-    p: ArrayLike, axis: Axis = -1, *, where: ArrayLike | None = None
+    p: Numbers, axis: Axis = -1, *, where: Numbers | None = None
 ) -> Float[Array, "..."]:
     r"""$-\sum_i p_i \log p_i$, in which an event of probability zero contributes nothing.
 

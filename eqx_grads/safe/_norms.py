@@ -1,22 +1,23 @@
 """Norms and directions of vectors, angles and distances between them, and deviations."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, ArrayLike, Float, Inexact
+from jaxtyping import Array, Float, Inexact
 
 from .._errors import rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
 from .._rules.nan_where import nan_where
-from ._arguments import Axis, on_arrays
+from ._arguments import Axis, Numbers, on_arrays
 from ._elementwise import corner, inverse, quotient, with_slopes
 
 
 @on_arrays("x")
 def norm(
-    x: ArrayLike,
+    x: Numbers,
     ord: float | int | None = None,
     *,
     axis: Axis = None,
@@ -159,7 +160,7 @@ def _p_norm_jvp(primals, tangents, *, p, axes):
 
 
 @on_arrays("x")
-def normalize(x: ArrayLike, *, axis: Axis = -1) -> Inexact[Array, "..."]:
+def normalize(x: Numbers, *, axis: Axis = -1) -> Inexact[Array, "..."]:
     r"""`x / norm(x)`: vectors of norm one; the zero vector remains zero.
 
     !!! example
@@ -209,7 +210,7 @@ def normalize(x: ArrayLike, *, axis: Axis = -1) -> Inexact[Array, "..."]:
 
 
 @on_arrays("x", "y", real=True)
-def cosine_similarity(x: ArrayLike, y: ArrayLike, *, axis: Axis = -1) -> Float[Array, "..."]:
+def cosine_similarity(x: Numbers, y: Numbers, *, axis: Axis = -1) -> Float[Array, "..."]:
     r"""The cosine of the angle between vectors; zero if one of them is zero.
 
     !!! example
@@ -253,7 +254,7 @@ def cosine_similarity(x: ArrayLike, y: ArrayLike, *, axis: Axis = -1) -> Float[A
 
 
 def pairwise_distance(
-    x: ArrayLike, y: ArrayLike | None = None, *, ord: float | int = 2
+    x: Numbers, y: Numbers | None = None, *, ord: float | int = 2
 ) -> Inexact[Array, "..."]:
     r"""The distances of all pairs of points, with the derivative zero where points coincide.
 
@@ -331,12 +332,12 @@ def _pairwise_distance(x, y, *, ord=None):
 
 @on_arrays("x")
 def std(
-    x: ArrayLike,
+    x: Numbers,
     axis: Axis = None,
     *,
     ddof: float | int = 0,
     keepdims: bool = False,
-    where: ArrayLike | None = None,
+    where: Numbers | None = None,
 ) -> Float[Array, "..."]:
     r"""The standard deviation, with the derivative zero where all numbers are equal.
 
@@ -399,7 +400,7 @@ def std(
 
 
 @custom_jvp
-def _polar(x, mask=None, factor=1.0, *, axes, center=None):
+def _polar(x, mask: Any = None, factor: Any = 1.0, *, axes, center=None):
     r"""$f \lVert x \rVert$ and $x / \lVert x \rVert$, for a real $x$. The axes are kept.
 
     If the axes `center` are given, the mean over them is subtracted before, of the elements for

@@ -3,11 +3,11 @@
 import functools as ft
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array
 
 from .._rules.custom_jvp import custom_jvp
 from .._rules.nan_where import nan_where
-from ._arguments import on_arrays
+from ._arguments import Numbers, on_arrays
 from ._elementwise import (
     corner,
     inverse,
@@ -23,7 +23,7 @@ from ._elementwise import (
 @real_function(
     lambda out, x: corner(0.5 * inverse(jnp.where(x <= 0, 0, out)), x == 0, x),
 )
-def sqrt(x: ArrayLike) -> Array:
+def sqrt(x: Numbers) -> Array:
     r"""`jnp.sqrt`, with the derivative zero at zero.
 
     !!! example
@@ -64,7 +64,7 @@ def sqrt(x: ArrayLike) -> Array:
 
 
 @on_arrays("x", "y", real=True)
-def divide(x: ArrayLike, y: ArrayLike) -> Array:
+def divide(x: Numbers, y: Numbers) -> Array:
     r"""`x / y`, with derivatives that are zero where `y` is zero, and right where `y**2` is
     out of range.
 
@@ -122,7 +122,7 @@ def _divide_jvp(primals, tangents):
     lambda x, y: _slope_in_base(x, y, 1),
     lambda out, x, y: _slope_in_exponent(out, x, y),
 )
-def power(x: ArrayLike, y: ArrayLike) -> Array:
+def power(x: Numbers, y: Numbers) -> Array:
     r"""`x**y`, with derivatives that are zero where they are infinite or do not exist. For an
     exponent that is a Python `int`, write `x**2`, whose derivatives are right in JAX.
 
@@ -208,7 +208,7 @@ def _derivative_in_base(order):
 
 
 @real_function(lambda x: corner(inverse(positive(x)), x == 0, x))
-def log(x: ArrayLike) -> Array:
+def log(x: Numbers) -> Array:
     r"""`jnp.log`, with the derivative zero at zero.
 
     !!! example
@@ -254,7 +254,7 @@ def _finite_log(x):
     lambda x, y: corner(_finite_log(y), y == 0, y),
     lambda x, y: _ratio(x, positive(y), y == 0, y),
 )
-def xlogy(x: ArrayLike, y: ArrayLike) -> Array:
+def xlogy(x: Numbers, y: Numbers) -> Array:
     r"""`x * log(y)`, which is zero where `x` is.
 
     !!! example
@@ -316,7 +316,7 @@ def _finite_log1p(x):
     lambda x, y: corner(_finite_log1p(y), y == -1, y),
     lambda x, y: _ratio(x, positive(1 + y), y == -1, y),
 )
-def xlog1py(x: ArrayLike, y: ArrayLike) -> Array:
+def xlog1py(x: Numbers, y: Numbers) -> Array:
     r"""`x * log1p(y)`, which is zero where `x` is.
 
     !!! example
@@ -353,7 +353,7 @@ def xlog1py(x: ArrayLike, y: ArrayLike) -> Array:
 
 
 @real_function(lambda x: tanh(x))
-def log_cosh(x: ArrayLike) -> Array:
+def log_cosh(x: Numbers) -> Array:
     r"""`log(cosh(x))`: a smooth $|x|$, with the value zero and the curvature one at zero.
 
     !!! example
@@ -398,7 +398,7 @@ def log_cosh(x: ArrayLike) -> Array:
 
 
 @real_function(lambda x: corner(_weight(x), x == 0, x))
-def log_expm1(x: ArrayLike) -> Array:
+def log_expm1(x: Numbers) -> Array:
     r"""`log(exp(x) - 1)`, for positive `x`, without overflow: the inverse of `jax.nn.softplus`,
     for the parameter of a positive number.
 
@@ -457,7 +457,7 @@ _weight = with_slopes(_weight_value, lambda out, x: -(out * jnp.exp(-positive(x)
     lambda x, y: _at_equal(jnp.where(jnp.isneginf(x), 0, _weight(_gap(x, y))), x, y),
     lambda x, y: _at_equal(-jnp.exp(-positive(_gap(x, y))) * _weight(_gap(x, y)), x, y),
 )
-def log_sub_exp(x: ArrayLike, y: ArrayLike) -> Array:
+def log_sub_exp(x: Numbers, y: Numbers) -> Array:
     r"""`log(exp(x) - exp(y))`, for `x` greater than `y`. (For the logarithm of a sum, there is
     `logaddexp`.)
 

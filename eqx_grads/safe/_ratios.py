@@ -8,8 +8,9 @@ import functools as ft
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array
 
+from ._arguments import Numbers
 from ._elementwise import corner, real_function, with_slopes
 
 
@@ -36,7 +37,7 @@ def _polynomial(coefficients, x):
 
 
 @real_function(lambda x: _moment(1, False)(x))
-def expm1_ratio(x: ArrayLike) -> Array:
+def expm1_ratio(x: Numbers) -> Array:
     r"""`expm1(x) / x`, which is one at zero: the mean of $e^{s}$ for $s$ between zero and $x$.
 
     It occurs in exponential integrators, and in the solution of a linear differential equation.
@@ -79,7 +80,7 @@ def expm1_ratio(x: ArrayLike) -> Array:
 
 
 @real_function(lambda x: _moment(1, True)(x))
-def sinhc(x: ArrayLike) -> Array:
+def sinhc(x: Numbers) -> Array:
     r"""`sinh(x) / x`, which is one at zero. (For `sin(x) / x`, there is `jnp.sinc`.)
 
     !!! example
@@ -172,7 +173,7 @@ def _log1p_ratio_slope(x):
 
 
 @real_function(_log1p_ratio_slope)
-def log1p_ratio(x: ArrayLike) -> Array:
+def log1p_ratio(x: Numbers) -> Array:
     r"""`log1p(x) / x`, which is one at zero.
 
     !!! example

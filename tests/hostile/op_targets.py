@@ -375,7 +375,7 @@ for _name in ("softmax", "log_softmax"):
 target(
     "safe.logsumexp",
     safe.logsumexp,
-    a=(X, at_least(reals, 1)),
+    a=_OTHER,
     axis=AXES,
     b=(X, optional(broadcasting(reals, 3))),
     keepdims=FLAG,

@@ -139,7 +139,7 @@ for _name, _labels, _total in (
 ):
     _counted = int(np.sum(LABELS >= 0)) if _labels is LABELS else 11
 
-    def _plain(x, w, b, y=_labels, total=_total, n=_counted):
+    def _all_terms(x, w, b, y=_labels, total=_total, n=_counted):
         of_class = cross_entropy(x, w, y, b, smoothing=0.1, of_class=OF_CLASS, cap=1.5)
         z = cross_entropy(x, w, y, b, z=0.02, of_class=0 * OF_CLASS, cap=1.5)
         z = jnp.sum(z) / n
@@ -151,7 +151,7 @@ for _name, _labels, _total in (
             x, w, y, bias=b, class_weight=OF_CLASS, soft_cap=1.5, return_z_loss=True, **OPTIONS
         ),
         *TOKENS,
-        plain=_plain,
+        plain=_all_terms,
         orders=SHORT,
     )
 SHARDED = A([0, 5, -100, 3, 2, 4, 1])
