@@ -79,19 +79,19 @@ def on_arrays(
 def _as_arrays(name, xs, real, broadcast) -> dict[str, Array]:
     """The arguments as arrays of one inexact dtype, to which they promote as in NumPy: Python
     numbers take the dtype of the arrays, and integers alone take the default."""
-    types = [f"`{argument}` is {type_of(x)}" for argument, x in xs.items()]
-    for x, where in zip(xs.values(), types, strict=True):
+    show = lambda argument: f"`{argument}` is {type_of(xs[argument])}"
+    for argument, x in xs.items():
         dtype = dtype_of_array(x)
         if dtype is None or not jnp.issubdtype(dtype, np.number):
             raise rule_error(
                 f"`{name}` was given something that is not an array of numbers.",
-                where,
+                show(argument),
                 do="Pass an array of floats, or a number.",
             )
         if real and jnp.issubdtype(dtype, jnp.complexfloating):
             raise rule_error(
                 f"`{name}` was given complex numbers, and is a function of real ones.",
-                where,
+                show(argument),
                 do="Use the function of `jax.numpy`, or pass the real and the imaginary part.",
             )
     dtype = promote([x if hasattr(x, "dtype") else jnp.asarray(x) for x in xs.values()])
@@ -104,7 +104,7 @@ def _as_arrays(name, xs, real, broadcast) -> dict[str, Array]:
         except ValueError:
             raise rule_error(
                 f"The arguments of `{name}` do not broadcast together.",
-                ", ".join(types),
+                ", ".join(map(show, xs)),
                 do="Give them shapes that are equal, or one where an axis is shared.",
             ) from None
         arrays = [jnp.broadcast_to(x, shape) for x in arrays]
