@@ -26,6 +26,7 @@ from .._jaxprs.symbolic_sizes import is_symbolic, Size
 from .._rules.closure_convert import ClosureTemplate, contains_tracer, lift_tracers
 from .._rules.custom_jvp import custom_jvp
 from .._rules.float_args import as_count, as_integer
+from .._rules.transformed import AbstractTransformed
 from .._rules.tree_split import TreeSplit
 from .._tangent_spaces import is_array, is_arraylike, is_none, sum_dtype
 from ._gradient_sums import add, inner_product, zero_sum
@@ -127,29 +128,25 @@ def chunked(
     return eqx.module_update_wrapper(_Chunked(loss, axes, treedef, chunk, reduction == "mean"))
 
 
-class _Chunked(eqx.Module):
-    _loss: Callable[..., Any]
+class _Chunked(AbstractTransformed):
+    _eqg_fn: Callable[..., Any]
     _axes: tuple[int | None, ...] = eqx.field(static=True)
     _axes_treedef: Any = eqx.field(static=True)
     _chunk: int = eqx.field(static=True)
     _mean: bool = eqx.field(static=True)
 
-    @property
-    def __wrapped__(self):
-        return self._loss
-
     def __call__(self, /, *args, **kwargs):
-        if contains_tracer(eqx.filter(self._loss, is_array, inverse=True)):
+        if contains_tracer(eqx.filter(self._eqg_fn, is_array, inverse=True)):
             return self._call(args, kwargs)  # which makes operands of what it closes over
         axis = jax.tree.unflatten(self._axes_treedef, self._axes)
-        return _run(self._loss, axis, self._chunk, self._mean, args, kwargs)
+        return _run(self._eqg_fn, axis, self._chunk, self._mean, args, kwargs)
 
     def _call(self, args, kwargs):
         axes = self._axes_of(args)
         length = self._split_length(args, axes)
-        axes = (*(None for _ in _leaves(self._loss)[0]), *axes)
+        axes = (*(None for _ in _leaves(self._eqg_fn)[0]), *axes)
         # What the loss closes over is an argument too, and so has a gradient.
-        call, arrays = TreeSplit.split((self._loss, args, kwargs), is_array)
+        call, arrays = TreeSplit.split((self._eqg_fn, args, kwargs), is_array)
         closures, captured = lift_tracers(call.static)
         call.static = closures.items
         leaves, treedef = _leaves(call.tree(arrays))
@@ -161,9 +158,6 @@ class _Chunked(eqx.Module):
         closures = closures if captured else None
         chunks = _Chunks(axes, numbers, length, self._chunk, self._mean, closures)
         return _sum_over_chunks(loss, args, kwargs, captured, chunks=chunks)
-
-    def __get__(self, instance, owner=None):
-        return self if instance is None else eqx.Partial(self, instance)
 
     def _axes_of(self, args) -> list[int | None]:
         """An axis, or `None`, for each leaf of the arguments."""
@@ -205,7 +199,7 @@ class _Chunked(eqx.Module):
 
     def _error(self, what, *where, do):
         return rule_error(
-            f"`losses.chunked` of `{name_of(self._loss)}` was given {what}.", *where, do=do
+            f"`losses.chunked` of `{name_of(self._eqg_fn)}` was given {what}.", *where, do=do
         )
 
 

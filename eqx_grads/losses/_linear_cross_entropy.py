@@ -139,7 +139,7 @@ def linear_cross_entropy(
     the matrix products are those of plain automatic differentiation. Forward mode is the inner
     product of the gradients with the tangents. For `"none"`, the residuals are the arguments
     and two numbers for each token, and the backward pass computes the logits again: four matrix
-    products in place of three. Both modes, all orders; higher orders compute the logits of a
+    products instead of three. Both modes, all orders; higher orders compute the logits of a
     chunk again.
 
     Under `jax.vmap` with a `weight` that is not batched, the batch becomes part of the tokens,
@@ -155,7 +155,7 @@ def linear_cross_entropy(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if shapes do not fit together, for an option that is out of
-    range, if there is no axis of the name `axis_name`, or if probabilities or class weights are
+    range, or for an unknown `axis_name`. Also if probabilities or class weights are
     differentiated.
 
     ??? cite

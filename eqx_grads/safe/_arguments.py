@@ -1,5 +1,5 @@
-"""The arguments of these functions: arrays, axes, masks and options, checked and converted in
-one place."""
+"""Arguments of all functions of this room: arrays, axes, masks and options, checked and
+converted in one place."""
 
 import functools as ft
 import inspect
@@ -33,11 +33,11 @@ def on_arrays(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function of the arrays `names`. All other parameters are options.
 
-    The function is compiled. It is given arrays of one inexact dtype, in single precision for
-    half; of one shape, if they are to be `broadcast`; `axis` as a tuple of numbers from zero
-    up; and `where` with the shape of the first array. What it returns is rounded once, to the
-    dtype of the arguments. A function with an option `keepdims` keeps the axes that it reduces,
-    and they are squeezed here.
+    The function is compiled. Its arrays have one inexact dtype, which is single precision for
+    half, and one shape if they are `broadcast`. An `axis` is a tuple of numbers from zero up,
+    and `where` has the shape of the first array. The result is rounded once, to the dtype of
+    the arguments. A function with an option `keepdims` keeps the axes that it reduces, and they
+    are squeezed here.
     """
 
     def decorate(fn: Callable[P, T]) -> Callable[P, T]:

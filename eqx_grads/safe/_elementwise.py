@@ -1,4 +1,4 @@
-"""Elementwise functions with slopes, and the parts of which slopes are made.
+"""Elementwise functions with slopes, and the factors that slopes are products of.
 
 A slope at a kink or a pole is a number by convention, and has no derivative of its own: that is
 `corner`. A tangent is multiplied by one factor at a time, so that a zero stays zero where the
