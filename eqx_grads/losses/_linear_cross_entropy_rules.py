@@ -235,9 +235,9 @@ def _losses(logits, labels, scales: Scales, class_weight, options: Options):
     log_sum = jnp.log(options.total(jnp.sum(jnp.exp(logits), 1)))
 
     def cross_entropy(weights):
-        of_all = options.total(jnp.sum(weights, 1))
         # An entry of the vocabulary that a bias of minus infinity removes may have no weight.
-        terms = jnp.where(weights == 0, 0, weights * logits)
+        terms = logits if weights is None else jnp.where(weights == 0, 0, weights * logits)
+        of_all = _sum_of_weights(weights, logits, options)
         return of_all * log_sum - options.total(jnp.sum(terms, 1))
 
     if is_soft(labels):
@@ -247,8 +247,8 @@ def _losses(logits, labels, scales: Scales, class_weight, options: Options):
         losses = log_sum - at_labels(take, logits.shape[1], labels, options)
     losses, z = _times(scales.label, losses), None
     if scales.uniform is not None:
-        ones = jnp.ones((1, logits.shape[1]), logits.dtype)
-        losses = losses + _times(scales.uniform, cross_entropy(_weighted(ones, class_weight)))
+        weights = None if class_weight is None else class_weight[None]
+        losses = losses + _times(scales.uniform, cross_entropy(weights))
     if scales.z is not None:
         z = _times(scales.z, (highest + log_sum) ** 2)
         losses = losses + z
@@ -263,6 +263,12 @@ def _times(scale, x):
 def is_soft(labels: jax.Array) -> bool:
     """Whether labels are probabilities, of shape `(tokens, vocabulary)`."""
     return jnp.issubdtype(labels.dtype, jnp.floating)
+
+
+def _sum_of_weights(weights, logits, options: Options):
+    """Of all entries of the vocabulary, where `None` is one for each."""
+    of_device = logits.shape[1] if weights is None else jnp.sum(weights, 1)
+    return options.total(of_device)
 
 
 def _weighted(probabilities, class_weight):
@@ -301,16 +307,16 @@ def _cotangent(
     column = lambda x: x[:, None]
     if is_soft(labels):
         at_label = _weighted(labels, class_weight)
-        of_all = scales.label * options.total(jnp.sum(at_label, 1))
+        of_all = scales.label * _sum_of_weights(at_label, logits, options)
     else:
         index = labels - _first_label(n, labels, options)
         at_label = jnp.arange(n, dtype=labels.dtype)[None] == column(index)
         of_all = scales.label
     q = column(scales.label) * at_label.astype(logits.dtype)
     if scales.uniform is not None:
-        weights = _weighted(jnp.ones((1, n), logits.dtype), class_weight)
-        of_all = of_all + scales.uniform * options.total(jnp.sum(weights, 1))
-        q = q + column(scales.uniform) * weights
+        weights = None if class_weight is None else class_weight[None]
+        of_all = of_all + scales.uniform * _sum_of_weights(weights, logits, options)
+        q = q + _weighted(column(scales.uniform), class_weight)
     if scales.z is not None:
         of_all = of_all + 2 * scales.z * (highest + log_sum)
     p = jnp.exp((logits - column(highest)) - column(log_sum))
@@ -362,15 +368,29 @@ def _over_chunks(
         return fn(carry, tokens)
     rows = chunk if is_symbolic(size) else -(-size // n)
 
-    def split(x):
+    def shaped(x):
         if rows * n != size:
             x = jnp.pad(x, [(0, rows * n - size)] + [(0, 0)] * (x.ndim - 1))
-        return jnp.moveaxis(x.reshape(rows, n, *x.shape[1:]), 1, 0)
+        return x.reshape(rows, n, *x.shape[1:])
+
+    def split(x):
+        return jnp.moveaxis(shaped(x), 1, 0)
 
     def join(y):
         return jnp.moveaxis(y, 0, 1).reshape(rows * n, *y.shape[2:])[:size]
 
-    carry, ys = jax.lax.scan(fn, carry, jax.tree.map(split, tuple(tokens)))
+    x, labels, *rest = tokens
+    # Probabilities are not split, which would copy all of them: each step finds its own.
+    whole = shaped(labels) if is_soft(labels) else None
+
+    def step(carry, part):
+        x, labels, *rest = part
+        if whole is not None:
+            labels = jax.lax.dynamic_index_in_dim(whole, labels, 1, keepdims=False)
+        return fn(carry, (x, labels, *rest))
+
+    parts = split(x), split(labels) if whole is None else jnp.arange(n)
+    carry, ys = jax.lax.scan(step, carry, (*parts, *jax.tree.map(split, rest)))
     return carry, jax.tree.map(join, ys)
 
 
