@@ -25,7 +25,6 @@ from timing import busy_time, compiled, in_turn, speed
 PEERS = {
     "sqrt": (jnp.sqrt, 1),
     "log": (jnp.log, 1),
-    "reciprocal": (jnp.reciprocal, 1),
     "divide": (jnp.divide, 2),
     "power": (jnp.power, 2),
     "hypot": (jnp.hypot, 2),

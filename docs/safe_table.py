@@ -100,7 +100,7 @@ ROWS = [
         (1,),
         (0.0,),
         _masked(jnp.reciprocal, 0.0),
-        _masked(safe.reciprocal, 0.0),
+        _masked(lambda x: safe.divide(1.0, x), 0.0),
         "0",
     ),
     Row(

@@ -35,17 +35,20 @@ STEPS, CHECKPOINTS, LEARNING_RATE = 300, 6, 2e-3
 class CharacterModel(eqx.Module):
     embedding: eqx.nn.Embedding
     gru: eqg.nn.GRU
-    head: eqg.nn.LinearCrossEntropy
+    head: eqx.nn.Linear
 
     def __init__(self, characters: int, units: int, layers: int, *, key):
         keys = jr.split(key, 3)
         self.embedding = eqx.nn.Embedding(characters, units, key=keys[0])
         self.gru = eqg.nn.GRU(units, units, num_layers=layers, key=keys[1])
-        self.head = eqg.nn.LinearCrossEntropy(units, characters, key=keys[2])
+        self.head = eqx.nn.Linear(units, characters, key=keys[2])
 
     def __call__(self, text):  # the loss of predicting each next character
         features, _ = self.gru(self.embedding.weight[text[:, :-1]])
-        return self.head(features, text[:, 1:])
+        head = self.head
+        return eqg.losses.linear_cross_entropy(
+            features, head.weight, text[:, 1:], bias=head.bias
+        )
 
 
 def make_step(static, optimizer: optax.GradientTransformation, mesh: Mesh):

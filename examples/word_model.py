@@ -2,8 +2,8 @@
 different memory.
 
 Both models have the same parameters and batches: an embedding, a GRU, and a head that has the
-weight of the embedding. One computes the logits of all words of the batch, the other the loss
-of an `eqx_grads.nn.LinearCrossEntropy`, which has those of one chunk at a time. The losses
+weight of the embedding. One computes the logits of all words of the batch, the other calls
+`eqx_grads.losses.linear_cross_entropy`, which has the logits of one chunk at a time. The losses
 agree up to rounding; memory and time differ.
 """
 
@@ -42,8 +42,7 @@ class WordModel(eqx.Module):
     def __init__(self, vocabulary: int, *, key: Key[Array, ""]):
         keys = jr.split(key, 3)
         embedding = eqx.nn.Embedding(vocabulary, FEATURES, key=keys[0])
-        options = {"ignore_index": UNKNOWN, "key": keys[1]}
-        head = eqg.nn.LinearCrossEntropy(FEATURES, vocabulary, **options)
+        head = eqx.nn.Linear(FEATURES, vocabulary, key=keys[1])
         # The weight of the head is drawn for a head: an embedding begins with larger numbers.
         embedding = eqx.tree_at(lambda e: e.weight, embedding, head.weight)
         weights = (lambda ends: ends[1].weight, lambda ends: ends[0].weight)
@@ -57,12 +56,15 @@ class WordModel(eqx.Module):
 
 def chunked_loss(model: WordModel, words: Int[Array, "batch time"]) -> Float[Array, ""]:
     _, head = model.ends()
-    return head(model.features(words[:, :-1]), words[:, 1:])
+    features = model.features(words[:, :-1])
+    return eqg.losses.linear_cross_entropy(
+        features, head.weight, words[:, 1:], bias=head.bias, ignore_index=UNKNOWN
+    )
 
 
 def plain_loss(model: WordModel, words: Int[Array, "batch time"]) -> Float[Array, ""]:
     _, head = model.ends()
-    logits = head.logits(model.features(words[:, :-1]))
+    logits = model.features(words[:, :-1]) @ head.weight.T + head.bias
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, words[:, 1:])
     return jnp.mean(losses, where=words[:, 1:] != UNKNOWN)
 

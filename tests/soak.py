@@ -126,21 +126,6 @@ def _after_linear(layer):
     return lambda key: eqx.nn.Sequential([eqx.nn.Linear(IN, IN, key=key), layer])
 
 
-# One function: of a Module with another static field, JAX keeps the structure (in a bounded
-# cache).
-_SCALED = eqg.host_function(lambda scale, x: scale * x, out=lambda scale, x: x)
-
-
-@_SCALED.def_bwd
-def _scaled_bwd(residuals, ct):
-    scale, x = residuals
-    return np.sum(ct * x), ct * scale
-
-
-def _host_layer(key):
-    return nn.HostLayer(_SCALED, jnp.ones(()))
-
-
 def _fixed_point(key):
     linear = eqx.nn.Linear(IN, OUT, key=key)
     return nn.FixedPoint(eqx.Partial(_fixed_point_cell, linear), OUT)
@@ -166,9 +151,6 @@ LAYERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, jax.Array], Any]]] 
     "LI": (_spiking("LI"), _sequence),
     "LIFCell": (lambda key: nn.LIFCell(OUT, 0.9, rho=0.8, input_size=IN, key=key), _cell),
     "GradientReversal": (_after_linear(nn.GradientReversal(0.5)), _each_step),
-    "GradientScale": (_after_linear(nn.GradientScale(2.0)), _each_step),
-    "GradientClip": (_after_linear(nn.GradientClip(-0.1, 0.1)), _each_step),
-    "GradientNormClip": (_after_linear(nn.GradientNormClip(0.1)), _each_step),
     "GradientProbe": (_after_linear(nn.GradientProbe(jnp.zeros(IN))), _each_step),
     "FakeQuantize": (_after_linear(nn.FakeQuantize(4)), _each_step),
     "LSQ": (_after_linear(nn.LSQ(4, scale=0.2)), _each_step),
@@ -183,9 +165,7 @@ LAYERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, jax.Array], Any]]] 
         lambda key: nn.Quantized(eqx.nn.Conv1d(IN, OUT, 2, key=key), nn.FakeQuantize(4)),
         _image,
     ),
-    "LinearCrossEntropy": (_in_and_out(nn.LinearCrossEntropy), _cross_entropy),
     "FixedPoint": (_fixed_point, _each_step),
-    "HostLayer": (_host_layer, _each_step),
 }
 REFERENCE = {"eqx.nn.GRUCell": (_in_and_out(eqx.nn.GRUCell), _equinox)}
 

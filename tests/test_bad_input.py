@@ -15,8 +15,8 @@ HEIGHT = lambda t, y: y
 CALLS = {
     "std: ddof": (lambda: eqg.safe.std(X, ddof="a"), "`ddof` of `safe.std`"),
     "std: array": (lambda: eqg.safe.std(X, ddof=X), r"`ddof` of `safe.std`.*\n.*float.*\[3\]"),
-    "norm: name": (lambda: eqg.safe.norm(X, ord="fro"), "`safe.norm`.*\n.*`ord` is 'fro'"),
-    "norm: array": (lambda: eqg.safe.norm(X, ord=X), "`safe.norm`.*`ord`"),
+    "norm: name": (lambda: eqg.safe.norm(X, ord="fro"), "`ord` of `safe.norm`.*\n.*'fro'"),
+    "norm: array": (lambda: eqg.safe.norm(X, ord=X), "`ord` of `safe.norm`"),
     "where: fn": (lambda: eqg.safe.where(X > 0, 3, X, 0.0), "`fn` of `safe.where`"),
     "where: None": (
         lambda: eqg.safe.where(X > 0, jnp.log, X, None),

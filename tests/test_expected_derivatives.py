@@ -78,7 +78,9 @@ def test_a_reference_that_does_not_have_the_arrays_of_the_module():
 
 
 def test_numbers_of_a_module_are_static_where_a_reference_is_given():
-    eqgt.check_rule(eqg.nn.GradientScale(3.0), X, checks="reverse", reference=lambda x: 3 * x)
+    eqgt.check_rule(
+        eqg.nn.GradientReversal(3.0), X, checks="reverse", reference=lambda x: -3 * x
+    )
 
 
 class Affine(eqx.Module):

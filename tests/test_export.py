@@ -150,7 +150,7 @@ def test_a_symbolic_time_and_batch_of_a_layer():
     [
         lambda: nn.Quantized(eqx.nn.Linear(3, 4, key=KEY), nn.Binary()),
         lambda: nn.Quantized(eqx.nn.Linear(3, 4, key=KEY), nn.LSQ(bits=4)),
-        lambda: eqx.nn.Sequential([eqx.nn.Linear(3, 4, key=KEY), nn.GradientClip(-1.0, 1.0)]),
+        lambda: eqx.nn.Sequential([eqx.nn.Linear(3, 4, key=KEY), nn.GradientReversal(0.5)]),
     ],
 )
 def test_layers_of_one_example(layer):

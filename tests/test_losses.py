@@ -1,11 +1,6 @@
 """Losses in chunks against Optax, and against autodiff, on all logits at once."""
 
 import functools as ft
-import inspect
-import os
-import subprocess
-import sys
-import textwrap
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -16,20 +11,12 @@ import numpy as np
 import optax
 import pytest
 from eqx_grads.losses import chunked, linear_cross_entropy
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
+from jax.sharding import AxisType, PartitionSpec as Spec
 
-from .helpers import assert_close, checking_leaks, temp_bytes
+from .helpers import assert_close, temp_bytes
 
 
 LABELS = jnp.array([[0, 3, -100], [1, 2, 6]])
-OPTIONS = {
-    "mean": {},
-    "sum": {"reduction": "sum", "z_loss": 0.01},
-    "none": {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.01},
-    "smoothed": {"label_smoothing": 0.1, "z_loss": 0.01},
-    "one chunk": {"chunk": 100},
-    "chunks of one": {"chunk": 1},
-}
 
 
 def sample(getkey, dtype=None):
@@ -67,52 +54,6 @@ def plain(
     return total if reduction == "sum" else total / jnp.sum(labels >= 0, dtype=total.dtype)
 
 
-def everything(fn, args, tangents):
-    """Value, tangent, gradients, a product with the hessian, and the gradient of a gradient."""
-    scalar = lambda *args: jnp.sum(jnp.sin(fn(*args)))
-    grad = jax.grad(scalar, (0, 1, 2))
-    norm = lambda *args: sum(jnp.sum(g**2) for g in grad(*args))
-    return (
-        jax.jvp(fn, args, tangents),
-        grad(*args),
-        jax.jvp(grad, args, tangents)[1],
-        jax.grad(norm, (0, 1, 2))(*args),
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
-def test_both_modes_and_second_order(name, getkey):
-    fns = [ft.partial(fn, **OPTIONS[name]) for fn in (ours, plain)]
-    args, tangents = sample(getkey), sample(getkey)
-    got, expected = jax.jit(lambda *a: [everything(fn, *a) for fn in fns])(args, tangents)
-    assert_close(got, expected, eps=200)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_vmap(reduction, getkey):
-    """Of what is batched, with and without a batch of weights; also per-example gradients."""
-    fns = [lambda *a, fn=fn: jnp.mean(fn(*a, reduction=reduction)) for fn in (ours, plain)]
-    args = sample(getkey)
-    batch = [jnp.stack([x, 0.5 * x, -x]) for x in args]
-    cases = [
-        ((0, None, None), (batch[0], *args[1:])),
-        ((None, None, 0), (*args[:2], batch[2])),
-        ((0, 0, 0), batch),
-    ]
-
-    def programs(fn):
-        for axes, args in cases:
-            loss = lambda *args, axes=axes: jnp.sum(jnp.sin(jax.vmap(fn, axes)(*args)))
-            yield jax.grad(loss, (0, 1, 2))(*args)
-            yield jax.vmap(jax.value_and_grad(fn, (0, 1, 2)), axes)(*args)
-            yield jax.jvp(jax.vmap(fn, axes), args, args)
-
-    got, expected = jax.jit(lambda: [list(programs(fn)) for fn in fns])()
-    assert_close(got, expected, eps=50)
-
-
 def test_vmap_of_labels(getkey):
     """Also in a batch of batches, of which the inner one has the same `x`."""
     x, weight, bias = sample(getkey)
@@ -127,66 +68,6 @@ def test_vmap_of_labels(getkey):
         jax.jit(jax.grad(ft.partial(loss, fn), (0, 1)))(x, weight) for fn in (ours, plain)
     ]
     assert_close(got, expected)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_in_scan_and_checkpoint(reduction, getkey):
-    x, weight, bias = sample(getkey)
-
-    def loss(fn, x, weight, bias):
-        @eqg.filter_checkpoint
-        def step(total, scale):
-            return total + jnp.mean(fn(scale * x, weight, bias, reduction=reduction)), None
-
-        return jax.lax.scan(step, jnp.zeros(()), jnp.arange(1.0, 4.0))[0]
-
-    with checking_leaks():
-        got = jax.jit(jax.grad(ft.partial(loss, ours), (0, 1, 2)))(x, weight, bias)
-    assert_close(got, jax.grad(ft.partial(loss, plain), (0, 1, 2))(x, weight, bias), eps=50)
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (1, 2, 3)])
-def test_leading_dimensions_and_no_bias(shape, getkey):
-    x, weight = jr.normal(getkey(), (*shape, 3)), jr.normal(getkey(), (6, 3))
-    labels = jr.randint(getkey(), shape, 0, 6)
-
-    @jax.jit
-    def programs(x, weight):
-        ours = jax.value_and_grad(linear_cross_entropy, (0, 1))(x, weight, labels)
-        expected = jax.value_and_grad(plain, (0, 1))(x, weight, jnp.zeros(6), labels)
-        return ours, expected, linear_cross_entropy(x, weight, labels, reduction="none")
-
-    got, expected, losses = programs(x, weight)
-    assert_close(got, expected)
-    assert losses.shape == shape
-    assert_close(jnp.mean(losses), expected[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "reduction"),
-    [
-        (jnp.bfloat16, "mean"),
-        (jnp.bfloat16, "none"),
-        pytest.param(jnp.float16, "mean", marks=pytest.mark.slow),
-    ],
-)
-def test_half_precision(dtype, reduction, getkey):
-    """The loss in single precision, and gradients rounded once, or twice in bfloat16."""
-    x, weight, bias = sample(getkey, dtype)
-    fn = lambda fn, *args: jnp.mean(fn(*args, reduction=reduction))
-    programs = [
-        jax.jit(jax.value_and_grad(ft.partial(fn, f), (0, 1, 2))) for f in (ours, plain)
-    ]
-    value, grads = programs[0](x, weight, bias)
-    expected, plain_grads = programs[1](*[a.astype(jnp.float32) for a in (x, weight, bias)])
-    assert value.dtype == jnp.float32
-    assert_close(value, expected)
-    for grad, plain_grad in zip(grads, plain_grads, strict=True):
-        assert grad.dtype == dtype
-        largest = float(jnp.max(jnp.abs(plain_grad)))
-        error = jnp.abs(grad.astype(jnp.float32) - plain_grad)
-        assert float(jnp.max(error)) <= 1.5 * float(jnp.finfo(dtype).eps) * largest
 
 
 @pytest.mark.slow
@@ -208,17 +89,6 @@ def test_mixed_dtypes(getkey):
     assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32, jnp.bfloat16]
     expected = jax.grad(plain, 1)(x.astype(jnp.float32), master, bias.astype(jnp.float32))
     assert_close(grads[1], expected)
-
-
-@pytest.mark.slow
-def test_ignored_tokens_may_be_anything(getkey):
-    x, weight, bias = sample(getkey)
-    broken = jnp.where((LABELS >= 0)[..., None], x, jnp.nan)
-    for options in ({}, {"reduction": "sum"}, {"reduction": "none"}):
-        total = lambda fn, *args, o=options: jnp.sum(fn(*args, **o))
-        got = jax.value_and_grad(ft.partial(total, ours), (0, 1, 2))(broken, weight, bias)
-        expected = jax.value_and_grad(ft.partial(total, plain), (0, 1, 2))(x, weight, bias)
-        assert_close(got, expected)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -300,15 +170,6 @@ def test_masked_vocabulary(getkey):
 
 
 @pytest.mark.slow
-def test_nothing(getkey):
-    _, weight, bias = sample(getkey)
-    x, labels = jnp.zeros((0, 4)), jnp.zeros(0, int)
-    got = jax.value_and_grad(ours, (0, 1, 2))(x, weight, bias, labels)
-    assert_close(got, (0.0, (x, 0 * weight, 0 * bias)))
-    assert ours(x, weight, bias, labels, reduction="none").shape == (0,)
-
-
-@pytest.mark.slow
 def test_numpy_arrays_and_plain_labels(getkey):
     x, weight, bias = map(np.asarray, sample(getkey))
     assert_close(ours(x, weight, bias, np.asarray(LABELS)), plain(x, weight, bias))
@@ -332,16 +193,16 @@ X, W, Y = jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.zeros(3, int)
         (
             (X, W, Y.astype(float)),
             {},
-            "labels that are not integers(?s:.*)softmax_cross_entropy",
+            "do not fit together(?s:.*)or probabilities",
         ),
         ((Y, W, Y), {}, "`x` is int"),
         ((X, W.astype(complex), Y), {}, "complex numbers(?s:.*)`weight`"),
-        ((X, W, Y), {"chunk": 0}, "`chunk` of(?s:.*)is not a positive integer"),
+        ((X, W, Y), {"chunk": 0}, "`chunk` of(?s:.*)is not an integer of at least 1"),
         ((X, W, Y), {"ignore_index": True}, "`ignore_index` of(?s:.*)is not an integer"),
-        ((X, W, Y), {"label_smoothing": 1.5}, "out of range(?s:.*)from zero to one"),
-        ((X, W, Y), {"label_smoothing": jnp.nan}, "`label_smoothing`(?s:.*)out of range"),
-        ((X, W, Y), {"z_loss": -1.0}, "`z_loss`(?s:.*)out of range"),
-        ((X, W, Y), {"reduction": "average"}, "no such reduction(?s:.*)'mean', 'sum', 'none'"),
+        ((X, W, Y), {"label_smoothing": 1.5}, "`label_smoothing`(?s:.*)from zero to one"),
+        ((X, W, Y), {"label_smoothing": jnp.nan}, "`label_smoothing`"),
+        ((X, W, Y), {"z_loss": -1.0}, "`z_loss`"),
+        ((X, W, Y), {"reduction": "average"}, "`reduction`(?s:.*)'mean', 'sum', 'none'"),
     ],
 )
 def test_errors(args, options, match):
@@ -349,135 +210,7 @@ def test_errors(args, options, match):
         linear_cross_entropy(*args, **options)
 
 
-def test_labels_in_a_list():
-    """Without the type checker of the tests, which a user may not have."""
-    with pytest.raises(eqg.RuleError, match=r"labels that are not integers(?s:.*)is list"):
-        inspect.unwrap(linear_cross_entropy)(X, W, [0, 1, 2])
-
-
-# The layer.
-
-
-@pytest.mark.slow
-def test_layer_is_the_function(getkey):
-    x, _, _ = sample(getkey)
-    linear = eqx.nn.Linear(4, 7, key=getkey())
-    options = {"chunk": 2, "label_smoothing": 0.1, "z_loss": 0.01, "reduction": "sum"}
-    head = eqg.nn.LinearCrossEntropy.from_layer(linear, **options)
-    expected = ours(x, linear.weight, linear.bias, **options)
-    assert_close(eqx.filter_jit(head)(x, LABELS), expected)
-    assert_close(head.logits(x), jax.vmap(jax.vmap(linear))(x))
-    assert head.logits(x[0, 0]).shape == (7,)
-    made = eqg.nn.LinearCrossEntropy(4, 7, key=jr.key(3))
-    assert_close(made.weight, eqx.nn.Linear(4, 7, key=jr.key(3)).weight)
-    grads = eqx.filter_grad(lambda head: head(x, LABELS))(head)
-    assert grads.weight.shape == (7, 4)
-    assert grads.bias.shape == (7,)
-
-
-@pytest.mark.slow
-def test_layer_with_the_weight_of_an_embedding(getkey):
-    embedding = eqx.nn.Embedding(7, 4, key=getkey())
-    head = eqg.nn.LinearCrossEntropy(4, 7, use_bias=False, key=getkey())
-    model = eqx.nn.Shared((embedding, head), lambda m: m[1].weight, lambda m: m[0].weight)
-    tokens = jr.randint(getkey(), (6,), 0, 7)
-
-    def tied(model):
-        embedding, head = model()
-        return head(jax.vmap(embedding)(tokens[:-1]), tokens[1:])
-
-    def by_hand(weight):
-        return plain(weight[tokens[:-1]], weight, jnp.zeros(7), tokens[1:])
-
-    value, grads = eqx.filter_value_and_grad(tied)(model)
-    expected, expected_grad = jax.value_and_grad(by_hand)(embedding.weight)
-    assert_close(value, expected)
-    assert_close(jax.tree.leaves(grads), [expected_grad])
-
-
-def test_layer_errors(getkey):
-    layer = eqg.nn.LinearCrossEntropy
-    with pytest.raises(eqg.RuleError, match="`chunk` of `LinearCrossEntropy`"):
-        layer(2, 3, chunk=0, key=getkey())
-    with pytest.raises(eqg.RuleError, match="size that is not a positive integer"):
-        layer(2, 0, key=getkey())
-    with pytest.raises(eqg.RuleError, match="a layer that is not linear"):
-        layer.from_layer(eqx.nn.Identity())
-    with pytest.raises(eqg.RuleError, match=r"wrong size(?s:.*)`weight` is float..\[3,2\]"):
-        layer(2, 3, key=getkey()).logits(jnp.ones(3))
-
-
 # Over several devices.
-
-
-SHARDED = {
-    "batch": (Spec("i"), Spec(), Spec("i")),
-    "vocabulary": (Spec(), Spec("i"), Spec()),
-}
-SHARDING = """
-    import jax, jax.numpy as jnp, jax.random as jr
-    from eqx_grads.losses import linear_cross_entropy
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
-
-    mesh = jax.make_mesh((2, 4), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
-    both = Spec(("i", "j"))
-    for specs in (
-        (both, Spec(), both),
-        (Spec(), both, Spec()),
-        (Spec("i"), Spec("j"), Spec("i")),
-    ):
-        args = jr.normal(jr.key(0), (64, 8)), jr.normal(jr.key(1), (1024, 8)), jnp.arange(64)
-        placed = [
-            jax.device_put(x, NamedSharding(mesh, spec))
-            for x, spec in zip(args, specs, strict=True)
-        ]
-        fn = jax.value_and_grad(lambda *a: linear_cross_entropy(*a, chunk=16), (0, 1))
-        program = jax.jit(fn).lower(*placed).compile()
-        for got, expected in zip(
-            jax.tree.leaves(program(*placed)), jax.tree.leaves(fn(*args)), strict=True
-        ):
-            assert jnp.max(jnp.abs(got - expected)) < 1e-5
-        part = {both: "[16,128]", Spec("j"): "[8,256]"}
-        if specs[1] in part:
-            assert part[specs[1]] in program.as_text() and ",1024]" not in program.as_text()
-"""
-
-
-@pytest.mark.slow
-def test_eight_devices():
-    """The same values; with a distributed vocabulary, no device has a row of the logits."""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SHARDING)],
-        env={**os.environ, **flags},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", SHARDED)
-def test_named_sharding(name, kind, getkey):
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(kind,))
-    args = jr.normal(getkey(), (16, 4)), jr.normal(getkey(), (64, 4)), jnp.arange(16)
-    fn = lambda *args: linear_cross_entropy(*args, chunk=4)
-    expected = jax.value_and_grad(fn, (0, 1))(*args)
-    if kind == AxisType.Explicit:
-        fn = jax.sharding.auto_axes(fn, out_sharding=Spec())
-    placed = [
-        jax.device_put(x, NamedSharding(mesh, spec))
-        for x, spec in zip(args, SHARDED[name], strict=True)
-    ]
-    with jax.set_mesh(mesh):
-        program = jax.jit(jax.value_and_grad(fn, (0, 1))).lower(*placed).compile()
-        got = program(*placed)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert_close(np.asarray(a), np.asarray(b))
-    if name == "vocabulary":
-        assert "[4,16]" in program.as_text()
-        assert "[4,64]" not in program.as_text()
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -532,30 +265,6 @@ def test_chunked(chunk, getkey):
         )
 
     got, expected = jax.jit(lambda *a: [everything(fn, *a) for fn in fns])(args, tangents)
-    assert_close(got, expected, eps=200)
-
-
-@pytest.mark.slow
-def test_chunked_in_other_transformations(getkey):
-    model, xs, ys = regression(getkey)
-    models = jax.tree.map(lambda x: jnp.stack([x, -x]), model)
-    batch = jnp.stack([xs, -xs])
-
-    def programs(fn):
-        shared = lambda model, xs: jnp.sum(
-            jnp.sin(jax.vmap(fn, (None, 0, None))(model, xs, ys))
-        )
-        yield jax.grad(shared, (0, 1))(model, batch)
-        yield jax.vmap(jax.grad(fn, (0, 1)), (None, 0, None))(model, batch, ys)
-        own = lambda models: jnp.sum(jnp.sin(jax.vmap(fn, (0, None, None))(models, xs, ys)))
-        yield jax.grad(own)(models)
-        step = lambda model, x: (jax.tree.map(jnp.add, model, jax.grad(fn)(model, x, ys)), None)
-        yield jax.lax.scan(jax.checkpoint(step), model, batch)[0]
-        yield jax.grad(lambda m: jnp.sum(jax.lax.map(lambda x: fn(m, x, ys), batch)))(model)
-
-    fns = chunked(squares, chunk=3), squares
-    with checking_leaks():
-        got, expected = jax.jit(lambda: [list(programs(fn)) for fn in fns])()
     assert_close(got, expected, eps=200)
 
 
@@ -645,26 +354,12 @@ def test_chunked_numbers_are_static(getkey):
     assert_close(got, plain)
 
 
-@pytest.mark.slow
-def test_chunked_half_precision_and_nothing(getkey):
-    model, xs, ys = jax.tree.map(lambda x: x.astype(jnp.bfloat16), regression(getkey, 256))
-    value, grads = jax.value_and_grad(chunked(squares, chunk=4))(model, xs, ys)
-    assert value.dtype == grads[0].dtype == jnp.bfloat16
-    single = jax.tree.map(lambda x: x.astype(jnp.float32), (model, xs, ys))
-    assert_close(grads[0].astype(jnp.float32), jax.grad(squares)(*single)[0], tolerance=0.05)
-    for reduction in ("sum", "mean"):
-        fn = chunked(squares, reduction=reduction)
-        value, grads = jax.value_and_grad(fn)(model, xs[:0], ys[:0])
-        assert value == 0
-        assert not jnp.any(grads[0])
-
-
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: chunked(squares, chunk=0), "`chunk` that is not a positive integer"),
-        (lambda: chunked(squares, reduction="none"), 'unknown reduction(?s:.*)"mean"'),
-        (lambda: chunked(squares, axis="0"), "an axis that is not an integer"),
+        (lambda: chunked(squares, chunk=0), "`chunk` of `losses.chunked` is not an integer"),
+        (lambda: chunked(squares, reduction="none"), '`reduction` of(?s:.*)"mean"'),
+        (lambda: chunked(squares, axis="0"), "`axis` of `losses.chunked` is not an int"),
         (lambda: chunked(squares, (None, 0))(1.0, X, Y), "`axis` that does not fit"),
         (lambda: chunked(squares)(1.0, X, Y[:2]), r"`squares`(?s:.*)args\[2\] is int..\[2\]"),
         (lambda: chunked(squares, axis=2)(1.0, X, Y), "an axis that an argument does not have"),

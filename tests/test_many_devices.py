@@ -39,7 +39,7 @@ def _forget():
 
 # `psum_gradient` is for `shard_map`, and has tests there. The arguments of a call on the host
 # have to be gathered: see the page "Many devices".
-CALLS_THE_HOST = r"host_function|linear_host_function|nn.HostLayer|tap_gradient|watch_gradient"
+CALLS_THE_HOST = r"host_function|linear_host_function|tap_gradient|watch_gradient"
 JITTED = [n for n in CASES if not re.match(rf"psum_gradient|{CALLS_THE_HOST}", n)]
 
 # How many more arrays are summed over the devices than there are replicated parameters.
@@ -112,7 +112,6 @@ OWN_SUMS = {
     # norm of the cotangent, with its largest element so that no square overflows.
     "clip_gradient_norm": 2,
     "normalize_gradient": 2,
-    "nn.GradientNormClip": 2,
     # A softmax with a temperature, which the function that stands for it leaves out.
     "ste.reinmax": 2,
     # It bisects, with one sum for each of 80 steps; its reference takes 20 steps of Newton's

@@ -114,68 +114,7 @@ def test_single_precision(dtype, getkey):
     assert error < {"float32": 1e-3, "complex64": 1e-3, "float16": 0.1, "bfloat16": 0.2}[dtype]
 
 
-@pytest.mark.slow
-def test_all_distances_of_two_eigenvalues():
-    """From equal to far apart, the error does not exceed a few tolerances. JAX's does."""
-    with jax.enable_x64():
-        key_v, key_c = jr.split(jr.key(0))
-        v, c = _orthogonal(key_v, 3), jr.normal(key_c, (3, 3))
-        gaps = jnp.concatenate([jnp.zeros(1), 10.0 ** jnp.arange(-17.0, 0.0)])
-
-        def error(gap, eigh):
-            a = _symmetric((v * jnp.stack([1.0, 1.0 + gap, jnp.array(2.0)])[None]) @ v.T)
-
-            def exponential(a):
-                w, v = eigh(a)
-                return (v * jnp.exp(w)[None]) @ v.T
-
-            grads = [
-                jax.grad(lambda a, f=f: jnp.sum(c * f(_symmetric(a))))(a)
-                for f in (exponential, jax.scipy.linalg.expm)
-            ]
-            return jnp.max(jnp.abs(grads[0] - grads[1]))
-
-        errors = jax.jit(jax.vmap(lambda gap: jnp.stack([error(gap, f) for f in METHODS])))(
-            gaps
-        )
-        assert (errors[:, 0] < 3e-7).all()
-        assert not (errors[:, 1] < 1e-3).all()
-
-
 METHODS = (eigh, jnp.linalg.eigh)
-
-
-def test_many_equal_eigenvalues_in_single_precision(getkey):
-    """A hundred of them move by 0.0034 at most."""
-    a, c = jnp.eye(100), _symmetric(jr.normal(getkey(), (100, 100)))
-    grad = jax.jit(jax.grad(lambda a: jnp.sum(c * _of_eigenvalues(jnp.exp)(a))))(a)
-    error = jnp.linalg.norm(grad - jnp.e * c) / jnp.linalg.norm(jnp.e * c)
-    assert error < 3e-3
-
-
-@pytest.mark.slow
-def test_projectors_and_occupations(getkey):
-    """A density matrix: the projector on the lowest eigenvectors, a pair of equal ones among
-    them, against its contour integral, the resolvent summed around the occupied eigenvalues."""
-    with jax.enable_x64():
-        a = _with_eigenvalues(getkey(), [-1.0, -1.0, 0.5, 2.0])
-        c = jr.normal(getkey(), (4, 4))
-
-        def projector(a):
-            v = eigh(a).eigenvectors[:, :2]
-            return v @ v.T
-
-        def by_contour(a):
-            a = _symmetric(a).astype(complex)
-            angle = 2 * jnp.pi * (jnp.arange(64.0) + 0.5) / 64
-            z = jax.lax.complex(jnp.cos(angle), jnp.sin(angle))[:, None, None]
-            inverse = jnp.linalg.inv((z - 1) * jnp.eye(4, dtype=complex)[None] - a[None])
-            return jnp.real(jnp.mean(z * inverse, 0))
-
-        loss = lambda fn: lambda a: jnp.sum(c * fn(a))
-        np.testing.assert_allclose(projector(a), by_contour(a), atol=1e-9)
-        grads = [jax.jit(jax.grad(loss(fn)))(a) for fn in (projector, by_contour)]
-        np.testing.assert_allclose(*grads, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -282,77 +221,7 @@ def test_functions_of_singular_values(matrix):
                 np.testing.assert_allclose(x, y, rtol=0, atol=3e-6, err_msg=name)
 
 
-@pytest.mark.slow
-def test_even_functions_on_the_left():
-    with jax.enable_x64():
-        a = 0.5 * _orthogonal(jr.key(0), 3)
-        c = jr.normal(jr.key(5), (3, 3))
-        plain = lambda a: jax.scipy.linalg.expm(a @ a.T)
-        grads = [jax.grad(lambda a, f=f: jnp.sum(c * f(a)))(a) for f in (_left, plain)]
-        np.testing.assert_allclose(*grads, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape", [(3, 3), (4, 2), pytest.param((2, 4), marks=pytest.mark.slow)]
-)
-def test_complex_matrices(shape):
-    """The phases of singular vectors are arbitrary."""
-    with jax.enable_x64():
-        re, im = jr.normal(jr.key(0), (2, *shape))
-        t_re, t_im = jr.normal(jr.key(1), (2, *shape))
-        t_a = jax.lax.complex(t_re, t_im)
-        equal = jax.lax.complex(jnp.eye(*shape), jnp.eye(*shape))
-        for a in (jax.lax.complex(re, im), equal):
-            for ours, plain in (OF_SVD["odd"], OF_SVD["even"]):
-                got, expected = (jax.jvp(f, (a,), (t_a,))[1] for f in (ours, plain))
-                np.testing.assert_allclose(got, expected, atol=3e-6)
-                c = jax.lax.stop_gradient(expected)
-                got, expected = (
-                    jax.grad(lambda a, f=f, c=c: _inner(c, f(a)))(a) for f in (ours, plain)
-                )
-                np.testing.assert_allclose(got, expected, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_complex_hermitian_matrices():
-    with jax.enable_x64():
-        re, im = jr.normal(jr.key(0), (2, 3, 3))
-        t = jax.lax.complex(re, im)
-        ordinary = _symmetric(t)
-        v = jnp.linalg.eigh(ordinary)[1]
-        equal = (v * jnp.array([1.0, 1.0, 2.0], v.dtype)[None]) @ _adjoint(v)
-        for a in (ordinary, equal):
-            ours, plain = FUNCTIONS["exp"]
-            loss = lambda f, a=a: lambda a: _inner(t, f(_symmetric(a)))
-            grads = [jax.grad(loss(f))(a) for f in (ours, plain)]
-            np.testing.assert_allclose(*grads, atol=1e-6)
-
-
 # ---------------------------------------------------------------- transformations and edges
-
-
-@pytest.mark.slow
-def test_transformations(getkey):
-    """`vmap`, batch dimensions, `scan` and `checkpoint`, against a loop over the matrices."""
-    a = jnp.stack([jnp.eye(3), jnp.diag(jnp.array([1.0, 2.0, 2.0]))])
-    c = jr.normal(getkey(), (3, 3))
-    for fn in (_of_eigenvalues(jnp.exp), _cube):
-        loss = lambda a, fn=fn: jnp.sum(c * fn(a))
-
-        @jax.jit
-        def run(a, loss=loss, fn=fn):
-            body = lambda total, a: (total + loss(a), None)
-            return [
-                jnp.stack([jax.grad(loss)(x) for x in a]),
-                jax.vmap(jax.grad(loss))(a),
-                jax.grad(lambda a: jnp.sum(c[None] * fn(a)))(a),
-                jax.grad(lambda a: jax.lax.scan(jax.checkpoint(body), 0.0, a)[0])(a),
-            ]
-
-        expected, *got = run(a)
-        for grads in got:
-            np.testing.assert_allclose(grads, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_values_are_those_of_jax(getkey):
@@ -379,27 +248,6 @@ def test_small_eigenvalues_that_are_known_are_not_moved():
     value, grad = jax.value_and_grad(lambda a: jnp.sum(jnp.log(eigh(a).eigenvalues)))(a)
     np.testing.assert_allclose(value, jnp.sum(jnp.log(w)), rtol=1e-6)
     np.testing.assert_allclose(jnp.diag(grad), 1 / w, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_what_depends_on_the_choice_is_finite():
-    a = jnp.diag(jnp.array([1.0, 1.0, 2.0]))
-    assert jnp.isfinite(jax.jacobian(lambda a: eigh(a).eigenvectors)(a)).all()
-    assert jnp.isfinite(jax.jacobian(lambda a: tuple(svd(a)))(jnp.zeros((3, 2)))[0]).all()
-
-
-def test_which_entries_are_read(getkey):
-    a = jr.normal(getkey(), (3, 3))
-    loss = lambda a, **options: jnp.sum(jnp.exp(eigh(a, **options).eigenvalues))
-    grad = jax.grad(loss)(a)
-    np.testing.assert_allclose(grad, grad.T, rtol=1e-6)
-    np.testing.assert_allclose(loss(a), loss(_symmetric(a)), rtol=1e-6)
-    lower = jax.grad(lambda a: loss(a, symmetrize_input=False))(a)
-    assert (lower == jnp.tril(lower)).all()
-    full = jnp.tril(a) + jnp.tril(a, -1).T
-    expected = jax.grad(loss)(full)
-    expected = jnp.tril(expected) + jnp.tril(expected, -1)
-    np.testing.assert_allclose(lower, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_edges():

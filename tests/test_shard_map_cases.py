@@ -20,7 +20,7 @@ MESH = jax.make_mesh((N_DEVICES,), ("i",), axis_types=(AxisType.Auto,))
 QUICK = (
     "custom_vjp",
     "scale_gradient",
-    "nn.GradientClip",
+    "clip_gradient",
     "host_function: forward rule",
     "losses.chunked: a mean",
     "implicit: a minimum",

@@ -418,8 +418,7 @@ GRADIENT_OPS = {
     "filter_checkpoint": lambda p: eqg.filter_checkpoint(half)(p),
     "filter_cond": lambda p: eqg.filter_cond(True, half, lambda p: p, p),
     "ste.round": eqg.ste.round,
-    "nn.GradientScale": lambda p: eqg.nn.GradientScale(0.5)(p),
-    "nn.GradientNormClip": lambda p: eqg.nn.GradientNormClip(0.5)(p),
+    "nn.GradientReversal": lambda p: eqg.nn.GradientReversal(0.5)(p),
     "tap_gradient": lambda p: eqg.tap_gradient(p, lambda ct: None),
     "watch_gradient": lambda p: eqg.watch_gradient(p, "name"),
     "zero_safe": lambda p: eqg.zero_safe(half)(p),
@@ -690,7 +689,7 @@ def _case_zero_safe(p):
 
 @case
 def _case_gradient_flow(p):
-    scale = eqg.nn.GradientScale(jnp.array(0.5))
+    scale = eqg.nn.GradientReversal(jnp.array(0.5))
     loss = lambda model, x: _energy(model[1](model[0]), x)
     return list(eqg.gradient_flow(loss, (p, scale), X).values())
 

@@ -11,19 +11,33 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._control_flow.chunked_scan import scan_in_chunks
-from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
+from .._errors import (
+    bad_argument,
+    check_function,
+    name_of,
+    place_of,
+    rule_error,
+    show_path,
+    type_of,
+)
 from .._errors.trees import mirror, mirrored, prefix_leaves
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic, Size
 from .._rules.closure_convert import ClosureTemplate, contains_tracer, lift_tracers
 from .._rules.custom_jvp import custom_jvp
-from .._rules.float_args import as_integer
+from .._rules.float_args import as_count, as_integer
+from .._rules.transformed import AbstractTransformed
 from .._rules.tree_split import TreeSplit
 from .._tangent_spaces import is_array, is_arraylike, is_none, sum_dtype
 from ._gradient_sums import add, inner_product, zero_sum
 
 
 REDUCTIONS = ("sum", "mean")
+_AXIS = (
+    "Give an integer, the axis of all arguments but the first, or a tuple with one entry for "
+    "each argument: an integer, `None`, or a tree of these that is a prefix of the argument. "
+    "For a single argument, give `(axis,)`."
+)
 
 
 def chunked(
@@ -101,57 +115,38 @@ def chunked(
     `loss` does not return a real scalar, or for an option that is unknown.
     """
     check_function(loss, "loss", "losses.chunked")
-    name = name_of(loss)
-    if (as_integer(chunk) or 0) < 1:
-        raise rule_error(
-            f"`losses.chunked` of `{name}` was given a `chunk` that is not a positive integer.",
-            f"it is {chunk!r:.60}",
-            do="Give the length of a chunk.",
-        )
+    chunk = as_count("losses.chunked", "chunk", chunk, do="Give the length of a chunk.")
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        raise rule_error(
-            f"`losses.chunked` of `{name}` was given an unknown reduction.",
-            f"`reduction` is {reduction!r:.60}",
-            do='Give "sum" or "mean": how the loss of all follows from those of its parts.',
-        )
+        do = 'Give "sum" or "mean": how the loss of all follows from the losses of its parts.'
+        raise bad_argument("losses.chunked", "reduction", "a known one", reduction, do)
     axes, treedef = jax.tree.flatten(mirrored(axis), is_leaf=is_none)
-    for entry in axes:
-        if entry is not None and as_integer(entry) is None:
-            raise rule_error(
-                f"`losses.chunked` of `{name}` was given an axis that is not an integer.",
-                f"`axis` is {axis!r:.60}",
-                do="Give an integer, or a tuple with an integer, `None` or a tree of these for "
-                "each argument.",
-            )
+    if any(a is not None and as_integer(a) is None for a in axes):
+        raise bad_argument(
+            "losses.chunked", "axis", "an integer, or a tree of them", axis, _AXIS
+        )
     axes = tuple(None if a is None else int(a) for a in axes)
-    return eqx.module_update_wrapper(
-        _Chunked(loss, axes, treedef, int(chunk), reduction == "mean")
-    )
+    return eqx.module_update_wrapper(_Chunked(loss, axes, treedef, chunk, reduction == "mean"))
 
 
-class _Chunked(eqx.Module):
-    _loss: Callable[..., Any]
+class _Chunked(AbstractTransformed):
+    _eqg_fn: Callable[..., Any]
     _axes: tuple[int | None, ...] = eqx.field(static=True)
     _axes_treedef: Any = eqx.field(static=True)
     _chunk: int = eqx.field(static=True)
     _mean: bool = eqx.field(static=True)
 
-    @property
-    def __wrapped__(self):
-        return self._loss
-
     def __call__(self, /, *args, **kwargs):
-        if contains_tracer(eqx.filter(self._loss, is_array, inverse=True)):
+        if contains_tracer(eqx.filter(self._eqg_fn, is_array, inverse=True)):
             return self._call(args, kwargs)  # which makes operands of what it closes over
         axis = jax.tree.unflatten(self._axes_treedef, self._axes)
-        return _run(self._loss, axis, self._chunk, self._mean, args, kwargs)
+        return _run(self._eqg_fn, axis, self._chunk, self._mean, args, kwargs)
 
     def _call(self, args, kwargs):
         axes = self._axes_of(args)
         length = self._split_length(args, axes)
-        axes = (*(None for _ in _leaves(self._loss)[0]), *axes)
+        axes = (*(None for _ in _leaves(self._eqg_fn)[0]), *axes)
         # What the loss closes over is an argument too, and so has a gradient.
-        call, arrays = TreeSplit.split((self._loss, args, kwargs), is_array)
+        call, arrays = TreeSplit.split((self._eqg_fn, args, kwargs), is_array)
         closures, captured = lift_tracers(call.static)
         call.static = closures.items
         leaves, treedef = _leaves(call.tree(arrays))
@@ -163,9 +158,6 @@ class _Chunked(eqx.Module):
         closures = closures if captured else None
         chunks = _Chunks(axes, numbers, length, self._chunk, self._mean, closures)
         return _sum_over_chunks(loss, args, kwargs, captured, chunks=chunks)
-
-    def __get__(self, instance, owner=None):
-        return self if instance is None else eqx.Partial(self, instance)
 
     def _axes_of(self, args) -> list[int | None]:
         """An axis, or `None`, for each leaf of the arguments."""
@@ -179,8 +171,7 @@ class _Chunked(eqx.Module):
             raise self._error(
                 "an `axis` that does not fit its arguments",
                 f"it has {len(args)} arguments, and `axis` is {axes}",
-                do="Give an integer, or a tuple with one entry for each argument: an integer, "
-                "`None`, or a tree of these that is a prefix of the argument.",
+                do=_AXIS,
             ) from None
         return [a if has else None for a, has in zip(filled, _leaves(has_axis)[0], strict=True)]
 
@@ -202,15 +193,13 @@ class _Chunked(eqx.Module):
             raise self._error(
                 "arguments that can't be split together",
                 *(lengths or ["no array has an axis"]),
-                do="At least one array has an axis, and all that do are equally long along it. "
-                "An integer `axis` is that of all arguments but the first: for a single "
-                "argument, give `(axis,)`.",
+                do=f"At least one array has an axis, and all that do are equally long. {_AXIS}",
             )
         return next(iter(lengths.values()))
 
     def _error(self, what, *where, do):
         return rule_error(
-            f"`losses.chunked` of `{name_of(self._loss)}` was given {what}.", *where, do=do
+            f"`losses.chunked` of `{name_of(self._eqg_fn)}` was given {what}.", *where, do=do
         )
 
 

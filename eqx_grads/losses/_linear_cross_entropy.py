@@ -7,15 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from .._errors import rule_error, type_of
-from .._rules.float_args import as_floats, as_integer
+from .._errors import bad_argument, check_flags, rule_error, type_of
+from .._rules.float_args import as_count, as_floats, as_integer, is_number
+from .._rules.nondifferentiable import nondifferentiable
 from .._tangent_spaces import dtype_of, promote, sum_dtype
 from ._explicit_axes import on_explicit_axes
 from ._linear_cross_entropy_rules import (
+    at_labels,
+    is_soft,
     Options,
+    Scales,
     summed_loss,
     token_losses,
     vary_over_tokens,
@@ -33,15 +36,18 @@ def linear_cross_entropy(
     labels: ArrayLike,
     *,
     bias: ArrayLike | None = None,
+    class_weight: ArrayLike | None = None,
     chunk: int | None = None,
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
+    soft_cap: float | None = None,
     z_loss: float = 0.0,
+    return_z_loss: bool = False,
     reduction: str = "mean",
     axis_name: Hashable = None,
-) -> Array:
-    r"""The softmax cross-entropy of the logits $W x + b$ with integer labels, which never holds
-    the logits of all tokens in memory.
+) -> Any:
+    r"""The softmax cross-entropy of the logits $W x + b$, which never holds the logits of all
+    tokens in memory.
 
     With a vocabulary of $V$ entries, the logits of $N$ tokens and their gradient are two arrays
     of $N V$ numbers, often the largest of a language model. Here the tokens are taken in
@@ -85,26 +91,32 @@ def linear_cross_entropy(
     - `x`: floats of shape `(..., features)`, with any number of leading dimensions.
     - `weight`: floats of shape `(vocabulary, features)`, as that of an `equinox.nn.Linear` or
         of an `equinox.nn.Embedding`. (It is the transpose of a matrix $W$ in $x W$.)
-    - `labels`: integers of shape `(...)`.
+    - `labels`: integers of shape `(...)`, or probabilities of shape `(..., vocabulary)`, which
+        are constants.
     - `bias`: floats of shape `(vocabulary,)`, or `None`.
+    - `class_weight`: floats of shape `(vocabulary,)`, the factor of the cross-entropy of each
+        label, a constant. As in PyTorch, a mean is divided by the sum of the factors of the
+        tokens, if labels are integers, and the z-loss has no factor.
     - `chunk`: the number of tokens whose logits exist at a time, at most. The default is the
         number of features, but at least 128, and at least $2^{20} / V$: the logits of a chunk
         then need as much memory as the gradient of `weight`, or 4 MiB. If JAX's default backend
         is not a CPU, it is at least $2^{25} / V$. A smaller chunk needs less memory, and more
         time.
     - `ignore_index`: the label of tokens that do not count. Their rows of `x` may be anything,
-        also NaN. With `None`, all tokens count.
+        also NaN. With `None`, all tokens count, as they do with probabilities.
     - `label_smoothing`: a number $\alpha$ from zero to one. The target is $1 - \alpha$ at the
         label plus $\alpha / V$ everywhere.
+    - `soft_cap`: a number $c$: the logits are $c \tanh(l / c)$ (Gemma 2).
     - `z_loss`: the factor of the square of the log-partition function $\log \sum_v e^{l_v}$,
         which is added to the loss of each token ($10^{-4}$ in PaLM).
+    - `return_z_loss`: whether to return the z-loss as well: a part of the loss, for a log,
+        without a derivative.
     - `reduction`: `"mean"` over the tokens that count (zero if none does), `"sum"` over them,
         or `"none"`: the loss of each token, zero where it does not count.
-
     - `axis_name`: inside `jax.shard_map`, the name of the mesh axis over which the vocabulary
-        is sharded, or a tuple of names. Each device then passes its rows of `weight` and
-        `bias`, all tokens, and labels that count the rows of all devices. The loss is the same
-        on all of them.
+        is sharded, or a tuple of names. Each device then passes its rows of `weight`, `bias`
+        and `class_weight`, its columns of probabilities, all tokens, and labels that count the
+        rows of all devices. The loss is the same on all of them.
 
     `x` and `weight` are cast to their common dtype. In half precision, matrix products are
     accumulated in single precision, and all else is computed in it.
@@ -112,22 +124,23 @@ def linear_cross_entropy(
     **Returns:**
 
     A scalar, or an array of shape `(...)` for `"none"`; of single precision if `x` and `weight`
-    are of half precision. A label that is neither in the vocabulary nor `ignore_index` makes
-    the loss NaN, and the gradient too: labels are known only when the program runs, and
-    then no error can be raised. `jax.debug_nans` stops there.
+    are of half precision. With `return_z_loss`, `(loss, z_loss)`. A label that is neither in
+    the vocabulary nor `ignore_index` makes the loss NaN, and the gradient too: labels are known
+    only when the program runs, and then no error can be raised. `jax.debug_nans` stops there.
 
     **Derivative:**
 
     With $p$ the softmax of a token's logits and $q$ its target, the cotangent of the logits is
-    $d = \bar L\,(p - q)$, and $\bar x = W^T d$, $\bar W = \sum d\,x^T$, $\bar b = \sum d$, each
-    computed for arguments that are being differentiated only.
+    $d = \bar L\,(p - q)$ (times $1 - l^2 / c^2$ for a soft cap), and
+    $\bar x = W^T d$, $\bar W = \sum d\,x^T$, $\bar b = \sum d$, each computed for arguments
+    that are being differentiated only.
 
     For `"mean"` and `"sum"`, $\bar L$ is a factor of all tokens, so that the gradients are
     formed in the forward pass, while the logits of a chunk exist. They are the residuals, and
     the matrix products are those of plain automatic differentiation. Forward mode is the inner
     product of the gradients with the tangents. For `"none"`, the residuals are the arguments
     and two numbers for each token, and the backward pass computes the logits again: four matrix
-    products in place of three. Both modes, all orders; higher orders compute the logits of a
+    products instead of three. Both modes, all orders; higher orders compute the logits of a
     chunk again.
 
     Under `jax.vmap` with a `weight` that is not batched, the batch becomes part of the tokens,
@@ -142,8 +155,9 @@ def linear_cross_entropy(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if shapes do not fit together, if `labels` are not integers, for
-    an option that is out of range, or if there is no axis of the name `axis_name`.
+    [`eqx_grads.RuleError`][] if shapes do not fit together, for an option that is out of
+    range, or for an unknown `axis_name`. Also if probabilities or class weights are
+    differentiated.
 
     ??? cite
 
@@ -153,58 +167,85 @@ def linear_cross_entropy(
         `z_loss`: Chowdhery, A. et al. (2022). PaLM: Scaling language modeling with pathways.
         arXiv:2204.02311.
     """
-    check_options(
-        NAME,
-        chunk=chunk,
+    chunk = None if chunk is None else as_count(NAME, "chunk", chunk)
+    if ignore_index is not None and as_integer(ignore_index) is None:
+        do = "Give the label of tokens that do not count, or `None`."
+        raise bad_argument(NAME, "ignore_index", "an integer", ignore_index, do)
+    _check_number("label_smoothing", label_smoothing, 0, 1)
+    _check_number("z_loss", z_loss, 0, math.inf)
+    if soft_cap is not None:
+        _check_number("soft_cap", soft_cap, math.ulp(0.0), math.inf)
+    check_flags(NAME, return_z_loss=return_z_loss)
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+        one_of = f"one of {', '.join(map(repr, REDUCTIONS))}"
+        raise bad_argument(NAME, "reduction", one_of, reduction, f"Give {one_of}.")
+    arrays = _as_arrays(x, weight, labels, bias, class_weight)
+    fn = ft.partial(
+        _losses,
         ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
         reduction=reduction,
+        label_smoothing=float(label_smoothing),
+        z_loss=float(z_loss),
     )
-    ignore_index = None if ignore_index is None else as_integer(ignore_index)
-    x, weight, labels, bias = _as_arrays(x, weight, labels, bias)
-    options = Options(
-        None if chunk is None else int(chunk),
-        float(label_smoothing),
-        float(z_loss),
-        _as_axes(axis_name),
-    )
-    is_sum = reduction != "none"
-    fn = ft.partial(_sum if is_sum else _of_each_token, ignore_index=ignore_index)
-    losses = on_explicit_axes(fn, x, weight, bias, labels, options=options, is_sum=is_sum)
-    if reduction != "mean":
-        return losses
-    count = jnp.sum(_is_counted(labels, ignore_index))
-    return losses / jnp.maximum(count, 1).astype(losses.dtype)
+    cap = None if soft_cap is None else float(soft_cap)
+    options = Options(chunk, cap, _as_axes(axis_name))
+    loss, z = on_explicit_axes(fn, *arrays, options=options, is_sum=reduction != "none")
+    if not return_z_loss:
+        return loss
+    return loss, jnp.zeros_like(loss) if z is None else jax.lax.stop_gradient(z)
 
 
-def _sum(x, weight, bias, labels, *, ignore_index, options):
-    tokens = _as_tokens(x, weight, bias, labels, ignore_index, options)
-    return summed_loss(*tokens, options=options)
-
-
-def _of_each_token(x, weight, bias, labels, *, ignore_index, options):
-    tokens = _as_tokens(x, weight, bias, labels, ignore_index, options)
-    return token_losses(*tokens, options=options).reshape(labels.shape)
-
-
-def _as_tokens(x, weight, bias, labels, ignore_index, options):
-    """The arguments of a loss of tokens in one dimension."""
-    is_counted = _is_counted(labels, ignore_index)
-    in_range = (labels >= 0) & (labels < vocabulary_size(weight.shape[0], options))
+def _losses(
+    x,
+    weight,
+    bias,
+    class_weight,
+    labels,
+    *,
+    ignore_index,
+    reduction,
+    label_smoothing,
+    z_loss,
+    options,
+):
+    """The loss and its z-loss: the sum over tokens, or an array with an element for each."""
+    n, shape = weight.shape[0], x.shape[:-1]
+    size = vocabulary_size(n, options)
+    if is_soft(labels):
+        is_counted = is_valid = jnp.ones(shape, bool)
+        labels = labels.reshape(-1, n)
+    else:
+        is_counted = _is_counted(labels, ignore_index)
+        is_valid = (labels >= 0) & (labels < size)
+        labels = jnp.where(is_counted & is_valid, labels, 0).reshape(-1)
     # An ignored token has the factor zero, and zero times NaN would be NaN.
     x = jnp.where(is_counted[..., None], x, 0)
     # Zero by zero is NaN, where a label is out of range. A constant would stop `debug_nans`.
-    is_valid = in_range.astype(sum_dtype(x.dtype))
-    scale = jnp.where(is_counted, is_valid / jnp.where(is_counted, is_valid, 1), 0)
-    tokens = (
-        x.reshape(labels.size, x.shape[-1]),
-        weight,
-        bias,
-        jnp.where(is_counted & in_range, labels, 0).reshape(-1),
-        scale.reshape(-1),
+    is_valid = is_valid.astype(sum_dtype(x.dtype))
+    scale = jnp.where(is_counted, is_valid / jnp.where(is_counted, is_valid, 1), 0).reshape(-1)
+    of_label = scale
+    if class_weight is not None and not is_soft(labels):
+        take = lambda index: jnp.take(class_weight, index)
+        of_label = scale * at_labels(take, n, labels, options)
+    z_scale = scale
+    if reduction == "mean":
+        count, total = (
+            options.total_of_tokens(jnp.sum(jnp.nan_to_num(x))) for x in (scale, of_label)
+        )
+        z_scale = scale / jnp.where(count == 0, 1, count)
+        total = jnp.where(total == 0, 1, total)
+        scale, of_label = scale / total, of_label / total
+    scales = Scales(
+        of_label * (1 - label_smoothing),
+        scale * (label_smoothing / size) if label_smoothing else None,
+        z_scale * z_loss if z_loss else None,
     )
-    return vary_over_tokens(tokens, options)
+    x = x.reshape(-1, x.shape[-1])
+    tokens = vary_over_tokens((x, weight, bias, class_weight, labels, scales), options)
+    if reduction != "none":
+        return summed_loss(*tokens, options=options)
+    losses = token_losses(*tokens, options=options)
+    return jax.tree.map(lambda y: y.reshape(shape), losses)
 
 
 def _as_axes(axis_name) -> tuple[Hashable, ...]:
@@ -226,42 +267,50 @@ def _as_axes(axis_name) -> tuple[Hashable, ...]:
     return axes
 
 
-def _as_arrays(x, weight, labels, bias):
+def _as_arrays(x, weight, labels, bias, class_weight):
     x, weight = as_floats(NAME, x), as_floats(NAME, weight, "weight")
     bias = None if bias is None else as_floats(NAME, bias, "bias")
+    if class_weight is not None:
+        class_weight = as_floats(NAME, class_weight, "class_weight")
+        class_weight = nondifferentiable(class_weight, f"The `class_weight` of `{NAME}`")
     dtype = dtype_of(labels)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+    is_index = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+    if not is_index and not (dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
         raise rule_error(
-            f"`{NAME}` was given labels that are not integers.",
+            f"`{NAME}` was given labels that are neither integers nor probabilities.",
             f"`labels` is {type_of(labels)}",
-            do="A label is the index of a row of `weight`. For targets that are probabilities, "
-            "compute the logits, and use `optax.losses.softmax_cross_entropy`.",
+            do="A label is the index of a row of `weight`, or a row of probabilities.",
         )
     labels = jnp.asarray(labels)
+    of_label = x.shape[:-1] + (() if is_index else weight.shape[:1])
     fits = (
         x.ndim >= 1
         and weight.ndim == 2
         and weight.shape[1] == x.shape[-1]
-        and labels.shape == x.shape[:-1]
-        and (bias is None or bias.shape == weight.shape[:1])
+        and labels.shape == of_label
+        and all(b is None or b.shape == weight.shape[:1] for b in (bias, class_weight))
     )
     if not fits or weight.shape[0] == 0:
+        names = ("x", "weight", "labels", "bias", "class_weight")
+        arrays = (x, weight, labels, bias, class_weight)
         raise rule_error(
             f"The arguments of `{NAME}` do not fit together.",
-            f"`x` is {type_of(x)}, `weight` is {type_of(weight)}, `labels` is "
-            f"{type_of(labels)}, `bias` is {type_of(bias)}",
-            do="Give `x` of shape `(..., features)`, labels of shape `(...)`, a weight of "
-            "shape `(vocabulary, features)` like that of `equinox.nn.Linear`, and a bias of "
-            "shape `(vocabulary,)` or `None`.",
+            ", ".join(f"`{n}` is {type_of(a)}" for n, a in zip(names, arrays, strict=True)),
+            do="Give `x` of shape `(..., features)`, labels of shape `(...)`, or probabilities "
+            "of shape `(..., vocabulary)`, a weight of shape `(vocabulary, features)`, and a "
+            "bias and class weights of shape `(vocabulary,)`.",
         )
     dtype = promote([x, weight])
-    return x.astype(dtype), weight.astype(dtype), _as_signed(labels), bias
-
-
-def _as_signed(labels):
-    """Small integers can't hold every index of a vocabulary, nor -100."""
-    bits = jnp.iinfo(labels.dtype).bits
-    return labels.astype(jnp.int32) if bits < 32 else labels
+    if is_index:
+        # Small integers can't hold every index of a vocabulary, nor -100.
+        bits = jnp.iinfo(labels.dtype).bits
+        labels = labels.astype(jnp.int32) if bits < 32 else labels
+    else:
+        labels = nondifferentiable(labels, f"The `labels` of `{NAME}`")
+        labels = labels.astype(sum_dtype(dtype))
+    if class_weight is not None:
+        class_weight = class_weight.astype(sum_dtype(dtype))
+    return x.astype(dtype), weight.astype(dtype), bias, class_weight, labels
 
 
 def _is_counted(labels, ignore_index) -> Array:
@@ -271,41 +320,8 @@ def _is_counted(labels, ignore_index) -> Array:
     return labels != ignore_index
 
 
-def check_options(
-    name: str,
-    *,
-    chunk: Any,
-    ignore_index: Any,
-    label_smoothing: Any,
-    z_loss: Any,
-    reduction: Any,
-) -> None:
-    if chunk is not None and (as_integer(chunk) or 0) < 1:
-        raise rule_error(
-            f"The `chunk` of `{name}` is not a positive integer.",
-            f"it is {chunk!r:.60}",
-            do="Give the number of tokens whose logits may exist at a time, or `None`.",
-        )
-    if ignore_index is not None and as_integer(ignore_index) is None:
-        raise rule_error(
-            f"The `ignore_index` of `{name}` is not an integer.",
-            f"it is {ignore_index!r:.60}",
-            do="Give the label of tokens that do not count, or `None`.",
-        )
-    for option, value, most in (
-        ("label_smoothing", label_smoothing, 1.0),
-        ("z_loss", z_loss, math.inf),
-    ):
-        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not (is_number and 0 <= value <= most and math.isfinite(value)):
-            raise rule_error(
-                f"The `{option}` of `{name}` is out of range.",
-                f"it is {value!r:.60}",
-                do=f"Give a number from zero{' to one' if most == 1 else ''}.",
-            )
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        raise rule_error(
-            f"`{name}` has no such reduction.",
-            f"`reduction` is {reduction!r:.60}",
-            do=f"Give one of {', '.join(map(repr, REDUCTIONS))}.",
-        )
+def _check_number(option: str, value: Any, least: float, most: float) -> None:
+    if not (is_number(value) and least <= value <= most and math.isfinite(value)):
+        wanted = f"a number {'above' if least else 'from'} zero"
+        wanted += " to one" if most == 1 else ""
+        raise bad_argument(NAME, option, wanted, value, f"Give {wanted}.")

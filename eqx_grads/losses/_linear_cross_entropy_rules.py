@@ -25,36 +25,52 @@ class Options(NamedTuple):
     """What `linear_cross_entropy` is given besides arrays."""
 
     chunk: int | None
-    label_smoothing: float
-    z_loss: float
-    # The mesh axes over which the rows of the weight are sharded, in `jax.shard_map`.
+    soft_cap: float | None
+    # In `jax.shard_map`, the mesh axes over which the rows of the weight are sharded, and those
+    # over which the tokens are.
     axes: tuple[Hashable, ...] = ()
+    token_axes: tuple[Hashable, ...] = ()
 
     def total(self, x: jax.Array) -> jax.Array:
         """The sum over the devices, each of which has a part of the vocabulary."""
         return jax.lax.psum(x, self.axes) if self.axes else x
 
-    def first_label(self, n: int, dtype: Any) -> Any:
-        """The label of the first of the `n` rows of the weight that this device has."""
-        return n * jax.lax.axis_index(self.axes).astype(dtype) if self.axes else 0
+    def total_of_tokens(self, x: jax.Array) -> jax.Array:
+        """The sum over the devices, each of which has a part of the tokens."""
+        return jax.lax.psum(x, self.token_axes) if self.token_axes else x
 
 
-# Of one token with the logits l = W x + b, the label y and the target q, which is
-# 1 - label_smoothing at y plus label_smoothing / vocabulary everywhere, the loss is
+class Scales(NamedTuple):
+    """The factors of the terms of each token's loss. All are zero for a token that is ignored;
+    `None` is a term that no token has."""
+
+    label: jax.Array
+    uniform: jax.Array | None
+    z: jax.Array | None
+
+
+# Of one token with the logits l = W x + b, or c tanh(l / c) for a soft cap, the label y and the
+# weights c_v of the classes, the loss is
 #
-#     loss = lse - sum_v q_v l_v + z_loss lse²,    lse = log sum_v exp l_v,
+#     loss = label (lse - l_y) + uniform sum_v c_v (lse - l_v) + z lse²,
+#     lse = log sum_v exp l_v,
 #
-# and with p = softmax(l) = exp(l - lse) the cotangent of the logits is
+# where `label`, `uniform` and `z` are the scales of the token: `label` contains c_y, and
+# `uniform` is for smoothed labels. Of a token with the probabilities q_v for a label, the first
+# term is label sum_v c_v q_v (lse - l_v). With p = softmax(l) = exp(l - lse), the cotangent of
+# the logits is
 #
-#     d = p (1 + 2 z_loss lse) - q.
+#     d = p (label + uniform sum_v c_v + 2 z lse) - label [v = y] - uniform c_v.
 #
 # The derivatives are W^T d in x, and the sums over tokens of d x^T in W and of d in b.
 @custom_jvp
-def summed_loss(x, weight, bias, labels, scale, *, options: Options):
-    """The sum over tokens. `x` is `(tokens, features)`, `labels` is in range everywhere, and
-    `scale` is a factor of each token: zero for one that is ignored."""
+def summed_loss(x, weight, bias, class_weight, labels, scales, *, options: Options):
+    """The sum over tokens, and the part of it that is the z-loss, which has no derivative.
 
-    return jnp.sum(_forward(x, weight, bias, labels, scale, options)[0])
+    `x` is `(tokens, features)`, and `labels` is in range everywhere.
+    """
+    losses, z, _ = _forward(x, weight, bias, class_weight, labels, scales, options)
+    return jnp.sum(losses), None if z is None else jnp.sum(z)
 
 
 # The derivative of a sum over tokens is a sum over tokens. So the gradients are formed with the
@@ -64,97 +80,100 @@ def summed_loss(x, weight, bias, labels, scale, *, options: Options):
 @summed_loss.def_jvp(symbolic_zeros=True)
 def _summed_loss_jvp(primals, tangents, *, options):
     live = [t is not None for t in tangents[:3]]
-    loss, cts = _summed_loss_and_gradients(*primals, live=live, options=options)
-    return loss, options.total(inner_product(cts, tangents[:3]))
+    out, cts = _summed_loss_and_gradients(*primals, live=live, options=options)
+    return out, (options.total(inner_product(cts, tangents[:3])), None)
 
 
 @compile_eager_calls
-def _summed_loss_and_gradients(x, weight, bias, labels, scale, *, live, options):
+def _summed_loss_and_gradients(x, weight, bias, class_weight, labels, scales, *, live, options):
     # For the second derivative of a chunk, its logits are computed again.
     of_chunk = jax.checkpoint(
         ft.partial(_losses_and_gradients, live=live, options=options), prevent_cse=False
     )
 
     def chunk(sums, tokens):
-        losses, ct_x, *cts = of_chunk(*tokens, weight, bias)
-        return add(sums, tuple(cts)), (losses, ct_x)
+        terms, ct_x, *cts = of_chunk(*tokens, weight, bias, class_weight)
+        return add(sums, tuple(cts)), (terms, ct_x)
 
     # The losses are summed after the loop: of sharded tokens, that is one sum over the devices.
-    primals = x, weight, bias, labels, scale
-    (ct_weight_t, ct_bias), (losses, ct_x) = _over_chunks(
-        chunk, _zero_gradients(primals, live), (x, labels, scale), weight, options
+    primals = x, weight, bias, class_weight, labels, scales
+    (ct_weight_t, ct_bias), (terms, ct_x) = _over_chunks(
+        chunk, _zero_gradients(primals, live), (x, labels, scales), weight, options
     )
-    return jnp.sum(losses), (ct_x, None if ct_weight_t is None else ct_weight_t.T, ct_bias)
+    cts = ct_x, None if ct_weight_t is None else ct_weight_t.T, ct_bias
+    return jax.tree.map(jnp.sum, terms), cts
 
 
-def _losses_and_gradients(x, labels, scale, weight, bias, *, live, options):
-    logits = _logits(x, weight, bias)
-    losses, normalizer = _losses(logits, labels, scale, options)
-    d = _cotangent(logits, normalizer, labels, scale, options)
-    return losses, *_pull_back(d, x, weight, live)
+def _losses_and_gradients(x, labels, scales, weight, bias, class_weight, *, live, options):
+    logits = _logits(x, weight, bias, options)
+    losses, z, normalizer = _losses(logits, labels, scales, class_weight, options)
+    d = _cotangent(logits, normalizer, labels, scales, class_weight, options)
+    return (losses, z), *_pull_back(d, x, weight, live)
 
 
 @summed_loss.def_vmap
-def _summed_loss_vmap(axis_size, batched, x, weight, bias, labels, scale, *, options):
+def _summed_loss_vmap(axis_size, batched, *args, options):
     """One gradient of the weight for all examples, and not one for each. The cotangents of the
     examples are not known in the forward pass, and so the logits are computed twice."""
-    _, *weights_batched, _, _ = batched
-    if any(weights_batched):
-        return NotImplemented
-    tokens = _fold(axis_size, (x, labels, scale), (batched[0], *batched[3:]))
-    losses = token_losses(tokens[0], weight, bias, *tokens[1:], options=options)
-    return jnp.sum(losses.reshape(axis_size, -1), 1), True
+    found = _token_losses_vmap(axis_size, batched, *args, options=options)
+    if found is NotImplemented:
+        return found
+    return jax.tree.map(lambda y: jnp.sum(y, 1), found[0]), found[1]
 
 
 @custom_vjp
-def token_losses(x, weight, bias, labels, scale, *, options: Options):
-    """The loss of each token."""
-    return _forward(x, weight, bias, labels, scale, options)[0]
+def token_losses(x, weight, bias, class_weight, labels, scales, *, options: Options):
+    """The loss of each token, and its z-loss, which has no derivative."""
+    return _forward(x, weight, bias, class_weight, labels, scales, options)[:2]
 
 
 @compile_eager_calls
-def _forward(x, weight, bias, labels, scale, options):
+def _forward(x, weight, bias, class_weight, labels, scales, options):
     def chunk(_, tokens):
-        x, labels, scale = tokens
-        return None, _losses(_logits(x, weight, bias), labels, scale, options)
+        x, labels, scales = tokens
+        logits = _logits(x, weight, bias, options)
+        return None, _losses(logits, labels, scales, class_weight, options)
 
-    return _over_chunks(chunk, None, (x, labels, scale), weight, options)[1]
+    return _over_chunks(chunk, None, (x, labels, scales), weight, options)[1]
 
 
 @token_losses.def_fwd
-def _token_losses_fwd(x, weight, bias, labels, scale, *, options):
-    losses, normalizer = _forward(x, weight, bias, labels, scale, options)
-    return losses, (x, weight, bias, labels, scale, normalizer)
+def _token_losses_fwd(x, weight, bias, class_weight, labels, scales, *, options):
+    args = x, weight, bias, class_weight, labels, scales
+    losses, z, normalizer = _forward(*args, options)
+    return (losses, z), (*args, normalizer)
 
 
 # The cotangent of each token is known here only, so that the gradients can't be formed in the
 # forward pass. With the normalizer, the softmax of a chunk is one exponential of its logits.
 @token_losses.def_bwd
 @compile_eager_calls
-def _token_losses_bwd(residuals, ct, *, options, perturbed: tuple[Any, ...]):
-    x, weight, bias, labels, scale, normalizer = residuals
+def _token_losses_bwd(residuals, cts, *, options, perturbed: tuple[Any, ...]):
+    x, weight, bias, class_weight, labels, scales, normalizer = residuals
     live = [p is True for p in perturbed[:3]]
+    ct, _ = cts
 
     @ft.partial(jax.checkpoint, prevent_cse=False)
-    def of_chunk(x, labels, scale, normalizer, weight, bias):
-        d = _cotangent(_logits(x, weight, bias), normalizer, labels, scale, options)
+    def of_chunk(x, labels, scales, normalizer, weight, bias, class_weight):
+        logits = _logits(x, weight, bias, options)
+        d = _cotangent(logits, normalizer, labels, scales, class_weight, options)
         return _pull_back(d, x, weight, live)
 
     def chunk(sums, tokens):
-        ct_x, *cts = of_chunk(*tokens, weight, bias)
+        ct_x, *cts = of_chunk(*tokens, weight, bias, class_weight)
         return add(sums, tuple(cts)), ct_x
 
     if options.axes:
         # The loss is a sum over the devices.
         (part,) = vary_alike([jnp.zeros(ct.shape, ct.dtype)], ct, weight)
         (ct,) = jax.linear_transpose(options.total, part)(ct)
-    # A token that is ignored has the factor zero, whatever its cotangent is.
-    scale = jnp.where(scale == 0, 0, scale * ct)
+    scales = jax.tree.map(lambda scale: _times(scale, ct), scales)
     zeros = _zero_gradients((*residuals, ct), live)
     (ct_weight_t, ct_bias), ct_x = _over_chunks(
-        chunk, zeros, (x, labels, scale, normalizer), weight, options
+        chunk, zeros, (x, labels, scales, normalizer), weight, options
     )
-    return ct_x, None if ct_weight_t is None else ct_weight_t.T, ct_bias, None, None
+    ct_weight = None if ct_weight_t is None else ct_weight_t.T
+    return ct_x, ct_weight, ct_bias, None, None, None
 
 
 # Labels and losses do not vary over the axes of the vocabulary: `vary_over_tokens` casts.
@@ -167,25 +186,31 @@ def vary_over_tokens(args: Sequence[Any], options: Options) -> list[Any]:
     if not is_in_shard_map():
         return list(args)
     axes = frozenset[Any]().union(*map(varying_axes, jax.tree.leaves(args)))
-    return [None if x is None else vary_over(x, axes - set(options.axes)) for x in args]
+    return jax.tree.map(lambda x: vary_over(x, axes - set(options.axes)), list(args))
 
 
 @token_losses.def_vmap
-def _token_losses_vmap(axis_size, batched, x, weight, bias, labels, scale, *, options):
-    _, *weights_batched, _, _ = batched
-    if any(weights_batched):
+def _token_losses_vmap(
+    axis_size, batched, x, weight, bias, class_weight, labels, scales, *, options
+):
+    if any(batched[1:4]):
         return NotImplemented
-    tokens = _fold(axis_size, (x, labels, scale), (batched[0], *batched[3:]))
-    losses = token_losses(tokens[0], weight, bias, *tokens[1:], options=options)
-    return losses.reshape(axis_size, -1), True
+    tokens = (x, labels, scales), (batched[0], *batched[4:])
+    x, labels, scales = jax.tree.map(ft.partial(_fold, axis_size), *tokens)
+    out = token_losses(x, weight, bias, class_weight, labels, scales, options=options)
+    return jax.tree.map(lambda y: y.reshape(axis_size, -1), out), True
 
 
-def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _logits(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, options: Options
+) -> jax.Array:
     """In single precision if `x` is in half precision."""
     # Contracted as they are: a transpose of the weight would be moved out of the loop, and
     # there it is a copy.
     logits = _matmul(x, weight, ((1,), (1,)))
-    return logits if bias is None else logits + bias.astype(logits.dtype)[None]
+    logits = logits if bias is None else logits + bias.astype(logits.dtype)[None]
+    cap = options.soft_cap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def _matmul(a: jax.Array, b: jax.Array, contracted=((1,), (0,))) -> jax.Array:
@@ -201,31 +226,69 @@ class _Normalizer(NamedTuple):
     log_sum: jax.Array
 
 
-def _losses(logits, labels, scale, options: Options) -> tuple[jax.Array, _Normalizer]:
-    """The loss of each token, and the logarithm of its sum of exponentials."""
+def _losses(logits, labels, scales: Scales, class_weight, options: Options):
+    """The loss of each token, its z-loss, and the logarithm of its sum of exponentials."""
     # The result does not depend on what is subtracted.
     highest = jax.lax.stop_gradient(jnp.max(logits, 1))
     if options.axes:
         highest = jax.lax.pmax(highest, options.axes)
-    log_sum = jnp.log(options.total(jnp.sum(jnp.exp(logits - highest[:, None]), 1)))
-    label_logit = _label_logit(logits - highest[:, None], labels, options)
-    losses = log_sum - label_logit
-    if options.label_smoothing != 0:
-        total = options.total(jnp.sum(logits - highest[:, None], 1))
-        mean = total / vocabulary_size(logits.shape[1], options)
-        losses = losses + options.label_smoothing * (label_logit - mean)
-    if options.z_loss != 0:
-        losses = losses + options.z_loss * (highest + log_sum) ** 2
-    return jnp.where(scale == 0, 0, scale * losses), _Normalizer(highest, log_sum)
+    logits = logits - highest[:, None]
+    log_sum = jnp.log(options.total(jnp.sum(jnp.exp(logits), 1)))
+
+    def cross_entropy(weights):
+        # An entry of the vocabulary that a bias of minus infinity removes may have no weight.
+        terms = logits if weights is None else jnp.where(weights == 0, 0, weights * logits)
+        of_all = _sum_of_weights(weights, logits, options)
+        return of_all * log_sum - options.total(jnp.sum(terms, 1))
+
+    if is_soft(labels):
+        losses = cross_entropy(_weighted(labels, class_weight))
+    else:
+        take = lambda index: jnp.take_along_axis(logits, index[:, None], 1)[:, 0]
+        losses = log_sum - at_labels(take, logits.shape[1], labels, options)
+    losses, z = _times(scales.label, losses), None
+    if scales.uniform is not None:
+        weights = None if class_weight is None else class_weight[None]
+        losses = losses + _times(scales.uniform, cross_entropy(weights))
+    if scales.z is not None:
+        z = _times(scales.z, (highest + log_sum) ** 2)
+        losses = losses + z
+    return losses, z, _Normalizer(highest, log_sum)
 
 
-def _label_logit(logits, labels, options: Options) -> jax.Array:
+def _times(scale, x):
+    """A token that is ignored has the factor zero, whatever its loss or cotangent is."""
+    return jnp.where(scale == 0, 0, scale * x)
+
+
+def is_soft(labels: jax.Array) -> bool:
+    """Whether labels are probabilities, of shape `(tokens, vocabulary)`."""
+    return jnp.issubdtype(labels.dtype, jnp.floating)
+
+
+def _sum_of_weights(weights, logits, options: Options):
+    """Of all entries of the vocabulary, where `None` is one for each."""
+    of_device = logits.shape[1] if weights is None else jnp.sum(weights, 1)
+    return options.total(of_device)
+
+
+def _weighted(probabilities, class_weight):
+    return probabilities if class_weight is None else probabilities * class_weight[None]
+
+
+def at_labels(take, n: int, labels, options: Options) -> jax.Array:
+    """What `take` finds at the labels, each on the device that has it among its `n` rows."""
     if not options.axes:
-        return jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
-    n = logits.shape[1]
-    index = labels - options.first_label(n, labels.dtype)
-    at_label = jnp.take_along_axis(logits, jnp.clip(index, 0, n - 1)[:, None], 1)[:, 0]
-    return options.total(jnp.where((index >= 0) & (index < n), at_label, 0))
+        return take(labels)
+    index = labels - _first_label(n, labels, options)
+    return options.total(
+        jnp.where((index >= 0) & (index < n), take(jnp.clip(index, 0, n - 1)), 0)
+    )
+
+
+def _first_label(n, labels, options: Options):
+    """The label of the first of the `n` rows of the weight that this device has."""
+    return n * jax.lax.axis_index(options.axes).astype(labels.dtype) if options.axes else 0
 
 
 def vocabulary_size(n: int, options: Options) -> int:
@@ -233,22 +296,34 @@ def vocabulary_size(n: int, options: Options) -> int:
     return n * jax.lax.psum(1, options.axes) if options.axes else n
 
 
-def _cotangent(logits, normalizer: _Normalizer, labels, scale, options: Options) -> jax.Array:
-    """That of the logits, if that of the loss of each token is one."""
+def _cotangent(
+    logits, normalizer: _Normalizer, labels, scales: Scales, class_weight, options: Options
+) -> jax.Array:
+    """That of `W x + b`, if that of the loss of each token is one."""
     # The barrier keeps XLA from writing `logits - highest`, which the loss needs too, to
     # memory.
     highest, log_sum = jax.lax.optimization_barrier(normalizer)
-    d = jnp.exp((logits - highest[:, None]) - log_sum[:, None])
-    if options.z_loss != 0:
-        d = d * (1 + 2 * options.z_loss * (highest + log_sum))[:, None]
     # No array of constants is as large as the logits: it would be moved out of the loop.
     n = logits.shape[1]
-    index = labels - options.first_label(n, labels.dtype)
-    is_label = jnp.arange(n, dtype=labels.dtype)[None] == index[:, None]
-    d = d - is_label.astype(d.dtype) * (1 - options.label_smoothing)
-    if options.label_smoothing != 0:
-        d = d - options.label_smoothing / vocabulary_size(logits.shape[1], options)
-    return scale[:, None] * d
+    column = lambda x: x[:, None]
+    if is_soft(labels):
+        at_label = _weighted(labels, class_weight)
+        of_all = scales.label * _sum_of_weights(at_label, logits, options)
+    else:
+        index = labels - _first_label(n, labels, options)
+        at_label = jnp.arange(n, dtype=labels.dtype)[None] == column(index)
+        of_all = scales.label
+    q = column(scales.label) * at_label.astype(logits.dtype)
+    if scales.uniform is not None:
+        weights = None if class_weight is None else class_weight[None]
+        of_all = of_all + scales.uniform * _sum_of_weights(weights, logits, options)
+        q = q + _weighted(column(scales.uniform), class_weight)
+    if scales.z is not None:
+        of_all = of_all + 2 * scales.z * (highest + log_sum)
+    p = jnp.exp((logits - column(highest)) - column(log_sum))
+    d = column(of_all) * p - q
+    # The slope of `cap * tanh(logits / cap)`.
+    return d if options.soft_cap is None else d * (1 - (logits / options.soft_cap) ** 2)
 
 
 def _pull_back(d, x, weight, live) -> tuple[jax.Array | None, ...]:
@@ -294,15 +369,29 @@ def _over_chunks(
         return fn(carry, tokens)
     rows = chunk if is_symbolic(size) else -(-size // n)
 
-    def split(x):
+    def shaped(x):
         if rows * n != size:
             x = jnp.pad(x, [(0, rows * n - size)] + [(0, 0)] * (x.ndim - 1))
-        return jnp.moveaxis(x.reshape(rows, n, *x.shape[1:]), 1, 0)
+        return x.reshape(rows, n, *x.shape[1:])
+
+    def split(x):
+        return jnp.moveaxis(shaped(x), 1, 0)
 
     def join(y):
         return jnp.moveaxis(y, 0, 1).reshape(rows * n, *y.shape[2:])[:size]
 
-    carry, ys = jax.lax.scan(fn, carry, jax.tree.map(split, tuple(tokens)))
+    x, labels, *rest = tokens
+    # Probabilities are not split, which would copy all of them: each step finds its own.
+    whole = shaped(labels) if is_soft(labels) else None
+
+    def step(carry, part):
+        x, labels, *rest = part
+        if whole is not None:
+            labels = jax.lax.dynamic_index_in_dim(whole, labels, 1, keepdims=False)
+        return fn(carry, (x, labels, *rest))
+
+    parts = split(x), split(labels) if whole is None else jnp.arange(n)
+    carry, ys = jax.lax.scan(step, carry, (*parts, *jax.tree.map(split, rest)))
     return carry, jax.tree.map(join, ys)
 
 
@@ -328,10 +417,7 @@ def _zero_gradients(args, live):
     )
 
 
-def _fold(size, arrays, batched):
+def _fold(size, x, is_batched):
     """Merge the batch dimension into that of the tokens."""
-    whole = [
-        x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
-        for x, is_batched in zip(arrays, batched, strict=True)
-    ]
-    return [x.reshape(size * x.shape[1], *x.shape[2:]) for x in whole]
+    x = x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
+    return x.reshape(size * x.shape[1], *x.shape[2:])

@@ -2,14 +2,9 @@
 
 from ._fixed_point import FixedPoint as FixedPoint
 from ._gradient_layers import (
-    GradientClip as GradientClip,
-    GradientNormClip as GradientNormClip,
     GradientProbe as GradientProbe,
     GradientReversal as GradientReversal,
-    GradientScale as GradientScale,
 )
-from ._host_layer import HostLayer as HostLayer
-from ._linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
 from ._linear_recurrent.lru import LRU as LRU
 from ._linear_recurrent.minimal import MinGRU as MinGRU, MinLSTM as MinLSTM
 from ._linear_recurrent.s5 import S5 as S5

@@ -1,13 +1,13 @@
-"""Gradient ops and probes as layers, for `equinox.nn.Sequential`."""
+"""Gradient reversal and probes as layers, for `equinox.nn.Sequential`.
+
+Any other op is a layer as `equinox.nn.Lambda(functools.partial(eqg.scale_gradient, s=2.0))`.
+"""
 
 import equinox as eqx
 from jaxtyping import ArrayLike, PRNGKeyArray, PyTree
 
-from .._gradient_ops.argument_checks import check_bounds
-from .._gradient_ops.linear import reverse_gradient, scale_gradient
-from .._gradient_ops.nonlinear import clip_gradient, clip_gradient_norm
+from .._gradient_ops.linear import reverse_gradient
 from .._gradient_ops.probe import GradientStatistics, probe
-from .._rules.float_args import check_nonnegative_number
 
 
 class GradientReversal(eqx.Module):
@@ -69,135 +69,6 @@ class GradientReversal(eqx.Module):
         """
         del key
         return reverse_gradient(x, self.strength)
-
-
-class GradientScale(eqx.Module):
-    r"""Multiply the gradient by a number.
-
-    !!! example
-
-        ```python
-        import eqx_grads as eqg
-        import jax
-
-        slowly = eqg.nn.GradientScale(0.1)
-        print(jax.grad(lambda x: slowly(x) ** 2)(5.0))
-        ```
-
-        ```text
-        1.0
-        ```
-
-    **Arguments:**
-
-    - `scale`: a number, or an array that broadcasts to every floating leaf of `x`; as
-        `strength` of [`eqx_grads.nn.GradientReversal`][].
-
-    **Derivative:**
-
-    That of [`eqx_grads.scale_gradient`][]. The value does not depend on `scale`, so an array
-    there has the gradient zero.
-    """
-
-    scale: ArrayLike
-
-    def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
-        """As for [`eqx_grads.nn.GradientReversal`][]."""
-        del key
-        return scale_gradient(x, self.scale)
-
-
-class GradientClip(eqx.Module):
-    r"""Clip every element of the gradient.
-
-    !!! example
-
-        ```python
-        import eqx_grads as eqg
-        import jax
-
-        clip = eqg.nn.GradientClip(-1.0, 1.0)
-        print(jax.grad(lambda x: clip(x) ** 2)(5.0))
-        ```
-
-        ```text
-        1.0
-        ```
-
-    **Arguments:**
-
-    - `min`, `max`: the bounds: numbers, or arrays that broadcast to every floating leaf of
-        `x`, or `None` for no bound on this side.
-
-    **Derivative:**
-
-    That of [`eqx_grads.clip_gradient`][]. The value does not depend on the bounds, so arrays
-    there have the gradient zero.
-
-    **Raises:**
-
-    [`eqx_grads.RuleError`][] if `min` exceeds `max`, or is complex.
-    """
-
-    min: ArrayLike | None
-    max: ArrayLike | None
-
-    def __check_init__(self):
-        check_bounds("GradientClip", self.min, self.max, ())
-
-    def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
-        """As for [`eqx_grads.nn.GradientReversal`][]."""
-        del key
-        return clip_gradient(x, self.min, self.max)
-
-
-class GradientNormClip(eqx.Module):
-    r"""Scale the gradient down to the norm `max_norm` where its norm is larger.
-
-    Applied to the state of a recurrent cell, it acts at every step.
-
-    !!! example
-
-        ```python
-        import eqx_grads as eqg
-        import jax
-        import jax.numpy as jnp
-
-        clip = eqg.nn.GradientNormClip(1.0)
-        grad = jax.grad(lambda x: jnp.sum(clip(x) ** 2))(jnp.array([3.0, 4.0]))
-        print(grad.round(3))
-        ```
-
-        ```text
-        [0.6 0.8]
-        ```
-
-    **Arguments:**
-
-    - `max_norm`: a number, not negative, or a scalar array.
-    - `axis`: by default there is one norm, that of all floating leaves together. Otherwise,
-        each leaf has norms of its own along this axis or these axes.
-
-    **Derivative:**
-
-    That of [`eqx_grads.clip_gradient_norm`][]. The value does not depend on `max_norm`, so an
-    array there has the gradient zero.
-
-    **Raises:**
-
-    [`eqx_grads.RuleError`][] if `max_norm` is negative or not a scalar.
-    """
-
-    max_norm: ArrayLike
-    axis: int | tuple[int, ...] | None = eqx.field(static=True, default=None)
-
-    def __check_init__(self):
-        check_nonnegative_number("GradientNormClip", max_norm=self.max_norm)
-
-    def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
-        """As for [`eqx_grads.nn.GradientReversal`][]."""
-        del key
-        return clip_gradient_norm(x, self.max_norm, self.axis)
 
 
 class GradientProbe(eqx.Module):

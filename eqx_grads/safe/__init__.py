@@ -6,40 +6,42 @@ from ._angles import (
     arctan2 as arctan2,
     hypot as hypot,
 )
-from ._conjugate import conjugate_gradient as conjugate_gradient
-from ._distances import (
-    cosine_similarity as cosine_similarity,
-    pairwise_distance as pairwise_distance,
+from ._decompositions import (
+    eigh as eigh,
+    EighResult as EighResult,
+    svd as svd,
+    SVDResult as SVDResult,
 )
-from ._eigh import eigh as eigh, EighResult as EighResult
 from ._log_ndtr import log_ndtr as log_ndtr
-from ._logs import (
+from ._logsumexp import (
+    cumlogsumexp as cumlogsumexp,
+    entropy as entropy,
+    log_softmax as log_softmax,
+    logaddexp as logaddexp,
+    logsumexp as logsumexp,
+    softmax as softmax,
+)
+from ._norms import (
+    cosine_similarity as cosine_similarity,
+    norm as norm,
+    normalize as normalize,
+    pairwise_distance as pairwise_distance,
+    std as std,
+)
+from ._powers_and_logs import (
+    divide as divide,
     log as log,
     log_cosh as log_cosh,
     log_expm1 as log_expm1,
     log_sub_exp as log_sub_exp,
-    softplus_inverse as softplus_inverse,
+    power as power,
+    sqrt as sqrt,
     xlog1py as xlog1py,
     xlogy as xlogy,
-)
-from ._logsumexp import (
-    cumlogsumexp as cumlogsumexp,
-    logaddexp as logaddexp,
-    logsumexp as logsumexp,
-)
-from ._norms import norm as norm, normalize as normalize
-from ._powers import (
-    divide as divide,
-    power as power,
-    reciprocal as reciprocal,
-    sqrt as sqrt,
 )
 from ._ratios import (
     expm1_ratio as expm1_ratio,
     log1p_ratio as log1p_ratio,
     sinhc as sinhc,
 )
-from ._softmax import entropy as entropy, log_softmax as log_softmax, softmax as softmax
-from ._std import std as std
-from ._svd import svd as svd, SVDResult as SVDResult
 from ._where import where as where

@@ -2,16 +2,22 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array
 
 from .._rules.custom_jvp import custom_jvp
-from .._rules.elementwise import elementwise
-from ._corner import corner
-from ._dtypes import apply
-from ._inverse import inverse
+from ._arguments import Numbers
+from ._elementwise import corner, inverse, real_function, with_slopes
 
 
-def hypot(x: ArrayLike, y: ArrayLike) -> Array:
+def _at_origin(slope, x, y):
+    return corner(slope, (x == 0) & (y == 0), x, y)
+
+
+@real_function(
+    lambda x, y: _at_origin(_direction(x, y)[0], x, y),
+    lambda x, y: _at_origin(_direction(x, y)[1], x, y),
+)
+def hypot(x: Numbers, y: Numbers) -> Array:
     r"""$\sqrt{x^2 + y^2}$, with derivatives that are right at all magnitudes, and zero at the
     origin.
 
@@ -45,16 +51,15 @@ def hypot(x: ArrayLike, y: ArrayLike) -> Array:
     With $\phi$ for the angle of $(x, y)$, $\dot h = \cos\phi\,\dot x + \sin\phi\,\dot y$. At
     the origin, the minimum, the derivative is zero. Both modes and all orders; second
     derivatives are NaN at the origin.
-
-    **Raises:**
-
-    [`eqx_grads.RuleError`][] if `x` or `y` is complex, or if their shapes do not broadcast
-    together.
     """
-    return apply("hypot", _hypot, x=x, y=y)
+    return jnp.hypot(x, y)
 
 
-def arctan2(y: ArrayLike, x: ArrayLike) -> Array:
+@real_function(
+    lambda y, x: _at_origin(_direction(x, y)[0] * inverse(hypot(x, y)), x, y),
+    lambda y, x: _at_origin(-_direction(x, y)[1] * inverse(hypot(x, y)), x, y),
+)
+def arctan2(y: Numbers, x: Numbers) -> Array:
     r"""The angle of $(x, y)$, with derivatives that are right at all magnitudes, and zero at
     the origin.
 
@@ -89,43 +94,8 @@ def arctan2(y: ArrayLike, x: ArrayLike) -> Array:
     $\dot\phi = (\cos\phi\,\dot y - \sin\phi\,\dot x) / h$. At the origin, where it does not
     exist, the derivative is zero. Both modes and all orders; second derivatives are NaN at the
     origin, and right where $1 / h^2$ is in range.
-
-    **Raises:**
-
-    [`eqx_grads.RuleError`][] if `x` or `y` is complex, or if their shapes do not broadcast
-    together.
     """
-    return apply("arctan2", _arctan2, y=y, x=x)
-
-
-def _cosine(out, x, y):
-    del out
-    return _at_origin(_direction(x, y)[0], x, y)
-
-
-def _sine(out, x, y):
-    del out
-    return _at_origin(_direction(x, y)[1], x, y)
-
-
-@jax.jit
-def _cosine_per_length(out, y, x):
-    del out
-    return _at_origin(_direction(x, y)[0] * inverse(_hypot(x, y)), x, y)
-
-
-@jax.jit
-def _minus_sine_per_length(out, y, x):
-    del out
-    return _at_origin(-_direction(x, y)[1] * inverse(_hypot(x, y)), x, y)
-
-
-def _at_origin(slope, x, y):
-    return corner(slope, (x == 0) & (y == 0), x, y)
-
-
-_hypot = elementwise(jnp.hypot, (_cosine, _sine))
-_arctan2 = elementwise(jnp.arctan2, (_cosine_per_length, _minus_sine_per_length))
+    return jnp.arctan2(y, x)
 
 
 @custom_jvp
@@ -149,11 +119,23 @@ def _direction(x, y):
 def _direction_jvp(primals, tangents):
     c, s = _direction(*primals)
     t_x, t_y = tangents
-    turn = (c * t_y - s * t_x) * inverse(_hypot(*primals))
+    turn = (c * t_y - s * t_x) * inverse(hypot(*primals))
     return (c, s), (-s * turn, c * turn)
 
 
-def arccos(x: ArrayLike) -> Array:
+def _arcsin_slope_value(x):
+    # `1 - x**2` would cancel.
+    root = jnp.sqrt(1 - x) * jnp.sqrt(1 + x)
+    return inverse(jnp.where(jnp.abs(x) > 1, 0, root))
+
+
+_arcsin_slope = with_slopes(
+    _arcsin_slope_value, lambda out, x: jnp.where(out == 0, 0, x) * out * out * out
+)
+
+
+@real_function(lambda x: corner(-_arcsin_slope(x), jnp.abs(x) == 1, x))
+def arccos(x: Numbers) -> Array:
     r"""`jnp.arccos`, with the derivative zero at 1 and -1.
 
     !!! example
@@ -188,15 +170,12 @@ def arccos(x: ArrayLike) -> Array:
     $\dot y = -\dot x / \sqrt{(1 - x)(1 + x)}$. At the ends, where it is infinite, the
     derivative is zero: of the angle between vectors, this is a minimum or a maximum. Zero
     outside as well. Both modes and all orders; the second derivative is NaN at the ends.
-
-    **Raises:**
-
-    [`eqx_grads.RuleError`][] if `x` is complex.
     """
-    return apply("arccos", _arccos, x=x)
+    return jnp.arccos(x)
 
 
-def arcsin(x: ArrayLike) -> Array:
+@real_function(lambda x: corner(_arcsin_slope(x), jnp.abs(x) == 1, x))
+def arcsin(x: Numbers) -> Array:
     r"""`jnp.arcsin`, with the derivative zero at 1 and -1.
 
     !!! example
@@ -226,36 +205,5 @@ def arcsin(x: ArrayLike) -> Array:
 
     $\dot y = \dot x / \sqrt{(1 - x)(1 + x)}$, and zero at the ends, where it is infinite, and
     outside. Both modes and all orders; the second derivative is NaN at the ends.
-
-    **Raises:**
-
-    [`eqx_grads.RuleError`][] if `x` is complex.
     """
-    return apply("arcsin", _arcsin, x=x)
-
-
-@jax.jit
-def _slope_value(x):
-    # `1 - x**2` would cancel.
-    root = jnp.sqrt(1 - x) * jnp.sqrt(1 + x)
-    return inverse(jnp.where(jnp.abs(x) > 1, 0, root))
-
-
-def _slope_of_slope(out, x):
-    return jnp.where(out == 0, 0, x) * out * out * out
-
-
-def _arcsin_slope(out, x):
-    del out
-    return corner(_slope(x), jnp.abs(x) == 1, x)
-
-
-def _arccos_slope(out, x):
-    return -_arcsin_slope(out, x)
-
-
-_slope = elementwise(_slope_value, _slope_of_slope)
-
-
-_arcsin = elementwise(jnp.arcsin, _arcsin_slope)
-_arccos = elementwise(jnp.arccos, _arccos_slope)
+    return jnp.arcsin(x)

@@ -1,17 +1,24 @@
-"""The logarithm of the normal distribution function, and its derivatives in the far tails."""
+r"""The logarithm of the normal distribution function, and its derivatives in the far tails.
 
+All is made of the hazard $h(x) = \varphi(x) / \Phi(x)$ below zero. There, $e = h + x$ is the
+mean excess of a normal variable over the threshold $-x$: what is left of a sum of two numbers
+that are much larger. So `e` is computed, and $h = e - x$ is a sum of positive numbers.
+"""
+
+import decimal
+import functools as ft
 import math
+from decimal import Decimal
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array
 
-from .._rules.elementwise import elementwise
-from ._dtypes import apply
-from ._normal_excess import excess, hazard_of_tail, TAIL
+from ._arguments import Numbers
+from ._elementwise import real_function, with_slopes
 
 
-def log_ndtr(x: ArrayLike) -> Array:
+@real_function(lambda x: _hazard(x))
+def log_ndtr(x: Numbers) -> Array:
     r"""The logarithm of the standard normal distribution function, with derivatives that are
     right in the far tails.
 
@@ -42,27 +49,40 @@ def log_ndtr(x: ArrayLike) -> Array:
     **Derivative:**
 
     The hazard $h(x) = \varphi(x) / \Phi(x)$ (also called the inverse Mills ratio):
-    $\dot y = h\,\dot x$, with $\dot h = -h\,(h + x)\,\dot x$. In the lower tail, $h$ is a
-    continued fraction, in which nothing cancels (Laplace 1805). Below zero the derivatives of
-    $h + x$ are cumulants of what is left of a normal variable above $-x$, computed each for
-    itself: up to the third derivative of the function they are right to 48 units in the last
-    place however far the tail, and up to the fifth, below -5, to 60. Both derivatives are zero
-    at $-\infty$. Both modes and all orders.
-
-    **Raises:**
-
-    [`eqx_grads.RuleError`][] if `x` is complex.
+    $\dot y = h\,\dot x$, with $\dot h = -h\,(h + x)\,\dot x$. In the lower tail, $h + x$ is a
+    continued fraction, in which nothing cancels (Laplace 1805). Both derivatives are zero at
+    $-\infty$. Both modes and all orders; from the third derivative on, digits are lost in the
+    lower tail.
     """
-    return apply("log_ndtr", _log_ndtr, x=x)
+    side, hazard = _smaller_side(x)
+    above = jnp.where(x < 0, 0, side)
+    # XLA's `log1p` has errors of 130 units in double precision, and up to 0.6 needs not to be
+    # used.
+    of_body = jnp.where(x > 0.6, jnp.log1p(-above), jnp.log(1 - above))
+    of_tail = -0.5 * x * x - (0.5 * math.log(2 * math.pi) + jnp.log(hazard))
+    return jnp.where(x < 0, of_tail, of_body)
 
 
-_LOG_SQRT_2_PI = 0.5 * math.log(2 * math.pi)
+def _hazard_value(x):
+    side, hazard = _smaller_side(x)
+    hazard = jnp.where(x < 0, hazard, _density(x) / (1 - side))
+    return jnp.where(jnp.isneginf(x), 0, hazard)
 
 
-def _split(x):
-    """Whether `x` is in a tail, with arguments for the formulas of tails and of the rest."""
-    is_far = jnp.abs(x) > TAIL
-    return is_far, jnp.where(is_far, jnp.abs(x), TAIL), jnp.where(is_far, 0, x)
+def _hazard_slope(out, x):
+    below, above = jnp.minimum(x, 0), jnp.clip(x, 0, 50)
+    slope = -out * jnp.where(x < 0, _excess(below), out + above)
+    return jnp.where(jnp.isneginf(x), 0, slope)
+
+
+_hazard = with_slopes(_hazard_value, _hazard_slope)
+
+
+def _smaller_side(x):
+    """The distribution function at `-abs(x)`, and the hazard there."""
+    z = jnp.abs(x)
+    hazard = _excess(-z) + z
+    return _density(z) / hazard, hazard
 
 
 def _density(x):
@@ -76,46 +96,59 @@ def _density(x):
     return coarse + coarse * jnp.expm1(-0.5 * rest)
 
 
-def _smaller_side(x):
-    """The distribution function at `-abs(x)`, and the hazard there if it is in a tail."""
-    is_far, far, near = _split(x)
-    hazard = hazard_of_tail(far)
-    of_near = 0.5 * jax.scipy.special.erfc(jnp.abs(near) / math.sqrt(2))
-    return jnp.where(is_far, _density(far) / hazard, of_near), hazard
+# ---------------------------------------------------------------- the excess
+
+_TAIL = 3  # where the continued fraction begins
+_CENTER = -1.5
 
 
-@jax.jit
-def _log_ndtr_value(x):
-    side, hazard = _smaller_side(x)
-    in_tail = x < -TAIL
-    # Up to 0.6, both are right for `1 - side`, but XLA's `log1p` has errors of 130 units in
-    # double precision.
-    log = jnp.log(jnp.where(in_tail, hazard, jnp.where(x > 0, 1 - side, side)))
-    of_tail = -0.5 * x * x - (_LOG_SQRT_2_PI + log)
-    return jnp.where(in_tail, of_tail, jnp.where(x > 0.6, jnp.log1p(-side), log))
+def _excess_value(x):
+    in_tail = x < -_TAIL
+    tail, body = jnp.where(in_tail, -x, _TAIL), jnp.where(in_tail, _CENTER, x)
+    return jnp.where(in_tail, _fraction(tail), _series(body - _CENTER))
 
 
-@jax.jit
-def _hazard_value(x):
-    side, hazard = _smaller_side(x)
-    of_body = _density(x) / jnp.where(x > 0, 1 - side, side)
-    return jnp.where(jnp.isneginf(x), 0, jnp.where(x < -TAIL, hazard, of_body))
+def _excess_slope(out, x):
+    return jnp.where(jnp.isneginf(x), 0, 1 - out * (out - x))
 
 
-def _hazard_of(out, x):
-    del out
-    return _hazard(x)
+_excess = with_slopes(_excess_value, _excess_slope)
 
 
-@jax.jit
-def _hazard_slope(out, x):
-    # Below zero its derivative would be a difference of two products that are larger.
-    is_below = x < 0
-    below, above = jnp.where(is_below, x, -1), jnp.where(is_below, 0, jnp.minimum(x, 50))
-    hazard = jnp.where(is_below, 0, out)
-    slope = jnp.where(is_below, excess(below, order=1) - 1, -hazard * (hazard + above))
-    return jnp.where(jnp.isneginf(x), 0, slope)
+def _fraction(t):
+    """The continued fraction `1 / (t + 2 / (t + 3 / ...))` (Laplace 1805)."""
+    last = 14 if t.dtype == jnp.float32 else 48
+    # As 1 / t over 1 + 2 u / (1 + 3 u / (1 + ...)). What is left out is near to the root of
+    # `r = 1 + (last + 1) * u / r`.
+    u = 1 / (t * t)
+    r = 0.5 * (1 + jnp.sqrt(1 + 4 * (last + 1) * u))
+    for k in range(last, 1, -1):
+        r = 1 + k * u / r
+    return 1 / (t * r)
 
 
-_log_ndtr = elementwise(_log_ndtr_value, _hazard_of)
-_hazard = elementwise(_hazard_value, _hazard_slope)
+def _series(s):
+    # The nearest pole, a zero of the distribution function, is at 1.92 + 2.82i: each term is
+    # at most 0.34 of the one before.
+    coefficients = _coefficients()[: 18 if s.dtype == jnp.float32 else 40]
+    return ft.reduce(lambda total, a: total * s + a, reversed(coefficients), jnp.zeros_like(s))
+
+
+@ft.cache
+def _coefficients():
+    """The first coefficients of the power series at the center.
+
+    The excess `e` has the derivative `1 - e * (e - x)`, of which they follow from that at the
+    center; each step of the recurrence cancels, in doubles up to a few digits in the end.
+    """
+    with decimal.localcontext(prec=50):
+        center = Decimal(_CENTER)
+        e = Decimal(0)
+        for k in range(2000, 0, -1):
+            e = k / (e - center)
+        a = [e]
+        for k in range(39):
+            products = sum(a[i] * a[k - i] for i in range(k + 1))
+            rest = 1 if k == 0 else a[k - 1]
+            a.append((rest - products + center * a[k]) / (k + 1))
+        return [float(x) for x in a]

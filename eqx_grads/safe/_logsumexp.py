@@ -1,62 +1,27 @@
-"""Sums in the semiring of logarithms, in which minus infinity is zero."""
+"""Sums in the semiring of logarithms, in which minus infinity is zero; probabilities."""
 
-import functools as ft
-from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jax import lax
+from jaxtyping import Array, Float
 
-from .._errors import check_flags, rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
 from .._rules.nan_where import nan_where
-from .._tangent_spaces import broadcasts_to
-from ._dtypes import apply, real_arrays
-from ._log_weights import log_weights
-from ._logistic import sigmoid
-from ._reduction_arguments import (
-    as_mask,
-    axes_of,
-    Axis,
-    in_single,
-    squeeze,
-)
+from ._arguments import Axis, Numbers, on_arrays
+from ._elementwise import corner, sigmoid, with_slopes
 
 
-@overload
+@on_arrays("a", "b", real=True)
 def logsumexp(
-    a: ArrayLike,
+    a: Numbers,
     axis: Axis = None,
-    b: ArrayLike | None = None,
-    *,
-    keepdims: bool = False,
-    return_sign: Literal[False] = False,
-    where: ArrayLike | None = None,
-) -> Float[Array, "..."]: ...
-
-
-@overload
-def logsumexp(
-    a: ArrayLike,
-    axis: Axis = None,
-    b: ArrayLike | None = None,
-    *,
-    keepdims: bool = False,
-    return_sign: Literal[True],
-    where: ArrayLike | None = None,
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]: ...
-
-
-def logsumexp(
-    a: ArrayLike,
-    axis: Axis = None,
-    b: ArrayLike | None = None,
+    b: Numbers | None = None,
     *,
     keepdims: bool = False,
     return_sign: bool = False,
-    where: ArrayLike | None = None,
-) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
+    where: Numbers | None = None,
+) -> Any:
     r"""$\log \sum_i b_i e^{a_i}$, which is $-\infty$ with the derivative zero for no terms.
 
     !!! example
@@ -105,43 +70,18 @@ def logsumexp(
     $a$ are $q_i (\delta_{ij} - q_j)$ and right in units in the last place of $q_i$: that of a
     term that outweighs the others, on the diagonal, is rounded to zero from a factor of
     $1 / \epsilon$ on, as in JAX. Those of [`eqx_grads.safe.logaddexp`][] are not.
-
-    **Raises:**
-
-    [`eqx_grads.RuleError`][] if a number is complex.
     """
-    check_flags("safe.logsumexp", keepdims=keepdims, return_sign=return_sign)
-    if b is None:
-        (x,) = real_arrays("logsumexp", a=a)
-    else:
-        x, b = real_arrays("logsumexp", a=a, b=b)
-        if not broadcasts_to(b.shape, x.shape):
-            raise rule_error(
-                "The `b` of `safe.logsumexp` does not broadcast to `a`.",
-                f"`a` is {type_of(x)}, `b` is {type_of(b)}",
-                do="Give it the shape of `a`, with ones for the axes that share it.",
-            )
-        b = jnp.broadcast_to(b, x.shape)
-    mask = None if where is None else as_mask("logsumexp", where, x)
-    axes = axes_of("logsumexp", axis, x, "a")
-    out, sign = _logsumexp(x, b, mask, axes=axes, keepdims=keepdims, signed=return_sign)
-    return (out, sign) if return_sign else out
+    b = b if b is None or where is None else jnp.where(where, b, 0)
+    out, sign, *_ = _log_weights(_masked(a, where), b, axes=axis)
+    return (out, sign) if return_sign else nan_where(sign < 0, out)
 
 
-@ft.partial(jax.jit, static_argnames=("axes", "keepdims", "signed"))
-def _logsumexp(a, b, mask, *, axes, keepdims, signed):
-    x = in_single(a)
-    b = None if b is None else in_single(b)
-    if mask is not None:
-        x = jnp.where(mask, x, -jnp.inf)
-        b = None if b is None else jnp.where(mask, b, 0)
-    out, sign, _ = log_weights(x, b, axes=axes)
-    if not signed:
-        out = nan_where(sign < 0, out)
-    return tuple(squeeze(y, axes, keepdims).astype(a.dtype) for y in (out, sign))
+def _masked(x, where):
+    return x if where is None else jnp.where(where, x, -jnp.inf)
 
 
-def logaddexp(x: ArrayLike, y: ArrayLike) -> Float[Array, "..."]:
+@on_arrays("x", "y", real=True)
+def logaddexp(x: Numbers, y: Numbers) -> Float[Array, "..."]:
     r"""$\log(e^x + e^y)$, with the derivative zero where both are $-\infty$.
 
     !!! example
@@ -176,17 +116,8 @@ def logaddexp(x: ArrayLike, y: ArrayLike) -> Float[Array, "..."]:
     product of both, which keeps its digits in the tails, where $\sigma (1 - \sigma)$ is zero.
     Zero with respect to a number that is $-\infty$; a half each where both are $+\infty$. Both
     modes and all orders.
-
-    **Raises:**
-
-    [`eqx_grads.RuleError`][] if a number is complex.
     """
-    return _add(*real_arrays("logaddexp", x=x, y=y))
-
-
-@jax.jit
-def _add(x, y):
-    return apply("logaddexp", _logaddexp, x=x, y=y)
+    return _logaddexp(x, y)
 
 
 @custom_jvp
@@ -204,7 +135,8 @@ def _logaddexp_jvp(primals, tangents):
     return _logaddexp(x, y), sigmoid(difference) * t_x + sigmoid(-difference) * t_y
 
 
-def cumlogsumexp(x: ArrayLike, axis: int = 0, *, reverse: bool = False) -> Float[Array, "..."]:
+@on_arrays("x", real=True)
+def cumlogsumexp(x: Numbers, axis: int = 0, *, reverse: bool = False) -> Float[Array, "..."]:
     r"""$y_i = \log \sum_{j \le i} e^{x_j}$, also where the first terms are $-\infty$.
 
     !!! example
@@ -237,26 +169,229 @@ def cumlogsumexp(x: ArrayLike, axis: int = 0, *, reverse: bool = False) -> Float
 
     That of [`eqx_grads.safe.logaddexp`][], of which it is an associative scan, as
     `jax.lax.cumlogsumexp` is. Both modes and all orders.
-
-    **Raises:**
-
-    [`eqx_grads.RuleError`][] if a number is complex.
     """
-    check_flags("safe.cumlogsumexp", reverse=reverse)
-    (x,) = real_arrays("cumlogsumexp", x=x)
-    if isinstance(axis, Sequence) or axis is None:
-        raise rule_error(
-            "`safe.cumlogsumexp` was not given one axis.",
-            f"`axis` is {axis!r:.60}",
-            do="Give one integer: a cumulative sum runs along one axis.",
-        )
-    (axis,) = axes_of("cumlogsumexp", axis, x)
-    return _cumlogsumexp(x, axis=axis, reverse=reverse)
-
-
-@ft.partial(jax.jit, static_argnames=("axis", "reverse"))
-def _cumlogsumexp(x, *, axis, reverse):
     # The first sum is the first term itself, which has no derivative if it is minus infinity.
-    terms = jnp.where(x == -jnp.inf, -jnp.inf, in_single(x))
-    y = jax.lax.associative_scan(_logaddexp, terms, reverse=reverse, axis=axis)
-    return y.astype(x.dtype)
+    terms = jnp.where(x == -jnp.inf, -jnp.inf, x)
+    return lax.associative_scan(_logaddexp, terms, reverse=reverse, axis=axis)
+
+
+@on_arrays("x", real=True)
+def softmax(
+    x: Numbers, axis: Axis = -1, *, where: Numbers | None = None
+) -> Float[Array, "..."]:
+    r"""$e^{x_i} / \sum_j e^{x_j}$, which is zero if all logits are $-\infty$.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        masked = jnp.full(3, -jnp.inf)  # attention to nothing
+        print(eqg.safe.softmax(masked))  # JAX: NaN
+        print(jax.jacobian(eqg.safe.softmax)(masked))
+        ```
+
+        ```text
+        [0. 0. 0.]
+        [[0. 0. 0.]
+         [0. 0. 0.]
+         [0. 0. 0.]]
+        ```
+
+    `jax.nn.softmax(x, where=mask)` is right too, and zero where all are masked. This function
+    is the same for logits that have been masked with $-\infty$ already.
+
+    **Arguments:**
+
+    - `x`: real logits.
+    - `axis`: the axis or axes along which the results sum to one; `None` takes all.
+    - `where`: booleans that broadcast to `x`: which logits to include. The others have the
+        probability zero, and may be infinite or NaN.
+
+    **Returns:**
+
+    Probabilities, which sum to one, or to zero where all logits are $-\infty$. Logits of
+    $+\infty$ share the probability.
+
+    **Derivative:**
+
+    $\dot p = p \odot (\dot x - p^\top \dot x)$, which is its own transpose. Of a probability
+    near one the difference cancels, so that its derivative is right in units in the last place
+    of one, as in JAX. Both modes and all orders.
+    """
+    out = _log_weights(_masked(x, where), None, axes=axis)[2]
+    # What is masked is a constant: its cotangent may be infinite, as that of a logarithm.
+    return out if where is None else jnp.where(where, out, 0)
+
+
+@on_arrays("x", real=True)
+def log_softmax(
+    x: Numbers, axis: Axis = -1, *, where: Numbers | None = None
+) -> Float[Array, "..."]:
+    r"""$x_i - \log \sum_j e^{x_j}$, which is $-\infty$ where the logit is.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        masked = jnp.full(3, -jnp.inf)
+        print(eqg.safe.log_softmax(masked))  # JAX: NaN
+        print(jax.jacobian(eqg.safe.log_softmax)(masked))
+        ```
+
+        ```text
+        [-inf -inf -inf]
+        [[0. 0. 0.]
+         [0. 0. 0.]
+         [0. 0. 0.]]
+        ```
+
+    **Arguments:**
+
+    - `x`, `axis`, `where`: as for [`eqx_grads.safe.softmax`][].
+
+    **Returns:**
+
+    The logarithms of the probabilities.
+
+    **Derivative:**
+
+    With $p$ for the softmax: $\dot y_i = \dot x_i - p^\top \dot x$, and zero for an element
+    that is $-\infty$. Both modes and all orders. In the gradient of one element whose $p$ is
+    near one, $1 - p$ cancels.
+    """
+    return _log_weights(_masked(x, where), None, axes=axis)[3]
+
+
+def _entr_slope(p):
+    is_possible = ~(p <= 0)
+    slope = jnp.where(is_possible, -jnp.log(jnp.where(is_possible, p, 1)) - 1, 0)
+    return corner(slope, p == 0, p)
+
+
+# `jax.scipy.special.entr` multiplies zero by minus infinity on the way.
+_entr = with_slopes(
+    lambda p: jnp.where(p < 0, -jnp.inf, -p * jnp.log(jnp.where(p <= 0, 1, p))), _entr_slope
+)
+
+
+@on_arrays("p", real=True)
+def entropy(
+    p: Numbers, axis: Axis = -1, *, where: Numbers | None = None
+) -> Float[Array, "..."]:
+    r"""$-\sum_i p_i \log p_i$, in which an event of probability zero contributes nothing.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        def of_logits(x):
+            return eqg.safe.entropy(eqg.safe.softmax(x))
+
+        grad = jax.grad(of_logits)(jnp.float32([0.0, 1.0, -jnp.inf]))
+        print(grad.round(3))
+        ```
+
+        ```text
+        [ 0.19700001 -0.19700001  0.        ]
+        ```
+
+    **Arguments:**
+
+    - `p`: probabilities. They are not normalized.
+    - `axis`: the axis or axes to reduce; `None` takes all.
+    - `where`: booleans that broadcast to `p`: which events to include.
+
+    **Returns:**
+
+    The entropies, in nats. That of a negative number is $-\infty$, as in
+    `jax.scipy.special.entr`.
+
+    **Derivative:**
+
+    $\dot y = -\sum_i (\log p_i + 1)\,\dot p_i$. At $p_i = 0$, where the derivative from the
+    right is infinite, it is taken to be zero: such a probability is that of a masked event, or
+    of a logit that is far below the others, and the derivative with respect to the logit is
+    zero. Below zero, it is zero as well. Both modes and all orders. The second derivative at
+    $p_i = 0$ is NaN: leave such an event out, with `where=p > 0`.
+    """
+    return jnp.sum(_entr(p if where is None else jnp.where(where, p, 1)), axis)
+
+
+# ---------------------------------------------------------------- the rule of all sums
+
+
+@custom_jvp
+def _log_weights(a, b, *, axes):
+    r"""$y = \log |\sum b\, e^a|$, the sign of the sum, $q = e^a / \sum b\, e^a$ and $\log |q|$.
+
+    The axes are kept. Without `b`, which is `None` for one, $q$ is the softmax of `a`. A term
+    with $b = 0$ is masked, whatever $a$ is. Several infinite terms have equal weights, and a
+    sum that is zero has no weights.
+
+    **Derivative:**
+
+    $\dot y = \sum q (b\, \dot a + \dot b)$ and $\dot q = q (\dot a - \dot y)$, made of what the
+    function returns, so that they hold at all orders. The tangent of a term that is $-\infty$
+    is dropped: it may be infinite itself, that of a logarithm of zero.
+    """
+    present = a if b is None else jnp.where(b == 0, -jnp.inf, a)
+    largest = jnp.max(present, axes, keepdims=True, initial=-jnp.inf)
+    shifted = _shift(a, largest)
+    e = jnp.exp(shifted)
+    if b is None:
+        total = jnp.sum(e, axes, keepdims=True)
+    else:
+        total = jnp.sum(jnp.where(b == 0, 0, b * e), axes, keepdims=True)
+        e = jnp.where((total == 0) | ((b == 0) & jnp.isinf(e)), 0, e)
+    # By infinity, not by zero: no element has to be looked at again.
+    q = e / jnp.where(total == 0, jnp.inf, total)
+    log_total = jnp.log(jnp.abs(total))
+    log_q = shifted - jnp.where(total == 0, 0, log_total)
+    return largest + log_total, jnp.sign(total), q, log_q
+
+
+@_log_weights.def_jvp
+def _log_weights_jvp(primals, tangents, *, axes):
+    a, b = primals
+    t_a, t_b = tangents
+    y, sign, q, log_q = _log_weights(a, b, axes=axes)
+    t_a = jnp.where(a == -jnp.inf, 0, t_a)
+    if b is None:
+        t_terms = q * t_a
+    else:
+        weights = _without_derivative_at_zero(q, sign, a, b, axes)
+        t_terms = jnp.where(b == 0, 0, b * weights) * t_a + weights * t_b
+    t_y = jnp.sum(t_terms, axes, keepdims=True)
+    t_log_q = t_a - t_y
+    out = y, sign, q, log_q
+    return out, (t_y, None, q * t_log_q, jnp.where(log_q == -jnp.inf, 0, t_log_q))
+
+
+def _without_derivative_at_zero(q, sign, a, b, axes):
+    """The weights, where terms of a sum cancel, or the factors of all are zero."""
+    is_term = a != -jnp.inf
+    is_pole = lambda terms: (sign == 0) & jnp.any(terms, axes, keepdims=True)
+    # A tangent of minus infinity may be infinite, too.
+    q = corner(q, is_pole(is_term & (b != 0)), jnp.where(is_term, a, 0), axes=axes)
+    return corner(q, is_pole(is_term), b, axes=axes)
+
+
+def _shift(a, largest):
+    """`a - largest`, where infinity minus itself is zero, and `-inf` remains what it is.
+
+    Most of it is done to `largest`, which is smaller than `a`.
+    """
+    largest = lax.stop_gradient(largest)
+    finite = float(jnp.finfo(a.dtype).max)
+    top = jnp.where(largest == -jnp.inf, 0, jnp.minimum(largest, finite))
+    # What is below infinity is zero, relative to it: its logarithm is minus infinity.
+    return (jnp.minimum(a, finite) - top) * jnp.where(largest == jnp.inf, finite, 1)

@@ -1,25 +1,23 @@
-"""Norms of vectors, and vectors of unit norm."""
+"""Norms and directions of vectors, angles and distances between them, and deviations."""
 
-import functools as ft
 import math
-import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, ArrayLike, Inexact
+from jaxtyping import Array, Float, Inexact
 
-from .._errors import check_flags, rule_error, type_of
+from .._errors import rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
-from .._rules.elementwise import elementwise
-from ._corner import corner
-from ._polar import as_pairs, polar
-from ._reduction_arguments import as_inexact, axes_of, Axis, in_single, squeeze
+from .._rules.nan_where import nan_where
+from ._arguments import Axis, Numbers, on_arrays
+from ._elementwise import corner, inverse, quotient, with_slopes
 
 
+@on_arrays("x")
 def norm(
-    x: ArrayLike,
+    x: Numbers,
     ord: float | int | None = None,
     *,
     axis: Axis = None,
@@ -50,114 +48,119 @@ def norm(
     **Arguments:**
 
     - `x`: an array of numbers, real or complex. Half precision is summed in single precision.
-    - `ord`: 2, which is the default, 1 or `jnp.inf`.
+    - `ord`: the order $p$ of the norm, any number, as for vectors in NumPy; 2 by default. It
+        is $(\sum_i |x_i|^p)^{1/p}$, the largest magnitude for `jnp.inf`, the smallest for
+        `-jnp.inf`, and for 0 the number of elements that are not zero.
     - `axis`: the axis of the vectors. Several axes together have the 2-norm of all their
         elements, the Frobenius norm; `None` takes all axes.
     - `keepdims`: whether the axes that were reduced are kept, with length one.
 
     **Returns:**
 
-    The norms, real. That of an empty vector is zero.
+    The norms, real. The norm of an empty vector is zero for a positive `ord`.
 
     **Derivative:**
 
-    With $y = \lVert x \rVert_2$: $\dot y = x^\top \dot x / y$ and $\bar x = x \bar y / y$. For
-    `ord=1`, $\dot y = \sum_i \operatorname{sign}(x_i) \dot x_i$. For `ord=jnp.inf`, the mean of
-    this over the elements of the largest magnitude. At zero, which is the minimum, the
-    derivative is zero, and so is that of each $|x_i|$ at $x_i = 0$. An infinite element
-    outweighs all finite ones. Both modes and all orders.
+    With $u = x / y$ for the norm $y$, $\dot y = \sum_i u_i |u_i|^{p-2} \dot x_i$. For `jnp.inf`
+    and `-jnp.inf`, the mean of $\operatorname{sign}(x_i) \dot x_i$ over the elements of that
+    magnitude; for 0, zero. At the zero vector, which is the minimum, the derivative is zero,
+    and so is the derivative by an element that is zero. An infinite element outweighs all
+    finite ones if $p > 1$. Both modes and all orders.
 
     Second derivatives do not exist at zero, and are NaN there, also where a mask on the result
     drops them: mask the argument, with [`eqx_grads.safe.where`][] under `jax.vmap`. So are
     those of `norm(x)**2`, which is smooth: write `jnp.sum(x**2)`. For kernels of a distance,
     there is a [recipe](../recipes/nan-and-zero.md#how-do-i-write-a-kernel-of-a-distance).
-    With `ord=1`, they are NaN by an element that is zero, and with `ord=jnp.inf`, where several
-    elements are the largest.
+    By an element that is zero they are NaN unless $2 \le p < \infty$, and for `jnp.inf` and
+    `-jnp.inf` where several elements are the largest, or the smallest.
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if `x` does not hold numbers, for an axis that `x` does not have,
-    if `ord` is another one, or if it is given together with several axes: in NumPy, this is the
-    norm of a matrix.
+    if `ord` is not a number, or if it is given together with several axes: in NumPy, this is
+    the norm of a matrix.
     """
-    check_flags("safe.norm", keepdims=keepdims)
-    x = as_inexact("norm", x)
-    axes = axes_of("norm", axis, x)
-    check_order("norm", ord)
-    if ord is not None and len(axes) > 1:
+    if ord is not None and len(axis) > 1:
         raise rule_error(
             "`safe.norm` was given an `ord` and several axes, which is the norm of a matrix "
             "in NumPy.",
-            f"`x` is {type_of(x)}, `ord` is {ord!r}, the axes are {axes}",
+            f"`x` is {type_of(x)}, `ord` is {ord!r}, the axes are {axis}",
             do="For the norm of all the elements, leave out `ord`, or reshape `x` to a vector. "
             "For norms of rows, pass `axis=-1`.",
         )
-    ord = 2 if ord is None else ord
-    return norm_of(x, None, ord=ord, axes=axes, keepdims=keepdims)
+    return _norm(x, ord, axis)
 
 
-def check_order(name: str, ord: Any) -> None:
-    is_number = isinstance(ord, numbers.Real) and not isinstance(ord, bool)
-    if ord is not None and not (is_number and ord in (1, 2, math.inf)):
-        raise rule_error(
-            f"`safe.{name}` was given an `ord` that it does not have.",
-            f"`ord` is {ord!r:.60}",
-            do="Pass 1, 2 or `jnp.inf`.",
-        )
-
-
-@ft.partial(jax.jit, static_argnames=("ord", "axes", "keepdims"))
-def norm_of(x, mask, *, ord, axes, keepdims):
-    """The norm. The elements that a `mask` leaves out are zero, and constant."""
-    y = in_single(x)
-    if ord == 2:
-        y, pair = (as_pairs(y), (y.ndim,)) if jnp.iscomplexobj(y) else (y, ())
-        mask = mask[..., None] if pair and mask is not None else mask
-        out = jnp.squeeze(polar(y, mask, 1.0, axes=axes + pair, center=None)[0], pair)
-    elif ord == 1:
-        out = jnp.sum(_magnitude(y, mask), axes, keepdims=True)
-    else:
-        out = _largest(_magnitude(y, mask), mask, axes=axes)
-    dtype = jnp.finfo(x.dtype).dtype
-    return squeeze(out, axes, keepdims).astype(dtype)
-
-
-def _magnitude(x, mask):
-    """The absolute value, with the derivative zero at zero."""
+def _norm(x, ord, axes):
+    """The norm. The axes are kept."""
     if jnp.iscomplexobj(x):
-        return norm_of(x[..., None], mask, ord=2, axes=(x.ndim,), keepdims=False)
-    return _abs(x, True if mask is None else mask)
+        own = axes if ord in (None, 2) else ()
+        x = _polar(_as_pairs(x), axes=(*own, x.ndim))[0][..., 0]
+        axes = tuple(i for i in axes if i not in own)
+    if ord in (None, 2):
+        return _polar(x, axes=axes)[0]
+    if ord == 0:
+        return jnp.sum((x != 0).astype(x.dtype), axes, keepdims=True)
+    if ord == 1:
+        return jnp.sum(_abs(x), axes, keepdims=True)
+    if math.isinf(ord):
+        return _extremum(_abs(x), axes=axes, is_largest=ord > 0)
+    return _p_norm(x, p=ord, axes=axes)
 
 
-def _abs_slope(out, x, mask):
-    del out
-    return corner(jnp.sign(x), (x == 0) & mask, x)
-
-
-_abs = elementwise(lambda x, mask: jnp.abs(x), (_abs_slope, None))
+_abs = with_slopes(jnp.abs, lambda x: corner(jnp.sign(x), x == 0, x))
 
 
 @custom_jvp
-def _largest(x, mask, *, axes):
-    """The largest of magnitudes, with the mean of the derivatives of equal ones."""
-    del mask
-    return jnp.max(x, axes, keepdims=True, initial=0.0)
+def _extremum(x, *, axes, is_largest):
+    """The largest or smallest of magnitudes, with the mean of the derivatives of equal ones."""
+    if is_largest:
+        return jnp.max(x, axes, keepdims=True, initial=0.0)
+    return jnp.min(x, axes, keepdims=True, initial=jnp.inf)
 
 
-@_largest.def_jvp
-def _largest_jvp(primals, tangents, *, axes):
-    x, mask = primals
-    out = _largest(x, mask, axes=axes)
+@_extremum.def_jvp
+def _extremum_jvp(primals, tangents, *, axes, is_largest):
+    (x,) = primals
+    out = _extremum(x, axes=axes, is_largest=is_largest)
     # Not `x == out`: XLA may compute `x` once more for the comparison, and round it otherwise.
-    is_largest = x >= out * (1 - 4 * float(jnp.finfo(x.dtype).eps))
-    count = jnp.sum(is_largest, axes, keepdims=True)
-    share = is_largest.astype(x.dtype) / count.astype(x.dtype)
-    is_tie = is_largest & (count > 1) & (True if mask is None else mask)
-    share = corner(share, is_tie, x, axes=axes)
+    rounding = 4 * float(jnp.finfo(x.dtype).eps)
+    is_equal = x >= out * (1 - rounding) if is_largest else x <= out * (1 + rounding)
+    count = jnp.sum(is_equal, axes, keepdims=True)
+    share = is_equal.astype(x.dtype) / count.astype(x.dtype)
+    share = corner(share, is_equal & (count > 1), x, axes=axes)
     return out, jnp.sum(share * tangents[0], axes, keepdims=True)
 
 
-def normalize(x: ArrayLike, *, axis: Axis = -1) -> Inexact[Array, "..."]:
+# With u for the elements divided by the norm, the slopes are sign(u) |u|^(p - 1).
+@custom_jvp
+def _p_norm(x, *, p, axes):
+    """The norm of another order, not zero. Neither overflows nor underflows on the way."""
+    size = jnp.abs(x)
+    if p > 0:
+        end = jnp.max(size, axes, keepdims=True, initial=0.0)
+    else:
+        end = jnp.min(size, axes, keepdims=True, initial=jnp.inf)
+    scale = _power_of_two(end)
+    n = scale * jnp.sum((size / scale) ** p, axes, keepdims=True) ** (1 / p)
+    return jnp.where(end == jnp.inf, end, n)
+
+
+@_p_norm.def_jvp
+def _p_norm_jvp(primals, tangents, *, p, axes):
+    (x,), (t_x,) = primals, tangents
+    if p > 0:
+        x = _finite(x, jnp.any(jnp.isinf(x), axes, keepdims=True))
+    n = jnp.broadcast_to(_p_norm(x, p=p, axes=axes), x.shape)
+    u = quotient(x, n)
+    size = jnp.abs(u) if p > 1 else jnp.where(u == 0, 1, jnp.abs(u))
+    slopes = corner(jnp.sign(u) * size ** (p - 1), n == 0, x, axes=axes)
+    slopes = slopes if p > 2 else corner(slopes, x == 0, x)
+    return _p_norm(primals[0], p=p, axes=axes), jnp.sum(slopes * t_x, axes, keepdims=True)
+
+
+@on_arrays("x")
+def normalize(x: Numbers, *, axis: Axis = -1) -> Inexact[Array, "..."]:
     r"""`x / norm(x)`: vectors of norm one; the zero vector remains zero.
 
     !!! example
@@ -200,13 +203,275 @@ def normalize(x: ArrayLike, *, axis: Axis = -1) -> Inexact[Array, "..."]:
     [`eqx_grads.RuleError`][] if `x` does not hold numbers, or for an axis that `x` does not
     have.
     """
-    x = as_inexact("normalize", x)
-    return _normalize(x, axes=axes_of("normalize", axis, x))
-
-
-@ft.partial(jax.jit, static_argnames=("axes",))
-def _normalize(x, *, axes):
     if jnp.iscomplexobj(x):
-        _, u = polar(as_pairs(x), None, 1.0, axes=(*axes, x.ndim), center=None)
+        _, u = _polar(_as_pairs(x), axes=(*axis, x.ndim))
         return lax.complex(u[..., 0], u[..., 1])
-    return polar(in_single(x), None, 1.0, axes=axes, center=None)[1].astype(x.dtype)
+    return _polar(x, axes=axis)[1]
+
+
+@on_arrays("x", "y", real=True)
+def cosine_similarity(x: Numbers, y: Numbers, *, axis: Axis = -1) -> Float[Array, "..."]:
+    r"""The cosine of the angle between vectors; zero if one of them is zero.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        x, y = jnp.array([1e30, 0.0]), jnp.array([1e-30, 1e-30])
+        print(f"{eqg.safe.cosine_similarity(x, y):.3f}")
+        print(jax.grad(eqg.safe.cosine_similarity)(jnp.zeros(2), y))
+        ```
+
+        ```text
+        0.707
+        [0. 0.]
+        ```
+
+    **Arguments:**
+
+    - `x`, `y`: real arrays that broadcast together.
+    - `axis`: the axis of the vectors, or several; `None` takes all.
+
+    **Returns:**
+
+    Numbers from -1 to 1, up to rounding: clip them before you take the angle.
+
+    **Derivative:**
+
+    That of [`eqx_grads.safe.normalize`][] of both: zero with respect to a vector that is zero,
+    where the function has no limit, and with respect to the other one. Both modes and all
+    orders; second derivatives with respect to a vector that is zero are NaN.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if the shapes do not broadcast together, or for an axis that the
+    arrays do not have.
+    """
+    return jnp.sum(_polar(x, axes=axis)[1] * _polar(y, axes=axis)[1], axis)
+
+
+def pairwise_distance(
+    x: Numbers, y: Numbers | None = None, *, ord: float | int = 2
+) -> Inexact[Array, "..."]:
+    r"""The distances of all pairs of points, with the derivative zero where points coincide.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        points = jnp.array([[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
+        distances = eqg.safe.pairwise_distance(points)
+        print(distances[0].round(3))
+        grad = jax.grad(lambda x: eqg.safe.pairwise_distance(x).sum())(points)
+        print(grad[0].round(3))  # JAX: NaN
+        ```
+
+        ```text
+        [0. 5. 0.]
+        [-1.2 -1.6]
+        ```
+
+    The differences are formed, as inner products lose all digits of a small distance. Outside
+    of `jit`, and in the derivative, this takes memory for `n * m * d` differences.
+
+    **Arguments:**
+
+    - `x`: points, `(..., n, d)`, real or complex.
+    - `y`: points, `(..., m, d)`; `x` if left out.
+    - `ord`: as for [`eqx_grads.safe.norm`][].
+
+    **Returns:**
+
+    The distances, `(..., n, m)`.
+
+    **Derivative:**
+
+    That of [`eqx_grads.safe.norm`][] of the differences. Both modes and all orders. Second
+    derivatives by points that coincide are NaN, also where the kernel that is computed from
+    their distance is smooth: see the
+    [recipe](../recipes/nan-and-zero.md#how-do-i-write-a-kernel-of-a-distance).
+    If `y` is left out, or is `x` itself, the distance of a point to itself is a constant, and
+    all its derivatives are zero.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if the points have different dimensions, or if `ord` is not a
+    number.
+    """
+    return _pairwise_distance(x, None if y is x else y, ord=ord)
+
+
+@on_arrays("x", "y", broadcast=False)
+def _pairwise_distance(x, y, *, ord=None):
+    others = x if y is None else y
+    sizes = zip(reversed(x.shape[:-2]), reversed(others.shape[:-2]), strict=False)
+    fit = x.shape[-1:] == others.shape[-1:] and all(1 in (m, n) or m == n for m, n in sizes)
+    if min(x.ndim, others.ndim) < 2 or not fit:
+        raise rule_error(
+            "`safe.pairwise_distance` was not given points of one dimension.",
+            f"`x` is {type_of(x)}, `y` is {type_of(others)}",
+            do="Pass arrays `(..., n, d)` and `(..., m, d)` whose batches broadcast together.",
+        )
+    n_axes = max(x.ndim, others.ndim)
+    first, second = (jnp.expand_dims(z, range(n_axes - z.ndim)) for z in (x, others))
+    gaps = first[..., :, None, :] - second[..., None, :, :]
+    if y is not None:
+        return _norm(gaps, ord, (n_axes,))[..., 0]
+    # A point does not move away from itself: the distance is a constant, zero or NaN.
+    is_self = jnp.eye(x.shape[-2], dtype=bool)[(None,) * (n_axes - 2)]
+    of_self = lax.stop_gradient(jnp.real(jnp.sum(gaps, -1)))
+    gaps = jnp.where(is_self[..., None], 1, gaps)
+    return jnp.where(is_self, of_self, _norm(gaps, ord, (n_axes,))[..., 0])
+
+
+@on_arrays("x")
+def std(
+    x: Numbers,
+    axis: Axis = None,
+    *,
+    ddof: float | int = 0,
+    keepdims: bool = False,
+    where: Numbers | None = None,
+) -> Float[Array, "..."]:
+    r"""The standard deviation, with the derivative zero where all numbers are equal.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        print(jax.grad(eqg.safe.std)(jnp.full(3, 0.1)))  # JAX: NaN or noise
+        print(f"{eqg.safe.std(jnp.array([-1e30, 1e30])):.1e}")  # JAX: inf
+        ```
+
+        ```text
+        [0. 0. 0.]
+        1.0e+30
+        ```
+
+    The variance needs no such function: the derivative of `jnp.var` is right.
+
+    **Arguments:**
+
+    - `x`: an array of numbers, real or complex.
+    - `axis`: the axis or axes to reduce; `None` takes all.
+    - `ddof`: the divisor is the number of elements minus `ddof`.
+    - `keepdims`: whether the axes that were reduced are kept, with length one.
+    - `where`: booleans that broadcast to `x`: which elements to include. The others may
+        be infinite or NaN.
+
+    **Returns:**
+
+    The standard deviations, real. NaN where the divisor is not positive, as in NumPy, with the
+    derivative zero.
+
+    **Derivative:**
+
+    With $c = x - \operatorname{mean}(x)$ and $m$ for the divisor:
+    $\dot y = c^\top \dot x / (\lVert c \rVert \sqrt m)$, the reverse rule being its transpose.
+    Zero where $c$ is, which is the minimum. Both modes and all orders; second derivatives are
+    NaN there, except of one number, whose deviation is a constant.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` does not hold numbers, for an axis that `x` does not have,
+    a `where` that does not fit, or a `ddof` that is not a Python number.
+    """
+    mask = jnp.ones(x.shape, bool) if where is None else where
+    divisor = jnp.sum(mask, axis, keepdims=True).astype(jnp.finfo(x.dtype).dtype) - ddof
+    pair: tuple[int, ...] = ()
+    if jnp.iscomplexobj(x):
+        x, pair, divisor = _as_pairs(x), (x.ndim,), divisor[..., None]
+        mask = jnp.broadcast_to(mask[..., None], x.shape)
+    factor = lax.rsqrt(jnp.where(divisor > 0, divisor, 1))
+    out, _ = _polar(jnp.where(mask, x, 0), mask, factor, axes=axis + pair, center=axis)
+    return jnp.squeeze(nan_where(divisor <= 0, out), pair)
+
+
+# ---------------------------------------------------------------- the rule of the 2-norm
+
+
+@custom_jvp
+def _polar(x, mask: Any = None, factor: Any = 1.0, *, axes, center=None):
+    r"""$f \lVert x \rVert$ and $x / \lVert x \rVert$, for a real $x$. The axes are kept.
+
+    If the axes `center` are given, the mean over them is subtracted before, of the elements for
+    which the mask is true. The others have to be zero. The factor $f$ and `mask` are constants.
+
+    **Derivative:**
+
+    With $u$ for the direction, $n$ for the norm and $P$ for the subtraction of the mean,
+    $\dot n = u^\top \dot x$ and $\dot u = (P \dot x - u \dot n) / n$. Both formulas are made of
+    what the function returns, so that they hold at all orders. Both are zero at zero, where
+    they have no derivative.
+    """
+    largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0.0)
+    is_infinite = largest == jnp.inf
+    scale = _power_of_two(jnp.where(is_infinite, 1, largest))
+    if center is None:
+        y = _finite(x, is_infinite) / scale
+    else:
+        y = x / scale
+        # Minus the maximum first: the mean of equal numbers can be rounded.
+        top = jnp.max(y, center, keepdims=True, initial=-jnp.inf, where=mask)
+        y = _minus_mean(jnp.where(mask, y - top, 0), mask, center)
+    ratio = jnp.sqrt(jnp.sum(y * y, axes, keepdims=True))
+    n = scale * (ratio * factor)
+    n = jnp.where(is_infinite, largest, n) if center is None else n
+    return n, y / jnp.where(ratio == 0, 1, ratio)
+
+
+@_polar.def_jvp
+def _polar_jvp(primals, tangents, *, axes, center):
+    (x, mask, factor), t_x = primals, tangents[0]
+    n, u = _polar(*primals, axes=axes, center=center)
+    is_corner = n == 0
+    if center is not None:  # one number is equal to its mean, whatever it is
+        can_change = jnp.sum(mask, center, keepdims=True) > 1
+        is_corner = is_corner & jnp.any(can_change, axes, keepdims=True)
+    at_zero = lambda slope: corner(slope, is_corner, x, axes=axes)
+    # The mean need not be subtracted here: the sum of the directions is zero.
+    t_n = jnp.sum(at_zero(u) * t_x, axes, keepdims=True)
+    if center is not None:
+        t_x = _minus_mean(t_x, mask, center)
+    # Not as a quotient, whose derivative has the square of the norm: that may be out of range.
+    return (n, u), (factor * t_n, (t_x - u * t_n) * at_zero(inverse(n / factor)))
+
+
+def _minus_mean(x, mask, axes):
+    count = jnp.sum(mask, axes, keepdims=True).astype(x.dtype)
+    mean = jnp.sum(x, axes, keepdims=True) / jnp.maximum(count, 1)
+    return jnp.where(mask, x - mean, 0)
+
+
+def _power_of_two(x):
+    """A power of two near `x`, one for zero.
+
+    Division by it is exact: equal elements remain equal, and differences are not rounded. Its
+    inverse, by which the compiler may multiply instead, is not subnormal.
+    """
+    info = jnp.finfo(x.dtype)
+    integer = jnp.uint32 if info.bits == 32 else jnp.uint64
+    exponent = ((1 << info.nexp) - 1) << info.nmant
+    bits = lax.bitcast_convert_type(lax.stop_gradient(x), integer) & integer(exponent)
+    power = lax.bitcast_convert_type(bits, x.dtype)
+    return jnp.where(power == 0, 1, jnp.minimum(power, 1 / info.tiny))
+
+
+def _finite(x, is_infinite):
+    """The vector. Where its norm is infinite, the signs of the elements that are infinite: they
+    outweigh the others."""
+    return jnp.where(is_infinite, jnp.where(jnp.isinf(x), jnp.sign(x), 0), x)
+
+
+def _as_pairs(x: jax.Array) -> jax.Array:
+    """Complex numbers as vectors of their real and imaginary parts, along a new last axis."""
+    return jnp.stack([jnp.real(x), jnp.imag(x)], axis=-1)

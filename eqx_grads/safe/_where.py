@@ -87,26 +87,12 @@ def where(
             do="Give it a comparison: `x > 0`.",
         )
     check_function(fn, "fn", "safe.where")
-    for argument, value in (("otherwise", otherwise), ("substitute", substitute)):
-        if not holds_numbers(value):
-            raise rule_error(
-                f"The `{argument}` of `safe.where` is not a number or an array.",
-                f"it is {type_of(value)}",
-                do="Give a number, or an array that broadcasts to the result.",
-            )
     cond = jnp.asarray(cond)
 
     def inside(path, leaf):
         if not is_differentiable(leaf):
             return leaf
-        name = "x" + show_path(path)
-        if jnp.iscomplexobj(substitute) and not jnp.iscomplexobj(leaf):
-            raise rule_error(
-                "The `substitute` of `safe.where` is complex, and `x` is not.",
-                f"`substitute` is {type_of(substitute)}, {name} is {type_of(leaf)}",
-                do="Give a real number in the domain of the function.",
-            )
-        return _select(cond, leaf, substitute, name, "substitute", promote([leaf]))
+        return _select(cond, leaf, "x" + show_path(path), "substitute", substitute)
 
     out = fn(jax.tree_util.tree_map_with_path(inside, x))
     if not holds_numbers(out):
@@ -116,33 +102,29 @@ def where(
             place_of(fn),
             do="Call `safe.where` once for each result.",
         )
-    of_fn = f"the result of `{name_of(fn)}`"
-    return _select(cond, out, otherwise, of_fn, "otherwise", promote([out, otherwise]))
+    return _select(cond, out, f"the result of `{name_of(fn)}`", "otherwise", otherwise)
 
 
-def _select(cond, x, other, name, argument, dtype):
+def _select(cond, x, name, argument, other):
+    """`x` where the condition holds, and the other elsewhere. A substitute has the dtype of
+    `x`."""
+    is_substitute = argument == "substitute"
+    is_kind = holds_numbers(other) and (jnp.iscomplexobj(x) or not jnp.iscomplexobj(other))
+    if not is_kind if is_substitute else not holds_numbers(other):
+        raise rule_error(
+            f"The `{argument}` of `safe.where` is not a number or an array that fits {name}.",
+            f"`{argument}` is {type_of(other)}, {name} is {type_of(x)}",
+            do="Give a number, or an array that broadcasts to the result.",
+        )
     for what, value in (("cond", cond), (argument, other)):
         if not broadcasts_to(shape_of(value), shape_of(x)):
             raise rule_error(
                 f"The `{what}` of `safe.where` does not broadcast to {name}.",
                 f"`{what}` is {type_of(value)}, {name} is {type_of(x)}",
-                do=_way_out(what, shape_of(value), name, shape_of(x)),
+                do=f"Broadcast {name} to the shape of `{what}`, or give `{what}` axes of "
+                f"size one: `{what}[..., None]` has a number for each row. For a function of "
+                "rows, such as a norm, use `jax.vmap` around `safe.where`.",
             )
-    x, other = (jnp.asarray(value).astype(dtype) for value in (x, other))
-    return jnp.where(jnp.broadcast_to(cond, x.shape), x, jnp.broadcast_to(other, x.shape))
-
-
-def _way_out(what, shape, name, of_x):
-    if shape == of_x[: len(shape)]:
-        axes = ", None" * (len(of_x) - len(shape))
-        return (
-            f"If it is one number for each row of {name}, give it axes of size one: "
-            f"`{what}[...{axes}]`. If the function is one of a row, such as its norm, use "
-            "`jax.vmap` around `safe.where`."
-        )
-    if broadcasts_to(of_x, shape):
-        return f"Broadcast {name} to the shape of `{what}` before: `jnp.broadcast_to`."
-    return (
-        "The function acts on each element by itself. For one that does not, such as a norm of "
-        "each row, use `jax.vmap` around `safe.where`."
-    )
+    dtype = promote([x] if is_substitute else [x, other])
+    x, other = (jnp.broadcast_to(jnp.asarray(y).astype(dtype), shape_of(x)) for y in (x, other))
+    return jnp.where(jnp.broadcast_to(cond, x.shape), x, other)

@@ -86,8 +86,3 @@ def _():
         out=lambda x: jnp.zeros(2, x.dtype),
     )
     return linear, (vector(),)
-
-
-@case("nn.HostLayer", reference=_in_jax, skip=("order",))
-def _():
-    return lambda x, y: eqg.nn.HostLayer(_with_bwd(_host()), x)(y), vectors()

@@ -55,12 +55,6 @@ def _():
     return fn, _args()
 
 
-@case("nn.LinearCrossEntropy")
-def _():
-    head = eqg.nn.LinearCrossEntropy(2, 4, chunk=2, key=jr.key(0))
-    return head, (_numbers(5, 2), LABELS)
-
-
 def _squares(weight, xs, ys):
     return jnp.sum(jnp.tanh(xs @ weight - ys) ** 2)
 

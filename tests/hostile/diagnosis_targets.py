@@ -460,16 +460,6 @@ _ADD.def_fwd(lambda parameters, x: (parameters + x, None))
 _ADD.def_bwd(_add_bwd)
 
 
-def _host_layer(function):
-    return eqg.nn.HostLayer(function, X)(X)
-
-
-target(
-    "nn.HostLayer",
-    _host_layer,
-    function=good(_ADD),
-)
-
 # ---------------------------------------------------------------- diagnoses and checks
 
 

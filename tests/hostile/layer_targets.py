@@ -9,7 +9,6 @@ import numpy as np
 
 from .domains import (
     anything,
-    axes,
     between,
     broadcasting_to,
     either,
@@ -25,14 +24,12 @@ from .domains import (
     key,
     no_floats,
     not_nan,
-    not_negative,
     number,
     numbers,
     one_of,
     optional,
     ranked,
     reals,
-    scalar,
     shaped,
     sine,
     size,
@@ -245,14 +242,7 @@ def _gradient_layer(name, **args):
     target(f"nn.{name}", run, called="`s`", x=TREE, **args)
 
 
-_gradient_layer("GradientScale", scale=(2.0, _fits(REAL)))
 _gradient_layer("GradientReversal", strength=(0.5, _fits(REAL)))
-_gradient_layer(
-    "GradientClip",
-    min=(-0.5, optional(_fits(between(-jnp.inf, 1.0, REAL)))),
-    max=(1.0, optional(_fits(between(-0.5, jnp.inf, REAL)))),
-)
-_gradient_layer("GradientNormClip", max_norm=(0.7, scalar(not_negative)), axis=(-1, axes(1)))
 
 
 def _gradient_probe(x, slot):
@@ -384,6 +374,8 @@ LOSS = {
     "ignore_index": (-100, optional(ANY_INTEGER)),
     "label_smoothing": (0.1, number(0, 1)),
     "z_loss": (0.01, number(0)),
+    "soft_cap": (2.0, optional(number(1e-300))),
+    "return_z_loss": (False, flag),
     "reduction": ("mean", one_of("mean", "sum", "none")),
 }
 _LABELS = jnp.array([0, 3, -100, 1, 2])
@@ -393,8 +385,10 @@ target(
     eqg.losses.linear_cross_entropy,
     x=(_FIVE, shaped(floats, 5, 2)),
     weight=(jr.normal(KEY, (4, 2)), shaped(floats, None, 2)),
-    labels=(_LABELS, shaped(integers, 5)),  # also out of range: the loss is NaN
+    # Also out of range: the loss is NaN.
+    labels=(_LABELS, either(shaped(integers, 5), shaped(floats, 5, 4))),
     bias=(jnp.ones(4), optional(shaped(floats, 4))),
+    class_weight=(jnp.ones(4), optional(shaped(floats, 4))),
     **LOSS,
 )
 
@@ -415,28 +409,4 @@ target(
     axis=(0, integer(0, 0)),
     chunk=(2, size),
     reduction=("sum", one_of("sum", "mean")),
-)
-target(
-    "nn.LinearCrossEntropy",
-    nn.LinearCrossEntropy,
-    in_features=(2, size),
-    out_features=(4, size),
-    use_bias=YES,
-    **DTYPE,
-    **LOSS,
-    **MAKE,
-)
-_HEAD = nn.LinearCrossEntropy(2, 4, chunk=2, key=KEY)
-target(
-    "nn.LinearCrossEntropy()",
-    _HEAD,
-    x=(_FIVE, shaped(floats, 5, 2)),
-    labels=(_LABELS, shaped(integers, 5)),
-)
-target("nn.LinearCrossEntropy.logits", _HEAD.logits, x=(_FIVE, ending(floats, 2)))
-target(
-    "nn.LinearCrossEntropy.from_layer",
-    nn.LinearCrossEntropy.from_layer,
-    layer=(LINEAR, of_type(eqx.nn.Linear)),
-    **LOSS,
 )

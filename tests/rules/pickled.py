@@ -172,12 +172,8 @@ LAYERS = {
     "FakeQuantize": lambda: nn.FakeQuantize(4, scale=0.2, learn_scale=True),
     "FixedPoint": lambda: nn.FixedPoint(eqx.nn.GRUCell(3, 2, **_options()), 2),
     "GRU": lambda: nn.GRU(3, 2, dropout=0.5, num_layers=2, **_options()),
-    "GradientClip": lambda: nn.GradientClip(-0.5, 1.0),
-    "GradientNormClip": lambda: nn.GradientNormClip(0.7),
     "GradientProbe": lambda: nn.GradientProbe(jnp.zeros(3, jnp.float32)),
     "GradientReversal": lambda: nn.GradientReversal(0.5),
-    "GradientScale": lambda: nn.GradientScale(3.0),
-    "HostLayer": lambda: nn.HostLayer(_scaled_on_host, 2.0),
     "LI": lambda: nn.LI(3, 2, 0.9, **_options()),
     "LIF": lambda: nn.LIF(3, 2, 0.9, surrogate=surrogates.atan(), **_options()),
     "LIFCell": lambda: nn.LIFCell(2, 0.9, rho=0.8, surrogate=surrogates.superspike(10.0)),
@@ -185,7 +181,6 @@ LAYERS = {
     "LRU": lambda: nn.LRU(3, 2, 2, bidirectional=True, **_options()),
     "LSQ": lambda: nn.LSQ(4, scale=0.2),
     "LSTM": lambda: nn.LSTM(3, 2, learn_initial_state=True, **_options()),
-    "LinearCrossEntropy": lambda: nn.LinearCrossEntropy(3, 5, **_options()),
     "MinGRU": lambda: nn.MinGRU(3, 2, **_options()),
     "MinLSTM": lambda: nn.MinLSTM(3, 2, **_options()),
     "Outputs": lambda: nn.Outputs(nn.GRU(3, 2, **_options())),
@@ -204,7 +199,7 @@ LAYERS = {
 }
 # Called with a sequence of five steps of three features, or with three features.
 SEQUENCES = ("GRU", "LIF", "LI", "LRU", "LSTM", "MinGRU", "RNN", "S5", "Recurrent")
-VECTORS = ("FakeQuantize", "GradientScale", "HostLayer", "Quantized")
+VECTORS = ("FakeQuantize", "GradientReversal", "Quantized")
 
 SURROGATES = {
     f"surrogates.{name}": getattr(surrogates, name)

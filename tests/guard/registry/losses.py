@@ -21,17 +21,25 @@ VJP, FIRST, SHORT = ("value", "vjp"), ("value", "jvp", "vjp"), ("value", "jvp", 
 ONLY = {"transforms": False, "costs": False}
 
 
-def cross_entropy(x, weight, labels, bias=None, ignore=-100, smoothing=0.0, z=0.0):
+def cross_entropy(
+    x, weight, labels, bias=None, ignore=-100, smoothing=0.0, z=0.0, of_class=None, cap=None
+):
     """The loss of each token, with all logits."""
-    counted = labels != ignore
+    if labels.ndim == x.ndim:  # probabilities
+        counted, target = np.ones(x.shape[:-1], bool), labels.astype(x.dtype)
+    else:
+        counted = labels != ignore
+        target = labels[..., None] == np.arange(len(weight))[(None,) * labels.ndim]
     x = jnp.where(counted[..., None], x, 0)
     logits = jnp.einsum("...d,vd->...v", x, weight, precision="highest")
     if bias is not None:
         logits = logits + bias[(None,) * (logits.ndim - 1)]
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     lse = jnp.log(jnp.sum(jnp.exp(logits), -1))
-    is_label = labels[..., None] == np.arange(len(weight))[(None,) * labels.ndim]
-    target = (1 - smoothing) * is_label.astype(x.dtype) + smoothing / len(weight)
-    loss = lse - jnp.sum(target * logits, -1) + z * lse**2
+    target = (1 - smoothing) * jnp.asarray(target, x.dtype) + smoothing / len(weight)
+    if of_class is not None:
+        target = target * of_class.astype(x.dtype)[(None,) * (target.ndim - 1)]
+    loss = jnp.sum(target * (lse[..., None] - logits), -1) + z * lse**2
     return jnp.where(counted, loss, 0)
 
 
@@ -121,6 +129,30 @@ for _labels, _losses in (
         orders=("value",),
         nasty=[Nasty(1000 * np.eye(3), WEIGHT, value=[A(_losses)])],
         **ONLY,
+    )
+# As in PyTorch and Liger: a mean is divided by the class weights of the labels, the z-loss by
+# the number of tokens.
+OF_CLASS, SOFT = A([0.3, 1.7, 0.6, 0.0, 1.1]), rng.dirichlet(np.ones(5), 11)
+for _name, _labels, _total in (
+    ("class weights and a soft cap", LABELS, float(OF_CLASS[LABELS[LABELS >= 0]].sum())),
+    ("probabilities", SOFT, 11),
+):
+    _counted = int(np.sum(LABELS >= 0)) if _labels is LABELS else 11
+
+    def _all_terms(x, w, b, y=_labels, total=_total, n=_counted):
+        of_class = cross_entropy(x, w, y, b, smoothing=0.1, of_class=OF_CLASS, cap=1.5)
+        z = cross_entropy(x, w, y, b, z=0.02, of_class=0 * OF_CLASS, cap=1.5)
+        z = jnp.sum(z) / n
+        return jnp.sum(of_class) / total + z, jax.lax.stop_gradient(z)
+
+    entry(
+        f"{CE}: {_name}",
+        lambda x, w, b, y=_labels: loss_of(
+            x, w, y, bias=b, class_weight=OF_CLASS, soft_cap=1.5, return_z_loss=True, **OPTIONS
+        ),
+        *TOKENS,
+        plain=_all_terms,
+        orders=SHORT,
     )
 SHARDED = A([0, 5, -100, 3, 2, 4, 1])
 

@@ -1,0 +1,154 @@
+"""Elementwise functions with slopes, and the factors that slopes are products of.
+
+A slope at a kink or a pole is a number by convention, and has no derivative of its own: that is
+`corner`. A tangent is multiplied by one factor at a time, so that a zero stays zero where the
+product of the factors overflows. The derivatives of `inverse` and `quotient` are made of their
+results, so that they hold at all orders.
+"""
+
+import functools as ft
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._rules.custom_jvp import custom_jvp
+from .._rules.elementwise import elementwise
+from .._rules.nan_where import nan_where, NO_SECOND_DERIVATIVE
+from ..tangents import add, is_zero, neg, scale
+from ._arguments import on_arrays
+
+
+P = ParamSpec("P")
+
+
+def with_slopes(fn: Callable[..., Any], *slopes: Callable[..., Any]) -> Callable[..., Array]:
+    """An elementwise function of arrays. A slope is a function of the arguments, or of the
+    result and the arguments if its first parameter is `out`. Each of them is compiled."""
+
+    def partial(slope):
+        compiled = jax.jit(slope)
+        if next(iter(inspect.signature(slope).parameters)) == "out":
+            return compiled
+        return lambda out, *xs: compiled(*xs)
+
+    return elementwise(jax.jit(fn), tuple(map(partial, slopes)))
+
+
+def real_function(
+    *slopes: Callable[..., Any],
+) -> Callable[[Callable[P, Array]], Callable[P, Array]]:
+    """Decorate an elementwise function of real numbers, with its slopes."""
+
+    def decorate(fn: Callable[P, Array]) -> Callable[P, Array]:
+        op = with_slopes(fn, *slopes)
+
+        @ft.wraps(fn)
+        def of_arrays(*args: P.args, **kwargs: P.kwargs) -> Array:
+            return op(*args, **kwargs)
+
+        return on_arrays(*inspect.signature(fn).parameters, real=True)(of_arrays)
+
+    return decorate
+
+
+# ---------------------------------------------------------------- slopes without a derivative
+
+
+@custom_jvp
+def corner(slope, is_corner, *xs, axes=()):
+    """`slope`, whose derivative by each of `xs` is NaN where `is_corner`.
+
+    A rule returns a number by convention where its function has no derivative. Without this
+    function, autodiff would differentiate that number, and a second derivative would be finite
+    and wrong: zero for `norm(x)**2` at zero, instead of two. The elements along `axes` share a
+    corner.
+
+    A tangent that is zero makes a NaN too: at zero, `x**2` has the tangent zero, and
+    `norm(x**2)` the second derivative two.
+    """
+    del is_corner, xs, axes
+    return slope
+
+
+@corner.def_jvp(symbolic_zeros=True)
+def _corner_jvp(primals, tangents, *, axes):
+    slope, is_corner, *xs = primals
+    t_slope, _, *t_xs = tangents
+    shape = jnp.broadcast_shapes(slope.shape, jnp.shape(is_corner))
+    # It has no derivative either, at all orders.
+    with jax.named_scope(NO_SECOND_DERIVATIVE):
+        factor = nan_where(is_corner, jnp.ones(shape, slope.dtype))
+    factor = corner(factor, is_corner, *xs, axes=axes)
+
+    def term(t):
+        # Elsewhere, a tangent or a cotangent may be infinite, and zero times that is NaN.
+        t = factor * jnp.where(is_corner, t, 0)
+        return jnp.broadcast_to(jnp.sum(t, axes, keepdims=True), slope.shape) if axes else t
+
+    terms = [term(t) for t in t_xs if not is_zero(t)]
+    return corner(slope, is_corner, *xs, axes=axes), add(t_slope, *terms)
+
+
+# ---------------------------------------------------------------- factors
+
+
+def positive(x):
+    """`x`, or zero where it is negative."""
+    return jnp.where(x <= 0, 0, x)
+
+
+@custom_jvp
+@jax.jit
+def inverse(x):
+    """`1 / x`, and zero at zero."""
+    return 1 / jnp.where(x == 0, jnp.inf, x)
+
+
+@inverse.def_jvp
+def _inverse_jvp(primals, tangents):
+    out = inverse(*primals)
+    (t_x,) = tangents
+    return out, -(out * t_x) * out
+
+
+@custom_jvp
+@jax.jit
+def quotient(x, y):
+    """`x / y`, and zero where `y` is, or where `x` is infinite."""
+    return jnp.where(jnp.isinf(x), 0, x / jnp.where(y == 0, jnp.inf, y))
+
+
+@quotient.def_jvp(symbolic_zeros=True)
+def _quotient_jvp(primals, tangents):
+    return quotient_jvp(quotient(*primals), primals, tangents)
+
+
+def quotient_jvp(out, primals, tangents):
+    """`out`, and its tangent, which is zero at a pole and where `x` is infinite."""
+    x, y = primals
+    t_x, t_y = tangents
+    r = corner(inverse(y), y == 0, y)
+    ratio = corner(jnp.where((y == 0) | jnp.isinf(x), 0, out), y == 0, x)
+    return out, scale(add(t_x, neg(scale(t_y, ratio))), r)
+
+
+# ---------------------------------------------------------------- smooth steps
+# Their slopes keep their digits in the tails, where `1 - tanh(x)**2` and `s * (1 - s)`, as in
+# JAX, are zero.
+
+
+def _sech2_value(x):
+    q = jnp.exp(-2 * jnp.abs(x))
+    return 4 * q / ((1 + q) * (1 + q))
+
+
+tanh = with_slopes(jnp.tanh, lambda x: _sech2(x))
+_sech2 = with_slopes(_sech2_value, lambda out, x: -2 * tanh(x) * out)
+sigmoid = with_slopes(jax.nn.sigmoid, lambda x: _bell(x))
+_bell = with_slopes(
+    lambda x: jax.nn.sigmoid(x) * jax.nn.sigmoid(-x), lambda out, x: -tanh(0.5 * x) * out
+)

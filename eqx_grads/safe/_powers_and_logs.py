@@ -1,0 +1,507 @@
+"""Roots, quotients, powers and logarithms, whose derivatives are zero at poles."""
+
+import functools as ft
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._rules.custom_jvp import custom_jvp
+from .._rules.nan_where import nan_where
+from ._arguments import Numbers, on_arrays
+from ._elementwise import (
+    corner,
+    inverse,
+    positive,
+    quotient,
+    quotient_jvp,
+    real_function,
+    tanh,
+    with_slopes,
+)
+
+
+@real_function(
+    lambda out, x: corner(0.5 * inverse(jnp.where(x <= 0, 0, out)), x == 0, x),
+)
+def sqrt(x: Numbers) -> Array:
+    r"""`jnp.sqrt`, with the derivative zero at zero.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        length = lambda x: eqg.safe.sqrt(jnp.sum(x**2))
+        print(jax.grad(length)(jnp.zeros(2)))
+
+        # A mask on the result is enough.
+        drag = lambda v: jnp.where(v > 0, eqg.safe.sqrt(v), 0.0)
+        print(jax.grad(drag)(0.0), jax.grad(drag)(-1.0))
+        ```
+
+        ```text
+        [0. 0.]
+        0.0 0.0
+        ```
+
+    **Arguments:**
+
+    - `x`: real.
+
+    **Returns:**
+
+    The values of `jnp.sqrt`: NaN below zero.
+
+    **Derivative:**
+
+    $\dot y = \dot x / 2y$. At zero, where it is infinite, the derivative is zero, as it is of
+    a norm. (So it is for `sqrt(x) ** 2`, whose true derivative is one.) Below zero it is zero
+    as well. Both modes and all orders; the second derivative is NaN at zero.
+    """
+    return jnp.sqrt(x)
+
+
+@on_arrays("x", "y", real=True)
+def divide(x: Numbers, y: Numbers) -> Array:
+    r"""`x / y`, with derivatives that are zero where `y` is zero, and right where `y**2` is
+    out of range.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        f = lambda x, y: jnp.where(y == 0, 0.0, eqg.safe.divide(x, y))
+        print(*jax.grad(f, argnums=(0, 1))(1.0, 0.0))
+
+        x, y = jnp.float32(1e-30), jnp.float32(1e-25)
+        print(f"{jax.grad(eqg.safe.divide, argnums=1)(x, y):.1e}")
+        print(jax.grad(jnp.divide, argnums=1)(x, y))  # the square of `y` underflows
+        ```
+
+        ```text
+        0.0 -0.0
+        -1.0e+20
+        -inf
+        ```
+
+    **Arguments:**
+
+    - `x`, `y`: real, of shapes that broadcast together.
+
+    **Returns:**
+
+    The values of `jnp.divide`: infinite where `y` is zero, and NaN for `0 / 0`.
+
+    **Derivative:**
+
+    With $q = x / y$, $\dot q = \frac{1}{y}\dot x - \frac{q}{y}\dot y$. Both terms are zero
+    where `y` is zero, and the second also where `x` is infinite. Both modes and all orders;
+    second derivatives are NaN where `y` is zero, and that with respect to `y` is right where
+    $1 / y^2$ is in range.
+    """
+    return _divide(x, y)
+
+
+# A slope by `y` would be a product that may be out of range.
+@custom_jvp
+def _divide(x, y):
+    return x / y
+
+
+@_divide.def_jvp(symbolic_zeros=True)
+def _divide_jvp(primals, tangents):
+    return quotient_jvp(_divide(*primals), primals, tangents)
+
+
+@real_function(
+    lambda x, y: _slope_in_base(x, y, 1),
+    lambda out, x, y: _slope_in_exponent(out, x, y),
+)
+def power(x: Numbers, y: Numbers) -> Array:
+    r"""`x**y`, with derivatives that are zero where they are infinite or do not exist. For an
+    exponent that is a Python `int`, write `x**2`, whose derivatives are right in JAX.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        root = lambda x: eqg.safe.power(x, 0.5)
+        print(jax.grad(root)(0.0))
+        print(jax.grad(root)(4.0))
+        print(jax.hessian(lambda x: eqg.safe.power(x, 2.0))(0.0))
+        ```
+
+        ```text
+        0.0
+        0.25
+        2.0
+        ```
+
+    **Arguments:**
+
+    - `x`, `y`: real, of shapes that broadcast together.
+
+    **Returns:**
+
+    The values of `jnp.power`: NaN for a negative `x` and a `y` that is not whole.
+
+    **Derivative:**
+
+    $\dot p = y x^{y-1}\,\dot x + x^y \log x\,\dot y$. The first term is zero at $x = 0$ for
+    $y < 1$, and for a negative `x` if `y` is not whole. The second is zero unless `x` is
+    positive: at $x = 0$ the power is zero for $y > 0$, one at $y = 0$ and infinite for
+    $y < 0$. Both terms are zero where they would be infinite as `x` or `y` is. Both modes and
+    all orders. At $x = 0$, a derivative of higher order is NaN where it is infinite.
+    """
+    return jnp.power(x, y)
+
+
+def _slope_in_exponent(out, x, y):
+    slope = jnp.where(_is_without_log(x, y), 0, out) * _finite_log(x)
+    slope = corner(slope, (x == 0) & (y <= 1), x)
+    return corner(slope, (x == 0) & (y <= 0), y)
+
+
+def _is_without_log(x, y):
+    return (x <= 0) | jnp.isinf(x) | jnp.isinf(y)
+
+
+def _slope_in_base(x, y, order):
+    is_polynomial = (y >= 0) & (jnp.floor(y) == y)
+    slope = _derivative_in_base(order)(x, y)
+    slope = corner(slope, (x == 0) & (y < order + 1) & ~is_polynomial, x)
+    return corner(slope, (x == 0) & (y <= order), y)
+
+
+@ft.cache
+def _derivative_in_base(order):
+    """`y (y - 1) ... x**(y - order)`, and zero where it is infinite or does not exist."""
+
+    def value(x, y):
+        whole = jnp.power(x, y)
+        # `y - order` is rounded, which matters for a large and for a small `y`: a large one is
+        # odd instead of even. So quotients are better, unless the whole power is out of range.
+        is_normal = (jnp.abs(whole) >= jnp.finfo(x.dtype).tiny) & jnp.isfinite(whole)
+        by_quotients, by_power = whole, jnp.power(x, y - order)
+        # One factor at a time: a product of two may be out of range.
+        for j in range(order):
+            by_quotients, by_power = quotient(by_quotients, x) * (y - j), by_power * (y - j)
+        has_none = (x == 0) & (y < order) | (x < 0) & (jnp.floor(y) < y)
+        has_none = has_none | jnp.isinf(y) | (jnp.isinf(x) & (y > order))
+        return jnp.where(has_none, 0, jnp.where(is_normal, by_quotients, by_power))
+
+    def in_exponent(out, x, y):
+        coefficient, slope = 1, 0  # y (y - 1) ..., and its derivative
+        for j in range(order):
+            coefficient, slope = coefficient * (y - j), slope * (y - j) + coefficient
+        both = slope * power(x, y - order) + out * _finite_log(x)
+        return jnp.where(_is_without_log(x, y), 0, both)
+
+    return with_slopes(value, lambda x, y: _slope_in_base(x, y, order + 1), in_exponent)
+
+
+@real_function(lambda x: corner(inverse(positive(x)), x == 0, x))
+def log(x: Numbers) -> Array:
+    r"""`jnp.log`, with the derivative zero at zero.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        # A mask on the result is enough.
+        f = lambda x: jnp.where(x > 0, eqg.safe.log(x), 0.0)
+        print(jax.grad(f)(0.0), jax.grad(f)(-1.0))
+        print(jax.grad(f)(2.0))
+        ```
+
+        ```text
+        0.0 0.0
+        0.5
+        ```
+
+    **Arguments:**
+
+    - `x`: real.
+
+    **Returns:**
+
+    The values of `jnp.log`: $-\infty$ at zero, and NaN below.
+
+    **Derivative:**
+
+    $\dot y = \dot x / x$. At zero, where it is infinite, and below, the derivative is zero.
+    Both modes and all orders; the second derivative is NaN at zero.
+    """
+    return jnp.log(x)
+
+
+def _finite_log(x):
+    """`log(x)`, and zero where it is infinite, and below zero."""
+    return jnp.where((x <= 0) | (x == jnp.inf), 0, log(x))
+
+
+@real_function(
+    lambda x, y: corner(_finite_log(y), y == 0, y),
+    lambda x, y: _ratio(x, positive(y), y == 0, y),
+)
+def xlogy(x: Numbers, y: Numbers) -> Array:
+    r"""`x * log(y)`, which is zero where `x` is.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        entropy = lambda p: -jnp.sum(eqg.safe.xlogy(p, p))
+        p = jnp.array([0.0, 1.0])
+        print(entropy(p))
+        print(jax.grad(entropy)(p))
+        ```
+
+        ```text
+        -0.0
+        [-0. -1.]
+        ```
+
+    **Arguments:**
+
+    - `x`, `y`: real, of shapes that broadcast together.
+
+    **Returns:**
+
+    The values of `jax.scipy.special.xlogy`.
+
+    **Derivative:**
+
+    $\dot z = \log y\,\dot x + \frac{x}{y}\dot y$. Where `y` is zero, where both factors are
+    infinite or undefined, both terms are zero. For a negative `y` they are zero as well. Both
+    modes and all orders; second derivatives are NaN where `y` is zero, except that by `y` where
+    `x` is zero as well.
+    """
+    return _times_log(jnp.log, x, y)
+
+
+def _times_log(log, x, y):
+    """`x * log(y)`, and zero where `x` is. No zero is multiplied by an infinity on the way."""
+    is_zero = x == 0
+    return jnp.where(is_zero, 0, x * log(jnp.where(is_zero, 1, y)))
+
+
+def _ratio(x, divisor, is_pole, y):
+    slope = corner(quotient(x, divisor), is_pole, x)
+    # Of zero times a logarithm, all derivatives by `y` are zero.
+    return corner(slope, is_pole & (x != 0), y)
+
+
+_log1p = with_slopes(jnp.log1p, lambda x: corner(inverse(positive(1 + x)), x == -1, x))
+
+
+def _finite_log1p(x):
+    return jnp.where((x <= -1) | (x == jnp.inf), 0, _log1p(x))
+
+
+@real_function(
+    lambda x, y: corner(_finite_log1p(y), y == -1, y),
+    lambda x, y: _ratio(x, positive(1 + y), y == -1, y),
+)
+def xlog1py(x: Numbers, y: Numbers) -> Array:
+    r"""`x * log1p(y)`, which is zero where `x` is.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        slopes = jax.grad(eqg.safe.xlog1py, argnums=(0, 1))
+        print(*slopes(0.0, -1.0))
+        print(*slopes(3.0, 0.0))
+        ```
+
+        ```text
+        0.0 0.0
+        0.0 3.0
+        ```
+
+    **Arguments:**
+
+    - `x`, `y`: real, of shapes that broadcast together.
+
+    **Returns:**
+
+    The values of `jax.scipy.special.xlog1py`.
+
+    **Derivative:**
+
+    $\dot z = \log(1 + y)\,\dot x + \frac{x}{1 + y}\dot y$. Both terms are zero where `y` is -1
+    or less. Both modes and all orders; second derivatives are NaN where `y` is -1, except that
+    by `y` where `x` is zero.
+    """
+    return _times_log(jnp.log1p, x, y)
+
+
+@real_function(lambda x: tanh(x))
+def log_cosh(x: Numbers) -> Array:
+    r"""`log(cosh(x))`: a smooth $|x|$, with the value zero and the curvature one at zero.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        print(f"{eqg.safe.log_cosh(100.0):.3f}")
+        print(f"{eqg.safe.log_cosh(1e-3):.1e}")
+        print(jax.grad(eqg.safe.log_cosh)(100.0))
+        ```
+
+        ```text
+        99.307
+        5.0e-07
+        1.0
+        ```
+
+    **Arguments:**
+
+    - `x`: real.
+
+    **Returns:**
+
+    An array like `x`. It neither overflows nor cancels near zero.
+
+    **Derivative:**
+
+    $\dot y = \tanh x\,\dot x$. The derivative of the hyperbolic tangent in it is
+    $4 e^{-2|x|} / (1 + e^{-2|x|})^2$, which keeps its digits in the tails, where
+    `1 - tanh(x)**2` is zero. Both modes and all orders.
+    """
+    z = jnp.abs(x)
+    # log(1 + (cosh(z) - 1)), in which nothing cancels; beyond 20, exp(-2z) is below rounding.
+    u = jnp.expm1(jnp.minimum(z, 20))
+    log_2 = 0.6931471805599453
+    return jnp.where(z < 20, jnp.log1p(u * u / (2 * (1 + u))), z - log_2)
+
+
+# ---------------------------------------------------------------- differences of exponentials
+
+
+@real_function(lambda x: corner(_weight(x), x == 0, x))
+def log_expm1(x: Numbers) -> Array:
+    r"""`log(exp(x) - 1)`, for positive `x`, without overflow: the inverse of `jax.nn.softplus`,
+    for the parameter of a positive number.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        raw = eqg.safe.log_expm1(0.01)
+        print(f"{jax.nn.softplus(raw):.3f}")
+        print(eqg.safe.log_expm1(200.0))
+        print(jax.grad(eqg.safe.log_expm1)(200.0))
+        ```
+
+        ```text
+        0.010
+        200.0
+        1.0
+        ```
+
+    **Arguments:**
+
+    - `x`: real.
+
+    **Returns:**
+
+    An array like `x`: $-\infty$ at zero, and NaN below. (For $\log(1 - e^{-x})$, there is
+    `jax.nn.log1mexp`.)
+
+    **Derivative:**
+
+    $\dot y = \dot x / (1 - e^{-x})$. At zero, where it is infinite, and below, the derivative
+    is zero. Both modes and all orders; the second derivative is NaN at zero.
+    """
+    return x + _log_one_minus_exp(x)
+
+
+def _log_one_minus_exp(x):
+    """`log(1 - exp(-x))`."""
+    # As minus the logarithm of the reciprocal, `1 + 1 / (exp(x) - 1)`: it keeps a small and a
+    # large exponential. Below zero the quotient may be rounded to -1.
+    return nan_where(x < 0, -jnp.log1p(1 / jnp.expm1(x)))
+
+
+def _weight_value(x):
+    """`1 / (1 - exp(-x))`, and zero where `x` is not positive."""
+    has_none = x <= 0
+    return jnp.where(has_none, 0, -1 / jnp.expm1(-jnp.where(has_none, 1, x)))
+
+
+_weight = with_slopes(_weight_value, lambda out, x: -(out * jnp.exp(-positive(x))) * out)
+
+
+@real_function(
+    lambda x, y: _at_equal(jnp.where(jnp.isneginf(x), 0, _weight(_gap(x, y))), x, y),
+    lambda x, y: _at_equal(-jnp.exp(-positive(_gap(x, y))) * _weight(_gap(x, y)), x, y),
+)
+def log_sub_exp(x: Numbers, y: Numbers) -> Array:
+    r"""`log(exp(x) - exp(y))`, for `x` greater than `y`. (For the logarithm of a sum, there is
+    `logaddexp`.)
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        print(f"{eqg.safe.log_sub_exp(1000.0, 999.0):.3f}")
+        slopes = jax.grad(eqg.safe.log_sub_exp, argnums=(0, 1))
+        print(*slopes(3.0, -jnp.inf))
+        print(*slopes(-jnp.inf, -jnp.inf))
+        ```
+
+        ```text
+        999.541
+        1.0 -0.0
+        0.0 -0.0
+        ```
+
+    **Arguments:**
+
+    - `x`, `y`: real, of shapes that broadcast together. They may be logarithms of zero.
+
+    **Returns:**
+
+    An array: $-\infty$ where `x` equals `y`, and NaN where it is less.
+
+    **Derivative:**
+
+    With $w = 1 / (1 - e^{y - x})$, $\dot z = w\,\dot x - e^{y - x} w\,\dot y$. Both terms are
+    zero where $x \le y$, and the first where `x` is $-\infty$. Both modes and all orders;
+    second derivatives are NaN where `x` equals `y`.
+    """
+    return x + _log_one_minus_exp(_gap(x, y))
+
+
+def _gap(x, y):
+    """`x - y`, which is infinite where `exp(y)` is zero, also if `exp(x)` is, and zero where
+    both are infinite."""
+    return jnp.where(jnp.isneginf(y), jnp.inf, jnp.where(x == y, 0, x - y))
+
+
+def _at_equal(slope, x, y):
+    return corner(slope, (x == y) & jnp.isfinite(x), x, y)
