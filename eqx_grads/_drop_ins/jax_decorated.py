@@ -120,7 +120,7 @@ def merge(args: Sequence[Any], argnums: Sequence[int], nondiff: Any) -> list[Any
 def _argnums(decorated, argnums, argnames) -> tuple[int, ...]:
     """The positions that `nondiff_argnums` and `nondiff_argnames` name, in ascending order."""
     names, positions = Signature(decorated.fun).by_position, set()
-    by_name = [names.index(x) if x in names else x for x in _as_tuple(argnames)]
+    by_name = [names.index(x) if x in names else str(x) for x in _as_tuple(argnames)]
     for x in (*_as_tuple(argnums), *by_name):
         i = as_integer(x)
         if i is not None and i < 0:  # from the end, as JAX allows it

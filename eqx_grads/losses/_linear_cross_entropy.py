@@ -168,9 +168,10 @@ def linear_cross_entropy(
         arXiv:2204.02311.
     """
     chunk = None if chunk is None else as_count(NAME, "chunk", chunk)
-    if ignore_index is not None and as_integer(ignore_index) is None:
+    given, ignore_index = ignore_index, as_integer(ignore_index)
+    if given is not None and ignore_index is None:
         do = "Give the label of tokens that do not count, or `None`."
-        raise bad_argument(NAME, "ignore_index", "an integer", ignore_index, do)
+        raise bad_argument(NAME, "ignore_index", "an integer", given, do)
     _check_number("label_smoothing", label_smoothing, 0, 1)
     _check_number("z_loss", z_loss, 0, math.inf)
     if soft_cap is not None:

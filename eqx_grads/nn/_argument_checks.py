@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from .._errors import check_flags, rule_error, type_of
 from .._rules.float_args import is_number
+from .._tangent_spaces import dtype_of_array
 
 
 def is_size(x: Any) -> bool:
@@ -104,4 +105,16 @@ def check_real(layer: str, cell: Any, xs: Array, *states: Array) -> None:
                 f"`{layer}` was given complex numbers.",
                 f"`{name}` is {type_of(x)}",
                 do="Pass real ones. Real and imaginary parts may be features of their own.",
+            )
+
+
+def check_step(cell: str, **arrays: tuple[Any, int]) -> None:
+    """Check that the arguments of a cell are vectors of these sizes."""
+    for name, (x, size) in arrays.items():
+        if dtype_of_array(x) is None or jnp.shape(x) != (size,):
+            raise rule_error(
+                f"`{cell}` was given something that does not fit its weights.",
+                f"`{name}` is {type_of(x)}, and has to be an array of shape ({size},)",
+                do="A cell takes one step of one example: use `jax.vmap` for a batch, and a "
+                "scan for time.",
             )

@@ -61,7 +61,8 @@ def on_arrays(
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
-            xs = {n: given[n] for n in names if given[n] is not None}
+            is_left_out = lambda n: given[n] is None and signature.parameters[n].default is None
+            xs = {n: given[n] for n in names if not is_left_out(n)}
             given |= _as_arrays(name, xs, real, broadcast)
             x = given[names[0]]
             for option in options:

@@ -308,7 +308,7 @@ def pairwise_distance(
 
 
 @on_arrays("x", "y", broadcast=False)
-def _pairwise_distance(x, y, *, ord=None):
+def _pairwise_distance(x, y=None, *, ord=None):
     others = x if y is None else y
     sizes = zip(reversed(x.shape[:-2]), reversed(others.shape[:-2]), strict=False)
     fit = x.shape[-1:] == others.shape[-1:] and all(1 in (m, n) or m == n for m, n in sizes)

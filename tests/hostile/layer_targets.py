@@ -211,12 +211,13 @@ NEURONS = {
     "reset": ("subtract", one_of("subtract", "zero", "none")),
     "detach_reset": YES,
     "recurrent": YES,
-    "learn": (("beta",), lambda x: x in ((), [], ("beta",))),
+    "learn": (("beta",), lambda x: isinstance(x, tuple | list) and [*x] in ([], ["beta"])),
     "surrogate": (
         eqg.surrogates.atan(),
         optional(either(function, of_type(eqg.surrogates.AbstractSurrogate))),
     ),
 }
+SIZES = {**SIZES, "input_size": (SIZES["input_size"][0], optional(size))}
 target("nn.LIFCell", nn.LIFCell, **SIZES, **NEURONS, **BIAS, **DTYPE, **MAKE)
 target("nn.LIFCell of a shape", nn.LIFCell, hidden_size=SHAPE, beta=DECAY, **DTYPE)
 target("nn.LIF", nn.LIF, **SIZES, **NEURONS, **BIAS, **MADE)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Inexact, Key
 
 from ..._control_flow.accelerators import kept_of_cells
 from ..._errors import check_flags
-from .._argument_checks import as_sizes, check_option
+from .._argument_checks import as_sizes, check_option, check_step
 from .._dtypes import common_dtype, layer_dtype
 from .cell_scan import fast_path
 from .formulas import ACTIVATIONS, GRU, LSTM, RNN
@@ -75,6 +75,7 @@ class RNNCell(eqx.Module):
 
         The next state.
         """
+        check_step("RNNCell", x=(x, self.input_size), h=(h, self.hidden_size))
         h = self.weight_ih @ x + self.weight_hh @ h
         return ACTIVATIONS[self.activation](h if self.bias is None else h + self.bias)
 

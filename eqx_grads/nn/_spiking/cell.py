@@ -178,11 +178,12 @@ class LIFCell(eqx.Module):
         )
         check_option("LIFCell", "reset", reset, ("subtract", "zero", "none"))
         self.dtype = layer_dtype("LIFCell", dtype)
-        given = (beta, alpha, rho, None if rho is None else strength, threshold)
-        constants = dict(zip(CONSTANTS, given, strict=True))
+        constants = {"beta": beta, "alpha": alpha, "rho": rho, "threshold": threshold}
+        constants["strength"] = None if rho is None else strength
         self.learn = _as_learned(learn, constants)
         for name, value in constants.items():
-            value = _as_constant(name, value, shape)
+            if value is not None or name == "beta" or (name == "strength" and rho is not None):
+                value = _as_constant(name, value, shape)
             is_learned = name in self.learn
             setattr(self, name, jnp.asarray(value, self.dtype) if is_learned else value)
         if threshold is None and (recurrent or rho is not None):
@@ -326,19 +327,17 @@ def _shape_of_layer(hidden_size) -> tuple[int, ...]:
 
 
 def _as_learned(learn, constants) -> tuple[str, ...]:
-    names = (learn,) if isinstance(learn, str) else tuple(learn)
+    names = (learn,) if isinstance(learn, str) else learn
     known = [name for name, value in constants.items() if value is not None]
-    if not set(names) <= set(known):
+    if not isinstance(names, tuple | list) or not all(name in known for name in names):
         wanted = "names of constants that these neurons have"
         do = f"Give a tuple of names: of {', '.join(map(repr, known))}."
         raise bad_argument("LIFCell", "learn", wanted, learn, do)
-    return names
+    return tuple(names)
 
 
 def _as_constant(name, value, shape) -> Any:
     """A number, or an array that broadcasts to the neurons. A list becomes an array."""
-    if value is None:
-        return None
     if isinstance(value, list | tuple):
         # What can't become an array of NumPy is no number to `check_parameter`.
         with contextlib.suppress(TypeError, ValueError):

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax
 from jaxtyping import Array, Key, PyTree
 
-from .._argument_checks import as_sizes, check_features
+from .._argument_checks import as_sizes, check_real
 from .._dtypes import common_dtype
 from .._recurrent.cell_scan import fast_path, run_cell
 from .._recurrent.layer import AbstractRecurrent
@@ -106,7 +106,7 @@ class LIF(AbstractRecurrent):
         )
 
     def _run_cell(self, cell, xs, state, valid, reverse):
-        check_features("LIF", cell, xs)
+        check_real("LIF", cell, xs)
         return run_cell(cell, xs, state, valid, reverse)
 
 
@@ -162,7 +162,7 @@ class LI(AbstractRecurrent):
         )
 
     def _run_cell(self, cell, xs, state, valid, reverse):
-        check_features("LI", cell, xs)
+        check_real("LI", cell, xs)
         return run_cell(cell, xs, state, valid, reverse)
 
 

@@ -48,7 +48,7 @@ def step(reset, detach_reset, constants, c, x, state):
     resetting = jax.lax.stop_gradient(spikes) if detach_reset else spikes
     u = decay("beta") * state["membrane"] * (1 - resetting if reset == "zero" else 1) + x
     if spikes is None:
-        return {"membrane": u}, u
+        return {**new, "membrane": u}, u
     if reset == "subtract":
         u = u - c["threshold"] * resetting
     threshold = c["threshold"]
