@@ -1,9 +1,5 @@
 """`check_rule` on every public op. `tests/guard` has the contract, without `check_rule`."""
 
-import inspect
-import types
-
-import eqx_grads as eqg
 import eqx_grads.testing as eqgt
 import jax
 import jax.numpy as jnp
@@ -11,7 +7,7 @@ import jax.random as jr
 import pytest
 from eqx_grads.testing._subject import FlatFunction
 
-from .cases import CASES, NOT_OPS
+from .cases import CASES
 
 
 # The checks of `check_rule` that compile little; `_derivatives` stands for `transforms`.
@@ -84,31 +80,3 @@ def _derivatives(fn, args, nondifferentiable):
         return out, tangents, pull_back(normals(2, out))
 
     return derive, subject.leaves
-
-
-def _public_ops() -> set[str]:
-    found = set()
-    for prefix, namespace in (("", eqg), *_namespaces()):
-        for name, obj in inspect.getmembers(namespace):
-            defined = getattr(obj, "__module__", "").startswith("eqx_grads")
-            if name.startswith("_") or isinstance(obj, types.ModuleType) or not defined:
-                continue
-            is_package = "__path__" in vars(namespace)  # else a file, which imports others
-            if not is_package and obj.__module__ != namespace.__name__:
-                continue
-            found.add(prefix + name)
-    return found
-
-
-def _namespaces():
-    for name in ("losses", "safe", "ste", "surrogates", "nn"):
-        if hasattr(eqg, name):
-            yield f"{name}.", getattr(eqg, name)
-
-
-@pytest.mark.thorough
-def test_none_is_missing():
-    registered = {name.split(":")[0] for name in CASES} | NOT_OPS
-    missing = _public_ops() - registered
-    assert not missing, f"Enter these in tests/cases: {sorted(missing)}"
-    assert not registered - _public_ops(), "There are no such ops."

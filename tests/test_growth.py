@@ -304,7 +304,7 @@ def test_50_eager_gradients_of_new_functions(loop):
 @pytest.mark.parametrize(
     "name",
     [
-        "filter_scan: replayed",
+        "filter_scan",
         "filter_checkpoint",
         "linear_recurrence",
         "losses.chunked",

@@ -52,14 +52,12 @@ MORE_SUMS = {
     **{n: 22 for n in CASES if re.match("fixed_point|nn.FixedPoint|implicit", n)},
     # A gradient that is summed in each step, as `jax.lax.scan` does.
     "filter_scan": 4,
-    "filter_scan: in chunks": 4,
     "nn.Recurrent": 8,
     # And the condition of the loop, for each chunk, forward and backward.
     "filter_while_loop": 5,
     # And for each chunk.
     "filter_map": 2,
     "losses.chunked": 4,
-    "losses.chunked: a mean": 4,
     # In forward mode too.
     "nn.FakeQuantize": 1,
     "ste.fake_quantize": 1,
@@ -69,11 +67,11 @@ CHUNKS_OF_TWO = {n for n in CASES if re.match("losses.linear|nn.Linear", n)}
 
 
 def _some_are_slow(names):
-    """Variants, and two thirds of the functions that are not layers: most of these work element
-    by element, which XLA distributes in one way."""
+    """Two thirds of the functions that are not layers: most of these work element by element,
+    which XLA distributes in one way."""
     names = list(names)
-    functions = [n for n in names if ": " not in n and not n.startswith("nn.")]
-    quick = {*functions[::3], *(n for n in names if ": " not in n and n.startswith("nn."))}
+    functions = [n for n in names if not n.startswith("nn.")]
+    quick = {*functions[::3], *(n for n in names if n.startswith("nn."))}
     return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 

@@ -21,11 +21,11 @@ QUICK = (
     "custom_vjp",
     "scale_gradient",
     "clip_gradient",
-    "host_function: forward rule",
-    "losses.chunked: a mean",
-    "implicit: a minimum",
+    "host_function",
+    "losses.chunked",
+    "implicit",
 )
-OWN_MESH = ("psum_gradient", "psum_gradient: one device")
+OWN_MESH = ("psum_gradient",)
 
 
 @pytest.fixture(autouse=True)
