@@ -72,9 +72,6 @@ def on_arrays(
                 given["where"] = _as_mask(name, given["where"], x)
             return compiled(**given)
 
-        # What a traceback shows, and so the diagnoses.
-        code: Any = checked
-        code.__code__ = code.__code__.replace(co_name=fn.__name__, co_qualname=fn.__name__)
         return checked
 
     return decorate
