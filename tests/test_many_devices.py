@@ -48,6 +48,7 @@ MORE_SUMS = {
     "event_time": 2,
     "jump": 3,
     "nn.LIFCell": 1,
+    "surrogates.superspike": 6,
     # The condition of the loop, and whether and how a solver failed.
     **{n: 22 for n in CASES if re.match("fixed_point|nn.FixedPoint|implicit", n)},
     # A gradient that is summed in each step, as `jax.lax.scan` does.
@@ -57,7 +58,7 @@ MORE_SUMS = {
     "filter_while_loop": 5,
     # And for each chunk.
     "filter_map": 2,
-    "losses.chunked": 4,
+    "losses.chunked": 9,
     # In forward mode too.
     "nn.FakeQuantize": 1,
     "ste.fake_quantize": 1,
@@ -87,7 +88,19 @@ def test_each_device_has_its_examples(name):
     eqgt.assert_trees_close(program(*args), jax.jit(setting.both)(*setting.args))
     counts = collectives(program)
     assert counts["gathers"] == counts["moves"] == 0
-    assert counts["sums"] <= setting.n_replicated + MORE_SUMS.get(name, 0)
+    most = setting.n_replicated + MORE_SUMS.get(name, 0)
+    if counts["sums"] > most and "reference" in CASES[name].options:
+        # An entry of several calls: no more sums than the function without the library has.
+        most = max(most, _sums_of_reference(CASES[name]))
+    assert counts["sums"] <= most
+
+
+def _sums_of_reference(case):
+    _, args = case.make()
+    subject = subject_of(case._replace(make=lambda: (case.options["reference"], args)))
+    setting = over_batch(subject.arrays, subject.leaves, data_of(subject))
+    program = jax.jit(setting.both).lower(*setting.distributed()).compile()
+    return collectives(program)["sums"]
 
 
 def _assert_no_more(got, expected, kinds=("gathers", "sums", "moves")):

@@ -170,11 +170,8 @@ mlir.register_lowering(mark_p, mlir.lower_fun(_mark_impl, multiple_results=True)
 
 def _call_marked(layer, index, *args, **kwargs):
     """Call a layer, and mark its output."""
-    out = layer(*args, **kwargs)
-    arrays, rest = eqx.partition(out, is_differentiable)
-    leaves, treedef = jax.tree.flatten(arrays)
-    marked = mark_p.bind(*map(jnp.asarray, leaves), layer=index) if leaves else []
-    return eqx.combine(jax.tree.unflatten(treedef, marked), rest)
+    split, arrays = TreeSplit.split(layer(*args, **kwargs), is_differentiable)
+    return split.tree(mark_p.bind(*arrays, layer=index) if arrays else [])
 
 
 def _mark_layers(model, where) -> tuple[list[str], Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._errors import check_flags, check_function, rule_error, show_path, type_of
-from .._errors.trees import on_leaves
+from .._errors.trees import leaf_paths, on_leaves
 from .._jaxprs.varying import vary_alike
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
@@ -377,38 +377,39 @@ def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = 
 
 
 def _watch(name, step, ct):
-    is_bad = [jnp.any(~jnp.isfinite(c)) for c in jax.tree.leaves(ct)]
-    if not is_bad:
+    leaves, treedef = jax.tree.flatten(ct)
+    if not leaves:
         return ct
-    is_bad = ft.reduce(jnp.logical_or, is_bad)
-    return jax.lax.cond(is_bad, _calling_host(name), _returning, ct, step)
+    is_bad = ft.reduce(jnp.logical_or, [jnp.any(~jnp.isfinite(c)) for c in leaves])
+    places = tuple(f"{name}{show_path(path)}" for path in leaf_paths(treedef))
+    leaves = jax.lax.cond(is_bad, _calling_host(name, places), _returning, leaves, step)
+    return jax.tree.unflatten(treedef, leaves)
 
 
-def _returning(ct, step):
+def _returning(leaves, step):
     del step
-    return ct
+    return leaves
 
 
 @ft.lru_cache  # in an eager backward pass, JAX compiles each new function
-def _calling_host(name):
-    def call(ct, step):
+def _calling_host(name, places):
+    def call(leaves, step):
         # Not a debug callback: the result depends on the output of this callback, so JAX waits
         # for it. The output is -0.0, as `x + -0.0` is bitwise `x`.
-        check = ft.partial(_raise_if_not_finite, name)
+        check = ft.partial(_raise_if_not_finite, name, places)
         zero = jax.ShapeDtypeStruct((), jnp.float32)
-        args = jax.lax.stop_gradient(ct), step
+        args = jax.lax.stop_gradient(leaves), step
         zero = jax.pure_callback(check, zero, *args, vmap_method="sequential")
-        return jax.tree.map(lambda c: c + zero.astype(c.dtype), ct)
+        return [c + zero.astype(c.dtype) for c in leaves]
 
     return call
 
 
-def _raise_if_not_finite(name, ct, step):
+def _raise_if_not_finite(name, places, cts, step):
     lines = []
-    for path, c in jax.tree_util.tree_leaves_with_path(ct):
+    for place, c in zip(places, cts, strict=True):
         nan, inf = np.sum(np.isnan(c)), np.sum(np.isinf(c))
         if nan or inf:
-            place = f"{name}{show_path(path)}"
             lines.append(f"  at {place}: {nan} NaN and {inf} infinite of {c.size} elements\n")
     if lines:  # under `vmap`, the host is called for finite gradients too
         at_step = "" if step is None else f" at step {int(step)}"
