@@ -592,6 +592,10 @@ ERRORS = [
     (lambda: ADD(XS), "does not know the first state of its cell"),
     (lambda: ADD(XS, jnp.ones(3)), r"is \(3,\), without an axis of size 2 for the batch\n"),
     (lambda: GROW(XS), r"another state(?s:.)*32\[3\](?s:.)*32\[6\]"),
+    (
+        lambda: nn.Recurrent([(CELL, CELL)], output=jnp.sum)(XS),
+        r"can't join the outputs(?s:.)*one number, float32\n.*`y\[None\]`",
+    ),
     # In the shape of the state, this was taken for zeros and ones.
     (lambda: GRU(XS, ON), r"bool\[2,5\], as masks are(?s:.)*lengths="),
     (lambda: GRU(XS, KEY), KEY_BY_NAME),
