@@ -235,7 +235,7 @@ def test_L8_recurrent_and_lengths():
 
 @pytest.mark.parametrize("name", STACKS)
 def test_L9_inputs_and_dtypes(name):
-    with raises(f"(?s)`{name}` was given `xs` that are not an array.*`jnp.stack"):
+    with raises(f"(?s)`{name}` was given `xs` that are not an array of numbers.*`jnp.stack"):
         STACKS[name]()([[1.0, 2.0, 3.0]])
     for dtype in (int, "int8", bool, "double precision"):
         with raises(f"`dtype` of `{name}` is not a real floating one"):

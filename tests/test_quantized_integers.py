@@ -46,8 +46,11 @@ def test_the_product_is_the_output_of_the_quantizer(quantizer, dtype, getkey):
 def test_errors_of_encode():
     with pytest.raises(eqg.RuleError, match=r"`LSQ` has no scale yet"):
         eqg.nn.LSQ(4).encode(jnp.ones(3))
-    with pytest.raises(eqg.RuleError, match=r"`FakeQuantize.encode` was given .* NaN"):
-        eqg.nn.FakeQuantize(4).encode(jnp.array([1.0, jnp.nan]))
+    nn = eqg.nn
+    for quantizer in nn.FakeQuantize(4), nn.Binary(scale=False), nn.Ternary(scale=False):
+        name = type(quantizer).__name__
+        with pytest.raises(eqg.RuleError, match=rf"`{name}.encode` was given .* NaN"):
+            quantizer.encode(jnp.array([1.0, jnp.nan]))
     with pytest.raises(eqg.RuleError, match=r"scale of `LSQ.encode` does not broadcast"):
         eqg.nn.LSQ(4, scale=jnp.ones((4, 1))).encode(jnp.ones(3))
     assert jax.eval_shape(eqg.nn.FakeQuantize(9).encode, jnp.ones(3))[0].dtype == np.int16

@@ -441,6 +441,46 @@ def test_a_cell_of_your_own_has_all_options(reverse, getkey):
     assert jnp.any(dropped[0] != dropped[1])
 
 
+class Noisy(eqx.Module):
+    """A cell with a random key in its state, whose neurons are a matrix."""
+
+    hidden_size: tuple[int, int] = eqx.field(static=True)
+
+    def __call__(self, x, state):
+        h, key = state
+        key, subkey = jr.split(key)
+        return h / 2 + jnp.sum(x) + jr.normal(subkey, h.shape), key
+
+    def initial_state(self):
+        return jnp.zeros(self.hidden_size), jr.key(1)
+
+
+def test_a_state_with_keys_is_passed_on(getkey):
+    # And the shape of the neurons says nothing of the inputs, which are a vector.
+    layer, xs = nn.Recurrent(Noisy((2, 2))), jr.normal(getkey(), (3, 4, 5))
+    ys, _ = layer(xs)
+    first, state = layer(xs[:, :3])
+    second, _ = layer(xs[:, 3:], state)
+    assert_close(jnp.concatenate([first, second], 1), ys)
+    with pytest.raises(RuleError, match=r"state\[0\] is key"):
+        layer(xs, (jr.split(getkey(), 3), state[1]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda key: nn.LIF(3, 4, 0.9, rho=0.9, key=key),
+        lambda key: nn.Recurrent(nn.LIFCell(4, 0.9, input_size=3, key=key)),
+    ],
+)
+def test_a_state_of_integers_is_of_floats(make, getkey):
+    # The neurons return their state in the dtype that they were given.
+    layer, xs = make(getkey()), jr.normal(getkey(), (2, 5, 3))
+    ys, last = layer(xs)
+    of_integers = jax.tree.map(lambda s: jnp.zeros(s.shape, int), last)
+    assert_close(layer(xs, of_integers), (ys, last), tolerance=0)
+
+
 class Image(eqx.Module):
     """A leaky cell of images, with channels first."""
 
@@ -540,6 +580,10 @@ ERRORS = [
         lambda: GRU(XS[0, 0]),
         r"`xs` with 1 axes(?s:.)*vmap.*a sequence of numbers `xs\[:, None\]`",
     ),
+    (
+        lambda: GRU(jr.split(KEY, (2, 5, 3))),
+        r"not an array of numbers\.\n  `xs` is a `PRNGKeyArray",
+    ),
     (lambda: ONE(XS[0]), r"A sequence of numbers is `xs\[\.\.\., None\]`"),
     # States
     (lambda: LSTM(XS, (jnp.ones((2, 5)), jnp.ones((2, 4)))), LSTM_STATE),
@@ -548,6 +592,10 @@ ERRORS = [
     (lambda: ADD(XS), "does not know the first state of its cell"),
     (lambda: ADD(XS, jnp.ones(3)), r"is \(3,\), without an axis of size 2 for the batch\n"),
     (lambda: GROW(XS), r"another state(?s:.)*32\[3\](?s:.)*32\[6\]"),
+    (
+        lambda: nn.Recurrent([(CELL, CELL)], output=jnp.sum)(XS),
+        r"can't join the outputs(?s:.)*one number, float32\n.*`y\[None\]`",
+    ),
     # In the shape of the state, this was taken for zeros and ones.
     (lambda: GRU(XS, ON), r"bool\[2,5\], as masks are(?s:.)*lengths="),
     (lambda: GRU(XS, KEY), KEY_BY_NAME),

@@ -57,3 +57,12 @@ def check_examples(layer: str, x: Any, dtype: Any) -> None:
             do="Give it finite numbers like those that it will quantize. "
             "`eqx_grads.explain_nan` finds the origin of others.",
         )
+
+
+def check_no_nan(name: str, x: Array) -> None:
+    if is_known(x) and np.any(np.isnan(np.asarray(x))):
+        raise rule_error(
+            f"`{name}` was given numbers of which some are NaN.",
+            f"`x` is {type_of(x)}",
+            do="No integer represents NaN. `eqx_grads.explain_nan` finds its origin.",
+        )

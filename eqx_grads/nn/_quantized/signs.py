@@ -14,7 +14,7 @@ from jaxtyping import Array, Key
 from ... import ste
 from ..._errors import check_flags
 from ..._rules.float_args import as_floats, is_known, widen
-from .argument_checks import as_number
+from .argument_checks import as_number, check_no_nan
 from .quantizer import AbstractQuantizer, Encoded, Floats
 
 
@@ -43,6 +43,7 @@ class AbstractSigns(AbstractQuantizer):
 
     def encode(self, x: Floats) -> Encoded:
         """The signs as `int8`, and the scale: their product is this quantizer's output."""
+        check_no_nan(f"{type(self).__name__}.encode", as_floats(type(self).__name__, x))
         signs, scale = self._factors(x)
         return signs.astype(jnp.int8), scale
 

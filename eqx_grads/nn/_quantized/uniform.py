@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from ... import ste
@@ -16,11 +15,10 @@ from ..._rules.float_args import (
     as_bits,
     as_floats,
     broadcast_parameter,
-    is_known,
     is_number,
     widen,
 )
-from .argument_checks import as_number, as_scale, check_examples, optional_integer
+from .argument_checks import as_number, as_scale, check_examples, check_no_nan, optional_integer
 from .quantizer import AbstractQuantizer, Encoded, Floats, spread
 
 
@@ -116,12 +114,7 @@ class AbstractUniform(AbstractQuantizer):
         """
         name = f"{type(self).__name__}.encode"
         floats = as_floats(name, x)
-        if is_known(floats) and np.any(np.isnan(np.asarray(floats))):
-            raise rule_error(
-                f"`{name}` was given numbers of which some are NaN.",
-                f"`x` is {type_of(x)}",
-                do="No integer represents NaN. `eqx_grads.explain_nan` finds its origin.",
-            )
+        check_no_nan(name, floats)
         wide = widen(floats)
         scale = jnp.asarray(self._scale_in_use(floats)).astype(wide.dtype)
         steps = broadcast_parameter(name, "scale", spread(scale, wide), wide)

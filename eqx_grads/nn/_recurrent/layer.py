@@ -7,12 +7,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Array, Inexact, Integer, Key, Num, PyTree
+from jaxtyping import Array, Integer, Key, Num, PyTree
 
 from ..._control_flow.called_cells import AbstractCellLayer
 from ..._errors import check_flags, rule_error, type_of
 from ..._rules.explicit_sharding import explicit_spec, gathered_leaves
 from ..._rules.float_args import check_key
+from ..._tangent_spaces import holds_numbers
 from .padding import valid_steps, zero_padding
 from .stack import check_cells, Stack
 from .states import first_states, last_states, zero_states
@@ -70,7 +71,7 @@ class AbstractRecurrent(AbstractCellLayer):
     def __call__(
         self,
         xs: Num[Array, "..."],
-        state: PyTree[Inexact[Array, "..."]] = None,
+        state: PyTree = None,
         *,
         lengths: Integer[Array, "..."] | Sequence[int] | int | None = None,
         key: Key[Array, ""] | None = None,
@@ -110,9 +111,9 @@ class AbstractRecurrent(AbstractCellLayer):
         an array, use [`eqx_grads.nn.Outputs`][] of this layer, which returns `ys` only.
         """
         name = type(self).__name__
-        if not isinstance(xs, jax.Array | np.ndarray):
+        if not (isinstance(xs, jax.Array | np.ndarray) and holds_numbers(xs)):
             raise rule_error(
-                f"`{name}` was given `xs` that are not an array.",
+                f"`{name}` was given `xs` that are not an array of numbers.",
                 f"`xs` is a `{type(xs).__name__}`",
                 do="Pass one array, `jnp.stack(xs)` for a list of steps. If it is the pair "
                 "`ys, state` of another recurrent layer, as in `equinox.nn.Sequential`, pass "
@@ -141,9 +142,8 @@ class AbstractRecurrent(AbstractCellLayer):
 
 
 def _input_axes(cell: Any) -> int:
-    """The number of axes of the input of one step. A neuron without input weights has as many
-    inputs as it has neurons."""
-    size = getattr(cell, "input_size", getattr(cell, "hidden_size", None))
+    """The number of axes of the input of one step."""
+    size = getattr(cell, "input_size", None)
     return len(size) if isinstance(size, tuple) else 1
 
 

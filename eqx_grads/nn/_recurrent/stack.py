@@ -78,7 +78,7 @@ class Stack(eqx.Module):
 
         `run_cell(cell, xs, state, valid, reverse)` returns all outputs and the last state.
         """
-        remaining, last, join = iter(states), [], lambda *ys: jnp.concatenate(ys, CHANNELS)
+        remaining, last = iter(states), []
         for i, directions in enumerate(cells):
             if i > 0:
                 key, subkey = (None, None) if key is None else jr.split(key)
@@ -90,13 +90,23 @@ class Stack(eqx.Module):
                 ys, end = run_cell(cell, xs, next(remaining), valid, reverse)
                 outputs.append(zero_padding(ys, valid))
                 last.append(end)
-            xs = outputs[0] if len(outputs) == 1 else jax.tree.map(join, *outputs)
+            xs = outputs[0] if len(outputs) == 1 else jax.tree.map(_join, *outputs)
         return xs, last
 
 
 # Both directions are joined along the first axis of an output, which are the channels of an
 # image. The two axes in front are time and batch.
 CHANNELS = 2
+
+
+def _join(*ys: Array) -> Array:
+    if ys[0].ndim == CHANNELS:
+        raise rule_error(
+            "`Recurrent` can't join the outputs of two directions.",
+            f"the output of a step is one number, {ys[0].dtype}",
+            do="The outputs are joined along their first axis: return `y[None]`.",
+        )
+    return jnp.concatenate(ys, CHANNELS)
 
 
 def make_stack(

@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 from ..._errors import rule_error, show_path, type_of
 from ..._errors.trees import mirror
 from ..._rules.explicit_sharding import distribute_like, explicit_spec
+from ..._rules.float_args import is_key_array
 from ..._tangent_spaces import holds_numbers
 from .padding import show_batch
 
@@ -77,7 +78,12 @@ def first_states(
                 "`layer(xs, lengths=lengths)` and `layer(xs, key=key)`; the lengths of a mask "
                 "are `mask.sum(-1)`.",
             )
-    state = expected if state is None else jax.tree.map(jnp.asarray, state)
+    if state is None:
+        state = expected
+    elif expected is None:
+        state = jax.tree.map(jnp.asarray, state)
+    else:
+        state = jax.tree.map(_as_floats_like, state, expected)
     if not is_batch:
         state = add_batch(state)
     state = jax.tree.map(lambda s: _varying_like(xs, _sharded_like(xs, s, axis)), state)
@@ -86,11 +92,21 @@ def first_states(
     return [jax.tree.map(lambda s, i=i: s[i], state) for i in range(n_cells)]
 
 
+def _as_floats_like(state: Any, like: Array) -> Array:
+    """A state that was given. Integers are floats where the state of the cell is of floats, as
+    a step returns its state in the dtype that it was given."""
+    state, of_floats = jnp.asarray(state), jnp.issubdtype(like.dtype, jnp.inexact)
+    is_exact = of_floats and not jnp.issubdtype(state.dtype, jnp.inexact)
+    return state.astype(like.dtype) if is_exact else state
+
+
 def _why_it_does_not_fit(
     state: PyTree, expected: PyTree, axis: int, batch: int | None
 ) -> str | None:
+    places = dict(jax.tree_util.tree_leaves_with_path(expected))
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if not holds_numbers(leaf):
+        # A cell may have random keys in its state, but only where its first state has them.
+        if not (holds_numbers(leaf) or (is_key_array(leaf) and is_key_array(places.get(path)))):
             return f"state{show_path(path)} is {type_of(leaf)}, which is no array of numbers"
     shapes = lambda tree: mirror(jnp.shape, tree)
     if expected is None:  # then the cell may have a state of any shape
@@ -101,7 +117,7 @@ def _why_it_does_not_fit(
     if shapes(state) != shapes(expected):
         return f"its shape is {shapes(state)}, and has to be {shapes(expected)}"
     for leaf, like in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
-        if jnp.result_type(leaf) == jnp.bool_ and jnp.issubdtype(like.dtype, jnp.inexact):
+        if jnp.issubdtype(like.dtype, jnp.inexact) and jnp.result_type(leaf) == jnp.bool_:
             return f"it is {type_of(leaf)}, as masks are"
     return None
 
