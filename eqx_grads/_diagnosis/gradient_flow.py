@@ -171,10 +171,10 @@ mlir.register_lowering(mark_p, mlir.lower_fun(_mark_impl, multiple_results=True)
 def _call_marked(layer, index, *args, **kwargs):
     """Call a layer, and mark its output."""
     out = layer(*args, **kwargs)
-    arrays, rest = eqx.partition(out, is_differentiable)
-    leaves, treedef = jax.tree.flatten(arrays)
+    # And not `eqx.partition`, which calls the constructors of a user's classes with booleans.
+    rest, leaves = TreeSplit.split(out, is_differentiable)
     marked = mark_p.bind(*map(jnp.asarray, leaves), layer=index) if leaves else []
-    return eqx.combine(jax.tree.unflatten(treedef, marked), rest)
+    return rest.tree(marked)
 
 
 def _mark_layers(model, where) -> tuple[list[str], Any]:
