@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,11 @@ from jax import monitoring
 # of the other tests are those of float32, so `make test-gpu` runs them with
 # `jax_default_matmul_precision` "highest", which does not round.
 MATMUL_EPS = {"float32": 2.0**-23, "tensorfloat32": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def unwrapped(report: Any) -> str:
+    """A report without the line breaks of its sentences."""
+    return re.sub(r"\n {4,}", " ", str(report))
 
 
 def assert_close(

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
+from .helpers import unwrapped
+
 
 X = jnp.array([1.0, 2.0])
 A, B = jnp.array([1.1, 2.3, -0.7, 0.9]), jnp.array([1.3, 0.37, 2.1, -1.7])
@@ -331,7 +333,7 @@ def test_what_a_report_says(name):
     make, args, options, words, never = REPORTS[name]
     report = eqgt.check_rule(make(), *args, raises=False, **options)
     assert not report.passed
-    text = str(report)
+    text = unwrapped(report)
     for word in words:
         n, word = word if isinstance(word, tuple) else (0, word)
         assert word in text
@@ -411,8 +413,8 @@ def test_a_cast_to_half_precision(dtype, of):
     rule = product(lambda r, ct: (cast(ct, of == 0) * cast(r[1], of == 1), ct * r[0]))
     options = {"checks": ("reverse", "linear"), "raises": False, "seed": range(3)}
     report = eqgt.check_rule(rule, A, B, **options)
-    causes = [line for line in str(report).splitlines() if "likely cause" in line]
-    assert all("precision was lost" in line for line in causes)
+    causes = [failure.cause for failure in report.failures]
+    assert all("precision was lost" in cause for cause in causes)
     assert f"as by a cast to {dtype}" in causes[0]
 
 
@@ -424,7 +426,7 @@ def test_the_error_of_finite_differences_is_no_half_precision(error):
     with jax.enable_x64(True):
         report = eqgt.check_rule(rule, np.asarray(A, float), np.asarray(B, float), **options)
     assert "float16" not in str(report)
-    assert "finite differences (`step=`" in str(report)
+    assert "finite differences (`step=`" in unwrapped(report)
 
 
 # What is skipped, and why.
@@ -503,3 +505,45 @@ def test_nothing_is_said_of_plain_autodiff_where_there_is_none():
         (lambda a: 2 * inside(a), X),
     ):
         assert "plain" not in residuals_line(fn, x)
+
+
+def test_an_exception_does_not_follow_from_a_wrong_number():
+    @eqg.custom_vjp
+    def f(x, y):
+        return x * jnp.sin(y)
+
+    f.def_fwd(lambda x, y: (2 * f(x, y), (x, y)))
+    f.def_bwd(lambda r, ct: (ct * jnp.sin(r[1]),))
+    report = eqgt.check_rule(f, A, B, checks=("primal", "reverse", "linear"), raises=False)
+    _, of_value, of_rule = str(report).split("\n\n")[:3]
+    assert "1. primal" in of_value
+    assert "raised" not in of_value
+    assert "2. reverse" in of_rule
+    assert "one cotangent for each argument" in unwrapped(of_rule)
+    assert "and so: linear" in of_rule
+
+
+@pytest.mark.parametrize("checks", [("forward", "order"), ("residuals", "reverse"), ("order",)])
+def test_a_report_fits_100_columns(checks):
+    """Whatever failed: a wrong number, an exception, and what is said of them."""
+    f = eqg.custom_vjp(lambda x, y: x * jnp.sin(y))
+    f.def_fwd(lambda x, y: (jnp.sin(y) * x, (x, y, x + y)))
+    stopped = jax.lax.stop_gradient
+    f.def_bwd(lambda r, ct: (ct * jnp.sin(r[1]), ct * stopped(r[0]) * jnp.cos(r[1])))
+    broken = eqg.custom_vjp(lambda x, y: x * y)
+    broken.def_fwd(lambda x, y: (x * y, (x, y)))
+    broken.def_bwd(lambda r, ct: (jnp.sum(ct * r[1]), ct * r[0]))
+    for rule in (f, broken):
+        report = eqgt.check_rule(rule, A, B, checks=checks, raises=False)
+        assert not report.passed
+        assert max(map(len, str(report).splitlines())) <= 100
+
+
+def test_what_is_wrong_here_is_not_said_to_be_right_here():
+    """`order` looks at a point nearby only if the first derivative is right here."""
+    f = eqg.custom_jvp(lambda x: jnp.clip(x, -1.0, 1.0))
+    one_sided = lambda x, t: jnp.where(x < 1.0, t, 0.0)
+    f.def_jvp(lambda p, t: (jnp.clip(*p, -1.0, 1.0), one_sided(*p, *t)))
+    report = eqgt.check_rule(f, jnp.array([0.3, -2.0, 1.5]), raises=False)
+    assert report.failures[0].check == "forward"
+    assert "right at these arguments" not in unwrapped(report)

@@ -665,6 +665,7 @@ def _case_checks(p):
     eqgt.check_rule(custom_vjp(), p, X)
     eqgt.check_rule(returns_vjp(), p, X)
     eqgt.check_gradients(_energy, p, X)
+    eqgt.check_gradients(_energy, p, X, order=2)
     eqgt.assert_trees_close(p, p)
     return []
 

@@ -17,6 +17,7 @@ from .._diagnosis.progress import doing, showing_progress
 from .._diagnosis.report import show_list
 from .._diagnosis.traced_loss import is_zero_safe
 from .._errors import bad_argument, first_line, name_of, rule_error
+from .._rules.tree_split import TreeSplit
 from ._compare import as_real, norm, tolerance_of
 from ._gradient_faults import EXPLAIN_NAN, fault_of_value, faults_of_leaves, layer_of_leaf
 from ._gradient_report import (
@@ -177,10 +178,13 @@ def _slope(loss: Callable[..., Any], seed: int) -> Callable[..., Any]:
     with this direction."""
 
     def slope(model, *args, **kwargs):
-        gradient = eqx.filter_grad(lambda model: loss(model, *args, **kwargs))(model)
+        # And not `eqx.filter_grad`, which calls the constructors of a user's classes with
+        # booleans.
+        rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
+        gradient = jax.grad(lambda arrays: loss(rest.tree(arrays), *args, **kwargs))(arrays)
         rng = np.random.default_rng(seed)
         along = lambda x: jnp.sum(jnp.real(x * rng.normal(size=x.shape).astype(x.dtype)))
-        return sum(map(along, jax.tree.leaves(gradient)))
+        return sum(map(along, gradient))
 
     slope.__name__ = slope.__qualname__ = f"slope of {name_of(loss)}"
     return slope

@@ -19,10 +19,11 @@ from ._report import broke, compare, FAILED, failed, Finding, skipped
 from ._table import NO_REVERSE
 
 
+_ONLY_FIRST = "To check the first order only, as of a straight-through rule, pass `order=1`"
+_FAILS = f"right to first order, fails at the next. {_ONLY_FIRST}"
 _FIRST = (
-    "right to first order, {} at the next: does the rule return `f(*primals)` as the value, "
-    "and not a formula, which has no rule? To check the first order only, as of a "
-    "straight-through rule, pass `order=1`"
+    "right to first order, wrong at the next: does the rule return `f(*primals)` as the value, "
+    f"and not a formula, which has no rule? {_ONLY_FIRST}"
 )
 _ONLY_HERE = (
     "the first derivative is right at these arguments, and wrong at others nearby, as if a "
@@ -65,7 +66,8 @@ class _First:
         """Whether the modes that are offered agree with autodiff."""
         modes = ["reverse", *["forward"] * self.case.has_forward]
         found = [outcome(lambda m=m: judge(self.case, Mode(self.case, m))) for m in modes]
-        return all(not isinstance(f, Exception) and f[1] is not None for f in found)
+        agrees = lambda finding, number: number is not None and finding.verdict != FAILED
+        return all(not isinstance(f, Exception) and agrees(*f) for f in found)
 
     @ft.cached_property
     def is_wrong_nearby(self) -> bool:
@@ -93,7 +95,7 @@ def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
         if isinstance(got, Exception):
             # A `jax.custom_vjp` has no forward mode.
             if not (isinstance(got, TypeError) and "forward-mode" in str(got)):
-                yield broke("order", where, got, _FIRST.format("fails"))
+                yield broke("order", where, got, _FAILS)
             continue
         finding = None
         if not isinstance(want, Exception) and are_finite(want):
@@ -102,7 +104,7 @@ def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
         if finding is None or finding.verdict == FAILED:
             finding = _by_differences(case, where, row, n, finding, first)
         if finding.verdict == FAILED and first.is_right:
-            cause = _ONLY_HERE if first.is_wrong_nearby else _FIRST.format("wrong")
+            cause = _ONLY_HERE if first.is_wrong_nearby else _FIRST
             finding = dataclasses.replace(finding, cause=cause)
         yield finding
         if finding.verdict == FAILED:

@@ -205,7 +205,8 @@ class Report:
             text += " them; `nondifferentiable=` leaves out an argument, or a part."
             lines += _wrap(text)
         for number, (first, *others) in enumerate(self._grouped(), start=1):
-            lines += ["", f"{number}. {first.check}, {first.where}", first.text]
+            text = f"{number}. {first.check}, {first.where}\n{first.text}"
+            lines += ["", *(part for line in text.splitlines() for part in _wrap_line(line))]
             same = list(dict.fromkeys(f.where for f in others if f.check == first.check))
             more = f"; and {len(same) - _MOST_PLACES} more" if same[_MOST_PLACES:] else ""
             rest = dict.fromkeys(f.check for f in others if f.check != first.check)
@@ -227,7 +228,9 @@ class Report:
             if failure.raised:
                 # An exception names the arrays of the precision in which it was raised.
                 text = failure.raised.replace("float64", "float32")
-                key = known.setdefault(text, key)
+                # A wrong number is not the reason for an exception.
+                is_other = key in groups and not groups[key][0].raised
+                key = known.setdefault(text, failure.check if is_other else key)
             groups.setdefault(key, []).append(failure)
         return list(groups.values())
 
@@ -241,7 +244,9 @@ class Report:
                 lines += _wrap(f"{SKIPPED}: {check}, as {found[0].facts.splitlines()[0]}")
             else:
                 done.append(check)
-        kept = [f.where for f in self.findings if f.check == "residuals" and f.where]
+        kept = [
+            f.where for f in self.findings if f.check == "residuals" and " bytes " in f.where
+        ]
         lines = [*_wrap(f"{PASSED}: {', '.join(done)}"), *lines] if done else lines
         return [*lines, *_wrap(f"residuals: {kept[0]}")] if kept else lines
 
@@ -249,3 +254,9 @@ class Report:
 def _wrap(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ",
                          break_long_words=False, break_on_hyphens=False)  # fmt: skip
+
+
+def _wrap_line(line: str) -> list[str]:
+    """A line as it is if it fits. Otherwise its parts, of which the later ones are indented."""
+    text = line.lstrip()
+    return [line] if len(line) <= _WIDTH else _wrap(text, line[: len(line) - len(text)])

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jaxprs.structure import equations
+from .._rules.tree_split import TreeSplit
 from ._case import Case
 from ._mistakes import PRECISION
 from ._oracle import At, compiled, unless_error
@@ -196,13 +197,13 @@ def _filter_jitted(subject: FlatFunction):
 
     def call(*xs):
         tree = *subject.tree(xs), subject.kwargs
-        dynamic, static = eqx.partition(tree, eqx.is_array)
+        rest, arrays = TreeSplit.split(tree, eqx.is_array)
 
-        def run(dynamic):
-            fn, args, kwargs = eqx.combine(dynamic, static)
+        def run(arrays):
+            fn, args, kwargs = rest.tree(arrays)
             return list(filter(is_output, jax.tree.leaves(fn(*args, **kwargs))))
 
-        return jax.jit(run)(dynamic)
+        return jax.jit(run)(arrays)
 
     return call
 
