@@ -95,10 +95,12 @@ def _as_arrays(name, xs, real, broadcast) -> dict[str, Array]:
                 show(argument),
                 do="Use the function of `jax.numpy`, or pass the real and the imaginary part.",
             )
-    dtype = promote([x if hasattr(x, "dtype") else jnp.asarray(x) for x in xs.values()])
+    # `asarray` and `promote` take longer than the computation of a small array.
+    arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in xs.values()]
+    dtype = arrays[0].dtype if len({x.dtype for x in arrays}) == 1 else promote(arrays)
     if not jnp.issubdtype(dtype, jnp.inexact):
         dtype = jnp.zeros(()).dtype
-    arrays = [_cast(jnp.asarray(x), dtype) for x in xs.values()]
+    arrays = [_cast(x, dtype) for x in arrays]
     if broadcast and len({x.shape for x in arrays}) > 1:
         try:
             shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
