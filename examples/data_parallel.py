@@ -27,9 +27,8 @@ from matplotlib.figure import Figure
 from tqdm import trange
 
 
-CHARACTERS, UNITS = 128, 128  # all of ASCII
+CHARACTERS, UNITS, STEPS, CHECKPOINTS, LEARNING_RATE = 128, 128, 300, 6, 2e-3  # all of ASCII
 BATCH, LENGTH = 32, 128  # sequences, of all processes together, and their characters
-STEPS, CHECKPOINTS, LEARNING_RATE = 300, 6, 2e-3
 
 
 class CharacterModel(eqx.Module):
@@ -45,10 +44,8 @@ class CharacterModel(eqx.Module):
 
     def __call__(self, text):  # the loss of predicting each next character
         features, _ = self.gru(self.embedding.weight[text[:, :-1]])
-        head = self.head
-        return eqg.losses.linear_cross_entropy(
-            features, head.weight, text[:, 1:], bias=head.bias
-        )
+        loss, head = eqg.losses.linear_cross_entropy, self.head
+        return loss(features, head.weight, text[:, 1:], bias=head.bias)
 
 
 def make_step(static, optimizer: optax.GradientTransformation, mesh: Mesh):

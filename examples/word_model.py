@@ -55,11 +55,9 @@ class WordModel(eqx.Module):
 
 
 def chunked_loss(model: WordModel, words: Int[Array, "batch time"]) -> Float[Array, ""]:
-    _, head = model.ends()
-    features = model.features(words[:, :-1])
-    return eqg.losses.linear_cross_entropy(
-        features, head.weight, words[:, 1:], bias=head.bias, ignore_index=UNKNOWN
-    )
+    features, (_, head) = model.features(words[:, :-1]), model.ends()
+    loss = ft.partial(eqg.losses.linear_cross_entropy, ignore_index=UNKNOWN)
+    return loss(features, head.weight, words[:, 1:], bias=head.bias)
 
 
 def plain_loss(model: WordModel, words: Int[Array, "batch time"]) -> Float[Array, ""]:

@@ -108,14 +108,6 @@ def test_explain_memory_of_an_operation_without_a_derivative(loss):
         eqg.explain_memory(loss, X)
 
 
-def test_explain_zero_says_what_it_does_not_know():
-    model = {"a": X, "b": X}
-    report = eqg.explain_zero(lambda m: host(m["a"]) + jnp.sum(jnp.round(m["b"])), model)
-    assert [record.leaf for record in report.found] == ["['b']"]
-    assert any("`pure_callback`" in remark for remark in report.remarks)
-    assert "The gradient of ['a'] is not known." in report.remarks
-
-
 @pytest.mark.parametrize("loss", [stopped_host, stopped_mystery])
 def test_opaque_operations_without_a_tangent(loss):
     """They have no part in the gradient."""

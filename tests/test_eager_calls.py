@@ -21,7 +21,6 @@ from .helpers import compilations
 QUICK = (
     "linear_recurrence",
     "filter_scan",
-    "filter_cond",
     "filter_checkpoint",
     "losses.chunked",
     "nn.GRU",
@@ -29,7 +28,8 @@ QUICK = (
     "nn.LIF",
 )
 # JAX itself compiles each operation of an eager `jax.shard_map`; and what is never a gradient.
-LEFT_OUT = ("psum_gradient", "nondifferentiable")
+# The branches are made in each call.
+LEFT_OUT = ("psum_gradient", "nondifferentiable", "filter_cond")
 
 
 def total(out):

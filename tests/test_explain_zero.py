@@ -740,7 +740,7 @@ def test_a_safe_function_whose_value_is_zero():
     report = eqg.explain_zero(lambda w: w * eqg.safe.norm(jnp.zeros(2)), jnp.array(2.0))
     (record,) = report.found
     assert record.kind == "multiplied by zero"
-    assert record.detail.startswith("the result of `safe.norm` at")
+    assert record.detail.startswith("the result of `norm` at")
     assert record.cure.startswith("Start the factor at another value")
 
 

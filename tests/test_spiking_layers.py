@@ -407,7 +407,7 @@ def test_inputs(getkey):
     layer = nn.LIF(3, 4, 0.9, key=getkey())
     with pytest.raises(RuleError, match="`LIF` was given inputs of the wrong size"):
         layer(jnp.ones((5, 4)))
-    with pytest.raises(RuleError, match=r"does not fit(?s:.)*`x` is complex64"):
+    with pytest.raises(RuleError, match="`xs` is complex64"):
         layer(jnp.ones((5, 3), "complex64"))
     with pytest.raises(RuleError, match="`LIF` was given a `state` that does not fit"):
         layer(jnp.ones((5, 3)), jnp.zeros(4))

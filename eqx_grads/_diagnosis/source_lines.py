@@ -187,8 +187,9 @@ def safe_function(eqns: Iterable[Any]) -> str:
     name = ""
     for eqn in eqns:
         for f in _frames(eqn):
-            if f.file_name.startswith(_SAFE) and not f.function_name.startswith(("_", "<")):
-                name = f.function_name
+            if f.file_name.startswith(_SAFE):
+                is_public = not f.function_name.startswith("_") and "<" not in f.function_name
+                name = f.function_name if is_public else name
             elif not _is_hidden(f):
                 return name and f"safe.{name}"
     return name and f"safe.{name}"

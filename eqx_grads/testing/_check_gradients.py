@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._diagnosis._zero.explain_zero import no_gradient
 from .._diagnosis.nan_checks import without_nan_checks
+from .._diagnosis.opaque import no_gradient
 from .._diagnosis.progress import doing, showing_progress
 from .._diagnosis.report import show_list
 from .._diagnosis.traced_loss import is_zero_safe

@@ -541,7 +541,7 @@ WRONG = [
      "it returned float32[2]"), (recurrent(state=None), "`Recurrent` does not know the"),
     (recurrent(lambda s: s, None, BATCH, X), "(3,) | of size 2"), (run(layer("LIF", None, 3,
      beta=0.9), XS[:, :2]), "and `input_size` is 3"), (run(layer("LIF", beta=0.9),
-     XS.astype("complex64")), "`x` is complex64"), (lambda: nn.LIF(3, 4, beta=0.9),
+     XS.astype("complex64")), "`xs` is complex64"), (lambda: nn.LIF(3, 4, beta=0.9),
      "The `key` of `LIFCell`"), (lif(3, 0.9, learn="rho"), "The `learn` of `LIFCell`"), (lif(3,
      0.9, rho=0.9, threshold=None), "`threshold` is None | do not spike"), (lif(3,
      1.5), "is 1.5 | exp(-dt / tau)"), (lif(3, X[:2] / 4), "and there are (3,) neurons"),

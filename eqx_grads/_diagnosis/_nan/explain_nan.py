@@ -15,9 +15,9 @@ from ..._errors import bad_argument
 from ..._rules.float_args import as_number
 from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
-from .._zero.explain_zero import no_gradient
 from .._zero.gradient import try_gradient
 from ..nan_checks import without_nan_checks
+from ..opaque import no_gradient
 from ..origins import message_of_check, NumberedLoss, raised_error
 from ..progress import doing, showing_progress
 from ..traced_loss import check_no_references, trace_loss
@@ -184,7 +184,9 @@ class _Call:
         if gradient is not None:
             value, error = gradient.loss, gradient.error
             bad = [x for x, g in zip(bad, gradient.gradients, strict=True) if self._is_bad(g)]
-        is_check = isinstance(error, RuntimeError)  # of `eqx.error_if`
+        # Of `eqx.error_if`. What JAX can't differentiate is a `RuntimeError` too.
+        has_no_rule = isinstance(error, NotImplementedError)
+        is_check = isinstance(error, RuntimeError) and not has_no_rule
         bad = list(traced.leaves) if is_check else bad
         threshold = None if self.threshold == math.inf else self.threshold
         n = len(traced.leaves)

@@ -76,12 +76,10 @@ class Fact(NamedTuple):
 class Deaths(AbstractCarrier[Fact]):
     """The pass through a loss.
 
-    - `opaque`: the operations that JAX can't differentiate, which are taken to move.
     - `most`: `TooManyOperations` after so many that a tangent passes.
     """
 
     def __init__(self, most: int | None = None):
-        self.opaque: list[Place] = []
         self._left = most
         self._found: dict[tuple[Any, ...], Death] = {}
 
@@ -193,8 +191,7 @@ class Deaths(AbstractCarrier[Fact]):
             return [ones(v) if of else None for v, of in zip(eqn.outvars, pairs, strict=True)]
         try:
             return push(eqn, [f.x for f in values], [f.t for f in values])
-        except Exception:  # JAX has no one type of error for an opaque operation
-            self.opaque.append(place)
+        except Exception:  # JAX has no one type of error for what it can't differentiate
             return list(map(ones, eqn.outvars))
 
     def _branch(self, place, values) -> list[Fact]:

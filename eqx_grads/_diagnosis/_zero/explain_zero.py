@@ -17,13 +17,8 @@ from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import ZeroSafe
 from ..carried import Place
 from ..nan_checks import without_nan_checks
-from ..origins import (
-    is_in_derivative,
-    no_derivative_error,
-    NumberedLoss,
-    Origin,
-    raised_error,
-)
+from ..opaque import no_gradient
+from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..parameters import remark_on_parameters
 from ..progress import doing, showing_progress
 from ..report import show_list
@@ -181,22 +176,11 @@ def explain_traced(
     return ZeroReport(found, partly, len(sized), remarks, noise, not_finite)
 
 
-def no_gradient(loss: Callable[..., Any], traced: TracedLoss, error: Exception) -> Exception:
-    """What to raise if the gradient of a loss raises an error in any mode."""
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        return raised_error(loss, error)
-    explanation = _Explanation(traced, None)
-    explanation.follow(range(len(traced.leaves)))
-    opaque = explanation.opaque()
-    return no_derivative_error(loss, opaque) if opaque else error
-
-
 class _Explanation:
     """The causes of zero gradients in one loss."""
 
     def __init__(self, traced: TracedLoss, gradient: Gradient | None):
         self.traced, self._gradient = traced, gradient
-        self._passes: list[Deaths] = []
         self._died: dict[int, Died] = {}
         self._directions = directions(traced)
         self.moving: set[int] = set()
@@ -215,10 +199,6 @@ class _Explanation:
     def _has_rules(self) -> bool:
         """Whether a derivative of the loss may be that of another function."""
         return any(is_stop_gradient(o.eqn) or _is_rule(o) for o in self._numbered.origins)
-
-    def opaque(self) -> list[Origin]:
-        places = [place for one in self._passes for place in one.opaque]
-        return list({o.number: o for o in map(self._origin_of, places)}.values())
 
     def records(self, leaf: int, zero: Sequence[int]) -> list[ZeroGradient]:
         """The causes of one leaf, of those with a zero gradient."""
@@ -290,7 +270,6 @@ class _Explanation:
     ) -> Fact:
         """The loss, with the deaths of a tangent in these leaves."""
         deaths = Deaths(most)
-        self._passes.append(deaths)
         pairs = enumerate(zip(self.traced.values, self.traced.inputs, strict=True))
         facts = [
             Fact(x, along[i] if i in leaves else None, made=name) for i, (x, name) in pairs
