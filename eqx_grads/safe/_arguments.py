@@ -58,7 +58,10 @@ def on_arrays(
 
         @ft.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            bound = signature.bind(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:  # which does not name the function
+                raise TypeError(f"`{name}` {error}") from None
             bound.apply_defaults()
             given = bound.arguments
             is_left_out = lambda n: given[n] is None and signature.parameters[n].default is None

@@ -70,8 +70,8 @@ def _hazard_value(x):
 
 
 def _hazard_slope(out, x):
-    # Not by `minimum` and `clip`, whose derivatives at zero are a half. Far below, the excess is
-    # constant to rounding.
+    # Not by `minimum` and `clip`, whose derivatives at zero are a half. Far below, the excess
+    # is constant to rounding.
     is_below = x < 0
     below = jnp.where(is_below, jnp.maximum(x, -1e18), -1)
     above = jnp.where(is_below, 0, jnp.minimum(x, 50))
