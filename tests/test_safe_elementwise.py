@@ -255,7 +255,7 @@ def test_errors():
         safe.arctan2(jnp.zeros(2), jnp.zeros(3))
     assert "`y` is float32[2], `x` is float32[3]" in str(e.value).replace("64", "32")
     with pytest.raises(TypeError, match=r"`safe.divide` missing a required argument: 'y'"):
-        safe.divide(1.0)  # type: ignore[call-arg]
+        safe.divide(1.0)
 
 
 # ---------------------------------------------------------------- in programs

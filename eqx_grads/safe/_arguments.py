@@ -133,6 +133,8 @@ def _as_mask(name, where, x) -> Array:
             f"the array is {type_of(x)}, `where` is {type_of(where)}",
             do="Pass `True` for each element to be included.",
         )
+    if jnp.shape(where) == x.shape and isinstance(where, jax.Array):
+        return where
     return jnp.broadcast_to(jnp.asarray(where), x.shape)
 
 
