@@ -58,7 +58,10 @@ def on_arrays(
 
         @ft.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            bound = signature.bind(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:  # which does not name the function
+                raise TypeError(f"`{name}` {error}") from None
             bound.apply_defaults()
             given = bound.arguments
             is_left_out = lambda n: given[n] is None and signature.parameters[n].default is None
@@ -95,10 +98,12 @@ def _as_arrays(name, xs, real, broadcast) -> dict[str, Array]:
                 show(argument),
                 do="Use the function of `jax.numpy`, or pass the real and the imaginary part.",
             )
-    dtype = promote([x if hasattr(x, "dtype") else jnp.asarray(x) for x in xs.values()])
+    # `asarray` and `promote` take longer than the computation of a small array.
+    arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in xs.values()]
+    dtype = arrays[0].dtype if len({x.dtype for x in arrays}) == 1 else promote(arrays)
     if not jnp.issubdtype(dtype, jnp.inexact):
         dtype = jnp.zeros(()).dtype
-    arrays = [_cast(jnp.asarray(x), dtype) for x in xs.values()]
+    arrays = [_cast(x, dtype) for x in arrays]
     if broadcast and len({x.shape for x in arrays}) > 1:
         try:
             shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
@@ -128,6 +133,8 @@ def _as_mask(name, where, x) -> Array:
             f"the array is {type_of(x)}, `where` is {type_of(where)}",
             do="Pass `True` for each element to be included.",
         )
+    if jnp.shape(where) == x.shape and isinstance(where, jax.Array):
+        return where
     return jnp.broadcast_to(jnp.asarray(where), x.shape)
 
 

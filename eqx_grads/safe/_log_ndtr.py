@@ -10,6 +10,7 @@ import functools as ft
 import math
 from decimal import Decimal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -51,8 +52,7 @@ def log_ndtr(x: Numbers) -> Array:
     The hazard $h(x) = \varphi(x) / \Phi(x)$ (also called the inverse Mills ratio):
     $\dot y = h\,\dot x$, with $\dot h = -h\,(h + x)\,\dot x$. In the lower tail, $h + x$ is a
     continued fraction, in which nothing cancels (Laplace 1805). Both derivatives are zero at
-    $-\infty$. Both modes and all orders; from the third derivative on, digits are lost in the
-    lower tail.
+    $-\infty$. Both modes and all orders.
     """
     side, hazard = _smaller_side(x)
     above = jnp.where(x < 0, 0, side)
@@ -70,8 +70,13 @@ def _hazard_value(x):
 
 
 def _hazard_slope(out, x):
-    below, above = jnp.minimum(x, 0), jnp.clip(x, 0, 50)
-    slope = -out * jnp.where(x < 0, _excess(below), out + above)
+    # Not by `minimum` and `clip`, whose derivatives at zero are a half. Far below, the excess
+    # is constant to rounding.
+    is_below = x < 0
+    below = jnp.where(is_below, jnp.maximum(x, -1e18), -1)
+    above = jnp.where(is_below, 0, jnp.minimum(x, 50))
+    _, slope = jax.jvp(_excess, (below,), (jnp.ones_like(x),))
+    slope = jnp.where(is_below, slope - 1, -out * (out + above))
     return jnp.where(jnp.isneginf(x), 0, slope)
 
 
@@ -102,17 +107,10 @@ _TAIL = 3  # where the continued fraction begins
 _CENTER = -1.5
 
 
-def _excess_value(x):
+def _excess(x):
     in_tail = x < -_TAIL
     tail, body = jnp.where(in_tail, -x, _TAIL), jnp.where(in_tail, _CENTER, x)
     return jnp.where(in_tail, _fraction(tail), _series(body - _CENTER))
-
-
-def _excess_slope(out, x):
-    return jnp.where(jnp.isneginf(x), 0, 1 - out * (out - x))
-
-
-_excess = with_slopes(_excess_value, _excess_slope)
 
 
 def _fraction(t):
