@@ -71,7 +71,7 @@ def test_a_linear_recurrence_without_a_loop(steps, getkey):
         h = a_t * h + b_t
         expected.append(h)
     got = eqg.linear_recurrence(a, b, method="associative")
-    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6)
 
 
 def test_the_chunk_of_a_loss(monkeypatch, getkey):

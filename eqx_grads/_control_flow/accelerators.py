@@ -1,7 +1,7 @@
-"""What a CPU and an accelerator want: the one place that decides by platform.
+"""Choices for a CPU and an accelerator: the one place that decides by platform.
 
 On a CPU, the intermediate values of a few steps stay in the cache. On a GPU, a step costs 10 to
-15 microseconds whatever its size, so that few and wide steps win (`docs/benchmarks.md`).
+15 microseconds whatever its size, so few and wide steps win (`docs/benchmarks.md`).
 
 The platform is JAX's default backend while a program is traced.
 """
@@ -19,8 +19,8 @@ def on_cpu() -> bool:
 
 
 def kept_of_cells() -> str:
-    """What the backward pass of a gated cell keeps. On an accelerator, to read the gates takes
-    longer than to recompute those of a chunk at once."""
+    """Whether the backward pass of a gated cell keeps gates or states. On an accelerator,
+    reading the gates takes longer than recomputing the gates of a chunk at once."""
     return "gates" if on_cpu() else "states"
 
 

@@ -189,8 +189,3 @@ def _names(fits: Callable[[Primitive], bool]) -> frozenset[str]:
 ELEMENTWISE = _names(lambda row: row.elementwise)
 JOINTLY_LINEAR = _names(lambda row: row.linear == "jointly")
 MULTILINEAR = _names(lambda row: row.linear == "each")
-# What these are differentiable in depends on the types of their operands only, not on shapes or
-# parameters.
-ELEMENTARY = _names(lambda row: row.linear is not None).union(
-    ("select_n", "convert_element_type", "integer_pow")
-)

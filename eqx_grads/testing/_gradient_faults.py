@@ -149,7 +149,7 @@ def layer_of_leaf(path: str, program: LossProgram) -> str:
 
 def _likely_cause(judge, reference, name: str, i: int, others: Sequence[int]) -> str:
     compare = lambda j: Compared(np.asarray(reference[j]), np.asarray(judge.gradient[j]))
-    want, have, _ = compare(i)
+    want, have = compare(i)
     compared = list(map(compare, others))
     likely = likely_cause(want, have, f"`{name}`", (), judge.leaves[i], others=compared)
     if NO_INFLUENCE in likely:

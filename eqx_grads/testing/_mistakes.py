@@ -16,11 +16,10 @@ class Mistake(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Another wrong array, and what it is called."""
+    """Another wrong array."""
 
     want: Any
     have: Any
-    name: str = ""
 
 
 _CLOSE = 1e-3

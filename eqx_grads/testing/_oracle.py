@@ -325,12 +325,6 @@ def _calls_host(program: ClosedJaxpr) -> bool:
 # ---------------------------------------------------------------- for `check_gradients`
 
 
-def captures_numpy(program: ClosedJaxpr) -> bool:
-    return any(isinstance(x, np.ndarray) for x in program.consts) or any(
-        captures_numpy(inner) for eqn in program.eqns for inner in inner_programs(eqn)
-    )
-
-
 def is_same_program(one: Any, other: Any, exactly: bool = False) -> bool:
     """Whether two traced programs have the same equations with the same numbers in them,
     whatever the dtypes: then they differ in rounding only. `exactly`: not even in that."""
