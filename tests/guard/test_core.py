@@ -650,6 +650,8 @@ def test_an_eager_loop_is_compiled_once():
     branches = (lambda x: x["a"], lambda x: x["b"]), {"a": 1.0, "b": 2.0}
     assert eqg.filter_cond(True, *branches[0], branches[1]) == 1.0
     assert eqg.filter_cond(True, first, second, [3.0, 2.0]) == 9.0
+    # A function that the step makes can not be part of a compiled program.
+    assert eqg.filter_scan(lambda h, x: (h, lambda: 3), T[0], T)[1]() == 3
 
 
 # ---------------------------------------------------------------- carries of any kind
