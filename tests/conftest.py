@@ -1,6 +1,7 @@
-"""What every test has: strict promotion, and keys that are the same in every run. And `--part`,
-which chooses a part of the tests."""
+"""What every test has: strict promotion, and keys that are the same in every run. And `--tier`
+and `--part`, which choose tests."""
 
+import collections
 import gc
 import zlib
 from collections.abc import Callable
@@ -24,16 +25,35 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+# A test is in the first of these that it is marked with, and otherwise "quick".
+TIERS = ("slow", "conformance", "cost", "thorough")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", help=f"only tests of these: quick,{','.join(TIERS)}")
     parser.addoption("--part", default="1/1", help="only the I-th of N parts: I/N")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """By a hash of its name, so that a test stays in its part when others come and go."""
     part, n_parts = map(int, config.getoption("part").split("/"))
-    is_chosen = lambda item: zlib.crc32(item.nodeid.encode()) % n_parts == part % n_parts
-    config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
-    items[:] = filter(is_chosen, items)
+    tiers, cases = config.getoption("tier"), collections.Counter()
+
+    def is_chosen(item: pytest.Item) -> bool:
+        if every := item.get_closest_marker("every"):
+            function, _, _ = item.nodeid.partition("[")
+            if cases[function] % every.args[0]:
+                item.add_marker("slow")
+            cases[function] += 1
+        tier = next((t for t in TIERS if item.get_closest_marker(t)), "quick")
+        # By a hash of its name, so that a test stays in its part when others come and go.
+        in_part = zlib.crc32(item.nodeid.encode()) % n_parts == part % n_parts
+        return in_part and (tiers is None or tier in tiers.split(","))
+
+    chosen = list(filter(is_chosen, items))
+    left = set(items) - set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = chosen
 
 
 N_FILES = 16  # of which the caches are kept
