@@ -29,7 +29,7 @@ SWITCHES ?=
 PART ?= 1/1
 # `make demo ARGS=--quick`: options of the example, of the report, or of the mutants.
 ARGS ?=
-# The exact versions that the gate has been run on, in two files. `LOCK=` is for new ones.
+# The exact versions that the gate was run on. With `LOCK=`, those that are new today.
 LOCK ?= .ci/lock.txt
 # `make CUDA=cuda13 VERSIONS=gpu bench`: the extra of JAX that fits the driver.
 CUDA ?= cuda12
@@ -49,7 +49,7 @@ help:  ## this list
 
 VENV := .venv$(VERSIONS:%=-%)
 BIN := $(VENV)/bin
-PINS := $(if $(filter oldest,$(VERSIONS)),.ci/oldest.txt,$(LOCK:%/lock.txt=%/newest.txt)) $(LOCK)
+PINS := $(if $(filter oldest,$(VERSIONS)),$(VENV)/pins.txt,$(LOCK))
 ifneq ($(filter newest nightly,$(VERSIONS)),)
 PYTHON := $(shell .ci/find-python 3.13 3.12)
 else ifneq ($(VERSIONS),)
@@ -65,6 +65,11 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	@$(BIN)/python -m pip install --quiet --upgrade pip $(LOCK:%=--constraint %) \
 	    || { rm -rf $(VENV); exit 1; }
+
+# The floors, and for all other packages the lock.
+$(VENV)/pins.txt: .ci/oldest.txt $(LOCK) | $(BIN)/python
+	@cat .ci/oldest.txt > $@
+	@sed -n 's/==.*/==/p' .ci/oldest.txt | grep -v -f - $(LOCK) /dev/null -h >> $@
 
 # `.venv/.tests` is a stamp: younger than pyproject.toml while the group `tests` is installed as
 # written there.
@@ -144,7 +149,7 @@ wheel: $(VENV)/.build  ## build the package, and use it in empty environments
 	@python=$$(.ci/find-python 3.11) && \
 	    .ci/install-and-use "$$python" dist/*.whl --constraint .ci/oldest.txt
 	@python=$$(.ci/find-python 3.13 3.12) && \
-	    .ci/install-and-use "$$python" dist/*.tar.gz $(LOCK:%/lock.txt=--constraint %/newest.txt)
+	    .ci/install-and-use "$$python" dist/*.tar.gz $(LOCK:%=--constraint %)
 
 bench: $(VENV)/.tests  ## the benchmarks, in report.md; on a GPU: VERSIONS=gpu
 	$(BIN)/python benchmarks/report.py --jobs $(JOBS) --out report.md $(ARGS)
