@@ -55,6 +55,7 @@ def run_pytest(files: list[str], seconds: float, prepare: Callable[[Any], Any], 
         with sent.open("w", buffering=1) as lines:
             plugin = prepare(lambda event: print(json.dumps(event), file=lines))
             options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tier", "quick"]
+            options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
             pytest.main([*options, "--continue-on-collection-errors", *files], [plugin])
 
     sent.unlink(missing_ok=True)
