@@ -50,14 +50,13 @@ help:  ## this list
 VENV := .venv$(VERSIONS:%=-%)
 BIN := $(VENV)/bin
 PINS := $(if $(filter oldest,$(VERSIONS)),$(VENV)/pins.txt,$(LOCK))
-ifneq ($(filter newest nightly,$(VERSIONS)),)
-PYTHON := $(shell .ci/find-python 3.13 3.12)
-else ifneq ($(VERSIONS),)
-PYTHON := $(shell .ci/find-python 3.11)
+WANTED := $(if $(filter newest nightly,$(VERSIONS)),3.13 3.12,$(if $(filter oldest,$(VERSIONS)),3.11))
+ifneq ($(WANTED),)
+PYTHON := $(shell .ci/find-python $(WANTED))
+$(if $(PYTHON),,$(error VERSIONS=$(VERSIONS) has no Python))
 endif
 
 $(BIN)/python:
-	@test -n "$(PYTHON)"  # `find-python` has said what is missing
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \
 	    echo "eqx-grads needs Python 3.11 or newer, and '$(PYTHON)' is not:" \
 	        "try 'make PYTHON=python3.12 ...'." >&2; exit 1; }
@@ -69,7 +68,7 @@ $(BIN)/python:
 # The floors, and for all other packages the lock.
 $(VENV)/pins.txt: .ci/oldest.txt $(LOCK) | $(BIN)/python
 	@cat .ci/oldest.txt > $@
-	@sed -n 's/==.*/==/p' .ci/oldest.txt | grep -v -f - $(LOCK) /dev/null -h >> $@
+	@sed -n 's/==.*/==/p' .ci/oldest.txt | grep -hv -f - $(LOCK) /dev/null >> $@ || true
 
 # `.venv/.tests` is a stamp: younger than pyproject.toml while the group `tests` is installed as
 # written there.

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_grads._host.host_callback import VMAP_METHODS
 
 from .helpers import assert_close
 
@@ -27,10 +26,6 @@ class Workspace:
         buffer = self._buffers.setdefault(key, np.zeros((2, *value.shape), value.dtype))
         buffer[1] = value
         return buffer[1, ...]  # a view
-
-    def poison(self):
-        for buffer in self._buffers.values():
-            buffer[...] = 77
 
 
 def _jax(x, p):
@@ -136,10 +131,7 @@ def test_first_order(form, dtype):
         assert_close(compiled, expected, tolerance=tolerance)
 
 
-@pytest.mark.parametrize(
-    "vmap_method",
-    [pytest.param(m, marks=[] if m in _quick else pytest.mark.thorough) for m in VMAP_METHODS],
-)
+@pytest.mark.parametrize("vmap_method", ["sequential", "expand_dims"])
 @pytest.mark.parametrize("form", FORMS)
 def test_under_vmap(form, vmap_method):
     rules, options = FORMS[form]
@@ -148,8 +140,6 @@ def test_under_vmap(form, vmap_method):
 
     def derivatives(f):
         def of_one(x, p):
-            if vmap_method == "legacy_vectorized":  # which can't be nested
-                return jax.jvp(f, (x, p), (x, p)), jax.grad(lambda x: _loss(f(x, p)))(x)
             return jax.jacfwd(f)(x, p), jax.jacrev(f, 1)(x, p)
 
         return jax.vmap(of_one)(xs, ps)
