@@ -73,49 +73,6 @@ def ball(dtype=None):
     }
 
 
-def decay(state, dt):
-    """Membrane with tau = 2 and synaptic current with tau = 1, for which there is a closed
-    form: Göltz et al. (2021), Nature Machine Intelligence 3."""
-    v, i = state
-    slow, fast = jnp.exp(-dt / 2), jnp.exp(-dt)
-    return v * slow + 2 * i * (slow - fast), i * fast
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("orders", [(1,), pytest.param((2,), marks=pytest.mark.slow)])
-def test_eventprop_spike_time(float64, orders):
-    """The time of a spike by the times and the weights of the spikes that it answers, each of
-    which is a jump of the current in a scan."""
-    rate = lambda t, state: (state[1] - state[0] / 2, -state[1])
-
-    def spike_time(params):
-        weights, times = params
-
-        def arrive(carry, spike):
-            t, state = carry
-            time, weight = spike
-            found = jax.lax.stop_gradient(time)
-            state = decay(state, found - t)
-            t, state = eqg.event_time(lambda t, state: t - time, state, rate, found)
-            return eqg.jump(lambda t, s: (s[0], s[1] + weight), state, rate, t), None
-
-        start = (jnp.zeros(()), (jnp.zeros(()), jnp.zeros(())))
-        (t, state), _ = jax.lax.scan(arrive, start, (times, weights))
-        found = jax.lax.stop_gradient(closed_form(params))
-        state = decay(state, found - t)
-        return eqg.event_time(lambda t, state: state[0] - 1.0, state, rate, found)[0]
-
-    def closed_form(params):
-        weights, times = params
-        a = jnp.sum(2 * weights * jnp.exp(times / 2))
-        b = jnp.sum(2 * weights * jnp.exp(times))
-        return -2 * jnp.log((a + jnp.sqrt(a**2 - 4 * b)) / (2 * b))
-
-    params = (jnp.array([1.1, 0.7, 0.9]), jnp.array([0.1, 0.3, 0.4]))
-    assert closed_form(params) > 0.4
-    compare(spike_time, closed_form, params, orders=orders)
-
-
 # ---------------------------------------------------------------- the threads
 
 
@@ -252,32 +209,6 @@ def test_diffrax_729_state_after_the_event(float64):
     assert_close((value, slopes), (jnp.array(0.98), (jnp.array(1.0), jnp.array(0.0))), eps=2e3)
     # An event that depends on the state: time - t + slope * (t - 0.98) = 0.
     assert_close(value_and_grad(0.98, 0.5)[1][0], jnp.array(2.0), tolerance=1e-8)
-
-
-@pytest.mark.slow
-def test_diffrax_363_time_of_a_switch(float64):
-    """diffrax#363: the gradient with respect to the time at which `jnp.piecewise` switches is
-    zero. y' = -k y until T, and y' = 0 afterwards."""
-    decay, constant = lambda k: lambda t, y: -k * y, lambda t, y: 0 * y
-
-    def final(params):
-        time, k = params
-        found = jax.lax.stop_gradient(time)
-        y = solve(decay(k), 0.0, found, jnp.array([2.0])).ys[-1]
-        t, y = eqg.event_time(lambda t, y: t - time, y, decay(k), found)
-        t, y = eqg.jump(None, y, constant, t)
-        return solve(constant, t, 3.0, y).ys[-1][0]
-
-    def piecewise(params):
-        time, k = params
-        switched = lambda t, y: -jnp.where(t <= time, k, 0.0) * y
-        return solve(switched, 0.0, 3.0, jnp.array([2.0])).ys[-1][0]
-
-    closed_form = lambda params: 2.0 * jnp.exp(-params[1] * params[0])
-    params = (jnp.array(1.2), jnp.array(0.7))
-    assert jax.jit(jax.grad(piecewise))(params)[0] == 0.0
-    gradient = jax.jit(jax.grad(final))(params)
-    assert_close(gradient, jax.grad(closed_form)(params), tolerance=1e-8)
 
 
 @pytest.mark.slow

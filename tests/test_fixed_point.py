@@ -5,7 +5,6 @@ import sys
 
 import equinox as eqx
 import eqx_grads as eqg
-import eqx_grads.testing as eqgt
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -151,15 +150,6 @@ def test_the_start_has_no_gradient(getkey):
     args = problem(getkey)
     fn = lambda z0: jnp.sum(eqg.fixed_point(nonlinear, z0, *args).value)
     assert jnp.array_equal(jax.grad(fn)(jnp.ones(5)), jnp.zeros(5))
-
-
-def test_an_argument_without_influence():
-    for backward in (*EXACT, "phantom"):
-        fn = lambda x, backward=backward: (
-            eqg.fixed_point(lambda y, x: 0.5 * y, 1.0, x, backward=backward).value
-        )
-        assert jax.grad(fn)(1.0) == 0.0
-        assert jax.jvp(fn, (1.0,), (1.0,))[1] == 0.0
 
 
 @pytest.mark.cost
@@ -410,18 +400,6 @@ def test_layer_statistics_and_start(getkey):
     assert jnp.array_equal(layer(x), cold.value)
     net = eqx.nn.Sequential([layer, eqx.nn.Linear(4, 2, key=getkey())])
     assert net(x, key=getkey()).shape == (2,)
-
-
-@pytest.mark.slow
-def test_the_gradient_of_a_batch_can_be_explained(getkey):
-    """The loop of a batch has an array for a condition, which JAX's own function refuses."""
-    layer = eqg.nn.FixedPoint(Cell(3, 4, key=getkey()), 4, backward="fixed_point")
-    xs = jr.normal(getkey(), (5, 3))
-    loss = lambda layer: jnp.sum(jax.vmap(layer)(xs) ** 2)
-    assert not eqg.explain_zero(loss, layer)
-    assert not eqg.explain_nan(loss, layer)
-    # Its program has the tolerance of single precision.
-    assert eqgt.check_gradients(loss, layer, tolerance=1e-4).passed
 
 
 def test_layer_errors(getkey):

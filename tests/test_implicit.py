@@ -237,13 +237,6 @@ class TestErrors:
             jax.jacfwd(many)(0.7)
 
 
-@pytest.mark.thorough
-def test_explain_zero_of_a_guess():
-    loss = lambda w: solve(w["a"], 1.3, guess=w["guess"])["u"]
-    (found,) = eqg.explain_zero(loss, {"a": jnp.array(0.7), "guess": jnp.array(1.0)}).found
-    assert (found.kind, found.leaf) == ("initial guess", "['guess']")
-
-
 def test_a_residual_of_a_method_with_its_parameters_in_another_order():
     class Root(eqx.Module):
         a: jax.Array
