@@ -6,8 +6,9 @@ Then each mutant is imported in a process of its own, which runs the tests that 
 changed statement. It leaves a test file at its first failure, or after `--per-file` seconds of
 CPU time. So the results name every test file that notices, and those that were cut.
 
-The results are lines of JSON in the folder `work`, and the next run adds what is missing. Tests
-that start Python in another process run the library itself there.
+The results are lines of JSON in the folder `work`, and the next run adds what is missing. Why
+a mutant may survive is in `tests/guard/survivors.json`. Tests that start Python in another
+process run the library itself there.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutations import Mutant, mutants_of, room_of, sample
+from mutations import Mutant, room_of, sample
 from reached import import_as, Reached
 
 
@@ -43,7 +44,6 @@ HOURS = 4 * 3600
 def run_pytest(files: list[str], seconds: float, prepare: Callable[[Any], Any], name: str):
     """What the plugin that `prepare` returns has sent, from a fork of this process, and whether
     the process ended by a "timeout" or a "crash"."""
-
     sent = Path("..", name)
 
     def run() -> None:
@@ -55,7 +55,10 @@ def run_pytest(files: list[str], seconds: float, prepare: Callable[[Any], Any], 
         with sent.open("w", buffering=1) as lines:
             plugin = prepare(lambda event: print(json.dumps(event), file=lines))
             options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tier", "quick"]
-            options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+            options += [
+                "-W",
+                "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
+            ]
             pytest.main([*options, "--continue-on-collection-errors", *files], [plugin])
 
     sent.unlink(missing_ok=True)
@@ -148,7 +151,7 @@ def record(file: str) -> tuple[str, str]:
     """Which statements each test of the file reaches. In a process of its own, as a program
     that another file has traced before would not be traced again."""
     events, ended = run_pytest([file], HOURS, Reached, f"sent-{os.getpid()}")
-    if events and not ended:
+    if events and events[0]["tests"] and not ended:
         _record_of(file).write_text(json.dumps(events[0]))
     return file, ended or f"{len(events[0]['tests'])} tests"
 
@@ -201,7 +204,9 @@ def report(chosen: list[Mutant], results: dict[str, Any], why: dict[str, str]) -
     for file, n in Counter(itertools.chain(*noticed.values())).most_common():
         print(f"| {file} | {n} | {sum(files == {file} for files in noticed.values())} |")
     print(
-        "\n| not noticed by the guard | before | after | by | reason |\n|---|---|---|---|---|"
+        "\n| not noticed by the guard | before | after | by | reason |",
+        "|---" * 5 + "|",
+        sep="\n",
     )
     for m in known:
         if m.name not in by_guard:
@@ -209,17 +214,6 @@ def report(chosen: list[Mutant], results: dict[str, Any], why: dict[str, str]) -
             cells = [f"{m.kind}: {m.path}:{m.line}", *(f"`{text}`" for text in texts)]
             by = ", ".join(Path(file).stem for file in sorted(noticed[m.name]))
             print("|", " | ".join([*cells, by, why.get(m.name, "")]), "|")
-
-
-def keep_reasons(path: Path, names: set[str], results: dict[str, Any]) -> dict[str, str]:
-    """In the file of reasons, each mutant that no test notices has an entry. The entries of
-    mutants that are noticed, or no longer exist, are dropped."""
-    survivors = {name for name in results if not results[name]["noticed"]}
-    why = json.loads(path.read_text()) if path.exists() else {}
-    is_open = lambda name: name in names and (name not in results or name in survivors)
-    why = {name: why.get(name, "") for name in sorted({*why, *survivors}) if is_open(name)}
-    path.write_text(json.dumps(why, indent=4, ensure_ascii=False) + "\n")
-    return why
 
 
 def main() -> None:
@@ -232,9 +226,7 @@ def main() -> None:
     parser.add_argument("--tests", default="tests/**/test_*.py", help="the test files")
     parser.add_argument("--per-file", type=float, default=10.0, help="CPU seconds")
     parser.add_argument("--again", action="store_true", help="also those that nothing noticed")
-    parser.add_argument("--reasons", type=Path, help="JSON: why a mutant may survive")
     args = parser.parse_intermixed_args()
-    reasons = args.reasons and args.reasons.resolve()
     (args.work / "reached").mkdir(parents=True, exist_ok=True)
     path = args.work.resolve() / "results.jsonl"
     # A copy, so that the tree may change while the tests run.
@@ -263,9 +255,8 @@ def main() -> None:
                 print(json.dumps(result), file=lines)
             counts = f"{len(result['noticed'])} files notice, {len(result['cut'])} were cut"
             print(f"{counts}, {result['seconds']} s: {result['name']}", flush=True)
-    names = {m.name for p, source in sources.items() for m in mutants_of(p, source)}
-    results = _results(path)
-    report(chosen, results, keep_reasons(reasons, names, results) if reasons else {})
+    why = Path("tests/guard/survivors.json")
+    report(chosen, _results(path), json.loads(why.read_text()) if why.exists() else {})
 
 
 def _results(path: Path) -> dict[str, Any]:

@@ -228,8 +228,6 @@ def _changes(node: Any, is_cache: bool) -> _Changes:
             yield "tolerance", node, repr(number / 10)
         case ast.keyword("dtype" | "preferred_element_type", value):
             yield "cast", value, "None"
-        case ast.keyword("axis" | "axes" | "in_axes" | "out_axes", ast.Constant(0)):
-            yield "off by one", node.value, "-1"
         case ast.Tuple(elements, ast.Load()) if is_cache and len(elements) > 1:
             for i in range(len(elements)):
                 rest = [f"{ast.unparse(x)}, " for x in elements[:i] + elements[i + 1 :]]
