@@ -97,8 +97,8 @@ comma := ,
 WHAT := $(if $(VERSIONS)$(SWITCHES),versions,$(if $(X64),x64,$(if $(findstring quick,$(MARK)),,$(MARK))))
 FILES = $(or $(TESTS),$(if $(WHAT),$(shell \
     grep -lE 'mark\.($(subst $(comma),|,$(WHAT)))\b' tests/*.py tests/guard/*.py)))
-# JAX reads a switch from the environment: `JAX_REMAT3=1`.
-ENVIRONMENT = $(if $(X64),JAX_ENABLE_X64=1) \
+# JAX reads a switch from the environment, `JAX_REMAT3=1`. `tests/conftest.py` sees that it is on.
+ENVIRONMENT = $(if $(X64),JAX_ENABLE_X64=1) $(SWITCHES:%=SWITCHES=%) \
     $(shell echo "$(SWITCHES:%=%=1)" | sed 's/,/=1 /g' | tr a-z A-Z)
 
 # What was compiled in the last week is not compiled again, nor by the other process.
@@ -116,10 +116,6 @@ COMPILE = $(if $(findstring cost,$(MARK)),,$(if $(findstring slow,$(MARK)),$(CAC
 test: $(VENV)/.tests  ## the quick tests, or others: see below
 	@mkdir -p $(VENV)/compiled
 	@find $(VENV)/compiled -type f -mtime +7 -delete
-	@$(ENVIRONMENT) $(BIN)/python -c "import equinox, jax, numpy, sys; \
-	    print('Python', sys.version.split()[0], 'JAX', jax.__version__, 'Equinox', \
-	    equinox.__version__, 'NumPy', numpy.__version__, '$(ENVIRONMENT)'); \
-	    assert all(getattr(jax.config, s) for s in '$(SWITCHES)'.split(',') if s)"
 	$(ENVIRONMENT) $(COMPILE) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
 	    --tier $(MARK) --part $(PART) $(FILES)
 

@@ -3,6 +3,8 @@ and `--part`, which choose tests."""
 
 import collections
 import gc
+import importlib.metadata
+import os
 import zlib
 from collections.abc import Callable
 
@@ -32,6 +34,14 @@ TIERS = ("slow", "conformance", "cost", "thorough")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", help=f"only tests of these: quick,{','.join(TIERS)}")
     parser.addoption("--part", default="1/1", help="only the I-th of N parts: I/N")
+
+
+def pytest_report_header() -> str:
+    switches = list(filter(None, os.environ.get("SWITCHES", "").split(",")))
+    assert all(getattr(jax.config, name) for name in switches)
+    packages = ("jax", "jaxlib", "equinox", "numpy")
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    return ", ".join([*versions, *switches, *["64 bits"] * jax.config.jax_enable_x64])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -92,18 +92,6 @@ FORMS = {
 }
 
 
-def _points(dtype, n=3):
-    """With `enable_x64` if it is needed."""
-    x, y = np.linspace(-1.1, 1.4, n), np.linspace(0.6, -0.8, n)
-    return jnp.asarray(x, dtype), {"y": jnp.asarray(y, dtype)}
-
-
-def _tolerance(dtype, options):
-    if options.get("finite_difference") == "central":
-        return 2e-4 if dtype == np.float32 else 1e-8
-    return 20 * float(np.finfo(dtype).eps)
-
-
 def _first_order(f, x, p):
     return (
         jax.jvp(f, (x, p), (p["y"], {"y": x}))[1],
@@ -117,34 +105,17 @@ def _loss(out):
     return sum(jnp.sum(x**3) for x in jax.tree.leaves(out))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("form", FORMS)
-def test_first_order(form, dtype):
+def test_first_order(form):
     rules, options = FORMS[form]
     f = make(*rules, **options)
-    with jax.enable_x64(dtype == np.float64):
-        x, p = _points(dtype)
-        expected = _first_order(_jax, x, p)
-        tolerance = _tolerance(dtype, options)
-        assert_close(_first_order(f, x, p), expected, tolerance=tolerance)
-        compiled = jax.jit(lambda x, p: _first_order(f, x, p))(x, p)
-        assert_close(compiled, expected, tolerance=tolerance)
-
-
-@pytest.mark.parametrize("vmap_method", ["sequential", "expand_dims"])
-@pytest.mark.parametrize("form", FORMS)
-def test_under_vmap(form, vmap_method):
-    rules, options = FORMS[form]
-    f = make(*rules, **options, vmap_method=vmap_method)
-    xs, ps = jax.tree.map(lambda x: jnp.stack([x, x - 0.2]), _points(np.float32))
-
-    def derivatives(f):
-        def of_one(x, p):
-            return jax.jacfwd(f)(x, p), jax.jacrev(f, 1)(x, p)
-
-        return jax.vmap(of_one)(xs, ps)
-
-    assert_close(derivatives(f), derivatives(_jax), tolerance=_tolerance(np.float32, options))
+    x, y = np.linspace(-1.1, 1.4, 3), np.linspace(0.6, -0.8, 3)
+    x, p = jnp.asarray(x, np.float32), {"y": jnp.asarray(y, np.float32)}
+    expected = _first_order(_jax, x, p)
+    tolerance = 2e-4 if options.get("finite_difference") == "central" else 2e-6
+    assert_close(_first_order(f, x, p), expected, tolerance=tolerance)
+    compiled = jax.jit(lambda x, p: _first_order(f, x, p))(x, p)
+    assert_close(compiled, expected, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("is_complex", [False, True])
@@ -261,25 +232,6 @@ def test_arguments_and_residuals_are_read_only():
             program(x)
         with pytest.raises(jax.errors.JaxRuntimeError, match="read-only"):
             jax.block_until_ready(jax.jit(program)(x))
-
-
-@pytest.mark.parametrize("is_bwd", [False, True])
-def test_zeros_beside_a_basis_vector_are_read_only(is_bwd):
-    """Else what is written into them is the tangent of the next call."""
-    h = eqg.host_function(lambda x, y: (x, y), out=lambda x, y: (x, y))
-
-    def writes(pair):
-        for x in pair:
-            x += 1
-        return pair
-
-    if is_bwd:
-        h.def_bwd(lambda residuals, ct: writes(ct))
-    else:
-        h.def_jvp(lambda primals, tangents: (primals, writes(tangents)))
-    derivative = jax.jacfwd if is_bwd else jax.jacrev
-    with pytest.raises(ValueError, match="read-only"):
-        derivative(h, (0, 1))(jnp.ones(2), jnp.ones(2))
 
 
 # ---------------------------------------------------------------- how often a rule is called
