@@ -51,6 +51,7 @@ VENV := .venv$(VERSIONS:%=-%)
 BIN := $(VENV)/bin
 PINS := $(if $(filter oldest,$(VERSIONS)),$(VENV)/pins.txt,$(LOCK))
 WANTED := $(if $(filter newest nightly,$(VERSIONS)),3.13 3.12,$(if $(filter oldest,$(VERSIONS)),3.11))
+$(if $(filter-out oldest newest nightly gpu,$(VERSIONS)),$(error VERSIONS is oldest, newest, nightly or gpu))
 ifneq ($(WANTED),)
 PYTHON := $(shell .ci/find-python $(WANTED))
 $(if $(PYTHON),,$(error VERSIONS=$(VERSIONS) has no Python))

@@ -32,7 +32,8 @@ TIERS = ("slow", "conformance", "cost", "thorough")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", help=f"only tests of these: quick,{','.join(TIERS)}")
+    every = ",".join(["quick", *TIERS])
+    parser.addoption("--tier", default=every, help=f"only tests of these: {every}")
     parser.addoption("--part", default="1/1", help="only the I-th of N parts: I/N")
 
 
@@ -47,7 +48,9 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part, n_parts = map(int, config.getoption("part").split("/"))
-    tiers, cases = config.getoption("tier"), collections.Counter()
+    tiers, cases = config.getoption("tier").split(","), collections.Counter()
+    if unknown := set(tiers) - {*TIERS, "quick"}:
+        raise pytest.UsageError(f"--tier: {', '.join(unknown)} is not known.")
 
     def is_chosen(item: pytest.Item) -> bool:
         if every := item.get_closest_marker("every"):
@@ -58,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tier = next((t for t in TIERS if item.get_closest_marker(t)), "quick")
         # By a hash of its name, so that a test stays in its part when others come and go.
         in_part = zlib.crc32(item.nodeid.encode()) % n_parts == part % n_parts
-        return in_part and (tiers is None or tier in tiers.split(","))
+        return in_part and tier in tiers
 
     chosen = list(filter(is_chosen, items))
     left = set(items) - set(chosen)

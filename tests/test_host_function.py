@@ -81,6 +81,17 @@ def test_the_step_of_each_leaf():
     assert np.isclose(scale, 1.0)
 
 
+def test_float64_of_numpy_is_cast_to_what_was_promised():
+    f = eqg.host_function(
+        lambda x: (np.asarray(x, np.float64), np.int64(7), np.float64(0.1)),
+        out=(jnp.zeros(3, jnp.float32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float16)),
+    )
+    for call in (f, jax.jit(f)):
+        x, n, half = call(jnp.ones(3, jnp.float32))
+        assert (x.dtype, n.dtype, half.dtype) == (jnp.float32, jnp.int32, jnp.float16)
+        assert (n, half) == (7, np.float16(0.1))
+
+
 # ---------------------------------------------------------------- transformations
 
 
