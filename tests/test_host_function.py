@@ -443,6 +443,7 @@ def test_too_many_calls_of_a_rule():
     x = jnp.ones(20)
     f = make("def_bwd", max_rule_calls=19)
     _raises("takes 20 calls of the rule `_bwd`; `max_rule_calls` is 19", jax.jacfwd(f), x, x)
+    jax.jacfwd(make("def_bwd", max_rule_calls=20))(x, x)
     f = make("def_jvp", max_rule_calls=39)
     _raises("takes 40 calls of the rule `_jvp`", jax.jacrev(f, (0, 1)), x, x)
     jax.jacrev(f, 0)(x, x)  # one argument is half of them
