@@ -11,6 +11,9 @@ from eqx_grads._jaxprs.primitives import has_row
 from jax.extend.core import Primitive
 
 
+pytestmark = pytest.mark.versions
+
+
 # The set of inputs that a value depends on.
 DEPENDS = Domain[frozenset](
     constant=lambda x: frozenset(),

@@ -22,6 +22,9 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values, CustomVJPPrima
 from .helpers import assert_close
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 # ---------------------------------------------------------------- the same as with JAX
 
 PROGRAMS = {}

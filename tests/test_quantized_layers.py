@@ -20,6 +20,9 @@ from eqx_grads import RuleError, ste
 from .helpers import assert_close, checking_leaks
 
 
+pytestmark = pytest.mark.x64
+
+
 stop = jax.lax.stop_gradient
 
 

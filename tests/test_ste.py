@@ -18,6 +18,9 @@ import pytest
 from eqx_grads import RuleError, ste
 
 
+pytestmark = pytest.mark.x64
+
+
 stop = jax.lax.stop_gradient
 
 

@@ -28,6 +28,9 @@ from eqx_grads._rules import rule
 from .helpers import assert_close, compilations
 
 
+pytestmark = pytest.mark.versions
+
+
 N_THREADS = 8
 
 

@@ -23,6 +23,9 @@ from flax import nnx
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.versions
+
+
 FORBIDDEN = []
 
 
