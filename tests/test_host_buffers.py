@@ -300,6 +300,20 @@ def test_residuals_that_are_computed_again_are_dropped_first(again, in_a_scan):
     assert counts == {"fwd": 10 + again, "bwd": 10}
 
 
+def test_residuals_of_other_shapes_with_the_same_bytes():
+    f = eqg.host_function(np.multiply, out=lambda x, y: x, vmap_method="expand_dims")
+    f.def_fwd(lambda x, y: (x * y, (x, y)))
+    f.def_bwd(lambda residuals, ct: (ct * residuals[1], ct * residuals[0]))
+
+    def loss(product, x, xs, y, ys):
+        first, second = jax.vmap(product, (0, None))(xs, y), jax.vmap(product, (None, 0))(x, ys)
+        return jnp.sum(first**2) + jnp.sum(second**3)
+
+    args = 1.0, jnp.array([1.0, 2.0]), 3.0, jnp.array([2.0, 3.0])
+    of = lambda product: jax.jit(jax.grad(lambda *args: loss(product, *args), (0, 1, 2, 3)))
+    assert_close(of(f)(*args), of(jnp.multiply)(*args))
+
+
 def test_residuals_of_which_none_are_kept():
     f, counts = _counted(keep=0)
     jax.jit(jax.jacrev(f))(jnp.ones(3)).block_until_ready()
