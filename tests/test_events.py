@@ -331,6 +331,25 @@ def test_a_time_with_a_derivative(float64):
     compare(fn, closed_form, (jnp.array(0.8), jnp.array(1.5), jnp.array(0.3)), orders=(1,))
 
 
+def test_a_complex_state(float64):
+    """y' = i w y, until the imaginary part is a."""
+
+    def fn(params):
+        w, a = params
+        t = jax.lax.stop_gradient(jnp.arcsin(a) / w)
+        rate = lambda t, y: 1j * w * y
+        t, y = eqg.event_time(lambda t, y: jnp.imag(y) - a, jnp.exp(1j * w * t), rate, t)
+        fixed, after = eqg.jump(None, y, lambda t, y: 2j * w * y, t)
+        return t, jnp.real(y), jnp.real(after * jnp.exp(2j * w * (3.0 - fixed)))
+
+    def closed_form(params):
+        w, a = params
+        t = jnp.arcsin(a) / w
+        return t, jnp.sqrt(1 - a**2), jnp.cos(w * t + 2 * w * (3.0 - t))
+
+    compare(fn, closed_form, (jnp.array(0.8), jnp.array(0.4)), orders=(1,))
+
+
 # ---------------------------------------------------------------- no event, and a grazing one
 
 

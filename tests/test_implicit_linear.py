@@ -159,7 +159,7 @@ def test_matrix_free(getkey):
         assert_close(got(x) * 1e25, np.linalg.solve(matrix.T, ct * 1e25), tolerance=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_matrix_free_failure_is_an_error(getkey):
     n = 300
     a = jr.normal(getkey(), (n, n))
