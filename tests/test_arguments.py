@@ -14,9 +14,6 @@ import pytest
 from jaxtyping import Array
 
 
-pytestmark = pytest.mark.x64
-
-
 def jvp_of(fn):
     """`fn` with the forward rule that autodiff would have, and a mark that it was used."""
     decorated = eqg.custom_jvp(fn)

@@ -24,9 +24,6 @@ from jax.interpreters import partial_eval as pe
 from .helpers import assert_linear_in_size, count_calls
 
 
-pytestmark = [pytest.mark.versions, pytest.mark.x64]
-
-
 X, Y = jnp.array([0.5, -1.2, 2.0]), jnp.array([1.5, 0.3, -0.7])
 
 

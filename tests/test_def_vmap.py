@@ -9,9 +9,6 @@ from eqx_grads import RuleError
 from .helpers import assert_close
 
 
-pytestmark = [pytest.mark.versions, pytest.mark.x64]
-
-
 def product(weight, x):
     return jnp.tanh(x @ weight)
 

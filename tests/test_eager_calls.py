@@ -18,9 +18,6 @@ from .cases import CASES
 from .helpers import compilations
 
 
-pytestmark = pytest.mark.versions
-
-
 QUICK = (
     "linear_recurrence",
     "filter_scan",

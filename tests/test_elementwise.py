@@ -10,9 +10,6 @@ from eqx_grads import RuleError
 from .helpers import assert_close
 
 
-pytestmark = [pytest.mark.versions, pytest.mark.x64]
-
-
 @pytest.mark.thorough
 def test_one_argument():
     f = eqg.elementwise(jnp.sin, lambda out, x: jnp.cos(x))

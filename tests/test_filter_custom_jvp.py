@@ -22,9 +22,6 @@ from jax.test_util import check_grads
 from .helpers import assert_close, checking_leaks, skip_without_checkpointed_loops
 
 
-pytestmark = [pytest.mark.versions, pytest.mark.x64]
-
-
 X, Y = jnp.array([0.3, -1.2, 2.0]), jnp.array([1.5, 0.4, -0.7])
 
 

@@ -13,9 +13,6 @@ from .helpers import assert_close, checking_leaks
 from .ops import sin_times_jvp, sin_times_vjp
 
 
-pytestmark = pytest.mark.versions
-
-
 class Layer(eqx.Module):
     weight: jax.Array
     name: str = "layer"

@@ -22,9 +22,6 @@ from jax.sharding import AxisType, PartitionSpec as Spec
 from .helpers import assert_close
 
 
-pytestmark = pytest.mark.x64
-
-
 MASK = np.array([True, False, True, True])
 
 # Each op, and what it makes of a gradient of shape (4,), in NumPy.

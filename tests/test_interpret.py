@@ -11,9 +11,6 @@ from eqx_grads._jaxprs.primitives import has_row
 from jax.extend.core import Primitive
 
 
-pytestmark = pytest.mark.versions
-
-
 # The set of inputs that a value depends on.
 DEPENDS = Domain[frozenset](
     constant=lambda x: frozenset(),

@@ -22,9 +22,6 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values, CustomVJPPrima
 from .helpers import assert_close
 
 
-pytestmark = [pytest.mark.versions, pytest.mark.x64]
-
-
 # ---------------------------------------------------------------- the same as with JAX
 
 PROGRAMS = {}

@@ -47,9 +47,6 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 
-pytestmark = [pytest.mark.versions, pytest.mark.x64]
-
-
 def custom_jvp(f, x):
     @jax.custom_jvp
     def g(x):

@@ -9,9 +9,6 @@ import pytest
 from eqx_grads._jaxprs.known_zeros import evaluate_with_zeros
 
 
-pytestmark = [pytest.mark.versions, pytest.mark.x64]
-
-
 X, BAD = jnp.array([1.0, 2.0, 3.0]), jnp.array([jnp.inf, jnp.nan, -jnp.inf])
 
 

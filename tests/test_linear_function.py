@@ -17,9 +17,6 @@ from jax.sharding import AxisType, PartitionSpec as Spec
 from .helpers import assert_close
 
 
-pytestmark = [pytest.mark.versions, pytest.mark.x64]
-
-
 MATRIX = np.array([[0.5, -1.0, 0.3], [0.2, 0.7, -0.4]])
 
 

@@ -14,9 +14,6 @@ from .many_devices import EXPLICIT_MESH, put
 from .test_many_devices import _arguments, _of_layer, _programs, LAYERS, LINEAR_LAYERS
 
 
-pytestmark = pytest.mark.versions
-
-
 EVERY_LAYER = {**LAYERS, **LINEAR_LAYERS}
 
 

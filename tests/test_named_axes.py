@@ -13,9 +13,6 @@ import jax.numpy as jnp
 import pytest
 
 
-pytestmark = pytest.mark.versions
-
-
 XS = jnp.array([1.0, 2.0, 3.0])
 
 

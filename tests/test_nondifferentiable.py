@@ -8,9 +8,6 @@ import pytest
 from eqx_grads import RuleError
 
 
-pytestmark = pytest.mark.versions
-
-
 @pytest.mark.parametrize(
     "transform",
     [

@@ -20,9 +20,6 @@ import pytest
 from .rules.pickled import FUNCTIONS, LAYERS, OBJECTS, read, REPORTS, seen, SURROGATES, write
 
 
-pytestmark = pytest.mark.versions
-
-
 ROOT = pathlib.Path(__file__).parents[1]
 # Environments beside this one, or where `make` has them.
 PLACES = {pathlib.Path(sys.prefix).parent, ROOT}

@@ -20,9 +20,6 @@ from eqx_grads import RuleError, ste
 from .helpers import assert_close, checking_leaks
 
 
-pytestmark = pytest.mark.x64
-
-
 stop = jax.lax.stop_gradient
 
 

@@ -11,9 +11,6 @@ from eqx_grads import RuleError
 from .helpers import assert_close
 
 
-pytestmark = pytest.mark.x64
-
-
 VALUES = [0.0, -0.0, 1e-45, 1e30, -1e30, np.inf, -np.inf, np.nan, 0.1]
 
 

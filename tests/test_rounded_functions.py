@@ -16,9 +16,6 @@ from eqx_grads.testing._differences import directional
 from scipy.optimize import root
 
 
-pytestmark = pytest.mark.x64
-
-
 DERIVATIVES = ("forward", "reverse", "adjoint", "linear")
 FAULTS = ("factor", "sign", "dropped", "missing")
 X, Y = jnp.array(0.7), jnp.array(1.3)

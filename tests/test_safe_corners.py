@@ -13,9 +13,6 @@ import numpy as np
 import pytest
 
 
-pytestmark = pytest.mark.x64
-
-
 safe = eqg.safe
 INF = jnp.inf
 

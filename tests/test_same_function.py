@@ -13,9 +13,6 @@ from eqx_grads.testing._oracle import is_same_program
 from .helpers import conds_keep_keys
 
 
-pytestmark = pytest.mark.x64
-
-
 X = jnp.array([0.2, -0.4], "float32")
 CHECKS = ("primal", "forward", "reverse")
 

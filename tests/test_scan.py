@@ -16,9 +16,6 @@ from eqx_grads import RuleError
 from .helpers import assert_close, checking_leaks, temp_bytes
 
 
-pytestmark = [pytest.mark.versions, pytest.mark.x64]
-
-
 CHECKPOINTS = (None, 1, 3, 100, "sqrt", "replay", "auto")
 
 

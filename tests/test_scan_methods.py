@@ -27,9 +27,6 @@ from .helpers import compilations
 from .test_scan import temp_bytes
 
 
-pytestmark = pytest.mark.versions
-
-
 METHODS = (Plain(), Checkpointed(2), Replayed(), Replayed(only_if_better=True))
 WEIGHT = 0.5 * jr.normal(jr.key(0), (3, 3))
 H, XS = jr.normal(jr.key(1), (3,)), jr.normal(jr.key(2), (12, 3))

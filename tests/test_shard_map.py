@@ -17,9 +17,6 @@ from .helpers import assert_close
 from .ops import sin_times, sin_times_elementwise, sin_times_jvp, sin_times_vjp
 
 
-pytestmark = pytest.mark.versions
-
-
 RULES = {"jvp": sin_times_jvp, "vjp": sin_times_vjp, "elementwise": sin_times_elementwise}
 SHARDED, REPLICATED = (Spec("i"), Spec("i")), (Spec(), Spec("i"))
 WEIGHT = jnp.linspace(0.0, 1.0, 6).reshape(2, 3)

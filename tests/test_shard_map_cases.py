@@ -15,9 +15,6 @@ from jax.sharding import AxisType, PartitionSpec as Spec
 from .cases import CASES
 
 
-pytestmark = pytest.mark.versions
-
-
 N_DEVICES = 2
 MESH = jax.make_mesh((N_DEVICES,), ("i",), axis_types=(AxisType.Auto,))
 QUICK = (

@@ -18,9 +18,6 @@ import pytest
 from eqx_grads import RuleError, ste
 
 
-pytestmark = pytest.mark.x64
-
-
 stop = jax.lax.stop_gradient
 
 

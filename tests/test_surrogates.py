@@ -26,9 +26,6 @@ from eqx_grads.surrogates import (
 )
 
 
-pytestmark = pytest.mark.x64
-
-
 def density(v, mean, sigma):
     return mp.exp(-((v - mean) ** 2) / (2 * sigma**2)) / (sigma * mp.sqrt(2 * mp.pi))
 

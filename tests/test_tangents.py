@@ -16,9 +16,6 @@ from hypothesis import given, HealthCheck, settings
 from jax.custom_derivatives import SymbolicZero
 
 
-pytestmark = [pytest.mark.versions, pytest.mark.x64]
-
-
 # Small integers, so that sums and products are exact in every order.
 NUMBERS = st.integers(-8, 8).map(float)
 LEAVES = st.one_of(st.none(), st.lists(NUMBERS, min_size=2, max_size=2).map(jnp.array))

@@ -28,9 +28,6 @@ from eqx_grads._rules import rule
 from .helpers import assert_close, compilations
 
 
-pytestmark = pytest.mark.versions
-
-
 N_THREADS = 8
 
 

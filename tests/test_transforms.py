@@ -13,9 +13,6 @@ from .helpers import assert_close
 from .ops import ARGUMENTS, PAIRS
 
 
-pytestmark = [pytest.mark.versions, pytest.mark.x64]
-
-
 def scalar(f):
     """A loss that is not linear in the outputs of `f`."""
     return lambda *args: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(f(*args)))

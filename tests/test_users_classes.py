@@ -23,9 +23,6 @@ from flax import nnx
 from .helpers import assert_close
 
 
-pytestmark = pytest.mark.versions
-
-
 FORBIDDEN = []
 
 
