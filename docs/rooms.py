@@ -1,4 +1,4 @@
-"""Draws `docs/images/rooms.svg`, the picture in `docs/design.md`: `python docs/rooms.py`.
+"""Draws `docs/images/rooms.svg`, the picture in "How it works": `python docs/rooms.py`.
 
 A room is a package or a file in `eqx_grads/`. The rows are the layers of `pyproject.toml`, the
 text in a box is the first sentence of the room's docstring, and an arrow is an import. An arrow

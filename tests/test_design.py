@@ -1,4 +1,4 @@
-"""`docs/design.md` says what the code does: the picture, the layers and the paths are right."""
+"""`docs/guides/how-it-works.md` says what the code does: the picture, the layers and the paths are right."""
 
 import importlib.util
 import pathlib
@@ -6,7 +6,7 @@ import re
 
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "design.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "how-it-works.md").read_text()
 
 
 def _rooms():
