@@ -252,8 +252,8 @@ SECTIONS = {
                     speeds="speed",
                     number=2,
                     note="Linear recurrences against `associative_scan`, in time and MB. The "
-                    "library has since changed to chunks of 16 steps. A prototype of "
-                    "these took half the time of `associative_scan`.",
+                    "library has since changed to chunks of 16 steps. A prototype "
+                    "took half the time of `associative_scan`.",
                 ),
                 Table(
                     "layer|T, B, I, H|plain scan|layer 2|speed",
@@ -503,7 +503,8 @@ def chart() -> Figure:
         axes.set_xlabel(title)
         axes.spines[["top", "right"]].set_visible(False)
         axes.minorticks_off()
-    left.set_xticks([0.25, 0.5, 1, 2], ["1/4", "1/2", "1", "2"])
+    left.set_xticks([0.5, 1, 2], ["1/2", "1", "2"])
+    left.set_xlim(0.45, 2.7)
     right.set_xticks([1e-4, 1e-3, 1e-2, 0.1, 1], ["1e-4", "1e-3", "0.01", "0.1", "1"])
     labels = [f"{row.label} ({row.other})" for row in rows]
     left.set_yticks(range(len(rows)), labels)

@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-GALLERY = (ROOT / "docs" / "examples" / "index.md").read_text()
+GALLERY = (ROOT / "docs" / "examples.md").read_text()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -31,7 +31,7 @@ def test_examples_have_one_form(path):
     for part in ('"--quick"', '"--out"', "tqdm", '"result.json"', f'"{picture}"', "print("):
         assert part in source, f"{path.name} has no {part}."
     assert f'--8<-- "examples/{path.name}"' in GALLERY
-    assert f"../images/{picture}" in GALLERY
+    assert f"](images/{picture})" in GALLERY
     assert (ROOT / "docs" / "images" / picture).exists()
 
 
