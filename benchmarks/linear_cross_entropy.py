@@ -1,5 +1,6 @@
-"""Claim: `losses.linear_cross_entropy` with both gradients needs at most a sixth of the temporary
-bytes of Optax on all logits, and about three quarters of its CPU time, at the first size.
+"""Claim: `losses.linear_cross_entropy` with both gradients needs at most a sixth of the
+temporary bytes of Optax on all logits, and about three quarters of its CPU time, at the first
+size.
 
 The peers are `optax.losses.softmax_cross_entropy_with_integer_labels` of all logits; the same
 in `jax.lax.map` over chunks with `jax.checkpoint`, which computes the logits twice; the same
