@@ -31,7 +31,7 @@ def layers() -> list[list[str]]:
 
 
 def imports() -> set[tuple[str, str]]:
-    """The pairs of rooms of which the first imports from the second."""
+    """The pairs of rooms whose first one imports from the second."""
     pairs = set()
     for path in sorted(PACKAGE.rglob("*.py")):
         package = path.relative_to(PACKAGE).parent.parts
