@@ -112,8 +112,8 @@ SECTIONS = {
             ),
             "Speed and bytes relative to `jax.lax.scan` of the same cell; the result has "
             'three more cells. `plain` means that `"auto"` chose the plain scan. A GRU over '
-            '4096 steps needs 1/50 of the bytes with `"sqrt"`, at 0.97 of the speed, for a loss '
-            "of the last state.",
+            '4096 steps needs 1/50 of the bytes with `"sqrt"`, at 0.97 of the speed, for a '
+            "loss of the last state.",
         ),
         Claim(
             'What `"auto"` chooses, on 20 other cells',
