@@ -115,7 +115,7 @@ _OF_CORNERS = (
     "`{op}` has a kink or a pole there: its second derivative does not exist. If a mask drops "
     "the element, use `eqg.safe.where(ok, f, x, other)`, with `{op}` in `f`. If what is "
     "computed from it is smooth there, compute it without, as `jnp.sum(x**2)`. The docs have "
-    "kernels of a distance, in My gradient is NaN."
+    "kernels of a distance, in recipes/nan-and-zero."
 )
 _OF_DERIVATIVES = (
     " It is in a derivative that the loss takes. If a `where` drops the operation there, use "
