@@ -1,8 +1,6 @@
-"""Every benchmark runs and states its claim; `docs/benchmarks.md` has the saved results. The
-figures are not judged here."""
+"""Every benchmark runs and states its claim. The figures are not judged here."""
 
 import ast
-import importlib.util
 import os
 import pathlib
 import subprocess
@@ -28,16 +26,3 @@ def test_benchmark_runs(path, tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_the_page_is_up_to_date():
-    pytest.importorskip("matplotlib")
-    spec = importlib.util.spec_from_file_location("page", ROOT / "benchmarks" / "page.py")
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert text == page.page(), "Run `python benchmarks/page.py`."
-    names = (path.stem for path in BENCHMARKS)
-    claims = [name for name in names if not page.claim_of(name).startswith("No claim")]
-    listed = [name for names in page.SECTIONS.values() for name in names]
-    assert sorted(listed) == claims, "Add it to `SECTIONS` of `benchmarks/page.py`."
