@@ -21,20 +21,20 @@
 
 PYTHON ?= python3
 JOBS ?= 2
-TESTS ?=
-MARK ?= quick
-VERSIONS ?=
-X64 ?=
-SWITCHES ?=
-PART ?= 1/1
+TESTS :=
+MARK := quick
+VERSIONS :=
+X64 :=
+SWITCHES :=
+PART := 1/1
 # `make demo ARGS=--quick`: options of the example, of the report, or of the mutants.
-ARGS ?=
+ARGS :=
 # The exact versions that the gate was run on. With `LOCK=`, those that are new today.
-LOCK ?= .ci/lock.txt
+LOCK := .ci/lock.txt
 # `make CUDA=cuda13 VERSIONS=gpu bench`: the extra of JAX that fits the driver.
 CUDA ?= cuda12
 # `VERSIONS=nightly`: the address of the package index with JAX's nightly builds.
-NIGHTLY ?=
+NIGHTLY :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format docs wheel bench mutants clean
