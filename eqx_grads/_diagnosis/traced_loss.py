@@ -31,7 +31,7 @@ from .._jaxprs.structure import holds, is_reference
 from .._jaxprs.versions import keeping_tracebacks
 from .._tangent_spaces import is_differentiable
 from .._zero_safe.zero_safe import ZeroSafe
-from .layers import wrap_layers
+from .layers import own_cells, wrap_layers
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
@@ -102,7 +102,10 @@ def trace_loss(
             full[i] = x
         model, given = jax.tree.unflatten(treedef, full)
         if wrap:
-            layers[:], model = wrap_layers(model, lambda layer: True, _around(checkpointed))
+            # A layer with its own backward pass runs plain cells without calling them.
+            own = set() if steps_are_visible else set(map(id, own_cells(model)))
+            selects = lambda layer: id(layer) not in own
+            layers[:], model = wrap_layers(model, selects, _around(checkpointed))
         options = dict(zip(kwargs, given[len(args) :], strict=True))
         return check_scalar(caller, loss, loss(model, *given[: len(args)], **options))
 

@@ -9,10 +9,8 @@ import functools as ft
 import time
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
 from ..._jaxprs.evaluate import bind
 from ..._jaxprs.interpret import Domain, interpret_equation
@@ -24,14 +22,12 @@ from ..._jaxprs.structure import (
     Cond,
     equations,
     Scan,
-    ShardMap,
     structure,
     While,
 )
 from .._programs.pairs import is_inexact
-from ..carried import AbstractCarrier, enter, index_of_step, on_host, walk
+from ..carried import AbstractCarrier, enter, walk
 from ..origins import equation_tag
-from ..shards import is_across_shards, shards_of
 from .derivative import Derivative
 from .values import (
     Birth,
@@ -117,37 +113,13 @@ class Births(AbstractCarrier[Value]):
         if time.monotonic() > self.deadline:
             raise Stopped
         known = structure(place.eqn)
-        if place.eqn.primitive.name == "pvary":  # of a shard by itself
-            return values
         if isinstance(known, Scan | While):
             return self._loop(place, known, values)
         if isinstance(known, Call | CallWithRule | Checkpoint):
             return None
         if isinstance(known, Cond) and not known.by_platform:
             return None
-        if isinstance(known, ShardMap) and not is_across_shards(place.eqn):
-            return self._by_shards(place, known, values)
         return self._equation(place, values)
-
-    def _by_shards(self, place, known, values):
-        """The outputs of a `jax.shard_map`, one shard after the other."""
-        parts, indices = [], []
-        for ins, outs in shards_of(place.eqn):
-            part = lambda v, index: self.map(lambda x: on_host(x)[index], [v])
-            shard = [part(v, index) for v, index in zip(values, ins, strict=True)]
-            parts.append(walk(known.programs[0], shard, self, place))
-            indices.append(outs)
-
-        def joined(k):
-            def join(*xs):
-                whole = np.zeros(place.eqn.outvars[k].aval.shape, xs[0].dtype)
-                for x, index in zip(xs, indices, strict=True):
-                    whole[index[k]] = x
-                return whole
-
-            return self.map(join, [part[k] for part in parts])
-
-        return [joined(k) for k in range(len(place.eqn.outvars))]
 
     # ------------------------------------------------------------ loops
 
@@ -173,25 +145,6 @@ class Births(AbstractCarrier[Value]):
         n = sum(1 for program in known.programs for _ in equations(program))
         steps = known.length if isinstance(known, Scan) else 100
         return self.threshold is None and n * steps > _MOST_IN_DETAIL
-
-    def skip(self, place, step, consts, carry, xs):
-        """The steps of a long loop up to the first one with a value that is not finite."""
-        loop, values = structure(place.eqn), [*consts, *carry, *xs]
-        is_plain = not any(v.is_ct or v.nan is not None or is_nonfinite(v.x) for v in values)
-        if step or not is_plain or not self._is_long(place.eqn):
-            return carry, []
-        assert isinstance(loop, Scan)
-        arrays = ([v.x for v in each] for each in (consts, carry, xs))
-        outs = list(map(on_host, _all_steps(loop, *arrays)))
-        order = [index_of_step(loop, k) for k in range(loop.length)]
-        is_good = lambda i: not any(is_nonfinite(x[i]) for x in outs)
-        n = next((k for k, i in enumerate(order) if not is_good(i)), loop.length)
-        active = any(v.is_active for v in values)
-        ys = [[Value(x[i], is_active=active) for x in outs[loop.n_carry :]] for i in order[:n]]
-        last = order[n - 1]
-        return [
-            v._replace(x=x[last]) if n else v for v, x in zip(carry, outs, strict=False)
-        ], ys
 
     # ------------------------------------------------------------ operations
 
@@ -385,16 +338,3 @@ def _flagged(v: Value, flag: int) -> Value:
     if not is_inexact(v.x):
         return v
     return v._replace(is_ct=v.is_ct or bool(flag & 1), is_active=v.is_active or bool(flag & 2))
-
-
-def _all_steps(loop: Scan, consts, carry, xs):
-    """The carry after each step of a scan, and the other outputs."""
-
-    def run(consts, carry, xs):
-        def step(carry, x):
-            outs = jaxpr_as_fun(*loop.programs)(*consts, *carry, *x)
-            return outs[: loop.n_carry], outs
-
-        return jax.lax.scan(step, carry, xs, loop.length, reverse=loop.reverse)[1]
-
-    return jax.jit(run)(consts, carry, xs)

@@ -7,7 +7,6 @@ import numpy as np
 
 from ..._jaxprs.primitives import kind_of
 from ..._jaxprs.structure import CallWithRule, structure
-from ..._rules.nan_where import NO_SECOND_DERIVATIVE
 from ..carried import Place
 from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..source_lines import (
@@ -15,7 +14,6 @@ from ..source_lines import (
     is_of_jax,
     layer_line,
     rule_line,
-    safe_function,
     SourceLine,
     UNKNOWN,
 )
@@ -25,7 +23,6 @@ from .cures import cure_of
 from .derivative import line_in_rule
 from .kinds import Kind
 from .report import NonFinite
-from .values import Birth
 from .zeros import ALIVE, CANCELS, Zero
 
 
@@ -44,10 +41,6 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     if source.number is not None:
         leaf, holder = traced.leaf_of(source.number), traced.inputs[source.number]
         primitive = primitive or holder
-    meant = [births.births[j] for j in sorted(source.of) if births.births[j].is_meant]
-    if meant and meant[0].number is not None:
-        holder = traced.inputs[meant[0].number]
-    corner = _function_at_corner(births, origin, source)
     if is_inside and source.place is not None:
         primitive = first_of_rule(source.place)
     rule = "" if is_inside else rule_of(*places)
@@ -61,7 +54,7 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
         kind=str(cause.kind),
         leaf=leaf if origin is None else "",
         caller=numbered.caller_of(origin) if origin and not is_inside else "",
-        primitive=corner or primitive,
+        primitive=primitive,
         derivative_of=of,
         path=origin.path if origin else "",
         step=derivative.steps_of(birth.place),
@@ -82,9 +75,7 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
             leaf=leaf,
             is_rule=bool(rule) and origin is not None and _has_rule(origin),
             is_nan_operand=source.is_outside and source.is_nan,
-            is_of_meant=bool(meant),
             is_in_derivative=origin is not None and is_in_derivative(numbered.origins, origin),
-            corner=corner,
         )
         + _IN_A_LIBRARY * (bool(library) and not is_inside and not helps),
         **mask,
@@ -98,17 +89,6 @@ def _is_zero(cause: Cause) -> bool:
 
 def _has_rule(origin: Origin) -> bool:
     return isinstance(structure(origin.eqn), CallWithRule)
-
-
-def _function_at_corner(births: Births, origin: Origin | None, source: Birth) -> str:
-    """The function of `eqx_grads.safe` whose second derivative is NaN at a kink, or empty."""
-    if source.place is None:
-        return ""
-    around = births.derivative.numbered.around(origin) if origin else []
-    eqns = [source.place.eqn, *(o.eqn for o in around)]
-    if not any(NO_SECOND_DERIVATIVE in str(e.source_info.name_stack) for e in eqns[:2]):
-        return ""
-    return safe_function(eqns) or (origin.primitive if origin else "")
 
 
 # How the user calls the operations that do not select an element.

@@ -35,10 +35,6 @@ from ..carried import AbstractCarrier, enter, Place, walk
 from ..source_lines import is_of_jax
 
 
-class TooManyOperations(Exception):
-    pass
-
-
 @dataclasses.dataclass(eq=False)
 class Death:
     """An operation whose operands move, and output `k` does not.
@@ -74,13 +70,9 @@ class Fact(NamedTuple):
 
 
 class Deaths(AbstractCarrier[Fact]):
-    """The pass through a loss.
+    """The pass through a loss."""
 
-    - `most`: `TooManyOperations` after so many that a tangent passes.
-    """
-
-    def __init__(self, most: int | None = None):
-        self._left = most
+    def __init__(self):
         self._found: dict[tuple[Any, ...], Death] = {}
 
     def run(self, program: ClosedJaxpr, facts: Sequence[Fact]) -> list[Fact]:
@@ -104,9 +96,6 @@ class Deaths(AbstractCarrier[Fact]):
     def decide(self, by, outs):
         decided = _with_use(by, "while").died
         return [f if f.t is not None else f._replace(died=f.died | decided) for f in outs]
-
-    def skip(self, place, step, consts, carry, xs):
-        return carry, []
 
     def visit(self, place, values):
         eqn, known = place.eqn, structure(place.eqn)
@@ -180,10 +169,6 @@ class Deaths(AbstractCarrier[Fact]):
 
     def _push(self, place: Place, values) -> list[Any]:
         eqn = place.eqn
-        if self._left is not None:
-            self._left -= 1
-            if self._left < 0 or holds(eqn, "gather"):  # the rows of a table are no units
-                raise TooManyOperations
         ones = lambda v: np.ones(v.aval.shape, v.aval.dtype) if is_inexact(v) else None
         if _is_solver(eqn):  # what it loses is known without running its steps
             moving = {i for i, f in enumerate(values) if f.t is not None}

@@ -5,15 +5,11 @@ import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from ..._jaxprs.dependence import free_variables
-from ..._jaxprs.structure import CallWithRule, structure
-from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import ZeroSafe
 from ..carried import Place
 from ..nan_checks import without_nan_checks
@@ -22,17 +18,13 @@ from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..parameters import remark_on_parameters
 from ..progress import doing, showing_progress
 from ..report import show_list
-from ..source_lines import is_of_jax, is_stop_gradient, safe_function
+from ..source_lines import is_stop_gradient, safe_function
 from ..traced_loss import check_no_references, trace_loss, TracedLoss
 from .advice import at_values, CURES, is_truncation, without_derivative
-from .deaths import Death, Deaths, Died, Fact, TooManyOperations
-from .gradient import directions, Gradient, rounding_errors, try_gradient
+from .deaths import Death, Deaths, Died, Fact
+from .gradient import change_along, directions, Gradient, rounding_errors, try_gradient
 from .kinds import kind_of_death, NO_DERIVATIVE
 from .report import ZeroGradient, ZeroReport
-
-
-# Units die at the function that their own layer applies, or not at all.
-_MOST_IN_A_LAYER = 12
 
 
 @showing_progress("explain_zero")
@@ -92,18 +84,16 @@ def explain_zero(
     What comes after that operation need not be corrected first. The kind is the name of the
     experiment that revives the tangent.
 
-    If a leaf has a gradient, but not for some units of its layer because these are dead for all
-    examples, its record is in `partly`. `remarks` name a gradient that is not exactly zero, but
-    as small as the rounding error of the backward pass, and parts of the model that are no
-    arrays of floats, such as a Python number.
+    `remarks` name a vector, such as a bias, whose gradient is zero for some units; a gradient
+    that is not exactly zero, but as small as the rounding error of the backward pass; and parts
+    of the model that are no arrays of floats, such as a Python number.
 
     The loss and its gradient are compiled once. If no gradient is zero, that is all. Otherwise,
     the loss is evaluated operation by operation up to the place where the tangents end. If the
     gradient raises an error, as the gradient of a `while_loop` does, `explain_zero` uses
     directional derivatives in forward mode.
 
-    Of an [`eqx_grads.zero_safe`][] loss, the function that it differentiates is looked at. If
-    the gradient of a leaf is zero because of `zero_safe`, the kind says so.
+    Of an [`eqx_grads.zero_safe`][] loss, the function that it differentiates is looked at.
 
     **Raises:**
 
@@ -119,29 +109,34 @@ def explain_zero(
     doing("compiling the gradient")
     gradient, error = try_gradient(traced)
     report = explain_traced(below, traced, gradient, error)
-    remarks, records = list(report.remarks), list(report.found)
+    remarks = list(report.remarks)
     bad, noise = (show_list(list(names), 8) for names in (report.not_finite, report.noise))
-    if bad and below is loss:
-        remarks.append(f"The gradient of {bad} is not finite: `eqg.explain_nan` says where.")
-    elif bad:
-        remarks.append(f"The gradient of {bad} would not be finite without `zero_safe`.")
-        rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
-        of_arrays = lambda arrays: loss(rest.tree(arrays), *args, **kwargs)
-        gradients = zip(traced.leaves, jax.grad(of_arrays)(arrays), strict=True)
-        kind = "dropped by zero_safe"
-        records += [
-            ZeroGradient(leaf=leaf, kind=kind, cure=CURES[kind])
-            for leaf, g in gradients
-            if leaf in report.not_finite and not np.any(g)
-        ]
+    if bad:
+        safe = "" if below is loss else " without `zero_safe`, which may make it zero"
+        remarks.append(f"The gradient of {bad} is not finite{safe}: see `eqg.explain_nan`.")
     if noise:
         remarks.append(
             f"The gradient of {noise} is not exactly zero, but a rounding error "
             f"of at most {max(report.noise.values()):.2g}. The loss does not depend on such a "
             "leaf, as on a bias before a BatchNorm, or is stationary in it."
         )
-    remarks += remark_on_parameters(model)
-    return dataclasses.replace(report, found=records, remarks=remarks)
+    if gradient is not None and gradient.error is None:
+        remarks += _dead_units(traced, gradient)
+    return dataclasses.replace(report, remarks=[*remarks, *remark_on_parameters(model)])
+
+
+def _dead_units(traced: TracedLoss, gradient: Gradient) -> list[str]:
+    """Vectors that have a gradient, but not for some units."""
+    remarks = []
+    for leaf, g in zip(traced.leaves, gradient.gradients, strict=True):
+        units = np.flatnonzero(g == 0) if g.ndim == 1 else ()
+        if 0 < len(units) < g.size:
+            which = show_list(list(map(str, units)), 8)
+            remarks.append(
+                f"The gradient of {leaf} is zero for {len(units)} of {g.size} units ({which}). "
+                "Dead units, as after a `jax.nn.relu`, do not learn from these arguments."
+            )
+    return remarks
 
 
 def explain_traced(
@@ -164,16 +159,13 @@ def explain_traced(
         )
     bad = [i for i in sized if not np.all(np.isfinite(gradient.gradients[i]))]
     zero = [i for i in sized if i not in bad and not np.any(gradient.gradients[i])]
-    found, partly = [], []
+    found = []
     for i in zero:
         doing("looking at leaf", i, len(traced.leaves))
         found += explanation.records(i, zero)
-    for i in sized if gradient.error is None else ():
-        if i not in zero and i not in bad:
-            partly += explanation.dead_units(i, gradient.gradients[i])
     noise = {traced.leaves[i]: x for i, x in rounding_errors(traced, gradient).items()}
     not_finite = [traced.leaves[i] for i in bad]
-    return ZeroReport(found, partly, len(sized), remarks, noise, not_finite)
+    return ZeroReport(found, len(sized), remarks, noise, not_finite)
 
 
 class _Explanation:
@@ -195,11 +187,6 @@ class _Explanation:
         key = lambda origin: tuple(id(o.eqn) for o in numbered.around(origin))
         return {key(o): o for o in numbered.origins}
 
-    @ft.cached_property
-    def _has_rules(self) -> bool:
-        """Whether a derivative of the loss may be that of another function."""
-        return any(is_stop_gradient(o.eqn) or _is_rule(o) for o in self._numbered.origins)
-
     def records(self, leaf: int, zero: Sequence[int]) -> list[ZeroGradient]:
         """The causes of one leaf, of those with a zero gradient."""
         if not self._died and not self.moving:
@@ -209,8 +196,7 @@ class _Explanation:
         name = self.traced.leaves[leaf]
         if leaf in self.moving:
             # Exactly zero in reverse mode only: in forward mode, a rounding error remains.
-            cure = at_values("canceled", has_rules=self._has_rules)
-            return [ZeroGradient(leaf=name, kind="canceled", cure=cure)]
+            return [ZeroGradient(leaf=name, kind="canceled", cure=CURES["canceled"])]
         if leaf not in self._died:
             consts = self.traced.program.consts
             is_closed_over = any(x is self.traced.values[leaf] for x in consts)
@@ -255,7 +241,7 @@ class _Explanation:
             for leaf in leaves:
                 self.follow([leaf])
             return
-        loss = self._run(leaves, self._directions) if leaves else Fact(None)
+        loss = self._run(leaves) if leaves else Fact(None)
         is_one = loss.t is None and len({id(d.place.eqn) for d, _ in loss.died}) == 1
         if len(leaves) > 1 and not is_one:
             self.follow(leaves[: len(leaves) // 2])
@@ -265,37 +251,12 @@ class _Explanation:
         elif loss.died:
             self._died.update(dict.fromkeys(leaves, loss.died))
 
-    def _run(
-        self, leaves: Sequence[int], along: Sequence[Any], most: int | None = None
-    ) -> Fact:
+    def _run(self, leaves: Sequence[int]) -> Fact:
         """The loss, with the deaths of a tangent in these leaves."""
-        deaths = Deaths(most)
         pairs = enumerate(zip(self.traced.values, self.traced.inputs, strict=True))
-        facts = [
-            Fact(x, along[i] if i in leaves else None, made=name) for i, (x, name) in pairs
-        ]
-        return deaths.run(self.traced.program, facts)[0]
-
-    def dead_units(self, leaf: int, gradient: np.ndarray) -> list[ZeroGradient]:
-        """The units of a leaf that learns otherwise, if they are dead for all examples."""
-        for axis in range(gradient.ndim):
-            others = tuple(i for i in range(gradient.ndim) if i != axis)
-            is_dead = ~np.any(gradient != 0, others, keepdims=True)
-            if is_dead.all() or not is_dead.any():
-                continue
-            along = list(self._directions)
-            along[leaf] = along[leaf] * is_dead
-            try:
-                records = self._records_of(
-                    leaf, self._run([leaf], along, _MOST_IN_A_LAYER).died
-                )
-            except TooManyOperations:
-                return []
-            if records and all(r.kind == "dead units" for r in records):
-                units = tuple(np.flatnonzero(is_dead).tolist())
-                n = {"units": units, "n_units": is_dead.size, "step": ()}
-                return [dataclasses.replace(records[0], **n)]
-        return []
+        along = lambda i: self._directions[i] if i in leaves else None
+        facts = [Fact(x, along(i), made=name) for i, (x, name) in pairs]
+        return Deaths().run(self.traced.program, facts)[0]
 
     # ------------------------------------------------------------ a record
 
@@ -316,19 +277,11 @@ class _Explanation:
             detail = _use_of(uses)
         else:
             made = origin if factor is None else self._made(factor)
-            safe = self._safe_function(origin, made)
             if factor is not None and kind == "multiplied by zero":
-                origin, kind, detail = self._factor(origin, made)
-            if kind == "canceled" and self._is_saturated(leaf):
-                kind = "saturated"
-            cure = at_values(
-                kind,
-                origin.primitive,
-                has_rules=kind == "canceled" and self._has_rules,
-                is_rule=_is_rule(origin),
-                is_of_leaf=made in self.traced.inputs[: len(self.traced.leaves)],
-                safe=safe,
-            )
+                detail = self._factor(made)
+            is_of_leaf = made in self.traced.inputs[: len(self.traced.leaves)]
+            safe = self._safe_function(origin, made)
+            cure = at_values(kind, origin, is_of_leaf=is_of_leaf, safe=safe)
         return ZeroGradient(
             leaf=self.traced.leaves[leaf],
             kind=kind,
@@ -344,37 +297,11 @@ class _Explanation:
     def _made(self, factor: Fact) -> Origin | str:
         return factor.made if isinstance(factor.made, str) else self._origin_of(factor.made)
 
-    def _factor(self, origin: Origin, made: Origin | str) -> tuple[Origin, str, str]:
-        """What the zero factor of a product is. In a derivative that the loss takes, it may be
-        what a clamp or a mask makes of it."""
-        kind = "multiplied by zero"
+    def _factor(self, made: Origin | str) -> str:
+        """What the zero factor of a product is."""
         if isinstance(made, str):
-            return origin, kind, f"`{made}`" if made else ""
-        origins = self._numbered.origins
-        if is_in_derivative(origins, made) and made.source.file:
-            # The mask of a clamp is made on the line of the clamp.
-            clamps = [
-                o
-                for o in origins
-                if o.source == made.source and o.primitive in ("max", "min", "clamp", "relu")
-            ]
-            if clamps and made.primitive in ("select_n", "convert_element_type"):
-                detail = f"`{clamps[0].primitive}` takes its constant"
-                return clamps[0], "dead units", detail
-        return origin, kind, f"the result of `{self._name(made)}` at {made.source}"
-
-    def _is_saturated(self, leaf: int) -> bool:
-        """Whether the gradient is not zero, nor a rounding error, for smaller values."""
-        if self._gradient is None or not self._gradient.can_move:
-            return False
-        for scale in (2.0**-2, 2.0**-4, 2.0**-7):
-            values = list(self.traced.values)
-            values[leaf] = (np.asarray(values[leaf]) * scale).astype(values[leaf].dtype)
-            loss, gradients = self._gradient.at(values)
-            size = np.max(np.abs(gradients[leaf] * np.asarray(values[leaf])), initial=0.0)
-            if size > 1e-4 * abs(loss):
-                return True
-        return False
+            return f"`{made}`" if made else ""
+        return f"the result of `{self._name(made)}` at {made.source}"
 
     def _name(self, origin: Origin) -> str:
         """The operation, or the function of `eqx_grads.safe` that it is in."""
@@ -406,11 +333,6 @@ def _is_stop_of_jax(death: Death) -> bool:
     return eqn.primitive.name == "stop_gradient" and not is_stop_gradient(eqn)
 
 
-def _is_rule(origin: Origin) -> bool:
-    """Whether it calls a function with a rule that is not JAX's."""
-    return isinstance(structure(origin.eqn), CallWithRule) and not is_of_jax(origin.eqn)
-
-
 def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
     """What the loss does along a leaf with a zero gradient, by longer and longer steps."""
     x = np.asarray(traced.values[leaf])
@@ -419,11 +341,7 @@ def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
     scale = max(1.0, float(np.max(np.abs(x))))
     least = 100 * float(jnp.finfo(x.dtype).eps) * max(abs(gradient.loss), 1e-30)
 
-    def change(h):
-        values = list(traced.values)
-        values[leaf] = (x + h).astype(x.dtype)
-        return gradient.at(values)[0] - gradient.loss
-
+    change = change_along(traced, gradient, {leaf: 1.0})
     slopes = []
     for h in (1e-3 * scale, -1e-3 * scale):
         whole, half = change(h), change(h / 2)
