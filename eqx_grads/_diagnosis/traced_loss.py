@@ -85,8 +85,8 @@ def trace_loss(
     - `checkpointed`: the indices of layers that are called in a `filter_checkpoint`.
     """
     check_function(loss, "loss", caller)
-    given = [*args, *kwargs.values()]
-    flat, treedef = jax.tree_util.tree_flatten_with_path((model, given))
+    arguments, call = _arguments(loss, model, args, kwargs)
+    flat, treedef = jax.tree_util.tree_flatten_with_path((model, arguments))
     # The arrays of floats of the model, and then all other arrays.
     is_first = [path[0].idx == 0 and eqx.is_inexact_array(x) for path, x in flat]
     first = [i for i, is_one in enumerate(is_first) if is_one]
@@ -100,14 +100,13 @@ def trace_loss(
         full = list(static)
         for i, x in zip(first + others, values, strict=True):
             full[i] = x
-        model, given = jax.tree.unflatten(treedef, full)
+        model, arguments = jax.tree.unflatten(treedef, full)
         if wrap:
             # A layer with its own backward pass runs plain cells without calling them.
             own = set() if steps_are_visible else set(map(id, own_cells(model)))
             selects = lambda layer: id(layer) not in own
             layers[:], model = wrap_layers(model, selects, _around(checkpointed))
-        options = dict(zip(kwargs, given[len(args) :], strict=True))
-        return check_scalar(caller, loss, loss(model, *given[: len(args)], **options))
+        return check_scalar(caller, loss, call(model, arguments))
 
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
     with visible, keeping_tracebacks():
@@ -118,7 +117,6 @@ def trace_loss(
         if program is None or _wrapping_breaks_a_rule(program, flat_loss, values, len(first)):
             layers.clear()  # their paths are not known
             program = _trace_unwrapped(caller, loss, flat_loss, values)
-    names = _names_of_arguments(loss, args, kwargs)
     paths = [flat[i][0] for i in first + others]
     return TracedLoss(
         program,
@@ -127,7 +125,7 @@ def trace_loss(
         [
             f"model{show_path(path[1:])}"
             if path[0].idx == 0
-            else names[path[1].idx] + show_path(path[2:])
+            else path[1].key + show_path(path[2:])
             for path in paths
         ],
         layers,
@@ -244,22 +242,22 @@ def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
     return out
 
 
-def _names_of_arguments(loss, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """The name of each argument but the model in the signature of the loss."""
-    keys = [*range(len(args)), *kwargs]
-    names = {k: f"args[{k}]" if isinstance(k, int) else f"kwargs[{k!r}]" for k in keys}
+def _arguments(loss, model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments but the model, by their names in the signature of the loss; and a function
+    of the model and these that calls the loss."""
     try:
-        bound = inspect.signature(loss).bind(
-            "model", *keys[: len(args)], **{k: k for k in kwargs}
-        )
+        bound = inspect.signature(loss).bind(model, *args, **kwargs)
+        first, *names = bound.arguments
+        kinds = {name: bound.signature.parameters[name].kind for name in bound.arguments}
+        is_known = kinds[first] <= inspect.Parameter.POSITIONAL_OR_KEYWORD
     except (TypeError, ValueError):  # some functions in C have no signature
-        return [*names.values()]
-    for name, key in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            names |= {k: f"{name}[{i}]" for i, k in enumerate(key)}
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            names |= {k: f"{name}[{k!r}]" for k in key}
-        elif name != "model":
-            names[key] = name
-    return [names[k] for k in keys]
+        is_known = False
+    if not is_known or "model" in names:
+        by_name = {"args": tuple(args), "kwargs": dict(kwargs)}
+        return by_name, lambda model, a: loss(model, *a["args"], **a["kwargs"])
+
+    def call(model, arguments):
+        bound.arguments |= {first: model, **arguments}
+        return loss(*bound.args, **bound.kwargs)
+
+    return {name: bound.arguments[name] for name in names}, call

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..._jaxprs.primitives import ELEMENTWISE
-from .kinds import Kind
+from .causes import Kind
 
 
 _CLIP_GRADIENT = (

@@ -18,10 +18,9 @@ from ..source_lines import (
     UNKNOWN,
 )
 from .births import Births
-from .causes import Cause
+from .causes import Cause, Kind
 from .cures import cure_of
 from .derivative import line_in_rule
-from .kinds import Kind
 from .report import NonFinite
 from .zeros import ALIVE, CANCELS, Zero
 

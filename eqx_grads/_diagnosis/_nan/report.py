@@ -16,7 +16,7 @@ from ..report import (
     show_place,
     Table,
 )
-from .kinds import Kind
+from .causes import Kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ CURES = {
     "sign": "Use `eqg.ste.sign(x)`.",
     "comparison": "For a spike or a gate, use `eqg.surrogates.spike(x, "
     "eqg.surrogates.atan())`. For a switch, use `jax.nn.sigmoid(x)`; for its time, "
-    "`eqg.event_time` and `eqg.jump`.",
+    "`eqg.event_time` and `eqg.jump`. For the first crossing in a table, interpolate to it.",
     "comparison in a while_loop": _SEARCH,
     "predicate of a while_loop": _SEARCH,
     "cast to an integer": "Keep the value a float, and use `eqg.ste.round(x)` or "
@@ -65,8 +65,6 @@ CURES = {
 SPECIAL = {
     "an index": "Interpolate between entries, with `i = jnp.floor(x).astype(int)` and "
     "`r = x - jnp.floor(x)`: `(1 - r) * table[i] + r * table[i + 1]`.",
-    "a first crossing": "Interpolate to the crossing of `y` and `c`, with `i` the first index "
-    "after it: `x[i - 1] + (c - y[i - 1]) / (y[i] - y[i - 1]) * (x[i] - x[i - 1])`.",
     "argmin": "Multiply by `eqg.ste.one_hot_argmax(-x)` instead of indexing. For the nearest "
     "entry of a codebook, use `eqg.nn.VectorQuantizer`.",
     "activation": "Use `jax.nn.leaky_relu(x)`, or another initialization of the bias.",
@@ -117,8 +115,6 @@ def without_derivative(
         kind = "predicate of a while_loop"
     elif kind == "comparison" and any(isinstance(structure(o.eqn), While) for o in around):
         kind = "comparison in a while_loop"
-    elif kind == "comparison" and uses == {"a first crossing"}:
-        cure = "a first crossing"
     elif kind in ("rounding", "cast to an integer") and uses == {"an index"}:
         cure = "an index"
     elif name == "argmin":

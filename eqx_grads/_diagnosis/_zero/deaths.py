@@ -253,8 +253,6 @@ def _used(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
         uses = {1: "an index"}
     elif name in ("dynamic_slice", "dynamic_update_slice"):
         uses = dict.fromkeys(range(1 if name == "dynamic_slice" else 2, len(facts)), "an index")
-    elif name in ("argmax", "argmin") and not is_inexact(eqn.invars[0]):
-        uses = {0: "a first crossing"}
     return [_with_use(f, uses[i]) if i in uses else f for i, f in enumerate(facts)]
 
 

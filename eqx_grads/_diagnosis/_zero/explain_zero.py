@@ -318,7 +318,7 @@ class _Explanation:
 
 
 _FEW = 4
-_USES = ("an index", "a first crossing", "cond", "where", "while")
+_USES = ("an index", "cond", "where", "while")
 
 
 def _use_of(uses: set[str]) -> str:
