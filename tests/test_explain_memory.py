@@ -21,7 +21,7 @@ from eqx_grads._jaxprs.evaluate import evaluate
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval as pe
 
-from .helpers import assert_close, assert_linear_in_size, skip_without_checkpointed_loops
+from .helpers import assert_close, assert_linear_in_size
 
 
 KEY = jr.key(0)
@@ -278,29 +278,6 @@ def test_implicit_solve():
     report = eqg.explain_memory(loss, jnp.ones(3), compiled=False)
     assert report.found
     assert all(r.n_steps == 1 for r in report.found)  # no step of the solver is kept
-
-
-@pytest.mark.slow
-def test_differential_equation():
-    dfx = pytest.importorskip("diffrax")
-
-    def loss(field, y, adjoint):
-        term = dfx.ODETerm(lambda t, y, field: field(y))
-        options = {"args": field, "adjoint": adjoint, "max_steps": 64}
-        solution = dfx.diffeqsolve(term, dfx.Tsit5(), 0.0, 1.0, 0.05, y, **options)
-        return jnp.sum(solution.ys**2)
-
-    field = eqx.nn.MLP(2, 2, 32, 1, key=KEY)
-    kept = {}
-    for name in ("DirectAdjoint", "BacksolveAdjoint", "RecursiveCheckpointAdjoint"):
-        if name == "RecursiveCheckpointAdjoint":
-            skip_without_checkpointed_loops()
-        adjoint = getattr(dfx, name)()
-        kept[name] = eqg.explain_memory(loss, field, jnp.ones(2), adjoint).compiled
-        if name == "BacksolveAdjoint":
-            # With JAX 0.12, the compiled gradient needs a third of what it needs with 0.10.
-            assert kept["DirectAdjoint"] > 1.5 * kept["BacksolveAdjoint"]
-    assert kept["DirectAdjoint"] > 4 * kept["RecursiveCheckpointAdjoint"]
 
 
 def test_a_large_program_is_compiled_on_demand(monkeypatch):

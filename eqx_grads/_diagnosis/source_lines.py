@@ -160,17 +160,6 @@ def rule_line(eqn: Any) -> SourceLine:
     return _line_at(traceback, users) if users else UNKNOWN
 
 
-def layer_line(eqn: Any) -> str:
-    """The place in a layer or a loop of Equinox, or in a distribution of JAX, that the user's
-    line calls, such as `equinox/nn/_linear.py:89`, or empty. `source_line` hides these."""
-    for f in _frames(eqn):
-        if is_layers_file(f.file_name):
-            return f"{_package_path(f.file_name)}:{f.line_num}"
-        if not _is_hidden(f):
-            break
-    return ""
-
-
 def called_functions(eqn: Any) -> list[str]:
     """The functions of JAX around an equation, up to the user's line, innermost first."""
     of_jax = itertools.takewhile(lambda f: f.file_name.startswith(_JAX), _frames(eqn))
@@ -207,7 +196,7 @@ def _line_at(traceback: Any, indices: Sequence[int], library: str = "") -> Sourc
 
 def _is_hidden(frame) -> bool:
     name = frame.file_name
-    return name.startswith(_HIDDEN) or name.startswith("<frozen")
+    return name.startswith((*_HIDDEN, "<frozen")) and not is_layers_file(name)
 
 
 def is_users_file(file: str) -> bool:

@@ -12,7 +12,6 @@ from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..source_lines import (
     called_functions,
     is_of_jax,
-    layer_line,
     rule_line,
     SourceLine,
     UNKNOWN,
@@ -43,13 +42,13 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     if is_inside and source.place is not None:
         primitive = first_of_rule(source.place)
     rule = "" if is_inside else rule_of(*places)
-    library = where.library or (library_of(numbered, origin) if origin else "")
+    library = where.library
     bad = cause.bad
     first = tuple(map(int, np.argwhere(bad)[0]))
     mask = _mask_fields(births, cause.zero) if _is_zero(cause) else {}
     of = differentiated(numbered, origin) if origin and not is_inside else ""
     return NonFinite(
-        **{**where.fields(), "library": library},
+        **where.fields(),
         kind=str(cause.kind),
         leaf=leaf if origin is None else "",
         caller=numbered.caller_of(origin) if origin and not is_inside else "",
@@ -126,17 +125,11 @@ def _mask_fields(births: Births, zero: Zero) -> dict[str, Any]:
 def users_line(numbered: NumberedLoss, origin: Origin, *places: Place | None) -> SourceLine:
     """The line of the loss. If that calls a library, such as a solver, which called a function
     of the user's in a rule, the line in this function."""
-    library = library_of(numbered, origin)
+    library = origin.source.library
     for place in places:
         if library and place is not None and (line := line_in_rule(place)).file:
             return dataclasses.replace(line, library=library)
     return origin.source
-
-
-def library_of(numbered: NumberedLoss, origin: Origin) -> str:
-    """The place in a library that the line of an equation of the loss calls, or empty."""
-    lines = (layer_line(o.eqn) for o in numbered.around(origin))
-    return origin.source.library or next(filter(None, lines), "")
 
 
 def rule_of(*places: Place | None) -> str:

@@ -15,6 +15,11 @@ _SEARCH = (
     "with a real-valued condition and a `root_finder`."
 )
 
+_INDEX = (
+    "For an index, interpolate, with `i = jnp.floor(x).astype(int)` and "
+    "`r = x - jnp.floor(x)`: `(1 - r) * table[i] + r * table[i + 1]`."
+)
+
 # By kind. `{name}` is the operation.
 CURES = {
     "never used": "The loss does not use this leaf. Look for an attribute that is not called, "
@@ -25,15 +30,15 @@ CURES = {
     "sampled bits": "Use `eqg.ste.bernoulli(p, key=key)`.",
     "order": "Use the sorted values; to choose, multiply by the mask `eqg.ste.top_k(x, k)`.",
     "number of a bin": "Interpolate between the entries: `jnp.interp(x, bins, entries)`.",
-    "rounding": "Use `eqg.ste.{name}(x)`: it has the derivative of the identity.",
+    "rounding": f"Use `eqg.ste.{{name}}(x)`: it has the derivative of the identity. {_INDEX}",
     "sign": "Use `eqg.ste.sign(x)`.",
     "comparison": "For a spike or a gate, use `eqg.surrogates.spike(x, "
     "eqg.surrogates.atan())`. For a switch, use `jax.nn.sigmoid(x)`; for its time, "
     "`eqg.event_time` and `eqg.jump`. For the first crossing in a table, interpolate to it.",
     "comparison in a while_loop": _SEARCH,
-    "predicate of a while_loop": _SEARCH,
     "cast to an integer": "Keep the value a float, and use `eqg.ste.round(x)` or "
-    "`eqg.ste.floor(x)`. If a library casts it, pass it floats: `x.astype(float)`.",
+    "`eqg.ste.floor(x)`. If a library casts it, pass it floats: `x.astype(float)`. "
+    f"{_INDEX}",
     "stop_gradient": "Remove `stop_gradient` to train the leaf.",
     "rule without a derivative": "The rule of this function returns zero. Change the rule, or "
     "use `eqg.replace_gradient(value, surrogate)`.",
@@ -63,8 +68,6 @@ CURES = {
 
 # The cures of a kind in special cases.
 SPECIAL = {
-    "an index": "Interpolate between entries, with `i = jnp.floor(x).astype(int)` and "
-    "`r = x - jnp.floor(x)`: `(1 - r) * table[i] + r * table[i + 1]`.",
     "argmin": "Multiply by `eqg.ste.one_hot_argmax(-x)` instead of indexing. For the nearest "
     "entry of a codebook, use `eqg.nn.VectorQuantizer`.",
     "activation": "Use `jax.nn.leaky_relu(x)`, or another initialization of the bias.",
@@ -94,13 +97,10 @@ _KINDS = {
 }
 
 
-def without_derivative(
-    around: Sequence[Origin], uses: set[str], is_random: bool
-) -> tuple[str, str]:
+def without_derivative(around: Sequence[Origin], is_random: bool) -> tuple[str, str]:
     """The kind and the cure of an operation without a derivative.
 
     - `around`: the operation, and the equations that it is in, innermost first.
-    - `uses`: what its output decides; "" if the loss depends on it otherwise.
     """
     origin = around[0]
     name, stack = origin.primitive, str(origin.eqn.source_info.name_stack)
@@ -111,12 +111,8 @@ def without_derivative(
         kind = "rule without a derivative"
     elif is_random and kind in ("argmax", "number of a bin", "comparison"):
         kind = "sampled bits" if kind == "comparison" else "sampled category"
-    elif kind == "comparison" and uses == {"while"}:
-        kind = "predicate of a while_loop"
     elif kind == "comparison" and any(isinstance(structure(o.eqn), While) for o in around):
         kind = "comparison in a while_loop"
-    elif kind in ("rounding", "cast to an integer") and uses == {"an index"}:
-        cure = "an index"
     elif name == "argmin":
         cure = "argmin"
     text = SPECIAL[cure] if cure else CURES[kind]

@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from ..._jaxprs.dependence import free_variables
 from ..._zero_safe.zero_safe import ZeroSafe
+from .._programs.pairs import is_inexact
 from ..carried import Place
 from ..nan_checks import without_nan_checks
 from ..opaque import no_gradient
@@ -207,13 +208,11 @@ class _Explanation:
         return [dataclasses.replace(r, elsewhere=note) for r in records]
 
     def _records_of(self, leaf: int, died: Died) -> list[ZeroGradient]:
-        uses: dict[Any, set[str]] = {}
         last: dict[Any, Death] = {}
-        for death, use in died:
+        for death in died:
             key = (id(death.place.eqn), death.k)
-            uses.setdefault(key, set()).add(use)
             last[key] = max(last.get(key, death), death, key=lambda d: d.step)
-        found = [(self._record(leaf, death, uses[key]), death) for key, death in last.items()]
+        found = [(self._record(leaf, death), death) for death in last.values()]
         # In a loop, a value that is zero in some steps is no cause if all steps end anyway.
         places = lambda d: [p for p in d.place.outward() if p.around is not None]
         loops = lambda d: {id(p.around.eqn) for p in places(d) if p.step is not None}
@@ -223,9 +222,9 @@ class _Explanation:
         around = {id(p.around.eqn) for _, d in found for p in places(d)}
         found = [(r, d) for r, d in found if id(d.place.eqn) not in around]
         if not all(r.by_structure for r, _ in found):
-            # What only decides, for a value whose derivative ends at these values, is no cause.
-            is_cut = lambda d: "" in uses[id(d.place.eqn), d.k] and not _is_stop_of_jax(d)
-            found = [(r, d) for r, d in found if not r.by_structure or is_cut(d)]
+            # What decides, for a value whose derivative ends at these values, is no cause.
+            decides = lambda d: not is_inexact(d.place.eqn.outvars[d.k]) or _is_stop_of_jax(d)
+            found = [(r, d) for r, d in found if not (r.by_structure and decides(d))]
         records = sorted(
             (r for r, _ in found), key=lambda r: (r.file, r.line, r.primitive, r.kind)
         )
@@ -242,7 +241,7 @@ class _Explanation:
                 self.follow([leaf])
             return
         loss = self._run(leaves) if leaves else Fact(None)
-        is_one = loss.t is None and len({id(d.place.eqn) for d, _ in loss.died}) == 1
+        is_one = loss.t is None and len({id(d.place.eqn) for d in loss.died}) == 1
         if len(leaves) > 1 and not is_one:
             self.follow(leaves[: len(leaves) // 2])
             self.follow(leaves[len(leaves) // 2 :])
@@ -263,7 +262,7 @@ class _Explanation:
     def _origin_of(self, place: Place) -> Origin:
         return self._origins[tuple(id(p.eqn) for p in place.outward())]
 
-    def _record(self, leaf: int, death: Death, uses: set[str]) -> ZeroGradient:
+    def _record(self, leaf: int, death: Death) -> ZeroGradient:
         origin = self._origin_of(death.place)
         around = self._numbered.around(origin)
         kind, factor = kind_of_death(death)
@@ -273,8 +272,7 @@ class _Explanation:
             cure = CURES[kind]
         elif by_structure:
             is_random = any(f.is_random for f in death.values)
-            kind, cure = without_derivative(around, uses, is_random)
-            detail = _use_of(uses)
+            kind, cure = without_derivative(around, is_random)
         else:
             made = origin if factor is None else self._made(factor)
             if factor is not None and kind == "multiplied by zero":
@@ -318,14 +316,6 @@ class _Explanation:
 
 
 _FEW = 4
-_USES = ("an index", "cond", "where", "while")
-
-
-def _use_of(uses: set[str]) -> str:
-    """What a value without a derivative decides, if it does nothing else."""
-    use = "" if "" in uses else next((use for use in _USES if use in uses), "")
-    call = "while_loop" if use == "while" else use
-    return use if not use or " " in use else f"predicate of a `{call}`"
 
 
 def _is_stop_of_jax(death: Death) -> bool:

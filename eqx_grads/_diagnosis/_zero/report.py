@@ -24,7 +24,7 @@ class ZeroGradient(AbstractRecord):
     `"never used"`, `"argmax"`, `"rounding"`, `"multiplied by zero"`, `"dead units"` and others,
     which the documentation lists. Also:
 
-    - `detail`: what else is known: the factor that is zero, what a comparison decides.
+    - `detail`: the factor that is zero, if it is one.
     - `by_structure`: whether the gradient is zero for all values of model and arguments.
     - `elsewhere`: what the loss does at a kink, on the other side, or over longer steps.
     """
@@ -87,12 +87,4 @@ def _by_cause(records: Sequence[ZeroGradient]) -> list[list[ZeroGradient]]:
 
 def _describe(record: ZeroGradient) -> str:
     """The kind, and what else is to be said of it."""
-    text = record.kind
-    # What "predicate of a while_loop" is used for need not be said again.
-    if not record.detail or record.detail.replace("`", "") == record.kind:
-        return text
-    return (
-        f"{text}, used as {record.detail}"
-        if record.by_structure
-        else f"{text}: {record.detail}"
-    )
+    return f"{record.kind}: {record.detail}" if record.detail else record.kind
