@@ -45,7 +45,7 @@ CURES = {
     "initial guess": "The solution does not depend on it. To differentiate the iterations, "
     "use `optimistix.RecursiveCheckpointAdjoint`, or remove `eqg.implicit`.",
     "no derivative": "Give it a derivative: `eqg.replace_gradient(value, surrogate)`. If a "
-    "library rounds there, ask it to interpolate, as by `order=1`.",
+    "library rounds there, pass floats, `x.astype(float)`, and `order=1` or the like.",
     "multiplied by zero": "Start the factor at another value, unless it is the last layer of "
     "an adapter, which learns first.",
     "dead units": "`{name}` selects its other operand for all of these elements. Change the "
