@@ -202,58 +202,6 @@ def test_a_nan_of_the_data_that_is_not_selected_has_one_cure(name):
 # ---------------------------------------------------------------- values in loops
 
 
-def _shifted(x):
-    top = jnp.max(x, 0)
-    return jnp.log(jnp.sum(jnp.exp(x - top[None]), 0)) + top
-
-
-def test_a_nan_of_two_logarithms_of_zero_is_named_first():
-    """A transition of probability zero is meant. The NaN is that of a row of such ones."""
-
-    def loss(log_p, logsumexp):
-        step = lambda a, _: (logsumexp(a[:, None] + jnp.log(log_p)), None)
-        return jax.lax.scan(step, jnp.array([0.0, -jnp.inf]), None, length=3)[0][0]
-
-    p = jnp.array([[1.0, 0.0], [0.5, 0.5]])
-    report = eqg.explain_nan(lambda p: loss(p, _shifted), p)
-    first = report.found[0]
-    assert (first.primitive, first.is_forward) == ("sub", True)
-    assert first.kind == "inf - inf"
-    mended = lambda p: loss(p, lambda x: eqg.safe.logsumexp(x, 0))
-    assert jnp.isfinite(mended(p))
-
-
-def test_the_steps_at_which_one_cause_makes_a_nan_or_an_infinity():
-    """The derivative of `sqrt` is NaN below zero, and infinite at zero."""
-
-    def loss(x):
-        step = lambda c, v: (c + jnp.where(v > 0, jnp.sqrt(v), 0.0), None)
-        return jax.lax.scan(step, 0.0, x)[0]
-
-    (record,) = eqg.explain_nan(loss, jnp.array([1.0, -1.0, 0.0, 2.0, -3.0])).found
-    assert record.kind == "dead branch"
-    assert record.step == (4,)
-    assert record.count == 3
-    # In one array, both at the same step.
-    rows = jnp.array([[1.0, 1.0], [-1.0, 0.0], [0.0, -2.0], [2.0, 0.0]])
-    batch = lambda rows: jnp.sum(jax.vmap(loss, in_axes=1)(rows))
-    (record,) = eqg.explain_nan(batch, rows).found
-    assert record.count == 3
-
-
-def test_a_bound_in_forward_mode():
-    """The tangent of the constant is zero, which is no branch that is not taken."""
-
-    def loss(x):
-        body = lambda s: (s[0] + 1, s[1] + jnp.sqrt(jnp.maximum(x[s[0]], 0.0)))
-        return jax.lax.while_loop(lambda s: s[0] < 3, body, (0, 0.0))[1]
-
-    report = eqg.explain_nan(loss, jnp.array([1.0, -1.0, -2.0]))
-    (record,) = report.found
-    assert not report.is_reverse
-    assert (record.kind, record.mask, record.count) == ("dead branch", "maximum", 2)
-
-
 def test_an_infinite_value_whose_cotangent_is_zero():
     """An infinite bound, as of censored data: `sub` was said to have an infinite derivative."""
     bound = jnp.array([jnp.inf, 1.0])
@@ -282,13 +230,6 @@ def test_a_dead_branch_of_a_product_of_a_row():
     report = eqg.explain_nan(loss, jnp.array(1.0))
     assert report
     assert not any("safe.where" in record.cure for record in report.found)
-
-
-def test_infinities_that_are_causes_beside_a_nan():
-    """Without the one, the loss is not finite because of the other."""
-    loss = lambda x: jnp.sqrt(x[0]) + jnp.log(x[1]) + jnp.exp(x[2])
-    report = eqg.explain_nan(loss, jnp.array([-1.0, 0.0, 1e4]))
-    assert {r.primitive for r in report.found} == {"sqrt", "log", "exp"}
 
 
 # ---------------------------------------------------------------- what a NaN meets

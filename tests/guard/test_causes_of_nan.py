@@ -185,7 +185,7 @@ SELECTIONS = {
 def test_what_does_not_select_an_element(mask):
     (record,) = eqg.explain_nan(lambda x: total(SELECTIONS[mask](log(_ones(x)))), ONE).found
     assert (record.kind, record.mask, record.index) == (DEAD, mask, (0,))
-    assert f"with this operation in `f`, and `ok` where the `{mask}` takes it" in record.cure
+    assert f"with this operation in `f`, and `ok` where the `{mask}` selects it" in record.cure
 
 
 # ---------------------------------------------------------------- several sources

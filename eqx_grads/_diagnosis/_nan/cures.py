@@ -15,7 +15,7 @@ _SAFE_WHERE = "`eqg.safe.where(ok, f, x, other)`, with this operation in `f`"
 
 # For each kind, of a cotangent. `{op}` is the operation, and `{mask}` what drops the element.
 _OF_KINDS = {
-    Kind.DEAD_BRANCH: f"Use {{safe}}{_SAFE_WHERE}, and `ok` where the `{{mask}}` takes it.",
+    Kind.DEAD_BRANCH: f"Use {{safe}}{_SAFE_WHERE}, and `ok` where the `{{mask}}` selects it.",
     Kind.MASKED_PRODUCT: f"Use {_SAFE_WHERE}, and the mask as `ok`.",
     Kind.ZERO_TIMES_INFINITY: "An infinity at `{op}` meets a cotangent that is zero. {use}",
     Kind.SINGULARITY: "The derivative of `{op}` is infinite there. {use}",

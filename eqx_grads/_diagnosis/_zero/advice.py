@@ -16,8 +16,8 @@ _SEARCH = (
 )
 
 _INDEX = (
-    "For an index, interpolate, with `i = jnp.floor(x).astype(int)` and "
-    "`r = x - jnp.floor(x)`: `(1 - r) * table[i] + r * table[i + 1]`."
+    "For an index, use `jnp.interp(x, jnp.arange(n, dtype=x.dtype), table)`. In a library, "
+    "pass floats, `x.astype(float)`, and ask it to interpolate, as by `order=1`."
 )
 
 # By kind. `{name}` is the operation.
@@ -37,15 +37,14 @@ CURES = {
     "`eqg.event_time` and `eqg.jump`. For the first crossing in a table, interpolate to it.",
     "comparison in a while_loop": _SEARCH,
     "cast to an integer": "Keep the value a float, and use `eqg.ste.round(x)` or "
-    "`eqg.ste.floor(x)`. If a library casts it, pass it floats: `x.astype(float)`. "
-    f"{_INDEX}",
+    f"`eqg.ste.floor(x)`. {_INDEX}",
     "stop_gradient": "Remove `stop_gradient` to train the leaf.",
     "rule without a derivative": "The rule of this function returns zero. Change the rule, or "
     "use `eqg.replace_gradient(value, surrogate)`.",
     "initial guess": "The solution does not depend on it. To differentiate the iterations, "
     "use `optimistix.RecursiveCheckpointAdjoint`, or remove `eqg.implicit`.",
-    "no derivative": "Give it a derivative: `eqg.replace_gradient(value, surrogate)`. If a "
-    "library rounds there, pass floats, `x.astype(float)`, and `order=1` or the like.",
+    "no derivative": "Give it a derivative: `eqg.replace_gradient(value, surrogate)`. In a "
+    "library, ask it to interpolate, as by `order=1`.",
     "multiplied by zero": "Start the factor at another value, unless it is the last layer of "
     "an adapter, which learns first.",
     "dead units": "`{name}` selects its other operand for all of these elements. Change the "
