@@ -55,10 +55,13 @@ def test_the_cure_of_a_second_derivative_of_a_safe_function():
         "safe.pairwise_distance": (_force(distances), jnp.ones((2, 2))),
         "safe.sqrt": (_force(masked), jnp.array([0.0, 1.0])),
     }
-    for loss, x in losses.values():
+    for name, (loss, x) in losses.items():
         records = eqg.explain_nan(loss, x).found
         assert records
-        assert all("It is in a derivative that the loss takes" in r.cure for r in records)
+        for record in records:
+            assert f"`{name}`" in record.cure
+            assert f"eqg.{name}" not in record.cure  # which is what the loss has
+            assert "It is in a derivative that the loss takes" in record.cure
     cured = lambda x: eqg.safe.where(x > 0, eqg.safe.sqrt, x, 0.0)  # as it says
     for energy in (cured, eqg.zero_safe(masked)):
         gradient = jax.grad(_force(energy))(jnp.array([0.0, 1.0]))

@@ -29,7 +29,14 @@ from .._jaxprs.structure import (
 )
 from .._jaxprs.versions import assigns_shardings, function_name
 from .shards import enter_shard_map, of_shards
-from .source_lines import is_traced_here, safe_function, source_line, SourceLine, UNKNOWN
+from .source_lines import (
+    is_traced_here,
+    safe_function,
+    source_line,
+    SourceLine,
+    UNKNOWN,
+    with_safe,
+)
 from .traced_loss import layer_calls, TracedLoss
 
 
@@ -231,9 +238,10 @@ def _name_of_primitive(eqn, around: Sequence[Any]) -> str:
     known = structure(eqn)
     if isinstance(known, CallWithRule | Call):
         name = eqn.params.get("name") or getattr(eqn.params.get("call"), "name", None)
-        if isinstance(known, CallWithRule) and (safe := safe_function([eqn, *around])):
-            return safe  # and not a helper of it that has the rule
-        return name if isinstance(name, str) else function_name(*known.programs)
+        name = name if isinstance(name, str) else function_name(*known.programs)
+        if isinstance(known, CallWithRule):  # and not a helper of it that has the rule
+            name = safe_function([eqn, *around]) or with_safe(name, *known.programs)
+        return name
     # JAX 0.12 calls some operations, such as `searchsorted`, by one primitive.
     called = eqn.params.get("_prim")
     return eqn.primitive.name if called is None else type(called).__name__

@@ -14,6 +14,7 @@ import jaxlib
 import jaxtyping
 from jax.extend.core import ClosedJaxpr
 
+from .. import safe
 from .._jaxprs.structure import Call, CallWithRule, structure
 from .._jaxprs.versions import function_name, traceback_of
 
@@ -104,13 +105,15 @@ def source_line(eqn: Any) -> SourceLine:
     """
     frames = _frames(eqn)
     users = [i for i, f in enumerate(frames) if is_users_file(f.file_name)]
-    called = (f for f in frames[: users[0] if users else None] if not _is_hidden(f))
-    inside = next((f for f in called if _package_path(f.file_name)), None)
-    if not users and inside is None:
+    n = users[0] if users else len(frames)
+    is_library = lambda f: _package_path(f.file_name) and not _is_hidden(f)
+    inside = [i for i in range(n) if is_library(frames[i])]
+    if not users and not inside:
         return UNKNOWN
-    library = f"{_package_path(inside.file_name)}:{inside.line_num}" if inside else ""
+    place = lambda f: f"{_package_path(f.file_name)}:{f.line_num}"
     if not users:
-        users = [frames.index(inside)]
+        return _line_at(traceback_of(eqn), inside[:1], place(frames[inside[0]]))
+    library = place(frames[inside[-1]]) if inside else ""
     return _line_at(traceback_of(eqn), users, library)
 
 
@@ -182,6 +185,13 @@ def safe_function(eqns: Iterable[Any]) -> str:
             elif not _is_hidden(f):
                 return name and f"safe.{name}"
     return name and f"safe.{name}"
+
+
+def with_safe(name: str, program: ClosedJaxpr) -> str:
+    """The name of a function; with "safe." if it is one of `eqx_grads.safe`, whose rule has no
+    frame of it."""
+    is_safe = function_file(program).startswith(_SAFE)
+    return f"safe.{name if hasattr(safe, name) else '*'}" if is_safe else name
 
 
 def _line_at(traceback: Any, indices: Sequence[int], library: str = "") -> SourceLine:

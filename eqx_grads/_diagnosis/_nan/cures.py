@@ -147,7 +147,7 @@ def cure_of(
         text += f" {'At its ends,' if kind == Kind.DOMAIN else 'Or'} use {replacement}."
     if helps and not is_value and kind in DROPPABLE and not is_dead:
         text += f" In code that you can't edit, use {helps}."
-    if is_in_derivative and kind in DROPPABLE:
+    if is_in_derivative and (kind in DROPPABLE or op.startswith("safe.")):
         text += _OF_DERIVATIVES
     tried, domain = f"{helps}, or " if helps else "", _DOMAINS.get(op, "")
     return text.format(op=op, mask=mask or "where", safe=tried, use=use, domain=domain)

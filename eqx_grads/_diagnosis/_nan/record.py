@@ -64,7 +64,7 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
         n_bad=int(bad.sum()),
         cure=cure_of(
             cause.kind,
-            of or primitive,
+            next((x for x in (of, primitive) if x.startswith("safe.")), of or primitive),
             helps,
             is_value=cause.is_value and not of,
             mask=mask.get("mask", ""),
