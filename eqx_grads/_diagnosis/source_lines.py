@@ -101,7 +101,7 @@ def _frames(eqn: Any) -> list[Any]:
 def source_line(eqn: Any) -> SourceLine:
     """Where an equation comes from: the innermost frame of the user's code.
 
-    If no frame is the user's, it is the innermost one of another library.
+    If no frame is the user's, it is the outermost one of another library.
     """
     frames = _frames(eqn)
     users = [i for i, f in enumerate(frames) if is_users_file(f.file_name)]
@@ -110,11 +110,9 @@ def source_line(eqn: Any) -> SourceLine:
     inside = [i for i in range(n) if is_library(frames[i])]
     if not users and not inside:
         return UNKNOWN
-    place = lambda f: f"{_package_path(f.file_name)}:{f.line_num}"
-    if not users:
-        return _line_at(traceback_of(eqn), inside[:1], place(frames[inside[0]]))
-    library = place(frames[inside[-1]]) if inside else ""
-    return _line_at(traceback_of(eqn), users, library)
+    outer = frames[inside[-1]] if inside else None
+    library = f"{_package_path(outer.file_name)}:{outer.line_num}" if outer else ""
+    return _line_at(traceback_of(eqn), users or inside[-1:], library)
 
 
 def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
