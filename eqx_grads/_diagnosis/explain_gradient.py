@@ -33,6 +33,7 @@ _TOOLS = {
     "vanishing": "gradient_flow",
 }
 _CURES = {
+    "not finite": "No single operation was found that makes it so: the notes say what is known.",
     "rounding noise": "Remove the leaf, or normalize over more than two elements. The loss "
     "does not depend on the leaf: what follows, as a normalization, removes what it changes.",
     "exploding": "Apply `eqg.clip_gradient_norm(x, 1.0)` where the gradient grows, such as to "
@@ -183,7 +184,9 @@ def explain_gradient(
     if raises or not all(np.all(np.isfinite(x)) for x in parts):
         report = explain_nan(loss, model, *args, **kwargs)
         found += [_symptom(record, "not finite") for record in report.found[:1]]
-        if raises:
+        if report and not found:  # of a `zero_safe` loss, it may be finite
+            found.append(_own("not finite"))
+        if raises or (report and not report.found):
             return SymptomReport(found, report.loss, {}, report.remarks)
     zero = explain_traced(below, traced, gradient, error)
     found += [_symptom(record, "zero") for record in zero.found]
