@@ -51,4 +51,4 @@ def test_an_error_ends_it(monkeypatch):
     monkeypatch.setattr("sys.stderr", Terminal())
     with pytest.raises(eqg.RuleError, match="real scalar"):
         eqg.explain_nan(lambda w: w, jnp.ones(3))
-    assert progress._LINE.get() is None
+    assert progress._TEXT.get() is None

@@ -33,7 +33,7 @@ _TOOLS = {
     "vanishing": "gradient_flow",
 }
 _CURES = {
-    "not finite": "No single operation was found that makes it so: the notes say what is known.",
+    "not finite": "No single operation was found that makes it so. The notes say more.",
     "rounding noise": "Remove the leaf, or normalize over more than two elements. The loss "
     "does not depend on the leaf: what follows, as a normalization, removes what it changes.",
     "exploding": "Apply `eqg.clip_gradient_norm(x, 1.0)` where the gradient grows, such as to "

@@ -85,8 +85,8 @@ def trace_loss(
     - `checkpointed`: the indices of layers that are called in a `filter_checkpoint`.
     """
     check_function(loss, "loss", caller)
-    arguments, call = _arguments(loss, model, args, kwargs)
-    flat, treedef = jax.tree_util.tree_flatten_with_path((model, arguments))
+    names, given, call = _arguments(loss, model, args, kwargs)
+    flat, treedef = jax.tree_util.tree_flatten_with_path((model, given))
     # The arrays of floats of the model, and then all other arrays.
     is_first = [path[0].idx == 0 and eqx.is_inexact_array(x) for path, x in flat]
     first = [i for i, is_one in enumerate(is_first) if is_one]
@@ -100,13 +100,13 @@ def trace_loss(
         full = list(static)
         for i, x in zip(first + others, values, strict=True):
             full[i] = x
-        model, arguments = jax.tree.unflatten(treedef, full)
+        model, given = jax.tree.unflatten(treedef, full)
         if wrap:
             # A layer with its own backward pass runs plain cells without calling them.
             own = set() if steps_are_visible else set(map(id, own_cells(model)))
             selects = lambda layer: id(layer) not in own
             layers[:], model = wrap_layers(model, selects, _around(checkpointed))
-        return check_scalar(caller, loss, call(model, arguments))
+        return check_scalar(caller, loss, call(model, given))
 
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
     with visible, keeping_tracebacks():
@@ -125,7 +125,7 @@ def trace_loss(
         [
             f"model{show_path(path[1:])}"
             if path[0].idx == 0
-            else path[1].key + show_path(path[2:])
+            else names[path[1].idx] + show_path(path[2:])
             for path in paths
         ],
         layers,
@@ -243,21 +243,26 @@ def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
 
 
 def _arguments(loss, model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments but the model, by their names in the signature of the loss; and a function
-    of the model and these that calls the loss."""
+    """The names of the arguments but the model in the signature of the loss, and the arguments;
+    and a function of the model and these that calls the loss."""
     try:
         bound = inspect.signature(loss).bind(model, *args, **kwargs)
         first, *names = bound.arguments
-        kinds = {name: bound.signature.parameters[name].kind for name in bound.arguments}
-        is_known = kinds[first] <= inspect.Parameter.POSITIONAL_OR_KEYWORD
+        kind = bound.signature.parameters[first].kind
+        is_known = kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD
     except (TypeError, ValueError):  # some functions in C have no signature
         is_known = False
     if not is_known or "model" in names:
-        by_name = {"args": tuple(args), "kwargs": dict(kwargs)}
-        return by_name, lambda model, a: loss(model, *a["args"], **a["kwargs"])
+        given = [tuple(args), dict(kwargs)]
+        return (
+            ["args", "kwargs"],
+            given,
+            lambda model, given: loss(model, *given[0], **given[1]),
+        )
 
-    def call(model, arguments):
-        bound.arguments |= {first: model, **arguments}
-        return loss(*bound.args, **bound.kwargs)
+    def call(model, given):
+        by_name = {first: model, **dict(zip(names, given, strict=True))}
+        again = inspect.BoundArguments(bound.signature, by_name)  # pyright: ignore
+        return loss(*again.args, **again.kwargs)
 
-    return {name: bound.arguments[name] for name in names}, call
+    return names, [bound.arguments[name] for name in names], call
