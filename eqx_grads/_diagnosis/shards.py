@@ -1,6 +1,5 @@
 """A `jax.shard_map` in a program, run as a `jax.vmap` over its shards."""
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,7 +49,7 @@ def _names(spec: Any) -> list[tuple[str, ...]]:
 def _split(x, dims, sizes):
     """An array with its shards along the first axes, one for each axis of the mesh."""
     shape, at = [], {}
-    for n, names in itertools.zip_longest(x.shape, dims, fillvalue=()):
+    for n, names in zip(x.shape, _padded(dims, x.ndim), strict=True):
         at |= {name: len(shape) + i for i, name in enumerate(names)}
         split = [sizes[name] for name in names]
         shape += [*split, n // math.prod(split)]
@@ -60,11 +59,15 @@ def _split(x, dims, sizes):
 def _joined(x, dims, sizes):
     """The array of which these are the shards."""
     local, at, shape, axis = x.shape[sum(map(len, dims)) :], {}, [], 0
-    for n, names in itertools.zip_longest(local, dims, fillvalue=()):
+    for n, names in zip(local, _padded(dims, len(local)), strict=True):
         at |= {name: axis + i for i, name in enumerate(names)}
         axis += len(names) + 1
         shape.append(n * math.prod(sizes[name] for name in names))
     return jnp.reshape(jnp.moveaxis(x, *_moves(at, sizes)[::-1]), shape)
+
+
+def _padded(dims, ndim):
+    return [*dims, *[()] * (ndim - len(dims))]
 
 
 def _moves(at, sizes) -> tuple[list[int], list[int]]:

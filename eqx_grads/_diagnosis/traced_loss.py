@@ -245,24 +245,20 @@ def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
 def _arguments(loss, model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The names of the arguments but the model in the signature of the loss, and the arguments;
     and a function of the model and these that calls the loss."""
+    by_position = lambda model, given: loss(model, *given[0], **given[1])
+    unnamed = ["args", "kwargs"], [tuple(args), dict(kwargs)], by_position
     try:
         bound = inspect.signature(loss).bind(model, *args, **kwargs)
-        first, *names = bound.arguments
-        kind = bound.signature.parameters[first].kind
-        is_known = kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD
     except (TypeError, ValueError):  # some functions in C have no signature
-        is_known = False
-    if not is_known or "model" in names:
-        given = [tuple(args), dict(kwargs)]
-        return (
-            ["args", "kwargs"],
-            given,
-            lambda model, given: loss(model, *given[0], **given[1]),
-        )
+        return unnamed
+    first, *names = bound.arguments
+    is_one = bound.signature.parameters[first].kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD
+    if not is_one or "model" in names:
+        return unnamed
 
     def call(model, given):
         by_name = {first: model, **dict(zip(names, given, strict=True))}
-        again = inspect.BoundArguments(bound.signature, by_name)  # pyright: ignore
+        again = inspect.BoundArguments(bound.signature, by_name)
         return loss(*again.args, **again.kwargs)
 
     return names, [bound.arguments[name] for name in names], call
