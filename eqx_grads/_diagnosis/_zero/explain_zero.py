@@ -85,9 +85,11 @@ def explain_zero(
     What comes after that operation need not be corrected first. The kind is the name of the
     experiment that revives the tangent.
 
-    `remarks` name a vector, such as a bias, whose gradient is zero for some units; a gradient
-    that is not exactly zero, but as small as the rounding error of the backward pass; and parts
-    of the model that are no arrays of floats, such as a Python number.
+    `remarks` name
+
+    - a vector, such as a bias, whose gradient is zero for some units;
+    - a gradient that is as small as the rounding error of the backward pass;
+    - parts of the model that are no arrays of floats, such as a Python number.
 
     The loss and its gradient are compiled once. If no gradient is zero, that is all. Otherwise,
     the loss is evaluated operation by operation up to the place where the tangents end. If the
