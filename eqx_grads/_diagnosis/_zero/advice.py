@@ -62,6 +62,8 @@ CURES = {
     "canceled": "Terms of the gradient cancel exactly. If there is a rule or a "
     "`stop_gradient`, the loss may change all the same: for the remainder of a rounding, use "
     "`x - jnp.round(x)`. If there is a softmax, it may be saturated: scale its argument down.",
+    "dropped by zero_safe": "`zero_safe` drops the derivative of what a `where` does not take. "
+    "`eqg.explain_nan` of this loss says where.",
     "truncated": "It is only used in steps before the last window. Use a larger `truncate`.",
 }
 

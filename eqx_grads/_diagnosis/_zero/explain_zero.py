@@ -5,11 +5,14 @@ import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from ..._jaxprs.dependence import free_variables
+from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import ZeroSafe
 from .._programs.pairs import is_inexact
 from ..carried import Place
@@ -96,7 +99,8 @@ def explain_zero(
     gradient raises an error, as the gradient of a `while_loop` does, `explain_zero` uses
     directional derivatives in forward mode.
 
-    Of an [`eqx_grads.zero_safe`][] loss, the function that it differentiates is looked at.
+    Of an [`eqx_grads.zero_safe`][] loss, the function that it differentiates is looked at. If
+    the gradient of a leaf is zero because of `zero_safe`, the kind says so.
 
     **Raises:**
 
@@ -112,11 +116,20 @@ def explain_zero(
     doing("compiling the gradient")
     gradient, error = try_gradient(traced)
     report = explain_traced(below, traced, gradient, error)
-    remarks = list(report.remarks)
+    remarks, found = list(report.remarks), list(report.found)
     bad, noise = (show_list(list(names), 8) for names in (report.not_finite, report.noise))
     if bad:
-        safe = "" if below is loss else " without `zero_safe`, which may make it zero"
+        safe = "" if below is loss else " without `zero_safe`"
         remarks.append(f"The gradient of {bad} is not finite{safe}: see `eqg.explain_nan`.")
+    if bad and below is not loss:
+        rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
+        gradients = jax.grad(lambda x: loss(rest.tree(x), *args, **kwargs))(arrays)
+        kind = "dropped by zero_safe"
+        found += [
+            ZeroGradient(leaf=leaf, kind=kind, cure=CURES[kind])
+            for leaf, g in zip(traced.leaves, gradients, strict=True)
+            if leaf in report.not_finite and not np.any(g)
+        ]
     if noise:
         remarks.append(
             f"The gradient of {noise} is not exactly zero, but a rounding error "
@@ -125,7 +138,8 @@ def explain_zero(
         )
     if gradient is not None and gradient.error is None:
         remarks += _dead_units(traced, gradient)
-    return dataclasses.replace(report, remarks=[*remarks, *remark_on_parameters(model)])
+    remarks += remark_on_parameters(model)
+    return dataclasses.replace(report, found=found, remarks=remarks)
 
 
 def _dead_units(traced: TracedLoss, gradient: Gradient) -> list[str]:
