@@ -252,10 +252,6 @@ class _Explanation:
     def follow(self, leaves: Sequence[int]) -> None:
         """Find the deaths of leaves. Many leaves are followed as one, and in halves if they
         have several deaths."""
-        if 1 < len(leaves) <= _FEW:
-            for leaf in leaves:
-                self.follow([leaf])
-            return
         loss = self._run(leaves) if leaves else Fact(None)
         is_one = loss.t is None and len({id(d.place.eqn) for d in loss.died}) == 1
         if len(leaves) > 1 and not is_one:
@@ -329,9 +325,6 @@ class _Explanation:
         of_factor = made if is_inner and not isinstance(made, str) else origin
         names = (self._name(origin), self._name(of_factor))
         return next((name for name in names if name.startswith("safe.")), "")
-
-
-_FEW = 4
 
 
 def _is_stop_of_jax(death: Death) -> bool:
