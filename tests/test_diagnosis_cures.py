@@ -202,11 +202,6 @@ def _masked(root, y):
             "with this operation in `f`, and the mask as `ok`",
         ),
         (jnp.sqrt, eqg.safe.sqrt, "Or use `eqg.safe.sqrt(x)`"),
-        (
-            lambda y: jnp.linalg.norm(y[:, None], axis=-1),
-            lambda y: eqg.safe.norm(y[:, None], axis=-1),
-            "Or use `eqg.safe.norm(x)`",
-        ),
     ],
 )
 def test_the_cure_of_a_zero_mask_is_at_the_operation(root, cured, named):

@@ -476,17 +476,3 @@ def test_no_reverse_mode():
     with pytest.raises(eqg.RuleError, match="do not support JVP") as error:
         eqg.explain_memory(with_host, jnp.array(4.0))
     assert "while_loop" not in str(error.value)
-
-
-def test_an_error_of_the_library_stays_as_it_is():
-    def loss(w, xs):
-        step = lambda h, x: (jnp.tanh(w @ h + x), None)
-        return jnp.sum(eqg.filter_scan(step, jnp.zeros(3), xs, online=True)[0])
-
-    args = jnp.eye(3), jnp.ones((5, 3))
-    with pytest.raises(eqg.RuleError, match='`online="e-prop"`') as error:
-        eqg.explain_memory(loss, *args)
-    with pytest.raises(eqg.RuleError, match="online") as expected:
-        jax.grad(loss)(*args)
-    assert str(error.value) == str(expected.value)
-    assert "while_loop" not in str(error.value)
