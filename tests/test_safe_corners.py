@@ -1,6 +1,7 @@
 """Second derivatives at kinks, poles and coincident points: right, or NaN, in all four
 compositions of the two modes."""
 
+import importlib.util
 import pathlib
 import re
 
