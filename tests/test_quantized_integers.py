@@ -115,24 +115,6 @@ def test_a_model_of_integers_has_the_outputs_of_the_model(dtype, getkey):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-def test_a_model_of_integers_is_read_into_one_that_was_never_made(dtype, getkey):
-    model = make_quantized(getkey(), dtype)
-    stored, _ = eqg.nn.to_integers(model)
-    make = lambda: eqg.nn.to_integers(make_quantized(jr.key(0), dtype))[0]
-    read = saved(stored, eqx.filter_eval_shape(make))
-    x = jr.normal(getkey(), (1, 6, 6)).astype(model[0].weight.dtype)
-    assert equal_bits(read(x), model(x))
-    assert not equal_bits(make()(x), model(x))
-    # Integers of integers are those that they are.
-    again, report = eqg.nn.to_integers(read)
-    assert again[0] is read[0]
-    assert [row.note for row in report.left if row.note == "has integers"] == 6 * [
-        "has integers"
-    ]
-
-
-@pytest.mark.slow
 def test_the_report_of_to_integers(getkey):
     linear = eqx.nn.Linear(3, 2, dtype="float32", key=getkey())
     conv = eqx.nn.Conv1d(1, 2, 3, dtype="float32", key=getkey())

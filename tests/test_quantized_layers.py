@@ -58,23 +58,6 @@ def test_a_given_number_is_no_leaf(getkey):
     assert len(jax.tree.leaves(nn.FakeQuantize(4, scale=0.1, learn_scale=True))) == 1
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.LSQ(4, channel_axis=0),
-        lambda: nn.FakeQuantize(4, channel_axis=0, learn_scale=True),
-        lambda: nn.FakeQuantize(4, scale=jnp.full((2, 1), 0.1)),
-    ],
-    ids=["LSQ", "learned", "array"],
-)
-def test_a_scale_has_the_path_of_the_page(make, getkey):
-    """`is_scale` of the page on quantization layers, for weight decay and frozen scales."""
-    layer = nn.Quantized(eqx.nn.Linear(6, 2, key=getkey()), make())
-    leaves = jax.tree_util.tree_leaves_with_path(layer)
-    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-    assert paths == [".layer.weight", ".layer.bias", ".weight_quantizer.scale"]
-
-
 def test_codes_of_fsq():
     fsq, everyone = nn.FSQ((4, 3, 5)), jnp.arange(60)
     assert fsq.num_codes == 60
@@ -173,44 +156,6 @@ def test_layers_of_any_type(getkey):
         plain = eqx.tree_at(lambda layer: layer.weight, layer, weight)
         kwargs = {"shift": 3.0} if isinstance(layer, Own) else {}
         np.testing.assert_array_equal(quantized(*args, **kwargs), plain(*args, **kwargs))
-
-
-def test_any_function_is_a_quantizer(getkey):
-    x = jr.normal(getkey(), (3,))
-    learned = eqg.with_gradient_of(jnp.sign, eqx.nn.PReLU(0.1))
-    fake = ft.partial(ste.fake_quantize, scale=0.2, bits=2)
-    for quantizer in (ste.binary_sign, fake, learned):
-        make = lambda key, q=quantizer: nn.Quantized(eqx.nn.Linear(3, 2, key=key), q)
-        layer = make(getkey())
-        np.testing.assert_array_equal(layer.quantized_weight(), quantizer(layer.weight))
-        of_two = lambda keys, make=make: eqx.filter_vmap(lambda member: member(x))(
-            eqx.filter_vmap(make)(keys)
-        )
-        outputs = eqx.filter_eval_shape(of_two, jr.split(getkey(), 2))
-        assert outputs.shape == (2, 2)
-        if quantizer is not learned:  # layers that are scanned over may hold arrays only
-            assert all(eqx.is_array(leaf) for leaf in jax.tree.leaves(layer))
-
-
-@pytest.mark.parametrize("quantizer", [nn.FakeQuantize, nn.LSQ])
-def test_groups_of_weights(quantizer, getkey):
-    """Each group is quantized as if it were alone."""
-    weight = jr.normal(getkey(), (3, 8)) * 2.0 ** jnp.arange(8.0)[None]
-    for made in (quantizer(4, group_size=2), quantizer(4, group_size=2).fit(weight)):
-        pairs = weight.reshape(-1, 2)
-        alone = jnp.stack([quantizer(4).fit(pair)(pair) for pair in pairs]).reshape(3, 8)
-        if made.needs_fit:
-            continue
-        np.testing.assert_allclose(made(weight), alone, rtol=1e-6)
-    linear = eqx.nn.Linear(8, 3, key=getkey())
-    layer = nn.Quantized(linear, quantizer(4, group_size=4))
-    stored, report = nn.to_integers([layer])
-    assert stored[0].weight_quantizer.scale.shape == (3, 2)
-    assert report.swapped[0].note == f"uint8, {12 + 6 * linear.weight.dtype.itemsize} bytes"
-    x = jr.normal(getkey(), (8,))
-    np.testing.assert_array_equal(stored[0](x), layer(x))
-    with raises("`group_size` is 3"):
-        nn.Quantized(linear, nn.LSQ(4, group_size=3))
 
 
 # ---------------------------------------------------------------- whole models
@@ -320,19 +265,6 @@ def test_shared_layers(getkey):
     assert_close(model.linear.quantized_weight(), nn.LSQ(2, scale=0.1)(weight), tolerance=2e-5)
     with raises(r"its weight is a `SharedNode`(?s:.)*before it is shared"):
         nn.quantize_model(eqx.nn.Shared(tied, where, get), {"*.linear": nn.LSQ(2)})
-
-
-def test_skeletons(getkey):
-    """A model on disk is read into one that was never made."""
-    unquantized = lambda: eqx.nn.MLP(3, 2, 4, 1, key=jr.key(0))
-    make = lambda: nn.quantize_model(unquantized(), {"*": nn.LSQ(2)})[0]
-    model, skeleton = make(), eqx.filter_eval_shape(make)
-    with raises("its weight is a `ShapeDtypeStruct`"):
-        nn.quantize_model(eqx.filter_eval_shape(unquantized), {"*": nn.LSQ(2)})
-    file = io.BytesIO()
-    eqx.tree_serialise_leaves(file, model)
-    file.seek(0)
-    assert eqx.tree_equal(eqx.tree_deserialise_leaves(file, skeleton), model)
 
 
 def test_one_path_syntax(getkey):

@@ -211,7 +211,9 @@ def test_errors():
         with pytest.raises(RuleError, match="does not fit `v`"):
             jax.grad(lambda v, wrong=wrong: spike(v, wrong))(1.0)
     assert jax.grad(spike)(0.0, Bump(jnp.array(2.0))) == 2.0
-    with pytest.raises(RuleError, match=r"`Bump`, which has no primitive.\n  at surrogate.slope"):
+    with pytest.raises(
+        RuleError, match=r"`Bump`, which has no primitive.\n  at surrogate.slope"
+    ):
         jax.grad(spike, argnums=1)(0.0, Bump(jnp.array(2.0)))
     for kind, name in ((superspike, "slope"), (multi_gaussian, "spread"), (rectangle, "width")):
         for value in (0, np.array([1.0, -1.0])):
