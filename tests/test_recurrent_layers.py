@@ -389,6 +389,7 @@ def test_recurrent_layers_in_sequential(reverse, getkey):
     assert any(jnp.any(g != 0) for g in jax.tree.leaves(grads[0]))
 
 
+@pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("layer", [nn.GRU, nn.LSTM, nn.RNN])
 @pytest.mark.parametrize(("hidden", "in_chunks"), [(4, False), (256, True)])
 def test_the_backward_pass_has_chunks_if_the_states_do_not_fit_in_the_cache(

@@ -12,7 +12,6 @@ import jax.random as jr
 import numpy as np
 import pytest
 from eqx_grads import RuleError
-from eqx_grads._control_flow import accelerators
 from eqx_grads.nn._spiking import spiking_scan
 
 from .fixtures import record_spiking as snntorch
@@ -123,6 +122,7 @@ def test_what_is_frozen_costs_nothing(getkey):
     assert products(jax.grad(total, 1), layer, xs) < everything - 1
 
 
+@pytest.mark.usefixtures("cpu")
 def test_chunks_on_an_accelerator(monkeypatch, getkey):
     """A loop in a loop costs launches: there is one for the steps of a chunk, and none for the
     chunks of a sequence like these, which has twenty on a CPU."""
@@ -137,7 +137,7 @@ def test_chunks_on_an_accelerator(monkeypatch, getkey):
     ).count(" scan[")
     assert spiking_scan.chunk_length(xs, 256) == 5
     on_cpu = loops()
-    monkeypatch.setattr(accelerators, "on_cpu", lambda: False)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert spiking_scan.chunk_length(xs, 256) == 100
     jax.clear_caches()
     assert loops() < on_cpu
