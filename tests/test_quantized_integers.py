@@ -22,6 +22,8 @@ QUANTIZERS = [
     eqg.nn.LSQ(2),
     eqg.nn.LSQ(12, channel_axis=-1),
     eqg.nn.LSQ(4, group_size=8),
+    eqg.nn.FakeQuantize(4, asymmetric=True, group_size=8, signed=False),
+    eqg.nn.FakeQuantize(8, asymmetric=True, learn_scale=True, channel_axis=0),
 ]
 
 
@@ -30,11 +32,12 @@ QUANTIZERS = [
 def test_the_product_is_the_output_of_the_quantizer(quantizer, dtype, getkey):
     x = jr.normal(getkey(), (6, 40)).astype(dtype)
     quantizer = quantizer.fit(x)
-    integers, scale = quantizer.encode(x)
+    integers, scale, *zero = quantizer.encode(x)
     if quantizer.group_size:
         assert scale.shape == (6, 5)
-        scale = jnp.repeat(scale, 8, axis=1)
-    assert jnp.array_equal((integers.astype(scale.dtype) * scale).astype(dtype), quantizer(x))
+        scale, *zero = (jnp.repeat(a, 8, axis=1) for a in (scale, *zero))
+    levels = integers.astype(scale.dtype) - (zero[0] if zero else 0)
+    assert jnp.array_equal((levels * scale).astype(dtype), quantizer(x))
     kind, bits = ("i" if quantizer.signed else "u"), quantizer.bits
     assert integers.dtype.kind == kind
     assert integers.dtype.itemsize == (1 if bits <= 8 else 2 if bits <= 16 else 4)
@@ -257,9 +260,10 @@ def test_integers_of_four_bits_are_two_in_a_byte(quantizer, shape, getkey):
         assert codes.size == weight.size / 2
     np.testing.assert_array_equal(stored[0].layer.weight, codes)
     assert equal_bits(stored[0].quantized_weight(), layer.quantized_weight())
-    unsigned = eqg.nn.Quantized(Weighted(weight), eqg.nn.FakeQuantize(4, signed=False))
-    stored, _ = eqg.nn.to_integers([unsigned])
-    assert equal_bits(stored[0].quantized_weight(), unsigned.quantized_weight())
+    for options in ({"signed": False}, {"asymmetric": True}):
+        other = eqg.nn.Quantized(Weighted(weight + 3), eqg.nn.FakeQuantize(4, **options))
+        stored, _ = eqg.nn.to_integers([other])
+        assert equal_bits(stored[0].quantized_weight(), other.quantized_weight())
 
 
 def test_a_quantizer_of_your_own_that_claims_too_few_bits(getkey):
