@@ -406,28 +406,6 @@ def test_a_call_with_dropout_needs_a_key(make):
     assert eqx.tree_equal(eqx.nn.inference_mode(layer)(XS), quiet)
 
 
-def test_the_keys_of_dropout():
-    """As the docstring of the call says."""
-    layer = nn.RNN(3, 8, num_layers=3, dropout=0.5, key=KEY)
-    batch = layer(XS, key=KEY)[0]
-    assert not np.array_equal(batch[0], batch[1])  # of equal examples
-    same = jax.vmap(lambda x: layer(x, key=KEY)[0])(XS)
-    assert np.array_equal(same[0], same[1])
-    keys = jr.split(KEY, len(XS))
-    other = jax.vmap(lambda x, key: layer(x, key=key)[0])(XS, keys)
-    assert not np.array_equal(other[0], other[1])
-    assert not np.array_equal(other, batch)
-
-    # The key is split before each layer but the first.
-    ys, key, dropout = jnp.swapaxes(jnp.asarray(XS), 0, 1), KEY, eqx.nn.Dropout(0.5)
-    for i, ((cell,),) in enumerate(zip(layer.cells, strict=True)):
-        if i > 0:
-            key, subkey = jr.split(key)
-            ys = dropout(ys, key=subkey)
-        ys = nn.Recurrent(cell, time_major=True)(ys)[0]
-    np.testing.assert_allclose(jnp.swapaxes(ys, 0, 1), batch, rtol=1e-5, atol=1e-6)
-
-
 def test_lists_say_what_they_leave_out():
     model = [eqx.nn.Linear(1, 1, key=key) for key in jr.split(KEY, 13)]
     with raises(r"is `\[9\]`, Linear\n(?s:.)*  and 3 more\nA layer of"):  # with the list

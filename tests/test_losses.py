@@ -148,37 +148,6 @@ def squares(model, xs, ys):
     return jnp.sum(jnp.tanh(xs @ weight + bias - ys) ** 2)
 
 
-@pytest.mark.thorough
-def test_chunked_numbers_are_static(getkey):
-    """Also those in a Module: an `equinox.nn.Dropout` asks for the type of its probability."""
-
-    class Scaled(eqx.Module):
-        weight: jax.Array
-        scale: float
-        power: int
-
-        def __call__(self, x):
-            assert type(self.scale) is float
-            assert type(self.power) is int
-            return self.scale * (self.weight * x) ** self.power if self.scale > 0 else x
-
-    def loss(model, xs, shift, *, dropout, factor):
-        assert type(shift) is float
-        assert type(dropout.p) is float
-        assert factor is True
-        return jnp.sum(dropout(jax.vmap(model)(xs)) + shift)
-
-    model, xs = Scaled(jr.normal(getkey(), (3,)), 0.5, 2), jr.normal(getkey(), (5, 3))
-    options = {"dropout": eqx.nn.Dropout(0.0), "factor": True}
-    expected = eqx.filter_grad(loss)(model, xs, 0.1, **options)
-    split = chunked(loss, (None, 0, None), 2)
-    for grad in (eqx.filter_grad(split), eqx.filter_jit(eqx.filter_grad(split))):
-        assert_close(grad(model, xs, 0.1, **options).weight, expected.weight)
-    got = jax.vmap(jax.grad(lambda w: split(Scaled(w, 0.5, 2), xs, 0.1, **options)))(xs)
-    plain = jax.vmap(jax.grad(lambda w: loss(Scaled(w, 0.5, 2), xs, 0.1, **options)))(xs)
-    assert_close(got, plain)
-
-
 # What it costs. The flops of a loop are counted once for all its steps, so that there is one
 # chunk where they are counted.
 

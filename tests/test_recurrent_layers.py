@@ -127,99 +127,6 @@ def test_no_step_and_one_step(name, steps, getkey):
         assert_close(grads[2], jax.tree.map(lambda s: 2 * s, state), tolerance=1e-6)
 
 
-def test_a_cell_of_half_precision_with_wider_inputs(getkey):
-    cell = eqx.nn.GRUCell(3, 4, dtype=jnp.bfloat16, key=getkey())
-    xs = jnp.ones((2, 5, 3), jnp.float32)
-    with jax.numpy_dtype_promotion("standard"):
-        ys, state = nn.Recurrent(cell)(xs)
-    assert ys.dtype == state.dtype == jnp.float32
-
-
-class Attend(eqx.Module):
-    """A cell with a matrix, a vector and a counter for a state."""
-
-    query: jax.Array
-
-    def __call__(self, x, state):
-        memory, count, h = state
-        memory = 0.9 * memory + jnp.outer(h, x)
-        return memory, count + 1, jnp.tanh(jax.nn.softmax(memory @ self.query) + h)
-
-
-def test_state_of_the_call_alone(getkey):
-    """The layer does not know the first state of this cell, and need not."""
-    xs, query = jr.normal(getkey(), (2, 5, 3)), jr.normal(getkey(), (3,))
-    state = (jnp.ones((2, 3, 3)), jnp.zeros(2), jnp.ones((2, 3)))
-
-    def by_scan(query, xs, state):
-        def step(state, x):
-            state = Attend(query)(x, state)
-            return state, state[2]
-
-        return jax.lax.scan(step, state, xs)[1]
-
-    def expected(query):
-        return jax.vmap(by_scan, (None, 0, 0))(query, xs, state)
-
-    def layer(query):
-        return nn.Recurrent(Attend(query), output=lambda state: state[2])(xs, state)[0]
-
-    assert_close(layer(query), expected(query), tolerance=2e-6)
-    gradient = lambda fn: jax.grad(lambda q: jnp.sum(fn(q) ** 2))(query)
-    assert_close(gradient(layer), gradient(expected), tolerance=2e-6)
-
-
-class LayerNormLSTM(eqx.Module):
-    """As in the guide about fast recurrent networks."""
-
-    weights: eqx.nn.Linear
-    norm: eqx.nn.LayerNorm
-    norm_c: eqx.nn.LayerNorm
-
-    def __init__(self, input_size, hidden_size, *, key):
-        self.weights = eqx.nn.Linear(input_size + hidden_size, 4 * hidden_size, key=key)
-        self.norm = eqx.nn.LayerNorm(4 * hidden_size)
-        self.norm_c = eqx.nn.LayerNorm(hidden_size)
-
-    def __call__(self, x, state):
-        h, c = state
-        i, f, g, o = jnp.split(self.norm(self.weights(jnp.concatenate([x, h]))), 4)
-        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        return jax.nn.sigmoid(o) * jnp.tanh(self.norm_c(c)), c
-
-    def initial_state(self):
-        return jnp.zeros(self.norm_c.shape), jnp.zeros(self.norm_c.shape)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("reverse", [False, True])
-def test_a_cell_of_your_own_has_all_options(reverse, getkey):
-    make = lambda size: LayerNormLSTM(size, 2, key=getkey())
-    layer = nn.Recurrent(
-        [(make(3), make(3)), (make(4), make(4))],
-        dropout=0.5,
-        learn_initial_state=True,
-        reverse=reverse,
-        time_major=True,
-    )
-    assert jax.tree.map(jnp.shape, layer.initial_state) == ((4, 2), (4, 2))
-    xs, lengths = jr.normal(getkey(), (2, 4, 3)), [4, 2]
-
-    def run(layer, xs, _):
-        xs = jnp.swapaxes(xs, 0, 1)
-        ys, last = layer(xs, lengths=lengths, inference=True)
-        return jnp.swapaxes(ys, 0, 1), last
-
-    def plain(layer, xs, _):
-        state = jax.tree.map(lambda s: jnp.repeat(s[:, None], 2, 1), layer.initial_state)
-        return reference(layer, xs, state, lengths)
-
-    both = lambda f: eqx.filter_jit(lambda a: (f(*a), eqx.filter_grad(loss(f))(a)))
-    assert_close(both(run)((layer, xs, None)), both(plain)((layer, xs, None)), tolerance=2e-5)
-    dropped = [layer(jnp.swapaxes(xs, 0, 1), key=getkey())[0] for _ in range(2)]
-    assert jnp.any(dropped[0] != dropped[1])
-
-
 class Noisy(eqx.Module):
     """A cell with a random key in its state, whose neurons are a matrix."""
 
@@ -353,19 +260,6 @@ def test_gradient_flow_of_recurrent_layers(name, getkey):
     (chosen,) = eqg.gradient_flow(loss_of, network, xs, where=lambda m: m.rnn).items()
     assert chosen[0] == "rnn"
     np.testing.assert_array_equal(chosen[1], flow["rnn"])
-
-
-@pytest.mark.slow
-def test_several_cells(getkey):
-    layer = nn.GRU(3, 4, num_layers=2, bidirectional=True, reverse=True, key=getkey())
-    network = Network(layer, eqx.nn.Linear(8, 2, key=getkey()))
-    xs = jr.normal(getkey(), (2, 6, 3))
-    loss = lambda network: jnp.sum(network.rnn(xs, lengths=[6, 2])[0] ** 2)
-    flow = eqg.gradient_flow(loss, network, where=lambda m: m.rnn)
-    assert list(flow) == [f"rnn.cells[{i}][{j}]" for i in range(2) for j in range(2)]
-    assert all(norms.shape == (6,) for norms in flow.values())
-    (second,) = eqg.gradient_flow(loss, network, where=lambda m: m.rnn.cells[1][1]).values()
-    np.testing.assert_allclose(second, flow["rnn.cells[1][1]"], rtol=1e-6)
 
 
 # ---------------------------------------------------------------- in other layers

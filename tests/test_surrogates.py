@@ -1,5 +1,4 @@
-"""Spikes: what other libraries have, in terms of these surrogates; what the tails and the backward
-pass of a loop lose.
+"""Spikes: what other libraries have, in terms of these surrogates; tails, kinks, memory.
 
 The published formulas are in `guard/registry/surrogates.py`.
 """

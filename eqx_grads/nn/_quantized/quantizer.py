@@ -90,9 +90,7 @@ def stored(quantizer: AbstractQuantizer, weight: Array) -> tuple[Array, Stored]:
         integers = low | high << 4
     signed = getattr(quantizer, "signed", None)
     zero_point = zero[0] if zero else None
-    return integers, Stored(
-        scale, zero_point, quantizer.bits, signed, weight.dtype, axis, sign
-    )
+    return integers, Stored(scale, zero_point, quantizer.bits, signed, weight.dtype, axis, sign)
 
 
 def spread(scale: Any, x: Array) -> Any:

@@ -194,7 +194,7 @@ class LIFCell(eqx.Module):
             )
         self.reset = "none" if threshold is None else reset
         self.detach_reset = bool(detach_reset)
-        self.surrogate = _as_surrogate(surrogate)
+        self.surrogate = atan() if surrogate is None else surrogate
         self.hidden_size = hidden_size
         self.weight_hh = self.weight_ih = self.bias = None
         if not recurrent and input_size is None:
@@ -362,18 +362,3 @@ def _as_constant(name, value, shape) -> Any:
         do = "Is there a division by zero where it comes from?"
         raise bad_argument("LIFCell", name, "a number", value, do)
     return value
-
-
-def _as_surrogate(surrogate) -> Surrogate:
-    if surrogate is None:
-        return atan()
-    # A class is callable, too: somebody wrote `atan` for `atan()`.
-    if isinstance(surrogate, type) or not (
-        isinstance(surrogate, AbstractSurrogate) or callable(surrogate)
-    ):
-        do = (
-            "Give it one of `eqx_grads.surrogates`, like `eqx_grads.surrogates.atan()`, or a "
-            "function `derivative(v)`."
-        )
-        raise bad_argument("LIFCell", "surrogate", "a surrogate", surrogate, do)
-    return surrogate
