@@ -318,6 +318,7 @@ WRONG = [
     ({"hidden_size": (3, 4), "input_size": 2}, "not a number of neurons"),
     ({"input_size": -1}, "`input_size` is -1"),
     ({"input_size": 2, "key": None}, "`key` of `LIFCell` is not a random key"),
+    ({"surrogate": eqg.surrogates.atan}, r"`surrogate` of `LIFCell` is(?s:.)*atan\(\)`"),
     ({"threshold": None, "rho": 0.9}, SPIKES_NOT),
     ({"threshold": None, "recurrent": True}, SPIKES_NOT),
 ]

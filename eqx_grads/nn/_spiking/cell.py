@@ -17,7 +17,7 @@ from ..._rules.float_args import check_parameter
 from ..._rules.replace_gradient import replace_gradient
 from ..._tangent_spaces import broadcasts_to, dtype_of_array
 from ...surrogates import AbstractSurrogate, atan
-from .._argument_checks import as_sizes, check_option, is_size
+from .._argument_checks import as_sizes, check_callable, check_option, is_size
 from .._dtypes import common_dtype, layer_dtype
 from .dynamics import Dynamics, LIFState, Reset, step
 
@@ -194,6 +194,9 @@ class LIFCell(eqx.Module):
             )
         self.reset = "none" if threshold is None else reset
         self.detach_reset = bool(detach_reset)
+        if not isinstance(surrogate, AbstractSurrogate):
+            # A class is callable, too: somebody wrote `atan` for `atan()`.
+            check_callable("LIFCell", "surrogate", surrogate, "eqx_grads.surrogates.atan()")
         self.surrogate = atan() if surrogate is None else surrogate
         self.hidden_size = hidden_size
         self.weight_hh = self.weight_ih = self.bias = None
