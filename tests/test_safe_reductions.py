@@ -266,4 +266,4 @@ def test_errors():
         with pytest.raises(eqg.RuleError, match=match):
             call()
     with pytest.raises(TypeError, match=r"`safe.divide` missing a required argument: 'y'"):
-        safe.divide(1.0)  # pyright: ignore
+        safe.divide(1.0)

@@ -250,15 +250,16 @@ class FakeQuantize(AbstractUniform):
         check_flags("FakeQuantize", narrow=narrow, asymmetric=asymmetric)
         self._set(scale, bits, learn_scale, signed, channel_axis, group_size)
         self.narrow, self.asymmetric = bool(narrow), bool(asymmetric)
-        of_scale = asymmetric and self.scale is not None
-        self.zero_point = jnp.zeros_like(widen(self.scale)) if of_scale else None
+        given = self.scale if asymmetric else None
+        self.zero_point = None if given is None else jnp.zeros_like(widen(given))
 
     def _scale_for(self, x, axes):
         if not self.asymmetric:
             return ste.absmax_scale(x, bits=self.bits, signed=self.signed, axis=axes)
         low, high = self._range
-        width = _lowest(-x, axes) + _lowest(x, axes)  # minus it
-        return jnp.maximum(-width / (high - low), jnp.finfo(x.dtype).tiny)
+        # Each side for itself, as their sum may be out of range.
+        scale = sum(-_lowest(side, axes) / (high - low) for side in (x, -x))
+        return jnp.maximum(scale, jnp.finfo(x.dtype).tiny)
 
     @property
     def _range(self):
