@@ -408,7 +408,7 @@ def test_calibration_of_ensembles_and_scans(scan, getkey):
 def test_calibration_errors(getkey):
     model = {name: eqx.nn.Linear(3, 2, key=getkey()) for name in "ab"}
     call = lambda model, x: jax.vmap(model["a"])(x)
-    some = {"calibrate": np.ones((6, 3), "float32"), "call": call}
+    some = {"calibrate": jnp.ones((6, 3)), "call": call}
     missing = r"(?s)no inputs to calibrate a layer.*`\['b'\]` is not called.*`call=lambda"
     with raises(missing):
         nn.quantize_model(model, {"*": QUANTIZERS}, **some)

@@ -194,10 +194,7 @@ class LIFCell(eqx.Module):
             )
         self.reset = "none" if threshold is None else reset
         self.detach_reset = bool(detach_reset)
-        if not isinstance(surrogate, AbstractSurrogate):
-            # A class is callable, too: somebody wrote `atan` for `atan()`.
-            check_callable("LIFCell", "surrogate", surrogate, "eqx_grads.surrogates.atan()")
-        self.surrogate = atan() if surrogate is None else surrogate
+        self.surrogate = _as_surrogate(surrogate)
         self.hidden_size = hidden_size
         self.weight_hh = self.weight_ih = self.bias = None
         if not recurrent and input_size is None:
@@ -365,3 +362,10 @@ def _as_constant(name, value, shape) -> Any:
         do = "Is there a division by zero where it comes from?"
         raise bad_argument("LIFCell", name, "a number", value, do)
     return value
+
+
+def _as_surrogate(surrogate) -> Surrogate:
+    if not isinstance(surrogate, AbstractSurrogate):
+        # A class is callable, too: somebody wrote `atan` for `atan()`.
+        check_callable("LIFCell", "surrogate", surrogate, "eqx_grads.surrogates.atan()")
+    return atan() if surrogate is None else surrogate
