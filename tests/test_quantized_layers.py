@@ -58,18 +58,6 @@ def test_a_given_number_is_no_leaf(getkey):
     assert len(jax.tree.leaves(nn.FakeQuantize(4, scale=0.1, learn_scale=True))) == 1
 
 
-def test_codes_of_fsq():
-    fsq, everyone = nn.FSQ((4, 3, 5)), jnp.arange(60)
-    assert fsq.num_codes == 60
-    codes = fsq.decode(everyone)
-    assert len(np.unique(codes, axis=0)) == 60
-    assert np.isnan(fsq.decode(jnp.array([-61, -60, -1, 60]))).all()
-    # What stays apart from the edges of its cell comes back as the code that it is.
-    again, indices = fsq.quantize(jnp.arctanh(0.9 * codes))
-    np.testing.assert_array_equal(indices, everyone)
-    np.testing.assert_array_equal(again, codes)
-
-
 # ---------------------------------------------------------------- the codebook
 
 
@@ -104,28 +92,6 @@ def test_vectors_that_are_not_finite_are_left_out(getkey):
     # What is finite in single precision may not be so in the codebook's.
     half = nn.VectorQuantizer(4, 2, ema=True, dtype="float16", key=key)
     assert eqx.tree_equal(half.updated(jnp.full((3, 2), 1e30, "float32")), half)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ema", [False, True])
-def test_dead_entries_are_replaced(ema, getkey):
-    vq = nn.VectorQuantizer(8, 2, ema=ema, decay=0.5, dead_below=0.2, key=getkey())
-    far = vq.codebook.at[:].set(100.0).at[0].set(5.0)
-    vq = eqx.tree_at(lambda vq: vq.codebook, vq, far)
-    z = jr.normal(getkey(), (40, 2), vq.codebook.dtype)
-    update = eqx.filter_jit(lambda vq, key: vq.updated(z, key=key))
-    one = update(vq, getkey())
-    np.testing.assert_array_equal(one.codebook[1:], far[1:])  # not dead yet
-    three = update(update(one, getkey()), getkey())
-    rows = {row.tobytes() for row in np.asarray(z)}
-    assert all(row.tobytes() in rows for row in np.asarray(three.codebook[1:]))
-    np.testing.assert_array_equal(three.usage[1:], 1 / 8)
-    assert vq.quantize(z).commitment_loss > 2 * three.quantize(z).commitment_loss
-    # Without a key, the choice of vectors is the same in every call.
-    twice = [update(update(one, None), None) for _ in range(2)]
-    assert eqx.tree_equal(*twice)
-    assert {row.tobytes() for row in np.asarray(twice[0].codebook[1:])} < rows
-    assert eqx.tree_equal(vq.fit(z), vq.fit(z))
 
 
 # ---------------------------------------------------------------- layers
@@ -342,39 +308,6 @@ def test_inputs_of_a_model_with_quantized_weights(getkey):
 # ---------------------------------------------------------------- calibration
 
 QUANTIZERS = (nn.LSQ(4), nn.LSQ(3, signed=False))
-
-
-@pytest.mark.slow
-def test_calibration(getkey):
-    """The scales are those of quantizers fitted by hand to the inputs of each layer."""
-    keys = jr.split(getkey(), 3)
-    first, second = eqx.nn.Conv2d(1, 2, 3, key=keys[0]), eqx.nn.Linear(32, 5, key=keys[1])
-    third = eqx.nn.Linear(5, 3, key=keys[2])
-    relu = eqx.nn.Lambda(jax.nn.relu)
-    dropout = eqx.nn.Dropout(0.5)
-    layers = [first, relu, eqx.nn.Lambda(jnp.ravel), second, relu, dropout, third]
-    model = eqx.nn.Sequential(layers)
-    images = jr.uniform(getkey(), (20, 1, 6, 6))
-    rules = {
-        eqx.nn.Conv2d: (nn.LSQ(4), nn.FakeQuantize(8, learn_scale=True)),
-        "layers[3]": (nn.LSQ(4), nn.LSQ(3, signed=False, channel_axis=0)),
-        eqx.nn.Linear: QUANTIZERS,
-    }
-    quantized, report = nn.quantize_model(model, rules, calibrate=images)
-    assert [row.inputs for row in report.swapped] == ["8 bits signed", *2 * ["3 bits unsigned"]]
-    one = jax.nn.relu(jax.vmap(first)(images)).reshape(20, -1)
-    two = jax.nn.relu(jax.vmap(second)(one))
-    scale = lambda i: quantized.layers[i].input_quantizer.scale
-    np.testing.assert_allclose(scale(0), np.max(np.abs(images)) / 127, rtol=1e-6)
-    np.testing.assert_allclose(scale(3), 2 * np.mean(np.abs(one), 0) / 7**0.5, rtol=1e-5)
-    np.testing.assert_allclose(scale(6), 2 * np.mean(np.abs(two)) / 7**0.5, rtol=1e-5)
-    # The weights are those without calibration, and the original is what it was.
-    assert quantized.layers[3].weight is second.weight
-    assert model.layers[0] is first
-    outputs = jax.vmap(eqx.nn.inference_mode(quantized))(images)
-    grads = eqx.filter_grad(lambda m: jnp.sum(eqx.nn.inference_mode(m)(images[0])))(quantized)
-    assert outputs.shape == (20, 3)
-    assert grads.layers[6].input_quantizer.scale.shape == ()
 
 
 @pytest.mark.thorough
