@@ -81,26 +81,15 @@ def test_neurons_after_a_convolution(getkey):
         xs = 1 + 3 * jr.normal(getkey(), (2, 5, 2, 3, 2))
         _, state = layer(xs)
 
-        def loop(layer, xs, state):
-            outputs, ends = [], []
-            for b in range(2):
-                ys, end = xs[b], []
-                for i in range(2):
-                    s, fired = jax.tree.map(lambda s, i=i, b=b: s[i, b], state), []
-                    for y in ys:
-                        s = layer.cells[i][0](y, s)
-                        fired.append(s.spikes)
-                    ys = jnp.stack(fired)
-                    end.append(s)
-                outputs.append(ys)
-                ends.append(jax.tree.map(lambda *s: jnp.stack(s), *end))
-            return jnp.stack(outputs), jax.tree.map(lambda *s: jnp.stack(s, 1), *ends)
+        def by_step(layer, xs, state):
+            cells = [cell for (cell,) in layer.cells]
+            return nn.Recurrent(cells, checkpoint=3)(xs, state)
 
         args = (layer, xs, state)
         assert 0.1 < jnp.mean(layer(xs)[0]) < 0.9
         both = lambda f: eqx.filter_jit(lambda a: (f(*a), eqx.filter_grad(loss(f))(a)))
         call = lambda layer, xs, state: layer(xs, state)
-        assert_close(both(call)(args), both(loop)(args), tolerance=1e-12)
+        assert_close(both(call)(args), both(by_step)(args), tolerance=1e-12)
         assert_close(layer(xs[0])[0], layer(xs)[0][0], tolerance=1e-12)
         with pytest.raises(RuleError, match=r"of the wrong size(?s:.)*is \(2, 3, 2\)"):
             layer(xs[:, :, :, :2])
