@@ -36,7 +36,7 @@ KEY = jax.random.key(1)
 
 
 class Lines(NamedTuple):
-    """What is drawn over `x`. Two axes in `value` are the points of a plane."""
+    """The lines that are drawn over `x`. Two axes in `value` are the points of a plane."""
 
     x: jax.Array
     value: jax.Array
@@ -104,7 +104,7 @@ def _noise() -> Lines:
 
 
 def _psum() -> Lines:
-    """Two devices, of which the other one has the gradient one."""
+    """Two devices; the other one has the gradient one."""
     g = jnp.linspace(-2.0, 2.0, POINTS)
     op = lambda x: eqg.psum_gradient(x, "devices")
     pull = jax.vmap(lambda g: jax.vjp(op, 0.0)[1](g)[0], axis_name="devices")

@@ -36,7 +36,7 @@ def test_the_product_is_the_output_of_the_quantizer(quantizer, dtype, getkey):
     if quantizer.group_size:
         assert scale.shape == (6, 5)
         scale, *zero = (jnp.repeat(a, 8, axis=1) for a in (scale, *zero))
-    levels = integers.astype(scale.dtype) - (zero[0] if zero else 0)
+    levels = integers.astype(scale.dtype) - (zero[0].astype(scale.dtype) if zero else 0)
     assert jnp.array_equal((levels * scale).astype(dtype), quantizer(x))
     kind, bits = ("i" if quantizer.signed else "u"), quantizer.bits
     assert integers.dtype.kind == kind

@@ -93,7 +93,7 @@ def test_what_is_constant_makes_no_nan():
 
 # ---------------------------------------------------------------- kernels of a distance
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "recipes" / "nan-and-zero.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "my-gradient-is" / "nan.md"
 # The kernels of a distance, and the factor `c` of `1 - c r**2 + ...`, if it is smooth.
 KERNELS = {
     "Matern 1/2": (lambda r: mp.exp(-r), None),
@@ -108,7 +108,7 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def kernels():
-    """Those of the recipe."""
+    """Those of the page."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names = {"eqg": eqg, "jax": jax, "jnp": jnp}
     exec(next(block for block in blocks if "matern52" in block), names)

@@ -81,7 +81,7 @@ def norm(
     Second derivatives do not exist at zero, and are NaN there, also where a mask on the result
     drops them: mask the argument, with [`eqx_grads.safe.where`][] under `jax.vmap`. So are
     those of `norm(x)**2`, which is smooth: write `jnp.sum(x**2)`. For kernels of a distance,
-    there is a [recipe](../recipes/nan-and-zero.md#how-do-i-write-a-kernel-of-a-distance).
+    see [NaN](../guides/my-gradient-is/nan.md#how-do-i-write-a-kernel-of-a-distance).
     By an element that is zero they are NaN unless $2 \le p < \infty$, and for `jnp.inf` and
     `-jnp.inf` where several elements are the largest, or the smallest.
 
@@ -298,7 +298,7 @@ def pairwise_distance(
     That of [`eqx_grads.safe.norm`][] of the differences. Both modes and all orders. Second
     derivatives by points that coincide are NaN, also where the kernel that is computed from
     their distance is smooth: see the
-    [recipe](../recipes/nan-and-zero.md#how-do-i-write-a-kernel-of-a-distance).
+    [NaN page](../guides/my-gradient-is/nan.md#how-do-i-write-a-kernel-of-a-distance).
     If `y` is left out, or is `x` itself, the distance of a point to itself is a constant, and
     all its derivatives are zero.
 

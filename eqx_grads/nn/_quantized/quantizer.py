@@ -19,7 +19,8 @@ Quantizer: TypeAlias = Callable[[Array], Array]
 # Integers, and the scale by which they are multiplied. Zero points, if there are any, are
 # subtracted before.
 Encoded: TypeAlias = (
-    tuple[Integer[Array, "..."], Floats] | tuple[Integer[Array, "..."], Floats, Floats]
+    tuple[Integer[Array, "..."], Floats]
+    | tuple[Integer[Array, "..."], Floats, Integer[Array, "..."]]
 )
 
 
@@ -53,7 +54,7 @@ class Stored(eqx.Module):
     """The floats that integers represent: what is left of a quantizer where they are stored."""
 
     scale: Floats
-    zero_point: Floats | None
+    zero_point: Integer[Array, "..."] | None
     bits: int | float = eqx.field(static=True)
     signed: bool | None = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
@@ -68,7 +69,7 @@ class Stored(eqx.Module):
             x = (x ^ self.sign) - self.sign
         scale = spread(self.scale, x)
         x = x.astype(scale.dtype)
-        x = x if self.zero_point is None else x - spread(self.zero_point, x)
+        x = x if self.zero_point is None else x - spread(self.zero_point, x).astype(x.dtype)
         return (x * scale).astype(self.dtype)
 
 

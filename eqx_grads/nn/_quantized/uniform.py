@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, ArrayLike, Float, Integer, Key
 
 from ... import ste
 from ..._errors import check_flags, rule_error, type_of
@@ -85,7 +85,9 @@ class AbstractUniform(AbstractQuantizer):
         check_examples(name, given, x.dtype)
         info = jnp.finfo(x.dtype)
         scale = jnp.clip(self._scale_of_all(x), float(info.tiny), float(info.max))
-        found = scale.astype(x.dtype), self._zero_for(x, scale.astype(x.dtype))
+        scale = scale.astype(x.dtype)
+        # Integers, so that no optimizer changes them.
+        found = scale, jnp.asarray(self._zero_for(x, scale)).astype(jnp.int32)
         fields = lambda q: (q.scale, q.zero_point) if q.asymmetric else (q.scale,)
         found = found[: 1 + self.asymmetric]
         return eqx.tree_at(fields, self, found, is_leaf=lambda x: x is None)
@@ -132,8 +134,9 @@ class AbstractUniform(AbstractQuantizer):
         # In the scale one, the output is the integers, by the same arithmetic.
         levels = self._round(wide / steps, jnp.ones((), wide.dtype), zero)
         bits = next(n for n in (8, 16, 32) if self.bits <= n)
-        levels = (levels + spread(zero, wide)).astype(f"{'' if self.signed else 'u'}int{bits}")
-        return (levels, scale, zero) if self.asymmetric else (levels, scale)
+        dtype = f"{'' if self.signed else 'u'}int{bits}"
+        levels = (levels + spread(zero, wide)).astype(dtype)
+        return (levels, scale, zero.astype(dtype)) if self.asymmetric else (levels, scale)
 
     def _scale_in_use(self, x):
         if self.needs_fit:
@@ -211,7 +214,7 @@ class FakeQuantize(AbstractUniform):
 
     narrow: bool = eqx.field(static=True)
     asymmetric: bool = eqx.field(static=True)
-    zero_point: Floats | None
+    zero_point: Integer[Array, "..."] | None
 
     def __init__(
         self,
@@ -251,7 +254,7 @@ class FakeQuantize(AbstractUniform):
         self._set(scale, bits, learn_scale, signed, channel_axis, group_size)
         self.narrow, self.asymmetric = bool(narrow), bool(asymmetric)
         given = self.scale if asymmetric else None
-        self.zero_point = None if given is None else jnp.zeros_like(widen(given))
+        self.zero_point = None if given is None else jnp.zeros_like(given, jnp.int32)
 
     def _scale_for(self, x, axes):
         if not self.asymmetric:
@@ -270,7 +273,7 @@ class FakeQuantize(AbstractUniform):
         if not self.asymmetric or self.constant is not None:
             return jnp.zeros((), x.dtype)
         if self.zero_point is not None:
-            return jax.lax.stop_gradient(self.zero_point)
+            return self.zero_point.astype(widen(x).dtype)
         low, high = self._range
         lowest = self._of_groups(_lowest, x)
         zero = low - jnp.round(lowest / jax.lax.stop_gradient(scale).astype(lowest.dtype))

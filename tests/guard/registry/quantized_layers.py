@@ -102,7 +102,7 @@ def asymmetric_plain(x):
     scale = stop(jnp.max(x) - jnp.min(x)) / 7
     point = -jnp.round(stop(jnp.min(x)) / scale)
     codes = jnp.clip(jnp.round(stop(x) / scale) + point, 0, 7).astype("uint8")
-    return y, zero, (codes, scale, point)
+    return y, zero.astype("int32"), (codes, scale, point.astype("uint8"))
 
 
 entry(
