@@ -2,8 +2,10 @@
 and `--part`, which choose tests."""
 
 import collections
+import functools
 import gc
 import importlib.metadata
+import math
 import os
 import zlib
 from collections.abc import Callable
@@ -25,6 +27,17 @@ install_import_hook(
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
+_make_mesh = jax.make_mesh
+
+
+@functools.wraps(_make_mesh)
+def _mesh_of_cpus(shape, *args, devices=None, **options):
+    """Several devices are those of the CPU, by name: a machine has one GPU, or none."""
+    devices = jax.devices("cpu")[: math.prod(shape)] if devices is None else devices
+    return _make_mesh(shape, *args, devices=devices, **options)
+
+
+jax.make_mesh = _mesh_of_cpus
 
 
 # A test is in the first of these that it is marked with, and otherwise "quick".
@@ -96,6 +109,18 @@ def without_type_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """What the platform decides is chosen as on a CPU, wherever the tests run."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The same as on a GPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
 @pytest.fixture

@@ -136,7 +136,8 @@ def test_public_names_are_documented(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_classes_are_abstract_or_final(name):
     cls = MODULES[name]
-    abstract = inspect.isabstract(cls) or bool(getattr(cls, "__abstractvars__", ()))
+    kinds = ("__abstractvars__", "__abstractclassvars__")
+    abstract = inspect.isabstract(cls) or any(getattr(cls, kind, ()) for kind in kinds)
     assert cls.__name__.lstrip("_").startswith("Abstract") == abstract
     for base in cls.__mro__[1 : cls.__mro__.index(eqx.Module)]:
         base_name = base.__name__
