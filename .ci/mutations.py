@@ -1,11 +1,9 @@
 """Mutants of a source file: the file with one expression or statement changed.
 
-A mutant is a fault that somebody could have made. It has another sign, branch or mask, an index
-that is off by one, or two swapped elements of a tuple. Or it lacks a term, a factor, a
-statement, a sum, a cast, a check, a conjugate, a `stop_gradient` or a part of the key of a
-cache. Or it has a tolerance ten times as large or as small. A suite that passes on a mutant
-does not test what was changed (`mutants.py` counts those). Texts of errors, docstrings and
-annotations stay.
+A mutant is a fault that somebody could have made: another sign, branch or mask, an index that
+is off by one, two swapped elements of a tuple, or a missing term, sum, cast, check, conjugate
+or part of the key of a cache. A suite that passes on a mutant does not test what was changed
+(`mutants.py` counts those). Texts of errors, docstrings and annotations stay.
 """
 
 import ast
@@ -21,11 +19,7 @@ from typing import Any, NamedTuple
 # Texts and pictures, what is for other versions of JAX, and which of two ways is faster.
 _NOT_MUTATED = re.compile(r"/(__init__|plot|progress|show_bytes|versions|replay_cost)\.py$")
 _TEXTS = re.compile(r"__repr__|__str__|message|_text|describe|phrase|warn")
-_CACHE = re.compile(
-    r"cache|digest|__eq__|__hash__|self\._(known|results)|^key|return key|(\.|def )_?key\(",
-    re.IGNORECASE,
-)
-_MASK = re.compile(r"perturbed|mask|valid|kept|live|zero|moved|finite")
+_CACHE = re.compile(r"cache|digest|__eq__|__hash__|^key|return key|(\.|def )_?key\(", re.I)
 _CHECK = re.compile(r"^_?(check|require|refuse|reject|validate)")
 
 
@@ -68,34 +62,23 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
 
 def sample(sources: dict[str, bytes], number: int, seed: int, least: int = 10) -> list[Mutant]:
     """About `number` mutants: `least` of each room, and the others in proportion to the square
-    root of how many the room has. The choice from a room depends on its code and its share."""
+    root of how many the room has. The choice from a room depends on its code and its share.
+    Kinds and files alternate. No two mutants change the same statement."""
+    rank = lambda m: zlib.crc32(f"{seed} {m.name}".encode())
     rooms: dict[str, list[Mutant]] = {}
     for path, source in sorted(sources.items()):
-        if found := mutants_of(path, source):
-            rooms.setdefault(room_of(path), []).extend(found)
-    others = number - least * len(rooms)
-    unit = others / sum(math.sqrt(len(pool)) for pool in rooms.values())
-    shares = {room: least + round(unit * math.sqrt(len(pool))) for room, pool in rooms.items()}
-    return [
-        m for room in sorted(rooms) for m in _of_room(room, rooms[room], shares[room], seed)
-    ]
-
-
-def _of_room(room: str, pool: list[Mutant], share: int, seed: int) -> list[Mutant]:
-    """The kinds alternate, and each mutant is from the file that has the fewest so far. No two
-    mutants change the same statement."""
-    rank = lambda text: zlib.crc32(f"{seed} {text}".encode())
+        rooms.setdefault(room_of(path), []).extend(mutants_of(path, source))
+    rooms = {room: pool for room, pool in sorted(rooms.items()) if pool}
+    unit = (number - least * len(rooms)) / sum(math.sqrt(len(pool)) for pool in rooms.values())
     chosen: list[Mutant] = []
-    n_of: Counter[str] = Counter()
-    kinds = sorted({m.kind for m in pool}, key=lambda kind: rank(f"{room} {kind}"))
-    for kind in itertools.cycle(kinds):
-        if len(chosen) == share or not pool:
-            break
-        if of_kind := [m for m in pool if m.kind == kind]:
-            mutant = min(of_kind, key=lambda m: (n_of[m.path], rank(m.name)))
-            pool = [m for m in pool if m.key != mutant.key]
-            n_of[mutant.path] += 1
-            chosen.append(mutant)
+    for pool in rooms.values():
+        n_of: Counter[str] = Counter()
+        for _ in range(least + round(unit * math.sqrt(len(pool)))):
+            if pool:
+                m = min(pool, key=lambda m: (n_of[m.kind], n_of[m.path], rank(m)))
+                pool = [other for other in pool if other.key != m.key]
+                n_of.update([m.kind, m.path])
+                chosen.append(m)
     return chosen
 
 
@@ -103,26 +86,36 @@ class _Finder(ast.NodeVisitor):
     """Visits the code of a file and notes what could be changed in it."""
 
     def __init__(self, path: str, source: bytes):
-        self.path = path
-        self.source = source
+        self.path, self.source = path, source
         self.lines = source.splitlines(keepends=True)
         self.starts = list(itertools.accumulate(map(len, self.lines), initial=0))
         self.scope: list[str] = []
         self.statement = 1
         self.found: dict[str, Mutant] = {}
 
-    def visit(self, node: ast.AST) -> None:
+    def visit(self, node: Any) -> None:
         skipped = ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr
         if isinstance(node, skipped) or re.search("error|warn|isinstance", _callee(node), re.I):
             return
+        if isinstance(node, ast.FunctionDef) and _TEXTS.search(node.name):
+            return
+        outer = self.statement, len(self.scope)
         if isinstance(node, ast.stmt):
             self.statement = node.lineno
         line = self.lines[self.statement - 1].decode()
-        for kind, changed, after in _changes(node, ".".join(self.scope[-1:]) + line):
-            # At import, a fault would stop everything.
-            if self.scope or kind == "tolerance":
-                self._note(kind, changed, after, line)
-        super().visit(node)
+        if self.scope:  # at import, a fault would stop everything
+            is_cache = _CACHE.search(".".join(self.scope[-1:]) + line) is not None
+            for kind, changed, after in _changes(node, is_cache):
+                self._note("cache" if is_cache else kind, changed, after, line)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            self.scope.append(node.name)
+            node.decorator_list = []
+        for field, child in ast.iter_fields(node):
+            if field not in ("annotation", "returns"):
+                for part in child if isinstance(child, list) else [child]:
+                    if isinstance(part, ast.AST):
+                        self.visit(part)
+        self.statement, self.scope = outer[0], self.scope[: outer[1]]
 
     def _note(self, kind: str, node: Any, after: str, line: str) -> None:
         start = self.starts[node.lineno - 1] + node.col_offset
@@ -135,147 +128,110 @@ class _Finder(ast.NodeVisitor):
         fields = (self.path, kind, self.statement, key, start, end, before, after, name)
         self.found.setdefault(name, Mutant(*fields))
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        if not _TEXTS.search(node.name):
-            self._inside(node, [*node.args.defaults, *node.args.kw_defaults, *node.body])
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self._inside(node, node.body)
-
-    def _inside(self, node: Any, parts: list[Any]) -> None:
-        self.scope.append(node.name)
-        for part in filter(None, parts):
-            self.visit(part)
-        self.scope.pop()
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.visit(node.value)
-
 
 # ---------------------------------------------------------------- what is changed
 
-_COMPARISONS = "Lt <=,LtE <,Gt >=,GtE >,Eq !=,NotEq ==,Is is not,IsNot is,In not in,NotIn in"
-_OTHER_COMPARISON = dict(pair.split(" ", 1) for pair in _COMPARISONS.split(","))
-_OTHER_FUNCTION = {"sum": "max", "any": "all", "all": "any", "maximum": "minimum"}
-# Functions that are dropped: their first argument, or the object of the method, remains.
-_DROPPED = {
-    **dict.fromkeys(("psum", "pmean", "psum_gradient"), "sum"),
-    **dict.fromkeys(("conj", "conjugate", "real", "stop_gradient"), "conjugate"),
-    **dict.fromkeys(("astype", "convert_element_type"), "cast"),
-}
-_ORDER = ast.Lt | ast.LtE | ast.Gt | ast.GtE
-_SEQUENCE = ast.List | ast.Tuple | ast.Dict | ast.ListComp
+# Capital letters are any expressions. A call may have more arguments, which remain.
+_RULES = """
+sign        -A : A;  A + B : A - B;  A - B : A + B
+term        A + B : A;  A + B : B;  A - B : A;  A * B : A;  A * B : B;  A / B : A
+off by one  A < B : A <= B;  A <= B : A < B;  A > B : A >= B;  A >= B : A > B
+off by one  A // B : A // B + 1;  A % B : (A + 1) % B;  range(A) : range(A - 1)
+off by one  range(A, B) : range(A, B - 1)
+branch      not A : bool(A);  A if B else C : C if B else A;  A == B : A != B;  A != B : A == B
+branch      A is B : A is not B;  A is not B : A is B
+branch      A in B : A not in B;  A not in B : A in B;  A or B : A and B
+branch      A and B : A or B;  A and B : A;  A and B : B;  A or B : A;  A or B : B
+branch      M.where(A, B, C) : M.where(A, C, B);  M.select(A, B, C) : M.select(A, C, B)
+branch      M.cond(A, B, C) : M.cond(A, C, B);  M.maximum(A, B) : M.minimum(A, B)
+mask        ~A : A;  A & B : A;  A & B : B;  A | B : A;  A | B : B
+mask        any(A) : all(A);  all(A) : any(A);  M.any(A) : M.all(A);  M.all(A) : M.any(A)
+sum         M.sum(A) : M.max(A);  sum(A) : max(A);  M.psum(A) : A;  M.pmean(A) : A
+conjugate   M.conj(A) : A;  M.real(A) : A;  M.stop_gradient(A) : A
+cast        A.astype(B) : A;  M.asarray(A, B) : M.asarray(A);  M.convert_element_type(A) : A
+"""
+
+
+def _parsed(text: str) -> Any:
+    return ast.parse(text.strip(), mode="eval").body
+
+
+_PATTERNS = [
+    (line[:12].strip(), _parsed(before), after.strip())
+    for line in _RULES.strip().splitlines()
+    for before, after in (rule.split(" : ") for rule in line[12:].split("; "))
+]
 _Changes = Iterator[tuple[str, ast.AST, str]]
 
 
-def _callee(node: ast.AST) -> str:
+def _matches(pattern: Any, node: Any, found: dict[str, str]) -> bool:
+    """Whether the node has this form. `found` has its parts."""
+    match pattern:
+        case ast.Name(id) if len(id) == 1:
+            found[id] = ast.unparse(node)
+            return not _is_sequence(node)
+        case ast.Call(function, args):
+            return (
+                isinstance(node, ast.Call)
+                and _matches(function, node.func, found)
+                and _matches(args, node.args[: len(args)], found)
+            )
+        case ast.AST():
+            fields = set(pattern._fields) - {"ctx", "kind", "type_comment"}
+            parts = ((getattr(pattern, field), getattr(node, field, None)) for field in fields)
+            return type(pattern) is type(node) and all(_matches(*pair, found) for pair in parts)
+        case list():
+            pairs = zip(pattern, node, strict=False)
+            return len(pattern) == len(node) and all(_matches(*pair, found) for pair in pairs)
+    return pattern == node
+
+
+def _changes(node: Any, is_cache: bool) -> _Changes:
+    """The kind, what is changed, and by what."""
+    for kind, pattern, after in _PATTERNS:
+        found: dict[str, str] = {}
+        if _matches(pattern, node, found) and not re.fullmatch(r"\d+", found.get("A", "")):
+            changed = re.sub(r"\b[A-Z]\b", lambda name, f=found: f"({f[name[0]]})", after)
+            if after.endswith(")") and "(" in after and isinstance(pattern, ast.Call):
+                more = [*node.args[len(pattern.args) :], *node.keywords]
+                changed = ", ".join([changed[:-1], *map(ast.unparse, more)]) + ")"
+            yield kind, node, changed if len(after) == 1 else f"({changed})"
     match node:
-        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
-            return name
-        case _:
-            return ""
-
-
-def _is_text(node: ast.AST) -> bool:
-    is_string = isinstance(node, ast.Constant) and isinstance(node.value, str)
-    return is_string or isinstance(node, ast.JoinedStr)
-
-
-def _changes(node: ast.AST, place: str) -> _Changes:
-    """The kind, what is changed, and by what. `place` has the function's name and the line."""
-    text = ast.unparse
-    is_cache = _CACHE.search(place) is not None
-    branch = lambda test: (
-        "cache" if is_cache else "mask" if _MASK.search(text(test)) else "branch"
-    )
-    match node:
-        case ast.UnaryOp(ast.USub(), value) if not isinstance(value, ast.Constant):
-            yield "sign", node, f"({text(value)})"
-        case ast.UnaryOp(ast.Invert(), value):
-            yield "mask", node, f"({text(value)})"
-        case ast.UnaryOp(ast.Not(), value):
-            yield branch(value), node, f"bool({text(value)})"
-        case ast.BinOp() if not _is_text(node.left) and not _is_text(node.right):
-            yield from _other_operation(node)
-        case ast.AugAssign(target, op, value) if not _is_text(value):
-            yield "term", node, "pass"
-            if isinstance(op, ast.Add) and not isinstance(value, _SEQUENCE):
-                yield "sign", node, f"{text(target)} -= {text(value)}"
-        case ast.Compare(left, [op], [right]):
-            kind = "off by one" if isinstance(op, _ORDER) else branch(node)
-            other = _OTHER_COMPARISON[type(op).__name__]
-            yield kind, node, f"(({text(left)}) {other} ({text(right)}))"
-        case ast.BoolOp(op, values):
-            symbol, other = ("and", "or") if isinstance(op, ast.And) else ("or", "and")
-            parts = [f"({text(value)})" for value in values]
-            yield branch(node), node, f"({f' {other} '.join(parts)})"
+        case ast.BoolOp(op, values) if len(values) > 2:
+            symbol = " and " if isinstance(op, ast.And) else " or "
+            parts = [f"({ast.unparse(value)})" for value in values]
             for i in range(len(parts)):
-                rest = f" {symbol} ".join(parts[:i] + parts[i + 1 :])
-                yield branch(node), node, f"({rest})"
+                yield "branch", node, f"({symbol.join(parts[:i] + parts[i + 1 :])})"
+        case ast.AugAssign(_, _, value) if not _is_sequence(value):
+            yield "term", node, "pass"
         case ast.If(test, [*_, ast.Raise()], []):
-            yield "check", test, f"False and ({text(test)})"
+            yield "check", test, f"False and ({ast.unparse(test)})"
         case ast.If(test) if not isinstance(test, ast.Compare | ast.BoolOp):
-            yield branch(test), test, f"not ({text(test)})"
-        case ast.IfExp(test, taken, other):
-            yield branch(test), node, f"(({text(other)}) if {text(test)} else ({text(taken)}))"
-        case ast.comprehension(ifs=tests):
-            for test in tests:
-                yield branch(test), test, f"(not ({text(test)}))"
+            yield "branch", test, f"not ({ast.unparse(test)})"
+        case ast.comprehension(ifs=[test]):
+            yield "branch", test, f"(not ({ast.unparse(test)}))"
         case ast.Expr(ast.Call() as call):
-            kind = "check" if _CHECK.search(_callee(call)) else "cache" if is_cache else "term"
-            yield kind, node, "pass"
+            yield "check" if _CHECK.search(_callee(call)) else "term", node, "pass"
         case ast.Return(ast.Tuple() as pair) | ast.Lambda(body=ast.Tuple() as pair):
             yield from _swapped(pair)
         case ast.Assign([target], value):
             for pair in (target, value):
-                if isinstance(pair, ast.Tuple):
-                    yield from _swapped(pair)
-        case ast.Call():
-            yield from _other_call(node, branch)
+                yield from _swapped(pair) if isinstance(pair, ast.Tuple) else ()
         case ast.Subscript(slice=part):
             for index in part.elts if isinstance(part, ast.Tuple) else [part]:
-                yield from _other_index(index)
+                bounds = [index.lower, index.upper] if isinstance(index, ast.Slice) else [index]
+                for bound in bounds:
+                    if re.fullmatch(r"-?\w+", ast.unparse(bound) if bound else ""):
+                        yield "off by one", bound, f"{ast.unparse(bound)} + 1"
         case ast.Constant(float() as number) if 0 < abs(number) < 0.1 or abs(number) > 99:
             yield "tolerance", node, repr(number * 10)
             yield "tolerance", node, repr(number / 10)
-        case ast.Attribute(value, "eps" | "tiny"):
-            yield "tolerance", node, f"({text(node)} * 10)"
-            yield "tolerance", node, f"({text(node)} * 0.1)"
+        case ast.keyword("dtype" | "preferred_element_type", value):
+            yield "cast", value, "None"
         case ast.Tuple(elements, ast.Load()) if is_cache and len(elements) > 1:
             for i in range(len(elements)):
-                rest = "".join(f"{text(x)}, " for x in elements[:i] + elements[i + 1 :])
-                yield "cache", node, f"({rest})"
-        case _:
-            pass
-
-
-def _other_operation(node: ast.BinOp) -> _Changes:
-    left, right = f"({ast.unparse(node.left)})", f"({ast.unparse(node.right)})"
-    is_one = isinstance(node.right, ast.Constant) and node.right.value == 1
-    term = "off by one" if is_one else "term"
-    match node.op:
-        case ast.Add() | ast.Sub():
-            is_sum = isinstance(node.op, ast.Add)
-            if not isinstance(node.left, _SEQUENCE) and not isinstance(node.right, _SEQUENCE):
-                yield "sign", node, f"({left} {'-' if is_sum else '+'} {right})"
-            yield term, node, left
-            if is_sum and not is_one:
-                yield term, node, right
-        case ast.Mult():
-            yield "term", node, left
-            yield "term", node, right
-        case ast.Div():
-            yield "term", node, left
-        case ast.FloorDiv():
-            yield "off by one", node, f"({left} // {right} + 1)"
-        case ast.Mod():
-            yield "off by one", node, f"(({left} + 1) % {right})"
-        case ast.BitAnd() | ast.BitOr():
-            yield "mask", node, left
-            yield "mask", node, right
-        case _:
-            pass
+                rest = [f"{ast.unparse(x)}, " for x in elements[:i] + elements[i + 1 :]]
+                yield "cache", node, f"({''.join(rest)})"
 
 
 def _swapped(pair: ast.Tuple) -> _Changes:
@@ -286,47 +242,15 @@ def _swapped(pair: ast.Tuple) -> _Changes:
             yield "residual", pair, f"({', '.join(other)})"
 
 
-def _other_call(node: ast.Call, branch: Any) -> _Changes:
-    name, function = _callee(node), ast.unparse(node.func)
-    args = [ast.unparse(arg) for arg in node.args]
-    options = {option.arg: ast.unparse(option) for option in node.keywords}
-    call = lambda function, *parts: f"{function}({', '.join(parts)})"
-    if name in ("where", "select", "cond") and len(args) >= 3:
-        rest = (args[2], args[1], *args[3:], *options.values())
-        yield branch(node.args[0]), node, call(function, args[0], *rest)
-    if function == "sum" and len(args) == 2:
-        yield "sum", node, f"({args[1]})"
-    elif name in _OTHER_FUNCTION:
-        kind = {"sum": "sum", "maximum": "branch"}.get(name, "mask")
-        rest = [option for key, option in options.items() if key != "dtype"]
-        other = function.removesuffix(name) + _OTHER_FUNCTION[name]
-        yield kind, node, call(other, *args, *rest)
-    if name in _DROPPED:
-        is_method = isinstance(node.func, ast.Attribute) and len(args) == (name == "astype")
-        kept = ast.unparse(node.func.value) if is_method else "".join(args[:1])  # type: ignore
-        yield _DROPPED[name], node, f"({kept})"
-    if name in ("asarray", "array") and len(args) == 2:
-        yield "cast", node, call(function, args[0])
-    if name == "range" and len(args) <= 2:
-        yield "off by one", node.args[-1], f"{args[-1]} - 1"
-    for option in node.keywords:
-        if option.arg in ("dtype", "preferred_element_type"):
-            rest = [other for key, other in options.items() if key != option.arg]
-            yield "cast", node, call(function, *args, *rest)
-        if option.arg in ("axis", "axes", "in_axes", "out_axes") and _integer(option.value):
-            yield "off by one", option.value, "-1" if ast.unparse(option.value) == "0" else "0"
+def _callee(node: ast.AST) -> str:
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
+            return name
+    return ""
 
 
-def _other_index(index: ast.AST) -> _Changes:
-    if _integer(index):
-        number = ast.literal_eval(index)  # type: ignore
-        yield "off by one", index, str(0 if number == -1 else number + 1)
-    if isinstance(index, ast.Slice):
-        for bound in filter(None, (index.lower, index.upper)):
-            step = "-" if isinstance(bound, ast.UnaryOp) else "+"
-            yield "off by one", bound, f"{ast.unparse(bound)} {step} 1"
-
-
-def _integer(node: ast.AST) -> bool:
-    """Whether it is a literal, which may have a sign."""
-    return re.fullmatch(r"-?\d+", ast.unparse(node)) is not None
+def _is_sequence(node: ast.AST) -> bool:
+    is_string = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return is_string or isinstance(
+        node, ast.List | ast.Tuple | ast.Dict | ast.ListComp | ast.JoinedStr
+    )

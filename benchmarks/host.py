@@ -1,5 +1,5 @@
 """Claim: under `jit`, `host_function` costs at most 1.15 times a bare `jax.pure_callback` in a
-`jax.custom_vjp`, even if the function itself takes no time; an eager call costs less than half.
+`jax.custom_vjp`. An eager call costs less than half.
 
 The cost is that of the Python code that runs at each call on the host: arguments to NumPy,
 the user's tree, the comparison of what was returned with what was promised. "sin" is `np.sin`

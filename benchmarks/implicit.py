@@ -1,6 +1,5 @@
-"""Claim: the gradient of `eqg.implicit`, with the check of its residual, costs 1.0 to 1.1 times
-that of a rule by hand where the system is solved by LU, and 1.3 to 1.4 times by GMRES
-(Optimistix: 1.2 and 1.6 to 1.7 times).
+"""Claim: the gradient of `eqg.implicit` costs 1.0 to 1.1 times a hand-written rule with LU, and
+1.3 to 1.4 times with GMRES (Optimistix: 1.2, and 1.6 to 1.7).
 
 For roots that need a division only it takes 0.05 to 0.15 ms more for the check. Without `jit`,
 LU takes twice as long as `custom_root` does (Optimistix too), as Lineax compiles each time.

@@ -1,5 +1,5 @@
 """Claim: `filter_scan(online=True)` differentiates 100,000 steps exactly in the temporary bytes
-of 1000 steps, but for the loss of each step and its cotangent.
+of 1000 steps, except for the loss of each step and its cotangent.
 
 The peers are plain scan and `checkpoint="sqrt"`, whose gradients are the same, and
 `truncate=100`, whose gradient is another one: its error is in the table.

@@ -1,5 +1,5 @@
-"""Claim: in eager mode, a call costs a tenth of that of raw JAX, and a derivative 0.9 to 1.4
-times as much; `docs/benchmarks.md` has the table.
+"""Claim: in eager mode, a call takes a tenth of the time of raw JAX, and a derivative 0.9 to
+1.4 times its time; `docs/benchmarks.md` has the table.
 
 Under `jit` there is no difference: `tests/test_cost.py` compares the compiled programs. In
 eager mode, each call and each derivative runs the Python code of the wrapper. The same rule is

@@ -1,6 +1,5 @@
 """Claim: two processes that train the character model of `examples/data_parallel.py` need at
-most an eighth more CPU time than one, for the sum of the gradients and the second copy of the
-optimizer.
+most an eighth more CPU time than one.
 
 Strong scaling: 32 sequences for all processes together. Weak scaling: 32 for each. A process
 has one core, and four processes share two; `2 threads` is one process that has both cores. The

@@ -1,5 +1,5 @@
 """Claim: a training step with `LSQ` for weights and inputs takes 1.3 to 1.9 times as long as
-without, and with the usual `x + stop_gradient(q - x)` 1.4 to 2.9 times.
+in float. The usual `x + stop_gradient(q - x)` takes 1.4 to 2.9 times as long.
 
 The step is the gradient of a classifier (an MLP with two hidden layers) and the update of SGD.
 What quantization adds is elementwise, so it is a larger part of a small network than of a large

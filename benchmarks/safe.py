@@ -1,5 +1,5 @@
 """Claim: where plain JAX is right, most safe functions with their gradients take 0.7 to 1.5
-times the processor time of JAX's.
+times as long as JAX's.
 
 The value and the gradient of a sum over 100000 elements of float32, compiled, with elements
 where plain JAX is right as well. The figure is relative to JAX in the same process: the median

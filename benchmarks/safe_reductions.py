@@ -1,4 +1,4 @@
-"""Claim: the gradient of a reduction of `eqg.safe` costs at most twice that of JAX's.
+"""Claim: the gradient of a reduction of `eqg.safe` takes at most twice the time of JAX's.
 
 The gradient of the sum of squares of what each function returns for 1000 rows of 300 numbers in
 single precision, and of `exp` of a symmetric matrix of 60 rows by `eigh` and by `svd`. The two

@@ -1,5 +1,5 @@
-"""Claim: where `filter_scan(checkpoint="auto")` replays, it trains five cells at 1.00 to 2.44
-times the speed of plain scan (median 1.36), with 0.09 to 0.39 of the temporary bytes.
+"""Claim: where `filter_scan(checkpoint="auto")` replays, five cells train 1.00 to 2.44 times
+as fast as with plain scan (median 1.36), with 0.09 to 0.39 of the temporary bytes.
 
 A GRU over 4096 steps trains in 1/50 of the bytes with `checkpoint="sqrt"`, at 0.97 to 0.99 of
 the speed. `docs/benchmarks.md` has the table.
@@ -9,13 +9,12 @@ respect to all parameters and the inputs, in single precision. The variants alte
 process. The speed is the median over rounds of the ratio to plain scan in the same round, the
 bytes are the temporary memory of the compiled program, and "compile" includes tracing.
 
-    python benchmarks/scans.py [--quick] [--cells GRU attention] [--rounds 9] [--plot file.png]
+    python benchmarks/scans.py [--quick] [--cells GRU attention] [--rounds 9]
 """
 
 import argparse
 import functools as ft
 import statistics
-import sys
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -174,71 +173,13 @@ def long_sequence(rounds, quick):
         )
 
 
-def plot(path, rounds):
-    """Time and bytes against the number of steps, of a gated recurrent unit."""
-    import matplotlib.pyplot as plt
-
-    lengths = [64, 128, 256, 512, 1024, 2048, 4096]
-    variants = {
-        "plain scan": {"plain": True},
-        'checkpoint="auto"': {"checkpoint": "auto"},
-        'checkpoint="sqrt"': {"checkpoint": "sqrt"},
-    }
-    seconds, memory = {}, {}
-    for steps in lengths:
-        static, args = make("GRU", (steps, 16, 128, 64))
-        programs = {
-            name: compiled(train(ft.partial(run, **options), static), *args)
-            for name, options in variants.items()
-        }
-        for keep in ("gates", "states"):
-            checkpoint = {"gates": None, "states": "replay"}[keep]
-            layer = lambda cell, xs, checkpoint=checkpoint: eqg.nn.Recurrent(
-                cell, checkpoint=checkpoint, time_major=True
-            )(xs)[0]
-            programs[f"eqg.nn.GRU, {keep} kept"] = compiled(train(layer, static), *args)
-        times = in_turn({name: p.run for name, p in programs.items()}, rounds)
-        # A lower bound: the FLOPs of the matrix products, at the rate of a large product.
-        flops = 3 * 2 * steps * 16 * 3 * 128 * (128 + 64)
-        times["matrix products"] = [flops / _flops_per_second()]
-        for name, ts in times.items():
-            seconds.setdefault(name, []).append(statistics.median(ts))
-        for name, program in programs.items():
-            memory.setdefault(name, []).append(program.memory)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, values, label, unit in (
-        (left, seconds, "milliseconds", 1e3),
-        (right, memory, "temporary megabytes", 1e-6),
-    ):
-        for name, ys in values.items():
-            style = (
-                {"color": "gray", "linestyle": ":"} if name not in memory else {"marker": "."}
-            )
-            axis.loglog(lengths, [unit * y for y in ys], label=name, **style)
-        axis.set_xlabel("steps")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-    left.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
-
-
-@ft.cache
-def _flops_per_second():
-    a = jr.normal(jr.key(0), (1024, 1024))
-    times = in_turn({"product": compiled(lambda a: a @ a, a).run}, 20)
-    return 2 * 1024**3 / min(times["product"])
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny shapes, for the tests")
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)))
     parser.add_argument("--cells", nargs="*", default=list(CELLS))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--plot", help="draw time and bytes against the length, and no more")
     args = parser.parse_args()
-    if args.plot:
-        sys.exit(plot(args.plot, args.rounds))
     shapes = [(6, 2, 4, 3)] if args.quick else [SHAPES[i] for i in args.shapes]
     rounds = 2 if args.quick else args.rounds
     names = ["cell", "T, B, H, I", "plain, ms"]

@@ -2,8 +2,8 @@
 
 A page, or a docstring, is one program. Its file has the title of the first block, as in
 `python title="ball.py"`, and the blocks follow each other in it. A `text` block has what the
-blocks between it and the one before print. `...` in it stands for any text, and a block with it
-is written by hand. A `text` block above all code is no output, and neither is one with a title.
+blocks between it and the one before print. `...` in it matches any text, and a block with it
+is written by hand. A `text` block above all code, or with a title, is not an output.
 
     python docs/outputs.py              # all pages, and all docstrings
     python docs/outputs.py docs/index.md eqx_grads/ste/_uniform.py
@@ -66,7 +66,7 @@ FILES = [
 
 
 def _output(written: str, printed: str) -> str:
-    """What was printed; what is written, if they agree but for `...`."""
+    """The printed text, or the written one if they agree except for `...`."""
     printed = re.sub(" +$", "", printed, flags=re.MULTILINE).strip("\n") + "\n"
     agree = doctest.OutputChecker().check_output(written, printed, doctest.ELLIPSIS)
     return written if agree else printed

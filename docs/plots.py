@@ -36,7 +36,7 @@ KEY = jax.random.key(1)
 
 
 class Lines(NamedTuple):
-    """What is drawn over `x`. Two axes in `value` are the points of a plane."""
+    """The lines that are drawn over `x`. Two axes in `value` are the points of a plane."""
 
     x: jax.Array
     value: jax.Array
@@ -104,7 +104,7 @@ def _noise() -> Lines:
 
 
 def _psum() -> Lines:
-    """Two devices, of which the other one has the gradient one."""
+    """Two devices; the other one has the gradient one."""
     g = jnp.linspace(-2.0, 2.0, POINTS)
     op = lambda x: eqg.psum_gradient(x, "devices")
     pull = jax.vmap(lambda g: jax.vjp(op, 0.0)[1](g)[0], axis_name="devices")
@@ -132,11 +132,9 @@ PLOTS: dict[str, dict[str, tuple[str, Callable[[], Lines]]]] = {
         "superspike": ("superspike()", _surrogate(_s.superspike(), 0.3)),
         "atan": ("atan()", _surrogate(_s.atan())),
         "sigmoid": ("sigmoid()", _surrogate(_s.sigmoid())),
-        "erf": ("erf()", _surrogate(_s.erf())),
         "gaussian": ("gaussian()", _surrogate(_s.gaussian())),
         "multi_gaussian": ("multi_gaussian()", _surrogate(_s.multi_gaussian(), 4.0)),
         "triangle": ("triangle()", _surrogate(_s.triangle())),
-        "piecewise_quadratic": ("piecewise_quadratic()", _surrogate(_s.piecewise_quadratic())),
         "rectangle": ("rectangle()", _surrogate(_s.rectangle())),
         "leaky": ("leaky()", _surrogate(_s.leaky())),
     },

@@ -1,4 +1,4 @@
-"""Draws `docs/images/rooms.svg`, the picture in `docs/design.md`: `python docs/rooms.py`.
+"""Draws `docs/images/rooms.svg`, the picture in "How it works": `python docs/rooms.py`.
 
 A room is a package or a file in `eqx_grads/`. The rows are the layers of `pyproject.toml`, the
 text in a box is the first sentence of the room's docstring, and an arrow is an import. An arrow
@@ -31,7 +31,7 @@ def layers() -> list[list[str]]:
 
 
 def imports() -> set[tuple[str, str]]:
-    """The pairs of rooms of which the first imports from the second."""
+    """The pairs of rooms whose first one imports from the second."""
     pairs = set()
     for path in sorted(PACKAGE.rglob("*.py")):
         package = path.relative_to(PACKAGE).parent.parts

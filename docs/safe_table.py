@@ -201,7 +201,7 @@ def _cells(row: Row) -> list[str]:
 def table() -> str:
     """The table, with what the installed JAX gives."""
     lines = [
-        "| function | of it the | at | plain JAX | `eqg.safe` | truth |",
+        "| function | quantity | at | plain JAX | `eqg.safe` | truth |",
         "|---|---|--:|--:|--:|--:|",
         *("| " + " | ".join(_cells(row)) + " |" for row in ROWS),
     ]

@@ -93,10 +93,9 @@ if TYPE_CHECKING:
         linear_host_function as linear_host_function,
         LinearHostFunction as LinearHostFunction,
     )
-    from ._solvers.event_time import event_time as event_time
+    from ._solvers.events import event_time as event_time, jump as jump
     from ._solvers.fixed_point import fixed_point as fixed_point
     from ._solvers.implicit import implicit as implicit
-    from ._solvers.jump import jump as jump
 
 # `pyproject.toml` reads it here.
 __version__ = "0.1.0"
@@ -118,11 +117,10 @@ _NAMES = {
     "_drop_ins.filter_custom_vjp": "filter_custom_vjp",
     "_drop_ins.jax_custom_jvp": "jax_custom_jvp",
     "_drop_ins.jax_custom_vjp": "jax_custom_vjp",
-    "_solvers.event_time": "event_time",
+    "_solvers.events": "event_time jump",
     "_solvers.fixed_point": "fixed_point",
     "_host.host_function": "host_function HostFunction",
     "_solvers.implicit": "implicit",
-    "_solvers.jump": "jump",
     "_host.linear_host_function": "linear_host_function LinearHostFunction",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -1,7 +1,12 @@
-"""What every test has: strict promotion, and keys that are the same in every run. And `--part`,
-which chooses a part of the tests."""
+"""What every test has: strict promotion, and keys that are the same in every run. And `--tier`
+and `--part`, which choose tests."""
 
+import collections
+import functools
 import gc
+import importlib.metadata
+import math
+import os
 import zlib
 from collections.abc import Callable
 
@@ -22,18 +27,59 @@ install_import_hook(
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
+_make_mesh = jax.make_mesh
+
+
+@functools.wraps(_make_mesh)
+def _mesh_of_cpus(shape, *args, devices=None, **options):
+    """Several devices are those of the CPU, by name: a machine has one GPU, or none."""
+    devices = jax.devices("cpu")[: math.prod(shape)] if devices is None else devices
+    return _make_mesh(shape, *args, devices=devices, **options)
+
+
+jax.make_mesh = _mesh_of_cpus
+
+
+# A test is in the first of these that it is marked with, and otherwise "quick".
+TIERS = ("slow", "conformance", "cost", "thorough")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    every = ",".join(["quick", *TIERS])
+    parser.addoption("--tier", default=every, help=f"only tests of these: {every}")
     parser.addoption("--part", default="1/1", help="only the I-th of N parts: I/N")
 
 
+def pytest_report_header() -> str:
+    switches = list(filter(None, os.environ.get("SWITCHES", "").split(",")))
+    assert all(getattr(jax.config, name) for name in switches)
+    packages = ("jax", "jaxlib", "equinox", "numpy")
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    return ", ".join([*versions, *switches, *["64 bits"] * jax.config.jax_enable_x64])
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """By a hash of its name, so that a test stays in its part when others come and go."""
     part, n_parts = map(int, config.getoption("part").split("/"))
-    is_chosen = lambda item: zlib.crc32(item.nodeid.encode()) % n_parts == part % n_parts
-    config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
-    items[:] = filter(is_chosen, items)
+    tiers, cases = config.getoption("tier").split(","), collections.Counter()
+    if unknown := set(tiers) - {*TIERS, "quick"}:
+        raise pytest.UsageError(f"--tier: {', '.join(unknown)} is not known.")
+
+    def is_chosen(item: pytest.Item) -> bool:
+        if every := item.get_closest_marker("every"):
+            function, _, _ = item.nodeid.partition("[")
+            if cases[function] % every.args[0]:
+                item.add_marker("slow")
+            cases[function] += 1
+        tier = next((t for t in TIERS if item.get_closest_marker(t)), "quick")
+        # By a hash of its name, so that a test stays in its part when others come and go.
+        in_part = zlib.crc32(item.nodeid.encode()) % n_parts == part % n_parts
+        return in_part and tier in tiers
+
+    chosen = list(filter(is_chosen, items))
+    left = set(items) - set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = chosen
 
 
 N_FILES = 16  # of which the caches are kept
@@ -63,6 +109,18 @@ def without_type_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """What the platform decides is chosen as on a CPU, wherever the tests run."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The same as on a GPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
 @pytest.fixture

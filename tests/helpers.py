@@ -18,7 +18,7 @@ from jax import monitoring
 # How far two programs may be apart that round the operands of their matrix products to 23, 10
 # or 7 bits after the binary point (bfloat16 has 8 with the one before it), whatever the dtype
 # of the arrays. On a GPU, JAX rounds float32 to TF32 by default, which has 10. The tolerances
-# of the other tests are those of float32, so `make test-gpu` runs them with
+# of the other tests are those of float32, so `make bench VERSIONS=gpu` runs them with
 # `jax_default_matmul_precision` "highest", which does not round.
 MATMUL_EPS = {"float32": 2.0**-23, "tensorfloat32": 2.0**-10, "bfloat16": 2.0**-7}
 

@@ -17,11 +17,6 @@ from eqx_grads._jaxprs.structure import holds, Scan
 from .helpers import assert_close
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-
-
 def bytes_kept(layer, xs):
     """By the derivative, for its backward pass."""
     arrays, static = eqx.partition(layer, eqx.is_array)
@@ -47,6 +42,7 @@ def test_what_gated_cells_keep(make, platform, monkeypatch):
         assert bytes_kept(run, xs) == expected
 
 
+@pytest.mark.usefixtures("cpu")
 def test_steps_of_a_chunk(monkeypatch):
     assert steps_of_chunk(500, 2**20, 5) == 5
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -74,6 +70,7 @@ def test_a_linear_recurrence_without_a_loop(steps, getkey):
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.usefixtures("cpu")
 def test_the_chunk_of_a_loss(monkeypatch, getkey):
     x, weight = jr.normal(getkey(), (4096, 8)), jr.normal(getkey(), (1000, 8))
     labels = jnp.arange(4096) % 1000

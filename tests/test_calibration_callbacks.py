@@ -62,22 +62,6 @@ def test_calibration_of_a_model_that_differentiates(getkey):
     np.testing.assert_allclose(got.layer.input_quantizer.scale, want, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_members_of_an_ensemble_have_inputs_of_their_own(getkey):
-    make = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))
-    layers = make(jr.split(getkey(), 3))
-    run = lambda layer, x: layer(x)
-    call = lambda layers, xs: jax.vmap(
-        lambda x: eqx.filter_vmap(run, in_axes=(0, 0))(layers, x)
-    )(xs)
-    scales = jnp.array([1.0, 10.0, 100.0])[None, :, None]
-    batch = jr.normal(getkey(), (5, 3, 2)) * scales
-    rules = {eqx.nn.Linear: (nn.LSQ(4), nn.LSQ(4))}
-    got, _ = nn.quantize_model(layers, rules, calibrate=batch, call=call)
-    want = 2 * jnp.mean(jnp.abs(batch), (0, 2)) / 7**0.5
-    np.testing.assert_allclose(got.input_quantizer.scale, want, rtol=1e-5)
-
-
 def test_negative_inputs_of_an_unsigned_quantizer():
     model = eqx.nn.MLP(4, 2, 8, 1, key=jr.key(0))
     unsigned = nn.LSQ(bits=4, signed=False)
@@ -89,18 +73,6 @@ def test_negative_inputs_of_an_unsigned_quantizer():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nn.quantize_model(model, rules, calibrate=jnp.abs(batch))
-
-
-def test_one_warning_of_negative_inputs():
-    keys = jr.split(jr.key(0), 22)
-    layers = [eqx.nn.Linear(4, 4, key=key) for key in keys]
-    rules = {eqx.nn.Linear: (nn.LSQ(bits=4), nn.LSQ(bits=4, signed=False))}
-    batch = jr.normal(jr.key(1), (20, 4))
-    run = lambda layers, xs: [jax.vmap(layer)(xs) for layer in layers]
-    match = r"`\[0\]` \(\d\d%\), `\[1\]` \(\d\d%\), (?s:.)*`\[19\]` \(\d\d%\), and 2 more"
-    with pytest.warns(UserWarning, match=match) as found:
-        nn.quantize_model(layers, rules, calibrate=batch, call=run)
-    assert len(found) == 1
 
 
 def test_calibration_of_a_model_with_more_arguments():

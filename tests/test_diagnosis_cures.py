@@ -82,14 +82,6 @@ def test_code_in_a_cure_can_be_pasted(code):
             signature.bind(*node.args, **keywords)
 
 
-def test_functions_of_one_array_are_calls_in_cures():
-    """Someone pastes `eqg.surrogates.spike(x)`, which lacks its surrogate."""
-    for code in SNIPPETS:
-        if re.fullmatch(r"eqg\.(ste|safe|surrogates)\.\w+", code):
-            raise AssertionError(code)
-    assert any("eqg.surrogates.spike(x, eqg.surrogates.atan())" in code for code in SNIPPETS)
-
-
 # ---------------------------------------------------------------- zero_safe, for other's code
 
 
@@ -166,12 +158,6 @@ def test_zero_safe_is_named_where_it_helps(name):
     assert is_finite("zero") == (named is not None)
 
 
-def test_zero_safe_is_not_named_for_a_value():
-    report = eqg.explain_nan(lambda x: jnp.sum(x / x), jnp.zeros(2))
-    assert report.found[0].is_forward
-    assert named_zero_safe(report) is None
-
-
 def test_what_a_maximum_does_not_select_is_a_dead_branch_also_where_zeros_arrive():
     """The cotangent of the maximum is `-sum(x) / eps**2`, which is zero at zero. It was
     reported as 0/0, with the weaker `policy="zero"`."""
@@ -185,14 +171,6 @@ def test_what_a_maximum_does_not_select_is_a_dead_branch_also_where_zeros_arrive
     assert jnp.any(jax.grad(eqg.zero_safe(of_length, policy="zero"))(x))
 
 
-@pytest.mark.parametrize("select", [jnp.abs, lambda x: jnp.maximum(x, 0.0)])
-def test_what_is_used_is_no_dead_branch(select):
-    """`abs` uses its operand at zero, and a maximum both at a tie."""
-    loss = lambda x: jnp.sum(select(jnp.sqrt(x)) ** 2)
-    (record,) = eqg.explain_nan(loss, jnp.zeros(2)).found
-    assert record.kind != "dead branch"
-
-
 def test_what_zero_safe_does_not_fix_is_not_advised(monkeypatch):
     loss = lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
     report = eqg.explain_nan(loss, jnp.zeros(2))
@@ -200,35 +178,13 @@ def test_what_zero_safe_does_not_fix_is_not_advised(monkeypatch):
     assert not report.remarks
     for name, works in (("zero", True), ("neither", False)):
         monkeypatch.setattr(
-            "eqx_grads._diagnosis._nan.explain_nan._Call._is_finite_with",
-            lambda self, policy, name=name: policy == name,
+            "eqx_grads._diagnosis._nan.explain_nan._is_finite_with",
+            lambda policy, *_, name=name: policy == name,
         )
         report = eqg.explain_nan(loss, jnp.zeros(2))
         assert ('`eqg.zero_safe(loss, policy="zero")`' in report.found[0].cure) == works
         assert ("was tried, and does not make this gradient" in str(report.remarks)) != works
         assert ("zero_safe" in report.found[0].cure) == works
-
-
-def halves_times_zero(x, gate):
-    z = jnp.sqrt(x) * jnp.ones(2)
-    return z[0] * gate + z[1] * gate
-
-
-@pytest.mark.thorough
-def test_two_slices_of_all_elements_are_no_dead_branch():
-    """What makes the cotangent zero is the factor, which `zero_safe` drops by its policy."""
-    zeros = jnp.zeros(2)
-    x = (zeros[0], zeros[1])
-    report = eqg.explain_nan(halves_times_zero, *x)
-    assert [r.kind for r in report.found] == ["zero mask"]
-    assert report.found[0].cure.endswith('use `eqg.zero_safe(loss, policy="zero")`.')
-    gradient = lambda fn: jax.grad(fn)(*x)
-    assert jnp.isnan(gradient(eqg.zero_safe(halves_times_zero)))
-    assert gradient(eqg.zero_safe(halves_times_zero, policy="zero")) == 0.0
-    # And so it is said of the gradient that is left.
-    report = eqg.explain_nan(eqg.zero_safe(halves_times_zero), *x)
-    assert [r.kind for r in report.found] == ["zero mask"]
-    assert not report.dropped
 
 
 def _masked(root, y):
@@ -243,14 +199,9 @@ def _masked(root, y):
         (
             jnp.sqrt,
             lambda y: eqg.safe.where(jnp.array([True, False]), jnp.sqrt, y, 0.0),
-            "with this operation in `f` and the mask as `ok`",
+            "with this operation in `f`, and the mask as `ok`",
         ),
         (jnp.sqrt, eqg.safe.sqrt, "Or use `eqg.safe.sqrt(x)`"),
-        (
-            lambda y: jnp.linalg.norm(y[:, None], axis=-1),
-            lambda y: eqg.safe.norm(y[:, None], axis=-1),
-            "Or use `eqg.safe.norm(x)`",
-        ),
     ],
 )
 def test_the_cure_of_a_zero_mask_is_at_the_operation(root, cured, named):
@@ -305,59 +256,14 @@ def test_infinity_of_a_mask_is_no_overflow(loss):
     assert "selects a constant infinity" in record.cure
 
 
-def test_a_constant_nan_is_named_where_it_is_selected():
-    """As in `jnp.std(x, ddof=1)` of one element, which is NaN on purpose."""
-    loss = lambda x: jnp.sum(jnp.where(MASK, x, -jnp.full(3, jnp.nan)))
-    (record,) = eqg.explain_nan(loss, X).found
-    assert (record.kind, record.primitive) == ("NaN in the input", "select_n")
-
-
-FAR = jnp.array([1.0, -2e3, 0.5])
-
-
-@pytest.mark.parametrize(
-    ("loss", "cured"),
-    [
-        (
-            lambda x: -jnp.log(jnp.where(MASK, 1.0, jax.nn.softmax(x))).sum(),
-            lambda x: -jnp.where(MASK, 0.0, eqg.safe.log_softmax(x)).sum(),
-        ),
-        (
-            lambda x: -jnp.where(MASK, jnp.log(jax.nn.softmax(x)), 0.0).sum(),
-            lambda x: -jnp.where(MASK, eqg.safe.log_softmax(x), 0.0).sum(),
-        ),
-        (
-            lambda x: -jnp.log(jax.nn.softmax(x)[1]),
-            lambda x: -eqg.safe.log_softmax(x)[1],
-        ),
-        (
-            lambda x: -jnp.sum(jnp.log(jax.nn.softmax(x))),
-            lambda x: -jnp.sum(eqg.safe.log_softmax(x)),
-        ),
-        (
-            lambda x: -jnp.log(jnp.take_along_axis(jax.nn.softmax(x), jnp.array([1]), 0))[0],
-            lambda x: -jnp.take_along_axis(eqg.safe.log_softmax(x), jnp.array([1]), 0)[0],
-        ),
-    ],
-    ids=["where inside", "where outside", "index", "all", "take_along_axis"],
-)
-def test_logarithm_of_a_softmax(loss, cured):
-    (record,) = eqg.explain_nan(loss, FAR).found
-    assert record.primitive == "log"
-    assert not eqg.explain_nan(cured, FAR)
-    assert jnp.any(jax.grad(cured)(FAR))
-
-
 @pytest.mark.parametrize(
     ("operation", "outside", "cured"),
     [
         (jnp.arccos, 1 + 1e-6, lambda x: eqg.safe.arccos(jnp.clip(x, -1, 1))),
-        (jnp.arcsin, -1 - 1e-6, lambda x: eqg.safe.arcsin(jnp.clip(x, -1, 1))),
         (jnp.sqrt, -1e-6, lambda x: eqg.safe.sqrt(jnp.maximum(x, 0))),
-        (lambda x: x**0.3, -1e-6, lambda x: eqg.safe.power(jnp.maximum(x, 0), 0.3)),
         (jnp.log, -1e-6, lambda x: jnp.log(jnp.maximum(x, 1e-6))),
     ],
-    ids=["arccos", "arcsin", "sqrt", "pow", "log"],
+    ids=["arccos", "sqrt", "log"],
 )
 def test_an_argument_that_rounds_to_the_outside_of_a_domain(operation, outside, cured):
     """Clipped alone, it is at an end of the domain, at which the derivative is infinite."""
@@ -385,40 +291,3 @@ def test_argmin_is_chosen_with_the_opposite_sign():
     assert jnp.any(jax.grad(cured)(distances))
     (record,) = eqg.explain_zero(lambda x: values[jnp.argmax(x)], distances).found
     assert "one_hot_argmax(logits)" in record.cure
-
-
-def test_trunc_is_one_record():
-    (record,) = eqg.explain_zero(lambda x: jnp.sum(jnp.trunc(x) ** 2), X).found
-    assert (record.kind, record.primitive) == ("rounding", "trunc")
-    assert "`eqg.ste.trunc(x)`" in record.cure
-    assert jnp.any(jax.grad(lambda x: jnp.sum(eqg.ste.trunc(x) ** 2))(X))
-
-
-def test_heaviside_is_a_comparison():
-    (record,) = eqg.explain_zero(lambda x: jnp.sum(jnp.heaviside(x, 0.5)), X).found
-    assert (record.kind, record.primitive) == ("comparison", "heaviside")
-    assert "dead" not in record.cure
-    spike = lambda x: jnp.sum(eqg.surrogates.spike(x, eqg.surrogates.atan()))
-    assert jnp.all(jax.grad(spike)(X) > 0)
-
-
-def test_overflow_of_a_cotangent():
-    """No value is large: bounding the state does nothing, and clipping its gradient does."""
-
-    def loss(h, is_clipped):
-        def step(h, _):
-            h = eqg.clip_gradient_norm(h, 1.0) if is_clipped else h
-            return jnp.sin(50.0 * h), None
-
-        return jax.lax.scan(step, h, None, length=40)[0]
-
-    h = jnp.array(0.0, jnp.float32)
-    report = eqg.explain_nan(loss, h, False)
-    (record,) = report.found
-    assert record.kind == "overflow"
-    assert "The gradient explodes" in record.cure
-    assert "`x = eqg.clip_gradient_norm(x, max_norm)`" in record.cure
-    assert not eqg.explain_nan(loss, h, True)
-    # That of a value is another one.
-    (record,) = eqg.explain_nan(lambda x: jnp.log(jnp.exp(x)), jnp.array(1e3)).found
-    assert "explodes" not in record.cure

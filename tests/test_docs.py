@@ -65,7 +65,7 @@ def _programs():
 
 
 # They run all checks on several rules, calls of the host in loops, or whole layers.
-LONG = ("testing-a-rule.md", "host-code.md", "quantization-layers.md", "implicit.md")
+LONG = ("testing-a-rule.md", "host-code.md", "quantize.md", "solvers.md")
 PROGRAMS = [
     pytest.param(
         path,

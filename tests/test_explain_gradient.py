@@ -92,6 +92,14 @@ def test_nothing_is_wrong(activation):
         np.testing.assert_allclose(report.norms[f"layers[{i}]"], norm, rtol=1e-4)
 
 
+def test_what_is_not_finite_without_a_known_cause_is_said(monkeypatch):
+    """As where the time is over, or only the compiled gradient is not finite."""
+    monkeypatch.setattr("eqx_grads._diagnosis._nan.explain_nan.causes_of", lambda *_: [])
+    report = eqg.explain_gradient(lambda w: jnp.sum(jnp.log(w)), jnp.array([0.0, 1.0]))
+    assert [s.kind for s in report.found] == ["not finite"]
+    assert "Compiled as a whole" in " ".join(report.remarks)
+
+
 def test_a_staircase_is_described():
     (symptom,) = eqg.explain_gradient(lambda t: jnp.floor(100 * t), jnp.array(0.1234)).found
     assert "changes over longer steps" in symptom.elsewhere

@@ -1,12 +1,7 @@
 """What a loss keeps, against what JAX keeps, closed forms, and compiled programs."""
 
-import contextlib
 import functools as ft
-import io
-import os
 import re
-import subprocess
-import sys
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -14,22 +9,18 @@ import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
 import jax.random as jr
-import numpy as np
-import optax
 import pytest
 from eqx_grads._diagnosis._memory import explain_memory as explain_memory_module
 from eqx_grads._diagnosis._memory.checkpoints import candidates, undoes_checkpoints
 from eqx_grads._diagnosis._memory.maps import seeing_maps
 from eqx_grads._diagnosis._memory.residuals import Gradient
 from eqx_grads._diagnosis.origins import NumberedLoss
-from eqx_grads._diagnosis.report import show_bytes
 from eqx_grads._diagnosis.traced_loss import trace_loss
 from eqx_grads._jaxprs.evaluate import evaluate
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval as pe
-from matplotlib.figure import Figure
 
-from .helpers import assert_close, assert_linear_in_size, skip_without_checkpointed_loops
+from .helpers import assert_close, assert_linear_in_size
 
 
 KEY = jr.key(0)
@@ -142,24 +133,6 @@ def report_of(case):
     return eqg.explain_memory(loss, model, *args)
 
 
-def printed_by_jax(loss, model, *args) -> int:
-    """The bytes of what is computed and kept, as JAX prints them."""
-    arrays, static = eqx.partition(model, eqx.is_inexact_array)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        jax.ad_checkpoint.print_saved_residuals(
-            lambda arrays: loss(eqx.combine(arrays, static), *args), arrays
-        )
-    sizes = {"f32": 4, "f64": 8, "i32": 4, "i64": 8, "bool": 1, "u32": 4}
-    not_computed = ("from the argument", "from a constant", "from a literal")
-    total = 0
-    for line in printed.getvalue().splitlines():
-        dtype, shape = re.match(r"(\w+)\[([\d,]*)\]", line).groups()
-        if not any(text in line for text in not_computed):
-            total += sizes[dtype] * int(np.prod([int(n) for n in shape.split(",") if n]))
-    return total
-
-
 def used_by_pullback(loss, model, *args) -> int:
     """The bytes of the leaves of the pullback that the backward pass uses, without inputs."""
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
@@ -191,10 +164,18 @@ def test_total_is_what_jax_says(model):
     loss, model, args = model()
     computed = used_by_pullback(loss, model, *args)
     assert report.total == sum(r.bytes for r in report.found) == computed
-    # For some losses, JAX keeps what no gradient uses, and a compiler removes it.
-    assert computed <= printed_by_jax(loss, model, *args)
     assert sum(report.by_path().values()) == sum(report.by_line().values()) == computed
     assert [r.bytes for r in report.found] == sorted(r.bytes for r in report.found)[::-1]
+
+
+def test_a_layer_with_its_own_backward_pass():
+    """With wrapped cells, it ran a plain scan: the sizes and the advice were those of that."""
+    layer, xs = eqg.nn.GRU(2, 8, key=KEY), jnp.ones((16, 300, 2))
+    loss = lambda layer, xs: jnp.sum(jax.vmap(lambda x: layer(x)[0])(xs) ** 2)
+    report = eqg.explain_memory(loss, layer, xs, compiled=False)
+    assert report.total == used_by_pullback(loss, layer, xs)
+    assert {r.path for r in report.found} <= {"GRU", ""}
+    assert not [a for a in report.advice if a.kind == "loop"]
 
 
 def test_lines_and_layers():
@@ -215,16 +196,6 @@ def test_lines_and_layers():
     kept = {r.primitive for r in report.inputs}
     assert kept == {"model.layers[1].weight", "x"}
     assert {r.path for r in report.found} == {""}  # computed outside of the layers
-
-
-def test_a_linear_loss_keeps_inputs_only():
-    loss = lambda linear, x: jnp.sum(jax.vmap(linear)(x))
-    report = eqg.explain_memory(loss, eqx.nn.Linear(3, 2, key=KEY), jnp.ones((4, 3)))
-    assert not report
-    assert report.total == 0
-    assert [r.primitive for r in report.inputs] == ["x"]
-    expected = f"Nothing is kept for the backward pass but inputs of the loss ({12 * SIZE} B)."
-    assert str(report) == expected
 
 
 @pytest.mark.parametrize("checkpoint", ["sqrt", 8, "replay"])
@@ -259,16 +230,6 @@ def test_checkpoint_keeps_inputs_only(wrap):
     assert [(r.primitive, r.bytes) for r in report.found] == [("mul", 8 * SIZE)]
 
 
-def test_third_party_code_is_named_by_the_users_line():
-    def loss(linear, x):
-        y = jax.vmap(linear)(x)
-        return jnp.mean(optax.losses.log_cosh(y, jnp.zeros_like(y)))  # optax
-
-    report = eqg.explain_memory(loss, eqx.nn.Linear(3, 4, key=KEY), jnp.ones((5, 3)))
-    assert report
-    assert {r.line for r in report.found} == {line_of("# optax")}
-
-
 def test_control_flow():
     def loss(w, x):
         y = jax.jit(lambda w: jnp.sin(w * x))(w)  # jit
@@ -279,7 +240,7 @@ def test_control_flow():
         return jnp.sum(y) * n.astype(y.dtype)
 
     report = eqg.explain_memory(loss, jnp.ones(5), jnp.ones(5), compiled=False)
-    assert report.total == printed_by_jax(loss, jnp.ones(5), jnp.ones(5))
+    assert report.total == used_by_pullback(loss, jnp.ones(5), jnp.ones(5))
     lines = {r.line for r in report.found}
     assert {line_of(f"# {name}") for name in ("jit", "cond", "fori", "map")} <= lines
     assert {r.n_steps for r in report.found if r.line == line_of("# fori")} == {6}
@@ -324,29 +285,6 @@ def test_implicit_solve():
     report = eqg.explain_memory(loss, jnp.ones(3), compiled=False)
     assert report.found
     assert all(r.n_steps == 1 for r in report.found)  # no step of the solver is kept
-
-
-@pytest.mark.slow
-def test_differential_equation():
-    dfx = pytest.importorskip("diffrax")
-
-    def loss(field, y, adjoint):
-        term = dfx.ODETerm(lambda t, y, field: field(y))
-        options = {"args": field, "adjoint": adjoint, "max_steps": 64}
-        solution = dfx.diffeqsolve(term, dfx.Tsit5(), 0.0, 1.0, 0.05, y, **options)
-        return jnp.sum(solution.ys**2)
-
-    field = eqx.nn.MLP(2, 2, 32, 1, key=KEY)
-    kept = {}
-    for name in ("DirectAdjoint", "BacksolveAdjoint", "RecursiveCheckpointAdjoint"):
-        if name == "RecursiveCheckpointAdjoint":
-            skip_without_checkpointed_loops()
-        adjoint = getattr(dfx, name)()
-        kept[name] = eqg.explain_memory(loss, field, jnp.ones(2), adjoint).compiled
-        if name == "BacksolveAdjoint":
-            # With JAX 0.12, the compiled gradient needs a third of what it needs with 0.10.
-            assert kept["DirectAdjoint"] > 1.5 * kept["BacksolveAdjoint"]
-    assert kept["DirectAdjoint"] > 4 * kept["RecursiveCheckpointAdjoint"]
 
 
 def test_a_large_program_is_compiled_on_demand(monkeypatch):
@@ -504,29 +442,6 @@ def test_a_named_axis_is_left_alone():
 # ---------------------------------------------------------------- the report
 
 
-def test_table():
-    report = report_of(transformer)
-    text = str(report)
-    assert text.startswith(f"{show_bytes(report.total)} are kept for the backward pass, in ")
-    assert "blocks[*].attention" in text
-    assert len(text.splitlines()) < 30
-    (table,) = report.tables()
-    share = table.columns.index("share")
-    assert sum(int(row[share][:-1]) for row in table.rows) in range(97, 104)
-
-
-def test_plot():
-    report = report_of(transformer)
-    axes = report.plot(axes=Figure().add_subplot())
-    titles = ["layer", "line", "array"]
-    assert [label.get_text() for label in axes.get_xticklabels()] == titles
-    for left in {p.get_x() for p in axes.patches}:
-        heights = [p.get_height() for p in axes.patches if p.get_x() == left]
-        assert 0.9 * report.total < sum(heights) <= report.total
-    first = max((p for p in axes.patches if p.get_x() == 0), key=lambda p: p.get_height())
-    assert first.get_height() == max(report.by_path().values())
-
-
 # ---------------------------------------------------------------- bad and large input
 
 
@@ -546,40 +461,6 @@ def test_work_is_linear_in_the_number_of_equations():
     assert_linear_in_size(explain_many_products, 10)
 
 
-FLAGS = ("JAX_REMAT3", "JAX_CUSTOM_VJP3", "JAX_CUSTOM_JVP3")
-UNDER_FLAGS = """
-import equinox as eqx, eqx_grads as eqg, jax, jax.numpy as jnp
-
-class Model(eqx.Module):
-    inner: eqx.nn.MLP
-    outer: eqx.nn.MLP
-    def __call__(self, x):
-        return self.outer(eqg.filter_checkpoint(self.inner)(x))
-
-mlp = lambda: eqx.nn.MLP(4, 4, 16, 2, key=jax.random.key(0))
-loss = lambda model, x: jnp.sum(jnp.sin(jax.vmap(model)(x)))
-report = eqg.explain_memory(loss, Model(mlp(), mlp()), jnp.ones((64, 4)))
-report = report.verify()
-paths = set(report.by_path())
-assert any(path.startswith("outer") for path in paths), paths
-of_inner = [r for r in report.found if r.path.startswith("inner.")]
-assert all(r.bytes <= 64 * 4 * 4 for r in of_inner), report  # its output
-assert all(r.line in (8, 11) for r in report.found), report
-print("fine")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the flags are for JAX 0.12")
-@pytest.mark.parametrize("flags", [FLAGS[:1], FLAGS])
-def test_names_survive_the_flags(flags):
-    environment = os.environ | dict.fromkeys(flags, "1")
-    result = subprocess.run(
-        [sys.executable, "-c", UNDER_FLAGS], env=environment, capture_output=True, text=True
-    )
-    assert result.stdout == "fine\n", result.stderr
-
-
 def test_no_reverse_mode():
     loss = lambda w: jax.lax.while_loop(
         lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * w), (0, w)
@@ -594,18 +475,4 @@ def test_no_reverse_mode():
 
     with pytest.raises(eqg.RuleError, match="do not support JVP") as error:
         eqg.explain_memory(with_host, jnp.array(4.0))
-    assert "while_loop" not in str(error.value)
-
-
-def test_an_error_of_the_library_stays_as_it_is():
-    def loss(w, xs):
-        step = lambda h, x: (jnp.tanh(w @ h + x), None)
-        return jnp.sum(eqg.filter_scan(step, jnp.zeros(3), xs, online=True)[0])
-
-    args = jnp.eye(3), jnp.ones((5, 3))
-    with pytest.raises(eqg.RuleError, match='`online="e-prop"`') as error:
-        eqg.explain_memory(loss, *args)
-    with pytest.raises(eqg.RuleError, match="online") as expected:
-        jax.grad(loss)(*args)
-    assert str(error.value) == str(expected.value)
     assert "while_loop" not in str(error.value)

@@ -8,34 +8,9 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
-from eqx_grads._diagnosis._memory.checkpoints import run_loop
-from eqx_grads._jaxprs.structure import structure
 
 
 STATES = 32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [20, 23])
-@pytest.mark.parametrize("reverse", [False, True])
-def test_a_loop_in_chunks_is_the_same_loop(steps, reverse):
-    """What the advice is measured with: also of a last chunk that is shorter."""
-
-    def loop(w, xs):
-        step = lambda h, x: (jnp.sin(w * h + x[0]), (h * x, x[1]))
-        return jax.lax.scan(step, xs[0, 0], xs, reverse=reverse)
-
-    w, xs = jnp.array(0.7), jr.normal(jr.key(0), (5, steps, 2))
-    program = jax.make_jaxpr(jax.vmap(loop, in_axes=(None, 0)))(w, xs)
-    (eqn,) = [e for e in program.eqns if e.primitive.name == "scan"]
-    values = [jr.normal(jr.key(i), v.aval.shape) for i, v in enumerate(eqn.invars)]
-
-    def run(checkpoint):
-        out, pullback = jax.vjp(lambda *xs: run_loop(structure(eqn), xs, checkpoint), *values)
-        return out, pullback([jnp.cos(x) for x in out])
-
-    for a, b in zip(jax.tree.leaves(run(None)), jax.tree.leaves(run(4)), strict=True):
-        assert jnp.allclose(a, b, atol=1e-5)
 
 
 def of_batch(cell, xs, checkpoint):

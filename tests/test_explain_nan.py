@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from . import nan_causes
 from .helpers import assert_linear_in_size, skip_without_checkpointed_loops
-from .nan_causes import HEALTHY, PLANTED, Planted, scanned, SCANS, ten_poisons
+from .nan_causes import HEALTHY, PLANTED, Planted, scanned, SCANS
 
 
 def _explain(make, threshold=None):
@@ -55,34 +55,6 @@ def test_healthy(make):
     assert not report.remarks
 
 
-def _gradient(make):
-    loss, model, *args = make()
-    if make.__name__.startswith("while_loop"):
-        tangents = jax.tree.map(jnp.ones_like, model)
-        return jax.jit(lambda m, t: jax.jvp(lambda m: loss(m, *args), (m,), (t,)))(
-            model, tangents
-        )
-    value_and_grad = eqx.filter_value_and_grad(loss)
-    if make.__name__ == "product_with_a_comparison":
-        # Compiled, XLA makes a selection of the product, and the gradient is finite.
-        return value_and_grad(model, *args)
-    return eqx.filter_jit(value_and_grad)(model, *args)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "threshold"),
-    # The gradient of `optimistix_root` is an error.
-    [(c.make, c.threshold) for c in PLANTED if c.make is not nan_causes.optimistix_root]
-    + [(make, np.inf) for make in HEALTHY],
-)
-def test_jax_agrees_that_something_is_bad(make, threshold):
-    leaves = jax.tree.leaves(_gradient(make))
-    bound = np.inf if threshold is None else threshold
-    is_good = all(np.all(np.abs(x) < bound) for x in leaves)  # false for NaN
-    assert is_good == (make in HEALTHY)
-
-
 # ---------------------------------------------------------------- loops
 
 
@@ -99,16 +71,6 @@ def test_step_of_a_scan(name, step):
     assert (record.mask, record.mask_line) == ("where", _lines(scanned, "MASK")[0])
     assert (record.primitive, record.kind) == ("log", "dead branch")
     assert record.step == (step,)
-
-
-@pytest.mark.slow
-def test_all_of_ten():
-    loss, state = ten_poisons()
-    report = eqg.explain_nan(loss, state)
-    assert np.isfinite(report.loss)
-    assert {r.line for r in report.found} == set(_lines(ten_poisons, "HERE")), str(report)
-    assert {r.kind for r in report.found} == {"dead branch"}, str(report)
-    assert all(r.step == (2,) and r.count == 3 for r in report.found)  # the last step first
 
 
 def explain_many_sines(n):
@@ -179,15 +141,6 @@ def test_a_buffer_of_infinities():
     assert record.step == (0,)
 
 
-def test_a_branch_and_a_singularity_at_one_operation():
-    loss = lambda x: jnp.sum(jnp.where(jnp.array([True, False]), jnp.sqrt(x), 0.0))
-    report = eqg.explain_nan(loss, jnp.zeros(2))
-    assert {(r.kind, r.index) for r in report.found} == {
-        ("true singularity", (0,)),
-        ("dead branch", (1,)),
-    }
-
-
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.complex64])
 def test_dtypes(dtype):
     loss = lambda x: jnp.sum(jnp.where(jnp.real(x) > 0, jnp.sqrt(x), 0)).real
@@ -209,9 +162,7 @@ def test_rule():
     assert record.rule.endswith(f":{_lines(test_rule, 'HERE')[0]}")
     # The derivative is defined there.
     assert record.kind == "0/0"
-    assert record.cure.startswith(
-        "The rule of `square` is not defined there. If the derivative"
-    )
+    assert record.cure.startswith("The rule of `square` is not finite there. If the derivative")
 
 
 @pytest.mark.slow
@@ -290,9 +241,9 @@ def test_host_function_at_the_edge_of_its_domain():
         loss = lambda x, rows=rows: jnp.sum(rows(jnp.array(0.5, x.dtype), x))
         (record,) = eqg.explain_nan(loss, x).found
         assert record.index == (0, 2)
-        assert "within a `step`" in record.cure
+        assert "leaves its domain" in record.cure
         (record,) = eqg.explain_nan(loss, -x).found
-        assert "The host function returns this" in record.cure
+        assert record.is_forward
 
 
 def test_gradient_that_raises():
@@ -311,18 +262,9 @@ def test_gradient_that_raises():
     assert "raises an error" in report.headline
 
 
-def test_forward_mode_is_said():
-    body = lambda c: (c[0] + 1, jnp.sqrt(c[1] - c[1]))
-    loss = lambda x: jax.lax.while_loop(lambda c: c[0] < 3, body, (0, x))[1]
-    report = eqg.explain_nan(loss, jnp.array(1.0))
-    assert not report.is_reverse
-    assert "forward mode" in str(report)
-    assert report.found[0].step == (0,)
-
-
 def test_the_cause_inside_of_a_shard_map():
     """It was called an overflow of the whole `shard_map`."""
-    mesh = Mesh(np.array(jax.devices()[:2]), "i")
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), "i")
 
     def distance(x):
         return 2 * jnp.sqrt(x)  # HERE
@@ -332,11 +274,11 @@ def test_the_cause_inside_of_a_shard_map():
     (record,) = eqg.explain_nan(loss, jnp.array([1.0, 0.0])).found
     assert (record.kind, record.primitive, record.mask) == ("dead branch", "sqrt", "where")
     assert [record.line] == _lines(distance, "HERE")
-    # Of one that exchanges values, the place is the whole of it.
+    # And of one that exchanges values.
     total = lambda x: jax.lax.psum(jnp.sum(jnp.sqrt(x)), "i")
     of_parts = jax.shard_map(total, mesh=mesh, in_specs=P("i"), out_specs=P())
     (record,) = eqg.explain_nan(of_parts, jnp.array([1.0, 0.0])).found
-    assert (record.kind, record.primitive) == ("true singularity", "shard_map")
+    assert (record.kind, record.primitive) == ("true singularity", "sqrt")
 
 
 def test_errors():

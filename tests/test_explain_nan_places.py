@@ -57,14 +57,12 @@ HELPERS = {
     "function": length,
     "of a function": through,
     "scan": in_a_scan,
-    "jit": jax.jit(length),
     "filter_jit": eqx.filter_jit(length),
-    "checkpoint": jax.checkpoint(length),
 }
 
 
 @pytest.mark.parametrize("name", HELPERS)
-@pytest.mark.parametrize("bad", ["FIRST", "SECOND", "BOTH"])
+@pytest.mark.parametrize("bad", ["FIRST", "BOTH"])
 def test_the_call_of_a_function_that_is_called_twice(name, bad):
     def loss(model):
         a = HELPERS[name](model["a"])  # FIRST
@@ -87,12 +85,6 @@ def test_the_call_of_a_function_that_is_called_twice(name, bad):
 LENGTH_LINE = inspect.getsourcelines(length)[1] + 1
 
 
-def test_a_function_that_is_called_once_has_no_caller():
-    report = eqg.explain_nan(lambda model: length(model["b"]), BAD)
-    assert [r.caller for r in report.found] == [""]
-    assert "called from" not in str(report)
-
-
 def test_the_layer_tells_two_calls_apart():
     model = [(Length(ONE), jnp.ones(3)), (Length(ONE), jnp.zeros(3))]
 
@@ -103,18 +95,6 @@ def test_the_layer_tells_two_calls_apart():
 
     (record,) = eqg.explain_nan(loss, model).found
     assert (record.path, record.caller) == ("[1][0]", "")
-
-
-def test_rows_that_look_the_same_are_counted_at_their_kind():
-    def loss(model):
-        return length(model["b"]) + length(model["b"] * 2)
-
-    report = eqg.explain_nan(loss, BAD)
-    head, _, *row = str(report).splitlines()[2:6]
-    assert head.startswith("kind")  # there is no leaf
-    width = head.index("operation")
-    kind = " ".join(line[:width].strip() for line in row).strip()
-    assert kind == "true singularity (2 times)"
 
 
 # ---------------------------------------------------------------- steps
@@ -141,31 +121,13 @@ def test_a_nan_in_the_data_and_a_root_at_other_steps():
     assert {root.kind, data.kind} == {"dead branch"}
     assert (root.step, root.count) == ((7,), 1)
     assert (data.step, data.count) == ((2,), 1)
-    assert data.cure.startswith("`xs` holds a NaN")
-
-
-def test_steps_at_which_a_value_is_not_finite():
-    fixed = lambda w, xs: jax.lax.stop_gradient(outputs(lambda w, x: jnp.sqrt(x))(w, xs)) + w
-    (record,) = eqg.explain_nan(fixed, ONE, jnp.array([-1.0, 1.0, -2.0])).found
-    assert (record.step, record.count) == ((0,), 2)
-    report = eqg.explain_nan(fixed, ONE, -jnp.ones(9))
-    assert "0 and 8 more" in " ".join(str(report).split())
-
-
-def test_a_value_with_other_causes_at_other_steps():
-    """At the first bad step, the logarithm is infinite, and at the next one it is NaN."""
-    loss = outputs(lambda w, x: jnp.log(w * x))
-    report = eqg.explain_nan(loss, ONE, jnp.array([1.0, 0.0, 1.0, -1.0]))
-    found = {record.kind: record.step for record in report.found}
-    assert found == {"outside of the domain": (3,), "true singularity": (1,)}
+    assert data.cure.startswith("`xs` holds the NaN")
 
 
 # ---------------------------------------------------------------- layers of Equinox
 
 LAYERS = {
     "RMSNorm": lambda eps: eqx.nn.RMSNorm(4, eps=eps),
-    "LayerNorm": lambda eps: eqx.nn.LayerNorm(4, eps=eps),
-    "GroupNorm": lambda eps: eqx.nn.GroupNorm(2, 4, eps=eps),
 }
 
 
@@ -191,27 +153,6 @@ def test_a_layer_that_calls_the_users_function_is_no_library():
     assert record.library == ""
 
 
-@pytest.mark.slow
-def test_the_line_in_a_function_that_a_loop_of_equinox_calls():
-    """The operation was the name of a function inside of Equinox."""
-    skip_without_checkpointed_loops()
-
-    def loss(y):
-        def advance(carry):
-            t, y = carry
-            dt = 0.5 / (1 - y)  # DIVISION
-            return t + dt, y + dt * y**2
-
-        below = lambda carry: carry[0] < 50
-        loop = eqxi.while_loop(below, advance, (y * 0, y), max_steps=8, kind="checkpointed")
-        return loop[1]
-
-    (record,) = eqg.explain_nan(loss, ONE).found
-    assert (record.kind, record.primitive) == ("true singularity", "div")
-    assert record.line == line_of(loss, "DIVISION")
-    assert record.library.startswith("equinox/internal/")
-
-
 def test_a_distribution_of_jax_is_a_library():
     loss = lambda scale: jnp.sum(jax.scipy.stats.norm.logpdf(1.0, 0.0, scale))
     report = eqg.explain_nan(loss, jnp.zeros(2))
@@ -228,16 +169,6 @@ def test_one_fault_in_several_branches_of_a_function_of_jax():
 
 
 # ---------------------------------------------------------------- texts
-
-
-def test_a_division_by_zero_is_said_to_be_one():
-    (record,) = eqg.explain_nan(lambda x: jnp.sum(1 / x), jnp.zeros(2)).found
-    assert record.cure.startswith("The divisor is zero.")
-
-
-def test_the_whole_model_is_not_named_as_a_leaf():
-    (record,) = eqg.explain_nan(jnp.sum, jnp.array([1.0, jnp.nan])).found
-    assert record.cure.startswith("The model holds the NaN itself.")
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import sys
 
 import equinox as eqx
 import eqx_grads as eqg
-import eqx_grads.testing as eqgt
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -14,12 +13,9 @@ import numpy as np
 import optimistix as optx
 import pytest
 from eqx_grads import RuleError, solvers
-from eqx_grads._jaxprs.evaluate import bind, enter, evaluate
-from eqx_grads._jaxprs.structure import inner_programs
 
 from .helpers import (
     assert_close,
-    checking_leaks,
     temp_bytes,
 )
 
@@ -69,33 +65,8 @@ def steps(fn, *args, n=5, number=60):
 # ---------------------------------------------------------------- the linear case
 
 
-def closed_form(args, ct):
-    """The fixed point of `linear` and the gradients, by NumPy in double precision."""
-    w, u, x = (np.asarray(a, np.float64) for a in args)
-    a = np.eye(len(w)) - w
-    z, v = np.linalg.solve(a, u @ x), np.linalg.solve(a.T, np.asarray(ct, np.float64))
-    return z, (np.outer(v, z), np.outer(v, x), u.T @ v)
-
-
 def relative(got, expected):
     return np.max(np.abs(np.asarray(got, np.float64) - expected)) / np.max(np.abs(expected))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("precision", ["float32", "float64"])
-@pytest.mark.parametrize("backward", EXACT)
-def test_linear_closed_form(getkey, backward, precision):
-    with jax.enable_x64(precision == "float64"):
-        args = problem(getkey)
-        ct = jr.normal(getkey(), (5,))
-        if backward == "fixed_point":
-            backward = solvers.FixedPointAdjoint(tight())
-        value, pullback = jax.vjp(lambda *args: solve(linear, *args, backward=backward), *args)
-        expected, gradients = closed_form(args, ct)
-        tolerance = 1e-6 if precision == "float32" else 1e-12
-        assert relative(value, expected) < tolerance
-        for got, want in zip(pullback(ct), gradients, strict=True):
-            assert relative(got, want) < tolerance
 
 
 # ---------------------------------------------------------------- exact derivatives
@@ -145,49 +116,7 @@ def test_approximate_derivatives_are_the_published_ones(getkey, backward, number
         assert_close(jax.jit(lambda: both(ours))(), jax.jit(lambda: both(theirs))(), eps=1e3)
 
 
-@pytest.mark.thorough
-def test_neumann_converges_at_the_rate_of_the_contraction(getkey):
-    with jax.enable_x64(True):
-        args, ct = problem(getkey), jr.normal(getkey(), (5,))
-        exact = closed_form(args, ct)[1][2]
-        for k in (2, 8, 20):
-            backward = solvers.NeumannAdjoint(k)
-            fn = lambda x, backward=backward: solve(linear, *args[:2], x, backward=backward)
-            (got,) = jax.vjp(fn, args[2])[1](ct)
-            u = args[1]
-            bound = 0.5 ** (k + 1) * np.linalg.norm(u, 2) * np.linalg.norm(ct) / 0.5
-            assert np.linalg.norm(got - exact) <= bound + 1e-12
-
-
 # ---------------------------------------------------------------- transformations
-
-
-@pytest.mark.slow
-def test_closed_over_values_and_trees(getkey):
-    w, u, x = problem(getkey)
-
-    def loss(w, x):
-        def fn(state):  # over `w` and `x`, tracers of two levels
-            h = jnp.tanh(w @ state["h"] + u @ x)
-            return {"h": h, "mean": (jnp.mean(h), None)}
-
-        start = {"h": jnp.zeros(5), "mean": (0.0, None)}
-        solution = eqg.fixed_point(fn, start, solver=tight())
-        return jnp.sum(solution.value["h"]) + solution.value["mean"][0]
-
-    plain = lambda w, x: (lambda h: jnp.sum(h) + jnp.mean(h))(steps(nonlinear, w, u, x))
-    got = jax.jit(jax.grad(loss, (0, 1)))(w, x)
-    assert_close(got, jax.jit(jax.grad(plain, (0, 1)))(w, x), tolerance=1e-5)
-
-
-def test_no_leaks(getkey):
-    args = problem(getkey)
-    loss = lambda w: jnp.sum(solve(nonlinear, w, *args[1:], backward="one_step"))
-    # Before Python 3.13, the first `eqx.error_if` of a process keeps tracers alive, and JAX's
-    # report of them crashes: https://github.com/patrick-kidger/equinox/issues/997
-    jax.jit(jax.grad(lambda w: 2 * loss(w)))(args[0])
-    with checking_leaks():
-        jax.jit(jax.grad(loss))(args[0])
 
 
 class Damped(eqx.Module):
@@ -197,28 +126,6 @@ class Damped(eqx.Module):
     def __call__(self, y, x):
         # A branch on the number: it has to be static.
         return self.damping * jnp.tanh(self.weight * y) + x if self.damping > 0 else x
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backward", [*EXACT, *APPROXIMATE])
-def test_numbers_of_python_are_static(backward):
-    """In arguments, and in the fields of a Module that is an argument."""
-
-    def solution(weight, x, damping):
-        cell = Damped(weight, damping)
-        fn = lambda y, cell, x: cell(y, x)
-        return eqg.fixed_point(fn, jnp.zeros(2), cell, x, backward=backward).value
-
-    def with_closure(weight, x, damping):
-        fn = lambda y: Damped(weight, damping)(y, x)
-        return eqg.fixed_point(fn, jnp.zeros(2), backward=backward).value
-
-    args = jnp.array([0.3, 0.8]), jnp.array([1.0, -0.5])
-    for transform in (jax.jacrev, jax.jacfwd, jax.hessian):
-        of_fn = lambda fn, transform=transform: jax.jit(
-            transform(lambda *args: fn(*args, 0.5), (0, 1))
-        )(*args)
-        assert_close(of_fn(solution), of_fn(with_closure), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("adjoint", [solvers.ImplicitAdjoint(), SERIES], ids=str)
@@ -243,15 +150,6 @@ def test_the_start_has_no_gradient(getkey):
     args = problem(getkey)
     fn = lambda z0: jnp.sum(eqg.fixed_point(nonlinear, z0, *args).value)
     assert jnp.array_equal(jax.grad(fn)(jnp.ones(5)), jnp.zeros(5))
-
-
-def test_an_argument_without_influence():
-    for backward in (*EXACT, "phantom"):
-        fn = lambda x, backward=backward: (
-            eqg.fixed_point(lambda y, x: 0.5 * y, 1.0, x, backward=backward).value
-        )
-        assert jax.grad(fn)(1.0) == 0.0
-        assert jax.jvp(fn, (1.0,), (1.0,))[1] == 0.0
 
 
 @pytest.mark.cost
@@ -279,29 +177,6 @@ def test_memory_does_not_depend_on_the_number_of_steps(backward):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "adjoint",
-    [solvers.ImplicitAdjoint(), pytest.param(SERIES, marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_adjoints_in_optimistix(getkey, adjoint):
-    args = problem(getkey)
-    fn = lambda z, args: nonlinear(z, *args)
-    minus = lambda z, args: nonlinear(z, *args) - z
-    newton = optx.Newton(rtol=1e-6, atol=1e-6)
-    z0 = jnp.zeros(5)
-    finders = (
-        lambda args: optx.fixed_point(fn, tight(), z0, args, adjoint=adjoint),
-        lambda args: optx.fixed_point(fn, newton, z0, args, adjoint=adjoint),
-        lambda args: optx.root_find(minus, newton, z0, args, adjoint=adjoint, max_steps=None),
-    )
-    ours = jax.grad(lambda args: jnp.sum(solve(nonlinear, *args, backward=adjoint)))(args)
-    for find in finders:
-        got = jax.grad(lambda args, find=find: jnp.sum(find(args).value))(args)
-        assert_close(got, ours, tolerance=1e-5)
-
-
-@pytest.mark.slow
 def test_tags_reach_the_linear_solve(getkey):
     w, u, x = problem(getkey)
     w = -w @ w.T  # so that w - 1 is negative definite
@@ -321,22 +196,6 @@ def test_each_example_of_a_batch_has_its_own_count():
     solution = jax.vmap(lambda x: eqg.fixed_point(lambda y, x: x * y + 1, 0.0, x))
     counts = solution(jnp.array([0.1, 0.5, 0.9])).stats["num_steps"]
     assert counts[0] < counts[1] < counts[2]
-
-
-@pytest.mark.thorough
-def test_aux_is_that_of_the_fixed_point_and_differentiable():
-    with jax.enable_x64(True):
-
-        def fn(y, x):
-            return jnp.cos(y) * x, {"twice": 2 * y, "name": "cosine"}
-
-        solution = eqg.fixed_point(fn, 0.5, 0.7, solver=tight(), has_aux=True)
-        assert_close(solution.aux["twice"], 2 * solution.value)
-        assert solution.aux["name"] == "cosine"
-        aux = lambda x: eqg.fixed_point(fn, 0.5, x, solver=tight(), has_aux=True).aux["twice"]
-        y = solution.value
-        expected = 2 * jnp.cos(y) / (1 + 0.7 * jnp.sin(y))
-        assert_close(jax.grad(aux)(0.7), expected, tolerance=1e-12)
 
 
 def conjugating(z, c):
@@ -513,17 +372,6 @@ def test_anderson_needs_few_steps(getkey):
         assert slow.result == optx.RESULTS.nonlinear_max_steps_reached
 
 
-@pytest.mark.thorough
-def test_anderson_of_trees_in_a_batch(getkey):
-    fn = lambda y, x: (jnp.cos(y[1]) * 0.9 + x, jnp.sin(y[0]).astype(y[1].dtype))
-    start = (jnp.zeros(3), jnp.zeros(3))
-    solver = solvers.Anderson(rtol=1e-6, atol=1e-6, history=3, mixing=0.8)
-    find = lambda x, solver: eqg.fixed_point(fn, start, x, solver=solver).value
-    xs = jr.normal(getkey(), (4, 3))
-    got = jax.vmap(lambda x: find(x, solver))(xs)
-    assert_close(got, jax.vmap(lambda x: find(x, tight()))(xs), tolerance=1e-4)
-
-
 # ---------------------------------------------------------------- the layer
 
 
@@ -554,32 +402,6 @@ def test_layer_statistics_and_start(getkey):
     assert net(x, key=getkey()).shape == (2,)
 
 
-@pytest.mark.slow
-def test_the_gradient_of_a_batch_can_be_explained(getkey):
-    """The loop of a batch has an array for a condition, which JAX's own function refuses."""
-    layer = eqg.nn.FixedPoint(Cell(3, 4, key=getkey()), 4, backward="fixed_point")
-    xs = jr.normal(getkey(), (5, 3))
-    loss = lambda layer: jnp.sum(jax.vmap(layer)(xs) ** 2)
-    assert not eqg.explain_zero(loss, layer)
-    assert not eqg.explain_nan(loss, layer)
-    # Its program has the tolerance of single precision.
-    assert eqgt.check_gradients(loss, layer, tolerance=1e-4).passed
-
-
-def test_the_evaluator_keeps_the_elements_that_are_done():
-    halve = lambda x: jax.lax.while_loop(
-        lambda c: c[0] > 1.0, lambda c: (c[0] / 2, c[1] + 1), x
-    )
-    args = (jnp.array([0.5, 3.0, 100.0]), jnp.zeros(3, jnp.int32))
-    program = jax.make_jaxpr(lambda *args: jax.vmap(halve)(args))(*args)
-    enter_all = lambda program, values, _=None: evaluate(program, values, hook)
-
-    def hook(eqn, values):
-        return enter(eqn, values, enter_all) if inner_programs(eqn) else bind(eqn, values)
-
-    assert_close(tuple(enter_all(program, args)), jax.vmap(halve)(args))
-
-
 def test_layer_errors(getkey):
     for shape in (0, 2.5, (3, -1), "four"):
         with pytest.raises(RuleError, match="`FixedPoint` was given a shape"):
@@ -594,21 +416,3 @@ def test_layer_errors(getkey):
         explodes(jnp.ones(3))
     quiet = eqg.nn.FixedPoint(lambda x, z: 2 * z + x, 3, throw=False)
     assert quiet.solve(jnp.ones(3)).result != optx.RESULTS.successful
-
-
-def test_part_without_arguments():
-    """A part of the state, which `f` computes from the other part alone."""
-
-    def step(z, x):
-        return {"a": 0.3 * jnp.tanh(z["a"] + x), "b": 0.5 * z["b"] + jnp.sum(z["a"])}
-
-    def loss(x, backward):
-        start = {"a": jnp.zeros(2), "b": jnp.zeros(())}
-        return eqg.fixed_point(step, start, x, backward=backward).value["b"]
-
-    def plain(x):
-        z = {"a": jnp.zeros(2), "b": jnp.zeros(())}
-        return jax.lax.scan(lambda z, _: (step(z, x), None), z, None, length=40)[0]["b"]
-
-    x = jnp.array([0.5, -1.2])
-    assert_close(jax.grad(loss)(x, "fixed_point"), jax.grad(plain)(x), tolerance=1e-4)

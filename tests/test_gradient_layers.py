@@ -1,6 +1,4 @@
-"""Gradient layers in networks, against the chain rule taken apart."""
-
-import functools as ft
+"""Gradient layers in networks: a strength that changes, and probes."""
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -29,54 +27,6 @@ def loss(model, x):
     return jnp.sum(jnp.sin(model(x)))
 
 
-def taken_apart(model, x, change):
-    """The gradient of the first layer, where NumPy changes what comes back to it."""
-    first, _, *rest = model.layers
-    h, pullback = jax.vjp(lambda first: first(x), first)
-    passing = jax.grad(loss, 1)(eqx.nn.Sequential(rest), h)
-    return pullback(jnp.asarray(change(np.asarray(passing)), h.dtype))[0]
-
-
-LAYERS = {
-    "reversal": (nn.GradientReversal(0.5), lambda g: -0.5 * g),
-    "reversal of each": (
-        nn.GradientReversal(np.array([1.0, 0.0, 2.0])),
-        lambda g: g * [-1, 0, -2],
-    ),
-    "an op": (eqx.nn.Lambda(ft.partial(eqg.scale_gradient, s=3.0)), lambda g: 3 * g),
-    "probe": (nn.GradientProbe(), lambda g: g),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_in_a_network(name, getkey):
-    layer, change = LAYERS[name]
-    model, x = network(layer, getkey()), jr.normal(getkey(), (2,))
-    without = network(eqx.nn.Identity(), getkey())
-    without = eqx.tree_at(
-        lambda m: (m.layers[0], m.layers[3]), without, (model.layers[0], model.layers[3])
-    )
-    assert model(x).tobytes() == without(x).tobytes()
-    grads = eqx.filter_jit(eqx.filter_grad(loss))(model, x)
-    want = taken_apart(model, x, change)
-    np.testing.assert_allclose(grads.layers[0].weight, want.weight, rtol=1e-5, atol=1e-7)
-    assert eqx.tree_equal(
-        grads.layers[3], eqx.filter_grad(loss)(without, x).layers[3], rtol=1e-6, atol=1e-7
-    )
-
-
-def test_a_tree():
-    x = {"a": jnp.array([3.0, 4.0]), "b": None, "c": jnp.array(12.0), "n": 3}
-
-    def total(x, layer):
-        x = layer(x, key=jr.key(0))
-        assert x["n"] == 3
-        return jnp.sum(x["a"] ** 2) + x["c"] ** 2
-
-    grad = eqx.filter_grad(total)
-    assert grad(x, nn.GradientReversal())["c"] == -24.0
-
-
 def test_a_strength_can_change_without_compiling_again():
     model = network(nn.GradientReversal(jnp.array(0.0)), jr.key(0))
     traced = []
@@ -97,23 +47,6 @@ def test_a_strength_can_change_without_compiling_again():
     np.testing.assert_allclose(*weights, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_ensembles_and_files(tmp_path):
-    make = lambda strength, key: network(nn.GradientReversal(strength), key)
-    strengths, keys = jnp.array([0.0, 1.0, 2.0]), jr.split(jr.key(0), 3)
-    models = eqx.filter_vmap(make)(strengths, keys)
-    grad = eqx.filter_jit(eqx.filter_grad(loss))
-    grads = eqx.filter_vmap(grad, in_axes=(eqx.if_array(0), None))(models, jnp.ones(2))
-    one = grad(make(strengths[2], keys[2]), jnp.ones(2))
-    np.testing.assert_allclose(
-        grads.layers[0].weight[2], one.layers[0].weight, rtol=1e-5, atol=1e-7
-    )
-    assert not grads.layers[0].weight[0].any()
-    eqx.tree_serialise_leaves(tmp_path / "models", models)
-    like = jax.tree.map(lambda x: 0 * x if eqx.is_array(x) else x, models)
-    assert eqx.tree_equal(eqx.tree_deserialise_leaves(tmp_path / "models", like), models)
-
-
 def expansive(steps):
     """A loss of a state that expands threefold at each step, with something around it."""
 
@@ -124,23 +57,7 @@ def expansive(steps):
     return jax.checkpoint(of_state)
 
 
-def test_at_every_step_of_a_scan():
-    grad = lambda layer: jax.jit(jax.grad(expansive(50), 1))(layer, jnp.zeros(4))
-    assert jnp.allclose(grad(nn.GradientReversal(1 / 3)), 1.0, rtol=1e-4)  # and not 3 ** 50
-
-
 class TestProbe:
-    def test_the_gradient_itself(self, getkey):
-        model = network(nn.GradientProbe(jnp.zeros(3)), getkey())
-        xs = jr.normal(getkey(), (2, 2))
-        total = lambda model: loss(model, xs[0]) + loss(model, xs[1])
-        found = eqx.filter_grad(total)(model).layers[1].slot
-        rest = eqx.nn.Sequential(model.layers[2:])
-        passing = jax.vmap(jax.grad(loss, 1), (None, 0))(rest, jax.vmap(model.layers[0])(xs))
-        np.testing.assert_allclose(found, passing.sum(0), rtol=1e-5)
-        batched = eqx.filter_grad(lambda m: jnp.sum(jax.vmap(loss, (None, 0))(m, xs)))(model)
-        np.testing.assert_allclose(batched.layers[1].slot, found, rtol=1e-5)
-
     def test_statistics_of_every_step(self):
         probe = nn.GradientProbe()
         found = jax.jit(jax.grad(expansive(3)))(probe, jnp.zeros(4)).slot
@@ -161,8 +78,3 @@ class TestProbe:
     def test_a_slot_of_another_shape(self, getkey):
         with pytest.raises(RuleError, match=r"slot that does not fit(?s:.)*float..\[3\]"):
             network(nn.GradientProbe(jnp.zeros(4)), getkey())(jnp.ones(2))
-
-
-def test_errors():
-    with pytest.raises(RuleError, match="The `strength` of `reverse_gradient`"):
-        nn.GradientReversal(np.ones(4))(jnp.ones(3))

@@ -1,4 +1,4 @@
-"""What `docs/coming-from/hiprim.md` says of JAX's `HiPrim`, and the same with this library.
+"""What `docs/coming-from/jax.md` says of JAX's `HiPrim`, and the same with this library.
 
 A test fails when JAX has changed what the page says of it.
 """

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_grads._host.host_callback import VMAP_METHODS
 
 from .helpers import assert_close
 
@@ -27,10 +26,6 @@ class Workspace:
         buffer = self._buffers.setdefault(key, np.zeros((2, *value.shape), value.dtype))
         buffer[1] = value
         return buffer[1, ...]  # a view
-
-    def poison(self):
-        for buffer in self._buffers.values():
-            buffer[...] = 77
 
 
 def _jax(x, p):
@@ -97,18 +92,6 @@ FORMS = {
 }
 
 
-def _points(dtype, n=3):
-    """With `enable_x64` if it is needed."""
-    x, y = np.linspace(-1.1, 1.4, n), np.linspace(0.6, -0.8, n)
-    return jnp.asarray(x, dtype), {"y": jnp.asarray(y, dtype)}
-
-
-def _tolerance(dtype, options):
-    if options.get("finite_difference") == "central":
-        return 2e-4 if dtype == np.float32 else 1e-8
-    return 20 * float(np.finfo(dtype).eps)
-
-
 def _first_order(f, x, p):
     return (
         jax.jvp(f, (x, p), (p["y"], {"y": x}))[1],
@@ -122,76 +105,17 @@ def _loss(out):
     return sum(jnp.sum(x**3) for x in jax.tree.leaves(out))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("form", FORMS)
-def test_first_order(form, dtype):
+def test_first_order(form):
     rules, options = FORMS[form]
     f = make(*rules, **options)
-    with jax.enable_x64(dtype == np.float64):
-        x, p = _points(dtype)
-        expected = _first_order(_jax, x, p)
-        tolerance = _tolerance(dtype, options)
-        assert_close(_first_order(f, x, p), expected, tolerance=tolerance)
-        compiled = jax.jit(lambda x, p: _first_order(f, x, p))(x, p)
-        assert_close(compiled, expected, tolerance=tolerance)
-
-
-_quick = ("sequential", "expand_dims")
-
-
-@pytest.mark.parametrize(
-    "vmap_method",
-    [pytest.param(m, marks=[] if m in _quick else pytest.mark.thorough) for m in VMAP_METHODS],
-)
-@pytest.mark.parametrize("form", FORMS)
-def test_under_vmap(form, vmap_method):
-    rules, options = FORMS[form]
-    f = make(*rules, **options, vmap_method=vmap_method)
-    xs, ps = jax.tree.map(lambda x: jnp.stack([x, x - 0.2]), _points(np.float32))
-
-    def derivatives(f):
-        def of_one(x, p):
-            if vmap_method == "legacy_vectorized":  # which can't be nested
-                return jax.jvp(f, (x, p), (x, p)), jax.grad(lambda x: _loss(f(x, p)))(x)
-            return jax.jacfwd(f)(x, p), jax.jacrev(f, 1)(x, p)
-
-        return jax.vmap(of_one)(xs, ps)
-
-    assert_close(derivatives(f), derivatives(_jax), tolerance=_tolerance(np.float32, options))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_in_a_scan(form):
-    rules, options = FORMS[form]
-    f = make(*rules, **options)
-
-    def loss(f):
-        def step(x, y):
-            out = f(x, {"y": y})
-            return out["a"] + 0.1 * out["b"][0], out
-
-        def run(x, ys):
-            last, outs = jax.lax.scan(step, x, ys)
-            return jnp.sum(last**2) + _loss(outs)
-
-        return run
-
-    x, p = _points(np.float32)
-    ys = jnp.stack([p["y"], p["y"] + 0.3, 1 - p["y"]])
-    expected = jax.grad(loss(_jax), (0, 1))(x, ys)
-    assert_close(jax.grad(loss(f), (0, 1))(x, ys), expected, tolerance=1e-3)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "complex"])
-def test_second_order(form):
-    rules, options = FORMS[form]
-    f = make(*rules, **{**options, "finite_difference": "central"})
-    with jax.enable_x64(True):
-        x, p = _points(np.float64, 2)
-        hessian = lambda f: jax.hessian(lambda x, p: _loss(f(x, p)), (0, 1))(x, p)
-        assert_close(hessian(f), hessian(_jax), tolerance=1e-6)
-        assert_close(jax.jit(lambda: hessian(f))(), hessian(_jax), tolerance=1e-6)
+    x, y = np.linspace(-1.1, 1.4, 3), np.linspace(0.6, -0.8, 3)
+    x, p = jnp.asarray(x, np.float32), {"y": jnp.asarray(y, np.float32)}
+    expected = _first_order(_jax, x, p)
+    tolerance = 2e-4 if options.get("finite_difference") == "central" else 2e-6
+    assert_close(_first_order(f, x, p), expected, tolerance=tolerance)
+    compiled = jax.jit(lambda x, p: _first_order(f, x, p))(x, p)
+    assert_close(compiled, expected, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("is_complex", [False, True])
@@ -310,25 +234,6 @@ def test_arguments_and_residuals_are_read_only():
             jax.block_until_ready(jax.jit(program)(x))
 
 
-@pytest.mark.parametrize("is_bwd", [False, True])
-def test_zeros_beside_a_basis_vector_are_read_only(is_bwd):
-    """Else what is written into them is the tangent of the next call."""
-    h = eqg.host_function(lambda x, y: (x, y), out=lambda x, y: (x, y))
-
-    def writes(pair):
-        for x in pair:
-            x += 1
-        return pair
-
-    if is_bwd:
-        h.def_bwd(lambda residuals, ct: writes(ct))
-    else:
-        h.def_jvp(lambda primals, tangents: (primals, writes(tangents)))
-    derivative = jax.jacfwd if is_bwd else jax.jacrev
-    with pytest.raises(ValueError, match="read-only"):
-        derivative(h, (0, 1))(jnp.ones(2), jnp.ones(2))
-
-
 # ---------------------------------------------------------------- how often a rule is called
 
 
@@ -392,7 +297,74 @@ def test_residuals_that_are_computed_again_are_dropped_first(again, in_a_scan):
     assert counts == {"fwd": 10 + again, "bwd": 10}
 
 
+def test_residuals_of_other_shapes_with_the_same_bytes():
+    f = eqg.host_function(np.multiply, out=lambda x, y: x, vmap_method="expand_dims")
+    f.def_fwd(lambda x, y: (x * y, (x, y)))
+    f.def_bwd(lambda residuals, ct: (ct * residuals[1], ct * residuals[0]))
+
+    def loss(product, x, xs, y, ys):
+        first, second = jax.vmap(product, (0, None))(xs, y), jax.vmap(product, (None, 0))(x, ys)
+        return jnp.sum(first**2) + jnp.sum(second**3)
+
+    args = 1.0, jnp.array([1.0, 2.0]), 3.0, jnp.array([2.0, 3.0])
+    of = lambda product: jax.jit(jax.grad(lambda *args: loss(product, *args), (0, 1, 2, 3)))
+    assert_close(of(f)(*args), of(jnp.multiply)(*args))
+
+
 def test_residuals_of_which_none_are_kept():
     f, counts = _counted(keep=0)
     jax.jit(jax.jacrev(f))(jnp.ones(3)).block_until_ready()
     assert counts["fwd"] == 3
+
+
+# ---------------------------------------------------------------- 64 bits in one thread
+
+
+def _sine(**options):
+    fn = eqg.host_function(np.sin, out=lambda x: x, **options)
+    fn.def_bwd(lambda residuals, ct: (ct * np.cos(residuals[0]),))
+    fn.def_jvp(lambda p, t: (np.sin(p[0]), np.cos(p[0]) * t[0]))
+    return fn
+
+
+def _at_once(fn, x):
+    """With enough numbers for XLA to run the callback on another thread."""
+    a = jnp.outer(x, x) + 5 * jnp.eye(x.size, dtype=x.dtype)
+    return jnp.sum(jnp.linalg.cholesky(a)) + jnp.sum(fn(x)) + jnp.sum(fn(x + 1) @ a)
+
+
+@pytest.mark.slow
+def test_large_arrays_of_float64():
+    """JAX raises "Expected: float64, Actual: float32" in most calls, if it is given these."""
+    sine = _sine()
+    with jax.enable_x64(True):
+        gradient = jax.jit(jax.value_and_grad(lambda x: _at_once(sine, x)))
+        expected = jax.value_and_grad(lambda x: _at_once(jnp.sin, x))
+        for i in range(3):
+            x = jnp.linspace(0.0, 1.0, 1000) + i
+            for got, want in zip(gradient(x), expected(x), strict=True):
+                assert got.dtype == jnp.float64
+                assert np.allclose(got, want, rtol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float64", "complex128", "int64", "float32", "int32", "bool"]
+)
+@pytest.mark.parametrize("vmap_method", ["sequential", "expand_dims"])
+def test_all_bits_arrive(dtype, vmap_method):
+    seen = []
+
+    def same(x, y):
+        seen.append((x.dtype, y.dtype))
+        return x, y
+
+    fn = eqg.host_function(same, out=lambda x, y: (x, y), vmap_method=vmap_method)
+    with jax.enable_x64(True):
+        y = jnp.array([0.1, 0.2, 0.3], "float32")
+        x = jnp.array([2.0**40 + 2**-10 + 1j / 3, -1.0, 0.0]) if dtype == "complex128" else y
+        x = x.astype(dtype) if dtype != "int64" else jnp.array([2**40 + 1, -1, 0])
+        for call in (jax.jit(fn), jax.vmap(fn), jax.jit(jax.vmap(fn, (0, 0)))):
+            got = call(x, y)
+            assert [g.dtype for g in got] == [x.dtype, y.dtype]
+            assert all(map(jnp.array_equal, got, (x, y)))
+    assert {(str(a), str(b)) for a, b in seen} == {(dtype, "float32")}

@@ -3,30 +3,20 @@
 import collections
 import concurrent.futures
 import copy
-import ctypes
 import gc
+import math
 import pickle
-import shutil
-import subprocess
 import traceback
 from types import SimpleNamespace
 
-import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.linalg
-import scipy.sparse
-import scipy.sparse.linalg
-import scipy.special
 from eqx_grads import RuleError
 
 from .helpers import assert_close
-
-
-F64 = {"eps": 1e7}  # of differences in float64: 2e-9
 
 
 def _numpy(x, y):
@@ -60,61 +50,11 @@ def make(*rules, **options):
     return function
 
 
-FORMS = {
-    "both rules": (("def_bwd", "def_jvp"), {}),
-    "def_bwd": (("def_bwd",), {}),
-    "def_jvp": (("def_jvp",), {}),
-    "central": ((), {"finite_difference": "central"}),
-    "complex": ((), {"finite_difference": "complex"}),
-}
-
-
-@pytest.fixture
-def points():
-    with jax.enable_x64(True):
-        return jnp.array([0.5, -1.2, 2.0]), jnp.array([1.5, 0.3, -0.7])
-
-
 def loss(f):
     return lambda x, y: jnp.sum(f(x, y) ** 3)
 
 
 # ---------------------------------------------------------------- values, modes and orders
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_both_modes(form, points):
-    rules, options = FORMS[form]
-    f = make(*rules, **options)
-    with jax.enable_x64(True):
-
-        def derivatives(f):
-            return (
-                f(*points),
-                jax.jacfwd(f, (0, 1))(*points),
-                jax.jacrev(f, (0, 1))(*points),
-                jax.jvp(loss(f), points, points),
-                jax.grad(loss(f), (0, 1))(*points),
-            )
-
-        expected = derivatives(_jax)
-        assert_close(derivatives(f), expected, **F64)
-        assert_close(jax.jit(lambda: derivatives(f))(), expected, **F64)
-
-
-def test_the_step(points):
-    """Float32 arguments of a function that computes in float64: the step may be small."""
-    f = lambda step: eqg.host_function(
-        lambda x: np.exp(np.asarray(x, np.float64)),
-        out=lambda x: x,
-        finite_difference="central",
-        step=step,
-    )
-    x = jnp.float32(0.7)
-    error = lambda step: abs(float(jax.grad(f(step))(x)) / np.exp(np.float64(x)) - 1)
-    assert 1e-6 < error(None) < 1e-4
-    assert error(1e-4) < 1e-7
-    assert error((1e-4,)) == error(1e-4)
 
 
 def test_the_step_of_each_leaf():
@@ -141,88 +81,15 @@ def test_the_step_of_each_leaf():
     assert np.isclose(scale, 1.0)
 
 
-# JAX's convention: the gradient of a real loss is the conjugate of the steepest ascent.
-
-
-# ---------------------------------------------------------------- arguments and outputs
-
-
-class Model(eqx.Module):
-    weight: jax.Array
-    power: int
-    activation: str = eqx.field(static=True)
-
-
-def test_trees_and_static_leaves():
-    def apply(model, inputs, *, scale):
-        assert isinstance(model, Model)
-        assert isinstance(model.weight, np.ndarray)
-        assert model.power == 2
-        assert model.activation == "square"
-        assert inputs["none"] is None
-        assert inputs["name"] == "x"
-        assert inputs["index"].dtype.kind == "i"
-        value = scale * (model.weight * inputs["x"]) ** model.power
-        return {"value": value, "index": inputs["index"] + 1, "nothing": None}
-
-    f = eqg.host_function(
-        apply,
-        out=lambda model, inputs, *, scale: {
-            "value": inputs["x"],
-            "index": inputs["index"],
-            "nothing": None,
-        },
-        finite_difference="central",
-    )
-    model = Model(jnp.array([2.0, 3.0]), 2, "square")
-    inputs = {"x": jnp.array([1.0, -1.0]), "index": jnp.array(3), "none": None, "name": "x"}
-
-    @eqx.filter_jit
-    @eqx.filter_grad(has_aux=True)
-    def grad(model, inputs):
-        out = f(model, inputs=inputs, scale=0.5)
-        return jnp.sum(out["value"]), out
-
-    grads, out = grad(model, inputs)
-    assert out["index"] == 4
-    assert out["nothing"] is None
-    assert_close(grads.weight, model.weight, tolerance=1e-3)
-    assert jnp.issubdtype(out["index"].dtype, jnp.integer)
-
-
 def test_float64_of_numpy_is_cast_to_what_was_promised():
     f = eqg.host_function(
-        lambda x: (np.asarray(x, np.float64), np.int64(7)),
-        out=(jnp.zeros(3, jnp.float32), jnp.zeros((), jnp.int32)),
+        lambda x: (np.asarray(x, np.float64), np.int64(7), np.float64(0.1)),
+        out=(jnp.zeros(3, jnp.float32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float16)),
     )
     for call in (f, jax.jit(f)):
-        x, n = call(jnp.ones(3, jnp.float32))
-        assert (x.dtype, n.dtype) == (jnp.float32, jnp.int32)
-        assert n == 7
-
-
-def test_the_arrays_can_not_be_written_to():
-    def inplace(x):
-        x += 1
-        return x
-
-    f = eqg.host_function(inplace, out=lambda x: x, finite_difference="central")
-    with pytest.raises(ValueError, match="read-only"):
-        f(jnp.ones(2))
-
-
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
-def test_a_buffer_that_is_used_again(jit):
-    buffer = np.zeros(1000, np.float32)
-
-    def fill(x):
-        buffer[:] = x
-        return buffer
-
-    f = jit(eqg.host_function(fill, out=lambda x: x))
-    ones, twos = f(jnp.ones(1000, jnp.float32)), f(jnp.full(1000, 2, jnp.float32))
-    assert jnp.all(ones == 1)
-    assert jnp.all(twos == 2)
+        x, n, half = call(jnp.ones(3, jnp.float32))
+        assert (x.dtype, n.dtype, half.dtype) == (jnp.float32, jnp.int32, jnp.float16)
+        assert (n, half) == (7, np.float16(0.1))
 
 
 # ---------------------------------------------------------------- transformations
@@ -244,37 +111,9 @@ def test_vectorized_differences_take_as_many_calls_as_one_example():
     assert calls == [(4, 3)] * 6
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_scan_and_checkpoint(form):
-    rules, options = FORMS[form]
-    f = make(*rules, **options)
-    y = jnp.array([0.3, 0.4])
-
-    def run(f, x, y):
-        body = jax.checkpoint(lambda x, y: (jnp.tanh(f(x, y)), None))
-        return jnp.sum(jax.lax.scan(body, x, jnp.stack([y, 2 * y, 3 * y]))[0])
-
-    args = (jnp.array([0.1, -0.2]), y)
-    grad = jax.jit(jax.grad(run, (1, 2)), static_argnums=0)
-    assert_close(grad(f, *args), grad(_jax, *args), tolerance=1e-3)
-
-
 def test_tracing_calls_nothing():
     f = eqg.host_function(lambda x: 1 / 0, out=lambda x: x, finite_difference="central")
     jax.make_jaxpr(jax.hessian(lambda x: jnp.sum(f(x))))(jnp.ones(2))
-
-
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "sqrt"}])
-def test_in_a_filter_scan_and_under_zero_safe(options):
-    f = eqg.host_function(np.sin, out=lambda x: x)
-    f.def_bwd(lambda arguments, ct: (ct * np.cos(arguments[0]),))
-
-    def run(f, x):
-        body = lambda x, _: (jnp.where(x > 0, f(x), jnp.sqrt(x)) + 0.1 * x, None)
-        return eqg.filter_scan(body, x, None, length=6, **options)[0]
-
-    got = jax.jit(jax.grad(eqg.zero_safe(lambda x: run(f, x))))(0.3)
-    assert_close(got, jax.grad(eqg.zero_safe(lambda x: run(jnp.sin, x)))(0.3))
 
 
 def test_python_threads():
@@ -289,7 +128,7 @@ def test_python_threads():
     assert_close(got, [expected(x, y) for x in points], tolerance=1e-4)
 
 
-def test_it_is_compiled_once(points):
+def test_it_is_compiled_once():
     """The call is equal to the next one, and so found in JAX's caches."""
     f = make("def_bwd")
     traced = []
@@ -348,22 +187,11 @@ def test_residuals_that_are_not_kept_are_computed_again():
     assert_close(grad(xs)[1], jnp.exp(xs))
     # Forward 10; backward in the same order, so that none of those kept is of use.
     assert counts == {"fwd": 20, "bwd": 10}
-    assert len(f._code.kept) == 3
 
     scanned = lambda x: jax.lax.scan(lambda x, _: (f(x) / 4, None), x, None, length=10)[0]
     counts.update(fwd=0, bwd=0)
     jax.jit(jax.grad(scanned))(0.1)
     assert counts == {"fwd": 17, "bwd": 10}  # the last three steps are kept
-
-
-def test_forward_passes_without_a_backward_pass_keep_nothing_more():
-    f, fwd, counts = _counting()
-    f.def_fwd(fwd)
-    run = jax.jit(lambda x: jax.vjp(f, x)[0])  # the pullback is dead code
-    for i in range(50):
-        run(i / 50)
-    assert len(f._code.kept) == 8
-    assert counts["bwd"] == 0
 
 
 def test_a_backward_rule_may_ask_what_is_perturbed():
@@ -383,167 +211,22 @@ def test_a_backward_rule_may_ask_what_is_perturbed():
 # ---------------------------------------------------------------- who calls what
 
 
-_ellipk = eqg.host_function(scipy.special.ellipk, out=lambda m: m)
-_ellipe = eqg.host_function(scipy.special.ellipe, out=lambda m: m)
-
-
-def _d_ellipk(out, m):
-    return (_ellipe(m) - (1 - m) * out) / (2 * m * (1 - m))
-
-
-def _ellipk_jvp(primals, tangents):
-    out = _ellipk(*primals)
-    return out, _d_ellipk(out, *primals) * tangents[0]
-
-
-def _ellipk_fwd(m):
-    return _ellipk(m), m
-
-
-def _ellipk_bwd(m, ct):
-    return (_d_ellipk(_ellipk(m), m) * ct,)
-
-
-def _of_a_ufunc(way):
-    match way:
-        case "elementwise":
-            return eqg.elementwise(_ellipk, _d_ellipk)
-        case "implicit":
-            equation = eqg.elementwise(_ellipk, _d_ellipk)
-            return eqg.implicit(lambda y, m: y - equation(m))(_ellipk)
-        case "with_gradient_of":
-            return eqg.with_gradient_of(_ellipk, _of_a_ufunc("custom_vjp"))
-        case "jax_custom_vjp":
-            decorated = eqg.jax_custom_vjp(_ellipk)
-            decorated.defvjp(_ellipk_fwd, _ellipk_bwd)
-        case "jax_custom_jvp":
-            decorated = eqg.jax_custom_jvp(_ellipk)
-            decorated.defjvp(_ellipk_jvp)
-        case "custom_vjp":
-            decorated = eqg.custom_vjp(_ellipk)
-            decorated.def_fwd(_ellipk_fwd)
-            decorated.def_bwd(_ellipk_bwd)
-        case _:
-            assert way == "custom_jvp"
-            decorated = eqg.custom_jvp(_ellipk)
-            decorated.def_jvp(_ellipk_jvp)
-    return decorated
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        "elementwise",
-        "implicit",
-        "with_gradient_of",
-        "jax_custom_vjp",
-        "jax_custom_jvp",
-        "custom_vjp",
-        "custom_jvp",
-    ],
-)
+@pytest.mark.parametrize("way", ["elementwise", "implicit", "custom_vjp"])
 def test_ufunc(way):
     """A ufunc has options with default values, of which no rule knows (NumPy 2.4)."""
-    f, m = _of_a_ufunc(way), 0.5
-    value = jnp.asarray(scipy.special.ellipk(m))
-    h = 1e-5
-    difference = scipy.special.ellipk(m + h) - scipy.special.ellipk(m - h)
-    slope = jnp.asarray(difference / (2 * h))
-    tolerance = 1e-6 if slope.dtype == jnp.float32 else 1e-8
-    assert_close(f(m), value)
-    assert_close(jax.jit(f)(m), value)
-    assert_close(jax.grad(f)(m), slope, tolerance=tolerance)
-    assert_close(
-        jax.jit(jax.vmap(jax.grad(f)))(jnp.array([m])), slope[None], tolerance=tolerance
-    )
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_a_compiled_c_function(tmp_path):
-    source = tmp_path / "logistic.c"
-    source.write_text(
-        """
-        void logistic(const double *x, double rate, int steps, int n, double *out) {
-            for (int i = 0; i < n; i++) {
-                double y = x[i];
-                for (int k = 0; k < steps; k++) y = rate * y * (1 - y);
-                out[i] = y;
-            }
-        }
-        """
-    )
-    library = tmp_path / "logistic.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    c = ctypes.CDLL(str(library)).logistic
-    array = np.ctypeslib.ndpointer(np.float64, flags="C_CONTIGUOUS")
-    c.argtypes = [array, ctypes.c_double, ctypes.c_int, ctypes.c_int, array]
-    c.restype = None
-
-    @eqg.host_function(
-        out=lambda x, rate, steps: x, finite_difference="central", vmap_method="broadcast_all"
-    )
-    def logistic(x, rate, steps):
-        x = np.ascontiguousarray(x, np.float64)
-        out = np.empty_like(x)
-        if np.ndim(rate):  # under `vmap`: one rate for each row
-            for row, r, o in zip(x, rate, out, strict=True):
-                c(row, r, steps, row.size, o)
-        else:
-            c(x, rate, steps, x.size, out)
-        return out
-
-    def in_jax(x, rate, steps):
-        for _ in range(steps):
-            x = rate * x * (1 - x)
-        return x
-
-    with jax.enable_x64(True):
-        x, rate = jnp.array([0.1, 0.4, 0.7]), jnp.array([2.5, 3.2])
-
-        def of(f):
-            each = lambda rate: jnp.sum(f(x, rate, 4) ** 2)
-            return jax.jit(lambda rate: (f(x, 2.9, 4), jax.vmap(jax.grad(each))(rate)))(rate)
-
-        assert_close(of(logistic), of(in_jax), tolerance=1e-8)
-
-
-def test_a_pytorch_module():
-    torch = pytest.importorskip("torch")
-    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-    parameters = {name: p.detach().numpy() for name, p in net.named_parameters()}
-
-    def run(parameters, x):
-        tensors = {k: torch.tensor(v, requires_grad=True) for k, v in parameters.items()}
-        x = torch.tensor(x, requires_grad=True)
-        return tensors, x, torch.func.functional_call(net, tensors, (x,))
-
-    @eqg.host_function(out=lambda parameters, x: jnp.zeros(2, x.dtype))
-    def torch_net(parameters, x):
-        return run(parameters, x)[2].detach().numpy()
-
-    @torch_net.def_fwd
-    def torch_net_fwd(parameters, x):
-        tensors, x, out = run(parameters, x)
-        return out.detach().numpy(), (tensors, x, out)
-
-    @torch_net.def_bwd
-    def torch_net_bwd(residuals, ct):
-        tensors, x, out = residuals
-        inputs = [*tensors.values(), x]
-        grads = torch.autograd.grad(out, inputs, torch.tensor(ct), retain_graph=True)
-        return dict(zip(tensors, (g.numpy() for g in grads[:-1]), strict=True)), grads[
-            -1
-        ].numpy()
-
-    def in_jax(parameters, x):
-        h = jnp.tanh(parameters["0.weight"] @ x + parameters["0.bias"])
-        return parameters["2.weight"] @ h + parameters["2.bias"]
-
-    layer = eqx.Partial(torch_net, jax.tree.map(jnp.asarray, parameters))
-    x = jnp.array([0.5, -1.0, 2.0], jnp.float32)
-    got = eqx.filter_jit(eqx.filter_grad(lambda layer: jnp.sum(layer(x) ** 2)))(layer)
-    expected = jax.grad(lambda p: jnp.sum(in_jax(p, x) ** 2))(layer.args[0])
-    assert_close(got.args[0], expected, eps=200)
+    sine = eqg.host_function(np.sin, out=lambda x: x)
+    cosine = eqg.host_function(np.cos, out=lambda x: x)
+    f = eqg.elementwise(sine, lambda out, x: cosine(x))
+    if way == "implicit":
+        equation = f
+        f = eqg.implicit(lambda y, x: y - equation(x))(sine)
+    if way == "custom_vjp":
+        f = eqg.custom_vjp(sine)
+        f.def_fwd(lambda x: (sine(x), x))
+        f.def_bwd(lambda x, ct: (ct * cosine(x),))
+    x = jnp.array([0.5, -1.0])
+    assert_close(jax.jit(f)(x), jnp.sin(x))
+    assert_close(jax.jit(jax.vmap(jax.grad(f)))(x), jnp.cos(x))
 
 
 # ---------------------------------------------------------------- a decorated function
@@ -553,14 +236,6 @@ def test_a_pytorch_module():
 def named(x):
     """A docstring."""
     return 2 * x
-
-
-class Solver(eqx.Module):
-    rate: jax.Array
-
-    @eqg.host_function(out=lambda self, x: x, finite_difference="central")
-    def __call__(self, x):
-        return np.exp(-self.rate) * x
 
 
 def test_it_is_a_good_citizen():
@@ -574,11 +249,6 @@ def test_it_is_a_good_citizen():
     assert hash(local) == hash(local)
     rule = local.def_fwd(_numpy)
     assert rule is _numpy
-
-
-def test_methods():
-    grads = jax.jit(jax.grad(lambda solver: solver(1.0)))(Solver(jnp.array(0.5)))
-    assert_close(grads.rate, -jnp.exp(-0.5), tolerance=1e-4)
 
 
 @pytest.mark.thorough
@@ -712,12 +382,6 @@ def test_what_was_returned_is_compared_with_what_was_promised(returned, match):
         jax.block_until_ready(jax.jit(f)(jnp.ones(3)))
 
 
-def test_an_integer_that_does_not_fit():
-    f = eqg.host_function(lambda: np.int64(2**40), out=jnp.zeros((), jnp.int32))
-    with pytest.raises(RuleError, match=r"promised was int32\[\], returned was int64\[\]"):
-        f()
-
-
 def test_a_shape_without_the_axes_of_vmap():
     """One result for the whole batch is not the result of each example."""
     f = eqg.host_function(lambda x: np.sum(x), out=jnp.zeros(()), vmap_method="expand_dims")
@@ -728,18 +392,6 @@ def test_a_shape_without_the_axes_of_vmap():
         match = "the function is given the axes of"
         with pytest.raises(jax.errors.JaxRuntimeError, match=match):
             jax.block_until_ready(jax.vmap(fn)(x))
-
-
-def test_arguments_with_other_numbers_of_axes_than_each_other():
-    """NumPy aligns the batch of the scalar with the axis of the array."""
-    product = eqg.host_function(
-        lambda v, z: v * z, out=lambda v, z: z, vmap_method="expand_dims"
-    )
-    v, z = jnp.array([1.0, 2.0, 3.0]), jnp.array([5.0, 7.0, 9.0])
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"by `jnp\.broadcast_arrays`"):
-        jax.block_until_ready(jax.vmap(product, (0, None))(v, z))
-    cured = lambda v, z: product(*jnp.broadcast_arrays(v, z))
-    assert jnp.array_equal(jax.vmap(cured, (0, None))(v, z), jnp.outer(v, z))
 
 
 def test_an_output_of_arguments_that_are_not_batched():
@@ -790,6 +442,7 @@ def test_too_many_calls_of_a_rule():
     x = jnp.ones(20)
     f = make("def_bwd", max_rule_calls=19)
     _raises("takes 20 calls of the rule `_bwd`; `max_rule_calls` is 19", jax.jacfwd(f), x, x)
+    jax.jacfwd(make("def_bwd", max_rule_calls=20))(x, x)
     f = make("def_jvp", max_rule_calls=39)
     _raises("takes 40 calls of the rule `_jvp`", jax.jacrev(f, (0, 1)), x, x)
     jax.jacrev(f, 0)(x, x)  # one argument is half of them
@@ -866,86 +519,6 @@ def test_bad_arguments():
     _raises("`step` of `_numpy` does not fit the arguments", f, jnp.ones(2), jnp.ones(2))
 
 
-def test_a_python_integer_where_the_type_of_an_argument_is_meant():
-    f = eqg.host_function(np.cos, out=lambda x: x)
-    _raises(r"at out: int \(0\)(?s:.)*a Python integer is no array(?s:.)*a float or an", f, 0)
-    f = eqg.host_function(lambda n, x: {"m": x["m"] * n}, out=lambda n, x: x)
-    _raises(r"at out\['m'\]: int \(1000\)", f, 2, {"m": 1000})
-    assert f(2, {"m": 0.5})["m"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({}, "was given no `out`"),
-        (
-            {"out": 1.0, "finite_difference": "forward"},
-            "`finite_difference` of `host_function`",
-        ),
-        (
-            {"out": 1.0, "vmap_method": "vectorized"},
-            "`vmap_method` of `host_function`",
-        ),
-        ({"out": 1.0, "step": 0.1}, "`step` of `host_function` is not of any use"),
-        (
-            {"out": 1.0, "finite_difference": "central", "step": -1.0},
-            "`step` of `host_function` is not positive",
-        ),
-    ],
-)
-def test_bad_options(options, match):
-    with pytest.raises(RuleError, match=match):
-        eqg.host_function(**options)(np.sin)
-
-
-def test_out_with_other_parameters_than_the_function():
-    f = eqg.host_function(lambda x, n=3: x * n, out=lambda x, n: x)
-    _raises("`out` of `<lambda>` has other parameters(?s:.)*argument: 'n'", f, jnp.ones(2))
-    f = eqg.host_function(lambda x, n=3: x * n, out=lambda x, n=3: x)
-    assert_close(f(jnp.ones(2)), jnp.full(2, 3.0))
-
-
-# ----------------------------------------------- the errors on the way to a sparse solve
-
-
-class TestASparseSolve:
-    """What a user meets first names what works: `jax.lax.custom_linear_solve`, whose page has
-    an example that is compared with a dense solve."""
-
-    ENTRIES = np.array([2.0, -1.0, -0.5, 2.0, -1.0, -0.5, 2.0])
-    ROWS = np.array([0, 0, 1, 1, 1, 2, 2])
-    COLS = np.array([0, 1, 0, 1, 2, 1, 2])
-    MATCH = '(?s)custom_linear_solve.*"A sparse solve"'
-
-    def solve(self, entries, b, transposed=False):
-        ij = (self.COLS, self.ROWS) if transposed else (self.ROWS, self.COLS)
-        matrix = scipy.sparse.csc_array((np.asarray(entries), ij), shape=(3, 3))
-        return scipy.sparse.linalg.spsolve(matrix, np.asarray(b))
-
-    def test_a_sparse_matrix_as_an_argument(self):
-        matrix = scipy.sparse.csc_array(np.eye(3))
-        f = eqg.host_function(scipy.sparse.linalg.spsolve, out=lambda matrix, b: b)
-        _raises('build it on the host: see "A sparse solve"', f, matrix, jnp.ones(3))
-
-    @pytest.mark.thorough
-    def test_the_second_derivative_of_a_rule(self):
-        f = eqg.host_function(self.solve, out=lambda entries, b: b)
-        f.def_bwd(lambda residuals, ct: (None, self.solve(residuals[0], ct, True), None))
-        loss = lambda b: jnp.sum(f(self.ENTRIES, b) ** 2)
-        matrix = jax.jacfwd(lambda b: f(self.ENTRIES, b))(jnp.ones(3))
-        assert_close(jax.grad(loss)(jnp.ones(3)), 2 * matrix.T @ matrix @ jnp.ones(3), eps=50)
-        nonlinear = lambda e: jnp.sum(f(e, jnp.ones(3)) ** 2)
-        _raises(self.MATCH, lambda: jax.hessian(nonlinear)(jnp.asarray(self.ENTRIES)))
-
-    def test_the_parameters_of_a_linear_map(self):
-        f = eqg.linear_host_function(
-            lambda b, entries: self.solve(entries, b),
-            lambda ct, entries: self.solve(entries, ct, transposed=True),
-        )
-        loss = lambda e: jnp.sum(f(jnp.ones(3), e) ** 2)
-        _raises(self.MATCH, lambda: jax.grad(loss)(jnp.asarray(self.ENTRIES)))
-
-
 def test_an_exception_under_vmap_shows_what_the_code_was_given():
     fn = lambda p, x: p * x
     call = eqg.host_function(fn, out=lambda p, x: x, vmap_method="expand_dims")
@@ -1006,25 +579,42 @@ def test_rules_are_given_default_values():
     assert jax.jvp(power, (2.0,), (1.0,)) == (8.0, 12.0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_complex_steps_in_each_precision(dtype):
-    sin = eqg.host_function(lambda x: np.sin(x), out=lambda x: x, finite_difference="complex")
-    got = jax.grad(lambda x: sin(x).astype(jnp.float32))(dtype(0.5))
-    assert got.dtype == dtype
-    assert abs(float(got) - np.cos(0.5)) <= float(jnp.finfo(dtype).eps)
+# ---------------------------------------------------------------- edges of a domain
 
 
-def test_a_rule_around_a_host_function_without_one():
-    """A function with a rule, applied to a tangent, is transposed by its rule."""
-    host = eqg.host_function(lambda x: np.asarray(2 * x), out=lambda x: x)
-    double = eqg.custom_jvp(lambda x: host(x))
-    double.def_jvp(lambda primals, tangents: (host(*primals), 2 * tangents[0]))
-    x = jnp.array([0.3, 1.0])
-    for linear in (double, lambda t: 2 * t):
-        f = eqg.custom_jvp(jnp.sin)
-        f.def_jvp(lambda p, t, linear=linear: (jnp.sin(*p), linear(jnp.cos(*p) * t[0])))
-        assert_close(jax.grad(lambda x, f=f: jnp.sum(f(x)))(x), 2 * jnp.cos(x))
-    f = eqg.custom_jvp(jnp.sin)
-    f.def_jvp(lambda primals, tangents: (jnp.sin(*primals), host(*tangents)))
-    with pytest.raises(eqg.RuleError, match="on the host with a tangent"):
-        jax.grad(lambda x: jnp.sum(f(x)))(x)
+def _root(x):
+    return np.asarray(math.sqrt(x), x.dtype)
+
+
+@pytest.mark.parametrize("derivative", [jax.grad, jax.hessian])
+def test_differences_at_the_edge_of_a_domain(derivative):
+    """NaN, or the exception of the function: it may be any mistake, and is not hidden."""
+    like_x = {"out": lambda x: x, "finite_difference": "central"}
+    nan = eqg.host_function(lambda x: np.where(x < 0, np.nan, x), **like_x)
+    assert np.isnan(derivative(nan)(0.0))
+    with pytest.raises(ValueError, match=r"domain|nonnegative") as caught:
+        derivative(eqg.host_function(_root, **like_x))(0.0)
+    notes = [note for note in caught.value.__notes__ if "smaller `step`" in note]
+    assert len(notes) == 1
+    assert "`_root` was called for a finite difference" in notes[0]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="give a smaller `step`"):
+        jax.jit(derivative(eqg.host_function(_root, **like_x)))(0.0)
+
+
+def _full(x, n):
+    return np.full(n, x)
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        lambda x, n: jax.ShapeDtypeStruct((n,), x.dtype),
+        lambda x, n: jax.ShapeDtypeStruct((int(n),), x.dtype),
+        lambda x, n: jax.ShapeDtypeStruct(tuple(range(n)), x.dtype),
+    ],
+)
+def test_a_shape_that_is_the_value_of_an_argument(out):
+    full = eqg.host_function(_full, out=out)
+    for call in (full, jax.jit(full)):
+        with pytest.raises(RuleError, match=r"`out` of `_full`(.|\n)*static_argnums"):
+            call(1.0, jnp.array(3))

@@ -1,7 +1,5 @@
 """Linear maps on the host, against the same matrices in JAX."""
 
-import pickle
-
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
@@ -37,54 +35,6 @@ def in_jax(x, scale=1.0):
 
 def point():
     return jnp.array([1.0, -0.5, 2.0])
-
-
-def loss(f):
-    return lambda x: jnp.sum(jnp.sin(f(x, 2.0)) * x[0])
-
-
-def test_eagerly():
-    assert_close(jax.hessian(loss(linear))(point()), jax.hessian(loss(in_jax))(point()))
-
-
-@pytest.mark.slow
-def test_vmap_scan_and_checkpoint():
-    xs = jnp.stack([point(), 2 * point(), -point()])
-
-    def run(f):
-        def body(c, x):
-            return jnp.tanh(c + jax.checkpoint(f)(x, c[0])), None
-
-        scanned = lambda xs: jnp.sum(jax.lax.scan(body, xs[0, :2], xs)[0])
-        batched = lambda xs: jnp.sum(jax.vmap(f)(xs, jax.lax.stop_gradient(xs[:, 0])) ** 2)
-        return scanned, batched
-
-    stop = lambda f: lambda x, scale: f(x, jax.lax.stop_gradient(scale))
-    for got, expected in zip(run(stop(linear)), run(stop(in_jax)), strict=True):
-        assert_close(jax.jit(jax.grad(got))(xs), jax.grad(expected)(xs), eps=100)
-    batched, witness = run(linear)[1], run(in_jax)[1]
-    assert_close(jax.jit(jax.hessian(batched))(xs), jax.hessian(witness)(xs), eps=100)
-
-
-@pytest.mark.parametrize("method", ["sequential", "expand_dims", "broadcast_all"])
-def test_vmap_methods(method):
-    f = eqg.linear_host_function(
-        lambda x: np.einsum("ij,...j->...i", MATRIX, x),
-        lambda y: np.einsum("ij,...i->...j", MATRIX, y),
-        out=like_out,
-        vmap_method=method,
-    )
-    xs = jnp.stack([point(), 2 * point()])
-    of = lambda f: jax.jit(jax.vmap(jax.hessian(lambda x: jnp.sum(f(x) ** 3))))(xs)
-    assert_close(of(f), of(in_jax), eps=100)
-
-
-def test_it_is_linear_for_jax():
-    x, y = point(), jnp.array([1.0, 2.0])
-    (back,) = jax.linear_transpose(linear, x)(y)
-    assert_close(back, jnp.asarray(MATRIX.T, y.dtype) @ y)
-    twice = jax.linear_transpose(lambda y: jax.linear_transpose(linear, x)(y)[0], y)
-    assert_close(twice(x)[0], in_jax(x))
 
 
 @pytest.mark.slow
@@ -126,12 +76,6 @@ def test_complex_maps_are_given_by_their_adjoint():
         assert_close(jax.vjp(f, z)[1](ct), jax.vjp(witness, z)[1](ct))
         norm = lambda f: lambda z: jnp.sum(jnp.abs(f(z)) ** 2)
         assert_close(jax.grad(norm(f))(z), jax.grad(norm(witness))(z))
-
-
-def test_pickle_and_name():
-    assert linear.__name__ == "matvec"
-    assert repr(linear) == "<eqx_grads.linear_host_function of matvec>"
-    assert jnp.array_equal(pickle.loads(pickle.dumps(linear))(point()), linear(point()))
 
 
 def test_errors():

@@ -29,45 +29,10 @@ def ours(x, weight, bias, labels=LABELS, **options):
     return linear_cross_entropy(x, weight, labels, bias=bias, **{"chunk": 2, **options})
 
 
-def plain(
-    x,
-    weight,
-    bias,
-    labels=LABELS,
-    label_smoothing=0.0,
-    z_loss=0.0,
-    reduction="mean",
-    chunk=None,
-):
-    """Optax on all logits."""
-    del chunk
-    logits = jnp.einsum("...d,vd->...v", x, weight) + bias[(None,) * (x.ndim - 1)]
-    targets = optax.losses.smooth_labels(
-        jax.nn.one_hot(labels, len(weight), dtype=logits.dtype), label_smoothing
-    )
-    losses = optax.losses.softmax_cross_entropy(logits, targets)
-    losses = losses + z_loss * jax.nn.logsumexp(logits, -1) ** 2
-    losses = jnp.where(labels >= 0, losses, 0)
-    if reduction == "none":
-        return losses
-    total = jnp.sum(losses)
-    return total if reduction == "sum" else total / jnp.sum(labels >= 0, dtype=total.dtype)
-
-
-def test_vmap_of_labels(getkey):
-    """Also in a batch of batches, of which the inner one has the same `x`."""
-    x, weight, bias = sample(getkey)
-    labels = jr.randint(getkey(), (2, 3, 2, 3), 0, 7)
-
-    def loss(fn, x, weight):
-        of_labels = lambda x, labels: fn(x, weight, bias, labels)
-        of_batch = jax.vmap(jax.vmap(of_labels, (None, 0)))
-        return jnp.sum(jnp.sin(of_batch(jnp.stack([x, -x]), labels)))
-
-    got, expected = [
-        jax.jit(jax.grad(ft.partial(loss, fn), (0, 1)))(x, weight) for fn in (ours, plain)
-    ]
-    assert_close(got, expected)
+def plain(x, weight, bias, labels):
+    """The sum, by Optax on all logits."""
+    logits = x @ weight.T + bias[None]
+    return jnp.sum(optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
 @pytest.mark.slow
@@ -79,35 +44,6 @@ def test_a_sum_in_half_precision_does_not_overflow():
     assert_close(jax.grad(fn)(weight), jnp.array([[-32.0] * 2, [32.0] * 2], jnp.float16))
     total = linear_cross_entropy(x, weight, labels, chunk=16, reduction="sum")
     assert_close(total / 4096, jnp.log(jnp.float32(2)))
-
-
-@pytest.mark.slow
-def test_mixed_dtypes(getkey):
-    x, weight, bias = sample(getkey, jnp.bfloat16)
-    master = weight.astype(jnp.float32)
-    grads = jax.grad(ours, (0, 1, 2))(x, master, bias)
-    assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32, jnp.bfloat16]
-    expected = jax.grad(plain, 1)(x.astype(jnp.float32), master, bias.astype(jnp.float32))
-    assert_close(grads[1], expected)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_no_token_counts(reduction, getkey):
-    args = sample(getkey)
-    fn = lambda *a: jnp.sum(ours(*a, jnp.full((2, 3), -100), reduction=reduction))
-    assert_close(jax.value_and_grad(fn, (0, 1, 2))(*args), (0.0, tuple(0 * a for a in args)))
-
-
-@pytest.mark.thorough
-def test_which_labels_are_ignored(getkey):
-    args = sample(getkey)
-    labels = jr.randint(getkey(), (2, 3), 0, 7).at[0, 0].set(4)
-    kept = jnp.where(labels == 4, -1, labels)
-    assert_close(ours(*args, labels, ignore_index=4), plain(*args, kept))
-    expected = plain(*args, labels)
-    assert_close(ours(*args, labels, ignore_index=None), expected)
-    for dtype in (jnp.uint8, jnp.int8, jnp.uint32):
-        assert_close(ours(*args, labels.astype(dtype)), expected)
 
 
 @pytest.mark.parametrize("label", [7, -1, 2**31 - 1, -(2**31)])
@@ -133,13 +69,6 @@ def test_debug_nans_stops_at_a_label_out_of_range(getkey):
             ours(*args, LABELS + 1)
 
 
-def test_ignore_index_none_has_no_default():
-    """-100 is out of range then, as any other negative label."""
-    fn = ft.partial(linear_cross_entropy, jnp.ones(2), jnp.ones((3, 2)), jnp.array(-100))
-    assert jnp.isnan(fn(ignore_index=None))
-    assert fn() == 0
-
-
 def test_a_small_loss_is_exact():
     """Of a token that is predicted with near certainty, to the last digits."""
     weight = jnp.array([[0.0], [1.0]])
@@ -154,60 +83,35 @@ def test_a_small_loss_is_exact():
         assert loss >= 0
 
 
-@pytest.mark.thorough
-def test_masked_vocabulary(getkey):
-    """A bias of minus infinity removes an entry, and large logits do not overflow."""
-    x, weight, bias = sample(getkey)
-    labels = jnp.where(LABELS == 6, 5, LABELS)
-    masked = bias.at[6].set(-jnp.inf)
-    got = jax.value_and_grad(ours, (0, 1, 2))(x, weight, masked, labels)
-    expected = jax.value_and_grad(plain, (0, 1, 2))(x, weight[:6], bias[:6], labels)
-    assert_close(jax.tree.map(lambda g: g[:6], got[1][1:]), expected[1][1:])
-    assert_close((got[0], got[1][0]), (expected[0], expected[1][0]))
-    assert not jnp.any(got[1][1][6])
-    large = jax.value_and_grad(ours, (0, 1, 2))(1e30 * x, weight, bias)
-    assert jax.tree.all(jax.tree.map(lambda g: jnp.all(jnp.isfinite(g)), large))
-
-
-@pytest.mark.slow
-def test_numpy_arrays_and_plain_labels(getkey):
-    x, weight, bias = map(np.asarray, sample(getkey))
-    assert_close(ours(x, weight, bias, np.asarray(LABELS)), plain(x, weight, bias))
-    assert_close(
-        linear_cross_entropy(x[0, 0], weight, 3, bias=bias),
-        plain(jnp.asarray(x[0, 0]), weight, bias, jnp.array(3)),
-    )
-
-
 X, W, Y = jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.zeros(3, int)
+ERRORS = [
+    (lambda: linear_cross_entropy(X, W.T, Y), r"do not fit(?s:.)*`weight` is float..\[2,4\]"),
+    (lambda: linear_cross_entropy(X, W[:0], Y), "do not fit together"),
+    (lambda: linear_cross_entropy(X, W, Y.astype(float)), "(?s)do not fit.*or probabilities"),
+    (lambda: linear_cross_entropy(Y, W, Y), r"`x` is int(?s:.)*pass `jnp.asarray\(x, float\)`"),
+    (
+        lambda: linear_cross_entropy(X, W, Y, class_weight=[1.0, 2.0, 3.0, 4.0]),
+        r"`class_weight` is list(?s:.)*pass `jnp.asarray\(class_weight, float\)`",
+    ),
+    (
+        lambda: linear_cross_entropy(X, W, Y, ignore_index=True),
+        "`ignore_index` of(?s:.)*is not",
+    ),
+    (lambda: linear_cross_entropy(X, W, Y, label_smoothing=jnp.nan), "(?s)from zero to one"),
+    (lambda: linear_cross_entropy(X, W, Y, z_loss=-1.0), "`z_loss`"),
+    (lambda: chunked(squares, axis="0"), "`axis` of `losses.chunked` is not an int"),
+    (lambda: chunked(squares, axis=2)(1.0, X, Y), "an axis that an argument does not have"),
+    (lambda: chunked(squares)(1.0, X, 2.0), r"args\[2\] is float \(2.0\), its axis is 0"),
+    (lambda: chunked(jnp.sum)(X), "no array has an axis(?s:.)*give `\\(axis,\\)`"),
+    (lambda: chunked(lambda _, x: x)(0.0, X), "`<lambda>`(?s:.)*return a real scalar"),
+]
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "match"),
-    [
-        ((X, W.T, Y), {}, r"do not fit together(?s:.*)`weight` is float..\[2,4\]"),
-        ((X, W, Y[:2]), {}, "`labels` is int..\\[2\\]"),
-        ((X, W, Y), {"bias": jnp.ones(2)}, r"`bias` is float..\[2\]"),
-        ((X, W[:0], Y), {}, "do not fit together"),
-        ((jnp.ones(()), W, jnp.array(0)), {}, "do not fit together"),
-        (
-            (X, W, Y.astype(float)),
-            {},
-            "do not fit together(?s:.*)or probabilities",
-        ),
-        ((Y, W, Y), {}, "`x` is int"),
-        ((X, W.astype(complex), Y), {}, "complex numbers(?s:.*)`weight`"),
-        ((X, W, Y), {"chunk": 0}, "`chunk` of(?s:.*)is not an integer of at least 1"),
-        ((X, W, Y), {"ignore_index": True}, "`ignore_index` of(?s:.*)is not an integer"),
-        ((X, W, Y), {"label_smoothing": 1.5}, "`label_smoothing`(?s:.*)from zero to one"),
-        ((X, W, Y), {"label_smoothing": jnp.nan}, "`label_smoothing`"),
-        ((X, W, Y), {"z_loss": -1.0}, "`z_loss`"),
-        ((X, W, Y), {"reduction": "average"}, "`reduction`(?s:.*)'mean', 'sum', 'none'"),
-    ],
-)
-def test_errors(args, options, match):
-    with pytest.raises(eqg.RuleError, match=match):
-        linear_cross_entropy(*args, **options)
+@pytest.mark.usefixtures("without_type_checks")
+def test_errors():
+    for call, match in ERRORS:
+        with pytest.raises(eqg.RuleError, match=match):
+            call()
 
 
 # Over several devices.
@@ -231,7 +135,7 @@ def test_shard_map(reduction, check_vma, getkey):
         )
         return jnp.sum(sharded(*args))
 
-    expected = jax.grad(ft.partial(plain, reduction="sum"), (0, 1, 2))(x, weight, bias, labels)
+    expected = jax.grad(plain, (0, 1, 2))(x, weight, bias, labels)
     got = jax.jit(jax.grad(loss, (0, 1, 2)))(x, weight, bias, labels)
     assert_close(got, expected)
 
@@ -242,139 +146,6 @@ def test_shard_map(reduction, check_vma, getkey):
 def squares(model, xs, ys):
     weight, bias = model
     return jnp.sum(jnp.tanh(xs @ weight + bias - ys) ** 2)
-
-
-def regression(getkey, n=7):
-    model = jr.normal(getkey(), (3,)), jr.normal(getkey())
-    return model, jr.normal(getkey(), (n, 3)), jr.normal(getkey(), (n,))
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
-def test_chunked(chunk, getkey):
-    args, tangents = regression(getkey), regression(getkey)
-    fns = chunked(squares, chunk=chunk), squares
-
-    def everything(fn, args, tangents):
-        grad = jax.grad(fn, (0, 1, 2))
-        norm = lambda *args: sum(jnp.sum(g**2) for g in jax.tree.leaves(grad(*args)))
-        return (
-            jax.jvp(fn, args, tangents),
-            grad(*args),
-            jax.jvp(grad, args, tangents)[1],
-            jax.grad(norm, (0, 1, 2))(*args),
-        )
-
-    got, expected = jax.jit(lambda *a: [everything(fn, *a) for fn in fns])(args, tangents)
-    assert_close(got, expected, eps=200)
-
-
-@pytest.mark.slow
-def test_chunked_mean_and_other_axes(getkey):
-    """Trees of axes, an argument that is not split, integers, keys, `None` and a keyword."""
-    xs, weight = jr.normal(getkey(), (3, 7)), jr.normal(getkey(), (3,))
-    labels = jnp.arange(7)
-
-    def loss(data, weight, scale, none, *, power):
-        assert none is None
-        noise = jax.vmap(lambda key: jr.normal(key, ()))(data["keys"])
-        return jnp.mean(
-            scale * (weight @ data["xs"] + data["labels"].astype(noise.dtype) + noise) ** power
-        )
-
-    axis = ({"xs": -1, "labels": 0, "keys": 0}, None, None, None)
-    data = {"xs": xs, "labels": labels, "keys": jr.split(jr.key(0), 7)}
-    fn = chunked(loss, axis, chunk=2, reduction="mean")
-    grad = lambda fn: eqx.filter_value_and_grad(
-        lambda args: fn({**data, "xs": args[0]}, args[1], 2.0, None, power=2)
-    )((xs, weight))
-    assert_close(grad(fn), grad(loss), eps=100)
-    of_power = lambda fn: jax.grad(lambda p: fn(data, weight, 2.0, None, power=p))(2.0)
-    square = lambda d, w, s, n, *, power: loss(d, w, s, n, power=2) * power
-    assert_close(of_power(chunked(square, axis, 2, reduction="mean")), of_power(square), eps=50)
-
-
-@pytest.mark.slow
-def test_chunked_module_closure_and_method(getkey):
-    model, xs, ys = regression(getkey)
-
-    class Squares(eqx.Module):
-        model: tuple
-
-        def __call__(self, xs, ys):
-            return squares(self.model, xs, ys)
-
-        @ft.partial(chunked, axis=(None, 0, 0), chunk=2)
-        def method(self, xs, ys):
-            return self(xs, ys)
-
-    expected = jax.value_and_grad(squares)(model, xs, ys)
-    loss = Squares(model)
-    got = eqx.filter_value_and_grad(lambda loss: chunked(loss, (0, 0), 2)(xs, ys))(loss)
-    assert_close((got[0], got[1].model), expected)
-    got = eqx.filter_value_and_grad(lambda loss: loss.method(xs, ys))(loss)
-    assert_close((got[0], got[1].model), expected)
-    closed_over = lambda model: chunked(lambda xs, ys: squares(model, xs, ys), (0, 0), 2)(
-        xs, ys
-    )
-    for fn in (closed_over, jax.jit(closed_over)):
-        assert_close(jax.value_and_grad(fn)(model), expected)
-    fn = chunked(squares, chunk=2)
-    assert fn.__name__ == "squares"
-    assert_close(eqx.filter_jit(lambda fn, *args: fn(*args))(fn, model, xs, ys), expected[0])
-
-
-@pytest.mark.thorough
-def test_chunked_numbers_are_static(getkey):
-    """Also those in a Module: an `equinox.nn.Dropout` asks for the type of its probability."""
-
-    class Scaled(eqx.Module):
-        weight: jax.Array
-        scale: float
-        power: int
-
-        def __call__(self, x):
-            assert type(self.scale) is float
-            assert type(self.power) is int
-            return self.scale * (self.weight * x) ** self.power if self.scale > 0 else x
-
-    def loss(model, xs, shift, *, dropout, factor):
-        assert type(shift) is float
-        assert type(dropout.p) is float
-        assert factor is True
-        return jnp.sum(dropout(jax.vmap(model)(xs)) + shift)
-
-    model, xs = Scaled(jr.normal(getkey(), (3,)), 0.5, 2), jr.normal(getkey(), (5, 3))
-    options = {"dropout": eqx.nn.Dropout(0.0), "factor": True}
-    expected = eqx.filter_grad(loss)(model, xs, 0.1, **options)
-    split = chunked(loss, (None, 0, None), 2)
-    for grad in (eqx.filter_grad(split), eqx.filter_jit(eqx.filter_grad(split))):
-        assert_close(grad(model, xs, 0.1, **options).weight, expected.weight)
-    got = jax.vmap(jax.grad(lambda w: split(Scaled(w, 0.5, 2), xs, 0.1, **options)))(xs)
-    plain = jax.vmap(jax.grad(lambda w: loss(Scaled(w, 0.5, 2), xs, 0.1, **options)))(xs)
-    assert_close(got, plain)
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: chunked(squares, chunk=0), "`chunk` of `losses.chunked` is not an integer"),
-        (lambda: chunked(squares, reduction="none"), '`reduction` of(?s:.*)"mean"'),
-        (lambda: chunked(squares, axis="0"), "`axis` of `losses.chunked` is not an int"),
-        (lambda: chunked(squares, (None, 0))(1.0, X, Y), "`axis` that does not fit"),
-        (lambda: chunked(squares)(1.0, X, Y[:2]), r"`squares`(?s:.*)args\[2\] is int..\[2\]"),
-        (lambda: chunked(squares, axis=2)(1.0, X, Y), "an axis that an argument does not have"),
-        (lambda: chunked(squares)(1.0, X, 2.0), r"args\[2\] is float \(2.0\), its axis is 0"),
-        (lambda: chunked(jnp.sum)(X), "no array has an axis(?s:.*)give `\\(axis,\\)`"),
-        (lambda: chunked(lambda _, x: x)(0.0, X), "`<lambda>`(?s:.*)return a real scalar"),
-        (
-            lambda: chunked(lambda _, x: jnp.sum(x).astype(complex))(0.0, X),
-            "return a real scalar",
-        ),
-    ],
-)
-def test_chunked_errors(make, match):
-    with pytest.raises(eqg.RuleError, match=match):
-        make()
 
 
 # What it costs. The flops of a loop are counted once for all its steps, so that there is one
@@ -403,21 +174,6 @@ def test_a_sixth_of_the_bytes():
         lambda x, w: linear_cross_entropy(x, w, y), (x, w), (x, w)
     )
     assert temp_bytes(tangents, *args) <= plain / 4
-
-
-@pytest.mark.cost
-def test_batch_of_examples_has_one_weight_gradient():
-    x, weight, labels = abstract(64)
-    batch = [jax.ShapeDtypeStruct((32, *a.shape), a.dtype) for a in (x, labels)]
-
-    def loss(fn, x, weight, labels):
-        return jnp.mean(jax.vmap(fn, (0, None, 0))(x, weight, labels))
-
-    ours, plain = [
-        temp_bytes(jax.grad(ft.partial(loss, fn), (0, 1)), batch[0], weight, batch[1])
-        for fn in (linear_cross_entropy, optax_mean)
-    ]
-    assert ours <= plain / 6
 
 
 @pytest.mark.cost

@@ -4,7 +4,6 @@ import importlib.util
 import pathlib
 
 import eqx_grads as eqg
-import numpy as np
 import pytest
 
 
@@ -46,7 +45,7 @@ PROBES = {"GradientStatistics", "probe", "tap_gradient", "watch_gradient"}
 )
 def test_every_name_has_its_plot(page, module, room, without):
     names = _public(module, room) - without
-    assert len(names) >= 10
+    assert len(names) >= 8
     assert set(PLOTS.PLOTS[page]) == names, "Add it to `docs/plots.py`."
     assert {path.stem for path in (PLOTS.FOLDER / page).glob("*")} == names, (
         "Run `python docs/plots.py`."
@@ -54,23 +53,6 @@ def test_every_name_has_its_plot(page, module, room, without):
     text = (DOCS / "api" / f"{page}.md").read_text()
     for name in names:
         assert f"](../images/plots/{page}/{name}.svg)](#{module.__name__}.{name})" in text
-
-
-def test_a_plot_is_the_same_each_time_and_has_no_background(tmp_path):
-    texts = []
-    for path in (tmp_path / "a.svg", tmp_path / "b.svg"):
-        PLOTS.save_one(path, *PLOTS.PLOTS["ste"]["round"])
-        texts.append(path.read_text())
-    assert texts[0] == texts[1]
-    assert "date" not in texts[0]
-    assert "#ffffff" not in texts[0]
-
-
-def test_an_op_is_drawn_as_jax_computes_it():
-    _, lines = PLOTS.PLOTS["gradient-ops"]["clip_gradient"]
-    g, value, slope, _ = lines()
-    np.testing.assert_array_equal(value, g)
-    np.testing.assert_allclose(slope, np.clip(g, -1, 1))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
-from eqx_grads._diagnosis._nan.kinds import Kind
+from eqx_grads._diagnosis._nan.causes import Kind
 from eqx_grads._diagnosis._zero.advice import CURES
 from eqx_grads._diagnosis.report import AbstractRecord, AbstractReport, COLUMNS, Table
 
@@ -211,7 +211,7 @@ def test_each_points_to_the_right_one():
 
     nan = eqg.explain_zero(both, {"a": X, "b": jnp.ones(2)})
     assert {r.leaf for r in nan.found} == {"['a']"}
-    assert "The gradient of ['b'] is not finite: `eqg.explain_nan` says" in str(nan)
+    assert "The gradient of ['b'] is not finite: see `eqg.explain_nan`." in str(nan)
 
 
 @pytest.mark.parametrize("tool", TOOLS)

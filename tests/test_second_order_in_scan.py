@@ -57,11 +57,9 @@ OPS = {
             "superspike",
             "atan",
             "sigmoid",
-            "erf",
             "gaussian",
             "multi_gaussian",
             "triangle",
-            "piecewise_quadratic",
             "rectangle",
             "leaky",
         )

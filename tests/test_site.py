@@ -1,5 +1,6 @@
-"""The site is shown without the network, and draws its formulas by itself."""
+"""The site needs no network, and its generated pages and pictures are up to date."""
 
+import importlib.util
 import pathlib
 import re
 
@@ -9,6 +10,13 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 CONFIG = (ROOT / "mkdocs.yml").read_text()
+
+
+def _load(path: pathlib.Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _entries(key: str) -> list[str]:
@@ -55,3 +63,72 @@ def test_formulas_are_in_the_syntax_that_katex_reads():
 def test_the_license_of_katex_is_beside_it():
     license_ = (DOCS / "javascripts" / "katex" / "LICENSE").read_text()
     assert license_.startswith("The MIT License")
+
+
+# ---------------------------------------------------------------- how the library is built
+
+HOW = (DOCS / "guides" / "how-it-works.md").read_text()
+ROOMS = _load(DOCS / "rooms.py")
+
+
+def test_the_picture_shows_the_imports():
+    assert ROOMS.PICTURE.read_text() == ROOMS.draw(), "Run `python docs/rooms.py`."
+
+
+def test_the_page_names_the_layers():
+    _, table = HOW.split("| layer |", 1)
+    rows = re.findall(r"^\| (`.*?`) \|", table.split("\n\n")[0], re.MULTILINE)
+    assert [re.findall(r"`(\w+)`", row) for row in rows] == ROOMS.layers()
+
+
+def test_the_paths_exist():
+    places = [ROOT, *(ROOT / "eqx_grads" / room for room in ("", "ste", "testing"))]
+    for path in set(re.findall(r"`(\w*/[\w/.]*|_\w+\.py)`", HOW)):
+        assert any((place / path).exists() for place in places), path
+
+
+# ---------------------------------------------------------------- the benchmarks
+
+pytest.importorskip("matplotlib")
+PAGE = _load(ROOT / "benchmarks" / "page.py")
+SCRIPTS = {claim.script for claims in PAGE.SECTIONS.values() for claim in claims}
+
+
+def test_every_claim_is_on_the_page():
+    scripts = [path.stem for path in sorted((ROOT / "benchmarks").glob("*.py"))]
+    claims = {name for name in scripts if not PAGE.claim_of(name).startswith("No claim")}
+    assert claims == SCRIPTS, "Add it to `SECTIONS` of `benchmarks/page.py`."
+
+
+def test_the_page_is_up_to_date():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert text == PAGE.page(), "Run `python benchmarks/page.py`."
+    for image in re.findall(r"!\[[^\]]*\]\(([^)]*)\)", text):
+        assert (ROOT / "docs" / image).exists()
+
+
+def test_every_result_says_how_it_was_measured():
+    for name in SCRIPTS:
+        header, body = PAGE.result_of(name)
+        assert set(header) == {"command", "on", "clock"}
+        assert header["command"].startswith(f"python benchmarks/{name}.py")
+        assert body
+
+
+RESULT = PAGE.Result(
+    {}, "Text.\n\n| a | b | b |\n| --- | --- | --- |\n| x | 2.5 / 0.9 (3) | 4 |\n"
+)
+
+
+def test_a_table_is_read_by_the_names_of_its_columns():
+    (row,) = PAGE.table_of(RESULT)
+    assert row == {"a": "x", "b": "2.5 / 0.9 (3)", "b 2": "4"}
+    assert PAGE.numbers(row["b"]) == [2.5, 0.9]
+    assert PAGE.numbers("1,158 µs, 84.5") == [1158, 84.5]
+
+
+def test_what_is_worse_is_bold():
+    slower = PAGE.Table("a|b|b 2", speeds="b")
+    assert PAGE.written(slower, RESULT).endswith("| x | **2.5 / 0.9 (3)** | 4 |")
+    assert "**" not in PAGE.written(PAGE.Table(speeds="b 2"), RESULT)
+    assert "**4**" in PAGE.written(PAGE.Table(times="b 2"), RESULT)

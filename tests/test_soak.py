@@ -1,4 +1,4 @@
-"""`tests.soak` for a minute, with some of the layers. `make soak` takes twenty, with all."""
+"""`tests.soak` for a minute, with some of the layers. By itself it takes twenty, with all."""
 
 import os
 import subprocess

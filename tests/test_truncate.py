@@ -190,7 +190,7 @@ def test_steps_that_may_run_once_only(strange):
 
 @pytest.mark.slow
 def test_within_shard_map():
-    devices = jax.devices()[:2]
+    devices = jax.devices("cpu")[:2]
     mesh = jax.make_mesh((len(devices),), ("batch",), (AxisType.Auto,), devices=devices)
 
     def value(w, xs):
@@ -286,7 +286,7 @@ def test_a_step_that_writes(options):
     "options", [{"truncate": 2}, {"checkpoint": 2}, {"checkpoint": "replay"}]
 )
 def test_explicit_sharding(options):
-    devices = jax.devices()[:2]
+    devices = jax.devices("cpu")[:2]
     mesh = jax.make_mesh((len(devices),), ("b",), (AxisType.Explicit,), devices=devices)
     put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, Spec(*spec)))
     h, xs = numbers(4, 1), numbers(6, 4, 1)

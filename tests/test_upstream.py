@@ -33,7 +33,7 @@ def _sections():
 (_, SHARED), *SECTIONS = _sections()
 FAULTS = {title: blocks["python"] for title, blocks in SECTIONS if "diff" not in blocks}
 PATCHES = {title: blocks for title, blocks in SECTIONS if "diff" in blocks}
-# What a compiler does depends on its options: `make cost` has those of users.
+# What a compiler does depends on its options: `make test MARK=cost` has those of users.
 COMPILED = (
     "The gradient of a vmapped GRUCell in a scan",
     "Checkpoints are undone",

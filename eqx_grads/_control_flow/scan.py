@@ -91,7 +91,7 @@ def filter_scan(
         [`eqx_grads.nn.MinGRU`][], [`eqx_grads.nn.LIFCell`][] and other elementwise
         recurrences. `"e-prop"` accepts all steps, and drops the derivative of the carry that
         is not elementwise: an approximation. A derivative in `xs` is an error. See [Online
-        learning](../guides/online.md).
+        learning](../guides/memory.md#online-learning).
     - `carry_gradient`: a function of the carry that returns the same carry with another
         derivative. It acts on the cotangent that leaves each step, and may clip it, for
         example. It must not change the value: return the arrays that it was given, or pass

@@ -66,10 +66,10 @@ class AbstractCarrier(abc.ABC, Generic[V]):
 
     @abc.abstractmethod
     def skip(
-        self, place: Place, step: int, consts: Sequence[V], carry: Sequence[V], xs: Sequence[V]
+        self, place: Place, consts: Sequence[V], carry: Sequence[V], xs: Sequence[V]
     ) -> tuple[Sequence[V], Sequence[Sequence[V]]]:
-        """Run some steps of a scan, from this one on, at once: the carry after them, and the
-        outputs of each. No steps is an answer too: `(carry, [])`."""
+        """Run the first steps of a scan at once: the carry after them, and the outputs of each.
+        No steps is an answer too: `(carry, [])`."""
 
 
 def walk(
@@ -106,16 +106,13 @@ def enter(place: Place, values: Sequence[V], carrier: AbstractCarrier[V]) -> Seq
 def _scan(place, loop: Scan, values, carrier):
     n, m = loop.n_consts, loop.n_consts + loop.n_carry
     consts, carry, xs = values[:n], values[n:m], values[m:]
-    ys: list[Sequence[Any]] = []
-    while len(ys) < loop.length:
-        carry, skipped = carrier.skip(place, len(ys), consts, carry, xs)
-        ys.extend(skipped)
-        if len(ys) < loop.length:
-            i = index_of_step(loop, len(ys))
-            now = [carrier.map(lambda x, i=i: on_host(x)[i], [x]) for x in xs]
-            outs = walk(*loop.programs, [*consts, *carry, *now], carrier, place, i)
-            carry = outs[: loop.n_carry]
-            ys.append(outs[loop.n_carry :])
+    carry, first = carrier.skip(place, consts, carry, xs)
+    ys = list(first)
+    for i in indices_of(loop)[len(ys) :]:
+        now = [carrier.map(lambda x, i=i: on_host(x)[i], [x]) for x in xs]
+        outs = walk(*loop.programs, [*consts, *carry, *now], carrier, place, i)
+        carry = outs[: loop.n_carry]
+        ys.append(outs[loop.n_carry :])
     if not ys:
         types = loop.programs[0].out_avals[loop.n_carry :]
         return [*carry, *(carrier.constant(jnp.zeros((0, *t.shape), t.dtype)) for t in types)]
@@ -139,9 +136,9 @@ def _while(place, loop: While, values, carrier):
         carry, step = new, step + 1
 
 
-def index_of_step(loop: Scan, step: int) -> int:
-    """The index in `xs` of a step, counted in the order in which the steps run."""
-    return loop.length - 1 - step if loop.reverse else step
+def indices_of(loop: Scan) -> range:
+    """The indices in `xs`, in the order of the steps."""
+    return range(loop.length)[:: -1 if loop.reverse else 1]
 
 
 def on_host(x: Any) -> Any:

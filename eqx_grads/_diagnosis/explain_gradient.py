@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from .._zero_safe.zero_safe import ZeroSafe
 from ._nan.explain_nan import explain_nan
 from ._zero.explain_zero import explain_traced
-from ._zero.gradient import directions, Gradient, try_gradient
+from ._zero.gradient import change_along, directions, Gradient, try_gradient
 from .nan_checks import without_nan_checks
 from .parameters import no_parameters
 from .progress import doing, showing_progress
@@ -33,6 +33,7 @@ _TOOLS = {
     "vanishing": "gradient_flow",
 }
 _CURES = {
+    "not finite": "No single operation was found that makes it so. The notes say more.",
     "rounding noise": "Remove the leaf, or normalize over more than two elements. The loss "
     "does not depend on the leaf: what follows, as a normalization, removes what it changes.",
     "exploding": "Apply `eqg.clip_gradient_norm(x, 1.0)` where the gradient grows, such as to "
@@ -183,7 +184,9 @@ def explain_gradient(
     if raises or not all(np.all(np.isfinite(x)) for x in parts):
         report = explain_nan(loss, model, *args, **kwargs)
         found += [_symptom(record, "not finite") for record in report.found[:1]]
-        if raises:
+        if report and not found:  # of a `zero_safe` loss, it may be finite
+            found.append(_own("not finite"))
+        if raises or (report and not report.found):
             return SymptomReport(found, report.loss, {}, report.remarks)
     zero = explain_traced(below, traced, gradient, error)
     found += [_symptom(record, "zero") for record in zero.found]
@@ -249,18 +252,8 @@ def _kink(traced: TracedLoss, gradient: Gradient) -> list[Symptom]:
     """A kink along a random direction: the slopes on its sides differ at any step."""
     if not gradient.can_move:
         return []
-    n, along = len(traced.leaves), directions(traced)
-
-    def loss_at(h):
-        leaves = [
-            (np.asarray(x) + h * d).astype(x.dtype)
-            for x, d in zip(traced.values[:n], along, strict=True)
-        ]
-        return gradient.at([*leaves, *traced.values[n:]])[0]
-
-    def slopes(h):
-        return (loss_at(h) - gradient.loss) / h, (gradient.loss - loss_at(-h)) / h
-
+    change = change_along(traced, gradient, dict(enumerate(directions(traced))))
+    slopes = lambda h: (change(h) / h, -change(-h) / h)
     above, below = slopes(_KINK_STEPS[0])
     jump = above - below
     is_large = abs(jump) > 0.2 * max(abs(above), abs(below))

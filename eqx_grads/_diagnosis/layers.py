@@ -39,6 +39,13 @@ def cells_of(layer: Any) -> list[Any]:
     return [cell for stage in stages for cell in stage if is_layer(cell)] or [layer]
 
 
+def own_cells(model: PyTree) -> list[Any]:
+    """The cells of layers that have a backward pass of their own, such as `nn.GRU`."""
+    is_own = lambda node: isinstance(node, AbstractCellLayer) and hasattr(node, "keep")
+    found = filter(is_own, jax.tree.leaves(model, is_leaf=is_own))
+    return [cell for layer in found for cell in cells_of(layer)]
+
+
 def is_layer(node: Any) -> bool:
     return isinstance(node, eqx.Module) and callable(node)
 

@@ -28,8 +28,15 @@ from .._jaxprs.structure import (
     While,
 )
 from .._jaxprs.versions import assigns_shardings, function_name
-from .shards import enter_shard_map
-from .source_lines import is_traced_here, safe_function, source_line, SourceLine, UNKNOWN
+from .shards import enter_shard_map, of_shards
+from .source_lines import (
+    is_traced_here,
+    safe_function,
+    source_line,
+    SourceLine,
+    UNKNOWN,
+    with_safe,
+)
 from .traced_loss import layer_calls, TracedLoss
 
 
@@ -104,11 +111,6 @@ class NumberedLoss:
         """The equation, and those that it is in, innermost first."""
         return [origin, *(self.origins[i] for i in reversed(origin.enclosing))]
 
-    def is_batched(self, origin: Origin) -> bool:
-        """Whether an equation of the loss, or one around it, is in a function under `vmap`."""
-        around = self.around(origin)
-        return any("vmap(" in str(o.eqn.source_info.name_stack) for o in around)
-
     def caller_of(self, origin: Origin) -> str:
         """The innermost call around the line of an equation that tells it from all equations
         with other calls around the same line, such as "model.py:12, in `loss`"; empty if there
@@ -151,14 +153,20 @@ class NumberedLoss:
         def hook(eqn, values):
             i = next(positions)
             with jax.named_scope(f"eqg_equation_{numbered.numbers[i]}"):
+                if (outs := of_shards(eqn, values)) is not None:
+                    return outs
                 if not (_is_entered(eqn) or self.traced.is_plain(eqn)):
                     return bind(eqn, values)
                 parts = {id(part.program.jaxpr): part for part in numbered.inner[i]}
                 run = lambda program, values, _=None: self._evaluate(
                     parts[id(program.jaxpr)], values
                 )
-                enters = enter_shard_map if isinstance(structure(eqn), ShardMap) else enter
-                return enters(eqn, values, run)
+                if not isinstance(structure(eqn), ShardMap):
+                    return enter(eqn, values, run)
+                try:
+                    return enter_shard_map(eqn, values, run)
+                except Exception:  # `vmap` has no rule for it: it stays one operation
+                    return bind(eqn, values)
 
         return evaluate(numbered.program, values, hook)
 
@@ -230,9 +238,10 @@ def _name_of_primitive(eqn, around: Sequence[Any]) -> str:
     known = structure(eqn)
     if isinstance(known, CallWithRule | Call):
         name = eqn.params.get("name") or getattr(eqn.params.get("call"), "name", None)
-        if isinstance(known, CallWithRule) and (safe := safe_function([eqn, *around])):
-            return safe  # and not a helper of it that has the rule
-        return name if isinstance(name, str) else function_name(*known.programs)
+        name = name if isinstance(name, str) else function_name(*known.programs)
+        if isinstance(known, CallWithRule):  # and not a helper of it that has the rule
+            name = safe_function([eqn, *around]) or with_safe(name, *known.programs)
+        return name
     # JAX 0.12 calls some operations, such as `searchsorted`, by one primitive.
     called = eqn.params.get("_prim")
     return eqn.primitive.name if called is None else type(called).__name__

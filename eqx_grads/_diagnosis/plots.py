@@ -1,15 +1,12 @@
-"""`plot_gradient_flow`: gradient norms, layers by steps. And the picture of a memory report."""
+"""`plot_gradient_flow`: gradient norms, layers by steps."""
 
-import collections
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from jaxtyping import ArrayLike
 
 from .._errors import optional_import, rule_error
-from .report import show_bytes, show_place
 
 
 def plot_gradient_flow(
@@ -94,55 +91,3 @@ def _limits(norms) -> tuple[float, float]:
     low, high = (positive.min(), positive.max()) if positive.size else (1.0, 1.0)
     # A logarithmic scale needs `low < high`.
     return (low, high) if low < high else (low / 2, high * 2)
-
-
-# ---------------------------------------------------------------- memory
-
-# A box that is less high, as a share of the axes, has no text; or is not drawn.
-_LEAST_TEXT, _LEAST_BOX = 0.03, 0.002
-_EDGES = (0.0, 1.3, 3.3, 5.0)
-
-
-def plot_memory(residuals: Sequence[Any], *, axes: Any = None) -> Any:
-    """Draw an icicle: each column divides the boxes of the one to the left."""
-    mpl = optional_import("matplotlib", "MemoryReport.plot", "plot")
-    if axes is None:
-        from matplotlib import pyplot
-
-        axes = pyplot.subplots(figsize=(11.0, 5.5), layout="constrained")[1]
-    labeled = [(_labels(r), r.bytes) for r in residuals]
-    sizes: collections.Counter[tuple[str, ...]] = collections.Counter()
-    for labels, size in labeled:
-        sizes.update({labels[: i + 1]: size for i in range(len(labels))})
-    total = max(1, sum(size for _, size in labeled))
-    labeled.sort(key=lambda row: [(-sizes[row[0][: i + 1]], x) for i, x in enumerate(row[0])])
-    layers = list(dict.fromkeys(labels[0] for labels, _ in labeled))
-    for depth, (left, right) in enumerate(itertools.pairwise(_EDGES)):
-        start = 0
-        for labels in dict.fromkeys(labels[: depth + 1] for labels, _ in labeled):
-            size = sizes[labels]
-            if size >= _LEAST_BOX * total:
-                color = mpl.colormaps["tab10"](layers.index(labels[0]) % 10, 0.8 - 0.2 * depth)
-                place = {"y": start, "width": right - left, "height": size, "left": left}
-                box = axes.barh(**place, align="edge", color=color, edgecolor="white")[0]
-                if size >= _LEAST_TEXT * total:
-                    text = f"{labels[-1]}, {show_bytes(size)}"
-                    at = left + 0.04, start + size / 2
-                    drawn = axes.text(*at, text, va="center", fontsize=8, parse_math=False)
-                    drawn.set_clip_path(box)  # the text ends where the box does
-            start += size
-    axes.set(xlim=(0, _EDGES[-1]), ylim=(total, 0))
-    centers = [(a + b) / 2 for a, b in itertools.pairwise(_EDGES)]
-    axes.set_xticks(centers, ["layer", "line", "array"])
-    axes.xaxis.tick_top()
-    axes.yaxis.set_major_formatter(lambda size, _: show_bytes(size))
-    axes.set_title(f"{show_bytes(sum(r.bytes for r in residuals))} kept", loc="left")
-    return axes
-
-
-def _labels(r: Any) -> tuple[str, ...]:
-    place = show_place(r.file, r.line) or "unknown"
-    shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
-    steps = f" in {r.n_steps} steps" if r.n_steps > 1 else ""
-    name = "carry" if r.kind == "carry" else r.primitive
-    return r.path or "no layer", f"{place}  {r.code}", f"{name}  {shape}{steps}"

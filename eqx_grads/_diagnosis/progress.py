@@ -18,30 +18,13 @@ _DELAY = 2.0
 _INTERVAL = 0.25
 
 
-class _Line:
-    """What is being done, in the name of a public function."""
-
-    def __init__(self, caller: str):
-        self.text, self._caller, self._begin = "", caller, time.monotonic()
-        self.done = threading.Event()
-
-    def show(self) -> None:
-        """Show it until it is done. It runs in a thread, as a compilation may take minutes."""
-        wait = _DELAY
-        while not self.done.wait(wait):
-            seconds = time.monotonic() - self._begin
-            _write(f"{self._caller}: {self.text} ({seconds:.0f} s)"[:96])
-            wait = _INTERVAL
-        if time.monotonic() - self._begin >= _DELAY:
-            _write("")
-
-
 def _write(text: str) -> None:
     sys.stderr.write(f"\r\x1b[K{text}")
     sys.stderr.flush()
 
 
-_LINE: contextvars.ContextVar[_Line | None] = contextvars.ContextVar("_LINE", default=None)
+# What is being done, as the one element of a list.
+_TEXT: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("_TEXT", default=None)
 
 
 @contextlib.contextmanager
@@ -50,20 +33,30 @@ def showing_progress(caller: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    line = _Line(caller)
-    thread, token = threading.Thread(target=line.show, daemon=True), _LINE.set(line)
+    text, done, begin = [""], threading.Event(), time.monotonic()
+
+    def show():
+        wait = _DELAY
+        while not done.wait(wait):
+            seconds = time.monotonic() - begin
+            _write(f"{caller}: {text[0]} ({seconds:.0f} s)"[:96])
+            wait = _INTERVAL
+        if time.monotonic() - begin >= _DELAY:
+            _write("")
+
+    # In a thread, as a compilation may take minutes.
+    thread, token = threading.Thread(target=show, daemon=True), _TEXT.set(text)
     thread.start()
     try:
         yield
     finally:
-        _LINE.reset(token)
-        line.done.set()
+        _TEXT.reset(token)
+        done.set()
         thread.join()
 
 
 def doing(what: str, i: int | None = None, n: int | None = None) -> None:
     """Say what is being done, and which of how many it is, from zero."""
-    line = _LINE.get()
-    if line is not None:
-        which = "" if i is None else f" {i + 1} of {n}"
-        line.text = f"{what}{which}"
+    text = _TEXT.get()
+    if text is not None:
+        text[0] = what if i is None else f"{what} {i + 1} of {n}"

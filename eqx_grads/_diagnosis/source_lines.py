@@ -14,6 +14,7 @@ import jaxlib
 import jaxtyping
 from jax.extend.core import ClosedJaxpr
 
+from .. import safe
 from .._jaxprs.structure import Call, CallWithRule, structure
 from .._jaxprs.versions import function_name, traceback_of
 
@@ -100,18 +101,18 @@ def _frames(eqn: Any) -> list[Any]:
 def source_line(eqn: Any) -> SourceLine:
     """Where an equation comes from: the innermost frame of the user's code.
 
-    If no frame is the user's, it is the innermost one of another library.
+    If no frame is the user's, it is the outermost one of another library.
     """
     frames = _frames(eqn)
     users = [i for i, f in enumerate(frames) if is_users_file(f.file_name)]
-    called = (f for f in frames[: users[0] if users else None] if not _is_hidden(f))
-    inside = next((f for f in called if _package_path(f.file_name)), None)
-    if not users and inside is None:
+    n = users[0] if users else len(frames)
+    is_library = lambda f: _package_path(f.file_name) and not _is_hidden(f)
+    inside = [i for i in range(n) if is_library(frames[i])]
+    if not users and not inside:
         return UNKNOWN
-    library = f"{_package_path(inside.file_name)}:{inside.line_num}" if inside else ""
-    if not users:
-        users = [frames.index(inside)]
-    return _line_at(traceback_of(eqn), users, library)
+    outer = frames[inside[-1]] if inside else None
+    library = f"{_package_path(outer.file_name)}:{outer.line_num}" if outer else ""
+    return _line_at(traceback_of(eqn), users or inside[-1:], library)
 
 
 def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
@@ -160,17 +161,6 @@ def rule_line(eqn: Any) -> SourceLine:
     return _line_at(traceback, users) if users else UNKNOWN
 
 
-def layer_line(eqn: Any) -> str:
-    """The place in a layer or a loop of Equinox, or in a distribution of JAX, that the user's
-    line calls, such as `equinox/nn/_linear.py:89`, or empty. `source_line` hides these."""
-    for f in _frames(eqn):
-        if is_layers_file(f.file_name):
-            return f"{_package_path(f.file_name)}:{f.line_num}"
-        if not _is_hidden(f):
-            break
-    return ""
-
-
 def called_functions(eqn: Any) -> list[str]:
     """The functions of JAX around an equation, up to the user's line, innermost first."""
     of_jax = itertools.takewhile(lambda f: f.file_name.startswith(_JAX), _frames(eqn))
@@ -195,6 +185,13 @@ def safe_function(eqns: Iterable[Any]) -> str:
     return name and f"safe.{name}"
 
 
+def with_safe(name: str, program: ClosedJaxpr) -> str:
+    """The name of a function; with "safe." if it is one of `eqx_grads.safe`, whose rule has no
+    frame of it."""
+    is_safe = function_file(program).startswith(_SAFE)
+    return f"safe.{name if hasattr(safe, name) else '*'}" if is_safe else name
+
+
 def _line_at(traceback: Any, indices: Sequence[int], library: str = "") -> SourceLine:
     """The line of the first of these frames; the others are its callers."""
     frames = [traceback.frames[i] for i in indices]
@@ -207,7 +204,7 @@ def _line_at(traceback: Any, indices: Sequence[int], library: str = "") -> Sourc
 
 def _is_hidden(frame) -> bool:
     name = frame.file_name
-    return name.startswith(_HIDDEN) or name.startswith("<frozen")
+    return name.startswith((*_HIDDEN, "<frozen")) and not is_layers_file(name)
 
 
 def is_users_file(file: str) -> bool:

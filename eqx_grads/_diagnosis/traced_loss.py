@@ -31,7 +31,7 @@ from .._jaxprs.structure import holds, is_reference
 from .._jaxprs.versions import keeping_tracebacks
 from .._tangent_spaces import is_differentiable
 from .._zero_safe.zero_safe import ZeroSafe
-from .layers import wrap_layers
+from .layers import own_cells, wrap_layers
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
@@ -85,7 +85,7 @@ def trace_loss(
     - `checkpointed`: the indices of layers that are called in a `filter_checkpoint`.
     """
     check_function(loss, "loss", caller)
-    given = [*args, *kwargs.values()]
+    names, given, call = _arguments(loss, model, args, kwargs)
     flat, treedef = jax.tree_util.tree_flatten_with_path((model, given))
     # The arrays of floats of the model, and then all other arrays.
     is_first = [path[0].idx == 0 and eqx.is_inexact_array(x) for path, x in flat]
@@ -102,9 +102,11 @@ def trace_loss(
             full[i] = x
         model, given = jax.tree.unflatten(treedef, full)
         if wrap:
-            layers[:], model = wrap_layers(model, lambda layer: True, _around(checkpointed))
-        options = dict(zip(kwargs, given[len(args) :], strict=True))
-        return check_scalar(caller, loss, loss(model, *given[: len(args)], **options))
+            # A layer with its own backward pass runs plain cells without calling them.
+            own = set() if steps_are_visible else set(map(id, own_cells(model)))
+            selects = lambda layer: id(layer) not in own
+            layers[:], model = wrap_layers(model, selects, _around(checkpointed))
+        return check_scalar(caller, loss, call(model, given))
 
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
     with visible, keeping_tracebacks():
@@ -115,7 +117,6 @@ def trace_loss(
         if program is None or _wrapping_breaks_a_rule(program, flat_loss, values, len(first)):
             layers.clear()  # their paths are not known
             program = _trace_unwrapped(caller, loss, flat_loss, values)
-    names = _names_of_arguments(loss, args, kwargs)
     paths = [flat[i][0] for i in first + others]
     return TracedLoss(
         program,
@@ -241,22 +242,23 @@ def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
     return out
 
 
-def _names_of_arguments(loss, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """The name of each argument but the model in the signature of the loss."""
-    keys = [*range(len(args)), *kwargs]
-    names = {k: f"args[{k}]" if isinstance(k, int) else f"kwargs[{k!r}]" for k in keys}
+def _arguments(loss, model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The names of the arguments but the model in the signature of the loss, and the arguments;
+    and a function of the model and these that calls the loss."""
+    by_position = lambda model, given: loss(model, *given[0], **given[1])
+    unnamed = ["args", "kwargs"], [tuple(args), dict(kwargs)], by_position
     try:
-        bound = inspect.signature(loss).bind(
-            "model", *keys[: len(args)], **{k: k for k in kwargs}
-        )
+        bound = inspect.signature(loss).bind(model, *args, **kwargs)
     except (TypeError, ValueError):  # some functions in C have no signature
-        return [*names.values()]
-    for name, key in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            names |= {k: f"{name}[{i}]" for i, k in enumerate(key)}
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            names |= {k: f"{name}[{k!r}]" for k in key}
-        elif name != "model":
-            names[key] = name
-    return [names[k] for k in keys]
+        return unnamed
+    first, *names = bound.arguments
+    is_one = bound.signature.parameters[first].kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD
+    if not is_one or "model" in names:
+        return unnamed
+
+    def call(model, given):
+        by_name = {first: model, **dict(zip(names, given, strict=True))}
+        again = inspect.BoundArguments(bound.signature, by_name)
+        return loss(*again.args, **again.kwargs)
+
+    return names, [bound.arguments[name] for name in names], call

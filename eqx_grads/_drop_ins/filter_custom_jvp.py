@@ -55,7 +55,7 @@ class filter_custom_jvp(AbstractWrapper[P, T]):
         Differentiating with respect to what is passed by keyword is an error.
 
     Unlike Equinox's, the function may return anything, be a method, and close over traced
-    values, and so may its rule. See [Change one import](../guides/change-one-import.md).
+    values, and so may its rule. See [Equinox](../coming-from/equinox.md#change-one-import).
 
     **Derivative:**
 

@@ -62,7 +62,7 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
         `jit` too, and so does the caller if the function returns them.
 
     Unlike Equinox's, the function has forward mode too, may be a method, and may close over
-    traced values, as its rules may. See [Change one import](../guides/change-one-import.md).
+    traced values, as its rules may. See [Equinox](../coming-from/equinox.md#change-one-import).
 
     **Derivative:**
 

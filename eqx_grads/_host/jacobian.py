@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import rule_error
+from .._errors import rule_error, RuleError
 from .._jaxprs.varying import vary_alike, varying_types
 from .host_op import HostOp, inexact, is_complex, is_inexact, read_only, Types
 
@@ -107,13 +107,8 @@ def run_differences(op, leaves):
     for i, step in zip(live, steps, strict=True):
         try:
             columns += _differences(inner, leaves, i, step)
-        except _NotComplex:
-            raise rule_error(
-                f"`{op.name}` returned a real array for a complex argument.",
-                op.place,
-                do="`finite_difference='complex'` is for functions that compute with "
-                "complex numbers throughout. Use `'central'`.",
-            ) from None
+        except RuleError:
+            raise
         except Exception as error:
             # The exception may be any mistake, so that it is not turned into NaN.
             if inner.run is not run_differences:  # which says so
@@ -163,16 +158,17 @@ def _differences(op: HostOp, leaves, i: int, step: float | None) -> list[list[An
         dtype = np.complex128 if x.dtype == np.float64 else np.complex64
         _, out = outputs(k, np.asarray(1j * h, dtype))
         if not all(map(np.iscomplexobj, out)):
-            raise _NotComplex
+            raise rule_error(
+                f"`{op.name}` returned a real array for a complex argument.",
+                op.place,
+                do="`finite_difference='complex'` is for functions that compute with "
+                "complex numbers throughout. Use `'central'`.",
+            )
         return [np.imag(y) / h for y in out]
 
     column = complex_step if step is None else central
     directions = (1.0, 1.0j) if np.iscomplexobj(x) else (1.0,)
     return [column(k, d) for d in directions for k in range(flat.shape[-1])]
-
-
-class _NotComplex(Exception):
-    """The function returned a real array for a complex argument."""
 
 
 def _quotient(above, below, distance: Any):

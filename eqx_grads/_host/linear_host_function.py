@@ -78,9 +78,7 @@ class LinearHostFunction(eqx.Module):
         return f"<eqx_grads.linear_host_function of {self._matvec.name}>"
 
 
-def _like(x, *args):
-    del args
-    return x
+_like = lambda x, *_: x
 
 
 def _check_inexact(code: HostCode, x: Any) -> None:

@@ -62,9 +62,6 @@ class ResidualCache(Opaque):
                 return self._found[key][0]
         return self.put(key, compute(), again=True)
 
-    def __len__(self):
-        return len(self._found)
-
 
 def _copied(residuals: Any, objects: set[int]) -> Any:
     """The residuals with copies of their arrays. The identities of other objects are added to

@@ -41,7 +41,7 @@ def as_floats(name: str, x: Any, argument: str = "x") -> Array:
         raise rule_error(
             f"`{name}` was given something that is not an array of floats.",
             f"`{argument}` is {type_of(x)}",
-            do=f"Only floats have a gradient: pass `{argument}.astype(jnp.float32)`.",
+            do=f"Only floats have a gradient: pass `jnp.asarray({argument}, float)`.",
         )
     return jnp.asarray(x)
 

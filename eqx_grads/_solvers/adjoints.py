@@ -346,11 +346,11 @@ def _iterate(adjoint, solver, matvec, b):
     # An absolute tolerance would accept zero for a small cotangent, so its norm is made one.
     norm = optx.max_norm(b)
     scale = jnp.where(norm > 0, norm, jnp.ones_like(norm))
-    unit = jax.tree.map(lambda b: b / scale.astype(b.dtype), b)
-    step = lambda t, _: jax.tree.map(lambda t, b, a: t + (b - a), t, unit, matvec(t))
+    unit = b / scale
+    step = lambda t, _: t + (unit - matvec(t))
     how = {"max_steps": adjoint.max_steps, "adjoint": WithoutDerivative(_while_loop)}
     solution = optx.fixed_point(step, solver, unit, throw=False, **how)
-    t = jax.tree.map(lambda t: t * scale.astype(t.dtype), solution.value)
+    t = solution.value * scale
     if adjoint.throw:
         t = branched_error_if(t, solution.result != optx.RESULTS.successful, 0, [_DIVERGED])
     return t

@@ -195,18 +195,13 @@ def _run(inputs):
     # Without the auxiliary output, which Optimistix would compute in each step, and which would
     # have to be arrays.
     how = {"max_steps": max_steps, "adjoint": WithoutDerivative(while_loop), "throw": False}
-    solution = optx.fixed_point(_First(fn), solver, y0, args, options, **how)
+    solution = optx.fixed_point(eqx.Partial(_first, fn), solver, y0, args, options, **how)
     stats = {name: x for name, x in solution.stats.items() if name != "max_steps"}
     return solution.value, (solution.result, stats)
 
 
-class _First(eqx.Module):
-    """The first of what a function returns."""
-
-    fn: Callable[..., Any]
-
-    def __call__(self, y, args):
-        return self.fn(y, args)[0]
+def _first(fn, y, args):
+    return fn(y, args)[0]
 
 
 def _residual(y, _, inputs):

@@ -151,7 +151,7 @@ def linear_cross_entropy(
     The batch, the vocabulary or both may be sharded over devices: under `jax.jit`, over
     explicit axes of the mesh, or inside `jax.shard_map` with `axis_name`. With a sharded
     vocabulary, each device computes its columns of the logits only. See
-    [Many devices](../guides/many-devices.md#a-sharded-vocabulary).
+    [Devices](../guides/devices.md#a-sharded-vocabulary).
 
     **Raises:**
 

@@ -53,13 +53,13 @@ def check_option(layer: str, name: str, option: Any, known: Collection[str]) -> 
         )
 
 
-def check_callable(layer: str, name: str, fn: Any) -> None:
+def check_callable(layer: str, name: str, fn: Any, such_as: str = "jax.nn.gelu") -> None:
     """Check that an optional function is one, and not its name."""
     if fn is not None and (isinstance(fn, type) or not callable(fn)):
         raise rule_error(
             f"The `{name}` of `{layer}` is not a function.",
             f"it is {fn!r:.60}",
-            do="Give a function of an array, such as `jax.nn.gelu`, and not its name.",
+            do=f"Give a function of an array, such as `{such_as}`, and not its name.",
         )
 
 

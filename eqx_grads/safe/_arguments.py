@@ -29,7 +29,10 @@ T = TypeVar("T")
 
 
 def on_arrays(
-    *names: str, real: bool = False, broadcast: bool = True
+    *names: str,
+    real: bool = False,
+    broadcast: bool = True,
+    check: Callable[..., None] | None = None,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function of the arrays `names`. All other parameters are options.
 
@@ -37,7 +40,7 @@ def on_arrays(
     half, and one shape if they are `broadcast`. An `axis` is a tuple of numbers from zero up,
     and `where` has the shape of the first array. The result is rounded once, to the dtype of
     the arguments. A function with an option `keepdims` keeps the axes that it reduces, and they
-    are squeezed here.
+    are squeezed here. `check` is called with the same arguments, of the user's dtypes.
     """
 
     def decorate(fn: Callable[P, T]) -> Callable[P, T]:
@@ -67,12 +70,16 @@ def on_arrays(
             is_left_out = lambda n: given[n] is None and signature.parameters[n].default is None
             xs = {n: given[n] for n in names if not is_left_out(n)}
             given |= _as_arrays(name, xs, real, broadcast)
-            x = given[names[0]]
+            # As errors name them.
+            own = {n: _with_dtype_of(x, given[n]) for n, x in xs.items()}
+            x = own[names[0]]
             for option in options:
                 parameter = signature.parameters[option]
                 given[option] = _as_option(name, parameter, given[option], x, names[0])
             if given.get("where") is not None:
                 given["where"] = _as_mask(name, given["where"], x)
+            if check is not None:
+                check(**given | own)
             return compiled(**given)
 
         return checked
@@ -115,6 +122,12 @@ def _as_arrays(name, xs, real, broadcast) -> dict[str, Array]:
             ) from None
         arrays = [jnp.broadcast_to(x, shape) for x in arrays]
     return dict(zip(xs, arrays, strict=True))
+
+
+def _with_dtype_of(x, array) -> Any:
+    """The type of what the user passed, with the shape of the array that it became."""
+    dtype = dtype_of_array(x)
+    return array if dtype == array.dtype else jax.ShapeDtypeStruct(array.shape, dtype)
 
 
 def _cast(x, dtype):

@@ -30,7 +30,20 @@ class SVDResult(NamedTuple):
     Vh: Inexact[Array, "... k n"]
 
 
-@on_arrays("a")
+def _check_square(a, **_):
+    if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
+        do = "Pass an array `(..., n, n)`. For others, there is `safe.svd`."
+        where = f"`a` is {type_of(a)}"
+        raise rule_error("`safe.eigh` was not given square matrices.", where, do=do)
+
+
+def _check_matrix(a, **_):
+    if a.ndim < 2:
+        where, do = f"`a` is {type_of(a)}", "Pass an array `(..., m, n)`."
+        raise rule_error("`safe.svd` was not given matrices.", where, do=do)
+
+
+@on_arrays("a", check=_check_square)
 def eigh(
     a: Numbers,
     *,
@@ -105,10 +118,6 @@ def eigh(
     [`eqx_grads.RuleError`][] if the matrices are not square, or if `tolerance` is not a
     finite number from zero.
     """
-    if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
-        do = "Pass an array `(..., n, n)`. For others, there is `safe.svd`."
-        where = f"`a` is {type_of(a)}"
-        raise rule_error("`safe.eigh` was not given square matrices.", where, do=do)
     if symmetrize_input:
         a = (a + _adjoint(a)) / 2
     else:
@@ -116,7 +125,7 @@ def eigh(
     return EighResult(*_of_hermitian(a, tolerance=_tolerance(tolerance, a)))
 
 
-@on_arrays("a")
+@on_arrays("a", check=_check_matrix)
 def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
     r"""The thin singular value decomposition, also where singular values are equal or zero.
 
@@ -173,9 +182,6 @@ def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
     [`eqx_grads.RuleError`][] if `a` has less than two dimensions, or if `tolerance` is not a
     finite number from zero.
     """
-    if a.ndim < 2:
-        where, do = f"`a` is {type_of(a)}", "Pass an array `(..., m, n)`."
-        raise rule_error("`safe.svd` was not given matrices.", where, do=do)
     return SVDResult(*_thin(a, tolerance=_tolerance(tolerance, a)))
 
 

@@ -2,13 +2,11 @@
 
 from ._piecewise import (
     leaky as leaky,
-    piecewise_quadratic as piecewise_quadratic,
     rectangle as rectangle,
     triangle as triangle,
 )
 from ._smooth import (
     atan as atan,
-    erf as erf,
     gaussian as gaussian,
     multi_gaussian as multi_gaussian,
     sigmoid as sigmoid,

@@ -1,10 +1,8 @@
 """Piecewise-linear surrogates: triangle, rectangle, leaky."""
 
-import jax.numpy as jnp
-
 from .._rules.float_args import Parameter
 from ._abstract import AbstractFormula, positive
-from ._steps import tent
+from ._steps import ramp, relu, tent
 
 
 class triangle(AbstractFormula):
@@ -54,46 +52,6 @@ class triangle(AbstractFormula):
         return 0.5 + self.peak * self.width * (tent(v / self.width) - 0.5)
 
 
-class piecewise_quadratic(AbstractFormula):
-    r"""The triangle of area one, in terms of its peak.
-
-    $$g(v) = \max(0,\ \text{slope} - \text{slope}^2\,|v|)$$
-
-    Peak slope, area 1. It is `triangle(width=1 / slope, peak=slope)`. Its name is that of
-    its primitive.
-
-    !!! example
-
-        ```python
-        import eqx_grads as eqg
-        import jax
-
-        piecewise_quadratic = eqg.surrogates.piecewise_quadratic(slope=2.0)
-        print(jax.grad(eqg.surrogates.spike)(0.0, piecewise_quadratic))
-        print(piecewise_quadratic.primitive(0.5))
-        ```
-
-        ```text
-        2.0
-        1.0
-        ```
-
-    **Arguments:**
-
-    - `slope`: positive, a number or an array that broadcasts to `v`. The default is that
-        of SpikingJelly and BrainTools.
-
-    **Derivative:**
-
-    See [`eqx_grads.surrogates.triangle`][].
-    """
-
-    slope: Parameter = positive(default=1.0)
-
-    def _primitive(self, v):
-        return tent(self.slope * v)
-
-
 class rectangle(AbstractFormula):
     r"""A rectangle.
 
@@ -135,7 +93,7 @@ class rectangle(AbstractFormula):
     peak: Parameter = 1.0
 
     def _primitive(self, v):
-        return 0.5 + self.peak * jnp.clip(v, -self.width / 2, self.width / 2)
+        return 0.5 + self.peak * ramp(v, self.width / 2)
 
 
 class leaky(AbstractFormula):
@@ -177,4 +135,4 @@ class leaky(AbstractFormula):
     slope: Parameter = 1.0
 
     def _primitive(self, v):
-        return 0.5 + self.slope * jnp.maximum(v, 0) + self.leak * jnp.minimum(v, 0)
+        return 0.5 + self.slope * relu(v) - self.leak * relu(-v)

@@ -129,43 +129,6 @@ class sigmoid(AbstractFormula):
         return logistic(self.slope * v)
 
 
-class erf(AbstractFormula):
-    r"""The derivative of the error function, in terms of its slope.
-
-    $$g(v) = \frac{\text{slope}}{\sqrt\pi}\,e^{-(\text{slope} \cdot v)^2}$$
-
-    Peak slope/√π, area 1. It is `gaussian(sigma=1 / (√2 * slope))`.
-
-    !!! example
-
-        ```python
-        import eqx_grads as eqg
-        import jax
-
-        erf = eqg.surrogates.erf()
-        print(f"{jax.grad(eqg.surrogates.spike)(0.0, erf):.3f}")
-        ```
-
-        ```text
-        1.128
-        ```
-
-    **Arguments:**
-
-    - `slope`: positive, a number or an array that broadcasts to `v`. The default is that
-        of SpikingJelly; BrainTools has 1.
-
-    **Derivative:**
-
-    See [`eqx_grads.surrogates.spike`][]. Smooth.
-    """
-
-    slope: Parameter = positive(default=2.0)
-
-    def _primitive(self, v):
-        return normal(self.slope * v)
-
-
 class gaussian(AbstractFormula):
     r"""The density of a normal distribution, in terms of its standard deviation.
 

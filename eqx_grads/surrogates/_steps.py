@@ -1,5 +1,5 @@
 """Smooth steps. Each has its density beside it where autodiff of the step would lose digits in
-a tail, or would not have the value at a kink that the documentation gives."""
+a tail, or would not have the value at a kink or at NaN that the documentation gives."""
 
 import math
 
@@ -37,3 +37,21 @@ def normal(u):
 def tent(u):
     tail = 0.5 * jnp.maximum(1 - jnp.abs(u), 0) ** 2
     return jnp.where(u < 0, tail, 1 - tail)
+
+
+def _above(u):
+    """One above zero, a half at zero, and NaN at NaN."""
+    return 0.5 + 0.5 * jnp.sign(u)
+
+
+relu = elementwise(lambda u: jnp.maximum(u, 0), lambda _, u: _above(u))
+
+
+@elementwise(
+    derivative=(
+        lambda _, u, end: _above(end - jnp.abs(u)),
+        lambda _, u, end: jnp.sign(u) * _above(jnp.abs(u) - end),
+    )
+)
+def ramp(u, end):
+    return jnp.clip(u, -end, end)

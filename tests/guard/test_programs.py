@@ -9,7 +9,7 @@ A program and a chain are a case. Cases that differ in values only count as one.
 has few cases, which have all productions of the grammar (`programs/coverage.py`). If the
 grammar changes, `python -m tests.guard.programs choose` finds new ones.
 
-`make fuzz SEED=1000 CASES=500` runs others. A fault that another test found becomes a
+`python -m tests.guard.programs 1000 500` runs others. A fault that another test found becomes a
 production.
 """
 

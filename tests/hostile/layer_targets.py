@@ -273,6 +273,7 @@ target(
     learn_scale=FLAG,
     signed=YES,
     narrow=FLAG,
+    asymmetric=FLAG,
     channel_axis=(None, optional(ANY_INTEGER)),
     group_size=(None, optional(integer(1, 10**40))),
 )

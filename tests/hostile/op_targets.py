@@ -297,11 +297,9 @@ def _spike_of(surrogate):
 POSITIVE = {"slope", "sigma", "width", "spread"}
 for _name, _parameters in {
     "atan": {"slope": 2.0},
-    "erf": {"slope": 2.0},
     "gaussian": {"sigma": 0.5},
     "leaky": {"leak": 0.1},
     "multi_gaussian": {"sigma": 0.5, "height": 0.15, "spread": 6.0},
-    "piecewise_quadratic": {"slope": 1.0},
     "rectangle": {"width": 1.0, "peak": 1.0},
     "sigmoid": {"slope": 4.0},
     "superspike": {"slope": 25.0},

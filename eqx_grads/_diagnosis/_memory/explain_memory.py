@@ -138,13 +138,18 @@ def explain_memory(
     found = candidates(numbered, gradient.sources, maps, again)
     tried = _tried(found, gradient, traced, least)
     cures = {i: c.advice.cure for c in reversed(tried) for i in c.covers}
-    residuals = gradient.residuals()
+    records = [
+        dataclasses.replace(r, cure=cures.get(i, ""))
+        for i, r in enumerate(gradient.residuals())
+    ]
+    records.sort(key=lambda r: -r.bytes)
     return MemoryReport(
-        [dataclasses.replace(r, cure=cures.get(i, "")) for i, r in enumerate(residuals)],
-        compiled=needed,
-        advice=[c.advice for c in tried],
-        measure=[measure_plain, *(measure(c.apply) for c in tried)],
-        remarks=[_NOT_COMPILED.format(gradient.n_equations)] if is_large else [],
+        [r for r in records if r.kind != "input"],
+        [r for r in records if r.kind == "input"],
+        needed,
+        [c.advice for c in tried],
+        [_NOT_COMPILED.format(gradient.n_equations)] if is_large else [],
+        [measure_plain, *(measure(c.apply) for c in tried)],
     )
 
 

@@ -2,12 +2,11 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from ..._errors import rule_error
 from ..layers import group_of
-from ..plots import plot_memory
 from ..progress import doing, showing_progress
 from ..report import AbstractRecord, AbstractReport, cells, COLUMNS, count, show_bytes, Table
 from .residuals import Residual
@@ -41,6 +40,7 @@ class MemoryAdvice(AbstractRecord):
         return text + "."
 
 
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class MemoryReport(AbstractReport):
     """What a loss keeps for its backward pass; returned by [`eqx_grads.explain_memory`][].
 
@@ -57,24 +57,16 @@ class MemoryReport(AbstractReport):
     """
 
     found: Sequence[Residual]
+    inputs: Sequence[Residual]
+    compiled: int | None
+    advice: Sequence[MemoryAdvice]
+    remarks: Sequence[str] = ()
+    # The bytes of the gradient as it is, and then with each advice.
+    _measure: Sequence[Callable[[], int | None]] = ()
 
-    def __init__(
-        self,
-        residuals: Iterable[Residual],
-        *,
-        compiled: int | None,
-        advice: Sequence[MemoryAdvice],
-        measure: Sequence[Callable[[], int | None]],
-        remarks: Sequence[str] = (),
-    ):
-        residuals = sorted(residuals, key=lambda r: -r.bytes)
-        self.found = [r for r in residuals if r.kind != "input"]
-        self.inputs = [r for r in residuals if r.kind == "input"]
-        self.total = sum(r.bytes for r in self.found)
-        self.compiled = compiled
-        self.advice = list(advice)
-        self.remarks = list(remarks)
-        self._measure = list(measure)  # the gradient as it is, and then with each advice
+    @property
+    def total(self) -> int:
+        return sum(r.bytes for r in self.found)
 
     def by_path(self) -> dict[str, int]:
         """The bytes of `found` by the path of the layer, largest first; `""` is no layer."""
@@ -113,33 +105,16 @@ class MemoryReport(AbstractReport):
             doing("compiling the gradient with checkpoint", i, len(measures))
             measured.append((dataclasses.replace(advice, measured=measure()), measure))
         measured.sort(key=lambda pair: pair[0].measured or 0)
-        return MemoryReport(
-            [*self.found, *self.inputs],
+        return dataclasses.replace(
+            self,
             compiled=compiled,
             advice=[advice for advice, _ in measured],
-            measure=[measure_plain, *(measure for _, measure in measured)],
+            remarks=(),
+            _measure=[measure_plain, *(measure for _, measure in measured)],
         )
 
     def __getstate__(self):
         return {**vars(self), "_measure": []}
-
-    def plot(self, *, axes: Any = None) -> Any:
-        """Draw the layers, lines and arrays in columns. The height of a box is its bytes.
-
-        **Arguments:**
-
-        - `axes`: the `matplotlib.axes.Axes` to draw in; by default, those of a new figure.
-
-        **Returns:**
-
-        The axes.
-
-        **Raises:**
-
-        `ModuleNotFoundError` if [Matplotlib](https://matplotlib.org), the extra `plot`, is
-        not installed.
-        """
-        return plot_memory(self.found, axes=axes)
 
     @property
     def headline(self) -> str:

@@ -22,7 +22,6 @@ from ..._jaxprs.structure import (
     Call,
     CallWithRule,
     Checkpoint,
-    Cond,
     equations,
     Scan,
     structure,
@@ -118,8 +117,6 @@ _USE_SCAN = (
 )
 _SAME_ERROR = "`jax.grad` of the loss raises this error as well: fix it first."
 _NO_COPY = ("reshape", "squeeze", "expand_dims")
-# With these, the branches of a `cond` fill what another branch keeps.
-_FILLERS = ("broadcast_in_dim", "empty", "empty2")
 
 
 class Gradient:
@@ -202,12 +199,6 @@ class Gradient:
                     return self._sources(*call.programs, values, origin)
                 case Scan() as scan:
                     return self._sources_of_scan(eqn, scan, made, origin)
-                case Cond() as cond:
-                    inside = [self._sources(p, values[1:], origin) for p in cond.programs]
-                    for m, *branches in zip(made, *inside, strict=True):
-                        computed = (s.made.origin for s in branches if s not in values)
-                        fills = lambda o: o is None or o.primitive in _FILLERS
-                        m.origin = next((o for o in computed if not fills(o)), origin)
             return list(map(Source, made))
 
         constant = lambda x: Source(Made(jax.typeof(x), "constant", "constant"))

@@ -5,9 +5,11 @@ NaNs and of its infinities; a cotangent also why its elements are zero. What is 
 loss or to a gradient is a cause; the rest does no harm.
 """
 
+import dataclasses
 import functools as ft
 import time
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,27 +26,14 @@ from ..._jaxprs.structure import (
     Cond,
     equations,
     Scan,
-    ShardMap,
     structure,
     While,
 )
 from .._programs.pairs import is_inexact
-from ..carried import AbstractCarrier, enter, index_of_step, on_host, walk
+from ..carried import AbstractCarrier, enter, indices_of, on_host, Place, walk
 from ..origins import equation_tag
-from ..shards import is_across_shards, shards_of
 from .derivative import Derivative
-from .values import (
-    Birth,
-    calmed,
-    infs_of,
-    is_nonfinite,
-    labels_of,
-    Stopped,
-    union,
-    Value,
-    with_nan,
-)
-from .zeros import HEALED, Zeros
+from .zeros import HEALED, Stopped, Zeros
 
 
 # A loop of more operations than these runs compiled first, to see whether something is born.
@@ -61,6 +50,94 @@ def _apply_flags(eqn, flags, _):
 
 
 _FLAGS = Domain[int](constant=lambda x: 0, join=int.__or__, apply=_apply_flags)
+
+
+def is_nonfinite(x: Any) -> bool:
+    return is_inexact(x) and not np.isfinite(np.asarray(x)).all()
+
+
+def with_nan(x, nan):
+    return np.where(nan, np.asarray(np.nan, jnp.result_type(x)), np.asarray(x))
+
+
+def union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset().union(*sets)
+
+
+class Value(NamedTuple):
+    """An array without NaNs, and what is carried beside it.
+
+    - `nan`: for each element that is NaN in truth the number of the set of births that made it,
+        or 0. `None`: no element is.
+    - `infs`: the births of its infinities.
+    - `decided`: the births of NaNs that a comparison decided it by.
+    - `zero`: for each element of a cotangent the number of the `Zero` that it is, or 0.
+    - `is_ct`, `is_active`: whether it depends on the seed, and on the model.
+    """
+
+    x: Any
+    nan: Any = None
+    infs: frozenset[int] = frozenset()
+    decided: frozenset[int] = frozenset()
+    zero: Any = None
+    is_ct: bool = False
+    is_active: bool = False
+
+    @property
+    def truth(self) -> Any:
+        return self.x if self.nan is None else with_nan(self.x, self.nan != 0)
+
+    @property
+    def zeros(self) -> Any:
+        return np.zeros(np.shape(self.x), np.int32) if self.zero is None else self.zero
+
+    @property
+    def nans(self) -> Any:
+        return np.zeros(np.shape(self.x), np.int32) if self.nan is None else self.nan
+
+
+@dataclasses.dataclass
+class Birth:
+    """Where elements become NaN, infinite, or larger than a threshold.
+
+    - `xs`: the operands. `output`: which output. `bad`: which of its elements.
+    - `of`: the births that it is to be blamed on.
+    - `is_low`: it is minus infinity, as the logarithm of a probability may be.
+    - `zero`: the number of the `Zero` that the cotangent is which is multiplied there, or 0.
+    - `is_meant`: an infinity of the data or of a constant, such as a mask of `-inf`.
+    - `is_outside`: it is an input of the loss, with this `number`, or a constant.
+    """
+
+    place: Place | None
+    xs: Sequence[Any]
+    output: int
+    bad: Any
+    is_nan: bool
+    of: frozenset[int] = frozenset()
+    is_ct: bool = False
+    is_large: bool = False
+    is_low: bool = False
+    zero: int = 0
+    is_meant: bool = False
+    number: int | None = None
+    is_outside: bool = False
+
+
+def infs_of(x, values: Sequence[Value]) -> frozenset[int]:
+    infs = union(v.infs for v in values)
+    return infs if infs and np.isinf(np.asarray(x)).any() else frozenset()
+
+
+def labels_of(labels: Any) -> list[int]:
+    return [] if labels is None else [int(i) for i in np.unique(labels) if i]
+
+
+def calmed(x):
+    """An operand with ones where it is infinite."""
+    return np.where(np.isfinite(x), x, np.ones_like(x)) if is_nonfinite(x) else x
+
+
+# ---------------------------------------------------------------- the evaluation
 
 
 class Births(AbstractCarrier[Value]):
@@ -117,37 +194,13 @@ class Births(AbstractCarrier[Value]):
         if time.monotonic() > self.deadline:
             raise Stopped
         known = structure(place.eqn)
-        if place.eqn.primitive.name == "pvary":  # of a shard by itself
-            return values
         if isinstance(known, Scan | While):
             return self._loop(place, known, values)
         if isinstance(known, Call | CallWithRule | Checkpoint):
             return None
         if isinstance(known, Cond) and not known.by_platform:
             return None
-        if isinstance(known, ShardMap) and not is_across_shards(place.eqn):
-            return self._by_shards(place, known, values)
         return self._equation(place, values)
-
-    def _by_shards(self, place, known, values):
-        """The outputs of a `jax.shard_map`, one shard after the other."""
-        parts, indices = [], []
-        for ins, outs in shards_of(place.eqn):
-            part = lambda v, index: self.map(lambda x: on_host(x)[index], [v])
-            shard = [part(v, index) for v, index in zip(values, ins, strict=True)]
-            parts.append(walk(known.programs[0], shard, self, place))
-            indices.append(outs)
-
-        def joined(k):
-            def join(*xs):
-                whole = np.zeros(place.eqn.outvars[k].aval.shape, xs[0].dtype)
-                for x, index in zip(xs, indices, strict=True):
-                    whole[index[k]] = x
-                return whole
-
-            return self.map(join, [part[k] for part in parts])
-
-        return [joined(k) for k in range(len(place.eqn.outvars))]
 
     # ------------------------------------------------------------ loops
 
@@ -174,24 +227,23 @@ class Births(AbstractCarrier[Value]):
         steps = known.length if isinstance(known, Scan) else 100
         return self.threshold is None and n * steps > _MOST_IN_DETAIL
 
-    def skip(self, place, step, consts, carry, xs):
+    def skip(self, place, consts, carry, xs):
         """The steps of a long loop up to the first one with a value that is not finite."""
         loop, values = structure(place.eqn), [*consts, *carry, *xs]
         is_plain = not any(v.is_ct or v.nan is not None or is_nonfinite(v.x) for v in values)
-        if step or not is_plain or not self._is_long(place.eqn):
+        if not is_plain or not self._is_long(place.eqn):
             return carry, []
         assert isinstance(loop, Scan)
-        arrays = ([v.x for v in each] for each in (consts, carry, xs))
-        outs = list(map(on_host, _all_steps(loop, *arrays)))
-        order = [index_of_step(loop, k) for k in range(loop.length)]
-        is_good = lambda i: not any(is_nonfinite(x[i]) for x in outs)
-        n = next((k for k, i in enumerate(order) if not is_good(i)), loop.length)
+        outs = list(map(on_host, _all_steps(loop, [v.x for v in values])))
+        order = indices_of(loop)
+        is_bad = lambda i: any(is_nonfinite(x[i]) for x in outs)
+        n = next((k for k, i in enumerate(order) if is_bad(i)), loop.length)
         active = any(v.is_active for v in values)
         ys = [[Value(x[i], is_active=active) for x in outs[loop.n_carry :]] for i in order[:n]]
-        last = order[n - 1]
-        return [
-            v._replace(x=x[last]) if n else v for v, x in zip(carry, outs, strict=False)
-        ], ys
+        if n:
+            pairs = zip(carry, outs, strict=False)
+            carry = [v._replace(x=x[order[n - 1]]) for v, x in pairs]
+        return carry, ys
 
     # ------------------------------------------------------------ operations
 
@@ -387,14 +439,16 @@ def _flagged(v: Value, flag: int) -> Value:
     return v._replace(is_ct=v.is_ct or bool(flag & 1), is_active=v.is_active or bool(flag & 2))
 
 
-def _all_steps(loop: Scan, consts, carry, xs):
+def _all_steps(loop: Scan, values):
     """The carry after each step of a scan, and the other outputs."""
 
-    def run(consts, carry, xs):
+    def run(values):
+        n, m = loop.n_consts, loop.n_before_carry + loop.n_carry
+
         def step(carry, x):
-            outs = jaxpr_as_fun(*loop.programs)(*consts, *carry, *x)
+            outs = jaxpr_as_fun(*loop.programs)(*values[:n], *carry, *x)
             return outs[: loop.n_carry], outs
 
-        return jax.lax.scan(step, carry, xs, loop.length, reverse=loop.reverse)[1]
+        return jax.lax.scan(step, values[n:m], values[m:], loop.length, loop.reverse)[1]
 
-    return jax.jit(run)(consts, carry, xs)
+    return jax.jit(run)(values)

@@ -1,17 +1,37 @@
-"""What is to blame for a loss or a gradient that is not finite: births, and their kinds."""
+"""What is to blame for a loss or a gradient that is not finite: births, and their kinds.
+
+The kind of a birth is the experiment that would have made it finite.
+"""
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ..._jaxprs.evaluate import bind
 from ..._jaxprs.structure import CallWithRule, structure
-from .births import Births
+from .._programs.pairs import is_inexact
+from .births import Birth, Births, is_nonfinite, Value
 from .derivative import line_in_rule
-from .kinds import Kind, kind_of
-from .values import Birth, is_nonfinite, Value
 from .zeros import ALIVE, FACTOR, HEALED, NOT_SELECTED, UNUSED, Zero
+
+
+class Kind(enum.StrEnum):
+    DEAD_BRANCH = "dead branch"
+    MASKED_PRODUCT = "zero mask"
+    ZERO_TIMES_INFINITY = "zero times infinity"
+    SINGULARITY = "true singularity"
+    INDETERMINATE = "0/0"
+    DIFFERENCE = "inf - inf"
+    QUOTIENT = "inf / inf"
+    DOMAIN = "outside of the domain"
+    OVERFLOW = "overflow"
+    LARGE = "exceeds the threshold"
+    INPUT = "NaN in the input"
+    INFINITE_INPUT = "inf in the input"
+    INFINITE_CONSTANT = "constant infinity"
 
 
 @dataclasses.dataclass
@@ -81,7 +101,7 @@ def _sources(births: Births, i: int) -> list[Birth]:
     birth = births.births[i]
     found = [source for j in sorted(birth.of) for source in _sources(births, j)]
     found = [source for source in found if not source.is_meant]
-    is_difference = birth.is_nan and not birth.is_ct and kind_of(birth) == Kind.DIFFERENCE
+    is_difference = birth.is_nan and not birth.is_ct and _kind_of(birth) == Kind.DIFFERENCE
     if is_difference and all(source.is_low for source in found):
         # Each logarithm of zero may be meant, as that of a probability.
         return [birth, *found]
@@ -103,7 +123,7 @@ def _number(births: Births, birth: Birth, source: Birth) -> Any:
 
 def _kind(births: Births, birth: Birth, source: Birth, zero: Zero) -> Kind:
     if not (birth.is_nan and birth.is_ct) or zero.why in (ALIVE, HEALED):
-        return kind_of(source)
+        return _kind_of(source)
     if zero.why in (UNUSED, NOT_SELECTED):
         return Kind.DEAD_BRANCH
     if zero.why == FACTOR:
@@ -113,6 +133,57 @@ def _kind(births: Births, birth: Birth, source: Birth, zero: Zero) -> Kind:
         p and (o := origin(p)) and o.number for p in (zero.place, source.place or birth.place)
     ]
     if same[0] is not None and same[0] == same[1]:
-        return kind_of(source)  # the operation makes both the zero and the infinity
+        return _kind_of(source)  # the operation makes both the zero and the infinity
     is_quotient = source is birth and not any(map(is_nonfinite, birth.xs))
     return Kind.INDETERMINATE if is_quotient else Kind.ZERO_TIMES_INFINITY
+
+
+# ---------------------------------------------------------------- experiments
+
+
+def _kind_of(birth: Birth) -> Kind:
+    if birth.is_large:
+        return Kind.LARGE
+    if birth.is_outside:
+        is_selected = birth.place and birth.place.eqn.primitive.name == "select_n"
+        infinite = Kind.INFINITE_CONSTANT if is_selected else Kind.INFINITE_INPUT
+        return Kind.INPUT if birth.is_nan else infinite
+    if birth.is_nan and any(map(is_nonfinite, birth.xs)):
+        return _of_infinities(birth)
+    near = np.stack([_again(birth, lambda x, s=s: _moved(x, s)) for s in (1, -1)])
+    sides = np.isfinite(near).any(1)
+    if birth.is_nan and not birth.is_ct and not sides.all():
+        return Kind.DOMAIN
+    if sides.any():
+        return Kind.INDETERMINATE if birth.is_nan else Kind.SINGULARITY
+    return Kind.DOMAIN if birth.is_nan else Kind.OVERFLOW
+
+
+def _of_infinities(birth: Birth) -> Kind:
+    """Other factors in the place of zeros, and other signs of the infinities."""
+    infinite = [k for k, x in enumerate(birth.xs) if is_nonfinite(x)]
+    if not np.isnan(_again(birth, lambda x: np.where(x == 0, np.ones_like(x), x))).all():
+        return Kind.ZERO_TIMES_INFINITY
+    for k in infinite:
+        for change in (np.abs, np.negative):
+            if not np.isnan(_again(birth, change, k)).all():
+                return Kind.DIFFERENCE
+    return Kind.QUOTIENT if len(infinite) > 1 else Kind.DOMAIN
+
+
+def _moved(x, sign):
+    size = np.where(x == 0, 1e-3, 1e-2 * np.abs(x))
+    return x + (sign * size * np.random.default_rng(0).uniform(0.5, 1, x.shape)).astype(x.dtype)
+
+
+def _again(birth: Birth, change, only: int | None = None):
+    """The bad elements, with other operands."""
+    with np.errstate(all="ignore"):
+        xs = [
+            np.asarray(change(np.asarray(x)), x.dtype)
+            if is_inexact(x) and only in (None, k)
+            else x
+            for k, x in enumerate(birth.xs)
+        ]
+        assert birth.place is not None
+        return np.asarray(bind(birth.place.eqn, xs)[birth.output])[birth.bad]

@@ -21,14 +21,12 @@ from ..opaque import no_gradient
 from ..origins import message_of_check, NumberedLoss, raised_error
 from ..progress import doing, showing_progress
 from ..traced_loss import check_no_references, trace_loss
-from .births import Births
-from .causes import Cause, causes_of
+from .births import Births, is_nonfinite
+from .causes import Cause, causes_of, Kind
 from .cures import DROPPABLE
 from .derivative import differentiate
-from .kinds import Kind
 from .record import record_of
 from .report import NaNReport, NonFinite
-from .values import is_nonfinite
 
 
 # The calls that are tried. The first drops only what is not selected, so what it gives is the
@@ -142,13 +140,15 @@ def explain_nan(
     if time_limit is None or not time_limit >= 0:
         do = "Give the seconds that the search may take; `math.inf` is no limit."
         raise bad_argument("explain_nan", "seconds", "a number from zero", seconds, do)
-    call = _Call(loss, model, args, kwargs, limit, time_limit)
+    explain = lambda loss, tries=True: _explain(
+        loss, model, args, kwargs, limit, time_limit, tries
+    )
     if not isinstance(loss, ZeroSafe):
-        return call.explain()
+        return explain(loss)
     # It evaluates the function with guards, which would be shown as masks. So the records are
     # those of the function, and whether they are left is known from their places.
-    report = call.explain(tries=False)
-    below = dataclasses.replace(call, loss=loss.__wrapped__).explain(bool(report.bad_leaves))
+    report = explain(loss, tries=False)
+    below = explain(loss.__wrapped__, bool(report.bad_leaves))
     place = lambda r: (r.file, r.line, r.column, r.primitive)
     is_left = {place(r) for r in report.found}
     dropped = [r for r in below.found if place(r) not in is_left]
@@ -160,95 +160,96 @@ def explain_nan(
     return dataclasses.replace(report, found=found, dropped=dropped, remarks=remarks)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A call of `explain_nan`."""
+def _explain(
+    loss: Callable[..., Any],
+    model: PyTree,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    limit: float,
+    seconds: float,
+    tries: bool,
+) -> NaNReport:
+    """- `tries`: whether `zero_safe` is tried."""
+    doing("tracing the loss")
+    traced = trace_loss("explain_nan", loss, model, args, kwargs)
+    check_no_references("explain_nan", loss, traced.program)
+    doing("compiling the gradient")
+    begin = time.monotonic()
+    gradient, error = try_gradient(traced)
+    compiled = time.monotonic()
+    value, bad = float("nan"), list(traced.leaves)
+    if gradient is not None:
+        is_bad = lambda x: not np.all(np.isfinite(x)) or bool(np.any(np.abs(x) > limit))
+        value, error = gradient.loss, gradient.error
+        bad = [x for x, g in zip(bad, gradient.gradients, strict=True) if is_bad(g)]
+    # Of `eqx.error_if`. What JAX can't differentiate is a `RuntimeError` too.
+    has_no_rule = isinstance(error, NotImplementedError)
+    is_check = isinstance(error, RuntimeError) and not has_no_rule
+    bad = list(traced.leaves) if is_check else bad
+    threshold = None if limit == math.inf else limit
+    n = len(traced.leaves)
+    if np.isfinite(value) and not bad and threshold is None:
+        # A training meets the compiled program: there is nothing to look for.
+        return NaNReport([], value, [], n, error is None, None)
+    doing("looking for the places")
+    if gradient is None and error is not None and not is_check:
+        raise no_gradient(loss, traced, error) from error
+    derivative = differentiate(NumberedLoss(traced))
+    for_births = max(seconds - _TRIAL * (compiled - begin), seconds / 2)
+    births = Births(derivative, threshold, time.monotonic() + for_births)
+    carried = births.run()
+    if gradient is None and carried is not None:
+        value = float(carried[0].truth)
+    causes, remarks = causes_of(births, carried), []
+    if is_check and error is not None:
+        if not causes:
+            raise raised_error(loss, error) from error
+        remarks.append(f"The error of the gradient: {message_of_check(error)}")
+    elif carried is None:
+        remarks.append(_OUT_OF_TIME.format(for_births))
+    elif not causes and (bad or not np.isfinite(value)):
+        remarks.append(_ONLY_COMPILED)
+    helps = ""
+    if tries and bad and derivative.is_reverse and np.isfinite(value):
+        is_finite_with = lambda policy: _is_finite_with(policy, loss, model, args, kwargs)
+        helps, said = _trial(causes, is_finite_with, compiled + seconds)
+        remarks += said
+    found = _without_consequences([record_of(births, cause, helps) for cause in causes])
+    is_reverse = derivative.is_reverse
+    return NaNReport(found, value, bad, n, is_reverse, threshold, is_check, remarks=remarks)
 
-    loss: Callable[..., Any]
-    model: PyTree
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    threshold: float
-    seconds: float
 
-    def explain(self, tries: bool = True) -> NaNReport:
-        """- `tries`: whether `zero_safe` is tried."""
-        doing("tracing the loss")
-        traced = trace_loss("explain_nan", self.loss, self.model, self.args, self.kwargs)
-        check_no_references("explain_nan", self.loss, traced.program)
-        doing("compiling the gradient")
-        begin = time.monotonic()
-        gradient, error = try_gradient(traced)
-        compiled = time.monotonic()
-        value, bad = float("nan"), list(traced.leaves)
-        if gradient is not None:
-            value, error = gradient.loss, gradient.error
-            bad = [x for x, g in zip(bad, gradient.gradients, strict=True) if self._is_bad(g)]
-        # Of `eqx.error_if`. What JAX can't differentiate is a `RuntimeError` too.
-        has_no_rule = isinstance(error, NotImplementedError)
-        is_check = isinstance(error, RuntimeError) and not has_no_rule
-        bad = list(traced.leaves) if is_check else bad
-        threshold = None if self.threshold == math.inf else self.threshold
-        n = len(traced.leaves)
-        if np.isfinite(value) and not bad and threshold is None:
-            # A training meets the compiled program: there is nothing to look for.
-            return NaNReport([], value, [], n, error is None, None)
-        doing("looking for the places")
-        if gradient is None and error is not None and not is_check:
-            raise no_gradient(self.loss, traced, error) from error
-        derivative = differentiate(NumberedLoss(traced))
-        limit = max(self.seconds - _TRIAL * (compiled - begin), self.seconds / 2)
-        births = Births(derivative, threshold, time.monotonic() + limit)
-        carried = births.run()
-        if gradient is None and carried is not None:
-            value = float(carried[0].truth)
-        causes, remarks = causes_of(births, carried), []
-        if is_check and error is not None:
-            if not causes:
-                raise raised_error(self.loss, error) from error
-            remarks.append(f"The error of the gradient: {message_of_check(error)}")
-        elif carried is None:
-            remarks.append(_OUT_OF_TIME.format(limit))
-        elif not causes and (bad or not np.isfinite(value)):
-            remarks.append(_ONLY_COMPILED)
-        helps, said = "", []
-        if tries and bad and derivative.is_reverse and np.isfinite(value):
-            helps, said = self._trial(causes, compiled + self.seconds)
-        found = _without_consequences([record_of(births, cause, helps) for cause in causes])
-        is_reverse, remarks = derivative.is_reverse, [*remarks, *said]
-        return NaNReport(found, value, bad, n, is_reverse, threshold, is_check, remarks=remarks)
+def _trial(
+    causes: Sequence[Cause], is_finite_with: Callable[[str], bool], end: float
+) -> tuple[str, list[str]]:
+    """The call of `zero_safe` that makes the gradient finite, and remarks on it.
 
-    def _is_bad(self, x: Any) -> bool:
-        return not np.all(np.isfinite(x)) or bool(np.any(np.abs(x) > self.threshold))
+    - `end`: the time until which others than the first are tried.
+    """
+    if causes and not any(c.kind in DROPPABLE and c.birth.is_ct for c in causes):
+        return "", []
+    is_dead = any(c.kind == Kind.DEAD_BRANCH for c in causes)
+    policies = ["selected", "zero"] if is_dead or not causes else ["zero"]
+    for policy in policies:
+        if time.monotonic() > end and (causes or policy != policies[0]):
+            break
+        doing("trying `zero_safe`")
+        if is_finite_with(policy):
+            call = _TRIALS[policy]
+            return call, [] if causes else [f"{call} makes this gradient finite."]
+    return "", [_NOT_THESE] if is_dead else []
 
-    def _trial(self, causes: Sequence[Cause], end: float) -> tuple[str, list[str]]:
-        """The call of `zero_safe` that makes the gradient finite, and remarks on it.
 
-        - `end`: the time until which others than the first are tried.
-        """
-        if causes and not any(c.kind in DROPPABLE and c.birth.is_ct for c in causes):
-            return "", []
-        is_dead = any(c.kind == Kind.DEAD_BRANCH for c in causes)
-        policies = ["selected", "zero"] if is_dead or not causes else ["zero"]
-        for policy in policies:
-            if time.monotonic() > end and (causes or policy != policies[0]):
-                break
-            doing("trying `zero_safe`")
-            if self._is_finite_with(policy):
-                call = _TRIALS[policy]
-                return call, [] if causes else [f"{call} makes this gradient finite."]
-        return "", [_NOT_THESE] if is_dead else []
-
-    def _is_finite_with(self, policy: str) -> bool:
-        """Whether `zero_safe` with this policy makes the compiled gradient finite."""
-        safe = zero_safe(self.loss, policy=policy)
-        rest, arrays = TreeSplit.split(self.model, eqx.is_inexact_array)
-        loss = lambda x: safe(rest.tree(x), *self.args, **self.kwargs)
-        try:
-            grads = jax.jit(jax.grad(loss))(arrays)
-        except RuntimeError:  # of a check in the program, such as `eqx.error_if`
-            return False
-        return not any(map(is_nonfinite, jax.tree.leaves(grads)))
+def _is_finite_with(policy: str, loss, model, args, kwargs) -> bool:
+    """Whether `zero_safe` with this policy makes the compiled gradient finite."""
+    safe = zero_safe(loss, policy=policy)
+    rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
+    try:
+        of_arrays = lambda x: safe(rest.tree(x), *args, **kwargs)
+        grads = jax.jit(jax.grad(of_arrays))(arrays)
+    except RuntimeError:  # of a check in the program, such as `eqx.error_if`
+        return False
+    return not any(map(is_nonfinite, jax.tree.leaves(grads)))
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:

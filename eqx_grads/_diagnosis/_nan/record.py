@@ -7,25 +7,20 @@ import numpy as np
 
 from ..._jaxprs.primitives import kind_of
 from ..._jaxprs.structure import CallWithRule, structure
-from ..._rules.nan_where import NO_SECOND_DERIVATIVE
 from ..carried import Place
 from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..source_lines import (
     called_functions,
     is_of_jax,
-    layer_line,
     rule_line,
-    safe_function,
     SourceLine,
     UNKNOWN,
 )
 from .births import Births
-from .causes import Cause
+from .causes import Cause, Kind
 from .cures import cure_of
 from .derivative import line_in_rule
-from .kinds import Kind
 from .report import NonFinite
-from .values import Birth
 from .zeros import ALIVE, CANCELS, Zero
 
 
@@ -44,24 +39,20 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     if source.number is not None:
         leaf, holder = traced.leaf_of(source.number), traced.inputs[source.number]
         primitive = primitive or holder
-    meant = [births.births[j] for j in sorted(source.of) if births.births[j].is_meant]
-    if meant and meant[0].number is not None:
-        holder = traced.inputs[meant[0].number]
-    corner = _function_at_corner(births, origin, source)
     if is_inside and source.place is not None:
         primitive = first_of_rule(source.place)
     rule = "" if is_inside else rule_of(*places)
-    library = where.library or (library_of(numbered, origin) if origin else "")
+    library = where.library
     bad = cause.bad
     first = tuple(map(int, np.argwhere(bad)[0]))
     mask = _mask_fields(births, cause.zero) if _is_zero(cause) else {}
     of = differentiated(numbered, origin) if origin and not is_inside else ""
     return NonFinite(
-        **{**where.fields(), "library": library},
+        **where.fields(),
         kind=str(cause.kind),
         leaf=leaf if origin is None else "",
         caller=numbered.caller_of(origin) if origin and not is_inside else "",
-        primitive=corner or primitive,
+        primitive=primitive,
         derivative_of=of,
         path=origin.path if origin else "",
         step=derivative.steps_of(birth.place),
@@ -73,7 +64,7 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
         n_bad=int(bad.sum()),
         cure=cure_of(
             cause.kind,
-            of or primitive,
+            next((x for x in (of, primitive) if x.startswith("safe.")), of or primitive),
             helps,
             is_value=cause.is_value and not of,
             mask=mask.get("mask", ""),
@@ -82,9 +73,7 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
             leaf=leaf,
             is_rule=bool(rule) and origin is not None and _has_rule(origin),
             is_nan_operand=source.is_outside and source.is_nan,
-            is_of_meant=bool(meant),
             is_in_derivative=origin is not None and is_in_derivative(numbered.origins, origin),
-            corner=corner,
         )
         + _IN_A_LIBRARY * (bool(library) and not is_inside and not helps),
         **mask,
@@ -98,17 +87,6 @@ def _is_zero(cause: Cause) -> bool:
 
 def _has_rule(origin: Origin) -> bool:
     return isinstance(structure(origin.eqn), CallWithRule)
-
-
-def _function_at_corner(births: Births, origin: Origin | None, source: Birth) -> str:
-    """The function of `eqx_grads.safe` whose second derivative is NaN at a kink, or empty."""
-    if source.place is None:
-        return ""
-    around = births.derivative.numbered.around(origin) if origin else []
-    eqns = [source.place.eqn, *(o.eqn for o in around)]
-    if not any(NO_SECOND_DERIVATIVE in str(e.source_info.name_stack) for e in eqns[:2]):
-        return ""
-    return safe_function(eqns) or (origin.primitive if origin else "")
 
 
 # How the user calls the operations that do not select an element.
@@ -147,17 +125,11 @@ def _mask_fields(births: Births, zero: Zero) -> dict[str, Any]:
 def users_line(numbered: NumberedLoss, origin: Origin, *places: Place | None) -> SourceLine:
     """The line of the loss. If that calls a library, such as a solver, which called a function
     of the user's in a rule, the line in this function."""
-    library = library_of(numbered, origin)
+    library = origin.source.library
     for place in places:
         if library and place is not None and (line := line_in_rule(place)).file:
             return dataclasses.replace(line, library=library)
     return origin.source
-
-
-def library_of(numbered: NumberedLoss, origin: Origin) -> str:
-    """The place in a library that the line of an equation of the loss calls, or empty."""
-    lines = (layer_line(o.eqn) for o in numbered.around(origin))
-    return origin.source.library or next(filter(None, lines), "")
 
 
 def rule_of(*places: Place | None) -> str:

@@ -1,6 +1,5 @@
 """What `explain_nan` returns: a record for each place, and how they are shown."""
 
-import collections
 import dataclasses
 from collections.abc import Sequence
 
@@ -17,7 +16,7 @@ from ..report import (
     show_place,
     Table,
 )
-from .kinds import Kind
+from .causes import Kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,12 +123,7 @@ _COLUMNS = (*COLUMNS, "called from", "rule")
 
 def _rows(records: Sequence[NonFinite]) -> list[tuple[str, ...]]:
     """One row for all that look the same, as the operations of a derivative in the loss may."""
-    counted = collections.Counter(map(_row, records))
-    times = lambda n: f" ({n} times)" if n > 1 else ""
-    kinds = COLUMNS.index("kind")
-    return [
-        (*row[:kinds], row[kinds] + times(n), *row[kinds + 1 :]) for row, n in counted.items()
-    ]
+    return list(dict.fromkeys(map(_row, records)))
 
 
 def _row(record: NonFinite) -> tuple[str, ...]:

@@ -10,11 +10,14 @@ from ..._jaxprs.primitives import linear_operands, MULTILINEAR
 from .._programs.pairs import is_inexact
 from ..carried import Place
 from .derivative import Derivative
-from .values import Stopped
 
 
 # Why a cotangent is zero. If several zeros are added, the last of these is the reason.
 ALIVE, HEALED, UNUSED, NOT_SELECTED, FACTOR, VALUE, CANCELS = range(7)
+
+
+class Stopped(Exception):
+    """The evaluation ends here: the time is over, or a check in the program raised an error."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,19 +1,23 @@
 """The cure of each kind of zero gradient: the one table of `explain_zero`."""
 
-import os
 from collections.abc import Sequence
 
 from ..._control_flow.truncated import TRUNCATION
 from ..._jaxprs.structure import CallWithRule, structure, While
 from ..._rules.without_tangents import WITHOUT_TANGENTS
 from ..origins import Origin
-from ..source_lines import function_file
+from ..source_lines import is_of_jax
 
 
 _SEARCH = (
     "A search has no derivative, but its result has one: decorate the search with "
     "`eqg.implicit`, or, for the time of an event, use `eqg.event_time` or `diffrax.Event` "
     "with a real-valued condition and a `root_finder`."
+)
+
+_INDEX = (
+    "For an index, use `jnp.interp(x, jnp.arange(n, dtype=x.dtype), table)`. In a library, "
+    "pass floats, `x.astype(float)`, and ask it to interpolate, as by `order=1`."
 )
 
 # By kind. `{name}` is the operation.
@@ -26,21 +30,21 @@ CURES = {
     "sampled bits": "Use `eqg.ste.bernoulli(p, key=key)`.",
     "order": "Use the sorted values; to choose, multiply by the mask `eqg.ste.top_k(x, k)`.",
     "number of a bin": "Interpolate between the entries: `jnp.interp(x, bins, entries)`.",
-    "rounding": "Use `eqg.ste.{name}(x)`: it has the derivative of the identity.",
+    "rounding": f"Use `eqg.ste.{{name}}(x)`: it has the derivative of the identity. {_INDEX}",
     "sign": "Use `eqg.ste.sign(x)`.",
     "comparison": "For a spike or a gate, use `eqg.surrogates.spike(x, "
     "eqg.surrogates.atan())`. For a switch, use `jax.nn.sigmoid(x)`; for its time, "
-    "`eqg.event_time` and `eqg.jump`.",
+    "`eqg.event_time` and `eqg.jump`. For the first crossing in a table, interpolate to it.",
     "comparison in a while_loop": _SEARCH,
-    "predicate of a while_loop": _SEARCH,
-    "cast to an integer": "Keep the value a float, and use `eqg.ste.round(x)`, "
-    "`eqg.ste.floor(x)` or `eqg.ste.trunc(x)`.",
+    "cast to an integer": "Keep the value a float, and use `eqg.ste.round(x)` or "
+    f"`eqg.ste.floor(x)`. {_INDEX}",
     "stop_gradient": "Remove `stop_gradient` to train the leaf.",
     "rule without a derivative": "The rule of this function returns zero. Change the rule, or "
     "use `eqg.replace_gradient(value, surrogate)`.",
     "initial guess": "The solution does not depend on it. To differentiate the iterations, "
     "use `optimistix.RecursiveCheckpointAdjoint`, or remove `eqg.implicit`.",
-    "no derivative": "Give it a derivative: `eqg.replace_gradient(value, surrogate)`.",
+    "no derivative": "Give it a derivative: `eqg.replace_gradient(value, surrogate)`. In a "
+    "library, ask it to interpolate, as by `order=1`.",
     "multiplied by zero": "Start the factor at another value, unless it is the last layer of "
     "an adapter, which learns first.",
     "dead units": "`{name}` selects its other operand for all of these elements. Change the "
@@ -55,8 +59,9 @@ CURES = {
     "branch not taken": "These arguments take another branch of the `cond`.",
     "not selected": "These arguments select none of its elements. Check the index, the slice, "
     "the maximum, or the number of steps of the loop that takes them.",
-    "canceled": "Terms of the gradient cancel exactly: for these arguments, the loss does not "
-    "change to first order in this leaf.",
+    "canceled": "Terms of the gradient cancel exactly. If there is a rule or a "
+    "`stop_gradient`, the loss may change all the same: for the remainder of a rounding, use "
+    "`x - jnp.round(x)`. If there is a softmax, it may be saturated: scale its argument down.",
     "dropped by zero_safe": "`zero_safe` drops the derivative of what a `where` does not take. "
     "`eqg.explain_nan` of this loss says where.",
     "truncated": "It is only used in steps before the last window. Use a larger `truncate`.",
@@ -64,17 +69,8 @@ CURES = {
 
 # The cures of a kind in special cases.
 SPECIAL = {
-    "an index": "Interpolate between entries, with `i = jnp.floor(x).astype(int)` and "
-    "`r = x - jnp.floor(x)`: `(1 - r) * table[i] + r * table[i + 1]`.",
-    "a first crossing": "Interpolate to the crossing of `y` and `c`, with `i` the first index "
-    "after it: `x[i - 1] + (c - y[i - 1]) / (y[i] - y[i - 1]) * (x[i] - x[i - 1])`.",
-    "integers": "`{name}` returns integers, as its input has. Pass `x.astype(float)`.",
-    "nearest": "`{name}` rounds to the nearest entry. Ask it to interpolate: `order=1`.",
     "argmin": "Multiply by `eqg.ste.one_hot_argmax(-x)` instead of indexing. For the nearest "
     "entry of a codebook, use `eqg.nn.VectorQuantizer`.",
-    "canceled with rules": "Terms of the gradient cancel exactly, but the loss has a rule or a "
-    "`stop_gradient`, and may change in this leaf all the same. For the remainder of a "
-    "rounding, use `x - jnp.round(x)`.",
     "activation": "Use `jax.nn.leaky_relu(x)`, or another initialization of the bias.",
     "clip": "Use `eqg.ste.clip(x, min, max)`, or keep the value in the range.",
     "select": "For these arguments, the `where`, or the `cond` under a `vmap`, takes the other "
@@ -102,76 +98,40 @@ _KINDS = {
 }
 
 
-def without_derivative(
-    around: Sequence[Origin], uses: set[str], is_random: bool
-) -> tuple[str, str]:
+def without_derivative(around: Sequence[Origin], is_random: bool) -> tuple[str, str]:
     """The kind and the cure of an operation without a derivative.
 
     - `around`: the operation, and the equations that it is in, innermost first.
-    - `uses`: what its output decides; "" if the loss depends on it otherwise.
     """
     origin = around[0]
     name, stack = origin.primitive, str(origin.eqn.source_info.name_stack)
     kind, cure = _KINDS.get(name, "no derivative"), ""
-    library = _library_function(around)
     if origin.source.library.startswith("optimistix") or WITHOUT_TANGENTS in stack:
         kind = "initial guess"
     elif isinstance(structure(origin.eqn), CallWithRule):
         kind = "rule without a derivative"
     elif is_random and kind in ("argmax", "number of a bin", "comparison"):
         kind = "sampled bits" if kind == "comparison" else "sampled category"
-    elif kind == "comparison" and uses == {"while"}:
-        kind = "predicate of a while_loop"
     elif kind == "comparison" and any(isinstance(structure(o.eqn), While) for o in around):
         kind = "comparison in a while_loop"
-    elif library and kind in ("rounding", "cast to an integer", "no derivative"):
-        kind, name = (
-            "rounding" if kind == "no derivative" else kind,
-            library.primitive.strip("_"),
-        )
-        dtypes = [str(getattr(v.aval, "dtype", "")) for v in library.eqn.outvars]
-        cure = "nearest" if any("float" in dtype for dtype in dtypes) else "integers"
-    elif kind == "comparison" and uses == {"a first crossing"}:
-        cure = "a first crossing"
-    elif kind in ("rounding", "cast to an integer") and uses == {"an index"}:
-        cure = "an index"
     elif name == "argmin":
         cure = "argmin"
     text = SPECIAL[cure] if cure else CURES[kind]
     return kind, text.format(name={"rint": "round", "fix": "trunc"}.get(name, name))
 
 
-def _library_function(around: Sequence[Origin]) -> Origin | None:
-    """The function of SciPy in JAX, or of its images, that an operation is in."""
-    folders = (os.path.join("jax", "_src", "scipy"), os.path.join("jax", "_src", "image"))
-    for one in reversed(around):
-        programs = getattr(structure(one.eqn), "programs", ())
-        if len(programs) == 1 and any(f in function_file(*programs) for f in folders):
-            return one
-    return None
-
-
 _ACTIVATIONS = ("relu", "relu6", "elu", "selu", "celu", "hard_tanh")
 _SELECTIONS = {"select_n": "select", "clip": "clip", "clamp": "clip"}
 
 
-def at_values(
-    kind: str,
-    name: str = "",
-    *,
-    has_rules: bool = False,
-    is_rule: bool = False,
-    is_of_leaf: bool = False,
-    safe: str = "",
-) -> str:
+def at_values(kind: str, origin: Origin, *, is_of_leaf: bool, safe: str) -> str:
     """The cure of a kind that depends on the values.
 
-    - `has_rules`: whether the loss has functions with rules, whose derivatives may be wrong.
-        `is_rule`: whether this operation is one.
     - `is_of_leaf`: whether the factor that is zero is a leaf.
     - `safe`: the function of `eqx_grads.safe` whose derivative is zero, if it is one.
     """
-    case = ""
+    case, name = "", origin.primitive
+    is_rule = isinstance(structure(origin.eqn), CallWithRule) and not is_of_jax(origin.eqn)
     if safe and kind in ("multiplied by zero", "zero derivative", "kink"):
         case, name = "safe", safe
     elif kind == "multiplied by zero" and not is_of_leaf:
@@ -180,8 +140,6 @@ def at_values(
         case = "activation" if name in _ACTIVATIONS else _SELECTIONS.get(name, "")
     elif kind == "zero derivative" and is_rule:
         case = "rule"
-    elif kind == "canceled" and has_rules:
-        case = "canceled with rules"
     return (SPECIAL[case] if case else CURES[kind]).format(name=name)
 
 

@@ -35,10 +35,6 @@ from ..carried import AbstractCarrier, enter, Place, walk
 from ..source_lines import is_of_jax
 
 
-class TooManyOperations(Exception):
-    pass
-
-
 @dataclasses.dataclass(eq=False)
 class Death:
     """An operation whose operands move, and output `k` does not.
@@ -53,8 +49,7 @@ class Death:
     step: tuple[int, ...] = ()
 
 
-# A death, and what the value without a tangent decided since: "" if nothing.
-Died = frozenset[tuple[Death, str]]
+Died = frozenset[Death]
 NONE: Died = frozenset()
 
 
@@ -74,13 +69,9 @@ class Fact(NamedTuple):
 
 
 class Deaths(AbstractCarrier[Fact]):
-    """The pass through a loss.
+    """The pass through a loss."""
 
-    - `most`: `TooManyOperations` after so many that a tangent passes.
-    """
-
-    def __init__(self, most: int | None = None):
-        self._left = most
+    def __init__(self):
         self._found: dict[tuple[Any, ...], Death] = {}
 
     def run(self, program: ClosedJaxpr, facts: Sequence[Fact]) -> list[Fact]:
@@ -102,10 +93,9 @@ class Deaths(AbstractCarrier[Fact]):
         return Fact(fn(*(f.x for f in values)), t, died, values[0].made, is_random)
 
     def decide(self, by, outs):
-        decided = _with_use(by, "while").died
-        return [f if f.t is not None else f._replace(died=f.died | decided) for f in outs]
+        return [f if f.t is not None else f._replace(died=f.died | by.died) for f in outs]
 
-    def skip(self, place, step, consts, carry, xs):
+    def skip(self, place, consts, carry, xs):
         return carry, []
 
     def visit(self, place, values):
@@ -137,7 +127,7 @@ class Deaths(AbstractCarrier[Fact]):
                 inside = enter(place, values, self)
             elif isinstance(known, ShardMap) or _is_solver(eqn):
                 inside = self._by_structure(place, values)
-        before = _died(_used(eqn, values))
+        before = _died(values)
         for k, f in enumerate(outs):
             if f.t is None:
                 died = before if inside is None else inside[k].died
@@ -149,11 +139,10 @@ class Deaths(AbstractCarrier[Fact]):
     def _causes(self, place, k, values, died: Died) -> Died:
         """The deaths of a tangent that is lost in an operation. A function of JAX is one
         operation, unless a single one in it is the cause."""
-        within = {d for d, _ in died if any(p.eqn is place.eqn for p in d.place.outward())}
+        within = {d for d in died if any(p.eqn is place.eqn for p in d.place.outward())}
         if within and not (isinstance(structure(place.eqn), Call) and len(within) > 1):
             return died
-        before = {pair for pair in died if pair[0] not in within}
-        return frozenset([*before, (self._death(place, k, values), "")])
+        return died - within | {self._death(place, k, values)}
 
     def _death(self, place: Place, k: int, values: Sequence[Fact]) -> Death:
         around = list(place.outward())
@@ -180,10 +169,6 @@ class Deaths(AbstractCarrier[Fact]):
 
     def _push(self, place: Place, values) -> list[Any]:
         eqn = place.eqn
-        if self._left is not None:
-            self._left -= 1
-            if self._left < 0 or holds(eqn, "gather"):  # the rows of a table are no units
-                raise TooManyOperations
         ones = lambda v: np.ones(v.aval.shape, v.aval.dtype) if is_inexact(v) else None
         if _is_solver(eqn):  # what it loses is known without running its steps
             moving = {i for i, f in enumerate(values) if f.t is not None}
@@ -195,11 +180,11 @@ class Deaths(AbstractCarrier[Fact]):
             return list(map(ones, eqn.outvars))
 
     def _branch(self, place, values) -> list[Fact]:
-        outs, decided = list(enter(place, values, self)), _with_use(values[0], "cond").died
+        outs, decided = list(enter(place, values, self)), values[0].died
         moves = any(f.t is not None for f in values)
         for k, f in enumerate(outs):
             if f.t is None:
-                own = {(self._death(place, k, values), "")} if moves and not f.died else NONE
+                own = {self._death(place, k, values)} if moves and not f.died else NONE
                 outs[k] = f._replace(died=f.died | decided | own)
         return outs
 
@@ -213,7 +198,7 @@ class Deaths(AbstractCarrier[Fact]):
                 at = Place(around, program, at)
             is_zero = kind_of(eqn).derivative == "zero"
             t, died = any(f.t for f in ins), _died(ins)
-            dead = lambda k: frozenset([*died, *([(self._death(at, k, ()), "")] if t else [])])
+            dead = lambda k: died | ({self._death(at, k, ())} if t else NONE)
             return [
                 Fact(None, True)
                 if t and is_inexact(v) and not is_zero
@@ -249,28 +234,6 @@ def _alive(t: Any) -> Any:
 
 def _died(facts: Iterable[Fact]) -> Died:
     return NONE.union(*(f.died for f in facts))
-
-
-def _with_use(f: Fact, use: str) -> Fact:
-    """The first use of a value without a tangent counts. JAX selects between an index and what
-    is counted from the end before it uses the index."""
-    again = ("", "where") if use == "an index" else ("",)
-    return f._replace(died=frozenset((d, use if u in again else u) for d, u in f.died))
-
-
-def _used(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
-    """The operands, with what each is used for."""
-    name = eqn.primitive.name
-    uses: dict[int, str] = {}
-    if name == "select_n":
-        uses = {0: "where"}
-    elif name == "gather" or name.startswith("scatter"):
-        uses = {1: "an index"}
-    elif name in ("dynamic_slice", "dynamic_update_slice"):
-        uses = dict.fromkeys(range(1 if name == "dynamic_slice" else 2, len(facts)), "an index")
-    elif name in ("argmax", "argmin") and not is_inexact(eqn.invars[0]):
-        uses = {0: "a first crossing"}
-    return [_with_use(f, uses[i]) if i in uses else f for i, f in enumerate(facts)]
 
 
 # ---------------------------------------------------------------- the tangents of one operation

@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..._jaxprs.dependence import free_variables
-from ..._jaxprs.structure import CallWithRule, structure
 from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import ZeroSafe
+from .._programs.pairs import is_inexact
 from ..carried import Place
 from ..nan_checks import without_nan_checks
 from ..opaque import no_gradient
@@ -22,17 +22,13 @@ from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..parameters import remark_on_parameters
 from ..progress import doing, showing_progress
 from ..report import show_list
-from ..source_lines import is_of_jax, is_stop_gradient, safe_function
+from ..source_lines import is_stop_gradient, safe_function
 from ..traced_loss import check_no_references, trace_loss, TracedLoss
 from .advice import at_values, CURES, is_truncation, without_derivative
-from .deaths import Death, Deaths, Died, Fact, TooManyOperations
-from .gradient import directions, Gradient, rounding_errors, try_gradient
+from .deaths import Death, Deaths, Died, Fact
+from .gradient import change_along, directions, Gradient, rounding_errors, try_gradient
 from .kinds import kind_of_death, NO_DERIVATIVE
 from .report import ZeroGradient, ZeroReport
-
-
-# Units die at the function that their own layer applies, or not at all.
-_MOST_IN_A_LAYER = 12
 
 
 @showing_progress("explain_zero")
@@ -92,10 +88,11 @@ def explain_zero(
     What comes after that operation need not be corrected first. The kind is the name of the
     experiment that revives the tangent.
 
-    If a leaf has a gradient, but not for some units of its layer because these are dead for all
-    examples, its record is in `partly`. `remarks` name a gradient that is not exactly zero, but
-    as small as the rounding error of the backward pass, and parts of the model that are no
-    arrays of floats, such as a Python number.
+    `remarks` name
+
+    - a vector, such as a bias, whose gradient is zero for some units;
+    - a gradient that is as small as the rounding error of the backward pass;
+    - parts of the model that are no arrays of floats, such as a Python number.
 
     The loss and its gradient are compiled once. If no gradient is zero, that is all. Otherwise,
     the loss is evaluated operation by operation up to the place where the tangents end. If the
@@ -119,19 +116,18 @@ def explain_zero(
     doing("compiling the gradient")
     gradient, error = try_gradient(traced)
     report = explain_traced(below, traced, gradient, error)
-    remarks, records = list(report.remarks), list(report.found)
+    remarks, found = list(report.remarks), list(report.found)
     bad, noise = (show_list(list(names), 8) for names in (report.not_finite, report.noise))
-    if bad and below is loss:
-        remarks.append(f"The gradient of {bad} is not finite: `eqg.explain_nan` says where.")
-    elif bad:
-        remarks.append(f"The gradient of {bad} would not be finite without `zero_safe`.")
+    if bad:
+        safe = "" if below is loss else " without `zero_safe`"
+        remarks.append(f"The gradient of {bad} is not finite{safe}: see `eqg.explain_nan`.")
+    if bad and below is not loss:
         rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
-        of_arrays = lambda arrays: loss(rest.tree(arrays), *args, **kwargs)
-        gradients = zip(traced.leaves, jax.grad(of_arrays)(arrays), strict=True)
+        gradients = jax.grad(lambda x: loss(rest.tree(x), *args, **kwargs))(arrays)
         kind = "dropped by zero_safe"
-        records += [
+        found += [
             ZeroGradient(leaf=leaf, kind=kind, cure=CURES[kind])
-            for leaf, g in gradients
+            for leaf, g in zip(traced.leaves, gradients, strict=True)
             if leaf in report.not_finite and not np.any(g)
         ]
     if noise:
@@ -140,8 +136,24 @@ def explain_zero(
             f"of at most {max(report.noise.values()):.2g}. The loss does not depend on such a "
             "leaf, as on a bias before a BatchNorm, or is stationary in it."
         )
+    if gradient is not None and gradient.error is None:
+        remarks += _dead_units(traced, gradient)
     remarks += remark_on_parameters(model)
-    return dataclasses.replace(report, found=records, remarks=remarks)
+    return dataclasses.replace(report, found=found, remarks=remarks)
+
+
+def _dead_units(traced: TracedLoss, gradient: Gradient) -> list[str]:
+    """Vectors that have a gradient, but not for some units."""
+    remarks = []
+    for leaf, g in zip(traced.leaves, gradient.gradients, strict=True):
+        units = np.flatnonzero(g == 0) if g.ndim == 1 else ()
+        if 0 < len(units) < g.size:
+            which = show_list(list(map(str, units)), 8)
+            remarks.append(
+                f"The gradient of {leaf} is zero for {len(units)} of {g.size} units ({which}). "
+                "Dead units, as after a `jax.nn.relu`, do not learn from these arguments."
+            )
+    return remarks
 
 
 def explain_traced(
@@ -164,16 +176,13 @@ def explain_traced(
         )
     bad = [i for i in sized if not np.all(np.isfinite(gradient.gradients[i]))]
     zero = [i for i in sized if i not in bad and not np.any(gradient.gradients[i])]
-    found, partly = [], []
+    found = []
     for i in zero:
         doing("looking at leaf", i, len(traced.leaves))
         found += explanation.records(i, zero)
-    for i in sized if gradient.error is None else ():
-        if i not in zero and i not in bad:
-            partly += explanation.dead_units(i, gradient.gradients[i])
     noise = {traced.leaves[i]: x for i, x in rounding_errors(traced, gradient).items()}
     not_finite = [traced.leaves[i] for i in bad]
-    return ZeroReport(found, partly, len(sized), remarks, noise, not_finite)
+    return ZeroReport(found, len(sized), remarks, noise, not_finite)
 
 
 class _Explanation:
@@ -195,11 +204,6 @@ class _Explanation:
         key = lambda origin: tuple(id(o.eqn) for o in numbered.around(origin))
         return {key(o): o for o in numbered.origins}
 
-    @ft.cached_property
-    def _has_rules(self) -> bool:
-        """Whether a derivative of the loss may be that of another function."""
-        return any(is_stop_gradient(o.eqn) or _is_rule(o) for o in self._numbered.origins)
-
     def records(self, leaf: int, zero: Sequence[int]) -> list[ZeroGradient]:
         """The causes of one leaf, of those with a zero gradient."""
         if not self._died and not self.moving:
@@ -209,8 +213,7 @@ class _Explanation:
         name = self.traced.leaves[leaf]
         if leaf in self.moving:
             # Exactly zero in reverse mode only: in forward mode, a rounding error remains.
-            cure = at_values("canceled", has_rules=self._has_rules)
-            return [ZeroGradient(leaf=name, kind="canceled", cure=cure)]
+            return [ZeroGradient(leaf=name, kind="canceled", cure=CURES["canceled"])]
         if leaf not in self._died:
             consts = self.traced.program.consts
             is_closed_over = any(x is self.traced.values[leaf] for x in consts)
@@ -221,13 +224,11 @@ class _Explanation:
         return [dataclasses.replace(r, elsewhere=note) for r in records]
 
     def _records_of(self, leaf: int, died: Died) -> list[ZeroGradient]:
-        uses: dict[Any, set[str]] = {}
         last: dict[Any, Death] = {}
-        for death, use in died:
+        for death in died:
             key = (id(death.place.eqn), death.k)
-            uses.setdefault(key, set()).add(use)
             last[key] = max(last.get(key, death), death, key=lambda d: d.step)
-        found = [(self._record(leaf, death, uses[key]), death) for key, death in last.items()]
+        found = [(self._record(leaf, death), death) for death in last.values()]
         # In a loop, a value that is zero in some steps is no cause if all steps end anyway.
         places = lambda d: [p for p in d.place.outward() if p.around is not None]
         loops = lambda d: {id(p.around.eqn) for p in places(d) if p.step is not None}
@@ -237,9 +238,9 @@ class _Explanation:
         around = {id(p.around.eqn) for _, d in found for p in places(d)}
         found = [(r, d) for r, d in found if id(d.place.eqn) not in around]
         if not all(r.by_structure for r, _ in found):
-            # What only decides, for a value whose derivative ends at these values, is no cause.
-            is_cut = lambda d: "" in uses[id(d.place.eqn), d.k] and not _is_stop_of_jax(d)
-            found = [(r, d) for r, d in found if not r.by_structure or is_cut(d)]
+            # What decides, for a value whose derivative ends at these values, is no cause.
+            decides = lambda d: not is_inexact(d.place.eqn.outvars[d.k]) or _is_stop_of_jax(d)
+            found = [(r, d) for r, d in found if not (r.by_structure and decides(d))]
         records = sorted(
             (r for r, _ in found), key=lambda r: (r.file, r.line, r.primitive, r.kind)
         )
@@ -251,12 +252,8 @@ class _Explanation:
     def follow(self, leaves: Sequence[int]) -> None:
         """Find the deaths of leaves. Many leaves are followed as one, and in halves if they
         have several deaths."""
-        if 1 < len(leaves) <= _FEW:
-            for leaf in leaves:
-                self.follow([leaf])
-            return
-        loss = self._run(leaves, self._directions) if leaves else Fact(None)
-        is_one = loss.t is None and len({id(d.place.eqn) for d, _ in loss.died}) == 1
+        loss = self._run(leaves) if leaves else Fact(None)
+        is_one = loss.t is None and len({id(d.place.eqn) for d in loss.died}) == 1
         if len(leaves) > 1 and not is_one:
             self.follow(leaves[: len(leaves) // 2])
             self.follow(leaves[len(leaves) // 2 :])
@@ -265,44 +262,19 @@ class _Explanation:
         elif loss.died:
             self._died.update(dict.fromkeys(leaves, loss.died))
 
-    def _run(
-        self, leaves: Sequence[int], along: Sequence[Any], most: int | None = None
-    ) -> Fact:
+    def _run(self, leaves: Sequence[int]) -> Fact:
         """The loss, with the deaths of a tangent in these leaves."""
-        deaths = Deaths(most)
         pairs = enumerate(zip(self.traced.values, self.traced.inputs, strict=True))
-        facts = [
-            Fact(x, along[i] if i in leaves else None, made=name) for i, (x, name) in pairs
-        ]
-        return deaths.run(self.traced.program, facts)[0]
-
-    def dead_units(self, leaf: int, gradient: np.ndarray) -> list[ZeroGradient]:
-        """The units of a leaf that learns otherwise, if they are dead for all examples."""
-        for axis in range(gradient.ndim):
-            others = tuple(i for i in range(gradient.ndim) if i != axis)
-            is_dead = ~np.any(gradient != 0, others, keepdims=True)
-            if is_dead.all() or not is_dead.any():
-                continue
-            along = list(self._directions)
-            along[leaf] = along[leaf] * is_dead
-            try:
-                records = self._records_of(
-                    leaf, self._run([leaf], along, _MOST_IN_A_LAYER).died
-                )
-            except TooManyOperations:
-                return []
-            if records and all(r.kind == "dead units" for r in records):
-                units = tuple(np.flatnonzero(is_dead).tolist())
-                n = {"units": units, "n_units": is_dead.size, "step": ()}
-                return [dataclasses.replace(records[0], **n)]
-        return []
+        along = lambda i: self._directions[i] if i in leaves else None
+        facts = [Fact(x, along(i), made=name) for i, (x, name) in pairs]
+        return Deaths().run(self.traced.program, facts)[0]
 
     # ------------------------------------------------------------ a record
 
     def _origin_of(self, place: Place) -> Origin:
         return self._origins[tuple(id(p.eqn) for p in place.outward())]
 
-    def _record(self, leaf: int, death: Death, uses: set[str]) -> ZeroGradient:
+    def _record(self, leaf: int, death: Death) -> ZeroGradient:
         origin = self._origin_of(death.place)
         around = self._numbered.around(origin)
         kind, factor = kind_of_death(death)
@@ -312,23 +284,14 @@ class _Explanation:
             cure = CURES[kind]
         elif by_structure:
             is_random = any(f.is_random for f in death.values)
-            kind, cure = without_derivative(around, uses, is_random)
-            detail = _use_of(uses)
+            kind, cure = without_derivative(around, is_random)
         else:
             made = origin if factor is None else self._made(factor)
-            safe = self._safe_function(origin, made)
             if factor is not None and kind == "multiplied by zero":
-                origin, kind, detail = self._factor(origin, made)
-            if kind == "canceled" and self._is_saturated(leaf):
-                kind = "saturated"
-            cure = at_values(
-                kind,
-                origin.primitive,
-                has_rules=kind == "canceled" and self._has_rules,
-                is_rule=_is_rule(origin),
-                is_of_leaf=made in self.traced.inputs[: len(self.traced.leaves)],
-                safe=safe,
-            )
+                detail = self._factor(made)
+            is_of_leaf = made in self.traced.inputs[: len(self.traced.leaves)]
+            safe = self._safe_function(origin, made)
+            cure = at_values(kind, origin, is_of_leaf=is_of_leaf, safe=safe)
         return ZeroGradient(
             leaf=self.traced.leaves[leaf],
             kind=kind,
@@ -344,37 +307,11 @@ class _Explanation:
     def _made(self, factor: Fact) -> Origin | str:
         return factor.made if isinstance(factor.made, str) else self._origin_of(factor.made)
 
-    def _factor(self, origin: Origin, made: Origin | str) -> tuple[Origin, str, str]:
-        """What the zero factor of a product is. In a derivative that the loss takes, it may be
-        what a clamp or a mask makes of it."""
-        kind = "multiplied by zero"
+    def _factor(self, made: Origin | str) -> str:
+        """What the zero factor of a product is."""
         if isinstance(made, str):
-            return origin, kind, f"`{made}`" if made else ""
-        origins = self._numbered.origins
-        if is_in_derivative(origins, made) and made.source.file:
-            # The mask of a clamp is made on the line of the clamp.
-            clamps = [
-                o
-                for o in origins
-                if o.source == made.source and o.primitive in ("max", "min", "clamp", "relu")
-            ]
-            if clamps and made.primitive in ("select_n", "convert_element_type"):
-                detail = f"`{clamps[0].primitive}` takes its constant"
-                return clamps[0], "dead units", detail
-        return origin, kind, f"the result of `{self._name(made)}` at {made.source}"
-
-    def _is_saturated(self, leaf: int) -> bool:
-        """Whether the gradient is not zero, nor a rounding error, for smaller values."""
-        if self._gradient is None or not self._gradient.can_move:
-            return False
-        for scale in (2.0**-2, 2.0**-4, 2.0**-7):
-            values = list(self.traced.values)
-            values[leaf] = (np.asarray(values[leaf]) * scale).astype(values[leaf].dtype)
-            loss, gradients = self._gradient.at(values)
-            size = np.max(np.abs(gradients[leaf] * np.asarray(values[leaf])), initial=0.0)
-            if size > 1e-4 * abs(loss):
-                return True
-        return False
+            return f"`{made}`" if made else ""
+        return f"the result of `{self._name(made)}` at {made.source}"
 
     def _name(self, origin: Origin) -> str:
         """The operation, or the function of `eqx_grads.safe` that it is in."""
@@ -390,25 +327,9 @@ class _Explanation:
         return next((name for name in names if name.startswith("safe.")), "")
 
 
-_FEW = 4
-_USES = ("an index", "a first crossing", "cond", "where", "while")
-
-
-def _use_of(uses: set[str]) -> str:
-    """What a value without a derivative decides, if it does nothing else."""
-    use = "" if "" in uses else next((use for use in _USES if use in uses), "")
-    call = "while_loop" if use == "while" else use
-    return use if not use or " " in use else f"predicate of a `{call}`"
-
-
 def _is_stop_of_jax(death: Death) -> bool:
     eqn = death.place.eqn
     return eqn.primitive.name == "stop_gradient" and not is_stop_gradient(eqn)
-
-
-def _is_rule(origin: Origin) -> bool:
-    """Whether it calls a function with a rule that is not JAX's."""
-    return isinstance(structure(origin.eqn), CallWithRule) and not is_of_jax(origin.eqn)
 
 
 def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
@@ -419,11 +340,7 @@ def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
     scale = max(1.0, float(np.max(np.abs(x))))
     least = 100 * float(jnp.finfo(x.dtype).eps) * max(abs(gradient.loss), 1e-30)
 
-    def change(h):
-        values = list(traced.values)
-        values[leaf] = (x + h).astype(x.dtype)
-        return gradient.at(values)[0] - gradient.loss
-
+    change = change_along(traced, gradient, {leaf: 1.0})
     slopes = []
     for h in (1e-3 * scale, -1e-3 * scale):
         whole, half = change(h), change(h / 2)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools as ft
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,6 +54,20 @@ class Gradient:
             return float(loss), list(map(np.asarray, gradients))
         except Exception:  # JAX has no one type of error for it
             return float("nan"), [np.full_like(g, np.nan) for g in self.gradients]
+
+
+def change_along(
+    traced: TracedLoss, gradient: Gradient, along: Mapping[int, Any]
+) -> Callable[[float], float]:
+    """How much the loss changes by a step along directions in some leaves."""
+
+    def change(h):
+        values = list(traced.values)
+        for i, direction in along.items():
+            values[i] = (np.asarray(values[i]) + h * direction).astype(values[i].dtype)
+        return gradient.at(values)[0] - gradient.loss
+
+    return change
 
 
 def directions(traced: TracedLoss) -> list[Any]:

@@ -99,8 +99,6 @@ def kind_of_death(death: Death) -> tuple[str, Fact | None]:
             run, moving, selects=kind.selects, is_users=is_rule and not is_of_jax(eqn)
         ), None
     every = range(len(run.xs))
-    if is_rule and run.revives(every):
-        return "zero derivative", None
     if run.revives(tangents=run.other):
         return "not selected", None
     if run.revives(every):

@@ -24,15 +24,12 @@ class ZeroGradient(AbstractRecord):
     `"never used"`, `"argmax"`, `"rounding"`, `"multiplied by zero"`, `"dead units"` and others,
     which the documentation lists. Also:
 
-    - `detail`: what else is known: the factor that is zero, what a comparison decides.
-    - `units, n_units`: in `partly`, which units are dead, and how many there are.
+    - `detail`: the factor that is zero, if it is one.
     - `by_structure`: whether the gradient is zero for all values of model and arguments.
     - `elsewhere`: what the loss does at a kink, on the other side, or over longer steps.
     """
 
     detail: str = ""
-    units: tuple[int, ...] = ()
-    n_units: int = 0
     by_structure: bool = False
     elsewhere: str = ""
 
@@ -42,8 +39,6 @@ class ZeroReport(AbstractReport):
     """Why gradients are zero. False if no leaf has a zero gradient.
 
     - `found`: a [`eqx_grads.ZeroGradient`][] for each leaf with a zero gradient and each cause.
-    - `partly`: the same for leaves that have a gradient, but not for some units, which are dead
-        for all examples.
     - `n_leaves`: how many leaves were looked at.
     - `noise`: the leaves whose gradient is not exactly zero, but a rounding error, and its
         largest element.
@@ -52,7 +47,6 @@ class ZeroReport(AbstractReport):
     """
 
     found: Sequence[ZeroGradient]
-    partly: Sequence[ZeroGradient]
     n_leaves: int
     remarks: Sequence[str] = ()
     noise: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -67,18 +61,20 @@ class ZeroReport(AbstractReport):
         return f"The gradient is zero in {n} of {self.n_leaves} leaves: {causes}."
 
     def tables(self):
-        title = (
-            "In these leaves, it is zero for some units, which are dead for these arguments."
-        )
-        return [
-            Table(COLUMNS, _rows(self.found)),
-            Table(COLUMNS, _rows(self.partly), title, "partly"),
+        rows = [
+            cells(
+                group[0],
+                leaf=show_list([record.leaf for record in group], 4),
+                kind=_describe(group[0]),
+            )
+            for group in _by_cause(self.found)
         ]
+        return [Table(COLUMNS, rows)]
 
     def notes(self):
         groups = _by_cause([r for r in self.found if r.elsewhere])
         elsewhere = [(group[0].leaf, group[0].elsewhere) for group in groups]
-        return [*cures_of([*self.found, *self.partly]), *elsewhere]
+        return [*cures_of(self.found), *elsewhere]
 
 
 def _by_cause(records: Sequence[ZeroGradient]) -> list[list[ZeroGradient]]:
@@ -89,28 +85,6 @@ def _by_cause(records: Sequence[ZeroGradient]) -> list[list[ZeroGradient]]:
     return list(groups.values())
 
 
-def _rows(records: Sequence[ZeroGradient]) -> list[tuple[str, ...]]:
-    return [
-        cells(
-            group[0],
-            leaf=show_list([record.leaf for record in group], 4),
-            kind=_describe(group[0]),
-        )
-        for group in _by_cause(records)
-    ]
-
-
 def _describe(record: ZeroGradient) -> str:
     """The kind, and what else is to be said of it."""
-    text = record.kind
-    if record.n_units:
-        units = ", ".join(map(str, record.units[:8])) + ", ..." * (len(record.units) > 8)
-        text += f": {len(record.units)} of {record.n_units} ({units})"
-    # What "predicate of a while_loop" is used for need not be said again.
-    if not record.detail or record.detail.replace("`", "") == record.kind:
-        return text
-    return (
-        f"{text}, used as {record.detail}"
-        if record.by_structure
-        else f"{text}: {record.detail}"
-    )
+    return f"{record.kind}: {record.detail}" if record.detail else record.kind

@@ -46,10 +46,12 @@ class AbstractDiagonalCell(eqx.Module):
 class AbstractDiagonal(AbstractRecurrent):
     """A recurrent layer of diagonal cells."""
 
-    cells: eqx.AbstractVar[tuple[tuple[AbstractDiagonalCell, ...], ...]]
-    initial_parts: eqx.AbstractVar[Float[Array, "2 ..."] | None]
-    activation: eqx.AbstractVar[Callable[[Array], Array] | None]
-    method: eqx.AbstractVar[str]
+    _cell_types: eqx.AbstractClassVar[tuple[type, ...]]
+    cells: tuple[tuple[Any, ...], ...]
+    initial_parts: Float[Array, "2 ..."] | None
+    stack: Stack
+    activation: Callable[[Array], Array] | None
+    method: str = eqx.field(static=True)
 
     @property
     def initial_state(self) -> Complex[Array, "..."] | None:

@@ -20,8 +20,40 @@ from .gates import gate_inputs, LinearGates, run_recurrence
 class AbstractMinimal(AbstractRecurrent):
     """A layer over the recurrence $h' = a\\,h + b$, with $a$ and $b$ functions of the input."""
 
-    cells: eqx.AbstractVar[tuple[tuple[LinearGates, ...], ...]]
-    method: eqx.AbstractVar[str]
+    _n_gates: eqx.AbstractClassVar[int]
+    _cell_types: ClassVar[tuple[type, ...]] = (LinearGates,)
+    cells: tuple[tuple[LinearGates, ...], ...]
+    initial_state: Float[Array, "..."] | None
+    stack: Stack
+    method: str = eqx.field(static=True)
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        use_bias: bool = True,
+        method: str = "auto",
+        dtype: Any = None,
+        key: Key[Array, ""],
+        **options: Unpack[StackOptions],
+    ):
+        """**Arguments:**
+
+        - `input_size`, `hidden_size`: the numbers of features of an input and of the state.
+        - `method`: as for [`eqx_grads.linear_recurrence`][].
+
+        All others as for [`eqx_grads.nn.GRU`][]. Weights and biases are at first uniform within
+        `1 / sqrt(input_size)`, as in `equinox.nn.Linear`.
+        """
+        name = type(self).__name__
+        check_flags(name, use_bias=use_bias)
+        check_option(name, "method", method, METHODS)
+        make = ft.partial(LinearGates, n_gates=self._n_gates, use_bias=use_bias)
+        self.cells, self.initial_state, self.stack = make_cells(
+            name, make, input_size, hidden_size, dtype, key, **options
+        )
+        self.method = method
 
     @abc.abstractmethod
     def _coefficients(self, gates: list[Array]) -> tuple[Array, Array]:
@@ -103,38 +135,7 @@ class MinGRU(AbstractMinimal):
         ```
     """
 
-    _cell_types: ClassVar[tuple[type, ...]] = (LinearGates,)
-    cells: tuple[tuple[LinearGates, ...], ...]
-    initial_state: Float[Array, "..."] | None
-    stack: Stack
-    method: str = eqx.field(static=True)
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        *,
-        use_bias: bool = True,
-        method: str = "auto",
-        dtype: Any = None,
-        key: Key[Array, ""],
-        **options: Unpack[StackOptions],
-    ):
-        """**Arguments:**
-
-        - `input_size`, `hidden_size`: the numbers of features of an input and of the state.
-        - `method`: as for [`eqx_grads.linear_recurrence`][].
-
-        All others as for [`eqx_grads.nn.GRU`][]. Weights and biases are at first uniform within
-        `1 / sqrt(input_size)`, as in `equinox.nn.Linear`.
-        """
-        check_flags("MinGRU", use_bias=use_bias)
-        check_option("MinGRU", "method", method, METHODS)
-        make = ft.partial(LinearGates, n_gates=2, use_bias=use_bias)
-        self.cells, self.initial_state, self.stack = make_cells(
-            "MinGRU", make, input_size, hidden_size, dtype, key, **options
-        )
-        self.method = method
+    _n_gates: ClassVar[int] = 2
 
     def _coefficients(self, gates):
         update, candidate = gates
@@ -191,34 +192,7 @@ class MinLSTM(AbstractMinimal):
     As for [`eqx_grads.nn.MinGRU`][].
     """
 
-    _cell_types: ClassVar[tuple[type, ...]] = (LinearGates,)
-    cells: tuple[tuple[LinearGates, ...], ...]
-    initial_state: Float[Array, "..."] | None
-    stack: Stack
-    method: str = eqx.field(static=True)
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        *,
-        use_bias: bool = True,
-        method: str = "auto",
-        dtype: Any = None,
-        key: Key[Array, ""],
-        **options: Unpack[StackOptions],
-    ):
-        """**Arguments:**
-
-        As for [`eqx_grads.nn.MinGRU`][].
-        """
-        check_flags("MinLSTM", use_bias=use_bias)
-        check_option("MinLSTM", "method", method, METHODS)
-        make = ft.partial(LinearGates, n_gates=3, use_bias=use_bias)
-        self.cells, self.initial_state, self.stack = make_cells(
-            "MinLSTM", make, input_size, hidden_size, dtype, key, **options
-        )
-        self.method = method
+    _n_gates: ClassVar[int] = 3
 
     def _coefficients(self, gates):
         forget, write, candidate = gates

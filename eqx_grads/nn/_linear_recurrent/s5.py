@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Key
 from ..._errors import rule_error
 from ..._tangent_spaces import promote
 from .._argument_checks import as_sizes, check_numbers
-from .._recurrent.stack import Stack, StackOptions
+from .._recurrent.stack import StackOptions
 from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_diagonal, make_skip
 
 
@@ -149,11 +149,6 @@ class S5(AbstractDiagonal):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (S5Cell,)
-    cells: tuple[tuple[S5Cell, ...], ...]
-    initial_parts: Float[Array, "2 ..."] | None
-    stack: Stack
-    activation: Callable[[Array], Array] | None
-    method: str = eqx.field(static=True)
 
     def __init__(
         self,

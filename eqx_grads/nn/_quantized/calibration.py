@@ -138,5 +138,4 @@ def _fit(quantizer, stacks):
     # The examples are an axis that shares a scale, at the end where it is not counted.
     stacked = np.concatenate(stacks)
     fitted = quantizer.fit(jnp.asarray(stacked if axis < 0 else np.moveaxis(stacked, 0, -1)))
-    scale = fitted.scale[0] if axis < 0 else fitted.scale[..., 0]
-    return eqx.tree_at(lambda q: q.scale, fitted, scale)
+    return jax.tree.map(lambda s: s[0] if axis < 0 else s[..., 0], fitted)

@@ -16,8 +16,12 @@ from ..._rules.float_args import is_known
 
 Floats: TypeAlias = Float[Array, "..."]
 Quantizer: TypeAlias = Callable[[Array], Array]
-# Integers, and the scale by which they are multiplied.
-Encoded: TypeAlias = tuple[Integer[Array, "..."], Floats]
+# Integers, and the scale by which they are multiplied. Zero points, if there are any, are
+# subtracted before.
+Encoded: TypeAlias = (
+    tuple[Integer[Array, "..."], Floats]
+    | tuple[Integer[Array, "..."], Floats, Integer[Array, "..."]]
+)
 
 
 class AbstractQuantizer(eqx.Module):
@@ -38,7 +42,8 @@ class AbstractQuantizer(eqx.Module):
 
     @abc.abstractmethod
     def encode(self, x: Floats) -> Encoded:
-        """Integers, and the scale by which a call multiplies them."""
+        """Integers, and the scale by which a call multiplies them. If zero is not represented
+        by zero, a third array: the zero points, which are subtracted before."""
 
     @abc.abstractmethod
     def __call__(self, x: Floats, *, key: Key[Array, ""] | None = None) -> Floats:
@@ -49,6 +54,7 @@ class Stored(eqx.Module):
     """The floats that integers represent: what is left of a quantizer where they are stored."""
 
     scale: Floats
+    zero_point: Integer[Array, "..."] | None
     bits: int | float = eqx.field(static=True)
     signed: bool | None = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
@@ -62,12 +68,14 @@ class Stored(eqx.Module):
             x = jnp.concatenate([x & 15, x >> 4], self.packed).astype(jnp.int8)
             x = (x ^ self.sign) - self.sign
         scale = spread(self.scale, x)
-        return (x.astype(scale.dtype) * scale).astype(self.dtype)
+        x = x.astype(scale.dtype)
+        x = x if self.zero_point is None else x - spread(self.zero_point, x).astype(x.dtype)
+        return (x * scale).astype(self.dtype)
 
 
 def stored(quantizer: AbstractQuantizer, weight: Array) -> tuple[Array, Stored]:
     """The integers of a weight, two of four bits in a byte, and what gives its floats."""
-    integers, scale = quantizer.encode(weight)
+    integers, scale, *zero = quantizer.encode(weight)
     sign = 8 if jnp.issubdtype(integers.dtype, jnp.signedinteger) else 0
     even = [i - weight.ndim for i, size in enumerate(weight.shape) if size % 2 == 0]
     axis = even[-1] if even and quantizer.bits <= 4 else None
@@ -82,7 +90,8 @@ def stored(quantizer: AbstractQuantizer, weight: Array) -> tuple[Array, Stored]:
         low, high = jnp.split(integers.astype(jnp.uint8) & 15, 2, axis)
         integers = low | high << 4
     signed = getattr(quantizer, "signed", None)
-    return integers, Stored(scale, quantizer.bits, signed, weight.dtype, axis, sign)
+    zero_point = zero[0] if zero else None
+    return integers, Stored(scale, zero_point, quantizer.bits, signed, weight.dtype, axis, sign)
 
 
 def spread(scale: Any, x: Array) -> Any:

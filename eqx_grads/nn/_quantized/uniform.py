@@ -2,12 +2,12 @@
 
 import abc
 import math
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, ArrayLike, Float, Integer, Key
 
 from ... import ste
 from ..._errors import check_flags, rule_error, type_of
@@ -37,6 +37,7 @@ class AbstractUniform(AbstractQuantizer):
     channel_axis: int | None = eqx.field(static=True)
     group_size: int | None = eqx.field(static=True)
     learn_scale: bool = eqx.field(static=True)
+    asymmetric: eqx.AbstractVar[bool]
 
     def _set(self, scale, bits, learn_scale, signed, channel_axis, group_size):
         """Set the fields that all have, in `__init__`."""
@@ -55,7 +56,11 @@ class AbstractUniform(AbstractQuantizer):
         """A scale for each index of the other axes, which are kept as ones."""
 
     @abc.abstractmethod
-    def _round(self, x: Array, scale: Any) -> Array:
+    def _zero_for(self, x: Array, scale: Any) -> Any:
+        """The integer that represents zero, for each number of the scale."""
+
+    @abc.abstractmethod
+    def _round(self, x: Array, scale: Any, zero: Any) -> Array:
         """`x` on the grid, straight through."""
 
     @property
@@ -70,8 +75,8 @@ class AbstractUniform(AbstractQuantizer):
 
         **Returns:**
 
-        If the scale is learned and was not given, this quantizer with a scale for `x`.
-        Otherwise this quantizer, unchanged.
+        If the scale is learned and was not given, this quantizer with a scale for `x`, and
+        with a zero point if it has one. Otherwise this quantizer, unchanged.
         """
         name = f"{type(self).__name__}.fit"
         given, x = x, as_floats(name, x)
@@ -81,7 +86,11 @@ class AbstractUniform(AbstractQuantizer):
         info = jnp.finfo(x.dtype)
         scale = jnp.clip(self._scale_of_all(x), float(info.tiny), float(info.max))
         scale = scale.astype(x.dtype)
-        return eqx.tree_at(lambda q: q.scale, self, scale, is_leaf=lambda x: x is None)
+        # Integers, so that no optimizer changes them.
+        found = scale, jnp.asarray(self._zero_for(x, scale)).astype(jnp.int32)
+        fields = lambda q: (q.scale, q.zero_point) if q.asymmetric else (q.scale,)
+        found = found[: 1 + self.asymmetric]
+        return eqx.tree_at(fields, self, found, is_leaf=lambda x: x is None)
 
     def __call__(self, x: FloatsLike, *, key: Key[Array, ""] | None = None) -> Floats:
         """**Arguments:**
@@ -95,7 +104,8 @@ class AbstractUniform(AbstractQuantizer):
         """
         del key
         x = as_floats(type(self).__name__, x)
-        return self._round(x, self._scale_in_use(x))
+        scale = self._scale_in_use(x)
+        return self._round(x, scale, self._zero_for(x, scale))
 
     def encode(self, x: FloatsLike) -> Encoded:
         """The integers that represent a quantized array, and their scale: what to store of a
@@ -111,6 +121,8 @@ class AbstractUniform(AbstractQuantizer):
             more.
         - The positive scale, which broadcasts to them, or has one number for each group. The
             product of both is this quantizer's output, rounded to the dtype of `x`.
+        - If it is `asymmetric`, the zero points, in the shape of the scale: subtract them from
+            the integers before.
         """
         name = f"{type(self).__name__}.encode"
         floats = as_floats(name, x)
@@ -118,10 +130,13 @@ class AbstractUniform(AbstractQuantizer):
         wide = widen(floats)
         scale = jnp.asarray(self._scale_in_use(floats)).astype(wide.dtype)
         steps = broadcast_parameter(name, "scale", spread(scale, wide), wide)
+        zero = jnp.asarray(self._zero_for(floats, scale)).astype(wide.dtype)
         # In the scale one, the output is the integers, by the same arithmetic.
-        levels = self._round(wide / steps, jnp.ones((), wide.dtype))
+        levels = self._round(wide / steps, jnp.ones((), wide.dtype), zero)
         bits = next(n for n in (8, 16, 32) if self.bits <= n)
-        return levels.astype(f"{'' if self.signed else 'u'}int{bits}"), scale
+        dtype = f"{'' if self.signed else 'u'}int{bits}"
+        levels = (levels + spread(zero, wide)).astype(dtype)
+        return (levels, scale, zero.astype(dtype)) if self.asymmetric else (levels, scale)
 
     def _scale_in_use(self, x):
         if self.needs_fit:
@@ -142,7 +157,10 @@ class AbstractUniform(AbstractQuantizer):
         return ste.clip(jnp.abs(self.scale), float(jnp.finfo(self.scale.dtype).tiny))
 
     def _scale_of_all(self, x):
-        """The scale of an array, of each index of its channel axis, or of each group."""
+        return self._of_groups(self._scale_for, x)
+
+    def _of_groups(self, fn, x):
+        """`fn(x, axes)` of an array, of each index of its channel axis, or of each group."""
         # A scale in half precision is too coarse for ten bits: the largest would be clipped.
         x, channel, size = widen(jax.lax.stop_gradient(x)), self.channel_axis, self.group_size
         has_channel = channel is None or -x.ndim <= channel < x.ndim
@@ -156,10 +174,10 @@ class AbstractUniform(AbstractQuantizer):
                 "its last axis, or `None` for one scale for all.",
             )
         if size is not None:
-            return self._scale_for(x.reshape(*x.shape[:-1], -1, size), (x.ndim,))[..., 0]
+            return fn(x.reshape(*x.shape[:-1], -1, size), (x.ndim,))[..., 0]
         if channel is None:
-            return self._scale_for(x, tuple(range(x.ndim))).reshape(())
-        return self._scale_for(x, tuple(i for i in range(x.ndim) if i != channel % x.ndim))
+            return fn(x, tuple(range(x.ndim))).reshape(())
+        return fn(x, tuple(i for i in range(x.ndim) if i != channel % x.ndim))
 
 
 class FakeQuantize(AbstractUniform):
@@ -195,6 +213,8 @@ class FakeQuantize(AbstractUniform):
     """
 
     narrow: bool = eqx.field(static=True)
+    asymmetric: bool = eqx.field(static=True)
+    zero_point: Integer[Array, "..."] | None
 
     def __init__(
         self,
@@ -204,6 +224,7 @@ class FakeQuantize(AbstractUniform):
         learn_scale: bool = False,
         signed: bool = True,
         narrow: bool = False,
+        asymmetric: bool = False,
         channel_axis: int | None = None,
         group_size: int | None = None,
     ):
@@ -218,22 +239,55 @@ class FakeQuantize(AbstractUniform):
             largest integer ([`eqx_grads.ste.absmax_scale`][]).
         - `learn_scale`: whether the scale is a parameter. Give it, or let `fit` choose it: the
             largest number is then the largest integer.
+        - `asymmetric`: whether the range is from the smallest to the largest number and has a
+            zero point, the integer that represents zero, instead of being symmetric about zero.
+            Zero is always in the range. The attribute `zero_point` has it if the scale is
+            learned; it is a constant, and zero if a scale is given (for a file to be read
+            into).
         - `channel_axis`: if no scale is given, the axis along which each index has a scale of
             its own: 0 for one scale for each output of a weight. `None` is one scale for all.
         - `group_size`: if no scale is given, how many neighbors along the last axis share a
             scale, 32 to 128 for weights of 4 bits. The scale of a weight of shape `(out, in)`
             has the shape `(out, in / group_size)`.
         """
-        check_flags("FakeQuantize", narrow=narrow)
+        check_flags("FakeQuantize", narrow=narrow, asymmetric=asymmetric)
         self._set(scale, bits, learn_scale, signed, channel_axis, group_size)
-        self.narrow = bool(narrow)
+        self.narrow, self.asymmetric = bool(narrow), bool(asymmetric)
+        given = self.scale if asymmetric else None
+        self.zero_point = None if given is None else jnp.zeros_like(given, jnp.int32)
 
     def _scale_for(self, x, axes):
-        return ste.absmax_scale(x, bits=self.bits, signed=self.signed, axis=axes)
+        if not self.asymmetric:
+            return ste.absmax_scale(x, bits=self.bits, signed=self.signed, axis=axes)
+        low, high = self._range
+        # Each side for itself, as their sum may be out of range.
+        scale = sum(-_lowest(side, axes) / (high - low) for side in (x, -x))
+        return jnp.maximum(scale, jnp.finfo(x.dtype).tiny)
 
-    def _round(self, x, scale):
+    @property
+    def _range(self):
+        low = -(2 ** (self.bits - 1)) if self.signed else 0
+        return low + self.narrow, low + 2**self.bits - 1
+
+    def _zero_for(self, x, scale):
+        if not self.asymmetric or self.constant is not None:
+            return jnp.zeros((), x.dtype)
+        if self.zero_point is not None:
+            return self.zero_point.astype(widen(x).dtype)
+        low, high = self._range
+        lowest = self._of_groups(_lowest, x)
+        zero = low - jnp.round(lowest / jax.lax.stop_gradient(scale).astype(lowest.dtype))
+        return jnp.clip(zero, low, high)
+
+    def _round(self, x, scale, zero):
         options = {"bits": self.bits, "signed": self.signed, "narrow": self.narrow}
-        return ste.fake_quantize(x, spread(scale, x), **options)
+        zero = spread(zero, x)
+        return ste.fake_quantize(x, spread(scale, x), zero_point=zero, **options)
+
+
+def _lowest(x, axes):
+    """The smallest number, at most zero."""
+    return jnp.min(x, axes, keepdims=True, initial=0.0)
 
 
 class LSQ(AbstractUniform):
@@ -276,6 +330,7 @@ class LSQ(AbstractUniform):
     """
 
     gradient_scale: float | None = eqx.field(static=True)
+    asymmetric: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -307,7 +362,10 @@ class LSQ(AbstractUniform):
         total = jnp.sum(jnp.abs(x) / power, axes, keepdims=True)
         return total * (2 * power / (sharing * self._largest**0.5))
 
-    def _round(self, x, scale):
+    def _zero_for(self, x, scale):
+        return jnp.zeros((), x.dtype)
+
+    def _round(self, x, scale, zero):
         factor = self.gradient_scale
         if factor is None:
             sharing = max(jnp.size(x), 1) / max(jnp.size(scale), 1)

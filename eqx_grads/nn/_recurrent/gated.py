@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Inexact, Key
+from jaxtyping import Array, Key, PyTree
 
 from ..._errors import check_flags, rule_error
 from .._argument_checks import as_sizes, check_option, check_real
@@ -19,7 +19,21 @@ from .stack import make_cells, Stack, StackOptions
 KEEP = ("auto", "gates", "states")
 
 
-class GRU(AbstractRecurrent):
+class AbstractGated(AbstractRecurrent):
+    """Cells with the fast path of gated cells, and what that keeps for its backward pass."""
+
+    _cell_types: eqx.AbstractClassVar[tuple[type, ...]]
+    cells: tuple[tuple[Any, ...], ...]
+    initial_state: PyTree
+    stack: Stack
+    keep: str = eqx.field(static=True)
+
+    def _run_cell(self, cell, xs, state, valid, reverse):
+        check_real(type(self).__name__, cell, xs, *jax.tree.leaves(state))
+        return run_cell(cell, xs, state, valid, reverse, self.keep)
+
+
+class GRU(AbstractGated):
     r"""A gated recurrent unit over time, with a backward pass written by hand.
 
     Up to rounding the same numbers as `equinox.nn.GRUCell` in a `jax.lax.scan`:
@@ -63,10 +77,6 @@ class GRU(AbstractRecurrent):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (object,)
-    cells: tuple[tuple[Any, ...], ...]
-    initial_state: Inexact[Array, "..."] | None
-    stack: Stack
-    keep: str = eqx.field(static=True)
 
     def __init__(
         self,
@@ -111,12 +121,8 @@ class GRU(AbstractRecurrent):
         )
         self.keep = keep
 
-    def _run_cell(self, cell, xs, state, valid, reverse):
-        check_real("GRU", cell, xs, *jax.tree.leaves(state))
-        return run_cell(cell, xs, state, valid, reverse, self.keep)
 
-
-class LSTM(AbstractRecurrent):
+class LSTM(AbstractGated):
     r"""A long short-term memory over time, with a backward pass written by hand.
 
     Up to rounding the same numbers as `equinox.nn.LSTMCell` in a `jax.lax.scan`:
@@ -167,10 +173,6 @@ class LSTM(AbstractRecurrent):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (object,)
-    cells: tuple[tuple[Any, ...], ...]
-    initial_state: tuple[Inexact[Array, "..."], Inexact[Array, "..."]] | None
-    stack: Stack
-    keep: str = eqx.field(static=True)
 
     def __init__(
         self,
@@ -210,12 +212,8 @@ class LSTM(AbstractRecurrent):
         )
         self.keep = keep
 
-    def _run_cell(self, cell, xs, state, valid, reverse):
-        check_real("LSTM", cell, xs, *jax.tree.leaves(state))
-        return run_cell(cell, xs, state, valid, reverse, self.keep)
 
-
-class RNN(AbstractRecurrent):
+class RNN(AbstractGated):
     r"""A vanilla recurrent network over time, $h' = \phi(W x + V h + b)$.
 
     !!! example
@@ -250,9 +248,6 @@ class RNN(AbstractRecurrent):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (object,)
-    cells: tuple[tuple[Any, ...], ...]
-    initial_state: Inexact[Array, "..."] | None
-    stack: Stack
 
     def __init__(
         self,
@@ -276,10 +271,7 @@ class RNN(AbstractRecurrent):
         self.cells, self.initial_state, self.stack = make_cells(
             "RNN", make, input_size, hidden_size, dtype, key, **options
         )
-
-    def _run_cell(self, cell, xs, state, valid, reverse):
-        check_real("RNN", cell, xs, *jax.tree.leaves(state))
-        return run_cell(cell, xs, state, valid, reverse, "states")
+        self.keep = "states"
 
 
 def _as_projection(proj_size: Any, hidden_size: Any) -> int:

@@ -17,7 +17,7 @@ from ..._rules.float_args import check_parameter
 from ..._rules.replace_gradient import replace_gradient
 from ..._tangent_spaces import broadcasts_to, dtype_of_array
 from ...surrogates import AbstractSurrogate, atan
-from .._argument_checks import as_sizes, check_option, is_size
+from .._argument_checks import as_sizes, check_callable, check_option, is_size
 from .._dtypes import common_dtype, layer_dtype
 from .dynamics import Dynamics, LIFState, Reset, step
 
@@ -365,15 +365,7 @@ def _as_constant(name, value, shape) -> Any:
 
 
 def _as_surrogate(surrogate) -> Surrogate:
-    if surrogate is None:
-        return atan()
-    # A class is callable, too: somebody wrote `atan` for `atan()`.
-    if isinstance(surrogate, type) or not (
-        isinstance(surrogate, AbstractSurrogate) or callable(surrogate)
-    ):
-        do = (
-            "Give it one of `eqx_grads.surrogates`, like `eqx_grads.surrogates.atan()`, or a "
-            "function `derivative(v)`."
-        )
-        raise bad_argument("LIFCell", "surrogate", "a surrogate", surrogate, do)
-    return surrogate
+    if not isinstance(surrogate, AbstractSurrogate):
+        # A class is callable, too: somebody wrote `atan` for `atan()`.
+        check_callable("LIFCell", "surrogate", surrogate, "eqx_grads.surrogates.atan()")
+    return atan() if surrogate is None else surrogate

@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar
 
+import equinox as eqx
 import jax
 from jaxtyping import Array, Key, PyTree
 
@@ -24,7 +25,49 @@ def _run_neurons(cell, xs, state, valid, reverse, keep):
     return spiking_scan(*args, reverse=reverse)
 
 
-class LIF(AbstractRecurrent):
+class AbstractNeurons(AbstractRecurrent):
+    """Neurons over time, whose cells have some options by default."""
+
+    _of_cells: eqx.AbstractClassVar[dict[str, Any]]
+    _cell_types: ClassVar[tuple[type, ...]] = (LIFCell,)
+    cells: tuple[tuple[LIFCell, ...], ...]
+    initial_state: PyTree
+    stack: Stack
+
+    def __init__(
+        self,
+        input_size: int | None,
+        hidden_size: int | tuple[int, ...],
+        beta: Parameter,
+        *,
+        key: Key[Array, ""] | None = None,
+        **options: Any,
+    ):
+        """**Arguments:**
+
+        - `input_size`: the number of inputs, or `None`: then there are no input weights, and
+            each neuron has an input of its own.
+        - `hidden_size`: the number of neurons. Without weights it may be a shape, such as
+            `(channels, height, width)`; the outputs of two directions are joined along the
+            first axis of it.
+        - `beta`: as for [`eqx_grads.nn.LIFCell`][].
+        - `key`: for the weights. It may be left out where there are none.
+        - `options`: all others of [`eqx_grads.nn.LIFCell`][], and those of all recurrent
+            layers: `num_layers`, `bidirectional`, `dropout`, `learn_initial_state`, `reverse`
+            and `time_major` of [`eqx_grads.nn.GRU`][]. All layers of a stack have the same
+            constants.
+        """
+        name, options = type(self).__name__, {**self._of_cells, **options}
+        self.cells, self.initial_state, self.stack = _make_cells(
+            name, input_size, hidden_size, beta, key, options
+        )
+
+    def _run_cell(self, cell, xs, state, valid, reverse):
+        check_real(type(self).__name__, cell, xs)
+        return run_cell(cell, xs, state, valid, reverse)
+
+
+class LIF(AbstractNeurons):
     r"""Leaky integrate-and-fire neurons over time, with a backward pass that is split by hand.
 
     An [`eqx_grads.nn.LIFCell`][] in a `jax.lax.scan`: the same spikes, and up to rounding the
@@ -73,44 +116,10 @@ class LIF(AbstractRecurrent):
     gradient for the batch.
     """
 
-    _cell_types: ClassVar[tuple[type, ...]] = (LIFCell,)
-    cells: tuple[tuple[LIFCell, ...], ...]
-    initial_state: PyTree
-    stack: Stack
-
-    def __init__(
-        self,
-        input_size: int | None,
-        hidden_size: int | tuple[int, ...],
-        beta: Parameter,
-        *,
-        key: Key[Array, ""] | None = None,
-        **options: Any,
-    ):
-        """**Arguments:**
-
-        - `input_size`: the number of inputs, or `None`: then there are no input weights, and
-            each neuron has an input of its own.
-        - `hidden_size`: the number of neurons. Without weights it may be a shape, such as
-            `(channels, height, width)`; the outputs of two directions are joined along the
-            first axis of it.
-        - `beta`: as for [`eqx_grads.nn.LIFCell`][].
-        - `key`: for the weights. It may be left out where there are none.
-        - `options`: all others of [`eqx_grads.nn.LIFCell`][], and those of all recurrent
-            layers: `num_layers`, `bidirectional`, `dropout`, `learn_initial_state`, `reverse`
-            and `time_major` of [`eqx_grads.nn.GRU`][]. All layers of a stack have the same
-            constants.
-        """
-        self.cells, self.initial_state, self.stack = _make_cells(
-            "LIF", input_size, hidden_size, beta, key, options
-        )
-
-    def _run_cell(self, cell, xs, state, valid, reverse):
-        check_real("LIF", cell, xs)
-        return run_cell(cell, xs, state, valid, reverse)
+    _of_cells: ClassVar[dict[str, Any]] = {}
 
 
-class LI(AbstractRecurrent):
+class LI(AbstractNeurons):
     r"""Leaky integrators over time: neurons for a readout, which do not spike.
 
     An [`eqx_grads.nn.LIFCell`][] with `threshold=None` over time, as [`eqx_grads.nn.LIF`][].
@@ -139,31 +148,7 @@ class LI(AbstractRecurrent):
     As for [`eqx_grads.nn.LIF`][], without the spikes.
     """
 
-    _cell_types: ClassVar[tuple[type, ...]] = (LIFCell,)
-    cells: tuple[tuple[LIFCell, ...], ...]
-    initial_state: PyTree
-    stack: Stack
-
-    def __init__(
-        self,
-        input_size: int | None,
-        hidden_size: int | tuple[int, ...],
-        beta: Parameter,
-        *,
-        key: Key[Array, ""] | None = None,
-        **options: Any,
-    ):
-        """**Arguments:**
-
-        As for [`eqx_grads.nn.LIF`][].
-        """
-        self.cells, self.initial_state, self.stack = _make_cells(
-            "LI", input_size, hidden_size, beta, key, {"threshold": None, **options}
-        )
-
-    def _run_cell(self, cell, xs, state, valid, reverse):
-        check_real("LI", cell, xs)
-        return run_cell(cell, xs, state, valid, reverse)
+    _of_cells: ClassVar[dict[str, Any]] = {"threshold": None}
 
 
 def _make_cells(layer, input_size, hidden_size, beta, key, options):

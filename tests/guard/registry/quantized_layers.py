@@ -83,6 +83,32 @@ for name, axis in (("dynamic", None), ("a scale for each row", 0), ("each column
         lambda x, axis=axis: nn.FakeQuantize(3, channel_axis=axis)(x), X,
         plain=lambda x, axes=axes: fake_quantize(x, absmax(x, 3, axes), -4, 3), **SOME,
     )
+
+
+def asymmetric(x):
+    """Of each row: integers from -4 to 3 for the range of its numbers."""
+    fitted = nn.FakeQuantize(3, asymmetric=True, learn_scale=True, channel_axis=0).fit(x)
+    stored = nn.FakeQuantize(3, asymmetric=True, signed=False).encode(x)
+    return fitted(x), fitted.zero_point, stored
+
+
+def asymmetric_plain(x):
+    low, high = (stop(f(x, 1, keepdims=True)) for f in (jnp.min, jnp.max))
+    zero = -4 - jnp.round(low / ((high - low) / 7))
+    u = x / ((high - low) / 7)
+    q = stop(jnp.clip(jnp.round(u), -4 - zero, 3 - zero))
+    inside = stop(jnp.round(u)) == q
+    y = jnp.where(inside, u + stop(q - u), q) * ((high - low) / 7)
+    scale = stop(jnp.max(x) - jnp.min(x)) / 7
+    point = -jnp.round(stop(jnp.min(x)) / scale)
+    codes = jnp.clip(jnp.round(stop(x) / scale) + point, 0, 7).astype("uint8")
+    return y, zero.astype("int32"), (codes, scale, point.astype("uint8"))
+
+
+entry(
+    "nn.FakeQuantize: asymmetric", asymmetric, X, plain=asymmetric_plain,
+    **{**CHEAP, "orders": ("value", "vjp")},
+)
 entry(
     "nn.FakeQuantize: a constant scale",
     lambda x, s: (nn.FakeQuantize(5, scale=0.3)(x), nn.FakeQuantize(5, scale=s)(x)),

@@ -70,11 +70,6 @@ TABLE = {
         lambda v, s: 1 / (1 + jnp.exp(-s * v)),
         ((4.0, 1.7),),
     ),
-    "erf": (
-        lambda v, s: s * jnp.exp(-((s * v) ** 2)) / np.sqrt(np.pi).astype(v.dtype),
-        lambda v, s: (1 + erf(s * v)) / 2,
-        ((2.0, 0.8),),
-    ),
     "gaussian": (normal, cumulative, ((0.5, 0.8),)),
     "multi_gaussian": (
         multi_gaussian,
@@ -82,11 +77,6 @@ TABLE = {
         ((0.5, 0.7), (0.15, 0.25), (6.0, 3.0)),
     ),
     "triangle": (triangle, triangle_area, ((1.0, 1.2), (1.0, 0.3))),
-    "piecewise_quadratic": (
-        lambda v, s: jnp.maximum(0, s - s**2 * jnp.abs(v)),
-        lambda v, s: triangle_area(v, 1 / s, s),
-        ((1.0, 0.8),),
-    ),
     "rectangle": (
         lambda v, width, peak: jnp.where(jnp.abs(v) < width / 2, peak, 0),
         lambda v, width, peak: 0.5 + peak * jnp.clip(v, -width / 2, width / 2),
@@ -102,7 +92,6 @@ TABLE = {
 N0 = 2 / np.sqrt(2 * np.pi)
 SIDES = 0.3 * N0 / 6 * np.exp(-1 / 72)
 PEAKS = {
-    "erf": 2 / np.sqrt(np.pi),
     "gaussian": N0,
     "multi_gaussian": 1.15 * N0 - SIDES,
     "leaky": 0.55,
@@ -129,8 +118,8 @@ def enter(name, density, integral, params):
     of_defaults = lambda v: integral(v, *(jnp.asarray(d, v.dtype) for d in defaults))
     full = name == "atan"
     right, left = FAR.get(name, (0.0, 0.0))
-    edges = A([0.0, -0.0, 1e300, INF, -INF, -1e300])
-    cts = A([*[PEAKS.get(name, 1.0)] * 2, right, right, left, left])
+    edges = A([0.0, -0.0, 1e300, INF, -INF, -1e300, NAN])
+    cts = A([*[PEAKS.get(name, 1.0)] * 2, right, right, left, left, NAN])
     entry(
         f"surrogates.{name}",
         fn,
@@ -152,7 +141,7 @@ def enter(name, density, integral, params):
         smooth=of_defaults,
         orders=("value", "vjp"),
         transforms=False,
-        nasty=[Nasty(edges, value=[A([0.0, 0, 1, 1, 0, 0])], cts=[cts])],
+        nasty=[Nasty(edges, value=[A([0.0, 0, 1, 1, 0, 0, NAN])], cts=[cts])],
     )
 
 
