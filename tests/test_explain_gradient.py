@@ -59,6 +59,10 @@ SYMPTOMS = {
         jnp.ones(4), "vanishing", "", "gradient_flow",
     ),
     "number": (mean_square, Numbered(linear()), XS, "no array", "the Python number 0.5", ""),
+    "number in a layer of Equinox": (
+        mean_square, eqx.tree_at(lambda m: m.layers[1].bias, mlp(), 0.5), XS,
+        "no array", "the Python number 0.5", "",
+    ),
     "kink": (
         lambda w, x: jnp.sum(jnp.abs(w - x) + w), jnp.ones(4), jnp.ones(4), "kink", "", "",
     ),
@@ -98,6 +102,14 @@ def test_what_is_not_finite_without_a_known_cause_is_said(monkeypatch):
     report = eqg.explain_gradient(lambda w: jnp.sum(jnp.log(w)), jnp.array([0.0, 1.0]))
     assert [s.kind for s in report.found] == ["not finite"]
     assert "Compiled as a whole" in " ".join(report.remarks)
+
+
+def test_units_that_are_dead_are_said():
+    bias = jnp.full(8, -30.0).at[0].set(0.0)
+    model = eqx.tree_at(lambda m: m.layers[0].bias, mlp(), bias)
+    report = eqg.explain_gradient(mean_square, model, XS)
+    assert not report
+    assert "layers[0].bias is zero for 7 of 8 units" in str(report)
 
 
 def test_a_staircase_is_described():

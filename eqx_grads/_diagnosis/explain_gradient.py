@@ -34,8 +34,8 @@ _TOOLS = {
 }
 _CURES = {
     "not finite": "No single operation was found that makes it so. The notes say more.",
-    "rounding noise": "Remove the leaf, or normalize over more than two elements. The loss "
-    "does not depend on the leaf: what follows, as a normalization, removes what it changes.",
+    "rounding noise": "Remove the leaf, if a normalization after it removes what it changes. "
+    "Or an operation loses all digits, as `eigh` does where eigenvalues are equal.",
     "exploding": "Apply `eqg.clip_gradient_norm(x, 1.0)` where the gradient grows, such as to "
     "the carry of a loop, or scale the loss down.",
     "vanishing": "Normalize, add residual connections, or initialize with larger weights.",
@@ -161,7 +161,8 @@ def explain_gradient(
     - a gradient that is zero, or a rounding error: the rows of [`eqx_grads.explain_zero`][];
     - a gradient that is $10^4$ times as large as the weights of its layer, or a millionth of
         the gradient of another layer;
-    - a Python float in a field of your own classes, which is no array and has no gradient;
+    - a Python float in a field of your own classes, or where a layer has an array: it has no
+        gradient;
     - a kink of the loss at this point.
 
     The loss and its gradient are compiled once. If nothing is wrong, that is all.

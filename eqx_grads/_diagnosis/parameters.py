@@ -33,8 +33,8 @@ class NoParameter:
 
 
 def no_parameters(model: PyTree) -> list[NoParameter]:
-    """Python numbers first, then arrays of integers and `None`. Fields of the classes of
-    libraries, such as the rate of a dropout, are left out."""
+    """Python numbers first, then arrays of integers and `None`. In a class of a library, only
+    numbers in fields that are declared as arrays: the rate of a dropout is left out."""
     found: list[NoParameter] = []
     _collect(model, "", found)
     return sorted(found, key=lambda one: "Python" not in one.what)
@@ -78,7 +78,7 @@ def _what(leaf: Any) -> tuple[str, str] | None:
 
 
 def _place_in_class(owner: Any, name: str) -> tuple[str, int] | None:
-    """The file and the line that set a field. `None` for a class of a library."""
+    """The file and the line that set a field. `None` for a field that may hold what it has."""
     field = re.match(r"\.(\w+)", name)
     if not isinstance(owner, eqx.Module) or field is None:
         return "", 0
@@ -88,7 +88,9 @@ def _place_in_class(owner: Any, name: str) -> tuple[str, int] | None:
     except (OSError, TypeError):
         return "", 0
     if not is_users_file(file):
-        return None
+        types = {f.name: f.type for f in dataclasses.fields(owner)}
+        is_number = isinstance(getattr(owner, field[1], None), int | float | complex)
+        return ("", 0) if is_number and "Array" in str(types.get(field[1])) else None
     sets = rf"self\.{field[1]}\s*=", rf"^\s*{field[1]}\s*[:=]"
     at = [i for pattern in sets for i, line in enumerate(lines) if re.search(pattern, line)]
     return file, first + (at[0] if at else 0)

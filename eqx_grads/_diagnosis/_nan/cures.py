@@ -136,7 +136,7 @@ def cure_of(
     safe = next((_SAFE[name] for name in (*calls, op) if name in _SAFE), "")
     has_end = kind != Kind.DOMAIN or (op in _DOMAINS and op != "log")
     safe = safe if kind in _AT_A_POINT and has_end and not is_rule else ""
-    replacement = f"`eqg.safe.{safe}`, whose derivative is defined there"
+    replacement = f"`eqg.safe.{safe}`, whose first derivative is defined there"
     use = f"Use {replacement}, or k" if safe else "K"
     use += "eep its argument away from that point (`x + eps`)."
     if kind == Kind.ZERO_TIMES_INFINITY and not safe:

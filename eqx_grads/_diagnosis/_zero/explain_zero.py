@@ -133,11 +133,10 @@ def explain_zero(
     if noise:
         remarks.append(
             f"The gradient of {noise} is not exactly zero, but a rounding error "
-            f"of at most {max(report.noise.values()):.2g}. The loss does not depend on such a "
-            "leaf, as on a bias before a BatchNorm, or is stationary in it."
+            f"of at most {max(report.noise.values()):.2g}. The loss does not depend on the "
+            "leaf, as on a bias before a BatchNorm, or is stationary in it, or an operation "
+            "loses all digits, as `eigh` does where eigenvalues are equal."
         )
-    if gradient is not None and gradient.error is None:
-        remarks += _dead_units(traced, gradient)
     remarks += remark_on_parameters(model)
     return dataclasses.replace(report, found=found, remarks=remarks)
 
@@ -174,6 +173,8 @@ def explain_traced(
             f"The gradient of this loss raises {why.rstrip('.')}. Directional derivatives in "
             "forward mode were used."
         )
+    else:
+        remarks += _dead_units(traced, gradient)
     bad = [i for i in sized if not np.all(np.isfinite(gradient.gradients[i]))]
     zero = [i for i in sized if i not in bad and not np.any(gradient.gradients[i])]
     found = []
