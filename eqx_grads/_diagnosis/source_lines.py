@@ -14,8 +14,9 @@ import jaxlib
 import jaxtyping
 from jax.extend.core import ClosedJaxpr
 
+from .._jaxprs.evaluate import traceback_of
 from .._jaxprs.structure import Call, CallWithRule, structure
-from .._jaxprs.versions import function_name, traceback_of
+from .._jaxprs.versions import function_name
 
 
 @dataclasses.dataclass(frozen=True)
