@@ -261,8 +261,10 @@ entry(
 
 
 def root(x, n, **options):
-    """Newton, with a count that becomes an array and a function in the carry."""
-    step = lambda c: (c[0] + 1, c[1], 0.5 * (c[2] + c[1](x) / c[2]))
+    """Newton, with a count that becomes an array and a function in the carry. After the last
+    step, nothing is finite."""
+    left = lambda c: (n - c[0]).astype(x.dtype)
+    step = lambda c: (c[0] + 1, c[1], 0.5 * (c[2] + c[1](x) / c[2]) * (left(c) / left(c)))
     more = lambda c: c[0] < n
     return eqg.filter_while_loop(more, step, (0, jnp.exp, x), **options)[::2]
 
