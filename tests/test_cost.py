@@ -1,6 +1,5 @@
 """What a rule costs when it is compiled: the same FLOPs and temporary bytes as in raw JAX."""
 
-import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
@@ -44,20 +43,6 @@ raw_vjp.defvjp(heavy_fwd, heavy_cotangents)
 
 
 # The rule written by hand with `None`, for one argument at a time.
-by_hand = eqx.filter_custom_jvp(heavy)
-
-
-@by_hand.def_jvp
-def _by_hand_jvp(primals, tangents):
-    x, y = primals
-    t_x, t_y = tangents
-    tanh = jnp.tanh(x @ x)
-    parts = []
-    if t_x is not None:
-        parts.append((1 - tanh**2) * (t_x @ x + x @ t_x) * y)
-    if t_y is not None:
-        parts.append(tanh * t_y + jnp.sum(t_y))
-    return by_hand(x, y), sum(parts[1:], parts[0])
 
 
 def compiled(fn, *args):
@@ -113,15 +98,6 @@ def test_as_raw_jax(pair, mode, argnums):
     assert temporary_bytes(ours, *args) <= temporary_bytes(raw, *args)
 
 
-@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
-@pytest.mark.parametrize("mode", [m for m in MODES if m != "value"])
-def test_as_a_rule_by_hand_with_none(mode, argnums):
-    ours, hand = (MODES[mode](f, argnums) for f in (eqg_jvp, by_hand))
-    args = arguments(mode)
-    assert flops(ours, *args) == flops(hand, *args)
-    assert temporary_bytes(ours, *args) <= temporary_bytes(hand, *args)
-
-
 @pytest.mark.parametrize("pair", [(eqg_jvp, raw_jvp), (eqg_vjp, raw_vjp)], ids=["jvp", "vjp"])
 @pytest.mark.parametrize("outer", ["jit(grad(scan))", "grad(jit(scan))"])
 def test_in_scan(pair, outer):
@@ -159,33 +135,8 @@ def test_nothing_is_kept_but_the_residuals():
     assert temporary_bytes(program(decay), x) < x.nbytes
 
 
-def test_a_dead_argument_adds_no_work():
-    """With respect to `y` alone, no matrix product of the term of `x` is left."""
-    grad = jax.jit(jax.grad(lambda x, y: jnp.sum(eqg_jvp(x, y)), 1))
-    text = grad.lower(*ARGS).compile().as_text()
-    assert text.count(" dot(") + text.count("gemm") <= 1
-
-
 def test_the_program_stays_small():
     """The rule's own equations, and a handful."""
     grad = lambda f: jax.grad(lambda *args: jnp.sum(f(*args)), (0, 1))
     ours, raw = (n_equations(jax.make_jaxpr(grad(f))(*ARGS).jaxpr) for f in (eqg_vjp, raw_vjp))
     assert ours <= raw + 3
-
-
-def test_names_in_the_jaxpr():
-    assert "heavy" in str(jax.make_jaxpr(eqg_jvp)(*ARGS))
-    assert "heavy" in str(jax.make_jaxpr(lambda *a: jax.jvp(eqg_vjp, a, a))(*ARGS))
-
-
-def test_compiles_once():
-    traces = []
-
-    @jax.jit
-    def step(x, y):
-        traces.append(1)
-        return jax.grad(lambda *a: jnp.sum(eqg_vjp(*a)), (0, 1))(x, y)
-
-    for i in range(5):
-        step(ARGS[0] + i, ARGS[1])
-    assert len(traces) == 1

@@ -13,49 +13,9 @@ from .helpers import assert_close, checking_leaks
 from .ops import sin_times_jvp, sin_times_vjp
 
 
-class Layer(eqx.Module):
-    weight: jax.Array
-    name: str = "layer"
-
-    def __call__(self, x, scale):
-        return {"y": jnp.tanh(self.weight @ x["x"]) * scale, "name": self.name}
-
-
 FLOAT = jnp.zeros(()).dtype
 XS = {"x": np.random.default_rng(0).normal(size=(11, 3)).astype(FLOAT), "tag": "tag"}
 SCALES = jnp.linspace(0.5, 1.5, 11)
-LAYER = Layer(jnp.arange(6.0).reshape(2, 3) / 5)
-
-
-def _by_vmap(layer, xs, scales):
-    ys = jax.vmap(lambda x, s: layer({"x": x, "tag": "tag"}, s)["y"])(xs, scales)
-    return {"y": ys, "name": "layer"}
-
-
-@pytest.mark.parametrize("checkpoint", [True, False])
-@pytest.mark.parametrize("chunk", [None, 1, 4, 11, 20])
-def test_values_and_derivatives(chunk, checkpoint):
-    options = {"chunk": chunk, "checkpoint": checkpoint}
-    mapped = lambda layer, xs, s: eqg.filter_map(layer, {"x": xs, "tag": "tag"}, s, **options)
-    got, expected = (f(LAYER, XS["x"], SCALES) for f in (mapped, _by_vmap))
-    assert got["name"] == "layer"
-    assert_close(got["y"], expected["y"])
-
-    def derivatives(f):
-        def loss(w, xs, s):
-            return jnp.sum(f(eqx.tree_at(lambda m: m.weight, LAYER, w), xs, s)["y"] ** 3)
-
-        args = LAYER.weight, jnp.asarray(XS["x"]), SCALES
-        gradient = jax.grad(loss, (0, 1, 2))
-        return (
-            gradient(*args),
-            jax.jvp(loss, args, args)[1],
-            jax.jvp(gradient, args, args)[1],
-            jax.grad(lambda *args: sum(jnp.sum(g**2) for g in gradient(*args)), 0)(*args),
-        )
-
-    got, expected = (jax.jit(lambda f=f: derivatives(f))() for f in (mapped, _by_vmap))
-    assert_close(got, expected, eps=200)
 
 
 @pytest.mark.parametrize("rule", [sin_times_jvp, sin_times_vjp])

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_grads._control_flow.matmul_layout import inlined
-from eqx_grads._control_flow.vectorize import why_not_batched, why_not_vectorizable
 from eqx_grads._jaxprs.dependence import depends, free_variables, needed
 from eqx_grads._jaxprs.evaluate import (
     bind,
@@ -532,85 +530,3 @@ class TestDependence:
         eqns, _ = needed(jaxpr.eqns, jaxpr.outvars[:1], given={eqns[0].outvars[0]})
         assert names(eqns) == ["mul"]
         assert free_variables([], jaxpr.outvars) == jaxpr.outvars
-
-
-class TestVectorize:
-    def test_random_bits(self):
-        draw = lambda key: jax.random.normal(key, (2,))
-        assert why_not_vectorizable(jax.make_jaxpr(draw)(jax.random.key(0))) is None
-        rbg = jax.make_jaxpr(jax.jit(draw))(jax.random.key(0, impl="rbg"))
-        assert "random bits" in str(why_not_vectorizable(rbg))
-
-        gamma = lambda key: jax.random.gamma(key, 0.7)
-        for impl, draws in (("threefry2x32", False), ("unsafe_rbg", True)):
-            program = jax.make_jaxpr(gamma)(jax.random.key(0, impl=impl))
-            assert (why_not_vectorizable(program) is not None) == draws
-
-    def test_keys_that_are_moved(self):
-        keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
-        move = lambda keys, i: jax.random.key_data(jax.jit(jnp.roll)(keys, 1)[::-1][i])
-        assert why_not_vectorizable(jax.make_jaxpr(move)(keys, 1)) is None
-
-    def test_a_guarded_loop(self):
-        guarded = lambda f, x: jax.lax.cond(x[0] > 0, lambda x: while_loop(f, x), jnp.sin, x)
-        program = jax.make_jaxpr(jax.jit(lambda x: guarded(jnp.sin, x)))(x)
-        assert "`while_loop`" in str(why_not_vectorizable(program))
-        for name in ("while", "cond", "nested"):
-            assert why_not_vectorizable(trace(name)) is None
-        in_another = lambda x: while_loop(lambda x: while_loop(jnp.sin, x)[0], x)
-        program = jax.make_jaxpr(in_another)(x)
-        assert str(why_not_vectorizable(program)) == "has a `while_loop` in another"
-
-    def test_no_batching_rule(self):
-        weights = jnp.ones((2, 3, 3))
-        ragged = lambda x: jax.lax.ragged_dot(x[None], weights, jnp.array([1, 0]))
-        program = jax.make_jaxpr(ragged)(jnp.ones(3))
-        assert "can't vectorize (ragged_dot" in str(why_not_batched(program, [True]))
-        assert why_not_batched(trace("nested"), [True]) is None
-
-
-class TestMatmulLayout:
-    w = jnp.arange(6.0).reshape(2, 3)
-
-    def test_calls_are_inlined_and_products_swapped(self):
-        f = lambda w, x: [jax.jit(lambda w, x: jax.jit(jnp.sin)(w @ x))(w, x)]
-        program = inlined(jax.make_jaxpr(f)(self.w, x), [False, True])
-        assert not holds(program, Call)
-        [product] = [e for e in program.eqns if e.primitive is jax.lax.dot_general_p]
-        assert product.invars[0] is program.jaxpr.invars[1]
-        assert_trees_close(jaxpr_as_fun(program)(self.w, x), f(self.w, x))
-
-    def test_batched_products(self):
-        w, x = jnp.arange(24.0).reshape(2, 3, 4), jnp.arange(16.0).reshape(2, 4, 2)
-        f = lambda w, x: [jax.vmap(jnp.matmul)(w, x)]
-        program = inlined(jax.make_jaxpr(f)(w, x), [False, True])
-        assert_trees_close(jaxpr_as_fun(program)(w, x), f(w, x))
-
-    def test_transposes_that_cancel(self):
-        """`jax.vmap` of `w @ x` transposes the product after it is split, and maybe later."""
-
-        def f(w, x):
-            a, b = jnp.split(2 * jnp.tanh(w @ x), 2)
-            return [jnp.sin(a), a + b]
-
-        batched = jax.vmap(f, (None, 0))
-        xs = jnp.arange(12.0).reshape(4, 3)
-        program = inlined(jax.make_jaxpr(batched)(self.w, xs), [False, True])
-        assert not [e for e in program.eqns if e.primitive is jax.lax.transpose_p]
-        assert_trees_close(jaxpr_as_fun(program)(self.w, xs), batched(self.w, xs))
-
-    def test_transposes_that_are_needed(self):
-        x, y = jnp.arange(12.0).reshape(3, 4), jnp.arange(8.0).reshape(2, 4)
-
-        def f(w, x):
-            out = w @ x
-            return [out, jnp.sin(out) + y, out * out.T[:1, :1], jnp.sum(out, 1), jnp.cos(out)]
-
-        program = inlined(jax.make_jaxpr(f)(self.w, x), [False, True])
-        assert_trees_close(jaxpr_as_fun(program)(self.w, x), f(self.w, x))
-
-    def test_a_sharded_call_is_kept(self):
-        mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-        sharding = jax.sharding.NamedSharding(mesh, P("i"))
-        f = jax.jit(lambda x: [jnp.sin(x)], in_shardings=sharding)
-        assert holds(inlined(jax.make_jaxpr(f)(x), [True]), Call)

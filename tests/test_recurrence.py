@@ -33,36 +33,6 @@ def arguments(getkey, dtype, steps=7, constant=False):
     return a, jr.normal(getkey(), (steps, 3), dtype), jr.normal(getkey(), (3,), dtype)
 
 
-def loss(f):
-    return lambda *args: jnp.sum(jnp.sin(jnp.abs(f(*args)) ** 2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("constant", [False, True])
-def test_both_modes_and_second_order(method, reverse, constant, getkey):
-    with jax.enable_x64(True):
-        args = arguments(getkey, "float64", constant=constant)
-        f = lambda *args: eqg.linear_recurrence(*args, reverse=reverse, method=method)
-        plain = lambda *args: loop(*args, reverse=reverse)
-        all_ = (0, 1, 2)
-        hessian_vector = lambda f: lambda *args: jax.jvp(jax.grad(f, all_), args, args)[1]
-        twice = lambda f: jax.grad(
-            lambda *args: sum(jnp.sum(g**2) for g in jax.grad(f, all_)(*args)), all_
-        )
-        for transform in (
-            lambda f: f,
-            lambda f: jax.grad(loss(f), all_),
-            lambda f: lambda *args: jax.jvp(f, args, args),
-            lambda f: hessian_vector(loss(f)),
-            lambda f: twice(loss(f)),
-        ):
-            got, expected = transform(f)(*args), transform(plain)(*args)
-            for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-                np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_values_are_those_of_a_filter(method):
@@ -70,28 +40,6 @@ def test_values_are_those_of_a_filter(method):
     expected = scipy.signal.lfilter([1.0], [1.0, -0.9], b.astype("float64"))
     got = eqg.linear_recurrence(0.9, b, method=method)
     np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-5)
-
-
-@pytest.mark.thorough
-def test_shapes_that_broadcast():
-    b = jnp.arange(6.0).reshape(3, 2)
-    expected = loop(jnp.full((3, 2), 0.5), b, jnp.zeros(2))
-    for a in (
-        0.5,
-        jnp.array(0.5),
-        jnp.full(2, 0.5),
-        jnp.full((1, 1), 0.5),
-        np.full((3, 1), 0.5),
-    ):
-        assert_close(eqg.linear_recurrence(a, b), expected)
-        assert_close(jax.jit(eqg.linear_recurrence)(a, b, 0.0), expected)
-    grad = jax.grad(lambda a, b: jnp.sum(eqg.linear_recurrence(a, b)))(0.5, b)
-    assert_close(grad, jnp.asarray(jax.grad(lambda a: jnp.sum(loop(a, b, 0 * b[0])))(0.5)))
-    long_a = jnp.full((4, 2), 0.5)
-    assert_close(
-        eqg.linear_recurrence(long_a, b[:1], 1.0),
-        loop(long_a, jnp.repeat(b[:1], 4, 0), b[0] * 0 + 1),
-    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -180,11 +128,3 @@ class TestErrors:
     def test_method(self):
         with pytest.raises(RuleError, match=r"no such method\.\n  `method` is 'fast'"):
             eqg.linear_recurrence(0.5, jnp.ones(3), method="fast")
-
-    def test_shapes(self):
-        with pytest.raises(RuleError, match=r"`a` is float32\[2\], `b` is float32\[3\]"):
-            eqg.linear_recurrence(np.ones(2, "float32"), np.ones(3, "float32"))
-        with pytest.raises(RuleError, match=r"do not fit(?s:.)*`h0` is float32\[4\]"):
-            eqg.linear_recurrence(0.5, np.ones((3, 2)), np.ones(4, "float32"))
-        with pytest.raises(RuleError, match=r"do not fit(?s:.)*\(time, \.\.\.\)"):
-            eqg.linear_recurrence(0.5, 1.0)

@@ -1,12 +1,11 @@
-"""How `filter_scan` chooses what is saved and recomputed, and what each method can't do."""
+"""`filter_scan` with every method: rules in its steps, eager calls, export, static functions,
+and `carry_gradient`."""
 
-import dataclasses
 import functools as ft
 import gc
 import types
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -16,18 +15,12 @@ import jax.random as jr
 import numpy as np
 import pytest
 from eqx_grads import RuleError
-from eqx_grads._control_flow import scan
-from eqx_grads._control_flow.replay import Replayed
-from eqx_grads._control_flow.scan_backward import Checkpointed, Loop, Plain
-from eqx_grads._control_flow.truncated import Truncated
 from eqx_grads.testing import assert_trees_close
 from jax import export
 
 from .helpers import compilations
-from .test_scan import temp_bytes
 
 
-METHODS = (Plain(), Checkpointed(2), Replayed(), Replayed(only_if_better=True))
 WEIGHT = 0.5 * jr.normal(jr.key(0), (3, 3))
 H, XS = jr.normal(jr.key(1), (3,)), jr.normal(jr.key(2), (12, 3))
 
@@ -43,146 +36,6 @@ def gradient(step, h=H, xs=XS, **options):
         return jnp.sum(last**2)
 
     return jax.grad(loss, (0, 1))(h, xs)
-
-
-# ---------------------------------------------------------------- the choice
-
-
-@pytest.fixture
-def methods(monkeypatch):
-    """The methods that have run, in order."""
-    ran = []
-    for cls in (Plain, Checkpointed, Replayed, Truncated):
-        run = cls.run
-
-        def recorded(self, loop, run=run):
-            ran.append((self, loop.counts))
-            return run(self, loop)
-
-        monkeypatch.setattr(cls, "run", recorded)
-    return ran
-
-
-AUTO = Replayed(only_if_better=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, Plain()),
-        ({"checkpoint": 5}, Checkpointed(5)),
-        ({"checkpoint": 500}, Checkpointed(12)),
-        ({"checkpoint": "sqrt"}, Checkpointed(3)),
-        ({"checkpoint": "replay"}, Replayed()),
-        ({"checkpoint": "auto"}, AUTO),
-        ({"checkpoint": "auto", "unroll": 2}, Plain()),
-        ({"truncate": 4}, Truncated(Plain(), 4)),
-        ({"truncate": 4, "checkpoint": "sqrt"}, Truncated(Checkpointed(2), 4)),
-        ({"truncate": 4, "checkpoint": "replay"}, Truncated(Replayed(), 4)),
-        ({"truncate": 4, "checkpoint": "auto"}, Truncated(AUTO, 4)),
-        ({"truncate": 12}, Plain()),
-    ],
-)
-def test_the_choice(options, expected, methods):
-    jax.make_jaxpr(lambda h: eqg.filter_scan(tanh_step, h, XS, **options))(H)
-    assert methods[0] == (expected, False)
-
-
-def test_methods_are_frozen():
-    for method in (*METHODS, Truncated(Plain(), 3)):
-        assert hash(method) == hash(dataclasses.replace(method))
-        with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign"):
-            method.window = 3
-
-
-def printing(h, x):
-    jax.debug.callback(lambda: None)
-    return tanh_step(h, x)
-
-
-def communicating(h, x):
-    return tanh_step(jax.lax.pmean(h, "i"), x)
-
-
-def calling_the_host(h, x):
-    same = jax.pure_callback(lambda x: x, x, jax.lax.stop_gradient(x))
-    return tanh_step(h, same)
-
-
-def drawing(h, x):
-    key = jr.key(0, impl="rbg")
-    return tanh_step(h, x + jr.normal(key, x.shape))
-
-
-def looping(h, x):
-    count = lambda: jax.lax.while_loop(lambda i: i < 3, lambda i: i + 1, 0)
-    return tanh_step(h, x + jax.lax.cond(x[0] > 0, count, lambda: 0))
-
-
-REASONS = {
-    "a step has side effects": printing,
-    "a step communicates over the named axis 'i'": communicating,
-    "a step calls the host": calling_the_host,
-    "a step draws random bits": drawing,
-    "a step has a `while_loop` in a branch": looping,
-}
-
-
-@pytest.mark.parametrize("truncate", [None, 4])
-@pytest.mark.parametrize("reason", REASONS)
-def test_the_error_names_the_reason(reason, truncate, methods):
-    """And no other. `"auto"` takes another method, and `truncate` needs less than a replay."""
-    step = REASONS[reason]
-    options = {"truncate": truncate}
-    over_batch = lambda h, c: jax.vmap(
-        lambda h: gradient(step, h, checkpoint=c, **options), axis_name="i"
-    )(h)
-    h = jnp.stack([H, -H])
-    with pytest.raises(RuleError, match=reason) as error:
-        over_batch(h, "replay")
-    message = str(error.value)
-    assert reason in message
-    assert not any(other in message for other in REASONS if other != reason)
-    methods.clear()
-    auto = over_batch(h, "auto")
-    runs_once = step in (printing, communicating)
-    expected = Plain() if truncate is None or runs_once else Truncated(Plain(), truncate)
-    assert methods[0] == (expected, truncate is not None and runs_once)
-    assert_trees_close(auto, over_batch(h, None))
-
-
-@pytest.mark.slow
-def test_gradient_flow_sees_the_steps():
-    """Without a mark that the scan knows: it asks for visible steps."""
-
-    class Model(eqx.Module):
-        cell: eqx.nn.GRUCell
-
-        def __call__(self, xs, **options):
-            step = lambda h, x: (self.cell(x, h), None)
-            return eqg.filter_scan(step, jnp.zeros(3), xs, **options)[0]
-
-    model = Model(eqx.nn.GRUCell(3, 3, key=jr.key(0)))
-    flow = lambda **options: eqg.gradient_flow(
-        lambda model: jnp.sum(model(XS, **options)), model
-    )["cell"]
-    assert_trees_close(flow(checkpoint="replay"), flow())
-    assert_trees_close(flow(checkpoint="sqrt"), flow())
-    cut = flow(truncate=4, checkpoint="auto")
-    assert not cut[:8].any()
-    assert_trees_close(cut[8:], flow()[8:])
-
-
-def test_one_trace_of_the_body():
-    """To choose and to run: `program` is traced once."""
-    traces = []
-
-    def step(h, x):
-        traces.append(x)
-        return tanh_step(h, x)
-
-    jax.make_jaxpr(lambda h: eqg.filter_scan(step, h, XS, checkpoint="auto"))(H)
-    assert len(traces) == 1
 
 
 # ---------------------------------------------------------------- D3
@@ -217,9 +70,7 @@ HOLDERS = (closure, keyword_only, nondifferentiable)
     "options",
     [
         {"checkpoint": "replay"},
-        {"checkpoint": "auto"},
-        {"truncate": 4},
-        {"truncate": 4, "checkpoint": "replay"},
+        {"truncate": 4, "checkpoint": "auto"},
     ],
 )
 def test_rules_that_close_over_a_traced_value(holder, options):
@@ -235,8 +86,7 @@ def test_rules_that_close_over_a_traced_value(holder, options):
     assert_trees_close(got, expected)
 
 
-@pytest.mark.parametrize("checkpoint", ["replay", "auto", None])
-@pytest.mark.parametrize("truncate", [None, 4])
+@pytest.mark.parametrize(("checkpoint", "truncate"), [("replay", None), ("auto", 4), (None, 4)])
 def test_the_error_of_a_rule_is_not_swallowed(checkpoint, truncate):
     """D3: where that derivative is asked for, the error is that of the rule."""
 
@@ -247,26 +97,6 @@ def test_the_error_of_a_rule_is_not_swallowed(checkpoint, truncate):
 
     with pytest.raises(RuleError, match="with respect to a value that it closes over"):
         jax.jit(jax.grad(loss))(0.5)
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_truncation_keeps_its_constant_memory(holder):
-    """D3: a window is recomputed whatever the steps close over, and also if they can't be
-    vectorized."""
-
-    def needed(steps, extra):
-        def loss(h, k, xs):
-            def step(h, x):
-                h = jnp.tanh(holder(k, h) + x)
-                return (extra(h, x)[0] if extra else h), None
-
-            return jnp.sum(eqg.filter_scan(step, h, xs, truncate=50)[0])
-
-        return temp_bytes(jax.grad(loss), jnp.ones(32), 0.5, jnp.ones(steps))
-
-    looping_step = lambda h, x: (h + looping(jnp.zeros(3), x * jnp.ones(3))[0][0], None)
-    for extra in (None, looping_step):
-        assert needed(100_000, extra) - needed(1000, extra) <= 2 * 4 * 99_000
 
 
 def test_a_replay_in_forward_mode_needs_no_reverse_derivative():
@@ -297,11 +127,6 @@ def count_of_third_call(run):
     return len(found)
 
 
-def with_static_leaves(carry, x):
-    h, activation, n = carry
-    return (activation(h @ WEIGHT + x), activation, n), (h, activation, "name")
-
-
 def _clipped(h):
     return eqg.clip_gradient(h, -1.0, 1.0)
 
@@ -311,39 +136,12 @@ def elementwise_step(h, x):
     return h, h
 
 
-OPTIONS = (
-    {},
-    {"checkpoint": 3},
-    {"checkpoint": "sqrt"},
-    {"checkpoint": "replay"},
-    {"checkpoint": "auto"},
-    {"truncate": 5},
-    {"truncate": 5, "checkpoint": "auto"},
-    {"reverse": True, "unroll": 2},
-)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_eager_calls_compile_once(options):
-    """D5: as `jax.lax.scan` does for the same function."""
-    run = lambda: eqg.filter_scan(tanh_step, H, XS, **options)
-    assert count_of_third_call(run) == 0
-    assert_trees_close(run(), jax.jit(run)())
-    init = (H, jnp.tanh, 3)
-    run = lambda: eqg.filter_scan(with_static_leaves, init, XS, **options)
-    assert count_of_third_call(run) == 0
-    (h, activation, n), (_, activations, name) = run()
-    expected, _ = eqg.filter_scan(lambda h, x: tanh_step(h, x), H, XS, **options)
-    assert_trees_close(h, expected)
-    assert (activation, n, activations, name) == (jnp.tanh, 3, jnp.tanh, "name")
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        *OPTIONS,
-        {"checkpoint": 1},
-        {"truncate": 5, "checkpoint": 2},
+        {},
+        {"checkpoint": 3},
+        {"checkpoint": "auto"},
         {"truncate": 5, "checkpoint": "replay", "reverse": True},
         {"online": True},
         {"online": "e-prop"},
@@ -387,53 +185,6 @@ def test_new_modules_compile_once():
     assert count_of_third_call(lambda: eqx.filter_grad(loss)(with_array(next(numbers)))) == 0
 
 
-def test_a_function_in_a_function_compiles_once():
-    """D5: closures and helpers."""
-    weight, sizes = 2 * WEIGHT, (3, 3)
-
-    def helper(h):
-        return jnp.tanh(h @ weight).reshape(sizes[:1])
-
-    def step(h, x, *, scale=0.5):
-        return scale * helper(h) + x, None
-
-    assert count_of_third_call(lambda: eqg.filter_scan(step, H, XS)) == 0
-    clip = eqg.filter_scan(step, H, XS, carry_gradient=_clipped)
-    assert count_of_third_call(lambda: clip) == 0
-
-
-class Scaled(eqx.Module):
-    """With a method that reads a global variable."""
-
-    weight: jax.Array
-
-    def __call__(self, x):
-        return FACTOR * self.weight * x
-
-
-class Pair(NamedTuple):
-    h: jax.Array
-    steps: jax.Array
-
-    def next(self, x):
-        return Pair(jnp.tanh(self.h @ WEIGHT + x), self.steps + 1)
-
-
-@eqg.custom_jvp
-def scaled(x):
-    return FACTOR * x
-
-
-@scaled.def_jvp
-def _scaled_jvp(primals, tangents):
-    return scaled(*primals), FACTOR * tangents[0]
-
-
-over_batch = jax.vmap(lambda x: FACTOR * x)
-FACTOR = 2.0
-MODULE = Scaled(jnp.array(1.0))
-
-
 def test_numbers_in_xs():
     """A1: they are static, in contrast to those in the carry. The witness is a Python loop."""
 
@@ -449,78 +200,6 @@ def test_numbers_in_xs():
         for s in values:
             got = complex(eqg.filter_scan(step, init, (xs, s))[0])
             assert got == sum(s * (a + float(np.copysign(2.0, s.real))) for a in range(3))
-
-
-def times_two(h, x):
-    return 2 * h + x, None
-
-
-def uses_a_cell(h, x):
-    return CELL(x, h), None
-
-
-def uses_a_module(h, x):
-    return MODULE(h) + over_batch(scaled(x)), None
-
-
-def uses_a_class(pair, x):
-    return pair.next(x), None
-
-
-CELL = eqx.nn.GRUCell(3, 3, key=jr.key(0))
-ORDINARY = {
-    "function": (times_two, H),
-    "cell": (uses_a_cell, H),
-    "lambda": (lambda h, x: (jnp.tanh(WEIGHT @ h) + x, None), H),
-    "Module": (uses_a_module, H),
-    "NamedTuple": (uses_a_class, Pair(H, jnp.array(0))),
-}
-
-
-@pytest.mark.parametrize("name", ORDINARY)
-def test_ordinary_steps_compile_once(name):
-    """D5: also classes of the user's."""
-    step, init = ORDINARY[name]
-    assert count_of_third_call(lambda: eqg.filter_scan(step, init, XS)) == 0
-
-
-def test_other_types_and_static_leaves_are_other_calls():
-    """D5: the structure of `y` may depend on them."""
-
-    def step(carry, x):
-        h, n = carry
-        return (h + x, n), (None if h.ndim else h) if n < 5 else (h, "large")
-
-    for _ in range(2):
-        assert eqg.filter_scan(step, (jnp.ones(2), 3), jnp.ones((4, 2)))[1] is None
-        assert eqg.filter_scan(step, (1.0, 3), jnp.ones(4))[1].shape == (4,)
-        assert eqg.filter_scan(step, (1.0, 7), jnp.ones(4))[1][1] == "large"
-
-
-def test_an_integer_that_becomes_an_array():
-    """D5: what the first call found out is known to the next."""
-
-    def step(carry, x):
-        return (carry[0] + x, carry[1] + 1), None
-
-    run = lambda: eqg.filter_scan(step, (H, 0), XS)[0]
-    assert count_of_third_call(run) == 0
-    assert run()[1] == len(XS)
-
-
-def test_errors_are_raised_in_every_call():
-    """D5: nothing is kept of a call that failed."""
-    for _ in range(3):
-        with pytest.raises(RuleError, match="a step has side effects"):
-            eqg.filter_scan(printing, H, XS, checkpoint="replay")
-        with pytest.raises(RuleError, match="another carry"):
-            eqg.filter_scan(lambda h, x: (h[:1], None), H, XS)
-        with pytest.raises(RuleError, match="another carry"):
-            eqg.filter_scan(shrinking, H, XS)
-
-
-def shrinking(h, x):
-    return h[:1], None
 
 
 @pytest.mark.thorough
@@ -630,10 +309,6 @@ def multiply(a):
     return lambda h: h * a
 
 
-def by_default(a):
-    return lambda h, a=a: h * a
-
-
 def by_keyword(a):
     def fn(h, *, a=a):
         return h * a
@@ -653,7 +328,7 @@ CONTROL_FLOW = {
 
 
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("make", [multiply, by_default, by_keyword])
+@pytest.mark.parametrize("make", [multiply, by_keyword])
 @pytest.mark.parametrize("kind", CONTROL_FLOW)
 def test_static_functions_that_close_over_arrays(kind, make, jit):
     """D7: the same if they hold the same array; a clear error if not, and never an ambiguous
@@ -733,14 +408,3 @@ def test_carry_gradient_that_swaps_two_parts():
             XS,
             carry_gradient=lambda c: {"a": c["b"], "b": c["a"]},
         )
-
-
-def test_a_loop_is_what_a_method_needs_to_know():
-    """A method can be asked and run by itself."""
-    loop = Loop(lambda h, x: ([h[0] + x[0]], [h[0]]), [0.0 * H], [XS], 12, False, 1)
-    for method in (*METHODS, Truncated(Checkpointed(2), 5)):
-        assert method.unsupported(loop) is None
-        (last,), (ys,) = method.run(loop)
-        assert_trees_close(last, jnp.sum(XS, 0))
-        assert ys.shape == XS.shape
-    assert scan.common_length(XS, None) == 12

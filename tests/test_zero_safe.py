@@ -1,28 +1,210 @@
 """`eqg.zero_safe`: against the derivative of the branch that is taken, in high precision."""
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import mpmath
 import numpy as np
+import optax
 import pytest
 
 from .helpers import assert_close, skip_without_checkpointed_loops
-from .zero_safe_cases import CASES
 
 
-NAN, INF = jnp.nan, jnp.inf
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`fn` is `truth`, a function of `mpmath`, near `x`, by what it takes there."""
+
+    name: str
+    fn: Callable[[Any], Any]
+    x: float
+    truth: Callable[[Any], Any]
 
 
-def first_and_second(case):
-    with mpmath.workdps(40):
-        x = mpmath.mpf(case.x)
-        return [float(mpmath.diff(case.truth, x, n)) for n in (1, 2)]
+where = jnp.where
+sqrt, log = jnp.sqrt, jnp.log
 
 
-def check(got, case, order):
-    assert_close(np.asarray(got, np.float64), first_and_second(case)[order - 1], tolerance=1e-4)
+def _scan(step, init, xs):
+    return jax.lax.scan(step, init, xs)[0]
+
+
+def _quaternion(v):
+    """MJX, `math.axis_angle_to_quat` after `math.normalize_with_norm`."""
+    norm = jnp.linalg.norm(v)
+    axis = where(norm > 0, v / norm, jnp.zeros_like(v))
+    return jnp.cos(norm / 2) + jnp.sum(axis) * jnp.sin(norm / 2)
+
+
+def _contact(x):
+    """MJX, the impedance of a contact: a power that is taken inside the margin only."""
+    position = jnp.clip(x, 0.0, 1.0)
+    power = where(position > 0, position**0.7, 0.0)
+    return where(x > 0, power / position, 1.0)
+
+
+@jax.custom_jvp
+def _root(x):
+    return jnp.sqrt(x)
+
+
+_root.defjvp(lambda primals, tangents: (_root(*primals), tangents[0] / (2 * _root(*primals))))
+
+
+@eqg.custom_jvp
+def _our_root(x):
+    return jnp.sqrt(x)
+
+
+@_our_root.def_jvp
+def _our_root_jvp(primals, tangents):
+    (x,) = primals
+    return _our_root(x), tangents[0] / (2 * _our_root(x))
+
+
+def _reset(x):
+    step = lambda c, reset: (where(reset, x * x, sqrt(c)), None)
+    return _scan(step, x, jnp.array([False, False, True]))
+
+
+def _late(x):
+    """The last step takes nothing of the others."""
+    step = lambda c, last: (where(last, 2 * x, c + log(x)), None)
+    return _scan(step, x, jnp.array([False, True]))
+
+
+def _attention(x):
+    q = x * jnp.arange(1.0, 5.0).reshape(2, 2)
+    scores = where(jnp.array([[True, True], [False, False]]), q @ q.T, -jnp.inf)
+    rows = jax.nn.softmax(scores) @ q
+    return jnp.sum(where(jnp.array([[True], [False]]), rows, 0.0))
+
+
+def _attention_truth(x):
+    rows = [[x, 2 * x], [3 * x, 4 * x]]
+    scores = [sum(a * b for a, b in zip(rows[0], row, strict=True)) for row in rows]
+    weights = [mpmath.exp(s) / sum(mpmath.exp(t) for t in scores) for s in scores]
+    return sum(w * sum(row) for w, row in zip(weights, rows, strict=True))
+
+
+def _masked_labels(x):
+    logits = jnp.stack([jnp.stack([x, 1 + 0 * x]), jnp.stack([-jnp.inf + 0 * x, x - jnp.inf])])
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.array([0, 0]))
+    return jnp.sum(where(jnp.array([True, False]), losses, 0.0))
+
+
+def _cond(x):
+    return jax.lax.cond(x > 0, lambda x: sqrt(x) * x, lambda x: x**2, x)
+
+
+def _switch(x):
+    branches = [lambda x: 3 * x, lambda x: 1 / x, sqrt]
+    return jax.lax.switch((x > 0).astype(jnp.int32), branches, x)
+
+
+_shifted = lambda x: sqrt(x + jnp.array([0.0, 4.0, 9.0]))
+
+
+def _dropped_update(x):
+    data = jnp.stack([log(x), x * x])
+    return jnp.sum(jnp.zeros(2).at[jnp.array([7, 1])].subtract(data, mode="drop"))
+
+
+def _steep_segment_max(x):
+    """The cotangent is infinite as well, of what is not taken."""
+    largest = jax.ops.segment_max(jnp.stack([x, x - 1]), jnp.array([0, 0]), 1)[0]
+    return where(x > 0, sqrt(largest), x)
+
+
+def _approx_max_k(x):
+    return jnp.sum(jax.lax.approx_max_k(_shifted(x), 1)[0])
+
+
+def _scan_of_top_k(x):
+    step = lambda h, _: (jax.lax.top_k(sqrt(jnp.stack([x, x + 4])), 1)[0][0], None)
+    return jax.lax.scan(step, x, None, length=2)[0]
+
+
+zero = lambda x: mpmath.mpf(0)
+same = lambda x: x
+
+# A scalar gets a cotangent from each element, and that of the second one is dead.
+_data = jnp.array([1.0, 0.0])
+_of_data = lambda terms: jnp.sum(where(_data > 0, terms, 0.0))
+
+CASES = [
+    Case("infinite literal", lambda x: where(x > 0, 0.0, x * jnp.inf), 1.0, zero),
+    Case("factor of data", lambda x: _of_data(x * (x / _data)), 0.5, lambda x: x**2),
+    Case("logarithm of data", lambda x: _of_data(x * (2 + log(_data))), 0.5, lambda x: 2 * x),
+    Case("divisor of data", lambda x: _of_data(x / _data), 0.5, same),
+    Case("exponent of data", lambda x: _of_data(x ** (1 / _data)), 0.5, same),
+    Case("power, second order", lambda x: where(x > 0, x**1.5, x**2), 0.0, lambda x: x**2),
+    Case("sinc", lambda x: where(x != 0, jnp.sin(x) / x, 1 - x**2 / 6), 0.0, mpmath.sinc),
+    Case("nested where", lambda x: where(x > 0, where(x > 1, log(x), sqrt(x)), x), 0.0, same),
+    Case("poison upstream", lambda x: where(x > 0, jnp.sin(3 * sqrt(x)), x), 0.0, same),
+    Case("used twice", lambda x: where(x > 0, x / sqrt(x), 0.0) * 1e3 + x, 0.0, same),
+    Case("sqrt of a relu", lambda x: sqrt(jax.nn.relu(x)) + x, -2.0, same),
+    Case("norm", lambda x: where(x > 0, jnp.linalg.norm(x * jnp.ones(3)), x), 0.0, same),
+    Case("std", lambda x: where(x > 1, jnp.std(x * jnp.ones(3)), x), 1.0, same),
+    Case("scatter-sub, dropped", _dropped_update, 0.0, lambda x: -(x**2)),
+    Case("segment_max of -inf", _steep_segment_max, 0.0, lambda x: x),
+    Case("approx_max_k", _approx_max_k, 0.0, lambda x: mpmath.sqrt(x + 9)),
+    Case("scan of top_k", _scan_of_top_k, 0.0, lambda x: mpmath.sqrt(x + 4)),
+    Case("attention, masked row", _attention, 0.5, _attention_truth),
+    Case("scan, reset", _reset, 0.0, lambda x: x**2),
+    Case("scan, late", _late, 0.0, lambda x: 2 * x),
+    Case(
+        "scan, from zero",
+        lambda x: _scan(lambda c, _: (sqrt(c) * x + x, None), jnp.zeros_like(x), jnp.arange(2)),
+        1.0,
+        lambda x: mpmath.sqrt(x) * x + x,
+    ),
+    Case(
+        "associative_scan",
+        lambda x: where(
+            x > 0, jax.lax.associative_scan(jnp.multiply, jnp.stack([log(x), x, x]))[-1], x
+        ),
+        0.0,
+        same,
+    ),
+    Case("switch", _switch, 0.0, lambda x: 3 * x),
+    Case("scan in checkpoint", jax.checkpoint(_reset), 0.0, lambda x: x**2),
+    Case(
+        "vmap of cond",
+        lambda x: jnp.sum(jax.vmap(_cond)(jnp.stack([x, x + 1]))),
+        0.0,
+        lambda x: x**2 + mpmath.sqrt(x + 1) * (x + 1),
+    ),
+    Case("custom_jvp of ours", lambda x: where(x > 0, _our_root(x), x), 0.0, same),
+    Case(
+        "logsumexp",
+        lambda x: where(x > 1, jax.scipy.special.logsumexp(x * jnp.full(2, -jnp.inf)), x),
+        1.0,
+        same,
+    ),
+    Case("logaddexp", lambda x: where(x > 0, jnp.logaddexp(log(x), -jnp.inf), x), 0.0, same),
+    Case(
+        "optax cross-entropy", _masked_labels, 0.0, lambda x: mpmath.log(1 + mpmath.exp(1 - x))
+    ),
+    Case(
+        "optax safe_norm",
+        lambda x: optax.safe_norm(jnp.stack([x, x]), 1e-3) + x,
+        0.0,
+        lambda x: 1e-3 + x,
+    ),
+    Case(
+        "MJX, rotation",
+        lambda x: _quaternion(where(x > 0, x, 0.0) * jnp.ones(3)) + x,
+        -1.0,
+        lambda x: 1 + x,
+    ),
+    Case("MJX, contact", _contact, -0.5, lambda x: mpmath.mpf(1)),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -32,86 +214,21 @@ def _mixed_promotion():
         yield
 
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-some_quick = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=[] if i % 4 == 0 else [pytest.mark.slow])
-        for i, case in enumerate(CASES)
-    ],
-)
-
-
 @pytest.mark.thorough
-@some_quick
-def test_first_derivative_of_what_is_taken(case):
-    safe, x = eqg.zero_safe(case.fn), jnp.asarray(case.x)
-    grad, tangent = jax.jit(
-        lambda x: (jax.grad(safe)(x), jax.jvp(safe, (x,), (x * 0 + 1,))[1])
-    )(x)
-    check(grad, case, 1)
-    check(tangent, case, 1)
-    assert safe(x) == case.fn(x) or jnp.isnan(case.fn(x))
+def test_derivatives_of_what_is_taken():
+    """Both modes, and second order: all cases in one program."""
 
+    def derivatives(case):
+        safe, x = eqg.zero_safe(case.fn), jnp.asarray(case.x)
+        gradient = jax.grad(safe)
+        forward = jax.jvp(safe, (x,), (x * 0 + 1,))[1]
+        return gradient(x), forward, jax.jacfwd(gradient)(x), jax.grad(gradient)(x)
 
-@pytest.mark.slow
-@every_case
-def test_second_derivative_of_what_is_taken(case):
-    safe, x = eqg.zero_safe(case.fn), jnp.asarray(case.x)
-    modes = {
-        "forward over reverse": jax.jacfwd(jax.grad(safe)),
-        "reverse over reverse": jax.grad(jax.grad(safe)),
-        "reverse over forward": jax.grad(jax.jacfwd(safe)),
-        "forward over forward": jax.jacfwd(jax.jacfwd(safe)),
-    }
-    for second in jax.jit(lambda x: [mode(x) for mode in modes.values()])(x):
-        check(second, case, 2)
-
-
-@pytest.mark.slow
-@every_case
-def test_derivative_under_transformations(case):
-    fn, safe, x = case.fn, eqg.zero_safe(case.fn), jnp.asarray(case.x)
-
-    def in_scan(x):
-        return jax.lax.scan(lambda c, _: (c + safe(x), None), x * 0, None, length=2)[0] / 2
-
-    def batched(x):
-        return jnp.mean(eqg.zero_safe(jax.vmap(fn))(jnp.stack([x, x])))
-
-    modes = [
-        jax.grad(jax.checkpoint(safe)),
-        jax.grad(eqg.zero_safe(jax.jit(fn))),
-        jax.grad(eqg.zero_safe(jax.checkpoint(fn))),
-        jax.grad(in_scan),
-        jax.grad(batched),
-        lambda x: jax.vmap(jax.grad(safe))(jnp.stack([x, x]))[1],
-        lambda x: jax.grad(lambda x: jnp.mean(jax.vmap(safe)(jnp.stack([x, x]))))(x),
-    ]
-    for grad in jax.jit(lambda x: [mode(x) for mode in modes])(x):
-        check(grad, case, 1)
-
-
-@pytest.mark.parametrize(
-    ("fn", "x", "expected"),
-    [
-        (jnp.sqrt, 0.0, INF),
-        (lambda x: jnp.arctan2(x, x), 0.0, NAN),
-        (lambda x: jnp.sqrt(x) ** 2, 0.0, NAN),
-        (lambda x: x / (1 + jnp.sqrt(x)), 0.0, NAN),
-        (lambda x: jnp.linalg.norm(x * jnp.ones(2)), 0.0, NAN),
-        (lambda x: jnp.where(x > 0, 1.0, 1.0) * 0 * jnp.sqrt(x), 0.0, NAN),
-        (lambda x: jnp.where(x >= 0, jnp.sqrt(x), 0.0), 0.0, INF),
-        (lambda x: jnp.maximum(jnp.sqrt(x), 0.0), 0.0, INF),  # a tie: both are taken
-        (lambda x: jnp.maximum(jnp.log(x - 1), 0.0) * jnp.sqrt(x), 0.0, NAN),
-    ],
-)
-def test_what_is_undefined_stays_so(fn, x, expected):
-    for of in (jax.grad, jax.jacfwd):
-        got, plain = of(eqg.zero_safe(fn))(x), of(fn)(x)
-        np.testing.assert_array_equal(got, plain)
-        if not (jnp.isnan(got) and jnp.isnan(expected)):
-            assert jnp.isnan(plain) or got == expected
+    for case, found in zip(CASES, jax.jit(lambda: [*map(derivatives, CASES)])(), strict=True):
+        with mpmath.workdps(40):
+            first, second = (float(mpmath.diff(case.truth, case.x, n)) for n in (1, 2))
+        want = [first, first, second, second]
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4, err_msg=case.name)
 
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
@@ -140,70 +257,6 @@ def test_an_extremum_that_is_nan_and_dead(take):
     assert_close(jax.grad(eqg.zero_safe(loss))(w, a), jax.grad(loss)(w, a[:1]))
 
 
-def _healthy():
-    key = jax.random.key(0)
-    x = jax.random.normal(key, (5, 4))
-    mlp = eqx.nn.MLP(4, 3, 8, 2, activation=jax.nn.relu, key=key)
-    cell = eqx.nn.GRUCell(4, 4, key=key)
-    gru = lambda cell, x: jax.lax.scan(lambda h, x: (cell(x, h), h), x[0], x)[1]
-    masked = lambda y: jnp.sum(jnp.where(y > 0, jnp.log(jnp.abs(y) + 0.1), jnp.exp(y)))
-    steps = lambda w, x: jax.lax.scan(
-        lambda h, x: (jnp.where(h > x, jnp.sqrt(h * h + 1), w * h), h), x[0], x
-    )[1]
-    return {
-        "mlp": (lambda mlp: masked(jax.vmap(mlp)(x)), mlp),
-        "softmax": (lambda mlp: jnp.sum(jax.nn.log_softmax(jax.vmap(mlp)(x))[:, 0]), mlp),
-        "gru": (lambda cell: masked(gru(cell, x)), cell),
-        "scan": (lambda w: masked(steps(w, x)), jnp.array(0.7)),
-        "max": (lambda w: jnp.max(jnp.sqrt(w**2 + x**2)), jnp.array(0.7)),
-    }
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", _healthy())
-def test_no_bit_is_changed_where_nothing_is_dead(name):
-    loss, model = _healthy()[name]
-    value, grad = eqx.filter_value_and_grad(loss)(model)
-    safe_value, safe_grad = eqx.filter_value_and_grad(eqg.zero_safe(loss))(model)
-    assert value == safe_value
-    for a, b in zip(*map(jax.tree.leaves, (grad, safe_grad)), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-# True but for the first element, which only the values tell: `x` is at least one.
-FALSE_AT_FIRST = {
-    "index out of bounds": lambda x: jnp.take(x, jnp.array([7, 0, 1])) > 0.5,
-    "filled with zero": lambda x: x.at[jnp.array([7, 0, 1])].get(mode="fill", fill_value=0) > 0,
-    "order": lambda x: jnp.argsort(x) > 0,
-    "order of integers": lambda x: jax.lax.top_k(jnp.array([6, 5, 4]), 3)[1] > 0,
-    "places": lambda x: jax.lax.top_k(9 - x, 3)[1] > 0,
-    "to integers": lambda x: (x - 0.5).astype(jnp.int32) > 0,
-    "wrapped integers": lambda x: jnp.array([200, 1, 1]).astype(jnp.int8) > 0,
-    "to half precision": lambda x: (TINY * x).astype(jnp.float16) > 0,
-    "rounded": lambda x: (1 + SMALL * x).astype(jnp.bfloat16) > 1,
-    "underflow": lambda x: (FAINT * x) * (FAINT * x) > 0,
-    "exchanged bounds": lambda x: (
-        jax.lax.clamp(5 * jnp.ones(3), x, jnp.array([0.0, 1, 2])) > 0.5
-    ),
-}
-SMALL, TINY, FAINT = (jnp.array([x, 1.0, 1.0]) for x in (1e-4, 1e-15, 1e-30))
-
-
-@pytest.mark.parametrize("case", FALSE_AT_FIRST)
-def test_a_choice_that_is_not_decided_by_ranges(case):
-    """What is not taken has no derivative, even if the bounds of exact arithmetic decide."""
-    at_least_one = lambda x: jnp.clip(x, 1.0, 3.0)
-
-    def choose(x, y, z):
-        return jnp.where(FALSE_AT_FIRST[case](at_least_one(x)), jnp.sqrt(y), z)
-
-    x, y, z = jnp.array([1.0, 2.5, 2.9]), jnp.array([0.0, 1.0, 4.0]), jnp.ones(3)
-    assert FALSE_AT_FIRST[case](at_least_one(x)).tolist() == [False, True, True]
-    safe = eqg.zero_safe(choose)
-    got = jax.jit(jax.grad(lambda *a: jnp.sum(safe(*a)), (0, 1, 2)))(x, y, z)
-    assert_close(got, (jnp.zeros(3), jnp.array([0, 0.5, 0.25]), jnp.array([1.0, 0, 0])))
-
-
 def test_a_factor_of_what_is_filled_with_nan():
     index, weight = jnp.array([0, -100, 2]), jnp.array([1.0, 2.0, 3.0])
 
@@ -214,57 +267,6 @@ def test_a_factor_of_what_is_filled_with_nan():
     x = jnp.array([0.5, 1.0, 2.0])
     got = jax.grad(eqg.zero_safe(loss), (0, 1))(x, weight)
     assert_close(got, (jnp.array([1.0, 0, 3]), jnp.array([0.5, 0, 2])))
-
-
-def test_modules_keywords_and_static_leaves():
-    class Model(eqx.Module):
-        linear: eqx.nn.Linear
-        name: str
-
-        def __call__(self, x, *, scale):
-            y = self.linear(x)
-            return {"y": scale * jnp.where(y > 0, jnp.sqrt(y), 0.0), "name": self.name, "n": 3}
-
-    linear = eqx.nn.Linear(2, 2, use_bias=False, key=jax.random.key(0))
-    model = eqg.zero_safe(Model(eqx.tree_at(lambda m: m.weight, linear, jnp.eye(2)), "m"))
-    x = jnp.array([0.0, 4.0])
-    out = model(x, scale=2.0)
-    assert out["name"] == "m"
-    assert out["n"] == 3
-    grad = eqx.filter_grad(lambda model: jnp.sum(model(x, scale=2.0)["y"]))(model)
-    np.testing.assert_array_equal(jax.tree.leaves(grad)[0], jnp.array([[0.0, 0.0], [0.0, 2.0]]))
-
-
-def test_methods():
-    class Model(eqx.Module):
-        weight: jax.Array
-
-        @eqg.zero_safe
-        def root(self, x):
-            return jnp.where(x > 0, jnp.sqrt(x) * self.weight, self.weight)
-
-    assert jax.grad(lambda w: Model(w).root(jnp.array(0.0)))(3.0) == 1.0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("jit", [False, True])
-def test_closed_over_tracers_are_differentiated(jit):
-    def loss(w):
-        f = eqg.zero_safe(lambda x: jnp.where(x > 0, jnp.sqrt(x) * w, w * 3))
-        step = lambda c, u: (jnp.where(u, jnp.sqrt(c) * w, c * w), None)
-        g = eqg.zero_safe(lambda x: jax.lax.scan(step, x, jnp.array([True, False]))[0])
-        stacked = lambda x: jnp.sum(jnp.sqrt(jnp.where(x > 0, jnp.stack([x, w]), 0.0)))
-        return (
-            f(jnp.array(4.0))
-            + f(jnp.array(0.0))
-            + g(jnp.array(4.0))
-            + eqg.zero_safe(stacked)(jnp.array(1.0))
-        )
-
-    grad = jax.grad(loss)
-    grad = jax.jit(grad) if jit else grad
-    assert_close(grad(4.0), jnp.array(2.0 + 3.0 + 2 * 2 * 4.0 + 0.25))
-    assert_close(jax.jvp(loss, (4.0,), (1.0,))[1], jnp.array(21.25))
 
 
 @jax.custom_vjp
@@ -317,18 +319,6 @@ def test_a_backward_rule_that_calls_an_elementwise_function(half):
     np.testing.assert_array_equal(jax.grad(loss)(jnp.array([0.0, 4.0])), [0.0, 0.25])
 
 
-def test_a_rule_that_mixes_is_dropped_as_a_whole():
-    @jax.custom_vjp
-    def norm(x):
-        return jnp.sqrt(jnp.sum(x**2))
-
-    norm.defvjp(lambda x: (norm(x), x), lambda x, ct: (ct * x / norm(x),))
-    x = jnp.zeros(2)
-    dead = eqg.zero_safe(lambda x: jnp.where(jnp.any(x > 0), norm(x), 0.0))
-    np.testing.assert_array_equal(jax.grad(dead)(x), jnp.zeros(2))
-    assert jnp.all(jnp.isnan(jax.grad(eqg.zero_safe(norm))(x)))
-
-
 def test_a_while_loop_has_its_forward_mode():
     def loop(x):
         body = lambda c: (c[0] + 1, jnp.sqrt(c[1]))
@@ -350,52 +340,20 @@ def test_effects_happen_once(capfd):
     assert capfd.readouterr().out.count("here") == 1
 
 
-@pytest.mark.parametrize(
-    ("fn", "x", "expected"),
-    [
-        (jnp.linalg.norm, jnp.zeros(2), 0.0),
-        (lambda x: jnp.linalg.norm(x) ** 2, jnp.zeros(2), 0.0),
-        (lambda x: jnp.sqrt(x @ x), jnp.zeros(2), 0.0),
-        (jnp.std, jnp.ones(3), 0.0),
-        (jax.scipy.special.logsumexp, jnp.full(2, -INF), 0.0),
-        (lambda x: jnp.sqrt(x) ** 2, jnp.array(0.0), 0.0),  # where it is wrong: this is 1
-        (lambda x: x / (1 + jnp.sqrt(x)), jnp.array(0.0), 1.0),
-        (jnp.sqrt, jnp.array(0.0), INF),
-        (lambda x: jnp.arctan2(x, x), jnp.array(0.0), NAN),
-        (
-            lambda x: jax.lax.scan(lambda c, _: (jnp.sqrt(c) ** 2, None), x, None, length=2)[0],
-            jnp.array(0.0),
-            0.0,
-        ),
-    ],
-)
-def test_policy_zero(fn, x, expected):
-    safe = eqg.zero_safe(fn, policy="zero")
-    np.testing.assert_array_equal(jax.grad(safe)(x), jnp.full_like(x, expected))
-    if jnp.isfinite(expected):
-        np.testing.assert_array_equal(jax.jacfwd(safe)(x), jnp.full_like(x, expected))
-
-
 _X = jnp.array([1.0, -2.0, 0.5, 3.0])
 _Z = jax.lax.complex(_X, jnp.array([0.3, 0.7, -1.0, 0.2]))
 _OF_COMPLEX = {
     "abs": jnp.abs,
     "real": jnp.real,
-    "imag": jnp.imag,
-    "conj": lambda z: jnp.imag(jnp.conj(z)),
     "angle": jnp.angle,
     "sign": lambda z: jnp.imag(jnp.sign(z)),
     "fft": lambda z: jnp.abs(jnp.fft.fft(z)),
-    "irfft": jnp.fft.irfft,
-    "rfft": lambda z: jnp.abs(jnp.fft.rfft(jnp.real(z))),
     "norm": jnp.linalg.norm,
-    "square": lambda z: jnp.abs(z) ** 2,
     "sqrt": lambda z: jnp.real(jnp.sqrt(z)),
 }
 
 
 @pytest.mark.thorough
-@pytest.mark.every(4)
 @pytest.mark.parametrize("policy", ["selected", "zero"])
 @pytest.mark.parametrize("name", _OF_COMPLEX)
 def test_between_real_and_complex(name, policy):
@@ -417,14 +375,6 @@ def test_policy_zero_at_a_complex_zero():
     assert_close(jax.jvp(safe, (z,), (jnp.array([0j, 1 + 1j]),))[1], jnp.asarray(1.4 * slope))
     (record,) = eqg.explain_nan(loss, z).found
     assert (record.kind, record.primitive) == ("true singularity", "sqrt")
-
-
-@pytest.mark.parametrize("name", _healthy())
-def test_policy_zero_on_healthy_programs(name):
-    loss, model = _healthy()[name]
-    grad = eqx.filter_grad(loss)(model)
-    safe_grad = eqx.filter_grad(eqg.zero_safe(loss, policy="zero"))(model)
-    assert_close(safe_grad, grad, eps=100)
 
 
 def test_an_unknown_policy_is_an_error():
@@ -501,34 +451,6 @@ def test_it_costs_nothing_where_nothing_can_be_dead(name):
     assert all(b <= 1.05 * a for a, b in zip(plain, safe, strict=True)), (plain, safe)
 
 
-def test_what_another_example_takes_is_kept():
-    def loss(x):
-        total = jax.lax.psum(jnp.sqrt(x), "batch")
-        return jnp.where(x > 2, total, x)
-
-    def mean(fn, x):
-        return jnp.sum(jax.vmap(fn, axis_name="batch")(x))
-
-    x = jnp.array([1.0, 4.0])
-    grad = jax.grad(lambda x: mean(loss, x))(x)
-    np.testing.assert_array_equal(jax.grad(lambda x: mean(eqg.zero_safe(loss), x))(x), grad)
-
-
-@pytest.mark.slow
-def test_strict_promotion():
-    def loss(w, x):
-        h = jnp.where(x > 0, jnp.sqrt(x), 0.0) @ jnp.where(w > 0, jnp.log(w), 0.0)
-        step = lambda h, u: (jnp.where(u > 0, jnp.sqrt(h * h + 1), u * h), jnp.maximum(u, 1.0))
-        h, _ = jax.lax.scan(step, h, jnp.arange(3.0) - 1)
-        return jax.lax.cond(x[0] > 0, lambda h: jnp.sum(jnp.sqrt(h)), lambda h: jnp.sum(h), h)
-
-    w, x = jnp.array([[0.0, 2.0], [1.0, 3.0]]), jnp.array([0.0, 4.0])
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        for policy in ("selected", "zero"):
-            safe = eqg.zero_safe(loss, policy=policy)
-            assert all(jnp.all(jnp.isfinite(g)) for g in jax.grad(safe, (0, 1))(w, x))
-
-
 @pytest.mark.slow
 def test_optimistix():
     optimistix = pytest.importorskip("optimistix")
@@ -558,28 +480,6 @@ def test_diffrax():
         return solution.ys[0]
 
     assert jax.grad(end)(jnp.array(0.0)) == 1.0
-
-
-@pytest.mark.slow
-def test_diffrax_keeps_its_bits():
-    """Where nothing is dead, `zero_safe` changes no bit of a compiled gradient."""
-    dfx = pytest.importorskip("diffrax")
-    skip_without_checkpointed_loops()
-    field = eqx.nn.MLP(2, 2, 8, 1, activation=jnp.tanh, key=jax.random.key(0))
-
-    def loss(field, y):
-        term = dfx.ODETerm(lambda t, y, field: field(y))
-        solution = dfx.diffeqsolve(
-            term, dfx.Tsit5(), 0.0, 1.0, 0.1, y, args=field, max_steps=32
-        )
-        return jnp.sum(solution.ys**2)
-
-    gradient = lambda loss: eqx.filter_jit(eqx.filter_grad(loss))(field, jnp.array([0.5, -0.3]))
-    pairs = zip(
-        *map(jax.tree.leaves, (gradient(eqg.zero_safe(loss)), gradient(loss))), strict=True
-    )
-    for safe, plain in pairs:
-        np.testing.assert_array_equal(safe, plain)
 
 
 def test_flowjax():
@@ -640,18 +540,6 @@ def test_at_the_end_of_a_closed_domain(name, dtype):
         assert jax.grad(eqg.zero_safe(loss))(inside) == jax.grad(fn)(inside)
 
 
-def test_a_backward_rule_that_calls_an_elementwise_function_of_this_library():
-    """What a `jax.custom_vjp` computes is dropped element by element only if its backward rule
-    is seen to be elementwise. An undecorated `half` is the witness."""
-    fns = [lambda x: 0.5 * x, eqg.elementwise(lambda x: 0.5 * x, lambda out, x: 0.5)]
-    for half in fns:
-        f = jax.custom_vjp(jnp.sqrt)
-        f.defvjp(lambda x: (jnp.sqrt(x), x), lambda x, ct, half=half: (half(ct / jnp.sqrt(x)),))
-        loss = lambda x, f=f: jnp.sum(jnp.where(x > 0, f(x), 0.0))
-        gradient = jax.grad(eqg.zero_safe(loss))(jnp.array([0.0, 4.0]))
-        np.testing.assert_array_equal(gradient, [0.0, 0.25])
-
-
 def test_values_behind_a_barrier_keep_their_own_ranges():
     """The first value is never small, the second one may be zero."""
 
@@ -661,13 +549,6 @@ def test_values_behind_a_barrier_keep_their_own_ranges():
 
     gradient = jax.grad(eqg.zero_safe(loss))(jnp.array([0.0, 4.0]))
     np.testing.assert_array_equal(gradient, [0.0, 0.25])
-
-
-def test_a_complex_sign_has_no_infinite_factor():
-    """JAX knows that its derivative is zero, even though its value divides by `abs(x)`."""
-    x = jnp.array([0.0, 4.0])
-    loss = lambda x: jnp.sum(jnp.abs(jnp.sign(x + 0j).real) * x)
-    np.testing.assert_array_equal(jax.grad(eqg.zero_safe(loss))(x), jax.grad(loss)(x))
 
 
 def test_a_convolution_before_a_root_costs_nothing_more():

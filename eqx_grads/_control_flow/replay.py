@@ -21,11 +21,11 @@ from .._rules.custom_vjp import custom_vjp
 from .._rules.rule import try_to_trace
 from .._tangent_spaces import as_array_list, is_differentiable, sum_dtype
 from .chunked_scan import chunk_init, scan_in_chunks, shift_in
-from .replay_cost import log_choice, replay_chunk, why_never_better, why_not_better
+from .replay_cost import log_choice, replay_chunk, why_not_better
 from .replay_split import cannot_replay, SplitVjp
 from .scan_backward import AbstractMethod, Loop
-from .traced_body import TracedBody, why_not_recomputed, why_not_vectorized
-from .vectorize import why_not_batched
+from .traced_body import TracedBody
+from .vectorize import why_not_batched, why_not_recomputed, why_not_vectorized
 
 
 # In the name stack of a scan for which `"auto"` chose plain scan. Nothing else in the program
@@ -50,9 +50,7 @@ class Replayed(AbstractMethod):
         if loop.unroll is True or (loop.unroll is not False and loop.unroll != 1):
             return "`unroll` is given"
         reason = why_not_vectorized(loop.program[0])
-        if reason is not None:
-            return f"a step {reason}"
-        return why_never_better(loop.traced[0]) if self.only_if_better else None
+        return None if reason is None else f"a step {reason}"
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         body, consts, init = loop.traced
@@ -95,8 +93,7 @@ def replayed_scan(
     consts: list[Any], init: list[Any], xs: list[Any], step_index: Any, *, how: _Replay
 ):
     """The last carry, and all `ys`."""
-    run = how.body.as_given if how.only_if_better else how.body
-    return how.scan(ft.partial(run, consts), init, xs, step_index)
+    return how.scan(ft.partial(how.body, consts), init, xs, step_index)
 
 
 # `ScanBody.varying_arrays` has cast the operands, and a constant must stay as `body` has it.
@@ -113,9 +110,7 @@ def _replayed_scan_fwd(consts, init, xs, step_index, *, how, perturbed: tuple[An
         choice = replay if why_plain is None else f"plain scan, as {why_plain}"
         log_choice(steps, body.carry_types, choice)
     if why_plain is not None:
-        run = lambda consts, *args: how.scan(
-            ft.partial(body.as_given, consts), *args, step_index
-        )
+        run = lambda consts, *args: how.scan(ft.partial(body, consts), *args, step_index)
         with jax.named_scope(PLAIN):
             out, residuals = _plain_vjp(run, (consts, init, xs), perturbed_args)
         return out, (residuals, None)
@@ -158,12 +153,9 @@ def _pull_back_plain(pull_back, inexact, cts, perturbed):
     """JAX expects arrays of zeros where this library has `None`, and would compute with them:
     a part of the carry that no result depends on would have a cotangent at every step."""
     values, outputs = jax.tree.flatten(inexact)
-    cts = outputs.flatten_up_to(cts)
     of_dense = lambda *cts: jax.tree.leaves(pull_back(jax.tree.unflatten(outputs, cts)))
-    if any(ct is None for ct in cts):
-        cts = iter(evaluate_with_zeros(jax.make_jaxpr(of_dense)(*values), cts))
-    else:
-        cts = iter(of_dense(*cts))
+    program = jax.make_jaxpr(of_dense)(*values)
+    cts = iter(evaluate_with_zeros(program, outputs.flatten_up_to(cts)))
     return jax.tree.map(lambda flag: next(cts) if flag else None, perturbed)
 
 

@@ -30,8 +30,11 @@ _USES_OF_A_WEIGHT = 2  # of a weight, in a step: plain scan sums once for all
 _COPIES_IN_CHUNK = 3  # of the residuals, while a chunk is replayed: 2 to 4 for the cells there
 
 
-def why_never_better(body: TracedBody) -> str | None:
-    """Why plain scan is better, or as good, whatever the batch; `None` if it depends."""
+def why_not_better(
+    body: TracedBody, vjp: ClosedJaxpr, steps: int, perturbed: Sequence[bool]
+) -> str | None:
+    """Why plain scan is better for this batch, if these `consts` are differentiated. `vjp` is
+    the derivative of a step (`TracedBody.trace_vjp`)."""
     if body.has_symbolic_shapes:
         return "a step has symbolic shapes"
     if holds(body.program, Cond, Checkpoint):
@@ -40,17 +43,6 @@ def why_never_better(body: TracedBody) -> str | None:
     # A CPU takes longer for the gradients of a chunk: of a kernel, and of the rows of a table.
     if on_cpu() and holds(body.program, *_SLOW_IN_A_CHUNK):
         return "a step has a convolution, or looks up rows of a table"
-    return None
-
-
-def why_not_better(
-    body: TracedBody, vjp: ClosedJaxpr, steps: int, perturbed: Sequence[bool]
-) -> str | None:
-    """Why plain scan is better for this batch, if these `consts` are differentiated. `vjp` is
-    the derivative of a step (`TracedBody.trace_vjp`)."""
-    reason = why_never_better(body)
-    if reason is not None:
-        return reason
     inputs = body.input_types
     of_ct = depends(vjp, [i >= len(inputs) for i in range(len(vjp.in_avals))])
     varying = depends(vjp, [*body.varies, *(True for _ in vjp.in_avals[len(inputs) :])])
@@ -105,10 +97,11 @@ def _each_product(program: ClosedJaxpr) -> Iterator[tuple[float, int]]:
     for eqn in program.eqns:
         if eqn.primitive is jax.lax.dot_general_p:
             (contracted, _), _ = eqn.params["dimension_numbers"]
-            shape = eqn.invars[0].aval.shape
-            depth = math.prod(shape[i] for i in contracted)
+            sizes = [v.aval.size for v in eqn.invars]
+            depth = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
             if eqn.outvars[0].aval.size * depth > 0:
-                yield 2.0 * eqn.outvars[0].aval.size * depth, math.prod(shape) // depth
+                # Either operand may be the weight, which mostly has more rows than the batch.
+                yield 2.0 * eqn.outvars[0].aval.size * depth, min(sizes) // depth
         known = structure(eqn)
         times = known.length if isinstance(known, Scan) else 1
         for inner in inner_programs(eqn):

@@ -43,8 +43,7 @@ from .._jaxprs.linearity import linear_in, surely_linear
 from .._jaxprs.operands import flagged
 from .._jaxprs.structure import CallWithRule, Cond, holds
 from .._tangent_spaces import add_terms
-from .matmul_layout import inlined
-from .traced_body import TracedBody
+from .traced_body import inlined, TracedBody
 from .vectorize import no_batching_rule
 
 
@@ -76,11 +75,8 @@ class SplitVjp:
             *const_indices,
             *(n_consts + n_carry + i for i in self._x_indices),
         ]
-        program = body.trace_vjp(inputs, [*carry_indices, *(n_carry + i for i in y_indices)])
-        # No call may hide an equation. Nothing is said to vary, so that no operands of a matrix
-        # product are swapped.
-        program = inlined(program, [False] * len(program.in_avals))
-        self.program = program
+        outputs = [*carry_indices, *(n_carry + i for i in y_indices)]
+        self.program = program = inlined(body.trace_vjp(inputs, outputs))
         jaxpr = program.jaxpr
         self._constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
         n_inputs, n_carry = len(body.input_types), len(carry_indices)

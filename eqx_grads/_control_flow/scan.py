@@ -1,7 +1,5 @@
 """`filter_scan`: its arguments, and the choice of its method (`"auto"` included)."""
 
-import contextlib
-import contextvars
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,18 +9,18 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function, rule_error
-from .._jaxprs.current_trace import is_jit_disabled, setting
+from .._jaxprs.current_trace import is_jit_disabled
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._rules.float_args import as_count, as_integer
 from .carry import as_array_if_varying, is_sliced, lengths, settle_integers
 from .chunked_scan import near_divisor
-from .online import check_online, Online, online_method
 from .replay import Replayed
 from .replay_cost import log_choice
 from .replay_split import cannot_replay
-from .scan_backward import AbstractMethod, Checkpointed, Loop, Plain
+from .scan_backward import AbstractMethod, Checkpointed, Loop, Online, Plain
 from .scan_body import ScanBody
 from .truncated import cut_loop, Truncated
+from .visible_steps import steps_are_visible
 
 
 def filter_scan(
@@ -187,7 +185,7 @@ def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, **opt
     if truncate is not None and isinstance(steps, int) and truncate >= steps:
         truncate = None  # there is only one window
     method = named_method(options["checkpoint"], steps if truncate is None else truncate)
-    method = online_method(options["online"], options["checkpoint"], truncate) or method
+    method = _online_method(options["online"], options["checkpoint"], truncate) or method
     body = settle_integers(
         lambda becomes_array: ScanBody(f, init, xs, carry_gradient, becomes_array),
         lambda body: body.integers_that_vary(init, xs),
@@ -225,6 +223,24 @@ def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
     return Checkpointed(min(every, steps)) if steps > 0 else Plain()
 
 
+def _online_method(online: Any, checkpoint: Any, truncate: Any) -> Online | None:
+    if online is False:
+        return None
+    if online is not True and not (isinstance(online, str) and online == "e-prop"):
+        raise rule_error(
+            "`filter_scan` was given an `online` that it does not know.",
+            f"it is {online!r:.60}",
+            do='Give `True`, "e-prop" or `False`.',
+        )
+    if checkpoint is not None or truncate is not None:
+        raise rule_error(
+            "An online `filter_scan` saves its inputs only, so there is nothing to choose.",
+            f"`checkpoint` is {checkpoint!r:.60}, `truncate` is {truncate!r:.60}",
+            do="Leave them out, or leave out `online`.",
+        )
+    return Online(approximate=online == "e-prop")
+
+
 def _choose(
     method: AbstractMethod, loop: Loop, window: int | None
 ) -> tuple[AbstractMethod, Loop]:
@@ -234,14 +250,20 @@ def _choose(
     of the body, so that no step is run again. `"replay"` becomes an error that says why.
     """
     if isinstance(method, Online) and loop.steps != 0:
-        check_online(method, loop)
+        reason = method.unsupported(loop)
+        if reason is not None:
+            raise rule_error(
+                "These steps can't run in an online `filter_scan`.",
+                reason,
+                do="Use `truncate` or `checkpoint`.",
+            )
         # The exact method has the derivative of the steps themselves.
-        is_visible = _STEPS_ARE_VISIBLE.get() and not method.approximate
+        is_visible = steps_are_visible() and not method.approximate
         return (Plain() if is_visible else method), loop
     in_the_steps = loop if window is None else cut_loop(loop, window)
     visible = method if isinstance(method, Plain | Checkpointed) else Plain(), in_the_steps
     # Without `jit`, JAX's loops are written out, and there is nothing to trace.
-    if loop.steps == 0 or is_jit_disabled() or _STEPS_ARE_VISIBLE.get():
+    if loop.steps == 0 or is_jit_disabled() or steps_are_visible():
         return visible
     in_windows = lambda inner: inner if window is None else Truncated(inner, window)
     reason = in_windows(method).unsupported(loop)
@@ -254,19 +276,6 @@ def _choose(
         if in_windows(Plain()).unsupported(loop) is None:
             return in_windows(Plain()), loop
     return visible
-
-
-def visible_steps() -> contextlib.AbstractContextManager[None]:
-    """Trace every `filter_scan` in this context so that its steps are equations of the program.
-
-    No scan is then a call with a rule: JAX itself differentiates `"replay"`, `"auto"` and
-    `truncate`, and the derivative is the same. It is for code that looks for something in the
-    steps, as `gradient_flow` does for the outputs of layers.
-    """
-    return setting(_STEPS_ARE_VISIBLE, True)
-
-
-_STEPS_ARE_VISIBLE = contextvars.ContextVar("eqx_grads_visible_steps", default=False)
 
 
 def common_length(xs: Any, length: int | None) -> Any:
@@ -304,12 +313,7 @@ def common_length(xs: Any, length: int | None) -> Any:
 
 def _as_unroll(unroll: Any) -> int | bool:
     """The number of steps, or whether to write out the whole loop, for which JAX also has 0."""
-    if not isinstance(unroll, int | np.integer | np.bool_) or unroll < 0:
-        raise rule_error(
-            "`filter_scan` was given an `unroll` that is not a number of steps.",
-            f"it is {unroll!r:.60}",
-            do="Give a bool, or an integer from zero, which is the whole loop.",
-        )
     if isinstance(unroll, bool | np.bool_):
         return bool(unroll)
-    return int(unroll) or True
+    do = "Give a bool, or an integer from zero, which is the whole loop."
+    return as_count("filter_scan", "unroll", unroll, least=0, do=do) or True

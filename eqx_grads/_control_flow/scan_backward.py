@@ -1,8 +1,7 @@
 """How the backward pass of a scan gets its residuals: saved, or recomputed.
 
 A method is a frozen class: `unsupported` says what it can't do, and `run` does the rest.
-`Plain` and `Checkpointed` are here, `Replayed` is in `replay.py`, and `Truncated` in
-`truncated.py`.
+`Replayed` is in `replay.py`, `Truncated` in `truncated.py`, and all others are here.
 """
 
 import abc
@@ -17,7 +16,8 @@ from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.symbolic_sizes import is_symbolic
 from .chunked_scan import scan_in_chunks
-from .traced_body import close_body, trace_body, TracedBody, why_not_recomputed
+from .traced_body import close_body, trace_body, TracedBody
+from .vectorize import why_not_recomputed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,3 +140,25 @@ class Checkpointed(AbstractMethod):
         inputs = (loop.step_index, loop.inputs)
         options = {"chunk": self.every, "reverse": loop.reverse}
         return scan_in_chunks(one_chunk, loop.init, inputs, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Online(AbstractMethod):
+    """Save the inputs only, and compute the derivatives of the carry forward in time.
+
+    - `approximate`: e-prop, which drops all but the diagonal of the derivative of the carry.
+    """
+
+    approximate: bool
+
+    def unsupported(self, loop: Loop) -> str | None:
+        return loop.why_not_again
+
+    def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
+        from .._online.online_scan import online_scan, OnlineOptions  # only if asked for
+
+        body, consts, init = loop.traced
+        step: Any = loop.body  # of the user
+        for_errors = tuple(step.carry_paths()), step.place()
+        options = OnlineOptions(self.approximate, *for_errors, loop.reverse, loop.unroll)
+        return online_scan(consts, init, loop.xs, loop.step_index, body=body, options=options)

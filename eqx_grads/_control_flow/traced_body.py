@@ -1,7 +1,7 @@
 """A scan body as a closed jaxpr, with the values that it closes over as arguments."""
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,25 +9,22 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
 from .._jaxprs.dependence import are_in, consts_as_inputs, depends, needed, without_unused
+from .._jaxprs.evaluate import bind, evaluate
 from .._jaxprs.interpret import fixed_point
 from .._jaxprs.operands import at, flagged, restricted
-from .._jaxprs.structure import CallWithRule, holds
+from .._jaxprs.structure import Call, CallWithRule, holds, structure
+from .._jaxprs.versions import assigns_shardings
 from .._tangent_spaces import as_array_list, is_differentiable
-from .matmul_layout import inlined
-from .vectorize import why_not_vectorizable
 
 
 class TracedBody:
     """A traced body: `consts, carry, x` to `carry, y`, all of them lists of arrays.
 
     The values that the user's function closes over are in `consts`, so it holds no tracer.
-    `given` is the program of the function that was traced, and `program` the same with calls
-    inlined and the operands of matrix products swapped.
     """
 
     def __init__(self, given: ClosedJaxpr, n_consts: int, n_carry: int):
-        self.given = given
-        self.program = inlined(given, [i >= n_consts for i in range(len(given.in_avals))])
+        self.program = inlined(given)
         in_types, n = self.program.in_avals, n_consts + n_carry
         self.const_types, self.carry_types = in_types[:n_consts], in_types[n_consts:n]
         self.x_types = in_types[n:]
@@ -54,10 +51,6 @@ class TracedBody:
     def __call__(self, consts, carry, x) -> tuple[list[Any], list[Any]]:
         return self._split(jaxpr_as_fun(self.program)(*consts, *carry, *x))
 
-    def as_given(self, consts, carry, x) -> tuple[list[Any], list[Any]]:
-        """The outputs of a call, by the program that plain scan runs."""
-        return self._split(jaxpr_as_fun(self.given)(*consts, *carry, *x))
-
     def _split(self, out: list[Any]) -> tuple[list[Any], list[Any]]:
         n = len(self.carry_types)
         return out[:n], out[n:]
@@ -73,7 +66,7 @@ class TracedBody:
 
         def vjp(*args):
             values, cts = args[: len(types)], list(args[len(types) :])
-            run = lambda *xs: at(jaxpr_as_fun(self.program)(*xs), outputs)
+            run = lambda *xs: at(_run_flat(self.program, self.varies, xs), outputs)
             return jax.vjp(restricted(run, values, inputs), *at(values, inputs))[1](cts)
 
         return jax.make_jaxpr(vjp)(*types, *at(out_types, outputs))
@@ -109,10 +102,8 @@ class TracedBody:
         xs = [jnp.moveaxis(x, 0, 1) if b else x for x, b in zip(xs, batched_xs, strict=True)]
         parts = (batched_consts, carried, batched_xs)
         axes = [[0 if b else None for b in part] for part in parts]
-        vectorized = lambda fn: jax.vmap(fn, axes, (axes[1], 0), axis_size=size)
         types = jax.eval_shape(lambda: (consts, init, [x[0] for x in xs]))
-        body = TracedBody.of(vectorized(self), *types)
-        body.given = _trace(vectorized(self.as_given), *types)
+        body = TracedBody.of(jax.vmap(self, axes, (axes[1], 0), axis_size=size), *types)
         last, ys = scan(consts, init, xs, step_index, body=body, **options)
         return (last, [jnp.moveaxis(y, 1, 0) for y in ys]), (carried, True)
 
@@ -198,36 +189,42 @@ def close_body(program: ClosedJaxpr, n_carry: int) -> tuple[TracedBody, list[Any
     return TracedBody(consts_as_inputs(program), len(consts), n_carry), consts
 
 
-# ---------------------------------------------------------------- what can't be done with it
-# The reasons are predicates: "a step has side effects".
+def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with `jax.jit` and the like inlined, so that no call hides an equation."""
+    if not holds(program, Call):
+        return program
+    run = lambda *args: _run_flat(program, [False] * len(args), args)
+    return jax.make_jaxpr(run)(*program.in_avals)
 
 
-def why_not_recomputed(effects: Iterable[Any], mesh_axes: bool = False) -> str | None:
-    """Why a program with these effects must run once and as it is; `None` if it may be run
-    again, or in part. Sums over the axes of the mesh are allowed if `mesh_axes`."""
-    allowed = jax.sharding.get_abstract_mesh().axis_names if mesh_axes else ()
-    names = [getattr(effect, "name", None) for effect in effects]
-    names = [name for name in names if name not in allowed]
-    if not names:
-        return None
-    for name in names:
-        if _is_axis(name):
-            return f"communicates over the named axis {name!r}"
-    return "has side effects, each of which has to happen once"
+def _run_flat(program: ClosedJaxpr, varies: Sequence[bool], args: Sequence[Any]) -> list[Any]:
+    """The outputs of a program without its calls.
+
+    In a matrix product, the operand that varies comes first: `x @ w.T` instead of `w @ x`. The
+    derivative of many steps is up to 1.5 times as fast on a CPU (JAX 0.10). A scan of the steps
+    need not be.
+    """
+    dependent = depends(program, varies)
+
+    def hook(eqn, values):
+        known, varies = structure(eqn), are_in(eqn.invars, dependent)
+        if isinstance(known, Call) and not assigns_shardings(eqn.params):
+            return _run_flat(*known.programs, varies, values)
+        if eqn.primitive is jax.lax.dot_general_p and varies == [False, True]:
+            return [_swapped_product(eqn, *values)]
+        return bind(eqn, values)
+
+    return evaluate(program, args, hook)
 
 
-def _is_axis(name: Any) -> bool:
-    """Whether an effect is named after an axis. The effect of a `jax.new_ref` is not."""
-    try:
-        jax.lax.axis_size(name)
-    except (NameError, TypeError):
-        return False
-    return True
-
-
-def why_not_vectorized(program: ClosedJaxpr) -> str | None:
-    """Why `jax.vmap` over time does not compute what the steps compute one after another;
-    `None` if it does."""
-    if holds(program, "pure_callback"):
-        return "calls the host (`jax.pure_callback`)"
-    return why_not_vectorizable(program)
+def _swapped_product(eqn: Any, a, b):
+    precision = eqn.params["precision"]
+    differs = isinstance(precision, tuple) and len(set(precision)) > 1
+    if differs or eqn.params.get("out_sharding") is not None:
+        return bind(eqn, [a, b])[0]
+    (contract_a, contract_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
+    numbers = ((contract_b, contract_a), (batch_b, batch_a))
+    out = jax.lax.dot_general_p.bind(b, a, **{**eqn.params, "dimension_numbers": numbers})
+    n = len(batch_a)
+    n_b = b.ndim - len(contract_b) - n
+    return jnp.transpose(out, (*range(n), *range(n + n_b, out.ndim), *range(n, n + n_b)))

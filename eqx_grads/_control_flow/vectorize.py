@@ -1,6 +1,9 @@
-"""Whether `jax.vmap` of a traced program computes what calling it many times computes."""
+"""Whether a step may run again, and whether `jax.vmap` over time computes what the steps do.
 
-from collections.abc import Sequence
+The reasons are predicates: "a step has side effects".
+"""
+
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +15,7 @@ from .._jaxprs.structure import (
     CallWithRule,
     Cond,
     equations,
+    found,
     holds,
     inner_programs,
     structure,
@@ -23,22 +27,47 @@ from .._jaxprs.structure import (
 _DRAWS_NOTHING = ("random_seed", "random_wrap", "random_unwrap", "eq", "ne")
 
 
-def why_not_vectorizable(program: ClosedJaxpr) -> str | None:
-    """Why `jax.vmap` changes a program, as a predicate ("draws random bits"), or `None`."""
-    for eqn in equations(program):
-        known = structure(eqn)
-        if _draws_bits_of_a_batch(eqn, known):
-            return "draws random bits that are different under `jax.vmap`"
-        # Under `vmap` all branches run, and the body of a loop runs for all elements until the
-        # last one is done. A loop in there may not end for values that it is not meant for
-        # (https://github.com/jax-ml/jax/issues/2947, open in JAX 0.12).
-        if isinstance(known, Cond | While) and any(holds(p, While) for p in known.programs):
-            where = "a branch of a `cond`" if isinstance(known, Cond) else "another"
+def why_not_recomputed(effects: Iterable[Any], mesh_axes: bool = False) -> str | None:
+    """Why a program with these effects must run once and as it is; `None` if it may be run
+    again, or in part. Sums over the axes of the mesh are allowed if `mesh_axes`."""
+    allowed = jax.sharding.get_abstract_mesh().axis_names if mesh_axes else ()
+    names = [getattr(effect, "name", None) for effect in effects]
+    names = [name for name in names if name not in allowed]
+    if not names:
+        return None
+    for name in names:
+        if _is_axis(name):
+            return f"communicates over the named axis {name!r}"
+    return "has side effects, each of which has to happen once"
+
+
+def _is_axis(name: Any) -> bool:
+    """Whether an effect is named after an axis. The effect of a `jax.new_ref` is not."""
+    try:
+        jax.lax.axis_size(name)
+    except (NameError, TypeError):
+        return False
+    return True
+
+
+def why_not_vectorized(program: ClosedJaxpr) -> str | None:
+    """Why `jax.vmap` over time does not compute what the steps compute one after another;
+    `None` if it does."""
+    if holds(program, "pure_callback"):
+        return "calls the host (`jax.pure_callback`)"
+    if any(map(_draws_bits_of_a_batch, list(equations(program)))):
+        return "draws random bits that are different under `jax.vmap`"
+    # Under `vmap` all branches run, and the body of a loop runs for all elements until the
+    # last one is done. A loop in there may not end for values that it is not meant for
+    # (https://github.com/jax-ml/jax/issues/2947, open in JAX 0.12).
+    for eqn in found(program, Cond, While):
+        if any(holds(inner, While) for inner in inner_programs(eqn)):
+            where = "another" if eqn.primitive.name == "while" else "a branch of a `cond`"
             return f"has a `while_loop` in {where}"
     return None
 
 
-def _draws_bits_of_a_batch(eqn: Any, known: Any) -> bool:
+def _draws_bits_of_a_batch(eqn: Any) -> bool:
     """Whether an equation draws random bits that are different under `vmap`.
 
     Each threefry key has its own bits. XLA's generators (`rbg`, `unsafe_rbg`) draw the bits of
@@ -53,7 +82,7 @@ def _draws_bits_of_a_batch(eqn: Any, known: Any) -> bool:
         return False
     # The programs in an equation are looked at themselves. One without may draw when it is
     # compiled, as `random_gamma` does, and one with a rule when it is differentiated.
-    return isinstance(known, CallWithRule) or not inner_programs(eqn)
+    return isinstance(structure(eqn), CallWithRule) or not inner_programs(eqn)
 
 
 def _is_other_key(v: Any) -> bool:

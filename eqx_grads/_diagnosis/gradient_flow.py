@@ -16,8 +16,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, PyTree
 
-from .._control_flow.called_cells import AbstractCellLayer, called_cells
-from .._control_flow.scan import visible_steps
+from .._control_flow.visible_steps import AbstractCellLayer, called_cells, visible_steps
 from .._errors import check_function, place_of, rule_error, show_path
 from .._gradient_ops.probe import GradientStatistics, probe
 from .._jaxprs.evaluate import bind, enter, evaluate

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .._control_flow.called_cells import AbstractCellLayer
+from .._control_flow.visible_steps import AbstractCellLayer
 from .._errors import show_path
 
 

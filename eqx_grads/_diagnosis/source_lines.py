@@ -15,8 +15,9 @@ import jaxtyping
 from jax.extend.core import ClosedJaxpr
 
 from .. import safe
+from .._jaxprs.evaluate import traceback_of
 from .._jaxprs.structure import Call, CallWithRule, structure
-from .._jaxprs.versions import function_name, traceback_of
+from .._jaxprs.versions import function_name
 
 
 @dataclasses.dataclass(frozen=True)

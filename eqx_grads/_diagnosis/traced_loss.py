@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
 from .._control_flow.checkpoint import filter_checkpoint
-from .._control_flow.scan import visible_steps
+from .._control_flow.visible_steps import visible_steps
 from .._errors import (
     check_function,
     first_line,
@@ -27,8 +27,8 @@ from .._errors import (
     show_path,
     show_tree,
 )
+from .._jaxprs.evaluate import keeping_tracebacks
 from .._jaxprs.structure import holds, is_reference
-from .._jaxprs.versions import keeping_tracebacks
 from .._tangent_spaces import is_differentiable
 from .._zero_safe.zero_safe import ZeroSafe
 from .layers import own_cells, wrap_layers

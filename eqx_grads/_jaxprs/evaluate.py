@@ -4,14 +4,18 @@ The values need not be arrays. A hook defines the operations, so that they may j
 statuses of an abstract interpretation (`linearity.py`), `None` for known zeros, or PyTrees.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import contextvars
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from .current_trace import is_eager
+from .current_trace import is_eager, setting
 from .operands import at, restricted
 from .structure import (
     Call,
@@ -24,7 +28,6 @@ from .structure import (
     While,
 )
 from .symbolic_sizes import as_length
-from .versions import equation_context
 
 
 Hook = Callable[[Any, list[Any]], Sequence[Any]]
@@ -188,3 +191,52 @@ def with_fixed_dtypes(carry: list[Any]) -> list[Any]:
     one after it: JAX would trace the step again."""
     is_weak = lambda x: getattr(x, "weak_type", False)
     return jax.tree.map(lambda x: x.astype(x.dtype) if is_weak(x) else x, carry)
+
+
+# ---------------------------------------------------------------- the place of an equation
+
+
+@contextlib.contextmanager
+def equation_context(eqn: Any) -> Iterator[None]:
+    """Compute what follows where the equation was computed, and under its name.
+
+    This restores the mesh, the compute type, the metadata for XLA and the name stack. The line
+    in the user's code can't be restored: no public API evaluates one equation
+    (https://github.com/jax-ml/jax/pull/7417). See `keeping_tracebacks`.
+    """
+    names = str(eqn.source_info.name_stack)
+    if _KEEPS_TRACEBACKS.get() and not re.search(_TRACEBACK, names):
+        names = f"{names}/{_name_of_traceback(eqn)}".strip("/")
+    with eqn.ctx.manager, jax.named_scope(names) if names else contextlib.nullcontext():
+        yield
+
+
+def keeping_tracebacks() -> contextlib.AbstractContextManager[None]:
+    """In this context, what an equation is evaluated to has a name from which `traceback_of`
+    finds the traceback of that equation. It is for code that shows lines of the user's code."""
+    return setting(_KEEPS_TRACEBACKS, True)
+
+
+def traceback_of(eqn: Any) -> Any:
+    """The traceback of an equation, or of the one that was evaluated to it."""
+    found = re.findall(_TRACEBACK, str(eqn.source_info.name_stack))
+    return _TRACEBACKS[int(found[-1])] if found else eqn.source_info.traceback
+
+
+def _name_of_traceback(eqn: Any) -> str:
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return ""
+    # The names may outlive the context, as JAX keeps what it traced, and so do the numbers.
+    with _NUMBERING:  # or two threads give the same number
+        number = _NUMBERS.setdefault(traceback, len(_TRACEBACKS))
+        if number == len(_TRACEBACKS):
+            _TRACEBACKS.append(traceback)
+    return f"eqg_traceback_{number}"
+
+
+_TRACEBACK = r"eqg_traceback_(\d+)"
+_TRACEBACKS: list[Any] = []
+_NUMBERS: dict[Any, int] = {}
+_NUMBERING = threading.Lock()
+_KEEPS_TRACEBACKS = contextvars.ContextVar("eqx_grads_keeps_tracebacks", default=False)

@@ -232,10 +232,21 @@ def _with_inner(eqn: Any) -> Iterator[Any]:
 def holds(part: ClosedJaxpr | Any, *kinds: str | type) -> bool:
     """Whether a program, or an equation, has an equation, at any depth, of one of these kinds:
     the name of a primitive, or a class of this file."""
+    return any(True for _ in _found(part, kinds))
+
+
+def found(part: ClosedJaxpr | Any, *kinds: str | type) -> list[Any]:
+    """All equations of these kinds, at any depth."""
+    return list(_found(part, kinds))
+
+
+def _found(part: ClosedJaxpr | Any, kinds: tuple[str | type, ...]) -> Iterator[Any]:
     names = {kind for kind in kinds if isinstance(kind, str)}
     types = tuple(kind for kind in kinds if isinstance(kind, type))
     eqns = equations(part) if isinstance(part, ClosedJaxpr) else _with_inner(part)
-    return any(eqn.primitive.name in names or isinstance(structure(eqn), types) for eqn in eqns)
+    for eqn in eqns:
+        if eqn.primitive.name in names or isinstance(structure(eqn), types):
+            yield eqn
 
 
 def primal_program(eqn: Any) -> ClosedJaxpr | None:

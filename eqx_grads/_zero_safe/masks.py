@@ -26,13 +26,18 @@ from jax.extend.core import Literal
 
 from .._jaxprs.dependence import depends
 from .._jaxprs.diagonal import is_elementwise
-from .._jaxprs.evaluate import bind, evaluate, function_of, values_of_inputs
+from .._jaxprs.evaluate import (
+    bind,
+    equation_context,
+    evaluate,
+    function_of,
+    values_of_inputs,
+)
 from .._jaxprs.interpret import fixed_point
 from .._jaxprs.operands import at, fill
 from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import Call, Checkpoint, Scan
 from .._jaxprs.symbolic_sizes import as_length
-from .._jaxprs.versions import equation_context
 from .analysis import Analysis, AnalyzedEquation
 from .mask import both, dense, either, Mask
 from .ranges import decided_case, is_inexact, Range

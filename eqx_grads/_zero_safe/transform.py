@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxprs.dependence import variables
-from .._jaxprs.evaluate import bind, enter, evaluate, values_of_inputs
+from .._jaxprs.evaluate import bind, enter, equation_context, evaluate, values_of_inputs
 from .._jaxprs.operands import at, flagged
 from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import Cond, Scan
-from .._jaxprs.versions import equation_context
 from .._rules.replace_gradient import replace_gradient
 from .analysis import Analysis, AnalyzedEquation
 from .mask import both, dense, Mask

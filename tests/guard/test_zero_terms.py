@@ -18,6 +18,8 @@ from .test_core import assert_same, give_rules, T
 
 Z = jnp.array([0.0, 0.5, 4.0])
 _unit = lambda x: jnp.clip(x - 0.5, -0.5, 1.0)
+_inside = lambda x: jnp.clip(x + 1, 1.0, 3.0)
+_small = lambda x, size: jnp.array([size, 1.0, 1.0], x.dtype)
 # Singular or infinite where the second function is false. The reference is the other `where`.
 SINGULAR = [
     *[(f, lambda x: x > 0) for f in (
@@ -56,6 +58,20 @@ SINGULAR = [
         lambda x: jnp.exp(100 * x), lambda x: jnp.exp2(200 * x), lambda x: jnp.expm1(100 * x),
         lambda x: jnp.sinh(-100 * x), lambda x: jnp.cosh(100 * x), lambda x: x ** 40 * 1e+30,
         lambda x: jnp.sin(jnp.exp(100 * x)), lambda x: 1 / jnp.exp(100 * x) / (4 - x),
+    )],
+    # Only the values of `_inside`, which is at least one, tell that these are false at zero.
+    *[(jnp.sqrt, lambda x, ok=ok: ok(_inside(x))) for ok in (
+        lambda x: jnp.take(x, jnp.array([7, 0, 1])) > 0.5,
+        lambda x: x.at[jnp.array([7, 0, 1])].get(mode="fill", fill_value=0) > 0,
+        lambda x: jnp.argsort(x) > 0, lambda x: jax.lax.top_k(9 - x, 3)[1] > 0,
+        lambda x: jax.lax.top_k(jnp.array([6, 5, 4]), 3)[1] > 0,
+        lambda x: (x - 0.5).astype(jnp.int32) > 0,
+        lambda x: jnp.array([200, 1, 1]).astype(jnp.int8) > 0,
+        lambda x: (_small(x, 1e-15) * x).astype(jnp.float16) > 0,
+        lambda x: (1 + _small(x, 1e-4) * x).astype(jnp.bfloat16) > 1,
+        lambda x: (_small(x, 1e-20) * x) * (_small(x, 1e-20) * x) > 0,  # may be flushed
+        lambda x: (_small(x, 1e-30) * x) * (_small(x, 1e-30) * x) > 0,
+        lambda x: jax.lax.clamp(5 * jnp.ones(3), x, jnp.array([0.0, 1, 2])) > 0.5,
     )],
 ]  # fmt: skip
 
@@ -96,6 +112,7 @@ SELECTIONS = [
     lambda x: jax.lax.clamp(0.6, jnp.sqrt(x), 1.5),
     lambda x: jax.lax.clamp(jnp.log(x), jnp.full(3, -0.1), jnp.full(3, 9.0)),
     lambda x: (jnp.max(jnp.sqrt(x)), jnp.min(1 / x)), lambda x: jnp.max(_rows(x), 1)[1:],
+    lambda x: [take(jnp.stack([x * (x / x), x ** 2], 1), 1)[1:] for take in (jnp.max, jnp.min)],
     lambda x: jnp.max(_rows(x), 0), lambda x: jnp.sort(jnp.log(x))[1:],
     lambda x: jax.lax.cummax(jnp.log(x))[1:], lambda x: jax.lax.cummin(1 / x)[1:],
     lambda x: jax.lax.top_k(jnp.sqrt(x), 2)[0], lambda x: jnp.sqrt(x)[jnp.argmax(x)],
@@ -233,7 +250,7 @@ LINEAR = [
     lambda d, t, bad: (jnp.dot(d, bad) + jnp.dot(t, T), jnp.outer(bad, d), T @ jnp.outer(t, T)),
     lambda d, t, bad: (d * bad - t, t - bad * d, -d * bad - -t),
     lambda d, t, bad: d / (1 / bad) + t / T,
-    lambda d, t, bad: (jnp.where(T > 1, d * bad, t), jnp.where(T > 1, t, 0.0)),
+    lambda d, t, bad: [jnp.where(T > 1, *x) for x in ((d * bad, t), (t, d * bad), (t, 0.0))],
     lambda d, t, bad: jnp.concatenate([d * bad, t])[::-1].reshape(2, 3).T,
     lambda d, t, bad: jnp.pad(d * bad, 1)[1:-1] + t,
     lambda d, t, bad: (d * bad)[1] + t.at[0].add((d * bad)[0]),

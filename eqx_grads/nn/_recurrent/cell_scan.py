@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ..._control_flow import compile_eager_calls
-from ..._control_flow.called_cells import cells_are_called
 from ..._control_flow.scan import filter_scan
+from ..._control_flow.visible_steps import cells_are_called
 from ..._errors import place_of, rule_error, show_tree
 from ..._errors.trees import mirror, mirror_of
 from ..._rules.explicit_sharding import explicit_spec, gathered_leaves, sharding_like

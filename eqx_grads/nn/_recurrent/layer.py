@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Integer, Key, Num, PyTree
 
-from ..._control_flow.called_cells import AbstractCellLayer
+from ..._control_flow.visible_steps import AbstractCellLayer
 from ..._errors import check_flags, rule_error, type_of
 from ..._rules.explicit_sharding import explicit_spec, gathered_leaves
 from ..._rules.float_args import check_key

@@ -138,6 +138,21 @@ for _name, _options, _plain in (
     )
 
 
+def products(loop, **options):
+    """The axes of the batch are at other places in the operands."""
+    step = lambda w: lambda h, x: (jnp.tanh(jnp.einsum("ibj,bj->bi", w, h) + x),) * 2
+    return lambda h, xs, w: loop(step(w), h, xs, **options)
+
+
+entry(
+    "filter_scan: replay, products of batches",
+    products(eqg.filter_scan, checkpoint="replay"),
+    *(normal(2, 3), normal(4, 2, 3), normal(3, 2, 3, scale=0.7)),
+    plain=products(jax.lax.scan),
+    **FIRST,
+)
+
+
 def of_gradient(h, xs, w, b):
     halve = lambda h: eqg.scale_gradient(h, 0.4)
     carry, ys = eqg.filter_scan(tanh_step(w, b), h, xs, carry_gradient=halve, checkpoint=3)
@@ -261,8 +276,10 @@ entry(
 
 
 def root(x, n, **options):
-    """Newton, with a count that becomes an array and a function in the carry."""
-    step = lambda c: (c[0] + 1, c[1], 0.5 * (c[2] + c[1](x) / c[2]))
+    """Newton, with a count that becomes an array and a function in the carry. After the last
+    step, nothing is finite."""
+    left = lambda c: (n - c[0]).astype(x.dtype)
+    step = lambda c: (c[0] + 1, c[1], 0.5 * (c[2] + c[1](x) / c[2]) * (left(c) / left(c)))
     more = lambda c: c[0] < n
     return eqg.filter_while_loop(more, step, (0, jnp.exp, x), **options)[::2]
 
