@@ -6,7 +6,7 @@ from typing import Any
 from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.progress import doing, showing_progress
 from .._errors import check_function, rule_error
-from ._case import are_finite, Case
+from ._case import Case
 from ._derivatives import forward, reverse
 from ._leaks import leaks
 from ._options import as_names, as_seeds, check_options, Options
@@ -81,8 +81,8 @@ def check_rule(
 
     Plain autodiff is that of the function without its rule, and differences are finite
     differences. `zeros` also fails if equations are left for leaves that are not perturbed.
-    The transformations are `jit`, `vmap`, `scan`, `cond`, `checkpoint` and sharding. `leaks`
-    also copies the results, and `finite` also runs under `jax.debug_nans`.
+    The transformations are `jit`, `vmap`, `scan`, `cond` and `checkpoint`. `finite` also runs
+    under `jax.debug_nans`.
 
     !!! example
 
@@ -151,10 +151,8 @@ def check_rule(
     - `raises`: whether to raise when a check fails.
 
     The line of `residuals` has the bytes that are kept from the forward pass for the backward
-    pass, without the arguments themselves: of one call, and of a `scan` that calls the
-    function, divided by its steps. A constant, which the scan keeps once, hardly counts there.
-    Beside them are the bytes that autodiff of the function without its rule would keep (of
-    `implicit`, that of the solver), if there is such a derivative.
+    pass of one call, without the arguments themselves. Beside them are those that autodiff of
+    the function without its rule would keep, if there is such a derivative.
 
     On a terminal, a line says which check is running if all of them take more than two seconds.
 
@@ -190,10 +188,7 @@ def check_rule(
             for name in names if one is case else [n for n in names if n in _DIRECTED]:
                 doing(f"the check `{name}`,", names.index(name), len(names))
                 findings += _run(name, one)
-    pairs = zip(case.names, case.subject.leaves, strict=True)
-    not_finite = [name for name, x in pairs if not are_finite([x])]
-    numbers = {"seed": seed, "leaves": case.names, "not_finite": not_finite}
-    report = Report(case.subject.name, findings, numbers)
+    report = Report(case.subject.name, findings, {"seed": seed, "leaves": case.names})
     if raises:
         report.raise_if_failed()
     return report

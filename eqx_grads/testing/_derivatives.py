@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
@@ -120,13 +119,9 @@ class Mode:
 
     def _mistakes(self, directions: list[_Arrays], names, want: _Arrays) -> Iterator[Mistake]:
         """What known mistakes would give."""
-        case, along = self.case, "tangent" if self.is_forward else "cotangent"
+        case = self.case
         for name, array in zip(names, want, strict=True):
             yield Mistake(f"it is what belongs to {name}", array)
-        if any(map(jnp.iscomplexobj, case.subject.leaves)):
-            for x in self.along([[np.conj(x) for x in d] for d in directions], 0):
-                yield Mistake(f"the {along} was conjugated", x)
-                yield Mistake(f"what multiplies the {along} was conjugated", x.conj())
         # The results of the other mode for these directions, where the spaces are the same.
         zeros = only(case.subject.leaves, [])
         for i, leaf in enumerate(case.subject.leaves):
@@ -256,12 +251,15 @@ def _against_differences(
 
 def _cause_of_a_stop(want: _Arrays, have: _Arrays) -> str | None:
     """Where the function changes and plain autodiff is zero: it is a solver, or rounds."""
-    if any(not np.any(h) and np.any(w) for w, h in zip(want, have, strict=True)):
-        return None  # a term is missing
+    is_missing = any(not np.any(h) and np.any(w) for w, h in zip(want, have, strict=True))
     return (
-        "plain autodiff is zero, and the function changes: a solver that stops at a tolerance\n"
-        "  (take one near rounding), or the residual of `eqg.implicit` is\n"
-        "  another equation (is it zero at the solution?), or give the meant `reference=`"
+        None
+        if is_missing
+        else (
+            "plain autodiff is zero, and the function changes: a solver that stops at a tolerance\n"
+            "  (take one near rounding), or the residual of `eqg.implicit` is\n"
+            "  another equation (is it zero at the solution?), or give the meant `reference=`"
+        )
     )
 
 

@@ -39,18 +39,11 @@ class RuleRemoval:
         self.kept: list[Origin] = []
         self._index: dict[int, int] = {}  # from the id of an equation
         self._known: dict[frozenset[int], list[np.ndarray]] = {}
-        is_removable: dict[tuple[str, ...], bool] = {}
         for origin in NumberedLoss(program.traced).origins:
             if not is_rule(origin.eqn):
                 continue
             origin = dataclasses.replace(origin, primitive=_name(origin), source=_place(origin))
-            # Programs of the same operations are alike.
-            beneath = primal_program(origin.eqn)
-            inner = () if beneath is None else equations(beneath)
-            kind = (origin.eqn.primitive.name, *(e.primitive.name for e in inner))
-            if kind not in is_removable:
-                is_removable[kind] = self._is_removable(origin.eqn)
-            if not is_removable[kind]:
+            if not self._is_removable(origin.eqn):
                 self.kept.append(origin)
                 continue
             # A function is the same wherever a layer calls it.
@@ -112,7 +105,8 @@ class RuleRemoval:
             return id(eqn) in self._index or _cannot_be_entered(eqn)
 
         run_without = lambda program, values: replaced(program, values, is_replaced, without)
-        return run_without(self.program.traced.program, [*leaves, *others])[0]
+        program = self.program.traced.program
+        return self.program.of(lambda xs: run_without(program, [*xs, *others])[0])(leaves)
 
     def culprits(
         self, wrong: Callable[[Set[int]], Set[int]]

@@ -160,9 +160,8 @@ class Report:
 
     - `findings`: all comparisons, a list of `Finding`s with the fields `check`, `verdict`,
         `error`, `tolerance`, `where`, `cause`, `text` and `raised`.
-    - `numbers`: a dictionary with the `"seed"`, the names of the perturbed leaves as
-        `"leaves"`, and of those with entries that are not finite, which finite differences do
-        not move, as `"not_finite"`.
+    - `numbers`: a dictionary with the `"seed"`, and the names of the perturbed leaves as
+        `"leaves"`.
     """
 
     def __init__(self, name: str, findings: Sequence[Finding], numbers: dict[str, Any]):
@@ -198,12 +197,6 @@ class Report:
         if self.passed and is_unknown and all(f.verdict == SKIPPED for f in compared):
             status = f"{PASSED}, without a reference for the derivative"
         lines = [f"The rule of `{self.name}`: {status} (seed {self.numbers.get('seed')})"]
-        if names := self.numbers.get("not_finite"):
-            text = (
-                f"Entries of {', '.join(names)} are not finite. Finite differences do not move"
-            )
-            text += " them; `nondifferentiable=` leaves out an argument, or a part."
-            lines += _wrap(text)
         for number, (first, *others) in enumerate(self._grouped(), start=1):
             text = f"{number}. {first.check}, {first.where}\n{first.text}"
             lines += ["", *(part for line in text.splitlines() for part in _wrap_line(line))]
