@@ -29,16 +29,14 @@ def of_batch(x, mixed):
 
 MIXED = {
     "right": lambda x: x,
-    "mean": lambda x: x.mean(0, keepdims=True),
     "rolled": lambda x: np.roll(x, 1, axis=0),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixed", MIXED)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("width", [0.0, 1e-3, 1.0])
-def test_cotangents_are_mixed(mixed, dtype, width):
+@pytest.mark.parametrize("width", [0.0, 1.0])
+def test_cotangents_are_mixed(mixed, width):
     """Each example has a cotangent of its own, also if there is one argument only at which the
     function is defined."""
 
@@ -48,10 +46,9 @@ def test_cotangents_are_mixed(mixed, dtype, width):
         return np.asarray(x**2)
 
     fn = host_function(square, lambda r, ct: (of_batch(2 * r[0] * ct, MIXED[mixed]),))
-    found = failures(fn, jnp.ones((), dtype))
+    found = failures(fn, ONE)
     assert bool(found) == (mixed != "right"), found
-    is_one_point = width == 0 or (dtype == "float16" and width < 2**-8)
-    assert all(("equal examples" in where) == is_one_point for where in found)
+    assert all(("equal examples" in where) == (width == 0) for where in found)
 
 
 @pytest.mark.slow

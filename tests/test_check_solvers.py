@@ -22,23 +22,6 @@ def _newton(a, is_kept=False):
     return jax.lax.fori_loop(0, 40, step, jnp.ones_like(a))
 
 
-def _of_half(y, a):
-    """The equation that is solved, with half of the derivative."""
-    return y**3 + y - (a + jax.lax.stop_gradient(a)) / 2
-
-
-@pytest.mark.slow
-def test_a_wrong_residual_is_told_in_numbers():
-    root = eqg.implicit(_of_half)(lambda a: _newton(a))
-    report = eqgt.check_rule(root, jnp.array(2.0), checks=("forward", "reverse"), raises=False)
-    for check in ("forward", "reverse"):
-        (finding,) = report[check]
-        assert finding.error == pytest.approx(0.5, rel=1e-2)
-        assert "expected: finite differences" in finding.text
-        assert "is it zero at the solution?" in finding.text
-    assert report["forward"][0].where == "`a`"
-
-
 def _pair(y, a):
     return jnp.stack([y[0] ** 3 + y[0] - a[0] + 0.1 * y[1], y[1] ** 3 + 2 * y[1] - a[1]])
 
@@ -66,4 +49,4 @@ def test_a_tracer_that_a_solver_keeps(is_kept):
     _KEPT.clear()
     assert report.passed == (not is_kept)
     if is_kept:
-        assert "the function, without its rule, keeps a tracer" in str(report)
+        assert "keeps a tracer" in str(report)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from eqx_grads.testing._oracle import is_same_program
 
 from .helpers import conds_keep_keys
 
@@ -24,17 +23,8 @@ def _dropout(key, x):
 DRAWS = {
     "bernoulli": lambda key, x: jr.bernoulli(key, 0.5, x.shape).astype(x.dtype),
     "normal": lambda key, x: jr.normal(key, x.shape, x.dtype),
-    "uniform": lambda key, x: jr.uniform(key, x.shape, x.dtype),
-    "gumbel": lambda key, x: jr.gumbel(key, x.shape, x.dtype),
     "dropout": _dropout,
 }
-# Those for which float64 draws zeros only, and the user's precision does not; another one.
-QUICK = [("bernoulli", 3), ("bernoulli", 6), ("dropout", 6), ("normal", 0)]
-SEEDS = [
-    pytest.param(draw, seed, marks=() if (draw, seed) in QUICK else pytest.mark.slow)
-    for draw in DRAWS
-    for seed in range(10)
-]
 
 
 def _reverse(draw, factor):
@@ -62,7 +52,11 @@ def _slope(draw, x, key):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [_forward, _reverse])
-@pytest.mark.parametrize(("name", "seed"), SEEDS)
+@pytest.mark.parametrize(
+    # Those for which float64 draws zeros only, and the user's precision does not; another one.
+    ("name", "seed"),
+    [("bernoulli", 3), ("dropout", 6), ("normal", 0)],
+)
 def test_a_factor_in_the_rule_of_a_random_function(rule, name, seed):
     draw, key = DRAWS[name], jr.key(seed)
     right = eqgt.check_rule(rule(draw, 1.0), X, key, checks=CHECKS)
@@ -122,21 +116,6 @@ def test_rounding_never_explains_an_error_as_large_as_the_derivative():
     wrong = _with_slope(square, lambda x: 2 * factor(x) * x)
     report = eqgt.check_rule(wrong, x, checks=CHECKS, raises=False)
     assert not report.passed
-
-
-def test_programs_that_differ_in_rounding_only():
-    def traced(fn, dtype):
-        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-            return jax.make_jaxpr(fn)(jnp.ones(3, dtype))
-
-    def same(fn):
-        return is_same_program(traced(fn, "float32"), traced(fn, "float64"))
-
-    assert same(lambda x: jnp.sum(jax.nn.softplus(0.1 * x)) + np.float32(1 / 3))
-    assert same(jax.jit(lambda x: jnp.sin(x) + 2.0))
-    assert not same(lambda x: jr.normal(jr.key(0), x.shape, x.dtype))
-    assert not same(lambda x: x * (2.0 if x.dtype == jnp.float32 else 3.0))
-    assert not same(lambda x: jax.jit(jnp.sin if x.dtype == jnp.float32 else jnp.cos)(x))
 
 
 class Model(eqx.Module):

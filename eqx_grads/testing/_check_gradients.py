@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from .._diagnosis._programs.lowest_precision import lowest_precisions
 from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.opaque import no_gradient
 from .._diagnosis.progress import doing, showing_progress
@@ -177,11 +178,9 @@ def _report(loss, again, skip, tolerance, seed, order) -> GradientReport:
         tolerance = 1e-6 if low is None else tolerance_of([np.zeros((), low)])
     numbers: dict[str, object] = {"seed": seed, "precision": str(low or "float64")}
     numbers["tolerance"] = tolerance
-    fault, is_over = fault_of_value(loss, program, lambda: again(steps_are_visible=False))
-    found = [] if fault is None else [fault]
-    if is_over:
+    if fault := fault_of_value(loss, program):
         leaves = [LeafVerdict(path, UNMEASURED) for path in program.names]
-        return GradientReport(title, leaves, found, numbers, remarks)
+        return GradientReport(title, leaves, [fault], numbers, remarks)
     judge = Judge(program, tolerance, modes, seed)
     bad: dict[int, GradientFault] = {}
     if judge.gradient is not None:
@@ -198,7 +197,7 @@ def _report(loss, again, skip, tolerance, seed, order) -> GradientReport:
     doing("looking for the rules that are wrong")
     wrong = {i for i, leaf in enumerate(leaves) if leaf.verdict == WRONG}
     of_leaves = {**bad, **faults_of_leaves(judge, leaves, wrong - set(bad), again)}
-    found += [of_leaves[i] for i in sorted(of_leaves)]
+    found = [of_leaves[i] for i in sorted(of_leaves)]
     if judge.unsettled:
         remarks.append(
             "The differences have no slope that the gradient could be compared with, down to "
@@ -275,6 +274,8 @@ def _in_own_precision(
     which much is lost there."""
     value, own = program.own_gradient or (program.value(), gradient)
     lowest = program.lowest_of_user or np.dtype(float)
+    rounding = lambda dtype: tolerance_of([np.zeros((), dtype or float)])
+    in_rules = lowest_precisions(program.programs["gradient"])
     faults, lost = {}, []
     for i in sorted(kept):
         name, exact, of_user = program.names[i], as_real(gradient[i]), as_real(own[i])
@@ -286,12 +287,20 @@ def _in_own_precision(
             shown = "finite" if np.isfinite(at) else at
             text = f"In {dtype}, entries of the gradient are {what}, and the loss is {shown}."
             faults[i] = fault(kind="not finite", detail=text, cure=EXPLAIN_NAN)
-        elif lowest.itemsize < 4 and np.any(exact) and not np.any(of_user):
+            continue
+        if lowest.itemsize < 4 and np.any(exact) and not np.any(of_user):
             text = f"In {lowest}, the gradient is zero; in float64, it is {size:.1g}."
             cure = "Multiply the loss by a large number, and divide the gradient by it."
             faults[i] = fault(kind="cut", detail=text, cure=cure)
-        elif norm(of_user - exact) > _LOST * tolerance_of([np.zeros((), lowest)]) * size:
-            lost.append((norm(of_user - exact) / size, name))
+            continue
+        error = norm(of_user - exact) / size if size else 0.0
+        if rounding(in_rules[i]) > rounding(lowest) and error > rounding(lowest):
+            text = (
+                f"A rule rounds to {in_rules[i]}, and the loss to {lowest}: off by {error:.1g}."
+            )
+            faults[i] = fault(kind="wrong", detail=text, cure="Try `eqgt.check_rule`.")
+        elif error > _LOST * rounding(lowest):
+            lost.append((error, name))
     worst = [f"{name} ({error:.1g})" for error, name in sorted(lost, reverse=True)]
     text = f"In {lowest}, rounding changes the gradient. Its relative error"
     return faults, [f"{text}: {show_list(worst, 6)}."] * bool(lost)

@@ -45,8 +45,6 @@ def check_rule(
     checks: Collection[str] | None = None,
     skip: Collection[str] = (),
     reference: Callable[..., Any] | None = None,
-    expected_tangent: Callable[..., Any] | None = None,
-    expected_cotangent: Callable[..., Any] | None = None,
     nonlinear: bool = False,
     nondifferentiable: Collection[str] = (),
     tangents: Any = None,
@@ -119,19 +117,13 @@ def check_rule(
     - `checks`, `skip`: the names of the checks to run, by default all, and of those to skip.
     - `reference`: a function of the same arguments whose autodiff is the expected derivative,
         for a rule that is wrong on purpose (straight-through, surrogate, reversal), and for
-        that of a solver that stops at a tolerance, of which differences are too noisy. For a
-        bound method, or a Module with arrays, another method of the same object.
-    - `expected_tangent`: instead of `reference`, the expected derivative itself,
-        `(primals, tangents) -> tangent_out`, where `primals` and `tangents` are tuples. For a
-        bound method, or a Module with arrays, their first entry is that of `self`.
-    - `expected_cotangent`: the same for reverse mode,
-        `(primals, cotangent) -> tuple of cotangents`. It is compared at cotangents near one,
-        and at 4096 times larger and smaller ones. If one of the two is given, the other mode
-        has to be its transpose, or the derivative of the function; with `nonlinear`, another
-        one is not compared.
+        that of a solver that stops at a tolerance, of which differences are too noisy. It may
+        have a rule, which is then what is expected. For a bound method, or a Module with
+        arrays, another method of the same object.
     - `nonlinear`: whether the backward rule is meant to be non-linear in the cotangent, as
-        clipping is. Skips `adjoint`, the part of `linear` about cotangents and, with an
-        `expected_cotangent` or without a `reference`, `order`.
+        clipping is. Skips `adjoint`, the part of `linear` about cotangents and, without a
+        `reference`, `order`. With a `reference`, cotangents are also compared at 4096 times
+        larger and smaller ones.
     - `nondifferentiable`: names of what is not to be perturbed: positional parameters, or parts
         of them as the report names them, such as `"self.frozen"` or `"params['scale']"`. NumPy
         names the parameters of a ufunc `x`, or `x1`, `x2` and so on.
@@ -171,8 +163,8 @@ def check_rule(
     check_options("check_rule", {}, raises=raises)
     names = _chosen(checks, skip)
     options = Options(
-        reference, expected_tangent, expected_cotangent, nonlinear, nondifferentiable, tangents,
-        cotangents, order if "order" in names else 1, at, max_residual_bytes, tolerance,
+        reference, nonlinear, nondifferentiable, tangents, cotangents,
+        order if "order" in names else 1, at, max_residual_bytes, tolerance,
     )  # fmt: skip
     seeds = as_seeds("check_rule", seed)
     case = Case(fn, args, kwargs, options, seeds[0])

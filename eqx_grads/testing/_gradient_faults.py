@@ -3,10 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from .._diagnosis.origins import NumberedLoss, Origin
 from .._diagnosis.source_lines import source_line, UNKNOWN
@@ -15,7 +12,7 @@ from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import Call, structure
 from ._gradient_report import GradientFault, LeafVerdict
 from ._judge_leaf import Judge
-from ._loss_program import LossProgram
+from ._loss_program import along, LossProgram
 from ._mistakes import Compared, likely_cause
 from ._remove_rules import RuleRemoval
 
@@ -25,48 +22,25 @@ EXPLAIN_NAN = "`eqg.explain_nan` says where it becomes so."
 _SMALL = 1e-2
 
 
-def fault_of_value(
-    loss: Any, program: LossProgram, again: Callable[[], LossProgram]
-) -> tuple[GradientFault | None, bool]:
-    """The fault of a loss that is not finite or returns another value each time, and whether it
-    has no differences for that reason.
-
-    - `again`: traces the loss once more.
-    """
+def fault_of_value(loss: Any, program: LossProgram) -> GradientFault | None:
+    """The fault of a loss that has no differences, as it is not finite, or returns another
+    value each time."""
     values = [program.value() for _ in range(3)]
     if not np.all(np.isfinite(values)):
         detail = f"The loss itself is {values[0]}."
-        return GradientFault(kind="not finite", detail=detail, cure=EXPLAIN_NAN), True
-    is_over, calls = not _same(values), []
-    if is_over:
-        calls = [o for o in NumberedLoss(program.own).origins if "callback" in o.primitive]
-    else:
-        other = again()
-        if not _is_other(program.own.program, other.own.program):
-            return None, False
-        values = [values[0], other.value()]
-        if _same(values):
-            return None, False
-    fault = GradientFault(
+        return GradientFault(kind="not finite", detail=detail, cure=EXPLAIN_NAN)
+    if _same(values):
+        return None
+    calls = [o for o in NumberedLoss(program.own).origins if "callback" in o.primitive]
+    return GradientFault(
         **(calls[0].source if calls else UNKNOWN).fields(),
         kind="random",
         primitive=calls[0].primitive if calls else "",
         path=calls[0].path if calls else "",
         detail=f"Two calls return different values: {values[0]:.9g} and {values[1]:.9g}.",
-        cure="The loss reads something that is not an argument: a random number of NumPy or "
-        "Python, the time, or a counter, perhaps in a callback. Pass it as an argument, or use "
-        f"`jax.random` with a key that is one ({place_of(loss)}).",
+        cure="A callback reads something that is not an argument: a random number of NumPy, "
+        f"the time, or a counter. Pass it as an argument ({place_of(loss)}).",
     )
-    return fault, is_over
-
-
-def _is_other(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
-    """Whether two programs may have other numbers in them."""
-    flat = lambda program: [str(program.jaxpr), *map(as_data, program.consts)]
-    as_data = lambda x: np.asarray(
-        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    ).tobytes()
-    return flat(one) != flat(other)
 
 
 def _same(values: Sequence[float]) -> bool:
@@ -84,18 +58,18 @@ def faults_of_leaves(
     kinds = {i: _kind(leaves[i]) for i in wrong}
     finite = [i for i in wrong if kinds[i] != "not finite"]
     by_leaf, reference, kept = {}, None, []
-    if finite:
-        # Where reverse mode is right, the fault is in a forward rule.
-        reverse = [i for i in finite if leaves[i].reverse is not None]
-        reverse = [i for i in reverse if kinds[i] != "modes disagree"]
-        removal = RuleRemoval(with_steps(), "reverse" if reverse else "forward")
+    # Where reverse mode is right, the fault is in a forward rule.
+    reverse = [i for i in finite if leaves[i].reverse is not None]
+    reverse = [i for i in reverse if kinds[i] != "modes disagree"]
+    if reverse:
+        removal = RuleRemoval(with_steps())
 
         def wrong_without(removed):
-            slope = lambda tangents: removal.slope(removed, tangents)
-            return {i for i in reverse or finite if judge.is_wrong(i, slope)}
+            slope = lambda tangents: along(removal.gradient(removed), tangents)
+            return {i for i in reverse if judge.is_wrong(i, slope)}
 
         by_leaf, removed = removal.culprits(wrong_without)
-        reference = removal.gradient(removed) if reverse and removed else None
+        reference = removal.gradient(removed) if removed else None
         kept = removal.kept
 
     def fault(i: int) -> GradientFault:
@@ -111,10 +85,9 @@ def faults_of_leaves(
                 details[-1] += f": {tie}"
                 cure = _AT_A_TIE
         if reference is not None:
-            gradient = judge.gradient or ()
-            compare = lambda j: Compared(np.asarray(reference[j]), gradient[j])
-            others = [compare(j) for j in finite if j != i]
-            want, have = compare(i)
+            both = list(zip(map(np.asarray, reference), judge.gradient or (), strict=True))
+            others = [Compared(*both[j]) for j in finite if j != i]
+            want, have = both[i]
             details.append(
                 likely_cause(want, have, f"`{leaf.leaf}`", (), judge.leaves[i], others)
                 if np.any(want)
@@ -184,8 +157,7 @@ def _cure(kind: str, names: Sequence[str], kept: Sequence[Origin]) -> str:
     if kind == "not finite":
         return EXPLAIN_NAN
     if kind == "modes disagree":
-        without = f"Without the rule of {shown} forward mode is right, as reverse mode is."
-        return without if names else "Reverse mode is right, forward mode is not."
+        return "Reverse mode is right, forward mode is not: try `eqgt.check_rule`."
     if names:
         text = f"The gradient is right without the rule of {shown}: try `eqgt.check_rule`."
         return text + " If it is another gradient on purpose, `skip` the leaves before it."

@@ -47,6 +47,7 @@ class LossProgram:
     - `in_its_types`: `in_its_types(run, *args)` is `run(*args)` where the equations have the
         types that they were traced with.
     - `rounded_to`: what the values are rounded to nonetheless, as by a host function.
+    - `programs`: those of what was computed, by their names.
     - `stops`: the lines of the `stop_gradient`s in it, outside of functions with a rule.
     """
 
@@ -61,6 +62,7 @@ class LossProgram:
         self.rounded_to = _lowest(traced.program, opaque=True)
         self.lowest_of_user = _lowest(own.program)
         self.is_compiled = len(traced.program.eqns) <= _MOST_COMPILED
+        self.programs: dict[str, ClosedJaxpr] = {}
         self._calls: dict[str, Callable[..., Any]] = {}
         self.stops = list(dict.fromkeys(_stops(traced.program)))
         self._slope_of = slope_of
@@ -91,7 +93,8 @@ class LossProgram:
             like = lambda xs: [x.astype(y.dtype) for x, y in zip(xs, leaves, strict=True)]
             flat, treedef = jax.tree.flatten((*map(like, vectors), others, more))
             run = lambda *xs: jax.tree.leaves(fn(*jax.tree.unflatten(treedef, xs)))
-            call = ft.partial(evaluate_in_float64, self.in_its_types(expanded, run, flat))
+            self.programs[name] = self.in_its_types(expanded, run, flat)
+            call = ft.partial(evaluate_in_float64, self.programs[name])
             self._calls[name] = jax.jit(call) if self.is_compiled else call
         with double_precision():
             return list(map(np.asarray, self._calls[name](list(map(jnp.asarray, args)))))
@@ -118,7 +121,8 @@ class LossProgram:
         leaves, others = (
             list(self.own.values[k]) for k in (slice(self._n), slice(self._n, None))
         )
-        if not self.is_compiled or all(x.dtype.itemsize >= 8 for x in leaves):
+        is_double = all(x.dtype.itemsize >= 8 for x in leaves)
+        if not self.is_compiled or (is_double and _lowest(self.programs["gradient"]) is None):
             return None
         # A cast to float16 and back loses digits. XLA would remove it, or not.
         options = {"xla_allow_excess_precision": False}

@@ -14,7 +14,7 @@ from ._derivatives import judge, Mode
 from ._differences import directional
 from ._oracle import At
 from ._outcome import outcome
-from ._references import as_reference, jvp
+from ._references import jvp
 from ._report import broke, compare, FAILED, failed, Finding, PASSED, skipped
 from ._table import NO_REVERSE
 
@@ -36,10 +36,7 @@ _OF_SOLVERS = 1e-3  # the error of differences of a gradient that is admitted fo
 def order(case: Case) -> Iterator[Finding]:
     """Derivatives of order 2 and more, of a scalar loss of the outputs."""
     options = case.options
-    explicit = options.expected_tangent or options.expected_cotangent
-    if options.expected_cotangent and options.nonlinear:
-        yield skipped("order", "no reference for a non-linear `expected_cotangent`")
-    elif options.reference is None and (explicit or options.nonlinear):
+    if options.reference is None and options.nonlinear:
         yield skipped("order", "no reference: give `reference=` for higher derivatives")
     elif not case.has_reverse:
         yield skipped("order", NO_REVERSE if case.outputs else "no output has a derivative")
@@ -66,7 +63,7 @@ class _First:
         """Whether the modes that are offered agree with autodiff."""
         modes = ["reverse", *["forward"] * self.case.has_forward]
         found = [outcome(lambda m=m: judge(self.case, Mode(self.case, m))) for m in modes]
-        agrees = lambda finding, number: number is not None and finding.verdict != FAILED
+        agrees = lambda finding, is_expected: is_expected and finding.verdict != FAILED
         return all(not isinstance(f, Exception) and agrees(*f) for f in found)
 
     @ft.cached_property
@@ -78,17 +75,16 @@ class _First:
 
 
 def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
-    side, loss, options = case.wide, _scaled_loss(case), case.options
+    side, loss = case.wide, _scaled_loss(case)
     at = At(side.subject.leaves, case.tangents[0], case.cotangents[0])
-    plain, name = side.plain, "autodiff without the rule"
-    if options.reference is not None:
-        plain, name = as_reference(side.subject, options.reference), "autodiff of `reference`"
+    is_given = case.options.reference is not None
+    name = "autodiff of `reference`" if is_given else "autodiff without the rule"
     rows: dict[str, Callable[[At], Any]] = {
         f"order {n}, {kind}": ft.partial(derive, side.f, loss, n)
         for kind, derive in _KINDS.items()
         if case.has_forward or kind != "reverse over forward"
     }
-    expected = ft.partial(forward_over_reverse, plain, loss, n)
+    expected = ft.partial(forward_over_reverse, side.expected, loss, n)
     *found, want = side.compute(rows | {f"expected {n}": expected}, at).values()
     for (where, row), got in zip(rows.items(), found, strict=True):
         if isinstance(got, Exception):

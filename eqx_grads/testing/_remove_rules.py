@@ -19,7 +19,7 @@ from .._jaxprs.operands import restricted
 from .._jaxprs.structure import Cond, equations, primal_program, ShardMap, structure
 from .._jaxprs.versions import function_name
 from .._tangent_spaces import is_differentiable
-from ._loss_program import along, LossProgram
+from ._loss_program import LossProgram
 from ._outcome import outcome
 from ._without_rules import has_given_solver, is_rule, replaced
 
@@ -27,14 +27,13 @@ from ._without_rules import has_given_solver, is_rule, replaced
 class RuleRemoval:
     """The derivative of a loss without some of its rules.
 
-    - `mode`: `"reverse"` or `"forward"`.
     - `suspects`: what can be removed: the first call of a function in a layer. A set of rules
         is a set of indices of this list.
     - `kept`: what can't, as JAX can't differentiate what is beneath the rule.
     """
 
-    def __init__(self, program: LossProgram, mode: str):
-        self.program, self.mode = program, mode
+    def __init__(self, program: LossProgram):
+        self.program = program
         self.suspects: list[Origin] = []
         self.kept: list[Origin] = []
         self._index: dict[int, int] = {}  # from the id of an equation
@@ -63,8 +62,6 @@ class RuleRemoval:
         def derivative(xs):
             run = lambda *xs: list(filter(is_differentiable, evaluate(program, xs)))
             outputs, moved = restricted(run, xs, indices), [xs[i] for i in indices]
-            if self.mode == "forward":
-                return jax.jvp(outputs, moved, moved)
             out, pull = jax.vjp(outputs, *moved)
             return pull(out)
 
@@ -74,25 +71,11 @@ class RuleRemoval:
     def gradient(self, removed: Set[int]) -> list[np.ndarray]:
         key = frozenset(removed)
         if key not in self._known:  # the search asks for some sets several times
-            run, mask = jax.grad(self._loss), self._mask(removed)
+            mask = np.array([i in removed for i in range(len(self.suspects))], bool)
             self._known[key] = self.program.call(
-                "without rules", run, self.program.leaves, more=mask
+                "without rules", jax.grad(self._loss), self.program.leaves, more=mask
             )
         return self._known[key]
-
-    def slope(self, removed: Set[int], tangents: list[np.ndarray]) -> float:
-        """The derivative along a direction."""
-        if self.mode == "reverse":
-            return along(self.gradient(removed), tangents)
-
-        def tangent(xs, ts, others, mask):
-            return jax.jvp(lambda xs: self._loss(xs, others, mask), (xs,), (ts,))[1]
-
-        vectors, mask = (self.program.leaves, tangents), self._mask(removed)
-        return float(self.program.call("tangent without", tangent, *vectors, more=mask)[0])
-
-    def _mask(self, removed: Set[int]) -> np.ndarray:
-        return np.array([i in removed for i in range(len(self.suspects))], bool)
 
     def _loss(self, leaves, others, mask):
         def without(eqn, values):

@@ -19,16 +19,8 @@ NO_REFERENCE = "no reference for the derivative"
 _WIDTH = 100
 _MOST_PLACES = 4
 # If one of these fails, the later ones fail for that reason.
-_OF_NUMBERS = (
-    "primal",
-    "forward",
-    "reverse",
-    "adjoint",
-    "linear",
-    "zeros",
-    "order",
-    "transforms",
-)
+_OF_NUMBERS = ("primal", "forward", "reverse", "adjoint", "linear", "zeros", "order",
+               "transforms")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,27 +114,19 @@ def compare(
     worst, *others = sorted((d for d in found if not d.error <= tolerance), key=key)
     if cause is None:
         tried = outcome(lambda: list(mistakes()))
+        known = [] if isinstance(tried, Exception) else tried  # a mode that there is not
         primal = None if primals is None else np.asarray(primals[list(names).index(worst.name)])
-        cause = likely_cause(
-            worst.expected,
-            worst.got,
-            worst.name,
-            [] if isinstance(tried, Exception) else tried,  # a mode that there is not
-            primal,
-            [Compared(d.expected, d.got) for d in others],
-            is_random=True,
-        )
-    sizes = f"relative error {worst.error:.3g}, admitted {tolerance:.3g}"
-    facts = [f"  at {worst.name}: {sizes}"]
-    facts += [f"  expected: {reference}"] if reference else []
-    facts += [f"  {note}"] if note else []
+        compared = [Compared(d.expected, d.got) for d in others]
+        cause = likely_cause(worst.expected, worst.got, worst.name, known, primal, compared,
+                             is_random=True)  # fmt: skip
+    facts = [f"at {worst.name}: relative error {worst.error:.3g}, admitted {tolerance:.3g}"]
+    facts += [f"expected: {reference}"] * bool(reference) + [note] * bool(note)
     rest = {d.name: d for d in reversed(others) if d.name != worst.name}
     size = lambda d: "missing" if d.is_missing else f"{d.error:.2g}"
     also = [f"{name} ({size(d)})" for name, d in reversed(rest.items())]
-    details = [side_by_side(worst)]
-    details += [f"  also wrong: {', '.join(also[:6])}"] if also else []
+    details = [side_by_side(worst), *[f"  also wrong: {', '.join(also[:6])}"] * bool(also)]
     where = f"{where}, {worst.name}" if where else worst.name
-    texts = cause, "\n".join(facts), "\n".join(details)
+    texts = cause, "\n".join(f"  {text}" for text in facts), "\n".join(details)
     return Finding(check, FAILED, where, worst.error, tolerance, *texts)
 
 
@@ -237,11 +221,9 @@ class Report:
                 lines += _wrap(f"{SKIPPED}: {check}, as {found[0].facts.splitlines()[0]}")
             else:
                 done.append(check)
-        kept = [
-            f.where for f in self.findings if f.check == "residuals" and " bytes " in f.where
-        ]
+        kept = [f.where for f in self.findings if f.check == "residuals" and f.where]
         lines = [*_wrap(f"{PASSED}: {', '.join(done)}"), *lines] if done else lines
-        return [*lines, *_wrap(f"residuals: {kept[0]}")] if kept else lines
+        return [*lines, *[f"residuals: {where}" for where in kept[:1]]]
 
 
 def _wrap(text: str, indent: str = "") -> list[str]:

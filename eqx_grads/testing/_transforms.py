@@ -113,7 +113,7 @@ def transforms(case: Case) -> Iterator[Finding]:
     trials = [*_programs(case, e), *_batches(case, e), *_scan(e)]
     results = list(case.own.compute({trial.name: trial.run for trial in trials}, e.at).values())
     wider = lambda: max(
-        case.measured(case.noise(f"{row} 0", way))
+        case.measured(case.noise(f"{row} expected", way))
         for row, way in zip(("jvp", "vjp"), (e.t, e.w), strict=True)
     )
     for (name, _, expected), got in zip(trials, results, strict=True):

@@ -2,7 +2,6 @@
 function, without NaN or infinity, and the same each time."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,17 +78,17 @@ _CAUSE = (
 
 
 def _not_finite(where: str, case: Case) -> Iterator[Finding]:
-    own = case.own
-    rows: dict[str, Any] = {"value": lambda at: own.f(*at.x)}
+    own, t, w = case.own, case.tangents[0], case.cotangents[0]
+    found, is_bad = own.derive(t, w), False
+    results = {"value": found["f"]}
     if case.has_forward:
-        rows["tangent"] = lambda at: jvp(own.f, at.x, at.t)
+        results["tangent"] = found["jvp"]
     if case.has_reverse:
         kind = forward_over_reverse if case.has_forward else reverse_over_reverse
-        rows["cotangent"] = lambda at: vjp(own.f, at.x, at.w)
-        rows["second derivative"] = lambda at: kind(own.f, loss_of, 2, at)
-    at, is_bad = At(case.subject.leaves, case.tangents[0], case.cotangents[0]), False
-    found = own.compute({f"finite {name}": row for name, row in rows.items()}, at)
-    for name, arrays in zip(rows, found.values(), strict=True):
+        second = {"second derivative": lambda at: kind(own.f, loss_of, 2, at)}
+        at = At(case.subject.leaves, t, w)
+        results |= {"cotangent": found["vjp"], **own.compute(second, at)}
+    for name, arrays in results.items():
         if isinstance(arrays, Exception):
             if name != "second derivative":  # which the check `order` reports
                 is_bad = True
