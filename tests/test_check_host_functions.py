@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eqx_grads.testing._report import PASSED
 
 
 X = jnp.array([0.3, 0.8])
@@ -163,3 +164,112 @@ def test_many_callbacks_of_large_arrays(n):
 
     args = jnp.array(0.7), jnp.linspace(0.0, 1.0, n)
     assert eqgt.check_rule(loss, *args, checks="transforms").passed
+
+
+# ---------------------------------------------------------------- batches
+
+
+ONE = jnp.ones((), "float32")
+
+
+def host_function(fn, bwd):
+    decorated = eqg.host_function(fn, out=lambda x: x, vmap_method="broadcast_all")
+    decorated.def_bwd(bwd)
+    return decorated
+
+
+def failures(fn, *args):
+    report = eqgt.check_rule(fn, *args, checks=("transforms",), raises=False)
+    return [finding.where for finding in report["transforms"] if finding.verdict != PASSED]
+
+
+def of_batch(x, mixed):
+    return np.broadcast_to(mixed(x), x.shape).astype(x.dtype) if x.ndim else x
+
+
+MIXED = {
+    "right": lambda x: x,
+    "rolled": lambda x: np.roll(x, 1, axis=0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed", MIXED)
+@pytest.mark.parametrize("width", [0.0, 1.0])
+def test_cotangents_are_mixed(mixed, width):
+    """Each example has a cotangent of its own, also if there is one argument only at which the
+    function is defined."""
+
+    def square(x):
+        if np.any(np.abs(x - 1) > width):
+            raise ValueError("outside of the domain")
+        return np.asarray(x**2)
+
+    fn = host_function(square, lambda r, ct: (of_batch(2 * r[0] * ct, MIXED[mixed]),))
+    found = failures(fn, ONE)
+    assert bool(found) == (mixed != "right"), found
+    assert all(("equal examples" in where) == (width == 0) for where in found)
+
+
+@pytest.mark.slow
+def test_a_rule_that_raises_at_other_arguments():
+    def bwd(residuals, ct):
+        if residuals[0] != 1:
+            raise ValueError("not this one")
+        return (2 * residuals[0] * ct,)
+
+    report = eqgt.check_rule(
+        host_function(lambda x: np.asarray(x**2), bwd),
+        ONE,
+        checks=("transforms",),
+        raises=False,
+    )
+    assert any("vmap" in f.where and f.raised for f in report.failures), report
+    assert "raises at other arguments, where the function does not" in str(report)
+
+
+# ---------------------------------------------------------------- solvers
+
+
+def _residual(y, a):
+    return y**3 + y - a
+
+
+_KEPT = []
+
+
+def _newton(a, is_kept=False):
+    if is_kept:
+        _KEPT.append(a + 1)
+    step = lambda _, y: y - _residual(y, a) / (3 * y**2 + 1)
+    return jax.lax.fori_loop(0, 40, step, jnp.ones_like(a))
+
+
+def _pair(y, a):
+    return jnp.stack([y[0] ** 3 + y[0] - a[0] + 0.1 * y[1], y[1] ** 3 + 2 * y[1] - a[1]])
+
+
+@eqg.implicit(_pair)
+def _newton_of_pair(a):
+    a = jax.lax.stop_gradient(a)
+    y = jnp.zeros_like(a)
+    for _ in range(8):
+        y = y - jnp.linalg.solve(jax.jacfwd(_pair)(y, a), _pair(y, a))
+    return y
+
+
+@pytest.mark.slow
+def test_tracers_of_lineax_beside_a_solve_of_jax():
+    eqgt.check_rule(_newton_of_pair, jnp.array([2.0, 1.0]), checks=("leaks",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_tracer_that_a_solver_keeps(is_kept):
+    root = eqg.implicit(_residual)(lambda a: _newton(a, is_kept))
+    with jax.check_tracer_leaks(False):
+        report = eqgt.check_rule(root, jnp.array([2.0, 1.0]), checks=("leaks",), raises=False)
+    _KEPT.clear()
+    assert report.passed == (not is_kept)
+    if is_kept:
+        assert "keeps a tracer" in str(report)

@@ -139,3 +139,72 @@ def test_the_gradient_of_a_random_loss(seed):
     wrong = Model(X, _reverse(draw, 7.0))
     report = eqgt.check_gradients(Model.loss, wrong, key, raises=False)
     assert report.passed == is_zero
+
+
+# ---------------------------------------------------------------- cancellation
+
+
+WAVES = jnp.arange(1, 101, dtype="float32")
+X_OF_CANCELLATION = jnp.cos(WAVES**2)
+
+
+def waves(factor=1.0):
+    """Of one number: its cotangent is a sum of a hundred terms."""
+
+    @eqg.custom_vjp
+    def fn(s):
+        return jnp.sin(s * WAVES)
+
+    fn.def_fwd(lambda s: (jnp.sin(s * WAVES), s))
+    fn.def_bwd(lambda s, ct: (factor * jnp.sum(ct * WAVES * jnp.cos(s * WAVES)),))
+    return fn
+
+
+def in_single(factor=1.0):
+    """With derivatives that are rounded to float32, as those of a host function may be."""
+
+    def derivative(x):
+        return (jnp.cos(x) + x).astype("float32")
+
+    def value(x):
+        return jnp.sum(jnp.sin(x) + x**2 / 2)
+
+    fn = eqg.custom_vjp(value)
+
+    @fn.def_jvp
+    def jvp(primals, tangents):
+        (x,), (t,) = primals, tangents
+        t_out = jnp.sum((derivative(x) * t).astype("float32"))
+        return value(x), t_out.astype(value(x).dtype)
+
+    fn.def_fwd(lambda x: (value(x), x))
+
+    @fn.def_bwd
+    def bwd(x, ct):
+        return ((factor * derivative(x) * ct.astype("float32")).astype(x.dtype),)
+
+    return fn
+
+
+SEEDS = {"reverse": [946], "adjoint": [27, 361, 727], "linear": [108, 120, 329]}
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_a_cotangent_that_is_a_sum(factor):
+    report = eqgt.check_rule(
+        waves(factor), 0.7, checks=("reverse",), seed=SEEDS["reverse"], raises=False
+    )
+    found = [f for f in report["reverse"] if f.verdict == "FAILED"]
+    assert len(found) == (0 if factor == 1 else len(SEEDS["reverse"])), report
+
+
+@pytest.mark.parametrize("check", ["adjoint", "linear"])
+def test_products_that_cancel(check):
+    eqgt.check_rule(in_single(), X_OF_CANCELLATION, checks=(check,), seed=SEEDS[check])
+
+
+def test_modes_that_differ():
+    seeds = range(20)
+    wrong, x = in_single(1.01), X_OF_CANCELLATION
+    report = eqgt.check_rule(wrong, x, checks=("adjoint",), seed=seeds, raises=False)
+    assert len(report.failures) >= 19, report
