@@ -124,6 +124,11 @@ class Mode:
         case = self.case
         for name, array in zip(names, want, strict=True):
             yield Mistake(f"it is what belongs to {name}", array)
+        if any(map(np.iscomplexobj, case.subject.leaves)):
+            along = "tangent" if self.is_forward else "cotangent"
+            for x in self.along([[np.conj(x) for x in d] for d in directions], self.expected):
+                yield Mistake(f"the {along} was conjugated", x)
+                yield Mistake(f"what multiplies the {along} was conjugated", x.conj())
         # The results of the other mode for these directions, where the spaces are the same.
         zeros = only(case.subject.leaves, [])
         for i, leaf in enumerate(case.subject.leaves):

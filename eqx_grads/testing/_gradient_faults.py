@@ -76,7 +76,7 @@ def faults_of_leaves(
         leaf, kind, reasons = leaves[i], kinds[i], by_leaf.get(i, [])
         source = reasons[0].source if reasons else UNKNOWN
         names = list(dict.fromkeys(o.primitive for o in reasons))
-        details, cure = [], _cure(kind, names, kept)
+        details, cure = [], _cure(kind, leaf.reverse is not None, names, kept)
         if leaf.relative_error < _SMALL:
             details.append(f"it is off by {leaf.relative_error:.0e} of its size")
         if kind == "wrong" and not reasons and judge.is_right_nearby(i):
@@ -152,12 +152,12 @@ def _kind(leaf: LeafVerdict) -> str:
     return "wrong"
 
 
-def _cure(kind: str, names: Sequence[str], kept: Sequence[Origin]) -> str:
+def _cure(kind: str, has_reverse: bool, names: Sequence[str], kept: Sequence[Origin]) -> str:
     shown = ", ".join(f"`{name}`" for name in names)
     if kind == "not finite":
         return EXPLAIN_NAN
-    if kind == "modes disagree":
-        return "Reverse mode is right, forward mode is not: try `eqgt.check_rule`."
+    if kind == "modes disagree" or not has_reverse:
+        return "A forward rule in the loss is wrong: try `eqgt.check_rule`."
     if names:
         text = f"The gradient is right without the rule of {shown}: try `eqgt.check_rule`."
         return text + " If it is another gradient on purpose, `skip` the leaves before it."
@@ -170,6 +170,6 @@ def _cure(kind: str, names: Sequence[str], kept: Sequence[Origin]) -> str:
             "a solver is wrong if it solves another equation, or stops too early."
         )
     return (
-        "No rule that can be removed explains it. A small error is usual for an iterative "
-        "solver and for low precision: make these tighter, or pass a larger `tolerance`."
+        "No rule that can be removed explains it: check the layers one by one. A small error "
+        "is usual for an iterative solver and low precision: then pass a larger `tolerance`."
     )

@@ -16,7 +16,6 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
 from .._diagnosis._programs.in_float64 import evaluate_in_float64
-from .._diagnosis._programs.lowest_precision import lowest_precisions
 from .._diagnosis.source_lines import source_line
 from .._diagnosis.traced_loss import trace_loss, TracedLoss
 from .._jaxprs.evaluate import bind, enter, evaluate
@@ -24,7 +23,7 @@ from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, st
 from .._rules.without_tangents import WITHOUT_TANGENTS
 from .._tangent_spaces import is_differentiable
 from ._compare import as_double, pairing
-from ._oracle import expanded, without_log
+from ._oracle import expanded, lowest_of, without_log
 from ._outcome import outcome
 from ._slope import Samples
 from ._subject import double_precision
@@ -59,8 +58,8 @@ class LossProgram:
         self.names = list(own.leaves)
         self._n = len(self.names)
         self.leaves = [as_double(x) for x in traced.values[: self._n]]
-        self.rounded_to = _lowest(traced.program, opaque=True)
-        self.lowest_of_user = _lowest(own.program)
+        self.rounded_to = lowest_of(traced.program, opaque=True)
+        self.lowest_of_user = lowest_of(own.program)
         self.is_compiled = len(traced.program.eqns) <= _MOST_COMPILED
         self.programs: dict[str, ClosedJaxpr] = {}
         self._calls: dict[str, Callable[..., Any]] = {}
@@ -122,7 +121,7 @@ class LossProgram:
             list(self.own.values[k]) for k in (slice(self._n), slice(self._n, None))
         )
         is_double = all(x.dtype.itemsize >= 8 for x in leaves)
-        if not self.is_compiled or (is_double and _lowest(self.programs["gradient"]) is None):
+        if not self.is_compiled or (is_double and lowest_of(self.programs["gradient"]) is None):
             return None
         # A cast to float16 and back loses digits. XLA would remove it, or not.
         options = {"xla_allow_excess_precision": False}
@@ -237,11 +236,6 @@ def _widened(tree: PyTree) -> PyTree:
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray | np.generic)
     widen = lambda x: jnp.asarray(as_double(x)) if is_array(x) and is_differentiable(x) else x
     return jax.tree.map(widen, tree)
-
-
-def _lowest(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
-    found = [d for d in lowest_precisions(program, opaque=opaque) if d is not None]
-    return max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
 
 
 def along(gradient: Sequence[Any], tangents: Sequence[Any]) -> float:

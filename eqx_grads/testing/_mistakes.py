@@ -65,9 +65,11 @@ def likely_cause(
         )
     if not np.any(have):
         return f"zero everywhere: the term of {name} is missing"
-    error = norm(as_real(want - have)) / norm(as_real(want))
+    error, size = (norm(as_real(x)) / np.sqrt(want.size) for x in (want - have, want))
+    error = error / size
     factor = _factor(want, have, others)
-    if factor is None and error < max(_ROUNDED.values()):
+    is_even = np.max(np.abs(have - want) / (np.abs(want) + size)) <= 10 * error
+    if factor is None and is_even and error < max(_ROUNDED.values()):
         dtype = next(dtype for dtype, most in _ROUNDED.items() if error < most)
         return (
             f"a little off ({error:.0e} of the size of all): precision was lost, as by a cast "
@@ -99,7 +101,7 @@ def _factor(want, have, others: Sequence[Compared]) -> complex | None:
     w, h = (x / np.max(np.abs(w)) for x in (w, h))
     factor = complex(np.vdot(w, h) / np.vdot(w, w))
     # A factor close to one must be larger than the noise to be recognized.
-    slack = min(_CLOSE, abs(factor - 1) / 3)
+    slack = min(_CLOSE, abs(factor - 1) / 10)
     is_one = norm(as_real(h - factor * w)) <= slack * norm(as_real(h))
     is_known = _n_different(want) > 1 or abs(factor + 1) < _CLOSE
     return factor if is_one and is_known and abs(factor - 1) > 1e-6 else None
@@ -118,7 +120,7 @@ def _of_factor(factor: complex, want: Any) -> str:
         return "the sign is wrong: every entry is minus the expected one"
     word = next((word for value, word in _WORDS.items() if is_near(value)), "")
     if is_near(1):
-        number = f"1 {'+' if factor.real > 1 else '-'} {abs(factor - 1):.0e}"
+        number = f"1 {'+' if factor.real > 1 else '-'} {abs(factor - 1):.0e} times"
         more = (
             ": a factor of the rule is a little wrong, or it is a derivative by finite "
             "differences (`step=` of a host function); if that is meant, pass `tolerance=`"

@@ -208,20 +208,16 @@ class Side:
     @ft.cached_property
     def lowest(self) -> np.dtype | None:
         """The dtype of lowest precision on the way to an output; `None` for float64."""
-        return self._lowest(opaque=False)
+        if self.program is None:
+            return _coarsest([jnp.finfo(x.dtype).dtype for x in self.outputs])
+        return lowest_of(self.program)
 
     @ft.cached_property
     def rounded_to(self) -> np.dtype | None:
         """What the values are rounded to, though evaluated in float64: by a host function."""
-        return self._lowest(opaque=True) if self.is_exact else self.lowest
-
-    def _lowest(self, *, opaque: bool) -> np.dtype | None:
-        if self.program is not None:
-            dtypes = lowest_precisions(self.program, opaque=opaque)
-        else:
-            dtypes = [] if opaque else [jnp.finfo(x.dtype).dtype for x in self.outputs]
-        dtypes = [dtype for dtype in dtypes if dtype is not None and dtype != np.float64]
-        return max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
+        if not self.is_exact:
+            return self.lowest
+        return None if self.program is None else lowest_of(self.program, opaque=True)
 
     @ft.cached_property
     def tolerance(self) -> float:
@@ -236,6 +232,16 @@ class Side:
         # the number itself.
         eps = 0.0 if self.lowest is None else float(jnp.finfo(self.lowest).eps)
         return tolerance + (eps if eps > tolerance else 0.0)
+
+
+def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
+    """The lowest precision on the way to any output; see `lowest_precisions`."""
+    return _coarsest(lowest_precisions(program, opaque=opaque))
+
+
+def _coarsest(dtypes: Sequence[np.dtype | None]) -> np.dtype | None:
+    rounding = [dtype for dtype in dtypes if dtype is not None and dtype != np.float64]
+    return max(rounding, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
 
 
 def in_float64(own: Side, options: Options, at: At) -> Side:
