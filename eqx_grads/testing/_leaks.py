@@ -15,9 +15,7 @@ from ._report import broke, failed, Finding, passed, skipped
 
 # Primitives that JAX compiles again in each eager call, with or without a rule.
 _COMPILED_ANEW = ("scan", "while", "cond", "callback", "shard_map", "custom_linear_solve")
-_KEEPS = (
-    "the rule, or its function, keeps a tracer: in a list, a global, an attribute or a cache"
-)
+_KEEPS = "the rule keeps a tracer: in a list, a global, an attribute or a cache"
 
 
 def leaks(case: Case) -> Iterator[Finding]:
@@ -30,6 +28,7 @@ def leaks(case: Case) -> Iterator[Finding]:
     mode = "vjp" if is_right or case.has_reverse else "jvp"
     found = equations(case.own.program) if case.own.program else ()
     known = {name for e in found for name in (e.primitive.name, str(e.params.get("call")))}
+    plain = _traces(case, case.own.plain, mode)
     for name, run in _traces(case, case.own.f, mode).items():
         where = f"{name}, under `jax.checking_leaks`"
         error = first if (name, mode) == ("jit of the gradient", "vjp") else _leak(run)
@@ -37,6 +36,8 @@ def leaks(case: Case) -> Iterator[Finding]:
             yield passed("leaks", where)
         elif not _is_leak(error):
             yield broke("leaks", where, error)
+        elif "linear_solve" not in known and _leak(plain[name]) is not None:
+            yield broke("leaks", where, error, "the function, without its rule, keeps a tracer")
         elif known & {"linear_solve", "_differentiable_solution"}:
             # `lineax.linear_solve` does so: in a run-time check, and from JAX 0.11 on for each
             # operator that is a function.

@@ -223,7 +223,8 @@ class Report:
                 lines += _wrap(f"{SKIPPED}: {check}, as {found[0].facts.splitlines()[0]}")
             else:
                 done.append(check)
-        kept = [f.where for f in self.findings if f.check == "residuals" and f.where]
+        of = [f for f in self.findings if f.check == "residuals" and not f.raised]
+        kept = [f.where for f in of if f.where]
         lines = [*_wrap(f"{PASSED}: {', '.join(done)}"), *lines] if done else lines
         return [*lines, *[f"residuals: {where}" for where in kept[:1]]]
 
