@@ -180,7 +180,8 @@ def one_row_of_a_weight_missing():
     return dense_stack(with_rule(_affine, _affine_fwd, bwd))
 
 
-@_fault(*UP_TO_1, layer="")
+# The error of the bias in single precision is less than that of rounding.
+@_fault(*LAYER_0, "layers[1].weight", layer="")
 def float16_in_a_backward_rule():
     def bwd(res, ct):
         ct = ct.astype(jnp.float16).astype(ct.dtype)

@@ -121,9 +121,8 @@ def check_rule(
         have a rule, which is then what is expected. For a bound method, or a Module with
         arrays, another method of the same object.
     - `nonlinear`: whether the backward rule is meant to be non-linear in the cotangent, as
-        clipping is. Skips `adjoint`, the part of `linear` about cotangents and, without a
-        `reference`, `order`. With a `reference`, cotangents are also compared at 4096 times
-        larger and smaller ones.
+        clipping is. Skips `adjoint`, `order` and the part of `linear` about cotangents. With a
+        `reference`, cotangents are also compared at 4096 times larger and smaller ones.
     - `nondifferentiable`: names of what is not to be perturbed: positional parameters, or parts
         of them as the report names them, such as `"self.frozen"` or `"params['scale']"`. NumPy
         names the parameters of a ufunc `x`, or `x1`, `x2` and so on.
