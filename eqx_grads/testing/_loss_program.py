@@ -1,7 +1,7 @@
 """The loss of a model as a program: its value, its gradient in both modes, its differences.
 
-The program is the one of the user's precision, evaluated in float64. If that does not work, or
-a host function rounds its values, it is the one of a model in float64.
+The loss is traced in the user's precision, and its program is evaluated in float64. Where that
+does not work, or a host function rounds its values, a model in float64 is traced.
 """
 
 import contextlib
@@ -42,11 +42,11 @@ class LossProgram:
     """A loss at a model and arguments.
 
     - `leaves`: the inexact arrays of the model, which are perturbed; `names`: their paths.
-    - `own`: the loss in the user's precision, and `traced` in that in which it was traced.
+    - `own`: the loss, traced in the user's precision; `traced`: the loss that is computed.
     - `in_its_types`: `in_its_types(run, *args)` is `run(*args)` where the equations have the
         types that they were traced with.
     - `rounded_to`: what the values are rounded to nonetheless, as by a host function.
-    - `programs`: those of what was computed, by their names.
+    - `programs`: what was traced, by name.
     - `stops`: the lines of the `stop_gradient`s in it, outside of functions with a rule.
     """
 
@@ -67,8 +67,8 @@ class LossProgram:
         self._slope_of = slope_of
 
     def of(self, loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """What is checked of a loss of leaves: itself, or its slope along a random direction,
-        whose gradient is the product of the Hessian with this direction."""
+        """A loss of leaves, or its slope along a random direction. The gradient of the slope is
+        the product of the Hessian with this direction."""
         if self._slope_of is None:
             return loss
         rng = np.random.default_rng(self._slope_of)

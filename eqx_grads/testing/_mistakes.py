@@ -108,7 +108,7 @@ def _factor(want, have, others: Sequence[Compared]) -> complex | None:
 
 
 def _n_different(x: Any) -> int:
-    """How many numbers there are in it, up to their signs, besides zero."""
+    """How many numbers there are in it, up to their signs, apart from zero."""
     sizes = np.sort(np.abs(x).ravel())
     sizes = sizes[sizes > 1e-6 * np.max(sizes, initial=0.0)]
     return int(np.sum(np.diff(sizes) > _CLOSE * sizes[1:])) + 1 if sizes.size else 0
