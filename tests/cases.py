@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import eqx_grads as eqg
 
 from .guard.contract import cast, reference
 from .guard.registry import ENTRIES, Entry
@@ -46,19 +47,11 @@ def _options(op: str, entry: Entry) -> dict[str, Any]:
     options = _OPTIONS.get(op, {})
     if entry.forward is None:
         return {"reference": reference(entry), **options}
-    both = {
-        "expected_tangent": _pushforward(entry.forward),
-        "expected_cotangent": _pullback(entry.plain),
-    }
-    return {"nonlinear": True, **both, **options}
-
-
-def _pushforward(fn):
-    return lambda primals, tangents: eqx.filter_jvp(fn, primals, tangents)[1]
-
-
-def _pullback(fn):
-    return lambda primals, ct: eqx.filter_vjp(fn, *primals)[1](ct)
+    both = eqg.custom_vjp(lambda *xs: entry.plain(*xs))
+    both.def_fwd(lambda *xs: (entry.plain(*xs), xs))
+    both.def_bwd(lambda xs, ct: eqx.filter_vjp(entry.plain, *xs)[1](ct))
+    both.def_jvp(lambda xs, ts: (entry.plain(*xs), eqx.filter_jvp(entry.forward, xs, ts)[1]))
+    return {"nonlinear": True, "reference": both, **options}
 
 
 def _case(op: str, entry: Entry) -> Case:

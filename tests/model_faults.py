@@ -18,7 +18,8 @@ from jaxtyping import Array
 class ModelFault:
     """- `make`: returns the loss, the model and the arguments.
     - `wrong`: the leaves with a wrong gradient: exactly these.
-    - `kind`, `layer`, `function`: what the report says of each of them.
+    - `kind`, `layer`, `function`: what the report says of each of them; without a `layer`, the
+        layer of the leaf.
     """
 
     make: Callable[[], tuple[Any, ...]]
@@ -167,12 +168,6 @@ def transposed_gradient_of_a_square_weight():
     return dense_stack(with_rule(_affine, _affine_fwd, bwd))
 
 
-@_fault(*LAYER_0, layer="layers[1]", function="_affine")
-def cotangent_with_the_weight_not_transposed():
-    bwd = lambda res, ct: (jnp.outer(ct, res[1]), ct, res[0] @ ct)
-    return dense_stack(with_rule(_affine, _affine_fwd, bwd))
-
-
 @_fault("layers[1].bias", layer="layers[1]", function="_affine")
 def second_leaf_wrong_by_one_in_a_thousand():
     bwd = lambda res, ct: (jnp.outer(ct, res[1]), 1.001 * ct, res[0].T @ ct)
@@ -185,7 +180,8 @@ def one_row_of_a_weight_missing():
     return dense_stack(with_rule(_affine, _affine_fwd, bwd))
 
 
-@_fault(*UP_TO_1, layer="layers[1]", function="_affine")
+# The error of the bias in single precision is less than that of rounding.
+@_fault(*LAYER_0, "layers[1].weight", layer="")
 def float16_in_a_backward_rule():
     def bwd(res, ct):
         ct = ct.astype(jnp.float16).astype(ct.dtype)
@@ -216,11 +212,6 @@ def _batched_stack(reduce):
 @_fault("layers[1].bias", layer="layers[1]", function="_batched")
 def summed_over_the_wrong_axis():
     return _batched_stack(lambda ct: jnp.sum(ct, 1))
-
-
-@_fault("layers[1].bias", layer="layers[1]", function="_batched")
-def mean_instead_of_sum():
-    return _batched_stack(lambda ct: jnp.mean(ct, 0))
 
 
 # ---------------------------------------------------------------- rules of an activation
@@ -265,26 +256,6 @@ def wrong_reverse_rule_of_jax():
 
     raw.defvjp(lambda x: (raw(x), x), lambda x, ct: (1.01 * ct * jnp.cos(x),))
     return between(raw)
-
-
-def leaky(x):
-    return jnp.where(x > 0, x, 0.1 * x)
-
-
-@_fault(*LAYER_0, layer="layers[1]", function="leaky")
-def slope_of_the_wrong_side():
-    rule = with_rule(leaky, lambda x: (leaky(x), x), lambda x, ct: (jnp.where(x > 0, ct, 0.0),))
-    return between(rule)
-
-
-def softmax(x):
-    return jax.nn.softmax(x)
-
-
-@_fault(*LAYER_0, layer="layers[1]", function="softmax")
-def softmax_without_the_sum():
-    rule = with_rule(softmax, lambda x: (softmax(x),) * 2, lambda y, ct: (y * ct,))
-    return between(rule)
 
 
 @_fault("layers[0].bias", "layers[0].weight", layer="layers[1]", function="square")
@@ -344,37 +315,6 @@ def wrong_rule_in_a_filter_scan():
 def detached_state_in_a_scan():
     detached = lambda h: jax.lax.stop_gradient(0.5 * h) + 0.5 * jnp.tanh(h)
     return loss, Stack((Dense(0), Recurrent(1, detached), Dense(3))), DATA
-
-
-def _decay(a, x):
-    """The sum of `a` to the power of the age of each step."""
-    step = lambda h, x: (a * h + x, a * h + x)
-    return jax.lax.scan(step, jnp.zeros_like(a), x)[1]
-
-
-class Decay(eqx.Module):
-    a: Array
-    fn: Callable[..., Any] = eqx.field(static=True)
-
-    def __call__(self, x):
-        return self.fn(self.a, x)
-
-
-@_fault("layers[1].a", layer="layers[1]", function="_decay")
-def off_by_one_step():
-    def fwd(a, x):
-        h = _decay(a, x)
-        return h, (a, h)
-
-    def bwd(res, ct):
-        a, h = res
-        back = lambda g, c: (a * g + c, a * g + c)
-        g = jax.lax.scan(back, jnp.zeros_like(a), ct, reverse=True)[1]
-        return jnp.sum(g * h), g  # the state after the step, not before it
-
-    rule = with_rule(_decay, fwd, bwd)
-    layers = (Dense(0), Decay(jnp.asarray(0.7), rule), Dense(2))
-    return loss, Stack(layers), DATA
 
 
 # ---------------------------------------------------------------- gradients that are cut
@@ -515,7 +455,7 @@ def root_of_zero_behind_a_mask():
     return between(root)
 
 
-@_fault(*LAYER_0, layer="layers[1]", function="smooth", kind="modes disagree")
+@_fault(*LAYER_0, layer="layers[0]", kind="modes disagree")
 def wrong_forward_rule_beside_a_right_reverse_rule():
     rule = with_rule(smooth, lambda x: (smooth(x),) * 2, lambda y, ct: (ct * (1 - y**2),))
     rule.def_jvp(lambda p, t: (rule(*p), 2 * t[0]))

@@ -19,8 +19,7 @@ import numpy as np
 
 # What `check_rule` is told, and its peers have no word for.
 _OPTIONS = (
-    *("reference", "expected_tangent", "expected_cotangent", "nonlinear"),
-    *("nondifferentiable", "order", "at", "max_residual_bytes"),
+    *("reference", "nonlinear", "nondifferentiable", "order", "at", "max_residual_bytes"),
 )
 
 

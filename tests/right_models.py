@@ -38,11 +38,6 @@ KEY = jr.key(5)
 
 
 @_right
-def three_layers():
-    return between(jnp.sin)
-
-
-@_right
 def right_rule():
     bwd = lambda res, ct: (jnp.outer(ct, res[1]), ct, res[0].T @ ct)
     return loss, Stack((Dense(0), Dense(1, with_rule(_affine, _affine_fwd, bwd)))), DATA
@@ -88,30 +83,6 @@ def max_pool_with_ties():
 
 
 @_right
-def convolution():
-    model = eqx.nn.Sequential(
-        [
-            eqx.nn.Conv2d(1, 3, 3, key=KEY),
-            eqx.nn.Lambda(jax.nn.gelu),
-            eqx.nn.MaxPool2d(2, 2),
-            eqx.nn.Conv2d(3, 1, 2, key=KEY),
-        ]
-    )
-    return lambda m, x: jnp.mean(m(x) ** 2), model, normal(4, 1, 8, 8)
-
-
-@_right
-def attention():
-    model = eqx.nn.MultiheadAttention(2, 4, key=KEY)
-    return lambda m, x: jnp.mean(m(x, x, x) ** 2), model, normal(5, 3, 4)
-
-
-@_right
-def layer_norm():
-    return loss, Stack((Dense(0), eqx.nn.LayerNorm(3), Dense(2))), DATA
-
-
-@_right
 def batch_norm_with_state():
     class Net(eqx.Module):
         dense: eqx.nn.Linear
@@ -145,37 +116,9 @@ def dropout_with_a_key():
 
 
 @_right
-def noise_with_a_key():
-    fn = lambda m, x, key: jnp.mean((m * jr.normal(key, (3,)) + x) ** 2)
-    return fn, jnp.ones(3), jnp.asarray(DATA[0]), KEY
-
-
-@_right
-def gru_of_equinox():
-    class Net(eqx.Module):
-        cell: eqx.nn.GRUCell
-
-        def __call__(self, xs):
-            step = lambda h, x: (self.cell(x, h), None)
-            return jax.lax.scan(step, jnp.zeros(3), xs)[0]
-
-    return lambda m, x: jnp.sum(m(x) ** 2), Net(eqx.nn.GRUCell(3, 3, key=KEY)), DATA
-
-
-@_right
 def gru_of_ours():
-    model = eqg.nn.GRU(3, 4, key=KEY) if hasattr(eqg.nn, "GRU") else _missing("GRU")
+    model = eqg.nn.GRU(3, 4, key=KEY)
     return lambda m, x: jnp.sum(m(x)[0] ** 2), model, jnp.asarray(DATA)
-
-
-@_right
-def lstm_of_ours():
-    model = eqg.nn.LSTM(3, 4, key=KEY) if hasattr(eqg.nn, "LSTM") else _missing("LSTM")
-    return lambda m, x: jnp.sum(m(x)[0] ** 2), model, jnp.asarray(DATA)
-
-
-def _missing(name):
-    raise NotImplementedError(name)
 
 
 def _scan_with(**options):
@@ -190,13 +133,8 @@ def _scan_with(**options):
     return lambda m, x: jnp.sum(m(x) ** 2), Net(Cell(1)), jnp.asarray(DATA)
 
 
-for _option in (None, "replay", "auto", "sqrt", 2):
+for _option in ("auto", "sqrt"):
     RIGHT[f"filter_scan_{_option}"] = lambda option=_option: _scan_with(checkpoint=option)
-
-
-@_right
-def checkpointed_layer():
-    return between(jax.checkpoint(jnp.tanh))
 
 
 @_right

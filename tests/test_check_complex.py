@@ -58,61 +58,20 @@ def _with_bwd(name, change=lambda ct: ct):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_right_rules_are_right(name):
+def test_complex_rules_of_host_functions(name):
     f, plain, x = _with_bwd(name)
-    out, pull = jax.vjp(f, x)
     want, pull_plain = jax.vjp(plain, x)
     ct = want * (0.7 - 0.4j) if jnp.iscomplexobj(want) else want + 0.3
-    eqgt.assert_trees_close(out, want)
-    eqgt.assert_trees_close(pull(ct), pull_plain(ct))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_right_rules_pass(name):
-    f, _, x = _with_bwd(name)
+    eqgt.assert_trees_close(jax.vjp(f, x)[1](ct), pull_plain(ct))
     report = eqgt.check_rule(f, x, order=1, checks=DERIVATIVES)
     assert report["reverse"][0].verdict == "passed"
-
-
-@pytest.mark.parametrize("name", ["exp", "conj", "z |z|", "to real"])
-def test_a_conjugated_cotangent_fails(name):
-    f, _, x = _with_bwd(name, np.conj)
-    report = eqgt.check_rule(f, x, order=1, checks=("reverse",), raises=False)
-    assert not report.passed
-    assert "the shape is" not in str(report)
-
-
-@pytest.mark.parametrize(
-    ("bwd", "cause"),
-    [
-        (lambda z, ct: 2 * z * jnp.conj(ct), "the cotangent was conjugated"),
-        (lambda z, ct: 2 * jnp.conj(z) * ct, "what multiplies the cotangent was conjugated"),
-        (lambda z, ct: jnp.conj(2 * z * ct), "the complex conjugate of the expected one"),
-    ],
-)
-def test_the_report_says_what_was_conjugated(bwd, cause):
-    square = eqg.custom_vjp(lambda z: z**2)
-    square.def_fwd(lambda z: (square(z), z))
-    square.def_bwd(lambda z, ct: (bwd(z, ct),))
-    report = eqgt.check_rule(square, Z, order=1, checks=("reverse",), raises=False)
-    assert cause in str(report)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_factor_fails(name):
-    f, _, x = _with_bwd(name, lambda ct: 1.01 * ct)
-    assert not eqgt.check_rule(f, x, order=1, checks=("reverse",), raises=False).passed
-
-
-@pytest.mark.slow
-def test_a_tangent_of_a_conjugated_rule_is_the_conjugate():
-    exp = eqg.host_function(np.exp, out=lambda z: z)
-    right = eqg.elementwise(exp, lambda out, z: out)
-    eqgt.check_rule(right, Z, order=1, checks=DERIVATIVES)
-    wrong = eqg.elementwise(exp, lambda out, z: out.conj())
-    report = eqgt.check_rule(wrong, Z, order=1, checks=("forward",), raises=False)
-    assert not report.passed
-    assert "the shape is" not in str(report)
+    for change in (np.conj, lambda ct: 1.01 * ct):
+        if change is np.conj and name == "to complex":  # of a real argument
+            continue
+        f, _, x = _with_bwd(name, change)
+        report = eqgt.check_rule(f, x, order=1, checks=("reverse",), raises=False)
+        assert not report.passed
+        assert "the shape is" not in str(report)
 
 
 def test_differences_of_complex_values():

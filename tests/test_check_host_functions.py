@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eqx_grads.testing._report import PASSED
 
 
 X = jnp.array([0.3, 0.8])
@@ -33,36 +34,10 @@ def test_the_output_that_is_wrong_is_named():
     report = eqgt.check_rule(_two_outputs(3.0), X, checks=MODES, raises=False)
     (ahead,), (back,) = report["forward"], report["reverse"]
     assert ahead.where == "`x` (in output['cos'])"
-    assert "every entry is three times the expected one" in ahead.text
+    assert "every entry is 3 times the expected one" in ahead.text
     assert "output['sin']" not in ahead.text
     assert back.where == ahead.where
-    assert "every entry is three times the expected one" in back.text
     assert eqgt.check_rule(_two_outputs(1.0), X, checks=MODES).passed
-
-
-@pytest.mark.slow
-def test_more_outputs_than_are_told_apart():
-    many = eqg.host_function(
-        lambda x: [np.sin(x * k) for k in range(14)],
-        out=lambda x: [x] * 14,
-        finite_difference="complex",
-    )
-    assert eqgt.check_rule(many, X, checks=MODES).passed
-
-
-@pytest.mark.slow
-def test_one_cause_under_vmap_is_told_once():
-    """A function that sums over the batch."""
-    fn = lambda x: np.cumsum(np.sin(x)).reshape(x.shape)
-    sums = eqg.host_function(
-        fn, out=lambda x: x, vmap_method="expand_dims", finite_difference="complex"
-    )
-    report = eqgt.check_rule(sums, X, checks=("transforms",), raises=False)
-    failures = [f.where.partition(",")[0] for f in report.failures]
-    assert failures[:3] == ["vmap", "vmap of the derivative", "derivative of vmap"]
-    assert "\n2. " not in str(report)
-    assert "value of output" in report.failures[0].where
-    assert "with `vmap_method='expand_dims'` the host function gets the whole" in str(report)
 
 
 @pytest.mark.slow
@@ -86,17 +61,6 @@ def test_a_derivative_that_is_wrong_under_vmap_is_its_own_failure():
     assert where
     assert all("derivative" in w or "sharding" in w for w in where)
     assert "vmap_method=" not in str(report)
-
-
-@pytest.mark.slow
-def test_more_calls_of_the_backward_rule_than_are_allowed():
-    sine = eqg.host_function(np.sin, out=lambda x: x, max_rule_calls=1)
-    sine.def_bwd(lambda x, ct: (ct * np.cos(x),))
-    report = eqgt.check_rule(sine, X, order=1)
-    assert report.passed
-    (ahead,) = report["forward"]
-    assert ahead.verdict == "skipped"
-    assert "`max_rule_calls`" in ahead.text
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.2])
@@ -149,19 +113,6 @@ def test_the_likely_cause_of_a_wrong_residual(residual, cause):
     assert eqgt.check_rule(_root_of(lambda y, a, b: y**3 - a * b), A, B, checks=MODES).passed
 
 
-@pytest.mark.slow
-def test_an_equation_that_is_not_solved_is_told_once():
-    report = eqgt.check_rule(
-        _root_of(lambda y, a, b: y**3 - 2 * a * b), A, B,
-        checks=("primal", "forward", "reverse", "adjoint"), raises=False,
-    )  # fmt: skip
-    assert len(report.failures) > 3
-    assert "\n2. " not in str(report)
-    assert str(report).count("is not small at the solution") == 1
-    assert "EQX_ON_ERROR" not in str(report)
-    assert "filter_jit" not in str(report)
-
-
 # ---------------------------------------------------------------- `check_gradients`
 
 
@@ -176,41 +127,25 @@ def _elementwise(sine, factor):
     return eqg.elementwise(lambda x: sine(x), lambda out, x: factor * jnp.cos(x))
 
 
-def _custom_jvp(sine, factor):
-    fn = eqg.custom_jvp(lambda x: sine(x))
-    fn.def_jvp(lambda p, t: (fn(*p), factor * jnp.cos(p[0]) * t[0]))
-    return fn
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [_elementwise, _custom_jvp])
 @pytest.mark.parametrize(
     ("options", "cure"),
     [
         (
             {},
-            "JAX can't differentiate what is beneath the rule of `<lambda>` at "
-            "test_check_host_functions.py:.*, so this rule can't be removed",
+            "The rule of `<lambda>` at test_check_host_functions.py:.* can't be removed",
         ),
         ({"finite_difference": "central"}, "right without the rule of `<lambda>`"),
     ],
 )
-def test_a_wrong_rule_around_a_host_function(make, options, cure):
-    sine = _host_sine(**options)
+def test_a_wrong_rule_around_a_host_function(options, cure):
+    sine, make = _host_sine(**options), _elementwise
     check = lambda fn: eqgt.check_gradients(
         lambda w, x: jnp.sum(fn(w * x) ** 2), jnp.array(0.7), jnp.arange(3.0), raises=False
     )
     assert check(make(sine, 1.0)).passed
     (fault,) = check(make(sine, 2.0)).found
     assert re.search(cure, fault.cure)
-
-
-def test_a_wrong_rule_of_a_host_function_has_its_name():
-    sine = _host_sine()
-    sine.def_bwd(lambda residuals, ct: (2 * ct * np.cos(residuals[0]),))
-    loss = lambda w, x: jnp.sum(sine(w * x) ** 2)
-    report = eqgt.check_gradients(loss, jnp.array(0.7), jnp.arange(3.0), raises=False)
-    assert "beneath the rule of `sine` at" in report.found[0].cure
 
 
 # ---------------------------------------------------------------- callbacks beside each other
@@ -229,3 +164,111 @@ def test_many_callbacks_of_large_arrays(n):
 
     args = jnp.array(0.7), jnp.linspace(0.0, 1.0, n)
     assert eqgt.check_rule(loss, *args, checks="transforms").passed
+
+
+# ---------------------------------------------------------------- batches
+
+
+ONE = jnp.ones((), "float32")
+
+
+def host_function(fn, bwd):
+    decorated = eqg.host_function(fn, out=lambda x: x, vmap_method="broadcast_all")
+    decorated.def_bwd(bwd)
+    return decorated
+
+
+def failures(fn, *args):
+    report = eqgt.check_rule(fn, *args, checks=("transforms",), raises=False)
+    return [finding.where for finding in report["transforms"] if finding.verdict != PASSED]
+
+
+def of_batch(x, mixed):
+    return np.broadcast_to(mixed(x), x.shape).astype(x.dtype) if x.ndim else x
+
+
+MIXED = {
+    "right": lambda x: x,
+    "rolled": lambda x: np.roll(x, 1, axis=0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed", MIXED)
+@pytest.mark.parametrize("width", [0.0, 1.0])
+def test_cotangents_are_mixed(mixed, width):
+    """Each example has a cotangent of its own, also if there is one argument only at which the
+    function is defined."""
+
+    def square(x):
+        if np.any(np.abs(x - 1) > width):
+            raise ValueError("outside of the domain")
+        return np.asarray(x**2)
+
+    fn = host_function(square, lambda r, ct: (of_batch(2 * r[0] * ct, MIXED[mixed]),))
+    found = failures(fn, ONE)
+    assert bool(found) == (mixed != "right"), found
+    assert all(("equal examples" in where) == (width == 0) for where in found)
+
+
+@pytest.mark.slow
+def test_a_rule_that_raises_at_other_arguments():
+    def bwd(residuals, ct):
+        if residuals[0] != 1:
+            raise ValueError("not this one")
+        return (2 * residuals[0] * ct,)
+
+    report = eqgt.check_rule(
+        host_function(lambda x: np.asarray(x**2), bwd),
+        ONE,
+        checks=("transforms",),
+        raises=False,
+    )
+    assert any("vmap" in f.where and f.raised for f in report.failures), report
+
+
+# ---------------------------------------------------------------- solvers
+
+
+def _residual(y, a):
+    return y**3 + y - a
+
+
+_KEPT = []
+
+
+def _newton(a, is_kept=False):
+    if is_kept:
+        _KEPT.append(a + 1)
+    step = lambda _, y: y - _residual(y, a) / (3 * y**2 + 1)
+    return jax.lax.fori_loop(0, 40, step, jnp.ones_like(a))
+
+
+def _pair(y, a):
+    return jnp.stack([y[0] ** 3 + y[0] - a[0] + 0.1 * y[1], y[1] ** 3 + 2 * y[1] - a[1]])
+
+
+@eqg.implicit(_pair)
+def _newton_of_pair(a):
+    a = jax.lax.stop_gradient(a)
+    y = jnp.zeros_like(a)
+    for _ in range(8):
+        y = y - jnp.linalg.solve(jax.jacfwd(_pair)(y, a), _pair(y, a))
+    return y
+
+
+@pytest.mark.slow
+def test_tracers_of_lineax_beside_a_solve_of_jax():
+    eqgt.check_rule(_newton_of_pair, jnp.array([2.0, 1.0]), checks=("leaks",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_tracer_that_a_solver_keeps(is_kept):
+    root = eqg.implicit(_residual)(lambda a: _newton(a, is_kept))
+    with jax.check_tracer_leaks(False):
+        report = eqgt.check_rule(root, jnp.array([2.0, 1.0]), checks=("leaks",), raises=False)
+    _KEPT.clear()
+    assert report.passed == (not is_kept)
+    if is_kept:
+        assert "keeps a tracer" in str(report)

@@ -104,23 +104,6 @@ def test_wrong_rules_fail_for_every_seed(name, fault):
             assert len(failures) >= 5, report
 
 
-@pytest.mark.parametrize("name", ["output in bfloat16", "through bfloat16"])
-def test_the_report_says_what_is_rounded(name):
-    dtype = name.rpartition(" ")[2]
-    text = f"the output is {dtype}" if "output" in name else f"it computes in {dtype}"
-    report = eqgt.check_reverse(MAKERS[name](), X, Y, order=1)
-    assert report["reverse"][0].where == text
-    report = eqgt.check_reverse(MAKERS[name]("sign"), X, Y, order=1, raises=False)
-    assert f"{text}, compared with a tolerance of" in str(report)
-
-
-def test_the_report_of_a_rule_on_the_host_says_what_is_rounded():
-    report = eqgt.check_reverse(on_host("factor"), X, Y, order=1, raises=False)
-    text = str(report)
-    assert "expected: finite differences of values in float32" in text
-    assert "the output is float32, compared with a tolerance of 3e-05" in text
-
-
 # ---------------------------------------------------------------- finite differences
 
 
@@ -194,8 +177,7 @@ def test_a_python_number_that_is_an_argument_is_no_residual(rule):
         )
     finding = eqgt.check_residuals(fn, jnp.arange(3.0), 2.0, max_residual_bytes=0)
     where = finding["residuals"][0].where
-    assert "plain autodiff: 0 per call, 0 per scan step" in where
-    assert where.startswith("0 bytes per call, 0 per scan step")
+    assert where == "0 bytes per call, without the arguments (plain autodiff: 0)"
 
 
 # ---------------------------------------------------------------- faults in half precision

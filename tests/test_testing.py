@@ -9,7 +9,6 @@ import eqx_grads.testing as eqgt
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import numpy as np
 import pytest
 from jaxtyping import Array
 
@@ -43,13 +42,6 @@ def test_fault_is_caught(name):
 def test_the_same_rule_without_the_fault_passes(name):
     fn, args, options = FAULTS[name].right()
     eqgt.check_rule(fn, *args, checks=(FAULTS[name].check,), **options)
-
-
-@pytest.mark.thorough
-def test_there_are_enough_of_them():
-    assert len(FAULTS) >= 60
-    assert len(RIGHT) >= 40
-    assert len({fault.check for fault in FAULTS.values()}) == 12
 
 
 # ---------------------------------------------------------------- right rules
@@ -126,20 +118,6 @@ def test_it_raises_with_the_report():
     assert isinstance(error.value, AssertionError)
 
 
-def test_report_of_a_failure():
-    report = eqgt.check_rule(wrong_jvp, *POINT, checks=("forward", "linear"), raises=False)
-    assert not report.passed
-    (failure, *_) = report.failures
-    assert failure.check == "forward"
-    assert failure.error > 0.5
-    assert failure.tolerance < 1e-3
-    assert all(finding.verdict == "passed" for finding in report["linear"])
-    with pytest.raises(KeyError, match="reverse"):
-        report["reverse"]
-    with pytest.raises(eqgt.RuleCheckError, match="FAILED"):
-        report.raise_if_failed()
-
-
 @pytest.mark.slow
 def test_checks_and_skip():
     everything = eqgt.check_rule(jnp.sin, 1.0)
@@ -168,54 +146,6 @@ def test_nothing_to_differentiate():
         eqgt.check_rule(lambda n: n + 1, 3)
 
 
-def test_tangents_given_by_the_user():
-    only_there = jax.custom_jvp(lambda x: jnp.sin(x))
-    only_there.defjvp(
-        lambda p, t: (
-            only_there(*p),
-            jnp.where(t[0] == 7.0, 0.0, jnp.cos(p[0]) * t[0]),
-        )
-    )
-    x = jnp.array([0.5, 1.0])
-    eqgt.check_forward(only_there, x)
-    with pytest.raises(eqgt.RuleCheckError, match="the tangents given"):
-        eqgt.check_forward(only_there, x, tangents=(jnp.array([7.0, 1.0]),))
-
-
-def test_a_limit_on_residuals():
-    x = jnp.ones(100)
-    eqgt.check_residuals(jnp.sin, x, max_residual_bytes=100 * x.dtype.itemsize)
-    with pytest.raises(eqgt.RuleCheckError, match="`max_residual_bytes` is 4"):
-        eqgt.check_residuals(jnp.sin, x, max_residual_bytes=4)
-
-
-def test_residuals_per_scan_step_are_counted():
-    report = eqgt.check_residuals(jnp.sin, jnp.ones(100))
-    n = 100 * jnp.ones(1).dtype.itemsize
-    where = f"{n} bytes per call, {n} per scan step, without the arguments"
-    assert where in report["residuals"][0].where
-
-
-@pytest.mark.thorough
-def test_order_three():
-    def square_of(x):
-        return x**3
-
-    f = eqg.custom_jvp(square_of)
-
-    @f.def_jvp
-    def rule(primals, tangents):
-        (x,), (t_x,) = primals, tangents
-        return f(x), 3 * g(x) * t_x
-
-    g = eqg.custom_jvp(lambda x: x**2)  # its own derivative is held constant one order up
-    g.def_jvp(lambda p, t: (g(*p), 2 * jax.lax.stop_gradient(p[0]) * t[0]))
-    x = jnp.array([0.5, 2.0])
-    eqgt.check_rule(f, x, checks="order", order=2)
-    with pytest.raises(eqgt.RuleCheckError, match="order 3"):
-        eqgt.check_rule(f, x, checks="order", order=3)
-
-
 def test_single_checks_are_that_check():
     checks = ("forward", "reverse", "adjoint", "linear", "transforms", "leaks", "residuals")
     for name in checks:
@@ -226,79 +156,11 @@ def test_single_checks_are_that_check():
 # ---------------------------------------------------------------- the pieces
 
 
-def test_numerical_jacobian_against_autodiff():
-    def f(w, x):
-        return jnp.tanh(w @ x)
-
-    w, x = jnp.arange(6.0).reshape(2, 3) / 5, jnp.array([0.3, -1.0, 0.5])
-    numeric = eqgt.numerical_jacobian(f, w, x)
-    exact = jax.jacfwd(f, argnums=(0, 1))(w, x)
-    for a, b in zip(numeric, exact, strict=True):
-        assert a.dtype == np.float64
-        eqgt.assert_trees_close(jnp.asarray(a, b.dtype), b)
-
-
-def test_numerical_jacobian_is_of_float64_quality():
-    x = np.array([0.3, 1.2e3, -4e-5])
-    jacobian = eqgt.numerical_jacobian(jnp.sin, x)
-    error = np.abs(jacobian - np.diag(np.cos(x)))
-    assert np.max(error) < 1e-8
-
-
 def test_numerical_jacobian_of_what_it_does_not_take():
     with pytest.raises(TypeError, match="real arrays that return one array"):
         eqgt.numerical_jacobian(lambda x: (x, x), jnp.ones(2))
     with pytest.raises(TypeError, match="real arrays"):
         eqgt.numerical_jacobian(jnp.sin, jnp.ones(2, complex))
-
-
-def test_random_tangent():
-    tree = {"x": jnp.ones((3, 2)), "n": 3, "half": jnp.ones(2, "bfloat16"), "s": "text"}
-    tangent = eqgt.random_tangent(tree, seed=3)
-    assert tangent["n"] is None
-    assert tangent["s"] is None
-    assert tangent["half"].dtype == jnp.bfloat16
-    assert tangent["x"].shape == (3, 2)
-    again, other = (eqgt.random_tangent(tree, seed=s)["x"] for s in (3, 4))
-    assert jnp.array_equal(tangent["x"], again)
-    assert not jnp.array_equal(tangent["x"], other)
-
-
-def test_assert_trees_close_does_not_grow_with_the_size():
-    for n in (3, 300, 30_000):
-        x = jnp.linspace(1.0, 2.0, n)
-        eqgt.assert_trees_close(x * (1 + 1e-6), x, tolerance=1e-5)
-        with pytest.raises(AssertionError, match=r"relative error is 0\.01"):
-            eqgt.assert_trees_close(x * 1.01, x)
-
-
-def test_assert_trees_close_sees_one_entry_of_a_million():
-    x = jnp.ones(1_000_000)
-    with pytest.raises(AssertionError, match=r"\[654321\]"):
-        eqgt.assert_trees_close(x.at[654321].set(1.1), x)
-
-
-@pytest.mark.parametrize(
-    ("got", "expected", "match"),
-    [
-        ({"a": 1.0}, {"b": 1.0}, "structures differ"),
-        (jnp.ones(3), jnp.ones(2), r"shape \(3,\)"),
-        (jnp.ones(3, "float16"), jnp.ones(3, "float32"), "dtype float16"),
-        ({"a": jnp.nan}, {"a": 1.0}, r"At \['a'\]"),
-        (jnp.array([1.0, jnp.inf]), jnp.array([1.0, 2.0]), r"\[1\]"),
-        ("relu", "tanh", "'relu'"),
-        (1.0, "tanh", "got float"),
-        (jr.key(0), jr.key(1), "got"),
-    ],
-)
-def test_assert_trees_close_fails(got, expected, match):
-    with pytest.raises(AssertionError, match=match):
-        eqgt.assert_trees_close(got, expected)
-
-
-def test_assert_trees_close_takes_nan_for_nan():
-    x = {"a": jnp.array([1.0, jnp.nan, -jnp.inf]), "key": jr.key(0), "name": "relu"}
-    eqgt.assert_trees_close(x, x)
 
 
 # ---------------------------------------------------------------- the plugin
@@ -381,18 +243,3 @@ def test_fields_that_are_not_perturbed(names, passes):
     assert report.passed == passes
     if not passes:
         assert "`self.parts[0].frozen`" in str(report)
-
-
-@pytest.mark.slow
-def test_entries_of_an_argument_that_are_not_perturbed():
-    def f(params, xs):
-        return params["w"] * xs[0] * jax.lax.stop_gradient(params["frozen"][1] * xs[1])
-
-    params = {"w": jnp.array(2.0), "frozen": [jnp.array(3.0), jnp.array(0.5)]}
-    xs = (jnp.array(1.5), jnp.array(0.3))
-    names = ("params['frozen'][1]", "xs[1]")
-    differences = {"checks": ("finite", "reverse"), "reference": f}
-    report = eqgt.check_rule(f, params, xs, nondifferentiable=names, **differences)
-    assert report.passed
-    for part in ("params['frozen']", "xs"):
-        assert eqgt.check_rule(f, params, xs, nondifferentiable=part, **differences).passed

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._rules.custom_vjp import ReverseRules
 from ._compare import as_double, as_real, difference, scale_of
 from ._differences import Difference, directional
 from ._eager import Call, eager_call
@@ -47,7 +48,7 @@ class Case:
         self.options, self.seed = options, seed
         # What was asked for is a function of arrays: there, a number is a static option.
         names = as_names("check_rule", "nondifferentiable", options.nondifferentiable)
-        own_numbers = not options.is_wrong_on_purpose
+        own_numbers = options.reference is None
         self.subject = FlatFunction(fn, args, kwargs, names, own_numbers=own_numbers)
         self.own = Side(self.subject, options)
         self.names = self.subject.names
@@ -121,6 +122,12 @@ class Case:
     def has_reverse(self) -> bool:
         """JAX has no reverse mode for a `while_loop`."""
         return bool(self.outputs) and "everse-mode" not in self._error("vjp")
+
+    @property
+    def forward_is_of_function(self) -> bool:
+        """Whether the rule is for reverse mode only; forward mode is autodiff then."""
+        rules = getattr(getattr(self.subject.fn, "__func__", self.subject.fn), "_rules", None)
+        return isinstance(rules, ReverseRules) and rules.jvp_rule is None
 
     def _error(self, mode: str) -> str:
         found = self._own_derivatives[mode]

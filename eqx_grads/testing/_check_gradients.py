@@ -5,19 +5,17 @@ import functools as ft
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._diagnosis._programs.lowest_precision import lowest_precisions
 from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.opaque import no_gradient
 from .._diagnosis.progress import doing, showing_progress
 from .._diagnosis.report import show_list
 from .._diagnosis.traced_loss import is_zero_safe
 from .._errors import bad_argument, first_line, name_of, rule_error
-from .._rules.tree_split import TreeSplit
 from ._compare import as_real, norm, tolerance_of
 from ._gradient_faults import EXPLAIN_NAN, fault_of_value, faults_of_leaves, layer_of_leaf
 from ._gradient_report import (
@@ -39,6 +37,7 @@ from ._slope import SHORTEST_STEP
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
+_LOST = 30.0  # times what rounding explains is worth a remark
 _DROPPED = (
     "`zero_safe` drops the derivative of what a `where` does not take, also on the boundary of "
     "a mask, such as at `x == 0`, where the function may have another derivative: "
@@ -161,36 +160,15 @@ def check_gradients(
         do = "Use 1 for the gradient, or 2 for the second derivative."
         raise bad_argument(CALLER, "order", "1 or 2", order, do)
     with showing_progress(CALLER), without_nan_checks():
-        stops = None
-        if order == 2:
-            # It raises for what is not a loss. A stop in a rule is not one of the loss.
-            stops = trace(loss, model, args, kwargs).stops
-            loss = _slope(loss, seed)
-        again = ft.partial(trace, loss, model, args, kwargs, stops)
-        report = _report(loss, again, skip, tolerance, seed)
+        again = ft.partial(trace, loss, model, args, kwargs, None if order == 1 else seed)
+        report = _report(loss, again, skip, tolerance, seed, order)
     if raises:
         report.raise_if_failed()
     return report
 
 
-def _slope(loss: Callable[..., Any], seed: int) -> Callable[..., Any]:
-    """The slope of `loss` along a random direction. Its gradient is the product of the Hessian
-    with this direction."""
-
-    def slope(model, *args, **kwargs):
-        # And not `eqx.filter_grad`, which calls the constructors of a user's classes with
-        # booleans.
-        rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
-        gradient = jax.grad(lambda arrays: loss(rest.tree(arrays), *args, **kwargs))(arrays)
-        rng = np.random.default_rng(seed)
-        along = lambda x: jnp.sum(jnp.real(x * rng.normal(size=x.shape).astype(x.dtype)))
-        return sum(map(along, gradient))
-
-    slope.__name__ = slope.__qualname__ = f"slope of {name_of(loss)}"
-    return slope
-
-
-def _report(loss, again, skip, tolerance, seed) -> GradientReport:
+def _report(loss, again, skip, tolerance, seed, order) -> GradientReport:
+    title = f"{'slope of ' if order == 2 else ''}{name_of(loss)}"
     doing("tracing and compiling")
     program = again(steps_are_visible=False)
     kept = _kept(skip, program.names)
@@ -200,11 +178,9 @@ def _report(loss, again, skip, tolerance, seed) -> GradientReport:
         tolerance = 1e-6 if low is None else tolerance_of([np.zeros((), low)])
     numbers: dict[str, object] = {"seed": seed, "precision": str(low or "float64")}
     numbers["tolerance"] = tolerance
-    fault, is_over = fault_of_value(loss, program, lambda: again(steps_are_visible=False))
-    found = [] if fault is None else [fault]
-    if is_over:
+    if fault := fault_of_value(loss, program):
         leaves = [LeafVerdict(path, UNMEASURED) for path in program.names]
-        return GradientReport(name_of(loss), leaves, found, numbers, remarks)
+        return GradientReport(title, leaves, [fault], numbers, remarks)
     judge = Judge(program, tolerance, modes, seed)
     bad: dict[int, GradientFault] = {}
     if judge.gradient is not None:
@@ -213,18 +189,15 @@ def _report(loss, again, skip, tolerance, seed) -> GradientReport:
     leaves = []
     for i, name in enumerate(program.names):
         doing("looking at leaf", i, len(program.names))
-        if i not in kept:
-            leaves.append(LeafVerdict(name, SKIPPED))
-        elif i in bad:
-            leaves.append(LeafVerdict(name, WRONG))
-        elif judge.leaves[i].size == 0:
-            leaves.append(LeafVerdict(name, RIGHT))
+        if i not in kept or i in bad or judge.leaves[i].size == 0:
+            verdict = SKIPPED if i not in kept else WRONG if i in bad else RIGHT
+            leaves.append(LeafVerdict(name, verdict))
         else:
             leaves.append(judge.judge(i))
     doing("looking for the rules that are wrong")
     wrong = {i for i, leaf in enumerate(leaves) if leaf.verdict == WRONG}
     of_leaves = {**bad, **faults_of_leaves(judge, leaves, wrong - set(bad), again)}
-    found += [of_leaves[i] for i in sorted(of_leaves)]
+    found = [of_leaves[i] for i in sorted(of_leaves)]
     if judge.unsettled:
         remarks.append(
             "The differences have no slope that the gradient could be compared with, down to "
@@ -233,10 +206,9 @@ def _report(loss, again, skip, tolerance, seed) -> GradientReport:
         )
     if any(leaf.verdict == STOPPED for leaf in leaves):
         remarks.append(f"`stop_gradient` is called at {', '.join(program.stops[:4])}.")
-    if found and is_zero_safe(loss):
-        remarks.append(_DROPPED)
+    remarks += [_DROPPED] * (bool(found) and is_zero_safe(loss))
     numbers["evaluations"] = program.evaluations
-    return GradientReport(name_of(loss), leaves, found, numbers, remarks)
+    return GradientReport(title, leaves, found, numbers, remarks)
 
 
 def _kept(skip: Collection[str], names: Sequence[str]) -> set[int]:
@@ -256,8 +228,7 @@ def _kept(skip: Collection[str], names: Sequence[str]) -> set[int]:
         raise rule_error(
             "`check_gradients` was asked to skip all leaves.",
             f"they are {', '.join(names[:20])}",
-            do="Leave some of them out of `skip`. If all are before a rule that is another "
-            "gradient on purpose, check the rule by `check_rule`, and the model without it.",
+            do="Leave some of them out of `skip`, or check the rule alone by `check_rule`.",
         )
     return kept
 
@@ -303,37 +274,33 @@ def _in_own_precision(
     which much is lost there."""
     value, own = program.own_gradient or (program.value(), gradient)
     lowest = program.lowest_of_user or np.dtype(float)
-    admitted = 30 * tolerance_of([np.zeros((), lowest)])
+    rounding = lambda dtype: tolerance_of([np.zeros((), dtype or float)])
+    in_rules = lowest_precisions(program.programs["gradient"])
     faults, lost = {}, []
-    for i, name in enumerate(program.names):
-        if i not in kept:
-            continue
-        exact, of_user = as_real(gradient[i]), as_real(own[i])
-        size = norm(exact)
-        kind = detail = cure = ""
-        is_finite = bool(np.all(np.isfinite(exact)))
-        error = norm(of_user - exact) / size if is_finite and size else 0.0
+    for i in sorted(kept):
+        name, exact, of_user = program.names[i], as_real(gradient[i]), as_real(own[i])
+        fault = ft.partial(GradientFault, leaf=name, path=layer_of_leaf(name, program))
+        size, is_finite = norm(exact), bool(np.all(np.isfinite(exact)))
         if not (is_finite and np.all(np.isfinite(of_user))):
+            dtype, at = (lowest, float(value)) if is_finite else ("float64", program.value())
             what = "NaN" if np.any(np.isnan(of_user)) else "infinite"
-            at = float(value) if is_finite else program.value()
-            kind, cure = "not finite", EXPLAIN_NAN
-            dtype = lowest if is_finite else program.rounded_to or "float64"
-            size = "finite" if np.isfinite(at) else at
-            detail = f"In {dtype}, entries of the gradient are {what}, and the loss is {size}."
-        elif lowest.itemsize < 4 and np.any(exact) and not np.any(of_user):
-            kind = "cut"
-            detail = f"In {lowest}, the gradient is zero; in float64, it is {size:.1g}."
+            shown = "finite" if np.isfinite(at) else at
+            text = f"In {dtype}, entries of the gradient are {what}, and the loss is {shown}."
+            faults[i] = fault(kind="not finite", detail=text, cure=EXPLAIN_NAN)
+            continue
+        if lowest.itemsize < 4 and np.any(exact) and not np.any(of_user):
+            text = f"In {lowest}, the gradient is zero; in float64, it is {size:.1g}."
             cure = "Multiply the loss by a large number, and divide the gradient by it."
-        elif error > admitted:
-            lost.append((error, f"{name} ({error:.1g})"))
-        if kind:
-            path = layer_of_leaf(name, program)
-            faults[i] = GradientFault(kind=kind, leaf=name, path=path, detail=detail, cure=cure)
-    worst = show_list([text for _, text in sorted(lost, reverse=True)], 6)
-    remark = f"In {lowest}, rounding changes the gradient. Its relative error: {worst}."
-    if max(lost, default=(0.0,))[0] > 1:
-        remark += (
-            " Above 1, terms cancel, and the gradient may be zero, as that of a bias before a "
-            "softmax is."
-        )
-    return faults, [remark] if lost else []
+            faults[i] = fault(kind="cut", detail=text, cure=cure)
+            continue
+        error = norm(of_user - exact) / size if size else 0.0
+        if rounding(in_rules[i]) > rounding(lowest) and error > rounding(lowest):
+            text = (
+                f"A rule rounds to {in_rules[i]}, and the loss to {lowest}: off by {error:.1g}."
+            )
+            faults[i] = fault(kind="wrong", detail=text, cure="Try `eqgt.check_rule`.")
+        elif error > _LOST * rounding(lowest):
+            lost.append((error, name))
+    worst = [f"{name} ({error:.1g})" for error, name in sorted(lost, reverse=True)]
+    text = f"In {lowest}, rounding changes the gradient. Its relative error"
+    return faults, [f"{text}: {show_list(worst, 6)}."] * bool(lost)

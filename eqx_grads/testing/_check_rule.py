@@ -6,7 +6,7 @@ from typing import Any
 from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.progress import doing, showing_progress
 from .._errors import check_function, rule_error
-from ._case import are_finite, Case
+from ._case import Case
 from ._derivatives import forward, reverse
 from ._leaks import leaks
 from ._options import as_names, as_seeds, check_options, Options
@@ -45,8 +45,6 @@ def check_rule(
     checks: Collection[str] | None = None,
     skip: Collection[str] = (),
     reference: Callable[..., Any] | None = None,
-    expected_tangent: Callable[..., Any] | None = None,
-    expected_cotangent: Callable[..., Any] | None = None,
     nonlinear: bool = False,
     nondifferentiable: Collection[str] = (),
     tangents: Any = None,
@@ -81,8 +79,8 @@ def check_rule(
 
     Plain autodiff is that of the function without its rule, and differences are finite
     differences. `zeros` also fails if equations are left for leaves that are not perturbed.
-    The transformations are `jit`, `vmap`, `scan`, `cond`, `checkpoint` and sharding. `leaks`
-    also copies the results, and `finite` also runs under `jax.debug_nans`.
+    The transformations are `jit`, `vmap`, `scan`, `cond` and `checkpoint`. `finite` also runs
+    under `jax.debug_nans`.
 
     !!! example
 
@@ -119,19 +117,12 @@ def check_rule(
     - `checks`, `skip`: the names of the checks to run, by default all, and of those to skip.
     - `reference`: a function of the same arguments whose autodiff is the expected derivative,
         for a rule that is wrong on purpose (straight-through, surrogate, reversal), and for
-        that of a solver that stops at a tolerance, of which differences are too noisy. For a
-        bound method, or a Module with arrays, another method of the same object.
-    - `expected_tangent`: instead of `reference`, the expected derivative itself,
-        `(primals, tangents) -> tangent_out`, where `primals` and `tangents` are tuples. For a
-        bound method, or a Module with arrays, their first entry is that of `self`.
-    - `expected_cotangent`: the same for reverse mode,
-        `(primals, cotangent) -> tuple of cotangents`. It is compared at cotangents near one,
-        and at 4096 times larger and smaller ones. If one of the two is given, the other mode
-        has to be its transpose, or the derivative of the function; with `nonlinear`, another
-        one is not compared.
+        that of a solver that stops at a tolerance, of which differences are too noisy. It may
+        have a rule, which is then what is expected. For a bound method, or a Module with
+        arrays, another method of the same object.
     - `nonlinear`: whether the backward rule is meant to be non-linear in the cotangent, as
-        clipping is. Skips `adjoint`, the part of `linear` about cotangents and, with an
-        `expected_cotangent` or without a `reference`, `order`.
+        clipping is. Skips `adjoint`, `order` and the part of `linear` about cotangents. With a
+        `reference`, cotangents are also compared at 4096 times larger and smaller ones.
     - `nondifferentiable`: names of what is not to be perturbed: positional parameters, or parts
         of them as the report names them, such as `"self.frozen"` or `"params['scale']"`. NumPy
         names the parameters of a ufunc `x`, or `x1`, `x2` and so on.
@@ -151,10 +142,8 @@ def check_rule(
     - `raises`: whether to raise when a check fails.
 
     The line of `residuals` has the bytes that are kept from the forward pass for the backward
-    pass, without the arguments themselves: of one call, and of a `scan` that calls the
-    function, divided by its steps. A constant, which the scan keeps once, hardly counts there.
-    Beside them are the bytes that autodiff of the function without its rule would keep (of
-    `implicit`, that of the solver), if there is such a derivative.
+    pass of one call, without the arguments themselves. Beside them are those that autodiff of
+    the function without its rule would keep, if there is such a derivative.
 
     On a terminal, a line says which check is running if all of them take more than two seconds.
 
@@ -173,8 +162,8 @@ def check_rule(
     check_options("check_rule", {}, raises=raises)
     names = _chosen(checks, skip)
     options = Options(
-        reference, expected_tangent, expected_cotangent, nonlinear, nondifferentiable, tangents,
-        cotangents, order if "order" in names else 1, at, max_residual_bytes, tolerance,
+        reference, nonlinear, nondifferentiable, tangents, cotangents,
+        order if "order" in names else 1, at, max_residual_bytes, tolerance,
     )  # fmt: skip
     seeds = as_seeds("check_rule", seed)
     case = Case(fn, args, kwargs, options, seeds[0])
@@ -190,10 +179,7 @@ def check_rule(
             for name in names if one is case else [n for n in names if n in _DIRECTED]:
                 doing(f"the check `{name}`,", names.index(name), len(names))
                 findings += _run(name, one)
-    pairs = zip(case.names, case.subject.leaves, strict=True)
-    not_finite = [name for name, x in pairs if not are_finite([x])]
-    numbers = {"seed": seed, "leaves": case.names, "not_finite": not_finite}
-    report = Report(case.subject.name, findings, numbers)
+    report = Report(case.subject.name, findings, {"seed": seed, "leaves": case.names})
     if raises:
         report.raise_if_failed()
     return report

@@ -243,7 +243,6 @@ def unlike(x: Any, y: Any) -> str | None:
 
 
 _WIDTH = 13  # of a column of numbers, at least
-_DIGITS = (7, 12, 17)
 
 
 def side_by_side(worst: Difference, n: int = 4) -> str:
@@ -267,7 +266,7 @@ def side_by_side(worst: Difference, n: int = 4) -> str:
 
 def _numbers(want: Any, have: Any) -> tuple[str, str]:
     """Two numbers, with as many digits as show that they differ."""
-    pairs = [(_short(want, digits), _short(have, digits)) for digits in _DIGITS]
+    pairs = [(_short(want, digits), _short(have, digits)) for digits in (7, 17)]
     return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
 
 

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.structure import equations
-from .._rules.custom_vjp import ReverseRules
 from ._case import are_finite, Case
 from ._compare import as_real, difference, norm, pairing, SMALL_IN_FLOAT64
 from ._differences import FailsNearby
@@ -56,7 +54,8 @@ class Mode:
     """One mode of differentiation.
 
     - `row`: the row of a `Side` with the derivative by the rule.
-    - `references`: the expected derivatives; their rows are `row` with their number.
+    - `expected`: the row with the derivative that is expected.
+    - `reference`: what computes it, in words.
     - `directions`: those that it is compared along, each with the name of the leaf that is
         perturbed, or of the output that is used. Of a number, all directions are the same one.
     """
@@ -65,7 +64,10 @@ class Mode:
         self.check, self.case, options = check, case, case.options
         self.is_forward = check == "forward"
         self.row = "jvp" if self.is_forward else "vjp"
-        self.references = case.wide.references[not self.is_forward]
+        self.expected = f"{self.row} expected"
+        is_given = options.reference is not None
+        of = "`reference`" if is_given else "the function without its rule"
+        self.reference = f"autodiff of {of}"
         self.drawn = case.tangents if self.is_forward else case.cotangents
         names, values = case.names, case.subject.leaves
         if not self.is_forward:
@@ -82,8 +84,8 @@ class Mode:
             self.directions.append((f"the {option} given", given))
         # Where the cotangent that was asked for need not be linear in the one that comes in, a
         # bound may lie far from those that are drawn.
-        is_bounded = options.expected_cotangent or (options.nonlinear and options.reference)
-        self.factors = (_LARGE, 1 / _LARGE) if is_bounded and not self.is_forward else ()
+        is_bounded = options.nonlinear and is_given and not self.is_forward
+        self.factors = (1, _LARGE, 1 / _LARGE) if is_bounded else (1,)
 
     def labels(self, names: Iterable[str], leaves: Sequence[str] = ()) -> list[str]:
         """What derivatives along directions with these names are called: by the leaf, and by
@@ -95,36 +97,36 @@ class Mode:
             pairs = [(leaf, name) for name in names for leaf in leaves]
         return [f"{leaf} (in {out})" if len(outs) > 1 else leaf for leaf, out in pairs]
 
-    def along(self, directions: Iterable[_Arrays], number: int | None = None) -> _Arrays:
-        """The derivative by the rule, or by a reference, in float64."""
-        row = self.row if number is None else f"{self.row} {number}"
-        return [x for d in directions for x in self.case.derivative(row, d)]
+    def along(self, directions: Iterable[_Arrays], row: str = "") -> _Arrays:
+        """The derivative by the rule, or another row, in float64."""
+        return [x for d in directions for x in self.case.derivative(row or self.row, d)]
 
-    def compare(self, number: int, factor: float = 1) -> Finding:
-        """With a reference. `factor`: multiplies the directions."""
-        case, reference = self.case, self.references[number]
+    def compare(self, factor: float = 1) -> Finding:
+        """With what is expected. `factor`: multiplies the directions."""
+        case = self.case
         directions = [[(x * factor).astype(x.dtype) for x in d] for _, d in self.directions]
         names = self.labels(name for name, _ in self.directions)
-        want, got = (self.along(directions, k) for k in (number, None))
-        wider = lambda: case.measured(case.noise(f"{self.row} {number}", self.drawn[0]))
-        tolerance = case.admitted(exact=reference.is_autodiff)
+        want, got = (self.along(directions, row) for row in (self.expected, self.row))
+        wider = lambda: case.measured(case.noise(self.expected, self.drawn[0]))
+        tolerance = case.admitted(exact=True)
         return compare(
             self.check, "" if factor == 1 else f"of {factor:g} times the cotangent", want, got,
             names, tolerance,
             cause=None if factor == 1 else "as if a bound were missing or had another value",
-            wider=wider if reference.is_autodiff and case.own is case.wide else None,
-            mistakes=lambda: self._mistakes(directions, names, want), reference=reference.name,
+            wider=wider if case.own is case.wide else None,
+            mistakes=lambda: self._mistakes(directions, names, want), reference=self.reference,
             primals=None if self.is_forward else case.subject.leaves * len(directions),
-            note=_note(case, tolerance), small=SMALL_IN_FLOAT64,
+            small=SMALL_IN_FLOAT64,
         )  # fmt: skip
 
     def _mistakes(self, directions: list[_Arrays], names, want: _Arrays) -> Iterator[Mistake]:
         """What known mistakes would give."""
-        case, along = self.case, "tangent" if self.is_forward else "cotangent"
+        case = self.case
         for name, array in zip(names, want, strict=True):
             yield Mistake(f"it is what belongs to {name}", array)
-        if any(map(jnp.iscomplexobj, case.subject.leaves)):
-            for x in self.along([[np.conj(x) for x in d] for d in directions], 0):
+        if any(map(np.iscomplexobj, case.subject.leaves)):
+            along = "tangent" if self.is_forward else "cotangent"
+            for x in self.along([[np.conj(x) for x in d] for d in directions], self.expected):
                 yield Mistake(f"the {along} was conjugated", x)
                 yield Mistake(f"what multiplies the {along} was conjugated", x.conj())
         # The results of the other mode for these directions, where the spaces are the same.
@@ -134,8 +136,8 @@ class Mode:
                 continue
             for d in directions:
                 x = (
-                    case.derivative("vjp 0", [d[i]])[i] if self.is_forward
-                    else case.derivative("jvp 0", [*zeros[:i], d[0], *zeros[i + 1 :]])[0]
+                    case.derivative("vjp expected", [d[i]])[i] if self.is_forward
+                    else case.derivative("jvp expected", [*zeros[:i], d[0], *zeros[i + 1 :]])[0]
                 )  # fmt: skip
                 yield Mistake("transposed: a Jacobian and its transpose were confused", x)
 
@@ -148,15 +150,15 @@ class Mode:
         if self.is_forward:
             want = [x for *_, d in found for x in d.tangents_out]
             errors = [error for *_, d in found for error in d.errors]
-            of = lambda number: [x for _, t, _ in found for x in self.along([t], number)]
+            of = lambda row: [x for _, t, _ in found for x in self.along([t], row)]
             return want, errors, self.labels(leaves), of
         ws = [w for _, w in self.directions]
         sizes = lambda w: [norm(as_real(x)) for x in w]
         pair = lambda xs, ys: np.asarray(pairing(xs, ys))
         want = [pair(d.tangents_out, w) for w in ws for *_, d in found]
         errors = [float(np.dot(d.errors, sizes(w))) for w in ws for *_, d in found]
-        of = lambda number: [
-            pair(cts, t) for w in ws for cts in [self.along([w], number)] for _, t, _ in found
+        of = lambda row: [
+            pair(cts, t) for w in ws for cts in [self.along([w], row)] for _, t, _ in found
         ]  # fmt: skip
         return want, errors, self.labels((name for name, _ in self.directions), leaves), of
 
@@ -165,93 +167,81 @@ class Mode:
 
 
 def _check(case: Case, mode: Mode) -> Iterator[Finding]:
-    finding, number = judge(case, mode)
-    yield dataclasses.replace(finding, where=finding.where or case.wide.where_rounded)
+    finding, is_expected = judge(case, mode)
+    yield finding
     if finding.verdict != FAILED:
-        others = _in_own_precision(case, mode, number)
+        others = _in_own_precision(case, mode, mode.expected if is_expected else mode.row)
         yield from (f for f in others if finding.verdict == PASSED or f.verdict == FAILED)
 
 
-def _note(case: Case, tolerance: float) -> str:
-    """What a tolerance is that of, if it is not that of float64."""
-    text = case.wide.where_rounded
-    return f"{text}, compared with a tolerance of {tolerance:.0e}" if text else ""
-
-
-def judge(case: Case, mode: Mode) -> tuple[Finding, int | None]:
-    """The verdict, and the number of the reference that the rule agrees with."""
-    options, failures, autodiff, error = case.options, [], None, None
-    is_given = mode.check == "reverse" and _has_given_transpose(case)
-    for number, reference in enumerate(mode.references):
-        found = outcome(mode.compare, number)
-        for factor in mode.factors:
-            if getattr(found, "verdict", "") == PASSED:
-                found = outcome(mode.compare, number, factor)
-        if isinstance(found, Exception):
-            error = found  # or a formula that can't be transposed
-        elif found.verdict == PASSED and not is_given:
-            return found, number
-        else:
-            failures += [found] if reference.is_binding else []
-            autodiff = found
-    if not options.is_wrong_on_purpose:
-        return _against_differences(case, mode, autodiff, error)
-    option = "expected_tangent" if mode.is_forward else "expected_cotangent"
-    is_asked_for = options.reference is not None or getattr(options, option) is not None
-    if failures:
-        is_of_function = is_asked_for and mode.is_forward and forward_is_of_function(case)
+def judge(case: Case, mode: Mode) -> tuple[Finding, bool]:
+    """The verdict, and whether the rule agrees with autodiff of what is expected."""
+    found: Any = None
+    for factor in mode.factors:
+        found = outcome(mode.compare, factor)
+        if getattr(found, "verdict", "") != PASSED:
+            break
+    is_passed = getattr(found, "verdict", "") == PASSED
+    if is_passed and (mode.is_forward or not _has_given_transpose(case)):
+        return found, True
+    if case.options.reference is None:
+        return _against_differences(case, mode, found)
+    if isinstance(found, Exception):
+        if f"{mode.check}-mode" in str(found):
+            return skipped(mode.check, f"`reference` has no {mode.check} mode"), False
+        return broke(mode.check, "the derivative that is expected", found), False
+    if mode.is_forward and case.forward_is_of_function:
         cause = (
             "forward mode is the derivative of the function, as of every `custom_vjp`\n"
             "  without a `def_jvp`. Give it one, or skip what has forward mode:\n"
             '  `skip=("forward", "adjoint", "order")`'
         )
-        first = failures[0]
-        return dataclasses.replace(first, cause=cause) if is_of_function else first, None
-    if is_asked_for and error is not None:
-        return broke(mode.check, "the derivative that is expected", error), None
-    return skipped(mode.check, f"nothing was said about this mode: pass `{option}=` too"), None
+        return dataclasses.replace(found, cause=cause), False
+    return found, is_passed
 
 
 def _against_differences(
-    case: Case, mode: Mode, autodiff: Finding | None, error: Exception | None
-) -> tuple[Finding, int | None]:
+    case: Case, mode: Mode, found: Finding | Exception
+) -> tuple[Finding, bool]:
     """The verdict where a rule disagrees with autodiff, or there is none. If differences agree
     with autodiff, the rule is wrong. If not, it has to agree with differences.
 
-    - `autodiff`: the verdict of autodiff; `None` if it raises `error`.
+    - `found`: the verdict of autodiff, or what it raises.
     """
+    error, autodiff = (found, None) if isinstance(found, Exception) else (None, found)
     steps = outcome(mode.differences)
-    is_zero = autodiff is not None and not any(map(np.any, mode.along(mode.drawn[:1], 0)))
+    of_autodiff = [] if autodiff is None else mode.along(mode.drawn[:1], mode.expected)
+    is_zero = autodiff is not None and not any(map(np.any, of_autodiff))
     is_error = isinstance(steps, Exception)
     why = [f"autodiff without the rule raises {type(error).__name__}"] if error else []
     if is_error or not all(d.is_trusted for *_, d in case.differences):
         # A derivative of zero may be that of a `stop_gradient`, as of a solver.
         if autodiff is not None and not is_zero:
-            return autodiff, 0
+            return autodiff, True
         if isinstance(steps, FailsNearby):
             why = [str(steps)]
         elif is_error:
             why += [f"finite differences raise {in_one_line(steps)}"]
         else:
             why += [d.why for *_, d in case.differences if not d.is_trusted][:1]
-        return skipped(mode.check, f"{NO_REFERENCE}: {', and '.join(why)}"), None
+        return skipped(mode.check, f"{NO_REFERENCE}: {', and '.join(why)}"), False
     want, errors, names, derivative = steps
     # Along one direction, a few entries may be off by more than all of them are.
     tolerance = case.admitted() * (1 if autodiff is None else 3)
     scale = [10 * error / tolerance for error in errors]
     if autodiff is not None:
-        found = difference(want, derivative(0), names, entrywise=False, scale=scale)
-        if found.error <= tolerance:
-            return autodiff, 0
-    have = derivative(None)
+        gap = difference(want, derivative(mode.expected), names, entrywise=False, scale=scale)
+        if gap.error <= tolerance:
+            return autodiff, True
+    have = derivative(mode.row)
     is_rounded = any(d.is_rounded for *_, d in case.differences)
     of = f"of values in {case.wide.rounded_to or 'float32'}" if is_rounded else "in float64"
     finding = compare(
         mode.check, "", want, have, names, tolerance, reference=f"finite differences {of}",
-        scale=scale, note=_note(case, tolerance),
+        scale=scale,
         cause=_cause_of_a_stop(want, have) if is_zero else None,
     )  # fmt: skip
-    return finding, None
+    return finding, False
 
 
 def _cause_of_a_stop(want: _Arrays, have: _Arrays) -> str | None:
@@ -273,16 +263,10 @@ def _has_given_transpose(case: Case) -> bool:
     return any(e.primitive.name in ("eqg_linear", "linear_call") for e in found)
 
 
-def forward_is_of_function(case: Case) -> bool:
-    """Whether the rule is for reverse mode, and forward mode is autodiff of the function."""
-    rules = getattr(getattr(case.subject.fn, "__func__", case.subject.fn), "_rules", None)
-    return isinstance(rules, ReverseRules) and rules.jvp_rule is None
-
-
 # ---------------------------------------------------------------- in the user's precision
 
 
-def _in_own_precision(case: Case, mode: Mode, number: int | None) -> Iterator[Finding]:
+def _in_own_precision(case: Case, mode: Mode, row: str) -> Iterator[Finding]:
     """The derivative by the rule along a few directions, with that in float64. Rounding may
     change it by what it changes the reference."""
     own, directions = case.own, mode.drawn[:_RANDOM]
@@ -298,7 +282,6 @@ def _in_own_precision(case: Case, mode: Mode, number: int | None) -> Iterator[Fi
     if not are_finite(want):
         yield skipped(mode.check, "no reference in your own precision")
         return
-    row = mode.row if number is None else f"{mode.row} {number}"
     names = case.output_names if mode.is_forward else case.names
     noise = ft.cache(lambda: max(case.noise(row, d) for d in directions))
     finding = compare(
@@ -306,7 +289,7 @@ def _in_own_precision(case: Case, mode: Mode, number: int | None) -> Iterator[Fi
         wider=lambda: case.measured(noise()),
         note=f"right in float64, wrong in {case.subject.leaves[0].dtype}",
     )  # fmt: skip
-    is_noise = number is not None and (finding.error or np.inf) <= 10 * noise()
+    is_noise = row == mode.expected and (finding.error or np.inf) <= 10 * noise()
     if finding.verdict == FAILED and is_noise:
         why = f"rounding changes plain autodiff by {noise():.0e} of its size"
         finding = skipped(mode.check, f"not compared in your own precision: {why}")

@@ -22,8 +22,6 @@ from ._slope import central_slope, confirmed_slope, is_settled, Samples, Slope, 
 _SAFETY = 10.0
 # An estimate of the differences with a larger relative error is no evidence.
 _USELESS = 0.03
-# Along how many directions a leaf is judged at most.
-_MOST_DIRECTIONS = 4
 # How far a model is moved off a kink, relative to its entries.
 _MOVE = 1e-3
 # How many entries are judged alone at most.
@@ -49,8 +47,7 @@ class _Found(NamedTuple):
 
     @property
     def is_evidence(self) -> bool:
-        largest = max(filter(np.isfinite, self.derivatives), key=abs, default=None)
-        return largest is None or is_settled(self.samples, self.slope, largest)
+        return is_settled(self.samples, self.slope)
 
     @property
     def sides(self) -> Slope:
@@ -92,16 +89,9 @@ class Judge:
         return np.asarray(scale * noise)
 
     def judge(self, leaf: int) -> LeafVerdict:
-        """The verdict on one leaf. An error that only the tolerance admits may be larger along
-        other directions: by chance, it is small along a few."""
-        n_more = _MOST_DIRECTIONS
-        while True:
-            t, n_more = self.direction(leaf), n_more - 1
-            found = self._judge(leaf, t, is_held=False)
-            verdict, slope = found.verdict, found.slope
-            gap = _gap(verdict.reverse, verdict.forward, slope)
-            if not n_more or verdict.verdict != RIGHT or gap <= _SAFETY * slope.error:
-                break
+        t = self.direction(leaf)
+        found = self._judge(leaf, t, is_held=False)
+        verdict = found.verdict
         self._measured[leaf] = t, [found]
         if verdict.verdict == WRONG and self.program.stops:
             held = self._judge(leaf, t, is_held=True)

@@ -1,12 +1,9 @@
 """The check `leaks`: no tracer is kept alive, and no eager call compiles again."""
 
-import copy
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.structure import equations
@@ -22,18 +19,16 @@ _KEEPS = "the rule keeps a tracer: in a list, a global, an attribute or a cache"
 
 
 def leaks(case: Case) -> Iterator[Finding]:
-    """No leaked tracers, no repeated compilation, results that can be copied and pickled."""
+    """No leaked tracers, no repeated compilation."""
     if not case.outputs:
         return
     # That there is no reverse mode is asked last: a leak shows in the first trace.
-    mode = "vjp"
-    first = _leak(_traces(case, case.own.f, mode)["jit of the gradient"])
-    if first is not None and not _is_leak(first) and not case.has_reverse:
-        mode = "jvp"
-    plain = _traces(case, case.own.plain, mode)
-    program = case.own.program
-    found = equations(program) if program else ()
+    first = _leak(_traces(case, case.own.f, "vjp")["jit of the gradient"])
+    is_right = first is None or _is_leak(first)
+    mode = "vjp" if is_right or case.has_reverse else "jvp"
+    found = equations(case.own.program) if case.own.program else ()
     known = {name for e in found for name in (e.primitive.name, str(e.params.get("call")))}
+    plain = _traces(case, case.own.plain, mode)
     for name, run in _traces(case, case.own.f, mode).items():
         where = f"{name}, under `jax.checking_leaks`"
         error = first if (name, mode) == ("jit of the gradient", "vjp") else _leak(run)
@@ -41,9 +36,8 @@ def leaks(case: Case) -> Iterator[Finding]:
             yield passed("leaks", where)
         elif not _is_leak(error):
             yield broke("leaks", where, error)
-        elif _leak(plain[name]) is not None and "linear_solve" not in known:
-            who = "the function, without its rule, keeps a tracer"
-            yield broke("leaks", where, error, who)
+        elif "linear_solve" not in known and _leak(plain[name]) is not None:
+            yield broke("leaks", where, error, "the function, without its rule, keeps a tracer")
         elif known & {"linear_solve", "_differentiable_solution"}:
             # `lineax.linear_solve` does so: in a run-time check, and from JAX 0.11 on for each
             # operator that is a function.
@@ -52,7 +46,6 @@ def leaks(case: Case) -> Iterator[Finding]:
             yield broke("leaks", where, error, _KEEPS)
     if mode == "vjp":
         yield _compilations(case)
-    yield _copies(case)
 
 
 def _traces(case: Case, fn: Callable[..., Any], mode: str) -> dict[str, Callable[[], Any]]:
@@ -115,20 +108,3 @@ def _compilations(case: Case) -> Finding:
         cause = "the rule makes a new `jax.jit`, or a new static argument, in each call"
         return failed("leaks", where, text, cause)
     return passed("leaks", where)
-
-
-def _copies(case: Case) -> Finding:
-    where = "copy and pickle of the result"
-    subject, out = case.subject, case.value
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(out)):
-        return failed("leaks", where, "an eager call returned a tracer")
-    for name, act in (("copy.deepcopy", copy.deepcopy), ("pickle", _pickled)):
-        arguments = outcome(act, jax.tree.leaves((subject.args, subject.kwargs)))
-        result = outcome(act, out)
-        if isinstance(result, Exception) and not isinstance(arguments, Exception):
-            return broke("leaks", f"{name} of the result", result)
-    return passed("leaks", where)
-
-
-def _pickled(x):
-    return pickle.loads(pickle.dumps(x))

@@ -1,8 +1,7 @@
 """The loss of a model as a program: its value, its gradient in both modes, its differences.
 
-All is computed in float64. The program is the one of a model in float64. If the loss does not
-run with that, or is another one there, it is the one of the user's precision, evaluated in
-float64.
+The loss is traced in the user's precision, and its program is evaluated in float64. Where that
+does not work, or a host function rounds its values, a model in float64 is traced.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
 from .._diagnosis._programs.in_float64 import evaluate_in_float64
-from .._diagnosis._programs.lowest_precision import lowest_precisions
 from .._diagnosis.source_lines import source_line
 from .._diagnosis.traced_loss import trace_loss, TracedLoss
 from .._jaxprs.evaluate import bind, enter, evaluate
@@ -25,7 +23,7 @@ from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, st
 from .._rules.without_tangents import WITHOUT_TANGENTS
 from .._tangent_spaces import is_differentiable
 from ._compare import as_double, pairing
-from ._oracle import expanded, is_same_program, without_log
+from ._oracle import expanded, lowest_of, without_log
 from ._outcome import outcome
 from ._slope import Samples
 from ._subject import double_precision
@@ -35,9 +33,8 @@ __tracebackhide__ = True  # pytest shows the user's call, and not the functions 
 
 CALLER = "check_gradients"
 # XLA takes minutes to compile more equations than this in a row (those of a scan or of a `jit`
-# inside count as one). They are run one by one, for so many steps at once: an operation takes
-# about as long for these as for one.
-_MOST_COMPILED, _STEPS_AT_ONCE = 1000, 16
+# inside count as one). They are run one by one.
+_MOST_COMPILED = 1000
 _PAIR = "the point and a point nearby"
 
 
@@ -45,34 +42,42 @@ class LossProgram:
     """A loss at a model and arguments.
 
     - `leaves`: the inexact arrays of the model, which are perturbed; `names`: their paths.
-    - `own`: the loss as it was traced in the user's precision, and `traced` as it is computed.
+    - `own`: the loss, traced in the user's precision; `traced`: the loss that is computed.
     - `in_its_types`: `in_its_types(run, *args)` is `run(*args)` where the equations have the
         types that they were traced with.
     - `rounded_to`: what the values are rounded to nonetheless, as by a host function.
+    - `programs`: what was traced, by name.
     - `stops`: the lines of the `stop_gradient`s in it, outside of functions with a rule.
     """
 
     evaluations = 0  # of the loss
 
-    def __init__(
-        self, own: TracedLoss, wide: TracedLoss | None, stops: Sequence[str] | None, kept: Any
-    ):
-        self.own, self.traced, self.kept = own, wide or own, kept
-        self._is_exact = wide is None or _lowest(wide.program) is not None
-        self._context = contextlib.nullcontext if wide is None else double_precision
+    def __init__(self, own: TracedLoss, traced: TracedLoss, slope_of: int | None):
+        self.own, self.traced = own, traced
+        self._context = contextlib.nullcontext if own is traced else double_precision
         self.names = list(own.leaves)
         self._n = len(self.names)
-        self.leaves = [as_double(x) for x in self.traced.values[: self._n]]
-        self.rounded_to = _lowest(self.traced.program, opaque=self._is_exact)
-        self.lowest_of_user = _lowest(own.program)
-        self.is_compiled = len(self.traced.program.eqns) <= _MOST_COMPILED
+        self.leaves = [as_double(x) for x in traced.values[: self._n]]
+        self.rounded_to = lowest_of(traced.program, opaque=True)
+        self.lowest_of_user = lowest_of(own.program)
+        self.is_compiled = len(traced.program.eqns) <= _MOST_COMPILED
+        self.programs: dict[str, ClosedJaxpr] = {}
         self._calls: dict[str, Callable[..., Any]] = {}
-        self.stops = list(
-            dict.fromkeys(_stops(self.traced.program) if stops is None else stops)
-        )
+        self.stops = list(dict.fromkeys(_stops(traced.program)))
+        self._slope_of = slope_of
+
+    def of(self, loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A loss of leaves, or its slope along a random direction. The gradient of the slope is
+        the product of the Hessian with this direction."""
+        if self._slope_of is None:
+            return loss
+        rng = np.random.default_rng(self._slope_of)
+        ts = [rng.normal(size=x.shape) for x in self.leaves]
+        pairs = lambda xs: zip(jax.grad(loss)(xs), ts, strict=True)
+        return lambda xs: sum(jnp.sum(jnp.real(g * t.astype(g.dtype))) for g, t in pairs(xs))
 
     def loss(self, leaves: Sequence[Any], others: Sequence[Any], _: Any = None) -> Any:
-        return evaluate(self.traced.program, [*leaves, *others])[0]
+        return self.of(lambda xs: evaluate(self.traced.program, [*xs, *others])[0])(leaves)
 
     def in_its_types(self, run: Callable[..., Any], *args: Any) -> Any:
         with self._context():
@@ -87,9 +92,8 @@ class LossProgram:
             like = lambda xs: [x.astype(y.dtype) for x, y in zip(xs, leaves, strict=True)]
             flat, treedef = jax.tree.flatten((*map(like, vectors), others, more))
             run = lambda *xs: jax.tree.leaves(fn(*jax.tree.unflatten(treedef, xs)))
-            program = self.in_its_types(expanded, run, flat)
-            compute = evaluate_in_float64 if self._is_exact else evaluate
-            call = ft.partial(compute, program)
+            self.programs[name] = self.in_its_types(expanded, run, flat)
+            call = ft.partial(evaluate_in_float64, self.programs[name])
             self._calls[name] = jax.jit(call) if self.is_compiled else call
         with double_precision():
             return list(map(np.asarray, self._calls[name](list(map(jnp.asarray, args)))))
@@ -113,13 +117,18 @@ class LossProgram:
     def own_gradient(self) -> tuple[Any, list[np.ndarray]] | None:
         """Value and gradient in the user's precision; `None` if that is this one, or takes long
         to compile."""
-        leaves, others = _parts(self.own)
-        if not self.is_compiled or all(x.dtype.itemsize >= 8 for x in leaves):
+        leaves, others = (
+            list(self.own.values[k]) for k in (slice(self._n), slice(self._n, None))
+        )
+        is_double = all(x.dtype.itemsize >= 8 for x in leaves)
+        if not self.is_compiled or (is_double and lowest_of(self.programs["gradient"]) is None):
             return None
         # A cast to float16 and back loses digits. XLA would remove it, or not.
         options = {"xla_allow_excess_precision": False}
-        run = jax.jit(jax.value_and_grad(_function(self.own)), compiler_options=options)
-        value, gradient = run(leaves, others)
+        own = self.own.program
+        loss = lambda xs, others: self.of(lambda xs: evaluate(own, [*xs, *others])[0])(xs)
+        run = jax.jit(jax.value_and_grad(loss), compiler_options=options)
+        value, gradient = run(list(leaves), others)
         return value, list(map(np.asarray, gradient))
 
     # ------------------------------------------------------------ differences
@@ -146,8 +155,7 @@ class LossProgram:
         def values(steps):
             self.evaluations += len(steps)
             with without_log():
-                found = None if self.is_compiled or is_held else outcome(self._many, at, steps)
-                found = found if isinstance(found, list) else [outcome(value, h) for h in steps]
+                found = [outcome(value, h) for h in steps]
             for h, x in zip(steps, found, strict=True):
                 is_of_loss = isinstance(x, RuntimeError | ValueError)
                 if isinstance(x, Exception) and (h == 0 or not is_of_loss):
@@ -157,28 +165,17 @@ class LossProgram:
         eps = {} if self.rounded_to is None else {"eps": float(jnp.finfo(self.rounded_to).eps)}
         return Samples(values, **eps)
 
-    def _many(self, at, steps: list[float]) -> list[float]:
-        """The values at several steps, whose equations are run one by one."""
-        found: list[float] = []
-        many = lambda xs, others, _: jax.vmap(lambda ys: self.loss(ys, others))(xs)
-        for i in range(0, len(steps), _STEPS_AT_ONCE):
-            part = steps[i : i + _STEPS_AT_ONCE]
-            points = [at(h) for h in np.resize(part, _STEPS_AT_ONCE)]
-            stacked = [np.stack(column) for column in zip(*points, strict=True)]
-            found += [float(x) for x in self.call("many", many, stacked)[0][: len(part)]]
-        return found
-
     def _held(self, here, there, others, _):
         """The loss at `there`, where each `stop_gradient` returns what it returns at `here`: of
         both points at once, each takes the value of the first one."""
         pairs = [jnp.stack(pair) for pair in zip(here, there, strict=True)]
-        axes = [0] * len(pairs) + [None] * len(others)
-        run = lambda *xs: evaluate(self.traced.program, xs, self._hold)[0]
-        return jax.vmap(run, axes, axis_name=_PAIR)(*pairs, *others)[1]
+        value = lambda xs, others: evaluate(self.traced.program, [*xs, *others], self._hold)[0]
+        run = lambda xs, others: self.of(lambda xs: value(xs, others))(xs)
+        return jax.vmap(run, (0, None), axis_name=_PAIR)(pairs, others)[1]
 
     def _hold(self, eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
         if eqn.primitive.name == "stop_gradient" and str(source_line(eqn)) in self.stops:
-            return [jax.lax.all_gather(x, _PAIR)[0] for x in values]
+            return [jax.lax.all_gather(jax.lax.stop_gradient(x), _PAIR)[0] for x in values]
         if any(_stops(p) for p in _entered(eqn)):
             return enter(eqn, values, lambda p, xs, _: evaluate(p, xs, self._hold))
         return bind(eqn, values)
@@ -213,35 +210,24 @@ def trace(
     model: PyTree,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    stops: Sequence[str] | None = None,
+    slope_of: int | None = None,
     **options: Any,
 ) -> LossProgram:
-    """The program of a loss, in float64. `stops`: those of the loss, if not all."""
+    """The program of a loss, in float64. `slope_of`: the seed of a direction, for its slope."""
     own = trace_loss(CALLER, loss, model, args, kwargs, **options)
-    # First in the user's precision, and kept: see `_oracle.in_float64`.
-    kept = outcome(jax.make_jaxpr(jax.grad(_function(own))), *_parts(own))
-
-    def in_float64():
-        widened = _widened((model, tuple(args), dict(kwargs)))
-        wide = trace_loss(CALLER, loss, *widened, **options)
-        if isinstance(kept, ClosedJaxpr):
-            # Constants in the user's precision do not fit.
-            jax.jit(jax.grad(_function(wide))).lower(*_parts(wide))
-        return wide
-
+    exact = LossProgram(own, own, slope_of)
     with double_precision():
-        wide = outcome(in_float64)
-    is_same = isinstance(wide, TracedLoss) and is_same_program(own.program, wide.program)
-    return LossProgram(own, wide if is_same else None, stops, kept)
-
-
-def _parts(traced: TracedLoss) -> tuple[list[Any], list[Any]]:
-    n = len(traced.leaves)
-    return list(traced.values[:n]), list(traced.values[n:])
-
-
-def _function(traced: TracedLoss) -> Callable[[Any, Any], Any]:
-    return lambda xs, others: evaluate(traced.program, [*xs, *others])[0]
+        run = ft.partial(evaluate_in_float64, own.program)
+        works = not isinstance(outcome(jax.eval_shape, run, list(own.values)), Exception)
+        if exact.rounded_to is None and works:
+            return exact
+        widened = _widened((model, tuple(args), dict(kwargs)))
+        traced = outcome(lambda: trace_loss(CALLER, loss, *widened, **options))
+    if isinstance(traced, TracedLoss):
+        wide = LossProgram(own, traced, slope_of)
+        if not isinstance(outcome(wide.value), Exception):
+            return wide
+    return exact
 
 
 def _widened(tree: PyTree) -> PyTree:
@@ -250,11 +236,6 @@ def _widened(tree: PyTree) -> PyTree:
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray | np.generic)
     widen = lambda x: jnp.asarray(as_double(x)) if is_array(x) and is_differentiable(x) else x
     return jax.tree.map(widen, tree)
-
-
-def _lowest(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
-    found = [d for d in lowest_precisions(program, opaque=opaque) if d is not None]
-    return max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
 
 
 def along(gradient: Sequence[Any], tangents: Sequence[Any]) -> float:

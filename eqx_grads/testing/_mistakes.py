@@ -23,14 +23,9 @@ class Compared(NamedTuple):
 
 
 _CLOSE = 1e-3
-_SINGLE = 1e-6  # errors below are those of single precision
-# The relative error of an array whose entries were rounded, and the largest one of an entry.
-_ROUNDED = {"float16": (4e-5, 5e-4, 2.0**-10), "bfloat16": (5e-4, 4e-3, 2.0**-7)}
-FINITE = "finite where the expected value is"
-PRECISION = "precision was lost"
-MISSING = "zero everywhere"
-NO_INFLUENCE = "has no influence here"
-_WORDS = {2.0: "twice", 0.5: "half", 3.0: "three times", -2.0: "minus twice"}
+_WORDS = {2.0: "twice", 0.5: "half"}
+# The dtypes whose rounding gives errors of this size, relative to all entries.
+_ROUNDED = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 5e-3}
 
 
 def likely_cause(
@@ -54,39 +49,40 @@ def likely_cause(
         return f"the shape is {have.shape}, expected {want.shape}"
     if np.iscomplexobj(want) != np.iscomplexobj(have):
         return "a complex number where a real one is expected, or the reverse"
-    if not np.all(np.isfinite(as_real(have))):
-        places = _indices(~np.isfinite(have))
-        return f"not {FINITE}: {places}"
-    if not np.all(np.isfinite(as_real(want))):
-        return f"{FINITE} not"
-    is_known = is_random and primal is not None and norm(as_real(primal)) > 0
-    if is_known and _close(primal, have):
+    for found, text in ((have, "not finite where the expected value is"),
+                        (want, "finite where the expected value is not")):  # fmt: skip
+        if not np.all(np.isfinite(found)):
+            return f"{text}: {_indices(~np.isfinite(found))}"
+    if is_random and primal is not None and np.any(primal) and _close(primal, have):
         return (
             f"it is the value of {name}: the rule returns the primal, and not its cotangent "
             "(as `eqx.tree_at` does, which keeps the leaves that it does not replace)"
         )
-    if norm(as_real(want)) == 0:
-        text = f"it should be zero: {name} {NO_INFLUENCE}"
-        return f"{text}; if that is meant, as of a straight-through rule, pass `reference=`"
-    if norm(as_real(have)) == 0:
-        return f"{MISSING}: the term of {name} is missing"
+    if not np.any(want):
+        return (
+            f"it should be zero: {name} has no influence here; if that is meant, as of a "
+            "straight-through rule, pass `reference=`"
+        )
+    if not np.any(have):
+        return f"zero everywhere: the term of {name} is missing"
+    error, size = (norm(as_real(x)) / np.sqrt(want.size) for x in (want - have, want))
+    error = error / size
+    factor = _factor(want, have, others)
+    is_even = np.max(np.abs(have - want) / (np.abs(want) + size)) <= 10 * error
+    if factor is None and is_even and error < max(_ROUNDED.values()):
+        dtype = next(dtype for dtype, most in _ROUNDED.items() if error < most)
+        return (
+            f"a little off ({error:.0e} of the size of all): precision was lost, as by a cast "
+            f"to {dtype} or a difference of nearly equal numbers, or it is a derivative by "
+            "finite differences (`step=` of a host function), or a solver that stops at a "
+            "tolerance; if that is meant, pass `tolerance=`"
+        )
     # What does not change the expected array explains nothing.
-    fits = lambda known: next(
-        (m.cause for m in known if _close(m.array, have) and not _close(m.array, want)), ""
-    )
-    factor = _named_factor(want, have, others)
-    is_one_factor = want.size > 1 and _is_multiple(want, have)
-    if _rounded_to(want, have) and not is_one_factor:
-        return (factor if want.size < 2 else "") or _slightly_off(want, have)
-    if want.size < 2 and _close(want, have):
-        return factor or _slightly_off(want, have)
-    if found := fits(_rearranged(want)) or fits(mistakes) or factor:
-        return found
-    shift = as_real(have - want)
-    is_shifted = shift.size > 1 and norm(shift - shift.mean()) <= _CLOSE * norm(shift)
-    if is_shifted and _n_different(want) > 1:
-        return f"a constant is added to every entry: {shift.mean():.4g}"
-    return _some_entries(want, have, name, primal)
+    for mistake in (*_rearranged(want), *mistakes):
+        if _close(mistake.array, have) and not _close(mistake.array, want):
+            return mistake.cause
+    return _of_factor(factor, want) if factor is not None else _of_entries(want, have, name,
+                                                                           primal)  # fmt: skip
 
 
 def _close(a, b) -> bool:
@@ -94,69 +90,48 @@ def _close(a, b) -> bool:
     return a.shape == b.shape and norm(a - b) <= _CLOSE * norm(a)
 
 
-# ---------------------------------------------------------------- factors
-
-
-def _factor_of(want, have) -> complex | None:
-    if want.shape != have.shape or not np.all(np.isfinite(as_real(have))):
-        return None
-    if norm(as_real(want)) == 0 or norm(as_real(have)) == 0:
-        return None
+def _factor(want, have, others: Sequence[Compared]) -> complex | None:
+    """By what an array is multiplied. Any number is a multiple of another one, so the other
+    arrays have to be the same multiple where all entries are one number."""
+    if _n_different(want) < 2:
+        others = [other for other in others if other.want.shape == other.have.shape]
+        want = np.concatenate([want.ravel(), *(other.want.ravel() for other in others)])
+        have = np.concatenate([have.ravel(), *(other.have.ravel() for other in others)])
     w, h = want.ravel().astype(complex), have.ravel().astype(complex)
-    scale = np.max(np.abs(w))
-    w, h = w / scale, h / scale
-    factor = np.vdot(w, h) / np.vdot(w, w)
+    w, h = (x / np.max(np.abs(w)) for x in (w, h))
+    factor = complex(np.vdot(w, h) / np.vdot(w, w))
     # A factor close to one must be larger than the noise to be recognized.
-    slack = min(_CLOSE, abs(factor - 1) / 3) if want.size > 1 else _CLOSE
-    return (
-        complex(factor) if norm(as_real(h - factor * w)) <= slack * norm(as_real(h)) else None
-    )
+    slack = min(_CLOSE, abs(factor - 1) / 10)
+    is_one = norm(as_real(h - factor * w)) <= slack * norm(as_real(h))
+    is_known = _n_different(want) > 1 or abs(factor + 1) < _CLOSE
+    return factor if is_one and is_known and abs(factor - 1) > 1e-6 else None
 
 
-def _n_different(*arrays: Any) -> int:
-    """How many numbers there are in them, up to their signs, besides zero."""
-    sizes = np.sort(np.concatenate([np.abs(x).ravel() for x in arrays]))
-    sizes = sizes[sizes > _SINGLE * np.max(sizes, initial=0.0)]
+def _n_different(x: Any) -> int:
+    """How many numbers there are in it, up to their signs, apart from zero."""
+    sizes = np.sort(np.abs(x).ravel())
+    sizes = sizes[sizes > 1e-6 * np.max(sizes, initial=0.0)]
     return int(np.sum(np.diff(sizes) > _CLOSE * sizes[1:])) + 1 if sizes.size else 0
 
 
-def _named_factor(want, have, others: Sequence[Compared]) -> str:
-    """`have` is a multiple of `want`: of several numbers, as any number is one of another. If
-    there is one number, the other arrays have to be the same multiple."""
-    factor = _factor_of(want, have)
-    if factor is None:
-        return ""
-    if abs(factor + 1) < _CLOSE:
-        return "the sign is wrong: every entry is minus the expected one"
-    if _n_different(want) < 2:
-        factors = [_factor_of(other.want, other.have) for other in others]
-        if any(other is None or abs(other / factor - 1) > _CLOSE for other in factors):
-            return ""
-        if _n_different(want, *(other.want for other in others)) < 2:
-            return ""
-    if abs(factor - 1) <= _SINGLE:
-        return f"{_slightly_off(want, have)}; all by the same factor, 1{factor.real - 1:+.1e}"
-    if abs(factor.imag) > _CLOSE * abs(factor):
-        return f"every entry is {factor:.4g} times the expected one"
-    factor = factor.real
+def _of_factor(factor: complex, want: Any) -> str:
     is_near = lambda value: abs(factor / value - 1) < _CLOSE
-    if word := next((word for value, word in _WORDS.items() if is_near(value)), ""):
-        return f"every entry is {word} the expected one"
-    shown = f"{factor:.4g}"
-    if shown == "1":
-        shown = f"1 {'+' if factor > 1 else '-'} {abs(factor - 1):.0e}"
-        return (
-            f"every entry is {shown} times the expected one: a factor of the rule is a little "
-            "wrong, or it is a derivative by finite differences (`step=` of a host function); "
-            "if that is meant, pass `tolerance=`"
+    if is_near(-1):
+        return "the sign is wrong: every entry is minus the expected one"
+    word = next((word for value, word in _WORDS.items() if is_near(value)), "")
+    if is_near(1):
+        number = f"1 {'+' if factor.real > 1 else '-'} {abs(factor - 1):.0e} times"
+        more = (
+            ": a factor of the rule is a little wrong, or it is a derivative by finite "
+            "differences (`step=` of a host function); if that is meant, pass `tolerance=`"
         )
-    sizes = {want.size, *want.shape} - {0, 1, 2, 3}
-    n = next((n for n in sizes if is_near(n) or is_near(1 / n)), 0)
-    text = f": a sum and a mean over {n} entries were confused" if n else ""
-    return f"every entry is {shown} times the expected one{text}"
-
-
-# ---------------------------------------------------------------- entries
+    else:
+        is_real = abs(factor.imag) <= _CLOSE * abs(factor)
+        number = word or f"{factor.real if is_real else factor:.4g} times"
+        n = next((n for n in {want.size, *want.shape} - {0, 1, 2, 3} if is_near(n)
+                  or is_near(1 / n)), 0)  # fmt: skip
+        more = f": a sum and a mean over {n} entries were confused" if n else ""
+    return f"every entry is {number} the expected one{more}"
 
 
 def _rearranged(want) -> Iterator[Mistake]:
@@ -165,69 +140,21 @@ def _rearranged(want) -> Iterator[Mistake]:
     if want.ndim >= 2:
         yield Mistake("transposed: its last two axes are swapped", np.swapaxes(want, -1, -2))
     for axis in range(want.ndim):
-        along = f"along axis {axis}"
-        yield Mistake(f"reversed {along}", np.flip(want, axis))
-        for step in (1, -1) if want.shape[axis] > 2 else ():
-            yield Mistake(f"off by one {along}", np.roll(want, step, axis))
+        yield Mistake(f"reversed along axis {axis}", np.flip(want, axis))
+        for step in (1, -1):
+            yield Mistake(f"off by one along axis {axis}", np.roll(want, step, axis))
 
 
-def _some_entries(want, have, name, primal) -> str:
-    gap, rounding = np.abs(have - want), 1e-6 * norm(as_real(want))
-    wrong = gap > _CLOSE * np.abs(want) + rounding
-    n = int(wrong.sum())
-    if n == 0:
-        return _slightly_off(want, have)
-    if np.any((gap > 1e-5 * np.abs(want) + rounding) & ~wrong):  # all are off, some by more
+def _of_entries(want, have, name, primal) -> str:
+    wrong = np.abs(have - want) > _CLOSE * np.abs(want) + 1e-6 * norm(as_real(want))
+    # Of a diagonal, most entries are zero, and right in any rule.
+    if wrong.size < 2 or np.all(wrong | (want == 0)):
         return ""
     if primal is not None and primal.shape == wrong.shape and not np.iscomplexobj(primal):
         for sign, mask in (("negative", primal < 0), ("positive", primal > 0)):
-            # One entry of the other sign may be right by chance.
-            if n > 1 and np.all(mask[wrong]) and np.unique(primal[~mask]).size > 1:
+            if wrong.sum() > 1 and np.all(mask[wrong]) and np.sum(~mask) > 1:
                 return f"wrong only where {name} is {sign}"
-    # Of a diagonal, most entries are zero, and right in any rule.
-    n_others = int(np.sum((want != 0) & ~wrong))
-    if wrong.size > 1 and (n_others or n <= wrong.size // 2):
-        return f"{n} of {wrong.size} entries are wrong: {_indices(wrong)}"
-    return ""
-
-
-def _slightly_off(want, have) -> str:
-    error = norm(as_real(want - have)) / norm(as_real(want))
-    is_off = np.abs(have - want) > 1e-7 * np.abs(want)
-    which = "every entry is" if np.all(is_off | (want == 0)) else "some entries are"
-    factor = _factor_of(want, have)
-    is_factor = factor is not None and abs(factor - 1) > _SINGLE  # of one number
-    more = " a factor or a term of the rule is a little wrong, or" if is_factor else ""
-    text = f"{which} a little off ({error:.0e} of the size of all):{more}"
-    if dtype := _rounded_to(want, have):
-        return (
-            f"{text} {PRECISION}, as by a cast to {dtype}, by a difference of nearly equal "
-            "numbers, or by the finite differences of a host function (then pass `tolerance=`)"
-        )
-    cast = f" {PRECISION}, as by a cast to float32; or" if error <= _SINGLE else ""
-    return (
-        f"{text}{cast} it is a derivative by finite differences (`step=` of a host function), "
-        "or a solver that stops at a tolerance; if that is meant, pass `tolerance=`"
-    )
-
-
-def _rounded_to(want, have) -> str:
-    """The dtype of half precision whose rounding explains the errors of all entries."""
-    want, have = as_real(want).ravel(), as_real(have).ravel()
-    error = norm(have - want) / norm(want)
-    for dtype, (low, high, largest) in _ROUNDED.items():
-        most = largest * np.abs(want) + 1e-6 * np.max(np.abs(want))
-        if low <= error <= high and np.all(np.abs(have - want) <= most):
-            return dtype
-    return ""
-
-
-def _is_multiple(want, have) -> bool:
-    """Whether the errors of several entries are the same fraction of them."""
-    want, have = as_real(want).ravel(), as_real(have).ravel()
-    kept = np.abs(want) > 1e-6 * np.max(np.abs(want))
-    errors = have[kept] / want[kept] - 1
-    return bool(np.std(errors) < 0.05 * abs(np.mean(errors)))
+    return f"{wrong.sum()} of {wrong.size} entries are wrong: {_indices(wrong)}"
 
 
 def _indices(mask) -> str:

@@ -64,8 +64,6 @@ class Options:
     """The options of `check_rule`, which documents them."""
 
     reference: Callable[..., Any] | None = None
-    expected_tangent: Callable[..., Any] | None = None
-    expected_cotangent: Callable[..., Any] | None = None
     nonlinear: bool = False
     nondifferentiable: Collection[str] = ()
     tangents: Any = None
@@ -76,7 +74,7 @@ class Options:
     tolerance: float | None = None
 
     def __post_init__(self):
-        check_options("check_rule", self.formulas, nonlinear=self.nonlinear)
+        check_options("check_rule", {"reference": self.reference}, nonlinear=self.nonlinear)
         check_tolerance("check_rule", tolerance=self.tolerance)
         as_names("check_rule", "nondifferentiable", self.nondifferentiable)
         most = 0 if self.max_residual_bytes is None else self.max_residual_bytes
@@ -89,13 +87,3 @@ class Options:
         if not is_list or not all(isinstance(point, tuple | list) for point in self.at):
             do = "Give a tuple of the arguments for each point, as in `at=[(x,), (y,)]`."
             raise bad_argument("check_rule", "at", "a list of tuples", self.at, do)
-
-    @property
-    def formulas(self) -> dict[str, Callable[..., Any] | None]:
-        names = ("reference", "expected_tangent", "expected_cotangent")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def is_wrong_on_purpose(self) -> bool:
-        """Whether the user asked for another derivative than that of the function."""
-        return any(option is not None for option in self.formulas.values())

@@ -9,7 +9,6 @@ is traced with float64 arguments, too.
 
 import contextlib
 import functools as ft
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,25 +16,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._diagnosis._programs.in_float64 import evaluate_in_float64
 from .._diagnosis._programs.lowest_precision import lowest_precisions
 from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.host_calls import host_function_in
 from .._jaxprs.structure import equations, inner_programs, LinearCall, structure
-from ._compare import as_real, tolerance_of
+from ._compare import as_double, tolerance_of
 from ._options import Options
 from ._outcome import outcome
-from ._references import jvp, references, vjp
+from ._references import as_reference, jvp, vjp
 from ._subject import double_precision, FlatFunction
 from ._without_rules import without_rules
 
 
 _Arrays = list[Any]
-# Constants of two programs that differ by less are the same number, one of them rounded.
-_ROUNDED = 1e-6
 # What the flag `JAX_DISABLE_MOST_OPTIMIZATIONS` asks for, on every platform.
 _UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Fusion emitters take most of the compilation time on a CPU. JAX 0.12 has no option for them.
@@ -92,7 +87,7 @@ class Side:
     - `traced_in`: the context of the user, or `double_precision`.
     - `is_exact`: whether its programs are evaluated in float64, whatever they cast to.
     - `f`, `plain`: the function with its rule and without, of leaves.
-    - `references`: the expected derivatives, in forward and in reverse mode.
+    - `expected`: the function whose derivative is expected.
     """
 
     def __init__(
@@ -108,7 +103,8 @@ class Side:
         is_decorated = isinstance(subject.fn, jax.custom_jvp | jax.custom_vjp)
         self.f = lambda *xs: list(subject.arrays(*xs))
         self.plain = without_rules(subject.arrays, is_decorated)
-        self.references = references(subject, self.plain, options)
+        given = options.reference
+        self.expected = self.plain if given is None else as_reference(subject, given)
         self._traced = {} if traced is None else traced
         self._compiled: dict[tuple[str, ...], Any] = {}
 
@@ -150,7 +146,7 @@ class Side:
         found = {name: self.trace(name, row, at) for name, row in rows.items()}
         good = {n: p for n, p in found.items() if isinstance(p, ClosedJaxpr)}
         looking = [n for n in found if isinstance(found[n], jax.errors.ConcretizationTypeError)]
-        at = at if self.is_exact else self._like(at)
+        at = jax.tree.map(as_double, at) if self.is_exact else self._like(at)
         with double_precision() if self.is_exact else self._traced_in():
             if any(map(_calls_host, good.values())):
                 for name, program in good.items():
@@ -184,14 +180,13 @@ class Side:
     @ft.cached_property
     def rows(self) -> dict[str, Row]:
         """The values, the derivatives by the rule, and those that are expected."""
-        ahead, back = self.references
         return {
             "f": lambda at: self.f(*at.x),
             "plain": lambda at: self.plain(*at.x),
             "jvp": lambda at: jvp(self.f, at.x, at.t),
             "vjp": lambda at: vjp(self.f, at.x, at.w),
-            **{f"jvp {i}": ft.partial(_of_tangent, r) for i, r in enumerate(ahead)},
-            **{f"vjp {i}": ft.partial(_of_cotangent, r) for i, r in enumerate(back)},
+            "jvp expected": lambda at: jvp(self.expected, at.x, at.t),
+            "vjp expected": lambda at: vjp(self.expected, at.x, at.w),
         }
 
     def derive(self, t: Sequence[Any], w: Sequence[Any], x: Sequence[Any] | None = None):
@@ -213,20 +208,16 @@ class Side:
     @ft.cached_property
     def lowest(self) -> np.dtype | None:
         """The dtype of lowest precision on the way to an output; `None` for float64."""
-        return self._lowest(opaque=False)
+        if self.program is None:
+            return _coarsest([jnp.finfo(x.dtype).dtype for x in self.outputs])
+        return lowest_of(self.program)
 
     @ft.cached_property
     def rounded_to(self) -> np.dtype | None:
         """What the values are rounded to, though evaluated in float64: by a host function."""
-        return self._lowest(opaque=True) if self.is_exact else self.lowest
-
-    def _lowest(self, *, opaque: bool) -> np.dtype | None:
-        if self.program is not None:
-            dtypes = lowest_precisions(self.program, opaque=opaque)
-        else:
-            dtypes = [] if opaque else [jnp.finfo(x.dtype).dtype for x in self.outputs]
-        dtypes = [dtype for dtype in dtypes if dtype is not None and dtype != np.float64]
-        return max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
+        if not self.is_exact:
+            return self.lowest
+        return None if self.program is None else lowest_of(self.program, opaque=True)
 
     @ft.cached_property
     def tolerance(self) -> float:
@@ -242,27 +233,27 @@ class Side:
         eps = 0.0 if self.lowest is None else float(jnp.finfo(self.lowest).eps)
         return tolerance + (eps if eps > tolerance else 0.0)
 
-    @property
-    def where_rounded(self) -> str:
-        """What is in lower precision than the arguments, for a report; empty if nothing is."""
-        low = self.lowest
-        if low is None or tolerance_of([np.zeros((), low)]) <= tolerance_of(
-            self.subject.leaves
-        ):
-            return ""
-        is_output = any(jnp.finfo(x.dtype).dtype == low for x in self.outputs)
-        return f"{'the output is' if is_output else 'it computes in'} {low}"
+
+def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
+    """The lowest precision on the way to any output; see `lowest_precisions`."""
+    return _coarsest(lowest_precisions(program, opaque=opaque))
+
+
+def _coarsest(dtypes: Sequence[np.dtype | None]) -> np.dtype | None:
+    rounding = [dtype for dtype in dtypes if dtype is not None and dtype != np.float64]
+    return max(rounding, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
 
 
 def in_float64(own: Side, options: Options, at: At) -> Side:
     """The same function in float64. `at`: directions."""
     if own.lowest is None and own.program is not None:
         return own  # the user's precision is double
-    exact = Side(own.subject, options, own._traced_in, own._traced, True)
     works = _working(own, at)
+    exact = Side(own.subject, options, own._traced_in, own._traced, True)
+    sides = [lambda: exact, lambda: _in_x64(own.subject, options)]
     # First the one whose values no host function rounds.
-    found = (exact, None) if exact.rounded_to is None else (None, exact)
-    for side in (found[0], outcome(_in_x64, own.subject, options), found[1]):
+    for make in sides if exact.rounded_to is None else reversed(sides):
+        side = outcome(make)
         if isinstance(side, Side) and works <= _working(side, at):
             return side
     return own  # as of Lineax, which can't be evaluated in another precision
@@ -285,14 +276,6 @@ def unless_error(result: Any) -> Any:
     if isinstance(result, Exception):
         raise result
     return result
-
-
-def _of_tangent(reference, at: At):
-    return reference.derivative(at.x, at.t)
-
-
-def _of_cotangent(reference, at: At):
-    return reference.derivative(at.x, at.w)
 
 
 def _eagerly(row: Row, at: At) -> _Arrays:
@@ -320,43 +303,3 @@ def expanded(run: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
 
 def _calls_host(program: ClosedJaxpr) -> bool:
     return any("callback" in e.primitive.name for e in equations(program))
-
-
-# ---------------------------------------------------------------- for `check_gradients`
-
-
-def is_same_program(one: Any, other: Any, exactly: bool = False) -> bool:
-    """Whether two traced programs have the same equations with the same numbers in them,
-    whatever the dtypes: then they differ in rounding only. `exactly`: not even in that."""
-    rounded = 0.0 if exactly else _ROUNDED
-    pairs = itertools.zip_longest(_items(one), _items(other))
-    return all(_is_same_item(a, b, rounded) for a, b in pairs)
-
-
-def _items(program: Any) -> Iterator[Any]:
-    for x in program.consts:
-        yield _constant(x)
-    for eqn in program.eqns:
-        if eqn.primitive.name != "convert_element_type":
-            numbers = sorted((k, v) for k, v in eqn.params.items() if isinstance(v, int))
-            yield f"{eqn.primitive.name} {[v.aval.shape for v in eqn.outvars]} {numbers}"
-        for v in eqn.invars:
-            if isinstance(v, Literal):
-                yield _constant(v.val)
-        # What is in the call of a host function depends on the thread, see `host_bits.py`.
-        for inner in () if host_function_in(eqn) else inner_programs(eqn):
-            yield from _items(inner)
-
-
-def _constant(x: Any) -> Any:
-    if isinstance(x, Tracer):
-        # An inner program may hold what the program around it computes (JAX 0.12).
-        return str(jnp.shape(x))
-    is_number = not jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
-    return as_real(x if is_number else jax.random.key_data(x))
-
-
-def _is_same_item(a: Any, b: Any, rounded: float) -> bool:
-    if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
-        return type(a) is type(b) and a == b
-    return a.shape == b.shape and np.allclose(a, b, rtol=rounded, atol=0.0, equal_nan=True)

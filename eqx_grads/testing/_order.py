@@ -14,8 +14,8 @@ from ._derivatives import judge, Mode
 from ._differences import directional
 from ._oracle import At
 from ._outcome import outcome
-from ._references import as_reference, jvp
-from ._report import broke, compare, FAILED, failed, Finding, skipped
+from ._references import jvp
+from ._report import broke, compare, FAILED, failed, Finding, PASSED, skipped
 from ._table import NO_REVERSE
 
 
@@ -36,11 +36,9 @@ _OF_SOLVERS = 1e-3  # the error of differences of a gradient that is admitted fo
 def order(case: Case) -> Iterator[Finding]:
     """Derivatives of order 2 and more, of a scalar loss of the outputs."""
     options = case.options
-    explicit = options.expected_tangent or options.expected_cotangent
-    if options.expected_cotangent and options.nonlinear:
-        yield skipped("order", "no reference for a non-linear `expected_cotangent`")
-    elif options.reference is None and (explicit or options.nonlinear):
-        yield skipped("order", "no reference: give `reference=` for higher derivatives")
+    if options.nonlinear:
+        # Of a gradient that is no derivative, the orders of the modes differ.
+        yield skipped("order", "the backward rule is declared non-linear")
     elif not case.has_reverse:
         yield skipped("order", NO_REVERSE if case.outputs else "no output has a derivative")
     elif options.order > 1:
@@ -66,7 +64,7 @@ class _First:
         """Whether the modes that are offered agree with autodiff."""
         modes = ["reverse", *["forward"] * self.case.has_forward]
         found = [outcome(lambda m=m: judge(self.case, Mode(self.case, m))) for m in modes]
-        agrees = lambda finding, number: number is not None and finding.verdict != FAILED
+        agrees = lambda finding, is_expected: is_expected and finding.verdict != FAILED
         return all(not isinstance(f, Exception) and agrees(*f) for f in found)
 
     @ft.cached_property
@@ -80,16 +78,14 @@ class _First:
 def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
     side, loss = case.wide, _scaled_loss(case)
     at = At(side.subject.leaves, case.tangents[0], case.cotangents[0])
-    reference, name = side.plain, "autodiff without the rule"
-    if case.options.reference is not None:
-        reference = as_reference(side.subject, case.options.reference)
-        name = "autodiff of `reference`"
+    is_given = case.options.reference is not None
+    name = "autodiff of `reference`" if is_given else "autodiff without the rule"
     rows: dict[str, Callable[[At], Any]] = {
         f"order {n}, {kind}": ft.partial(derive, side.f, loss, n)
         for kind, derive in _KINDS.items()
         if case.has_forward or kind != "reverse over forward"
     }
-    expected = ft.partial(forward_over_reverse, reference, loss, n)
+    expected = ft.partial(forward_over_reverse, side.expected, loss, n)
     *found, want = side.compute(rows | {f"expected {n}": expected}, at).values()
     for (where, row), got in zip(rows.items(), found, strict=True):
         if isinstance(got, Exception):
@@ -97,12 +93,13 @@ def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
             if not (isinstance(got, TypeError) and "forward-mode" in str(got)):
                 yield broke("order", where, got, _FAILS)
             continue
-        finding = None
+        against = ft.partial(compare, "order", where, names=case.names, cause="")
+        tolerance = case.admitted(order=n)
+        finding = skipped("order", f"no reference for {where}")
         if not isinstance(want, Exception) and are_finite(want):
-            finding = compare("order", where, want, got, case.names, case.admitted(order=n),
-                              reference=name, cause="")  # fmt: skip
-        if finding is None or finding.verdict == FAILED:
-            finding = _by_differences(case, where, row, n, finding, first)
+            finding = against(want, got, tolerance=tolerance, reference=name)
+        if finding.verdict != PASSED and n == 2:
+            finding = _by_differences(case, where, row, finding, first, against)
         if finding.verdict == FAILED and first.is_right:
             cause = _ONLY_HERE if first.is_wrong_nearby else _FIRST
             finding = dataclasses.replace(finding, cause=cause)
@@ -112,37 +109,30 @@ def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
 
 
 def _by_differences(
-    case: Case, where: str, row: Any, n: int, finding: Finding | None, first: _First
+    case: Case, where: str, row: Any, finding: Finding, first: _First, against: Any
 ) -> Finding:
     """The check of the first derivative has its own reference, so differences of the rule's
     gradient are a reference for the second, unless `reference` was given: the gradient of a
     rule that is wrong on purpose need not be that of any function."""
     is_refuted = case.options.reference is None and not first.is_right
-    steps = outcome(_differences_of_gradient, case, where, row) if n == 2 else ValueError()
-    if isinstance(steps, Exception) or not steps[0].is_trusted:
-        why = ": autodiff without the rule is another one to first order"
-        unknown = skipped("order", f"no reference for {where}{why if finding else ''}")
-        return unknown if finding is None or is_refuted else finding
-    slope, got = steps
-    tolerance = case.admitted(order=n)
-    is_rough = (finding is not None and is_refuted) or slope.is_rounded
-    tolerance = max(tolerance, _OF_SOLVERS) if is_rough else tolerance
-    scale = [10 * e / tolerance for e in slope.errors]
-    other = compare("order", where, slope.tangents_out, got, case.names, tolerance, scale=scale,
-                    reference="differences of the gradient", cause="")  # fmt: skip
-    is_right = other.verdict != FAILED and (is_refuted or not first.is_wrong_nearby)
-    return other if finding is None or is_right else finding
-
-
-def _differences_of_gradient(case: Case, where: str, row):
-    """Differences of the rule's gradient, and the second derivative by the rule along them."""
-    side, scaled, w = case.wide, case.scaled, case.cotangents[0]
-    loss = _scaled_loss(case)
+    side, w, scaled = case.wide, case.cotangents[0], case.scaled
+    loss, leaves = _scaled_loss(case), list(map(as_double, side.subject.leaves))
     gradient = lambda at: _gradient(loss(side.f, at.w), at.x)
-    values = lambda *xs: side.one("gradient", gradient, At(xs, case.tangents[0], w))
-    leaves = list(map(as_double, side.subject.leaves))
-    steps = directional(values, leaves, scaled, side.rounded_to)
-    return steps, side.one(where, row, At(side.subject.leaves, scaled, w))
+    values = lambda *xs: side.one("gradient", gradient, At(xs, scaled, w))
+    slope = outcome(directional, values, leaves, scaled, side.rounded_to)
+    got = outcome(side.one, where, row, At(leaves, scaled, w))
+    if isinstance(slope, Exception) or isinstance(got, Exception) or not slope.is_trusted:
+        # Autodiff without the rule is another one to first order.
+        return skipped("order", f"no reference for {where}") if is_refuted else finding
+    tolerance = case.admitted(order=2)
+    is_rough = (finding.verdict == FAILED and is_refuted) or slope.is_rounded
+    tolerance = max(tolerance, _OF_SOLVERS) if is_rough else tolerance
+    other = against(
+        slope.tangents_out, got, tolerance=tolerance, reference="differences of the gradient",
+        scale=[10 * e / tolerance for e in slope.errors],
+    )  # fmt: skip
+    is_right = other.verdict != FAILED and (is_refuted or not first.is_wrong_nearby)
+    return other if finding.verdict != FAILED or is_right else finding
 
 
 def loss_of(fn, cotangents, scales: Sequence[float] = ()):
@@ -162,7 +152,7 @@ def loss_of(fn, cotangents, scales: Sequence[float] = ()):
 
 def _scaled_loss(case: Case):
     """The same, with weights that make both terms about as large."""
-    products = zip(case.wide.value(), case.cotangents[0], strict=True)
+    products = zip(case.derivative("f"), case.cotangents[0], strict=True)
     scales = [float(1 + np.max(np.abs(x * w), initial=0)) for x, w in products]
     return lambda fn, cotangents: loss_of(fn, cotangents, scales)
 

@@ -19,7 +19,7 @@ from .._jaxprs.operands import restricted
 from .._jaxprs.structure import Cond, equations, primal_program, ShardMap, structure
 from .._jaxprs.versions import function_name
 from .._tangent_spaces import is_differentiable
-from ._loss_program import along, LossProgram
+from ._loss_program import LossProgram
 from ._outcome import outcome
 from ._without_rules import has_given_solver, is_rule, replaced
 
@@ -27,30 +27,22 @@ from ._without_rules import has_given_solver, is_rule, replaced
 class RuleRemoval:
     """The derivative of a loss without some of its rules.
 
-    - `mode`: `"reverse"` or `"forward"`.
     - `suspects`: what can be removed: the first call of a function in a layer. A set of rules
         is a set of indices of this list.
     - `kept`: what can't, as JAX can't differentiate what is beneath the rule.
     """
 
-    def __init__(self, program: LossProgram, mode: str):
-        self.program, self.mode = program, mode
+    def __init__(self, program: LossProgram):
+        self.program = program
         self.suspects: list[Origin] = []
         self.kept: list[Origin] = []
         self._index: dict[int, int] = {}  # from the id of an equation
         self._known: dict[frozenset[int], list[np.ndarray]] = {}
-        is_removable: dict[tuple[str, ...], bool] = {}
         for origin in NumberedLoss(program.traced).origins:
             if not is_rule(origin.eqn):
                 continue
             origin = dataclasses.replace(origin, primitive=_name(origin), source=_place(origin))
-            # Programs of the same operations are alike.
-            beneath = primal_program(origin.eqn)
-            inner = () if beneath is None else equations(beneath)
-            kind = (origin.eqn.primitive.name, *(e.primitive.name for e in inner))
-            if kind not in is_removable:
-                is_removable[kind] = self._is_removable(origin.eqn)
-            if not is_removable[kind]:
+            if not self._is_removable(origin.eqn):
                 self.kept.append(origin)
                 continue
             # A function is the same wherever a layer calls it.
@@ -70,8 +62,6 @@ class RuleRemoval:
         def derivative(xs):
             run = lambda *xs: list(filter(is_differentiable, evaluate(program, xs)))
             outputs, moved = restricted(run, xs, indices), [xs[i] for i in indices]
-            if self.mode == "forward":
-                return jax.jvp(outputs, moved, moved)
             out, pull = jax.vjp(outputs, *moved)
             return pull(out)
 
@@ -81,25 +71,11 @@ class RuleRemoval:
     def gradient(self, removed: Set[int]) -> list[np.ndarray]:
         key = frozenset(removed)
         if key not in self._known:  # the search asks for some sets several times
-            run, mask = jax.grad(self._loss), self._mask(removed)
+            mask = np.array([i in removed for i in range(len(self.suspects))], bool)
             self._known[key] = self.program.call(
-                "without rules", run, self.program.leaves, more=mask
+                "without rules", jax.grad(self._loss), self.program.leaves, more=mask
             )
         return self._known[key]
-
-    def slope(self, removed: Set[int], tangents: list[np.ndarray]) -> float:
-        """The derivative along a direction."""
-        if self.mode == "reverse":
-            return along(self.gradient(removed), tangents)
-
-        def tangent(xs, ts, others, mask):
-            return jax.jvp(lambda xs: self._loss(xs, others, mask), (xs,), (ts,))[1]
-
-        vectors, mask = (self.program.leaves, tangents), self._mask(removed)
-        return float(self.program.call("tangent without", tangent, *vectors, more=mask)[0])
-
-    def _mask(self, removed: Set[int]) -> np.ndarray:
-        return np.array([i in removed for i in range(len(self.suspects))], bool)
 
     def _loss(self, leaves, others, mask):
         def without(eqn, values):
@@ -112,7 +88,8 @@ class RuleRemoval:
             return id(eqn) in self._index or _cannot_be_entered(eqn)
 
         run_without = lambda program, values: replaced(program, values, is_replaced, without)
-        return run_without(self.program.traced.program, [*leaves, *others])[0]
+        program = self.program.traced.program
+        return self.program.of(lambda xs: run_without(program, [*xs, *others])[0])(leaves)
 
     def culprits(
         self, wrong: Callable[[Set[int]], Set[int]]

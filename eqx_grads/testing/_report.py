@@ -19,16 +19,8 @@ NO_REFERENCE = "no reference for the derivative"
 _WIDTH = 100
 _MOST_PLACES = 4
 # If one of these fails, the later ones fail for that reason.
-_OF_NUMBERS = (
-    "primal",
-    "forward",
-    "reverse",
-    "adjoint",
-    "linear",
-    "zeros",
-    "order",
-    "transforms",
-)
+_OF_NUMBERS = ("primal", "forward", "reverse", "adjoint", "linear", "zeros", "order",
+               "transforms")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,27 +114,21 @@ def compare(
     worst, *others = sorted((d for d in found if not d.error <= tolerance), key=key)
     if cause is None:
         tried = outcome(lambda: list(mistakes()))
+        known = [] if isinstance(tried, Exception) else tried  # a mode that there is not
         primal = None if primals is None else np.asarray(primals[list(names).index(worst.name)])
-        cause = likely_cause(
-            worst.expected,
-            worst.got,
-            worst.name,
-            [] if isinstance(tried, Exception) else tried,  # a mode that there is not
-            primal,
-            [Compared(d.expected, d.got) for d in others],
-            is_random=True,
-        )
-    sizes = f"relative error {worst.error:.3g}, admitted {tolerance:.3g}"
-    facts = [f"  at {worst.name}: {sizes}"]
-    facts += [f"  expected: {reference}"] if reference else []
-    facts += [f"  {note}"] if note else []
+        # Along other directions, or elsewhere.
+        same = [d for d in found if d.name == worst.name and d is not worst]
+        compared = [Compared(d.expected, d.got) for d in same or others]
+        cause = likely_cause(worst.expected, worst.got, worst.name, known, primal, compared,
+                             is_random=True)  # fmt: skip
+    facts = [f"at {worst.name}: relative error {worst.error:.3g}, admitted {tolerance:.3g}"]
+    facts += [f"expected: {reference}"] * bool(reference) + [note] * bool(note)
     rest = {d.name: d for d in reversed(others) if d.name != worst.name}
     size = lambda d: "missing" if d.is_missing else f"{d.error:.2g}"
     also = [f"{name} ({size(d)})" for name, d in reversed(rest.items())]
-    details = [side_by_side(worst)]
-    details += [f"  also wrong: {', '.join(also[:6])}"] if also else []
+    details = [side_by_side(worst), *[f"  also wrong: {', '.join(also[:6])}"] * bool(also)]
     where = f"{where}, {worst.name}" if where else worst.name
-    texts = cause, "\n".join(facts), "\n".join(details)
+    texts = cause, "\n".join(f"  {text}" for text in facts), "\n".join(details)
     return Finding(check, FAILED, where, worst.error, tolerance, *texts)
 
 
@@ -160,9 +146,8 @@ class Report:
 
     - `findings`: all comparisons, a list of `Finding`s with the fields `check`, `verdict`,
         `error`, `tolerance`, `where`, `cause`, `text` and `raised`.
-    - `numbers`: a dictionary with the `"seed"`, the names of the perturbed leaves as
-        `"leaves"`, and of those with entries that are not finite, which finite differences do
-        not move, as `"not_finite"`.
+    - `numbers`: a dictionary with the `"seed"`, and the names of the perturbed leaves as
+        `"leaves"`.
     """
 
     def __init__(self, name: str, findings: Sequence[Finding], numbers: dict[str, Any]):
@@ -198,12 +183,6 @@ class Report:
         if self.passed and is_unknown and all(f.verdict == SKIPPED for f in compared):
             status = f"{PASSED}, without a reference for the derivative"
         lines = [f"The rule of `{self.name}`: {status} (seed {self.numbers.get('seed')})"]
-        if names := self.numbers.get("not_finite"):
-            text = (
-                f"Entries of {', '.join(names)} are not finite. Finite differences do not move"
-            )
-            text += " them; `nondifferentiable=` leaves out an argument, or a part."
-            lines += _wrap(text)
         for number, (first, *others) in enumerate(self._grouped(), start=1):
             text = f"{number}. {first.check}, {first.where}\n{first.text}"
             lines += ["", *(part for line in text.splitlines() for part in _wrap_line(line))]
@@ -244,11 +223,10 @@ class Report:
                 lines += _wrap(f"{SKIPPED}: {check}, as {found[0].facts.splitlines()[0]}")
             else:
                 done.append(check)
-        kept = [
-            f.where for f in self.findings if f.check == "residuals" and " bytes " in f.where
-        ]
+        of = [f for f in self.findings if f.check == "residuals" and not f.raised]
+        kept = [f.where for f in of if f.where]
         lines = [*_wrap(f"{PASSED}: {', '.join(done)}"), *lines] if done else lines
-        return [*lines, *_wrap(f"residuals: {kept[0]}")] if kept else lines
+        return [*lines, *[f"residuals: {where}" for where in kept[:1]]]
 
 
 def _wrap(text: str, indent: str = "") -> list[str]:

@@ -1,11 +1,10 @@
 """The check `residuals`: the arrays that are kept for the backward pass."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -16,11 +15,7 @@ from .._rules.custom_vjp import custom_vjp
 from ._case import Case
 from ._outcome import outcome
 from ._report import broke, failed, Finding, passed, skipped
-from ._subject import is_output
 from ._table import NO_REVERSE
-
-
-_STEPS = 7  # no other axis is likely to have this length
 
 
 class Residuals(NamedTuple):
@@ -41,15 +36,11 @@ def residuals(case: Case) -> Iterator[Finding]:
     if isinstance(kept, Exception):
         yield broke("residuals", "the residuals", kept)
         return
-    kept, per_step = kept
-    where = f"{kept.total} bytes per call, {per_step} per scan step, without the arguments"
-    # Without the rule of `implicit` there is no derivative; of the solver there may be one.
-    for fn in (case.own.plain, _decorated(case)):
-        plain = outcome(_kept, case, fn)
-        # And not `stop_gradient`, or rounding.
-        if not isinstance(plain, Exception) and plain[0].is_derivative:
-            where += f" (plain autodiff: {plain[0].total} per call, {plain[1]} per scan step)"
-            break
+    where = f"{kept.total} bytes per call, without the arguments"
+    plain = outcome(_kept, case, case.own.plain)
+    # And not `stop_gradient`, or rounding.
+    if not isinstance(plain, Exception) and plain.is_derivative:
+        where += f" (plain autodiff: {plain.total})"
     limit = case.options.max_residual_bytes
     # Inside other functions, JAX and the wrappers of rules keep residuals of their own.
     fn = case.subject.fn
@@ -66,39 +57,14 @@ def residuals(case: Case) -> Iterator[Finding]:
         yield passed("residuals", where)
 
 
-def _kept(case: Case, fn, arguments_count: bool = False) -> tuple[Residuals, int]:
-    """The residuals of a call, and the bytes of each step of a scan over the leaves."""
-    # With a type that is not weak: JAX makes another array of a Python number, to compute with.
-    leaves = [jax.lax.convert_element_type(x, x.dtype) for x in case.subject.leaves]
-    held = case.subject.constants
-    kept = residuals_of(fn, leaves, held, arguments_count=arguments_count)
-    scanned = lambda *xs: jax.lax.scan(lambda c, x: (c, list(fn(*x))), None, list(xs))[1]
-    copies = [np.stack([x] * _STEPS) for x in leaves]
-    return kept, residuals_of(scanned, copies, held).total // _STEPS
-
-
-def _decorated(case: Case) -> Callable[..., list[Any]]:
-    """The function that was decorated, called as the one that is checked."""
-
-    def call(*leaves):
-        fn, args = case.subject.tree(leaves)
-        if hasattr(fn, "__func__"):
-            fn, args = fn.__func__, (fn.__self__, *args)
-        out = fn.fn(*args, **case.subject.kwargs)
-        return [jnp.asarray(x) for x in jax.tree.leaves(out) if is_output(x)]
-
-    return call
-
-
-def residuals_of(
-    fn: Any, leaves: Sequence[Any], held: Sequence[Any] = (), *, arguments_count: bool = False
-) -> Residuals:
+def _kept(case: Case, fn: Any, arguments_count: bool = False) -> Residuals:
     """The residuals of `fn`. Arguments are not counted, as the caller holds them anyway.
 
-    `held`: those that are not perturbed, which `fn` captures.
     `arguments_count`: whether an argument that is kept and never read is reported. It is not
     the rule's fault if the wrapper always keeps the arguments (Equinox's and ours do).
     """
+    # With a type that is not weak: JAX makes another array of a Python number, to compute with.
+    leaves = [jax.lax.convert_element_type(x, x.dtype) for x in case.subject.leaves]
     # Under `jit`, because JAX then removes residuals of its own that nothing reads.
     jitted = jax.jit(lambda *xs: list(fn(*xs)))
     trace = jax.make_jaxpr(lambda *xs: jax.vjp(jitted, *xs), return_shape=True)
@@ -111,7 +77,8 @@ def residuals_of(
     arguments = {id(v) for v in jaxpr.invars}
     # Also of a NumPy array, of which JAX has a copy.
     is_held = lambda x: any(
-        x is y or (isinstance(y, np.ndarray) and np.array_equal(x, y)) for y in held
+        x is y or (isinstance(y, np.ndarray) and np.array_equal(x, y))
+        for y in case.subject.constants
     )
     captured = zip(jaxpr.constvars, program.consts, strict=True)
     arguments |= {id(v) for v, x in captured if is_held(x)}

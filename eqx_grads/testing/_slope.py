@@ -136,28 +136,20 @@ def confirmed_slope(samples: Samples, slope: Slope) -> Slope:
     return confirmed_slope(samples, min(others, key=lambda s: s.error / size(s)))
 
 
-def is_settled(samples: Samples, slope: Slope, other: float) -> bool:
+def is_settled(samples: Samples, slope: Slope) -> bool:
     """Whether a slope is evidence against another one.
 
     Steps of other lengths have the same slope. In a function with noise, or one that turns
     within the shortest step, a few steps agree by chance and not again.
     """
-    admitted = _AGREE * slope.error
     if slope.relative_error > _PLATEAU and slope.error > 4 * samples.rounding(slope.step):
-        # The slope is zero but for changes that are no rounding errors. They are noise if the
-        # function changes more in the shortest step than with the other slope. If not, the
-        # other slope may be the reason for them.
-        h = SHORTEST_STEP
-        noise = max(abs(samples(h) - samples(0.0)), abs(samples(-h) - samples(0.0)))
-        if not abs(other) * h < 0.01 * noise:
-            return False
-        admitted = max(admitted, 0.1 * abs(other - slope.value))
+        return False  # zero, but for changes that are no rounding errors
     steps = [factor * slope.step for factor in _OTHER_STEPS]
     with np.errstate(all="ignore"):
         samples.compute(_points(steps))
         found = [samples.richardson(h) for h in steps]
     # NaN is no agreement.
-    return all(abs(x - slope.value) <= admitted for x in found)
+    return all(abs(x - slope.value) <= _AGREE * slope.error for x in found)
 
 
 def _points(steps: Sequence[float]) -> list[float]:

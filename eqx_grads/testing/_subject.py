@@ -5,7 +5,6 @@ these are, what the user calls them, and which leaves stay constant.
 """
 
 import contextlib
-import functools as ft
 import types
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -106,13 +105,6 @@ class FlatFunction:
         leaves of its own, if there is one."""
         fn, args = self.tree(leaves)
         return (_owner(fn), *args) if self.has_self else args
-
-    def unbound(self) -> Callable[..., Any]:
-        """The function of `arguments`."""
-        fn = self.fn
-        if self.has_self:
-            fn = getattr(fn, "__func__", type(fn).__call__)
-        return ft.wraps(fn)(lambda *args: fn(*args, **self.kwargs))
 
     def of_self(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """A method, or a Module, as a function of its Module and the arguments. `None` for a

@@ -2,15 +2,13 @@
 function, without NaN or infinity, and the same each time."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ._case import are_finite, Case
-from ._compare import aligned, as_real, is_number
-from ._derivatives import forward_is_of_function
+from ._compare import aligned, is_number
 from ._options import Options
 from ._oracle import At, unless_error
 from ._order import forward_over_reverse, loss_of, reverse_over_reverse
@@ -73,18 +71,24 @@ def finite(case: Case) -> Iterator[Finding]:
         yield passed("finite", f"the arguments{further}, under `jax.debug_nans`")
 
 
+_CAUSE = (
+    "a quotient, root or logarithm of zero in a rule; a `where` on its\n  result is too late, "
+    "and has to be around its argument, as in `eqg.safe.where`"
+)
+
+
 def _not_finite(where: str, case: Case) -> Iterator[Finding]:
-    own = case.own
-    rows: dict[str, Any] = {"value": lambda at: own.f(*at.x)}
+    own, t, w = case.own, case.tangents[0], case.cotangents[0]
+    found, is_bad = own.derive(t, w), False
+    results = {"value": found["f"]}
     if case.has_forward:
-        rows["tangent"] = lambda at: jvp(own.f, at.x, at.t)
+        results["tangent"] = found["jvp"]
     if case.has_reverse:
         kind = forward_over_reverse if case.has_forward else reverse_over_reverse
-        rows["cotangent"] = lambda at: vjp(own.f, at.x, at.w)
-        rows["second derivative"] = lambda at: kind(own.f, loss_of, 2, at)
-    at, is_bad = At(case.subject.leaves, case.tangents[0], case.cotangents[0]), False
-    found = own.compute({f"finite {name}": row for name, row in rows.items()}, at)
-    for name, arrays in zip(rows, found.values(), strict=True):
+        second = {"second derivative": lambda at: kind(own.f, loss_of, 2, at)}
+        at = At(case.subject.leaves, t, w)
+        results |= {"cotangent": found["vjp"], **own.compute(second, at)}
+    for name, arrays in results.items():
         if isinstance(arrays, Exception):
             if name != "second derivative":  # which the check `order` reports
                 is_bad = True
@@ -92,34 +96,19 @@ def _not_finite(where: str, case: Case) -> Iterator[Finding]:
         elif not are_finite(arrays):
             is_bad = True
             names = case.output_names if name in ("value", "tangent") else case.names
-            shown = ", ".join(
+            shown = [
                 f"{named} {str(np.asarray(x)).replace(chr(10), '')[:100]}"
                 for named, x in zip(names, arrays, strict=True)
-                if not np.all(np.isfinite(as_real(x)))
-            )
-            text = f"NaN or infinity in the {name}: {shown[:300]}"
-            yield failed("finite", f"{where}, {name}", text, _cause(case, name))
+                if not are_finite([x])
+            ]
+            text = f"NaN or infinity in the {name}: {', '.join(shown[:3])}"
+            yield failed("finite", f"{where}, {name}", text, _CAUSE if name != "value" else "")
     if not is_bad and case.outputs:
         error = outcome(_under_debug_nans, case)
         if isinstance(error, Exception):
             is_nan = isinstance(error, FloatingPointError)
             cause = "a NaN arises in an intermediate result" if is_nan else ""
             yield broke("finite", f"{where}, under `jax.debug_nans`", error, cause)
-
-
-def _cause(case: Case, name: str) -> str:
-    if name == "value":
-        return ""
-    if name == "tangent" and forward_is_of_function(case):
-        return (
-            "forward mode is the derivative of the function, as of every `custom_vjp`\n"
-            "  without a `def_jvp`: give it one, or use `custom_jvp`, whose rule is\n"
-            "  that of both modes"
-        )
-    return (
-        "a quotient, root or logarithm of zero in a rule; a `where` on its\n  result is too "
-        "late, and has to be around its argument, as in `eqg.safe.where`"
-    )
 
 
 def _under_debug_nans(case: Case) -> None:
@@ -138,9 +127,9 @@ def deterministic(case: Case) -> Iterator[Finding]:
     if not case.outputs:
         return
     mode = "jvp" if "everse-mode" in str(outcome(case.eager, "vjp")) else "vjp"
-    of_tangents = [f"the tangent of {n}" for n in case.output_names]
+    of = case.output_names if mode == "jvp" else case.names
     names = [f"the value of {n}" for n in case.output_names]
-    names += of_tangents if mode == "jvp" else [f"the cotangent of {n}" for n in case.names]
+    names += [f"the {'tangent' if mode == 'jvp' else 'cotangent'} of {n}" for n in of]
     calls = [case.eager(mode, number) for number in range(3)]
     runs = [[np.asarray(x) for x in (*c.outputs, *unless_error(c.derivative))] for c in calls]
     for number, run in enumerate(runs[1:], start=2):

@@ -632,14 +632,14 @@ def compiles_each_time(is_new):
 def bound_of_a_formula(k):
     bound = 1.5e4 * k
     backward = lambda xs, ct: (jnp.clip(ct, -bound, bound),)
-    options = {"expected_cotangent": lambda primals, ct: (ct,), "nonlinear": True}
+    options = {"reference": lambda x: x, "nonlinear": True}
     return vjp_rule(lambda x: x, backward), (jnp.ones(200),), options
 
 
 @row("reverse", "of 0.000244", 1e-3, 1.0)
 def smallest_of_a_formula(k):
     backward = lambda xs, ct: (jnp.where(jnp.max(jnp.abs(ct)) > 1e-2 * k, ct, 0.0),)
-    options = {"expected_cotangent": lambda primals, ct: (ct,), "nonlinear": True}
+    options = {"reference": lambda x: x, "nonlinear": True}
     return vjp_rule(lambda x: x, backward), (jnp.ones(200),), options
 
 
@@ -709,18 +709,13 @@ def _to(dtype):
 # What is expected, what is got, a word of the cause (empty: no cause), and options.
 CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     "sign": (W, -W, "sign", {}),
-    "sign, nearly": (W, -1.0005 * W, "sign", {}),
     "no sign": (W, -1.002 * W, "-1.002 times", {}),
     "sign of one number": (np.array(2.0), np.array(-2.0), "sign", {}),
     "twice": (W, 2 * W, "twice", {}),
     "twice, nearly": (W, 2.0015 * W, "twice", {}),
     "more than twice": (W, 2.003 * W, "2.003 times", {}),
-    "half": (W, W / 2, "half", {}),
-    "three times": (W, 3 * W, "three times", {}),
-    "minus twice": (W, -2 * W, "minus twice", {}),
     "imaginary": (Z, 1j * Z, "1j", {}),
     "a sum for a mean": (W, 12 * W, "over 12 entries", {}),
-    "a mean for a sum": (W, W / 12, "over 12 entries", {}),
     "along one axis": (W, 4 * W, "over 4 entries", {}),
     "no number of entries": (W, 5 * W, "5 times", {}),
     "a factor with noise": (W, _noisy(5 * W, 0.8e-3), "times the expected", {}),
@@ -741,25 +736,17 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
                            "transposed", {}),
     "not transposed": (W[:3], W[:3].T + 3e-3 * np.linalg.norm(W[:3]) * np.eye(3), "", {}),
     "reversed": (W, W[::-1], "reversed along axis 0", {}),
-    "reversed, last axis": (W, W[:, ::-1], "reversed along axis 1", {}),
     "off by one": (W, np.roll(W, 1, 0), "off by one along axis 0", {}),
-    "off by one, backwards": (W, np.roll(W, -1, 1), "off by one along axis 1", {}),
     "off by two": (W, np.roll(W, 2, 0), "", {}),
     "known mistake": (W, W**2, "squared", {"mistakes": [Mistake("squared", W**2)]}),
-    "no mistake": (W, _noisy(5 * W, 1.5e-3), "", {"mistakes": [Mistake("squared", W)]}),
-    "constant added": (W, W + 0.25, "constant is added", {}),
-    "no constant": (W, W + 0.25 + 1e-3 * NOISE, "", {}),
     "one entry": (W, _with(1), "1 of 12 entries", {}),
-    "a quarter of the entries": (W, _with(3), "3 of 12 entries", {}),
     "half of zeros": (W * (W > 0), W * (W > 0) + _with(6) - W, "6 of 12 entries", {}),
     "all entries": (W, W**3 + 7, "", {}),
     "where negative": (W, np.where(W < 0, W**2, W), "negative", {"primal": W}),
-    "where positive": (W, np.where(W > 0, W**2 + W, W), "positive", {"primal": W}),
     "also elsewhere": (W, np.where(W < 1, W**2, W), "7 of 12 entries", {"primal": W}),
     "missing": (W, 0 * W, "zero everywhere: the term of `x`", {}),
     "no influence": (0 * W, W, "no influence", {}),
     "shape": (W, W.T, "shape is (3, 4)", {}),
-    "real for complex": (Z, W, "complex number", {}),
     "NaN": (W, np.where(W == 5, np.nan, W), "[2, 1]", {}),
     "NaN expected": (np.where(W == 5, np.nan, W), W, "finite where", {}),
     "the primal": (W, W[::-1] * W, "value of `x`", {"primal": W[::-1] * W, "is_random": True}),
@@ -779,8 +766,6 @@ def test_likely_cause(name):
     assert bool(word) == bool(cause)
     if name == "no number of entries":
         assert "sum and a mean" not in cause
-    if name == "a little off":
-        assert "precision" not in cause
 
 
 A = np.array([[1.0, 2.0, -1.0], [0.5, -3.0, 0.3], [2.0, 0.1, 4.0]])
@@ -944,7 +929,7 @@ def test_the_error_of_a_slope_is_estimated(name):
     assert abs(found.value - slope) <= 2 * found.error <= 1e-5 * max(abs(slope), abs(fn(0.0)))
     assert confirmed_slope(samples, found) == found
     assert not with_sides(samples, found).is_kink
-    assert is_settled(samples, found, 2 * slope + 1.0)
+    assert is_settled(samples, found)
 
 
 # The slopes on the two sides, and whether they are a kink.
@@ -989,10 +974,14 @@ def test_a_slope_of_long_steps_is_not_confirmed():
 def test_noise_is_not_settled():
     rng = np.random.default_rng(0)
     noisy = Samples(lambda hs: [h * 1e-3 + 1e-6 * rng.normal() for h in hs])
-    assert not is_settled(noisy, Slope(0.0, 1e-9, step=2.0**-10), 1e-3)
+    assert not is_settled(noisy, Slope(0.0, 1e-9, step=2.0**-10))
     smooth = _samples(lambda h: math.sin(h))
-    assert is_settled(smooth, Slope(1.0, 1e-8, step=2.0**-10), 2.0)
-    assert not is_settled(smooth, Slope(1.0 + 3e-7, 1e-8, step=2.0**-10), 2.0)
+    assert is_settled(smooth, Slope(1.0, 1e-8, step=2.0**-10))
+    assert not is_settled(smooth, Slope(1.0 + 3e-7, 1e-8, step=2.0**-10))
+    # Zero, but for changes that are no rounding errors.
+    flat = _samples(lambda h: 1.0)
+    assert is_settled(flat, Slope(0.0, 1e-13, step=2.0**-10))
+    assert not is_settled(flat, Slope(0.0, 1e-9, step=2.0**-10))
 
 
 def test_random_tangent():
@@ -1093,7 +1082,7 @@ GRADIENTS: dict[str, tuple[Any, Any, str, str, Any, Any]] = {
     "bfloat16": (_model(_rounded(_sine(0.4e-6))), _model(_rounded(_sine(0.05))), "wrong", "sin",
                  WRONG, ()),
     "forward mode": (_model(_sine(0.4e-6, "forward")), _model(_sine(8e-6, "forward")),
-                     "modes disagree", "sin", WRONG, ()),
+                     "modes disagree", "", WRONG, ()),
     "both modes": (_model(_sine(0.4e-6, "")), _model(_sine(8e-6, "")), "wrong", "sin", WRONG,
                    ()),
     "cut": (_model(jnp.sin), _model(_sine(-1.0, "")), "cut", "sin", WRONG, ()),

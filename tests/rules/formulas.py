@@ -97,10 +97,6 @@ def max_and_index(x):
     return jnp.max(x), jnp.argmax(x)
 
 
-def max_and_index_cotangents(x, ct):
-    return (jnp.zeros_like(x).at[jnp.argmax(x)].set(ct[0]),)
-
-
 def sin_and_cos(x):
     return jnp.sin(x), jnp.cos(x)
 
@@ -142,11 +138,6 @@ def lsq(x, step):
     g = 1 / (x.size * 7) ** 0.5
     step = jax.lax.stop_gradient(step * (1 - g)) + step * g
     return step * straight_round(jnp.clip(x / step, -8, 7))
-
-
-def fsq_bound(z):
-    """FSQ's bound for five levels, which is odd: no shift."""
-    return jnp.tanh(z) * (5 - 1) * (1 - 1e-3) / 4
 
 
 # Linear maps and their transposes
