@@ -114,23 +114,6 @@ def skip_without_checkpointed_loops():
             pytest.skip(f"Equinox's checkpointed loop can't be differentiated with `{flag}`")
 
 
-def conds_keep_keys():
-    """JAX 0.10.0 fails where a rule in a branch keeps a random key; 0.10.2 does not. No
-    upstream issue was found. `check_gradients` has such branches to leave rules out."""
-
-    @jax.custom_vjp
-    def fn(x, key):
-        return x * jax.random.uniform(key, dtype=x.dtype)
-
-    fn.defvjp(lambda x, key: (fn(x, key), key), lambda key, ct: (fn(ct, key), None))
-    in_branch = lambda x, key: jax.lax.cond(x > 0, fn, lambda x, key: x, x, key)
-    try:
-        jax.jit(jax.grad(in_branch)).lower(1.0, jax.random.key(0))
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 # Both with JAX 0.12. `jax.linear_transpose` of a `jax.checkpoint` fails as well, and the second
 # derivative is as wrong with a `jax.custom_vjp`. No upstream issues were found.
 REMAT3_HAS_NO_TRANSPOSE = (

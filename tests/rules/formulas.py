@@ -144,11 +144,6 @@ def lsq(x, step):
     return step * straight_round(jnp.clip(x / step, -8, 7))
 
 
-def fsq_bound(z):
-    """FSQ's bound for five levels, which is odd: no shift."""
-    return jnp.tanh(z) * (5 - 1) * (1 - 1e-3) / 4
-
-
 # Linear maps and their transposes
 
 
