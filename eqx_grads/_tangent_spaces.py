@@ -316,7 +316,12 @@ def tangent_leaf(t: Any, primal: Any) -> Array | None:
 def is_differentiable(primal: Any) -> bool:
     """Whether a leaf can have a tangent other than zero."""
     dtype = dtype_of(primal)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    return dtype is not None and _is_inexact(dtype)
+
+
+@ft.lru_cache
+def _is_inexact(dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def tangents_match(x: Any, y: Any) -> bool:

@@ -142,14 +142,6 @@ def over_batch(fn: Callable[..., Any], leaves: Sequence[Any], kept: Collection[i
     return Setting(jax.vmap(fn, in_axes=axes), many, specs, lambda y: Spec("i"))
 
 
-def over_features(fn: Callable[..., Any], leaves: Sequence[Any]) -> Setting:
-    """Vectors that are eight times as long, of which each device has an eighth."""
-    specs = [Spec("i") if x.ndim == 1 else Spec() for x in leaves]
-    long = [jnp.tile(x, N_DEVICES) if x.ndim == 1 else x for x in leaves]
-    is_long = lambda y: y.ndim == 1 and y.shape[0] % N_DEVICES == 0
-    return Setting(fn, long, specs, lambda y: Spec("i") if is_long(y) else Spec())
-
-
 def subject_of(case: Any) -> FlatFunction:
     fn, args = case.make()
     return FlatFunction(fn, args, {}, case.options.get("nondifferentiable", ()))
@@ -161,8 +153,3 @@ def data_of(subject: FlatFunction) -> list[int]:
     if -1 in subject.groups:
         return [i for i, group in enumerate(subject.groups) if group >= 0]
     return [i for i, group in enumerate(subject.groups) if group == subject.groups[0]]
-
-
-def is_of_vectors(subject: FlatFunction) -> bool:
-    ranks = {x.ndim for x in subject.leaves}
-    return 1 in ranks and ranks <= {0, 1}

@@ -41,7 +41,6 @@ def _functions(factor=1.0):
 
 
 X, Y = jnp.array([2.0, -1.0, -0.5, 2.0, 1.0], "float32"), jnp.array([1.0, 0.5, 2.0], "float32")
-CHECKS = ("primal", "forward", "reverse", "transforms")
 OF_EACH = pytest.mark.parametrize("name", list(_functions()))
 
 
@@ -57,18 +56,6 @@ def _works(fn):
     jax.grad(lambda x, y: jnp.sum(fn(x, y)))(X, Y)
 
 
-@pytest.mark.thorough
-@pytest.mark.every(4)
-@OF_EACH
-@pytest.mark.parametrize("is_compiled_before", [False, True])
-def test_check_rule(name, is_compiled_before):
-    fn = _functions()[name]
-    if is_compiled_before:
-        _works(fn)
-    eqgt.check_rule(fn, X, Y, checks=CHECKS)
-    _works(fn)  # and JAX has no constant of the other precision for it
-
-
 @OF_EACH
 @pytest.mark.parametrize("is_compiled_before", [False, True])
 def test_check_gradients(name, is_compiled_before):
@@ -78,16 +65,6 @@ def test_check_gradients(name, is_compiled_before):
     report = eqgt.check_gradients(lambda x, y: jnp.sum(fn(x, y) ** 2), X, Y)
     assert report.passed
     _works(fn)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["in function and rule", "in the rule only"])
-def test_a_wrong_rule_is_found(name):
-    with pytest.raises(eqgt.RuleCheckError, match="twice the expected one"):
-        eqgt.check_rule(_functions(2.0)[name], X, Y, checks="reverse")
-    fn = _functions(2.0)[name]
-    report = eqgt.check_gradients(lambda x, y: jnp.sum(fn(x, y) ** 2), X, Y, raises=False)
-    assert not report.passed
 
 
 def _second_order(captured):
@@ -119,9 +96,3 @@ def test_of_second_order(kind):
     )
     eqgt.check_rule(fn, x, checks=("forward", "reverse", "order"))
     jax.jit(jax.hessian(lambda x: jnp.sum(fn(x))))(x)
-
-
-@pytest.mark.parametrize("grid", [np.linspace(0.2, 1, 3), np.array([1, 2, 3])])
-def test_in_the_reference(grid):
-    rule = eqg.with_gradient_of(jnp.round, lambda x: x * jnp.asarray(grid, x.dtype))
-    eqgt.check_rule(rule, X[:3], reference=lambda x: x * grid, checks=("forward", "reverse"))

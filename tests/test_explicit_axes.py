@@ -3,11 +3,9 @@ sharding of its primal, as JAX's own would have."""
 
 import functools as ft
 
-import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
 import pytest
 from eqx_grads._diagnosis._programs.in_float64 import evaluate_in_float64
@@ -52,49 +50,12 @@ def test_replicated_weight():
     check(loss(product), loss(lambda w, x: x @ w), (Spec(), Spec("i")), WEIGHT, X[:, None])
 
 
-@pytest.mark.parametrize(
-    "op",
-    [lambda x: eqg.clip_gradient(x, -0.1, 0.1), eqg.normalize_gradient],
-    ids=["clip_gradient", "normalize_gradient"],
-)
-def test_gradient_ops(op):
-    loss = lambda x: jnp.sum(jnp.sin(op(x)))
-    check(loss, loss, (Spec("i"),), X)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_scan_from_zeros(options):
     fn = lambda weight, xs: scan_loss(options, 8, lambda x: x, weight, xs)
     window = {"truncate": options["truncate"]} if "truncate" in options else {}
     plain = lambda weight, xs: scan_loss(window, 8, lambda x: x, weight, xs)
     check(fn, plain, (Spec(), Spec(None, "i")), SQUARE, XS, eps=500)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["replay", None])
-def test_batch_of_scans(checkpoint):
-    cell = eqx.nn.GRUCell(3, 3, key=jr.key(0))
-    layer = eqg.nn.Recurrent(cell, checkpoint=checkpoint)
-    params, static = eqx.partition(layer, eqx.is_inexact_array)
-    arrays, treedef = jax.tree.flatten(params)
-
-    def loss(xs, *arrays):
-        layer = eqx.combine(treedef.unflatten(arrays), static)
-        return jnp.sum(jax.vmap(lambda x: layer(x)[0])(xs) ** 2)
-
-    xs = jnp.moveaxis(XS, 0, 1)
-    check(loss, loss, (Spec("i"), *(Spec() for _ in arrays)), xs, *arrays, eps=500)
-
-
-def test_implicit():
-    @eqg.implicit(lambda y, a, b: y**2 - a * b)
-    def root(a, b):
-        return jnp.sqrt(a * b)
-
-    loss = lambda fn: lambda a, b: jnp.sum(jnp.sin(jax.vmap(fn, (0, None))(a, b)))
-    args = jnp.linspace(1.0, 2.0, 8), jnp.array(3.0)
-    plain = loss(lambda a, b: jnp.sqrt(a * b))
-    check(loss(root), plain, (Spec("i"), Spec()), *args, eps=100)
 
 
 @eqg.implicit(lambda y, a, b: y**2 - a * b)
@@ -141,38 +102,12 @@ def test_solution_that_is_sharded(solve, plain, n):
     check(loss(solve), loss(plain), (Spec("i"), Spec()), *args, eps=2000)
 
 
-@pytest.mark.slow
-def test_tangent_of_a_solution_that_is_sharded():
-    tangent = lambda a: jax.jvp(lambda a: coupled_root(a, 1.5), (a,), (a,))[1]
-    a = jnp.linspace(1.0, 2.0, 8)
-    expected = jax.jit(tangent)(a)
-    with jax.set_mesh(MESH):
-        got = jax.jit(tangent)(jax.device_put(a, NamedSharding(MESH, Spec("i"))))
-        assert jax.typeof(got).sharding.spec == Spec("i")
-    assert_close(np.asarray(got), np.asarray(expected), eps=100)
-
-
 def test_large_coupled_equation_that_is_sharded():
     solve = eqg.implicit(lambda y, a: y + jnp.mean(y) - a, tolerance=None)(lambda a: a)
     with jax.set_mesh(MESH):
         a = jax.device_put(jnp.linspace(1.0, 2.0, 320), NamedSharding(MESH, Spec("i")))
         with pytest.raises(eqg.RuleError, match=r"use `jax\.sharding\.auto_axes` for explicit"):
             jax.grad(lambda a: jnp.sum(solve(a)))(a)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"num_layers": 2}, {"bidirectional": True}], ids=str)
-def test_first_states_of_several_cells(options):
-    """They are distributed as the batch is."""
-    layer = eqg.nn.RNN(3, 3, time_major=True, **options, key=jr.key(0))
-    state = jnp.ones((2, XS.shape[1], 3))
-    loss = lambda xs, state: jnp.sum(layer(xs, state)[0] ** 2)
-    check(loss, loss, (Spec(None, "i"), Spec(None, "i")), XS, state, eps=500)
-    expected = layer(XS)[0]
-    with jax.set_mesh(MESH):
-        ys, last = layer(jax.device_put(XS, NamedSharding(MESH, Spec(None, "i"))))
-        assert jax.typeof(last).sharding.spec == Spec(None, "i", None)
-    assert_close(np.asarray(ys), np.asarray(expected), eps=100)
 
 
 def test_in_float64_a_conversion_that_moves_an_array_moves_it():

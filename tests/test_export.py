@@ -1,8 +1,5 @@
 """`jax.export` of values and gradients, compared with the program that was exported."""
 
-import os
-import subprocess
-import sys
 import textwrap
 
 import equinox as eqx
@@ -71,13 +68,6 @@ def test_rules(rule):
     assert_exports(jax.vmap(jax.grad(loss)), X, types=types)
 
 
-def test_the_gradient_of_an_exported_program():
-    fn = lambda x: square(softplus(x))
-    program = export.export(jax.jit(fn))(*types_of((X,)))
-    gradient = jax.grad(lambda x: jnp.sum(program.call(x)))
-    assert_close(gradient(X), 3 * softplus(X) * 2 * jax.nn.sigmoid(X), tolerance=1e-5)
-
-
 @pytest.mark.parametrize("checkpoint", [None, 2, "sqrt", "replay", "auto"])
 def test_scans(checkpoint):
     def loss(h, xs):
@@ -135,53 +125,6 @@ def test_layers_over_time(layer, of_last):
             assert_close(got / scale, expected / scale, tolerance=1e-4)
 
 
-def test_a_symbolic_time_and_batch_of_a_layer():
-    """The quick one of `test_layers_over_time`."""
-    params, static = eqx.partition(nn.GRU(3, 4, key=KEY), eqx.is_inexact_array)
-    loss = lambda params, xs: jnp.sum(jax.vmap(eqx.combine(params, static))(xs)[0] ** 2)
-    b, t = export.symbolic_shape("b, t")
-    types = (types_of(params), jax.ShapeDtypeStruct((b, t, 3), jnp.float32))
-    assert_exports(jax.grad(loss), params, jr.normal(KEY, (2, 5, 3)), types=types)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: nn.Quantized(eqx.nn.Linear(3, 4, key=KEY), nn.Binary()),
-        lambda: nn.Quantized(eqx.nn.Linear(3, 4, key=KEY), nn.LSQ(bits=4)),
-        lambda: eqx.nn.Sequential([eqx.nn.Linear(3, 4, key=KEY), nn.GradientReversal(0.5)]),
-    ],
-)
-def test_layers_of_one_example(layer):
-    params, static = eqx.partition(layer(), eqx.is_inexact_array)
-    loss = lambda params, xs: jnp.sum(jax.vmap(eqx.combine(params, static))(xs) ** 2)
-    (b,) = export.symbolic_shape("b")
-    types = (types_of(params), jax.ShapeDtypeStruct((b, 3), jnp.float32))
-    assert_exports(jax.grad(loss, (0, 1)), params, X, types=types)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_cross_entropy_of_a_linear_layer(reduction):
-    """The tokens are padded to whole chunks: neither size is a multiple of four."""
-    options = {"chunk": 4, "reduction": reduction}
-    weight = jr.normal(KEY, (10, 3))
-
-    def loss(weight, x, labels):
-        return jnp.sum(losses.linear_cross_entropy(x, weight, labels, **options))
-
-    b, t = export.symbolic_shape("b, t")
-    types = (
-        types_of(weight),
-        jax.ShapeDtypeStruct((b, t, 3), jnp.float32),
-        jax.ShapeDtypeStruct((b, t), jnp.int32),
-    )
-    for shape in ((1, 1), (5, 3)):
-        x, labels = jr.normal(KEY, (*shape, 3)), jr.randint(KEY, shape, 0, 10)
-        assert_exports(jax.value_and_grad(loss, (0, 1)), weight, x, labels, types=types)
-
-
 def test_a_symbolic_number_of_tokens_is_in_chunks():
     """The largest array is as large as the logits of one chunk, and not of all tokens."""
     loss = lambda w, x, y: losses.linear_cross_entropy(x, w, y, chunk=4)
@@ -191,26 +134,6 @@ def test_a_symbolic_number_of_tokens_is_in_chunks():
     text = str(jax.make_jaxpr(jax.grad(loss))(*types))
     assert "[4,999]" in text
     assert "b,999]" not in text
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_chunked_loss(reduction):
-    of_rows = lambda w, x: getattr(jnp, reduction)((x @ w) ** 2)
-    loss = losses.chunked(of_rows, (None, 0), 4, reduction=reduction)
-    (b,) = export.symbolic_shape("b")
-    types = (types_of(X[0]), jax.ShapeDtypeStruct((b, 3), jnp.float32))
-    args = (X[0], jr.normal(KEY, (7, 3)))
-    assert_exports(jax.value_and_grad(loss, (0, 1)), *args, types=types)
-    assert_close(loss(*args), of_rows(*args), tolerance=1e-5)
-
-
-@pytest.mark.parametrize("method", ["scan", "associative"])
-def test_a_linear_recurrence(method):
-    loss = lambda a, b: jnp.sum(eqg.linear_recurrence(a, b, method=method) ** 2)
-    (t,) = export.symbolic_shape("t")
-    types = (types_of(jnp.float32(0)), jax.ShapeDtypeStruct((t, 3), jnp.float32))
-    args = (jnp.float32(0.5), jr.normal(KEY, (7, 3)))
-    assert_exports(jax.grad(loss, (0, 1)), *args, types=types)
 
 
 # ---------------------------------------------------------------- checks at run time
@@ -249,30 +172,3 @@ def test_a_check_at_run_time_names_the_setting(name):
     exec(textwrap.dedent(SOLVERS), scope)
     with pytest.raises(eqg.RuleError, match="EQX_ON_ERROR=nan"):
         export.export(jax.jit(jax.grad(scope[name])))(jnp.float32(0.5))
-
-
-@pytest.mark.slow
-def test_solvers_are_exported_with_the_setting():
-    """In a process of its own, as Equinox reads it when it is imported."""
-    script = textwrap.dedent(SOLVERS) + textwrap.dedent("""
-        from jax import export
-
-        x = jnp.float32(0.5)
-        for fn in (implicit, fixed_point, inexact, diverging):
-            for fn in (fn, jax.grad(fn)):
-                exported = export.export(jax.jit(fn))(x)
-                print(exported.call(x), jax.jit(fn)(x))
-    """)
-    output = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "EQX_ON_ERROR": "nan"},
-        capture_output=True,
-        check=True,
-        text=True,
-    ).stdout
-    got = [tuple(map(float, line.split())) for line in output.splitlines()]
-    assert_close(jnp.array(got)[:, 0], jnp.array(got)[:, 1], tolerance=1e-5)
-    is_nan = jnp.isnan(jnp.array(got)[:, 0]).tolist()
-    # The value of a solver is not checked by `implicit`; the derivative of a linear equation is
-    # the same everywhere.
-    assert is_nan == [False, False, False, False, False, True, True, False]

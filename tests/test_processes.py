@@ -145,10 +145,3 @@ def test_a_killed_run_that_goes_on_ends_with_the_same_bits(tmp_path):
     assert expected.files == found.files
     for name in found.files:
         assert found[name].tobytes() == expected[name].tobytes(), name
-
-
-@pytest.mark.slow
-def test_a_batch_that_cannot_be_shared_equally(tmp_path):
-    result = _train(tmp_path / "out", "--processes", "3")
-    assert result.returncode == 2
-    assert "3 processes can't have equally many of 32 sequences." in result.stderr

@@ -3,7 +3,6 @@
 import functools as ft
 import re
 
-import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -121,32 +120,6 @@ def test_axis_name(reduction, check_vma):
         if fn is whole:
             got = tangent, second
     assert_close(got, (tangent, second), eps=500)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_features_over_an_explicit_axis(reduction):
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Explicit,))
-    x, weight, labels = jnp.ones((4, 8)), jnp.arange(24.0).reshape(3, 8) / 24, jnp.arange(4) % 3
-
-    @jax.jit
-    def gradients(x, weight):
-        fn = lambda x, weight: linear_cross_entropy(x, weight, labels, reduction=reduction)
-        return jax.grad(lambda *args: jnp.sum(fn(*args)), (0, 1))(x, weight)
-
-    for x_spec, weight_spec in ((Spec(), Spec(None, "i")), (Spec(None, "i"), Spec())):
-        with jax.set_mesh(mesh):
-            got = gradients(
-                jax.sharding.reshard(x, x_spec), jax.sharding.reshard(weight, weight_spec)
-            )
-        assert_close(jax.tree.map(np.asarray, got), gradients(x, weight))
-
-
-@pytest.mark.parametrize("name", ["k", 3, ("j", "j")])
-def test_unknown_axis_name(name):
-    x, weight, _, labels = sample()
-    fn = lambda weight: linear_cross_entropy(x, weight, labels, axis_name=name)
-    with pytest.raises(eqg.RuleError, match=r"`axis_name` is .*\n.*jax.shard_map"):
-        jax.vmap(fn, axis_name="j")(weight[None])
 
 
 @pytest.mark.cost

@@ -14,6 +14,7 @@ from .._rules.call import call_with_rules
 from .._rules.convention import EQUINOX
 from .._rules.custom_vjp import ReverseRules
 from .._rules.rule import Rule
+from .._rules.signature import Signature
 from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 from .._tangent_spaces import is_numeric_array
 
@@ -142,8 +143,7 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
         )
         options = {"name": rule.name, "source": rule.fn}
         if which == "fwd":
-            names = self._rules.signature(self.fn).names
-            owner = name_of(self.fn), place_of(self.fn), names
+            owner = name_of(self.fn), place_of(self.fn), Signature(self.fn).names
             self._rules.fwd_rule = Rule(
                 ft.partial(_fwd, rule, with_perturbed, owner), **options
             )

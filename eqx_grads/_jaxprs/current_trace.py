@@ -106,27 +106,23 @@ def is_of_innermost_trace(x: Any) -> bool:
     return isinstance(x, Tracer) and x._trace is find_top_trace(())
 
 
-@contextlib.contextmanager
-def outside_of_transformations() -> Iterator[None]:
+def outside_of_transformations() -> contextlib.AbstractContextManager[Any]:
     """Compute at once with what is not traced. `jax.ensure_compile_time_eval` does not do so
     where `jax.grad` linearizes."""
-    with set_current_trace(_EVALUATING):
-        yield
+    return set_current_trace(_EVALUATING)
 
 
-@contextlib.contextmanager
-def outside_of_linearization(values: Sequence[Any]) -> Iterator[None]:
+def outside_of_linearization(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """Compute with `values`, which are not tangents, as if nothing were being linearized.
 
     `jax.grad` runs the forward rule of a primitive under partial evaluation. There each
     operation looks whether its operands are known, which takes as long as the operation itself.
     """
     trace = _linearization(values)
-    if trace is None:
-        yield
-    else:
-        with set_current_trace(trace.parent_trace):
-            yield
+    return _NOTHING if trace is None else set_current_trace(trace.parent_trace)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def unknown_to_linearization(outputs: Sequence[Any], values: Sequence[Any]) -> list[int]:

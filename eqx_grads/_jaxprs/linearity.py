@@ -27,11 +27,12 @@ class _Status:
 
     rank: int
     reason: str = ""
+    may_be_zero: bool = False  # of a constant: where it is added
 
 
 ZERO = _Status(0)  # does not depend on them, and is known to be zero
 CONSTANT = _Status(1)  # does not depend on them
-MAYBE_ZERO = _Status(1, "of an operand")  # as `CONSTANT`, and may be zero where it is added
+MAYBE_ZERO = _Status(1, may_be_zero=True)
 LINEAR = _Status(2)
 DEPENDENT = _Status(3)  # depends on them, and perhaps adds something that does not
 # May depend on them in a way that this file does not know. The reason, if there is one, is why
@@ -72,7 +73,7 @@ def why_not_transposable(program: ClosedJaxpr, statuses: Sequence[_Status]) -> d
     is_certain = not holds(program, "custom_vjp_call")
     reasons: dict[int, str] = {}
     for i, status in enumerate(statuses):
-        if is_certain and status in (ZERO, LINEAR):
+        if is_certain and status in (ZERO, MAYBE_ZERO, LINEAR):
             continue
         reason = status.reason or _failure_of_transpose(program, i)
         if reason is not None:
@@ -118,8 +119,11 @@ def _one(eqn, name, ins) -> _Status:
     if kind.linear == "each" and ZERO in ins:
         return ZERO
     if all(status.rank <= CONSTANT.rank for status in ins):
-        other = MAYBE_ZERO if MAYBE_ZERO in ins else CONSTANT
-        return ZERO if _keeps_zero(eqn, name, ins) else other
+        if _keeps_zero(eqn, name, ins):
+            return ZERO
+        # What is unknown may keep a zero.
+        may_keep_zero = kind.linear is None and set(ins) == {ZERO}
+        return MAYBE_ZERO if may_keep_zero or MAYBE_ZERO in ins else CONSTANT
     worst = max(ins, key=lambda status: status.rank)
     if name in _CALLBACKS and worst.rank <= DEPENDENT.rank:
         name = name_on_host(eqn)

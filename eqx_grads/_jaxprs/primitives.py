@@ -72,7 +72,7 @@ _rows("igamma_grad_a random_gamma_grad regularized_incomplete_beta zeta", _f, co
 
 _linear = dataclasses.replace(_f, linear="jointly", derivative="constant")
 _rows("add add_any complex conj imag neg reduce_precision sub", _linear)
-_rows("copy pbroadcast pvary real sharding_constraint", _linear, bounds="operand")
+_rows("copy pbroadcast pvary real reshard sharding_constraint", _linear, bounds="operand")
 
 _other = dataclasses.replace(_f, linear="no")
 _rows("digamma eq ge gt is_finite le lgamma lt ne", _other)
@@ -159,10 +159,6 @@ _rows("symmetric_product tridiagonal", Primitive())
 
 
 _UNKNOWN = Primitive()
-
-
-def has_row(name: str) -> bool:
-    return name in _TABLE
 
 
 def kind_of(eqn: Any) -> Primitive:

@@ -19,10 +19,10 @@ from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
 from .call_primitive import bind_call, invalid_tracer
 from .call_record import Call
-from .copies import copy_in_use
-from .flat_call import FlatCall, OutputSpec
+from .copies import copy_in_use, has_copies
+from .flat_call import FlatCall, OutputSpec, RuleCall
 from .matmul_precision import in_precision, matmul_precision
-from .rule import AbstractRules, check_outputs, check_static_outputs, RuleCall
+from .rule import AbstractRules, check_static_outputs
 from .tree_split import as_arrays
 from .vmap_rule import apply_vmap_rule
 
@@ -31,9 +31,8 @@ def call_with_rules(
     fn: Callable[..., Any], rules: AbstractRules, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """`fn(*args, **kwargs)`, with derivatives by `rules`, in the convention of the rules."""
-    if isinstance(fn, eqx.Module):  # of a function there is only one
+    if has_copies(fn):
         fn = copy_in_use(fn, rules)
-    rules.check_complete(fn)
     convention, signature, filled = rules.convention, rules.signature(fn), frozenset()
     if convention.binds:
         args, kwargs, filled = signature.bind(args, kwargs, convention.fills_defaults)
@@ -85,13 +84,10 @@ class _OfArrays:
         call = self._rule_call(as_array_list(primals), tangents)
         try:
             with in_precision(self._precision):
-                outputs, arrays, t_arrays = call.rules.differentiate(call)
+                differentiated = call.rules.differentiate(call, self.outputs)
         except jax.errors.UnexpectedTracerError as error:
             raise invalid_tracer(name_of(self._flat.fn)) from error
-        rule = call.rules.primal_rule()
-        check_static_outputs(rule.fn, outputs)
-        check_outputs(call, rule, outputs, self.outputs)
-        self.outputs = outputs
+        self.outputs, arrays, t_arrays = differentiated
         are_numbers = all(isinstance(x, float | complex) for x in primals)
         if call.rules.convention.returns_numbers and are_numbers:
             return _as_numbers(arrays), _as_numbers(t_arrays)

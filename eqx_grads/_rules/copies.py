@@ -29,10 +29,18 @@ _running: contextvars.ContextVar[Mapping[Any, _Running]] = contextvars.ContextVa
 )
 
 
+_NOTHING = contextlib.nullcontext()
+
+
+def has_copies(fn: Callable[..., Any]) -> bool:
+    """Whether `fn` may be a copy: of a function there is only one."""
+    return type(fn) is not types.FunctionType and isinstance(fn, eqx.Module)
+
+
 def running_rule(fn: Callable[..., Any], rules: Any) -> contextlib.AbstractContextManager[None]:
     """While a rule of `fn` runs."""
-    if not isinstance(fn, eqx.Module):  # of a function there is only one copy
-        return contextlib.nullcontext()
+    if not has_copies(fn):
+        return _NOTHING
     running = {**_running.get(), rules.cache: _Running(fn, staging_trace())}
     return setting(_running, running)
 

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._errors import name_of, pair_of, place_of, rule_error, RuleError
+from .._errors import name_of, place_of, rule_error, RuleError
 from .._jaxprs.current_trace import unknown_to_linearization
 from .._jaxprs.dependence import needed
 from .._jaxprs.linearity import output_statuses, why_nonlinear, why_not_transposable
@@ -16,14 +16,13 @@ from .._jaxprs.operands import at, fill, flagged
 from .._tangent_spaces import fit_leaves, is_differentiable, is_none, tangent_leaf
 from .convention import Convention, OURS
 from .copies import running_rule
-from .flat_call import OutputSpec
+from .flat_call import OutputSpec, RuleCall
 from .linear_primitive import linear_call, LinearMap
 from .rule import (
     AbstractRules,
     check_outputs,
     CheckCache,
     Rule,
-    RuleCall,
     trace_rule,
     TracedRule,
 )
@@ -131,10 +130,6 @@ class ForwardRules(AbstractRules):
         self.jvp_rule = rule
         self.cache = CheckCache()
 
-    def primal_rule(self):
-        assert self.jvp_rule is not None
-        return self.jvp_rule
-
     def check_complete(self, fn):
         if self.jvp_rule is None:
             name = name_of(fn)
@@ -144,10 +139,11 @@ class ForwardRules(AbstractRules):
                 do=f"Define one with `@{name}.def_jvp`.",
             )
 
-    def differentiate(self, call):
-        rule = self.primal_rule()
-        outputs, arrays, t_arrays = apply_forward_rule(rule, call)
-        _check_value(rule, call, outputs, arrays)
+    def differentiate(self, call, expected):
+        assert self.jvp_rule is not None
+        outputs, arrays, t_arrays = apply_forward_rule(self.jvp_rule, call)
+        _check_value(self.jvp_rule, call, outputs, arrays)
+        check_outputs(call, self.jvp_rule, outputs, expected)
         return outputs, arrays, t_arrays
 
 
@@ -181,7 +177,9 @@ def _run(rule, call, indices, given):
     t_args = call.flat.args.dynamic_tree(ts)
     with running_rule(call.fn, call.rules):
         try:
-            result = rule.of_tangents(call.args, t_args, **call.keywords(rule))
+            result = rule.of_tangents(
+                call.args, t_args, **rule.keywords(call.kwargs, call.flat.filled)
+            )
         except ValueError as error:
             names = [call.flat.names[i] for i in range(len(call.args))]
             rule.note_defaults(error, "`primals` and `tangents`", names)
@@ -283,14 +281,14 @@ def _reasons_and_ignored(rule, call, indices, traced: TracedRule | None):
 
 
 def _take_result(call, rule, result) -> tuple[OutputSpec, list[Any], list[Any]]:
-    what = f"The forward rule `{rule.name}` of `{name_of(call.fn)}`"
     do = "Return `out, t_out`: the value and its tangent."
-    out, t_out = pair_of(result, what, rule.place, do)
+    out, t_out = rule.pair(result, "The forward rule", call.fn, do)
     outputs, arrays = OutputSpec.of(out, call.rules.convention.outputs)
 
     def fail(*where, do):
         # A tangent that fits the function does not fit a wrong value: say that first.
         check_outputs(call, rule, outputs, None)
+        what = f"The forward rule `{rule.name}` of `{name_of(call.fn)}`"
         does = "returned a tangent that does not fit its output."
         return rule_error(f"{what} {does}", *where, rule.place, do=do)
 

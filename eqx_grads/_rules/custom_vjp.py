@@ -15,27 +15,26 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from .._errors import first_line, name_of, pair_of, place_of, rule_error, RuleError, show_tree
+from .._errors import first_line, name_of, place_of, rule_error, RuleError, show_tree
 from .._jaxprs.current_trace import outside_of_linearization
 from .._jaxprs.linearity import output_statuses, surely_linear
 from .._jaxprs.operands import at, fill, restricted
 from .._tangent_spaces import as_array_list, is_array, is_none, is_type, project_leaves
-from .closure_convert import ClosureTemplate, lift_tracers
 from .convention import Convention, OURS
 from .copies import running_rule
 from .custom_jvp import apply_forward_rule
-from .flat_call import FlatCall, OutputSpec
+from .flat_call import FlatCall, OutputSpec, RuleCall
 from .linear_primitive import linear_call, LinearMap
 from .rule import (
     AbstractRules,
     advice_on_cotangents,
+    check_outputs,
     CheckCache,
     Rule,
-    RuleCall,
     trace_rule,
 )
 from .signature import Signature
-from .tree_split import TreeSplit
+from .tree_split import ClosedTree, TreeSplit
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 from .zero_derivative import check_zeros
 
@@ -192,10 +191,6 @@ class ReverseRules(AbstractRules):
         self.bwd_rule: Rule | None = None
         self.jvp_rule: Rule | None = None
 
-    def primal_rule(self):
-        assert self.fwd_rule is not None
-        return self.fwd_rule
-
     def check_complete(self, fn):
         if self.fwd_rule is not None and self.bwd_rule is not None:
             return
@@ -210,27 +205,25 @@ class ReverseRules(AbstractRules):
             do=f"Define it with {' and '.join(f'`@{name}.{of}`' for of in missing)}.",
         )
 
-    def differentiate(self, call):
+    def differentiate(self, call, expected):
+        rule, perturbed = self.fwd_rule, call.perturbed()
+        assert rule is not None
         with outside_of_linearization(call.operands):
-            outputs, arrays, residuals = _run_fwd(call)
+            outputs, arrays, residuals = _run_fwd(call, rule, perturbed)
+        check_outputs(call, rule, outputs, expected)
         indices = outputs.inexact()
         if not indices:
             return outputs, arrays, [None] * len(arrays)
-        res_split, res_arrays = TreeSplit.split(residuals, is_array)
-        # Functions among the residuals may capture tracers.
-        res_closures, captured = lift_tracers(res_split.static)
-        res_split.static = res_closures.items
+        kept, kept_operands = ClosedTree.split(residuals, is_array)
         spec = _VjpSpec(
             flat=call.flat,
-            perturbed=tuple(call.perturbed()),
+            perturbed=perturbed,
             arg_types=[jax.typeof(x) for x in call.operands[: call.flat.n_args]],
             out_split=outputs.split.without_static(),
             out_types=outputs.types,
             out_indices=indices,
-            res_split=res_split,
-            res_closures=res_closures,
+            kept=kept,
             n_operands=len(call.operands),
-            n_residuals=len(res_arrays),
         )
         linear_map = LinearMap(
             name_of(call.fn),
@@ -238,8 +231,8 @@ class ReverseRules(AbstractRules):
             spec.transpose,
             [spec.out_types[i].to_tangent_aval() for i in indices],
         )
-        residuals = [*call.operands, *res_arrays, *captured]
-        ts = linear_call(linear_map, residuals, at(call.tangents, spec.perturbed))
+        operands = [*call.operands, *kept_operands]
+        ts = linear_call(linear_map, operands, at(call.tangents, perturbed))
         return outputs, arrays, fill([None] * len(arrays), indices, ts)
 
 
@@ -251,32 +244,31 @@ def _with_perturbed(call: RuleCall, rule: Rule, perturbed: Sequence[int], kwargs
     return {_PERTURBED: call.flat.flags(flags, call.operands), **kwargs}
 
 
-def _run_fwd(call: RuleCall) -> tuple[OutputSpec, list[Any], Any]:
-    rule = call.rules.fwd_rule
-    keywords = _with_perturbed(call, rule, call.perturbed(), call.keywords(rule))
+def _run_fwd(
+    call: RuleCall, rule: Rule, perturbed: Sequence[int]
+) -> tuple[OutputSpec, list[Any], Any]:
+    keywords = rule.keywords(call.kwargs, call.flat.filled)
+    keywords = _with_perturbed(call, rule, perturbed, keywords)
     with running_rule(call.fn, call.rules):
         result = rule(*call.args, **keywords)
-    what = f"The forward pass `{rule.name}` of `{name_of(call.fn)}`"
     do = "Return `out, residuals`: the value, and what the backward pass needs."
-    out, residuals = pair_of(result, what, rule.place, do)
+    out, residuals = rule.pair(result, "The forward pass", call.fn, do)
     return *OutputSpec.of(out, call.rules.convention.outputs), residuals
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class _VjpSpec:
     """All that is needed to push tangents forward and to pull cotangents back, but for the
     arrays. JAX keeps it with the program, so it holds no tracer."""
 
     flat: FlatCall
-    perturbed: tuple[int, ...]  # which of the positional arrays have a tangent
+    perturbed: list[int]  # which of the positional arrays have a tangent
     arg_types: list[Any]
     out_split: TreeSplit
     out_types: Sequence[Any]
     out_indices: list[int]  # which of the outputs have a tangent
-    res_split: TreeSplit
-    res_closures: ClosureTemplate
+    kept: ClosedTree  # the residuals of the user's
     n_operands: int
-    n_residuals: int
 
     def forward(self, residuals, live_ts):
         residuals, live_ts = as_array_list(residuals), as_array_list(live_ts)
@@ -305,9 +297,7 @@ class _VjpSpec:
         cts = [ct if is_ready(ct) else jnp.asarray(ct) for ct in cts]
         call = RuleCall.of(self.flat, residuals[: self.n_operands], [])
         rule = call.rules.bwd_rule
-        end = self.n_operands + self.n_residuals
-        static, _ = self.res_closures.substitute(residuals[end:])
-        kept = self.res_split.tree(residuals[self.n_operands : end], static)
+        kept = self.kept.tree(residuals[self.n_operands :])
 
         def pull_back(*cts):
             full = fill([None] * len(self.out_types), self.out_indices, cts)
@@ -323,10 +313,11 @@ class _VjpSpec:
         return _without_dead_terms(pull_back, cts, at(self.out_types, self.out_indices))
 
     def _run_bwd(self, call, rule, kept, ct):
-        args, name = call.args, name_of(call.fn)
+        args = call.args
         kwargs = _with_perturbed(call, rule, self.perturbed, call.kwargs)
         result = rule.of_tangents(kept, ct, **rule.asked_for(kwargs))
         if not isinstance(result, tuple | list) or len(result) != len(args):
+            name = name_of(call.fn)
             names = ", ".join(f"`{self.flat.names[i]}`" for i in range(len(args)))
             raise rule_error(
                 f"The backward rule `{rule.name}` of `{name}` did not return one cotangent for "

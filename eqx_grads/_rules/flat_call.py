@@ -1,4 +1,4 @@
-"""A call as a list of arrays and a `FlatCall`, which puts the call together again.
+"""A call as a list of arrays and a `FlatCall`, which puts the call together again for a rule.
 
 JAX transforms functions of arrays, and a user's function takes and returns anything. A
 `FlatCall` holds no tracer, and so may live as long as JAX keeps the program.
@@ -15,12 +15,14 @@ import numpy as np
 from jax.core import Tracer
 
 from .._errors import name_of, rule_error, show_path
-from .._jaxprs.operands import flagged
 from .._jaxprs.structure import is_reference
 from .._tangent_spaces import is_differentiable
 from .closure_convert import ClosureTemplate, is_closed, lift_tracers
 from .signature import ParameterNames
 from .tree_split import TreeSplit
+
+
+_NO_KWARGS = jax.tree.structure({})
 
 
 class FlatCall:
@@ -63,7 +65,9 @@ class FlatCall:
         """The call and its operands."""
         convention = rules.convention
         args_split, arrays = TreeSplit.split(args, convention.args)
-        kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, convention.kwargs)
+        kwargs_split, kwargs_arrays = TreeSplit(_NO_KWARGS, (), []), []
+        if kwargs:
+            kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, convention.kwargs)
         if convention.fills_defaults:
             # The default values are arguments by now, and may be differentiated as such.
             fn = _without_traced_defaults(fn)
@@ -109,23 +113,18 @@ class FlatCall:
         return OutputSpec.of(fn(*args, **kwargs), rules.convention.outputs)
 
     def key(self, operands: Sequence[Any]) -> Any:
-        """Equal for two calls that trace alike; `None` where that can't be told."""
+        """Equal for two calls that trace alike. `TypeError` where that can't be told: there is
+        no hash, no weak reference, or a captured tracer."""
         if self._closures.names:
-            return None
-        statics = (*self.args.static, *self.kwargs.static)
+            raise TypeError
+        # Nothing is kept alive for having been an argument once.
+        statics = tuple(
+            (i, type(s), s if is_closed(s) else weakref.ref(s))
+            for i, s in enumerate((*self.args.static, *self.kwargs.static))
+            if s is not None  # which stands for an array
+        )
         types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in operands)
-        try:
-            # Nothing is kept alive for having been an argument once.
-            static_key = tuple(
-                (i, type(s), s if is_closed(s) else weakref.ref(s))
-                for i, s in enumerate(statics)
-                if s is not None  # which stands for an array
-            )
-            key = (self.args.treedef, self.kwargs.treedef, static_key, types)
-            hash(key)
-        except TypeError:  # no hash, or no weak reference
-            return None
-        return key
+        return self.args.treedef, self.kwargs.treedef, statics, types
 
     def flags(self, flags: Sequence[bool], operands: Sequence[Any]) -> tuple[Any, ...]:
         """A flag for each leaf of the positional arguments, from the `flags` of the arrays."""
@@ -175,6 +174,34 @@ def _without_traced_defaults(fn: Any) -> Any:
     return types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, fn.__closure__)
 
 
+@dataclasses.dataclass
+class RuleCall:
+    """One differentiation of one call: what a rule needs to know.
+
+    - `rules, fn, args, kwargs`: the function, its rules and its arguments.
+    - `operands`: the arrays; `tangents`: their tangents, `None` for zero. The operands of
+        the positional arguments come first, and no others have a tangent.
+    - `flat`: how the operands make up the arguments.
+    """
+
+    rules: Any
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: list[Any]
+    tangents: list[Any]
+    flat: FlatCall
+
+    @staticmethod
+    def of(flat: FlatCall, operands: list[Any], tangents: list[Any]) -> "RuleCall":
+        fn, rules, args, kwargs = flat.restore(operands)
+        return RuleCall(rules, fn, args, kwargs, operands, tangents, flat)
+
+    def perturbed(self) -> list[int]:
+        """The indices of the positional arrays that have a tangent."""
+        return [i for i, t in enumerate(self.tangents) if t is not None]
+
+
 @dataclasses.dataclass(frozen=True)
 class OutputSpec:
     """The outputs of a function without the arrays: their tree and their types."""
@@ -199,7 +226,8 @@ class OutputSpec:
         return show_path(self.split.path(i))
 
     def inexact(self) -> list[int]:
-        return flagged(map(is_differentiable, self.types))
+        """The indices of the arrays that can have a tangent."""
+        return [i for i, t in enumerate(self.types) if is_differentiable(t)]
 
     def difference(self, other: "OutputSpec") -> str | None:
         """Where another function's outputs differ; `None` if they agree."""

@@ -97,7 +97,7 @@ linear_p.multiple_results = True
 
 
 def _split(operands, n_residuals, places):
-    return at(operands[:n_residuals], places), list(operands[n_residuals:])
+    return [operands[i] for i in places], list(operands[n_residuals:])
 
 
 def _impl(*operands, linear_map, n_residuals, places, lifetime=None):

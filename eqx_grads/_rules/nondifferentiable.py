@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 from jaxtyping import PyTree
 
-from .._errors import rule_error, show_path
+from .._errors import rule_error
 from .._tangent_spaces import is_dynamic
-from .closure_convert import lift_tracers
 from .custom_jvp import custom_jvp
-from .tree_split import TreeSplit
+from .tree_split import ClosedTree
 
 
 def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:
@@ -48,13 +47,9 @@ def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:
             f"it is {name!r:.60}",
             do="Name the value, as the error should.",
         )
-    split, arrays = TreeSplit.split(x, is_dynamic)
     # A function in `x` can't be returned by a rule, but the values that it closes over can.
-    closures, captured = lift_tracers(split.static)
-    places = ["x" + show_path(split.path(i)) for i in split.indices] + closures.names
-    values = _nondifferentiable([*arrays, *captured], name=name, places=tuple(places))
-    static, _ = closures.substitute(values[len(arrays) :])
-    return split.tree(values[: len(arrays)], static)
+    tree, values = ClosedTree.split(x, is_dynamic)
+    return tree.tree(_nondifferentiable(values, name=name, places=tuple(tree.places("x"))))
 
 
 @custom_jvp

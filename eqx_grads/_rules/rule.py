@@ -1,7 +1,6 @@
 """A user's rule, one call of the rule, and the check of its value."""
 
 import abc
-import dataclasses
 import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
@@ -12,7 +11,9 @@ from jax.extend.core import ClosedJaxpr
 
 from .._errors import (
     check_flags,
+    is_pair,
     name_of,
+    pair_of,
     place_of,
     rule_error,
     show_tree,
@@ -23,7 +24,7 @@ from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.operands import at, fill, flagged
 from .closure_convert import check_no_tracers, Opaque
 from .convention import Convention
-from .flat_call import FlatCall, OutputSpec
+from .flat_call import OutputSpec, RuleCall
 from .object_parts import Rebuildable
 from .signature import Signature, signature_of
 
@@ -120,6 +121,12 @@ class Rule(Rebuildable):
                 error.add_note(f"It was raised in the rule `{self.name}`. {self._conventions}")
             raise
 
+    def pair(self, result: Any, kind: str, fn: Any, do: str) -> tuple[Any, Any]:
+        """The pair that a rule of `fn` returned, or an error. `kind` is the kind of rule."""
+        if is_pair(result):
+            return result[0], result[1]
+        return pair_of(result, f"{kind} `{self.name}` of `{name_of(fn)}`", self.place, do)
+
     def note_defaults(self, error: ValueError, given: str, names: Sequence[str]) -> None:
         """If `error` is about a tuple of another length, add what the rule is `given`."""
         if "to unpack" in str(error) and self._is_the_users:
@@ -184,18 +191,20 @@ class CheckCache(Opaque):
     def __reduce__(self):  # the copy of a function is checked again
         return CheckCache, ()
 
-    def get(self, call: "RuleCall", check: Any, compute: Callable[[], Any]) -> Any:
+    def get(self, call: RuleCall, check: Any, compute: Callable[[], Any]) -> Any:
         """`compute()`, but only once for arguments of the same type."""
-        key = call.flat.key(call.operands)
-        if key is None:
+        try:
+            key = call.flat.key(call.operands), check
+            # One look-up, as another thread may clear the results at any time. `None` is a
+            # result.
+            found = self._results.get(key, _MISSING)
+        except TypeError:  # the call has no key
             return compute()
-        # One look-up, as another thread may clear the results at any time. `None` is a result.
-        found = self._results.get((key, check), _MISSING)
         if found is _MISSING:
             found = compute()
             if len(self._results) >= self.most:
                 self._results.clear()
-            self._results[(key, check)] = found
+            self._results[key] = found
         return found
 
 
@@ -221,53 +230,21 @@ class AbstractRules(Rebuildable, abc.ABC):
         """Raise if a rule of `fn` is missing."""
 
     @abc.abstractmethod
-    def differentiate(self, call: "RuleCall") -> tuple[OutputSpec, list[Any], list[Any]]:
-        """The outputs, their arrays, and the tangents of these (`None` for zero)."""
-
-    @abc.abstractmethod
-    def primal_rule(self) -> Rule:
-        """The rule that also returns the value."""
+    def differentiate(
+        self, call: RuleCall, expected: OutputSpec | None
+    ) -> tuple[OutputSpec, list[Any], list[Any]]:
+        """The outputs, their arrays, and the tangents of these (`None` for zero). Compares the
+        outputs with those that are `expected`, as `check_outputs` does."""
 
     def signature(self, fn: Callable[..., Any]) -> Signature:
-        """The signature of `fn`, the function with these rules."""
+        """The signature of `fn`, the function with these rules. Raises if one is missing."""
         if self._signature is not None:
             return self._signature
+        self.check_complete(fn)
         signature = Signature(fn)
         if not signature.holds_tracer():
             self._signature = signature
         return signature
-
-
-@dataclasses.dataclass
-class RuleCall:
-    """One differentiation of one call: what a rule needs to know.
-
-    - `rules, fn, args, kwargs`: the function, its rules and its arguments.
-    - `operands`: the arrays; `tangents`: their tangents, `None` for zero. The operands of
-        the positional arguments come first, and no others have a tangent.
-    - `flat`: how the operands make up the arguments.
-    """
-
-    rules: Any
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    operands: list[Any]
-    tangents: list[Any]
-    flat: FlatCall
-
-    @staticmethod
-    def of(flat: FlatCall, operands: list[Any], tangents: list[Any]) -> "RuleCall":
-        fn, rules, args, kwargs = flat.restore(operands)
-        return RuleCall(rules, fn, args, kwargs, operands, tangents, flat)
-
-    def keywords(self, rule: Rule) -> dict[str, Any]:
-        """The keyword-only arguments for `rule`."""
-        return rule.keywords(self.kwargs, self.flat.filled)
-
-    def perturbed(self) -> list[int]:
-        """The indices of the positional arrays that have a tangent."""
-        return [i for i, t in enumerate(self.tangents) if t is not None]
 
 
 def try_to_trace(trace: Callable[..., T], *args: Any) -> T | None:
@@ -319,6 +296,7 @@ def check_outputs(
 
     `expected` is what the function was seen to return; `None` if it was not called yet.
     """
+    check_static_outputs(rule.fn, outputs)
     if expected is None:
         compute = ft.partial(_outputs, call)
         expected = call.rules.cache.get(call, "outputs", compute)

@@ -1,14 +1,27 @@
-"""Split a tree into its arrays and the rest, and put it together again."""
+"""Split a tree into its arrays and the rest, and put it together again.
 
+The rest holds no array. A `ClosedTree` holds no tracer that a function captured, either.
+"""
+
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .._errors import show_path
 from .._errors.trees import leaf_paths, mirror_of
 from .._tangent_spaces import as_array_list, is_dynamic
-from .closure_convert import contains_tracer
+from .closure_convert import ClosureTemplate, contains_tracer, lift_tracers
+
+
+_LEAF = jax.tree.structure(0)
+
+
+@ft.lru_cache
+def _tuple_of(n: int) -> Any:
+    return jax.tree.structure((0,) * n)
 
 
 class TreeSplit:
@@ -26,10 +39,11 @@ class TreeSplit:
     ) -> tuple["TreeSplit", list[jax.Array]]:
         """The tree without its dynamic leaves, and these as arrays."""
         # Most trees are an array or a tuple of arrays.
-        if all(isinstance(x, jax.Array) for x in (tree if type(tree) is tuple else (tree,))):
-            leaves, treedef = jax.tree.flatten(tree)
-            n = len(leaves)
-            return TreeSplit(treedef, range(n), [None] * n), leaves
+        if isinstance(tree, jax.Array):
+            return TreeSplit(_LEAF, range(1), [None]), [tree]
+        if type(tree) is tuple and all(isinstance(x, jax.Array) for x in tree):
+            n = len(tree)
+            return TreeSplit(_tuple_of(n), range(n), [None] * n), list(tree)
         leaves, treedef = jax.tree.flatten(tree, is_leaf=_has_traced_rules)
         indices = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
         arrays = as_array_list(leaves[i] for i in indices)
@@ -42,7 +56,8 @@ class TreeSplit:
 
     def tree(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> Any:
         """The tree with these arrays."""
-        return jax.tree.unflatten(self.treedef, self.leaves(arrays, static))
+        leaves = self.leaves(arrays, static)
+        return leaves[0] if self.treedef is _LEAF else jax.tree.unflatten(self.treedef, leaves)
 
     def leaves(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> list[Any]:
         """The leaves of the tree with these arrays."""
@@ -72,6 +87,40 @@ class TreeSplit:
     def dynamic_tree(self, arrays: Sequence[Any]) -> Any:
         """The tree with these arrays, and `None` for all static leaves."""
         return self.without_static().tree(arrays)
+
+
+class ClosedTree:
+    """A tree without its arrays, and without the tracers that its functions capture: these are
+    the last operands."""
+
+    def __init__(self, split: TreeSplit, closures: ClosureTemplate | None):
+        self._split = split
+        self._closures = closures
+
+    @staticmethod
+    def split(
+        tree: Any, is_dynamic: Callable[[Any], bool]
+    ) -> tuple["ClosedTree", list[jax.Array]]:
+        """The tree without its operands, and these."""
+        split, arrays = TreeSplit.split(tree, is_dynamic)
+        if not split.has_static:
+            return ClosedTree(split, None), arrays
+        closures, captured = lift_tracers(split.static)
+        split.static = closures.items
+        return ClosedTree(split, closures), [*arrays, *captured]
+
+    def tree(self, operands: Sequence[Any]) -> Any:
+        """The tree with these operands."""
+        n, static = len(self._split.indices), None
+        if self._closures is not None:
+            static, _ = self._closures.substitute(operands[n:])
+        return self._split.tree(operands[:n], static)
+
+    def places(self, name: str) -> list[str]:
+        """Where each operand is, for messages: in the tree of this name, or captured."""
+        captured = [] if self._closures is None else self._closures.names
+        paths = map(self._split.path, self._split.indices)
+        return [*(name + show_path(path) for path in paths), *captured]
 
 
 def _has_traced_rules(x) -> bool:

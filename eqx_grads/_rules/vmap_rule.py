@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from .._errors import name_of, pair_of, rule_error, show_tree
+from .._errors import name_of, rule_error, show_tree
 from .._errors.trees import prefix_leaves
 from .._tangent_spaces import as_array_list
 from .call_record import vmap_over
@@ -35,8 +35,7 @@ def apply_vmap_rule(
         result = rule(axis_data.size, flags, *args, **kwargs)
     if result is NotImplemented:
         return None
-    what = f"The batching rule `{rule.name}` of `{name_of(fn)}`"
-    result = pair_of(result, what, rule.place, "Return `out, out_batched`.")
+    result = rule.pair(result, "The batching rule", fn, "Return `out, out_batched`.")
     outputs, arrays = OutputSpec.of(result[0], rules.convention.outputs)
     out_batched = _out_batched(fn, rule, outputs, *result)
     expected = _expected(primal, axis_data, batched, operands, out_batched)

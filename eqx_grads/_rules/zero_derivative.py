@@ -13,7 +13,8 @@ import jax
 from .._errors import name_of, RuleError
 from .._jaxprs.operands import at, restricted
 from .._tangent_spaces import is_differentiable
-from .rule import Rule, RuleCall, try_to_trace
+from .flat_call import RuleCall
+from .rule import Rule, try_to_trace
 
 
 def check_zeros(rule: Rule, call: RuleCall, indices: Sequence[int]) -> None:

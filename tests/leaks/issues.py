@@ -6,7 +6,7 @@ import jax.flatten_util
 import jax.numpy as jnp
 import optax
 
-from .registry import for_each, op_of, ran, shape
+from .registry import for_each, ran, shape
 
 
 class Scale(eqx.Module):
@@ -47,17 +47,6 @@ def equinox_745_loss(rules, kind):
 
 
 @for_each(("jvp", "vjp"))
-def equinox_745_with_respect_to_x(rules, kind):
-    """https://github.com/patrick-kidger/equinox/issues/745"""
-    loss = equinox_745_loss(rules, kind)
-    x, fun = jnp.array(0.7), Scale(jnp.array(1.3))
-    in_jit = jax.jit(jax.grad(lambda x, fun: loss(fun, x)))
-    outside = jax.grad(jax.jit(lambda x, fun: loss(fun, x)))
-    closed_over = jax.grad(jax.jit(lambda x: loss(fun, x)))
-    return in_jit(x, fun), outside(x, fun), closed_over(x)
-
-
-@for_each(("jvp", "vjp"))
 def equinox_745_with_respect_to_the_module(rules, kind):
     """Not zero, as it is with `nondiff_argnums`."""
     loss = equinox_745_loss(rules, kind)
@@ -69,72 +58,6 @@ def equinox_745_with_respect_to_the_module(rules, kind):
         eqx.filter_jit(eqx.filter_value_and_grad(loss))(fun, x),
         eqx.filter_grad(eqx.filter_jit(loss))(fun, x),
     )
-
-
-@for_each(("jvp", "vjp"))
-def equinox_745_without_scan(rules, kind):
-    f = product_of(rules, kind)
-    x, fun = jnp.array(0.7), Scale(jnp.array(1.3))
-    return jax.grad(f, (0, 1, 2))(fun, x, x), jax.grad(jax.jit(f), (0, 1, 2))(fun, x, x)
-
-
-@for_each(("jvp", "vjp"))
-def equinox_745_with_a_function(rules, kind):
-    """Where the Module is a plain function, it goes through untouched."""
-    f = product_of(rules, kind)
-
-    def loss(x):
-        return jax.lax.scan(lambda x, y: (f(jnp.sin, x, y), None), x, jnp.ones(3))[0]
-
-    return jax.jit(jax.grad(loss))(jnp.array(0.7)), jax.grad(jax.jit(loss))(jnp.array(0.7))
-
-
-@for_each(("jvp", "vjp"), error="keyword-only argument.\n.*`fun.factor`")
-def equinox_745_with_the_module_as_configuration(rules, kind):
-    f = product_of(rules, kind)
-    configured = rules.jvp(
-        lambda x, *, fun: f(fun, x, x), lambda primals, tangents, *, fun: (primals, tangents)
-    )
-    jax.grad(lambda fun: configured(jnp.array(0.7), fun=fun))(Scale(jnp.array(1.3)))
-
-
-@for_each(("jvp", "vjp"))
-def equinox_962_module_in_module_out(rules, kind):
-    """A rule whose output is a Module with a leaf that is no array:
-    https://github.com/patrick-kidger/equinox/issues/962"""
-
-    class State(eqx.Module):
-        value: jax.Array
-        name: str
-        count: jax.Array
-
-    def step(state, rate):
-        return State(jnp.sin(state.value) * rate, state.name, state.count + 1)
-
-    def jvp(primals, tangents):
-        (state, rate), (t_state, t_rate) = primals, tangents
-        t_value = jnp.cos(state.value) * rate * t_state.value + jnp.sin(state.value) * t_rate
-        return f(state, rate), State(ran(t_value), None, None)
-
-    def fwd(state, rate):
-        return f(state, rate), ran((state, rate))
-
-    def bwd(residuals, ct):
-        state, rate = residuals
-        ct_value = jnp.cos(state.value) * rate * ct.value
-        return State(ct_value, None, None), jnp.sin(state.value) * ct.value
-
-    f = rules.jvp(step, jvp) if kind == "jvp" else rules.vjp(step, fwd, bwd)
-
-    def loss(value, rate):
-        state = f(f(State(value, "left", jnp.array(0)), rate), rate)
-        assert state.name == "left"
-        return state.value, state.count
-
-    args = (jnp.array(0.7), jnp.array(1.3))
-    inner = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*args)
-    outer = jax.value_and_grad(jax.jit(loss), (0, 1), has_aux=True)(*args)
-    return inner, outer
 
 
 @for_each(("jvp", "vjp"))
@@ -176,21 +99,6 @@ def equinox_964_shortcut_of_an_inner_optimization(rules, kind):
     with jax.numpy_dtype_promotion("standard"):  # Optax needs it
         inner = eqx.filter_jit(eqx.filter_value_and_grad(outer_loss, has_aux=True))(params)
         return inner, jax.grad(jax.jit(outer_loss), has_aux=True)(params)
-
-
-@for_each(("vjp",))
-def jax_3996_forward_mode(rules, kind):
-    """https://github.com/jax-ml/jax/issues/3996"""
-    f = op_of(kind, rules)
-    x = jnp.linspace(0.1, 0.9, 3)
-    push = lambda x: jax.jvp(f, (x, x), (x, x))
-    return (
-        push(x),
-        jax.jit(push)(x),
-        jax.jacfwd(f, (0, 1))(x, x),
-        jax.linearize(f, x, x)[1](x, x),
-        jax.hessian(lambda x: jnp.sum(f(x, x)))(x),
-    )
 
 
 @for_each(("jvp", "vjp"))
@@ -244,16 +152,6 @@ def jax_23065_indices_under_jit(rules, kind):
     x, indices = jnp.linspace(0.1, 0.9, 6), jnp.array([1, 3, 5])
     jitted = jax.jit(f)
     return jax.jacobian(jitted)(x, indices), jax.jacfwd(jitted)(x, indices)
-
-
-@for_each(("jvp", "vjp"))
-def jax_9374_branch_of_a_cond(rules, kind):
-    """https://github.com/jax-ml/jax/issues/9374"""
-    f = op_of(kind, rules)
-    loss = lambda y, x: jax.lax.cond(x < y, f, lambda x, y: y, x, y)
-    grads = lambda a, b: (jax.grad(loss)(a, b), jax.grad(jax.jit(loss), (0, 1))(a, b))
-    small, large = jnp.array(0.5), jnp.array(1.5)
-    return grads(small, large), grads(large, small), grads(large, large)
 
 
 @shape

@@ -68,14 +68,6 @@ class Plain:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fault:
-    """What is wrong upstream. `is_there(shape)` shows it, without a rule of ours."""
-
-    reason: str
-    is_there: Callable[["Shape"], bool]
-
-
-@dataclasses.dataclass(frozen=True)
 class Shape:
     """`run(rules)` returns a tree of results; `rules` is `WithRules` or `Plain`.
 
@@ -84,7 +76,6 @@ class Shape:
 
     run: Callable[[Any], Any]
     error: str | None = None
-    fault: Fault | None = None
 
 
 SHAPES: dict[str, Shape] = {}
@@ -94,12 +85,11 @@ def shape(
     fn: Callable[[Any], Any] | None = None,
     *,
     error: str | None = None,
-    fault: Fault | None = None,
 ):
     """Decorator: `fn` is a shape, under its own name."""
     if fn is None:
-        return lambda fn: shape(fn, error=error, fault=fault)
-    _add(fn.__name__, Shape(fn, error, fault))
+        return lambda fn: shape(fn, error=error)
+    _add(fn.__name__, Shape(fn, error))
     return fn
 
 
@@ -154,16 +144,10 @@ def ran(x):
     return x
 
 
-class Faulty(Exception):
-    """The shape fails without any rule of ours."""
-
-
 def check(name: str, context: Callable[[], Any] = contextlib.nullcontext) -> None:
-    """Raise if the shape of this name fails in a context: `Faulty` if it can't do otherwise."""
+    """Raise if the shape of this name fails in a context."""
     shape = SHAPES[name]
     with context():
-        if shape.fault is not None and shape.fault.is_there(shape):
-            raise Faulty(shape.fault.reason)
         if shape.error is not None:
             _expect_error(shape)
             return
@@ -171,20 +155,6 @@ def check(name: str, context: Callable[[], Any] = contextlib.nullcontext) -> Non
         got = shape.run(WithRules)
     assert _n_ran > before, "no rule was used"
     assert_close(got, _expected(name))
-
-
-def fails_the_checker(shape: Shape) -> bool:
-    """Whether the leak checker is on, and raises even where there are no rules."""
-    if not jax.config.jax_check_tracer_leaks:
-        return False
-    jax.clear_caches()  # what has been traced before is not looked at
-    try:
-        shape.run(Plain)
-    except IndexError as error:  # its report of a leak can crash
-        return "list index out of range" in str(error)
-    except Exception as error:
-        return "Leaked" in str(error)
-    return False
 
 
 @ft.cache

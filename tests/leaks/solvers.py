@@ -5,8 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from .compositions import x, xs, ys
-from .modules import layer_of
-from .registry import fails_the_checker, Fault, for_each, ran, Shape, shape
+from .registry import for_each, ran, shape
 from .values import both_ways
 
 
@@ -50,26 +49,6 @@ def while_loop_behind_a_rule(rules, kind):
     total = lambda v: jnp.sum(jax.vmap(f)(v))
     loop = lambda x: jax.lax.scan(lambda x, y: (f(x * y / 2), None), x, ys())[0]
     return both_ways(f, x()), both_ways(total, jnp.abs(xs())), both_ways(loop, x())
-
-
-@for_each(("jvp", "vjp"))
-def second_derivative_of_a_root(rules, kind):
-    f = root(rules, kind)
-    return jax.grad(jax.grad(f))(x()), jax.jit(jax.grad(jax.grad(f)))(x())
-
-
-@shape
-def while_loop_of_tangents(rules):
-    """In forward mode, which is the only one that JAX has for it."""
-
-    def jvp(primals, tangents):
-        (x,), (t_x,) = primals, tangents
-        step = lambda state: (state[0] + 1, state[1] + jnp.cos(x) * t_x)
-        return f(x), ran(jax.lax.while_loop(lambda s: s[0] < 3, step, (0, 0 * t_x))[1])
-
-    f = rules.jvp(lambda x: 3 * jnp.sin(x), jvp)
-    push = lambda x: jax.jvp(f, (x,), (x,))
-    return push(x()), jax.jit(push)(x()), jax.jvp(jax.jit(f), (x(),), (x(),))
 
 
 @shape
@@ -132,67 +111,3 @@ def linear_solve(rules, kind):
     loss = lambda matrix, bs: jnp.sum(jnp.sin(jax.vmap(f, in_axes=(None, 0))(matrix, bs)))
     outer = jax.grad(jax.jit(loss), (0, 1))(matrix, bs)
     return jax.jit(jax.grad(loss, (0, 1)))(matrix, bs), outer
-
-
-def guarded(rules, kind):
-    """A function that checks its argument at run time, and so does its rule."""
-
-    def value(x):
-        x = eqx.error_if(x, x < 0, "negative")
-        return jnp.sin(x)
-
-    def jvp(primals, tangents):
-        (x,), (t_x,) = primals, tangents
-        return f(x), ran(jnp.cos(eqx.error_if(x, x > 100, "large")) * t_x)
-
-    def fwd(x):
-        return f(x), ran(x)
-
-    def bwd(x, ct):
-        return (jnp.cos(eqx.error_if(x, x > 100, "large")) * ct,)
-
-    return (f := rules.jvp(value, jvp) if kind == "jvp" else rules.vjp(value, fwd, bwd))
-
-
-def run_time_checks_fail_the_checker(shape):
-    del shape
-    jitted = jax.jit(lambda x: eqx.error_if(x, x < 0, "negative"))
-    return fails_the_checker(Shape(lambda rules: jitted(x())))
-
-
-RETAINED_BY_F_LOCALS = Fault(
-    "before Python 3.13, reading `frame.f_locals` (as `eqx.error_if` does) keeps tracers "
-    "alive, and JAX's report of them crashes: "
-    "https://github.com/patrick-kidger/equinox/issues/997",
-    run_time_checks_fail_the_checker,
-)
-
-
-@for_each(("jvp", "vjp"), fault=RETAINED_BY_F_LOCALS)
-def run_time_check_under_jit(rules, kind):
-    f = guarded(rules, kind)
-    return jax.jit(jax.grad(f))(x()), jax.grad(jax.jit(f))(x())
-
-
-@for_each(("jvp", "vjp"), fault=RETAINED_BY_F_LOCALS)
-def run_time_check(rules, kind):
-    """Eager; but a forward rule is traced to see that it is linear."""
-    f = guarded(rules, kind)
-    return f(x()), jax.grad(f)(x())
-
-
-RETAINED_BY_CHECKPOINT = Fault(
-    "`eqx.filter_checkpoint` of a Module with arrays keeps its tracers in a cache of "
-    "`jax.checkpoint`, with and without rules. Not reported upstream when this was written.",
-    fails_the_checker,
-)
-
-
-@for_each(("jvp", "vjp"), fault=RETAINED_BY_CHECKPOINT)
-def filter_checkpoint_of_a_module(rules, kind):
-    """`method_under_checkpoint` is how to write it."""
-
-    def loss(weight, x):
-        return eqx.filter_checkpoint(layer_of(rules, kind, weight))(x)
-
-    return eqx.filter_jit(jax.grad(loss, (0, 1)))(x(), x())

@@ -1,9 +1,7 @@
 """What goes in and out of a rule: integers, keys, Python numbers, text, zeros."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .compositions import x, xs, ys
 from .registry import for_each, op_of, ran, shape
@@ -36,42 +34,6 @@ def scaled(rules, kind):
 
 
 @for_each(("jvp", "vjp"))
-def constant_argument_in_scan(rules, kind):
-    f = scaled(rules, kind)
-    loss = lambda x, t: jax.lax.scan(lambda x, _: (f(x, t), None), x, None, length=3)[0]
-    return both_ways(loss, x(), x())
-
-
-@for_each(("jvp", "vjp"))
-def constant_argument_in_scan_carry(rules, kind):
-    f = scaled(rules, kind)
-
-    def loss(x, t):
-        step = lambda carry, _: ((f(*carry), carry[1] + 1), None)
-        return jax.lax.scan(step, (x, t), None, length=3)[0][0]
-
-    return both_ways(loss, x(), x())
-
-
-@for_each(("jvp", "vjp"))
-def stopped_argument(rules, kind):
-    f = scaled(rules, kind)
-    loss = lambda x: f(x, jax.lax.stop_gradient(x) ** 2)
-    return both_ways(loss, x())
-
-
-@for_each(("jvp", "vjp"))
-def stopped_argument_from_both_branches(rules, kind):
-    f, stop = scaled(rules, kind), jax.lax.stop_gradient
-
-    def loss(x):
-        t = jax.lax.cond(x > 0, lambda x: stop(x), lambda x: stop(2 * x), x)
-        return f(x, t)
-
-    return both_ways(loss, x())
-
-
-@for_each(("jvp", "vjp"))
 def argument_perturbed_in_one_branch(rules, kind):
     """What JAX can't see to be zero is an argument like any other."""
     f = op_of(kind, rules)
@@ -81,102 +43,6 @@ def argument_perturbed_in_one_branch(rules, kind):
         return f(x, t)
 
     return both_ways(loss, x())
-
-
-def configured(rules):
-    def jvp(primals, tangents, *, t):
-        (x,), (t_x,) = primals, tangents
-        return f(x, t=t), ran(jnp.cos(x) * t * t_x)
-
-    f = rules.jvp(lambda x, *, t: jnp.sin(x) * t, jvp)
-    return f
-
-
-@shape(error="keyword-only argument.\n.*`t`")
-def perturbed_configuration(rules):
-    jax.grad(lambda x: configured(rules)(x, t=x))(x())
-
-
-@shape(error="keyword-only argument.\n.*`t`")
-def perturbed_configuration_in_scan(rules):
-    f = configured(rules)
-    loss = lambda x: jax.lax.scan(lambda c, y: (f(c, t=x * y), None), x, ys())[0]
-    jax.jit(jax.grad(loss))(x())
-
-
-@shape(error="keyword-only argument.\n.*`t`")
-def perturbed_configuration_in_one_branch(rules):
-    def loss(x):
-        t = jax.lax.cond(x > 0, lambda x: x**2, lambda x: jax.lax.stop_gradient(x), x)
-        return configured(rules)(x, t=t)
-
-    jax.grad(jax.jit(loss))(x())
-
-
-@shape
-def stopped_configuration(rules):
-    f = configured(rules)
-    loss = lambda x: f(x, t=jax.lax.stop_gradient(x) * 2)
-    return both_ways(loss, x()), jax.vmap(jax.grad(loss))(xs())
-
-
-@for_each(("jvp", "vjp"))
-def python_number_closed_over(rules, kind):
-    scale = 2.5
-    f = op_of(kind, rules)
-    return both_ways(lambda x: f(x, scale) + f(scale, x), x())
-
-
-@for_each(("jvp", "vjp"))
-def numpy_arrays_and_python_numbers_in_a_tree(rules, kind):
-    def value(tree):
-        return jnp.sin(tree["x"]) * tree["n"] + jnp.sum(tree["np"]) * tree["f"]
-
-    def jvp(primals, tangents):
-        (tree,), (t,) = primals, tangents
-        t_sum = jnp.sum(t["np"]) * tree["f"] + jnp.sum(tree["np"]) * t["f"]
-        return f(tree), ran(jnp.cos(tree["x"]) * tree["n"] * t["x"] + t_sum)
-
-    def fwd(tree):
-        return f(tree), ran(tree)
-
-    def bwd(tree, ct):
-        ct_np = jnp.broadcast_to(ct * tree["f"], (3,))
-        ct_f = ct * jnp.sum(tree["np"])
-        ct_x = jnp.cos(tree["x"]) * tree["n"] * ct
-        return ({"x": ct_x, "n": None, "np": ct_np, "f": ct_f, "text": None},)
-
-    f = rules.jvp(value, jvp) if kind == "jvp" else rules.vjp(value, fwd, bwd)
-    rest = {"n": 3, "np": np.linspace(0, 1, 3, dtype=x().dtype), "f": 0.5, "text": "text"}
-    loss = lambda x: f({"x": x, **rest})
-    step = lambda x, _: (loss(x), None)
-    loop = lambda x: jax.lax.scan(step, x, None, length=2)[0]
-    return both_ways(loss, x()), both_ways(loop, x())
-
-
-@for_each(("jvp", "vjp"))
-def numpy_primal(rules, kind):
-    f = op_of(kind, rules)
-    total = lambda v, w: jnp.sum(f(v, w))
-    v = np.linspace(0, 1, 3, dtype=x().dtype)
-    return jax.grad(total, (0, 1))(v, v), jax.jit(jax.grad(total, (0, 1)))(v, v)
-
-
-@for_each(("jvp", "vjp"))
-def python_primal(rules, kind):
-    f = op_of(kind, rules)
-    forward = eqx.filter_jvp(lambda y: f(0.5, y), (x(),), (x(),))
-    return forward, jax.grad(f)(0.5, x()), jax.grad(f, 1)(0.5, 0.25)
-
-
-@for_each(("jvp", "vjp"))
-def integer_argument(rules, kind):
-    f = scaled(rules, kind)
-    loss = lambda x, n: f(f(x, n.astype(float)), 2)
-    total = lambda x, n: jnp.sum(jax.vmap(loss, in_axes=(None, 0))(x, n))
-    scan = lambda x, n: jax.lax.scan(lambda x, n: (loss(x, n), None), x, n)[0]
-    n = jnp.arange(1, 4)
-    return both_ways(total, x(), n), both_ways(scan, x(), n)
 
 
 def counting(rules, kind):
@@ -216,18 +82,6 @@ def integer_and_key_in_a_carry(rules, kind):
 
 
 @for_each(("jvp", "vjp"))
-def integer_and_key_under_vmap(rules, kind):
-    f = counting(rules, kind)
-    keys, n = jax.random.split(jax.random.key(0), 4), jnp.arange(4)
-
-    def loss(v):
-        v, n_out, keys_out = jax.vmap(f)(v, n, keys)
-        return jnp.sum(v), (n_out, jax.random.key_data(keys_out))
-
-    return jax.jit(jax.grad(loss, has_aux=True))(xs()), jax.grad(loss, has_aux=True)(xs())
-
-
-@for_each(("jvp", "vjp"))
 def text_and_numbers_as_outputs(rules, kind):
     def value(x):
         return {"x": jnp.sin(x), "text": "text", "int": 3, "float": 0.5}
@@ -255,30 +109,6 @@ def text_and_numbers_as_outputs(rules, kind):
         return x + jnp.sum(outs)
 
     return both_ways(loss, x())
-
-
-@for_each(("jvp", "vjp"))
-def module_with_static_text_as_output(rules, kind):
-    """https://github.com/patrick-kidger/equinox/issues/962"""
-
-    class Out(eqx.Module):
-        x: jax.Array
-        text: str = eqx.field(static=True)
-
-    def value(x):
-        return Out(jnp.sin(x), "text")
-
-    def jvp(primals, tangents):
-        return f(*primals), Out(ran(jnp.cos(primals[0]) * tangents[0]), "text")
-
-    def fwd(x):
-        return f(x), ran(x)
-
-    def bwd(x, ct):
-        return (jnp.cos(x) * ct.x,)
-
-    f = rules.jvp(value, jvp) if kind == "jvp" else rules.vjp(value, fwd, bwd)
-    return both_ways(lambda x: f(f(x).x).x, x())
 
 
 @for_each(("jvp", "vjp"))
@@ -368,23 +198,3 @@ def carry_that_becomes_perturbed(rules):
         return a + b
 
     return both_ways(loss, x())
-
-
-@shape
-def nondifferentiable_carry(rules):
-    f = op_of("vjp", rules)
-
-    def loss(x):
-        def step(carry, y):
-            x, t = carry
-            return (f(x, y * t), rules.nondifferentiable(t)), None
-
-        return jax.lax.scan(step, (x, jnp.array(0.5)), ys())[0][0]
-
-    return both_ways(loss, x())
-
-
-@shape(error="must not be")
-def nondifferentiable_carry_that_is_differentiated(rules):
-    step = lambda t, y: (rules.nondifferentiable(t) * y, None)
-    jax.jit(jax.grad(lambda x: jax.lax.scan(step, x, ys())[0]))(x())

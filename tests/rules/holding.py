@@ -38,13 +38,6 @@ def partial(fn, a):
     return ft.partial(fn, a)
 
 
-def partial_by_keyword(fn, a):
-    def by_keyword(*args, a):
-        return fn(a, *args)
-
-    return ft.partial(by_keyword, a=a)
-
-
 class Holder(eqx.Module):
     a: jax.Array
     fn: object
@@ -58,10 +51,6 @@ class Holder(eqx.Module):
 
 def bound_method(fn, a):
     return Holder(a, fn).method
-
-
-def callable_module(fn, a):
-    return Holder(a, fn)
 
 
 def nested_function(fn, a):
@@ -88,46 +77,12 @@ def jitted_inner_function(fn, a):
     return held
 
 
-def filter_jitted_inner_function(fn, a):
-    @eqx.filter_jit
-    def inner(b):
-        return a + 0 * b
-
-    def held(*args):
-        return fn(inner(1.0), *args)
-
-    return held
-
-
 def raw_custom_jvp(fn, a):
     @jax.custom_jvp
     def inner(b):
         return a * b
 
     inner.defjvp(lambda primals, tangents: (inner(*primals), a * tangents[0]))
-
-    def held(*args):
-        return fn(inner(1.0), *args)
-
-    return held
-
-
-def raw_custom_vjp(fn, a):
-    @jax.custom_vjp
-    def inner(b):
-        return a * b
-
-    inner.defvjp(lambda b: (a * b, None), lambda _, ct: (a * ct,))
-
-    def held(*args):
-        return fn(inner(1.0), *args)
-
-    return held
-
-
-def another_with_a_rule(fn, a):
-    inner = eqg.custom_jvp(lambda b: a * b)
-    inner.def_jvp(lambda primals, tangents: (inner(*primals), a * tangents[0]))
 
     def held(*args):
         return fn(inner(1.0), *args)
@@ -145,16 +100,7 @@ def containers(fn, a):
 
 
 FIVE = (closure, default_argument, partial, bound_method, nested_function)
-OTHERS = (
-    partial_by_keyword,
-    callable_module,
-    jitted_inner_function,
-    filter_jitted_inner_function,
-    raw_custom_jvp,
-    raw_custom_vjp,
-    another_with_a_rule,
-    containers,
-)
+OTHERS = (jitted_inner_function, raw_custom_jvp, containers)
 
 
 # ------------------------------------------------------------------ who holds it

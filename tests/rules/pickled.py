@@ -82,28 +82,6 @@ def _on_host_bwd(cos, ct):
     return (cos * ct,)
 
 
-@eqg.host_function(out=lambda scale, x: x)
-def _scaled_on_host(scale, x):
-    return scale * np.sin(x)
-
-
-@_scaled_on_host.def_jvp
-def _scaled_on_host_jvp(primals, tangents):
-    scale, x = primals
-    return scale * np.sin(x), scale * np.cos(x) * tangents[1]
-
-
-def _twice(x):
-    return 2 * x
-
-
-def _itself(x):
-    return x
-
-
-linear_on_host = eqg.linear_host_function(_twice, _twice, out=_itself)
-
-
 @eqg.implicit(lambda y, x: y**3 - x)
 def root(x):
     return jnp.cbrt(x)
@@ -143,7 +121,6 @@ FUNCTIONS = {
     "elementwise": lambda: elementwise,
     "on_host": lambda: on_host,
     "root": lambda: root,
-    "linear_on_host": lambda: linear_on_host,
     "a layer": layer,
     "a bound method": lambda: layer().apply,
     "a method": lambda: jax.tree_util.Partial(Layer.apply, layer()),
@@ -156,10 +133,6 @@ FUNCTIONS = {
 
 
 # ------------------------------------------------------------------ layers
-
-
-def _round(x):  # JAX's own jitted functions have no pickle (UPSTREAM.md)
-    return jnp.round(x)
 
 
 def _options():
@@ -201,15 +174,6 @@ LAYERS = {
 SEQUENCES = ("GRU", "LIF", "LI", "LRU", "LSTM", "MinGRU", "RNN", "S5", "Recurrent")
 VECTORS = ("FakeQuantize", "GradientReversal", "Quantized")
 
-SURROGATES = {
-    f"surrogates.{name}": getattr(surrogates, name)
-    for name in dir(surrogates)
-    if isinstance(getattr(surrogates, name), type) and not name.startswith("Abstract")
-}
-STE = {
-    "ste.round": lambda: ste.round,
-}
-
 
 # ------------------------------------------------------------------ reports and errors
 
@@ -240,7 +204,7 @@ REPORTS = {
     "RuleError": _error,
 }
 
-OBJECTS = {**FUNCTIONS, **LAYERS, **SURROGATES, **STE, **REPORTS}
+OBJECTS = {**FUNCTIONS, **LAYERS, **REPORTS}
 
 
 # ------------------------------------------------------------------ what can be seen
@@ -255,12 +219,8 @@ def seen(name: str, x: Any) -> Any:
 
 
 def _derivative(name, x):
-    if name in FUNCTIONS or name in SURROGATES or name in STE:
-        if name in SURROGATES:
-            f = lambda v: surrogates.spike(v, x)
-        else:
-            f = x
-        value, gradient = jax.value_and_grad(f)(jnp.float32(0.3))
+    if name in FUNCTIONS:
+        value, gradient = jax.value_and_grad(x)(jnp.float32(0.3))
         return np.asarray(value), np.asarray(gradient)
     if name in SEQUENCES or name in VECTORS:
         model = eqx.nn.inference_mode(x)

@@ -74,7 +74,7 @@ power = eqg.custom_jvp(lambda x, y: x**y)
 @power.def_jvp
 def power_jvp(primals, ts):
     x, y = primals
-    return power(x, y), y * x ** (y - 1) * ts[0] + x**y * jnp.log(x) * ts[1]
+    return power(x, y), x**y * jnp.log(x) * ts[1] - -y * x ** (y - 1) * ts[0]
 
 
 rule(
