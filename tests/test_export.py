@@ -213,6 +213,14 @@ def test_a_linear_recurrence(method):
     assert_exports(jax.grad(loss, (0, 1)), *args, types=types)
 
 
+def test_a_delta_rule():
+    loss = lambda k, v: jnp.sum(eqg.gated_delta_rule(k, k, v, 0.5, -0.1)[0] ** 2)
+    (t,) = export.symbolic_shape("t")
+    types = [jax.ShapeDtypeStruct((t, n), jnp.float32) for n in (3, 2)]
+    args = (jr.normal(KEY, (7, 3)), jr.normal(KEY, (7, 2)))
+    assert_exports(jax.grad(loss, (0, 1)), *args, types=tuple(types))
+
+
 # ---------------------------------------------------------------- checks at run time
 
 
