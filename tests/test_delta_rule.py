@@ -2,6 +2,7 @@
 
 import functools as ft
 
+import equinox as eqx
 import eqx_grads as eqg
 import eqx_grads.testing as eqgt
 import jax
@@ -287,3 +288,52 @@ def test_a_padded_selective_scan(reverse):
         part = x[:n, i], step[:n, i], a, b[:n, i], c[:n, i], state[i]
         assert_close((y[:n, i], last[i]), s6(*part, reverse=reverse))
     assert not jnp.any(y[4:, 1])
+
+
+# ---------------------------------------------------------------- layers
+
+LAYERS = {
+    "GatedDeltaNet": lambda **options: eqg.nn.GatedDeltaNet(
+        3, 4, heads=2, key_size=4, value_size=3, key=jr.key(0), **options
+    ),
+    "SelectiveSSM": lambda **options: eqg.nn.SelectiveSSM(3, 4, 6, key=jr.key(0), **options),
+    "GRU": lambda **options: eqg.nn.GRU(3, 4, key=jr.key(0), **options),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("time_major", [False, True])
+def test_single_steps(name, time_major):
+    """Step by step from a state, as in generation, the numbers are the same."""
+    layer = LAYERS[name](num_layers=2, time_major=time_major, dtype=jnp.float64)
+    xs = jr.normal(jr.key(1), (9, 2, 3))
+    in_layout = (lambda x: x) if time_major else (lambda x: jnp.swapaxes(x, 0, 1))
+    ys, last = layer(in_layout(xs))
+    _, state = layer(in_layout(xs[:5]))
+    for t in range(5, 9):
+        y, state = eqx.filter_jit(layer.step)(xs[t], state)
+        assert_close(y, in_layout(ys)[t], tolerance=1e-12)
+    assert_close(state, last, tolerance=1e-12)
+    one, _ = layer.step(xs[0, 0])
+    assert_close(one, in_layout(ys)[0, 0], tolerance=1e-12)
+
+
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "SelectiveSSM"])
+def test_layers_in_half_precision(name):
+    layer = LAYERS[name](dtype=jnp.bfloat16)
+    xs = jr.normal(jr.key(1), (40, 3), jnp.bfloat16)
+    grads = eqx.filter_grad(lambda layer: jnp.sum(layer(xs)[0].astype(float)))(layer)
+    ys, state = layer(xs)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if eqx.is_array(x) else x, layer)
+    assert ys.dtype == jnp.bfloat16
+    assert all(s.dtype == jnp.float32 for s in state)
+    assert_close(ys.astype(jnp.float32), wide(xs.astype(jnp.float32))[0], tolerance=0.02)
+    assert all(bool(jnp.all(jnp.isfinite(g))) for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "SelectiveSSM"])
+def test_empty_sequences(name):
+    layer = LAYERS[name](bidirectional=True)
+    ys, state = layer(jnp.ones((0, 3)))
+    assert ys.shape == (0, 8)
+    assert_close(state, layer(jnp.ones((2, 3)), lengths=0)[1])

@@ -100,6 +100,8 @@ LAYERS = {
     "MinGRU": lambda: nn.MinGRU(3, 4, key=KEY),
     "LRU": lambda: nn.LRU(3, 4, 4, key=KEY),
     "S5": lambda: nn.S5(3, 4, 4, key=KEY),
+    "GatedDeltaNet": lambda: nn.GatedDeltaNet(3, 4, heads=2, key_size=2, key=KEY),
+    "SelectiveSSM": lambda: nn.SelectiveSSM(3, 4, 4, key=KEY),
     "LIF": lambda: nn.LIF(3, 4, beta=0.9, key=KEY),
     "LI": lambda: nn.LI(3, 4, beta=0.9, key=KEY),
     "LIF, all": lambda: nn.LIF(3, 4, 0.9, alpha=0.5, rho=0.9, recurrent=True, key=KEY),

@@ -22,6 +22,8 @@ RECURRENT = {
     "MinLSTM": lambda **options: nn.MinLSTM(3, 4, **options),
     "LRU": lambda **options: nn.LRU(3, 4, 4, **options),
     "S5": lambda **options: nn.S5(3, 4, 4, **options),
+    "GatedDeltaNet": lambda **options: nn.GatedDeltaNet(3, 4, heads=2, key_size=2, **options),
+    "SelectiveSSM": lambda **options: nn.SelectiveSSM(3, 4, 4, state_size=2, **options),
 }
 
 
