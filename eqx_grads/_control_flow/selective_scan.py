@@ -47,7 +47,7 @@ def selective_scan(
 
         ```text
         [1.       1.       1.       9.000123]
-        [ 1. -0.  0.  0.]
+        [1. 0. 0. 0.]
         ```
 
     **Arguments:**
