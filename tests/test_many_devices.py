@@ -207,6 +207,12 @@ LINEAR_LAYERS = {
     "S5": lambda key: eqg.nn.S5(IN, IN, HIDDEN, time_major=True, key=key),
     "MinGRU": _layer("MinGRU"),
     "MinLSTM": _layer("MinLSTM"),
+    "GatedDeltaNet": lambda key: eqg.nn.GatedDeltaNet(
+        IN, HIDDEN, heads=2, key_size=4, time_major=True, key=key
+    ),
+    "SelectiveSSM": lambda key: eqg.nn.SelectiveSSM(
+        IN, HIDDEN, 2 * IN, time_major=True, key=key
+    ),
 }
 OTHERS = {
     "LSTM with a projection": _layer("LSTM", proj_size=16),

@@ -311,6 +311,8 @@ LAYERS = {
     "RNN": lambda key: eqg.nn.RNN(3, 4, key=key),
     "MinGRU": lambda key: eqg.nn.MinGRU(3, 4, key=key),
     "LRU": lambda key: eqg.nn.LRU(3, 4, 4, key=key),
+    "GatedDeltaNet": lambda key: eqg.nn.GatedDeltaNet(3, 4, heads=2, key_size=2, key=key),
+    "SelectiveSSM": lambda key: eqg.nn.SelectiveSSM(3, 4, 4, key=key),
     "Recurrent": lambda key: eqg.nn.Recurrent(
         eqx.nn.GRUCell(3, 4, key=key), checkpoint="replay"
     ),
