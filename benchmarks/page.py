@@ -25,7 +25,7 @@ RESULTS = HERE / "results"
 DOCS = HERE.parent / "docs"
 # By section of the page, the scripts.
 SECTIONS = {
-    "Recurrent layers": ("recurrent", "sizes"),
+    "Recurrent layers": ("recurrent", "sizes", "delta_rule"),
     "Scans": ("scans", "auto", "online", "bounded_loops"),
     "Spiking neurons": ("spiking",),
     "Losses": ("linear_cross_entropy",),

@@ -189,6 +189,14 @@ def test_sunspots_are_forecast_better_than_by_the_last_number(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_delta_rule_recalls_and_a_gated_unit_does_not(tmp_path):
+    _run(ROOT / "examples" / "associative_recall.py", tmp_path)
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["GRU"] < 0.2
+    assert result["Gated DeltaNet"] > 0.9
+
+
+@pytest.mark.slow
 def test_a_model_from_pytorch_has_its_numbers(tmp_path):
     _run(ROOT / "examples" / "port_from_pytorch.py", tmp_path)
     result = json.loads((tmp_path / "out" / "result.json").read_text())

@@ -207,17 +207,17 @@ LINEAR_LAYERS = {
     "S5": lambda key: eqg.nn.S5(IN, IN, HIDDEN, time_major=True, key=key),
     "MinGRU": _layer("MinGRU"),
     "MinLSTM": _layer("MinLSTM"),
+}
+OTHERS = {
+    "LSTM with a projection": _layer("LSTM", proj_size=16),
+    "two layers in two directions": _layer("GRU", num_layers=2, bidirectional=True),
+    "learned state": _layer("GRU", learn_initial_state=True),
     "GatedDeltaNet": lambda key: eqg.nn.GatedDeltaNet(
         IN, HIDDEN, heads=2, key_size=4, time_major=True, key=key
     ),
     "SelectiveSSM": lambda key: eqg.nn.SelectiveSSM(
         IN, HIDDEN, 2 * IN, time_major=True, key=key
     ),
-}
-OTHERS = {
-    "LSTM with a projection": _layer("LSTM", proj_size=16),
-    "two layers in two directions": _layer("GRU", num_layers=2, bidirectional=True),
-    "learned state": _layer("GRU", learn_initial_state=True),
 }
 QUICK = ("GRU", "LSTM", "LIF")
 
