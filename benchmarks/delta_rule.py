@@ -1,4 +1,6 @@
-"""Claim: CLAIM; `docs/benchmarks.md` has the table.
+"""Claim: with matrices of 64 by 64, `gated_delta_rule` trains at 10 to 11 times the speed of
+plain scan in 1/20 of its bytes, and at 1.4 to 1.5 times the speed of the same chunks with the
+derivative of JAX in 0.6 of their bytes; `docs/benchmarks.md` has the table.
 
 The gradient of a weighted sum over all outputs with respect to all arguments, in single
 precision. "Plain" is `jax.lax.scan` of one step of the recurrence. "Chunks" is the same form in
@@ -21,7 +23,7 @@ from timing import busy_time, compiled, in_turn, speed
 
 
 # Steps, heads, and the size of keys and values.
-SHAPES = [(2048, 4, 64), (64, 4, 16), (8192, 4, 64), (2048, 4, 16)]
+SHAPES = [(2048, 4, 64), (8192, 4, 64), (2048, 4, 16), (64, 4, 16), (64, 2, 4)]
 
 
 def plain(q, k, v, beta, g):
