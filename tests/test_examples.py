@@ -197,6 +197,15 @@ def test_the_delta_rule_recalls_and_a_gated_unit_does_not(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_model_continues_a_text(tmp_path):
+    printed = _run(ROOT / "examples" / "continue_text.py", tmp_path)
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["bits"] < 2.9
+    assert result["characters"] == 240
+    assert "The value of the " in printed
+
+
+@pytest.mark.slow
 def test_a_model_from_pytorch_has_its_numbers(tmp_path):
     _run(ROOT / "examples" / "port_from_pytorch.py", tmp_path)
     result = json.loads((tmp_path / "out" / "result.json").read_text())
