@@ -115,6 +115,7 @@ def test_lower_precision(dtype):
     for x, y in pairs:
         assert jnp.max(jnp.abs(x.astype(float) - y)) <= tolerance * jnp.max(jnp.abs(y))
     assert (out.dtype, last.dtype) == (args[0].dtype, jnp.float32)
+    assert eqg.gated_delta_rule(*args[:3], 1.0)[1].dtype == jnp.float32
 
 
 def test_a_reset():

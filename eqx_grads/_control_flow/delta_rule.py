@@ -119,24 +119,24 @@ def gated_delta_rule(
         ```
     """
     check_flags("gated_delta_rule", delta=delta, reverse=reverse)
-    decay, scale = (0.0 if decay is None else decay), (1.0 if scale is None else scale)
-    q, k, v, beta, decay, scale, state = _fit(q, k, v, beta, decay, scale, state)
-    xs, dtype = (q, k, v, beta, decay), promote([q, k, v])
-    steps = v.shape[0]
+    decay = 0.0 if decay is None else decay
+    scale = 1.0 if scale is None else scale
+    *xs, factor, first = _fit(q, k, v, beta, decay, scale, state)
+    dtype, (steps, *axes) = promote(xs[:3]), xs[3].shape
     xs = zero_padding("gated_delta_rule", xs, lengths)
     chunk = _chunk_of(chunk, steps)
     if reverse:
-        xs = tuple(jnp.flip(x, 0) for x in xs)
-    chunks = [_to_chunks(x, chunk, x.ndim - beta.ndim) for x in xs]
-    out, last = _delta_rule(*chunks, state, delta=bool(delta))
-    out = jnp.moveaxis(out, -2, 1).reshape(-1, *v.shape[1:])[:steps]
-    out = (scale * out).astype(dtype)
+        xs = [jnp.flip(x, 0) for x in xs]
+    q, k, v, beta, decay = (_to_chunks(x, chunk, x.ndim - len(axes) - 1) for x in xs)
+    out, last = _delta_rule(q, k, v, beta, decay, first, delta=bool(delta))
+    out = jnp.moveaxis(out, -2, 1)
+    out = (factor * out.reshape(-1, *out.shape[2:])[:steps]).astype(dtype)
     return (jnp.flip(out, 0) if reverse else out), last
 
 
 def _fit(q, k, v, beta, decay, scale, state):
     """The arguments with all of their axes. The state has the dtype of all sums."""
-    state = jnp.zeros(()) if state is None else state
+    state = 0.0 if state is None else state
     given = {"q": q, "k": k, "v": v, "beta": beta, "decay": decay, "scale": scale}
     given = as_arrays("gated_delta_rule", {**given, "state": state}, real=True)
     wide = promote([*given.values(), jnp.float32])
@@ -237,7 +237,7 @@ def _run(q, k, v, beta, g, s, delta):
         end = e[..., -1:, :] * s + (decays[..., -1, :, None] * k).mT @ u
         return end, (out, s)
 
-    last, (out, states) = jax.lax.scan(step, s, (chunks, _within(*chunks, delta)))
+    last, (out, states) = jax.lax.scan(step, s, (chunks, _within(chunks, delta)))
     return out, last, states
 
 
@@ -249,8 +249,9 @@ def _write(k, v, beta, s, e, inverse):
     return z, inverse @ (beta[..., None] * z)
 
 
-def _within(q, k, v, beta, g, delta):
+def _within(chunks, delta):
     """What does not depend on the state: E, e, B, P, M."""
+    q, k, _, beta, g = chunks
     lower, strict = _masks(g)
     decays = jnp.where(lower, jnp.exp(_sums_between(g)), 0)
     e = decays[..., :, :1] * jnp.exp(g[..., :1, None])
@@ -336,6 +337,6 @@ def _delta_rule_bwd(residuals, ct, *, delta):
         ct_q = ct_q_s + (decays * ct_p) @ k
         return before, (ct_q, ct_k, ct_v, jnp.sum(z * ct_u, -1), ct_g)
 
-    xs = (chunks, _within(*chunks, delta), states, ct[0])
+    xs = (chunks, _within(chunks, delta), states, ct[0])
     ct_s, cts = jax.lax.scan(step, ct[1], xs, reverse=True)
     return *cts, ct_s

@@ -90,7 +90,7 @@ def selective_scan(
         }
         ```
     """
-    state = jnp.zeros(()) if state is None else state
+    state = 0.0 if state is None else state
     given = as_arrays("selective_scan", {"x": x, "step": step}, real=True)
     given |= as_arrays("selective_scan", {"a": a, "b": b, "c": c, "state": state}, real=False)
     if not _fits(**given):

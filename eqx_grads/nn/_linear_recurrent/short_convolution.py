@@ -1,13 +1,15 @@
 """Short causal convolutions over time, whose state is a window of the last inputs."""
 
+import functools as ft
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array
 
 
-def make_convolution(key: Array, size: int, channels: int, dtype: object) -> Array:
+def make_convolution(key: Array, size: int, channels: int, dtype: Any) -> Array:
     """A filter for each channel, `(size, channels)`. A filter of one step is one at first."""
     if size == 1:
         return jnp.ones((1, channels), dtype)
@@ -22,7 +24,8 @@ def convolve(
     after the last step that is `valid`. Those steps come first."""
     steps, rows = x.shape[0], weight.shape[0] - 1
     x = jnp.concatenate([jnp.moveaxis(window, 1, 0), x])
-    y = sum(w[None, None] * x[i : i + steps] for i, w in enumerate(weight))
+    terms = (w[None, None] * x[i : i + steps] for i, w in enumerate(weight))
+    y = ft.reduce(jnp.add, terms)
     if valid is None:
         end = x[steps:]
     else:
