@@ -5,10 +5,10 @@ derivative of JAX in 0.6 of their bytes; `docs/benchmarks.md` has the table.
 The gradient of a weighted sum over all outputs with respect to all arguments, in single
 precision. "Plain" is `jax.lax.scan` of one step of the recurrence. "Chunks" is the same form in
 chunks of 32 steps with the derivative of JAX, which solves a triangular system in each chunk.
-The variants alternate in one process, and the clock is CPU time; a speed is the median over rounds of the ratio to plain
-scan in the same round. The bytes are the temporary memory of the compiled program. "Error" is
-the largest difference of the value and of all gradients from plain scan in double precision,
-relative to the largest number of each.
+The variants alternate in one process, and the clock is CPU time; a speed is the median over
+rounds of the ratio to plain scan in the same round. The bytes are the temporary memory of the
+compiled program. "Error" is the largest difference of the value and of all gradients from plain
+scan in double precision, relative to the largest number of each.
 
     python benchmarks/delta_rule.py [--quick] [--rounds 9]
 """
