@@ -98,6 +98,20 @@ SECTIONS = {
             '`method="associative"`, which is made for accelerators, relative to autodiff of '
             "`jax.lax.associative_scan`.",
         ),
+        Claim(
+            "Delta rules",
+            "delta_rule",
+            (
+                Table(
+                    "T, heads, size|ms|over plain|over chunks|plain, MB|chunks, MB|ours, MB",
+                    speeds="over plain|over chunks",
+                ),
+            ),
+            "The gradient of `gated_delta_rule` with respect to all arguments: milliseconds, "
+            "its speed relative to `jax.lax.scan` of one step and to the same chunks with the "
+            "derivative of JAX, and the temporary megabytes of each. It was not measured on a "
+            "GPU.",
+        ),
     ),
     "Scans": (
         Claim(

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from . import tangents as tangents
 from ._control_flow.checkpoint import filter_checkpoint as filter_checkpoint
 from ._control_flow.cond import filter_cond as filter_cond
+from ._control_flow.delta_rule import gated_delta_rule as gated_delta_rule
 from ._control_flow.linear_recurrence import linear_recurrence as linear_recurrence
 from ._control_flow.map import filter_map as filter_map
 from ._control_flow.scan import filter_scan as filter_scan
+from ._control_flow.selective_scan import selective_scan as selective_scan
 from ._control_flow.while_loop import filter_while_loop as filter_while_loop
 from ._errors import RuleError as RuleError
 from ._gradient_ops.linear import (

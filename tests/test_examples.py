@@ -117,6 +117,23 @@ def test_the_error_bars_of_a_solver_are_those_of_simulated_data(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_delta_rule_recalls_and_a_gated_unit_does_not(tmp_path):
+    _run(ROOT / "examples" / "associative_recall.py", tmp_path)
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["GRU"] < 0.2
+    assert result["Gated DeltaNet"] > 0.9
+
+
+@pytest.mark.slow
+def test_a_model_continues_a_text(tmp_path):
+    printed = _run(ROOT / "examples" / "continue_text.py", tmp_path)
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["bits"] < 2.9
+    assert result["characters"] == 240
+    assert "The value of the " in printed
+
+
+@pytest.mark.slow
 def test_the_equilibrium_is_learned_by_every_backward_pass_but_one_step(tmp_path):
     _run(ROOT / "examples" / "equilibrium_digits.py", tmp_path)
     result = json.loads((tmp_path / "out" / "result.json").read_text())

@@ -90,6 +90,8 @@ LAYERS = {
     "MinGRU": lambda: nn.MinGRU(3, 4, key=KEY),
     "LRU": lambda: nn.LRU(3, 4, 4, key=KEY),
     "S5": lambda: nn.S5(3, 4, 4, key=KEY),
+    "GatedDeltaNet": lambda: nn.GatedDeltaNet(3, 4, heads=2, key_size=2, key=KEY),
+    "SelectiveSSM": lambda: nn.SelectiveSSM(3, 4, 4, key=KEY),
     "LIF": lambda: nn.LIF(3, 4, beta=0.9, key=KEY),
     "LI": lambda: nn.LI(3, 4, beta=0.9, key=KEY),
     "LIF, all": lambda: nn.LIF(3, 4, 0.9, alpha=0.5, rho=0.9, recurrent=True, key=KEY),
@@ -134,6 +136,14 @@ def test_a_symbolic_number_of_tokens_is_in_chunks():
     text = str(jax.make_jaxpr(jax.grad(loss))(*types))
     assert "[4,999]" in text
     assert "b,999]" not in text
+
+
+def test_a_delta_rule():
+    loss = lambda k, v: jnp.sum(eqg.gated_delta_rule(k, k, v, 0.5, -0.1)[0] ** 2)
+    (t,) = export.symbolic_shape("t")
+    types = [jax.ShapeDtypeStruct((t, n), jnp.float32) for n in (3, 2)]
+    args = (jr.normal(KEY, (7, 3)), jr.normal(KEY, (7, 2)))
+    assert_exports(jax.grad(loss, (0, 1)), *args, types=tuple(types))
 
 
 # ---------------------------------------------------------------- checks at run time

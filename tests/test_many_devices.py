@@ -128,7 +128,15 @@ LINEAR_LAYERS = {
     "LRU": lambda key: eqg.nn.LRU(IN, IN, HIDDEN, time_major=True, key=key),
     "MinGRU": _layer("MinGRU"),
 }
-OTHERS = {"two layers in two directions": _layer("GRU", num_layers=2, bidirectional=True)}
+OTHERS = {
+    "two layers in two directions": _layer("GRU", num_layers=2, bidirectional=True),
+    "GatedDeltaNet": lambda key: eqg.nn.GatedDeltaNet(
+        IN, HIDDEN, heads=2, key_size=4, time_major=True, key=key
+    ),
+    "SelectiveSSM": lambda key: eqg.nn.SelectiveSSM(
+        IN, HIDDEN, 2 * IN, time_major=True, key=key
+    ),
+}
 # How `(time, batch, in)`, the weights and the outputs are distributed.
 SETTINGS = {
     "batch": (Spec(None, "i"), Spec(), Spec(None, "i")),

@@ -40,6 +40,11 @@ def recurrence_method() -> str:
     return "scan" if on_cpu() else "associative"
 
 
+def steps_of_delta_rule() -> int:
+    """How many steps of a delta rule are one matrix product. 16 and 64 are slower on a CPU."""
+    return 32 if on_cpu() else 64
+
+
 def logits_of_chunk() -> int:
     """How many logits of `linear_cross_entropy` exist at a time, at least."""
     return 2**20 if on_cpu() else 2**25

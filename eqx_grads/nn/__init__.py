@@ -5,9 +5,11 @@ from ._gradient_layers import (
     GradientProbe as GradientProbe,
     GradientReversal as GradientReversal,
 )
+from ._linear_recurrent.delta_net import GatedDeltaNet as GatedDeltaNet
 from ._linear_recurrent.lru import LRU as LRU
 from ._linear_recurrent.minimal import MinGRU as MinGRU, MinLSTM as MinLSTM
 from ._linear_recurrent.s5 import S5 as S5
+from ._linear_recurrent.selective import SelectiveSSM as SelectiveSSM
 from ._quantized.finite_scalar import FSQ as FSQ
 from ._quantized.integers import to_integers as to_integers
 from ._quantized.model import quantize_model as quantize_model

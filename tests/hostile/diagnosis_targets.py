@@ -14,6 +14,7 @@ from eqx_grads import solvers
 
 from .domains import (
     anything,
+    between,
     bools,
     broadcasting,
     broadcasting_to,
@@ -22,6 +23,7 @@ from .domains import (
     function,
     inexact,
     integer,
+    integers,
     is_none,
     not_negative,
     number,
@@ -30,6 +32,7 @@ from .domains import (
     optional,
     reals,
     scalar,
+    shaped,
     sine,
     size,
     tree_of,
@@ -247,6 +250,49 @@ target(
     a=(jnp.full((4, 2), 0.5), broadcasting(numbers, 4, 2)),
     b=(jnp.ones((4, 2)), _one_axis_more),
     h0=(jnp.ones(2), optional(broadcasting_to(numbers, 2))),
+    reverse=FLAG,
+    method=("auto", one_of("auto", "scan", "associative")),
+)
+
+
+REAL = either(reals, bools)
+
+
+def _rows(x):
+    """`(time, ..., 2)`, of which time is 4 or broadcasts to 4."""
+    fits = REAL(x) and np.ndim(x) > 0 and np.shape(x)[-1] == 2
+    return fits and broadcasting(REAL, 4)(np.ones(np.shape(x)[:-1]))
+
+
+_STEPS = (None, optional(scalar(between(0, 4, integers))))
+target(
+    "gated_delta_rule",
+    eqg.gated_delta_rule,
+    q=(jnp.full((4, 2), 0.5), _rows),
+    k=(jnp.full((4, 2), 0.5), _rows),
+    v=(jnp.full((4, 2), 0.5), _rows),
+    beta=(jnp.full(4, 0.5), broadcasting(REAL, 4)),
+    decay=(jnp.full(4, -0.5), optional(broadcasting(REAL, 4))),
+    state=(jnp.ones((2, 2)), optional(broadcasting_to(REAL, 2, 2))),
+    lengths=_STEPS,
+    delta=FLAG,
+    chunk=(2, optional(integer(1, 2**62))),
+    reverse=FLAG,
+    scale=(0.5, optional(scalar(REAL))),
+)
+target(
+    "selective_scan",
+    eqg.selective_scan,
+    x=(jnp.ones((4, 2)), shaped(REAL, 4, 2)),
+    step=(jnp.ones((4, 2)), shaped(REAL, 4, 2)),
+    a=(-jnp.ones((2, 3)), shaped(numbers, 2, 3)),
+    b=(jnp.ones((4, 3)), shaped(numbers, 4, 3)),
+    c=(jnp.ones((4, 3)), shaped(numbers, 4, 3)),
+    state=(
+        jnp.ones((2, 3)),
+        optional(either(scalar(numbers), shaped(numbers, 2, 3))),
+    ),
+    lengths=_STEPS,
     reverse=FLAG,
     method=("auto", one_of("auto", "scan", "associative")),
 )

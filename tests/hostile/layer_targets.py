@@ -92,6 +92,29 @@ target(
     **MADE,
 )
 target(
+    "nn.GatedDeltaNet",
+    nn.GatedDeltaNet,
+    input_size=(2, size),
+    output_size=SIZE,
+    heads=SIZE,
+    key_size=SIZE,
+    value_size=(3, optional(size)),
+    conv_size=SIZE,
+    chunk=(4, optional(size)),
+    **MADE,
+)
+target(
+    "nn.SelectiveSSM",
+    nn.SelectiveSSM,
+    input_size=(2, size),
+    output_size=SIZE,
+    channels=SIZE,
+    state_size=SIZE,
+    conv_size=SIZE,
+    **METHOD,
+    **MADE,
+)
+target(
     "nn.S5",
     nn.S5,
     input_size=(2, size),
@@ -140,6 +163,8 @@ LAYERS = {
     "Recurrent": nn.Recurrent(nn.RNNCell(2, 3, key=KEY)),
     "LRU": nn.LRU(2, 2, 3, key=KEY),
     "S5": nn.S5(2, 1, 4, key=KEY),
+    "GatedDeltaNet": nn.GatedDeltaNet(2, 3, heads=2, key_size=2, key=KEY),
+    "SelectiveSSM": nn.SelectiveSSM(2, 3, 4, state_size=2, key=KEY),
     "MinGRU": nn.MinGRU(2, 3, key=KEY),
     "MinLSTM": nn.MinLSTM(2, 3, key=KEY),
     "LIF": nn.LIF(2, 3, 0.9, key=KEY),

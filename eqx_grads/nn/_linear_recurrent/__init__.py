@@ -1,1 +1,1 @@
-"""Recurrent layers whose recurrence is linear: LRU, S5, MinGRU, MinLSTM."""
+"""Recurrent layers whose recurrence is linear: LRU, S5, MinGRU, MinLSTM, S6, DeltaNet."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer, Key, Num, PyTree
 
@@ -139,6 +140,25 @@ class AbstractRecurrent(AbstractCellLayer):
             self._run_cell, cells, xs, states, valid, key=key, inference=inference
         )
         return self.stack.as_given(ys, is_batch), last_states(states, is_batch)
+
+    def step(
+        self, x: Num[Array, "..."], state: PyTree = None, **options: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Run one step, as for generation.
+
+        **Arguments:**
+
+        - `x`: one input, `(in,)`, or one of each example of a batch, `(batch, in)`.
+        - `state`, `**options`: as for a call of the layer.
+
+        **Returns:**
+
+        `y, state`: the output, and the state for the next step.
+        """
+        is_batch = jnp.ndim(x) > _input_axes(self.cells[0][0])
+        axis = int(is_batch and not self.time_major)
+        ys, state = self(jnp.expand_dims(x, axis), state, **options)
+        return jax.tree.map(lambda y: jnp.squeeze(y, axis), ys), state
 
 
 def _input_axes(cell: Any) -> int:

@@ -65,6 +65,46 @@ def zero_real(gates):
     return lambda c: jnp.zeros(len(c["weight"]) // gates, c["weight"].dtype)
 
 
+def convolved(c, x, window):
+    """A causal convolution of each channel, then a SiLU. The window holds the last inputs."""
+    rows = jnp.concatenate([window, x[None]])
+    return jax.nn.silu(jnp.sum(c["convolution"] * rows, 0)), rows[1:]
+
+
+def delta_net_step(c, x, state):
+    """Yang et al. (2025), with two heads of keys of two and values of one."""
+    matrix, window = state
+    of_heads = lambda y: y.reshape(2, -1)
+    qkv, gate, beta, step = jnp.split(c["weight_in"] @ x, [10, 12, 14])
+    qkv, window = convolved(c, qkv, window)
+    q, k, v = map(of_heads, jnp.split(qkv, [4, 8]))
+    unit = lambda y: y / jnp.sqrt(jnp.sum(y**2, -1, keepdims=True) + 1e-6)
+    q, k, beta = unit(q) / 2**0.5, unit(k), jax.nn.sigmoid(beta)
+    decay = jnp.exp(-jnp.exp(c["log_rate"]) * jax.nn.softplus(step + c["bias_step"]))
+
+    def head(s, q, k, v, beta, decay):
+        s = decay * s
+        s = s + beta * jnp.outer(k, v - k @ s)
+        return s, q @ s
+
+    matrix, out = jax.vmap(head)(matrix, q, k, v, beta, decay)
+    out = out / jnp.sqrt(jnp.mean(out**2, -1, keepdims=True) + 1e-5) * c["gain"][None]
+    out = out * jax.nn.silu(of_heads(gate))
+    return (matrix, window), c["weight_out"] @ out.ravel()
+
+
+def selective_step(c, x, state):
+    """Gu and Dao (2023), with four states of each channel."""
+    h, window = state
+    x, gate = jnp.split(c["weight_in"] @ x, 2)
+    x, window = convolved(c, x, window)
+    low, write, read = jnp.split(c["weight_select"] @ x, [1, 5])
+    step = jax.nn.softplus(c["weight_step"] @ low + c["bias_step"])[:, None]
+    h = jnp.exp(-step * jnp.exp(c["log_rate"])) * h + step * x[:, None] * write[None]
+    y = (h @ read + c["skip"] * x) * jax.nn.silu(gate)
+    return (h, window), c["weight_out"] @ y
+
+
 # ---------------------------------------------------------------- entries
 
 NAMES = {
@@ -177,3 +217,36 @@ def long(kind, steps, slow):
 SLOW = {"weight": normal(6, 2, scale=0.3), "bias": np.array([-4.5, -5, -4, 0.3, 0.5, 0.2])}
 long("MinGRU", 509, SLOW)
 long("LRU", 509, diagonal_cell("LRU", 2, 2, 3, "vector") | {"log_decay": np.full(3, -4.0)})
+
+
+# Each: how it is made, its step, the shapes of its parameters, and of its state.
+WITH_WINDOWS = {
+    "GatedDeltaNet": (
+        ft.partial(nn.GatedDeltaNet, 2, 2, heads=2, key_size=2, value_size=1, conv_size=3),
+        delta_net_step,
+        {"weight_in": (16, 2), "convolution": (3, 10), "log_rate": (2,), "bias_step": (2,),
+         "gain": (1,), "weight_out": (2, 2)},
+        ((2, 2, 1), (2, 10)),
+    ),
+    "SelectiveSSM": (
+        ft.partial(nn.SelectiveSSM, 2, 2, 3, state_size=4, conv_size=2),
+        selective_step,
+        {"weight_in": (6, 2), "convolution": (2, 3), "weight_select": (9, 3),
+         "weight_step": (3, 1), "bias_step": (3,), "log_rate": (3, 4), "skip": (3,),
+         "weight_out": (2, 3)},
+        ((3, 4), (1, 3)),
+    ),
+}  # fmt: skip
+for kind, (make, step, shapes, states) in WITH_WINDOWS.items():
+    cell = lambda shapes=shapes: {name: normal(*shape) for name, shape in shapes.items()}
+    state = tuple(normal(*shape) for shape in states)
+    enter(
+        f"nn.{kind}", layer(make), normal(4, 2), ((cell(),),), state, None, None,
+        plain=plain(step, None), **AGAIN,
+    )  # fmt: skip
+    two = {"num_layers": 2, "reverse": True, "time_major": True}
+    enter(
+        f"nn.{kind}: padded", layer(make, **two), normal(5, 2, 2), ((cell(),), (cell(),)),
+        tuple(normal(2, 2, *shape) for shape in states), np.array([5, 2]), None,
+        plain=plain(step, None, reverse=True, time_major=True), time_major=True, **CHEAP,
+    )  # fmt: skip

@@ -447,3 +447,55 @@ entry(
     plain=lambda a, b, h: recurrence(a[:, None], b, h),
     **FIRST,
 )
+
+
+# ---------------------------------------------------------------- what the input decides
+
+
+def delta_rule(q, k, v, beta, g, state, delta=True, reverse=False):
+    """Yang et al. (2025), step by step, for one head."""
+
+    def step(s, of):
+        q, k, v, beta, g = of
+        s = jnp.exp(g) * s
+        s = s + beta * jnp.outer(k, v - k @ s if delta else v)
+        return s, q @ s
+
+    last, out = jax.lax.scan(step, state, (q, k, v, beta, g), reverse=reverse)
+    return out, last
+
+
+HEAD = (normal(3, 2), normal(3, 2) / 2, normal(3, 2), rng.random(3), -rng.random(3))
+for _options in ({}, {"reverse": True, "delta": False}):
+    entry(
+        f"gated_delta_rule: {sorted(_options)}",
+        lambda *args, options=_options: eqg.gated_delta_rule(
+            *args[:5], state=args[5], chunk=2, **options
+        ),
+        *HEAD,
+        normal(2, 2),
+        plain=ft.partial(delta_rule, **_options),
+        **OPTION if _options else {},
+    )
+
+
+def selective(x, step, a, b, c, state, reverse=True):
+    """Gu and Dao (2023), step by step."""
+
+    def run(h, of):
+        x, step, b, c = of
+        h = jnp.exp(step[:, None] * a) * h + (step * x)[:, None] * b[None]
+        return h, jnp.real(h @ c)
+
+    last, y = jax.lax.scan(run, state, (x, step, b, c), reverse=reverse)
+    return y, last
+
+
+entry(
+    "selective_scan",
+    lambda *args: eqg.selective_scan(*args[:5], state=args[5], reverse=True),
+    *(normal(5, 2), rng.random((5, 2)), -rng.random((2, 3)), normal(5, 3), normal(5, 3)),
+    normal(2, 3),
+    plain=selective,
+    **OPTION,
+)
