@@ -12,6 +12,9 @@ import pytest
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.x64
+
+
 def jvp_of(fn):
     """`fn` with the forward rule that autodiff would have, and a mark that it was used."""
     decorated = eqg.custom_jvp(fn)

@@ -13,6 +13,9 @@ from eqx_grads import ste
 from eqx_grads._jaxprs.structure import equations
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 X, Y = jnp.array([0.5, -1.2, 2.0]), jnp.array([1.5, 0.3, -0.7])
 
 

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 
+pytestmark = pytest.mark.x64
+
+
 def _functions(factor=1.0):
     """New arrays each time: what JAX keeps of them is of no other test."""
     rows, grid = np.array([0, 0, 1, 1, 2]), np.linspace(0.1, 1.0, 5)

@@ -15,6 +15,9 @@ from jax import monitoring
 from .helpers import unwrapped
 
 
+pytestmark = pytest.mark.x64
+
+
 pytest_plugins = ["pytester"]
 
 X = np.array([0.3, -1.2, 2.1, 0.7])

@@ -22,6 +22,9 @@ from .rules.holding import (
 )
 
 
+pytestmark = pytest.mark.versions
+
+
 # What each way of holding a value is called in the error.
 NAMES = {
     closure: "closes over.\n  at `a`, held by `held`",

@@ -22,6 +22,9 @@ from .rules.holding import (
 )
 
 
+pytestmark = pytest.mark.versions
+
+
 # ------------------------------------------------------------------ where it comes from
 # `f_of(a)` is `sin(x) * a` as a function of `x` and `a`, made where `a` is traced.
 

@@ -13,6 +13,9 @@ from .helpers import assert_close, checking_leaks
 from .ops import sin_times_vjp
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 class Model(eqx.Module):
     """Arrays, an activation function, a Python number, a static field, and nothing."""
 

@@ -10,6 +10,9 @@ import pytest
 from eqx_grads import RuleError
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 X = jnp.arange(1.0, 4.0)
 
 

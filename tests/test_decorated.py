@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 
+pytestmark = pytest.mark.versions
+
+
 @eqg.custom_jvp
 def doubled(x, *, scale: float = 2.0):
     """Twice `x`."""

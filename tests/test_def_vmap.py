@@ -8,6 +8,9 @@ import pytest
 from .helpers import assert_close
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 def product(weight, x):
     return jnp.tanh(x @ weight)
 

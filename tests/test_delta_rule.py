@@ -14,6 +14,9 @@ import pytest
 from .helpers import assert_close, checking_leaks
 
 
+pytestmark = pytest.mark.versions
+
+
 def plain(q, k, v, beta, decay, state, delta=True, reverse=False):
     """One head: `S = exp(g) S`, then `S = S + beta k (v - S^T k)^T`, as flash-linear-attention
     publishes the recurrence."""

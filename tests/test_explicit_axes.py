@@ -16,6 +16,9 @@ from .ops import sin_times, sin_times_elementwise, sin_times_jvp, sin_times_vjp
 from .test_shard_map import OPTIONS, product, scan_loss, SQUARE, WEIGHT, X, XS
 
 
+pytestmark = pytest.mark.versions
+
+
 MESH = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Explicit,))
 
 

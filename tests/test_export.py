@@ -14,6 +14,9 @@ from jax import export
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.versions
+
+
 KEY = jr.key(0)
 X = jnp.linspace(0.1, 0.9, 6).reshape(2, 3)
 

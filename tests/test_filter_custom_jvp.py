@@ -16,6 +16,9 @@ import pytest
 from .helpers import assert_close, checking_leaks
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 X, Y = jnp.array([0.3, -1.2, 2.0]), jnp.array([1.5, 0.4, -0.7])
 
 

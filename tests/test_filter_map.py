@@ -13,6 +13,9 @@ from .helpers import assert_close, checking_leaks
 from .ops import sin_times_jvp, sin_times_vjp
 
 
+pytestmark = pytest.mark.versions
+
+
 FLOAT = jnp.zeros(()).dtype
 XS = {"x": np.random.default_rng(0).normal(size=(11, 3)).astype(FLOAT), "tag": "tag"}
 SCALES = jnp.linspace(0.5, 1.5, 11)

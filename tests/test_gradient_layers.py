@@ -11,6 +11,9 @@ import pytest
 from eqx_grads import RuleError
 
 
+pytestmark = pytest.mark.x64
+
+
 def network(layer, key):
     key1, key2 = jr.split(key)
     return eqx.nn.Sequential(

@@ -16,6 +16,9 @@ from eqx_grads import RuleError
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.x64
+
+
 MASK = np.array([True, False, True, True])
 
 # Each op, and what it makes of a gradient of shape (4,), in NumPy.

@@ -11,6 +11,9 @@ import pytest
 from jax.experimental import hijax  # noqa: TID251  what the page is about
 
 
+pytestmark = pytest.mark.versions
+
+
 if not hasattr(hijax, "HiPrim"):
     pytest.skip("this version of JAX has no `HiPrim`", allow_module_level=True)
 

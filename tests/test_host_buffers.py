@@ -13,6 +13,9 @@ import pytest
 from .helpers import assert_close
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 class Workspace:
     """One piece of memory for each name, shape and dtype. All functions and rules of a test
     share it, so that each call overwrites what an earlier one returned."""

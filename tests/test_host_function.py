@@ -19,6 +19,9 @@ from eqx_grads import RuleError
 from .helpers import assert_close
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 def _numpy(x, y):
     return np.sin(x) * y + np.sum(x, -1, keepdims=True)
 

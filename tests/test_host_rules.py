@@ -15,6 +15,9 @@ from eqx_grads import RuleError
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.x64
+
+
 X = jnp.array([1.0, 2.0], jnp.float32)
 
 

@@ -16,6 +16,9 @@ from eqx_grads import RuleError
 from .helpers import assert_close
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 # ---------------------------------------------------------------- the same as with JAX
 
 PROGRAMS = {}

@@ -38,6 +38,9 @@ from jax.extend.core import jaxpr_as_fun, Primitive, primitives
 from jax.sharding import PartitionSpec as P
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 def custom_jvp(f, x):
     @jax.custom_jvp
     def g(x):

@@ -13,6 +13,9 @@ from jax.experimental import pallas as pl  # noqa: TID251  a kernel
 from .helpers import assert_close
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 MATRIX = np.array([[0.5, -1.0, 0.3], [0.2, 0.7, -0.4]])
 
 

@@ -11,6 +11,9 @@ from eqx_grads import RuleError
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.x64
+
+
 MATRIX = np.array([[0.5, -1.0, 0.3], [0.2, 0.7, -0.4]])
 
 

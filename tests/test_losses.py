@@ -16,6 +16,9 @@ from jax.sharding import AxisType, PartitionSpec as Spec
 from .helpers import assert_close, temp_bytes
 
 
+pytestmark = pytest.mark.x64
+
+
 LABELS = jnp.array([[0, 3, -100], [1, 2, 6]])
 
 

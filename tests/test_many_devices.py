@@ -26,6 +26,9 @@ from .many_devices import (
 )
 
 
+pytestmark = pytest.mark.versions
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forget():
     yield

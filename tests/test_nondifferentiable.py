@@ -8,6 +8,9 @@ import pytest
 from eqx_grads import RuleError
 
 
+pytestmark = pytest.mark.versions
+
+
 @pytest.mark.parametrize(
     "transform",
     [

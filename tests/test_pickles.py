@@ -15,6 +15,9 @@ import pytest
 from .rules.pickled import LAYERS, OBJECTS
 
 
+pytestmark = pytest.mark.versions
+
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 

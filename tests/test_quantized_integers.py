@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 
+pytestmark = pytest.mark.x64
+
+
 QUANTIZERS = [
     eqg.nn.FakeQuantize(4),
     eqg.nn.FakeQuantize(8, channel_axis=0),

@@ -19,6 +19,9 @@ from eqx_grads import RuleError, ste
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.x64
+
+
 def raises(match):
     return pytest.raises(RuleError, match=match)
 

@@ -14,6 +14,9 @@ from eqx_grads import RuleError
 from .helpers import assert_close
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 METHODS = ("scan", "associative")
 
 

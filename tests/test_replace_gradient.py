@@ -10,6 +10,9 @@ import pytest
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.x64
+
+
 VALUES = [0.0, -0.0, 1e-45, 1e30, -1e30, np.inf, -np.inf, np.nan, 0.1]
 
 

@@ -27,6 +27,9 @@ from .rules.scan_bodies import (
 )
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 @pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name, reverse):

@@ -15,6 +15,9 @@ from eqx_grads._diagnosis._programs.lowest_precision import lowest_precisions
 from eqx_grads.testing._differences import directional
 
 
+pytestmark = pytest.mark.x64
+
+
 DERIVATIVES = ("forward", "reverse", "adjoint", "linear")
 FAULTS = ("factor", "sign", "dropped", "missing")
 X, Y = jnp.array(0.7), jnp.array(1.3)

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 
+pytestmark = pytest.mark.x64
+
+
 safe = eqg.safe
 INF = jnp.inf
 

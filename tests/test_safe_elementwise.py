@@ -27,6 +27,9 @@ from .mpmath_grid import (
 )
 
 
+pytestmark = pytest.mark.x64
+
+
 class Truth(NamedTuple):
     """A function in mpmath, the points where it is compared, and how close it has to be.
 

@@ -13,6 +13,9 @@ import pytest
 from . import mpmath_grid as grid
 
 
+pytestmark = pytest.mark.x64
+
+
 safe = eqg.safe
 INF = jnp.inf
 

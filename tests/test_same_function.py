@@ -12,6 +12,9 @@ import pytest
 from .helpers import conds_keep_keys
 
 
+pytestmark = pytest.mark.x64
+
+
 X = jnp.array([0.2, -0.4], "float32")
 CHECKS = ("primal", "forward", "reverse")
 

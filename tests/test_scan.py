@@ -14,6 +14,9 @@ from eqx_grads import RuleError
 from .helpers import assert_close, temp_bytes
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 def cell(weight, h, x):
     return jnp.tanh(weight @ h + x)
 

@@ -21,6 +21,9 @@ from jax import export
 from .helpers import compilations
 
 
+pytestmark = pytest.mark.versions
+
+
 WEIGHT = 0.5 * jr.normal(jr.key(0), (3, 3))
 H, XS = jr.normal(jr.key(1), (3,)), jr.normal(jr.key(2), (12, 3))
 

@@ -15,6 +15,9 @@ import pytest
 from .helpers import fails_with_remat3, REMAT3_HAS_NO_SECOND_ORDER
 
 
+pytestmark = pytest.mark.versions
+
+
 X = jnp.array([0.7, -1.3, 2.2])
 STEPS = 4
 ste = eqg.ste

@@ -11,6 +11,9 @@ import pytest
 from .helpers import assert_close, fails_with_remat3, REMAT3_HAS_NO_TRANSPOSE
 
 
+pytestmark = pytest.mark.versions
+
+
 def quotient(inner):
     """`x / y`, whose rule applies it to tangents, in some surroundings."""
     divide = eqg.custom_jvp(lambda x, y: x / y)

@@ -13,6 +13,9 @@ from jax.sharding import AxisType, PartitionSpec as Spec
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.versions
+
+
 SHARDED, REPLICATED = (Spec("i"), Spec("i")), (Spec(), Spec("i"))
 WEIGHT = jnp.linspace(0.0, 1.0, 6).reshape(2, 3)
 X = jnp.linspace(-1.0, 1.0, 16).reshape(8, 2)

@@ -14,6 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.versions
+
+
 # The length of the vocabulary is that of no other axis, nor the product of some.
 TOKENS, FEATURES, VOCABULARY = 64, 8, 1096
 OPTIONS = {"chunk": 16, "label_smoothing": 0.1, "z_loss": 1e-2}

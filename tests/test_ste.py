@@ -16,6 +16,9 @@ import pytest
 from eqx_grads import ste
 
 
+pytestmark = pytest.mark.x64
+
+
 def bits(x):
     x = np.asarray(x)
     return x.view(f"uint{8 * x.itemsize}")

@@ -26,6 +26,9 @@ from eqx_grads.surrogates import (
 )
 
 
+pytestmark = pytest.mark.x64
+
+
 ALL = [superspike, atan, sigmoid, gaussian, multi_gaussian, triangle, rectangle, leaky]
 
 

@@ -9,6 +9,9 @@ import pytest
 from eqx_grads import RuleError
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 PRIMAL = {"a": jnp.zeros(2), "b": (jnp.zeros(2), jnp.zeros(2))}
 
 

@@ -21,6 +21,9 @@ import pytest
 from .helpers import assert_close, compilations
 
 
+pytestmark = pytest.mark.versions
+
+
 N_THREADS = 8
 
 

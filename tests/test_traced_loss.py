@@ -19,6 +19,9 @@ from eqx_grads._jaxprs.structure import equations, inner_programs
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.versions
+
+
 KEY = jax.random.key(0)
 X = jnp.linspace(-1.0, 1.0, 3)
 

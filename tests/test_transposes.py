@@ -17,6 +17,9 @@ from .helpers import (
 )
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 def loop(t):
     return jax.lax.while_loop(lambda s: s[1] < 1, lambda s: (2 * s[0], s[1] + 1), (t, 0))[0]
 

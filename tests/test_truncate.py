@@ -19,6 +19,9 @@ from .rules.scan_bodies import (
 )
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 def by_hand(window, reverse=False):
     """JAX's own scan, of a step that cuts the carry at the start of each window."""
 

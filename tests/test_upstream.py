@@ -16,6 +16,9 @@ import jax
 import pytest
 
 
+pytestmark = pytest.mark.versions
+
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "UPSTREAM.md"
 FENCE = re.compile(r"^```(python|diff)\n(.*?)^```", re.MULTILINE | re.DOTALL)

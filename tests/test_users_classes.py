@@ -20,6 +20,9 @@ from flax import nnx
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.versions
+
+
 FORBIDDEN = []
 
 

@@ -6,6 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 # The derivative with respect to `y` is infinite or NaN wherever `x` is not positive.
 def power(x, y):
     return x**y

@@ -27,6 +27,9 @@ from .programs.run import fresh_batches, wrong_cases
 from .programs.scans import Call, Scan
 
 
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
+
+
 # fmt: off
 SEEDS = (
     269, 777, 796, 1934, 4576, 5856, 7024, 7946, 8081, 8301, 8816, 9158,
