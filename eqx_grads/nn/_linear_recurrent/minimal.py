@@ -136,6 +136,7 @@ class MinGRU(AbstractMinimal):
     """
 
     _n_gates: ClassVar[int] = 2
+    __init__ = AbstractMinimal.__init__  # a type checker sees no inherited one
 
     def _coefficients(self, gates):
         update, candidate = gates
@@ -193,6 +194,7 @@ class MinLSTM(AbstractMinimal):
     """
 
     _n_gates: ClassVar[int] = 3
+    __init__ = AbstractMinimal.__init__  # a type checker sees no inherited one
 
     def _coefficients(self, gates):
         forget, write, candidate = gates

@@ -117,6 +117,7 @@ class LIF(AbstractNeurons):
     """
 
     _of_cells: ClassVar[dict[str, Any]] = {}
+    __init__ = AbstractNeurons.__init__  # a type checker sees no inherited one
 
 
 class LI(AbstractNeurons):
@@ -149,6 +150,7 @@ class LI(AbstractNeurons):
     """
 
     _of_cells: ClassVar[dict[str, Any]] = {"threshold": None}
+    __init__ = AbstractNeurons.__init__  # a type checker sees no inherited one
 
 
 def _make_cells(layer, input_size, hidden_size, beta, key, options):
