@@ -38,7 +38,7 @@ from .._jaxprs.operands import at, fill
 from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import Call, Checkpoint, Scan
 from .._jaxprs.symbolic_sizes import as_length
-from .._jaxprs.varying import vary_alike, vary_over, varying_axes
+from .._jaxprs.varying import cast_to, vary_alike
 from .analysis import Analysis, AnalyzedEquation
 from .mask import both, dense, either, Mask
 from .ranges import decided_case, is_inexact, Range
@@ -232,10 +232,9 @@ def _elementwise(e, values, masks, is_forward) -> list[Mask]:
     return [_unbroadcast(both(masks[out], taken[i]), jnp.shape(values[i])) for i in taken]
 
 
-def _of_type(value: Any, mask: Mask) -> jax.Array:
-    """A mask as an array that has the shape of a value, or of a type. Inside `shard_map`, it
-    varies over the devices as these do."""
-    return vary_over(dense(mask, value.shape), varying_axes(value))
+def _of_type(t: Any, mask: Mask) -> jax.Array:
+    """A mask as an array that has the shape of a type, and is on the devices as its values."""
+    return cast_to(dense(mask, t.shape), t)
 
 
 def _unbroadcast(mask: Mask, shape: Sequence[int]) -> Mask:
@@ -302,7 +301,7 @@ def _sums(e, values, given, is_forward) -> list[Mask]:
         function = function_of(e.eqn, full, part, e.inexact_outs)
         primals = [full[i] for i in part]
         numbers = lambda xs, ms: [
-            _of_type(x, m).astype(x.dtype) for x, m in zip(xs, ms, strict=True)
+            _of_type(jax.typeof(x), m).astype(x.dtype) for x, m in zip(xs, ms, strict=True)
         ]
         if is_forward:
             tangents = numbers(primals, [next(masks) for _ in part])
