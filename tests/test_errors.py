@@ -119,6 +119,11 @@ class TestForwardRule:
 
         match = rf"forward rule `rule` of `square` is not linear in its tangents: .*{match}"
         fails(forward(square, rule), X, match=match)
+        # An argument without a hash, of which no check is kept: the error is the only one.
+        f = forward(lambda x, options: square(x), lambda ps, ts: rule(ps[:1], ts[:1]))
+        with pytest.raises(RuleError, match="not linear") as info:
+            jax.jvp(lambda x: f(x, {"a"}), (X,), (X,))
+        assert info.value.__context__ is None
         with pytest.raises(RuleError, match="not linear"):
             jax.jvp(forward(square, rule), (X,), (X,))
 

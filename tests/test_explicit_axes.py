@@ -61,6 +61,32 @@ def test_scan_from_zeros(options):
     check(fn, plain, (Spec(), Spec(None, "i")), SQUARE, XS, eps=500)
 
 
+def scan_of_roots(root, weight, x):
+    step = lambda c, v: (jnp.tanh(c * weight + root(v * weight)), c)
+    return jax.lax.scan(step, x, jnp.stack([x, 2 * x]))[1]
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        lambda root, w, x: jax.lax.cond(w[0, 0] > 0, lambda x: root(w * x), lambda x: x * w, x),
+        lambda root, w, x: jnp.pad(root(x * w), ((1, 1), (0, 0))),
+        lambda root, w, x: jnp.concatenate([root(x * w), x, x * w]),
+        lambda root, w, x: w.T @ jnp.cumsum(root(x * w), 0),
+        scan_of_roots,
+    ],
+    ids=["branches", "pad", "concatenate", "products", "scan"],
+)
+def test_a_root_that_is_not_taken(local):
+    """`zero_safe` against the double `where`."""
+    root = lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0)
+    plain = lambda x: jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1.0)), 0.0)
+    loss = lambda root: lambda w, x: jnp.sum(jnp.sin(local(root, w, x)))
+    weight, x = jnp.array([[0.5], [2.0]]), jnp.linspace(-1.0, 2.0, 16).reshape(2, 8)
+    specs = (Spec(), Spec(None, "i"))
+    check(eqg.zero_safe(loss(root)), loss(plain), specs, weight, x, eps=100)
+
+
 @eqg.implicit(lambda y, a, b: y**2 - a * b)
 def elementwise_root(a, b):
     return jnp.sqrt(a * b)

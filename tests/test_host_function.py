@@ -602,6 +602,10 @@ def test_differences_at_the_edge_of_a_domain(derivative):
     assert "`_root` was called for a finite difference" in notes[0]
     with pytest.raises(jax.errors.JaxRuntimeError, match="give a smaller `step`"):
         jax.jit(derivative(eqg.host_function(_root, **like_x)))(0.0)
+    wrong_there = eqg.host_function(lambda x: x if x == 0 else np.append(x, x), **like_x)
+    with pytest.raises(RuleError, match="another shape than was promised") as caught:
+        derivative(wrong_there)(0.0)
+    assert "was called for a finite difference" in caught.value.__notes__[0]
 
 
 def _full(x, n):

@@ -78,6 +78,40 @@ def test_chunked_loss_of_a_replicated_weight():
     assert_close(got, expected)
 
 
+def steps_from_the_same_numbers(root, weight, x):
+    step = lambda c, v: ((jnp.tanh(c[0] * weight + root(v)), c[1] + weight), c[0][:1] + c[1])
+    start = jax.lax.pcast(jnp.zeros(2), ("i",), to="varying"), jnp.ones(2)
+    return jax.lax.scan(step, start, x)[1]
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        lambda root, weight, x: root(x * weight)[jnp.array([1, 0])],
+        lambda root, weight, x: jnp.pad(root(x * weight), 1) ** 2,
+        lambda root, weight, x: jnp.convolve(root(x * weight[0]), weight),
+        lambda root, weight, x: jnp.sort(root(x * weight))[:1],
+        steps_from_the_same_numbers,
+    ],
+    ids=["look-up", "pad", "convolution", "sort", "scan"],
+)
+def test_a_root_that_is_not_taken(local):
+    """`zero_safe` against the double `where`: its masks differ between devices too."""
+    root = lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0)
+    plain = lambda x: jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1.0)), 0.0)
+    args = jnp.array([0.5, 2.0]), jnp.linspace(-1.0, 2.0, 8)
+
+    def derivatives(root, wrap):
+        total = lambda *args: jax.lax.psum(jnp.sum(local(root, *args)), "i")
+        loss = jax.shard_map(wrap(total), mesh=MESH, in_specs=REPLICATED, out_specs=Spec())
+        return jax.grad(loss, (0, 1))(*args), jax.jvp(loss, args, args)[1]
+
+    safe, twice = jax.jit(
+        lambda: (derivatives(root, eqg.zero_safe), derivatives(plain, lambda f: f))
+    )()
+    assert_close(safe, twice)
+
+
 OPTIONS = ({}, {"checkpoint": 2}, {"checkpoint": "replay"}, {"checkpoint": "auto"})
 OPTIONS = (*OPTIONS, {"truncate": 3}, {"truncate": 2, "checkpoint": "replay"})
 XS = jnp.linspace(-1.0, 1.0, 6 * 8 * 3).reshape(6, 8, 3)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import rule_error, RuleError
+from .._errors import rule_error
 from .._jaxprs.varying import vary_alike, varying_types
 from .host_op import HostOp, inexact, is_complex, is_inexact, read_only, Types
 
@@ -105,19 +105,7 @@ def run_differences(op, leaves):
     inner, live, steps = op.parts
     columns = []
     for i, step in zip(live, steps, strict=True):
-        try:
-            columns += _differences(inner, leaves, i, step)
-        except RuleError:
-            raise
-        except Exception as error:
-            # The exception may be any mistake, so that it is not turned into NaN.
-            if inner.run is not run_differences:  # which says so
-                error.add_note(
-                    f"`{op.name}` was called for a finite difference, with an argument that "
-                    "was moved by a step. If that is outside of its domain, give a smaller "
-                    "`step` or a rule, or return NaN there."
-                )
-            raise
+        columns += _differences(inner, leaves, i, step)
     return _stacked(op, columns, leaves)
 
 
@@ -141,7 +129,17 @@ def _differences(op: HostOp, leaves, i: int, step: float | None) -> list[list[An
         moved[..., k] += h
         element = moved[..., k].copy()
         there = [*leaves[:i], read_only(moved.reshape(x.shape)), *leaves[i + 1 :]]
-        out = zip(op.outputs(there), op.out_types, strict=True)
+        try:
+            out = zip(op.outputs(there), op.out_types, strict=True)
+        except Exception as error:
+            # The exception may be any mistake, so that it is not turned into NaN.
+            if op.run is not run_differences:  # which says so
+                error.add_note(
+                    f"`{op.name}` was called for a finite difference, with an argument that "
+                    "was moved by a step. If that is outside of its domain, give a smaller "
+                    "`step` or a rule, or return NaN there."
+                )
+            raise
         return element, [y for y, t in out if is_inexact(t)]
 
     def central(k, direction):

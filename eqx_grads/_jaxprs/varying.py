@@ -80,7 +80,7 @@ def cast_carry(
     may_change = lambda x: bool(manual - varying_axes(x)) or (is_explicit and not _sharded(x))
     while any(map(may_change, init)):
         new = step_types(init)
-        cast = [_cast_to(x, t, is_explicit) for x, t in zip(init, new, strict=True)]
+        cast = list(map(cast_to, init, new))
         if all(x is y for x, y in zip(init, cast, strict=True)):
             break
         init = cast
@@ -99,8 +99,9 @@ def on_explicit_mesh(x: Any) -> Any:
     return reshard(x, PartitionSpec(*(None,) * jnp.ndim(x)))
 
 
-def _cast_to(x, aval, is_explicit):
-    if is_explicit and _sharded(aval) and not _sharded(x) and x.shape == aval.shape:
+def cast_to(x: Any, aval: Any) -> Any:
+    """`x`, sharded over the axes of the mesh, and varying over them, as values of a type."""
+    if _sharded(aval) and not _sharded(x) and x.shape == aval.shape:
         x = reshard(x, aval.sharding.spec)
     return vary_over(x, varying_axes(aval))
 

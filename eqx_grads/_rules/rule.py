@@ -199,6 +199,8 @@ class CheckCache(Opaque):
             # result.
             found = self._results.get(key, _MISSING)
         except TypeError:  # the call has no key
+            key = found = None
+        if key is None:  # not above, or an error of `compute` would show the `TypeError` first
             return compute()
         if found is _MISSING:
             found = compute()

@@ -19,6 +19,7 @@ from .._jaxprs.evaluate import bind, enter, equation_context, evaluate, values_o
 from .._jaxprs.operands import at, flagged
 from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import Cond, Scan
+from .._jaxprs.varying import cast_to
 from .._rules.replace_gradient import replace_gradient
 from .analysis import Analysis, AnalyzedEquation
 from .mask import both, dense, Mask
@@ -175,10 +176,10 @@ def _broadcast(e: AnalyzedEquation, values, masks: _Masks) -> tuple[list[Any], _
     """The operands of an elementwise operation with the shape of the result. One that it
     broadcasts itself, such as a scalar, gets a cotangent that is a sum over elements of the
     result, of which some may be dead."""
-    shape = e.eqn.outvars[0].aval.shape
-    if not kind_of(e.eqn).elementwise or all(jnp.shape(x) == shape for x in values):
+    out = e.eqn.outvars[0].aval
+    if not kind_of(e.eqn).elementwise or all(jnp.shape(x) == out.shape for x in values):
         return list(values), masks
-    values = [jnp.broadcast_to(x, shape) for x in values]
+    values = [cast_to(jnp.broadcast_to(x, out.shape), out) for x in values]
     alive = transfer(e, values, (), masks.alive_outs, is_forward=False)
     return values, masks._replace(alive_ins=alive)
 

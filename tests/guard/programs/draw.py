@@ -314,9 +314,11 @@ def _chain(dice: Dice, program: Any, longest: int, devices: bool) -> tuple[Step,
         steps.append(step)
         budget /= COSTS.get(name, 1.0)
         # Not in another one. Nor around a batched predicate, for which `UPSTREAM.md` has
-        # "A `cond` in `vmap` in `shard_map`".
+        # "A `cond` in `vmap` in `shard_map`". Nor around a sum over an axis of `vmap`, which
+        # JAX takes for one of the mesh there: an `AssertionError` (JAX 0.10).
         batches_cond = name in BATCHING and any(step.name == "cond" for step in steps)
-        if name == "shard_map" or batches_cond:
+        is_sum = name == "named" and step["sum"] is not None
+        if name == "shard_map" or batches_cond or is_sum:
             names = [name for name in names if name != "shard_map"]
     return tuple(steps)
 
