@@ -21,7 +21,7 @@ from .._rules.custom_vjp import custom_vjp
 from .._rules.rule import try_to_trace
 from .._tangent_spaces import as_array_list, is_differentiable, sum_dtype
 from .chunked_scan import chunk_init, scan_in_chunks, shift_in
-from .replay_cost import log_choice, replay_chunk, why_not_better
+from .replay_cost import log_choice, replay_chunk, why_never_better, why_not_better
 from .replay_split import cannot_replay, SplitVjp
 from .scan_backward import AbstractMethod, Loop
 from .traced_body import TracedBody
@@ -50,7 +50,10 @@ class Replayed(AbstractMethod):
         if loop.unroll is True or (loop.unroll is not False and loop.unroll != 1):
             return "`unroll` is given"
         reason = why_not_vectorized(loop.program[0])
-        return None if reason is None else f"a step {reason}"
+        if reason is not None:
+            return f"a step {reason}"
+        # A call with a rule would cost forward mode more than the plain scan.
+        return why_never_better(loop.traced[0]) if self.only_if_better else None
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         body, consts, init = loop.traced

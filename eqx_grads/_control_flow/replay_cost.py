@@ -30,11 +30,8 @@ _USES_OF_A_WEIGHT = 2  # of a weight, in a step: plain scan sums once for all
 _COPIES_IN_CHUNK = 3  # of the residuals, while a chunk is replayed: 2 to 4 for the cells there
 
 
-def why_not_better(
-    body: TracedBody, vjp: ClosedJaxpr, steps: int, perturbed: Sequence[bool]
-) -> str | None:
-    """Why plain scan is better for this batch, if these `consts` are differentiated. `vjp` is
-    the derivative of a step (`TracedBody.trace_vjp`)."""
+def why_never_better(body: TracedBody) -> str | None:
+    """Why plain scan is better, or as good, whatever the batch; `None` if it depends."""
     if body.has_symbolic_shapes:
         return "a step has symbolic shapes"
     if holds(body.program, Cond, Checkpoint):
@@ -43,6 +40,14 @@ def why_not_better(
     # A CPU takes longer for the gradients of a chunk: of a kernel, and of the rows of a table.
     if on_cpu() and holds(body.program, *_SLOW_IN_A_CHUNK):
         return "a step has a convolution, or looks up rows of a table"
+    return None
+
+
+def why_not_better(
+    body: TracedBody, vjp: ClosedJaxpr, steps: int, perturbed: Sequence[bool]
+) -> str | None:
+    """Why plain scan is better for this batch, if these `consts` are differentiated. `vjp` is
+    the derivative of a step (`TracedBody.trace_vjp`)."""
     inputs = body.input_types
     of_ct = depends(vjp, [i >= len(inputs) for i in range(len(vjp.in_avals))])
     varying = depends(vjp, [*body.varies, *(True for _ in vjp.in_avals[len(inputs) :])])
