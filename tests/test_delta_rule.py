@@ -179,6 +179,26 @@ def test_lengths(reverse):
         assert n > 0 or jnp.array_equal(rule(*part)[1], args[5][i])
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("of", ["delta rule", "selective scan"])
+def test_infinite_cotangents_of_padding(of, reverse):
+    """As of a loss that divides by an output: no gradient passes."""
+    x, step, a, b, c, state = selective_inputs(float, (2,))
+    options = {"lengths": [9, 4], "reverse": reverse}
+    if of == "delta rule":
+        decay = -jnp.ones((9, 2)).at[4:, 1].set(jnp.nan)
+        args = [x, step, b, jnp.ones((9, 2)), decay, state]
+        fn = lambda *args: ours(*args, **options)
+    else:
+        args = [x.at[4:, 1].set(jnp.nan), step, a, b, c, state]
+        fn = lambda *args: eqg.selective_scan(*args[:5], state=args[5], **options)
+    (out, last), pull = jax.vjp(fn, *args)
+    ones = jnp.ones_like(out)
+    got = pull((ones.at[4:, 1].set(jnp.inf), last))
+    assert_close(got, pull((ones.at[4:, 1].set(0.0), last)))
+    assert all(bool(jnp.all(jnp.isfinite(ct))) for ct in got)
+
+
 @pytest.mark.parametrize("delta", [True, False])
 def test_other_modes(delta):
     """Forward mode, and all second orders, against autodiff of the plain scan."""

@@ -131,7 +131,9 @@ def gated_delta_rule(
     out, last = _delta_rule(q, k, v, beta, decay, first, delta=bool(delta))
     out = jnp.moveaxis(out, -2, 1)
     out = (factor * out.reshape(-1, *out.shape[2:])[:steps]).astype(dtype)
-    return (jnp.flip(out, 0) if reverse else out), last
+    # Zero already, but an infinite cotangent has to end here.
+    (out,) = zero_padding("gated_delta_rule", [jnp.flip(out, 0) if reverse else out], lengths)
+    return out, last
 
 
 def _fit(q, k, v, beta, decay, scale, state):
