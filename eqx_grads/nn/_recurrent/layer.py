@@ -172,8 +172,8 @@ class AbstractRecurrent(AbstractCellLayer):
             raise rule_error(
                 f"`{name}.step` was given an `x` that is not one step.",
                 f"`x` is {type_of(x)}",
-                do="Pass an array of the shape `input_size`, or with one more axis in front for "
-                "a batch. For a sequence, call the layer itself.",
+                do="Pass an array of the shape `input_size`, or with one more axis in front "
+                "for a batch. For a sequence, call the layer itself.",
             )
         is_batch = x.ndim > axes
         axis = int(is_batch and not self.time_major)
