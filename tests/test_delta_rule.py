@@ -244,6 +244,9 @@ def test_memory_grows_with_the_number_of_chunks():
 RULE = {
     "decay": lambda x: eqg.gated_delta_rule(x, x, x, 1.0, 1j),
     "fit together": lambda x: eqg.gated_delta_rule(x, x[:, :1], x, 1.0),
+    "`beta` is float64.3,1.": lambda x: eqg.gated_delta_rule(x, x, x, jnp.ones((3, 1))),
+    "`v` is float64.2.": lambda x: eqg.gated_delta_rule(x, x, x[0], 1.0),
+    "`decay` is float64.3.": lambda x: eqg.gated_delta_rule(*3 * (x[:, None],), 1.0, x[:, 0]),
     "chunk": lambda x: eqg.gated_delta_rule(x, x, x, 1.0, chunk=0),
     "lengths": lambda x: eqg.gated_delta_rule(x, x, x, 1.0, lengths=[3]),
     "state": lambda x: eqg.gated_delta_rule(x, x, x, 1.0, state=jnp.ones((3, 2))),
@@ -256,6 +259,14 @@ RULE = {
 def test_errors(text):
     with pytest.raises(eqg.RuleError, match=text):
         RULE[text](jnp.ones((3, 2)))
+
+
+@pytest.mark.parametrize("shape", [(5, 0, 2), (5, 1, 0)])
+def test_no_numbers(shape):
+    x = jnp.ones(shape)
+    out, pull = jax.vjp(lambda x: eqg.gated_delta_rule(x, x, x, 1.0, chunk=2), x)
+    assert [y.shape for y in out] == [shape, (shape[1], shape[2], shape[2])]
+    assert pull(out)[0].shape == shape
 
 
 def test_no_steps():
