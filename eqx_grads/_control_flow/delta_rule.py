@@ -80,7 +80,8 @@ def gated_delta_rule(
         these steps outputs are zero, the state does not change, and no gradient passes.
     - `delta`: whether a step first removes what the matrix holds under the key.
     - `chunk`: the number of steps that run at once, as matrix products. The default is 32 on a
-        CPU and 64 otherwise. It changes rounding only.
+        CPU and 64 otherwise. It changes rounding only. A NaN or an infinity reaches all steps
+        of its chunk, earlier ones too.
     - `reverse`: run from the last step to the first. Then `state` is the state after the last.
     - `scale`: a factor of the outputs. The default is one; `flash-linear-attention` has
         `key ** -0.5`.

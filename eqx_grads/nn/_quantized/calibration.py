@@ -119,10 +119,8 @@ def _warn_of_negative(layers, inputs):
     for key, (_, path, quantizer) in layers.items():
         stacks = [x for of_key, xs in inputs.items() if of_key[0] == key for x in xs]
         share = sum(np.sum(x < 0) for x in stacks) / max(1, sum(x.size for x in stacks))
-        cuts = not (
-            getattr(quantizer, "signed", True) or getattr(quantizer, "asymmetric", False)
-        )
-        if share > 0.01 and cuts:
+        has_zero_point = getattr(quantizer, "asymmetric", False)
+        if share > 0.01 and not (getattr(quantizer, "signed", True) or has_zero_point):
             names.append(f"{place_of(path)} ({share:.0%})")
     if names:
         warnings.warn(
