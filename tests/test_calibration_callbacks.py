@@ -73,6 +73,9 @@ def test_negative_inputs_of_an_unsigned_quantizer():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nn.quantize_model(model, rules, calibrate=jnp.abs(batch))
+        # A zero point represents negative inputs.
+        inputs = nn.FakeQuantize(4, signed=False, asymmetric=True, learn_scale=True)
+        nn.quantize_model(model, {"*": (None, inputs)}, calibrate=batch)
 
 
 def test_calibration_of_a_model_with_more_arguments():

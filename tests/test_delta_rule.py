@@ -179,6 +179,26 @@ def test_lengths(reverse):
         assert n > 0 or jnp.array_equal(rule(*part)[1], args[5][i])
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("of", ["delta rule", "selective scan"])
+def test_infinite_cotangents_of_padding(of, reverse):
+    """As of a loss that divides by an output: no gradient passes."""
+    x, step, a, b, c, state = selective_inputs(float, (2,))
+    options = {"lengths": [9, 4], "reverse": reverse}
+    if of == "delta rule":
+        decay = -jnp.ones((9, 2)).at[4:, 1].set(jnp.nan)
+        args = [x, step, b, jnp.ones((9, 2)), decay, state]
+        fn = lambda *args: ours(*args, **options)
+    else:
+        args = [x.at[4:, 1].set(jnp.nan), step, a, b, c, state]
+        fn = lambda *args: eqg.selective_scan(*args[:5], state=args[5], **options)
+    (out, last), pull = jax.vjp(fn, *args)
+    ones = jnp.ones_like(out)
+    got = pull((ones.at[4:, 1].set(jnp.inf), last))
+    assert_close(got, pull((ones.at[4:, 1].set(0.0), last)))
+    assert all(bool(jnp.all(jnp.isfinite(ct))) for ct in got)
+
+
 @pytest.mark.parametrize("delta", [True, False])
 def test_other_modes(delta):
     """Forward mode, and all second orders, against autodiff of the plain scan."""
@@ -224,6 +244,9 @@ def test_memory_grows_with_the_number_of_chunks():
 RULE = {
     "decay": lambda x: eqg.gated_delta_rule(x, x, x, 1.0, 1j),
     "fit together": lambda x: eqg.gated_delta_rule(x, x[:, :1], x, 1.0),
+    "`beta` is float64.3,1.": lambda x: eqg.gated_delta_rule(x, x, x, jnp.ones((3, 1))),
+    "`v` is float64.2.": lambda x: eqg.gated_delta_rule(x, x, x[0], 1.0),
+    "`decay` is float64.3.": lambda x: eqg.gated_delta_rule(*3 * (x[:, None],), 1.0, x[:, 0]),
     "chunk": lambda x: eqg.gated_delta_rule(x, x, x, 1.0, chunk=0),
     "lengths": lambda x: eqg.gated_delta_rule(x, x, x, 1.0, lengths=[3]),
     "state": lambda x: eqg.gated_delta_rule(x, x, x, 1.0, state=jnp.ones((3, 2))),
@@ -236,6 +259,14 @@ RULE = {
 def test_errors(text):
     with pytest.raises(eqg.RuleError, match=text):
         RULE[text](jnp.ones((3, 2)))
+
+
+@pytest.mark.parametrize("shape", [(5, 0, 2), (5, 1, 0)])
+def test_no_numbers(shape):
+    x = jnp.ones(shape)
+    out, pull = jax.vjp(lambda x: eqg.gated_delta_rule(x, x, x, 1.0, chunk=2), x)
+    assert [y.shape for y in out] == [shape, (shape[1], shape[2], shape[2])]
+    assert pull(out)[0].shape == shape
 
 
 def test_no_steps():

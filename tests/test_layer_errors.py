@@ -260,6 +260,12 @@ ERRORS = [
     *((lambda key=key: GRU5(XS, key), KEY_BY_NAME) for key in (KEY, jr.PRNGKey(0))),
     (lambda: jax.vmap(GRU5)(XS, LENGTHS), BY_NAME),
     *((lambda s=s: GRU5(XS, s), BY_NAME) for s in (LENGTHS, [2, 2], jnp.ones(5))),
+    (lambda: GRU5.step([1.0, 2.0]), r"`GRU.step` was given an `x` that is not one step"),
+    (lambda: GRU5.step(XS), r"`x` is float32\[2,5,3\](?s:.)*call the layer itself"),
+    (
+        lambda: STACKS["LRU"](bidirectional=True).step(X),
+        "`LRU.step` was called on a",
+    ),
     (lambda: GRU5(XS, lengths=[2, 6]), "from 2 to 6\n.* 2 sequences of 5 steps\n.*time_major"),
     (lambda: GRU5(XS[:, :0], lengths=[0, 1]), "from 0 to 1\n.*of 0 steps"),
     (lambda: jax.vmap(lambda x: GRU5(x, lengths=LENGTHS))(XS), ONE_INTEGER),

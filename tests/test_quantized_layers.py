@@ -353,6 +353,9 @@ def test_calibration_errors(getkey):
     for inputs in (nn.FakeQuantize(8), nn.FakeQuantize(8, scale=0.1)):
         with raises(r"nothing to calib(?s:.)*`learn_scale=True`. Without it,"):
             nn.quantize_model(model, {"*": (nn.LSQ(4), inputs)}, **some)
+    groups = nn.FakeQuantize(8, learn_scale=True, group_size=3)  # had scales of all inputs
+    with raises("(?s)can't fit an input quantizer with a `group_size`"):
+        nn.quantize_model(model, {"['a']": (None, groups)}, **some)
     with raises("(?s)a `call`, and no batch"):
         nn.quantize_model(model, {"*": nn.LSQ(4)}, call=call)
     with raises(r"has no scale(?s:.)*`quantize_model\(..., calibrate=batch\)` fits"):

@@ -80,12 +80,14 @@ def gated_delta_rule(
         these steps outputs are zero, the state does not change, and no gradient passes.
     - `delta`: whether a step first removes what the matrix holds under the key.
     - `chunk`: the number of steps that run at once, as matrix products. The default is 32 on a
-        CPU and 64 otherwise. It changes rounding only.
+        CPU and 64 otherwise. It changes rounding only. A NaN or an infinity reaches all steps
+        of its chunk, earlier ones too.
     - `reverse`: run from the last step to the first. Then `state` is the state after the last.
     - `scale`: a factor of the outputs. The default is one; `flash-linear-attention` has
         `key ** -0.5`.
 
-    `q`, `k`, `v`, `beta` and `decay` broadcast over time, batch and heads.
+    `q`, `k`, `v`, `beta` and `decay` broadcast over time, batch and heads: with ones for the
+    axes that share a number. `beta` and `decay` may be one number.
 
     **Returns:**
 
@@ -130,8 +132,11 @@ def gated_delta_rule(
     q, k, v, beta, decay = (_to_chunks(x, chunk, x.ndim - len(axes) - 1) for x in xs)
     out, last = _delta_rule(q, k, v, beta, decay, first, delta=bool(delta))
     out = jnp.moveaxis(out, -2, 1)
-    out = (factor * out.reshape(-1, *out.shape[2:])[:steps]).astype(dtype)
-    return (jnp.flip(out, 0) if reverse else out), last
+    out = out.reshape(out.shape[0] * chunk, *out.shape[2:])[:steps]
+    out = (factor * out).astype(dtype)
+    # Zero already, but an infinite cotangent has to end here.
+    (out,) = zero_padding("gated_delta_rule", [jnp.flip(out, 0) if reverse else out], lengths)
+    return out, last
 
 
 def _fit(q, k, v, beta, decay, scale, state):
@@ -148,8 +153,8 @@ def _fit(q, k, v, beta, decay, scale, state):
             "The arguments of `gated_delta_rule` do not fit together.",
             *(f"`{name}` is {type_of(x)}" for name, x in given.items()),
             do="`q` and `k` have the shape `(time, ..., key)`, `v` has `(time, ..., value)`, "
-            "`beta` and `decay` have `(time, ...)`, `state` has `(..., key, value)`, and "
-            "`scale` is a number.",
+            "`beta` and `decay` have `(time, ...)` or are numbers, `state` has `(..., key, "
+            "value)`, and `scale` is a number.",
         )
     *axes, _, _ = shape
     q, k, v = (jnp.broadcast_to(x, (*axes, x.shape[-1])) for x in (q, k, v))
@@ -163,12 +168,15 @@ def _fit(q, k, v, beta, decay, scale, state):
 
 def _shape(q, k, v, beta, decay, state):
     """`(time, ..., key, value)`, or `None` if the arguments do not fit together."""
-    if min(q.ndim, k.ndim, v.ndim) < 1 or q.shape[-1] != k.shape[-1]:
+    n = q.ndim - 1
+    # With fewer axes, the time of one would meet the heads of another.
+    if n < 1 or {n + 1} != {k.ndim, v.ndim} or not {beta.ndim, decay.ndim} <= {0, n}:
         return None
     try:
         axes = [*(x.shape[:-1] for x in (q, k, v)), beta.shape, decay.shape]
         shape = (*jnp.broadcast_shapes(*axes), k.shape[-1], v.shape[-1])
-        fits = len(shape) > 2 and jnp.broadcast_shapes(state.shape, shape[1:]) == shape[1:]
+        fits = jnp.broadcast_shapes(state.shape, shape[1:]) == shape[1:]
+        fits = fits and q.shape[-1] == k.shape[-1]
     except ValueError:
         return None
     return shape if fits else None
@@ -191,7 +199,7 @@ def _to_chunks(x, chunk, n_features):
     do not change the state, where the last chunk is shorter."""
     if chunk > 1:
         x = jnp.pad(x, [(0, -x.shape[0] % chunk)] + [(0, 0)] * (x.ndim - 1))
-    x = x.reshape(-1, chunk, *x.shape[1:])
+    x = x.reshape(x.shape[0] // chunk, chunk, *x.shape[1:])
     return jnp.moveaxis(x, 1, -1 - n_features)
 
 

@@ -111,6 +111,8 @@ def selective_scan(
     state = jnp.broadcast_to(state, terms.shape[1:])
     h = linear_recurrence(factors, terms, state, reverse=reverse, method=method)
     y = jnp.real(jnp.sum(h * c[..., None, :], -1)).astype(dtype)
+    # Zero already, but an infinite cotangent has to end here.
+    (y,) = zero_padding("selective_scan", [y], lengths)
     return y, h[0 if reverse else -1] if h.shape[0] > 0 else state
 
 

@@ -119,7 +119,8 @@ def _warn_of_negative(layers, inputs):
     for key, (_, path, quantizer) in layers.items():
         stacks = [x for of_key, xs in inputs.items() if of_key[0] == key for x in xs]
         share = sum(np.sum(x < 0) for x in stacks) / max(1, sum(x.size for x in stacks))
-        if share > 0.01 and not getattr(quantizer, "signed", True):
+        has_zero_point = getattr(quantizer, "asymmetric", False)
+        if share > 0.01 and not (getattr(quantizer, "signed", True) or has_zero_point):
             names.append(f"{place_of(path)} ({share:.0%})")
     if names:
         warnings.warn(
@@ -133,6 +134,13 @@ def _warn_of_negative(layers, inputs):
 def _fit(quantizer, stacks):
     """The quantizer with a scale for these inputs, in the layout of one of them."""
     axis = getattr(quantizer, "channel_axis", None)
+    if getattr(quantizer, "group_size", None) is not None:
+        raise rule_error(
+            "`quantize_model` can't fit an input quantizer with a `group_size`.",
+            "its scale would have a group for each of the inputs that it is fitted to",
+            do="Give it a `channel_axis`, or leave out `learn_scale`: then each call computes "
+            "the scales.",
+        )
     if axis is None:
         return quantizer.fit(jnp.asarray(np.concatenate([x.ravel() for x in stacks])))
     # The examples are an axis that shares a scale, at the end where it is not counted.

@@ -112,7 +112,7 @@ class AbstractRecurrent(AbstractCellLayer):
         an array, use [`eqx_grads.nn.Outputs`][] of this layer, which returns `ys` only.
         """
         name = type(self).__name__
-        if not (isinstance(xs, jax.Array | np.ndarray) and holds_numbers(xs)):
+        if not _is_array(xs):
             raise rule_error(
                 f"`{name}` was given `xs` that are not an array of numbers.",
                 f"`xs` is a `{type(xs).__name__}`",
@@ -144,7 +144,7 @@ class AbstractRecurrent(AbstractCellLayer):
     def step(
         self, x: Num[Array, "..."], state: PyTree = None, **options: Any
     ) -> tuple[PyTree, PyTree]:
-        """Run one step, as for generation.
+        """Run one step, as for generation. A layer with `reverse` is given the last step first.
 
         **Arguments:**
 
@@ -154,11 +154,35 @@ class AbstractRecurrent(AbstractCellLayer):
         **Returns:**
 
         `y, state`: the output, and the state for the next step.
+
+        **Raises:**
+
+        [`eqx_grads.RuleError`][] if the layer is `bidirectional`.
         """
-        is_batch = jnp.ndim(x) > _input_axes(self.cells[0][0])
+        name = type(self).__name__
+        check_cells(name, self.cells, self._cell_types)
+        axes = _input_axes(self.cells[0][0])
+        if any(len(directions) > 1 for directions in self.cells):
+            raise rule_error(
+                f"`{name}.step` was called on a layer of two directions.",
+                "the cell that runs backward in time starts at the last step",
+                do="Call the layer with the whole sequence, or make it not `bidirectional`.",
+            )
+        if not (_is_array(x) and x.ndim in (axes, axes + 1)):
+            raise rule_error(
+                f"`{name}.step` was given an `x` that is not one step.",
+                f"`x` is {type_of(x)}",
+                do="Pass an array of the shape `input_size`, or with one more axis in front "
+                "for a batch. For a sequence, call the layer itself.",
+            )
+        is_batch = x.ndim > axes
         axis = int(is_batch and not self.time_major)
         ys, state = self(jnp.expand_dims(x, axis), state, **options)
         return jax.tree.map(lambda y: jnp.squeeze(y, axis), ys), state
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray) and holds_numbers(x)
 
 
 def _input_axes(cell: Any) -> int:
