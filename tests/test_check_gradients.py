@@ -174,6 +174,11 @@ VERDICTS = {
     # Its derivative has the number 2 / sqrt(pi), with three digits.
     "numbers in half": (lambda w: jnp.sum(jax.lax.erf(w)), jnp.array([0.3, -1.1], "bfloat16"),
                         "right", "", ""),
+    # As in `jax.nn.dot_product_attention`: products of bfloat16, whatever is multiplied.
+    "products in half": (lambda w: jnp.sum(jnp.sin(jax.lax.dot(
+        w, w, precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
+        preferred_element_type=jnp.float32))), jnp.array([0.3, -1.1], "bfloat16"),
+        "right", "", ""),
     "small error": (lambda m: jnp.sum(wrong_square(2 * (1 + 1e-5))(m)),
                     jnp.array([1.0, 2.0, -3.0]), "WRONG", "wrong",
                     "every entry is 1 + 1e-05 times the expected one"),

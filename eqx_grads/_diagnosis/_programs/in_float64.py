@@ -63,6 +63,8 @@ def _hook(eqn, values):
     for key in _DTYPES:
         if key in params and params[key] is not None and is_inexact(params[key]):
             params[key] = _wide(params[key])
+    if "precision" in params:  # such as an algorithm that rounds to bfloat16
+        params["precision"] = None
     if _is_scatter(eqn):
         params |= _wide_update(eqn)
     if _is_empty_conversion(eqn, values, params):
