@@ -174,11 +174,6 @@ VERDICTS = {
     # Its derivative has the number 2 / sqrt(pi), with three digits.
     "numbers in half": (lambda w: jnp.sum(jax.lax.erf(w)), jnp.array([0.3, -1.1], "bfloat16"),
                         "right", "", ""),
-    # As in `jax.nn.dot_product_attention`: products of bfloat16, whatever is multiplied.
-    "products in half": (lambda w: jnp.sum(jnp.sin(jax.lax.dot(
-        w, w, precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
-        preferred_element_type=jnp.float32))), jnp.array([0.3, -1.1], "bfloat16"),
-        "right", "", ""),
     "small error": (lambda m: jnp.sum(wrong_square(2 * (1 + 1e-5))(m)),
                     jnp.array([1.0, 2.0, -3.0]), "WRONG", "wrong",
                     "every entry is 1 + 1e-05 times the expected one"),
@@ -516,6 +511,16 @@ def test_a_program_in_float64():
     assert float(got) == pytest.approx(np.exp(h), rel=1e-12)
     expected = w[0, 0] * np.linalg.slogdet(w.astype(float))[1]
     np.testing.assert_allclose(value, expected, rtol=1e-12)
+
+
+def test_an_algorithm_for_bfloat16_is_not_used_in_float64():
+    """`jax.nn.dot_product_attention` asks for one."""
+    algorithm = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+    dot = lambda x: jax.lax.dot(x, x, precision=algorithm, preferred_element_type=jnp.float32)
+    program = jax.make_jaxpr(dot)(jnp.ones(2, "bfloat16"))
+    with jax.enable_x64(True):
+        (got,) = evaluate_in_float64(program, [jnp.array([1 / 3, 1 / 7])])
+    np.testing.assert_allclose(got, 1 / 9 + 1 / 49, rtol=1e-14)
 
 
 @pytest.mark.parametrize("op", ["add", "multiply", "max"])

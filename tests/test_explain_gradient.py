@@ -150,7 +150,7 @@ def test_rounding_in_half_precision_is_no_kink():
 
 
 def test_rounding_of_a_nearly_stationary_loss_is_no_kink():
-    """In the first step of PPO, the ratio is one: the loss changes by units of rounding only."""
+    """In the first step of PPO, the ratio is one: the loss changes by units of rounding."""
     xs = jax.random.normal(jax.random.key(1), (10, 3))
     advantages = jax.random.normal(jax.random.key(4), (10,))
     actions = jnp.arange(10)[:, None] % 2
