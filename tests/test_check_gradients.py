@@ -171,6 +171,9 @@ VERDICTS = {
     "infinite rule": (infinite_rule, jnp.ones(2), "WRONG", "not finite", "are infinite"),
     "zero in half": (lambda w: jnp.sum(w * 1e-5) * 1e-4, jnp.ones(3, "float16"), "WRONG", "cut",
                      "In float16, the gradient is zero"),
+    # Its derivative has the number 2 / sqrt(pi), with three digits.
+    "numbers in half": (lambda w: jnp.sum(jax.lax.erf(w)), jnp.array([0.3, -1.1], "bfloat16"),
+                        "right", "", ""),
     "small error": (lambda m: jnp.sum(wrong_square(2 * (1 + 1e-5))(m)),
                     jnp.array([1.0, 2.0, -3.0]), "WRONG", "wrong",
                     "every entry is 1 + 1e-05 times the expected one"),
@@ -508,3 +511,25 @@ def test_a_program_in_float64():
     assert float(got) == pytest.approx(np.exp(h), rel=1e-12)
     expected = w[0, 0] * np.linalg.slogdet(w.astype(float))[1]
     np.testing.assert_allclose(value, expected, rtol=1e-12)
+
+
+def test_an_algorithm_for_bfloat16_is_not_used_in_float64():
+    """`jax.nn.dot_product_attention` asks for one."""
+    algorithm = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+    dot = lambda x: jax.lax.dot(x, x, precision=algorithm, preferred_element_type=jnp.float32)
+    program = jax.make_jaxpr(dot)(jnp.ones(2, "bfloat16"))
+    with jax.enable_x64(True):
+        (got,) = evaluate_in_float64(program, [jnp.array([1 / 3, 1 / 7])])
+    np.testing.assert_allclose(got, 1 / 9 + 1 / 49, rtol=1e-14)
+
+
+@pytest.mark.parametrize("op", ["add", "multiply", "max"])
+def test_numbers_that_meet_in_a_scatter_meet_in_float64(op):
+    i = np.array([0, 2, 0, 0, 1])
+    at, half = np.ones(3, jnp.bfloat16), np.ones(5, jnp.bfloat16)
+    program = jax.make_jaxpr(lambda x, u: getattr(x.at[i], op)(u))(jnp.asarray(at), half)
+    x, u = np.array([0.1, 0.2, 0.3]), np.linspace(0.7, 1.3, 5) + 1e-6
+    with jax.enable_x64(True):
+        (got,) = evaluate_in_float64(program, [jnp.asarray(x), jnp.asarray(u)])
+    getattr(np, {"max": "maximum"}.get(op, op)).at(x, i, u)
+    np.testing.assert_allclose(got, x, rtol=1e-14)

@@ -57,6 +57,21 @@ def unclipped(_, ct):
 # ---------------------------------------------------------------- rules that are wrong
 
 
+class Frozen(eqx.Module):
+    weight: Array
+    scale: Array
+
+    @eqg.custom_jvp
+    def __call__(self, x):
+        return jnp.sin(self.weight * x) * jax.lax.stop_gradient(self.scale)
+
+    @__call__.def_jvp
+    def _jvp(primals, tangents):
+        (self, x), (t_self, t_x) = primals, tangents
+        t = t_self.weight * x + self.weight * t_x
+        return self(x), jnp.cos(self.weight * x) * self.scale * t
+
+
 class Repeated(eqx.Module):
     """An integer field has no tangent."""
 
@@ -244,6 +259,10 @@ REPORTS = {
         ["as if a factor is missing that is 1 here"], ["order=1"]),
     "a value by a formula": (lambda: sine(value=lambda x: stopped(jnp.sin(x))), (A,),
         {"checks": "order"}, ["right to first order", by_formula], []),
+    "a slope that is held": (lambda: jvp_rule(jnp.sin, lambda p, t: stopped(jnp.cos(p[0])) *
+        t[0]), (A,), {"checks": "order"}, ["does the rule hold something"], [by_formula]),
+    "a constant of the function": (lambda: Frozen(jnp.array([1.0, 2.0]), X), (X,), {},
+        ["constant in `self.scale`. Is its rule constant"], [by_formula, "`order=1`"]),
     "an odd function at zero": (lambda: jvp_rule(jnp.tanh, lambda p, t: t[0]), (np.zeros(3),),
         {"checks": ("reverse", "order")}, ["a term that is 0 here"], []),
 }  # fmt: skip

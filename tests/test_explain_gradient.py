@@ -149,6 +149,23 @@ def test_rounding_in_half_precision_is_no_kink():
     assert not any(eqg.explain_gradient(loss, model, XS[:6]) for model in models)
 
 
+def test_rounding_of_a_nearly_stationary_loss_is_no_kink():
+    """In the first step of PPO, the ratio is one: the loss changes by units of rounding."""
+    xs = jax.random.normal(jax.random.key(1), (10, 3))
+    advantages = jax.random.normal(jax.random.key(4), (10,))
+    actions = jnp.arange(10)[:, None] % 2
+
+    def loss(model):
+        log_p = jax.nn.log_softmax(jax.vmap(model)(xs))
+        chosen = jnp.take_along_axis(log_p, actions, -1)[:, 0]
+        ratio = jnp.exp(chosen - jax.lax.stop_gradient(chosen))
+        clipped = jnp.clip(ratio, 0.8, 1.2) * advantages
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
+        return -jnp.mean(jnp.minimum(ratio * advantages, clipped)) - 0.01 * jnp.mean(entropy)
+
+    assert not eqg.explain_gradient(loss, eqx.nn.MLP(3, 2, 8, 1, key=KEY)).found
+
+
 def test_the_norm_of_a_gradient_whose_square_overflows():
     loss = lambda w, x: jnp.sum(w * x)
     report = eqg.explain_gradient(loss, jnp.ones(2), jnp.array([3e25, 4e25]))

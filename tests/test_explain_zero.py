@@ -669,6 +669,15 @@ def test_rounding_noise_is_seen_anywhere_in_the_backward_pass():
     assert set(report.noise) == {"['b']"}
 
 
+def test_a_gradient_that_float64_agrees_with_is_no_noise():
+    """In bfloat16, another rounding of `64 * w` changes its exponential by a half."""
+    w = jnp.array([0.5, 0.75], "bfloat16")
+    loss = lambda w: jnp.sum(jnp.exp(64 * w))
+    exact = 64 * np.exp(64 * np.asarray(w, float))
+    np.testing.assert_allclose(np.asarray(jax.grad(loss)(w), float), exact, rtol=0.02)
+    assert not eqg.explain_zero(loss, w).noise
+
+
 def test_the_clamp_behind_a_zero_second_derivative():
     """GPJax#508: the derivative of a kernel, which is clamped."""
 

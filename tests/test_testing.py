@@ -141,6 +141,18 @@ def test_options_that_make_no_sense(options, match):
         eqgt.check_rule(wrong, *POINT, **options)
 
 
+def test_names_of_a_method_are_those_of_its_arrays():
+    class Scale(eqx.Module):
+        factor: Array
+
+        @eqg.custom_jvp
+        def __call__(self, x):
+            return self.factor * x
+
+    with pytest.raises(eqg.RuleError, match=r"there are `x`, `self\.factor`\n"):
+        eqgt.check_rule(Scale(jnp.ones(())).__call__, 1.0, nondifferentiable=("factor",))
+
+
 def test_nothing_to_differentiate():
     with pytest.raises(eqg.RuleError, match="nothing that can be differentiated"):
         eqgt.check_rule(lambda n: n + 1, 3)

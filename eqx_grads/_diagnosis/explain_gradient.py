@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -24,6 +25,7 @@ from .traced_loss import check_no_references, trace_loss, TracedLoss
 _EXPLODING, _VANISHING = 1e4, 1e-6
 # The first is the smallest. For float32, its slopes are exact to a thousandth.
 _KINK_STEPS = (2.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3)
+_UNITS = 16
 # The tool that says more of a kind, and what to do.
 _TOOLS = {
     "not finite": "explain_nan",
@@ -257,7 +259,11 @@ def _kink(traced: TracedLoss, gradient: Gradient) -> list[Symptom]:
     slopes = lambda h: (change(h) / h, -change(-h) / h)
     above, below = slopes(_KINK_STEPS[0])
     jump = above - below
-    is_large = abs(jump) > 0.2 * max(abs(above), abs(below))
+    # A step changes a loss that is nearly stationary by a few units of rounding.
+    rounding = jnp.finfo(traced.program.out_avals[0].dtype).eps * abs(gradient.loss)
+    is_large = abs(jump) > max(
+        0.2 * max(abs(above), abs(below)), _UNITS * rounding / _KINK_STEPS[0]
+    )
     # Of a loss in half precision, the slopes are rounding errors, and differ at each step.
     others = (np.subtract(*slopes(h)) for h in _KINK_STEPS[1:])
     if is_large and all(abs(other - jump) < 0.3 * abs(jump) for other in others):

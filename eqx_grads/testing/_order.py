@@ -9,21 +9,29 @@ import jax
 import numpy as np
 
 from ._case import are_finite, Case
-from ._compare import as_double
+from ._compare import as_double, difference
 from ._derivatives import judge, Mode
 from ._differences import directional
 from ._oracle import At
 from ._outcome import outcome
-from ._references import jvp
+from ._references import jvp, vjp
 from ._report import broke, compare, FAILED, failed, Finding, PASSED, skipped
 from ._table import NO_REVERSE
 
 
 _ONLY_FIRST = "To check the first order only, as of a straight-through rule, pass `order=1`"
 _FAILS = f"right to first order, fails at the next. {_ONLY_FIRST}"
-_FIRST = (
-    "right to first order, wrong at the next: does the rule return `f(*primals)` as the value, "
-    f"and not a formula, which has no rule? {_ONLY_FIRST}"
+_NEXT = "right to first order, wrong at the next:"
+_BY_FORMULA = (
+    f"{_NEXT} does the rule return `f(*primals)` as the value, and not a formula, which has no "
+    f"rule? {_ONLY_FIRST}"
+)
+_HELD = (
+    f"{_NEXT} does the rule hold something constant (`stop_gradient`, NumPy), or call a "
+    f"function with a wrong rule? {_ONLY_FIRST}"
+)
+_NOT_HELD = (
+    f"{_NEXT} the function is constant in {{}}. Is its rule constant, too (`stop_gradient`)?"
 )
 _ONLY_HERE = (
     "the first derivative is right at these arguments, and wrong at others nearby, as if a "
@@ -101,11 +109,29 @@ def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
         if finding.verdict != PASSED and n == 2:
             finding = _by_differences(case, where, row, finding, first, against)
         if finding.verdict == FAILED and first.is_right:
-            cause = _ONLY_HERE if first.is_wrong_nearby else _FIRST
+            cause = _ONLY_HERE if first.is_wrong_nearby else _cause(case, got)
             finding = dataclasses.replace(finding, cause=cause)
         yield finding
         if finding.verdict == FAILED:
             return
+
+
+def _cause(case: Case, second: Any) -> str:
+    """Why a rule with the expected first derivative has another second one."""
+    # The value that the rule returns has to have the derivative of the rule.
+    of_value = lambda at: vjp(lambda *xs: jax.vjp(case.wide.f, *xs)[0], at.x, at.w)
+    at = At(case.wide.subject.leaves, w=case.cotangents[0])
+    want = case.derivative("vjp")
+    have = outcome(case.wide.one, "value of the rule", of_value, at)
+    if (
+        isinstance(have, Exception)
+        or difference(want, have, case.names).error > case.admitted()
+    ):
+        return _BY_FORMULA
+    if not are_finite(second):
+        return ""  # `finite` says why
+    constant = [n for n, x in zip(case.names, want, strict=True) if x.size and not np.any(x)]
+    return _NOT_HELD.format(", ".join(constant)) if constant else _HELD
 
 
 def _by_differences(

@@ -81,7 +81,8 @@ class FlatFunction:
                 self.indices.append(index)
                 self.groups.append(argument)
                 self.names.append(f"`{paths[-1]}`")
-        _check_names(fixed, self.argument_names, paths, self.name)
+        arrays = [path for path, (_, x) in zip(paths, flat, strict=True) if is_arraylike(x)]
+        _check_names(fixed, [*self.argument_names, *arrays], paths, self.name)
         self.leaves = [jnp.asarray(self._all[i]) for i in self.indices]
         self.has_self = -1 in self.groups
 
@@ -215,10 +216,10 @@ def _is_part_of(path: str, name: str) -> bool:
     return path == name or path.startswith((f"{name}.", f"{name}["))
 
 
-def _check_names(names, arguments, paths, fn_name) -> None:
+def _check_names(names, shown, paths, fn_name) -> None:
     for name in names:
-        if name not in arguments and not any(_is_part_of(path, name) for path in paths):
-            known = [f"`{name}`" for name in dict.fromkeys([*arguments, *paths])]
+        if name not in shown and not any(_is_part_of(path, name) for path in paths):
+            known = [f"`{name}`" for name in dict.fromkeys(shown)]
             more = ["..."] if len(known) > _MOST_NAMES else []
             raise rule_error(
                 f"`nondifferentiable` names `{name}`, which is no positional argument of "

@@ -63,6 +63,10 @@ def _hook(eqn, values):
     for key in _DTYPES:
         if key in params and params[key] is not None and is_inexact(params[key]):
             params[key] = _wide(params[key])
+    if "precision" in params:  # such as an algorithm that rounds to bfloat16
+        params["precision"] = None
+    if _is_scatter(eqn):
+        params |= _wide_update(eqn)
     if _is_empty_conversion(eqn, values, params):
         return values
     out = eqn.primitive.bind(*map(_widen, values), **params)
@@ -74,9 +78,22 @@ def is_opaque(eqn: Any) -> bool:
     known = structure(eqn)
     if known is not None:
         return isinstance(known, ShardMap)
-    if primal_call(eqn) is not None:
+    if primal_call(eqn) is not None or _is_scatter(eqn):
         return False
     return bool(inner_programs(eqn)) or _looks_at_types(eqn)
+
+
+def _is_scatter(eqn) -> bool:
+    """Whether an equation combines numbers that meet, as the gradient of `weight[i]` does."""
+    return eqn.params.get("update_jaxpr") is not None
+
+
+def _wide_update(eqn) -> dict[str, Any]:
+    """The program of two numbers with which a scatter combines them."""
+    update, consts = eqn.params["update_jaxpr"], eqn.params["update_consts"]
+    run = lambda *xs: evaluate_in_float64(ClosedJaxpr(update, consts), xs)
+    wide = jax.make_jaxpr(run)(*(_widen(jnp.zeros((), v.aval.dtype)) for v in update.invars))
+    return {"update_jaxpr": wide.jaxpr, "update_consts": tuple(wide.consts)}
 
 
 def _branch_of_platform(eqn) -> int:
