@@ -506,7 +506,7 @@ def test_bad_arguments():
         2.0,
     )
     _raises("was given a random key", f, jax.random.key(0))
-    _raises("an argument that is no array and has no hash", f, 1.0, bytearray())
+    _raises("an argument that is not an array and has no hash", f, 1.0, bytearray())
     closing = lambda a: eqg.host_function(lambda x: a * x, out=lambda x: x)(a)
     _raises("closes over a traced value", jax.jit(closing), 1.0)
     closing = lambda a: eqg.host_function(lambda: np.sin(a), out=1.0)()

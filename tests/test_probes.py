@@ -346,7 +346,7 @@ class TestGradientFlowErrors:
     def test_where_returns_something_else(self, stack, getkey):
         other = eqx.nn.Linear(2, 2, key=getkey())
         for where in (lambda s: s.cells[0].weight_ih, lambda s: (s.readout, other)):
-            with pytest.raises(RuleError, match="or not all of those in `where`"):
+            with pytest.raises(RuleError, match="or not all layers in `where`"):
                 eqg.gradient_flow(square, stack, XS, where=where)
 
     def test_layers_that_are_not_called(self, stack):

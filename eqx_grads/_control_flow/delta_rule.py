@@ -102,7 +102,7 @@ def gated_delta_rule(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the shapes do not fit together, a number is complex, or
-    `chunk` is no positive integer.
+    `chunk` is not a positive integer.
 
     ??? cite
 

@@ -79,7 +79,7 @@ def linear_recurrence(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the shapes do not broadcast, there is no time axis, or the
+    [`eqx_grads.RuleError`][] if the shapes do not broadcast, the time axis is missing, or the
     method is unknown.
     """
     check_flags("linear_recurrence", reverse=reverse)
@@ -250,9 +250,9 @@ def _adjoint_by_scan(a, ct, zero, reverse):
 
 
 def _pull_back_with_sums(a, s, out, ct, reverse, wants_b):
-    """All cotangents in one loop, which sums those of factors that are the same for several
-    examples, or at all times. It meets g_{t+1} and h_t at once, so that nothing is shifted but
-    `a`, which is small."""
+    """All cotangents in one loop. It sums the cotangents of factors that several examples or
+    all times share. It meets g_{t+1} and h_t at once, so that nothing is shifted but `a`, which
+    is small."""
     at_all_times, steps = a.shape[0] == 1, out.shape[0]
     later = a if at_all_times else shift_in(a, jnp.ones_like(a[0]), reverse=not reverse)
     has_later = jnp.arange(steps) != (0 if reverse else steps - 1)

@@ -47,7 +47,7 @@ def zero_padding(name: str, xs: Sequence[Array], lengths: Any) -> list[Array]:
 
 
 def as_known(x):
-    """A NumPy array, or a traced array. What is neither becomes an array of an object."""
+    """A NumPy array, or a traced array. Anything else becomes an array of an object."""
     try:
         return x if isinstance(x, Tracer) else np.asarray(x)
     except (TypeError, ValueError):

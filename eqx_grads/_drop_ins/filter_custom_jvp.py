@@ -49,8 +49,8 @@ class filter_custom_jvp(AbstractWrapper[P, T]):
 
     **Arguments:**
 
-    - `fn`: a function, a method, or any callable PyTree. What is passed by position can be
-        differentiated, if it is an array of floats or complex numbers, of JAX or NumPy.
+    - `fn`: a function, a method, or any callable PyTree. An argument that is passed by position
+        can be differentiated, if it is a JAX or NumPy array of floats or complex numbers.
         Python numbers are static: the function gets them as they are, under `jit` too.
         Differentiating with respect to what is passed by keyword is an error.
 
@@ -97,7 +97,7 @@ class filter_custom_jvp(AbstractWrapper[P, T]):
 
     def defjvp(self, fn_jvp: Callable[..., Any]) -> Callable[..., Any]:
         """As `def_jvp`, but the tangents of all arrays of floats are arrays. Equinox deprecated
-        this method in its version 0.10.7, and warns of it, as is done here."""
+        this method in its version 0.10.7 and raises a warning; so does this class."""
         warnings.warn(
             "`filter_custom_jvp.defjvp` is deprecated, as it is in Equinox. Use `def_jvp`, "
             "whose rule gets `None` for the tangent of an array that is not being "

@@ -51,9 +51,9 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
         are multiplied by zeros, which is NaN where the factor is.
     - Python and NumPy integers stay what they are; in JAX they are arrays under `jit`.
 
-    And these work too: traced values that the function, its rules or the arguments of
-    `nondiff_argnums` close over; arguments with leaves that are not arrays, such as an
-    `eqx.Module`, whose tangents are `None` there; the flag `jax_custom_jvp3`.
+    These work too: traced values that the function, its rules or the arguments of
+    `nondiff_argnums` close over. Arguments may have leaves that are not arrays, such as an
+    `eqx.Module`; their tangents are `None` there. The flag `jax_custom_jvp3` is accepted.
 
     **Arguments:**
 

@@ -68,10 +68,10 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
     - A cotangent is summed over the axes along which its argument would have broadcast. In
         JAX its shape is an error.
 
-    And these work too: forward mode; traced values that the function, its rules or the
-    arguments of `nondiff_argnums` close over; traced values as arguments of `nondiff_argnums`;
-    arguments with leaves that are not arrays, such as an `eqx.Module`; the flag
-    `jax_custom_vjp3`.
+    These work too: forward mode, and traced values that the function, its rules or the
+    arguments of `nondiff_argnums` close over. Arguments of `nondiff_argnums` may be traced.
+    Arguments may have leaves that are not arrays, such as an `eqx.Module`. The flag
+    `jax_custom_vjp3` is accepted.
 
     **Arguments:**
 
@@ -191,8 +191,8 @@ def _bwd_rule(bwd, zero, kept, ct, *, nondiff=None):
 
 
 def _expand(bwd, ct, types, treedef):
-    """The cotangent of an argument. As in JAX, a leaf of it may stand for all leaves of a part
-    of the argument, and what is returned for an integer is dropped."""
+    """The cotangent of an argument. As in JAX, one leaf may be the cotangent of all leaves of a
+    part of the argument, and the cotangent of an integer is dropped."""
     try:
         cts = prefix_leaves(ct, types, is_leaf=is_none)
     except ValueError:  # another structure, which is an error

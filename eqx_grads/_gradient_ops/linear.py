@@ -236,8 +236,8 @@ def mask_gradient(x: PyTree, mask: PyTree) -> PyTree:
 
     - `x`: any PyTree.
     - `mask`: a bool, or a boolean array that broadcasts to every floating leaf of `x`; or a
-        tree of these, with the structure of `x` or a prefix of it. Arrays may be traced. It
-        may depend on `x`, as in `mask_gradient(x, x < 3)`.
+        tree of bools and arrays, with the structure of `x` or a prefix. Arrays may be traced.
+        The mask may depend on `x`, as in `mask_gradient(x, x < 3)`.
 
     **Returns:**
 
@@ -283,7 +283,7 @@ def _mask_of_each_leaf(mask, x) -> list[Any]:
             f"`x` is {show_tree(x)}",
             f"`mask` is {show_tree(mask)}",
             do="Give it one bool or array for all leaves, or a tree with the structure of `x` "
-            "or a prefix of it.",
+            "or a prefix.",
         )
     for m, (path, leaf) in zip(masks, leaves, strict=True):
         if dtype_of_array(m) != jnp.bool_:
@@ -345,7 +345,7 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if there is no such axis.
+    [`eqx_grads.RuleError`][] if `axis_name` is not a named axis here.
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:

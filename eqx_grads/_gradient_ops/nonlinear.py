@@ -120,7 +120,7 @@ def clip_gradient_norm(
 
     - `x`: any PyTree.
     - `max_norm`: a number, not negative. It may be traced.
-    - `axis`: by default there is one norm, that of all floating leaves together. Otherwise,
+    - `axis`: by default one norm, of all floating leaves together. Otherwise,
         each leaf has its own norms along this axis or these axes: with `-1`, one for
         every row.
 
@@ -211,7 +211,7 @@ def normalize_gradient(
 
     **Raises:**
 
-    As [`eqx_grads.clip_gradient_norm`][], with `eps` in place of `max_norm`.
+    As [`eqx_grads.clip_gradient_norm`][], with `eps` instead of `max_norm`.
     """
     check_nonnegative_number("normalize_gradient", eps=eps)
     axis = check_axis("normalize_gradient", axis, x)
@@ -369,11 +369,10 @@ def cast_gradient(x: PyTree, dtype: Any) -> PyTree:
 
     **Derivative:**
 
-    Forward mode is the identity. Backward, $\bar x$ is $\bar y$ rounded to the nearest
-    number of that `dtype` (subnormal numbers included; an overflow is infinite, or NaN if
-    `dtype` has no infinity), in the dtype of `x`, as JAX requires of a gradient. XLA may
-    remove a cast to `dtype` and back; it does not remove this rounding. Higher orders take
-    the rounding as the identity.
+    Forward mode is the identity. Backward, $\bar x$ is $\bar y$ rounded to the nearest number
+    of `dtype`, and cast to the dtype of `x`, as JAX requires. Subnormal numbers are kept. An
+    overflow is infinite, or NaN if `dtype` has no infinity. XLA may remove a cast to `dtype`
+    and back; it does not remove this rounding. Higher orders take the rounding as the identity.
 
     **Raises:**
 

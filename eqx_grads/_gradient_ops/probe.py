@@ -115,8 +115,8 @@ def probe(x: PyTree, slot: PyTree) -> PyTree:
     r"""Expose the gradient of `x` as the gradient of `slot`.
 
     A slot acts as a zero perturbation that is added to `x`, as in Flax's `perturb`. In a scan,
-    a slot that is scanned over has one gradient for each step; the gradient of a slot that
-    the scan closes over is the sum over the steps.
+    a slot that is scanned over has one gradient for each step. The gradient of a slot that the
+    scan closes over is the sum over the steps.
 
     !!! example
 

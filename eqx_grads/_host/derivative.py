@@ -122,8 +122,8 @@ def _difference_op(op: HostOp, live, sources, targets) -> HostOp:
 def _step(call: HostCall, n: int, i: int, t: jax.ShapeDtypeStruct) -> float:
     r"""The relative step of a central difference.
 
-    If the relative error of the function is $\epsilon$, that of the difference is least, and
-    about $\epsilon^{2/3}$, at a step of about $\epsilon^{1/3}$. This is the error of what the
+    If the relative error of the function is $\epsilon$, the error of the difference is smallest
+    at a step of about $\epsilon^{1/3}$: about $\epsilon^{2/3}$. This is the error of what the
     next difference is taken of.
     """
     given = call.steps[i] if i < len(call.steps) else None

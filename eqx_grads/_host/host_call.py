@@ -27,8 +27,8 @@ class HostCode(Opaque):
     identity. A rule may be given, or replaced, at any time.
 
     - `is_linear`: in its first argument, which has its derivative elsewhere.
-    - `adjoint_of`: the name of the map of which this is the adjoint.
-    - `residuals`: what `def_fwd` was told of them.
+    - `adjoint_of`: the name of the map, if this is its adjoint.
+    - `residuals`: what `def_fwd` was told about them.
     """
 
     fn: Callable[..., Any]
@@ -55,8 +55,8 @@ class HostCall(Opaque):
     """A call of the user's function.
 
     - `split`: the tree `(args, kwargs)` without its arrays; `tree`: what it is compared by.
-        `args` are all positional arguments, those left at their default too, as rules are given
-        them. The function is called with the first `n_given`, those that the caller gave.
+        `args` are all positional arguments, defaults included, as rules get them. The function
+        is called with the first `n_given`, which the caller gave.
     - `n_args`: how many of the arrays are in `args`, and can be differentiated.
     - `steps`: the relative step of each array that was given, for differences.
     """
@@ -128,7 +128,7 @@ class HostCall(Opaque):
         return self.split.dynamic_tree(self._of_args(ts))[0]
 
     def flags(self, flags: Sequence[bool], arrays: Sequence[Any]) -> Any:
-        """As `tangents`, with bools; `arrays` are those of all arguments."""
+        """As `tangents`, with bools; `arrays` are the arrays of all arguments."""
         nothing = [None] * len(self.split.static)
         return self.split.mirror(self._of_args(flags), nothing, arrays)[0]
 
@@ -184,7 +184,7 @@ def _check_static(call: HostCall, operands, others) -> None:
             hash(x)
         except TypeError:
             raise rule_error(
-                f"`{call.name}` was given an argument that is no array and has no hash.",
+                f"`{call.name}` was given an argument that is not an array and has no hash.",
                 f"at argument {show_path(call.split.path(i)[1:])}: {type_of(x)}",
                 call.place,
                 do="JAX keeps compiled programs by what is static in them. Pass arrays, or "

@@ -70,11 +70,11 @@ class HostFunction(eqx.Module):
         - `residuals`: the types of the residuals, in the forms of `out` of
             [`eqx_grads.host_function`][]. Then they are arrays, and JAX keeps them for the
             backward pass. By default they may be anything (a factorization, a graph), and stay
-            on the host: those of the last `keep` calls, which are found by a digest of the
-            arguments. The backward pass of an earlier call computes them again. The library
-            copies NumPy arrays in any PyTree of residuals, and keeps other objects as they
-            are. If two calls return the same object, it belongs to the later call, and the
-            residuals of the earlier call are computed again.
+            on the host. The library keeps the residuals of the last `keep` calls, and finds
+            them by a digest of the arguments. The backward pass of an earlier call computes
+            them again. The library copies NumPy arrays in any PyTree of residuals, and keeps
+            other objects as they are. If two calls return the same object, it belongs to the
+            later call, and the residuals of the earlier call are computed again.
         - `keep`: of how many calls residuals stay on the host.
 
         **Returns:**
@@ -96,15 +96,15 @@ class HostFunction(eqx.Module):
 
         - `rule`: called as `rule(residuals, ct)`, where `ct` is like the output, with `None`
             for all leaves that are not floating or complex. Returns a tuple with one cotangent
-            for each positional argument, those that have their default included, each like
-            the argument, with `None` for any part that is zero. A cotangent is summed over the
-            axes over which the function broadcast its argument, and that of a real one is the
-            real part of what is returned, as in [`eqx_grads.custom_vjp`][]. Complex cotangents
-            are JAX's: `ct` times the derivative, without a conjugate; for a matrix $A$, its
-            transpose times `ct`. The rule may ask by name, with keyword-only parameters, for
-            the function's keyword-only arguments, and for `perturbed`: the tuple of trees of
-            bools that says which leaves are being differentiated. It may be called more than
-            once for the same residuals, whose arrays can't be written to.
+            for each positional argument, arguments with defaults included. Each is like the
+            argument, with `None` for any part that is zero. A cotangent is summed over the axes
+            over which the function broadcast its argument. A real argument gets the real part,
+            as in [`eqx_grads.custom_vjp`][]. Complex cotangents are JAX's: `ct` times the
+            derivative, without a conjugate; for a matrix $A$, its transpose times `ct`. The
+            rule may ask by name, with keyword-only parameters, for the function's keyword-only
+            arguments, and for `perturbed`: the tuple of trees of bools that says which leaves
+            are being differentiated. It may be called more than once for the same residuals,
+            whose arrays can't be written to.
 
         **Returns:**
 
@@ -119,7 +119,7 @@ class HostFunction(eqx.Module):
         **Arguments:**
 
         - `rule`: called as `rule(primals, tangents, **kwargs)`. `primals` is the tuple of all
-            positional arguments, those that have their default included; `tangents` is that of
+            positional arguments, arguments with defaults included. `tangents` is the tuple of
             their tangents: arrays where the primal is floating or complex, `None` for all other
             leaves. Returns `out, t_out`, the second with `None` for any part that is zero.
 
@@ -194,12 +194,11 @@ def host_function(
         that has a shape and a dtype (such as `jax.typeof(x)`), a float (for one number of
         JAX's default precision), or a tree of these; or a function of the
         arguments that returns such a tree. It is called with the arguments that the caller
-        gave, and `jax.ShapeDtypeStruct`s in the place of arrays and floats; a Python integer
-        is given as it is. An object of a registered class is replaced by one with the same
-        attributes, which `out` may return. Of the keyword-only arguments it is given those
-        that it has parameters for. Floats that `fn` returns are cast to the precision of
-        `out`. An integer, a shape or a dtype is an error: an integer output is
-        `jax.ShapeDtypeStruct((), int)`.
+        gave, and `jax.ShapeDtypeStruct`s instead of arrays and floats. A Python integer stays a
+        Python integer. An object of a registered class is replaced by one with the same
+        attributes, which `out` may return. It gets only the keyword-only arguments that it has
+        parameters for. Floats that `fn` returns are cast to the precision of `out`. An integer,
+        a shape or a dtype is an error: an integer output is `jax.ShapeDtypeStruct((), int)`.
     - `finite_difference`: for the modes and the orders of derivative without a rule:
         `"central"` differences, or `"complex"` steps, which are right to rounding, but need a
         real function that computes with complex numbers throughout.
@@ -207,30 +206,30 @@ def host_function(
         $\pm\mathrm{step}\cdot\max(|x|, 1)$. A number, or a tuple with one entry for each
         argument: a number, or a tree of numbers. By default $\epsilon^{1/3}$, with $\epsilon$
         the machine epsilon of the argument's dtype: 0.005 for float32, 6e-6 for float64. If the
-        function is less precise than its dtype (an adaptive solver), give the cube root
-        of its relative error; if it computes in float64 for float32 arguments, `step` may be
-        1e-5.
-        The step has to be small compared with the distance to a pole of the function, and
-        smaller than that to the end of its domain. Beyond it, the difference is what the
-        function makes of it there: NaN, or the exception that it raises.
+        function is less precise than its dtype (an adaptive solver), give the cube root of its
+        relative error. If it computes in float64 for float32 arguments, `step` may be 1e-5. The
+        step has to be much smaller than the distance to a pole of the function, and smaller
+        than the distance to the end of its domain. Beyond the domain you get what the function
+        does there: NaN, or the exception that it raises.
     - `max_rule_calls`: how many calls of a rule the other mode may take; see below.
-    - `vmap_method`: that of `jax.pure_callback`. With any but `"sequential"` and
+    - `vmap_method`: as for `jax.pure_callback`. With any but `"sequential"` and
         `"sequential_unrolled"`, the function and its rules are given the axes of `jax.vmap` in
         front, and have to return them.
 
     **Returns:**
 
     An [`eqx_grads.HostFunction`][]. Its methods `def_fwd`, `def_bwd` and `def_jvp` take rules,
-    which are like those of [`eqx_grads.custom_vjp`][] and [`eqx_grads.custom_jvp`][], but run
-    on the host. Floats are cast to the promised precision.
+    as in [`eqx_grads.custom_vjp`][] and [`eqx_grads.custom_jvp`][]. The rules run on the host.
+    Floats are cast to the promised precision.
 
     **Derivative:**
 
-    The reverse rule is that of `def_bwd`, the forward rule that of `def_jvp`. A mode without a
-    rule multiplies by the Jacobian. If `finite_difference` is given, the Jacobian takes two
-    calls of `fn` (complex steps: one) for each element of the arguments; otherwise, one call of
-    the other rule for each element of the outputs (`def_bwd`) or of the arguments (`def_jvp`).
-    Both modes; higher orders take finite differences of the rules, or of differences.
+    Reverse mode uses the rule of `def_bwd`, and forward mode the rule of `def_jvp`. A mode
+    without a rule multiplies by the Jacobian. If `finite_difference` is given, the Jacobian
+    takes two calls of `fn` (complex steps: one) for each element of the arguments; otherwise,
+    one call of the other rule for each element of the outputs (`def_bwd`) or of the arguments
+    (`def_jvp`). Both modes; higher orders take finite differences of the rules, or of
+    differences.
 
     **Raises:**
 

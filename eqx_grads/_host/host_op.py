@@ -36,8 +36,8 @@ class HostOp(Opaque):
     JAX keeps compiled programs by it, so it is compared by what it is made of.
 
     - `run(op, arrays)`, with `parts` to go by, calls the user's code. The arrays may have more
-        axes in front than `in_types` say: those of `vmap`.
-    - `call`: the call of the user's function that this is, or is derived from.
+        axes in front than `in_types` say: the axes of `vmap`.
+    - `call`: the call of the user's function, or the call that this op is derived from.
     - `source`: the user's code that runs, a function or a rule: its name and place.
     - `out_path(i)`: where output number `i` is, in the user's words.
     """

@@ -141,8 +141,7 @@ def linear_host_function(
 
     With respect to `x`, the forward rule is $\dot y = A \dot x$ and the reverse rule
     $\bar x = A^T \bar y$. Both modes and all orders; `jax.linear_transpose` accepts the
-    function, so that a rule may apply it to tangents. There is no derivative with respect to
-    the parameters.
+    function, so that a rule may apply it to tangents. The parameters have no derivative.
 
     **Raises:**
 

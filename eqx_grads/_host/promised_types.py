@@ -15,7 +15,8 @@ from .._rules.signature import accepted_keywords
 
 
 def is_array_leaf(x: Any) -> bool:
-    """What is an operand: all but Python's integers, strings, functions and the like."""
+    """Whether a leaf is an operand: all but Python's integers, strings, functions and the
+    like."""
     return isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)
 
 
@@ -25,7 +26,7 @@ def without_memory(types: Sequence[Any]) -> list[np.ndarray]:
 
 
 def type_in_jax(x: Any) -> jax.ShapeDtypeStruct:
-    """The type of `x`, in 32 bits unless JAX is told to use 64."""
+    """The type of `x`, in 32 bits unless `jax_enable_x64` is on."""
     dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
     return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(dtype))
 
@@ -82,7 +83,7 @@ def _called(spec: Callable[..., Any], what: str, code: Any, args: Any, kwargs: A
 
 
 def _problem(x: Any) -> str | None:
-    """What to do about a leaf that is not the type of an array."""
+    """The advice for a leaf that is not the type of an array."""
     dtype = getattr(x, "dtype", None)
     if getattr(dtype, "type", None) is jax.dtypes.prng_key:
         return (

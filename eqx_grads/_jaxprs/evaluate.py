@@ -218,7 +218,7 @@ def keeping_tracebacks() -> contextlib.AbstractContextManager[None]:
 
 
 def traceback_of(eqn: Any) -> Any:
-    """The traceback of an equation, or of the one that was evaluated to it."""
+    """The traceback of an equation, or of the equation that was evaluated to it."""
     found = re.findall(_TRACEBACK, str(eqn.source_info.name_stack))
     return _TRACEBACKS[int(found[-1])] if found else eqn.source_info.traceback
 

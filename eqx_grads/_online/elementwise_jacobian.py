@@ -8,8 +8,8 @@ of each value `v` that depends on a tangent:
 `t` is the tangent of one input of the program. `view` only moves the elements of `t`: it
 broadcasts, slices and transposes them, to the shape of `v` and a last axis `j`. An elementwise
 operation changes the coefficients, a change of layout moves coefficients and view alike, and a
-sum, also that of a matrix product, moves the axes that it sums over into `j`. So the weight of
-`W @ x` has the coefficients `x[j]`, and no sum over `j` is computed.
+sum (such as the sum of a matrix product) moves the axes that it sums over into `j`. So the
+weight of `W @ x` has the coefficients `x[j]`, and no sum over `j` is computed.
 """
 
 import dataclasses
@@ -199,7 +199,7 @@ def _is_complex(values: Sequence[Value]) -> bool:
 
 
 def _of_columns(eqn: Any, operands: Sequence[Any], k: int, j: int, x: Array) -> Array:
-    """Output `j` of the equation with `x` for operand `k`, of which the last axis is mapped."""
+    """Output `j` of the equation with `x` for operand `k`, whose last axis is mapped."""
 
     def of_column(column):
         return bind(eqn, vary_alike([*operands[:k], column, *operands[k + 1 :]]))[j]
@@ -262,7 +262,7 @@ def _reduce_sum(eqn: Any, terms: list[Term]) -> list[Term]:
 
 
 def _dot_general(eqn: Any, values: Sequence[Value]) -> list[Term]:
-    """A product of matrices of which one has terms."""
+    """A product of matrices where one of them has terms."""
     numbers, dtype = eqn.params["dimension_numbers"], eqn.outvars[0].aval.dtype
     as_sum = lambda *operands: _product_as_sum(numbers, *(x.astype(dtype) for x in operands))
     program = jax.make_jaxpr(as_sum)(*(v.aval for v in eqn.invars))

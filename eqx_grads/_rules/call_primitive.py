@@ -1,10 +1,10 @@
 """The primitive for a call with rules: its JVP, transpose, batching rule and lowering.
 
-Neither of JAX's own will do. A `jax.custom_jvp` is batched by batching its rule, so a batching
-rule of the user's never sees the call (clause 3 of the contract); when a staged one is batched,
-the function decides which outputs have the batch dimension, although a tangent may have it
-where its output has not; and up to JAX 0.11 the second derivative of a call inside `lax.scan`
-comes from the function, not from the rule. A `jax.custom_vjp` has no forward mode, and
+Neither of JAX's own will do. JAX batches a `jax.custom_jvp` by batching its rule, so a batching
+rule of the user's never sees the call (clause 3 of the contract). In a staged call, the
+function decides which outputs have the batch dimension, although a tangent may have it where
+its output has not. Up to JAX 0.11 the second derivative of a call inside `lax.scan` comes from
+the function, not from the rule. A `jax.custom_vjp` has no forward mode, and
 `jax.custom_batching.custom_vmap` no reverse mode.
 """
 

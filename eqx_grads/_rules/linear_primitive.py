@@ -1,8 +1,7 @@
 """The primitive for a linear map with a chosen transpose: tangents of a `custom_vjp`.
 
-`jax.custom_derivatives.linear_call` is the nearest thing in JAX, and has no batching rule;
-so forward mode, reverse mode and `vmap` could not all be had at once (clause 3 of the
-contract: both modes).
+`jax.custom_derivatives.linear_call` is the nearest thing in JAX, and has no batching rule. It
+can't have forward mode, reverse mode and `vmap` at once (clause 3 of the contract: both modes).
 """
 
 import functools as ft

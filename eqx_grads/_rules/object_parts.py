@@ -174,8 +174,8 @@ def _tree_parts(x):
 
 
 def _copy_tree(x, copy):
-    """A class of the user's is unflattened with arrays and tracers only: a `_Node` stands for
-    it while it has placeholders."""
+    """A user's class is unflattened with arrays and tracers only: a `_Node` replaces it while
+    it has placeholders."""
     parts, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
     return _Node(treedef, list(map(copy, parts)))
 

@@ -55,7 +55,7 @@ def replace_gradient(value: PyTree, surrogate: PyTree) -> PyTree:
     **Raises:**
 
     [`eqx_grads.RuleError`][] if structures or shapes differ, or if a leaf of one can be
-    differentiated and that of the other can't.
+    differentiated and the same leaf of the other can't.
     """
     _check_alike("`replace_gradient` was given", ("value", "surrogate"), value, surrogate)
     return on_leaves(_replace_gradient, value, surrogate)

@@ -234,7 +234,7 @@ class AbstractRules(Rebuildable, abc.ABC):
         self, call: RuleCall, expected: OutputSpec | None
     ) -> tuple[OutputSpec, list[Any], list[Any]]:
         """The outputs, their arrays, and the tangents of these (`None` for zero). Compares the
-        outputs with those that are `expected`, as `check_outputs` does."""
+        outputs with the `expected` ones, as `check_outputs` does."""
 
     def signature(self, fn: Callable[..., Any]) -> Signature:
         """The signature of `fn`, the function with these rules. Raises if one is missing."""

@@ -34,8 +34,8 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
     `optimistix.root_find` of a function $g$; then $f(y, \theta) = y + g(y, \theta)$. If the
     solver minimizes, Optimistix differentiates the equation that the gradient of the objective
     is zero: this works with [`eqx_grads.solvers.ImplicitAdjoint`][], and is an error with any
-    other adjoint. What Optimistix returns besides the solution, such as `aux`, has the
-    derivative zero.
+    other adjoint. Everything else that Optimistix returns, such as `aux`, has a zero
+    derivative.
 
     To write an adjoint, implement `solve_tangent`.
     """
@@ -144,9 +144,9 @@ class OneStepAdjoint(AbstractFixedPointAdjoint):
 
     **Derivative:**
 
-    An approximation, in both modes: $t = b$ in place of $(I - J)^{-1} b$, and $u = g$. It is
-    exact where $J = 0$. The second derivative is that of this approximation, in which
-    the derivative of the fixed point is approximated as well.
+    An approximation, in both modes: $t = b$ instead of $(I - J)^{-1} b$, and $u = g$. It is
+    exact where $J = 0$. The second derivative differentiates this approximation, and
+    approximates the derivative of the fixed point as well.
     """
 
     def solve_tangent(self, linear_map: Map, b: PyTree, tags: Tags = frozenset()) -> PyTree:
@@ -184,9 +184,9 @@ class NeumannAdjoint(AbstractFixedPointAdjoint):
     An approximation, in both modes: $t = \sum_{i=0}^k J^i b$, and in reverse mode
     $u = \sum_{i=0}^k (J^T)^i g$, at the cost of $k$ JVPs or VJPs of the function. Where $f$ is
     a contraction with the factor $L$, the relative error of $t$ and $u$ falls with $L^{k+1}$;
-    where an eigenvalue of $J$ is at least one in modulus, the series does not converge. To
-    second order, that of this approximation, in which the derivative of the fixed point is
-    approximated as well.
+    where an eigenvalue of $J$ is at least one in modulus, the series does not converge. The
+    second derivative differentiates this approximation, and approximates the derivative of the
+    fixed point as well.
 
     **Raises:**
 
@@ -230,7 +230,7 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
     **Arguments:**
 
     - `k`: how many steps, a positive integer.
-    - `tau`: the damping $\tau$, above zero and at most one. With one, the derivative is that of
+    - `tau`: the damping $\tau$, above zero and at most one. With one, the derivative equals
         [`eqx_grads.solvers.NeumannAdjoint`][] with `k - 1`.
 
     **Derivative:**
@@ -238,8 +238,8 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
     An approximation, in both modes: with $B = \tau J + (1 - \tau) I$,
     $t = \tau \sum_{i=0}^{k-1} B^i b$, and in reverse mode
     $u = \tau \sum_{i=0}^{k-1} (B^T)^i g$, at the cost of $k - 1$ JVPs or
-    VJPs of the function. The second derivative is that of this approximation, in which
-    the derivative of the fixed point is approximated as well.
+    VJPs of the function. The second derivative differentiates this approximation, and
+    approximates the derivative of the fixed point as well.
 
     **Raises:**
 
@@ -359,7 +359,7 @@ def _iterate(adjoint, solver, matvec, b):
 _DIVERGED = (
     "The derivative of a fixed point did not converge: `FixedPointAdjoint` was still iterating "
     "after `max_steps`, or became infinite.\n"
-    "  The function is no contraction at its fixed point, or a slow one.\n"
+    "  The function is not a contraction at its fixed point, or a slow one.\n"
     "Use `eqx_grads.solvers.ImplicitAdjoint`, which is a linear solve, raise `max_steps`, or "
     "give a `solver` such as `eqx_grads.solvers.Anderson`."
 )
@@ -389,9 +389,9 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
 
     **Arguments:**
 
-    - `linear_solver`: a `lineax` solver. By default, the one that the `tags` of the fixed point
-        call for; without tags, LU of the dense Jacobian for up to 256 unknowns, and GMRES,
-        which only needs products with the Jacobian, beyond.
+    - `linear_solver`: a `lineax` solver. By default, the `tags` of the fixed point choose it.
+        Without tags, it is LU of the dense Jacobian for up to 256 unknowns. Beyond, it is
+        GMRES, which only needs products with the Jacobian.
 
     **Derivative:**
 
@@ -416,7 +416,7 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
 
 
 class WithoutDerivative(optx.AbstractAdjoint):
-    """Runs a solver in this loop. The derivative is that of another adjoint around it."""
+    """Runs a solver in this loop. Another adjoint around it has the derivative."""
 
     while_loop: Callable[..., Any]
 

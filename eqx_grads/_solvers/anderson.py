@@ -1,4 +1,4 @@
-"""Anderson acceleration as a solver of Optimistix, which has none (0.1.0)."""
+"""Anderson acceleration as a solver of Optimistix, which lacks it (0.1.0)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from .optimistix import optimistix as optx
 
 
 class _State(eqx.Module):
-    """The last step, and differences between consecutive steps, the oldest of which is
+    """The last step, and differences between consecutive steps; the oldest difference is
     overwritten."""
 
     step: Int[Array, ""]

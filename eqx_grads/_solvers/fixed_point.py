@@ -93,7 +93,7 @@ def fixed_point(
     - `tags`: the `lineax` tag or tags of the Jacobian of $f(y) - y$, such as
         `lineax.negative_semidefinite_tag`, for the linear solve of `"implicit"`.
 
-    | `backward` | derivative | reverse mode, besides one VJP in $\theta$ |
+    | `backward` | derivative | reverse mode, and one VJP in $\theta$ |
     |---|---|---|
     | `"implicit"` | exact, `ImplicitAdjoint()` | a linear solve |
     | `"fixed_point"` | exact, `FixedPointAdjoint()` | a VJP for each step of an iteration |
@@ -107,8 +107,7 @@ def fixed_point(
 
     - `value`: the fixed point, like `y0`.
     - `result`: a code, `optimistix.RESULTS.successful` or what went wrong.
-    - `aux`: what `fn` returned besides its value, at the fixed point, or `None`. It is
-        differentiable.
+    - `aux`: the second output of `fn` at the fixed point, or `None`. It is differentiable.
     - `stats`: a dictionary with `"num_steps"`, `"max_steps"`, `"residual_norm"`, the largest
         entry of $|f(y) - y|$, and what the solver adds. Not differentiated.
     - `state`: `None`.
@@ -125,17 +124,17 @@ def fixed_point(
     fixed point, $t_y = (I - J)^{-1} b$; in reverse mode, $\bar\theta = (\partial
     f/\partial\theta)^T u$ with $u = (I - J)^{-T} g$. Both modes and all orders. With
     `"implicit"` and `"fixed_point"`, exact up to the tolerances of the solvers. The others
-    replace $(I - J)^{-1}$ by the approximation that their adjoint documents, also in forward
-    mode and at higher orders. The steps of the solver are never differentiated, so the memory
-    does not depend on their number.
+    replace $(I - J)^{-1}$ by the approximation that their adjoint documents, in both modes and
+    at all orders. The steps of the solver are never differentiated, so the memory does not
+    depend on their number.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `fn` returns another structure, shape or dtype than that of
-    `y`, if a leaf of `y0` is not floating, if `max_steps` is not positive, or if `backward` or
-    `solver` is neither known nor of Optimistix; a `ModuleNotFoundError` where Optimistix is not
-    installed; a run-time error (see `equinox.error_if`) if `throw` is true and the solver
-    fails, for example because the plain iteration diverges.
+    [`eqx_grads.RuleError`][] if `fn` returns a structure, shape or dtype other than `y` has, if
+    a leaf of `y0` is not floating, or if `max_steps` is not positive. Also if `backward` or
+    `solver` is neither known nor of Optimistix. A `ModuleNotFoundError` without Optimistix. A
+    run-time error (see `equinox.error_if`) if `throw` is true and the solver fails, for example
+    because the plain iteration diverges.
     """
     optional_import("optimistix", "fixed_point")
     from . import adjoints
@@ -205,7 +204,7 @@ def _first(fn, y, args):
 
 
 def _residual(y, _, inputs):
-    """The equation that is differentiated, whatever the solver makes of it."""
+    """The equation that is differentiated, for every solver."""
     fn, _, _, args, *_ = inputs
     return jax.tree.map(jnp.subtract, fn(y, args)[0], y)
 
@@ -251,8 +250,8 @@ def _as_arrays(fn, y0):
         raise rule_error(
             f"`fixed_point` of `{name_of(fn)}` was given {what}.",
             bad[0] if bad else f"`y0` is {show_tree(y0)}",
-            do="Give floating-point arrays or numbers, such as `0.0`. What is not iterated "
-            "belongs to the arguments after `y0`.",
+            do="Give floating-point arrays or numbers, such as `0.0`. Values that are not "
+            "iterated belong to the arguments after `y0`.",
         )
     strong = lambda x: jax.lax.convert_element_type(x, x.dtype)
     return jax.tree.map(lambda x: strong(jnp.asarray(x)), y0)

@@ -57,8 +57,9 @@ def implicit(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     r"""The derivative of any solver, from the equation that it solves.
 
-    A decorator. What it decorates may be a `while_loop`, an optimizer, a call of Optimistix, or
-    of SciPy in a callback: it is called for the value, and never differentiated.
+    A decorator. The function that you decorate may be a `while_loop`, an optimizer, or a call
+    of Optimistix, or of SciPy in a callback. It is called for the value, and never
+    differentiated.
 
     !!! example
 
@@ -98,14 +99,14 @@ def implicit(
         arguments of the solver; zero at the solution. It returns a tree like `y`, with one
         equation for each unknown: for each element of each floating or complex leaf of `y`.
         For a minimum, `eqx.filter_grad(objective)`.
-    - `solver`: a `lineax` solver for the linear system. By default a division if the program
-        of the residual acts on each element by itself, LU up to 256 unknowns, and beyond that
-        GMRES, which does not form the matrix. With `lineax.SVD()` and other least-squares
-        solvers the matrix may be singular or not square, and the residual may have any
-        structure.
+    - `solver`: a `lineax` solver for the linear system. By default, it divides if the program
+        of the residual acts on each element by itself. It uses LU up to 256 unknowns, and
+        beyond that GMRES, which does not form the matrix. With `lineax.SVD()` and other
+        least-squares solvers the matrix may be singular or not square, and the residual may
+        have any structure.
     - `tags`: the `lineax` tag or tags of $\partial F/\partial y$. With
         `lineax.positive_semidefinite_tag` (a minimum), Cholesky and conjugate gradients are
-        used in place of LU and GMRES.
+        used instead of LU and GMRES.
     - `has_aux`: whether the solver returns `y, aux`.
     - `tolerance`: how large the residual may be at the solution: as large as the change of the
         residual when each element of the solution changes by this fraction of itself (of
@@ -115,9 +116,8 @@ def implicit(
 
     The decorated function:
 
-    - Its positional parameters are given to the residual too, also if they are passed by
-        keyword. They, `self` included, and what the residual closes over can be
-        differentiated.
+    - The residual gets its positional parameters too, even if they are passed by keyword. They,
+        `self` included, and what the residual closes over can be differentiated.
     - Its keyword-only parameters are for what the solution does not depend on: a first guess,
         a bracket, a number of steps, a key. They are not given to the residual, and their
         derivative is zero. One that the residual has a parameter for is given to the

@@ -38,8 +38,8 @@ from .residuals import bytes_of, Source
 class Candidate:
     """A loop, layers, or a `vmap`, to be computed twice.
 
-    - `covers`: the indices of the residuals that are computed there. `again`: about the bytes
-        of these that are computed again at one time.
+    - `covers`: the indices of the residuals that are computed there. `again`: about how many of
+        their bytes are computed again at one time.
     - `apply()`: the loss, as a function of the inputs of the traced program, with the candidate
         applied.
     """

@@ -37,8 +37,9 @@ def explain_memory(
     compiled: bool = True,
     **kwargs: Any,
 ) -> MemoryReport:
-    r"""What is kept from the forward to the backward pass of a loss: how many bytes, computed
-    at which line of your code, in which layer and loop. And which checkpoint saves how much.
+    r"""List what the forward pass of a loss keeps for its backward pass: how many bytes, and
+    which line of your code, layer and loop computes them. It also says how much each checkpoint
+    saves.
 
     !!! example
 
@@ -98,7 +99,7 @@ def explain_memory(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the loss does not return a real scalar or can't be traced, or
-    if there is no inexact array in `model`.
+    if `model` has no inexact array.
     """
     check_flags("explain_memory", compiled=compiled)
     doing("tracing the loss and its gradient")

@@ -42,13 +42,15 @@ class MemoryAdvice(AbstractRecord):
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class MemoryReport(AbstractReport):
-    """What a loss keeps for its backward pass; returned by [`eqx_grads.explain_memory`][].
+    """The values that a loss keeps for its backward pass; returned by
+    [`eqx_grads.explain_memory`][].
 
     - `found`: a [`eqx_grads.Residual`][] for each array that the forward pass computes and
         keeps, largest first.
     - `inputs`: the arguments of the loss that are kept as they are, in the same form.
     - `total`: the bytes of `found`.
-    - `compiled`: the temporary bytes of the compiled gradient, or `None` if there is none.
+    - `compiled`: the temporary bytes of the compiled gradient, or `None` if it was not
+        compiled.
     - `advice`: a [`eqx_grads.MemoryAdvice`][] for each place that is worth it, what saves most
         first. `print` shows the first one.
     - `remarks`: what else there is to know.
@@ -69,7 +71,8 @@ class MemoryReport(AbstractReport):
         return sum(r.bytes for r in self.found)
 
     def by_path(self) -> dict[str, int]:
-        """The bytes of `found` by the path of the layer, largest first; `""` is no layer."""
+        """The bytes of `found` by the path of the layer, largest first; `""` is outside of any
+        layer."""
         return self._sums(lambda r: r.path)
 
     def by_line(self) -> dict[tuple[str, int], int]:

@@ -1,4 +1,4 @@
-"""What to do about each kind: one table of sentences."""
+"""The advice for each kind: one table of sentences."""
 
 from collections.abc import Sequence
 
@@ -119,7 +119,7 @@ def cure_of(
     is_nan_operand: bool = False,
     is_in_derivative: bool = False,
 ) -> str:
-    """What to do.
+    """The advice.
 
     - `helps`: the call of `zero_safe` that was tried, and makes the gradient finite.
     - `mask`: what makes the cotangent zero. `calls`: the functions of JAX that it is in.
@@ -154,7 +154,7 @@ def cure_of(
 
 
 def _of_operation(kind, op, is_value, calls, is_rule) -> str:
-    """What is special to an operation, or an empty string."""
+    """Advice that is special to an operation, or an empty string."""
     if kind == Kind.DEAD_BRANCH:
         return "" if op in ELEMENTWISE or is_rule else _OF_ROWS
     if kind == Kind.OVERFLOW and is_value and op in ("exp", "exp2", "expm1", "cosh", "sinh"):

@@ -92,7 +92,7 @@ def explain_nan(
     **Arguments:**
 
     - `loss`: called as `loss(model, *args, **kwargs)`. Returns a real scalar.
-    - `model`: any PyTree. The gradient is that with respect to all of its inexact arrays.
+    - `model`: any PyTree. The gradient is taken with respect to all its inexact arrays.
     - `threshold`: also report where a cotangent exceeds this number. A gradient of 1e24 is
         finite, and as harmful.
     - `seconds`: the time to look for the causes, beside one compilation of the gradient. When
@@ -102,10 +102,10 @@ def explain_nan(
 
     A report. Print it for a table; it is false if everything is finite. `found` are records
     with the fields `file`, `line`, `primitive`, `path`, `step`, `kind`, `cure` and others:
-    first the operations that make the loss not finite, then those that make its gradient not
-    finite, in the order of the backward pass. `explain_nan` finds each of them, even if one
-    alone makes everything NaN. In a loop, `step` is the first such step; the backward pass
-    begins at the end.
+    first the operations that make the loss not finite, then the operations that make its
+    gradient not finite, in the order of the backward pass. `explain_nan` finds each of them,
+    even if one alone makes everything NaN. In a loop, `step` is the first such step; the
+    backward pass begins at the end.
 
     The kinds are `"dead branch"` (`mask` is what did not select it), `"zero mask"` (as a
     factor), `"zero times infinity"` (`mask` is the operation that makes the zero),
@@ -128,9 +128,9 @@ def explain_nan(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, if JAX can't
-    differentiate an operation of it, if the model has no inexact array, or if the loss raises
-    an error and nothing is found.
+    [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced. Also if JAX
+    can't differentiate one of its operations, if the model has no inexact array, or if the loss
+    raises an error and nothing is found.
     """
     limit = math.inf if threshold is None else as_number(threshold)
     if limit is None or not limit > 0:
@@ -138,7 +138,7 @@ def explain_nan(
         raise bad_argument("explain_nan", "threshold", "a positive number", threshold, do)
     time_limit = as_number(seconds)
     if time_limit is None or not time_limit >= 0:
-        do = "Give the seconds that the search may take; `math.inf` is no limit."
+        do = "Give the seconds that the search may take; `math.inf` removes the limit."
         raise bad_argument("explain_nan", "seconds", "a number from zero", seconds, do)
     explain = lambda loss, tries=True: _explain(
         loss, model, args, kwargs, limit, time_limit, tries
@@ -253,8 +253,8 @@ def _is_finite_with(policy: str, loss, model, args, kwargs) -> bool:
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:
-    """Without the derivative of an operation of which the value is not finite already; and once
-    what JAX makes of the derivative of one operation."""
+    """Drop the derivative of an operation whose value is not finite already, and keep one of
+    the operations that JAX makes of one derivative."""
     place = lambda r: (r.file, r.line, r.column, r.caller, r.path)
     values = [r for r in records if r.is_forward]
     known = {(place(r), name) for r in values for name in (r.primitive, r.derivative_of)}

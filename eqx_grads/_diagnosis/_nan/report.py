@@ -57,8 +57,8 @@ class NaNReport(AbstractReport):
     """What [`eqx_grads.explain_nan`][] found. False if the loss and its gradient are finite,
     compiled as well.
 
-    - `found`: a [`eqx_grads.NonFinite`][] for each place, in the order in which the gradient is
-        computed, after those of the loss itself.
+    - `found`: a [`eqx_grads.NonFinite`][] for each place: first the places in the loss, then
+        the places in the gradient, in the order in which it is computed.
     - `loss`: its value.
     - `bad_leaves`: the paths of the leaves with a bad gradient, of `n_leaves`.
     - `is_reverse`: false for the derivative in forward mode of a loss that has no other.
@@ -136,7 +136,7 @@ def _row(record: NonFinite) -> tuple[str, ...]:
 
 
 def _describe(record: NonFinite) -> str:
-    """The kind, and what else is to be said of it."""
+    """The kind, and its details."""
     if record.mask:
         same_line = (record.mask_file, record.mask_line) == (record.file, record.line)
         place = "" if same_line else f" at {show_place(record.mask_file, record.mask_line)}"

@@ -23,8 +23,8 @@ def enter_also_solve(eqn: Any, values: Sequence[Any], run: Run) -> Sequence[Any]
 
 
 def _enter_solve(eqn: Any, values: Sequence[Any], run: Run) -> list[Any]:
-    """Run the equation with `run(program, values, None)` in place of each inner program. Its
-    derivative is that of the linear map, as before."""
+    """Run the equation with `run(program, values, None)` instead of each inner program. Its
+    derivative is still the derivative of the linear map."""
     jaxprs, counts = eqn.params["jaxprs"], eqn.params["const_lengths"]
     values, consts = list(values), []
     for count in counts:

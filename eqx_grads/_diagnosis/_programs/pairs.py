@@ -1,4 +1,4 @@
-"""What the outputs of an equation depend on, and in what they have a derivative.
+"""The values that the outputs of an equation depend on, and in which they have a derivative.
 
 A set is an integer: bit `i` says whether element `i` is in the set.
 """

@@ -92,7 +92,7 @@ def explain_zero(
 
     - a vector, such as a bias, whose gradient is zero for some units;
     - a gradient that is as small as the rounding error of the backward pass;
-    - parts of the model that are no arrays of floats, such as a Python number.
+    - parts of the model that are not arrays of floats, such as a Python number.
 
     The loss and its gradient are compiled once. If no gradient is zero, that is all. Otherwise,
     the loss is evaluated operation by operation up to the place where the tangents end. If the
@@ -104,9 +104,9 @@ def explain_zero(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the loss is not a real scalar, if the model has no inexact
-    arrays, if the loss can't be traced, if JAX can't differentiate an operation, or if the
-    derivative of the loss raises an error.
+    [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, or if the
+    model has no inexact arrays. Also if JAX can't differentiate an operation, or the derivative
+    of the loss raises an error.
     """
     # What `zero_safe` puts in the program is not the user's, and has no line.
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
@@ -206,7 +206,7 @@ class _Explanation:
         return {key(o): o for o in numbered.origins}
 
     def records(self, leaf: int, zero: Sequence[int]) -> list[ZeroGradient]:
-        """The causes of one leaf, of those with a zero gradient."""
+        """The causes of one leaf with a zero gradient."""
         if not self._died and not self.moving:
             program = self.traced.program.jaxpr
             used = set(free_variables(program.eqns, program.outvars))
@@ -309,7 +309,7 @@ class _Explanation:
         return factor.made if isinstance(factor.made, str) else self._origin_of(factor.made)
 
     def _factor(self, made: Origin | str) -> str:
-        """What the zero factor of a product is."""
+        """The zero factor of a product, in words."""
         if isinstance(made, str):
             return f"`{made}`" if made else ""
         return f"the result of `{self._name(made)}` at {made.source}"
@@ -334,7 +334,7 @@ def _is_stop_of_jax(death: Death) -> bool:
 
 
 def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
-    """What the loss does along a leaf with a zero gradient, by longer and longer steps."""
+    """The change of the loss along a leaf with a zero gradient, in longer and longer steps."""
     x = np.asarray(traced.values[leaf])
     if not gradient.can_move or np.iscomplexobj(x):
         return ""

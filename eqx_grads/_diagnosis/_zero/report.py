@@ -18,7 +18,7 @@ from ..report import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroGradient(AbstractRecord):
-    """A leaf of a model with a zero gradient, and one cause of it.
+    """A leaf of a model with a zero gradient, and one cause.
 
     It has the fields of all records; of several steps, `step` is the last one. The kinds are
     `"never used"`, `"argmax"`, `"rounding"`, `"multiplied by zero"`, `"dead units"` and others,
@@ -86,5 +86,5 @@ def _by_cause(records: Sequence[ZeroGradient]) -> list[list[ZeroGradient]]:
 
 
 def _describe(record: ZeroGradient) -> str:
-    """The kind, and what else is to be said of it."""
+    """The kind, and its details."""
     return f"{record.kind}: {record.detail}" if record.detail else record.kind
