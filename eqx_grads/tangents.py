@@ -395,8 +395,8 @@ def materialize(primal: PyTree, t: PyTree) -> PyTree:
     **Returns:**
 
     A tree like `primal`. Floating and complex leaves (including Python and NumPy numbers)
-    have an array of their shape and dtype; integers, booleans and PRNG keys have an array
-    of dtype `float0`; leaves that are not arrays have `None`.
+    have an array of their shape and dtype. Integers, booleans and PRNG keys have an array of
+    dtype `float0`. Leaves that are not arrays have `None`.
 
     **Raises:**
 

@@ -132,7 +132,7 @@ def test_checks_and_skip():
     [
         ({"checks": ("forwards",)}, "no check `forwards`"),
         ({"skip": "backward"}, "no check `backward`"),
-        ({"nondifferentiable": ("z",)}, "names `z`, which is no positional argument"),
+        ({"nondifferentiable": ("z",)}, "names `z`, which is not a positional argument"),
         ({"nondifferentiable": ("x.z",)}, "names `x.z`(.|\n)*there are `x`"),
     ],
 )

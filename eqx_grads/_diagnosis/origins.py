@@ -187,7 +187,7 @@ def _length_of_common(xs: Sequence[Any], ys: Sequence[Any]) -> int:
 
 
 def no_derivative_error(loss: Any, opaque: Sequence[Origin]) -> RuleError:
-    """The error for a loss that JAX can't differentiate because of these equations."""
+    """The error for a loss that JAX can't differentiate because of some equations."""
     return rule_error(
         f"The loss `{name_of(loss)}` has no derivative.",
         ", ".join(f"JAX can't differentiate `{o.primitive}` at {o.source}" for o in opaque),

@@ -194,7 +194,7 @@ def with_safe(name: str, program: ClosedJaxpr) -> str:
 
 
 def _line_at(traceback: Any, indices: Sequence[int], library: str = "") -> SourceLine:
-    """The line of the first of these frames; the others are its callers."""
+    """The line of the first frame; the others are its callers."""
     frames = [traceback.frames[i] for i in indices]
     calls = tuple((f.file_name, f.line_num, f.function_name) for f in frames)
     # A frame has no columns.

@@ -18,7 +18,7 @@ _WIDE = tuple(map(np.dtype, (np.float64, np.complex128, np.int64, np.uint64)))
 
 
 def needs_bits(types: Any) -> bool:
-    """Whether arrays of these types are cast on a thread that is not this one."""
+    """Whether arrays of the given types are cast on a thread that is not this one."""
     if not any(map(_is_wide, types)):
         return False
     found = []

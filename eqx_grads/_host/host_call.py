@@ -221,7 +221,7 @@ def _steps(code: HostCode, args) -> tuple[float | None, ...]:
             f"the arguments are {show_tree(args)}",
             code.place,
             do="Give one number, or a tuple with one entry for each argument: a number or "
-            "`None` for all of it, or a tree of them.",
+            "`None` for the whole argument, or a tree of numbers and `None`.",
         ) from error
     leaves = zip(steps, jax.tree.leaves(tuple(args)), strict=True)
     return tuple(step for step, x in leaves if is_array_leaf(x))

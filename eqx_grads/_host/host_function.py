@@ -191,9 +191,9 @@ def host_function(
         return the same memory in each call (`np.sin(x, out=buffer)`), as its rules may: the
         library copies what they return. A traced value that it closes over is an error.
     - `out`: what it returns: a `jax.ShapeDtypeStruct(shape, dtype)`, an array or anything else
-        that has a shape and a dtype (such as `jax.typeof(x)`), a float (for one number of
-        JAX's default precision), or a tree of these; or a function of the
-        arguments that returns such a tree. It is called with the arguments that the caller
+        that has a shape and a dtype (such as `jax.typeof(x)`), or a float (for one number of
+        JAX's default precision). Also a tree with such leaves, or a function of the arguments
+        that returns such a tree. The function is called with the arguments that the caller
         gave, and `jax.ShapeDtypeStruct`s instead of arrays and floats. A Python integer stays a
         Python integer. An object of a registered class is replaced by one with the same
         attributes, which `out` may return. It gets only the keyword-only arguments that it has
@@ -262,8 +262,8 @@ def _check_options(fn, *, out, finite_difference, step, max_rule_calls, vmap_met
             f"`{name}` has to know what `{name_of(fn)}` returns, and was given no `out`.",
             place_of(fn),
             do="Give the types, or a function of the arguments that returns them: "
-            "`out=lambda x: x` for those of `x`; or an array like it, such as what one call of "
-            "the function returns.",
+            "`out=lambda x: x` for the types of `x`; or an array like it, such as "
+            "the result of one call of the function.",
         )
     differences = "central", "complex"
     is_known = isinstance(finite_difference, str) and finite_difference in differences

@@ -21,7 +21,7 @@ def is_array_leaf(x: Any) -> bool:
 
 
 def without_memory(types: Sequence[Any]) -> list[np.ndarray]:
-    """Arrays of these types, to unflatten a user's class with."""
+    """Arrays of the given types, to unflatten a user's class with."""
     return [np.broadcast_to(np.zeros((), t.dtype), t.shape) for t in types]
 
 
@@ -102,7 +102,7 @@ _VALUES_IN_SHAPES = (
     "take the size from the shape of an array."
 )
 _FORMS = (
-    "A shape or a dtype alone is not enough, and a Python integer is no array. Give a "
+    "A shape or a dtype alone is not enough, and a Python integer is not an array. Give a "
     "`jax.ShapeDtypeStruct(shape, dtype)`, an array, a float (for one number), or any tree of "
     "these; or a function of the arguments that returns one, as `{what}=lambda x: x` for the "
     "type of `x`, which has to be a float or an array then."

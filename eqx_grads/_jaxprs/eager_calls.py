@@ -71,7 +71,8 @@ def _is_array(x: Any) -> bool:
 
 
 class _Programs:
-    """The compiled programs of some functions. `of[f]`: the programs of these and `f`."""
+    """The compiled programs of some functions. `of[f]`: the programs of the same functions and
+    `f`."""
 
     def __init__(self):
         self.jitted: dict[Hashable, Callable[..., Any]] = {}

@@ -230,13 +230,13 @@ def _with_inner(eqn: Any) -> Iterator[Any]:
 
 
 def holds(part: ClosedJaxpr | Any, *kinds: str | type) -> bool:
-    """Whether a program, or an equation, has an equation, at any depth, of one of these kinds:
+    """Whether a program, or an equation, has an equation, at any depth, of one of the kinds:
     the name of a primitive, or a class of this file."""
     return any(True for _ in _found(part, kinds))
 
 
 def found(part: ClosedJaxpr | Any, *kinds: str | type) -> list[Any]:
-    """All equations of these kinds, at any depth."""
+    """All equations of the given kinds, at any depth."""
     return list(_found(part, kinds))
 
 

@@ -59,7 +59,7 @@ class View:
         return np.array_equal(seen, indices[..., None])
 
     def transpose(self, ct: Array) -> Array:
-        """The cotangent of the input, given that of its view."""
+        """The cotangent of the input, given the cotangent of its view."""
         (x,) = varying_types([jax.ShapeDtypeStruct(self.of.shape, ct.dtype)], ct)
         return jax.linear_transpose(self.apply, x)(ct)[0]
 

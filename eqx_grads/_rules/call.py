@@ -1,8 +1,8 @@
 """A call of a function with rules: flattened, bound as a primitive, its rules run.
 
-The Equinox wrappers are not underneath: their `filter_custom_jvp` takes functions of
-operands only (clause 4 of the contract), has no static outputs (clause 7) and no keyword for
-a positional parameter (clause 1), and `filter_custom_vjp` has no forward mode (clause 3).
+The Equinox wrappers are not underneath: their `filter_custom_jvp` takes functions of operands
+only (clause 4 of the contract). It has no static outputs (clause 7) and no keyword for a
+positional parameter (clause 1). Their `filter_custom_vjp` has no forward mode (clause 3).
 """
 
 from collections.abc import Callable

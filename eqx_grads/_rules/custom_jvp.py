@@ -201,7 +201,7 @@ def _trace(rule, call, indices) -> tuple[Any, Any]:
 
 
 def _check_value(rule, call, outputs, arrays) -> None:
-    """Raise if the value is not known where JAX linearizes, when there are no tangents yet.
+    """Raise if the value is not known where JAX linearizes, before the tangents exist.
     JAX's own error does not say whose value it is."""
     unknown = unknown_to_linearization(arrays, call.operands)
     if unknown:

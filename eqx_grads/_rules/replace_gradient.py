@@ -62,7 +62,7 @@ def replace_gradient(value: PyTree, surrogate: PyTree) -> PyTree:
 
 
 def _check_alike(caller, names, value, surrogate):
-    """Raise unless a surrogate has tangents like those of a value. `names` are the
+    """Raise unless a surrogate has tangents like the tangents of a value. `names` are the
     user's names of the two."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     surrogates, surrogate_def = jax.tree.flatten(surrogate)

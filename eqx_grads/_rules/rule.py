@@ -106,7 +106,7 @@ class Rule(Rebuildable):
 
     def of_tangents(self, *args: Any, **kwargs: Any) -> Any:
         """Call the rule with tangents or cotangents. If it fails because of a `None` among
-        them, the error says what `None` stands for."""
+        them, the error says what `None` means."""
         try:
             return self(*args, **kwargs)
         except (TypeError, AttributeError) as error:
@@ -233,7 +233,7 @@ class AbstractRules(Rebuildable, abc.ABC):
     def differentiate(
         self, call: RuleCall, expected: OutputSpec | None
     ) -> tuple[OutputSpec, list[Any], list[Any]]:
-        """The outputs, their arrays, and the tangents of these (`None` for zero). Compares the
+        """The outputs, their arrays, and their tangents (`None` for zero). Compares the
         outputs with the `expected` ones, as `check_outputs` does."""
 
     def signature(self, fn: Callable[..., Any]) -> Signature:

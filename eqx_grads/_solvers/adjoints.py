@@ -183,8 +183,8 @@ class NeumannAdjoint(AbstractFixedPointAdjoint):
 
     An approximation, in both modes: $t = \sum_{i=0}^k J^i b$, and in reverse mode
     $u = \sum_{i=0}^k (J^T)^i g$, at the cost of $k$ JVPs or VJPs of the function. Where $f$ is
-    a contraction with the factor $L$, the relative error of $t$ and $u$ falls with $L^{k+1}$;
-    where an eigenvalue of $J$ is at least one in modulus, the series does not converge. The
+    a contraction with the factor $L$, the relative error of $t$ and $u$ falls with $L^{k+1}$.
+    Where an eigenvalue of $J$ is at least one in modulus, the series does not converge. The
     second derivative differentiates this approximation, and approximates the derivative of the
     fixed point as well.
 

@@ -32,7 +32,7 @@ class Anderson(optx.AbstractFixedPointSolver):
 
     Of all combinations of the last steps, with weights that sum to one, each step takes the one
     whose linearized residual $g(y) = f(y) - y$ is the smallest. It needs one evaluation of the
-    function for a step, and few steps also where the plain iteration contracts slowly, or
+    function for a step, and few steps even where the plain iteration contracts slowly, or
     diverges in a few directions. The type II of [Walker and Ni,
     2011](https://doi.org/10.1137/10078356X).
 

@@ -82,7 +82,7 @@ _LOST = 16
 
 
 def has_lost_pivot(factors: Array) -> Array:
-    """Whether a pivot is no larger than the rounding error of its computation. A pivot of a
+    """Whether a pivot is within the rounding error of its computation. A pivot of a
     singular matrix is seldom exactly zero.
 
     - `factors`: both triangular factors in one matrix, as `jax.scipy.linalg.lu_factor` returns

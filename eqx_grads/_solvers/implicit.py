@@ -141,9 +141,9 @@ def implicit(
     $\left(\frac{\partial F}{\partial y}\right)^\top \lambda = -\bar y$ and returns
     $\bar a = \left(\frac{\partial F}{\partial a}\right)^\top \lambda$. Both modes and all
     orders: the derivative of a rule applies the rule again. The residual has to be
-    differentiable in forward mode. Several solutions, or none nearby, are a singular
-    system, which is an error, except for a least-squares solver: then $\dot y$ is the
-    smallest of the least-squares solutions.
+    differentiable in forward mode. With several solutions, or none nearby, the system is
+    singular, which is an error. With a least-squares solver, $\dot y$ is then the smallest
+    least-squares solution.
 
     A function that is not holomorphic may have complex unknowns: they are solved for as pairs
     of real ones.
@@ -151,11 +151,11 @@ def implicit(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the residual can't be called with these arguments, or does not
-    have the structure of the solution; a `ModuleNotFoundError` if Lineax is not installed,
-    which `tags`, a `solver` and more than 256 unknowns need; a run-time error (see
-    `equinox.error_if`) if the residual is not small at the solution, or the linear solve fails.
-    The stack that a run-time error shows may be that of an earlier call, whose compiled program
-    is used again; the text names the residual, its file and its line.
+    have the structure of the solution. A `ModuleNotFoundError` without Lineax, which `tags`, a
+    `solver` and more than 256 unknowns need. A run-time error (see `equinox.error_if`) if the
+    residual is not small at the solution, or the linear solve fails. A run-time error may show
+    the stack of an earlier call, whose compiled program is used again. Its text names the
+    residual, its file and its line.
 
     ??? cite
 
@@ -254,11 +254,11 @@ def _config(residual, args, kwargs, solve):
         raise rule_error(
             f"The residual `{name_of(residual)}` can't be called with the solution and the "
             f"arguments of `{solve}`: {mismatch}.",
-            f"positional arguments of `{solve}`, with those that have a default: {len(args)}",
+            f"positional arguments of `{solve}`, defaults included: {len(args)}",
             place_of(residual),
             do="Give it the parameters `(y, *args)`, where `args` are the positional "
-            "parameters of the function that it decorates. A first guess, and what else the "
-            "solution does not depend on, is a keyword-only parameter of that function.",
+            "parameters of the function that it decorates. Make a first guess, and all else "
+            "that the solution does not depend on, a keyword-only parameter of that function.",
         )
     what = "The keyword-only argument `{}` of `{}`"
     return {k: nondifferentiable(v, what.format(k, solve)) for k, v in config.items()}
@@ -289,7 +289,8 @@ class Equation(Opaque):
         except Exception as error:
             note = (
                 f"The residual `{self._name}` is called with the solution of `{self._solve}` "
-                "first, and then with its arguments. Of a method, these begin with `self`."
+                "first, and then with its arguments. The arguments of a method "
+                "begin with `self`."
             )
             if isinstance(error, jax.errors.TracerArrayConversionError):
                 note = f"NumPy can't compute with a traced array. The residual `{self._name}` "
@@ -351,7 +352,7 @@ class Equation(Opaque):
             f"The residual `{self._name}` of `{self._solve}` is not like the solution.",
             *where,
             self._place,
-            do=f"{objective}Return one equation for each unknown, in a tree like that of the "
+            do=f"{objective}Return one equation for each unknown, in a tree like the "
             "solution. For more or fewer equations than unknowns, pass a least-squares solver, "
             "such as `solver=lineax.SVD()`.",
         )

@@ -27,8 +27,8 @@ def differentiable_solution(
     residual: Callable[..., Any],
     solver: Callable[..., Any],
 ) -> Any:
-    """`y`, whose derivative in the arrays `inputs` is that of a solution of
-    `residual(y, inputs) = 0`.
+    """`y`, with the derivative in the arrays `inputs` that a solution of `residual(y, inputs) =
+    0` has.
 
     `solver(linear_map, unknowns, value)` returns a linear function: `t_y`, or what it takes for
     it, from `b`. `linear_map` is `R`, a function; `unknowns` are the inexact arrays of `y`, and

@@ -2,7 +2,7 @@
 
 `state_at(field, y, t, t_new)` is the state at `t_new` of the trajectory that passes through `y`
 at `t`. It is only asked for where `t_new` equals `t`, so its value is `y`, and nothing is
-integrated. But its derivative is that of the solution of the differential equation: if `t_new`
+integrated. But it has the derivative of the solution of the differential equation: if `t_new`
 moves by `t_t_new`, the state moves by `field(t, y) * t_t_new`. That is all of the first
 derivative. Higher ones need to know how tangents (in forward mode) and cotangents (in reverse
 mode) change along the trajectory. They have differential equations of their own, so the rules
@@ -101,7 +101,7 @@ def as_time(t: Any, caller: str) -> Float[Array, ""]:
 
 
 def finite(t: Float[Array, ""]) -> Float[Array, ""]:
-    """A time at which functions can be evaluated, also that of an event that never happens."""
+    """A time at which functions can be evaluated, even if the event never happens."""
     return jnp.where(jnp.isfinite(t), t, jnp.zeros_like(t))
 
 
@@ -165,7 +165,7 @@ class _TangentField(eqx.Module):
 
 
 class _CotangentField(eqx.Module):
-    """How a state, its cotangent and that of the field change with time."""
+    """How a state, its cotangent and the cotangent of the field change with time."""
 
     field: Any
 

@@ -35,7 +35,7 @@ from ._gradient_sums import add, inner_product, zero_sum
 REDUCTIONS = ("sum", "mean")
 _AXIS = (
     "Give an integer, the axis of all arguments but the first, or a tuple with one entry for "
-    "each argument: an integer, `None`, or a tree of these that is a prefix of the argument. "
+    "each argument: an integer, `None`, or a prefix of the argument with these as leaves. "
     "For a single argument, give `(axis,)`."
 )
 
@@ -78,11 +78,11 @@ def chunked(
     **Arguments:**
 
     - `loss`: a function of any PyTrees, or a Module, that returns a real scalar.
-    - `axis`: the axis of the arrays in the arguments, of which `loss` is given a chunk. An
-        integer is the axis of all arguments but the first, which is the model. Or like
-        `in_axes` of `jax.vmap`: a tuple with an entry for each argument, which is an integer,
-        `None` for an argument that every chunk is given whole, or a tree of these that is a
-        prefix of the argument. A keyword argument is not split.
+    - `axis`: the axis along which the arrays in the arguments are split. An integer is the axis
+        of all arguments but the first, which is the model. Or a tuple with one entry for each
+        argument, as `in_axes` of `jax.vmap`: an integer, `None` for an argument that every
+        chunk gets whole, or a prefix of the argument with these as leaves. A keyword argument
+        is not split.
     - `chunk`: the length of a chunk. If it does not divide the length of the axis, the last
         chunk is shorter.
     - `reduction`: `"sum"` if the loss of everything is the sum of the losses of its parts, and
@@ -212,7 +212,7 @@ def _run(loss, axis, chunk, mean, args, kwargs):
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
     """How a loss is split. `axes` has an entry for each leaf of the loss and its positional
-    arguments, and `numbers` for each leaf of these and the keywords: a Python number, which
+    arguments, and `numbers` for each such leaf, and for the keywords: a Python number, which
     would be an array in a rule, or `None`. `closures` is for the tracers that were captured, if
     any were."""
 
@@ -231,7 +231,7 @@ class _Chunks:
         return whole, [None if a is None else jnp.moveaxis(x, a, 0) for x, a in pairs]
 
     def join(self, whole, parts):
-        """The inverse of `split`, also for one chunk."""
+        """The inverse of `split`, even for one chunk."""
         axes = [*self.axes, *(None for _ in whole[len(self.axes) :])]
         return [
             x if a is None or part is None else jnp.moveaxis(part, 0, a)

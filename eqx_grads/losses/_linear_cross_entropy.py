@@ -89,8 +89,9 @@ def linear_cross_entropy(
     **Arguments:**
 
     - `x`: floats of shape `(..., features)`, with any number of leading dimensions.
-    - `weight`: floats of shape `(vocabulary, features)`, as that of an `equinox.nn.Linear` or
-        of an `equinox.nn.Embedding`. (It is the transpose of a matrix $W$ in $x W$.)
+    - `weight`: floats of shape `(vocabulary, features)`, as the `weight` of an
+        `equinox.nn.Linear` or an `equinox.nn.Embedding`. (It is the transpose of a matrix $W$
+        in $x W$.)
     - `labels`: integers of shape `(...)`, or probabilities of shape `(..., vocabulary)`, which
         are constants.
     - `bias`: floats of shape `(vocabulary,)`, or `None`.
@@ -130,18 +131,18 @@ def linear_cross_entropy(
 
     **Derivative:**
 
-    With $p$ the softmax of a token's logits and $q$ its target, the cotangent of the logits is
-    $d = \bar L\,(p - q)$ (times $1 - l^2 / c^2$ for a soft cap), and
-    $\bar x = W^T d$, $\bar W = \sum d\,x^T$, $\bar b = \sum d$, each computed for arguments
-    that are being differentiated only.
+    Let $p$ be the softmax of a token's logits and $q$ its target. The cotangent of the logits
+    is $d = \bar L\,(p - q)$ (times $1 - l^2 / c^2$ for a soft cap), and $\bar x = W^T d$, $\bar
+    W = \sum d\,x^T$, $\bar b = \sum d$. Each is computed only if you differentiate with respect
+    to its argument.
 
     For `"mean"` and `"sum"`, $\bar L$ is a factor of all tokens, so that the gradients are
     formed in the forward pass, while the logits of a chunk exist. They are the residuals, and
-    the matrix products are those of plain automatic differentiation. Forward mode is the inner
-    product of the gradients with the tangents. For `"none"`, the residuals are the arguments
-    and two numbers for each token, and the backward pass computes the logits again: four matrix
-    products instead of three. Both modes, all orders; higher orders compute the logits of a
-    chunk again.
+    the matrix products are the same as in plain automatic differentiation. Forward mode is the
+    inner product of the gradients with the tangents. For `"none"`, the residuals are the
+    arguments and two numbers for each token, and the backward pass computes the logits again:
+    four matrix products instead of three. Both modes, all orders; higher orders compute the
+    logits of a chunk again.
 
     Under `jax.vmap` with a `weight` that is not batched, the batch becomes part of the tokens,
     and the gradient of the mean over examples is formed as for `"none"`. In a loop that is

@@ -111,8 +111,8 @@ class FixedPoint(eqx.Module):
     ) -> PyTree:
         """**Arguments:**
 
-        - `x`: the input, any PyTree. There is no axis for a batch: use `jax.vmap`, under which
-            each example has its own number of steps, or write a cell for batches.
+        - `x`: the input, any PyTree. It has no batch axis: use `jax.vmap`, under which each
+            example has its own number of steps, or write a cell for batches.
         - `z0`: the state to start from, by default zeros in the common dtype of `x` and the
             cell. Another PyTree of arrays is possible, where the cell takes and returns one.
         - `key`: ignored.

@@ -67,9 +67,9 @@ def logsumexp(
     where the sum is zero, and with respect to a term that is $-\infty$. Terms that are
     $+\infty$ share the weight. Both modes and all orders. Where terms cancel to a sum of zero,
     second derivatives are NaN. Second derivatives with respect to
-    $a$ are $q_i (\delta_{ij} - q_j)$ and right in units in the last place of $q_i$: that of a
-    term that outweighs the others, on the diagonal, is rounded to zero from a factor of
-    $1 / \epsilon$ on, as in JAX. Those of [`eqx_grads.safe.logaddexp`][] are not.
+    $a$ are $q_i (\delta_{ij} - q_j)$ and right in units in the last place of $q_i$. If a term
+    outweighs the others by a factor of $1 / \epsilon$, its second derivative on the diagonal is
+    rounded to zero, as in JAX. [`eqx_grads.safe.logaddexp`][] does not round it to zero.
     """
     b = b if b is None or where is None else jnp.where(where, b, 0)
     out, sign, *_ = _log_weights(_masked(a, where), b, axes=axis)
@@ -137,7 +137,7 @@ def _logaddexp_jvp(primals, tangents):
 
 @on_arrays("x", real=True)
 def cumlogsumexp(x: Numbers, axis: int = 0, *, reverse: bool = False) -> Float[Array, "..."]:
-    r"""$y_i = \log \sum_{j \le i} e^{x_j}$, also where the first terms are $-\infty$.
+    r"""$y_i = \log \sum_{j \le i} e^{x_j}$, even where the first terms are $-\infty$.
 
     !!! example
 
@@ -167,7 +167,7 @@ def cumlogsumexp(x: Numbers, axis: int = 0, *, reverse: bool = False) -> Float[A
 
     **Derivative:**
 
-    That of [`eqx_grads.safe.logaddexp`][], of which it is an associative scan, as
+    As for [`eqx_grads.safe.logaddexp`][]: this is its associative scan, as
     `jax.lax.cumlogsumexp` is. Both modes and all orders.
     """
     # The first sum is the first term itself, which has no derivative if it is minus infinity.
@@ -217,7 +217,7 @@ def softmax(
 
     **Derivative:**
 
-    $\dot p = p \odot (\dot x - p^\top \dot x)$, which is its own transpose. Of a probability
+    $\dot p = p \odot (\dot x - p^\top \dot x)$, which is its own transpose. For a probability
     near one the difference cancels, so that its derivative is right in units in the last place
     of one, as in JAX. Both modes and all orders.
     """
@@ -312,16 +312,16 @@ def entropy(
 
     **Returns:**
 
-    The entropies, in nats. That of a negative number is $-\infty$, as in
+    The entropies, in nats. A negative number has the entropy $-\infty$, as in
     `jax.scipy.special.entr`.
 
     **Derivative:**
 
-    $\dot y = -\sum_i (\log p_i + 1)\,\dot p_i$. At $p_i = 0$, where the derivative from the
-    right is infinite, it is taken to be zero: such a probability is that of a masked event, or
-    of a logit that is far below the others, and the derivative with respect to the logit is
-    zero. Below zero, it is zero as well. Both modes and all orders. The second derivative at
-    $p_i = 0$ is NaN: leave such an event out, with `where=p > 0`.
+    $\dot y = -\sum_i (\log p_i + 1)\,\dot p_i$. At $p_i = 0$, the derivative from the right is
+    infinite, and the derivative here is zero. A masked event has this probability, or a logit
+    that is far below the others, and the derivative with respect to the logit is zero. Below
+    zero, it is zero as well. Both modes and all orders. The second derivative at $p_i = 0$ is
+    NaN: leave such an event out, with `where=p > 0`.
     """
     return jnp.sum(_entr(p if where is None else jnp.where(where, p, 1)), axis)
 
@@ -339,9 +339,9 @@ def _log_weights(a, b, *, axes):
 
     **Derivative:**
 
-    $\dot y = \sum q (b\, \dot a + \dot b)$ and $\dot q = q (\dot a - \dot y)$, made of what the
-    function returns, so that they hold at all orders. The tangent of a term that is $-\infty$
-    is dropped: it may be infinite itself, that of a logarithm of zero.
+    $\dot y = \sum q (b\, \dot a + \dot b)$ and $\dot q = q (\dot a - \dot y)$, made of the
+    outputs of the function, so that they hold at all orders. The tangent of a term that is
+    $-\infty$ is dropped: like the tangent of a logarithm of zero, it may be infinite itself.
     """
     present = a if b is None else jnp.where(b == 0, -jnp.inf, a)
     largest = jnp.max(present, axes, keepdims=True, initial=-jnp.inf)
@@ -388,7 +388,7 @@ def _without_derivative_at_zero(q, sign, a, b, axes):
 def _shift(a, largest):
     """`a - largest`, where infinity minus itself is zero, and `-inf` remains what it is.
 
-    Most of it is done to `largest`, which is smaller than `a`.
+    Most of the work is done on `largest`, which is smaller than `a`.
     """
     largest = lax.stop_gradient(largest)
     finite = float(jnp.finfo(a.dtype).max)

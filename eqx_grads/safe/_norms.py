@@ -78,12 +78,13 @@ def norm(
     and so is the derivative by an element that is zero. An infinite element outweighs all
     finite ones if $p > 1$. Both modes and all orders.
 
-    Second derivatives do not exist at zero, and are NaN there, also where a mask on the result
-    drops them: mask the argument, with [`eqx_grads.safe.where`][] under `jax.vmap`. So are
-    those of `norm(x)**2`, which is smooth: write `jnp.sum(x**2)`. For kernels of a distance,
-    see [NaN](../guides/my-gradient-is/nan.md#how-do-i-write-a-kernel-of-a-distance).
-    By an element that is zero they are NaN unless $2 \le p < \infty$, and for `jnp.inf` and
-    `-jnp.inf` where several elements are the largest, or the smallest.
+    Second derivatives do not exist at zero, and are NaN there, even where a mask on the result
+    drops them. Mask the argument, with [`eqx_grads.safe.where`][] under `jax.vmap`. The second
+    derivatives of `norm(x)**2`, which is smooth, are NaN too: write `jnp.sum(x**2)`. For
+    kernels of a distance, see
+    [NaN](../guides/my-gradient-is/nan.md#how-do-i-write-a-kernel-of-a-distance). By an element
+    that is zero they are NaN unless $2 \le p < \infty$, and for `jnp.inf` and `-jnp.inf` where
+    several elements are the largest, or the smallest.
 
     **Raises:**
 
@@ -295,12 +296,12 @@ def pairwise_distance(
 
     **Derivative:**
 
-    That of [`eqx_grads.safe.norm`][] of the differences. Both modes and all orders. Second
-    derivatives by points that coincide are NaN, also where the kernel that is computed from
-    their distance is smooth: see the
-    [NaN page](../guides/my-gradient-is/nan.md#how-do-i-write-a-kernel-of-a-distance).
-    If `y` is left out, or is `x` itself, the distance of a point to itself is a constant, and
-    all its derivatives are zero.
+    The derivative of [`eqx_grads.safe.norm`][] of the differences. Both modes and all orders.
+    Second derivatives by points that coincide are NaN, even where the kernel that is computed
+    from their distance is smooth: see the [NaN
+    page](../guides/my-gradient-is/nan.md#how-do-i-write-a-kernel-of-a-distance). If `y` is left
+    out, or is `x` itself, the distance of a point to itself is a constant, and all its
+    derivatives are zero.
 
     **Raises:**
 
@@ -417,7 +418,7 @@ def _polar(x, mask: Any = None, factor: Any = 1.0, *, axes, center=None):
 
     With $u$ for the direction, $n$ for the norm and $P$ for the subtraction of the mean,
     $\dot n = u^\top \dot x$ and $\dot u = (P \dot x - u \dot n) / n$. Both formulas are made of
-    what the function returns, so that they hold at all orders. Both are zero at zero, where
+    the outputs of the function, so that they hold at all orders. Both are zero at zero, where
     they have no derivative.
     """
     largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0.0)

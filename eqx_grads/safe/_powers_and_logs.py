@@ -100,9 +100,9 @@ def divide(x: Numbers, y: Numbers) -> Array:
     **Derivative:**
 
     With $q = x / y$, $\dot q = \frac{1}{y}\dot x - \frac{q}{y}\dot y$. Both terms are zero
-    where `y` is zero, and the second also where `x` is infinite. Both modes and all orders;
-    second derivatives are NaN where `y` is zero, and that with respect to `y` is right where
-    $1 / y^2$ is in range.
+    where `y` is zero. The second term is zero where `x` is infinite, too. Both modes and all
+    orders. Second derivatives are NaN where `y` is zero; the second derivative with respect to
+    `y` is right where $1 / y^2$ is in range.
     """
     return _divide(x, y)
 
@@ -498,8 +498,8 @@ def log_sub_exp(x: Numbers, y: Numbers) -> Array:
 
 
 def _gap(x, y):
-    """`x - y`, which is infinite where `exp(y)` is zero, also if `exp(x)` is, and zero where
-    both are infinite."""
+    """`x - y`. It is infinite where `exp(y)` is zero, even if `exp(x)` is zero, and it is zero
+    where both are infinite."""
     return jnp.where(jnp.isneginf(y), jnp.inf, jnp.where(x == y, 0, x - y))
 
 

@@ -70,7 +70,7 @@ def where(
 
     **Derivative:**
 
-    That of `fn` where `cond` holds, and that of `otherwise` elsewhere:
+    The derivative of `fn` where `cond` holds, and the derivative of `otherwise` elsewhere:
     $\dot y = \partial f(x)\,\dot x$ or $\dot y = \dot o$. For `x` this is so whatever
     `substitute` is; for parameters that `fn` closes over, the derivative of `fn` has to be
     finite at `substitute`. Both modes and all orders that `fn` has.

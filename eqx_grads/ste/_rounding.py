@@ -30,7 +30,7 @@ def round(x: PyTree) -> PyTree:
 
     **Returns:**
 
-    The nearest integers, bitwise equal to those of `jnp.round`: halves are rounded to even.
+    The nearest integers, bitwise equal to `jnp.round`: halves are rounded to even.
 
     **Derivative:**
 

@@ -73,7 +73,7 @@ def gumbel_softmax(
 
     **Derivative:**
 
-    That of the relaxed sample, also if `hard`, with respect to the logits and the
+    The derivative of the relaxed sample, even if `hard`, with respect to the logits and the
     temperature. Both modes and all orders.
 
     **Raises:**
@@ -228,9 +228,9 @@ def reinmax(
 ) -> Array:
     r"""A one-hot sample of a categorical variable, with a second-order accurate gradient.
 
-    The straight-through gradient is unbiased if the loss is linear in the sample. This one
-    is unbiased (at a temperature of one) also if the loss is quadratic.
-    [Liu et al. (2023)](https://arxiv.org/abs/2304.08612).
+    The straight-through gradient is unbiased if the loss is linear in the sample. `reinmax` (at
+    a temperature of one) is unbiased even if the loss is quadratic. [Liu et al.
+    (2023)](https://arxiv.org/abs/2304.08612).
 
     !!! example
 
@@ -264,8 +264,8 @@ def reinmax(
 
     **Derivative:**
 
-    That of $2 \pi_1 - \frac12 \pi_0$, where $\pi_0 = \operatorname{softmax}(\theta)$, and
-    $\pi_1 = \operatorname{softmax}(\theta + c)$ with a constant $c$ for which $\pi_1$ is
+    The derivative of $2 \pi_1 - \frac12 \pi_0$. Here $\pi_0 = \operatorname{softmax}(\theta)$,
+    and $\pi_1 = \operatorname{softmax}(\theta + c)$. The constant $c$ makes $\pi_1$ equal to
     $\frac12 (D + \operatorname{softmax}(\theta / \tau))$ with the sample $D$. Both modes and
     all orders.
 

@@ -261,7 +261,7 @@ def clip(x: PyTree, min: ArrayLike | None = None, max: ArrayLike | None = None) 
 
     - `x`: an array of floats, or a PyTree of them. Other leaves are left unchanged.
     - `min`, `max`: the bounds, numbers or arrays that broadcast to every leaf of `x`. `None`
-        is no bound.
+        leaves that side open.
 
     **Returns:**
 
@@ -269,9 +269,9 @@ def clip(x: PyTree, min: ArrayLike | None = None, max: ArrayLike | None = None) 
 
     **Derivative:**
 
-    With respect to `x` that of the identity: $\bar x = \bar y$. With respect to a bound, one
-    where `x` is clipped to it and zero elsewhere; zero also where `x` equals the bound. Both
-    modes and all orders, the higher ones being zero.
+    The identity with respect to `x`: $\bar x = \bar y$. With respect to a bound, one where `x`
+    is clipped to it, and zero elsewhere, including where `x` equals the bound. Both modes and
+    all orders, the higher ones being zero.
 
     **Raises:**
 

@@ -27,7 +27,7 @@ _BISECTIONS = 80
 def top_k(x: ArrayLike, k: int, *, axis: int = -1, temperature: ArrayLike = 1.0) -> Array:
     r"""The mask of the `k` largest elements along an axis, with the derivative of a soft mask.
 
-    The soft mask is that of [Amos et al. (2019)](https://arxiv.org/abs/1906.08707), the layer
+    The soft mask comes from [Amos et al. (2019)](https://arxiv.org/abs/1906.08707), the layer
     of limited multi-label projection: sigmoids whose sum is $k$.
 
     !!! example
@@ -62,11 +62,10 @@ def top_k(x: ArrayLike, k: int, *, axis: int = -1, temperature: ArrayLike = 1.0)
 
     **Derivative:**
 
-    With $\tau$ for the temperature and $\sigma$ for the sigmoid, that of
-    $\sigma(x / \tau - t)$, where $t$ is the number at which the sum along the axis is $k$:
-    $\dot t = \sum_i s_i\,(x_i / \tau)^{\cdot} / \sum_i s_i$ with $s = \sigma'(x / \tau - t)$.
-    With respect to `x` and the temperature; zero if `k` is the size of the axis. Both modes and
-    all orders.
+    Let $\tau$ be the temperature and $\sigma$ the sigmoid. The derivative of $\sigma(x / \tau -
+    t)$, where $t$ is the number at which the sum along the axis is $k$: $\dot t = \sum_i
+    s_i\,(x_i / \tau)^{\cdot} / \sum_i s_i$ with $s = \sigma'(x / \tau - t)$. With respect to
+    `x` and the temperature; zero if `k` is the size of the axis. Both modes and all orders.
 
     **Raises:**
 

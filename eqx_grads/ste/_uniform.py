@@ -89,8 +89,8 @@ def fake_quantize(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `x` is not an array of floats, if a parameter does not
-    broadcast to it, or if the number of bits or the zero point is out of range.
+    [`eqx_grads.RuleError`][] if `x` is not an array of floats, a parameter does not broadcast
+    to it, or the number of bits or the zero point is out of range.
     """
     name = "ste.fake_quantize"
     check_flags(name, narrow=narrow)
@@ -112,7 +112,7 @@ def _check_zero_point(zero_point, low, high):
     rounded = np.round(np.asarray(zero_point, np.float64))
     if not np.all((low <= rounded) & (rounded <= high)):  # NaN is not
         raise rule_error(
-            "`ste.fake_quantize` was given a zero point that is no integer of its range.",
+            "`ste.fake_quantize` was given a zero point that is not an integer in its range.",
             f"`zero_point` is {zero_point!r:.60}, the integers are from {low} to {high}",
             do="Give it a zero point in the range. Were `signed` or `bits` meant to be others?",
         )

@@ -175,8 +175,8 @@ class multi_gaussian(AbstractFormula):
 
     with height $h$ and spread $s$. Peak 0.88 by default, and area $1 - h$.
 
-    [Yin, Corradi and Bohté (2021)](https://doi.org/10.1038/s42256-021-00397-w). Their code,
-    and BrainTools, take half of it.
+    [Yin, Corradi and Bohté (2021)](https://doi.org/10.1038/s42256-021-00397-w). Their code, and
+    BrainTools, use half this slope.
 
     !!! example
 

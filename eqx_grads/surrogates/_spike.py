@@ -53,7 +53,7 @@ class AbstractSurrogate(eqx.Module):
 
     @abc.abstractmethod
     def derivative(self, v: ArrayLike) -> Array:
-        """What takes the place of the derivative of a step.
+        """Return the replacement for the derivative of a step.
 
         **Arguments:**
 

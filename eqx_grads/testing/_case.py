@@ -105,7 +105,7 @@ class Case:
         return self.own.derive(self.tangents[0], self.cotangents[0])
 
     def why_no_forward(self) -> str:
-        """Why there is no forward mode: there is none of a `jax.custom_vjp`."""
+        """Why forward mode does not work: a `jax.custom_vjp` does not support it."""
         text = self._error("jvp")
         if "`max_rule_calls` is" in text:
             return "it takes more calls of the backward rule than `max_rule_calls`"
@@ -153,7 +153,7 @@ class Case:
     def derivative(
         self, row: str, direction: Any = None, x: Any = None, side: Side | None = None
     ) -> Any:
-        """What a row gives along a direction, in float64. It raises what that raises."""
+        """The values of a row along a direction, in float64. It raises the row's exception."""
         t, w = self.tangents[0], self.cotangents[0]
         if direction is not None:
             t, w = (direction, w) if row.startswith("jvp") else (t, direction)
@@ -198,7 +198,7 @@ class Case:
         return tolerance * (10 if order > 1 else 1)
 
     def measured(self, noise: float) -> float:
-        """What is added to a tolerance for rounding errors of this size."""
+        """The number to add to a tolerance for rounding errors of this size."""
         is_given = self.options.tolerance is not None or not np.isfinite(noise)
         return 0.0 if is_given else min(10 * noise, _MOST_ROUNDING)
 
@@ -215,7 +215,7 @@ class Case:
 
     def _roughness(self, fn: Callable[[list[Any]], list[Any]]) -> float:
         """The relative error of a function that rounding explains, from second differences
-        between nearby points, at which those of a smooth function are about 1e-12."""
+        between nearby points; for a smooth function they are about 1e-12."""
         rng = np.random.default_rng(0)
         leaves = list(map(as_double, self.x))
         signs = [rng.choice([-1.0, 1.0], x.shape) for x in leaves]

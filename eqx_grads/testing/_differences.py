@@ -24,7 +24,7 @@ _ZERO = 1e-5  # or relative to the values: a smaller derivative may be zero
 
 
 class FailsNearby(ValueError):
-    """There are no differences: the function raises an error at arguments close by."""
+    """Differences are not possible: the function raises an error at arguments close by."""
 
 
 class Difference(NamedTuple):

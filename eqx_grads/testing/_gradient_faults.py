@@ -1,4 +1,4 @@
-"""The faults of a gradient: what is wrong, because of which function, and what to do."""
+"""The faults of a gradient: what is wrong, which function causes it, and what to do."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any

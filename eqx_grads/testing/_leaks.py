@@ -49,7 +49,8 @@ def leaks(case: Case) -> Iterator[Finding]:
 
 
 def _traces(case: Case, fn: Callable[..., Any], mode: str) -> dict[str, Callable[[], Any]]:
-    """What traces a derivative of `fn`. Nothing is compiled: leaks are a matter of tracing."""
+    """Functions that trace a derivative of `fn`. Nothing is compiled: leaks happen in
+    tracing."""
     leaves, w, t = case.subject.leaves, case.first.cotangents[0], case.first.tangents[0]
 
     def derive(fn, xs):

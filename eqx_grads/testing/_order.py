@@ -54,7 +54,7 @@ def order(case: Case) -> Iterator[Finding]:
 
 
 class _First:
-    """What is known of the first derivative of a rule."""
+    """Known facts about the first derivative of a rule."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -113,7 +113,7 @@ def _by_differences(
 ) -> Finding:
     """The check of the first derivative has its own reference, so differences of the rule's
     gradient are a reference for the second, unless `reference` was given: the gradient of a
-    rule that is wrong on purpose need not be that of any function."""
+    rule that is wrong on purpose need not be the gradient of any function."""
     is_refuted = case.options.reference is None and not first.is_right
     side, w, scaled = case.wide, case.cotangents[0], case.scaled
     loss, leaves = _scaled_loss(case), list(map(as_double, side.subject.leaves))

@@ -235,6 +235,6 @@ def _wrap(text: str, indent: str = "") -> list[str]:
 
 
 def _wrap_line(line: str) -> list[str]:
-    """A line as it is if it fits. Otherwise its parts, of which the later ones are indented."""
+    """The line if it fits. Otherwise its parts; the later parts are indented."""
     text = line.lstrip()
     return [line] if len(line) <= _WIDTH else _wrap(text, line[: len(line) - len(text)])

@@ -20,7 +20,7 @@ from ._table import NO_REVERSE
 
 class Residuals(NamedTuple):
     """The bytes of the residuals without the arguments, the residuals never read, and whether
-    the cotangents that come out depend on those that go in."""
+    the cotangents that come out depend on the cotangents that go in."""
 
     total: int
     unread: list[str]

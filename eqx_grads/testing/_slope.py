@@ -71,7 +71,7 @@ def _size(x: Any) -> float:
 class Samples:
     """The values of a function at steps from zero, each computed once.
 
-    - `fn`: from a list of steps to the values there; NaN where there is none.
+    - `fn`: from a list of steps to the values there; NaN without a value.
     - `eps`: the relative rounding error of a value.
     """
 

@@ -75,7 +75,7 @@ class Made:
 class Source:
     """A value: an array, or a stack with an array for each step of some loops.
 
-    - `loops`: the numbers of these loops' equations in the loss, outermost first; `None`
+    - `loops`: the numbers of the loop equations in the loss, outermost first; `None`
         for a loop that is not in the loss. `steps`: the product of their lengths.
     - `kept_by_loop`: an output of a loop that is only there for the backward pass.
     """

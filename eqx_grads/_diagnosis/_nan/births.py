@@ -348,7 +348,7 @@ class Births(AbstractCarrier[Value]):
 
     def _propagated(self, eqn, values, outs, is_chosen) -> list[Any]:
         """For each output the sets of births of the NaNs in some operands that reach its
-        elements: the operation runs on each of these sets."""
+        elements: the operation runs on each set."""
         chosen = [is_chosen(v) and v.nan is not None for v in values]
         labels = {i for v, c in zip(values, chosen, strict=True) if c for i in labels_of(v.nan)}
         groups = [[label] for label in sorted(labels)]

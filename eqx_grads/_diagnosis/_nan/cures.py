@@ -76,7 +76,7 @@ _OF_OPERATIONS = {
     "`a + eps * jnp.eye(n)`.",
     "rsqrt": "`rsqrt` is infinite at zero. Use `jax.lax.rsqrt(x + eps)`. In a normalization "
     "layer, this is the argument `eps`.",
-    "host_call": "The host function, or a difference of it within a `step`, leaves its domain. "
+    "host_call": "The host function, or its difference over a `step`, leaves its domain. "
     "Keep its arguments inside, give a smaller `step`, or a rule.",
 }
 _OF_VALUES_OF_OPERATIONS = {

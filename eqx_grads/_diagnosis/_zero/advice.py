@@ -47,7 +47,7 @@ CURES = {
     "library, ask it to interpolate, as by `order=1`.",
     "multiplied by zero": "Start the factor at another value, unless it is the last layer of "
     "an adapter, which learns first.",
-    "dead units": "`{name}` selects its other operand for all of these elements. Change the "
+    "dead units": "`{name}` selects its other operand for all these elements. Change the "
     "initialization or the data. A hinge loss is at its minimum there.",
     "masked": "For these arguments, the mask selects no element. Check the mask.",
     "saturated": "Scale the inputs down. Compute a loss of probabilities from logits, as "

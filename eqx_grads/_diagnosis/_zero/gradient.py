@@ -35,7 +35,7 @@ _SMALL = 1e-4
 class Gradient:
     """The loss and its gradients at the arguments.
 
-    - `error`: why there is no gradient in reverse mode. The gradients are then derivatives
+    - `error`: why reverse mode failed. The gradients are then derivatives
         along a random direction in each leaf.
     - `can_move`: whether the loss may be evaluated again. Not if it prints, for one.
     """
@@ -122,7 +122,7 @@ def _apply(fn, seed, values):
 
 
 def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
-    """The leaves whose gradient is no larger than its rounding error, with its largest element.
+    """The leaves whose gradient does not exceed its rounding error, with its largest element.
 
     The error is measured by stochastic arithmetic (D. S. Parker, 1997): each operation of the
     gradient is rounded at random. This is compiled only where a leaf is suspicious.

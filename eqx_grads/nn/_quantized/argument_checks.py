@@ -54,7 +54,7 @@ def check_examples(layer: str, x: Any, dtype: Any) -> None:
         raise rule_error(
             f"`{layer}` was given nothing to fit a scale to, or numbers that are not finite.",
             f"`x` is {type_of(x)}, and its largest number is {largest}",
-            do="Give it finite numbers like those that it will quantize. "
+            do="Give it finite numbers like the ones that it will quantize. "
             "`eqx_grads.explain_nan` finds the origin of others.",
         )
 
@@ -62,7 +62,7 @@ def check_examples(layer: str, x: Any, dtype: Any) -> None:
 def check_no_nan(name: str, x: Array) -> None:
     if is_known(x) and np.any(np.isnan(np.asarray(x))):
         raise rule_error(
-            f"`{name}` was given numbers of which some are NaN.",
+            f"`{name}` was given numbers that include NaN.",
             f"`x` is {type_of(x)}",
             do="No integer represents NaN. `eqx_grads.explain_nan` finds its origin.",
         )

@@ -76,7 +76,7 @@ class FSQ(AbstractCodebook):
         return self._put_back(codes), indices
 
     def decode(self, indices: Integer[Array, "..."], *, dtype: DTypeLike = float) -> Floats:
-        """The codes of some indices; NaN where there is no such code."""
+        """The codes of some indices; NaN for an index without a code."""
         return self._codes(ste.fsq_codebook(self.levels, dtype), indices)
 
     @property

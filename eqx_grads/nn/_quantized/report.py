@@ -125,7 +125,7 @@ def map_layers(
 
 
 def kind_of(layer: Any) -> str:
-    """The name of the type of a layer, also if the layer is quantized."""
+    """The name of the type of a layer, even if the layer is quantized."""
     return type(layer.layer if isinstance(layer, Quantized) else layer).__name__
 
 

@@ -65,13 +65,13 @@ class AbstractUniform(AbstractQuantizer):
 
     @property
     def needs_fit(self) -> bool:
-        """Whether the scale is learned and there is none yet."""
+        """Whether the scale is learned and not known yet."""
         return self.scale is None and self.learn_scale
 
     def fit(self, x: Floats) -> Any:
         """**Arguments:**
 
-        - `x`: numbers like those that will be quantized: weights, or activations of a batch.
+        - `x`: numbers like the ones that will be quantized: weights, or activations of a batch.
 
         **Returns:**
 
@@ -143,7 +143,7 @@ class AbstractUniform(AbstractQuantizer):
             raise rule_error(
                 f"This `{type(self).__name__}` has no scale yet.",
                 f"it was made without one and not fitted, and called with {type_of(x)}",
-                do="Fit it to numbers like those that it will quantize, "
+                do="Fit it to numbers like the ones that it will quantize, "
                 "`quantizer = quantizer.fit(x)`, or give it a scale: `scale=1.0` if a file is "
                 "read into it, which has the scale.",
             )
@@ -295,10 +295,10 @@ class LSQ(AbstractUniform):
 
     [Esser et al. (2020)](https://arxiv.org/abs/1902.08153). `fit` chooses the published scale
     $2\,\operatorname{mean}|x| / \sqrt{q_{\max}}$. It is a start for training: with many bits,
-    it uses only some of the integers. Before training, an [`eqx_grads.nn.FakeQuantize`][] with
-    `learn_scale` has 0.14 to 0.28 times its error at 8 bits, for 64 to a million normally
-    distributed numbers that share the scale, 0.6 to 1.2 times at 4 bits, and 1.5 to 2.1 times
-    at 2 bits.
+    it uses only some of the integers. Before training, compare the error of an
+    [`eqx_grads.nn.FakeQuantize`][] with `learn_scale`: it is 0.14 to 0.28 times as large at 8
+    bits, 0.6 to 1.2 times at 4 bits, and 1.5 to 2.1 times at 2 bits. This holds for 64 to a
+    million normally distributed numbers that share the scale.
 
     !!! example
 

@@ -63,9 +63,9 @@ class VectorQuantizer(AbstractCodebook):
         ```
 
     There are two ways to learn the codebook. By moving averages, which is the default (appendix
-    A.1 of the paper): there is no gradient, and in `updated` each entry follows the mean of the
-    vectors that are nearest to it. Call `updated` after each step of the optimizer, or the
-    codebook stays as it is. By gradient (`ema=False`): add `codebook_loss` to the loss.
+    A.1 of the paper): the codebook has no gradient, and in `updated` each entry follows the
+    mean of the vectors that are nearest to it. Call `updated` after each step of the optimizer,
+    or the codebook stays as it is. By gradient (`ema=False`): add `codebook_loss` to the loss.
 
     A codebook collapses where few entries are near to the vectors, as an entry that is never
     the nearest one is never learned. So `updated` replaces the entries that are not in use by
@@ -76,12 +76,12 @@ class VectorQuantizer(AbstractCodebook):
 
     **Derivative:**
 
-    Of the value, that of [`eqx_grads.ste.vector_quantize`][]: straight through to `z`, zero
-    for the codebook. With $e$ the entry, $d$ the number of elements of $z$ and $\beta$ the
-    weight of the commitment, `codebook_loss` $= \|\text{sg}(z) - e\|^2 / d$ has a gradient
-    for the codebook only, `commitment_loss` $= \beta\,\|z - \text{sg}(e)\|^2 / d$ for `z` only.
-    The result of `updated` has no derivative. `usage` is no parameter, and its gradient is
-    zero: exclude it (and, with `ema`, the codebook) from weight decay.
+    The value has the derivative of [`eqx_grads.ste.vector_quantize`][]: straight through to
+    `z`, zero for the codebook. Let $e$ be the entry, $d$ the number of elements of $z$ and
+    $\beta$ the weight of the commitment. Then `codebook_loss` $= \|\text{sg}(z) - e\|^2 / d$
+    has a gradient for the codebook only, and `commitment_loss` $= \beta\,\|z - \text{sg}(e)\|^2
+    / d$ for `z` only. The result of `updated` has no derivative. `usage` is not a parameter,
+    and its gradient is zero: exclude it (and, with `ema`, the codebook) from weight decay.
     """
 
     codebook: Float[Array, "entries size"]
@@ -173,7 +173,7 @@ class VectorQuantizer(AbstractCodebook):
         return VectorQuantized(self._put_back(value), indices, codebook_loss, commitment_loss)
 
     def decode(self, indices: Integer[Array, "..."]) -> Floats:
-        """The entries with these indices; NaN where there is no such entry. They have a
+        """The entries with these indices; NaN for an index without an entry. They have a
         derivative with respect to the codebook."""
         return self._codes(self.codebook, indices)
 
@@ -222,9 +222,10 @@ class VectorQuantizer(AbstractCodebook):
         $$u' = \gamma u + (1 - \gamma)\,n / N, \qquad
         e' = e + (1 - \gamma) \frac{n}{N u'} (\bar z - e),$$
 
-        which is the moving average of the sums over that of the counts. An entry that was not
-        used does not change, bitwise. Where usage is then below `dead_below / num_entries`,
-        the entry becomes one of the vectors of `z`, with the usage `1 / num_entries`.
+        which is the moving average of the sums divided by the moving average of the counts. An
+        entry that was not used does not change, bitwise. Where usage is then below `dead_below
+        / num_entries`, the entry becomes one of the vectors of `z`, with the usage `1 /
+        num_entries`.
 
         **Arguments:**
 
@@ -268,8 +269,8 @@ _LLOYD_ITERATIONS = 10
 
 
 def _moved(z, index, codebook, usage, *, decay, ema):
-    """The codebook and the usage after a batch of vectors, of which `index` is the nearest
-    entry. Vectors that are not finite do not count."""
+    """The codebook and the usage after a batch of vectors; `index` is the nearest entry of
+    each. Vectors that are not finite do not count."""
     finite = jnp.all(jnp.isfinite(z), axis=1)
     count = jnp.sum(finite, dtype=usage.dtype)
     weight = finite.astype(count.dtype) / jnp.maximum(count, 1)

@@ -12,15 +12,16 @@ import jax.numpy as jnp
 
 class Formulas(NamedTuple):
     """A step is elementwise in `x = W x_t + b` and `h = V h_{t-1} + c`, with one array for each
-    of `n` gates. The state is a tuple; the first array of it is the output, and is fed back.
+    of `n` gates. The state is a tuple; its first array is the output, and is fed back.
 
     - `gates(x, h)`, or if `of_sum`, `gates(x + h)`: the activations.
     - `next(gates, state)`: the next state.
     - `factors(gates, before, after)`: what the backward step needs of the states, with no
         cotangent in it. If `of_states`, the gates are not read, and need not be known.
-    - `pull(d, factors)`: given the cotangents of the next state, those of `h`; that of the last
-        gate's `x` if it is another one, or `None`; those of the state before, without the part
-        through `h`, or `None` for a zero.
+    - `pull(d, factors)`: given the cotangents of the next state, three cotangents. First the
+        cotangents of `h`. Then the cotangent of the last gate's `x` if it differs, or `None`.
+        Then the cotangents of the state before, without the part through `h`, or `None` for a
+        zero.
     """
 
     n: int

@@ -159,7 +159,8 @@ class LSTM(AbstractGated):
 
     With `proj_size`, $h' = P\,(o \tanh(c'))$ with a matrix $P$, so that states and outputs may
     be smaller than the cell ([Sak et al. 2014](https://arxiv.org/abs/1402.1128), as in
-    PyTorch). The cells are then not those of Equinox; they have one more weight, `weight_hr`.
+    PyTorch). The cells are then not the cells of Equinox; they have one more weight,
+    `weight_hr`.
 
     **Derivative:**
 
@@ -189,7 +190,8 @@ class LSTM(AbstractGated):
         """**Arguments:**
 
         - `proj_size`: the size of the hidden state and of the output, less than `hidden_size`,
-            which is then the size of the cell state only. By default there is no projection.
+            which is then the size of the cell state only. By default, the layer has no
+            projection.
 
         All others as for [`eqx_grads.nn.GRU`][]. With `keep="states"`, the residuals need half
         of the memory.

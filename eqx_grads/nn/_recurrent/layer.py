@@ -1,4 +1,4 @@
-"""What recurrent layers share: how they are called."""
+"""The call of recurrent layers, which they all share."""
 
 import abc
 from collections.abc import Sequence
@@ -84,16 +84,16 @@ class AbstractRecurrent(AbstractCellLayer):
 
         - `xs`: one sequence, `(time, in)`, or a batch, `(batch, time, in)`, or
             `(time, batch, in)` if the layer is `time_major`. To `jax.vmap` the layer over a
-            batch costs the same, and computes the same if there is no dropout (see `key`).
+            batch costs the same, and computes the same without dropout (see `key`).
         - `state`: where to start, like the state returned, with one for each example of a
             batch. The default is `initial_state`, which is zero unless it is learned.
         - `lengths`: the number of steps that count, for each example of the batch: of a mask
-            that is true at these steps, `mask.sum(-1)`. After them, outputs are zero, the
-            state does not change, so that the last state is that of the last step that counts,
-            and no gradient passes; a cell that runs backward in time begins at the last step
-            that counts. Under `jit`, where their values are not known, a length greater than
-            the number of steps counts as all steps, and a negative one as none.
-        - `key`: for dropout, needed unless there is none or it is off. The key is split once
+            that is true at these steps, `mask.sum(-1)`. After them, outputs are zero, the state
+            does not change, so that the last state is the state of the last step that counts,
+            and no gradient passes. A cell that runs backward in time begins at the last step
+            that counts. Under `jit`, where the values are not known, a length greater than the
+            number of steps counts as all steps, and a negative length as none.
+        - `key`: for dropout; you need it only if dropout is on. The key is split once
             before each layer but the first, whose inputs are not dropped. One key is enough
             for a batch: each number of each step of each example is dropped by itself. Under
             `jax.vmap`, give each example a key of its own, as in

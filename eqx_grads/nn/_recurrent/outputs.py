@@ -83,8 +83,8 @@ class Outputs(eqx.Module):
 
         **Returns:**
 
-        The outputs of all steps, in the layout of `xs`; with `last`, those of the last step,
-        without the axis of time.
+        The outputs of all steps, in the layout of `xs`; with `last`, the outputs of the last
+        step, without the axis of time.
         """
         ys, _ = self.layer(xs, key=key)
         if not self.last:

@@ -55,7 +55,7 @@ def show_batch(xs: Array, is_batch: bool) -> str:
 
 
 def _as_numpy(x: Any) -> np.ndarray:
-    """A list of integers or an array. What is neither becomes an array of an object."""
+    """A list of integers or an array. Anything else becomes an array of an object."""
     try:
         return np.asarray(x)
     except (TypeError, ValueError):

@@ -210,8 +210,8 @@ def _last_cotangents(d, w_state, first, ct_last, dtype):
 
 def _backward_step(d, w_state, learns, ct, inputs):
     """From the cotangents of the state after a step to the cotangents of the state before it;
-    the cotangents of the input and, if a constant is learned, of what `integrate` and `fire`
-    return. If spikes are not carried, `slope` is multiplied with their cotangent already."""
+    the cotangents of the input and, if a constant is learned, of the results of `integrate` and
+    `fire`. If spikes are not carried, `slope` is multiplied with their cotangent already."""
     before, slope, ct_y, valid = inputs
     ct_membrane, ct_adaptation, ct_spikes = ct.membrane, ct.adaptation, None
     if d.threshold is None:
@@ -260,8 +260,8 @@ def _of_each(fn):
 
 
 def _states_of_chunk(d, y, potential, entry, first, valid, dtype, reverse):
-    """The states before and after each step, in the dtype of the computation. What is not used
-    of them is not computed."""
+    """The states before and after each step, in the dtype of the computation. Unused parts are
+    not computed."""
     spikes, potential_before, current_before, adaptation_before = entry
 
     def shift(s, first):
