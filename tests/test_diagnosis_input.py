@@ -1,4 +1,4 @@
-"""What each diagnosis does with a loss or a model that it can't look at."""
+"""Errors of each diagnosis for a loss or a model that it can't look at."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What is wrong with a rule is said while it is traced: where, which leaf, what to do."""
+"""Errors say what is wrong with a rule while it is traced: where, which leaf, what to do."""
 
 import pathlib
 import re

@@ -1,6 +1,6 @@
 """Solvers that are given to JAX (`custom_linear_solve`, `custom_root`), under the checkers.
 
-Their derivative is that of an equation, of which they may not have the solution.
+They have the derivative of an equation, and may not have its solution.
 """
 
 import pathlib
@@ -23,7 +23,7 @@ def _on_host(matrix, side):
 
 
 def _linear(solver, factor):
-    """The matrix of the equation is `factor` times that of the solver."""
+    """The matrix of the equation is `factor` times the matrix of the solver."""
 
     def solve(matrix, side):
         return jax.lax.custom_linear_solve(

@@ -216,7 +216,7 @@ def test_a_backward_rule_may_ask_what_is_perturbed():
 
 @pytest.mark.parametrize("way", ["elementwise", "implicit", "custom_vjp"])
 def test_ufunc(way):
-    """A ufunc has options with default values, of which no rule knows (NumPy 2.4)."""
+    """A ufunc has options with default values, and no rule knows them (NumPy 2.4)."""
     sine = eqg.host_function(np.sin, out=lambda x: x)
     cosine = eqg.host_function(np.cos, out=lambda x: x)
     f = eqg.elementwise(sine, lambda out, x: cosine(x))
@@ -337,7 +337,7 @@ def test_a_promise_of_what_has_a_shape_and_a_dtype():
 
 
 def test_a_compiled_program_logs_the_exception_once(caplog):
-    """And with no frame of this library but the one that raises it."""
+    """And with no frame of this library except the frame that raises it."""
 
     def solve(x):
         raise ZeroDivisionError("none")

@@ -39,7 +39,7 @@ def recurrent(see, slots, xs=XS):
 
 
 def stacked_gradients(xs=XS):
-    """The witness: plain autodiff with respect to what is added to each activation."""
+    """The witness: plain autodiff with respect to a term added to each activation."""
     zeros = jnp.zeros((STEPS, N), WEIGHT.dtype)
     return jax.grad(ft.partial(recurrent, jnp.add, xs=xs))(zeros)
 

@@ -57,7 +57,7 @@ SOME = [
 def _check_right(name, dtype, **options):
     case = RIGHT[name].make(jnp.dtype(dtype), jr.key(0))
     if case is None:
-        pytest.skip(f"there is no such rule in {dtype}")
+        pytest.skip(f"this rule does not exist in {dtype}")
     fn, args, own = case
     skip = (*own.pop("skip", ()), *options.pop("skip", ()))
     eqgt.check_rule(fn, *args, skip=skip, **own, **options)

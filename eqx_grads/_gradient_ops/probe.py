@@ -415,6 +415,7 @@ def _raise_if_not_finite(name, places, cts, step):
         at_step = "" if step is None else f" at step {int(step)}"
         raise FloatingPointError(
             f"The gradient of `{name}` is not finite{at_step}.\n{''.join(lines)}"
-            "The backward pass reached this watched point first: look between here and the next watched point on the way to the loss."
+            "The backward pass reached this watched point first: look between "
+            "here and the next watched point on the way to the loss."
         )
     return np.float32(-0.0)

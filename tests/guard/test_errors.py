@@ -1,5 +1,5 @@
-"""What is wrong is said, in the user's names: calls that fail, with words that the error must
-have; and calls that are just right, which must raise nothing.
+"""Errors say what is wrong, in the user's names: calls that fail, with words that the error
+must have; and calls that are just right, which must raise nothing.
 
 Words are separated by ` | `; `@` stands for the file and the line of the user's function.
 """
