@@ -205,9 +205,9 @@ def normalize_gradient(
     **Derivative:**
 
     Forward mode is the identity. Backward, $\bar x = \frac{\bar y}{\lVert\bar y\rVert +
-    \mathrm{eps}}$ with the 2-norm, computed so that no square over- or underflows; zero
-    where $\bar y$ is zero, and NaN where it is not finite. Higher orders differentiate the
-    formula.
+    \mathrm{eps}}$ with the 2-norm, computed so that no square over- or underflows. It is zero
+    where $\bar y$ is zero, and NaN where $\bar y$ is not finite. Higher orders differentiate
+    the formula.
 
     **Raises:**
 

@@ -79,9 +79,8 @@ class GradientStatistics(eqx.Module):
     - `nonfinite`: how many elements are NaN or infinite.
     - `steps`: one, the number of gradients.
 
-    If one slot is used several times (in a scan that closes over it, or for a batched `x`
-    with an unbatched slot), each field is the sum over these uses, and `steps` is their
-    number.
+    You may use one slot several times: in a scan that closes over it, or for a batched `x` with
+    an unbatched slot. Each field is then the sum over the uses, and `steps` is their number.
     """
 
     norm: Float[Array, "*n"]

@@ -7,7 +7,7 @@ of each value `v` that depends on a tangent:
 
 `t` is the tangent of one input of the program. `view` only moves the elements of `t`: it
 broadcasts, slices and transposes them, to the shape of `v` and a last axis `j`. An elementwise
-operation changes the coefficients, a change of layout moves coefficients and view alike, and a
+operation changes the coefficients, and a change of layout moves coefficients and view alike. A
 sum (such as the sum of a matrix product) moves the axes that it sums over into `j`. So the
 weight of `W @ x` has the coefficients `x[j]`, and no sum over `j` is computed.
 """

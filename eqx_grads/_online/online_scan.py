@@ -13,10 +13,9 @@ The outputs are taken as functions of the next carry, wherever the program of a 
 them from it.
 
 In general `dh_t/dW` has as many entries as the carry and the parameters multiplied. It has few
-if `D_t` is diagonal, that is, if each element of the carry depends on itself only (and on the
-same element of the other arrays of the carry). Then the entries that are not zero are the
-elements of the carry, times the parameters that each of them depends on in a step: the
-eligibility traces.
+if `D_t` is diagonal: each element of the carry depends on itself only, and on the same element
+of the other arrays of the carry. Then the entries that are not zero are the elements of the
+carry, times the parameters that each of them depends on in a step: the eligibility traces.
 
 The backward pass runs the steps once more, in the order in which they ran forward, with the
 traces in its carry. The forward pass saves only the inputs.

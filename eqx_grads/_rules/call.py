@@ -162,5 +162,5 @@ _WAY_OUT = (
 )
 _MODULE_WAY_OUT = (
     "A rule gives derivatives with respect to arguments. Pass the Module as an argument: "
-    "decorate a function of it, or its method `__call__`, which has `self` as an argument."
+    "decorate a function that takes it, or its method `__call__`, whose argument is `self`."
 )

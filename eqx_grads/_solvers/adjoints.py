@@ -230,8 +230,8 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
     **Arguments:**
 
     - `k`: how many steps, a positive integer.
-    - `tau`: the damping $\tau$, above zero and at most one. With one, the derivative equals
-        [`eqx_grads.solvers.NeumannAdjoint`][] with `k - 1`.
+    - `tau`: the damping $\tau$, above zero and at most one. With $\tau = 1$, the derivative
+        equals [`eqx_grads.solvers.NeumannAdjoint`][] with `k - 1`.
 
     **Derivative:**
 

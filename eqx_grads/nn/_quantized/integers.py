@@ -62,9 +62,9 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
         outputs of the given model. If calls are compiled, compile this function too,
         `equinox.filter_jit(to_integers)`: XLA may divide by a scale in another way than JAX
         does op by op, and a weight halfway between two integers becomes the other one.
-    - An [`eqx_grads.nn.QuantizationReport`][]: in `swapped` the layers that hold integers now,
-        with their dtype and the bytes of the weight and its scale; in `left` the layers and
-        arrays that hold floats; in `sizes` the bytes of the whole model. Biases and the scales
+    - An [`eqx_grads.nn.QuantizationReport`][]: `swapped` has the layers that hold integers now,
+        with their dtype and the bytes of the weight and its scale. `left` has the layers and
+        arrays that hold floats. `sizes` has the bytes of the whole model. Biases and the scales
         of inputs stay floats.
 
     **Raises:**

@@ -1,9 +1,10 @@
 """A gated cell over time, with a backward pass that is split by hand.
 
-It is fast for three reasons. The gradients of all weights and inputs are one matrix product for
-a chunk of several steps, and for a small batch so are the products of the weights with the
-inputs. Chunks are short enough for all intermediate values to stay in the cache. And the loop
-of the backward pass is left with one matrix product, and reads the gates only.
+It is fast for three reasons. For a chunk of several steps, one matrix product gives the
+gradients of all weights and inputs. For a small batch, one matrix product also gives the
+products of the weights with the inputs. Chunks are short enough for all intermediate values to
+stay in the cache. And the loop of the backward pass is left with one matrix product, and reads
+the gates only.
 
 The cell is given by elementwise formulas (`formulas.py`), with their derivation. All else is
 here.
