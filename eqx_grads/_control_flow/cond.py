@@ -21,8 +21,8 @@ def filter_cond(
     false_fun: Callable[..., PyTree],
     *operands: PyTree,
 ) -> PyTree:
-    """`jax.lax.cond` for any PyTrees: `true_fun(*operands)` if `pred`, else
-    `false_fun(*operands)`.
+    """Return `true_fun(*operands)` if `pred` is true, else `false_fun(*operands)`:
+    `jax.lax.cond` for any PyTrees.
 
     !!! example
 

@@ -27,7 +27,7 @@ def linear_recurrence(
     reverse: bool = False,
     method: str = "auto",
 ) -> Array:
-    r"""The states of the recurrence $h_t = a_t\,h_{t-1} + b_t$, for every step $t$.
+    r"""Return the states of the recurrence $h_t = a_t\,h_{t-1} + b_t$, for every step $t$.
 
     The products are elementwise. This is the core of linear recurrent units, of S4D and S5,
     of minimal GRUs, and of exponential moving averages.

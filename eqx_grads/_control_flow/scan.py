@@ -36,7 +36,7 @@ def filter_scan(
     online: bool | str = False,
     carry_gradient: Callable[[PyTree], PyTree] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    r"""`jax.lax.scan` for any PyTrees, with a choice of what is saved for its backward pass.
+    r"""Scan over any PyTrees, and choose what is saved for the backward pass.
 
     !!! example
 

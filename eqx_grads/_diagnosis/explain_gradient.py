@@ -50,7 +50,7 @@ class Symptom(AbstractRecord):
     It has the fields of all records. The kinds are `"not finite"`, `"zero"`,
     `"rounding noise"`, `"exploding"`, `"vanishing"`, `"no array"` and `"kink"`. Also:
 
-    - `detail`: the kind that the tool for this symptom finds.
+    - `detail`: the kind that the tool for this symptom reports.
     - `elsewhere`: what the loss does next to the point, at a kink or a staircase.
     """
 

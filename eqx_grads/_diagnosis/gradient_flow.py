@@ -34,7 +34,7 @@ def gradient_flow(
     where: Callable[[Any], Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, Float[Array, " steps"]]:
-    r"""The norm of the gradient at every layer of a model, and at every step.
+    r"""Return the norm of the gradient at every layer of a model, and at every step.
 
     It shows where the gradient vanishes, so that the layers and steps before do not learn,
     and where it explodes.

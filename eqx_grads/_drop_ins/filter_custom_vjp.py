@@ -20,8 +20,8 @@ from .._tangent_spaces import is_numeric_array
 
 
 class filter_custom_vjp(AbstractWrapper[P, T]):
-    """`equinox.filter_custom_vjp`, on the rules of this library: change the import, and
-    nothing else.
+    """Replace `equinox.filter_custom_vjp`, with the rules of this library: change the import,
+    and nothing else.
 
     !!! example
 

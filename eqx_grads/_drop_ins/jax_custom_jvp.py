@@ -18,8 +18,8 @@ from .jax_decorated import AbstractJaxDecorated
 
 
 class jax_custom_jvp(AbstractJaxDecorated[P, T]):
-    """`jax.custom_jvp`, with the rules of this library: change `jax.custom_jvp` to
-    `eqg.jax_custom_jvp`, and leave the rest as it is.
+    """Replace `jax.custom_jvp`, with the rules of this library: change `jax.custom_jvp` to
+    `eqg.jax_custom_jvp`, and leave the rest unchanged.
 
     !!! example
 
@@ -45,7 +45,7 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
         3.0
         ```
 
-    What works with `jax.custom_jvp` works as it does there, but for these:
+    Code for `jax.custom_jvp` works in the same way, with these exceptions:
 
     - The terms of arguments that are not being differentiated are not computed. In JAX they
         are multiplied by zeros, which is NaN where the factor is.
@@ -59,7 +59,7 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
 
     - `fun`: a function. As in JAX, it does not bind as a method.
     - `nondiff_argnums`, `nondiff_argnames`: the positions, or the names, of arguments that
-        are not differentiated. A rule is given them first. Their derivative is zero.
+        are not differentiated. A rule gets them first. Their derivative is zero.
 
     **Derivative:**
 

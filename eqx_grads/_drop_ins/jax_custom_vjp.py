@@ -28,8 +28,8 @@ from .jax_decorated import AbstractJaxDecorated, merge
 
 
 class jax_custom_vjp(AbstractJaxDecorated[P, T]):
-    """`jax.custom_vjp`, with the rules of this library: change `jax.custom_vjp` to
-    `eqg.jax_custom_vjp`, and leave the rest as it is.
+    """Replace `jax.custom_vjp`, with the rules of this library: change `jax.custom_vjp` to
+    `eqg.jax_custom_vjp`, and leave the rest unchanged.
 
     !!! example
 
@@ -60,7 +60,7 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         3.0
         ```
 
-    What works with `jax.custom_vjp` works as it does there, but for these:
+    Code for `jax.custom_vjp` works in the same way, with these exceptions:
 
     - The terms of outputs that are not used are not computed, if the backward rule is linear.
         In JAX they are multiplied by zeros, which is NaN where the factor is.
@@ -77,7 +77,7 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
 
     - `fun`: a function. As in JAX, it does not bind as a method.
     - `nondiff_argnums`, `nondiff_argnames`: the positions, or the names, of arguments that
-        are not differentiated. The backward rule is given them first. Differentiating one is
+        are not differentiated. The backward rule gets them first. Differentiating one is
         an error.
 
     **Derivative:**

@@ -64,7 +64,7 @@ def clip_gradient(x: PyTree, min: ArrayLike | None, max: ArrayLike | None) -> Py
     **Derivative:**
 
     Forward mode is the identity. Backward, $\bar x = \min(\max(\bar y, \mathrm{min}),
-    \mathrm{max})$; of a complex gradient, the real and the imaginary part are clipped
+    \mathrm{max})$; the real and the imaginary part of a complex gradient are clipped
     separately. A NaN is kept: see [`eqx_grads.zero_nonfinite_gradient`][]. Higher orders
     differentiate the clipping; its slope at a bound is the average, one half.
 
@@ -132,10 +132,10 @@ def clip_gradient_norm(
 
     Forward mode is the identity. Backward, $\bar x = \bar y \cdot \min\left(1,
     \frac{\mathrm{max\_norm}}{\lVert\bar y\rVert}\right)$ with the 2-norm, computed so that
-    no square overflows. A gradient whose norm is at most `max_norm` is passed on bitwise
-    unchanged. So is one that is not finite, as it has no direction: see
-    [`eqx_grads.zero_nonfinite_gradient`][]. Higher orders differentiate the formula; where
-    the norm is `max_norm`, as the identity.
+    no square overflows. A gradient whose norm is at most `max_norm` passes bitwise unchanged.
+    So does a gradient that is not finite, as it has no direction: see
+    [`eqx_grads.zero_nonfinite_gradient`][]. Higher orders differentiate the formula; where the
+    norm is `max_norm`, they differentiate the identity.
 
     **Raises:**
 
@@ -266,7 +266,7 @@ def zero_nonfinite_gradient(x: PyTree) -> PyTree:
     **Derivative:**
 
     Forward mode is the identity. Backward, elementwise, $\bar x = \bar y$ where $\bar y$ is
-    finite and zero elsewhere. Higher orders differentiate that.
+    finite and zero elsewhere. Higher orders differentiate this rule.
     """
     return on_leaves(_zero_nonfinite_gradient, x)
 
@@ -315,7 +315,7 @@ def noise_gradient(x: PyTree, *, key: PRNGKeyArray, stddev: ArrayLike) -> PyTree
 
     Forward mode is the identity. Backward, $\bar x = \bar y + \sigma\,\varepsilon$, with
     $\sigma$ for `stddev` and $\varepsilon$ from the standard normal distribution.
-    Higher orders differentiate that: the noise is a constant.
+    In higher orders, the noise is a constant.
 
     **Raises:**
 
@@ -376,7 +376,7 @@ def cast_gradient(x: PyTree, dtype: Any) -> PyTree:
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `dtype` is not a floating one.
+    [`eqx_grads.RuleError`][] if `dtype` is not a floating dtype.
     """
     known = as_dtype(dtype)
     if known is None or not jnp.issubdtype(known, jnp.floating):

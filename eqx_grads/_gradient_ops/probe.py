@@ -150,7 +150,7 @@ def probe(x: PyTree, slot: PyTree) -> PyTree:
 
     **Derivative:**
 
-    That of $y = x + \mathrm{slot}$: $\dot y = \dot x + \dot{\mathrm{slot}}$ and
+    The derivative of $y = x + \mathrm{slot}$: $\dot y = \dot x + \dot{\mathrm{slot}}$ and
     $\bar x = \overline{\mathrm{slot}} = \bar y$. Linear, so both modes and all orders; the
     Hessian with respect to a slot is the Hessian with respect to `x`. For a
     `GradientStatistics`, forward mode is the identity in `x`, and in the reverse rule
@@ -282,7 +282,7 @@ def tap_gradient(
     - `x`: any PyTree.
     - `callback`: called as `callback(gradient, *args)` in every backward pass, with concrete
         arrays. The gradient is a tree like `x`, with `None` for the leaves that have no
-        gradient. What `callback` returns is ignored. If it raises, the program stops with a
+        gradient. The result of `callback` is ignored. If it raises, the program stops with a
         `jax.errors.JaxRuntimeError` that quotes the error.
     - `*args`: more arguments for `callback`, such as the step of a scan. They may be traced.
     - `ordered`: whether the calls are made in the order of the program. This is slower, and
@@ -311,9 +311,9 @@ def _tap(callback, ordered, args, ct):
 def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = None) -> PyTree:
     r"""Raise an error if the gradient is not finite here, with this name and the step.
 
-    Watch several points: the error names the first of them that the backward pass reaches
-    with such a gradient. So the NaN or infinity arises between that point and the next
-    watched point on the way to the loss.
+    Watch several points: the error names the first point that the backward pass reaches with
+    such a gradient. So the NaN or infinity arises between that point and the next watched point
+    on the way to the loss.
 
     !!! example
 

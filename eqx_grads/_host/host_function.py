@@ -147,8 +147,8 @@ def host_function(
     max_rule_calls: int = 256,
     vmap_method: str = "sequential",
 ) -> Any:
-    r"""A function that JAX can't trace (NumPy, SciPy, C by `ctypes`, PyTorch), with a
-    derivative.
+    r"""Give a derivative to a function that JAX can't trace: NumPy, SciPy, C by `ctypes`,
+    PyTorch.
 
     !!! example
 
@@ -187,18 +187,19 @@ def host_function(
     **Arguments:**
 
     - `fn`: the function, which must be pure. Without it, a decorator. Its arguments may be any
-        PyTrees, Modules included; it is given NumPy arrays, which can't be written to. It may
+        PyTrees, Modules included; it gets NumPy arrays, which it can't write to. It may
         return the same memory in each call (`np.sin(x, out=buffer)`), as its rules may: the
         library copies what they return. A traced value that it closes over is an error.
-    - `out`: what it returns: a `jax.ShapeDtypeStruct(shape, dtype)`, an array or anything else
-        that has a shape and a dtype (such as `jax.typeof(x)`), or a float (for one number of
-        JAX's default precision). Also a tree with such leaves, or a function of the arguments
-        that returns such a tree. The function is called with the arguments that the caller
-        gave, and `jax.ShapeDtypeStruct`s instead of arrays and floats. A Python integer stays a
-        Python integer. An object of a registered class is replaced by one with the same
-        attributes, which `out` may return. It gets only the keyword-only arguments that it has
-        parameters for. Floats that `fn` returns are cast to the precision of `out`. An integer,
-        a shape or a dtype is an error: an integer output is `jax.ShapeDtypeStruct((), int)`.
+    - `out`: the type of the output: a `jax.ShapeDtypeStruct(shape, dtype)`, an array or
+        anything else that has a shape and a dtype (such as `jax.typeof(x)`), or a float (for
+        one number of JAX's default precision). Also a tree with such leaves, or a function of
+        the arguments that returns such a tree. The function is called with the arguments that
+        the caller gave, and `jax.ShapeDtypeStruct`s instead of arrays and floats. A Python
+        integer stays a Python integer. An object of a registered class is replaced by one with
+        the same attributes, which `out` may return. It gets only the keyword-only arguments
+        that it has parameters for. Floats that `fn` returns are cast to the precision of `out`.
+        An integer, a shape or a dtype is an error: an integer output is
+        `jax.ShapeDtypeStruct((), int)`.
     - `finite_difference`: for the modes and the orders of derivative without a rule:
         `"central"` differences, or `"complex"` steps, which are right to rounding, but need a
         real function that computes with complex numbers throughout.
@@ -211,10 +212,10 @@ def host_function(
         step has to be much smaller than the distance to a pole of the function, and smaller
         than the distance to the end of its domain. Beyond the domain you get what the function
         does there: NaN, or the exception that it raises.
-    - `max_rule_calls`: how many calls of a rule the other mode may take; see below.
+    - `max_rule_calls`: how many calls of a rule the other mode may make; see below.
     - `vmap_method`: as for `jax.pure_callback`. With any but `"sequential"` and
-        `"sequential_unrolled"`, the function and its rules are given the axes of `jax.vmap` in
-        front, and have to return them.
+        `"sequential_unrolled"`, the function and its rules get the axes of `jax.vmap` in front,
+        and have to return them.
 
     **Returns:**
 
@@ -233,9 +234,9 @@ def host_function(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if a derivative is needed that nothing above gives, or if the
+    [`eqx_grads.RuleError`][] if you need a derivative that nothing above gives, or if the
     function returns another structure, shape or kind of dtype than was promised. An exception
-    of `fn` arrives as it is where JAX runs eagerly. In a compiled program it becomes a
+    of `fn` arrives unchanged where JAX runs eagerly. In a compiled program it becomes a
     `jax.errors.JaxRuntimeError` whose text has the exception and the lines that raised it.
     """
     options = {

@@ -100,7 +100,7 @@ def linear_host_function(
     out: PyTree | Callable[..., PyTree] = None,
     vmap_method: str = "sequential",
 ) -> LinearHostFunction:
-    r"""A linear map that JAX can't trace, given by two functions: itself and its adjoint.
+    r"""Make a linear map that JAX can't trace from two functions: the map and its adjoint.
 
     !!! example
 
@@ -126,7 +126,7 @@ def linear_host_function(
 
     - `matvec`: called as `matvec(x, *args)` with NumPy arrays; linear in `x`, which is any tree
         of floating or complex arrays. The other arguments are parameters.
-    - `rmatvec`: called as `rmatvec(y, *args)`, where `y` is like the output; returns what is
+    - `rmatvec`: called as `rmatvec(y, *args)`, where `y` is like the output; returns a tree
         like `x`. For a complex map it is the adjoint $A^H y$, as in
         `scipy.sparse.linalg.LinearOperator`, and not the transpose. For a symmetric map, give
         `matvec` again.

@@ -40,7 +40,7 @@ from .zero_derivative import check_zeros
 
 
 class custom_vjp(AbstractDecorated[P, T]):
-    """A function with a reverse rule of its own, usable in both modes.
+    """Give a function a reverse rule, usable in both modes.
 
     !!! example
 

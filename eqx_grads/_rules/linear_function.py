@@ -282,11 +282,11 @@ def linear_function(
 
     - `matvec`: a function that is linear in one of its arguments, which is any PyTree of
         floating or complex arrays, as is the output. All other arguments are parameters.
-    - `rmatvec`: its adjoint. It is called as `matvec` is, with what is like the output instead
-        of the linear argument, and returns what is like the linear argument. `None` is zero.
-        For a complex map it is the adjoint $A^H y$, as in
-        `scipy.sparse.linalg.LinearOperator`, and not the transpose. For a symmetric map, give
-        `matvec` again. Or define it later with `def_rmatvec`.
+    - `rmatvec`: its adjoint. It is called as `matvec` is, with a tree like the output instead
+        of the linear argument, and returns a tree like the linear argument. `None` is zero. For
+        a complex map it is the adjoint $A^H y$, as in `scipy.sparse.linalg.LinearOperator`, and
+        not the transpose. For a symmetric map, give `matvec` again. Or define it later with
+        `def_rmatvec`.
     - `argnum`: the position of the linear argument. A method of a Module has the parameters in
         `self`, and `argnum=1`.
 
@@ -312,8 +312,8 @@ def linear_function(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the linear argument or the output is not floating or complex.
-    Under a transformation, there are two more: one of the functions is seen not to be linear,
-    or `rmatvec` returns another structure or shape than the linear argument has.
+    A transformation also raises it if it finds that one of the functions is not linear, or if
+    `rmatvec` returns a structure or shape other than the linear argument has.
     """
     if matvec is None:
         return lambda matvec: linear_function(matvec, rmatvec, argnum=argnum)

@@ -16,7 +16,7 @@ from .wrapper import set_metadata
 
 
 def replace_gradient(value: PyTree, surrogate: PyTree) -> PyTree:
-    r"""The value of one thing, the derivative of another.
+    r"""Return one value with the derivative of another.
 
     The usual spelling `surrogate + stop_gradient(value - surrogate)` rounds, and is NaN
     where `value` and `surrogate` are infinite. This is `value`, bitwise.
@@ -49,8 +49,8 @@ def replace_gradient(value: PyTree, surrogate: PyTree) -> PyTree:
 
     **Derivative:**
 
-    That of `surrogate`: $\dot y = \dot s$ and $\bar s = \bar y$, cast to the dtype of each.
-    The derivative with respect to `value` is zero. Linear, so both modes and all orders.
+    The derivative of `surrogate`: $\dot y = \dot s$ and $\bar s = \bar y$, cast to the dtype of
+    each. The derivative with respect to `value` is zero. Linear, so both modes and all orders.
 
     **Raises:**
 
@@ -112,7 +112,7 @@ def _replace_gradient_jvp(primals, tangents):
 def with_gradient_of(
     fn: Callable[..., Any], surrogate_fn: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The values of one function, the derivative of another.
+    """Return a function with the values of one function and the derivative of another.
 
     !!! example
 
@@ -145,8 +145,8 @@ def with_gradient_of(
 
     **Derivative:**
 
-    That of `surrogate_fn`, with respect to its arguments and to whatever it closes over.
-    Both modes and all orders.
+    The derivative of `surrogate_fn`, with respect to its arguments and to whatever it closes
+    over. Both modes and all orders.
 
     **Raises:**
 

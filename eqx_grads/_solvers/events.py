@@ -23,9 +23,9 @@ def event_time(
     *,
     where: ArrayLike = True,
 ) -> tuple[Float[Array, ""], PyTree]:
-    r"""The time of an event and the state at that time, with their derivatives.
+    r"""Return the time of an event and the state at that time, with their derivatives.
 
-    An event is found by comparisons, in a loop, so the time that is found has a wrong
+    A solver finds an event by comparisons, in a loop, so the time that it finds has a wrong
     derivative, often zero. But at the event a condition on the trajectory is zero, so the time
     is an implicit function. Find the event in any way, with or without a derivative
     (`diffrax.Event`, a bisection, an interpolation between two steps), and pass the state and
@@ -113,9 +113,9 @@ def event_time(
         and Nickel, M. (2021). Learning neural event functions for ordinary differential
         equations. arXiv:2011.03902.
 
-        That of the time of a spike: Wunderlich, T. C. and Pehle, C. (2021). Event-based
-        backpropagation can compute exact gradients for spiking neural networks. *Scientific
-        Reports* 11, 12829.
+        The derivative of the time of a spike: Wunderlich, T. C. and Pehle, C. (2021).
+        Event-based backpropagation can compute exact gradients for spiking neural networks.
+        *Scientific Reports* 11, 12829.
     """
     check_function(condition, "condition", "event_time")
     time, field = as_time(t, "event_time"), VectorField(f, "event_time")
@@ -204,7 +204,7 @@ def jump(
     f: Callable[[Float[Array, ""], Any], PyTree],
     t: ArrayLike,
 ) -> tuple[Float[Array, ""], PyTree]:
-    r"""The state after a switch: an impact, a spike, a change of the vector field.
+    r"""Return the state after a switch: an impact, a spike, a change of the vector field.
 
     At an event the state is reset, or goes on by another vector field. The next part
     of the simulation starts at a number, the time that was found. But if the parameters change,

@@ -45,7 +45,7 @@ def fixed_point(
     options: dict[str, Any] | None = None,
     tags: object | Collection[object] = (),
 ) -> Any:
-    r"""The fixed point $y = f(y, \theta)$ of a function, found by any solver of Optimistix.
+    r"""Find the fixed point $y = f(y, \theta)$ of a function, by any solver of Optimistix.
 
     !!! example
 
@@ -73,14 +73,14 @@ def fixed_point(
     - `fn`: called as `fn(y, *args)`, returns a PyTree with the structure, shapes and dtypes
         of `y`: a function, or a Module, whose arrays are differentiated as `args` are. So are
         traced values that it closes over.
-    - `y0`: where the solver starts, a PyTree of floating arrays. It has no influence on the
-        fixed point, and the gradient zero.
+    - `y0`: where the solver starts, a PyTree of floating arrays. It does not change the fixed
+        point, so its gradient is zero.
     - `args`: any PyTrees.
     - `solver`: an Optimistix solver, for fixed points, roots (of $f(y) - y$), least squares or
         minima, such as `optimistix.Newton(rtol=1e-5, atol=1e-5)`, or
         [`eqx_grads.solvers.Anderson`][]. By default `optimistix.FixedPointIteration`, the plain
-        iteration, to a change, absolute or relative, of eps^(3/4) of the coarsest dtype in
-        `y0`: 6e-6 in single, 2e-12 in double precision.
+        iteration. It stops at a change, absolute or relative, of eps^(3/4) of the coarsest
+        dtype in `y0`: 6e-6 in single, 2e-12 in double precision.
     - `backward`: how the linear equation of the derivative is solved. A name from the table
         below, any adjoint of
         [`eqx_grads.solvers`][eqx_grads.solvers.AbstractFixedPointAdjoint] or Optimistix.

@@ -55,7 +55,7 @@ def implicit(
     has_aux: bool = False,
     tolerance: float | None = 1e-2,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    r"""The derivative of any solver, from the equation that it solves.
+    r"""Give any solver a derivative, from the equation that it solves.
 
     A decorator. The function that you decorate may be a `while_loop`, an optimizer, or a call
     of Optimistix, or of SciPy in a callback. It is called for the value, and never
@@ -116,16 +116,17 @@ def implicit(
 
     The decorated function:
 
-    - The residual gets its positional parameters too, even if they are passed by keyword. They,
-        `self` included, and what the residual closes over can be differentiated.
-    - Its keyword-only parameters are for what the solution does not depend on: a first guess,
-        a bracket, a number of steps, a key. They are not given to the residual, and their
-        derivative is zero. One that the residual has a parameter for is given to the
-        residual: it is configuration, as for any rule, and differentiating it is an error.
-    - It returns `y`, any PyTree; with `has_aux`, a pair `y, aux`. What can't be differentiated
-        in `y` is not solved for. The derivative of `aux` is zero.
+    - The residual gets its positional parameters too, even if they are passed by keyword. You
+        can differentiate with respect to them, `self` included, and to the values that the
+        residual closes over.
+    - Its keyword-only parameters are for values that the solution does not depend on: a first
+        guess, a bracket, a number of steps, a key. The residual does not get them, and their
+        derivative is zero. If the residual has a parameter of the same name, it gets the value.
+        It is then configuration, as for any rule, and differentiating it is an error.
+    - It returns `y`, any PyTree; with `has_aux`, a pair `y, aux`. Leaves of `y` that can't be
+        differentiated are not solved for. The derivative of `aux` is zero.
 
-    What the residual does not depend on can't change the solution. So a first guess that
+    Values that the residual does not depend on can't change the solution. So a first guess that
     depends on parameters (the last solution, in a scan) needs no `stop_gradient`, and the
     solver may close over anything.
 

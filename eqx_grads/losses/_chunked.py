@@ -47,7 +47,7 @@ def chunked(
     *,
     reduction: str = "sum",
 ) -> Callable[..., Array]:
-    r"""A loss that is a sum over an axis of its arguments, computed for a chunk of the axis at
+    r"""Compute a loss that is a sum over an axis of its arguments for one chunk of the axis at
     a time. Its gradient needs the memory of one chunk.
 
     For the cross-entropy of a linear layer there is
@@ -97,12 +97,12 @@ def chunked(
 
     **Derivative:**
 
-    That of `loss`. The gradients with respect to the arguments that are being differentiated
-    are formed in the forward pass, by `jax.value_and_grad` of one chunk after another. They are
-    the residuals, and nothing is computed twice. The tangent is their inner product with the
-    tangents of the arguments; so forward mode too needs a `loss` that has a reverse mode. Both
-    modes, all orders; higher orders compute a chunk again. What `loss` closes over is
-    differentiated too.
+    The derivative of `loss`. The gradients with respect to the arguments that are being
+    differentiated are formed in the forward pass, by `jax.value_and_grad` of one chunk after
+    another. They are the residuals, and nothing is computed twice. The tangent is their inner
+    product with the tangents of the arguments; so forward mode too needs a `loss` that has a
+    reverse mode. Both modes, all orders; higher orders compute a chunk again. Values that
+    `loss` closes over are differentiated too.
 
     Under `jax.vmap` with arguments that are not batched (a model, say), their gradient is
     formed once for the batch. For this, each chunk is rematerialized in the backward pass.
@@ -112,7 +112,7 @@ def chunked(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if no argument is split, if the split axes differ in length, if
-    `loss` does not return a real scalar, or for an option that is unknown.
+    `loss` does not return a real scalar, or for an unknown option.
     """
     check_function(loss, "loss", "losses.chunked")
     chunk = as_count("losses.chunked", "chunk", chunk, do="Give the length of a chunk.")

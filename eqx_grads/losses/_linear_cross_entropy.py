@@ -46,8 +46,8 @@ def linear_cross_entropy(
     reduction: str = "mean",
     axis_name: Hashable = None,
 ) -> Any:
-    r"""The softmax cross-entropy of the logits $W x + b$, which never holds the logits of all
-    tokens in memory.
+    r"""Return the softmax cross-entropy of the logits $W x + b$. The logits of all tokens are
+    never in memory at once.
 
     With a vocabulary of $V$ entries, the logits of $N$ tokens and their gradient are two arrays
     of $N V$ numbers, often the largest of a language model. Here the tokens are taken in
@@ -104,7 +104,7 @@ def linear_cross_entropy(
         is not a CPU, it is at least $2^{25} / V$. A smaller chunk needs less memory, and more
         time.
     - `ignore_index`: the label of tokens that do not count. Their rows of `x` may be anything,
-        also NaN. With `None`, all tokens count, as they do with probabilities.
+        even NaN. With `None`, all tokens count, as they do with probabilities.
     - `label_smoothing`: a number $\alpha$ from zero to one. The target is $1 - \alpha$ at the
         label plus $\alpha / V$ everywhere.
     - `soft_cap`: a number $c$: the logits are $c \tanh(l / c)$ (Gemma 2).
@@ -112,12 +112,12 @@ def linear_cross_entropy(
         which is added to the loss of each token ($10^{-4}$ in PaLM).
     - `return_z_loss`: whether to return the z-loss as well: a part of the loss, for a log,
         without a derivative.
-    - `reduction`: `"mean"` over the tokens that count (zero if none does), `"sum"` over them,
+    - `reduction`: `"mean"` over the tokens that count (zero if none counts), `"sum"` over them,
         or `"none"`: the loss of each token, zero where it does not count.
     - `axis_name`: inside `jax.shard_map`, the name of the mesh axis over which the vocabulary
         is sharded, or a tuple of names. Each device then passes its rows of `weight`, `bias`
         and `class_weight`, its columns of probabilities, all tokens, and labels that count the
-        rows of all devices. The loss is the same on all of them.
+        rows of all devices. The loss is the same on all devices.
 
     `x` and `weight` are cast to their common dtype. In half precision, matrix products are
     accumulated in single precision, and all else is computed in it.

@@ -53,13 +53,13 @@ class FixedPoint(eqx.Module):
         ```
 
     A cell is a contraction in `z` if its Jacobian in `z` has a norm of at most $L < 1$
-    everywhere: for example, a `tanh` after a weight of spectral norm $L$. If the cell is no
-    contraction any more after some training, the solver may fail: see `throw`.
+    everywhere: for example, a `tanh` after a weight of spectral norm $L$. If training makes the
+    cell lose this property, the solver may fail: see `throw`.
 
     **Derivative:**
 
-    That of [`eqx_grads.fixed_point`][] with the same `backward`, with respect to the cell and
-    to `x`. The derivative with respect to `z0` is zero.
+    The derivative of [`eqx_grads.fixed_point`][] with the same `backward`, with respect to the
+    cell and to `x`. The derivative with respect to `z0` is zero.
     """
 
     cell: Callable[..., Any]

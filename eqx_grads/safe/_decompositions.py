@@ -50,7 +50,8 @@ def eigh(
     symmetrize_input: bool = True,
     tolerance: float | None = None,
 ) -> EighResult:
-    r"""Eigenvalues and eigenvectors of a Hermitian matrix, differentiable at equal eigenvalues.
+    r"""Return eigenvalues and eigenvectors of a Hermitian matrix, with derivatives at equal
+    eigenvalues.
 
     !!! example
 
@@ -93,8 +94,8 @@ def eigh(
 
     `eigenvalues, eigenvectors`: ascending, `(..., n)`, and in columns, `(..., n, n)`. A call
     that is not differentiated returns the values of `jnp.linalg.eigh`. Under differentiation,
-    eigenvalues that are closer than the tolerance are moved apart, upwards: of `k` of them, the
-    last by `k - 1` times the tolerance at most.
+    eigenvalues that are closer than the tolerance are moved apart, upwards. The last of `k`
+    close eigenvalues moves by at most `k - 1` times the tolerance.
 
     **Derivative:**
 
@@ -127,7 +128,8 @@ def eigh(
 
 @on_arrays("a", check=_check_matrix)
 def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
-    r"""The thin singular value decomposition, differentiable at equal or zero singular values.
+    r"""Return the thin singular value decomposition, with derivatives at equal or zero singular
+    values.
 
     !!! example
 
@@ -149,9 +151,9 @@ def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
         3.0
         ```
 
-    As for [`eqx_grads.safe.eigh`][], this is for functions of all of the result that do not
-    depend on the choice of singular vectors: $U f(S) V^\dagger$ with an odd function $f$,
-    $U g(S) U^\dagger$ with an even one, the sum of $g(S)$, projectors. The sum of the singular
+    As for [`eqx_grads.safe.eigh`][], use this for functions of the whole result that do not
+    depend on the choice of singular vectors: $U f(S) V^\dagger$ with an odd function $f$, $U
+    g(S) U^\dagger$ with an even one, the sum of $g(S)$, projectors. The sum of the singular
     values has no derivative where one is zero; here it has the derivative from the right.
 
     **Arguments:**

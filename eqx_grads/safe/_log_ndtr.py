@@ -20,8 +20,8 @@ from ._elementwise import real_function, with_slopes
 
 @real_function(lambda x: _hazard(x))
 def log_ndtr(x: Numbers) -> Array:
-    r"""The logarithm of the standard normal distribution function, with derivatives that are
-    right in the far tails.
+    r"""Return the logarithm of the standard normal distribution function, with derivatives that
+    are right in the far tails.
 
     !!! example
 

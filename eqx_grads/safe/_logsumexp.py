@@ -22,7 +22,7 @@ def logsumexp(
     return_sign: bool = False,
     where: Numbers | None = None,
 ) -> Any:
-    r"""$\log \sum_i b_i e^{a_i}$, which is $-\infty$ with the derivative zero for no terms.
+    r"""Return $\log \sum_i b_i e^{a_i}$. Without terms, it is $-\infty$ with a zero derivative.
 
     !!! example
 
@@ -41,8 +41,8 @@ def logsumexp(
         [0. 0.]
         ```
 
-    `jax.nn.logsumexp` is right where one term at least is finite and none is $+\infty$, and
-    where all are masked by `where`.
+    `jax.nn.logsumexp` is right where at least one term is finite and none is $+\infty$, and
+    where `where` masks all terms.
 
     **Arguments:**
 
@@ -82,7 +82,7 @@ def _masked(x, where):
 
 @on_arrays("x", "y", real=True)
 def logaddexp(x: Numbers, y: Numbers) -> Float[Array, "..."]:
-    r"""$\log(e^x + e^y)$, with the derivative zero where both are $-\infty$.
+    r"""Return $\log(e^x + e^y)$, with a zero derivative where both are $-\infty$.
 
     !!! example
 
@@ -113,9 +113,9 @@ def logaddexp(x: Numbers, y: Numbers) -> Float[Array, "..."]:
     **Derivative:**
 
     $\dot z = \sigma(x - y)\,\dot x + \sigma(y - x)\,\dot y$. The derivative of a weight is the
-    product of both, which keeps its digits in the tails, where $\sigma (1 - \sigma)$ is zero.
-    Zero with respect to a number that is $-\infty$; a half each where both are $+\infty$. Both
-    modes and all orders.
+    product of both weights, which keeps its digits in the tails, where $\sigma (1 - \sigma)$ is
+    zero. The derivative is zero with respect to a number that is $-\infty$, and one half each
+    where both are $+\infty$. Both modes and all orders.
     """
     return _logaddexp(x, y)
 
@@ -137,7 +137,7 @@ def _logaddexp_jvp(primals, tangents):
 
 @on_arrays("x", real=True)
 def cumlogsumexp(x: Numbers, axis: int = 0, *, reverse: bool = False) -> Float[Array, "..."]:
-    r"""$y_i = \log \sum_{j \le i} e^{x_j}$, even where the first terms are $-\infty$.
+    r"""Return $y_i = \log \sum_{j \le i} e^{x_j}$, even where the first terms are $-\infty$.
 
     !!! example
 
@@ -179,7 +179,7 @@ def cumlogsumexp(x: Numbers, axis: int = 0, *, reverse: bool = False) -> Float[A
 def softmax(
     x: Numbers, axis: Axis = -1, *, where: Numbers | None = None
 ) -> Float[Array, "..."]:
-    r"""$e^{x_i} / \sum_j e^{x_j}$, which is zero if all logits are $-\infty$.
+    r"""Return $e^{x_i} / \sum_j e^{x_j}$, which is zero if all logits are $-\infty$.
 
     !!! example
 
@@ -200,8 +200,8 @@ def softmax(
          [0. 0. 0.]]
         ```
 
-    `jax.nn.softmax(x, where=mask)` is right too, and zero where all are masked. This function
-    is the same for logits that have been masked with $-\infty$ already.
+    `jax.nn.softmax(x, where=mask)` is right too, and zero where all logits are masked. This
+    function gives the same for logits that are already masked with $-\infty$.
 
     **Arguments:**
 
@@ -230,7 +230,7 @@ def softmax(
 def log_softmax(
     x: Numbers, axis: Axis = -1, *, where: Numbers | None = None
 ) -> Float[Array, "..."]:
-    r"""$x_i - \log \sum_j e^{x_j}$, which is $-\infty$ where the logit is.
+    r"""Return $x_i - \log \sum_j e^{x_j}$, which is $-\infty$ where the logit is.
 
     !!! example
 
@@ -284,7 +284,8 @@ _entr = with_slopes(
 def entropy(
     p: Numbers, axis: Axis = -1, *, where: Numbers | None = None
 ) -> Float[Array, "..."]:
-    r"""$-\sum_i p_i \log p_i$, in which an event of probability zero contributes nothing.
+    r"""Return $-\sum_i p_i \log p_i$, in which an event of probability zero contributes
+    nothing.
 
     !!! example
 

@@ -38,7 +38,8 @@ def _polynomial(coefficients, x):
 
 @real_function(lambda x: _moment(1, False)(x))
 def expm1_ratio(x: Numbers) -> Array:
-    r"""`expm1(x) / x`, which is one at zero: the mean of $e^{s}$ for $s$ between zero and $x$.
+    r"""Return `expm1(x) / x`, which is one at zero: the mean of $e^{s}$ for $s$ between zero
+    and $x$.
 
     It occurs in exponential integrators, and in the solution of a linear differential equation.
 
@@ -81,7 +82,7 @@ def expm1_ratio(x: Numbers) -> Array:
 
 @real_function(lambda x: _moment(1, True)(x))
 def sinhc(x: Numbers) -> Array:
-    r"""`sinh(x) / x`, which is one at zero. (For `sin(x) / x`, there is `jnp.sinc`.)
+    r"""Return `sinh(x) / x`, which is one at zero. (For `sin(x) / x`, use `jnp.sinc`.)
 
     !!! example
 
@@ -174,7 +175,7 @@ def _log1p_ratio_slope(x):
 
 @real_function(_log1p_ratio_slope)
 def log1p_ratio(x: Numbers) -> Array:
-    r"""`log1p(x) / x`, which is one at zero.
+    r"""Return `log1p(x) / x`, which is one at zero.
 
     !!! example
 

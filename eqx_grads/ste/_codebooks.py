@@ -106,7 +106,7 @@ def _nearest(z, codebook):
 
 
 def fsq(z: ArrayLike, levels: Sequence[int]) -> tuple[Array, Array]:
-    r"""Finite scalar quantization: round each number to one of a few levels, straight through.
+    r"""Round each number to one of a few levels, straight through: finite scalar quantization.
 
     The codebook is fixed: its entries are all combinations of the levels.
     [Mentzer et al. (2024)](https://arxiv.org/abs/2309.15505).
@@ -186,7 +186,7 @@ def fsq(z: ArrayLike, levels: Sequence[int]) -> tuple[Array, Array]:
 
 
 def fsq_codebook(levels: Sequence[int], dtype: DTypeLike = float) -> Array:
-    """All codes of [`eqx_grads.ste.fsq`][], in the order of their indices.
+    """Return all codes of [`eqx_grads.ste.fsq`][], in the order of their indices.
 
     !!! example
 
@@ -214,7 +214,7 @@ def fsq_codebook(levels: Sequence[int], dtype: DTypeLike = float) -> Array:
 
     **Returns:**
 
-    An array of shape `(prod(levels), len(levels))`. To decode, take
+    An array of shape `(prod(levels), len(levels))`. To decode, use
     `fsq_codebook(levels)[index]`.
 
     **Derivative:**

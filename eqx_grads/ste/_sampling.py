@@ -29,7 +29,7 @@ def gumbel_softmax(
     hard: bool = False,
     axis: int = -1,
 ) -> Array:
-    r"""A relaxed sample of a categorical variable; or a one-hot sample, straight through.
+    r"""Draw a relaxed sample of a categorical variable; or a one-hot sample, straight through.
 
     With Gumbel noise $G$ it is $\operatorname{softmax}((\theta + G) / \tau)$. The argmax of
     $\theta + G$ is distributed as the softmax of the logits $\theta$.
@@ -105,7 +105,7 @@ def gumbel_sigmoid(
     temperature: ArrayLike = 1.0,
     hard: bool = False,
 ) -> Array:
-    r"""A relaxed sample of a bit; or a sample that is zero or one, straight through.
+    r"""Draw a relaxed sample of a bit; or a sample that is zero or one, straight through.
 
     With logistic noise $L$, the difference of two samples of Gumbel noise, it is
     $\sigma((\theta + L) / \tau)$. The probability that $\theta + L$ is positive is
@@ -155,7 +155,7 @@ def gumbel_sigmoid(
 
 
 def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
-    r"""A sample of a bit, with a straight-through gradient for its probability.
+    r"""Draw a sample of a bit, with a straight-through gradient for its probability.
 
     The gradient is unbiased if the loss is linear in the sample.
     [Bengio et al. (2013)](https://arxiv.org/abs/1308.3432).
@@ -181,7 +181,7 @@ def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
 
     **Arguments:**
 
-    - `p`: the probabilities of a one. Floats of any shape. For logits, give their
+    - `p`: the probabilities of a one. Floats of any shape. For logits, pass their
         `jax.nn.sigmoid`.
     - `key`: a random key. The samples are independent.
 
@@ -191,7 +191,7 @@ def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
 
     **Derivative:**
 
-    That of the identity: $\bar p = \bar y$. Linear, so both modes and all orders.
+    The identity: $\bar p = \bar y$. Linear, so both modes and all orders.
 
     **Raises:**
 
@@ -226,7 +226,7 @@ def reinmax(
     temperature: ArrayLike = 1.0,
     axis: int = -1,
 ) -> Array:
-    r"""A one-hot sample of a categorical variable, with a second-order accurate gradient.
+    r"""Draw a one-hot sample of a categorical variable, with a second-order accurate gradient.
 
     The straight-through gradient is unbiased if the loss is linear in the sample. `reinmax` (at
     a temperature of one) is unbiased even if the loss is quadratic. [Liu et al.

@@ -25,7 +25,8 @@ _BISECTIONS = 80
 
 
 def top_k(x: ArrayLike, k: int, *, axis: int = -1, temperature: ArrayLike = 1.0) -> Array:
-    r"""The mask of the `k` largest elements along an axis, with the derivative of a soft mask.
+    r"""Return the mask of the `k` largest elements along an axis, with the derivative of a soft
+    mask.
 
     The soft mask comes from [Amos et al. (2019)](https://arxiv.org/abs/1906.08707), the layer
     of limited multi-label projection: sigmoids whose sum is $k$.

@@ -149,7 +149,7 @@ def absmax_scale(
     signed: bool = True,
     axis: int | tuple[int, ...] | None = None,
 ) -> Array:
-    r"""The scale that maps the largest magnitude in an array to the largest integer.
+    r"""Return the scale that maps the largest magnitude in an array to the largest integer.
 
     $$s = \max |x| / q_{\max}$$
 
@@ -219,7 +219,8 @@ def lsq(
     signed: bool = True,
     gradient_scale: float | None = None,
 ) -> Array:
-    r"""Learned step size quantization: `fake_quantize` with a rescaled gradient for the step.
+    r"""Quantize with a learned step size: `fake_quantize` with a rescaled gradient for the
+    step.
 
     [Esser et al. (2020)](https://arxiv.org/abs/1902.08153). The paper initializes the step
     with `2 * mean(|x|) / sqrt(q_max)`. It has to stay positive.

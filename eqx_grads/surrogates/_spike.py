@@ -83,7 +83,8 @@ class AbstractSurrogate(eqx.Module):
 
 @custom_jvp
 def spike(v: ArrayLike, surrogate: AbstractSurrogate | Callable[..., Any]) -> Array:
-    r"""One where a neuron is over its threshold, zero elsewhere; with a surrogate gradient.
+    r"""Return one where a neuron is over its threshold, zero elsewhere; with a surrogate
+    gradient.
 
     !!! example
 

@@ -69,16 +69,16 @@ def check_gradients(
         of the differences. A leaf whose differences are not evidence is `"not measured"`: they
         are too noisy, no step is short enough for the slope not to depend on it, or the loss
         rounds to zero.
-    - Forward mode is compared as well, where there is one: with the differences, and so with
+    - Forward mode, where it works, is compared as well: with the differences, and so with
         reverse mode (the adjoint identity).
     - Where the slopes on the two sides differ, the loss has a kink (`relu` at zero, ties of a
         maximum). The gradient has to be between them, and right at a point nearby.
     - What a `stop_gradient` of the loss returns is held while differencing, if the gradient is
         wrong otherwise. A leaf that is right then is `"stopped"`.
     - For each wrong leaf, the rules in the program are removed (`eqg.custom_*`,
-        `jax.custom_*`). If the gradient is right without some of them, these are named, with
-        the line and the layer of the call. If it is right at points nearby, a tie of `min` or
-        `max` is named.
+        `jax.custom_*`). If the gradient is right without some rules, the report names them,
+        with the line and the layer of the call. If it is right at points nearby, the report
+        names a tie of `min` or `max`.
 
     !!! example
 

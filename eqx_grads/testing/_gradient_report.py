@@ -36,7 +36,7 @@ class LeafVerdict:
     - `differences`, `error`: the same by finite differences, and its estimated error.
     - `relative_error`: how far the gradient is from the differences, relative to them or to
         the typical slope of the leaf, whichever is larger.
-    - `left`, `right`: at a kink, the slopes on its two sides, along that direction; of a leaf
+    - `left`, `right`: at a kink, the slopes on its two sides, along that direction; for a leaf
         with one entry, by this entry.
     """
 
@@ -56,7 +56,7 @@ class GradientFault(AbstractRecord):
     """A fault of the gradient.
 
     It has the fields of all records; `step` is empty. `primitive` is the function without whose
-    rule the gradient is right, `file, line` where that is called and `path` the layer that it
+    rule the gradient is right. `file, line` is where it is called, and `path` the layer that it
     is called in. If no function is known, `path` is the layer of the leaf. The kinds are
     `"wrong"`, `"cut"` (the gradient is zero, and the differences are not), `"not a derivative"`
     (the differences are zero, and the gradient is not), `"not finite"`, `"modes disagree"` and

@@ -140,9 +140,9 @@ class Report:
     """The result of [`eqx_grads.testing.check_rule`][].
 
     A printed report describes the first failure, and names the checks that fail for the same
-    reason. Then come failures of another kind, and the names of the checks that passed. If
-    there was no reference for the derivative, as where the function raises an error at
-    arguments close by, the first line says so: what passed are the other checks.
+    reason. Then come failures of another kind, and the names of the checks that passed. The
+    derivative may have no reference, for example if the function raises an error at arguments
+    close by. The first line then says so: only the other checks passed.
 
     - `findings`: all comparisons, a list of `Finding`s with the fields `check`, `verdict`,
         `error`, `tolerance`, `where`, `cause`, `text` and `raised`.

@@ -88,9 +88,9 @@ def explain_memory(
     **Returns:**
 
     An [`eqx_grads.MemoryReport`][], which prints as a table with the advice that saves most.
-    What is kept is exact: the leaves of the pullback that `jax.vjp` returns and that the
-    backward pass uses, each array once. Each advice is tried: it saves what is kept without it
-    and not with it, but for what is computed again at one time.
+    The list is exact: the leaves of the pullback that `jax.vjp` returns and that the backward
+    pass uses, each array once. Each advice is tried: it saves the values that are kept without
+    it and not with it, except for the values that are computed again at one time.
     [`eqx_grads.MemoryReport.verify`][] measures it in the compiled gradient.
 
     Nothing is computed. The advice is on a loop by [`eqx_grads.filter_scan`][], on layers in

@@ -14,17 +14,17 @@ from .residuals import Residual
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryAdvice(AbstractRecord):
-    """Where to compute twice what would be kept.
+    """A place where you can compute values twice instead of keeping them.
 
     It has the fields of all records. `kind` is `"loop"`, `"layer"` or `"map"`, and `cure` says
     what to write and where. Also:
 
-    - `saves`: about how many of the bytes that are kept are no longer there at one time, by the
-        shapes of the residuals.
+    - `saves`: about how many kept bytes it frees at one time, by the shapes of the residuals.
     - `measured`: the temporary bytes of the compiled gradient with the advice applied, or
         `None` before [`eqx_grads.MemoryReport.verify`][].
-    - `is_undone`: whether the compiler of this platform computes nothing again here, so that
-        nothing is saved. XLA does so on a CPU, before JAX 0.12, outside of loops.
+    - `is_undone`: whether the compiler of this platform undoes the advice: it recomputes
+        nothing here, and saves nothing. XLA does so on a CPU, before JAX 0.12, outside of
+        loops.
     """
 
     saves: int = 0
@@ -47,12 +47,12 @@ class MemoryReport(AbstractReport):
 
     - `found`: a [`eqx_grads.Residual`][] for each array that the forward pass computes and
         keeps, largest first.
-    - `inputs`: the arguments of the loss that are kept as they are, in the same form.
+    - `inputs`: the arguments of the loss that are kept unchanged, in the same form.
     - `total`: the bytes of `found`.
     - `compiled`: the temporary bytes of the compiled gradient, or `None` if it was not
         compiled.
-    - `advice`: a [`eqx_grads.MemoryAdvice`][] for each place that is worth it, what saves most
-        first. `print` shows the first one.
+    - `advice`: a [`eqx_grads.MemoryAdvice`][] for each place that is worth it, largest saving
+        first. `print` shows the first.
     - `remarks`: what else there is to know.
 
     It is false if nothing is found.

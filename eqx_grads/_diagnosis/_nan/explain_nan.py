@@ -65,7 +65,7 @@ def explain_nan(
     seconds: float = 60.0,
     **kwargs: Any,
 ) -> NaNReport:
-    r"""Where and why a loss or its gradient is NaN, infinite, or too large.
+    r"""Find where and why a loss or its gradient is NaN, infinite, or too large.
 
     !!! example
 
@@ -94,9 +94,9 @@ def explain_nan(
     - `loss`: called as `loss(model, *args, **kwargs)`. Returns a real scalar.
     - `model`: any PyTree. The gradient is taken with respect to all its inexact arrays.
     - `threshold`: also report where a cotangent exceeds this number. A gradient of 1e24 is
-        finite, and as harmful.
-    - `seconds`: the time to look for the causes, beside one compilation of the gradient. When
-        it is over, the report has what is known, and the call of `zero_safe` that helps.
+        finite, but as harmful.
+    - `seconds`: the time to look for the causes, after one compilation of the gradient. When it
+        is over, the report has what is known, and the call of `zero_safe` that helps.
 
     **Returns:**
 
@@ -113,18 +113,18 @@ def explain_nan(
     `"overflow"`, `"constant infinity"` (of a `where`), `"exceeds the threshold"`,
     `"NaN in the input"` and `"inf in the input"`.
 
-    If the loss is an [`eqx_grads.zero_safe`][], `dropped` are the places where that drops
-    something, also by its policy `"zero"`.
+    If the loss is an [`eqx_grads.zero_safe`][], `dropped` are the places where it drops
+    something, including by its policy `"zero"`.
 
     A loss with a `while_loop` has no gradient. `explain_nan` looks at its derivative in forward
     mode.
 
     **Cost:** one compilation of the gradient. If that is finite, `explain_nan` stops, unless
     there is a `threshold`. Otherwise it evaluates the gradient once, operation by operation. It
-    replaces each NaN where it begins, and carries along which operation made it: what arrives
-    at the loss or the gradient is a cause. If a mask or a singularity is among the causes, it
-    compiles the gradients of `zero_safe(loss)` and `zero_safe(loss, policy="zero")`, and names
-    the first that is finite.
+    replaces each NaN where it begins, and records which operation made it. A record that
+    arrives at the loss or the gradient is a cause. If a mask or a singularity is among the
+    causes, it compiles the gradients of `zero_safe(loss)` and `zero_safe(loss, policy="zero")`,
+    and names the first that is finite.
 
     **Raises:**
 

@@ -36,7 +36,7 @@ from .report import ZeroGradient, ZeroReport
 def explain_zero(
     loss: Callable[..., Any], model: PyTree, *args: Any, **kwargs: Any
 ) -> ZeroReport:
-    r"""Why the gradient of a leaf of a model is zero, and what to do.
+    r"""Find why the gradient of a leaf of a model is zero, and what to do.
 
     !!! example
 
@@ -70,7 +70,7 @@ def explain_zero(
     **Arguments:**
 
     - `loss`: called as `loss(model, *args, **kwargs)`. Returns a real scalar.
-    - `model`: any PyTree. Its inexact arrays are the leaves that are looked at.
+    - `model`: any PyTree. `explain_zero` looks at its inexact arrays, the leaves.
     - `*args`, `**kwargs`: anything.
 
     **Returns:**
@@ -85,7 +85,7 @@ def explain_zero(
         flat here.
 
     There is a record for each operation at which a tangent of the leaf becomes zero everywhere.
-    What comes after that operation need not be corrected first. The kind is the name of the
+    You need not correct later operations first. The kind is the name of the
     experiment that revives the tangent.
 
     `remarks` name
@@ -99,8 +99,8 @@ def explain_zero(
     gradient raises an error, as the gradient of a `while_loop` does, `explain_zero` uses
     directional derivatives in forward mode.
 
-    Of an [`eqx_grads.zero_safe`][] loss, the function that it differentiates is looked at. If
-    the gradient of a leaf is zero because of `zero_safe`, the kind says so.
+    With an [`eqx_grads.zero_safe`][] loss, `explain_zero` inspects the function inside. If the
+    gradient of a leaf is zero because of `zero_safe`, the kind says so.
 
     **Raises:**
 

@@ -97,7 +97,7 @@ class LRU(AbstractDiagonal):
         ```
 
     The parameters of one layer and direction, `cells[layer][direction]`, are `log_decay`
-    ($\nu$), `log_phase` ($\theta$) `log_gamma` ($\log\gamma$), `weight_in` ($B$), `weight_out`
+    ($\nu$), `log_phase` ($\theta$), `log_gamma` ($\log\gamma$), `weight_in` ($B$), `weight_out`
     ($C$) and `skip` ($D$). All are real: $B$ and $C$ have first the real and then the imaginary
     parts. `skip` is a vector if there are as many outputs as inputs, and otherwise a matrix.
 

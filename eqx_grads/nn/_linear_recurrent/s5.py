@@ -115,7 +115,7 @@ class S5(AbstractDiagonal):
         ```
 
     The parameters of one layer and direction, `cells[layer][direction]`, are `log_decay`
-    ($\nu$), `frequency` ($\omega$) `log_step` ($\tau$), `weight_in` ($B$), `weight_out` ($C$)
+    ($\nu$), `frequency` ($\omega$), `log_step` ($\tau$), `weight_in` ($B$), `weight_out` ($C$)
     and `skip` ($D$). All are real: $B$ and $C$ have first the real and then the imaginary
     parts. `skip` is a vector if there are as many outputs as inputs, and otherwise a matrix.
 

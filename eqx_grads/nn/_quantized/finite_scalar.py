@@ -40,7 +40,7 @@ class FSQ(AbstractCodebook):
 
     **Derivative:**
 
-    That of [`eqx_grads.ste.fsq`][].
+    The derivative of [`eqx_grads.ste.fsq`][].
     """
 
     levels: tuple[int, ...] = eqx.field(static=True)

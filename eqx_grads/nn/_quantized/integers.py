@@ -36,7 +36,7 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
         True
         ```
 
-    The result is a model like the given one, and is called as that one is. In each quantized
+    The result is a model like the given one, and you call it in the same way. In each quantized
     layer, `weight` is integers, and `weight_quantizer.scale` the scale. A call multiplies the
     two, and computes with the product in floats: less memory holds the model, and the
     arithmetic stays what it was. The weights before quantization are gone, so keep the given

@@ -50,7 +50,7 @@ class Quantized(eqx.Module):
         ```
 
     `quantize_model` makes them. All attributes of the layer, such as `weight`, can be read from
-    this one too.
+    the `Quantized` layer too.
 
     **Derivative:**
 

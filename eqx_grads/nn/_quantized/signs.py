@@ -135,10 +135,10 @@ class Ternary(AbstractSigns):
 
     **Derivative:**
 
-    That of $\alpha\,T(W)$, where $T$ is [`eqx_grads.ste.ternary`][]: straight through where
-    $|w| \le 1$, the threshold being a constant. The scale $\alpha$ is differentiated too.
-    Where no weight of an output is beyond the threshold, scale and gradient are zero: it stays
-    as it is.
+    The derivative of $\alpha\,T(W)$, where $T$ is [`eqx_grads.ste.ternary`][]: straight through
+    where $|w| \le 1$. The threshold is a constant; the scale $\alpha$ is differentiated too.
+    Where no weight of an output is beyond the threshold, scale and gradient are zero, so
+    training does not change these weights.
     """
 
     scale: bool = eqx.field(static=True)

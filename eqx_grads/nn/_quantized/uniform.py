@@ -208,8 +208,9 @@ class FakeQuantize(AbstractUniform):
 
     **Derivative:**
 
-    That of [`eqx_grads.ste.fake_quantize`][]: straight through where nothing is clipped. With
-    respect to `scale` only if it is learned; otherwise zero. Both modes and all orders.
+    The derivative of [`eqx_grads.ste.fake_quantize`][]: straight through where nothing is
+    clipped. With respect to `scale` only if it is learned; otherwise zero. Both modes and all
+    orders.
     """
 
     narrow: bool = eqx.field(static=True)
@@ -324,9 +325,9 @@ class LSQ(AbstractUniform):
 
     **Derivative:**
 
-    That of [`eqx_grads.ste.lsq`][], where the gradient of the scale is multiplied by a factor
-    that makes it about as large as the gradient of a weight. Where training has made a scale
-    negative, its absolute value is used, and differentiated. Both modes and all orders.
+    The derivative of [`eqx_grads.ste.lsq`][], where the gradient of the scale is multiplied by
+    a factor that makes it about as large as the gradient of a weight. Where training has made a
+    scale negative, its absolute value is used, and differentiated. Both modes and all orders.
     """
 
     gradient_scale: float | None = eqx.field(static=True)

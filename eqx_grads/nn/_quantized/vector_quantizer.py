@@ -67,12 +67,11 @@ class VectorQuantizer(AbstractCodebook):
     mean of the vectors that are nearest to it. Call `updated` after each step of the optimizer,
     or the codebook stays as it is. By gradient (`ema=False`): add `codebook_loss` to the loss.
 
-    A codebook collapses where few entries are near to the vectors, as an entry that is never
-    the nearest one is never learned. So `updated` replaces the entries that are not in use by
-    vectors of the batch; begin with `fit`, and the entries are where the data are. In an
-    autoencoder of the digits of scikit-learn, with 32 entries, the perplexity is then 28 to 31,
-    with or without `fit` and keys, and 26 to 29 with `ema=False`. With `dead_below=0` it is 11
-    to 21.
+    A codebook collapses where few entries are near the vectors, as an entry that is never the
+    nearest is never learned. So `updated` replaces unused entries by vectors of the batch.
+    Begin with `fit`, so that the entries start where the data are. In an autoencoder of the
+    digits of scikit-learn, with 32 entries, the perplexity is then 28 to 31, with or without
+    `fit` and keys, and 26 to 29 with `ema=False`. With `dead_below=0` it is 11 to 21.
 
     **Derivative:**
 

@@ -168,7 +168,7 @@ class LSTM(AbstractGated):
     state and $d = \bar c' + \bar h'\,o\,(1 - \tanh^2 c')$, the cotangents of the gates'
     arguments are $d\,g\,i\,(1 - i)$, $d\,c\,f\,(1 - f)$, $d\,i\,(1 - g^2)$ and
     $\bar h' \tanh(c')\,o\,(1 - o)$, and $\bar c = d\,f$. The gradients of the weights are one
-    matrix product for a chunk. With `proj_size`, $P^T \bar h'$ takes the place of $\bar h'$.
+    matrix product for a chunk. With `proj_size`, $P^T \bar h'$ replaces $\bar h'$.
     Both modes (forward mode by plain differentiation), all orders; `jax.vmap` of the layer
     computes one gradient for the batch.
     """

@@ -47,7 +47,7 @@ class Outputs(eqx.Module):
 
     **Derivative:**
 
-    That of the layer.
+    The derivative of the layer.
     """
 
     layer: AbstractRecurrent

@@ -58,7 +58,7 @@ class Recurrent(AbstractRecurrent):
 
     **Derivative:**
 
-    The cell's, over time by [`eqx_grads.filter_scan`][]. `equinox.nn.GRUCell`,
+    The derivative of the cell, over time by [`eqx_grads.filter_scan`][]. `equinox.nn.GRUCell`,
     `equinox.nn.LSTMCell` and [`eqx_grads.nn.RNNCell`][] have the backward pass of
     [`eqx_grads.nn.GRU`][], [`eqx_grads.nn.LSTM`][] and [`eqx_grads.nn.RNN`][].
     """
