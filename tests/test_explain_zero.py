@@ -575,7 +575,7 @@ def test_a_safe_function_whose_derivative_is_zero_in_the_loss():
     """The report names the function that the user calls, and not a rule inside."""
     force = lambda w: jnp.sum(jax.grad(lambda x: w * eqg.safe.norm(x))(jnp.zeros(2)))
     report = eqg.explain_zero(force, jnp.array(2.0))
-    named = "`safe.norm` has the derivative zero where there is none"
+    named = "`safe.norm` has a zero derivative where the true one does not exist"
     assert any(named in record.cure for record in report.found)
     text = str(report)
     assert "polar" not in text

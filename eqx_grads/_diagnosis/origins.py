@@ -113,8 +113,8 @@ class NumberedLoss:
 
     def caller_of(self, origin: Origin) -> str:
         """The innermost call around the line of an equation that tells it from all equations
-        with other calls around the same line, such as "model.py:12, in `loss`"; empty if there
-        are none."""
+        with other calls around the same line, such as "model.py:12, in `loss`"; otherwise
+        empty."""
         place = lambda o: (o.path, *o.source.calls[0])
         calls = origin.source.callers
         same = (o.source.callers for o in self.origins if place(o) == place(origin))

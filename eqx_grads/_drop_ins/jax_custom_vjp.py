@@ -120,10 +120,10 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         - `symbolic_zeros`: whether each leaf of the arguments of `fwd` is a
             `jax.custom_derivatives.CustomVJPPrimal`, and the cotangents of outputs that are
             not used are `jax.custom_derivatives.SymbolicZero`s.
-        - `optimize_remat`: accepted, and without an effect: under `jax.checkpoint`, `fwd` is
+        - `optimize_remat`: accepted, but has no effect: under `jax.checkpoint`, `fwd` is
             called in both passes, as in JAX without the option.
-        - `generic_batching`: accepted, and without an effect: an output that is shared by a
-            batch has the right gradient in any case.
+        - `generic_batching`: accepted, but has no effect: an output that a batch shares always
+            has the right gradient.
         """
         check_function(fwd, "fwd", "defvjp")
         check_function(bwd, "bwd", "defvjp")

@@ -110,8 +110,8 @@ class HostCall(Opaque):
         return args[: self.n_given], kwargs
 
     def rule_arguments(self, arrays: Sequence[Any], rule: Rule) -> Any:
-        """`args` and `kwargs` as a rule is given them, with these arrays. Default values of
-        keyword-only arguments are given if the rule has a parameter for them, as for the rules
+        """`args` and `kwargs` as a rule gets them, with these arrays. Default values of
+        keyword-only arguments are passed if the rule has a parameter for them, as for the rules
         of `custom_vjp`."""
         args, kwargs = self.split.tree(arrays)
         args, kwargs, filled = self.code.signature.bind(args, kwargs, False)

@@ -33,12 +33,12 @@ class HostFunction(eqx.Module):
 
         **Arguments:**
 
-        - `args`, `kwargs`: any PyTrees. The function is given NumPy arrays for all arrays and
-            floats, which can't be written to; everything else as it is.
+        - `args`, `kwargs`: any PyTrees. The function gets NumPy arrays for all arrays and
+            floats, and can't write to them. It gets everything else unchanged.
 
         **Returns:**
 
-        What the function returned, as JAX arrays of the promised types.
+        The output of the function, as JAX arrays of the promised types.
         """
         call, operands = host_call_of(self._code, args, kwargs)
         return jax.tree.unflatten(call.out_treedef, host_call(call.op, operands))
@@ -65,8 +65,8 @@ class HostFunction(eqx.Module):
 
         **Arguments:**
 
-        - `rule`: called as `rule(*args, **kwargs)`, like the function, with the positional
-            arguments that have their default. Returns `out, residuals`.
+        - `rule`: called as `rule(*args, **kwargs)`, like the function, with the defaults of
+            positional arguments. Returns `out, residuals`.
         - `residuals`: the types of the residuals, in the forms of `out` of
             [`eqx_grads.host_function`][]. Then they are arrays, and JAX keeps them for the
             backward pass. By default they may be anything (a factorization, a graph), and stay
@@ -75,7 +75,7 @@ class HostFunction(eqx.Module):
             them again. The library copies NumPy arrays in any PyTree of residuals, and keeps
             other objects as they are. If two calls return the same object, it belongs to the
             later call, and the residuals of the earlier call are computed again.
-        - `keep`: of how many calls residuals stay on the host.
+        - `keep`: the number of calls whose residuals stay on the host.
 
         **Returns:**
 

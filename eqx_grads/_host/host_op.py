@@ -88,8 +88,8 @@ class HostOp(Opaque):
         return np.broadcast_shapes(*self.own_axes(arrays))
 
     def outputs(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The outputs, of the promised shapes. Nothing is cast yet, so that differences of them
-        can be taken.
+        """The outputs, of the promised shapes. Nothing is cast yet, so that a caller can take
+        their differences.
 
         All arrays that host code returns enter the library here, and are copied. Host code may
         write into the same memory in its next call, as C and Fortran do, and a Jacobian is made

@@ -36,11 +36,11 @@ class LinearHostFunction(eqx.Module):
         **Arguments:**
 
         - `x`: a PyTree of floating or complex arrays, in which the map is linear.
-        - `args`: parameters: any PyTrees, which both functions are given.
+        - `args`: parameters: any PyTrees, which both functions get.
 
         **Returns:**
 
-        What `matvec` returned, as JAX arrays of the promised types.
+        The output of `matvec`, as JAX arrays of the promised types.
         """
         _check_inexact(self._matvec, x)
         out = _like if self._matvec.out is None else self._matvec.out

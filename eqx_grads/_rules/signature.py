@@ -102,7 +102,7 @@ class Signature(Opaque):
         keyword-only arguments that were filled in from defaults.
 
         Without `fills_defaults`, the last arguments by position may be missing. A ufunc gets
-        only what it was given.
+        only the arguments that the caller passed.
         """
         if self.is_by_position and not kwargs and len(args) == len(self.by_position):
             return args, kwargs, frozenset()

@@ -114,7 +114,8 @@ class FixedPoint(eqx.Module):
         - `x`: the input, any PyTree. It has no batch axis: use `jax.vmap`, under which each
             example has its own number of steps, or write a cell for batches.
         - `z0`: the state to start from, by default zeros in the common dtype of `x` and the
-            cell. Another PyTree of arrays is possible, where the cell takes and returns one.
+            cell. You may pass another PyTree of arrays, if the cell takes and returns such a
+            tree.
         - `key`: ignored.
 
         **Returns:**
@@ -129,7 +130,7 @@ class FixedPoint(eqx.Module):
         return self.solve(x, z0).value
 
     def solve(self, x: PyTree, z0: PyTree | None = None) -> Any:
-        """As a call, but returns more than the fixed point.
+        """Call the layer, and return more than the fixed point.
 
         **Arguments:**
 

@@ -66,10 +66,10 @@ class AbstractSurrogate(eqx.Module):
 
     @abc.abstractmethod
     def primitive(self, v: ArrayLike) -> Array:
-        """A smooth step, whose derivative with respect to `v` is `derivative(v)`.
+        """Return a smooth step, whose derivative with respect to `v` is `derivative(v)`.
 
-        Those of this library are one half at the threshold. If the derivative has area one,
-        they rise from zero to one.
+        The primitives of this library are one half at the threshold. If the derivative has area
+        one, they rise from zero to one.
 
         **Arguments:**
 

@@ -141,7 +141,7 @@ class Side:
 
         They are compiled as one program, which is much faster than one by one. If they call the
         host, they are compiled one by one: in JAX 0.10, on a CPU with two cores, a program of
-        several callbacks and large arrays can wait for ever.
+        several callbacks and large arrays can wait forever.
         """
         found = {name: self.trace(name, row, at) for name, row in rows.items()}
         good = {n: p for n, p in found.items() if isinstance(p, ClosedJaxpr)}

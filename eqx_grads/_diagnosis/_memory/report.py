@@ -87,11 +87,12 @@ class MemoryReport(AbstractReport):
 
     @showing_progress("verify")
     def verify(self) -> "MemoryReport":
-        """A new report, in which all advice is measured, and what leaves the fewest bytes comes
-        first; this one stays as it is.
+        """Return a new report, in which all advice is measured, and the advice that leaves the
+        fewest bytes comes first.
 
         Each advice is applied to the program of the loss, and its gradient is compiled; so is
-        the gradient as it is, if that was not done. Nothing is computed.
+        the gradient without advice, if it is not compiled yet. Nothing is computed. The old
+        report does not change.
         """
         if not self._measure:
             raise rule_error(

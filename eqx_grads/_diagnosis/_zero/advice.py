@@ -78,8 +78,8 @@ SPECIAL = {
     "rule": "The rule of `{name}` gives zero for these arguments. Use a wider surrogate, as "
     "`eqg.surrogates.atan()`, or larger inputs.",
     "factor": "Start the factor at another value, or correct what makes it zero.",
-    "safe": "`{name}` has the derivative zero where there is none, such as at zero. Keep its "
-    "argument away from that point, or write what is smooth there without it, as "
+    "safe": "`{name}` has a zero derivative where the true one does not exist, such as at "
+    "zero. Keep its argument away from that point, or write what is smooth there without it, as "
     "`jnp.sum(x**2)`.",
 }
 

@@ -154,8 +154,8 @@ class LRU(AbstractDiagonal):
         - `state_size`: the number of complex numbers of a state.
         - `r_min`, `r_max`, `max_phase`: the initial $\lambda$ is uniform on the part of the
             ring between the two radii with a phase from zero to `max_phase`. For long
-            sequences take `r_min` close to one, and `max_phase` small. Each $|\lambda|$ is less
-            than one by a few roundings at least, even with `r_max=1`.
+            sequences, use an `r_min` close to one and a small `max_phase`. Each $|\lambda|$ is
+            less than one by a few roundings at least, even with `r_max=1`.
         - `activation`: $\phi$, applied to all outputs. By default it is the identity, and a
             stack of several layers is linear.
         - `method`: as for [`eqx_grads.linear_recurrence`][].

@@ -72,7 +72,7 @@ class Quantized(eqx.Module):
 
         - `layer`: any Module with an array `weight`: an `equinox.nn.Linear`, `equinox.nn.Conv`,
             `equinox.nn.Embedding`, your own. The members of an ensemble of layers of Equinox,
-            made by `equinox.filter_vmap`, have quantizers of their own.
+            made by `equinox.filter_vmap`, have their own quantizers.
         - `weight_quantizer`: a function of an array that returns one like it:
             [`eqx_grads.nn.LSQ`][], [`eqx_grads.nn.FakeQuantize`][], [`eqx_grads.nn.Binary`][],
             [`eqx_grads.nn.Ternary`][], [`eqx_grads.ste.binary_sign`][], your own. An

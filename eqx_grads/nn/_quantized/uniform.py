@@ -108,8 +108,8 @@ class AbstractUniform(AbstractQuantizer):
         return self._round(x, scale, self._zero_for(x, scale))
 
     def encode(self, x: FloatsLike) -> Encoded:
-        """The integers that represent a quantized array, and their scale: what to store of a
-        weight that is trained.
+        """Return the integers that represent a quantized array, and their scale. Store these
+        for a trained weight.
 
         **Arguments:**
 
@@ -120,7 +120,8 @@ class AbstractUniform(AbstractQuantizer):
         - Integers in the shape of `x`: `int8` or `uint8` for up to 8 bits, 16 or 32 bits for
             more.
         - The positive scale, which broadcasts to them, or has one number for each group. The
-            product of both is this quantizer's output, rounded to the dtype of `x`.
+            product of integers and scale is this quantizer's output, rounded to the dtype of
+            `x`.
         - If it is `asymmetric`, the zero points, in the shape of the scale: subtract them from
             the integers before.
         """
@@ -233,11 +234,11 @@ class FakeQuantize(AbstractUniform):
 
         - `bits`, `signed`, `narrow`: as for [`eqx_grads.ste.fake_quantize`][].
         - `scale`: positive, a number or an array that broadcasts to the quantized array, with
-            ones for the axes that share a scale. A number that is not learned is a
-            constant: the attribute `constant`, and no leaf. An array is the leaf `scale`, even
-            if it is not learned: mask it in an optimizer with weight decay, which would change
-            it. With `None`, each call computes the scale at which its largest number is the
-            largest integer ([`eqx_grads.ste.absmax_scale`][]).
+            ones for the axes that share a scale. A number that is not learned is a constant: it
+            is the attribute `constant`, and not a leaf. An array is the leaf `scale`, even if
+            it is not learned: mask it in an optimizer with weight decay, which would change it.
+            With `None`, each call computes the scale at which its largest number is the largest
+            integer ([`eqx_grads.ste.absmax_scale`][]).
         - `learn_scale`: whether the scale is a parameter. Give it, or let `fit` choose it: the
             largest number is then the largest integer.
         - `asymmetric`: whether the range is from the smallest to the largest number and has a
@@ -245,8 +246,8 @@ class FakeQuantize(AbstractUniform):
             Zero is always in the range. The attribute `zero_point` has it if the scale is
             learned; it is a constant, and zero if a scale is given (for a file to be read
             into).
-        - `channel_axis`: if no scale is given, the axis along which each index has a scale of
-            its own: 0 for one scale for each output of a weight. `None` is one scale for all.
+        - `channel_axis`: if no scale is given, the axis along which each index has its own
+            scale: 0 for one scale for each output of a weight. `None` is one scale for all.
         - `group_size`: if no scale is given, how many neighbors along the last axis share a
             scale, 32 to 128 for weights of 4 bits. The scale of a weight of shape `(out, in)`
             has the shape `(out, in / group_size)`.
@@ -347,8 +348,8 @@ class LSQ(AbstractUniform):
 
         - `bits`, `signed`, `gradient_scale`: as for [`eqx_grads.ste.lsq`][].
         - `scale`: the initial scale, as for [`eqx_grads.nn.FakeQuantize`][]. With `None`, `fit`
-            chooses it, which layers call with their weights. Any number does for a quantizer
-            that a file is read into.
+            chooses it, which layers call with their weights. For a quantizer that a file is
+            read into, any number works.
         - `channel_axis`, `group_size`: as for [`eqx_grads.nn.FakeQuantize`][].
         """
         self._set(scale, bits, True, signed, channel_axis, group_size)

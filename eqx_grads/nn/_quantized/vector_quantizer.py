@@ -112,7 +112,7 @@ class VectorQuantizer(AbstractCodebook):
         - `ema`: whether the codebook follows moving averages, and not a gradient.
         - `decay`: of all moving averages, including `usage`.
         - `dead_below`: `updated` replaces an entry whose usage is less than this fraction of
-            the mean usage. With zero, it replaces none.
+            the mean usage. With zero, it replaces no entry.
         - `axis`: the axis of the vectors, counted from the end: -3 for images with channels
             first, with or without a batch axis.
         - `dtype`: of the codebook. Moving averages need single precision.
@@ -185,8 +185,8 @@ class VectorQuantizer(AbstractCodebook):
     def fit(self, z: Floats, *, key: Key[Array, ""] | None = None) -> "VectorQuantizer":
         """**Arguments:**
 
-        - `z`: vectors to be quantized, of any shape as for a call: what the encoder returns for
-            a first batch, with more vectors than the codebook has entries.
+        - `z`: vectors to be quantized, of any shape as for a call. Pass the output of the
+            encoder for a first batch, with more vectors than the codebook has entries.
         - `key`: for the choice of the vectors to start from. Without one, the choice is the
             same in every call.
 
@@ -212,8 +212,8 @@ class VectorQuantizer(AbstractCodebook):
         return self._with(*jax.lax.fori_loop(0, _LLOYD_ITERATIONS, step, carry))
 
     def updated(self, z: Floats, *, key: Key[Array, ""] | None = None) -> "VectorQuantizer":
-        r"""This quantizer after a batch: with a new `usage`, with `ema` a new codebook, and
-        with dead entries replaced.
+        r"""Return this quantizer after a batch: with a new `usage`, with `ema` a new codebook,
+        and with dead entries replaced.
 
         With $n$ of $N$ vectors nearest to the entry $e$, and $\bar z$ their mean, usage and
         entry become
@@ -229,7 +229,7 @@ class VectorQuantizer(AbstractCodebook):
         **Arguments:**
 
         - `z`: a whole batch of vectors, of any shape as for a call. Under `jax.vmap` each
-            example would have a codebook of its own.
+            example would have its own codebook.
         - `key`: for the choice of the vectors that replace dead entries. Without one, the
             choice is the same for every batch of this size.
 

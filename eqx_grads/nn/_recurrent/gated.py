@@ -92,22 +92,22 @@ class GRU(AbstractGated):
         """**Arguments:**
 
         - `input_size`, `hidden_size`: as for `equinox.nn.GRUCell`.
-        - `use_bias`: whether there are biases.
+        - `use_bias`: whether the layer has biases.
         - `keep`: the residuals of the recurrence. `"gates"`: the states and all gates.
             `"states"`: the states only, and the backward pass recomputes the gates. This needs
-            0.25 to 0.81 of the memory at the measured shapes with 128 steps and more and 50000
-            states (time x batch x units) and more. With up to 8192 states, for which both need
-            half a megabyte or so, it needs up to 1.4 times as much. `"auto"` is `"gates"` if
-            JAX's default backend is a CPU, and otherwise `"states"`, which was faster on a GPU
-            at all measured shapes.
+            0.25 to 0.81 of the memory at the measured shapes with at least 128 steps and 50000
+            states (time x batch x units). With up to 8192 states, it needs up to 1.4 times as
+            much; both then need about half a megabyte. `"auto"` is `"gates"` if JAX's default
+            backend is a CPU. Otherwise it is `"states"`, which was faster on a GPU at all
+            measured shapes.
         - `dtype`, `key`: as for `equinox.nn.GRUCell`.
 
         **Options of all recurrent layers:**
 
         - `num_layers`: the number of layers, one by default; the outputs of one are the inputs
             of the next.
-        - `bidirectional`: each layer has another cell, which runs backward in time. The outputs
-            of the two are concatenated.
+        - `bidirectional`: each layer has a second cell, which runs backward in time. The
+            outputs of both cells are concatenated.
         - `dropout`: the probability of dropping an output between two layers, zero by default.
         - `learn_initial_state`: whether the first state is a parameter.
         - `reverse`: run from the last step to the first.

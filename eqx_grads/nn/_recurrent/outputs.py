@@ -58,7 +58,7 @@ class Outputs(eqx.Module):
 
         - `layer`: [`eqx_grads.nn.GRU`][], [`eqx_grads.nn.LRU`][] or any other recurrent layer
             of this library.
-        - `last`: whether to return the last output only, of one sequence: that after all
+        - `last`: whether to return the last output only, of one sequence: the output after all
             steps, for each direction.
         """
         if not isinstance(layer, AbstractRecurrent):

@@ -99,9 +99,9 @@ class Recurrent(AbstractRecurrent):
             pass `state` in each call, or freeze this argument by `equinox.partition`.
         - `output`: a function of the state that returns the output of each step. The default
             is the first array of the state.
-        - `checkpoint`: as for [`eqx_grads.filter_scan`][]. For a cell with a backward pass of
-            its own, `None` keeps the gates, `"replay"` keeps the states, and `"auto"` chooses
-            by platform. With other choices, or an `output`, the cell is called in a scan.
+        - `checkpoint`: as for [`eqx_grads.filter_scan`][]. For a cell with its own backward
+            pass, `None` keeps the gates, `"replay"` keeps the states, and `"auto"` chooses by
+            platform. With other choices, or an `output`, the cell is called in a scan.
         - `learn_initial_state`: whether the default first state is a parameter.
         - `dropout`: the probability of dropping an output between two layers.
         - `reverse`: run from the last step to the first.

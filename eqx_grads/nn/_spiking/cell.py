@@ -154,13 +154,13 @@ class LIFCell(eqx.Module):
         - `recurrent`: whether the neurons are connected, by weights `weight_hh`, uniform
             within $\\pm 1/\\sqrt{\\mathrm{hidden\\_size}}$.
         - `input_size`: the number of inputs, with weights `weight_ih`. By default each neuron
-            has an input of its own: put an `equinox.nn.Linear` or a convolution before them.
+            has its own input: put an `equinox.nn.Linear` or a convolution before them.
         - `use_bias`: whether input weights have a bias. Both are initialized as in
             `equinox.nn.Linear`: uniform within $\\pm 1/\\sqrt{\\mathrm{input\\_size}}$.
         - `reset`: what follows a spike: `"subtract"`, `"zero"` or `"none"`.
         - `detach_reset`: whether the reset is a constant for the gradient, as in snnTorch.
-        - `learn`: the names of the constants that are parameters: of `"beta"`, `"alpha"`,
-            `"rho"`, `"strength"`, `"threshold"`. They are then arrays.
+        - `learn`: the names of the constants that are parameters, from `"beta"`, `"alpha"`,
+            `"rho"`, `"strength"` and `"threshold"`. They are then arrays.
         - `surrogate`: as for [`eqx_grads.surrogates.spike`][]. The default is
             `eqx_grads.surrogates.atan()`, as in snnTorch.
         - `dtype`: of weights, learned constants and `initial_state()`, a dtype of floats. The
@@ -271,7 +271,7 @@ class LIFCell(eqx.Module):
         **Raises:**
 
         [`eqx_grads.RuleError`][] if `x` or an array of the state has another shape than the
-        layer, if `x` is complex, or if the state is not of floats.
+        layer, if `x` is complex, or if the state does not hold floats.
         """
         self._check(x, state)
         arrays, of_state = jax.tree.flatten(state)
