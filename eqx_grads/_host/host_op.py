@@ -147,7 +147,7 @@ class HostOp(Opaque):
             return cast
         do = (
             "Floats are cast to the promised precision, and integers that fit to the promised "
-            "width. Nothing else is: return what was promised, or promise what is returned."
+            "width. Nothing else is cast: return what you promised, or promise what you return."
         )
         raise self._misfit(i, "dtype", x, jax.ShapeDtypeStruct(x.shape, dtype), do)
 
@@ -176,8 +176,8 @@ class HostOp(Opaque):
 
 
 BROADCAST_ARGUMENTS = (
-    "If arguments have another number of axes than each other, broadcast them before the call, "
-    "by `jnp.broadcast_arrays`."
+    "If the arguments differ in their number of axes, broadcast them before the call, by "
+    "`jnp.broadcast_arrays`."
 )
 
 

@@ -89,7 +89,7 @@ def _check_inexact(code: HostCode, x: Any) -> None:
                 what + "or complex.",
                 f"at `{code.signature.names[0]}{show_path(path)}`: {type_of(leaf)}",
                 code.place,
-                do="Cast it, or pass it as one of the parameters behind the first argument.",
+                do="Cast it, or pass it as one of the parameters after the first argument.",
             )
 
 

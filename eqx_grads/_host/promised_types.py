@@ -76,7 +76,7 @@ def _called(spec: Callable[..., Any], what: str, code: Any, args: Any, kwargs: A
             f"`{what}` of `{code.name}` computes with its arguments.",
             f"{type(error).__name__}: {first_line(error)}",
             code.place,
-            do="It is given shapes and dtypes, and no values. Return a "
+            do="It gets shapes and dtypes, and no values. Return a "
             "`jax.ShapeDtypeStruct`: of one number, like an element of `x`, "
             f"`jax.ShapeDtypeStruct((), x.dtype)`. {_VALUES_IN_SHAPES}",
         ) from None

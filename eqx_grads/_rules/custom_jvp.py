@@ -212,7 +212,7 @@ def _check_value(rule, call, outputs, arrays) -> None:
             f"at out{outputs.static_path(outputs.split.indices[unknown[0]])}",
             rule.place,
             do="The value must not depend on the tangents: reverse mode computes it before "
-            f"there are any. Return `{name}(*primals)`, or what is computed from the primals "
+            f"they exist. Return `{name}(*primals)`, or a value computed from the primals "
             "alone.",
         )
 

@@ -178,7 +178,7 @@ def _check_not_equinox(rule: Rule, fn: Any, position: int) -> None:
             rule.place,
             do="Use `eqx_grads.filter_custom_vjp`, which calls rules as Equinox does. Rules of "
             "`eqx_grads.custom_vjp` are called as `fwd(*args)` and `bwd(residuals, ct)`, and "
-            "are given `perturbed` if it is keyword-only.",
+            "get `perturbed` if it is keyword-only.",
         )
 
 

@@ -170,8 +170,8 @@ class _Call:
         out = fn(*args, **kwargs)
         what = f"`{self._name}` returned an output that"
         do = (
-            "A linear function returns arrays that can be differentiated. Return what is "
-            "constant from another function."
+            "A linear function returns arrays that can be differentiated. Return "
+            "constants from another function."
         )
         _check_floating(out, "out{}", what, place_of(fn), do)
         self._outputs, arrays = OutputSpec.of(out, rules.convention.outputs)
@@ -192,7 +192,7 @@ class _Call:
 
         def fail(*where, do):
             return rule_error(
-                f"The adjoint `{rule.name}` of `{self._name}` returned what is not like "
+                f"The adjoint `{rule.name}` of `{self._name}` returned a value unlike "
                 f"`{self._x_name}`.",
                 *where,
                 rule.place,
@@ -206,7 +206,7 @@ class _Call:
             raise fail(
                 *places,
                 f"what was returned is {show_tree(result)}",
-                do="The adjoint takes what is like the output, and returns what is like "
+                do="The adjoint takes a value like the output, and returns a value like "
                 f"`{self._x_name}`.",
             )
         leaves = [leaf for leaf, flag in zip(leaves, self._x_arrays, strict=True) if flag]
@@ -342,6 +342,6 @@ def _check_argnum(argnum, fn):
 
 
 _CONVENTIONS = (
-    "`rmatvec` is called as `matvec` is, with what is like the output in the place of the "
+    "`rmatvec` is called as `matvec` is, with a value like the output instead of the "
     "argument in which the function is linear: the first one, or another by `argnum`."
 )

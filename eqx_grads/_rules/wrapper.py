@@ -243,8 +243,8 @@ def check_options(decorator: str, options: dict[str, Any]) -> None:
         raise rule_error(
             f"`{decorator}` was given an option that it does not have.",
             f"it is `{name}`",
-            do="What can't be differentiated (functions, strings, integers, ...) may be passed "
-            "as it is; configuration is a keyword-only parameter of the function; "
+            do="Pass values that can't be differentiated (functions, strings, integers, ...) "
+            "unchanged; configuration is a keyword-only parameter of the function; "
             "`symbolic_zeros` is an option of `def_jvp` and `def_bwd`."
             + (
                 f" JAX's `{name}` is an option of `eqx_grads.jax_{decorator}`."

@@ -231,7 +231,7 @@ class _Step(eqx.Module):
         where = unlike(y, out, "y", "it was given {}, and returned {}", kind)
         if where:
             raise rule_error(
-                f"`{name}` returned something else than it was given: it has no fixed point.",
+                f"`{name}` returned something other than it was given: it has no fixed point.",
                 *where,
                 place_of(self.fn),
                 do="Return a PyTree with the structure of `y`, the first argument. Give `y0` "

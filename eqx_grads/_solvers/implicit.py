@@ -333,8 +333,8 @@ class Equation(Opaque):
                 f"The residual `{self._name}` of `{self._solve}` has no derivative.",
                 f"at residual{show_path(path)}: it is {type_of(x)}",
                 self._place,
-                do="Return floats, which are zero at the solution, and `None` for what is not "
-                "solved for.",
+                do="Return floats, which are zero at the solution, and `None` for the leaves "
+                "that are not solved for.",
             )
 
         residuals = jax.tree_util.tree_map_with_path(leaf, out)

@@ -186,7 +186,7 @@ class _Chunked(AbstractTransformed):
                 raise self._error(
                     "an axis that an argument does not have",
                     where,
-                    do="Give `None` for an argument that every chunk is given whole.",
+                    do="Give `None` for an argument that every chunk gets whole.",
                 )
             lengths[where] = jnp.shape(x)[axis]
         if len(set(lengths.values())) != 1:

@@ -32,7 +32,7 @@ class SVDResult(NamedTuple):
 
 def _check_square(a, **_):
     if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
-        do = "Pass an array `(..., n, n)`. For others, there is `safe.svd`."
+        do = "Pass an array `(..., n, n)`. For others, use `safe.svd`."
         where = f"`a` is {type_of(a)}"
         raise rule_error("`safe.eigh` was not given square matrices.", where, do=do)
 

@@ -110,7 +110,7 @@ class Case:
         if "`max_rule_calls` is" in text:
             return "it takes more calls of the backward rule than `max_rule_calls`"
         if "forward-mode" in text:
-            why = "reverse mode only, as of every `jax.custom_vjp`"
+            why = "reverse mode only, as for every `jax.custom_vjp`"
             return f"{why}; `eqx_grads.custom_vjp` has both modes"
         return ""
 

@@ -121,7 +121,7 @@ def compare(
         compared = [Compared(d.expected, d.got) for d in same or others]
         cause = likely_cause(worst.expected, worst.got, worst.name, known, primal, compared,
                              is_random=True)  # fmt: skip
-    facts = [f"at {worst.name}: relative error {worst.error:.3g}, admitted {tolerance:.3g}"]
+    facts = [f"at {worst.name}: relative error {worst.error:.3g}, tolerance {tolerance:.3g}"]
     facts += [f"expected: {reference}"] * bool(reference) + [note] * bool(note)
     rest = {d.name: d for d in reversed(others) if d.name != worst.name}
     size = lambda d: "missing" if d.is_missing else f"{d.error:.2g}"

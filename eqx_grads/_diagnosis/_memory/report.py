@@ -96,10 +96,10 @@ class MemoryReport(AbstractReport):
         """
         if not self._measure:
             raise rule_error(
-                "`verify` was called of a copy of a report.",
-                "the program of the loss can't be copied or pickled, and so is not",
-                do="Call `verify` of the report that `explain_memory` returned, and copy or "
-                "pickle what `verify` returns.",
+                "`verify` was called on a copy of a report.",
+                "the program of the loss can't be copied or pickled, so a copy lacks it",
+                do="Call `verify` on the report that `explain_memory` returned, and copy or "
+                "pickle the result.",
             )
         measure_plain, *measures = self._measure
         doing("compiling the gradient")

@@ -79,8 +79,8 @@ SPECIAL = {
     "`eqg.surrogates.atan()`, or larger inputs.",
     "factor": "Start the factor at another value, or correct what makes it zero.",
     "safe": "`{name}` has a zero derivative where the true one does not exist, such as at "
-    "zero. Keep its argument away from that point, or write what is smooth there without it, as "
-    "`jnp.sum(x**2)`.",
+    "zero. Keep its argument away from that point, or write what is smooth there without it, "
+    "as `jnp.sum(x**2)`.",
 }
 
 # The kind of an operation without a derivative.

@@ -66,7 +66,7 @@ class Outputs(eqx.Module):
                 "`Outputs` was given something that is not a recurrent layer.",
                 f"it is a `{type(layer).__name__}`",
                 do="Give it a layer such as `eqx_grads.nn.GRU`; `eqx_grads.nn.Recurrent` makes "
-                "one of a cell.",
+                "one from a cell.",
             )
         check_flags("Outputs", last=last)
         self.layer = layer

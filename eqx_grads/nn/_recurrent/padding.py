@@ -30,7 +30,7 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
             f"`{layer}` was given `lengths` that do not fit `xs`.",
             where,
             f"`xs` is {show_batch(xs, is_batch)}",
-            do=f"Pass integers of shape {(batch,)}, one for each example: of a mask, "
+            do=f"Pass integers of shape {(batch,)}, one for each example: for a mask, "
             "`mask.sum(-1)`. Did you swap the time axis and the batch axis? See `time_major`."
             if is_batch
             else "Pass one integer. In a `jax.vmap` over sequences, map their lengths as well: "
