@@ -101,7 +101,7 @@ def _as_arrays(name, xs, real, broadcast) -> dict[str, Array]:
             )
         if real and jnp.issubdtype(dtype, jnp.complexfloating):
             raise rule_error(
-                f"`{name}` takes real numbers, and was given complex ones.",
+                f"`{name}` was given complex numbers, and takes real numbers only.",
                 show(argument),
                 do="Use the function of `jax.numpy`, or pass the real and the imaginary part.",
             )

@@ -45,9 +45,9 @@ _NOT_THESE = (
     "`jax.custom_vjp`, as the loop of Diffrax is."
 )
 _ONLY_COMPILED = (
-    "Operation by operation, all is finite. Compiled as a whole, XLA rounds differently: an exact "
-    "zero, such as `x - jnp.mean(x)` of equal numbers, may be a rounding error, which an infinite "
-    "derivative multiplies; and a rounding error may be zero."
+    "Operation by operation, all is finite. Compiled as a whole, XLA rounds differently: an "
+    "exact zero, such as `x - jnp.mean(x)` of equal numbers, may be a rounding error, which an "
+    "infinite derivative multiplies; and a rounding error may be zero."
 )
 _OUT_OF_TIME = (
     "After {:.0f} seconds, the evaluation operation by operation was stopped: there may be "
