@@ -157,7 +157,8 @@ def _fits(before, after) -> bool:
         return False
     if before.dtype == after.dtype:
         return True
-    # The dtype of a Python number is weak: `jax.lax.scan` casts `init` to that of the steps.
+    # The dtype of a Python number is weak: `jax.lax.scan` casts `init` to the dtype of the
+    # steps.
     if not getattr(before, "weak_type", False):
         return False
     with jax.numpy_dtype_promotion("standard"):

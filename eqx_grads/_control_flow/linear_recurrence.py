@@ -146,7 +146,7 @@ def _sharded_alike(a, b, h0):
     product = a[:1] * b[:1]
     of_step = explicit_spec(product)[1:]
     b = distribute_like(b, product, (*explicit_spec(b)[:1], *of_step))
-    # What is the same along an axis of the mesh is on all of its devices.
+    # An array that is the same along an axis of the mesh is on all devices of the axis.
     of_a = [axis if n > 1 else None for axis, n in zip(of_step, a.shape[1:], strict=True)]
     a = distribute_like(a, product, (*explicit_spec(a)[:1], *of_a))
     return a, b, distribute_like(h0, product, of_step)

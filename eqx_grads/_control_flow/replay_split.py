@@ -91,7 +91,7 @@ class SplitVjp:
         after, _ = needed(after, jaxpr.outvars)
         before = [e for e in jaxpr.eqns if depends_on_ct.isdisjoint(e.outvars)]
 
-        # What runs sequentially computes values that are there for the others.
+        # The equations that run sequentially compute values for the others.
         kept = [v for e in after if holds(e, *_NOT_TRANSPOSED_TWICE) for v in e.outvars]
         self.sequential_eqns, computed = needed(after, [*self._ct_carry_out, *kept])
         self.parallel_eqns, _ = needed(after, self._parallel_out, computed)

@@ -190,7 +190,7 @@ def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, **opt
         lambda becomes_array: ScanBody(f, init, xs, carry_gradient, becomes_array),
         lambda body: body.integers_that_vary(init, xs),
     )
-    # A rule is given operands that all vary alike.
+    # A rule gets operands that all vary alike.
     is_call = truncate is not None or isinstance(method, Replayed | Online)
     arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
     loop = Loop(body, *arrays, steps, reverse, unroll)

@@ -39,7 +39,7 @@ def clip_gradient(x: PyTree, min: ArrayLike | None, max: ArrayLike | None) -> Py
         import jax.numpy as jnp
         import optax
 
-        # The gradient of a squared error, clipped, is that of the Huber loss.
+        # The clipped gradient of a squared error is the gradient of the Huber loss.
         loss = lambda x: 0.5 * eqg.clip_gradient(x, -1.0, 1.0) ** 2
         for x in (-3.0, 0.5, 2.0):
             print(jax.grad(loss)(x), jax.grad(optax.huber_loss)(x))

@@ -36,7 +36,7 @@ def host_call(op: HostOp, leaves: list[Any]) -> list[jax.Array]:
 def _host_call_jvp(primals, tangents):
     op, leaves = primals
     call, ts = op.call, tangents[1]
-    # The derivative of a forward rule is that of its function. Its residuals have none: second
+    # A forward rule has the derivative of its function. Its residuals have none: second
     # derivatives are with respect to the arguments, from which residuals are computed.
     is_call = not op.parts or op.run is run_fwd
     function = call.op if is_call else op

@@ -149,7 +149,8 @@ def host_call_of(
 
     Raises if the call can't be static data of a program; so may `others` not.
     """
-    # What the caller gave: who promises the type of `np.cumsum(x)` need not know of its `axis`.
+    # The arguments of the caller: who promises the type of `np.cumsum(x)` need not know of its
+    # `axis`.
     given, kwargs, filled = code.signature.bind(args, kwargs, False)
     kwargs = {name: x for name, x in kwargs.items() if name not in filled}
     args, _, _ = code.signature.bind(given, kwargs, True)

@@ -72,11 +72,11 @@ def is_staged(operands: Sequence[Any]) -> bool:
     0.10 to 0.12). An equation of a call that was thought not to be staged has no jaxpr of the
     function, which other interpreters need.
     """
-    # `jax.ensure_compile_time_eval` evaluates that of which nothing is traced.
+    # `jax.ensure_compile_time_eval` evaluates a primitive without traced operands.
     config: Any = jax.config  # the flag is not in the declarations of types
     if config.eager_constant_folding and not any(isinstance(x, Tracer) for x in operands):
         return False
-    # Partial evaluation hands on what it knows.
+    # Partial evaluation passes on the known values.
     owners = {
         id(x._trace)
         for x in operands

@@ -120,7 +120,7 @@ def _one(eqn, name, ins) -> _Status:
     if all(status.rank <= CONSTANT.rank for status in ins):
         if _keeps_zero(eqn, name, ins):
             return ZERO
-        # What is unknown may keep a zero.
+        # An unknown value may keep a zero.
         may_keep_zero = kind.linear is None and set(ins) == {ZERO}
         return MAYBE_ZERO if may_keep_zero or MAYBE_ZERO in ins else CONSTANT
     worst = max(ins, key=lambda status: status.rank)

@@ -118,7 +118,7 @@ def _name_of(eqn: Any) -> str:
     return "filter_custom_vjp" if name == _OF_EQUINOX else name
 
 
-# Of a function that `eqx.filter_custom_vjp` decorates, the program has no other name.
+# For a function that `eqx.filter_custom_vjp` decorates, the program has no other name.
 _OF_EQUINOX = "fn_wrapped"
 
 

@@ -117,8 +117,8 @@ class _OfArrays:
         flat = self._flat
         ts = [t if t is None or isinstance(t, jax.Array) else jnp.asarray(t) for t in tangents]
         call = RuleCall.of(flat, operands, ts[: flat.n_args])
-        # What only the rules close over does not change the value: its derivative is zero
-        # here, and comes in where the rules themselves are differentiated.
+        # A value that only the rules close over does not change the output: its derivative is
+        # zero here, and comes in where the rules themselves are differentiated.
         for i in range(flat.n_args, flat.n_args + flat.n_not_differentiable):
             if ts[i] is not None:
                 raise _not_differentiable(call.fn, flat, i)

@@ -166,7 +166,7 @@ def _closed_over(call: Call) -> RuleError:
     )
 
 
-# The rules of the calls that are being transposed, and of those that are looked at to see
+# The rules of the calls that are being transposed, and of the calls that are checked to see
 # whether they are the same for all examples: a rule may call its own function.
 _transposed = contextvars.ContextVar[frozenset[Any]]("transposed", default=frozenset())
 _looked_at = contextvars.ContextVar[frozenset[Any]]("looked_at", default=frozenset())

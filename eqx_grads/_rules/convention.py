@@ -34,7 +34,7 @@ class Convention:
 
 
 OURS = Convention()
-# The rule is given the arguments that the caller gave.
+# The rule gets the arguments of the caller.
 AS_CALLED = Convention(fills_defaults=False)
 JAX = Convention(
     outputs=is_arraylike,

@@ -291,7 +291,7 @@ class _VjpSpec:
             raise
 
     def transpose(self, residuals, cts):
-        # JAX hands over a constant as the Python or NumPy number that it once was.
+        # JAX passes a constant as the Python or NumPy number that it once was.
         residuals = as_array_list(residuals)
         is_ready = lambda ct: ct is None or isinstance(ct, jax.Array)
         cts = [ct if is_ready(ct) else jnp.asarray(ct) for ct in cts]

@@ -43,7 +43,7 @@ REBUILDABLE = (
 # It leads to the original, and so to the tracers that were taken out.
 _NOT_COPIED = ("__wrapped__",)
 # Without an array at hand: to make one starts JAX, after which there is no
-# `jax.distributed.initialize`. Tracers are no subclasses of `jax.Array`.
+# `jax.distributed.initialize`. Tracers are not subclasses of `jax.Array`.
 _ARRAYS = (np.ndarray, *jax.Array.__subclasses__())
 PLAIN = {type(None), str, bytes, bool, int, float, complex, *_ARRAYS}
 

@@ -59,7 +59,7 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
         y, rest = primal_fn((*constant(inputs), _while_loop))
         # Python numbers are static where Equinox has traced `fn`, and remain so.
         static, arrays = TreeSplit.split(inputs, is_array)
-        # `None` is for what the solver returned besides `y`: Optimistix reads no such thing.
+        # `None` is for other outputs of the solver than `y`: Optimistix does not read them.
         residual = lambda y, arrays: rewrite_fn(y, None, static.tree(arrays))
         solver = lambda linear_map, *_: lambda b: self.solve_tangent(linear_map, b, tags)
         return differentiable_solution(y, arrays, residual=residual, solver=solver), rest

@@ -164,7 +164,7 @@ def _event_time_jvp(primals, tangents):
     if rate is None:
         raise _does_not_change(condition.fn)
     happens = happens & jnp.isfinite(t)
-    # Exactly zero where there is no event: the rate may be zero there.
+    # Exactly zero without an event: the rate may be zero there.
     per_rate = jnp.where(happens, -1 / jnp.where(happens, rate, 1), 0)
     otherwise = jnp.zeros_like(t) if t_t is None else t_t
     if t_value is None:  # of a condition on the time alone

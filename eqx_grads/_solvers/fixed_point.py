@@ -275,7 +275,7 @@ def _raise_if_failed(fn, value, result):
             f"the solver failed.{do}",
         )
     ]
-    # Of a batch, the message with the largest index is shown.
+    # For a batch, the message with the largest index is shown.
     in_time = (result == codes.successful) | (result == codes.nonlinear_max_steps_reached)
     index = jnp.where(in_time, 0, jnp.where(result == codes.nonfinite, 1, 2))
     return branched_error_if(value, result != codes.successful, index, messages)

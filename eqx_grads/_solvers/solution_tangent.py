@@ -15,7 +15,7 @@ from .._rules.tree_split import TreeSplit
 
 def constant(tree: Any) -> Any:
     """`jax.lax.stop_gradient` of the arrays of any PyTree."""
-    # With `jax.disable_jit`, what is differentiated may be a Python number inside.
+    # With `jax.disable_jit`, a differentiated value may be a Python number inside.
     stop = lambda x: jnp.asarray(jax.lax.stop_gradient(x))
     return jax.tree.map(lambda x: stop(x) if eqx.is_inexact_array(x) else x, tree)
 

@@ -111,8 +111,8 @@ def state_at(field, y, t, t_new):
     return y
 
 
-# Both rules take symbolic zeros, and make arrays of those of a state. Otherwise a tangent or
-# cotangent that is known to be zero would be dropped from the calls of `state_at` below: its
+# Both rules take symbolic zeros, and make arrays of the zeros of a state. Otherwise a tangent
+# or cotangent that is known to be zero would be dropped from the calls of `state_at` below: its
 # value is zero then, but not its derivative with respect to the times.
 
 
@@ -136,7 +136,8 @@ def _state_at_fwd(field, y, t, t_new):
     return state_at(field, y, t, t_new), (field, y, t, t_new)
 
 
-# The transpose. The cotangent goes from `t_new` back to `t`, and gathers that of the field.
+# The transpose. The cotangent goes from `t_new` back to `t`, and gathers the cotangent of the
+# field.
 @state_at.def_bwd(symbolic_zeros=True)
 def _state_at_bwd(residuals, ct, *, perturbed):
     field, y, t, t_new = residuals

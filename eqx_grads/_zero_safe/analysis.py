@@ -39,7 +39,7 @@ class AnalyzedEquation:
         self.inner = [Analysis(inner, depth) for inner in step.inner]
         self.inexact_ins = inexact_indices(step.eqn.invars)
         self.inexact_outs = inexact_indices(step.eqn.outvars)
-        # The operands that depend on what is being differentiated.
+        # The operands that depend on the differentiated arguments.
         self.moving = [i for i in self.inexact_ins if self.ins[i].active]
         self._depth = depth
 

@@ -119,7 +119,7 @@ def forward(analysis: Analysis, env: dict[Any, Any], ins: Sequence[Mask]) -> dic
     program = analysis.program
     masks: dict[Any, Mask] = dict(zip(program.jaxpr.invars, ins, strict=True))
     for v, x in zip(program.jaxpr.constvars, program.consts, strict=True):
-        # What a function closes over may be differentiated.
+        # Values that a function closes over may be differentiated.
         masks[v] = isinstance(x, Tracer) and is_inexact(v.aval)
     for e in analysis.eqns:
         given = read(masks, e.eqn.invars, False)
@@ -256,7 +256,7 @@ def _dot(eqn, masks, is_forward) -> list[Mask]:
     first, last = n_batch + len(free[0]), n_batch + len(free[0]) + len(free[1])
     found: list[Mask] = []
     for k, others in enumerate([range(first, last), range(n_batch, first)]):
-        # The axes of the operand: those of the output come first, and then those of the sum.
+        # The axes of the operand: first the axes of the output, then the axes of the sum.
         order = [*batch[k], *free[k], *contracted[k]]
         summed = range(n_batch + len(free[k]), len(order))
         if not is_inexact(eqn.invars[k].aval):

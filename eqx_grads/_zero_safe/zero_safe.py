@@ -165,5 +165,5 @@ def zero_safe_program(program: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxp
         moved = list(map(is_inexact, values))
         return evaluate_zero_safe(analysis, values, moved, [True] * n, [False] * n)
 
-    # What masks are made of is computed where a mask is used, and nowhere else.
+    # The parts of a mask are computed where the mask is used, and nowhere else.
     return without_unused(jax.make_jaxpr(run)(*values))

@@ -145,7 +145,7 @@ class _Chunked(AbstractTransformed):
         axes = self._axes_of(args)
         length = self._split_length(args, axes)
         axes = (*(None for _ in _leaves(self._eqg_fn)[0]), *axes)
-        # What the loss closes over is an argument too, and so has a gradient.
+        # A value that the loss closes over is an argument too, and so has a gradient.
         call, arrays = TreeSplit.split((self._eqg_fn, args, kwargs), is_array)
         closures, captured = lift_tracers(call.static)
         call.static = closures.items

@@ -49,8 +49,8 @@ class Scales(NamedTuple):
     z: jax.Array | None
 
 
-# Of one token with the logits l = W x + b, or c tanh(l / c) for a soft cap, the label y and the
-# weights c_v of the classes, the loss is
+# Take one token with the logits l = W x + b, or c tanh(l / c) for a soft cap, the label y and
+# the weights c_v of the classes, the loss is
 #
 #     loss = label (lse - l_y) + uniform sum_v c_v (lse - l_v) + z lse²,
 #     lse = log sum_v exp l_v,
@@ -228,7 +228,7 @@ class _Normalizer(NamedTuple):
 
 def _losses(logits, labels, scales: Scales, class_weight, options: Options):
     """The loss of each token, its z-loss, and the logarithm of its sum of exponentials."""
-    # The result does not depend on what is subtracted.
+    # The result does not depend on the number that is subtracted.
     highest = jax.lax.stop_gradient(jnp.max(logits, 1))
     if options.axes:
         highest = jax.lax.pmax(highest, options.axes)

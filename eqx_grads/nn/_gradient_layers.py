@@ -101,7 +101,7 @@ class GradientProbe(eqx.Module):
         flow = eqg.gradient_flow(loss, model, jnp.ones((5, 2)))
         print(list(flow))
 
-        # The record is no gradient to train with: give zeros to the optimizer.
+        # The record is not a gradient to train with: give zeros to the optimizer.
         grads = eqx.tree_at(lambda m: m.layers[1].slot, grads, model.layers[1].slot)
         ```
 

@@ -102,7 +102,7 @@ def arctan2(y: Numbers, x: Numbers) -> Array:
 @jax.jit
 def _direction(x, y):
     """The cosine and the sine of the angle of (x, y); both are zero at the origin."""
-    # Of two infinite coordinates neither is larger; of one, it is as large as the length.
+    # Two infinite coordinates are equally large; a single one is as large as the length.
     infinite = jnp.isinf(x) | jnp.isinf(y)
     x = jnp.where(infinite, jnp.where(jnp.isinf(x), jnp.sign(x), 0), x)
     y = jnp.where(infinite, jnp.where(jnp.isinf(y), jnp.sign(y), 0), y)

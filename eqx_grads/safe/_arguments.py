@@ -151,7 +151,7 @@ def _as_mask(name, where, x) -> Array:
     return jnp.broadcast_to(jnp.asarray(where), x.shape)
 
 
-# Of the options that are numbers: the least and the largest, and what to do.
+# For options that are numbers: the smallest and the largest, and what to do.
 _LARGEST = float(np.finfo(np.float64).max)
 _NUMBERS = {
     "ord": (-math.inf, math.inf, "Give a number, or leave it out for 2."),

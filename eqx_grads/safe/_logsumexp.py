@@ -222,7 +222,7 @@ def softmax(
     of one, as in JAX. Both modes and all orders.
     """
     out = _log_weights(_masked(x, where), None, axes=axis)[2]
-    # What is masked is a constant: its cotangent may be infinite, as that of a logarithm.
+    # A masked term is a constant: its cotangent may be infinite, as for a logarithm.
     return out if where is None else jnp.where(where, out, 0)
 
 
@@ -394,5 +394,5 @@ def _shift(a, largest):
     largest = lax.stop_gradient(largest)
     finite = float(jnp.finfo(a.dtype).max)
     top = jnp.where(largest == -jnp.inf, 0, jnp.minimum(largest, finite))
-    # What is below infinity is zero, relative to it: its logarithm is minus infinity.
+    # A finite term is zero, relative to infinity: its logarithm is minus infinity.
     return (jnp.minimum(a, finite) - top) * jnp.where(largest == jnp.inf, finite, 1)

@@ -301,7 +301,7 @@ def _times_log(log, x, y):
 
 def _ratio(x, divisor, is_pole, y):
     slope = corner(quotient(x, divisor), is_pole, x)
-    # Of zero times a logarithm, all derivatives by `y` are zero.
+    # For zero times a logarithm, all derivatives by `y` are zero.
     return corner(slope, is_pole & (x != 0), y)
 
 

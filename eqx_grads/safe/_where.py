@@ -45,7 +45,7 @@ def where(
         f = lambda x: eqg.safe.where(x > 0, jnp.log, x, 0.0)
         print(jax.vmap(jax.grad(f))(x))
 
-        # Of several arguments.
+        # With several arguments.
         divide = lambda x, y: eqg.safe.where(y != 0, lambda xy: xy[0] / xy[1], (x, y), 0.0)
         print(jax.grad(divide, argnums=1)(1.0, 0.0))
         ```

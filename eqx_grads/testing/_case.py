@@ -25,8 +25,7 @@ __tracebackhide__ = True  # pytest shows the user's call, and not the functions 
 _MOST_ROUNDING = 0.05
 # With more leaves than this, one direction perturbs all of them together.
 _MAX_LEAVES_ALONE = 6
-# What autodiff in float64 is good to, of a function of float64 arguments; and what differences
-# are good to.
+# The accuracy of autodiff in float64, for a function of float64 arguments; and of differences.
 _STRICT, _BY_DIFFERENCES = 1e-9, 1e-7
 _NEARBY = 0.125  # how far away the first derivative is looked at once more
 
@@ -46,7 +45,7 @@ class Case:
         seed: int = 0,
     ):
         self.options, self.seed = options, seed
-        # What was asked for is a function of arrays: there, a number is a static option.
+        # A `reference` is a function of arrays: there, a number is a static option.
         names = as_names("check_rule", "nondifferentiable", options.nondifferentiable)
         own_numbers = options.reference is None
         self.subject = FlatFunction(fn, args, kwargs, names, own_numbers=own_numbers)
@@ -54,7 +53,7 @@ class Case:
         self.names = self.subject.names
         self.x = self.subject.leaves
         self._calls: dict[tuple[str, int], Any] = {}
-        # The directions of eager calls are those of the first seed.
+        # Eager calls have the directions of the first seed.
         self.first = self
 
     @property

@@ -189,7 +189,7 @@ def check_rule(
 
 # The checks along random directions, which compile nothing new for another direction.
 _DIRECTED = ("forward", "reverse", "adjoint", "linear", "order")
-# What is said of an exception that a check does not handle.
+# The text for an exception that a check does not handle.
 _WHERE = {"forward": "the tangents", "reverse": "the cotangents"}
 
 

@@ -273,5 +273,5 @@ def _numbers(want: Any, have: Any) -> tuple[str, str]:
 def _short(x: Any, digits: int) -> str:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return str(x)
-    # A scalar of `bfloat16` has no format of its own.
+    # A scalar of `bfloat16` does not have its own format.
     return f"{complex(x) if np.iscomplexobj(x) else float(x):.{digits}g}"

@@ -216,7 +216,7 @@ def _against_differences(
     is_error = isinstance(steps, Exception)
     why = [f"autodiff without the rule raises {type(error).__name__}"] if error else []
     if is_error or not all(d.is_trusted for *_, d in case.differences):
-        # A derivative of zero may be that of a `stop_gradient`, as of a solver.
+        # A derivative of zero may come from a `stop_gradient`, as in a solver.
         if autodiff is not None and not is_zero:
             return autodiff, True
         if isinstance(steps, FailsNearby):

@@ -31,7 +31,7 @@ from ._without_rules import without_rules
 
 
 _Arrays = list[Any]
-# What the flag `JAX_DISABLE_MOST_OPTIMIZATIONS` asks for, on every platform.
+# The options of the flag `JAX_DISABLE_MOST_OPTIMIZATIONS`, on every platform.
 _UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Fusion emitters take most of the compilation time on a CPU. JAX 0.12 has no option for them.
 _UNFUSED = {

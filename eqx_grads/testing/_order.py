@@ -37,7 +37,7 @@ def order(case: Case) -> Iterator[Finding]:
     """Derivatives of order 2 and more, of a scalar loss of the outputs."""
     options = case.options
     if options.nonlinear:
-        # Of a gradient that is no derivative, the orders of the modes differ.
+        # If a gradient is not a derivative, the orders of the modes differ.
         yield skipped("order", "the backward rule is declared non-linear")
     elif not case.has_reverse:
         yield skipped("order", NO_REVERSE if case.outputs else "no output has a derivative")

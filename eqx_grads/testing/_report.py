@@ -109,7 +109,7 @@ def compare(
         tolerance += wider()
     if largest <= tolerance:
         return Finding(check, PASSED, where, largest, tolerance)
-    # What is not finite, then what is missing, then by size.
+    # First entries that are not finite, then missing ones, then by size.
     key = lambda d: (np.isfinite(d.error), not d.is_missing, -d.error)
     worst, *others = sorted((d for d in found if not d.error <= tolerance), key=key)
     if cause is None:

@@ -148,7 +148,7 @@ def is_settled(samples: Samples, slope: Slope) -> bool:
     with np.errstate(all="ignore"):
         samples.compute(_points(steps))
         found = [samples.richardson(h) for h in steps]
-    # NaN is no agreement.
+    # NaN is not agreement.
     return all(abs(x - slope.value) <= _AGREE * slope.error for x in found)
 
 

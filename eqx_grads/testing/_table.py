@@ -47,7 +47,8 @@ def adjoint(case: Case) -> Iterator[Finding]:
     elif options.reference is not None and case.forward_is_of_function:
         yield skipped("adjoint", "forward mode is the derivative of the function")
     else:
-        # The pair that cancels least: the rounding error of a small sum is a large part of it.
+        # The pair that cancels least: the rounding error of a small sum is a large part of the
+        # sum.
         drawn = zip(case.tangents, case.cotangents, strict=True)
         ahead, back, size = max(
             (_products(case, v, w) for v, w in drawn), key=lambda p: abs(p[0]) / p[2]

@@ -23,12 +23,12 @@ from ._report import broke, compare, Finding
 from ._subject import FlatFunction, is_output
 
 
-# What the leaves are multiplied with in the examples of a batch; equal ones where the function
-# raises an error at others: its domain may have an end close by.
+# The factors of the leaves in the examples of a batch; equal factors where the function raises
+# an error at others: its domain may have an end close by.
 _MOVES = ((1.0, 0.97, 0.94), (1.0, 1.0, 1.0))
 _N = 3
-# What the tangents and cotangents are multiplied with, in the derivative of a batch: examples
-# that are mixed show there, also if they are equal.
+# The factors of the tangents and cotangents in the derivative of a batch: mixed-up examples show
+# there, even if they are equal.
 _ALONG = (1.0, 0.5, 2.0)
 _ALL_SUBSETS = 3  # of the arguments, for `vmap`
 

@@ -78,7 +78,7 @@ def _loop_candidates(numbered: NumberedLoss, sources: Sources) -> Iterator[Candi
         origin = numbered.origins[number]
         scan = structure(origin.eqn)
         inside = [i for i, s in enumerate(sources) if number in s.loops and s.kept_by_loop]
-        # What keeps its carries only has checkpoints already.
+        # A loop that keeps its carries only has checkpoints already.
         size = _bytes(sources, [i for i in inside if sources[i].made.kind != "carry"])
         if isinstance(scan, Scan) and scan.length >= 4 and size:
             size = _bytes(sources, inside)

@@ -25,7 +25,7 @@ _NOT_COMPILED = (
     "The gradient has {} equations, and was not compiled: XLA would take long. "
     "`report.verify()` compiles it."
 )
-# What saves less is not worth the recomputation.
+# A smaller saving is not worth the recomputation.
 _LEAST_SAVING = 0.1
 
 

@@ -152,7 +152,7 @@ class Gradient:
             raise rule_error(what, first_line(error), do=do) from error
         n_residuals = len(out[0])
         n_others = len(program.out_avals) - n_residuals
-        # The program without what is only there to return the residuals.
+        # The program without the equations that only return the residuals.
         needed = without_unused(program, [False] * n_residuals + [True] * n_others)
         value, *gradients = needed.jaxpr.outvars
         start = next(i for i, eqn in enumerate(needed.eqns) if value in eqn.outvars)

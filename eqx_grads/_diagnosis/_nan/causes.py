@@ -103,7 +103,7 @@ def _sources(births: Births, i: int) -> list[Birth]:
     found = [source for source in found if not source.is_meant]
     is_difference = birth.is_nan and not birth.is_ct and _kind_of(birth) == Kind.DIFFERENCE
     if is_difference and all(source.is_low for source in found):
-        # Each logarithm of zero may be meant, as that of a probability.
+        # Each logarithm of zero may be intended, as for a probability.
         return [birth, *found]
     return found or [birth]
 

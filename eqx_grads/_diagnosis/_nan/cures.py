@@ -58,7 +58,7 @@ _SAFE = {
 }
 # The kinds that these replacements are for. The sentences of the first say what to use.
 _POINTS = (Kind.SINGULARITY, Kind.INDETERMINATE, Kind.ZERO_TIMES_INFINITY)
-# What `zero_safe` may help with, which is tried.
+# The kinds that `zero_safe` may help with, which is tried.
 DROPPABLE = (*_POINTS, Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT)
 _AT_A_POINT = (*DROPPABLE, Kind.DIFFERENCE, Kind.DOMAIN)
 

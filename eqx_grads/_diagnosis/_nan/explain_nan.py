@@ -29,7 +29,7 @@ from .record import record_of
 from .report import NaNReport, NonFinite
 
 
-# The calls that are tried. The first drops only what is not selected, so what it gives is the
+# The calls that are tried. The first drops only terms that are not selected, so its result is the
 # derivative.
 _TRIALS = {
     "selected": "`eqg.zero_safe(loss)`",
@@ -182,7 +182,7 @@ def _explain(
         is_bad = lambda x: not np.all(np.isfinite(x)) or bool(np.any(np.abs(x) > limit))
         value, error = gradient.loss, gradient.error
         bad = [x for x, g in zip(bad, gradient.gradients, strict=True) if is_bad(g)]
-    # Of `eqx.error_if`. What JAX can't differentiate is a `RuntimeError` too.
+    # From `eqx.error_if`. An operation that JAX can't differentiate is a `RuntimeError` too.
     has_no_rule = isinstance(error, NotImplementedError)
     is_check = isinstance(error, RuntimeError) and not has_no_rule
     bad = list(traced.leaves) if is_check else bad

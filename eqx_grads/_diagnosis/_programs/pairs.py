@@ -25,7 +25,7 @@ def _apply(eqn, ins, _):
     return [ft.reduce(int.__or__, ins, 0)] * len(eqn.outvars)
 
 
-# What a value depends on in any way.
+# The inputs that a value depends on in any way.
 _DEPENDENCE = Domain[int](
     constant=lambda x: 0,
     join=int.__or__,

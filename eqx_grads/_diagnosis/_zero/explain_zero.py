@@ -108,7 +108,7 @@ def explain_zero(
     model has no inexact arrays. Also if JAX can't differentiate an operation, or the derivative
     of the loss raises an error.
     """
-    # What `zero_safe` puts in the program is not the user's, and has no line.
+    # The equations that `zero_safe` adds are not the user's, and have no line.
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
     doing("tracing the loss")
     traced = trace_loss("explain_zero", below, model, args, kwargs)
@@ -230,7 +230,7 @@ class _Explanation:
             key = (id(death.place.eqn), death.k)
             last[key] = max(last.get(key, death), death, key=lambda d: d.step)
         found = [(self._record(leaf, death), death) for death in last.values()]
-        # In a loop, a value that is zero in some steps is no cause if all steps end anyway.
+        # In a loop, a value that is zero in some steps is not a cause if all steps end anyway.
         places = lambda d: [p for p in d.place.outward() if p.around is not None]
         loops = lambda d: {id(p.around.eqn) for p in places(d) if p.step is not None}
         cut = set().union(*(loops(d) for r, d in found if r.by_structure))
@@ -239,13 +239,13 @@ class _Explanation:
         around = {id(p.around.eqn) for _, d in found for p in places(d)}
         found = [(r, d) for r, d in found if id(d.place.eqn) not in around]
         if not all(r.by_structure for r, _ in found):
-            # What decides, for a value whose derivative ends at these values, is no cause.
+            # An operation that only decides is not a cause if values end a derivative.
             decides = lambda d: not is_inexact(d.place.eqn.outvars[d.k]) or _is_stop_of_jax(d)
             found = [(r, d) for r, d in found if not (r.by_structure and decides(d))]
         records = sorted(
             (r for r, _ in found), key=lambda r: (r.file, r.line, r.primitive, r.kind)
         )
-        # Of what a solver does with its guess, and of a window, one record says it all.
+        # For the guess of a solver, and for a window, one record says it all.
         for kind in ("initial guess", "truncated"):
             records = [r for r in records if r.kind == kind][:1] or records
         return list(dict.fromkeys(records))

@@ -89,7 +89,7 @@ def try_gradient(traced: TracedLoss) -> tuple[Gradient | None, Exception | None]
     n = len(traced.leaves)
     loss = lambda values: evaluate(traced.program, values)[0]
 
-    # With a seed that is known, XLA would simplify what is NaN operation by operation.
+    # With a known seed, XLA would simplify values that are NaN operation by operation.
     def reverse(values, seed):
         of_leaves = lambda leaves: loss([*leaves, *values[n:]])
         value, pull = jax.vjp(of_leaves, list(values[:n]))

@@ -34,7 +34,7 @@ def as_number(
 def as_scale(layer: str, scale: Any) -> Array | None:
     if scale is None:
         return None
-    # What is given and not what JAX makes of it, which inside of `jit` is traced.
+    # The given array, and not JAX's version, which is traced inside of `jit`.
     given, scale = scale, jnp.asarray(scale, default_dtype()) if is_number(scale) else scale
     scale = as_floats(layer, scale, "scale")
     values = np.asarray(given, np.float64) if is_known(given) else np.ones(())

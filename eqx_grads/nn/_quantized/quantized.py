@@ -18,7 +18,7 @@ from .quantizer import (
 )
 
 
-# What `quantize_model` looks for.
+# The layers that `quantize_model` looks for.
 Layer: TypeAlias = eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose
 
 

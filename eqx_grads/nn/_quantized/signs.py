@@ -163,7 +163,7 @@ class Ternary(AbstractSigns):
         is zero, and so is the gradient."""
         if self.scale and is_known(x):
             largest = float(np.max(np.abs(np.asarray(x)), initial=0.0))
-            # That of "mean" is less than the largest.
+            # The threshold of "mean" is less than the largest number.
             if largest <= (0.0 if isinstance(self.threshold, str) else self.threshold):
                 warnings.warn(
                     "The scale of a `Ternary` is zero, and so is its gradient: it will not "

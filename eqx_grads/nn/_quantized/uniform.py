@@ -30,7 +30,7 @@ class AbstractUniform(AbstractQuantizer):
     and round with another straight-through function."""
 
     scale: Floats | None
-    # Of a scale that is constant. Static, so that weight decay does not change it.
+    # A constant scale. Static, so that weight decay does not change it.
     constant: float | None = eqx.field(static=True)
     bits: int = eqx.field(static=True)
     signed: bool = eqx.field(static=True)
@@ -154,7 +154,7 @@ class AbstractUniform(AbstractQuantizer):
             return self._scale_of_all(x)
         if not self.learn_scale:
             return jax.lax.stop_gradient(self.scale)
-        # Positive, and differentiable, also where training has made it negative.
+        # Positive, and differentiable, even where training has made it negative.
         return ste.clip(jnp.abs(self.scale), float(jnp.finfo(self.scale.dtype).tiny))
 
     def _scale_of_all(self, x):

@@ -131,7 +131,7 @@ class AbstractRecurrent(AbstractCellLayer):
         xs = zero_padding(xs, valid)  # which may hold anything, NaN included
         first, cells = gathered_leaves(self.initial_state), self.cells
         if any(explicit_spec(xs)):
-            # The mesh axis of the batch can't be that of the units as well.
+            # The batch and the units can't share a mesh axis.
             cells = gathered_leaves(cells)
         if first is None:
             first = zero_states(name, cells)

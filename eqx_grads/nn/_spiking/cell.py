@@ -339,7 +339,7 @@ def _as_learned(learn, constants) -> tuple[str, ...]:
 def _as_constant(name, value, shape) -> Any:
     """A number, or an array that broadcasts to the neurons. A list becomes an array."""
     if isinstance(value, list | tuple):
-        # What can't become an array of NumPy is no number to `check_parameter`.
+        # A value that can't become a NumPy array is not a number to `check_parameter`.
         with contextlib.suppress(TypeError, ValueError):
             value = np.asarray(value)
     check_parameter("LIFCell", f"`{name}`", value)

@@ -95,7 +95,7 @@ class LIF(AbstractNeurons):
         cell = gradient(lif).cells[0][0]
         print(cell.weight_ih.shape, cell.weight_hh.shape, cell.beta != 0)
 
-        # After a convolution: each neuron has an input of its own.
+        # After a convolution: each neuron has its own input.
         lif = eqg.nn.LIF(None, (2, 4, 4), beta=0.9)
         print(lif(jnp.ones((5, 20, 2, 4, 4)))[0].shape)
         ```

@@ -285,7 +285,7 @@ def _states_of_chunk(d, y, potential, entry, first, valid, dtype, reverse):
         adaptation = jax.lax.scan(one, start, (spikes, valid), reverse=reverse)[1]
         before, after = add(before, shift(adaptation, start)), add(after, adaptation)
     if d.alpha is not None:
-        # What was added to the potential, from the potentials before and after the step.
+        # The number added to the potential, from the potentials before and after the step.
         without = dataclasses.replace(d, alpha=None, rho=None)
         current = after.membrane - _of_each(_without_input)(without, before).membrane
         current = _where(valid, current, first.current.astype(dtype)[None])
@@ -309,7 +309,7 @@ def _constant_gradients(d, sums, before, after, cts):
     d, before, after, (ct_after, ct_spikes) = jax.tree.map(wide, (d, before, after, cts))
     is_learned = jax.tree.map(lambda s: s is not None, sums, is_leaf=lambda x: x is None)
     learned, rest = eqx.partition(d, is_learned)
-    # Under `shard_map`, each device has a sum of its own, as this zero has.
+    # Under `shard_map`, each device has its own sum, as this zero has.
     learned = jax.tree.map(lambda c, s: c + jnp.zeros_like(s), learned, sums)
 
     def outputs(learned):
