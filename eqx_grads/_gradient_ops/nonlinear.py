@@ -195,8 +195,8 @@ def normalize_gradient(
 
     - `x`: any PyTree.
     - `axis`: as for [`eqx_grads.clip_gradient_norm`][].
-    - `eps`: is added to the norm in the denominator, so that a gradient whose norm is small
-        compared with `eps` remains small. It may be traced.
+    - `eps`: a number that is added to the norm in the denominator, so that a gradient whose
+        norm is small compared with `eps` remains small. It may be traced.
 
     **Returns:**
 

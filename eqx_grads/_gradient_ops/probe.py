@@ -250,7 +250,7 @@ def _probe_statistics_bwd(slot, ct):
 def tap_gradient(
     x: PyTree, callback: Callable[..., Any], *args: PyTree, ordered: bool = False
 ) -> PyTree:
-    r"""Call a function on the host with the gradient: to print it, log it, or raise.
+    r"""Call a function on the host with the gradient: to print it, log it, or raise an error.
 
     !!! example
 

@@ -277,7 +277,7 @@ def _damped_steps(linear_map, b, steps, tau):
 class FixedPointAdjoint(AbstractFixedPointAdjoint):
     r"""Iterate the linear equation of the tangent, or of the cotangent, to convergence.
 
-    Costs about as many VJPs as the iteration has steps, and the memory of one.
+    It costs about as many VJPs as the iteration has steps, and the memory of one VJP.
 
     !!! example
 
@@ -298,8 +298,8 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
     **Arguments:**
 
     - `solver`: an Optimistix solver for fixed points, which is applied to $u = J^T u + g$ with
-        $g$ divided by its largest entry. By default, the plain iteration, to
-        a relative change of eps^(3/4), which is 6e-6 in single precision.
+        $g$ divided by its largest entry. By default, the plain iteration, which stops at a
+        relative change of eps^(3/4): 6e-6 in single precision.
     - `max_steps`: the largest number of steps.
     - `throw`: whether an iteration that does not converge is an error. Otherwise the derivative
         is the last iterate.
@@ -310,7 +310,7 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
     **Derivative:**
 
     $t = J t + b$ in forward mode, $u = J^T u + g$ in reverse mode. Both modes and all orders,
-    each by an iteration of its own. The plain iteration converges where all eigenvalues of
+    each by its own iteration. The plain iteration converges where all eigenvalues of
     $J$ are below one in modulus: where the plain iteration for the fixed point converges from
     all starts nearby.
 

@@ -73,9 +73,9 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     overwrites, and `cond` and `switch`, which `vmap` turns into a `select`. At a tie, `maximum`
     takes both.
 
-    All terms that are taken stay unchanged, to the bit. If no selection made an exact zero, the
-    zero times an infinite derivative is NaN, as for `sqrt(x)**2` and `arctan2(x, x)` at 0. At
-    the boundary of a mask, you get the derivative of the branch that is taken there. For
+    All terms that are taken stay unchanged, to the bit. An exact zero that no selection made,
+    times an infinite derivative, is NaN: for example in `sqrt(x)**2` and `arctan2(x, x)` at 0.
+    At the boundary of a mask, you get the derivative of the branch that is taken there. For
     `where(x == 0, 0, x**2 / x)` at 0 it is 0, as with two `where` calls, though the slope is 1.
 
     [`eqx_grads.explain_nan`][] of a `zero_safe` loss says what was dropped. `jax.debug_nans`
@@ -104,11 +104,12 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
 
     A static analysis finds the operations that may have an infinite derivative and may not be
     taken. If it finds none, nothing changes: MLPs with `relu`, `softplus` or `gelu`, LayerNorm
-    and recurrent cells need the same FLOPs and bytes as `fn`. Otherwise, booleans say which
-    elements are taken. They cost next to nothing for elementwise operations, and 1.1 times the
-    FLOPs for a masked attention layer before a `relu`. A `scan` with such an operation in its
-    step runs twice more without derivative: 1.4 times the FLOPs and 2.8 times the bytes for
-    steps of one matrix product, and nearly 4 times both for steps of four operations.
+    and recurrent cells need the same FLOPs and bytes as without `zero_safe`. Otherwise,
+    booleans say which elements are taken. They cost next to nothing for elementwise operations,
+    and 1.1 times the FLOPs for a masked attention layer before a `relu`. A `scan` with such an
+    operation in its step runs twice more without derivative: 1.4 times the FLOPs and 2.8 times
+    the bytes for steps of one matrix product, and nearly 4 times both for steps of four
+    operations.
 
     **Raises:**
 

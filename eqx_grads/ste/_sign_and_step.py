@@ -345,7 +345,7 @@ def one_hot_argmax(x: ArrayLike, *, axis: int = -1, temperature: ArrayLike = 1.0
 
     **Returns:**
 
-    An array like `x`: one for the largest element, and for the first of equal ones; zero
+    An array like `x`: one for the largest element (at a tie, the first one), and zero
     elsewhere. NaN along an axis with a NaN.
 
     **Derivative:**

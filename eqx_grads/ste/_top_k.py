@@ -58,7 +58,7 @@ def top_k(x: ArrayLike, k: int, *, axis: int = -1, temperature: ArrayLike = 1.0)
 
     **Returns:**
 
-    An array like `x`: one for the `k` largest elements, and for the first of equal ones; zero
+    An array like `x`: one for the `k` largest elements (at a tie, the first ones), and zero
     elsewhere. NaN along an axis with a NaN. For the values themselves, use `jax.lax.top_k`.
 
     **Derivative:**

@@ -173,8 +173,8 @@ def assert_trees_close(
     - `entrywise`: also look for single entries that are wrong, which do not show in the norm
         of a large array: no entry may be off by more than 30 times the tolerance, relative
         to itself and the root mean square of all.
-    - `scale`: is added to the norm that an error is relative to. If larger numbers have
-        canceled, pass the size of the larger numbers.
+    - `scale`: a number that is added to the norm that an error is relative to. If larger
+        numbers have canceled, pass the size of the larger numbers.
 
     **Raises:**
 

@@ -27,7 +27,7 @@ from ._subject import FlatFunction, is_output
 # an error at others: its domain may have an end close by.
 _MOVES = ((1.0, 0.97, 0.94), (1.0, 1.0, 1.0))
 _N = 3
-# The factors of the tangents and cotangents in the derivative of a batch: mixed-up examples show
+# The factors of tangents and cotangents in the derivative of a batch: mixed-up examples show
 # there, even if they are equal.
 _ALONG = (1.0, 0.5, 2.0)
 _ALL_SUBSETS = 3  # of the arguments, for `vmap`

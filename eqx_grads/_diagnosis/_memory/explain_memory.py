@@ -89,8 +89,8 @@ def explain_memory(
 
     An [`eqx_grads.MemoryReport`][], which prints as a table with the advice that saves most.
     The list is exact: the leaves of the pullback that `jax.vjp` returns and that the backward
-    pass uses, each array once. Each advice is tried: it saves the values that are kept without
-    it and not with it, except for the values that are computed again at one time.
+    pass uses, each array once. Each advice is tried. Its saving is the bytes that are kept
+    without it and not with it, minus the bytes that are computed again at one time.
     [`eqx_grads.MemoryReport.verify`][] measures it in the compiled gradient.
 
     Nothing is computed. The advice is on a loop by [`eqx_grads.filter_scan`][], on layers in

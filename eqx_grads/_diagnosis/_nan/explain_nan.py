@@ -29,7 +29,7 @@ from .record import record_of
 from .report import NaNReport, NonFinite
 
 
-# The calls that are tried. The first drops only terms that are not selected, so its result is the
+# The calls that are tried. The first drops unselected terms only, so its result is the
 # derivative.
 _TRIALS = {
     "selected": "`eqg.zero_safe(loss)`",

@@ -55,8 +55,8 @@ def quantize_model(
     type with a `weight` that a rule names, such as `equinox.nn.Embedding`. They may be in any
     PyTree: Modules, lists, dictionaries, ensembles made by `equinox.filter_vmap`, the stacked
     layers of an `equinox.nn.MLP` that scans. Each becomes an [`eqx_grads.nn.Quantized`][]. A
-    layer that is one object in several places is one object afterwards, if one rule has it
-    everywhere; the report says so.
+    layer that several places share stays shared, if one rule matches it everywhere; the report
+    says so.
 
     **Arguments:**
 
@@ -65,12 +65,12 @@ def quantize_model(
         the first rule that matches is used.
     - `calibrate`: a batch on which the model is run once, before its layers are replaced and in
         inference mode. The inputs of each layer are gathered, and its input quantizer is fitted
-        to them if it has to be (an [`eqx_grads.nn.LSQ`][], or an
+        to them if it needs a fit (an [`eqx_grads.nn.LSQ`][], or an
         [`eqx_grads.nn.FakeQuantize`][] with `learn_scale`, without a scale). All inputs of the
         batch are kept in memory until then: a few hundred examples are enough.
     - `call`: called as `call(model, calibrate)` to run the model. The default is
-        `jax.lax.map(model, calibrate)`, one example after the other, which needs the memory of
-        one. `jax.vmap(model)(calibrate)` is faster where that is enough.
+        `jax.lax.map(model, calibrate)`, one example after the other, in the memory of one
+        example. `jax.vmap(model)(calibrate)` is faster, and needs the memory of the batch.
 
     Which layers:
 
@@ -90,7 +90,7 @@ def quantize_model(
         weights are much smaller, then computes something else.
     - `None` or `False`: the layer is not replaced.
 
-    Rules leave the weights of a layer that is quantized already as they are: `(None,
+    Rules do not change the weights of a layer that is already quantized: `(None,
     quantizer)` gives it a quantizer for the inputs, if it lacks one, and other rules pass over
     it.
 
