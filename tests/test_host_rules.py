@@ -101,7 +101,7 @@ class TestDefaults:
             return (x * ct,)
 
         forward = lambda x: jax.jvp(h, (x,), (x,))
-        for derive, given in ((forward, "`h_jvp` is given `primals`"), (_grad(h), "`h_bwd`")):
+        for derive, given in ((forward, "`h_jvp` gets `primals`"), (_grad(h), "`h_bwd`")):
             with pytest.raises(ValueError, match="to unpack") as caught:
                 derive(X)
             notes = "\n".join(caught.value.__notes__)

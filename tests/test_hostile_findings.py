@@ -33,7 +33,7 @@ REFUSED = {
     ),
     "a type for a value": (
         lambda: eqg.replace_gradient(jax.ShapeDtypeStruct((3,), "float32"), X),
-        "a surrogate that can't stand for the value",
+        "a surrogate that can't replace the value",
     ),
     "a type for a start": (
         lambda: eqg.fixed_point(jnp.cos, jax.ShapeDtypeStruct((3,), "float32")),

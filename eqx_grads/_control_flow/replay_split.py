@@ -19,7 +19,7 @@ Only (1) is a recurrence. So the equations of the traced VJP fall into three gro
 
 In nearly all cases `L_t` is linear. Then let `V` map `(ct_W, ct_x)` to `L_t^T (ct_W, ct_x_t)`
 for all `t`, by a `vmap` over time. The transpose of `V` maps all `g_t` to (2) and to the sum in
-(3). The transpose of a matrix-vector product under that `vmap` is one matrix product, in place
+(3). The transpose of a matrix-vector product under that `vmap` is one matrix product, instead
 of a sum of outer products.
 
 Two kinds of equations run sequentially, although (1) does not need them:

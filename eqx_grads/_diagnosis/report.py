@@ -181,7 +181,7 @@ class AbstractReport(abc.ABC):
     @property
     @abc.abstractmethod
     def headline(self) -> str:
-        """One sentence: what was looked at, and how much was found."""
+        """One sentence: what was inspected, and how much was found."""
 
     @abc.abstractmethod
     def tables(self) -> Sequence[Table]:

@@ -66,7 +66,7 @@ host_call._rules.set_jvp(Rule(_host_call_jvp, symbolic_zeros=True, surely_linear
 
 def _tangents(op: HostOp, live: tuple[int, ...], operands, ts) -> list[Any]:
     """The tangents of the inexact outputs of `op`, with a transpose that may be transposed
-    again. `operands` are the inputs of `op`, and residuals behind them."""
+    again. `operands` are the inputs of `op`, and then residuals."""
     call, code, n = op.call, op.call.code, len(op.in_types)
     sources, targets = tuple(op.in_types[i] for i in live), inexact(op.out_types)
     has_rules = not op.parts

@@ -119,7 +119,7 @@ class HostCall(Opaque):
 
     @property
     def names(self) -> list[str]:
-        """The positional arguments that a rule is given."""
+        """The positional arguments that a rule gets."""
         n = len(self.split.treedef.children()[0].children())
         return [self.code.signature.names[i] for i in range(n)]
 
@@ -202,7 +202,7 @@ def _check_static(call: HostCall, operands, others) -> None:
             f"`{call.name}` runs on the host, and closes over a traced value.",
             f"at {name}",
             call.place,
-            do="Pass the value as an argument: then the function is given its NumPy array, "
+            do="Pass the value as an argument: then the function gets its NumPy array, "
             "and has a derivative with respect to it.",
         )
 

@@ -182,7 +182,7 @@ BROADCAST_ARGUMENTS = (
 
 
 def read_only(x: np.ndarray) -> np.ndarray:
-    """`x`, to which host code can't write. It is given all arrays like this, as the library
+    """`x`, to which host code can't write. It gets all arrays like this, as the library
     may give it the same array in the next call."""
     x.flags.writeable = False
     return x

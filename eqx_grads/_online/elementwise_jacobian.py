@@ -1,6 +1,6 @@
 """Jacobians whose rows have few entries: for each element of an output, what it depends on.
 
-A tangent program is linear in its tangents. Here it is evaluated with a list of terms in place
+A tangent program is linear in its tangents. Here it is evaluated with a list of terms instead
 of each value `v` that depends on a tangent:
 
     v[i] = sum over terms, sum over j:  coefficient[i, j] * view(t)[i, j]

@@ -44,8 +44,8 @@ class _Trace:
 
 
 class StepJacobian:
-    """The derivative of the next carry in the carry, which is diagonal, and in parameters: that
-    of reverse mode.
+    """The derivative of the next carry in the carry, which is diagonal, and in parameters, in
+    reverse mode.
 
     - `traces`: which traces there are.
     - `leaves`: the leaves of the carry that have some.

@@ -1,4 +1,4 @@
-"""`custom_jvp`: a function with a forward rule of its own."""
+"""`custom_jvp`: a function with its own forward rule."""
 
 import functools as ft
 from collections.abc import Callable

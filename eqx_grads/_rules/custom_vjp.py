@@ -1,4 +1,4 @@
-"""`custom_vjp`: a function with a reverse rule of its own, in both modes.
+"""`custom_vjp`: a function with its own reverse rule, in both modes.
 
 A `jax.custom_vjp` has no forward mode, and does not know which outputs are unused.
 Here the tangent map of a call is the primitive of `linear_primitive.py`: its forward map is the
@@ -167,7 +167,7 @@ _PERTURBED = "perturbed"
 
 
 def _check_not_equinox(rule: Rule, fn: Any, position: int) -> None:
-    """Raise if a rule is given `perturbed` where Equinox passes it."""
+    """Raise if a rule takes `perturbed` where Equinox passes it."""
     # It may be the name of an argument of the function, too.
     if rule.by_position[position : position + 1] == (_PERTURBED,) and (
         position > 0 or Signature(fn).names[0] != _PERTURBED

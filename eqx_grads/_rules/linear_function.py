@@ -1,4 +1,4 @@
-"""`linear_function`: a linear function in JAX, with an adjoint of its own."""
+"""`linear_function`: a linear function in JAX, with its own adjoint."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -246,7 +246,7 @@ def linear_function(
     *,
     argnum: int = 0,
 ) -> Any:
-    r"""Give a linear function an adjoint of its own.
+    r"""Give a linear function its own adjoint.
 
     Use it for a function that JAX can trace and can't transpose, such as a kernel or a foreign
     function, or that you transpose better than JAX does. For code that JAX can't trace, use

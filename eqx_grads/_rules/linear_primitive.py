@@ -25,7 +25,7 @@ class LinearMap:
 
     - `forward(residuals, tangents)` returns the list of output tangents.
     - `transpose(residuals, cotangents)` returns the list of input cotangents, `None` for
-        zero; so may be the cotangents that it is given. It need not be linear.
+        zero; so may be the cotangents that it gets. It need not be linear.
     - `out_types` are the types of the output tangents.
     - `note` is added to an error of the derivative with respect to the residuals.
 

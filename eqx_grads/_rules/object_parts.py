@@ -16,8 +16,8 @@ from .._errors import code_of, show_path
 
 
 class Rebuildable:
-    """A plain object whose whole state is its `__dict__`. A copy with other contents may stand
-    for the original."""
+    """A plain object whose whole state is its `__dict__`. A copy with other contents may
+    replace the original."""
 
     # The attributes that may hold a tracer.
     captures: tuple[str, ...] = ()
@@ -219,6 +219,6 @@ def _kind_of(x: Any) -> Any:
 
 
 def parts_of(x: Any) -> list[tuple[Any, Any]] | None:
-    """What `x` is made of, as (step, part); `None` if it can't be put together again."""
+    """The parts of `x`, as (step, part); `None` if it can't be put together again."""
     kind = _kind_of(x)
     return None if kind is None else kind[0](x)

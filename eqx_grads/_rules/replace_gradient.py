@@ -77,7 +77,7 @@ def _check_alike(caller, names, value, surrogate):
         is_type = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in (x, s)]
         if not tangents_match(x, s) or is_type[0] != is_type[1]:
             raise rule_error(
-                f"{caller} a surrogate that can't stand for the value.",
+                f"{caller} a surrogate that can't replace the value.",
                 f"at value{show_path(path)}: the {names[0]} is {type_of(x)}, "
                 f"the {names[1]} {type_of(s)}",
                 do="Both need the same shape and a floating or complex dtype.",

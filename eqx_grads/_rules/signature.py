@@ -121,7 +121,7 @@ class Signature(Opaque):
         return bound.args, bound.kwargs, frozenset(bound.kwargs) - frozenset(kwargs)
 
     def left_out(self, n: int) -> tuple[Any, ...]:
-        """The default values of the positional arguments behind the first `n`."""
+        """The default values of the positional arguments after the first `n`."""
         if not self._has_defaults:
             return ()
         return tuple(self._signature.parameters[name].default for name in self.by_position[n:])

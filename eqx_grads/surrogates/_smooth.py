@@ -34,8 +34,8 @@ class superspike(AbstractFormula):
 
     **Arguments:**
 
-    - `slope`: positive, a number or an array that broadcasts to `v`. The default is that
-        of snnTorch and of Spyx.
+    - `slope`: positive, a number or an array that broadcasts to `v`. The default is the same as
+        in snnTorch and Spyx.
 
     **Derivative:**
 
@@ -76,8 +76,8 @@ class atan(AbstractFormula):
 
     **Arguments:**
 
-    - `slope`: positive, a number or an array that broadcasts to `v`. The default is that
-        of snnTorch and of SpikingJelly.
+    - `slope`: positive, a number or an array that broadcasts to `v`. The default is the same as
+        in snnTorch and SpikingJelly.
 
     **Derivative:**
 
@@ -115,8 +115,8 @@ class sigmoid(AbstractFormula):
 
     **Arguments:**
 
-    - `slope`: positive, a number or an array that broadcasts to `v`. The default is that
-        of SpikingJelly and BrainTools; snnTorch has 25.
+    - `slope`: positive, a number or an array that broadcasts to `v`. The default is the same as
+        in SpikingJelly and BrainTools; snnTorch has 25.
 
     **Derivative:**
 

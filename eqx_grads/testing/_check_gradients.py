@@ -63,8 +63,8 @@ def check_gradients(
     names the function without whose rule they are right.
 
     - Gradient and loss are computed in float64. The gradient is compared with differences
-        along a random direction of each leaf alone, so that a wrong bias does not hide behind
-        large weights.
+        along a random direction of each leaf alone, so that a wrong bias is not hidden by large
+        weights.
     - Steps of several lengths are extrapolated (Richardson). Their disagreement is the error
         of the differences. A leaf whose differences are not evidence is `"not measured"`: they
         are too noisy, no step is short enough for the slope not to depend on it, or the loss
@@ -270,8 +270,8 @@ def _in_own_precision(
     program: LossProgram, gradient: Sequence[Any], kept: set[int]
 ) -> tuple[dict[int, GradientFault], list[str]]:
     """The faults of leaves whose gradient is not finite, in float64 or in the user's precision,
-    or is zero in half precision only, whatever the differences are; and remarks on leaves of
-    which much is lost there."""
+    or is zero in half precision only, whatever the differences are; and remarks on leaves that
+    lose much there."""
     value, own = program.own_gradient or (program.value(), gradient)
     lowest = program.lowest_of_user or np.dtype(float)
     rounding = lambda dtype: tolerance_of([np.zeros((), dtype or float)])

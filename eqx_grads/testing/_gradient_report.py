@@ -160,5 +160,5 @@ _LISTS = {
     STOPPED: "The gradient leaves out what a `stop_gradient` holds. The rest is right",
     KINK: "The loss has a kink here, and the gradient is between the slopes of its sides",
     UNMEASURED: "The differences are too small or too noisy to judge the gradient",
-    SKIPPED: "These leaves were not looked at",
+    SKIPPED: "These leaves were not checked",
 }

@@ -43,8 +43,8 @@ def raised(error: BaseException) -> tuple[str, str]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The type and the first line of an exception; of one that was raised in a callback, that
-    of the user's code."""
+    """The type and the first line of an exception; if a callback raised it, the line of the
+    user's code."""
     lines = str(error).strip().splitlines()
     last = _without_traceback(lines)
     kind = [type(error).__name__] if len(last) == len(lines) else []

@@ -181,7 +181,7 @@ def _of_used(fn, kept, at: At):
 
 
 def _is_given_none(fn: Any) -> bool:
-    """Whether its rule is given `None`, or symbolic zeros, and so can take them for arrays.
+    """Whether its rule gets `None`, or symbolic zeros, and so can take them for arrays.
     Other rules of `eqg` have no tangents of what is not perturbed, and `jax.custom_jvp` makes
     arrays of zeros itself."""
     if isinstance(fn, jax.custom_jvp):

@@ -62,8 +62,8 @@ class NaNReport(AbstractReport):
     - `loss`: its value.
     - `bad_leaves`: the paths of the leaves with a bad gradient, of `n_leaves`.
     - `is_reverse`: false if the loss has forward mode only.
-    - `raises`: whether the gradient raises an error, for example in a solver that is given a
-        NaN. The error is in `remarks`.
+    - `raises`: whether the gradient raises an error, for example in a solver that gets a NaN.
+        The error is in `remarks`.
     - `dropped`: the records of the terms that [`eqx_grads.zero_safe`][] drops.
     - `remarks`: what else there is to know.
     """

@@ -1,7 +1,7 @@
 """A `jax.lax.custom_linear_solve` in a traced program, run with other inner programs.
 
-It is opaque to `structure`: its programs are a linear map, its transpose, and two solvers, of
-which a call runs one.
+It is opaque to `structure`: its programs are a linear map, its transpose, and two solvers; a
+call runs one solver.
 """
 
 from collections.abc import Sequence
