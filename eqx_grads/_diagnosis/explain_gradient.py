@@ -71,7 +71,7 @@ class SymptomReport(AbstractReport):
     - `found`: a [`eqx_grads.Symptom`][] for each place and leaf, the most urgent first.
     - `loss`: the value of the loss.
     - `norms`: the norm of the gradient by layer.
-    - `remarks`: what else there is to know.
+    - `remarks`: further notes.
     """
 
     found: Sequence[Symptom]

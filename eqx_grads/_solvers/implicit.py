@@ -99,11 +99,11 @@ def implicit(
         arguments of the solver; zero at the solution. It returns a tree like `y`, with one
         equation for each unknown: for each element of each floating or complex leaf of `y`.
         For a minimum, `eqx.filter_grad(objective)`.
-    - `solver`: a `lineax` solver for the linear system. By default, it divides if the program
-        of the residual acts on each element by itself. It uses LU up to 256 unknowns, and
-        beyond that GMRES, which does not form the matrix. With `lineax.SVD()` and other
-        least-squares solvers the matrix may be singular or not square, and the residual may
-        have any structure.
+    - `solver`: a `lineax` solver for the linear system. By default, the library divides if the
+        program of the residual acts on each element by itself. Otherwise it uses LU up to 256
+        unknowns, and beyond that GMRES, which does not form the matrix. With `lineax.SVD()` and
+        other least-squares solvers the matrix may be singular or not square, and the residual
+        may have any structure.
     - `tags`: the `lineax` tag or tags of $\partial F/\partial y$. With
         `lineax.positive_semidefinite_tag` (a minimum), Cholesky and conjugate gradients are
         used instead of LU and GMRES.
@@ -116,7 +116,7 @@ def implicit(
 
     The decorated function:
 
-    - The residual gets its positional parameters too, even if they are passed by keyword. You
+    - The residual gets its positional arguments too, even if you pass them by keyword. You
         can differentiate with respect to them, `self` included, and to the values that the
         residual closes over.
     - Its keyword-only parameters are for values that the solution does not depend on: a first

@@ -84,7 +84,7 @@ class GradientReport(AbstractReport):
         verdict of the leaf `a.b`.
     - `numbers`: a dictionary with the `"seed"`, the number of `"evaluations"` of the loss and
         the `"precision"` of the gradient.
-    - `remarks`: what else there is to know.
+    - `remarks`: further notes.
     """
 
     name: str

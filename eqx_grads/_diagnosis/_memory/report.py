@@ -53,7 +53,7 @@ class MemoryReport(AbstractReport):
         compiled.
     - `advice`: a [`eqx_grads.MemoryAdvice`][] for each place that is worth it, largest saving
         first. `print` shows the first.
-    - `remarks`: what else there is to know.
+    - `remarks`: further notes.
 
     It is false if nothing is found.
     """

@@ -119,12 +119,12 @@ def explain_nan(
     A loss with a `while_loop` has no gradient. `explain_nan` looks at its derivative in forward
     mode.
 
-    **Cost:** one compilation of the gradient. If that is finite, `explain_nan` stops, unless
-    there is a `threshold`. Otherwise it evaluates the gradient once, operation by operation. It
-    replaces each NaN where it begins, and records which operation made it. A record that
-    arrives at the loss or the gradient is a cause. If a mask or a singularity is among the
-    causes, it compiles the gradients of `zero_safe(loss)` and `zero_safe(loss, policy="zero")`,
-    and names the first that is finite.
+    **Cost:** one compilation of the gradient. If the gradient is finite, `explain_nan` stops,
+    unless you pass a `threshold`. Otherwise it evaluates the gradient once, operation by
+    operation. It replaces each NaN where it begins, and records which operation made it. A
+    record that arrives at the loss or the gradient is a cause. If a mask or a singularity is
+    among the causes, it compiles the gradients of `zero_safe(loss)` and `zero_safe(loss,
+    policy="zero")`, and names the first that is finite.
 
     **Raises:**
 

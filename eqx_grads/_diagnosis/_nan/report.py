@@ -65,7 +65,7 @@ class NaNReport(AbstractReport):
     - `raises`: whether the gradient raises an error, for example in a solver that gets a NaN.
         The error is in `remarks`.
     - `dropped`: the records of the terms that [`eqx_grads.zero_safe`][] drops.
-    - `remarks`: what else there is to know.
+    - `remarks`: further notes.
     """
 
     found: Sequence[NonFinite]

@@ -43,7 +43,7 @@ class ZeroReport(AbstractReport):
     - `noise`: the leaves whose gradient is not exactly zero, but a rounding error, and its
         largest element.
     - `not_finite`: the leaves whose gradient is not finite.
-    - `remarks`: further remarks, such as questions that stayed open.
+    - `remarks`: further notes, such as questions that stayed open.
     """
 
     found: Sequence[ZeroGradient]

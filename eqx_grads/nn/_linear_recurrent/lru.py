@@ -107,7 +107,7 @@ class LRU(AbstractDiagonal):
     States are complex, in single precision at least, and so are `log_decay`, `log_phase` and
     `log_gamma`: with a `dtype` and inputs of half precision the recurrence is in single, and
     the outputs are in half. A model that is cast to half precision as a whole loses digits of
-    the phases, and its outputs are another filter's: leave these three as they are.
+    the phases, and becomes another filter: do not cast these three.
 
     **Derivative:**
 

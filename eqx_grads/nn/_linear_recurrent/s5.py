@@ -125,7 +125,7 @@ class S5(AbstractDiagonal):
     States are complex, in single precision at least, and so are `log_decay`, `frequency` and
     `log_step`: with a `dtype` and inputs of half precision the recurrence is in single, and
     the outputs are in half. A model that is cast to half precision as a whole loses digits of
-    the steps, and its outputs are another filter's: leave these three as they are.
+    the steps, and becomes another filter: do not cast these three.
 
     **Derivative:**
 
