@@ -249,8 +249,8 @@ def linear_function(
     r"""Give a linear function its own adjoint.
 
     Use it for a function that JAX can trace and can't transpose, such as a kernel or a foreign
-    function, or that you transpose better than JAX does. For code that JAX can't trace, use
-    [`eqx_grads.linear_host_function`][].
+    function. Also use it if you can transpose a function better than JAX does. For code that
+    JAX can't trace, use [`eqx_grads.linear_host_function`][].
 
     !!! example
 
@@ -312,8 +312,8 @@ def linear_function(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the linear argument or the output is not floating or complex.
-    A transformation also raises it if it finds that one of the functions is not linear, or if
-    `rmatvec` returns a structure or shape other than the linear argument has.
+    A transformation raises it if one of the functions is not linear, or if `rmatvec` returns a
+    structure or shape other than the linear argument has.
     """
     if matvec is None:
         return lambda matvec: linear_function(matvec, rmatvec, argnum=argnum)

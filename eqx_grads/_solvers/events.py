@@ -27,9 +27,9 @@ def event_time(
 
     A solver finds an event by comparisons, in a loop, so the time that it finds has a wrong
     derivative, often zero. But at the event a condition on the trajectory is zero, so the time
-    is an implicit function. Find the event in any way, with or without a derivative
-    (`diffrax.Event`, a bisection, an interpolation between two steps), and pass the state and
-    the time that were found.
+    is an implicit function. Find the event in any way, with or without a derivative: by
+    `diffrax.Event`, a bisection, or an interpolation between two steps. Then pass the state and
+    the time that you found.
 
     !!! example
 

@@ -136,16 +136,16 @@ def linear_cross_entropy(
     W = \sum d\,x^T$, $\bar b = \sum d$. Each is computed only if you differentiate with respect
     to its argument.
 
-    For `"mean"` and `"sum"`, $\bar L$ is a factor of all tokens, so that the gradients are
-    formed in the forward pass, while the logits of a chunk exist. They are the residuals, and
-    the matrix products are the same as in plain automatic differentiation. Forward mode is the
-    inner product of the gradients with the tangents. For `"none"`, the residuals are the
-    arguments and two numbers for each token, and the backward pass computes the logits again:
-    four matrix products instead of three. Both modes, all orders; higher orders compute the
-    logits of a chunk again.
+    For `"mean"` and `"sum"`, $\bar L$ is a factor of all tokens. So the gradients are formed in
+    the forward pass, while the logits of a chunk exist. They are the residuals, and the matrix
+    products are the same as in plain automatic differentiation. Forward mode is the inner
+    product of the gradients with the tangents. For `"none"`, the residuals are the arguments
+    and two numbers for each token, and the backward pass computes the logits again: four matrix
+    products instead of three. Both modes, all orders; higher orders compute the logits of a
+    chunk again.
 
-    Under `jax.vmap` with a `weight` that is not batched, the batch becomes part of the tokens,
-    and the gradient of the mean over examples is formed as for `"none"`. In a loop that is
+    Under `jax.vmap` with a `weight` that is not batched, the batch becomes part of the tokens.
+    The gradient of the mean over examples is then formed as for `"none"`. In a loop that is
     differentiated as a whole, `"mean"` and `"sum"` keep one gradient of `weight` for each step:
     take the gradient inside the loop, or wrap the step in [`eqx_grads.filter_checkpoint`][].
 

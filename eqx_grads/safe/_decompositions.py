@@ -101,8 +101,8 @@ def eigh(
 
     With $P = V^\dagger \dot A V$: $\dot \lambda_i = P_{ii}$ and
     $V^\dagger \dot V = P_{ij} / (\lambda_j - \lambda_i)$ for $i \ne j$; the reverse rule is the
-    transpose. Values and derivatives belong to a matrix within the tolerance of `a`, so that
-    the derivative of any smooth function of `a` is right to the tolerance, and to the machine
+    transpose. Values and derivatives belong to a matrix within the tolerance of `a`. So the
+    derivative of any smooth function of `a` is right to the tolerance, and to the machine
     epsilon divided by it. (With zeros instead of the infinite quotients, the derivative of $V
     f(\Lambda) V^\dagger$ would lack the term $f'(\lambda) P_{ij}$ of equal eigenvalues.)
 

@@ -28,8 +28,8 @@ class NonFinite(AbstractRecord):
 
     - `caller`: the line of your code that calls the function that `line` is in, such as
         "model.py:12, in `loss`", if the loss runs this line for several calls.
-    - `derivative_of`: for an operation of a derivative that the loss takes itself, such as a
-        force, the operation on the line whose derivative it is, such as `"sqrt"`, if known.
+    - `derivative_of`: the operation on the line that is differentiated, such as `"sqrt"`, if
+        known. For an operation of a derivative that the loss takes itself, such as a force.
     - `count`: in how many steps it happens.
     - `mask`: for a dead branch, the operation that does not select it, such as `"where"`.
         `mask_file`, `mask_line`: where that operation is.

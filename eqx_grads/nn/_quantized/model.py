@@ -65,9 +65,9 @@ def quantize_model(
         the first rule that matches is used.
     - `calibrate`: a batch on which the model is run once, before its layers are replaced and in
         inference mode. The inputs of each layer are gathered, and its input quantizer is fitted
-        to them if it needs a fit (an [`eqx_grads.nn.LSQ`][], or an
-        [`eqx_grads.nn.FakeQuantize`][] with `learn_scale`, without a scale). All inputs of the
-        batch are kept in memory until then: a few hundred examples are enough.
+        to them if it has no scale yet: an [`eqx_grads.nn.LSQ`][], or an
+        [`eqx_grads.nn.FakeQuantize`][] with `learn_scale`. All inputs of the batch are kept in
+        memory until then: a few hundred examples are enough.
     - `call`: called as `call(model, calibrate)` to run the model. The default is
         `jax.lax.map(model, calibrate)`, one example after the other, in the memory of one
         example. `jax.vmap(model)(calibrate)` is faster, and needs the memory of the batch.

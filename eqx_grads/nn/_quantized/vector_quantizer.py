@@ -71,7 +71,7 @@ class VectorQuantizer(AbstractCodebook):
     nearest is never learned. So `updated` replaces unused entries by vectors of the batch.
     Begin with `fit`, so that the entries start where the data are. In an autoencoder of the
     digits of scikit-learn, with 32 entries, the perplexity is then 28 to 31, with or without
-    `fit` and keys, and 26 to 29 with `ema=False`. With `dead_below=0` it is 11 to 21.
+    `fit` and keys. With `ema=False` it is 26 to 29. With `dead_below=0` it is 11 to 21.
 
     **Derivative:**
 
