@@ -47,8 +47,7 @@ def fake_quantize(
         y = eqg.ste.fake_quantize(x, 0.25, bits=3)
         print(y)
 
-        # A clipped element has no gradient; it contributes to the gradient of the scale
-        # instead.
+        # A clipped element has no gradient; it adds to the gradient of the scale instead.
         loss = lambda x, scale: eqg.ste.fake_quantize(x, scale, bits=3).sum()
         ct_x, ct_scale = jax.grad(loss, (0, 1))(x, 0.25)
         print(ct_x)
