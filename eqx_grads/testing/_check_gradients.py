@@ -130,9 +130,9 @@ def check_gradients(
     - `skip`: the paths of leaves not to check, such as `"layers[0].weight"`; the path of a
         layer means all leaves in it, and `*` matches anything. For gradients that are not
         derivatives on purpose: leaves before a straight-through estimator or a surrogate.
-    - `tolerance`: the largest relative error that passes; the estimated error of the
-        differences is added. By default 1e-6, or what rounding explains in the dtype of a host
-        function. Raise it for iterative solvers.
+    - `tolerance`: the largest relative error that passes, besides the estimated error of the
+        differences. By default 1e-6, or what rounding explains in the dtype of a host function.
+        Raise it for iterative solvers.
     - `seed`: the seed of the random directions.
     - `raises`: whether to raise when the gradient is wrong.
 
