@@ -258,7 +258,7 @@ def _kink(traced: TracedLoss, gradient: Gradient) -> list[Symptom]:
     above, below = slopes(_KINK_STEPS[0])
     jump = above - below
     is_large = abs(jump) > 0.2 * max(abs(above), abs(below))
-    # In half precision, the slopes of a loss are rounding errors, and differ at each step.
+    # Of a loss in half precision, the slopes are rounding errors, and differ at each step.
     others = (np.subtract(*slopes(h)) for h in _KINK_STEPS[1:])
     if is_large and all(abs(other - jump) < 0.3 * abs(jump) for other in others):
         sides = f"Along a random direction, the slopes are {below:.3g} and {above:.3g}."

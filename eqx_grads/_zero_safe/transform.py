@@ -174,7 +174,7 @@ def _run(plan: Plan, e: AnalyzedEquation, values, masks: _Masks | None = None) -
 def _broadcast(e: AnalyzedEquation, values, masks: _Masks) -> tuple[list[Any], _Masks]:
     """The operands of an elementwise operation with the shape of the result. One that it
     broadcasts itself, such as a scalar, gets a cotangent that is a sum over elements of the
-    result; some elements may be dead."""
+    result, of which some may be dead."""
     shape = e.eqn.outvars[0].aval.shape
     if not kind_of(e.eqn).elementwise or all(jnp.shape(x) == shape for x in values):
         return list(values), masks
