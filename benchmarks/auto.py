@@ -1,14 +1,14 @@
 """Claim: `filter_scan(checkpoint="auto")` trains 20 cells, at four shapes each, 0.92 to 3.0
 times as fast as plain scan, and needs at most its temporary bytes.
 
-At least 155 of the 160 programs (the batch is inside of the scan or outside of it) have 0.97 of
-the speed. The cells are those of `judged_cells.py`: the cost model was made with those of
+At least 155 of the 160 programs (the batch is inside or outside of the scan) have 0.97 of the
+speed. The cells are in `judged_cells.py`: the cost model was made with the cells of
 `calibration_cells.py`. `docs/benchmarks.md` has the table.
 
 Value and gradient of a sum over all outputs, with respect to all parameters, in single
 precision, on one thread. The speed is the median over alternating rounds of the ratio to
-`jax.lax.scan` in the same round, in CPU time; the table has the median of several passes over
-all pairs of cell and shape, each of which compiles anew.
+`jax.lax.scan` in the same round, in CPU time. The table has the median of several passes over
+all pairs of cell and shape. Each pass compiles again.
 
     python benchmarks/auto.py [--quick] [--calibration] [--cells Euler] [--passes 3]
 """
@@ -33,7 +33,7 @@ def pairs(table, names):
 
 
 def loop(cell, xs, scan, outside):
-    """All outputs, with the batch inside of the scan or outside of it."""
+    """All outputs, with the batch inside or outside of the scan."""
     state = cell.initial_state()
     over_batch = (lambda f: f) if outside else jax.vmap
     if not outside:

@@ -3,15 +3,15 @@ of the CPU time of Equinox's checkpointed loop. `filter_map` over 8192 examples 
 a seventh of the temporary bytes of `jax.lax.map(..., batch_size=128)`, in about its time.
 
 A step of the loop is `tanh(w @ h)` with a matrix of 32 or 256 rows. "CPU" is the median over
-rounds of the ratio of CPU times to the first variant, "MB" the temporary memory of the compiled
-gradient, and "error" the largest difference to `jax.lax.scan` over the steps that are taken, or
-to `jax.vmap`, relative to the largest entry.
+rounds of the ratio of CPU times to the first variant, and "MB" the temporary memory of the
+compiled gradient. "Error" is the largest difference to `jax.lax.scan` over the steps that are
+taken, or to `jax.vmap`, relative to the largest entry.
 
 On two cores of a shared machine with JAX 0.10.2 and Equinox 0.13.8: 0.14 to 0.17 with 32 rows,
 and 0.67 to 0.75 with 256. It is worse for few steps: 1.5 and 8.5 times as long for 10 steps.
 The loop runs whole chunks of 64 steps, and its backward pass adds zeros to the gradient of the
 matrix for each chunk that it skips. Equinox's loop needs less memory where the gradient of the
-matrix is most of it. `filter_map` takes 1.15 times as long as `jax.vmap`.
+matrix is most of the memory. `filter_map` takes 1.15 times as long as `jax.vmap`.
 
     python benchmarks/bounded_loops.py [--quick] [--rounds 7]
 """

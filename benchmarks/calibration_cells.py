@@ -172,7 +172,7 @@ def normalized_lstm(size, hidden, *, key):
 
 
 def two_rnns(size, hidden, *, key):
-    """Two layers of plain units, of which the second is in no output."""
+    """Two layers of plain units; the second is in no output."""
     keys = jr.split(key)
     parts = [nn.RNNCell(size, hidden, key=keys[0]), nn.RNNCell(hidden, hidden, key=keys[1])]
 

@@ -1,6 +1,6 @@
 """Claim: `check_rule` catches all 142 planted faults; other checkers catch 85 to 103 of them.
 
-The faults are those of `tests/faults`: each is a rule that is wrong in one way, with the same
+The faults come from `tests/faults`: each is a rule that is wrong in one way, with the same
 rule without the fault. A checker catches a fault if it rejects the wrong rule and accepts the
 right one. The peers have their strictest options, see `tests/peers_testing.py`, in single and
 in double precision; PyTorch needs double precision. Chex and PyTorch are measured if they are

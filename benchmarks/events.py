@@ -5,12 +5,12 @@ The state of a neural differential equation crosses a threshold, and the time an
 the event are differentiated with respect to the network and the state. Side by side are
 `event_time`; the formula of the first derivative, written by hand as a `jax.custom_jvp`; and
 `optimistix.root_find` along the tangent of the trajectory, which starts at the solution. Their
-gradients are the same. FLOPs and temporary bytes are 1.00 times those of the rule by hand, and
-process time is 0.8 to 1.0 of it (medians).
+gradients are the same. Relative to the rule by hand, FLOPs and temporary bytes are 1.00, and
+process time is 0.8 to 1.0 (medians).
 
 The second derivatives along one direction are compared with differences of an accurate
-solution. That of `event_time` agrees in 6 digits. The others are wrong: the formula of the
-first derivative does not know how the field changes on the trajectory.
+solution. The second derivative of `event_time` agrees in 6 digits. The others are wrong: the
+formula of the first derivative does not know how the field changes on the trajectory.
 
     python benchmarks/events.py [--quick]
 """

@@ -7,13 +7,13 @@ time. The peers are Optimistix's `ImplicitAdjoint` by default (a dense Jacobian)
 and under `jax.vmap` over the batch, its `RecursiveCheckpointAdjoint`, and 30 steps in a scan
 that is differentiated.
 
-The variants alternate in one process. "CPU ms" is the median, "speed" the median over rounds
-of the ratio to Optimistix's default in CPU time of the process, which other processes
-influence less than time; "MB" is the temporary memory of the compiled program, and "error"
-the largest difference from the gradient that a linear solve in double precision by NumPy
-gives, relative to its largest entry. OpenBLAS has one thread here: with more, the dense solve
-of the reference takes about 1.5 times as much CPU time where the machine is idle, and up to
-20 times as much where it is loaded, as its threads wait actively.
+The variants alternate in one process. "CPU ms" is the median, and "speed" the median over
+rounds of the ratio to Optimistix's default. Both are CPU times of the process, which other
+processes influence less than time. "MB" is the temporary memory of the compiled program.
+"Error" is the largest difference from the gradient by a linear solve of NumPy in double
+precision, relative to its largest entry. OpenBLAS has one thread here. With more threads, the
+dense solve of the reference takes about 1.5 times as much CPU time on an idle machine. On a
+loaded machine it takes up to 20 times as much, as its threads wait actively.
 
     python benchmarks/fixed_point.py [--quick] [--rounds 15]
 """

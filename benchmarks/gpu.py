@@ -1,5 +1,5 @@
 """Claim: on an NVIDIA H200, `GRU` and `LSTM` with `keep="states"` train 1.65 to 2.25 times as
-fast as their Equinox cells in `jax.lax.scan`, with 0.20 to 0.41 of the temporary bytes;
+fast as their Equinox cells in `jax.lax.scan`. They need 0.20 to 0.41 of the temporary bytes;
 `docs/benchmarks.md` has the table.
 
 The other tables are about linear recurrences, spiking layers and `linear_cross_entropy`. Some

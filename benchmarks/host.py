@@ -1,12 +1,12 @@
 """Claim: under `jit`, `host_function` costs at most 1.15 times a bare `jax.pure_callback` in a
 `jax.custom_vjp`. An eager call costs less than half.
 
-The cost is that of the Python code that runs at each call on the host: arguments to NumPy,
+The cost comes from the Python code that runs at each call on the host: arguments to NumPy,
 the user's tree, the comparison of what was returned with what was promised. "sin" is `np.sin`
 of 10 numbers, which is nothing but this cost; "dct" is a cosine transform of 10000 numbers, for
 which there is also `linear_host_function`. The variants alternate in one process. "us" is the
-median CPU time of the process for one call of the function (or one value and gradient), "ratio"
-the median over rounds of its ratio to the bare callback in the same round.
+median CPU time of the process for one call of the function (or one value and gradient). "Ratio"
+is the median over rounds of its ratio to the bare callback in the same round.
 
     python benchmarks/host.py [--quick]
 """

@@ -6,12 +6,12 @@ LU takes twice as long as `custom_root` does (Optimistix too), as Lineax compile
 
 The peers are `jax.lax.custom_root`, the rule of Optimistix's `ImplicitAdjoint`, and a
 `jax.custom_jvp` written by hand. Each is around the same solver and is given the same kind of
-linear solver: a division, LU, and GMRES. The gradient is that of the sum of squares of the
-solution, in single precision. "Gradient" and "second" (the derivative of the gradient along one
-direction) are processor times with the solver in them, the median over rounds of the ratio to
-the rule by hand; "ms" is the least time of a gradient, "bytes" is the temporary memory of the
-compiled gradient, and "error" is the largest difference from the gradient by hand in double
-precision, relative to the largest entry of a leaf. "Eager" is a gradient without `jit`, in ms.
+linear solver: a division, LU, and GMRES. The loss is the sum of squares of the solution, in
+single precision. "Gradient" and "second" (the derivative of the gradient along one direction)
+are processor times with the solver in them: the median over rounds of the ratio to the rule by
+hand. "ms" is the least time of a gradient, and "bytes" is the temporary memory of the compiled
+gradient. "Error" is the largest difference from the gradient by hand in double precision,
+relative to the largest entry of a leaf. "Eager" is a gradient without `jit`, in ms.
 
     python benchmarks/implicit.py [--quick] [--rounds 11]
 """

@@ -2,18 +2,18 @@
 temporary bytes of Optax on all logits, and about three quarters of its CPU time, at the first
 size.
 
-The peers are `optax.losses.softmax_cross_entropy_with_integer_labels` of all logits; the same
-in `jax.lax.map` over chunks with `jax.checkpoint`, which computes the logits twice; the same
-with `losses.chunked`, which does not; and the three matrix products alone, chunk by chunk,
-below which no variant can be. The variants alternate in one process; "CPU" and "wall" are
-medians over rounds of the ratio of times to Optax on all logits, "MB" is the temporary memory
-of the compiled program and "error" the largest difference of a gradient relative to its largest
-entry.
+The first peer is `optax.losses.softmax_cross_entropy_with_integer_labels` of all logits. The
+second is the same in `jax.lax.map` over chunks with `jax.checkpoint`, which computes the logits
+twice. The third uses `losses.chunked`, which computes them once. The last is the three matrix
+products alone, chunk by chunk, which is a lower bound. The variants alternate in one process.
+"CPU" and "wall" are medians over rounds of the ratio of times to Optax on all logits. "MB" is
+the temporary memory of the compiled program, and "error" the largest difference of a gradient
+relative to its largest entry.
 
 The ratio of CPU times is 0.71 at these sizes on two cores of a shared machine with JAX 0.10.2,
-where the matrix products alone take 0.60. It is worse where a matrix product is more of the
-time, 0.93 for a vocabulary of 32000 with 512 features; and where there are fewer tokens than
-features there is one chunk, and nothing is gained but memory.
+where the matrix products alone take 0.60. It is worse where a matrix product takes more of the
+time: 0.93 for a vocabulary of 32000 with 512 features. With fewer tokens than features there is
+one chunk, and only memory is gained.
 
     python benchmarks/linear_cross_entropy.py [--quick] [--rounds 7] [--dtype float32]
 """

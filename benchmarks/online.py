@@ -5,7 +5,7 @@ The peers are plain scan and `checkpoint="sqrt"`, whose gradients are the same, 
 `truncate=100`, whose gradient is another one: its error is in the table.
 
 The gradient of the mean squared readout of each step in all parameters, in single precision, a
-batch of 8. The variants alternate in one process; "speed" is the median over rounds of the
+batch of 8. The variants alternate in one process. "Speed" is the median over rounds of the
 ratio to `checkpoint="sqrt"`, "bytes" is the temporary memory of the compiled program, and
 "error" is the largest difference from plain scan relative to the largest entry of a leaf.
 

@@ -1,7 +1,7 @@
 """Claim: in eager mode, a call takes a tenth of the time of raw JAX, and a derivative 0.9 to
 1.4 times its time; `docs/benchmarks.md` has the table.
 
-Under `jit` there is no difference: `tests/test_cost.py` compares the compiled programs. In
+Under `jit` they do not differ: `tests/test_cost.py` compares the compiled programs. In
 eager mode, each call and each derivative runs the Python code of the wrapper. The same rule is
 written with `eqx_grads`, raw JAX and Equinox, and called on small arrays, so that the wrapper
 dominates the time. The variants alternate in one process; the figures are medians over rounds

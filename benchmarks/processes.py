@@ -76,7 +76,8 @@ def start(processes, cores, steps):
 
 
 def ask(group: list[Any], sequences: int):
-    """Of a step: the seconds of the slowest process, and the CPU seconds of all together."""
+    """Run a step. Returns the seconds of the slowest process, and the CPU seconds of all
+    together."""
     for worker in group:
         worker.stdin.write(f"{sequences}\n")
         worker.stdin.flush()

@@ -2,10 +2,10 @@
 in float. The usual `x + stop_gradient(q - x)` takes 1.4 to 2.9 times as long.
 
 The step is the gradient of a classifier (an MLP with two hidden layers) and the update of SGD.
-What quantization adds is elementwise, so it is a larger part of a small network than of a large
-one: two passes over each weight and each activation, and the gradient with respect to the input
-of the first layer, which its scale needs. The variants alternate in one process; the figures
-are medians over rounds of the ratio to the step without quantizers in the same round.
+Quantization adds elementwise operations, which are a larger part of a small network than of a
+large one: two passes over each weight and each activation, and the gradient with respect to the
+input of the first layer, which its scale needs. The variants alternate in one process; the
+figures are medians over rounds of the ratio to the step without quantizers in the same round.
 
     python benchmarks/quantization.py [--quick]
 """
@@ -25,7 +25,7 @@ SIZES = [(64, 64, 128), (128, 784, 256), (256, 256, 512)]  # batch, inputs, widt
 
 
 class PlainLSQ(eqx.Module):
-    """`LSQ` by `stop_gradient`: the derivative is that of autodiff."""
+    """`LSQ` by `stop_gradient`, with the derivative of autodiff."""
 
     scale: jax.Array
     bits: int = eqx.field(static=True)

@@ -4,20 +4,20 @@ table.
 
 Value and gradient of a sum over all outputs, with respect to all parameters and the inputs, in
 single precision. The variants alternate in one process. The speed is the median over rounds of
-the ratio to plain scan in the same round, for a batch inside and for `vmap` outside; the bytes
+the ratio to plain scan in the same round, for a batch inside and for `vmap` outside. The bytes
 are the temporary memory of the compiled program. The column "floor" has the six matrix products
 that every implementation needs, each timed alone at its own shape, for all steps at once or
 step by step.
 
 Measured and not adopted, with the gates kept: gates in half precision (0.55 to 0.96 of the
-speed, and no fewer bytes, as XLA computes with them in single precision on a CPU), all gates in
-one array (0.88 to 0.96), chunks of half or twice the length (0.83 to 1.01).
+speed), all gates in one array (0.88 to 0.96), chunks of half or twice the length (0.83 to
+1.01). Half precision saves no bytes, as XLA computes in single precision on a CPU.
 
-Whole `LRU` and `S5` layers (1,024 steps of 16 sequences, 64 features and states, two cores
-under load) train at 1.3 to 2.4 times the speed of a scan of the papers' cell in complex
-numbers, and at 0.7 to 0.8 of a scan whose step has real products of the batch: there, the
-arrays of a step stay in the cache. Half of the time of the layer is the products of all steps
-with inputs and outputs, a seventh the recurrence.
+Whole `LRU` and `S5` layers train 1.3 to 2.4 times as fast as a scan of the papers' cell in
+complex numbers (1,024 steps of 16 sequences, 64 features and states, two cores under load).
+They have 0.7 to 0.8 of the speed of a scan whose step has real products of the batch: there,
+the arrays of a step stay in the cache. Half of the time of the layer is the products of all
+steps with inputs and outputs, a seventh the recurrence.
 
 Flax and PyTorch are measured if they are installed, and on a GPU the LSTM of cuDNN.
 
@@ -82,7 +82,7 @@ def train(run):
 
 
 def floor(gates, steps, batch, hidden, size, key):
-    """The six matrix products: those with the state step by step, the others at once."""
+    """The six matrix products: the products with the state step by step, the others at once."""
     g = gates * hidden
     w_in, w_state = jr.normal(key, (g, size)), jr.normal(key, (g, hidden))
     x, h = jr.normal(key, (steps * batch, size)), jr.normal(key, (steps * batch, hidden))

@@ -1,13 +1,13 @@
 """No claim: run the tests and every benchmark on the device that JAX finds, and write a report.
 
-The tests run with `jax_default_matmul_precision` "highest", as their tolerances are those of
-float32: on a GPU, JAX by default multiplies float32 matrices in TF32, with 10 of 23 bits. The
-benchmarks run in the default precision. Without a GPU, the figures are those of a CPU, and the
+The tests run with `jax_default_matmul_precision` "highest", as their tolerances are meant for
+float32. On a GPU, JAX by default multiplies float32 matrices in TF32, with 10 of 23 bits. The
+benchmarks run in the default precision. Without a GPU, the figures come from a CPU, and the
 report says so.
 
     python benchmarks/report.py [--quick] [--only tests benchmarks] [--out report.md]
 
-Of a benchmark that fails, or takes more than an hour, the report has the end of the output. The
+If a benchmark fails, or takes more than an hour, the report has the end of its output. The
 exit status is 1 if anything failed.
 """
 
@@ -49,7 +49,7 @@ def claim_of(path):
 
 
 def device():
-    """What the figures were measured on, in rows of a table."""
+    """The machine that the figures were measured on, in rows of a table."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "equinox")}
     return {
         "device": f"{len(jax.devices())} x {jax.devices()[0].device_kind}",
@@ -107,7 +107,7 @@ def report(outcomes):
     lines = ["# Report", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in device().items()]
     if jax.default_backend() != "gpu":
-        lines += ["", "**There was no GPU.** All figures are those of the device above."]
+        lines += ["", "**There was no GPU.** All figures come from the device above."]
     lines += ["", "| | | seconds |", "|---|---|--:|"]
     for name, passed, seconds, _ in outcomes:
         lines.append(f"| {name} | {'passed' if passed else '**FAILED**'} | {seconds:.0f} |")

@@ -5,9 +5,9 @@ The value and the gradient of a sum over 100000 elements of float32, compiled, w
 where plain JAX is right as well. The figure is relative to JAX in the same process: the median
 over rounds, in turn. Processor time counts all threads, so that other work on the machine
 matters less. Measured with JAX 0.10.2 on two cores of a shared machine. The exceptions are
-`log_ndtr` (2.1 to 2.5), which computes both of its formulas for each element, and `expm1_ratio`
-(1.6 to 2.4) and `log1p_ratio` (2.1 to 2.5), which compute a series for each; the plain formulas
-cancel near zero.
+`log_ndtr` (2.1 to 2.5), `expm1_ratio` (1.6 to 2.4) and `log1p_ratio` (2.1 to 2.5). `log_ndtr`
+computes both of its formulas for each element. The other two compute a series for each; the
+plain formulas cancel near zero.
 
     python benchmarks/safe.py [--quick]
 """

@@ -1,9 +1,9 @@
 """Claim: the gradient of a reduction of `eqg.safe` takes at most twice the time of JAX's.
 
-The gradient of the sum of squares of what each function returns for 1000 rows of 300 numbers in
-single precision, and of `exp` of a symmetric matrix of 60 rows by `eigh` and by `svd`. The two
-variants alternate in one process; "time" is the median over rounds of the ratio of their CPU
-times, "bytes" the temporary memory of the compiled programs relative to the argument.
+The loss is the sum of squares of the outputs of each function, for 1000 rows of 300 numbers in
+single precision. For `eigh` and `svd` the function is `exp` of a symmetric matrix of 60 rows.
+The two variants alternate in one process. "Time" is the median over rounds of the ratio of
+their CPU times, "bytes" the temporary memory of the compiled programs relative to the argument.
 
 Measured on two loaded cores, JAX 0.10.2: 1.5 for `norm` and `std`, 0.75 to 1.15 for the others.
 `std` keeps the centered numbers, once the bytes of its argument; the others keep what JAX does.
@@ -62,7 +62,7 @@ def gradient(fn):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Safe reductions beside those of JAX.")
+    parser = argparse.ArgumentParser(description="Safe reductions beside JAX's reductions.")
     parser.add_argument("--quick", action="store_true", help="small arrays, two rounds")
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()

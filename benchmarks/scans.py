@@ -6,7 +6,7 @@ the speed. `docs/benchmarks.md` has the table.
 
 Value and gradient of a sum over all outputs (for the long sequence, over the last state), with
 respect to all parameters and the inputs, in single precision. The variants alternate in one
-process. The speed is the median over rounds of the ratio to plain scan in the same round, the
+process. The speed is the median over rounds of the ratio to plain scan in the same round. The
 bytes are the temporary memory of the compiled program, and "compile" includes tracing.
 
     python benchmarks/scans.py [--quick] [--cells GRU attention] [--rounds 9]
@@ -84,7 +84,7 @@ CELLS = {
 
 
 def run(cell, xs, *, checkpoint=None, plain=False, outside=False):
-    """All outputs, with the batch inside of the scan or outside of it."""
+    """All outputs, with the batch inside or outside of the scan."""
     scan = jax.lax.scan if plain else ft.partial(eqg.filter_scan, checkpoint=checkpoint)
     over_batch = (lambda f: f) if outside else jax.vmap
     zero = jnp.zeros((*(() if outside else xs.shape[1:2]), cell.hidden_size))

@@ -8,8 +8,8 @@ single precision. "plain" is `jax.lax.scan` of the cell with its input weights, 
 to plain scan in the same round, for a batch inside and for `vmap` outside. The bytes are the
 temporary memory of the compiled program.
 
-snnTorch, Norse and Spyx are measured if they are installed, with the constants of `LIF`. The
-number of threads of PyTorch is that of `OMP_NUM_THREADS`.
+snnTorch, Norse and Spyx are measured if they are installed, with the constants of `LIF`.
+PyTorch has `OMP_NUM_THREADS` threads.
 
     python benchmarks/spiking.py [--quick] [--shapes 0 2] [--rounds 15] [--cpu-time]
 """

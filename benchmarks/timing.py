@@ -27,7 +27,7 @@ def compiled(fn, *args) -> Compiled:
 
 
 def repeated(program, args, times: int) -> Callable[[], None]:
-    """A program that is run several times, for those that take microseconds."""
+    """A program that is run several times, if one run takes microseconds."""
 
     def run():
         for _ in range(times):

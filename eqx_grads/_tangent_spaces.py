@@ -88,7 +88,7 @@ def _as_array(x: Any) -> jax.Array:
 
 
 def zip_trees(fn: Callable[..., Any], trees: Sequence[PyTree]) -> PyTree:
-    """Map `fn` over the leaves of trees, in each of which `None` stands for any branch."""
+    """Map `fn` over the leaves of trees; in each tree, `None` may replace any branch."""
     present = [t for t in trees if t is not None]
     if not present:
         return None
@@ -103,8 +103,8 @@ def zip_trees(fn: Callable[..., Any], trees: Sequence[PyTree]) -> PyTree:
         raise rule_error(
             "Tangents of different structure were combined.",
             *(f"structure: {show_tree(t)}" for t in present),
-            do="Tangents of one value have the structure of that value, "
-            "with `None` in place of any part that is zero.",
+            do="Give the tangents of a value the structure of the value, "
+            "with `None` for any part that is zero.",
         )
     if is_leaf_structure(treedef):
         return fn(*trees)
@@ -194,7 +194,7 @@ def fit_leaves(
 def match_leaves(
     t: PyTree, primal: PyTree, name: str, fail: Callable[..., RuleError]
 ) -> list[Any]:
-    """The leaves of a (co)tangent in the order of those of `primal`, `None` being a leaf."""
+    """The leaves of a (co)tangent in the order of the leaves of `primal`; `None` is a leaf."""
     leaves, treedef = jax.tree.flatten(t, is_leaf=is_none)
     if treedef == jax.tree.structure(primal, is_leaf=is_none):
         return leaves
@@ -209,8 +209,8 @@ def match_leaves(
             f"at {name or 'the root'}: the value is {show_tree(primal)}",
             f"what was returned for it is {show_tree(t)}",
             do="A tangent or cotangent has the structure of its value, with `None` for any "
-            f"part that is zero. `eqx_grads.tangents.of(module, {given})` makes that of a "
-            "Module.",
+            f"part that is zero. `eqx_grads.tangents.of(module, {given})` makes the "
+            "tangent of a Module.",
         )
     return [
         leaf
@@ -220,7 +220,7 @@ def match_leaves(
 
 
 def field_names(module: Any, keys: Sequence[Any], children: Sequence[Any]) -> list[str | None]:
-    """The attributes that the children are; `None` for a child that is no attribute."""
+    """The attributes that the children are; `None` for a child that is not an attribute."""
     if all(isinstance(key, jax.tree_util.GetAttrKey) for key in keys):
         return [key.name for key in keys]
     # A class that was registered without keys. Two attributes that are the same object are
@@ -325,7 +325,7 @@ def _is_inexact(dtype) -> bool:
 
 
 def tangents_match(x: Any, y: Any) -> bool:
-    """Whether the leaves have tangents of the same shape, or have none."""
+    """Whether both leaves have tangents of the same shape, or both have no tangent."""
     if not is_differentiable(x) or not is_differentiable(y):
         return is_differentiable(x) == is_differentiable(y)
     return shape_of(x) == shape_of(y)
@@ -340,7 +340,7 @@ def broadcasts_to(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """What to sum many cotangents in: single precision for half."""
+    """The dtype to sum many cotangents in: single precision for half."""
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
 
 

@@ -63,7 +63,7 @@ from ._tangent_spaces import (
 
 
 def is_zero(t: PyTree) -> bool:
-    """Whether a tangent is symbolically zero: `None`, or a tree in which all leaves are.
+    """Return whether a tangent is symbolically zero: `None`, or a tree in which all leaves are.
 
     JAX's symbolic zeros and arrays of dtype `float0` count as zero too. An array of zeros
     does not: its values are not inspected, so the answer is a Python `bool` even for traced
@@ -97,7 +97,7 @@ def is_zero(t: PyTree) -> bool:
 
 
 def add(*ts: PyTree) -> PyTree:
-    """The sum of tangents.
+    """Return the sum of tangents.
 
     !!! example
 
@@ -146,7 +146,7 @@ def _alike(*ts: Array) -> list[Array]:
 
 
 def neg(t: PyTree) -> PyTree:
-    """The negative of a tangent.
+    """Return the negative of a tangent.
 
     !!! example
 
@@ -173,7 +173,7 @@ def neg(t: PyTree) -> PyTree:
 
 
 def scale(t: PyTree, s: ArrayLike) -> PyTree:
-    """A tangent times a number or an array.
+    """Multiply a tangent by a number or an array.
 
     !!! example
 
@@ -286,7 +286,8 @@ def linear(fn: Callable[..., Array], *ts: PyTree) -> PyTree:
 
 
 def dot(a: PyTree, b: PyTree) -> Array | None:
-    """The inner product of two tangents: the sum over leaves of the real part of `conj(a) b`.
+    """Return the inner product of two tangents: the sum over leaves of the real part of
+    `conj(a) b`.
 
     !!! example
 
@@ -321,7 +322,7 @@ def dot(a: PyTree, b: PyTree) -> Array | None:
 
 
 def where(condition: ArrayLike, a: PyTree, b: PyTree) -> PyTree:
-    """Leaf by leaf, `a` where the condition holds and `b` elsewhere.
+    """Select, leaf by leaf, `a` where the condition holds and `b` elsewhere.
 
     !!! example
 
@@ -395,8 +396,8 @@ def materialize(primal: PyTree, t: PyTree) -> PyTree:
     **Returns:**
 
     A tree like `primal`. Floating and complex leaves (including Python and NumPy numbers)
-    have an array of their shape and dtype; integers, booleans and PRNG keys have an array
-    of dtype `float0`; leaves that are not arrays have `None`.
+    have an array of their shape and dtype. Integers, booleans and PRNG keys have an array of
+    dtype `float0`. Leaves that are not arrays have `None`.
 
     **Raises:**
 
@@ -408,7 +409,7 @@ def materialize(primal: PyTree, t: PyTree) -> PyTree:
 
 
 def zeros_like(primal: PyTree) -> PyTree:
-    """The zero tangent with the structure of `primal`: every leaf is `None`.
+    """Return the zero tangent with the structure of `primal`: every leaf is `None`.
 
     !!! example
 

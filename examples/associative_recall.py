@@ -62,7 +62,7 @@ class Model(eqx.Module):
 
 
 def sequences(key, batch):
-    """Tokens, of which the last `PAIRS` are queries, and the value of each query."""
+    """Tokens, the last `PAIRS` of them queries, and the value of each query."""
 
     def one(key):
         keys = jr.split(key, 3)

@@ -42,7 +42,7 @@ class Network(eqx.Module):
         self.domain = eqx.nn.MLP(FEATURES, 2, FEATURES, depth=1, key=key3)
 
     def __call__(self, point, strength):
-        """The logits of the labels, and those of the domains."""
+        """The logits of the labels, and the logits of the domains."""
         features = jax.nn.sigmoid(self.features(point))
         # The domain classifier minimizes its loss, and the features maximize it.
         reversed_features = eqg.reverse_gradient(features, strength)

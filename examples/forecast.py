@@ -3,9 +3,9 @@
 A linear recurrent unit (`eqg.nn.LRU`), a minGRU (`eqg.nn.MinGRU`) and a plain recurrent network
 (`eqg.nn.RNN`) read the yearly numbers since 1700 and predict the next one. As in Weigend,
 Huberman and Rumelhart (1990), they are trained on the years up to 1920 and tested on 1921 to
-1955. The error is the mean square divided by the variance of these 35 numbers.
+1955. The error is the mean square divided by the variance of the 35 numbers.
 
-The numbers, `sunspots.csv`, are those of the National Geophysical Data Center (public domain).
+The numbers, `sunspots.csv`, come from the National Geophysical Data Center (public domain).
 """
 
 import argparse

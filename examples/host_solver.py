@@ -4,8 +4,8 @@ The monthly number of airline passengers from 1949 to 1960 is modeled as a growi
 twelve factors for the months. The market is a logistic differential equation, which SciPy's
 `solve_ivp` solves on the host; the rest is in JAX. All parameters are calibrated together, by
 Gauss-Newton steps (forward mode). Their error bars come from the Hessian of the likelihood
-(forward over reverse mode), and are compared with those of simulated data. The last two years
-are held out, and forecast with error bars.
+(forward over reverse mode), and are compared with the error bars of simulated data. The last
+two years are held out, and forecast with error bars.
 """
 
 import argparse

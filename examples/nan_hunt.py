@@ -82,7 +82,7 @@ def loss(forecast, observed):
 
 
 def first_guess():
-    """One droplet lies at rest on the floor, one moves with the wind: ordinary states."""
+    """One droplet lies on the floor, one moves with the wind: ordinary states."""
     key1, key2 = jr.split(jr.key(0))
     position = jr.uniform(key1, (DROPLETS, 2), jnp.float32, 0.1, 2.0).at[0, 1].set(0.0)
     velocity = (0.3 * jr.normal(key2, (DROPLETS, 2))).at[:2].set(jnp.stack([0 * WIND, WIND]))

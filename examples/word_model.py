@@ -68,7 +68,7 @@ def plain_loss(model: WordModel, words: Int[Array, "batch time"]) -> Float[Array
 
 
 def load() -> tuple[list[str], Int[np.ndarray, " words"]]:
-    """The words that occur more than once, of which the first stands for all others."""
+    """The words that occur more than once; the first word replaces all others."""
     text = "\n".join(topics[name] for name in sorted(topics))
     words = re.findall(r"[A-Za-z_]+|[0-9]+|[^\sA-Za-z_0-9]", text)
     counts = collections.Counter(words)

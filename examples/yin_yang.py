@@ -1,9 +1,9 @@
 """Train a network that communicates by spikes only on the Yin-Yang data set.
 
 The input is a point of two coordinates, encoded as spike times: a larger coordinate has a later
-spike. Both layers have leaky integrate-and-fire neurons, and the predicted class is that of the
-output neuron with most spikes. The derivative of a spike is zero, so that no layer is trained;
-with a surrogate derivative, both are. For comparison, the same network is trained without.
+spike. Both layers have leaky integrate-and-fire neurons, and the output neuron with most spikes
+is the predicted class. The derivative of a spike is zero, so that no layer is trained; with a
+surrogate derivative, both are. For comparison, the same network is trained without.
 """
 
 import argparse
@@ -40,7 +40,8 @@ def which_class(x, y):  # yin, yang or dot: 0, 1 or 2
 
 
 def yin_yang(size, seed):
-    """Points and classes, bitwise equal to those of Kriener, Goltz and Petrovici (2022)."""
+    """Points and classes, bitwise equal to the points of Kriener, Goltz and Petrovici
+    (2022)."""
     rng = np.random.RandomState(seed)
     points, labels = np.empty((size, 2)), np.empty(size, int)
     for i in range(size):

@@ -1,4 +1,4 @@
-"""What every test has: strict promotion, and keys that are the same in every run. And `--tier`
+"""Setup of every test: strict promotion, and keys that are the same in every run. And `--tier`
 and `--part`, which choose tests."""
 
 import collections
@@ -32,7 +32,7 @@ _make_mesh = jax.make_mesh
 
 @functools.wraps(_make_mesh)
 def _mesh_of_cpus(shape, *args, devices=None, **options):
-    """Several devices are those of the CPU, by name: a machine has one GPU, or none."""
+    """Several devices are CPU devices, by name: a machine has one GPU, or none."""
     devices = jax.devices("cpu")[: math.prod(shape)] if devices is None else devices
     return _make_mesh(shape, *args, devices=devices, **options)
 
@@ -113,7 +113,7 @@ def without_type_checks():
 
 @pytest.fixture
 def cpu(monkeypatch):
-    """What the platform decides is chosen as on a CPU, wherever the tests run."""
+    """Choices by platform are made as on a CPU, wherever the tests run."""
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
 
 

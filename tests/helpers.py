@@ -1,4 +1,4 @@
-"""What several test files compare and measure with."""
+"""Comparisons and measurements that several test files use."""
 
 import contextlib
 import gc
@@ -42,8 +42,8 @@ def assert_close(
 
 @contextlib.contextmanager
 def checking_leaks():
-    """`jax.checking_leaks`, without its cost: it looks at all objects that there are, after
-    every trace. Those that are there already, garbage or not, need not be looked at."""
+    """`jax.checking_leaks`, without its cost: it looks at all objects after every trace.
+    Objects that exist already, garbage or not, can be skipped."""
     gc.freeze()
     try:
         with jax.checking_leaks():
@@ -52,7 +52,7 @@ def checking_leaks():
         # JAX's search for what holds a leaked tracer crashes where only a frame holds it.
         if "list index out of range" not in str(error):
             raise
-        raise RuntimeError("Leaked tracers, of which JAX's report crashed") from error
+        raise RuntimeError("Leaked tracers, and JAX's report crashed") from error
     finally:
         gc.unfreeze()
 
@@ -75,7 +75,7 @@ def compilations() -> Iterator[list[str]]:
 
 
 def temp_bytes(fn: Any, *args: Any) -> int:
-    """What the compiled program needs besides its arguments and outputs."""
+    """The bytes that the compiled program needs beyond its arguments and outputs."""
     return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
@@ -99,7 +99,7 @@ def count_calls(fn: Callable, *args: Any) -> int:
 
 
 def assert_linear_in_size(fn: Callable[[int], Any], size: int) -> None:
-    """What the library does in `fn(n)` grows in proportion to `n`, up to `4 * size`."""
+    """The work of the library in `fn(n)` grows in proportion to `n`, up to `4 * size`."""
     fn(size)  # fills caches
     small, middle, large = (count_calls(fn, n) for n in (size, 2 * size, 4 * size))
     assert 0 < large - middle < 2.2 * (middle - small)

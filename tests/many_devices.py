@@ -148,8 +148,8 @@ def subject_of(case: Any) -> FlatFunction:
 
 
 def data_of(subject: FlatFunction) -> list[int]:
-    """The leaves that are data, of which each device has its own: the arguments of a Module,
-    and else the first argument. The others are parameters."""
+    """The leaves that are data, where each device has its own: the arguments of a Module, and
+    otherwise the first argument. The others are parameters."""
     if -1 in subject.groups:
         return [i for i, group in enumerate(subject.groups) if group >= 0]
     return [i for i, group in enumerate(subject.groups) if group == subject.groups[0]]

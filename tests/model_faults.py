@@ -119,7 +119,7 @@ DATA = np.asarray(normal(7, 5, 3))
 
 
 def dense_stack(act, at=1, n=3):
-    """Three layers, of which one has an activation with a rule."""
+    """Three layers; one has an activation with a rule."""
     layers = [Dense(seed, act if seed == at else None) for seed in range(n)]
     return loss, Stack(tuple(layers)), DATA
 

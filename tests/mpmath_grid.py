@@ -59,8 +59,8 @@ def rounded(dtype: str, xs: Sequence[float]) -> list[float]:
 
 
 def partial(truth: Truth, order: Sequence[int], *, digits: int = 0) -> Truth:
-    """The derivative of `truth`, so many times along each argument. With so many more digits,
-    if a term of it is smaller than the others by that."""
+    """The derivative of `truth`, so many times along each argument. It has more digits if one
+    of its terms is smaller than the others by that many."""
 
     def derivative(*point):
         # A second difference at 1e-300 is smaller than the value by 1e-600, and by the steps.
@@ -174,11 +174,12 @@ def errors(
     dtype: str,
     scale: Callable[..., Any] | None = None,
 ) -> Iterator[Error]:
-    """The error at each point. What is above the largest float has to be infinite, and a term
-    that is below the smallest normal one may be zero.
+    """The error at each point. A number above the largest float has to be infinite, and a term
+    below the smallest normal float may be zero.
 
-    - `scale`: of a point, a magnitude whose spacing is the unit if it is greater than that of
-        the value: for a difference that cancels, what is subtracted.
+    - `scale`: a function of a point: a magnitude whose spacing is the unit if it is greater
+        than the magnitude of the value. For a difference that cancels, the number that is
+        subtracted.
     """
     info = jnp.finfo(dtype)
     largest, tiny, eps = float(info.max), float(info.tiny), mp.mpf(float(info.eps))

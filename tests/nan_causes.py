@@ -1,6 +1,6 @@
 """Losses with a planted cause of a gradient that is not finite, and healthy ones.
 
-`# HERE` marks the line to be reported, and `# MASK` the one that does not select a branch.
+`# HERE` marks the line to be reported, and `# MASK` the line that does not select a branch.
 """
 
 import dataclasses

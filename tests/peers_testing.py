@@ -24,7 +24,7 @@ _OPTIONS = (
 
 
 def _of_what_moves(fn, args, options):
-    """The function and its arguments, less those that are not to be perturbed."""
+    """The function and its arguments, without the arguments that are not to be perturbed."""
     kwargs = {name: value for name, value in options.items() if name not in _OPTIONS}
     n_fixed = len(options.get("nondifferentiable", ()))  # the last arguments, in all cases
     moving, fixed = args[: len(args) - n_fixed], args[len(args) - n_fixed :]

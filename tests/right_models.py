@@ -1,4 +1,4 @@
-"""Models with a right gradient, many of which a careless check would accuse."""
+"""Models with a right gradient. A careless check would accuse many."""
 
 from collections.abc import Callable
 from typing import Any
@@ -268,7 +268,7 @@ def chaotic_map_of_60_steps():
 
 @_right
 def a_hundred_thousand_kinks():
-    """The slope between two kinks is not that of steps across many."""
+    """The slope between two kinks differs from the slope of steps across many."""
     kinks = np.linspace(-1, 1, 100_001)
     fn = lambda m, kinks: jnp.mean(jnp.abs(m[0] - kinks)) + m[1] ** 2
     return fn, jnp.array([0.3, 0.2]), kinks

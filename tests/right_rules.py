@@ -1,4 +1,4 @@
-"""Right rules over all kinds of arguments: `RIGHT`, none of which `check_rule` may accuse."""
+"""Right rules over all kinds of arguments: `RIGHT`. `check_rule` may accuse none."""
 
 import functools as ft
 from collections.abc import Callable

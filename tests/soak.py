@@ -13,7 +13,7 @@ In the second half of the laps,
 
 - the line through each count has to rise by less than `COUNT`;
 - the line through the memory has to rise by less than `MEMORY` of what is in use, or for each
-  lap by at most twice as much as that of the reference.
+    lap by at most twice as much as the reference.
 """
 
 import argparse
@@ -243,7 +243,7 @@ def census() -> dict[str, float]:
 
 
 def _return_freed_memory():
-    """To the system: what glibc keeps of it depends on where it was."""
+    """Return it to the system: how much glibc keeps depends on where it was."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

@@ -1,4 +1,4 @@
-"""What is chosen by platform: the program for a given platform, and its values on a CPU.
+"""Choices by platform: the program for a given platform, and its values on a CPU.
 
 What `checkpoint="auto"` chooses is in `test_replay.py`.
 """

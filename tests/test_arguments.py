@@ -1,4 +1,4 @@
-"""What may be passed to a function with a rule, and how: calls, leaves and outputs."""
+"""Arguments of a function with a rule, and how to pass them: calls, leaves and outputs."""
 
 import collections
 

@@ -11,7 +11,8 @@ X = jnp.array([0.5, 2.0, 5.0])
 
 
 def box_cox(lam, x):
-    """At `lam = 0`, the derivative is `log(x)**2 / 2`, and that of the branch is zero."""
+    """At `lam = 0`, the derivative is `log(x)**2 / 2`, and the derivative of the branch is
+    zero."""
     return jnp.where(lam == 0, jnp.log(x), (x**lam - 1) / lam)
 
 

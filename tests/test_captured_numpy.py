@@ -1,5 +1,6 @@
 """NumPy arrays of 64 bits that a function captures, under the checkers, which compute in both
-precisions: JAX has one constant for both, in that of the first program that is alive."""
+precisions: JAX has one constant for both, in the precision of the first program that is
+alive."""
 
 import eqx_grads as eqg
 import eqx_grads.testing as eqgt

@@ -1,6 +1,6 @@
 """`check_rule` of complex functions on the host, whose reference is finite differences.
 
-The rules are those of JAX, where a pairing is the real part of the sum of products without
+The rules follow JAX, where a pairing is the real part of the sum of products without
 conjugation; `test_the_right_rules_are_right` compares them with the same function in
 `jax.numpy`.
 """

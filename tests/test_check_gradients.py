@@ -85,7 +85,7 @@ def confident(logits):
 
 
 def determinant(w):
-    """JAX computes its diagonal by a branch for each platform, also in float64."""
+    """JAX computes its diagonal by a branch for each platform, even in float64."""
     w = w.astype("float32")
     return w[0, 0] * jnp.linalg.slogdet(w)[1]
 
@@ -216,7 +216,7 @@ def test_the_precision_of_the_check():
 
 @pytest.mark.parametrize("is_chaotic", [False, True])
 def test_only_the_leaf_that_is_not_finite(is_chaotic):
-    """Where the differences are those of float64, or none at all."""
+    """Where the differences are in float64, or missing."""
 
     def loss(model):
         w = model["w"]
@@ -326,7 +326,7 @@ def test_values_that_are_stopped_are_held(name):
 
 @pytest.mark.slow
 def test_a_loop_without_reverse_mode_behind_a_stop():
-    """Without the `stop_gradient`, there is no gradient to compare with."""
+    """Without the `stop_gradient`, the loss has no gradient to compare with."""
 
     def root(w):  # of y = cos(w y)
         step = lambda y: jnp.cos(w * y)

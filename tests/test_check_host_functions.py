@@ -65,7 +65,7 @@ def test_a_derivative_that_is_wrong_under_vmap_is_its_own_failure():
 
 @pytest.mark.parametrize("factor", [1.0, 1.2])
 def test_a_rule_that_is_wrong_in_single_precision_only(factor):
-    """Its values are compared with those of the function with float64 arguments."""
+    """Its values are compared with the values of the function for float64 arguments."""
     sine = eqg.host_function(np.sin, out=lambda x: x)
     scale = lambda x: np.asarray(factor if x.dtype == np.float32 else 1.0, x.dtype)
     sine.def_bwd(lambda r, ct: (ct * np.cos(r[0]) * scale(r[0]),))
@@ -197,8 +197,8 @@ MIXED = {
 @pytest.mark.parametrize("mixed", MIXED)
 @pytest.mark.parametrize("width", [0.0, 1.0])
 def test_cotangents_are_mixed(mixed, width):
-    """Each example has a cotangent of its own, also if there is one argument only at which the
-    function is defined."""
+    """Each example has its own cotangent, even if the function is defined at one argument
+    only."""
 
     def square(x):
         if np.any(np.abs(x - 1) > width):

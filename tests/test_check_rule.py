@@ -275,7 +275,7 @@ def _variance(factor):
     [(_sum_of_squares, 2.0, 10.0), (_log_determinant, True, False), (_variance, 2.0, 0.0)],
 )
 def test_a_rule_that_is_right_to_first_order_at_these_arguments_only(make, right, wrong):
-    """They are zero, symmetric or equal, and the rule's second derivative is that of its own
+    """They are zero, symmetric or equal, and the rule's second derivative belongs to its own
     gradient."""
     without_rule = make(right)[0].__wrapped__
     for reference in (None, without_rule):

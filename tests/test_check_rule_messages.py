@@ -1,5 +1,5 @@
-"""What a report of `check_rule` says: a table of rules, of words that its report has, and of
-words that it has not."""
+"""The words of a report of `check_rule`: a table of rules, of words that its report has, and of
+words that it does not have."""
 
 import statistics
 
@@ -350,7 +350,7 @@ def test_a_backward_rule_that_raises_is_no_wrong_value():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("of", [0, 1])
 def test_a_cast_to_half_precision(dtype, of):
-    """Of the cotangent or of a residual."""
+    """A cast of the cotangent or of a residual."""
     cast = lambda x, is_cast: x.astype(dtype).astype(x.dtype) if is_cast else x
     rule = product(lambda r, ct: (cast(ct, of == 0) * cast(r[1], of == 1), ct * r[0]))
     options = {"checks": ("reverse", "linear"), "raises": False, "seed": range(3)}

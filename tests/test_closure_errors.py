@@ -58,7 +58,7 @@ def test_differentiating_what_is_held(hold, holders, order):
 
 
 def decorated(get, a):
-    """A function and rules, all of which hold what `get` does."""
+    """A function and rules, which all hold the same value as `get`."""
     f = eqg.custom_jvp(lambda x: jnp.sin(x) * get())
     f.def_jvp(lambda primals, tangents: (f(*primals), jnp.cos(*primals) * get() * tangents[0]))
     return f
@@ -104,7 +104,7 @@ NOT_HOISTED = {
 @pytest.mark.parametrize("order", ["jit(grad)", "grad(jit)", "scan"])
 @pytest.mark.parametrize("make", NOT_HOISTED)
 def test_a_place_that_can_not_be_emptied(make, order):
-    """What is found is named; the message says what to do instead."""
+    """The error names the place; the message says what to do instead."""
     one = jnp.array(1.0)
     runs = {
         "jit(grad)": lambda f: jax.jit(lambda a: jax.grad(f(a))(one))(x()),

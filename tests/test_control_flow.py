@@ -127,7 +127,7 @@ def test_the_condition_of_a_bounded_loop_has_no_derivative():
 
 
 def test_a_bounded_loop_across_a_named_axis():
-    """Examples that go on see the last carry of those that have ended."""
+    """Examples that go on see the last carry of the examples that have ended."""
 
     def run(x, loop):
         step = lambda c: 1.2 * c + 0.1 * jnp.sin(jax.lax.psum(c, "b"))

@@ -1,4 +1,4 @@
-"""What a rule costs when it is compiled: the same FLOPs and temporary bytes as in raw JAX."""
+"""The cost of a rule when it is compiled: the same FLOPs and temporary bytes as in raw JAX."""
 
 import eqx_grads as eqg
 import jax
@@ -58,7 +58,7 @@ def temporary_bytes(fn, *args):
 
 
 def n_equations(jaxpr):
-    """All equations, those of inner jaxprs included."""
+    """All equations, inner jaxprs included."""
     inner = (
         p
         for eqn in jaxpr.eqns

@@ -86,7 +86,7 @@ def test_every_order(order):
 
 
 def test_one_weight_gradient_for_the_batch():
-    """What it is for: no product per example is left, and no sum over their results."""
+    """The purpose: no product per example is left, and no sum over their results."""
     plain = eqg.custom_vjp(product)
     plain.def_fwd(lambda weight, x: (plain(weight, x), (weight, x)))
     plain.def_bwd(lambda r, ct: (r[1].T @ ct, ct @ r[0].T))

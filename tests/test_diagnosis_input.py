@@ -1,4 +1,4 @@
-"""What each diagnosis does with a loss or a model that it can't look at."""
+"""Errors of each diagnosis for a loss or a model that it can't look at."""
 
 import re
 
@@ -75,7 +75,7 @@ TEXTS = {
     "decides": (decides, X, r"can't trace the loss `decides`.*\n.*boolean conversion"),
     "numpy": (numpy, X, r"can't trace the loss `numpy`.*\n.*__array__"),
     "integers": (jnp.sum, jnp.arange(3), r"without inexact arrays.*\n.*it is int"),
-    "Python numbers": (lambda m: m["a"] ** 2, {"a": 0.5}, r"A Python number is no array"),
+    "Python numbers": (lambda m: m["a"] ** 2, {"a": 0.5}, r"A Python number is not an array"),
     "nothing": (lambda m: 1.0, None, r"without inexact arrays.*\n.*it is None"),
 }
 

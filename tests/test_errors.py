@@ -1,4 +1,4 @@
-"""What is wrong with a rule is said while it is traced: where, which leaf, what to do."""
+"""Errors say what is wrong with a rule while it is traced: where, which leaf, what to do."""
 
 import pathlib
 import re
@@ -221,7 +221,7 @@ def test_a_rule_that_differentiates_its_own_function():
     with pytest.raises(RecursionError, match="recursion") as error:
         jax.grad(Scaled(jnp.array(2.0)))(1.0)
     [note] = [n for n in error.value.__notes__ if "is called inside itself" in n]
-    assert "move the body into one without a rule" in note
+    assert "Move the body into a function without a rule" in note
 
 
 def _accumulate(x, out):

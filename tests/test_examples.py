@@ -49,7 +49,7 @@ def _run(path, cwd, *args):
 
 
 def _marker(path):
-    """The main one, and the one that explains a NaN, for every day; all with the slow tests."""
+    """The main example and the NaN example run every day; all run with the slow tests."""
     return "thorough" if path.name in ("spiking_digits.py", "nan_hunt.py") else "slow"
 
 
@@ -69,7 +69,8 @@ def test_example_runs(path, tmp_path):
 
 @pytest.mark.slow
 def test_the_yin_yang_points_are_the_published_ones(monkeypatch):
-    """Those in `publication_data` of github.com/lkriener/yin_yang_data_set, and their sums."""
+    """The points in `publication_data` of github.com/lkriener/yin_yang_data_set, and their
+    sums."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     yin_yang = importlib.import_module("yin_yang").yin_yang
     points, labels = yin_yang(1000, seed=40)

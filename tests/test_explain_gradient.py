@@ -84,7 +84,7 @@ def test_symptoms(name):
 
 @pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.relu])
 def test_nothing_is_wrong(activation):
-    """And the norms are those of the gradient."""
+    """And the norms are the norms of the gradient."""
     model = mlp(activation)
     report = eqg.explain_gradient(mean_square, model, XS)
     assert not report

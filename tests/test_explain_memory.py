@@ -1,4 +1,5 @@
-"""What a loss keeps, against what JAX keeps, closed forms, and compiled programs."""
+"""The values that a loss keeps, against JAX's residuals, closed forms, and compiled
+programs."""
 
 import functools as ft
 import re
@@ -169,7 +170,8 @@ def test_total_is_what_jax_says(model):
 
 
 def test_a_layer_with_its_own_backward_pass():
-    """With wrapped cells, it ran a plain scan: the sizes and the advice were those of that."""
+    """With wrapped cells, it ran a plain scan: the sizes and the advice belonged to the plain
+    scan."""
     layer, xs = eqg.nn.GRU(2, 8, key=KEY), jnp.ones((16, 300, 2))
     loss = lambda layer, xs: jnp.sum(jax.vmap(lambda x: layer(x)[0])(xs) ** 2)
     report = eqg.explain_memory(loss, layer, xs, compiled=False)
@@ -357,7 +359,7 @@ def test_advice_names_the_loop_or_the_layer():
 
 @pytest.mark.slow
 def test_advice_can_be_followed():
-    """What is predicted for `checkpoint=k` is what a model written so needs."""
+    """A model with `checkpoint=k` needs the memory that the advice predicts."""
     report = eqg.explain_memory(*flat(gru()), compiled=False)
     advice = next(a for a in report.advice if "filter_scan" in a.cure)
     checkpoint = re.search(r"checkpoint=(.*)\)", advice.cure)[1].strip("'")
@@ -429,7 +431,7 @@ def test_the_loss_in_chunks_is_the_same_loss():
 
 
 def test_a_named_axis_is_left_alone():
-    """What sums over it needs all examples at once."""
+    """A sum over it needs all examples at once."""
 
     def loss(model, xs):
         normalized = lambda x: jnp.tanh(model(x) - jax.lax.pmean(model(x), "batch"))
@@ -465,7 +467,7 @@ def test_no_reverse_mode():
     loss = lambda w: jax.lax.while_loop(
         lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * w), (0, w)
     )
-    with pytest.raises(eqg.RuleError, match="`while_loop` has none") as error:
+    with pytest.raises(eqg.RuleError, match="`while_loop` has no reverse mode") as error:
         eqg.explain_memory(lambda w: loss(w)[1], jnp.array(4.0))
     assert "no derivative in reverse mode" in str(error.value)
 

@@ -125,7 +125,7 @@ def test_what_does_not_reach_the_gradient_is_no_cause(drop):
 
 @pytest.mark.slow
 def test_a_buffer_of_infinities():
-    """Solvers keep their results so. The NaN of a step is not that of a constant."""
+    """Solvers keep their results so. The NaN of a step is not the NaN of a constant."""
 
     def loss(scale, y):
         def step(carry, i):
@@ -305,7 +305,8 @@ def test_what_zero_safe_drops_of_several_dead_branches():
 
 @pytest.mark.parametrize("around", [lambda f: f, eqg.zero_safe])
 def test_a_cause_on_the_way_of_what_a_mask_drops(around):
-    """What is not finite in a masked row meets another operation that is not finite there."""
+    """A number that is not finite in a masked row meets another operation that is not finite
+    there."""
 
     def loss(x, with_norm=True):
         masked = jnp.where(x > 0, x, -jnp.inf)

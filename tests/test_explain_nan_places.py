@@ -173,9 +173,9 @@ def test_one_fault_in_several_branches_of_a_function_of_jax():
 
 @pytest.mark.slow
 def test_each_place_in_the_rule_of_a_loop_of_a_library():
-    """To the loss, all that such a loop runs is one operation: only the first of these places
-    was found, and again after its cure. The steps were those of the loop in the rule, which
-    runs some steps forward and others backward."""
+    """To the loss, all that such a loop runs is one operation: only the first place was found,
+    and again after its cure. The steps were the steps of the loop in the rule, which runs some
+    steps forward and others backward."""
     skip_without_checkpointed_loops()
     n_steps = 6
 

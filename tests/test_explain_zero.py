@@ -30,7 +30,7 @@ def lines_of(fn) -> list[int]:
 
 
 def zero_leaves(loss, model, *args) -> set[str]:
-    """The witness: leaves of which `jax.grad` is zero."""
+    """The witness: leaves whose `jax.grad` is zero."""
     grads = eqx.filter_grad(loss)(model, *args)
     leaves = jax.tree_util.tree_leaves_with_path(grads)
     name = lambda path: jax.tree_util.keystr(path).removeprefix(".") or "model"
@@ -38,7 +38,7 @@ def zero_leaves(loss, model, *args) -> set[str]:
 
 
 def check(loss, model, *args):
-    """The report, whose leaves are those that the witness finds."""
+    """The report, which has the leaves that the witness finds."""
     report = eqg.explain_zero(loss, model, *args)
     assert {record.leaf for record in report.found} == zero_leaves(loss, model, *args)
     assert bool(report) == bool(report.found)
@@ -264,7 +264,8 @@ def test_some_dead_units(activation):
 
 @pytest.mark.parametrize("factor", [jnp.array(0.0), jnp.array(False), np.float16(0)])
 def test_multiplied_by_zero_names_an_input_of_another_type(factor):
-    """A weak type counts: JAX converts it. The factor is no leaf, and is not to be trained."""
+    """A weak type counts: JAX converts it. The factor is not a leaf, and is not to be
+    trained."""
     factor = jnp.asarray(factor)
     cast = lambda x: x if x.weak_type else x.astype(jnp.float32)
     loss = lambda w, factor: jnp.sum(jnp.tanh(w) * cast(factor))
@@ -463,7 +464,7 @@ BINARY = [jnp.add, jnp.multiply, lambda x, y: jnp.where(x > 0, x, y), lambda x, 
 
 
 def random_program(seed):
-    """A program of three leaves, of which each may be used in several places."""
+    """A program of three leaves; each may be used in several places."""
     rng = np.random.default_rng(seed)
     # Drawn here: the loss is the same each time that it is called.
     choices = [
@@ -571,10 +572,10 @@ def test_leaves_of_integers_are_named():
 
 
 def test_a_safe_function_whose_derivative_is_zero_in_the_loss():
-    """The report names the function that the user calls, and not a rule inside of it."""
+    """The report names the function that the user calls, and not a rule inside."""
     force = lambda w: jnp.sum(jax.grad(lambda x: w * eqg.safe.norm(x))(jnp.zeros(2)))
     report = eqg.explain_zero(force, jnp.array(2.0))
-    named = "`safe.norm` has the derivative zero where there is none"
+    named = "`safe.norm` has a zero derivative where the true one does not exist"
     assert any(named in record.cure for record in report.found)
     text = str(report)
     assert "polar" not in text
@@ -602,7 +603,7 @@ class WithNumbers(eqx.Module):
 
 
 def test_a_python_number_is_named_with_the_line_that_makes_it_an_array():
-    """equinox#189. What a library has as a number, such as a rate, is not meant."""
+    """equinox#189. A number in a library, such as a rate, is not meant."""
     loss = lambda m: jnp.sum(m.weight**2) * m.scale
     model = WithNumbers()
     assert eqx.filter_grad(loss)(model).scale is None

@@ -92,7 +92,7 @@ def test_rows_without_an_entry(loss, name):
 
 
 def _by_hand(x):
-    """The maximum is that of other numbers."""
+    """The maximum belongs to other numbers."""
     y = _masked(x)
     return jnp.sum(jnp.exp(y - jnp.max(_masked(x + 1), 1, keepdims=True)))
 

@@ -206,7 +206,7 @@ def conjugating(z, c):
 @pytest.mark.filterwarnings("ignore:Complex support in Optimistix")
 @pytest.mark.parametrize("backward", EXACT)
 def test_complex(backward):
-    """Of a function that is not holomorphic: its derivative is linear over the reals only."""
+    """The function is not holomorphic: its derivative is linear over the reals only."""
     with jax.enable_x64(True):
 
         def loss(z):

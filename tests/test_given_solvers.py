@@ -1,6 +1,6 @@
 """Solvers that are given to JAX (`custom_linear_solve`, `custom_root`), under the checkers.
 
-Their derivative is that of an equation, of which they may not have the solution.
+They have the derivative of an equation, and may not have its solution.
 """
 
 import pathlib
@@ -23,7 +23,7 @@ def _on_host(matrix, side):
 
 
 def _linear(solver, factor):
-    """The matrix of the equation is `factor` times that of the solver."""
+    """The matrix of the equation is `factor` times the matrix of the solver."""
 
     def solve(matrix, side):
         return jax.lax.custom_linear_solve(
@@ -61,7 +61,7 @@ def test_a_solver_of_another_equation_is_wrong(name):
     make, args = CASES[name]
     checks = ("primal", "forward", "reverse")
     eqgt.check_rule(make(1.0), *args, checks=checks)
-    with pytest.raises(eqgt.RuleCheckError, match=r"relative error 1, admitted 1e-0"):
+    with pytest.raises(eqgt.RuleCheckError, match=r"relative error 1, tolerance 1e-0"):
         eqgt.check_rule(make(2.0), *args, checks=checks)
 
 

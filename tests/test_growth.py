@@ -93,8 +93,8 @@ def census():
 
 
 def growth(step, n):
-    """What is left behind by every step, or by every second one, of `n`. (A few new objects are
-    caches of JAX.)"""
+    """The objects that every step, or every second step, of `n` leaves behind. (A few new
+    objects are caches of JAX.)"""
     for _ in range(5):
         step()
     before = census()

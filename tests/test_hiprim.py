@@ -1,6 +1,6 @@
 """What `docs/coming-from/jax.md` says of JAX's `HiPrim`, and the same with this library.
 
-A test fails when JAX has changed what the page says of it.
+A test fails when JAX has changed, and the page is wrong.
 """
 
 import types

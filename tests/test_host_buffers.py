@@ -170,7 +170,7 @@ def test_an_array_of_c(rule):
 
 
 class Solver:
-    """Has one factorization, that of the last matrix."""
+    """Has one factorization, of the last matrix."""
 
     def factorize(self, matrix):
         self.inverse = np.linalg.inv(matrix)
@@ -213,7 +213,7 @@ def test_one_object_that_all_calls_return(transform):
 
 
 def test_arguments_and_residuals_are_read_only():
-    """What a rule writes into would change what its next call is given."""
+    """A rule that writes into them would change the arguments of its next call."""
 
     def writes(x):
         x *= 2

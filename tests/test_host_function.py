@@ -216,7 +216,7 @@ def test_a_backward_rule_may_ask_what_is_perturbed():
 
 @pytest.mark.parametrize("way", ["elementwise", "implicit", "custom_vjp"])
 def test_ufunc(way):
-    """A ufunc has options with default values, of which no rule knows (NumPy 2.4)."""
+    """A ufunc has options with default values, and no rule knows them (NumPy 2.4)."""
     sine = eqg.host_function(np.sin, out=lambda x: x)
     cosine = eqg.host_function(np.cos, out=lambda x: x)
     f = eqg.elementwise(sine, lambda out, x: cosine(x))
@@ -337,7 +337,7 @@ def test_a_promise_of_what_has_a_shape_and_a_dtype():
 
 
 def test_a_compiled_program_logs_the_exception_once(caplog):
-    """And with no frame of this library but the one that raises it."""
+    """And with no frame of this library except the frame that raises it."""
 
     def solve(x):
         raise ZeroDivisionError("none")
@@ -506,7 +506,7 @@ def test_bad_arguments():
         2.0,
     )
     _raises("was given a random key", f, jax.random.key(0))
-    _raises("an argument that is no array and has no hash", f, 1.0, bytearray())
+    _raises("an argument that is not an array and has no hash", f, 1.0, bytearray())
     closing = lambda a: eqg.host_function(lambda x: a * x, out=lambda x: x)(a)
     _raises("closes over a traced value", jax.jit(closing), 1.0)
     closing = lambda a: eqg.host_function(lambda: np.sin(a), out=1.0)()

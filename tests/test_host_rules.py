@@ -30,8 +30,8 @@ def _like_x(x, *_):
 
 
 class TestDefaults:
-    """Rules are given positional arguments that have their default, as those of `custom_vjp`
-    are; the function and `out` are given what the caller gave."""
+    """Rules get positional arguments with their defaults, as the rules of `custom_vjp` do. The
+    function and `out` get what the caller gave."""
 
     @pytest.mark.slow
     def test_def_bwd(self):
@@ -71,7 +71,7 @@ class TestDefaults:
         assert jnp.array_equal(pushed, jnp.stack([2 * X, 2 * X]))
 
     def test_what_has_no_defaults(self):
-        """A ufunc and `*args` get what was given; a default that is no array stays."""
+        """A ufunc and `*args` get what was given; a default that is not an array stays."""
         h = eqg.host_function(np.add, out=lambda x, y: x)
         h.def_bwd(lambda residuals, ct: (ct,) * len(residuals))
         np.testing.assert_allclose(jax.grad(lambda x: h(x, x).sum())(X), 2.0)
@@ -101,7 +101,7 @@ class TestDefaults:
             return (x * ct,)
 
         forward = lambda x: jax.jvp(h, (x,), (x,))
-        for derive, given in ((forward, "`h_jvp` is given `primals`"), (_grad(h), "`h_bwd`")):
+        for derive, given in ((forward, "`h_jvp` gets `primals`"), (_grad(h), "`h_bwd`")):
             with pytest.raises(ValueError, match="to unpack") as caught:
                 derive(X)
             notes = "\n".join(caught.value.__notes__)

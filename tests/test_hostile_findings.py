@@ -1,5 +1,5 @@
-"""What the calls of `tests/hostile` found: arguments that were taken silently, or refused in
-the words of others."""
+"""Findings of the calls of `tests/hostile`: arguments that were accepted silently, or rejected
+in the words of others."""
 
 import eqx_grads as eqg
 import eqx_grads.testing as eqgt
@@ -33,7 +33,7 @@ REFUSED = {
     ),
     "a type for a value": (
         lambda: eqg.replace_gradient(jax.ShapeDtypeStruct((3,), "float32"), X),
-        "a surrogate that can't stand for the value",
+        "a surrogate that can't replace the value",
     ),
     "a type for a start": (
         lambda: eqg.fixed_point(jnp.cos, jax.ShapeDtypeStruct((3,), "float32")),
@@ -102,14 +102,14 @@ def test_refused(name):
 
 
 def test_half_precision_in_a_trace():
-    """A constant was converted by JAX, which made a tracer of it."""
+    """JAX converted a constant to a tracer."""
     p = jnp.array([0.2, 0.9], jnp.float16)
     assert jax.jit(lambda: eqg.ste.bernoulli(p, key=KEY))().dtype == jnp.float16
 
 
 @pytest.mark.parametrize("large", [2**40, 10**30])
 def test_large_integers_are_numbers(large):
-    """JAX takes no Python integer beyond those of its own."""
+    """JAX takes no Python integer beyond its own range."""
     root = eqg.implicit(lambda y, a: y**2 - a, tolerance=large)(jnp.sqrt)
     layer = lambda: jax.tree.leaves(eqg.nn.S5(2, 1, 4, max_step=large, key=KEY))
     assert jax.eval_shape(lambda: (jax.grad(root)(4.0), layer()))

@@ -2,7 +2,7 @@
 
 The outcome is an error that names the argument, or a right answer: `tests/hostile` says for
 each argument what it may be. The quick test takes some kinds of nonsense for each argument,
-and not the same for all; the slow ones take all of them, in each of three ways to call.
+and not the same for all; the slow tests take all kinds, in each of three ways to call.
 """
 
 import inspect
@@ -25,10 +25,10 @@ from .hostile.targets import arrays, call
 MASKED = "masked array"  # JAX refuses them where they enter, in its own words, for any function
 NO_ARRAYS = ("array of objects", "array of strings", "array of dates", "structured array")
 KNOWN = {
-    ("custom_vjp.def_bwd", "bwd", "none"): "then it is a decorator, and there is no rule",
+    ("custom_vjp.def_bwd", "bwd", "none"): "then it is a decorator without a rule",
     ("linear_function", "rmatvec", "none"): "then it is defined later, and the call says so",
     ("elementwise", "derivative", "none"): "then it is a decorator of the derivative",
-    **{("filter_scan", "init", kind): "the error is that of JAX" for kind in NO_ARRAYS},
+    **{("filter_scan", "init", kind): "JAX raises the error" for kind in NO_ARRAYS},
 }
 PARTS = 8
 
@@ -75,7 +75,7 @@ def test_all_nonsense(part, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith(("safe.", "ste."))])
 def test_nan_in_nan_out(target):
-    """Of the functions of arrays. Masks, keys and codes have none."""
+    """The functions of arrays. Masks, keys and codes have no NaN."""
     given = TARGETS[target]
     for argument, good in given.args.items():
         if argument in given.hides_nan or not isinstance(good, jax.Array):

@@ -61,7 +61,8 @@ def test_closures_in_scan_and_vmap():
 
 @pytest.mark.slow
 def test_keyword_only():
-    """What the residual does not take has the derivative zero; the rest is configuration."""
+    """An argument that the residual does not take has a zero derivative; the rest is
+    configuration."""
     assert jax.grad(lambda g: solve(0.7, 1.3, guess=g)["u"])(1.0) == 0
 
     @eqg.implicit(lambda y, a, *, power: y**power - a)
@@ -119,8 +120,8 @@ class TestTheResidualIsSmall:
             jax.grad(lambda a: unfinished(a)["x"])(4.0)
 
     def test_the_line_of_the_residual_is_named(self):
-        """Also when the program that fails was compiled for an earlier call, of which the error
-        has the stack."""
+        """Even when the program that fails was compiled for an earlier call, whose stack the
+        error has."""
 
         def close_to_root(y, a):
             return y**2 - a
@@ -225,7 +226,7 @@ class TestErrors:
             jax.grad(wrong)(1.0)
 
     def test_without_lineax(self, monkeypatch):
-        """Which only large systems need, and those with tags or a solver."""
+        """Only large systems need it, and systems with tags or a solver."""
         monkeypatch.setitem(sys.modules, "lineax", None)
         summed = eqg.implicit(lambda y, a: jnp.cumsum(y) - a)
         few = summed(lambda a: a * jnp.eye(2)[0])

@@ -110,7 +110,7 @@ def test_a_pivot_that_is_a_rounding_error_is_not_a_number_to_divide_by(transform
 @pytest.mark.parametrize("scaled", ["rows", "columns", "both"])
 @pytest.mark.parametrize("condition", [1e1, 1e5])
 def test_equations_and_unknowns_of_other_sizes_are_not_called_singular(condition, scaled):
-    """The error is that of `jnp.linalg.inv`, which is large where the sizes of rows differ."""
+    """The error is as for `jnp.linalg.inv`, which is large where the sizes of rows differ."""
     rng = np.random.default_rng(0)
     left, right = (np.linalg.qr(rng.normal(size=(6, 6)))[0] for _ in range(2))
     matrix = left * np.logspace(0, -np.log10(condition), 6) @ right
@@ -134,7 +134,7 @@ def test_equations_and_unknowns_of_other_sizes_are_not_called_singular(condition
 
 @pytest.mark.slow
 def test_a_right_hand_side_that_is_not_finite_is_not_called_singular():
-    """What is NaN stays NaN, as in functions of JAX."""
+    """A NaN stays NaN, as in functions of JAX."""
     solve = eqg.implicit(lambda y, x: jnp.array([[2.0, 1.0], [1.0, 3.0]]) @ y - x)(
         lambda x: jnp.linalg.solve(jnp.array([[2.0, 1.0], [1.0, 3.0]]), x)
     )
@@ -144,7 +144,7 @@ def test_a_right_hand_side_that_is_not_finite_is_not_called_singular():
 
 @pytest.mark.slow
 def test_matrix_free(getkey):
-    """Many unknowns: GMRES, or conjugate gradients; also for a tiny cotangent."""
+    """Many unknowns: GMRES, or conjugate gradients; even for a tiny cotangent."""
     n = 300
     a = jr.normal(getkey(), (n, n)) / n**0.5
     definite = a @ a.T + jnp.eye(n)

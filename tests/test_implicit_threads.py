@@ -186,7 +186,7 @@ def _optimistix_218(n, key):
 
 @pytest.mark.slow
 def test_optimistix_218_gradient(getkey):
-    """The derivative is that of the residual, and not of the loss that Dogleg minimizes."""
+    """The residual gives the derivative, and not the loss that Dogleg minimizes."""
     gradients, args = _optimistix_218(6, getkey())
     got = {name: jax.jit(gradient)(args) for name, gradient in gradients.items()}
     assert_close(got["ours"], got["newton"], tolerance=1e-4)

@@ -187,7 +187,8 @@ def _by_numpy(custom_vjp):
 
 @pytest.mark.parametrize("run", [_sliced, _on_its_device, _by_numpy])
 def test_a_reverse_rule_looks_at_values(run):
-    """Where the function or a rule is traced for a check, what JAX then raises is no error."""
+    """Where the function or a rule is traced for a check, the exception that JAX then raises is
+    not an error."""
     assert_close(run(eqg.jax_custom_vjp), run(jax.custom_vjp))
 
 

@@ -1,6 +1,6 @@
 """Traced programs: the evaluator and its hooks, the table of inner programs, and what is
 decided on them. Each program is written as a function of `f`, so that the same program with
-another `f` says what a hook should have made of it."""
+another `f` says what a hook should have made."""
 
 import itertools
 import warnings
@@ -112,7 +112,7 @@ def trace(name: str, f=jnp.sin):
 
 
 def cos_for_sin(program, args, extra=None):
-    """Evaluates a program with another function in place of the sine, at any depth."""
+    """Evaluates a program with another function instead of the sine, at any depth."""
     del extra
 
     def hook(eqn, values):

@@ -99,7 +99,7 @@ REFUSED = {
         lambda: nn.LRU(3, 4, 4, r_min="1", key=KEY),
         lambda: nn.S5(3, 4, 4, min_step="1", key=KEY),
     ],
-    "a zero point that is no integer of its range(?s:.)*from -128 to 127": [
+    "a zero point that is not an integer in its range(?s:.)*from -128 to 127": [
         lambda z=z: ste.fake_quantize(X, 0.1, zero_point=z)
         for z in (300, -129, np.nan, jnp.array(200), np.array([0.0, 0.0, 128.0]))
     ],

@@ -31,8 +31,8 @@ def test_shape_under_the_leak_checker(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", FLAGS)
 def test_shapes_with_flag(flag):
-    """JAX's next implementation of each. A process of its own, since a flag is read when
-    JAX is imported, and what was traced before knows nothing of it."""
+    """JAX's next implementation of each. A process of its own, since a flag is read when JAX is
+    imported, and programs traced before do not know it."""
     if flag.lower() not in jax.config.values:
         pytest.skip(f"this JAX has no {flag}")
     run = subprocess.run(

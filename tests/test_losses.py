@@ -73,7 +73,7 @@ def test_debug_nans_stops_at_a_label_out_of_range(getkey):
 
 
 def test_a_small_loss_is_exact():
-    """Of a token that is predicted with near certainty, to the last digits."""
+    """The loss of a token that is predicted with near certainty is right to the last digits."""
     weight = jnp.array([[0.0], [1.0]])
     for x in (5.0, 12.0, 30.0, 80.0):
         loss, grad = jax.value_and_grad(linear_cross_entropy)(

@@ -66,7 +66,7 @@ CHUNKS_OF_TWO = {n for n in CASES if re.match("losses.linear|nn.Linear", n)}
 
 
 def _some_are_slow(names):
-    """Two thirds of the functions that are not layers: most of these work element by element,
+    """Two thirds of the functions that are not layers: most work element by element,
     which XLA distributes in one way."""
     names = list(names)
     functions = [n for n in names if not n.startswith("nn.")]
@@ -187,7 +187,7 @@ def _programs(static, run):
 
 
 def _arguments(make, setting):
-    """Of one device, and of many; and what is no array."""
+    """Arguments on one device, and on many; and arguments that are not arrays."""
     of_xs, of_weight, of_ys = SETTINGS[setting]
     params, static = eqx.partition(make(jr.key(0)), eqx.is_inexact_array)
     xs = jr.normal(jr.key(1), (TIME, BATCH, IN))
@@ -227,7 +227,8 @@ def test_no_more_than_a_scan(name, setting):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*LAYERS, *LINEAR_LAYERS, *OTHERS])
 def test_batch_over_an_explicit_axis(name):
-    """Types say how arrays are distributed, and that of the carry of a loop never changes."""
+    """Types say how arrays are distributed, and the type of the carry of a loop never
+    changes."""
     make = {**LAYERS, **LINEAR_LAYERS, **OTHERS}[name]
     (params, xs, ct), _, static = _arguments(make, "batch")
     forward, reverse = _programs(static, _of_layer)
@@ -299,7 +300,8 @@ def test_a_cotangent_that_is_sharded_otherwise_than_its_value():
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "chunk"), [(128, 32), (128, 48), (96, 20)])
 def test_chunks_of_tokens_are_not_gathered(tokens, chunk):
-    """The tokens of a chunk are distributed as all are, also if the chunk has to be shorter."""
+    """The tokens of a chunk are distributed as all tokens, even if the chunk has to be
+    shorter."""
     x, weight = jr.normal(jr.key(0), (tokens, 8)), jr.normal(jr.key(1), (24, 8))
     labels = jnp.arange(tokens) % 24
 

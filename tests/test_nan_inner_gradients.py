@@ -1,4 +1,4 @@
-"""`explain_nan` of a loss with a gradient inside, such as that of an energy."""
+"""`explain_nan` of a loss with a gradient inside, such as the gradient of an energy."""
 
 import inspect
 
@@ -94,7 +94,7 @@ def test_a_dead_branch_in_a_gradient_inside_of_the_loss():
 
 @pytest.mark.parametrize("is_elsewhere", [True, False])
 def test_a_singularity_in_a_gradient_inside_of_the_loss(is_elsewhere):
-    """It is no dead branch if it is also used elsewhere, or at other elements."""
+    """It is not a dead branch if it is also used elsewhere, or at other elements."""
     mask = jnp.eye(3) > 0
     if is_elsewhere:
         energy = lambda q, x: (

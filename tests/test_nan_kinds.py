@@ -120,7 +120,7 @@ def test_what_is_given_a_nan_is_no_cause():
 
 
 def test_what_is_within_a_derivative_does_not_cross_the_threshold():
-    """That of `tanh` is made of two factors, of which the first may be larger."""
+    """The derivative of `tanh` has two factors, and the first may be larger."""
     loss = lambda x: 61.9 * jnp.tanh(x)
     report = eqg.explain_nan(loss, jnp.array(-1.01), threshold=100.0)
     assert not report

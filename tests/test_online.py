@@ -376,7 +376,7 @@ def _derivatives(loss, first_only=False):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_rules_in_a_step(name):
-    """That of backpropagation through time, where a rule is not the derivative of its value."""
+    """As in backpropagation through time, where a rule is not the derivative of its value."""
     with jax.enable_x64(True):
         got = _derivatives(_loss_of_rules(RULES[name]))
         assert_same(got, _derivatives(_loss_of_rules(RULES[name], plain=True)), 1e-12)
@@ -428,7 +428,7 @@ def test_rules_that_are_not_linear(name, online):
 
 
 def test_a_backward_rule_that_applies_a_rule_to_its_cotangent():
-    """The second derivative is that of the inner rule, which a transpose would not have."""
+    """The second derivative comes from the inner rule; a transpose would not have it."""
     step = _same(lambda w, h, x: _sine(h * w) + x)
     with pytest.raises(
         eqg.RuleError, match="of `_sine`: it applies `_scale_gradient`, which has"

@@ -98,7 +98,8 @@ LOADS = """
 
 @pytest.mark.slow
 def test_cloudpickles_of_what_is_in_main(tmp_path):
-    """Local functions and those of `__main__`, with their rules, which are stored by value."""
+    """Local functions and functions of `__main__`, with their rules, which are stored by
+    value."""
     pytest.importorskip("cloudpickle")
     file = str(tmp_path / "objects")
     run(sys.executable, "-c", textwrap.dedent(BY_VALUE), file)
@@ -125,7 +126,7 @@ def test_who_stores_functions_of_main_gets_what_to_store(monkeypatch):
 
 
 def test_a_rule_that_is_added_later_is_in_the_pickle_of_its_name():
-    """A pickle of a function of a module is its name, as that of any function is."""
+    """A pickle of a function of a module is its name, as for any function."""
     data = pickle.dumps(OBJECTS["forward"]())
     assert b"tests.rules.pickled" in data
     assert len(data) < 200

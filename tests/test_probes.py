@@ -39,7 +39,7 @@ def recurrent(see, slots, xs=XS):
 
 
 def stacked_gradients(xs=XS):
-    """The witness: plain autodiff with respect to what is added to each activation."""
+    """The witness: plain autodiff with respect to a term added to each activation."""
     zeros = jnp.zeros((STEPS, N), WEIGHT.dtype)
     return jax.grad(ft.partial(recurrent, jnp.add, xs=xs))(zeros)
 
@@ -346,7 +346,7 @@ class TestGradientFlowErrors:
     def test_where_returns_something_else(self, stack, getkey):
         other = eqx.nn.Linear(2, 2, key=getkey())
         for where in (lambda s: s.cells[0].weight_ih, lambda s: (s.readout, other)):
-            with pytest.raises(RuleError, match="or not all of those in `where`"):
+            with pytest.raises(RuleError, match="or not all layers in `where`"):
                 eqg.gradient_flow(square, stack, XS, where=where)
 
     def test_layers_that_are_not_called(self, stack):

@@ -1,4 +1,4 @@
-"""Training by several processes, as `examples/data_parallel.py` does, also if one is killed."""
+"""Training by several processes, as `examples/data_parallel.py` does, even if one is killed."""
 
 import importlib
 import json
@@ -76,7 +76,7 @@ def test_neither_the_import_nor_a_decorator_starts_jax(tmp_path):
 
 
 def _step_on(devices, example, units=8):
-    """Of a small model: the compiled step, the state, and the text of a batch."""
+    """For a small model, the compiled step, the state, and the text of a batch."""
     mesh = jax.make_mesh((devices,), ("batch",), axis_types=(AxisType.Auto,))
     model = example.CharacterModel(11, units, layers=1, key=jr.key(0))
     params, static = eqx.partition(model, eqx.is_array)

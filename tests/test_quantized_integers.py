@@ -1,4 +1,4 @@
-"""What is stored of a trained model, and read again, has its weights and outputs to the bit."""
+"""A trained model that is stored and read again has its weights and outputs to the bit."""
 
 import functools as ft
 import io

@@ -237,7 +237,7 @@ def test_shared_layers(getkey):
 
 
 def test_one_path_syntax(getkey):
-    """What one report prints is what another function takes: `layers[0]`, `heads['a']`."""
+    """One report prints paths that another function takes: `layers[0]`, `heads['a']`."""
     model = eqx.nn.MLP(3, 2, 4, 1, key=getkey())
     loss = lambda model, x: jnp.sum(model(x))
     paths = list(eqg.gradient_flow(loss, model, jnp.ones(3)))
@@ -376,7 +376,7 @@ def digits_autoencoder(key):
 @pytest.mark.slow
 @pytest.mark.parametrize(("fitted", "keyed"), [(False, False), (False, True), (True, False)])
 def test_vector_quantizer_does_not_collapse(fitted, keyed, getkey):
-    """The perplexity on scikit-learn's digits is at least 20 of 32, also where no method is
+    """The perplexity on scikit-learn's digits is at least 20 of 32, even where no method is
     given a key."""
     from sklearn.datasets import load_digits
 

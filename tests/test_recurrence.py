@@ -1,4 +1,4 @@
-"""Linear recurrences against a loop written out, and autodiff of it."""
+"""Linear recurrences against a loop written out, and its autodiff."""
 
 import functools as ft
 

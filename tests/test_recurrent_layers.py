@@ -1,4 +1,4 @@
-"""Recurrent layers against their cells in a loop written out, and autodiff of it.
+"""Recurrent layers against their cells in a loop written out, and its autodiff.
 
 Written out, as XLA 0.10.2 for CPUs gets the gradient of `jax.lax.scan` of `eqx.nn.GRUCell`
 wrong in double precision for some odd sizes (its fusion emitters; hidden size 5, batch 4):
@@ -64,7 +64,7 @@ def test_one_weight_gradient_for_the_batch(name, getkey):
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 @pytest.mark.parametrize("sizes", [(0, 5), (0, 1), (5, 0), (0, 0)])
 def test_vmap_of_no_examples(name, sizes, getkey):
-    """The witness of the shapes is a batch of one example, and of one in it."""
+    """The witness of the shapes is a batch of one example, and a batch of one inside."""
     layer, _, _ = make(getkey, name, dtype="float32")
     shapes = lambda *sizes: jax.tree.map(jnp.shape, jax.vmap(layer)(jnp.zeros((*sizes, 4, 3))))
     of_some = jax.tree.map(lambda s: (*sizes, *s[2:]), shapes(1, 1), is_leaf=_is_shape)
@@ -209,7 +209,7 @@ class Halving(eqx.nn.GRUCell):
 
 
 def test_a_subclass_of_a_cell_is_called(getkey):
-    """It may have another step than the fast path, which is that of `GRUCell` only."""
+    """It may have another step than the fast path, which is for `GRUCell` only."""
     layer = nn.Recurrent(Halving(3, 4, key=getkey()))
     assert jnp.all(layer(jnp.ones((5, 3)), jnp.ones(4))[0][-1] == 2**-5)
 

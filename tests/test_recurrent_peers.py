@@ -1,4 +1,4 @@
-"""Recurrent layers against those of PyTorch and Flax with the same weights.
+"""Recurrent layers against PyTorch and Flax with the same weights.
 
 Their outputs, last states and gradients are recorded, by `fixtures/record_recurrent.py`, and
 also computed here where the libraries are installed.

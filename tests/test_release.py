@@ -59,7 +59,7 @@ def test_the_gate_passes_only_if_every_step_ran_and_passed(make, steps, outcome,
 
 @pytest.mark.parametrize("versions", ["oldest", "newest"])
 def test_a_step_fails_without_its_python(versions, tmp_path):
-    """An interpreter that is missing is no reason to pass."""
+    """A missing interpreter is not a reason to pass."""
     for name in ("sh", "make", "sed"):
         (tmp_path / name).symlink_to(shutil.which(name))
     done = subprocess.run(

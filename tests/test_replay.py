@@ -283,7 +283,7 @@ def _keyless_jvp(primals, tangents):
 
 
 def keyless_noise(x, key):
-    """It hands on the data of the key."""
+    """It passes the data of the key."""
     return keyless(x, jr.key_data(key))
 
 
@@ -410,7 +410,7 @@ def test_what_a_batch_computes_otherwise(fn, monkeypatch):
 
 @jax.custom_jvp
 def noisy_second(x, key):
-    """Of the derivatives, the second one is noisy."""
+    """The second derivative is noisy."""
     return jnp.sin(x)
 
 

@@ -216,7 +216,7 @@ def test_each_points_to_the_right_one():
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_auxiliary_output(tool):
-    """Keyword arguments are those of the loss, so that there is no `has_aux=True`."""
+    """Keyword arguments go to the loss, so that `has_aux=True` does not exist."""
 
     def with_aux(model, x):
         return jnp.sum(jax.vmap(model)(x)), {"n": 3}

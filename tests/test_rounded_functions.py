@@ -166,7 +166,7 @@ def test_the_lowest_precision_of_what_is_not_evaluated_in_float64():
 
 @pytest.mark.parametrize("rule", ["eqg", "jax", "none"])
 def test_a_python_number_that_is_an_argument_is_no_residual(rule):
-    """JAX makes an array of its own of it, which was counted."""
+    """JAX makes its own array, which was counted."""
     fn = lambda x, y: x * y
     if rule == "eqg":
         fn = eqg.custom_vjp(fn)
@@ -194,7 +194,7 @@ def _with_backward(fn, backward):
 
 
 def test_a_number_that_is_rounded_in_the_function_only():
-    """The factor of the function is 0.0996, and that of its rule 0.1."""
+    """The factor of the function is 0.0996, and the factor of its rule 0.1."""
     fn = lambda x: 0.1 * x.astype("bfloat16")
     x = jnp.linspace(-1.0, 1.3, 5)
     rule = _with_backward(fn, lambda x, ct: 0.1 * ct.astype(x.dtype))

@@ -55,7 +55,7 @@ def test_no_smooth_function_of_a_norm_has_a_wrong_hessian(smooth):
 
 
 def test_outside_of_the_domain_all_derivatives_are_zero():
-    """They are zero on all of it, and so is their derivative."""
+    """They are zero everywhere there, and so is their derivative."""
     for fn, x in [
         *((f, -1.0) for f in (safe.sqrt, safe.log, safe.log_expm1, safe.entropy)),
         *((f, 2.0) for f in (safe.arccos, safe.arcsin)),
@@ -151,7 +151,7 @@ def test_kernels_where_points_coincide(name, kernels):
 
 @pytest.fixture
 def script():
-    """What writes the table of `docs/api/safe.md`."""
+    """The script that writes the table of `docs/api/safe.md`."""
     path = pathlib.Path(__file__).parents[1] / "docs" / "safe_table.py"
     spec = importlib.util.spec_from_file_location("safe_table", path)
     module = importlib.util.module_from_spec(spec)
@@ -160,7 +160,7 @@ def script():
 
 
 def _without_jax(text):
-    """What plain JAX gives differs between its versions."""
+    """The results of plain JAX differ between its versions."""
     rows = [line.split("|") for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row[:4] + row[5:]] for row in rows]
 

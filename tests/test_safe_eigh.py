@@ -110,7 +110,7 @@ def test_second_derivatives_at_equal_eigenvalues():
 @pytest.mark.thorough
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_extremes_of_scale(scale):
-    """`V Λ V†` is the matrix: the derivative is that of the identity."""
+    """`V Λ V†` is the matrix: its derivative is the identity."""
     a = jnp.float32(scale) * jnp.diag(jnp.array([1.0, 1.0, 2.0], "float32"))
     c = jnp.arange(9, dtype="float32").reshape(3, 3)
     grad = jax.grad(lambda a: jnp.sum(c * _of_eigenvalues(lambda w: w)(a)))(a)

@@ -1,5 +1,5 @@
 """Elementwise safe mathematics: against mpmath to the ends of the range, and what happens where
-there is no derivative."""
+the derivative does not exist."""
 
 import itertools
 from collections.abc import Callable
@@ -33,9 +33,10 @@ pytestmark = pytest.mark.x64
 class Truth(NamedTuple):
     """A function in mpmath, the points where it is compared, and how close it has to be.
 
-    - `points`: of a dtype, and a number that grows with the density of the grid.
-    - `ulps`: of the value, of first and of second derivatives. Of a point, if it depends on it.
-    - `scale`: of the value: what cancels in it.
+    - `points`: a function of a dtype and of a number that grows with the density of the grid.
+    - `ulps`: for the value, the first and the second derivatives. A function of a point, if it
+        depends on the point.
+    - `scale`: the size of the terms that cancel in the value.
     - `second`: whether a second derivative is compared at a point.
     """
 

@@ -164,7 +164,7 @@ def waves(factor=1.0):
 
 
 def in_single(factor=1.0):
-    """With derivatives that are rounded to float32, as those of a host function may be."""
+    """With derivatives that are rounded to float32, as a host function may round them."""
 
     def derivative(x):
         return (jnp.cos(x) + x).astype("float32")

@@ -77,7 +77,8 @@ HOLDERS = (closure, keyword_only, nondifferentiable)
     ],
 )
 def test_rules_that_close_over_a_traced_value(holder, options):
-    """D3: a value without a derivative is no obstacle, as long as that is not asked for."""
+    """D3: a value without a derivative is not an obstacle, as long as nobody asks for its
+    derivative."""
 
     @ft.partial(jax.jit, static_argnums=0)
     def both(options, k):
@@ -91,7 +92,7 @@ def test_rules_that_close_over_a_traced_value(holder, options):
 
 @pytest.mark.parametrize(("checkpoint", "truncate"), [("replay", None), ("auto", 4), (None, 4)])
 def test_the_error_of_a_rule_is_not_swallowed(checkpoint, truncate):
-    """D3: where that derivative is asked for, the error is that of the rule."""
+    """D3: where the derivative is asked for, the rule's error is raised."""
 
     def loss(k):
         step = lambda h, x: (jnp.tanh(closure(k, h) + x), None)
@@ -189,7 +190,8 @@ def test_new_modules_compile_once():
 
 
 def test_numbers_in_xs():
-    """A1: they are static, in contrast to those in the carry. The witness is a Python loop."""
+    """A1: they are static, in contrast to numbers in the carry. The witness is a Python
+    loop."""
 
     def step(h, x):
         a, s = x

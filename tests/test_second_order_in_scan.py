@@ -1,7 +1,7 @@
-"""The second derivative of a made-up derivative, inside of scans: that of the rule, not that of
-the function.
+"""The second derivative of a made-up derivative, inside of scans: the rule decides, not the
+function.
 
-In raw JAX before 0.12 it is that of the function: of a rounding it is zero.
+In raw JAX before 0.12 it is the derivative of the function: for a rounding it is zero.
 """
 
 import functools as ft
@@ -104,7 +104,7 @@ def test_the_smallest_example():
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("checkpoint", [None, "replay"])
 def test_windows(name, checkpoint):
-    """The derivative of the last carry is that of the last window, to all orders."""
+    """The last carry has the derivative of the last window, to all orders."""
     op = OPS[name]
     scan = ft.partial(eqg.filter_scan, checkpoint=checkpoint)
     loss = lambda scan, w: jnp.sum(jnp.cos(truncated(scan, lambda x: op(w * x), X)))

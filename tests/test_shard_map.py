@@ -143,7 +143,7 @@ def test_scan_from_zeros(options, check_vma):
 
 
 def test_one_sum_over_the_devices_for_a_replayed_scan():
-    """Of the cotangent of the weight, after the loop."""
+    """The sum of the cotangent of the weight, after the loop."""
     local = ft.partial(scan_loss, {"checkpoint": "replay"}, 2, lambda x: jax.lax.psum(x, "i"))
     specs = {"in_specs": (Spec(), Spec(None, "i")), "out_specs": Spec()}
     whole = jax.shard_map(local, mesh=MESH, **specs)

@@ -128,7 +128,7 @@ def test_axis_name(reduction, check_vma):
 @pytest.mark.cost
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_an_eighth_of_the_bytes(kind):
-    """Of each device, for a vocabulary that is distributed over eight."""
+    """The bytes of each device, for a vocabulary that is distributed over eight."""
     shapes = ((2048, 64), jnp.float32), ((16384, 64), jnp.float32), ((2048,), jnp.int32)
     mesh = jax.make_mesh((8,), ("v",), axis_types=(kind,))
 

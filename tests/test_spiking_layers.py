@@ -51,7 +51,7 @@ def make_layer(getkey, **options):
 @pytest.mark.parametrize("options", [{}, {"reset": "zero"}])
 @pytest.mark.parametrize("kind", ["plain", "all"])
 def test_gradient_of_one_output(kind, options, getkey):
-    """A state of which one field has a gradient, with and without the gradients of constants:
+    """A state where one field has a gradient, with and without the gradients of constants:
     a loop of the backward pass may have nothing to read."""
     with jax.enable_x64(True):
         args = make_layer(getkey, **KINDS[kind], **options)
@@ -68,7 +68,8 @@ def test_gradient_of_one_output(kind, options, getkey):
 @pytest.mark.thorough
 @pytest.mark.usefixtures("chunks")
 def test_neurons_after_a_convolution(getkey):
-    """Of the shape of an image, with a decay for each channel and a learned threshold."""
+    """Neurons in the shape of an image, with a decay for each channel and a learned
+    threshold."""
     with jax.enable_x64(True):
         beta = jnp.array([0.9, 0.5]).reshape(2, 1, 1)
         options = {
@@ -264,7 +265,8 @@ def test_what_is_learned_and_what_is_not():
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"alpha": 0.75, "recurrent": True}])
 def test_a_state_keeps_its_dtypes(options):
-    """A bfloat16 cell, float32 inputs: one step is that of float32, rounded at the end."""
+    """A bfloat16 cell, float32 inputs: one step is computed in float32, and rounded at the
+    end."""
     cell = nn.LIFCell(NEURONS, 0.9, dtype="bfloat16", key=jr.key(0), **options)
     xs = XS.astype("float32")
     start = cell(1.3 * xs[0], cell.initial_state())

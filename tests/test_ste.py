@@ -207,7 +207,7 @@ STEPS = 20
 
 
 def kept(f, x):
-    """What the backward pass of a scan needs, in bytes."""
+    """The memory of the backward pass of a scan, in bytes."""
     loop = lambda x: jax.lax.scan(lambda x, _: (f(x), None), x, None, STEPS)[0]
     return sum(leaf.nbytes for leaf in jax.tree.leaves(jax.vjp(loop, x)[1]))
 

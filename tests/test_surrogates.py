@@ -1,4 +1,4 @@
-"""Spikes: what other libraries have, in terms of these surrogates; tails, kinks, memory.
+"""Spikes: the surrogates of other libraries in terms of ours; tails, kinks, memory.
 
 The published formulas are in `guard/registry/surrogates.py`.
 """

@@ -20,7 +20,7 @@ def dense(t):
 
 
 class TestSwappedArguments:
-    """What a tangent and its value, or a tangent and its factor, tell about their order."""
+    """A tangent and its value, or a tangent and its factor, in the wrong order."""
 
     linear = eqx.nn.Linear(2, 3, key=jax.random.key(0))
 

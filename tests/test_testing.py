@@ -57,7 +57,7 @@ SOME = [
 def _check_right(name, dtype, **options):
     case = RIGHT[name].make(jnp.dtype(dtype), jr.key(0))
     if case is None:
-        pytest.skip(f"there is no such rule in {dtype}")
+        pytest.skip(f"this rule does not exist in {dtype}")
     fn, args, own = case
     skip = (*own.pop("skip", ()), *options.pop("skip", ()))
     eqgt.check_rule(fn, *args, skip=skip, **own, **options)
@@ -132,7 +132,7 @@ def test_checks_and_skip():
     [
         ({"checks": ("forwards",)}, "no check `forwards`"),
         ({"skip": "backward"}, "no check `backward`"),
-        ({"nondifferentiable": ("z",)}, "names `z`, which is no positional argument"),
+        ({"nondifferentiable": ("z",)}, "names `z`, which is not a positional argument"),
         ({"nondifferentiable": ("x.z",)}, "names `x.z`(.|\n)*there are `x`"),
     ],
 )

@@ -36,7 +36,7 @@ def _take_turns_often():
 
 
 def in_threads(fn, rounds=1):
-    """The results of `fn(i)` in eight threads, of which each round begins in all at once."""
+    """The results of `fn(i)` in eight threads. Each round begins in all threads at once."""
     barrier = threading.Barrier(N_THREADS, timeout=300)
     results, errors = {}, []
 
@@ -194,7 +194,7 @@ def _variables():
 
 
 def test_context_variables_are_of_one_thread():
-    """What a diagnosis sets is not seen by a thread that trains meanwhile."""
+    """A thread that trains meanwhile does not see what a diagnosis sets."""
     variables = _variables()
     assert len(variables) >= 4
     defaults = {v: v.get() for v in variables}

@@ -1,5 +1,5 @@
-"""What all diagnoses stand on: the traced loss, the lines of the user's code, and the number
-of an equation, which its derivatives keep."""
+"""The base of all diagnoses: the traced loss, the lines of the user's code, and the number of
+an equation, which its derivatives keep."""
 
 import functools as ft
 import inspect

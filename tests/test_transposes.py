@@ -159,7 +159,7 @@ def _affine(w, x, b):
 
 @pytest.mark.parametrize("custom_jvp", [jax.custom_jvp, eqg.custom_jvp])
 def test_an_affine_function_of_a_tangent_and_of_zero(custom_jvp):
-    """An addend that is an operand may be zero. The witness: the function without rules."""
+    """A term that is an operand may be zero. The witness: the function without rules."""
     affine = eqg.custom_vjp(_affine)
     affine.def_fwd(lambda w, x, b: (affine(w, x, b), (w, x)))
     affine.def_bwd(lambda r, ct: (None, jnp.tanh(r[0]).T @ ct, ct))

@@ -1,4 +1,4 @@
-"""The faults of others in `UPSTREAM.md` are still there, and the patches mend theirs.
+"""The faults of others in `UPSTREAM.md` are still there, and the patches fix them.
 
 When a fault is gone, its test fails with the place of the work-around that can be deleted.
 """

@@ -233,7 +233,8 @@ def test_derivatives_of_what_is_taken():
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
 def test_a_scalar_with_factors_that_are_dead(around):
-    """What is not finite does not depend on the scalar, whose cotangent is a sum over it."""
+    """The part that is not finite does not depend on the scalar, whose cotangent is a sum over
+    it."""
     loss = lambda w, x, a: jnp.sum(jnp.where(a > 0, jnp.sin(w) * (x / a), 0.0))
     safe = eqg.zero_safe(around(loss))
     w, x, a = jnp.array(0.5), jnp.array([1.0, 2.0]), jnp.array([1.0, 0.0])
@@ -246,7 +247,7 @@ def test_a_scalar_with_factors_that_are_dead(around):
 
 @pytest.mark.parametrize("take", [jnp.max, jnp.min])
 def test_an_extremum_that_is_nan_and_dead(take):
-    """It is equal to none of its elements, by the number of which JAX divides."""
+    """It equals none of its elements, and JAX divides by the number of equal elements."""
 
     def loss(w, a):
         rows = jnp.stack([w * (a / a), w**2 * jnp.ones_like(a)], 1)

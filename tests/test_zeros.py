@@ -1,4 +1,5 @@
-"""What is not being differentiated is not part of the answer, whatever its value."""
+"""An argument that is not being differentiated is not part of the answer, whatever its
+value."""
 
 import eqx_grads as eqg
 import jax

@@ -15,7 +15,7 @@ from .._tangent_spaces import as_array_list, is_arraylike, is_dynamic, is_type
 
 
 def is_sliced(x: Any) -> bool:
-    """Whether a leaf of `xs` has a leading time axis: each step gets a slice of it."""
+    """Whether a leaf of `xs` has a leading time axis, so that each step gets a slice."""
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
@@ -157,7 +157,8 @@ def _fits(before, after) -> bool:
         return False
     if before.dtype == after.dtype:
         return True
-    # The dtype of a Python number is weak: `jax.lax.scan` casts `init` to that of the steps.
+    # The dtype of a Python number is weak: `jax.lax.scan` casts `init` to the dtype of the
+    # steps.
     if not getattr(before, "weak_type", False):
         return False
     with jax.numpy_dtype_promotion("standard"):
@@ -187,7 +188,7 @@ def same_static(a: Any, b: Any) -> bool:
 
 
 def _held_by(fn: Any) -> list[Any]:
-    """What a function closes over, and its default values."""
+    """The values that a function closes over, and its default values."""
     held = []
     for cell in fn.__closure__ or ():
         try:

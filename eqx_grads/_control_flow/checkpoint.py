@@ -17,8 +17,7 @@ def filter_checkpoint(
     prevent_cse: bool = True,
     policy: Callable[..., bool] | None = None,
 ) -> Callable[..., PyTree]:
-    """`jax.checkpoint` for any PyTrees: no residual of `fn` is saved for the backward pass,
-    which recomputes them.
+    """Recompute the residuals of `fn` in the backward pass: `jax.checkpoint` for any PyTrees.
 
     Unlike `equinox.filter_checkpoint` (of Equinox 0.13), it keeps no tracers alive where `fn`
     is a Module.
@@ -54,7 +53,7 @@ def filter_checkpoint(
 
     **Derivative:**
 
-    That of `fn`, in both modes, to all orders.
+    The derivative of `fn`, in both modes, to all orders.
     """
     check_function(fn, "fn", "filter_checkpoint")
     check_flags("filter_checkpoint", prevent_cse=prevent_cse)

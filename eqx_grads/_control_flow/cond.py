@@ -21,8 +21,8 @@ def filter_cond(
     false_fun: Callable[..., PyTree],
     *operands: PyTree,
 ) -> PyTree:
-    """`jax.lax.cond` for any PyTrees: `true_fun(*operands)` if `pred`, else
-    `false_fun(*operands)`.
+    """Return `true_fun(*operands)` if `pred` is true, else `false_fun(*operands)`:
+    `jax.lax.cond` for any PyTrees.
 
     !!! example
 
@@ -94,7 +94,7 @@ def _run(true_fun, false_fun, pred, operands):
 
     types = []
     if is_in_shard_map():
-        # Inside `shard_map`, an output varies if that of either branch does.
+        # Inside `shard_map`, an output varies if the output of either branch does.
         types = [jax.make_jaxpr(branch(fn))().out_avals for fn in (true_fun, false_fun)]
         branches.clear()
     arrays = jax.lax.cond(pred, branch(true_fun, types), branch(false_fun, types))

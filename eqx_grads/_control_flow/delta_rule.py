@@ -104,7 +104,7 @@ def gated_delta_rule(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the shapes do not fit together, a number is complex, or
-    `chunk` is no positive integer.
+    `chunk` is not a positive integer.
 
     ??? cite
 
@@ -159,7 +159,7 @@ def _fit(q, k, v, beta, decay, scale, state):
     *axes, _, _ = shape
     q, k, v = (jnp.broadcast_to(x, (*axes, x.shape[-1])) for x in (q, k, v))
     beta, decay = (jnp.broadcast_to(x, axes) for x in (beta, decay))
-    # Of the product, for its sharding over explicit axes and its type in `jax.shard_map`.
+    # As for the product, for its sharding over explicit axes and its type in `jax.shard_map`.
     of_time = lambda x: jnp.sum(x[:1], 0).astype(wide)
     zero = jnp.zeros_like(of_time(k)[..., None] * of_time(v)[..., None, :])
     state = zero + jnp.broadcast_to(state.astype(wide), shape[1:])

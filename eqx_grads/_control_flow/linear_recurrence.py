@@ -27,7 +27,7 @@ def linear_recurrence(
     reverse: bool = False,
     method: str = "auto",
 ) -> Array:
-    r"""The states of the recurrence $h_t = a_t\,h_{t-1} + b_t$, for every step $t$.
+    r"""Return the states of the recurrence $h_t = a_t\,h_{t-1} + b_t$, for every step $t$.
 
     The products are elementwise. This is the core of linear recurrent units, of S4D and S5,
     of minimal GRUs, and of exponential moving averages.
@@ -79,7 +79,7 @@ def linear_recurrence(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the shapes do not broadcast, there is no time axis, or the
+    [`eqx_grads.RuleError`][] if the shapes do not broadcast, the time axis is missing, or the
     method is unknown.
     """
     check_flags("linear_recurrence", reverse=reverse)
@@ -146,7 +146,7 @@ def _sharded_alike(a, b, h0):
     product = a[:1] * b[:1]
     of_step = explicit_spec(product)[1:]
     b = distribute_like(b, product, (*explicit_spec(b)[:1], *of_step))
-    # What is the same along an axis of the mesh is on all of its devices.
+    # An array that is the same along an axis of the mesh is on all devices of the axis.
     of_a = [axis if n > 1 else None for axis, n in zip(of_step, a.shape[1:], strict=True)]
     a = distribute_like(a, product, (*explicit_spec(a)[:1], *of_a))
     return a, b, distribute_like(h0, product, of_step)
@@ -250,9 +250,9 @@ def _adjoint_by_scan(a, ct, zero, reverse):
 
 
 def _pull_back_with_sums(a, s, out, ct, reverse, wants_b):
-    """All cotangents in one loop, which sums those of factors that are the same for several
-    examples, or at all times. It meets g_{t+1} and h_t at once, so that nothing is shifted but
-    `a`, which is small."""
+    """All cotangents in one loop. It sums the cotangents of factors that several examples or
+    all times share. It meets g_{t+1} and h_t at once, so that nothing is shifted but `a`, which
+    is small."""
     at_all_times, steps = a.shape[0] == 1, out.shape[0]
     later = a if at_all_times else shift_in(a, jnp.ones_like(a[0]), reverse=not reverse)
     has_later = jnp.arange(steps) != (0 if reverse else steps - 1)

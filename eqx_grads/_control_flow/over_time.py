@@ -38,7 +38,7 @@ def zero_padding(name: str, xs: Sequence[Array], lengths: Any) -> list[Array]:
             f"The `lengths` of `{name}` do not fit its arguments.",
             f"`lengths` is {type_of(lengths)}",
             f"there are {steps} steps, and the axes between time and features are {axes}",
-            do="Give a number of steps for each example of the first of these axes.",
+            do="Give a number of steps for each entry of the first axis after time.",
         )
     times = jnp.arange(steps).reshape(-1, *(1,) * lengths.ndim)
     is_valid = times < jnp.asarray(lengths)[None].astype(times.dtype)
@@ -47,7 +47,7 @@ def zero_padding(name: str, xs: Sequence[Array], lengths: Any) -> list[Array]:
 
 
 def as_known(x):
-    """A NumPy array, or a traced array. What is neither becomes an array of an object."""
+    """A NumPy array, or a traced array. Anything else becomes an array of an object."""
     try:
         return x if isinstance(x, Tracer) else np.asarray(x)
     except (TypeError, ValueError):

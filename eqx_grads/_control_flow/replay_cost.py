@@ -75,7 +75,7 @@ def why_not_better(
 
 def replay_chunk(body: TracedBody, steps: int) -> int:
     """The number of steps that are replayed at once: enough rows for a matrix product to be
-    efficient, few enough to stay in the cache. A batch of unknown size is taken to be large."""
+    efficient, few enough to stay in the cache. A batch of unknown size counts as large."""
     rows = 16 if body.has_symbolic_shapes else max(_products(body.program)[1], 1)
     return near_divisor(steps, min(64, max(16, 256 // rows)))
 

@@ -19,7 +19,7 @@ Only (1) is a recurrence. So the equations of the traced VJP fall into three gro
 
 In nearly all cases `L_t` is linear. Then let `V` map `(ct_W, ct_x)` to `L_t^T (ct_W, ct_x_t)`
 for all `t`, by a `vmap` over time. The transpose of `V` maps all `g_t` to (2) and to the sum in
-(3). The transpose of a matrix-vector product under that `vmap` is one matrix product, in place
+(3). The transpose of a matrix-vector product under that `vmap` is one matrix product, instead
 of a sum of outer products.
 
 Two kinds of equations run sequentially, although (1) does not need them:
@@ -91,7 +91,7 @@ class SplitVjp:
         after, _ = needed(after, jaxpr.outvars)
         before = [e for e in jaxpr.eqns if depends_on_ct.isdisjoint(e.outvars)]
 
-        # What runs sequentially computes values that are there for the others.
+        # The equations that run sequentially compute values for the others.
         kept = [v for e in after if holds(e, *_NOT_TRANSPOSED_TWICE) for v in e.outvars]
         self.sequential_eqns, computed = needed(after, [*self._ct_carry_out, *kept])
         self.parallel_eqns, _ = needed(after, self._parallel_out, computed)

@@ -36,7 +36,7 @@ def filter_scan(
     online: bool | str = False,
     carry_gradient: Callable[[PyTree], PyTree] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    r"""`jax.lax.scan` for any PyTrees, with a choice of what is saved for its backward pass.
+    r"""Scan over any PyTrees, and choose what is saved for the backward pass.
 
     !!! example
 
@@ -110,21 +110,21 @@ def filter_scan(
     | `"auto"` | as `"replay"` or `None` | | | to try first |
 
     `"replay"` recomputes steps in parallel, by `jax.vmap` over time, and forms the gradients of
-    the weights in a few large matrix products. Some steps can't be replayed. They have side
-    effects, call the host, draw random bits with another generator than threefry, have a
-    `while_loop` in a `cond` or in another `while_loop`, or an operation without a batching
-    rule. `"replay"` then raises an error. It also checks the derivative of the step, when a
-    derivative is taken.
+    the weights in a few large matrix products. Some steps can't be replayed: steps with side
+    effects, calls of the host, or an operation without a batching rule. The same holds for
+    random bits of another generator than threefry, and for a `while_loop` in a `cond` or in
+    another `while_loop`. `"replay"` then raises an error. It also checks the derivative of the
+    step, when a derivative is taken.
 
     `"auto"` is `"replay"` where that is possible, needs less memory than `None`, and is likely
     to be faster. If JAX's default backend is not a CPU, it is always likely. On a CPU it is
-    likely if the matrix products of a step multiply each weight with at most 20 rows (of the
-    batch), and each weight has a gradient; and not in a step with a convolution or a look-up. A
+    likely if each weight has a gradient, and the matrix products of a step multiply it with at
+    most 20 rows (of the batch). It is not likely in a step with a convolution or a look-up. A
     step with branches or a `jax.checkpoint` is never replayed. The logger `"eqx_grads"` reports
     the choice at the level `DEBUG`, when the derivative is traced.
 
     $T c / k + k r$ is smallest at $k = \sqrt{T c / r}$, which [`eqx_grads.explain_memory`][]
-    finds. The compiled program needs some memory besides, so differences of a few percent
+    finds. The compiled program needs some more memory, so differences of a few percent
     say little.
 
     Eager calls with the same `f` and arguments of the same types are compiled once. As in
@@ -190,7 +190,7 @@ def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, **opt
         lambda becomes_array: ScanBody(f, init, xs, carry_gradient, becomes_array),
         lambda body: body.integers_that_vary(init, xs),
     )
-    # A rule is given operands that all vary alike.
+    # A rule gets operands that all vary alike.
     is_call = truncate is not None or isinstance(method, Replayed | Online)
     arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
     loop = Loop(body, *arrays, steps, reverse, unroll)

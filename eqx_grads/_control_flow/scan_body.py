@@ -105,7 +105,7 @@ class ScanBody:
         return self._carry.tree(carry), self._y[0].tree(ys)
 
     def _check_carry_gradient(self, fn: Callable[..., Any], carry: Sequence[Any]) -> None:
-        """Raise if `fn` returns anything but the arrays that it is given."""
+        """Raise if `fn` returns anything but the arrays that it gets."""
         error = "`carry_gradient` of `filter_scan` returned another carry than it was given."
 
         def flat(arrays):

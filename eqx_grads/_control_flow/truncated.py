@@ -10,7 +10,7 @@ scan over the windows stops the gradient of the carry, saves the carry that ente
 and computes the window again when its outputs have cotangents.
 
 The last window is not in that scan, as it has the cotangent of the last carry. If the outputs
-have none, the scan has no derivative, and saves nothing.
+have no cotangent, the scan has no derivative, and saves nothing.
 """
 
 import dataclasses

@@ -38,7 +38,7 @@ def why_not_recomputed(effects: Iterable[Any], mesh_axes: bool = False) -> str |
     for name in names:
         if _is_axis(name):
             return f"communicates over the named axis {name!r}"
-    return "has side effects, each of which has to happen once"
+    return "has side effects, which have to happen once each"
 
 
 def _is_axis(name: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What makes the steps of a loop visible to code that looks for something in them.
+"""Makes the steps of a loop visible to code that looks for something in them.
 
 `gradient_flow` looks for the outputs of layers, for example.
 """

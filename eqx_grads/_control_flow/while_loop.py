@@ -23,8 +23,8 @@ def filter_while_loop(
     max_steps: int | None = None,
     checkpoint: int | str | None = "sqrt",
 ) -> PyTree:
-    r"""`jax.lax.while_loop` for any PyTrees: `carry = body_fun(carry)` while
-    `cond_fun(carry)`. With `max_steps`, it also has a reverse mode.
+    r"""Repeat `carry = body_fun(carry)` while `cond_fun(carry)` is true: `jax.lax.while_loop`
+    for any PyTrees. With `max_steps`, it also has a reverse mode.
 
     !!! example
 
@@ -73,9 +73,9 @@ def filter_while_loop(
     - `body_fun`: takes and returns the carry.
     - `init`: the first carry, any PyTree. Its leaves vary or are static as in
         [`eqx_grads.filter_scan`][].
-    - `max_steps`: the most steps that the loop takes. If `cond_fun` is still true then, the
-        loop returns that carry; call `cond_fun` on it to find out. Without `max_steps`, the
-        loop has no bound and no reverse mode.
+    - `max_steps`: the largest number of steps that the loop takes. If `cond_fun` is still true
+        then, the loop returns that carry; call `cond_fun` on it to find out. Without
+        `max_steps`, the loop has no bound and no reverse mode.
     - `checkpoint`: with `max_steps`, what the backward pass saves. `k` saves every `k`-th
         carry, and recomputes `k` steps at a time. `"sqrt"` is a `k` of about $\sqrt{T}$ for
         $T$ `max_steps`. `None` saves the residuals of all steps, in memory for `max_steps`

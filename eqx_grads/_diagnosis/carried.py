@@ -142,7 +142,7 @@ def indices_of(loop: Scan) -> range:
 
 
 def on_host(x: Any) -> Any:
-    """An array of NumPy, of which a part costs no compilation. A key stays as it is."""
+    """A NumPy array: taking a part costs no compilation. A key stays as it is."""
     is_key = jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
     return x if is_key else np.asarray(x)
 

@@ -52,7 +52,7 @@ class Symptom(AbstractRecord):
     It has the fields of all records. The kinds are `"not finite"`, `"zero"`,
     `"rounding noise"`, `"exploding"`, `"vanishing"`, `"no array"` and `"kink"`. Also:
 
-    - `detail`: the kind that the tool for this symptom finds.
+    - `detail`: the kind that the tool for this symptom reports.
     - `elsewhere`: what the loss does next to the point, at a kink or a staircase.
     """
 
@@ -68,12 +68,12 @@ class Symptom(AbstractRecord):
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class SymptomReport(AbstractReport):
-    """The symptoms of a gradient. False if there are none.
+    """The symptoms of a gradient. False without symptoms.
 
     - `found`: a [`eqx_grads.Symptom`][] for each place and leaf, the most urgent first.
     - `loss`: the value of the loss.
     - `norms`: the norm of the gradient by layer.
-    - `remarks`: what else there is to know.
+    - `remarks`: further notes.
     """
 
     found: Sequence[Symptom]
@@ -171,9 +171,9 @@ def explain_gradient(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, if the model
-    has no inexact arrays, if JAX can't differentiate an operation, or if the loss raises an
-    error that no NaN explains.
+    [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, or if the
+    model has no inexact arrays. Also if JAX can't differentiate an operation, or the loss
+    raises an error that no NaN explains.
     """
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
     doing("tracing the loss")

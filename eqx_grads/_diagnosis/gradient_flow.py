@@ -2,7 +2,7 @@
 
 `probe` needs a slot for each step of a scan, which has to be scanned over, but the scan is in
 the user's code. So each layer marks its outputs with a primitive, and the loss is traced to a
-jaxpr. The jaxpr is then evaluated with a `probe` in place of each mark, and with the slots as
+jaxpr. The jaxpr is then evaluated with a `probe` instead of each mark, and with the slots as
 additional inputs of the scans.
 """
 
@@ -34,7 +34,7 @@ def gradient_flow(
     where: Callable[[Any], Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, Float[Array, " steps"]]:
-    r"""The norm of the gradient at every layer of a model, and at every step.
+    r"""Return the norm of the gradient at every layer of a model, and at every step.
 
     It shows where the gradient vanishes, so that the layers and steps before do not learn,
     and where it explodes.
@@ -77,8 +77,8 @@ def gradient_flow(
     - `*args`, `**kwargs`: anything.
     - `where`: a function of the model, as for `eqx.tree_at`, that returns the layers to
         probe. By default these are all layers: every Module that is callable and has an array
-        as a direct child, except stateful layers such as `eqx.nn.BatchNorm`. A recurrent layer
-        such as [`eqx_grads.nn.GRU`][] stands for its cells.
+        as a direct child, except stateful layers such as `eqx.nn.BatchNorm`. For a recurrent
+        layer such as [`eqx_grads.nn.GRU`][], its cells are probed.
 
     **Returns:**
 
@@ -88,17 +88,17 @@ def gradient_flow(
     the program are concatenated. Under `vmap`, it is the norm over the whole batch. NaN where
     the gradient is not finite.
 
-    A recurrent layer of one cell has one norm for each step, that of the gradient of its state.
-    A layer of several cells has an entry for each: `rnn.cells[1][0]` is that of the second
-    layer, first direction. `nn.LRU`, `S5`, `MinGRU` and `MinLSTM` have no cells to call, and
-    have one norm for all steps.
+    A recurrent layer of one cell has one norm for each step: the norm of the gradient of its
+    state. A layer of several cells has an entry for each: `rnn.cells[1][0]` is the entry of the
+    second layer, first direction. `nn.LRU`, `S5`, `MinGRU` and `MinLSTM` have no cells to call,
+    and have one norm for all steps.
 
     This compiles and computes one gradient. To call it repeatedly, wrap it in
     `eqx.filter_jit`.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if there is no layer, if a layer in `where` is not called, or if
+    [`eqx_grads.RuleError`][] if it finds no layer, if a layer in `where` is not called, or if
     a layer is called where no slot can be passed: inside a `while_loop`, a `shard_map`, or a
     function with a custom derivative.
     """
@@ -188,7 +188,7 @@ def _mark_layers(model, where) -> tuple[list[str], Any]:
     paths, marked = wrap_layers(model, selects, _call_marked)
     if len(paths) < max(1, len({id(layer) for layer in selected})):
         raise rule_error(
-            "`gradient_flow` found no layers in the model, or not all of those in `where`.",
+            "`gradient_flow` found no layers in the model, or not all layers in `where`.",
             f"it found: {', '.join(paths) or 'none'}",
             do="A layer is a callable Module with an array as a direct child. Select others "
             "with `where`, which returns callable Modules of the model.",
@@ -238,7 +238,7 @@ def _sites(program: ClosedJaxpr, names: Sequence[str] = ()) -> list[Site]:
 def _eval_with_probes(
     program: ClosedJaxpr, args: Sequence[Any], slots: Sequence[PyTree]
 ) -> list[Any]:
-    """Evaluate a program with a `probe` in place of each mark. `slots`: as from `_sites`."""
+    """Evaluate a program with a `probe` instead of each mark. `slots`: as from `_sites`."""
     remaining = iter(slots)
 
     def hook(eqn, values):

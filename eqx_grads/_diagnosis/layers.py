@@ -13,8 +13,8 @@ from .._errors import show_path
 
 
 class _Wrapped(eqx.Module):
-    """A layer, of which a call is `around(layer, index, *args, **kwargs)`. Otherwise it behaves
-    as the layer does."""
+    """A layer whose call is `around(layer, index, *args, **kwargs)`. Otherwise it behaves as
+    the layer does."""
 
     _eqg_layer: Any
     _eqg_index: int = eqx.field(static=True)
@@ -57,7 +57,7 @@ def has_arrays(node: PyTree) -> bool:
 
 
 def group_of(path: str) -> str:
-    """What the paths of similar layers share: `blocks[*].mlp` of `blocks[3].mlp`."""
+    """The part that the paths of similar layers share: `blocks[*].mlp` of `blocks[3].mlp`."""
     return re.sub(r"\[\d+\]", "[*]", path)
 
 

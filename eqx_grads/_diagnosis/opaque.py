@@ -13,7 +13,7 @@ from .traced_loss import TracedLoss
 
 
 def no_gradient(loss: Callable[..., Any], traced: TracedLoss, error: Exception) -> Exception:
-    """What to raise if the gradient of a loss raises an error in any mode."""
+    """The error to raise if the gradient of a loss raises an error in any mode."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return raised_error(loss, error)
     opaque = _opaque_operations(NumberedLoss(traced))

@@ -44,8 +44,8 @@ from .traced_loss import layer_calls, TracedLoss
 class Origin:
     """An equation of the loss.
 
-    - `primitive`: its name. For a call of a function with a rule, the function's, or that of
-        the function of `eqx_grads.safe` that it is a part of, such as `safe.norm`.
+    - `primitive`: its name. For a call of a function with a rule, it is the name of that
+        function, or of the function of `eqx_grads.safe` around it, such as `safe.norm`.
     - `source`: the line of the user's code.
     - `path`: the path of the innermost layer that it is called in, or empty.
     - `loops`: the numbers of the equations of the enclosing loops, outermost first.
@@ -69,7 +69,7 @@ def is_in_derivative(origins: Sequence[Origin], origin: Origin) -> bool:
 
 def equation_tag(eqn: Any) -> str:
     """The number of the equation of a `NumberedLoss` that an equation of its derivative comes
-    from, as text; empty if there is none."""
+    from, as text; otherwise empty."""
     numbers = re.findall(r"eqg_equation_(\d+)", str(eqn.source_info.name_stack))
     return numbers[-1] if numbers else ""
 
@@ -84,10 +84,10 @@ class _Numbered:
 
 
 class NumberedLoss:
-    """A loss of which every equation has a number.
+    """A loss whose equations all have a number.
 
     `origins[i]` is equation `i`, in the order of the program; the equations of an inner program
-    follow the one that they are in. Called with the inputs of the program, it returns the loss.
+    follow the equation around them. Called with the inputs of the program, it returns the loss.
     It can be differentiated, and `origin_of` tells where an equation of the result comes from.
     """
 
@@ -108,13 +108,13 @@ class NumberedLoss:
         return self.origins[int(tag)] if tag else None
 
     def around(self, origin: Origin) -> list[Origin]:
-        """The equation, and those that it is in, innermost first."""
+        """The equation, and the equations around it, innermost first."""
         return [origin, *(self.origins[i] for i in reversed(origin.enclosing))]
 
     def caller_of(self, origin: Origin) -> str:
         """The innermost call around the line of an equation that tells it from all equations
-        with other calls around the same line, such as "model.py:12, in `loss`"; empty if there
-        are none."""
+        with other calls around the same line, such as "model.py:12, in `loss`"; otherwise
+        empty."""
         place = lambda o: (o.path, *o.source.calls[0])
         calls = origin.source.callers
         same = (o.source.callers for o in self.origins if place(o) == place(origin))
@@ -172,8 +172,8 @@ class NumberedLoss:
 
 
 def _called_from(source: SourceLine, around: Origin) -> SourceLine:
-    """The same line. JAX traces a jitted function once: in its second call, the traceback is
-    that of the first one."""
+    """The same line. JAX traces a jitted function once: in its second call, it has the
+    traceback of the first call."""
     calls = around.source.calls
     if not around.source.file or source.calls[-len(calls) :] == calls:
         return source
@@ -187,7 +187,7 @@ def _length_of_common(xs: Sequence[Any], ys: Sequence[Any]) -> int:
 
 
 def no_derivative_error(loss: Any, opaque: Sequence[Origin]) -> RuleError:
-    """The error for a loss that JAX can't differentiate because of these equations."""
+    """The error for a loss that JAX can't differentiate because of some equations."""
     return rule_error(
         f"The loss `{name_of(loss)}` has no derivative.",
         ", ".join(f"JAX can't differentiate `{o.primitive}` at {o.source}" for o in opaque),
@@ -198,7 +198,7 @@ def no_derivative_error(loss: Any, opaque: Sequence[Origin]) -> RuleError:
 
 
 def message_of_check(error: Exception) -> str:
-    """What a check in a compiled program says, such as `eqx.error_if`."""
+    """The message of a check in a compiled program, such as `eqx.error_if`."""
     lines = [line for line in str(error).splitlines() if "Error: " in line]
     return (lines or [str(error)])[-1].partition("Error: ")[2] or first_line(error)
 

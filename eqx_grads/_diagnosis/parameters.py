@@ -1,4 +1,4 @@
-"""The parts of a model that look like parameters, and are no arrays of floats."""
+"""The parts of a model that look like parameters, and are not arrays of floats."""
 
 import dataclasses
 import inspect
@@ -67,7 +67,7 @@ def _collect(owner: Any, path: str, found: list[NoParameter]) -> None:
 
 
 def _what(leaf: Any) -> tuple[str, str] | None:
-    """What a leaf is, and the array that it could be."""
+    """The kind of a leaf, and the array that it could be."""
     if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool):
         return f"the Python number {leaf!r}", f"jnp.array({leaf * 1.0!r})"
     if leaf is None:

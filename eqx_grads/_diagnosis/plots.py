@@ -37,7 +37,7 @@ def plot_gradient_flow(
 
     - `flow`: a dictionary from names to norms. The cells of a layer with fewer steps than the
         others are wider.
-    - `axes`: the `matplotlib.axes.Axes` to draw in; by default, those of a new figure.
+    - `axes`: the `matplotlib.axes.Axes` to draw in; by default, the axes of a new figure.
     - `limits`: the smallest and the largest norm of the scale; by default, the smallest
         positive and the largest norm in `flow`.
 

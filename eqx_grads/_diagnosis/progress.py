@@ -23,7 +23,7 @@ def _write(text: str) -> None:
     sys.stderr.flush()
 
 
-# What is being done, as the one element of a list.
+# The present activity, as the one element of a list.
 _TEXT: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("_TEXT", default=None)
 
 

@@ -1,4 +1,4 @@
-"""What all reports share: the fields of a record, and how a report is shown."""
+"""Code that all reports share: the fields of a record, and how a report is shown."""
 
 import abc
 import dataclasses
@@ -53,7 +53,7 @@ _WIDEST_LINE = 96
 def cells(
     record: AbstractRecord, *, leaf: str = "", kind: str = "", step: str = ""
 ) -> tuple[str, ...]:
-    """The cells of a record in `COLUMNS`. A text that is given stands in place of the field."""
+    """The cells of a record in `COLUMNS`. A text that is given replaces the field."""
     return (
         leaf or record.leaf,
         kind or record.kind,
@@ -167,7 +167,7 @@ def _wrap(text: str, width: int, indent: str = "") -> list[str]:
 
 
 class AbstractReport(abc.ABC):
-    """What a diagnosis found. False if that is nothing.
+    """The findings of a diagnosis. False if it found nothing.
 
     `print` shows a headline, a table with a row for each record of `found`, and notes.
 
@@ -181,7 +181,7 @@ class AbstractReport(abc.ABC):
     @property
     @abc.abstractmethod
     def headline(self) -> str:
-        """One sentence: what was looked at, and how much was found."""
+        """One sentence: what was inspected, and how much was found."""
 
     @abc.abstractmethod
     def tables(self) -> Sequence[Table]:

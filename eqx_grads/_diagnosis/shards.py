@@ -57,7 +57,7 @@ def _split(x, dims, sizes):
 
 
 def _joined(x, dims, sizes):
-    """The array of which these are the shards."""
+    """Join the shards of an array."""
     local, at, shape, axis = x.shape[sum(map(len, dims)) :], {}, [], 0
     for n, names in zip(local, _padded(dims, len(local)), strict=True):
         at |= {name: axis + i for i, name in enumerate(names)}

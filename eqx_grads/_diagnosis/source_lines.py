@@ -117,7 +117,7 @@ def source_line(eqn: Any) -> SourceLine:
 
 
 def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
-    """False if the traceback of an equation in a program is that of another equation.
+    """False if an equation in a program has the traceback of another equation.
 
     JAX traces its own jitted functions (`jnp.where`) once. If the first call is in a backward
     pass, the equations get the traceback of what was transposed then, for good. The function
@@ -172,8 +172,8 @@ def safe_function(eqns: Iterable[Any]) -> str:
     """The function of `eqx_grads.safe` that makes an equation, such as `safe.norm`: the first
     one that the user calls, or an empty string.
 
-    - `eqns`: the equation and those that it is in, innermost first. JAX cuts tracebacks at a
-        `jit`.
+    - `eqns`: the equation and the equations around it, innermost first. JAX cuts tracebacks at
+        a `jit`.
     """
     name = ""
     for eqn in eqns:
@@ -188,13 +188,13 @@ def safe_function(eqns: Iterable[Any]) -> str:
 
 def with_safe(name: str, program: ClosedJaxpr) -> str:
     """The name of a function; with "safe." if it is one of `eqx_grads.safe`, whose rule has no
-    frame of it."""
+    frame there."""
     is_safe = function_file(program).startswith(_SAFE)
     return f"safe.{name if hasattr(safe, name) else '*'}" if is_safe else name
 
 
 def _line_at(traceback: Any, indices: Sequence[int], library: str = "") -> SourceLine:
-    """The line of the first of these frames; the others are its callers."""
+    """The line of the first frame; the others are its callers."""
     frames = [traceback.frames[i] for i in indices]
     calls = tuple((f.file_name, f.line_num, f.function_name) for f in frames)
     # A frame has no columns.

@@ -138,7 +138,7 @@ def _check_inputs(caller, model, values, has_leaves: bool) -> None:
             f"`{caller}` was given a model without inexact arrays.",
             f"it is {show_tree(model)}",
             do="It differentiates with respect to the arrays of floats in `model`, the first "
-            "argument of the loss. A Python number is no array: pass `jnp.array(0.5)`.",
+            "argument of the loss. A Python number is not an array: pass `jnp.array(0.5)`.",
         )
     if any(isinstance(x, Tracer) for x in values):
         raise rule_error(
@@ -167,8 +167,8 @@ def _trace_unwrapped(caller, loss, flat_loss, values) -> ClosedJaxpr:
 
 
 def check_no_references(caller: str, loss: Callable[..., Any], program: ClosedJaxpr) -> None:
-    """Raise if the loss makes a reference, or holds one: what is written to it and read from it
-    later is no output of an equation, and could not be followed."""
+    """Raise if the loss makes a reference, or holds one: a value that is written to it and read
+    later is not the output of an equation, and could not be followed."""
     inputs = [*program.jaxpr.constvars, *program.jaxpr.invars]
     if holds(program, "new_ref") or any(is_reference(v.aval) for v in inputs):
         raise rule_error(

@@ -15,8 +15,8 @@ from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 
 
 class filter_custom_jvp(AbstractWrapper[P, T]):
-    """`equinox.filter_custom_jvp`, on the rules of this library: change the import, and
-    nothing else.
+    """Replace `equinox.filter_custom_jvp`, with the rules of this library: change the import,
+    and nothing else.
 
     !!! example
 
@@ -49,10 +49,10 @@ class filter_custom_jvp(AbstractWrapper[P, T]):
 
     **Arguments:**
 
-    - `fn`: a function, a method, or any callable PyTree. What is passed by position can be
-        differentiated, if it is an array of floats or complex numbers, of JAX or NumPy.
+    - `fn`: a function, a method, or any callable PyTree. An argument that is passed by position
+        can be differentiated, if it is a JAX or NumPy array of floats or complex numbers.
         Python numbers are static: the function gets them as they are, under `jit` too.
-        Differentiating with respect to what is passed by keyword is an error.
+        Differentiating with respect to a keyword argument is an error.
 
     Unlike Equinox's, the function may return anything, be a method, and close over traced
     values, and so may its rule. See [Equinox](../coming-from/equinox.md#change-one-import).
@@ -60,8 +60,8 @@ class filter_custom_jvp(AbstractWrapper[P, T]):
     **Derivative:**
 
     The forward rule is yours (see `def_jvp`), and the reverse rule is its transpose. Both
-    modes and all orders. It is not checked that the rule is linear in its tangents: where it
-    is not, forward mode returns what the rule does, and JAX raises in reverse mode.
+    modes and all orders. The library does not check that the rule is linear in its tangents. If
+    it is not, forward mode returns the result of the rule, and JAX raises in reverse mode.
     """
 
     fn: Callable[..., Any]
@@ -97,7 +97,7 @@ class filter_custom_jvp(AbstractWrapper[P, T]):
 
     def defjvp(self, fn_jvp: Callable[..., Any]) -> Callable[..., Any]:
         """As `def_jvp`, but the tangents of all arrays of floats are arrays. Equinox deprecated
-        this method in its version 0.10.7, and warns of it, as is done here."""
+        this method in its version 0.10.7 and raises a warning; so does this class."""
         warnings.warn(
             "`filter_custom_jvp.defjvp` is deprecated, as it is in Equinox. Use `def_jvp`, "
             "whose rule gets `None` for the tangent of an array that is not being "

@@ -20,8 +20,8 @@ from .._tangent_spaces import is_numeric_array
 
 
 class filter_custom_vjp(AbstractWrapper[P, T]):
-    """`equinox.filter_custom_vjp`, on the rules of this library: change the import, and
-    nothing else.
+    """Replace `equinox.filter_custom_vjp`, with the rules of this library: change the import,
+    and nothing else.
 
     !!! example
 
@@ -125,8 +125,8 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
     def defvjp(self, fn_fwd: Callable[..., Any], fn_bwd: Callable[..., Any]) -> None:
         """Give both rules, without `perturbed`: `fn_fwd(vjp_arg, *args, **kwargs)` and
         `fn_bwd(residuals, grad_out, vjp_arg, *args, **kwargs)`, where the cotangents of all
-        arrays of floats are arrays. Equinox deprecated this method in its version 0.10.7, and
-        warns of it, as is done here."""
+        arrays of floats are arrays. Equinox deprecated this method in its version 0.10.7 and
+        raises a warning; so does this class."""
         warnings.warn(
             "`filter_custom_vjp.defvjp` is deprecated, as it is in Equinox. Use `def_fwd` and "
             "`def_bwd`, whose rules also get `perturbed`, and `None` for the cotangent of an "

@@ -18,8 +18,8 @@ from .jax_decorated import AbstractJaxDecorated
 
 
 class jax_custom_jvp(AbstractJaxDecorated[P, T]):
-    """`jax.custom_jvp`, with the rules of this library: change `jax.custom_jvp` to
-    `eqg.jax_custom_jvp`, and leave the rest as it is.
+    """Replace `jax.custom_jvp`, with the rules of this library: change `jax.custom_jvp` to
+    `eqg.jax_custom_jvp`, and leave the rest unchanged.
 
     !!! example
 
@@ -45,21 +45,21 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
         3.0
         ```
 
-    What works with `jax.custom_jvp` works as it does there, but for these:
+    Code for `jax.custom_jvp` works in the same way, with these exceptions:
 
     - The terms of arguments that are not being differentiated are not computed. In JAX they
         are multiplied by zeros, which is NaN where the factor is.
     - Python and NumPy integers stay what they are; in JAX they are arrays under `jit`.
 
-    And these work too: traced values that the function, its rules or the arguments of
-    `nondiff_argnums` close over; arguments with leaves that are not arrays, such as an
-    `eqx.Module`, whose tangents are `None` there; the flag `jax_custom_jvp3`.
+    These work too: traced values that the function, its rules or the arguments of
+    `nondiff_argnums` close over. Arguments may have leaves that are not arrays, such as an
+    `eqx.Module`; their tangents are `None` there. The flag `jax_custom_jvp3` is accepted.
 
     **Arguments:**
 
     - `fun`: a function. As in JAX, it does not bind as a method.
     - `nondiff_argnums`, `nondiff_argnames`: the positions, or the names, of arguments that
-        are not differentiated. A rule is given them first. Their derivative is zero.
+        are not differentiated. A rule gets them first. Their derivative is zero.
 
     **Derivative:**
 

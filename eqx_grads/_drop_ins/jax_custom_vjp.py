@@ -28,8 +28,8 @@ from .jax_decorated import AbstractJaxDecorated, merge
 
 
 class jax_custom_vjp(AbstractJaxDecorated[P, T]):
-    """`jax.custom_vjp`, with the rules of this library: change `jax.custom_vjp` to
-    `eqg.jax_custom_vjp`, and leave the rest as it is.
+    """Replace `jax.custom_vjp`, with the rules of this library: change `jax.custom_vjp` to
+    `eqg.jax_custom_vjp`, and leave the rest unchanged.
 
     !!! example
 
@@ -60,7 +60,7 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         3.0
         ```
 
-    What works with `jax.custom_vjp` works as it does there, but for these:
+    Code for `jax.custom_vjp` works in the same way, with these exceptions:
 
     - The terms of outputs that are not used are not computed, if the backward rule is linear.
         In JAX they are multiplied by zeros, which is NaN where the factor is.
@@ -68,16 +68,16 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
     - A cotangent is summed over the axes along which its argument would have broadcast. In
         JAX its shape is an error.
 
-    And these work too: forward mode; traced values that the function, its rules or the
-    arguments of `nondiff_argnums` close over; traced values as arguments of `nondiff_argnums`;
-    arguments with leaves that are not arrays, such as an `eqx.Module`; the flag
-    `jax_custom_vjp3`.
+    These work too: forward mode, and traced values that the function, its rules or the
+    arguments of `nondiff_argnums` close over. Arguments of `nondiff_argnums` may be traced.
+    Arguments may have leaves that are not arrays, such as an `eqx.Module`. The flag
+    `jax_custom_vjp3` is accepted.
 
     **Arguments:**
 
     - `fun`: a function. As in JAX, it does not bind as a method.
     - `nondiff_argnums`, `nondiff_argnames`: the positions, or the names, of arguments that
-        are not differentiated. The backward rule is given them first. Differentiating one is
+        are not differentiated. The backward rule gets them first. Differentiating one is
         an error.
 
     **Derivative:**
@@ -120,10 +120,10 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         - `symbolic_zeros`: whether each leaf of the arguments of `fwd` is a
             `jax.custom_derivatives.CustomVJPPrimal`, and the cotangents of outputs that are
             not used are `jax.custom_derivatives.SymbolicZero`s.
-        - `optimize_remat`: accepted, and without an effect: under `jax.checkpoint`, `fwd` is
+        - `optimize_remat`: accepted, but has no effect: under `jax.checkpoint`, `fwd` is
             called in both passes, as in JAX without the option.
-        - `generic_batching`: accepted, and without an effect: an output that is shared by a
-            batch has the right gradient in any case.
+        - `generic_batching`: accepted, but has no effect: an output that a batch shares always
+            has the right gradient.
         """
         check_function(fwd, "fwd", "defvjp")
         check_function(bwd, "bwd", "defvjp")
@@ -191,8 +191,8 @@ def _bwd_rule(bwd, zero, kept, ct, *, nondiff=None):
 
 
 def _expand(bwd, ct, types, treedef):
-    """The cotangent of an argument. As in JAX, a leaf of it may stand for all leaves of a part
-    of the argument, and what is returned for an integer is dropped."""
+    """The cotangent of an argument. As in JAX, one leaf may be the cotangent of all leaves of a
+    part of the argument, and the cotangent of an integer is dropped."""
     try:
         cts = prefix_leaves(ct, types, is_leaf=is_none)
     except ValueError:  # another structure, which is an error

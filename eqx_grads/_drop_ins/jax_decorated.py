@@ -1,8 +1,8 @@
 """What `jax_custom_jvp` and `jax_custom_vjp` share: how JAX resolves the arguments of a call.
 
 JAX has no keyword-only arguments for rules, and no methods: all arguments are resolved to
-positions, and those of `nondiff_argnums` are handed to the rules first. Here these are the
-configuration of a call, so that they may be, or capture, traced values.
+positions, and the rules get the arguments of `nondiff_argnums` first. Here these arguments are
+the configuration of a call, so that they may be, or capture, traced values.
 """
 
 import abc
@@ -195,7 +195,7 @@ def _in_jax(decorated: AbstractJaxDecorated) -> str:
 
 
 def _missing_rule(decorated: AbstractJaxDecorated) -> MissingRuleError:
-    """The error of a call without rules; its first sentence is that of JAX."""
+    """The error of a call without rules; its first sentence is the sentence of JAX."""
     name, mode = name_of(decorated.fun), decorated.mode
     what = (
         f"No {mode} defined for {_in_jax(decorated)} function {name} using def{mode.lower()}."

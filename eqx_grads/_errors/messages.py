@@ -19,9 +19,9 @@ class RuleError(TypeError, ValueError, RuntimeError):
     """A rule, or a call of a function with a rule, breaks the contract of rules.
 
     The message has three parts: what happened, where (the rule, its file and line, and
-    the leaf in the names of your own parameters), and what to do about it. It is raised
-    while JAX traces your program, never while a compiled program runs; except that what a
-    function on the host returns is not known before.
+    the leaf in the names of your own parameters), and what to do about it. It is raised while
+    JAX traces your program, never while a compiled program runs. The exception is the result of
+    a function on the host, which is not known before.
 
     It is a `TypeError`, which is what JAX raises for a wrong rule, and both a
     `ValueError` and a `RuntimeError`, which are what Equinox raises.

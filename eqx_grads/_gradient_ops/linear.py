@@ -57,10 +57,10 @@ def scale_gradient(x: PyTree, s: ArrayLike) -> PyTree:
 
     **Derivative:**
 
-    $\dot y = s\,\dot x$ and $\bar x = s\,\bar y$. Linear, so in both modes. Higher orders
-    are the derivatives of this gradient, also with respect to `s`. The value does not depend
-    on `s`, so the first derivative with respect to `s` is zero. Zero times an infinite
-    gradient is NaN: to stop a gradient, use [`eqx_grads.mask_gradient`][].
+    $\dot y = s\,\dot x$ and $\bar x = s\,\bar y$. Linear, so in both modes. Higher orders are
+    the derivatives of this gradient, including with respect to `s`. The value does not depend
+    on `s`, so the first derivative with respect to `s` is zero. Zero times an infinite gradient
+    is NaN: to stop a gradient, use [`eqx_grads.mask_gradient`][].
 
     **Raises:**
 
@@ -136,7 +136,7 @@ def reversal_schedule(
     high: ArrayLike = 1.0,
     gamma: ArrayLike = 10.0,
 ) -> Array:
-    r"""A schedule for the strength of a gradient reversal.
+    r"""Return a schedule for the strength of a gradient reversal.
 
     An untrained domain classifier has an uninformative gradient, so the reversal begins
     weak: its strength rises from `low` to `high`.
@@ -166,7 +166,7 @@ def reversal_schedule(
 
     - `progress`: the fraction of the training that is done, from 0 to 1.
     - `low`, `high`: the strength at the beginning, and its limit.
-    - `gamma`: how fast the strength rises. 99 % of the rise are done when `progress` is
+    - `gamma`: how fast the strength rises. The rise is 99 % complete when `progress` is
         `5.3 / gamma`.
 
     All may be traced.
@@ -178,7 +178,7 @@ def reversal_schedule(
 
     **Derivative:**
 
-    That of the formula.
+    The derivative of the formula.
 
     **Raises:**
 
@@ -236,8 +236,8 @@ def mask_gradient(x: PyTree, mask: PyTree) -> PyTree:
 
     - `x`: any PyTree.
     - `mask`: a bool, or a boolean array that broadcasts to every floating leaf of `x`; or a
-        tree of these, with the structure of `x` or a prefix of it. Arrays may be traced. It
-        may depend on `x`, as in `mask_gradient(x, x < 3)`.
+        tree of bools and arrays, with the structure of `x` or a prefix. Arrays may be traced.
+        The mask may depend on `x`, as in `mask_gradient(x, x < 3)`.
 
     **Returns:**
 
@@ -245,9 +245,9 @@ def mask_gradient(x: PyTree, mask: PyTree) -> PyTree:
 
     **Derivative:**
 
-    $\dot y = \dot x$ and $\bar x = \bar y$ where `mask` is true, and zero elsewhere, also
-    where the gradient is NaN. Linear, so in both modes. Higher orders are the derivatives
-    of this gradient.
+    $\dot y = \dot x$ and $\bar x = \bar y$ where `mask` is true, and zero elsewhere, even where
+    the gradient is NaN. Linear, so in both modes. Higher orders are the derivatives of this
+    gradient.
 
     **Raises:**
 
@@ -283,7 +283,7 @@ def _mask_of_each_leaf(mask, x) -> list[Any]:
             f"`x` is {show_tree(x)}",
             f"`mask` is {show_tree(mask)}",
             do="Give it one bool or array for all leaves, or a tree with the structure of `x` "
-            "or a prefix of it.",
+            "or a prefix.",
         )
     for m, (path, leaf) in zip(masks, leaves, strict=True):
         if dtype_of_array(m) != jnp.bool_:
@@ -345,7 +345,7 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if there is no such axis.
+    [`eqx_grads.RuleError`][] if `axis_name` is not a named axis here.
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:

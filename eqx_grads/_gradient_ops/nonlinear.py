@@ -39,7 +39,7 @@ def clip_gradient(x: PyTree, min: ArrayLike | None, max: ArrayLike | None) -> Py
         import jax.numpy as jnp
         import optax
 
-        # The gradient of a squared error, clipped, is that of the Huber loss.
+        # The clipped gradient of a squared error is the gradient of the Huber loss.
         loss = lambda x: 0.5 * eqg.clip_gradient(x, -1.0, 1.0) ** 2
         for x in (-3.0, 0.5, 2.0):
             print(jax.grad(loss)(x), jax.grad(optax.huber_loss)(x))
@@ -64,7 +64,7 @@ def clip_gradient(x: PyTree, min: ArrayLike | None, max: ArrayLike | None) -> Py
     **Derivative:**
 
     Forward mode is the identity. Backward, $\bar x = \min(\max(\bar y, \mathrm{min}),
-    \mathrm{max})$; of a complex gradient, the real and the imaginary part are clipped
+    \mathrm{max})$; the real and the imaginary part of a complex gradient are clipped
     separately. A NaN is kept: see [`eqx_grads.zero_nonfinite_gradient`][]. Higher orders
     differentiate the clipping; its slope at a bound is the average, one half.
 
@@ -120,7 +120,7 @@ def clip_gradient_norm(
 
     - `x`: any PyTree.
     - `max_norm`: a number, not negative. It may be traced.
-    - `axis`: by default there is one norm, that of all floating leaves together. Otherwise,
+    - `axis`: by default one norm, of all floating leaves together. Otherwise,
         each leaf has its own norms along this axis or these axes: with `-1`, one for
         every row.
 
@@ -132,10 +132,10 @@ def clip_gradient_norm(
 
     Forward mode is the identity. Backward, $\bar x = \bar y \cdot \min\left(1,
     \frac{\mathrm{max\_norm}}{\lVert\bar y\rVert}\right)$ with the 2-norm, computed so that
-    no square overflows. A gradient whose norm is at most `max_norm` is passed on bitwise
-    unchanged. So is one that is not finite, as it has no direction: see
-    [`eqx_grads.zero_nonfinite_gradient`][]. Higher orders differentiate the formula; where
-    the norm is `max_norm`, as the identity.
+    no square overflows. A gradient whose norm is at most `max_norm` passes bitwise unchanged.
+    So does a gradient that is not finite, as it has no direction: see
+    [`eqx_grads.zero_nonfinite_gradient`][]. Higher orders differentiate the formula; where the
+    norm is `max_norm`, they differentiate the identity.
 
     **Raises:**
 
@@ -195,8 +195,8 @@ def normalize_gradient(
 
     - `x`: any PyTree.
     - `axis`: as for [`eqx_grads.clip_gradient_norm`][].
-    - `eps`: is added to the norm in the denominator, so that a gradient whose norm is small
-        compared with `eps` remains small. It may be traced.
+    - `eps`: a number that is added to the norm in the denominator, so that a gradient whose
+        norm is small compared with `eps` remains small. It may be traced.
 
     **Returns:**
 
@@ -205,13 +205,13 @@ def normalize_gradient(
     **Derivative:**
 
     Forward mode is the identity. Backward, $\bar x = \frac{\bar y}{\lVert\bar y\rVert +
-    \mathrm{eps}}$ with the 2-norm, computed so that no square over- or underflows; zero
-    where $\bar y$ is zero, and NaN where it is not finite. Higher orders differentiate the
-    formula.
+    \mathrm{eps}}$ with the 2-norm, computed so that no square over- or underflows. It is zero
+    where $\bar y$ is zero, and NaN where $\bar y$ is not finite. Higher orders differentiate
+    the formula.
 
     **Raises:**
 
-    As [`eqx_grads.clip_gradient_norm`][], with `eps` in place of `max_norm`.
+    As [`eqx_grads.clip_gradient_norm`][], with `eps` instead of `max_norm`.
     """
     check_nonnegative_number("normalize_gradient", eps=eps)
     axis = check_axis("normalize_gradient", axis, x)
@@ -266,7 +266,7 @@ def zero_nonfinite_gradient(x: PyTree) -> PyTree:
     **Derivative:**
 
     Forward mode is the identity. Backward, elementwise, $\bar x = \bar y$ where $\bar y$ is
-    finite and zero elsewhere. Higher orders differentiate that.
+    finite and zero elsewhere. Higher orders differentiate this rule.
     """
     return on_leaves(_zero_nonfinite_gradient, x)
 
@@ -315,7 +315,7 @@ def noise_gradient(x: PyTree, *, key: PRNGKeyArray, stddev: ArrayLike) -> PyTree
 
     Forward mode is the identity. Backward, $\bar x = \bar y + \sigma\,\varepsilon$, with
     $\sigma$ for `stddev` and $\varepsilon$ from the standard normal distribution.
-    Higher orders differentiate that: the noise is a constant.
+    In higher orders, the noise is a constant.
 
     **Raises:**
 
@@ -369,15 +369,14 @@ def cast_gradient(x: PyTree, dtype: Any) -> PyTree:
 
     **Derivative:**
 
-    Forward mode is the identity. Backward, $\bar x$ is $\bar y$ rounded to the nearest
-    number of that `dtype` (subnormal numbers included; an overflow is infinite, or NaN if
-    `dtype` has no infinity), in the dtype of `x`, as JAX requires of a gradient. XLA may
-    remove a cast to `dtype` and back; it does not remove this rounding. Higher orders take
-    the rounding as the identity.
+    Forward mode is the identity. Backward, $\bar x$ is $\bar y$ rounded to the nearest number
+    of `dtype`, and cast to the dtype of `x`, as JAX requires. Subnormal numbers are kept. An
+    overflow is infinite, or NaN if `dtype` has no infinity. XLA may remove a cast to `dtype`
+    and back; it does not remove this rounding. Higher orders take the rounding as the identity.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `dtype` is not a floating one.
+    [`eqx_grads.RuleError`][] if `dtype` is not a floating dtype.
     """
     known = as_dtype(dtype)
     if known is None or not jnp.issubdtype(known, jnp.floating):

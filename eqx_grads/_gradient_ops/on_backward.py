@@ -59,8 +59,8 @@ def on_backward(x: PyTree, fn: Callable[[Any], Any]) -> PyTree:
 
     Forward mode is the identity. Backward, $\bar x = \mathrm{fn}(\bar y)$, cast to the
     dtype of `x`; `fn` is not called if the output does not depend on `x`. Higher orders
-    differentiate `fn`. The value does not depend on what `fn` closes over, so the first
-    derivative with respect to that is zero; higher derivatives need not be.
+    differentiate `fn`. The value does not depend on the values that `fn` closes over. So the
+    first derivative with respect to them is zero; higher derivatives need not be zero.
 
     **Raises:**
 

@@ -79,9 +79,8 @@ class GradientStatistics(eqx.Module):
     - `nonfinite`: how many elements are NaN or infinite.
     - `steps`: one, the number of gradients.
 
-    If one slot is used several times (in a scan that closes over it, or for a batched `x`
-    with an unbatched slot), each field is the sum over these uses, and `steps` is their
-    number.
+    You may use one slot several times: in a scan that closes over it, or for a batched `x` with
+    an unbatched slot. Each field is then the sum over the uses, and `steps` is their number.
     """
 
     norm: Float[Array, "*n"]
@@ -115,8 +114,8 @@ def probe(x: PyTree, slot: PyTree) -> PyTree:
     r"""Expose the gradient of `x` as the gradient of `slot`.
 
     A slot acts as a zero perturbation that is added to `x`, as in Flax's `perturb`. In a scan,
-    a slot that is scanned over has one gradient for each step; the gradient of a slot that
-    the scan closes over is the sum over the steps.
+    a slot that is scanned over has one gradient for each step. The gradient of a slot that the
+    scan closes over is the sum over the steps.
 
     !!! example
 
@@ -151,7 +150,7 @@ def probe(x: PyTree, slot: PyTree) -> PyTree:
 
     **Derivative:**
 
-    That of $y = x + \mathrm{slot}$: $\dot y = \dot x + \dot{\mathrm{slot}}$ and
+    The derivative of $y = x + \mathrm{slot}$: $\dot y = \dot x + \dot{\mathrm{slot}}$ and
     $\bar x = \overline{\mathrm{slot}} = \bar y$. Linear, so both modes and all orders; the
     Hessian with respect to a slot is the Hessian with respect to `x`. For a
     `GradientStatistics`, forward mode is the identity in `x`, and in the reverse rule
@@ -251,7 +250,7 @@ def _probe_statistics_bwd(slot, ct):
 def tap_gradient(
     x: PyTree, callback: Callable[..., Any], *args: PyTree, ordered: bool = False
 ) -> PyTree:
-    r"""Call a function on the host with the gradient: to print it, log it, or raise.
+    r"""Call a function on the host with the gradient: to print it, log it, or raise an error.
 
     !!! example
 
@@ -283,7 +282,7 @@ def tap_gradient(
     - `x`: any PyTree.
     - `callback`: called as `callback(gradient, *args)` in every backward pass, with concrete
         arrays. The gradient is a tree like `x`, with `None` for the leaves that have no
-        gradient. What `callback` returns is ignored. If it raises, the program stops with a
+        gradient. The result of `callback` is ignored. If it raises, the program stops with a
         `jax.errors.JaxRuntimeError` that quotes the error.
     - `*args`: more arguments for `callback`, such as the step of a scan. They may be traced.
     - `ordered`: whether the calls are made in the order of the program. This is slower, and
@@ -312,9 +311,9 @@ def _tap(callback, ordered, args, ct):
 def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = None) -> PyTree:
     r"""Raise an error if the gradient is not finite here, with this name and the step.
 
-    Watch several points: the error names the first of them that the backward pass reaches
-    with such a gradient. So the NaN or infinity arises between that point and the next
-    watched point on the way to the loss.
+    Watch several points: the error names the first point that the backward pass reaches with
+    such a gradient. So the NaN or infinity arises between that point and the next watched point
+    on the way to the loss.
 
     !!! example
 
@@ -415,7 +414,7 @@ def _raise_if_not_finite(name, places, cts, step):
         at_step = "" if step is None else f" at step {int(step)}"
         raise FloatingPointError(
             f"The gradient of `{name}` is not finite{at_step}.\n{''.join(lines)}"
-            "Of all watched points with such a gradient, the backward pass reached this one "
-            "first: look between here and the next watched point on the way to the loss."
+            "The backward pass reached this watched point first: look between "
+            "here and the next watched point on the way to the loss."
         )
     return np.float32(-0.0)

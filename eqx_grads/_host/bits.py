@@ -2,7 +2,7 @@
 
 `jax.enable_x64` as a context is one of a thread, and XLA may run a callback on another thread.
 There, JAX casts the arguments and the results of the callback to 32 bits, or raises
-(JAX 0.10 to 0.12). In such a context, the callback is given the bits, as integers.
+(JAX 0.10 to 0.12). In such a context, the callback gets the bits, as integers.
 """
 
 import threading
@@ -18,7 +18,7 @@ _WIDE = tuple(map(np.dtype, (np.float64, np.complex128, np.int64, np.uint64)))
 
 
 def needs_bits(types: Any) -> bool:
-    """Whether arrays of these types are cast on a thread that is not this one."""
+    """Whether arrays of the given types are cast on a thread that is not this one."""
     if not any(map(_is_wide, types)):
         return False
     found = []

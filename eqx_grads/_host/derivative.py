@@ -36,7 +36,7 @@ def host_call(op: HostOp, leaves: list[Any]) -> list[jax.Array]:
 def _host_call_jvp(primals, tangents):
     op, leaves = primals
     call, ts = op.call, tangents[1]
-    # The derivative of a forward rule is that of its function. Its residuals have none: second
+    # A forward rule has the derivative of its function. Its residuals have none: second
     # derivatives are with respect to the arguments, from which residuals are computed.
     is_call = not op.parts or op.run is run_fwd
     function = call.op if is_call else op
@@ -66,7 +66,7 @@ host_call._rules.set_jvp(Rule(_host_call_jvp, symbolic_zeros=True, surely_linear
 
 def _tangents(op: HostOp, live: tuple[int, ...], operands, ts) -> list[Any]:
     """The tangents of the inexact outputs of `op`, with a transpose that may be transposed
-    again. `operands` are the inputs of `op`, and residuals behind them."""
+    again. `operands` are the inputs of `op`, and then residuals."""
     call, code, n = op.call, op.call.code, len(op.in_types)
     sources, targets = tuple(op.in_types[i] for i in live), inexact(op.out_types)
     has_rules = not op.parts
@@ -122,8 +122,8 @@ def _difference_op(op: HostOp, live, sources, targets) -> HostOp:
 def _step(call: HostCall, n: int, i: int, t: jax.ShapeDtypeStruct) -> float:
     r"""The relative step of a central difference.
 
-    If the relative error of the function is $\epsilon$, that of the difference is least, and
-    about $\epsilon^{2/3}$, at a step of about $\epsilon^{1/3}$. This is the error of what the
+    If the relative error of the function is $\epsilon$, the error of the difference is smallest
+    at a step of about $\epsilon^{1/3}$: about $\epsilon^{2/3}$. This is the error of what the
     next difference is taken of.
     """
     given = call.steps[i] if i < len(call.steps) else None

@@ -27,8 +27,8 @@ class HostCode(Opaque):
     identity. A rule may be given, or replaced, at any time.
 
     - `is_linear`: in its first argument, which has its derivative elsewhere.
-    - `adjoint_of`: the name of the map of which this is the adjoint.
-    - `residuals`: what `def_fwd` was told of them.
+    - `adjoint_of`: the name of the map, if this is its adjoint.
+    - `residuals`: what `def_fwd` was told about them.
     """
 
     fn: Callable[..., Any]
@@ -55,8 +55,8 @@ class HostCall(Opaque):
     """A call of the user's function.
 
     - `split`: the tree `(args, kwargs)` without its arrays; `tree`: what it is compared by.
-        `args` are all positional arguments, those left at their default too, as rules are given
-        them. The function is called with the first `n_given`, those that the caller gave.
+        `args` are all positional arguments, defaults included, as rules get them. The function
+        is called with the first `n_given`, which the caller gave.
     - `n_args`: how many of the arrays are in `args`, and can be differentiated.
     - `steps`: the relative step of each array that was given, for differences.
     """
@@ -110,8 +110,8 @@ class HostCall(Opaque):
         return args[: self.n_given], kwargs
 
     def rule_arguments(self, arrays: Sequence[Any], rule: Rule) -> Any:
-        """`args` and `kwargs` as a rule is given them, with these arrays. Default values of
-        keyword-only arguments are given if the rule has a parameter for them, as for the rules
+        """`args` and `kwargs` as a rule gets them, with these arrays. Default values of
+        keyword-only arguments are passed if the rule has a parameter for them, as for the rules
         of `custom_vjp`."""
         args, kwargs = self.split.tree(arrays)
         args, kwargs, filled = self.code.signature.bind(args, kwargs, False)
@@ -119,7 +119,7 @@ class HostCall(Opaque):
 
     @property
     def names(self) -> list[str]:
-        """The positional arguments that a rule is given."""
+        """The positional arguments that a rule gets."""
         n = len(self.split.treedef.children()[0].children())
         return [self.code.signature.names[i] for i in range(n)]
 
@@ -128,7 +128,7 @@ class HostCall(Opaque):
         return self.split.dynamic_tree(self._of_args(ts))[0]
 
     def flags(self, flags: Sequence[bool], arrays: Sequence[Any]) -> Any:
-        """As `tangents`, with bools; `arrays` are those of all arguments."""
+        """As `tangents`, with bools; `arrays` are the arrays of all arguments."""
         nothing = [None] * len(self.split.static)
         return self.split.mirror(self._of_args(flags), nothing, arrays)[0]
 
@@ -149,7 +149,8 @@ def host_call_of(
 
     Raises if the call can't be static data of a program; so may `others` not.
     """
-    # What the caller gave: who promises the type of `np.cumsum(x)` need not know of its `axis`.
+    # The arguments of the caller: who promises the type of `np.cumsum(x)` need not know of its
+    # `axis`.
     given, kwargs, filled = code.signature.bind(args, kwargs, False)
     kwargs = {name: x for name, x in kwargs.items() if name not in filled}
     args, _, _ = code.signature.bind(given, kwargs, True)
@@ -184,11 +185,11 @@ def _check_static(call: HostCall, operands, others) -> None:
             hash(x)
         except TypeError:
             raise rule_error(
-                f"`{call.name}` was given an argument that is no array and has no hash.",
+                f"`{call.name}` was given an argument that is not an array and has no hash.",
                 f"at argument {show_path(call.split.path(i)[1:])}: {type_of(x)}",
                 call.place,
                 do="JAX keeps compiled programs by what is static in them. Pass arrays, or "
-                "give the object's class `__hash__` and `__eq__`. Of a sparse matrix of SciPy, "
+                "give the object's class `__hash__` and `__eq__`. For a SciPy sparse matrix, "
                 'pass the entries, and build it on the host: see "A sparse solve" in the guide '
                 '"Host code".',
             ) from None
@@ -201,7 +202,7 @@ def _check_static(call: HostCall, operands, others) -> None:
             f"`{call.name}` runs on the host, and closes over a traced value.",
             f"at {name}",
             call.place,
-            do="Pass the value as an argument: then the function is given its NumPy array, "
+            do="Pass the value as an argument: then the function gets its NumPy array, "
             "and has a derivative with respect to it.",
         )
 
@@ -221,7 +222,7 @@ def _steps(code: HostCode, args) -> tuple[float | None, ...]:
             f"the arguments are {show_tree(args)}",
             code.place,
             do="Give one number, or a tuple with one entry for each argument: a number or "
-            "`None` for all of it, or a tree of them.",
+            "`None` for the whole argument, or a tree of numbers and `None`.",
         ) from error
     leaves = zip(steps, jax.tree.leaves(tuple(args)), strict=True)
     return tuple(step for step, x in leaves if is_array_leaf(x))

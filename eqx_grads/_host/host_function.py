@@ -33,12 +33,12 @@ class HostFunction(eqx.Module):
 
         **Arguments:**
 
-        - `args`, `kwargs`: any PyTrees. The function is given NumPy arrays for all arrays and
-            floats, which can't be written to; everything else as it is.
+        - `args`, `kwargs`: any PyTrees. The function gets NumPy arrays for all arrays and
+            floats, and can't write to them. It gets everything else unchanged.
 
         **Returns:**
 
-        What the function returned, as JAX arrays of the promised types.
+        The output of the function, as JAX arrays of the promised types.
         """
         call, operands = host_call_of(self._code, args, kwargs)
         return jax.tree.unflatten(call.out_treedef, host_call(call.op, operands))
@@ -65,17 +65,17 @@ class HostFunction(eqx.Module):
 
         **Arguments:**
 
-        - `rule`: called as `rule(*args, **kwargs)`, like the function, with the positional
-            arguments that have their default. Returns `out, residuals`.
+        - `rule`: called as `rule(*args, **kwargs)`, like the function, with the defaults of
+            positional arguments. Returns `out, residuals`.
         - `residuals`: the types of the residuals, in the forms of `out` of
             [`eqx_grads.host_function`][]. Then they are arrays, and JAX keeps them for the
             backward pass. By default they may be anything (a factorization, a graph), and stay
-            on the host: those of the last `keep` calls, which are found by a digest of the
-            arguments. The backward pass of an earlier call computes them again. The library
-            copies NumPy arrays in any PyTree of residuals, and keeps other objects as they
-            are. If two calls return the same object, it belongs to the later call, and the
-            residuals of the earlier call are computed again.
-        - `keep`: of how many calls residuals stay on the host.
+            on the host. The library keeps the residuals of the last `keep` calls, and finds
+            them by a digest of the arguments. The backward pass of an earlier call computes
+            them again. The library copies NumPy arrays in any PyTree of residuals, and keeps
+            other objects as they are. If two calls return the same object, it belongs to the
+            later call, and the residuals of the earlier call are computed again.
+        - `keep`: the number of calls whose residuals stay on the host.
 
         **Returns:**
 
@@ -96,15 +96,15 @@ class HostFunction(eqx.Module):
 
         - `rule`: called as `rule(residuals, ct)`, where `ct` is like the output, with `None`
             for all leaves that are not floating or complex. Returns a tuple with one cotangent
-            for each positional argument, those that have their default included, each like
-            the argument, with `None` for any part that is zero. A cotangent is summed over the
-            axes over which the function broadcast its argument, and that of a real one is the
-            real part of what is returned, as in [`eqx_grads.custom_vjp`][]. Complex cotangents
-            are JAX's: `ct` times the derivative, without a conjugate; for a matrix $A$, its
-            transpose times `ct`. The rule may ask by name, with keyword-only parameters, for
-            the function's keyword-only arguments, and for `perturbed`: the tuple of trees of
-            bools that says which leaves are being differentiated. It may be called more than
-            once for the same residuals, whose arrays can't be written to.
+            for each positional argument, arguments with defaults included. Each is like the
+            argument, with `None` for any part that is zero. A cotangent is summed over the axes
+            over which the function broadcast its argument. A real argument gets the real part,
+            as in [`eqx_grads.custom_vjp`][]. Complex cotangents are JAX's: `ct` times the
+            derivative, without a conjugate; for a matrix $A$, its transpose times `ct`. The
+            rule may ask by name, with keyword-only parameters, for the function's keyword-only
+            arguments, and for `perturbed`: the tuple of trees of bools that says which leaves
+            are being differentiated. It may be called more than once for the same residuals,
+            whose arrays can't be written to.
 
         **Returns:**
 
@@ -119,7 +119,7 @@ class HostFunction(eqx.Module):
         **Arguments:**
 
         - `rule`: called as `rule(primals, tangents, **kwargs)`. `primals` is the tuple of all
-            positional arguments, those that have their default included; `tangents` is that of
+            positional arguments, arguments with defaults included. `tangents` is the tuple of
             their tangents: arrays where the primal is floating or complex, `None` for all other
             leaves. Returns `out, t_out`, the second with `None` for any part that is zero.
 
@@ -147,8 +147,8 @@ def host_function(
     max_rule_calls: int = 256,
     vmap_method: str = "sequential",
 ) -> Any:
-    r"""A function that JAX can't trace (NumPy, SciPy, C by `ctypes`, PyTorch), with a
-    derivative.
+    r"""Give a derivative to a function that JAX can't trace: NumPy, SciPy, C by `ctypes`,
+    PyTorch.
 
     !!! example
 
@@ -187,18 +187,18 @@ def host_function(
     **Arguments:**
 
     - `fn`: the function, which must be pure. Without it, a decorator. Its arguments may be any
-        PyTrees, Modules included; it is given NumPy arrays, which can't be written to. It may
+        PyTrees, Modules included; it gets NumPy arrays, which it can't write to. It may
         return the same memory in each call (`np.sin(x, out=buffer)`), as its rules may: the
         library copies what they return. A traced value that it closes over is an error.
-    - `out`: what it returns: a `jax.ShapeDtypeStruct(shape, dtype)`, an array or anything else
-        that has a shape and a dtype (such as `jax.typeof(x)`), a float (for one number of
-        JAX's default precision), or a tree of these; or a function of the
-        arguments that returns such a tree. It is called with the arguments that the caller
-        gave, and `jax.ShapeDtypeStruct`s in the place of arrays and floats; a Python integer
-        is given as it is. An object of a registered class is replaced by one with the same
-        attributes, which `out` may return. Of the keyword-only arguments it is given those
-        that it has parameters for. Floats that `fn` returns are cast to the precision of
-        `out`. An integer, a shape or a dtype is an error: an integer output is
+    - `out`: the type of the output: a `jax.ShapeDtypeStruct(shape, dtype)`, an array or
+        anything else that has a shape and a dtype (such as `jax.typeof(x)`), or a float (for
+        one number of JAX's default precision). Also a tree with such leaves, or a function of
+        the arguments that returns such a tree. The function is called with the arguments that
+        the caller gave, and `jax.ShapeDtypeStruct`s instead of arrays and floats. A Python
+        integer stays a Python integer. An object of a registered class is replaced by one with
+        the same attributes, which `out` may return. It gets only the keyword-only arguments
+        that it has parameters for. Floats that `fn` returns are cast to the precision of `out`.
+        An integer, a shape or a dtype is an error: an integer output is
         `jax.ShapeDtypeStruct((), int)`.
     - `finite_difference`: for the modes and the orders of derivative without a rule:
         `"central"` differences, or `"complex"` steps, which are right to rounding, but need a
@@ -207,36 +207,36 @@ def host_function(
         $\pm\mathrm{step}\cdot\max(|x|, 1)$. A number, or a tuple with one entry for each
         argument: a number, or a tree of numbers. By default $\epsilon^{1/3}$, with $\epsilon$
         the machine epsilon of the argument's dtype: 0.005 for float32, 6e-6 for float64. If the
-        function is less precise than its dtype (an adaptive solver), give the cube root
-        of its relative error; if it computes in float64 for float32 arguments, `step` may be
-        1e-5.
-        The step has to be small compared with the distance to a pole of the function, and
-        smaller than that to the end of its domain. Beyond it, the difference is what the
-        function makes of it there: NaN, or the exception that it raises.
-    - `max_rule_calls`: how many calls of a rule the other mode may take; see below.
-    - `vmap_method`: that of `jax.pure_callback`. With any but `"sequential"` and
-        `"sequential_unrolled"`, the function and its rules are given the axes of `jax.vmap` in
-        front, and have to return them.
+        function is less precise than its dtype (an adaptive solver), give the cube root of its
+        relative error. If it computes in float64 for float32 arguments, `step` may be 1e-5. The
+        step has to be much smaller than the distance to a pole of the function, and smaller
+        than the distance to the end of its domain. Beyond the domain you get what the function
+        does there: NaN, or the exception that it raises.
+    - `max_rule_calls`: how many calls of a rule the other mode may make; see below.
+    - `vmap_method`: as for `jax.pure_callback`. With any but `"sequential"` and
+        `"sequential_unrolled"`, the function and its rules get the axes of `jax.vmap` in front,
+        and have to return them.
 
     **Returns:**
 
     An [`eqx_grads.HostFunction`][]. Its methods `def_fwd`, `def_bwd` and `def_jvp` take rules,
-    which are like those of [`eqx_grads.custom_vjp`][] and [`eqx_grads.custom_jvp`][], but run
-    on the host. Floats are cast to the promised precision.
+    as in [`eqx_grads.custom_vjp`][] and [`eqx_grads.custom_jvp`][]. The rules run on the host.
+    Floats are cast to the promised precision.
 
     **Derivative:**
 
-    The reverse rule is that of `def_bwd`, the forward rule that of `def_jvp`. A mode without a
-    rule multiplies by the Jacobian. If `finite_difference` is given, the Jacobian takes two
-    calls of `fn` (complex steps: one) for each element of the arguments; otherwise, one call of
-    the other rule for each element of the outputs (`def_bwd`) or of the arguments (`def_jvp`).
-    Both modes; higher orders take finite differences of the rules, or of differences.
+    Reverse mode uses the rule of `def_bwd`, and forward mode the rule of `def_jvp`. A mode
+    without a rule multiplies by the Jacobian. If `finite_difference` is given, the Jacobian
+    takes two calls of `fn` (complex steps: one) for each element of the arguments; otherwise,
+    one call of the other rule for each element of the outputs (`def_bwd`) or of the arguments
+    (`def_jvp`). Both modes; higher orders take finite differences of the rules, or of
+    differences.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if a derivative is needed that nothing above gives, or if the
+    [`eqx_grads.RuleError`][] if you need a derivative that nothing above gives, or if the
     function returns another structure, shape or kind of dtype than was promised. An exception
-    of `fn` arrives as it is where JAX runs eagerly. In a compiled program it becomes a
+    of `fn` arrives unchanged where JAX runs eagerly. In a compiled program it becomes a
     `jax.errors.JaxRuntimeError` whose text has the exception and the lines that raised it.
     """
     options = {
@@ -263,8 +263,8 @@ def _check_options(fn, *, out, finite_difference, step, max_rule_calls, vmap_met
             f"`{name}` has to know what `{name_of(fn)}` returns, and was given no `out`.",
             place_of(fn),
             do="Give the types, or a function of the arguments that returns them: "
-            "`out=lambda x: x` for those of `x`; or an array like it, such as what one call of "
-            "the function returns.",
+            "`out=lambda x: x` for the types of `x`; or an array like it, such as "
+            "the result of one call of the function.",
         )
     differences = "central", "complex"
     is_known = isinstance(finite_difference, str) and finite_difference in differences

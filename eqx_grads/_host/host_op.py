@@ -36,8 +36,8 @@ class HostOp(Opaque):
     JAX keeps compiled programs by it, so it is compared by what it is made of.
 
     - `run(op, arrays)`, with `parts` to go by, calls the user's code. The arrays may have more
-        axes in front than `in_types` say: those of `vmap`.
-    - `call`: the call of the user's function that this is, or is derived from.
+        axes in front than `in_types` say: the axes of `vmap`.
+    - `call`: the call of the user's function, or the call that this op is derived from.
     - `source`: the user's code that runs, a function or a rule: its name and place.
     - `out_path(i)`: where output number `i` is, in the user's words.
     """
@@ -88,8 +88,8 @@ class HostOp(Opaque):
         return np.broadcast_shapes(*self.own_axes(arrays))
 
     def outputs(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The outputs, of the promised shapes. Nothing is cast yet, so that differences of them
-        can be taken.
+        """The outputs, of the promised shapes. Nothing is cast yet, so that a caller can take
+        their differences.
 
         All arrays that host code returns enter the library here, and are copied. Host code may
         write into the same memory in its next call, as C and Fortran do, and a Jacobian is made
@@ -147,7 +147,7 @@ class HostOp(Opaque):
             return cast
         do = (
             "Floats are cast to the promised precision, and integers that fit to the promised "
-            "width. Nothing else is: return what was promised, or promise what is returned."
+            "width. Nothing else is cast: return what you promised, or promise what you return."
         )
         raise self._misfit(i, "dtype", x, jax.ShapeDtypeStruct(x.shape, dtype), do)
 
@@ -176,13 +176,13 @@ class HostOp(Opaque):
 
 
 BROADCAST_ARGUMENTS = (
-    "If arguments have another number of axes than each other, broadcast them before the call, "
-    "by `jnp.broadcast_arrays`."
+    "If the arguments differ in their number of axes, broadcast them before the call, by "
+    "`jnp.broadcast_arrays`."
 )
 
 
 def read_only(x: np.ndarray) -> np.ndarray:
-    """`x`, to which host code can't write. It is given all arrays like this, as the library
+    """`x`, to which host code can't write. It gets all arrays like this, as the library
     may give it the same array in the next call."""
     x.flags.writeable = False
     return x

@@ -41,7 +41,7 @@ def transposed_product(
     columns: Sequence[jax.Array], in_types: Types, out_types: Types, cts: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """The transpose of `product`. The pairing of JAX is the real part of `sum(ct * t)`, without
-    a conjugate, also for complex numbers."""
+    a conjugate, even for complex numbers."""
     types = varying_types(in_types, columns, cts)
     of_tangents = ft.partial(product, columns, out_types)
     (ct_in,) = jax.linear_transpose(of_tangents, types)(vary_alike(cts, types))

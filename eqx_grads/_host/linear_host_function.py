@@ -36,11 +36,11 @@ class LinearHostFunction(eqx.Module):
         **Arguments:**
 
         - `x`: a PyTree of floating or complex arrays, in which the map is linear.
-        - `args`: parameters: any PyTrees, which both functions are given.
+        - `args`: parameters: any PyTrees, which both functions get.
 
         **Returns:**
 
-        What `matvec` returned, as JAX arrays of the promised types.
+        The output of `matvec`, as JAX arrays of the promised types.
         """
         _check_inexact(self._matvec, x)
         out = _like if self._matvec.out is None else self._matvec.out
@@ -89,7 +89,7 @@ def _check_inexact(code: HostCode, x: Any) -> None:
                 what + "or complex.",
                 f"at `{code.signature.names[0]}{show_path(path)}`: {type_of(leaf)}",
                 code.place,
-                do="Cast it, or pass it as one of the parameters behind the first argument.",
+                do="Cast it, or pass it as one of the parameters after the first argument.",
             )
 
 
@@ -100,7 +100,7 @@ def linear_host_function(
     out: PyTree | Callable[..., PyTree] = None,
     vmap_method: str = "sequential",
 ) -> LinearHostFunction:
-    r"""A linear map that JAX can't trace, given by two functions: itself and its adjoint.
+    r"""Make a linear map that JAX can't trace from two functions: the map and its adjoint.
 
     !!! example
 
@@ -126,7 +126,7 @@ def linear_host_function(
 
     - `matvec`: called as `matvec(x, *args)` with NumPy arrays; linear in `x`, which is any tree
         of floating or complex arrays. The other arguments are parameters.
-    - `rmatvec`: called as `rmatvec(y, *args)`, where `y` is like the output; returns what is
+    - `rmatvec`: called as `rmatvec(y, *args)`, where `y` is like the output; returns a tree
         like `x`. For a complex map it is the adjoint $A^H y$, as in
         `scipy.sparse.linalg.LinearOperator`, and not the transpose. For a symmetric map, give
         `matvec` again.
@@ -141,8 +141,7 @@ def linear_host_function(
 
     With respect to `x`, the forward rule is $\dot y = A \dot x$ and the reverse rule
     $\bar x = A^T \bar y$. Both modes and all orders; `jax.linear_transpose` accepts the
-    function, so that a rule may apply it to tangents. There is no derivative with respect to
-    the parameters.
+    function, so that a rule may apply it to tangents. The parameters have no derivative.
 
     **Raises:**
 

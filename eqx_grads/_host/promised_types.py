@@ -15,17 +15,18 @@ from .._rules.signature import accepted_keywords
 
 
 def is_array_leaf(x: Any) -> bool:
-    """What is an operand: all but Python's integers, strings, functions and the like."""
+    """Whether a leaf is an operand: all but Python's integers, strings, functions and the
+    like."""
     return isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)
 
 
 def without_memory(types: Sequence[Any]) -> list[np.ndarray]:
-    """Arrays of these types, to unflatten a user's class with."""
+    """Arrays of the given types, to unflatten a user's class with."""
     return [np.broadcast_to(np.zeros((), t.dtype), t.shape) for t in types]
 
 
 def type_in_jax(x: Any) -> jax.ShapeDtypeStruct:
-    """The type of `x`, in 32 bits unless JAX is told to use 64."""
+    """The type of `x`, in 32 bits unless `jax_enable_x64` is on."""
     dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
     return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(dtype))
 
@@ -75,14 +76,14 @@ def _called(spec: Callable[..., Any], what: str, code: Any, args: Any, kwargs: A
             f"`{what}` of `{code.name}` computes with its arguments.",
             f"{type(error).__name__}: {first_line(error)}",
             code.place,
-            do="It is given shapes and dtypes, and no values. Return a "
+            do="It gets shapes and dtypes, and no values. Return a "
             "`jax.ShapeDtypeStruct`: of one number, like an element of `x`, "
             f"`jax.ShapeDtypeStruct((), x.dtype)`. {_VALUES_IN_SHAPES}",
         ) from None
 
 
 def _problem(x: Any) -> str | None:
-    """What to do about a leaf that is not the type of an array."""
+    """The advice for a leaf that is not the type of an array."""
     dtype = getattr(x, "dtype", None)
     if getattr(dtype, "type", None) is jax.dtypes.prng_key:
         return (
@@ -101,7 +102,7 @@ _VALUES_IN_SHAPES = (
     "take the size from the shape of an array."
 )
 _FORMS = (
-    "A shape or a dtype alone is not enough, and a Python integer is no array. Give a "
+    "A shape or a dtype alone is not enough, and a Python integer is not an array. Give a "
     "`jax.ShapeDtypeStruct(shape, dtype)`, an array, a float (for one number), or any tree of "
     "these; or a function of the arguments that returns one, as `{what}=lambda x: x` for the "
     "type of `x`, which has to be a float or an array then."

@@ -39,8 +39,8 @@ class ResidualCache(Opaque):
         """Keep the residuals, which are returned as they are kept.
 
         A Jacobian needs residuals that were computed `again` several times in succession. After
-        that, the backward pass needs the residuals of other calls next. So those that were
-        computed again are the first to be dropped.
+        that, the backward pass needs the residuals of other calls next. So the residuals that
+        were computed again are the first to be dropped.
         """
         objects: set[int] = set()
         residuals = _copied(residuals, objects)

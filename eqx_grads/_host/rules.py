@@ -172,7 +172,7 @@ def _fit(op, i, ct, leaves):
 
 def _summed(ct: np.ndarray, batch: Sequence[int], shape: Sequence[int]) -> np.ndarray:
     """A cotangent summed over the axes that its argument was broadcast over. The axes of `vmap`
-    are in front of these, unless the cotangent is already as it should be."""
+    come first, unless the cotangent already has the right shape."""
     own = ct.shape[len(batch) :]
     if ct.shape[ct.ndim - len(shape) :] == shape and ct.ndim <= len(batch) + len(shape):
         return ct

@@ -66,17 +66,17 @@ def staging_trace() -> Any:
 def is_staged(operands: Sequence[Any]) -> bool:
     """Whether a primitive bound to `operands` now becomes an equation of a jaxpr.
 
-    JAX hands a primitive to the innermost trace; one that none of the operands belongs to
-    hands it on to the trace around it. There is no public way to ask which trace will take
-    it (`jax.interpreters.partial_eval.custom_staging_rules`, which would do, is not public in
-    JAX 0.10 to 0.12). An equation of a call that was thought not to be staged has no jaxpr of
-    the function, which other interpreters need.
+    JAX gives a primitive to the innermost trace. A trace without any of the operands passes it
+    to the trace around it. There is no public way to ask which trace will take it
+    (`jax.interpreters.partial_eval.custom_staging_rules`, which would do, is not public in JAX
+    0.10 to 0.12). An equation of a call that was thought not to be staged has no jaxpr of the
+    function, which other interpreters need.
     """
-    # `jax.ensure_compile_time_eval` evaluates that of which nothing is traced.
+    # `jax.ensure_compile_time_eval` evaluates a primitive without traced operands.
     config: Any = jax.config  # the flag is not in the declarations of types
     if config.eager_constant_folding and not any(isinstance(x, Tracer) for x in operands):
         return False
-    # Partial evaluation hands on what it knows.
+    # Partial evaluation passes on the known values.
     owners = {
         id(x._trace)
         for x in operands

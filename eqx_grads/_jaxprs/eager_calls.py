@@ -71,7 +71,8 @@ def _is_array(x: Any) -> bool:
 
 
 class _Programs:
-    """The compiled programs of some functions. `of[f]`: the programs of these and `f`."""
+    """The compiled programs of some functions. `of[f]`: the programs of the same functions and
+    `f`."""
 
     def __init__(self):
         self.jitted: dict[Hashable, Callable[..., Any]] = {}
@@ -102,7 +103,7 @@ def _jit(run: Callable[..., Any], treedef: Any) -> Callable[..., Any]:
         # Not from the closure: the program outlives this call, and the functions need not.
         arrays, leaves = iter(arrays), _CALL.leaves
         args, kwargs = treedef.unflatten(next(arrays) if _is_array(x) else x for x in leaves)
-        # A rule in the program may hold the function of which the program is a value.
+        # A rule in the program may hold the function that is the key of the program.
         is_function = lambda f: isinstance(f, types.FunctionType)
         args = [weakref.proxy(f) if is_function(f) else f for f in args]
         out, out_treedef = jax.tree.flatten(run(*args, **kwargs))

@@ -44,7 +44,7 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
         *values, **eqn.primitive.get_bind_params(eqn.params)
     )
     if eqn.primitive.name in ("scan", "while", "cond") and is_eager():
-        # Of an eager loop, JAX keeps the compiled program for good. `jax.jit` forgets it.
+        # JAX keeps the compiled program of an eager loop for good. `jax.jit` forgets it.
         run = jax.jit(run)
     out = run(*values)
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -218,7 +218,7 @@ def keeping_tracebacks() -> contextlib.AbstractContextManager[None]:
 
 
 def traceback_of(eqn: Any) -> Any:
-    """The traceback of an equation, or of the one that was evaluated to it."""
+    """The traceback of an equation, or of the equation that was evaluated to it."""
     found = re.findall(_TRACEBACK, str(eqn.source_info.name_stack))
     return _TRACEBACKS[int(found[-1])] if found else eqn.source_info.traceback
 

@@ -122,7 +122,7 @@ def _flags_of_outputs(eqn: Any, flags: Sequence[Flag], _) -> list[Flag]:
 
 
 def _either(*flags: Flag) -> Flag:
-    """The flag of a value that is one of these, or their sum."""
+    """The flag of a value that is one of several values, or their sum."""
     if False in flags:
         return False
     return True if True in flags else None

@@ -45,7 +45,7 @@ def _nonlinear(reason: str) -> _Status:
 
 
 def output_statuses(program: ClosedJaxpr) -> Sequence[_Status]:
-    """How each output depends on the inputs, all of which are taken as arguments."""
+    """How each output depends on the inputs; all inputs count as arguments."""
     return _statuses(program, [LINEAR] * len(program.in_avals))
 
 
@@ -57,8 +57,7 @@ def linear_in(
 
 
 def why_nonlinear(statuses: Sequence[_Status]) -> str | None:
-    """What makes an output non-linear, or affine; `None` where nothing can be held
-    against any of them."""
+    """The reason why an output is non-linear, or affine; `None` if all outputs are linear."""
     for status in statuses:
         if status.rank == 5:
             return status.reason
@@ -121,7 +120,7 @@ def _one(eqn, name, ins) -> _Status:
     if all(status.rank <= CONSTANT.rank for status in ins):
         if _keeps_zero(eqn, name, ins):
             return ZERO
-        # What is unknown may keep a zero.
+        # An unknown value may keep a zero.
         may_keep_zero = kind.linear is None and set(ins) == {ZERO}
         return MAYBE_ZERO if may_keep_zero or MAYBE_ZERO in ins else CONSTANT
     worst = max(ins, key=lambda status: status.rank)
@@ -179,7 +178,7 @@ def _joint(name, ins) -> _Status:
 
 
 def _join(a: _Status, b: _Status) -> _Status:
-    """What is known of a value that is either the one or the other."""
+    """The status of a value that is either the one or the other."""
     low, high = (a, b) if b.rank > a.rank else (b, a)  # of equals `a`, for loops to end
     return UNKNOWN if low.rank == CONSTANT.rank and high == LINEAR else high
 

@@ -29,7 +29,7 @@ def flagged(flags: Iterable[bool]) -> list[int]:
 
 
 def select(flags: Sequence[Sequence[bool]], parts: Sequence[Any]) -> tuple[list[Any], ...]:
-    """Of each part, the values that have a flag."""
+    """The values in each part that have a flag."""
     return tuple(at(p, flagged(f)) for f, p in zip(flags, parts, strict=True))
 
 

@@ -105,7 +105,7 @@ class While:
 @dataclasses.dataclass(frozen=True)
 class Cond:
     """`jax.lax.cond` and `jax.lax.switch`, whose programs are the branches. The operands are
-    the index of a branch, and then those of the branches.
+    the index of a branch, and then the operands of the branches.
 
     `by_platform`: it is a `jax.lax.platform_dependent`, and the index is only known when the
     program is compiled.
@@ -193,7 +193,7 @@ def structure(eqn: Any) -> Structure | None:
 
 
 def inner_programs(eqn: Any) -> tuple[ClosedJaxpr, ...]:
-    """The programs in an equation, those of an opaque one included."""
+    """The programs in an equation, even in an opaque equation."""
     known = structure(eqn)
     if known is not None:
         return known.programs
@@ -219,7 +219,7 @@ def equations(program: ClosedJaxpr) -> Iterator[Any]:
 
 
 def is_reference(aval: Any) -> bool:
-    """Whether a type is that of a `jax.new_ref`, which has no public name."""
+    """Whether a type is the type of a `jax.new_ref`, which has no public name."""
     return type(aval).__name__ == "AbstractRef"
 
 
@@ -230,13 +230,13 @@ def _with_inner(eqn: Any) -> Iterator[Any]:
 
 
 def holds(part: ClosedJaxpr | Any, *kinds: str | type) -> bool:
-    """Whether a program, or an equation, has an equation, at any depth, of one of these kinds:
+    """Whether a program, or an equation, has an equation, at any depth, of one of the kinds:
     the name of a primitive, or a class of this file."""
     return any(True for _ in _found(part, kinds))
 
 
 def found(part: ClosedJaxpr | Any, *kinds: str | type) -> list[Any]:
-    """All equations of these kinds, at any depth."""
+    """All equations of the given kinds, at any depth."""
     return list(_found(part, kinds))
 
 

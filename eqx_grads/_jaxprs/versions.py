@@ -43,7 +43,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
     # A scan that JAX transposed has them in a PyTree of another class than one that it traced.
     unpack = getattr(params.get("ft_in"), "unpack", tuple)
     groups = unpack()
-    # A group may have groups in it: what is counted is what is at the end.
+    # A group may have groups in it: only the leaves count.
     counts = [len(tuple(group.vals)) for group in groups if hasattr(group, "vals")]
     if len(counts) != 3 or not is_jaxpr(params.get("jaxpr")):
         return None

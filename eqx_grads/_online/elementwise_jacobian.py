@@ -1,15 +1,15 @@
 """Jacobians whose rows have few entries: for each element of an output, what it depends on.
 
-A tangent program is linear in its tangents. Here it is evaluated with a list of terms in place
+A tangent program is linear in its tangents. Here it is evaluated with a list of terms instead
 of each value `v` that depends on a tangent:
 
     v[i] = sum over terms, sum over j:  coefficient[i, j] * view(t)[i, j]
 
 `t` is the tangent of one input of the program. `view` only moves the elements of `t`: it
 broadcasts, slices and transposes them, to the shape of `v` and a last axis `j`. An elementwise
-operation changes the coefficients, a change of layout moves coefficients and view alike, and a
-sum, also that of a matrix product, moves the axes that it sums over into `j`. So the weight of
-`W @ x` has the coefficients `x[j]`, and no sum over `j` is computed.
+operation changes the coefficients, and a change of layout moves coefficients and view alike. A
+sum (such as the sum of a matrix product) moves the axes that it sums over into `j`. So the
+weight of `W @ x` has the coefficients `x[j]`, and no sum over `j` is computed.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class View:
         return np.array_equal(seen, indices[..., None])
 
     def transpose(self, ct: Array) -> Array:
-        """The cotangent of the input, given that of its view."""
+        """The cotangent of the input, given the cotangent of its view."""
         (x,) = varying_types([jax.ShapeDtypeStruct(self.of.shape, ct.dtype)], ct)
         return jax.linear_transpose(self.apply, x)(ct)[0]
 
@@ -199,7 +199,7 @@ def _is_complex(values: Sequence[Value]) -> bool:
 
 
 def _of_columns(eqn: Any, operands: Sequence[Any], k: int, j: int, x: Array) -> Array:
-    """Output `j` of the equation with `x` for operand `k`, of which the last axis is mapped."""
+    """Output `j` of the equation with `x` for operand `k`, whose last axis is mapped."""
 
     def of_column(column):
         return bind(eqn, vary_alike([*operands[:k], column, *operands[k + 1 :]]))[j]
@@ -262,7 +262,7 @@ def _reduce_sum(eqn: Any, terms: list[Term]) -> list[Term]:
 
 
 def _dot_general(eqn: Any, values: Sequence[Value]) -> list[Term]:
-    """A product of matrices of which one has terms."""
+    """A product of matrices where one of them has terms."""
     numbers, dtype = eqn.params["dimension_numbers"], eqn.outvars[0].aval.dtype
     as_sum = lambda *operands: _product_as_sum(numbers, *(x.astype(dtype) for x in operands))
     program = jax.make_jaxpr(as_sum)(*(v.aval for v in eqn.invars))

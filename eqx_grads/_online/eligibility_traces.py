@@ -4,7 +4,7 @@ A trace holds, for each element of some arrays of the carry, its derivatives in 
 of a parameter that the element depends on in a step. The derivative of the next carry in the
 carry is diagonal, so that these elements are the same in all steps.
 
-The name is that of e-prop (Bellec et al. 2020, https://doi.org/10.1038/s41467-020-17236-y), in
+The name comes from e-prop (Bellec et al. 2020, https://doi.org/10.1038/s41467-020-17236-y), in
 which the traces approximate real-time recurrent learning (Williams and Zipser 1989). They are
 exact if the recurrence is elementwise (Zucchet et al. 2023, https://arxiv.org/abs/2305.15947).
 """
@@ -44,8 +44,8 @@ class _Trace:
 
 
 class StepJacobian:
-    """The derivative of the next carry in the carry, which is diagonal, and in parameters: that
-    of reverse mode.
+    """The derivative of the next carry in the carry, which is diagonal, and in parameters, in
+    reverse mode.
 
     - `traces`: which traces there are.
     - `leaves`: the leaves of the carry that have some.
@@ -206,7 +206,7 @@ class StepJacobian:
 def forward_diagonal(
     body: Any, leaves: Sequence[int], consts, carry, x
 ) -> dict[tuple[int, int], Any]:
-    """The diagonal of the derivative of the next carry in the carry, of these leaves: that of
+    """The diagonal of the derivative of the next carry in the carry, for these leaves, in
     forward mode. Key `(b, a)` is for leaf `b` of the next carry and leaf `a` of the carry."""
     next_carry = _next_carry(body, leaves)
     of_perturbed = lambda *values: next_carry(consts, fill(carry, leaves, values), x)

@@ -13,13 +13,12 @@ The outputs are taken as functions of the next carry, wherever the program of a 
 them from it.
 
 In general `dh_t/dW` has as many entries as the carry and the parameters multiplied. It has few
-if `D_t` is diagonal, that is, if each element of the carry depends on itself only (and on the
-same element of the other arrays of the carry). Then the entries that are not zero are the
-elements of the carry, times the parameters that each of them depends on in a step: the
-eligibility traces.
+if `D_t` is diagonal: each element of the carry depends on itself only, and on the same element
+of the other arrays of the carry. Then the entries that are not zero are the elements of the
+carry, times the parameters that each of them depends on in a step: the eligibility traces.
 
 The backward pass runs the steps once more, in the order in which they ran forward, with the
-traces in its carry. Of the forward pass, only the inputs are saved.
+traces in its carry. The forward pass saves only the inputs.
 """
 
 import dataclasses
@@ -43,7 +42,7 @@ from .eligibility_traces import forward_diagonal, StepJacobian
 class OnlineOptions:
     """How to run and to differentiate the steps.
 
-    - `approximate`: e-prop. What is not diagonal in the derivative of the carry is dropped.
+    - `approximate`: e-prop, which drops the derivative of the carry that is not diagonal.
     - `names`, `where`: the leaves of the carry and the step, as errors call them.
     """
 
@@ -86,8 +85,8 @@ def _online_scan_fwd(
         raise rule_error(
             "The inputs of an online `filter_scan` can't be differentiated.",
             f"there is a derivative in an array {type_of(x)} of `xs`",
-            do="What an input does to later steps is only known after them. Move the layers "
-            "that compute `xs` into the step, or stop the gradient.",
+            do="The effect of an input on later steps is only known after them. Move the "
+            "layers that compute `xs` into the step, or stop the gradient.",
         )
     values = body.with_values_of_rules(perturbed_consts, perturbed_init, perturbed_xs)
     out = online_scan(consts, init, xs, step_index, body=values, options=options)
@@ -125,8 +124,8 @@ def _online_scan_bwd(residuals, cts, *, body, options, perturbed: tuple[Any, ...
 
 
 def _pull_back_outputs(body, jacobian, inputs, ct_y):
-    """The cotangents of the parameters, of the carry that enters a step, and of the next one,
-    given those of the outputs of the step."""
+    """The cotangents of the parameters, of the carry that enters a step, and of the next carry,
+    given the cotangents of the outputs of the step."""
     consts, carry, x, new = inputs
     leaves = jacobian.leaves
 
@@ -188,7 +187,7 @@ def _online_scan_jvp(primals, tangents, *, body, options):
 
 
 def _jvp(fn, primals, tangents):
-    """`jax.jvp` for lists of arrays of which some have no tangent, which is `None`."""
+    """`jax.jvp` for lists of arrays. An array without a tangent has `None`."""
     has_tangent = [[t is not None for t in part] for part in tangents]
     of_perturbed = lambda *values: fn(*replace(primals, has_tangent, values))
     out, t_out = jax.jvp(

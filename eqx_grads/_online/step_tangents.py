@@ -1,7 +1,7 @@
 """The derivative of a scan step as a program of tangents, for either mode.
 
 The two modes differ where a function in the step has a rule for reverse mode only, as
-`clip_gradient` has: in forward mode, its derivative is that of the function. Backpropagation
+`clip_gradient` has: in forward mode, it has the derivative of the function. Backpropagation
 through time applies the pullback of the step. If that is linear in its cotangents, its
 transpose carries a derivative forward in time. If a backward rule is not linear, nothing does.
 """
@@ -33,7 +33,7 @@ Function = Callable[..., list[Any]]  # of arrays that are differentiable
 
 
 def forward_tangents(fn: Function, primals: Sequence[Any]) -> ClosedJaxpr:
-    """The tangents of the outputs, as a program of those of the inputs."""
+    """The tangents of the outputs, as a program of the tangents of the inputs."""
     tangents = lambda *ts: jax.jvp(fn, tuple(primals), ts)[1]
     return without_unused(jax.make_jaxpr(tangents)(*primals))
 
@@ -50,8 +50,8 @@ def reverse_tangents(fn: Function, primals: Sequence[Any], where: str) -> Closed
 
 
 def _pullback(fn: Function, primals: Sequence[Any]) -> tuple[ClosedJaxpr, Sequence[Any]]:
-    """The cotangents of the inputs, as a program of those of the outputs, and the types of the
-    latter."""
+    """The cotangents of the inputs, as a program of the cotangents of the outputs, and the
+    types of the latter."""
     types = jax.make_jaxpr(fn)(*primals).out_avals
     pull_back = lambda *cts: list(jax.vjp(fn, *primals)[1](list(cts)))
     return without_unused(jax.make_jaxpr(pull_back)(*types)), types
@@ -61,7 +61,7 @@ def _pullback(fn: Function, primals: Sequence[Any]) -> tuple[ClosedJaxpr, Sequen
 
 
 def _why_not_linear(backward: ClosedJaxpr) -> str | None:
-    """What is in the way of transposing a pullback, as a predicate of it."""
+    """The reason why a pullback can't be transposed, as a predicate."""
     statuses = output_statuses(backward)
     if not surely_linear(statuses):
         # The words are those for a function of tangents.
@@ -112,13 +112,13 @@ def _is_linear(eqn: Any) -> bool:
 
 
 def _name_of(eqn: Any) -> str:
-    """What the user calls a function with a rule."""
+    """The user's name for a function with a rule."""
     call = eqn.params.get("call")  # of `_rules/call_primitive.py`
     name = function_name(*inner_programs(eqn)) if call is None else call.name
     return "filter_custom_vjp" if name == _OF_EQUINOX else name
 
 
-# Of a function that `eqx.filter_custom_vjp` decorates, the program has no other name.
+# For a function that `eqx.filter_custom_vjp` decorates, the program has no other name.
 _OF_EQUINOX = "fn_wrapped"
 
 

@@ -1,8 +1,8 @@
 """A call of a function with rules: flattened, bound as a primitive, its rules run.
 
-The Equinox wrappers are not underneath: their `filter_custom_jvp` takes functions of
-operands only (clause 4 of the contract), has no static outputs (clause 7) and no keyword for
-a positional parameter (clause 1), and `filter_custom_vjp` has no forward mode (clause 3).
+The Equinox wrappers are not underneath: their `filter_custom_jvp` takes functions of operands
+only (clause 4 of the contract). It has no static outputs (clause 7) and no keyword for a
+positional parameter (clause 1). Their `filter_custom_vjp` has no forward mode (clause 3).
 """
 
 from collections.abc import Callable
@@ -117,8 +117,8 @@ class _OfArrays:
         flat = self._flat
         ts = [t if t is None or isinstance(t, jax.Array) else jnp.asarray(t) for t in tangents]
         call = RuleCall.of(flat, operands, ts[: flat.n_args])
-        # What only the rules close over does not change the value: its derivative is zero
-        # here, and comes in where the rules themselves are differentiated.
+        # A value that only the rules close over does not change the output: its derivative is
+        # zero here, and comes in where the rules themselves are differentiated.
         for i in range(flat.n_args, flat.n_args + flat.n_not_differentiable):
             if ts[i] is not None:
                 raise _not_differentiable(call.fn, flat, i)
@@ -162,5 +162,5 @@ _WAY_OUT = (
 )
 _MODULE_WAY_OUT = (
     "A rule gives derivatives with respect to arguments. Pass the Module as an argument: "
-    "decorate a function of it, or its method `__call__`, which has `self` as an argument."
+    "decorate a function that takes it, or its method `__call__`, whose argument is `self`."
 )

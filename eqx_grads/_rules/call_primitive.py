@@ -1,10 +1,10 @@
 """The primitive for a call with rules: its JVP, transpose, batching rule and lowering.
 
-Neither of JAX's own will do. A `jax.custom_jvp` is batched by batching its rule, so a batching
-rule of the user's never sees the call (clause 3 of the contract); when a staged one is batched,
-the function decides which outputs have the batch dimension, although a tangent may have it
-where its output has not; and up to JAX 0.11 the second derivative of a call inside `lax.scan`
-comes from the function, not from the rule. A `jax.custom_vjp` has no forward mode, and
+Neither of JAX's own will do. JAX batches a `jax.custom_jvp` by batching its rule, so a batching
+rule of the user's never sees the call (clause 3 of the contract). In a staged call, the
+function decides which outputs have the batch dimension, although a tangent may have it where
+its output has not. Up to JAX 0.11 the second derivative of a call inside `lax.scan` comes from
+the function, not from the rule. A `jax.custom_vjp` has no forward mode, and
 `jax.custom_batching.custom_vmap` no reverse mode.
 """
 
@@ -52,7 +52,7 @@ def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
 
 def invalid_tracer(name: str) -> RuleError:
     return rule_error(
-        f"`{name}`, or a rule of it, holds a traced value that was not found, and that is "
+        f"`{name}`, or one of its rules, holds a traced value that was not found, and that is "
         "no longer valid.",
         "closures, default arguments, attributes, containers and Modules were searched",
         do="Pass this value as an argument.",
@@ -166,7 +166,7 @@ def _closed_over(call: Call) -> RuleError:
     )
 
 
-# The rules of the calls that are being transposed, and of those that are looked at to see
+# The rules of the calls that are being transposed, and of the calls that are checked to see
 # whether they are the same for all examples: a rule may call its own function.
 _transposed = contextvars.ContextVar[frozenset[Any]]("transposed", default=frozenset())
 _looked_at = contextvars.ContextVar[frozenset[Any]]("looked_at", default=frozenset())

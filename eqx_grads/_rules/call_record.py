@@ -20,7 +20,7 @@ class Call:
     - `jvp(primals, tangents)` returns the outputs and their tangents. `None` is zero, in both
         lists of tangents.
     - `vmap(axis_data, batched, operands)` returns the outputs by the user's batching rule, and
-        which of them are batched; `None` if there is no rule. The batch dimension is the first.
+        which of them are batched; `None` without a rule. The batch dimension is the first.
     - `fn` is the function that the user wrote, for errors. It may have placeholders.
     - `n_operands`: the number of operands. Only the first `n_args` can have a tangent.
     - `rules_key`: the same object for all calls with the same rules.

@@ -2,11 +2,11 @@
 
 A function that closes over a tracer is only good inside the trace that made the tracer.
 JAX keeps rules for later, so such a rule fails (or leaks) as soon as the order of two
-transformations changes. Here a tracer in a closure cell, a default argument, a
-`functools.partial`, a bound method, a nested function or a Module is found and replaced by a
-`_Placeholder` (`lift_tracers`), passed as an operand by the caller, and put back when the
-function runs (`ClosureTemplate.substitute`). Nothing is traced for it, so functions stay
-ordinary Python. An object without tracers stays the very same object.
+transformations changes. Here `lift_tracers` finds a tracer in a closure cell, a default
+argument, a `functools.partial`, a bound method, a nested function or a Module, and replaces it
+by a `_Placeholder`. The caller passes it as an operand, and `ClosureTemplate.substitute` puts
+it back when the function runs. Nothing is traced for it, so functions stay ordinary Python. An
+object without tracers stays the very same object.
 """
 
 import collections

@@ -15,7 +15,7 @@ class Convention:
         arguments and the outputs are arrays, and so operands. The others are static.
     - `binds`: whether arguments are bound to the parameters of the function, and numbers are
         arrays even if nothing is transformed. If not, the arguments stay as they were given.
-    - `fills_defaults`: whether a rule is given the positional arguments that were left out.
+    - `fills_defaults`: whether a rule gets the positional arguments that were left out.
     - `returns_numbers`: whether `jax.jvp` of Python numbers returns Python numbers.
     - `configuration`: for errors, what can't be differentiated, and what to do.
     """
@@ -34,7 +34,7 @@ class Convention:
 
 
 OURS = Convention()
-# The rule is given the arguments that the caller gave.
+# The rule gets the arguments of the caller.
 AS_CALLED = Convention(fills_defaults=False)
 JAX = Convention(
     outputs=is_arraylike,

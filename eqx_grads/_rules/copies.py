@@ -51,7 +51,7 @@ def copy_in_use(fn: Any, rules: Any) -> Any:
     if running is None or _have_same_leaves(fn, running.fn):
         return fn
     if staging_trace() is not running.staged_by:
-        # What is traced by `jit` or for a loop is kept, and used for other copies.
+        # JAX keeps programs traced by `jit` or for a loop, and uses them for other copies.
         raise rule_error(
             f"A rule of `{name_of(fn)}` calls `{name_of(fn)}` inside a transformation such as "
             "`jax.jit` or `jax.lax.scan`, and runs for a copy that has other arrays.",

@@ -10,7 +10,7 @@ from .rule import Rule
 
 
 def custom_gradient(fn: Callable[..., Any]) -> Any:
-    """A function that returns its value together with its own backward rule, a closure.
+    """Decorate a function that returns its value and its own backward rule, a closure.
 
     The form of `jax.custom_gradient` and TensorFlow's `tf.custom_gradient`. Traced values
     may be closed over anywhere, and any PyTree passed.
@@ -41,7 +41,7 @@ def custom_gradient(fn: Callable[..., Any]) -> Any:
     **Arguments:**
 
     - `fn`: returns `out, gradient`, where `gradient(ct)` returns one cotangent for each
-        positional argument: a tuple, or just the cotangent of an only argument.
+        positional argument: a tuple, or the cotangent itself, if there is one argument.
 
     **Returns:**
 

@@ -1,4 +1,4 @@
-"""`custom_jvp`: a function with a forward rule of its own."""
+"""`custom_jvp`: a function with its own forward rule."""
 
 import functools as ft
 from collections.abc import Callable
@@ -201,7 +201,7 @@ def _trace(rule, call, indices) -> tuple[Any, Any]:
 
 
 def _check_value(rule, call, outputs, arrays) -> None:
-    """Raise if the value is not known where JAX linearizes, when there are no tangents yet.
+    """Raise if the value is not known where JAX linearizes, before the tangents exist.
     JAX's own error does not say whose value it is."""
     unknown = unknown_to_linearization(arrays, call.operands)
     if unknown:
@@ -212,7 +212,7 @@ def _check_value(rule, call, outputs, arrays) -> None:
             f"at out{outputs.static_path(outputs.split.indices[unknown[0]])}",
             rule.place,
             do="The value must not depend on the tangents: reverse mode computes it before "
-            f"there are any. Return `{name}(*primals)`, or what is computed from the primals "
+            f"they exist. Return `{name}(*primals)`, or a value computed from the primals "
             "alone.",
         )
 

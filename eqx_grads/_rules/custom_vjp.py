@@ -1,4 +1,4 @@
-"""`custom_vjp`: a function with a reverse rule of its own, in both modes.
+"""`custom_vjp`: a function with its own reverse rule, in both modes.
 
 A `jax.custom_vjp` has no forward mode, and does not know which outputs are unused.
 Here the tangent map of a call is the primitive of `linear_primitive.py`: its forward map is the
@@ -40,7 +40,7 @@ from .zero_derivative import check_zeros
 
 
 class custom_vjp(AbstractDecorated[P, T]):
-    """A function with a reverse rule of its own, usable in both modes.
+    """Give a function a reverse rule, usable in both modes.
 
     !!! example
 
@@ -167,7 +167,7 @@ _PERTURBED = "perturbed"
 
 
 def _check_not_equinox(rule: Rule, fn: Any, position: int) -> None:
-    """Raise if a rule is given `perturbed` where Equinox passes it."""
+    """Raise if a rule takes `perturbed` where Equinox passes it."""
     # It may be the name of an argument of the function, too.
     if rule.by_position[position : position + 1] == (_PERTURBED,) and (
         position > 0 or Signature(fn).names[0] != _PERTURBED
@@ -178,7 +178,7 @@ def _check_not_equinox(rule: Rule, fn: Any, position: int) -> None:
             rule.place,
             do="Use `eqx_grads.filter_custom_vjp`, which calls rules as Equinox does. Rules of "
             "`eqx_grads.custom_vjp` are called as `fwd(*args)` and `bwd(residuals, ct)`, and "
-            "are given `perturbed` if it is keyword-only.",
+            "get `perturbed` if it is keyword-only.",
         )
 
 
@@ -291,7 +291,7 @@ class _VjpSpec:
             raise
 
     def transpose(self, residuals, cts):
-        # JAX hands over a constant as the Python or NumPy number that it once was.
+        # JAX passes a constant as the Python or NumPy number that it once was.
         residuals = as_array_list(residuals)
         is_ready = lambda ct: ct is None or isinstance(ct, jax.Array)
         cts = [ct if is_ready(ct) else jnp.asarray(ct) for ct in cts]

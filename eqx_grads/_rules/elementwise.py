@@ -111,7 +111,7 @@ def elementwise(
     rule = ft.partial(_elementwise_jvp, decorated, partials, shared)
     rules = decorated._rules
     rules.set_jvp(Rule(rule, symbolic_zeros=True, surely_linear=True))
-    # `derivative` is given the arguments that the caller gave: a one-line partial of
+    # `derivative` gets the arguments of the caller: a one-line partial of
     # `jax.nn.gelu` should not have to know of its `approximate`.
     rules.convention = AS_CALLED
     return decorated

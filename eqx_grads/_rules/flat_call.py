@@ -87,7 +87,8 @@ class FlatCall:
         return rule_error(
             f"`{name_of(self.fn)}`, a function with a rule, was given a reference.",
             f"{self.path(i) if holder is None else holder[1]} is {jax.typeof(x)}",
-            do="Pass the value, `ref[...]`, and write to the reference outside of it.",
+            do="Pass the value, `ref[...]`, and write to the reference outside of the "
+            "function.",
         )
 
     @property

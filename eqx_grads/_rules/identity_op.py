@@ -10,7 +10,7 @@ from .custom_vjp import custom_vjp
 
 def backward_op(fn: Callable[..., Any] | None = None, *, symbolic_zeros: bool = False) -> Any:
     """The identity of the first argument, whose cotangent is `fn(ct, *others, **options)`. The
-    other arguments have none. A decorator.
+    other arguments have no cotangent. A decorator.
 
     The rule returns the argument itself and does not call the op again. Then a second
     derivative is the derivative of the gradient that the op makes, as finite differences of

@@ -1,4 +1,4 @@
-"""`linear_function`: a linear function in JAX, with an adjoint of its own."""
+"""`linear_function`: a linear function in JAX, with its own adjoint."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -170,8 +170,8 @@ class _Call:
         out = fn(*args, **kwargs)
         what = f"`{self._name}` returned an output that"
         do = (
-            "A linear function returns arrays that can be differentiated. Return what is "
-            "constant from another function."
+            "A linear function returns arrays that can be differentiated. Return "
+            "constants from another function."
         )
         _check_floating(out, "out{}", what, place_of(fn), do)
         self._outputs, arrays = OutputSpec.of(out, rules.convention.outputs)
@@ -192,7 +192,7 @@ class _Call:
 
         def fail(*where, do):
             return rule_error(
-                f"The adjoint `{rule.name}` of `{self._name}` returned what is not like "
+                f"The adjoint `{rule.name}` of `{self._name}` returned a value unlike "
                 f"`{self._x_name}`.",
                 *where,
                 rule.place,
@@ -206,7 +206,7 @@ class _Call:
             raise fail(
                 *places,
                 f"what was returned is {show_tree(result)}",
-                do="The adjoint takes what is like the output, and returns what is like "
+                do="The adjoint takes a value like the output, and returns a value like "
                 f"`{self._x_name}`.",
             )
         leaves = [leaf for leaf, flag in zip(leaves, self._x_arrays, strict=True) if flag]
@@ -246,11 +246,11 @@ def linear_function(
     *,
     argnum: int = 0,
 ) -> Any:
-    r"""Give a linear function an adjoint of its own.
+    r"""Give a linear function its own adjoint.
 
     Use it for a function that JAX can trace and can't transpose, such as a kernel or a foreign
-    function, or that you transpose better than JAX does. For code that JAX can't trace, use
-    [`eqx_grads.linear_host_function`][].
+    function. Also use it if you can transpose a function better than JAX does. For code that
+    JAX can't trace, use [`eqx_grads.linear_host_function`][].
 
     !!! example
 
@@ -282,11 +282,11 @@ def linear_function(
 
     - `matvec`: a function that is linear in one of its arguments, which is any PyTree of
         floating or complex arrays, as is the output. All other arguments are parameters.
-    - `rmatvec`: its adjoint. It is called as `matvec` is, with what is like the output instead
-        of the linear argument, and returns what is like the linear argument. `None` is zero.
-        For a complex map it is the adjoint $A^H y$, as in
-        `scipy.sparse.linalg.LinearOperator`, and not the transpose. For a symmetric map, give
-        `matvec` again. Or define it later with `def_rmatvec`.
+    - `rmatvec`: its adjoint. It is called as `matvec` is, with a tree like the output instead
+        of the linear argument, and returns a tree like the linear argument. `None` is zero. For
+        a complex map it is the adjoint $A^H y$, as in `scipy.sparse.linalg.LinearOperator`, and
+        not the transpose. For a symmetric map, give `matvec` again. Or define it later with
+        `def_rmatvec`.
     - `argnum`: the position of the linear argument. A method of a Module has the parameters in
         `self`, and `argnum=1`.
 
@@ -312,8 +312,8 @@ def linear_function(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the linear argument or the output is not floating or complex.
-    Under a transformation, there are two more: one of the functions is seen not to be linear,
-    or `rmatvec` returns another structure or shape than the linear argument has.
+    A transformation raises it if one of the functions is not linear, or if `rmatvec` returns a
+    structure or shape other than the linear argument has.
     """
     if matvec is None:
         return lambda matvec: linear_function(matvec, rmatvec, argnum=argnum)
@@ -342,6 +342,6 @@ def _check_argnum(argnum, fn):
 
 
 _CONVENTIONS = (
-    "`rmatvec` is called as `matvec` is, with what is like the output in the place of the "
+    "`rmatvec` is called as `matvec` is, with a value like the output instead of the "
     "argument in which the function is linear: the first one, or another by `argnum`."
 )

@@ -1,8 +1,7 @@
 """The primitive for a linear map with a chosen transpose: tangents of a `custom_vjp`.
 
-`jax.custom_derivatives.linear_call` is the nearest thing in JAX, and has no batching rule;
-so forward mode, reverse mode and `vmap` could not all be had at once (clause 3 of the
-contract: both modes).
+`jax.custom_derivatives.linear_call` is the nearest thing in JAX, and has no batching rule. It
+can't have forward mode, reverse mode and `vmap` at once (clause 3 of the contract: both modes).
 """
 
 import functools as ft
@@ -26,7 +25,7 @@ class LinearMap:
 
     - `forward(residuals, tangents)` returns the list of output tangents.
     - `transpose(residuals, cotangents)` returns the list of input cotangents, `None` for
-        zero; so may be the cotangents that it is given. It need not be linear.
+        zero; so may be the cotangents that it gets. It need not be linear.
     - `out_types` are the types of the output tangents.
     - `note` is added to an error of the derivative with respect to the residuals.
 

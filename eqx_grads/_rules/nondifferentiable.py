@@ -11,7 +11,7 @@ from .tree_split import ClosedTree
 
 
 def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:
-    """The identity, which raises if it is differentiated.
+    """Return `x`, and raise an error if it is differentiated.
 
     !!! example
 
@@ -28,7 +28,7 @@ def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:
     **Arguments:**
 
     - `x`: any PyTree. For a function in it, the values that it closes over count.
-    - `name`: what it is, for the error.
+    - `name`: the name of the value, for the error.
 
     **Returns:**
 

@@ -16,8 +16,8 @@ from .._errors import code_of, show_path
 
 
 class Rebuildable:
-    """A plain object whose whole state is its `__dict__`. A copy with other contents may stand
-    for the original."""
+    """A plain object whose whole state is its `__dict__`. A copy with other contents may
+    replace the original."""
 
     # The attributes that may hold a tracer.
     captures: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ REBUILDABLE = (
 # It leads to the original, and so to the tracers that were taken out.
 _NOT_COPIED = ("__wrapped__",)
 # Without an array at hand: to make one starts JAX, after which there is no
-# `jax.distributed.initialize`. Tracers are no subclasses of `jax.Array`.
+# `jax.distributed.initialize`. Tracers are not subclasses of `jax.Array`.
 _ARRAYS = (np.ndarray, *jax.Array.__subclasses__())
 PLAIN = {type(None), str, bytes, bool, int, float, complex, *_ARRAYS}
 
@@ -174,8 +174,8 @@ def _tree_parts(x):
 
 
 def _copy_tree(x, copy):
-    """A class of the user's is unflattened with arrays and tracers only: a `_Node` stands for
-    it while it has placeholders."""
+    """A user's class is unflattened with arrays and tracers only: a `_Node` replaces it while
+    it has placeholders."""
     parts, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
     return _Node(treedef, list(map(copy, parts)))
 
@@ -219,6 +219,6 @@ def _kind_of(x: Any) -> Any:
 
 
 def parts_of(x: Any) -> list[tuple[Any, Any]] | None:
-    """What `x` is made of, as (step, part); `None` if it can't be put together again."""
+    """The parts of `x`, as (step, part); `None` if it can't be put together again."""
     kind = _kind_of(x)
     return None if kind is None else kind[0](x)

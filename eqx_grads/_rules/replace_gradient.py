@@ -16,7 +16,7 @@ from .wrapper import set_metadata
 
 
 def replace_gradient(value: PyTree, surrogate: PyTree) -> PyTree:
-    r"""The value of one thing, the derivative of another.
+    r"""Return one value with the derivative of another.
 
     The usual spelling `surrogate + stop_gradient(value - surrogate)` rounds, and is NaN
     where `value` and `surrogate` are infinite. This is `value`, bitwise.
@@ -49,20 +49,20 @@ def replace_gradient(value: PyTree, surrogate: PyTree) -> PyTree:
 
     **Derivative:**
 
-    That of `surrogate`: $\dot y = \dot s$ and $\bar s = \bar y$, cast to the dtype of each.
-    The derivative with respect to `value` is zero. Linear, so both modes and all orders.
+    The derivative of `surrogate`: $\dot y = \dot s$ and $\bar s = \bar y$, cast to the dtype of
+    each. The derivative with respect to `value` is zero. Linear, so both modes and all orders.
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if structures or shapes differ, or if a leaf of one can be
-    differentiated and that of the other can't.
+    differentiated and the same leaf of the other can't.
     """
     _check_alike("`replace_gradient` was given", ("value", "surrogate"), value, surrogate)
     return on_leaves(_replace_gradient, value, surrogate)
 
 
 def _check_alike(caller, names, value, surrogate):
-    """Raise unless a surrogate has tangents like those of a value. `names` are the
+    """Raise unless a surrogate has tangents like the tangents of a value. `names` are the
     user's names of the two."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     surrogates, surrogate_def = jax.tree.flatten(surrogate)
@@ -77,7 +77,7 @@ def _check_alike(caller, names, value, surrogate):
         is_type = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in (x, s)]
         if not tangents_match(x, s) or is_type[0] != is_type[1]:
             raise rule_error(
-                f"{caller} a surrogate that can't stand for the value.",
+                f"{caller} a surrogate that can't replace the value.",
                 f"at value{show_path(path)}: the {names[0]} is {type_of(x)}, "
                 f"the {names[1]} {type_of(s)}",
                 do="Both need the same shape and a floating or complex dtype.",
@@ -112,7 +112,7 @@ def _replace_gradient_jvp(primals, tangents):
 def with_gradient_of(
     fn: Callable[..., Any], surrogate_fn: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The values of one function, the derivative of another.
+    """Return a function with the values of one function and the derivative of another.
 
     !!! example
 
@@ -145,8 +145,8 @@ def with_gradient_of(
 
     **Derivative:**
 
-    That of `surrogate_fn`, with respect to its arguments and to whatever it closes over.
-    Both modes and all orders.
+    The derivative of `surrogate_fn`, with respect to its arguments and to whatever it closes
+    over. Both modes and all orders.
 
     **Raises:**
 

@@ -80,9 +80,9 @@ class Rule(Rebuildable):
             return self.fn(*args, **kwargs)
         except RecursionError as error:
             note = (
-                f"The rule `{self.name}` is called inside itself if it differentiates the "
-                "function that it is the rule of. Differentiate another function: move the "
-                "body into one without a rule."
+                f"The rule `{self.name}` is called inside itself if it differentiates its own "
+                "function. Move the body into a function without a rule, and differentiate "
+                "that function."
             )
             _add_note_once(error, note)
             raise
@@ -106,7 +106,7 @@ class Rule(Rebuildable):
 
     def of_tangents(self, *args: Any, **kwargs: Any) -> Any:
         """Call the rule with tangents or cotangents. If it fails because of a `None` among
-        them, the error says what `None` stands for."""
+        them, the error says what `None` means."""
         try:
             return self(*args, **kwargs)
         except (TypeError, AttributeError) as error:
@@ -131,8 +131,8 @@ class Rule(Rebuildable):
         """If `error` is about a tuple of another length, add what the rule is `given`."""
         if "to unpack" in str(error) and self._is_the_users:
             error.add_note(
-                f"The rule `{self.name}` is given {given} with an entry for each positional "
-                "argument, also one that has its default: "
+                f"The rule `{self.name}` gets {given} with an entry for each positional "
+                "argument, even for a default: "
                 + ", ".join(f"`{name}`" for name in names)
                 + "."
             )
@@ -235,8 +235,8 @@ class AbstractRules(Rebuildable, abc.ABC):
     def differentiate(
         self, call: RuleCall, expected: OutputSpec | None
     ) -> tuple[OutputSpec, list[Any], list[Any]]:
-        """The outputs, their arrays, and the tangents of these (`None` for zero). Compares the
-        outputs with those that are `expected`, as `check_outputs` does."""
+        """The outputs, their arrays, and their tangents (`None` for zero). Compares the
+        outputs with the `expected` ones, as `check_outputs` does."""
 
     def signature(self, fn: Callable[..., Any]) -> Signature:
         """The signature of `fn`, the function with these rules. Raises if one is missing."""

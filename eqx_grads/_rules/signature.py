@@ -102,7 +102,7 @@ class Signature(Opaque):
         keyword-only arguments that were filled in from defaults.
 
         Without `fills_defaults`, the last arguments by position may be missing. A ufunc gets
-        only what it was given.
+        only the arguments that the caller passed.
         """
         if self.is_by_position and not kwargs and len(args) == len(self.by_position):
             return args, kwargs, frozenset()
@@ -121,7 +121,7 @@ class Signature(Opaque):
         return bound.args, bound.kwargs, frozenset(bound.kwargs) - frozenset(kwargs)
 
     def left_out(self, n: int) -> tuple[Any, ...]:
-        """The default values of the positional arguments behind the first `n`."""
+        """The default values of the positional arguments after the first `n`."""
         if not self._has_defaults:
             return ()
         return tuple(self._signature.parameters[name].default for name in self.by_position[n:])

@@ -39,7 +39,7 @@ def call_on_arrays(
     call, arrays = TreeSplit.split((fn, args, kwargs), is_operand)
     returned: list[TreeSplit] = []
 
-    # A new function for each call, of which JAX keeps nothing for the next one.
+    # A new function for each call, so that JAX keeps nothing for the next call.
     def run(arrays):
         fn, args, kwargs = call.tree(arrays)
         out, ys = TreeSplit.split(fn(*args, **kwargs), is_operand)

@@ -21,8 +21,8 @@ def apply_vmap_rule(
     batched: Sequence[bool],
     operands: Sequence[Any],
 ) -> tuple[OutputSpec, list[Any], list[bool]] | None:
-    """The outputs, their arrays and which of these are batched; `None` if there is no rule for
-    this batch. `primal` is the function of one example's operands."""
+    """The outputs, their arrays and which arrays are batched; `None` without a rule for this
+    batch. `primal` is the function of one example's operands."""
     operands = as_array_list(operands)
     fn, rules, args, kwargs = flat.restore(operands)
     n = flat.n_args

@@ -73,16 +73,16 @@ class AbstractDecorated(AbstractWrapper[P, T]):
         )
 
     def def_vmap(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        """Give the call a batching rule of its own.
+        """Give the call its own batching rule.
 
-        It is applied to the call itself, before differentiation: `grad(vmap(f))`
-        differentiates what the rule calls. Without one, `vmap` batches the derivative
-        rules, which for an argument that is not batched (a weight) means one cotangent per
-        example, summed afterwards.
+        It is applied to the call itself, before differentiation: `grad(vmap(f))` differentiates
+        the batching rule. Without a batching rule, `vmap` batches the derivative rules. For an
+        argument that is not batched (a weight), this means one cotangent per example, summed
+        afterwards.
 
-        Without one, each output that can have a tangent has the batch dimension if an argument
-        has it: `jax.vmap(..., out_axes=None)` is an error for such an output. A batching rule
-        may return the output without the batch dimension.
+        Each output that can have a tangent then has the batch dimension if an argument has it:
+        `jax.vmap(..., out_axes=None)` is an error for such an output. A batching rule may
+        return the output without the batch dimension.
 
         !!! example
 
@@ -120,9 +120,9 @@ class AbstractDecorated(AbstractWrapper[P, T]):
         - `rule`: called as `rule(axis_size, batched, *args, **kwargs)`. `batched` is a tuple
             with one entry for each positional argument: the argument's tree with Python
             bools for leaves (just a bool if it is an array). Batched leaves have the batch
-            axis in front. Returns `out, out_batched`, the second being a bool or a tree
-            of bools which is a prefix of `out`. Or returns `NotImplemented`, and then the
-            derivative rules are batched as they are without `def_vmap`.
+            axis in front. Returns `out, out_batched`; the second is a bool or a tree of bools
+            which is a prefix of `out`. Or returns `NotImplemented`: the derivative rules are
+            then batched as without `def_vmap`.
 
         **Returns:**
 
@@ -243,8 +243,8 @@ def check_options(decorator: str, options: dict[str, Any]) -> None:
         raise rule_error(
             f"`{decorator}` was given an option that it does not have.",
             f"it is `{name}`",
-            do="What can't be differentiated (functions, strings, integers, ...) may be passed "
-            "as it is; configuration is a keyword-only parameter of the function; "
+            do="Pass values that can't be differentiated (functions, strings, integers, ...) "
+            "unchanged; configuration is a keyword-only parameter of the function; "
             "`symbolic_zeros` is an option of `def_jvp` and `def_bwd`."
             + (
                 f" JAX's `{name}` is an option of `eqx_grads.jax_{decorator}`."

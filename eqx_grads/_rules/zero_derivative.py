@@ -32,7 +32,7 @@ def check_zeros(rule: Rule, call: RuleCall, indices: Sequence[int]) -> None:
 def check_function_of_zeros(
     rule: str, fn: Any, of_zeros: Callable[..., Any], primals: Sequence[Any]
 ) -> None:
-    """The same for `of_zeros`, which is `fn` as a function of these primals only."""
+    """The same for `of_zeros`, which is `fn` as a function of its primals only."""
     errors: list[RuleError] = []
 
     def inexact_outputs(*xs):

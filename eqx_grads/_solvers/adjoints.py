@@ -34,8 +34,8 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
     `optimistix.root_find` of a function $g$; then $f(y, \theta) = y + g(y, \theta)$. If the
     solver minimizes, Optimistix differentiates the equation that the gradient of the objective
     is zero: this works with [`eqx_grads.solvers.ImplicitAdjoint`][], and is an error with any
-    other adjoint. What Optimistix returns besides the solution, such as `aux`, has the
-    derivative zero.
+    other adjoint. Everything else that Optimistix returns, such as `aux`, has a zero
+    derivative.
 
     To write an adjoint, implement `solve_tangent`.
     """
@@ -59,7 +59,7 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
         y, rest = primal_fn((*constant(inputs), _while_loop))
         # Python numbers are static where Equinox has traced `fn`, and remain so.
         static, arrays = TreeSplit.split(inputs, is_array)
-        # `None` is for what the solver returned besides `y`: Optimistix reads no such thing.
+        # `None` is for other outputs of the solver than `y`: Optimistix does not read them.
         residual = lambda y, arrays: rewrite_fn(y, None, static.tree(arrays))
         solver = lambda linear_map, *_: lambda b: self.solve_tangent(linear_map, b, tags)
         return differentiable_solution(y, arrays, residual=residual, solver=solver), rest
@@ -144,9 +144,9 @@ class OneStepAdjoint(AbstractFixedPointAdjoint):
 
     **Derivative:**
 
-    An approximation, in both modes: $t = b$ in place of $(I - J)^{-1} b$, and $u = g$. It is
-    exact where $J = 0$. The second derivative is that of this approximation, in which
-    the derivative of the fixed point is approximated as well.
+    An approximation, in both modes: $t = b$ instead of $(I - J)^{-1} b$, and $u = g$. It is
+    exact where $J = 0$. The second derivative differentiates this approximation, and
+    approximates the derivative of the fixed point as well.
     """
 
     def solve_tangent(self, linear_map: Map, b: PyTree, tags: Tags = frozenset()) -> PyTree:
@@ -183,10 +183,10 @@ class NeumannAdjoint(AbstractFixedPointAdjoint):
 
     An approximation, in both modes: $t = \sum_{i=0}^k J^i b$, and in reverse mode
     $u = \sum_{i=0}^k (J^T)^i g$, at the cost of $k$ JVPs or VJPs of the function. Where $f$ is
-    a contraction with the factor $L$, the relative error of $t$ and $u$ falls with $L^{k+1}$;
-    where an eigenvalue of $J$ is at least one in modulus, the series does not converge. To
-    second order, that of this approximation, in which the derivative of the fixed point is
-    approximated as well.
+    a contraction with the factor $L$, the relative error of $t$ and $u$ falls with $L^{k+1}$.
+    Where an eigenvalue of $J$ is at least one in modulus, the series does not converge. The
+    second derivative differentiates this approximation, and approximates the derivative of the
+    fixed point as well.
 
     **Raises:**
 
@@ -230,16 +230,16 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
     **Arguments:**
 
     - `k`: how many steps, a positive integer.
-    - `tau`: the damping $\tau$, above zero and at most one. With one, the derivative is that of
-        [`eqx_grads.solvers.NeumannAdjoint`][] with `k - 1`.
+    - `tau`: the damping $\tau$, above zero and at most one. With $\tau = 1$, the derivative
+        equals [`eqx_grads.solvers.NeumannAdjoint`][] with `k - 1`.
 
     **Derivative:**
 
     An approximation, in both modes: with $B = \tau J + (1 - \tau) I$,
     $t = \tau \sum_{i=0}^{k-1} B^i b$, and in reverse mode
     $u = \tau \sum_{i=0}^{k-1} (B^T)^i g$, at the cost of $k - 1$ JVPs or
-    VJPs of the function. The second derivative is that of this approximation, in which
-    the derivative of the fixed point is approximated as well.
+    VJPs of the function. The second derivative differentiates this approximation, and
+    approximates the derivative of the fixed point as well.
 
     **Raises:**
 
@@ -277,7 +277,7 @@ def _damped_steps(linear_map, b, steps, tau):
 class FixedPointAdjoint(AbstractFixedPointAdjoint):
     r"""Iterate the linear equation of the tangent, or of the cotangent, to convergence.
 
-    Costs about as many VJPs as the iteration has steps, and the memory of one.
+    It costs about as many VJPs as the iteration has steps, and the memory of one VJP.
 
     !!! example
 
@@ -298,8 +298,8 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
     **Arguments:**
 
     - `solver`: an Optimistix solver for fixed points, which is applied to $u = J^T u + g$ with
-        $g$ divided by its largest entry. By default, the plain iteration, to
-        a relative change of eps^(3/4), which is 6e-6 in single precision.
+        $g$ divided by its largest entry. By default, the plain iteration, which stops at a
+        relative change of eps^(3/4): 6e-6 in single precision.
     - `max_steps`: the largest number of steps.
     - `throw`: whether an iteration that does not converge is an error. Otherwise the derivative
         is the last iterate.
@@ -310,7 +310,7 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
     **Derivative:**
 
     $t = J t + b$ in forward mode, $u = J^T u + g$ in reverse mode. Both modes and all orders,
-    each by an iteration of its own. The plain iteration converges where all eigenvalues of
+    each by its own iteration. The plain iteration converges where all eigenvalues of
     $J$ are below one in modulus: where the plain iteration for the fixed point converges from
     all starts nearby.
 
@@ -359,7 +359,7 @@ def _iterate(adjoint, solver, matvec, b):
 _DIVERGED = (
     "The derivative of a fixed point did not converge: `FixedPointAdjoint` was still iterating "
     "after `max_steps`, or became infinite.\n"
-    "  The function is no contraction at its fixed point, or a slow one.\n"
+    "  The function is not a contraction at its fixed point, or a slow one.\n"
     "Use `eqx_grads.solvers.ImplicitAdjoint`, which is a linear solve, raise `max_steps`, or "
     "give a `solver` such as `eqx_grads.solvers.Anderson`."
 )
@@ -389,9 +389,9 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
 
     **Arguments:**
 
-    - `linear_solver`: a `lineax` solver. By default, the one that the `tags` of the fixed point
-        call for; without tags, LU of the dense Jacobian for up to 256 unknowns, and GMRES,
-        which only needs products with the Jacobian, beyond.
+    - `linear_solver`: a `lineax` solver. By default, the `tags` of the fixed point choose it.
+        Without tags, it is LU of the dense Jacobian for up to 256 unknowns. Beyond, it is
+        GMRES, which only needs products with the Jacobian.
 
     **Derivative:**
 
@@ -416,7 +416,7 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
 
 
 class WithoutDerivative(optx.AbstractAdjoint):
-    """Runs a solver in this loop. The derivative is that of another adjoint around it."""
+    """Runs a solver in this loop. Another adjoint around it has the derivative."""
 
     while_loop: Callable[..., Any]
 

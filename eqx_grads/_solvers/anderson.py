@@ -1,4 +1,4 @@
-"""Anderson acceleration as a solver of Optimistix, which has none (0.1.0)."""
+"""Anderson acceleration as a solver of Optimistix, which lacks it (0.1.0)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from .optimistix import optimistix as optx
 
 
 class _State(eqx.Module):
-    """The last step, and differences between consecutive steps, the oldest of which is
+    """The last step, and differences between consecutive steps; the oldest difference is
     overwritten."""
 
     step: Int[Array, ""]
@@ -30,10 +30,10 @@ class _State(eqx.Module):
 class Anderson(optx.AbstractFixedPointSolver):
     r"""Anderson acceleration of a fixed-point iteration, as a solver of Optimistix.
 
-    Of all combinations of the last steps, with weights that sum to one, each step takes the one
-    whose linearized residual $g(y) = f(y) - y$ is the smallest. It needs one evaluation of the
-    function for a step, and few steps also where the plain iteration contracts slowly, or
-    diverges in a few directions. The type II of [Walker and Ni,
+    Each step takes a combination of the last steps, with weights that sum to one: the
+    combination with the smallest linearized residual $g(y) = f(y) - y$. It needs one evaluation
+    of the function for a step, and few steps even where the plain iteration contracts slowly,
+    or diverges in a few directions. This is type II of [Walker and Ni,
     2011](https://doi.org/10.1137/10078356X).
 
     !!! example
@@ -63,8 +63,8 @@ class Anderson(optx.AbstractFixedPointSolver):
     - `rtol`, `atol`: the iteration ends where $|f(y) - y|$ is less than `atol + rtol |f(y)|`.
     - `norm`: the norm of a PyTree, for this comparison.
     - `history`: how many differences of steps are kept, each as large as `y`.
-    - `mixing`: the damping $\beta$ of the residual, in $y + \beta g(y)$; with one,
-        the residual is not damped.
+    - `mixing`: the damping $\beta$ of the residual, in $y + \beta g(y)$; with $\beta = 1$, the
+        residual is not damped.
     - `ridge`: added to the diagonal of the normal equations, whose columns are normalized.
 
     One least-squares problem is solved for the whole of `y`. Use `jax.vmap` for a batch of

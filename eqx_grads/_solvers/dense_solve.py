@@ -82,15 +82,14 @@ _LOST = 16
 
 
 def has_lost_pivot(factors: Array) -> Array:
-    """Whether a pivot is no larger than the rounding error of its computation: of a singular
-    matrix, a pivot is seldom exactly zero.
+    """Whether a pivot is within the rounding error of its computation. A pivot of a
+    singular matrix is seldom exactly zero.
 
     - `factors`: both triangular factors in one matrix, as `jax.scipy.linalg.lu_factor` returns
         them.
 
-    A pivot is what is left of an entry of the matrix when multiples of the rows above are
-    taken away. It is compared with the sizes of these terms, so the scale of an equation or of
-    an unknown does not matter.
+    A pivot is an entry of the matrix minus multiples of the rows above. It is compared with the
+    sizes of the terms, so the scale of an equation or of an unknown does not matter.
     """
     size = jnp.abs(factors)
     terms = jnp.sum(jnp.tril(size, -1) * jnp.triu(size, 1).T, axis=1)

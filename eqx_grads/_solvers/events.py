@@ -23,13 +23,13 @@ def event_time(
     *,
     where: ArrayLike = True,
 ) -> tuple[Float[Array, ""], PyTree]:
-    r"""The time of an event and the state at that time, with their derivatives.
+    r"""Return the time of an event and the state at that time, with their derivatives.
 
-    An event is found by comparisons, in a loop, so the time that is found has a wrong
+    A solver finds an event by comparisons, in a loop, so the time that it finds has a wrong
     derivative, often zero. But at the event a condition on the trajectory is zero, so the time
-    is an implicit function. Find the event in any way, with or without a derivative
-    (`diffrax.Event`, a bisection, an interpolation between two steps), and pass the state and
-    the time that were found.
+    is an implicit function. Find the event in any way, with or without a derivative: by
+    `diffrax.Event`, a bisection, or an interpolation between two steps. Then pass the state and
+    the time that you found.
 
     !!! example
 
@@ -80,33 +80,32 @@ def event_time(
 
     **Derivative:**
 
-    Let $c$ be the condition, $\dot t_0$ and $\dot y_0$ the tangents of `t` and `y`, and
-    $\dot c$ that of the condition by its parameters. Differentiating $c(t, y(t)) = 0$ gives the
-    forward rule
+    Let $c$ be the condition, $\dot t_0$ and $\dot y_0$ the tangents of `t` and `y`, and $\dot
+    c$ the tangent of the condition by its parameters. Differentiating $c(t, y(t)) = 0$ gives
+    the forward rule
 
     $$\dot t = \dot t_0 - \frac{\partial_t c\,\dot t_0 + \partial_y c\,\dot y_0 + \dot c}
     {\partial_t c + \partial_y c\,f(t, y)},\qquad
     \dot y = \dot y_0 + f(t, y)\,(\dot t - \dot t_0).$$
 
     `y` has to be the state at `t` in its derivative as well as in its value. If `t` has a
-    derivative, right or wrong, then `y` has to be computed with this `t`; if `t` has none, then
-    the derivative of `y` has to be that of the state at a fixed time. The reverse rule is the
+    derivative, right or wrong, then compute `y` with this `t`. If `t` has no derivative, then
+    `y` has to have the derivative of the state at a fixed time. The reverse rule is the
     transpose. Both modes and all orders: the higher derivatives take into account how `f`
     changes along the trajectory.
 
-    If the condition does not cross zero but touches it ($\partial_t c + \partial_y c\,f = 0$, a
-    grazing event), the event appears or disappears as the parameters change, the true
-    derivative is infinite, and this one is not finite. If `t` is infinite or NaN, there is no
-    event, as with `where=False`: an event that never happens does not move.
+    A grazing event touches zero without crossing it: $\partial_t c + \partial_y c\,f = 0$. It
+    appears or disappears as the parameters change. Its true derivative is infinite, and this
+    one is not finite. If `t` is infinite or NaN, it is not an event, as with `where=False`: an
+    event that never happens does not move.
 
-    The condition at `t` need not be exactly zero, and the error of the derivative is of the
-    order of that of the time. If there is no event at all at `t`, the derivative has no
-    meaning: use `where`.
+    The condition at `t` need not be exactly zero; the derivative has about the error of the
+    time. If `t` is not an event at all, the derivative has no meaning: use `where`.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `t` is not a real scalar. When it is differentiated, also if
-    `condition` does not return a real scalar, or `f` not a tree like `y`.
+    [`eqx_grads.RuleError`][] if `t` is not a real scalar. Its derivative raises the error if
+    `condition` does not return a real scalar, or `f` a tree unlike `y`.
 
     ??? cite
 
@@ -114,9 +113,9 @@ def event_time(
         and Nickel, M. (2021). Learning neural event functions for ordinary differential
         equations. arXiv:2011.03902.
 
-        That of the time of a spike: Wunderlich, T. C. and Pehle, C. (2021). Event-based
-        backpropagation can compute exact gradients for spiking neural networks. *Scientific
-        Reports* 11, 12829.
+        The derivative of the time of a spike: Wunderlich, T. C. and Pehle, C. (2021).
+        Event-based backpropagation can compute exact gradients for spiking neural networks.
+        *Scientific Reports* 11, 12829.
     """
     check_function(condition, "condition", "event_time")
     time, field = as_time(t, "event_time"), VectorField(f, "event_time")
@@ -165,7 +164,7 @@ def _event_time_jvp(primals, tangents):
     if rate is None:
         raise _does_not_change(condition.fn)
     happens = happens & jnp.isfinite(t)
-    # Exactly zero where there is no event: the rate may be zero there.
+    # Exactly zero without an event: the rate may be zero there.
     per_rate = jnp.where(happens, -1 / jnp.where(happens, rate, 1), 0)
     otherwise = jnp.zeros_like(t) if t_t is None else t_t
     if t_value is None:  # of a condition on the time alone
@@ -205,13 +204,13 @@ def jump(
     f: Callable[[Float[Array, ""], Any], PyTree],
     t: ArrayLike,
 ) -> tuple[Float[Array, ""], PyTree]:
-    r"""The state after a switch: an impact, a spike, a change of the vector field.
+    r"""Return the state after a switch: an impact, a spike, a change of the vector field.
 
     At an event the state is reset, or goes on by another vector field. The next part
     of the simulation starts at a number, the time that was found. But if the parameters change,
     the event is earlier or later than this number, and so is the start of the new trajectory.
-    `jump` returns the state with the derivative that accounts for this: that of the new
-    trajectory at a fixed time.
+    `jump` returns the state with the derivative that accounts for this: the derivative of the
+    new trajectory at a fixed time.
 
     !!! example
 
@@ -275,8 +274,8 @@ def jump(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `t` is not a real scalar. When it is differentiated, also if
-    `f` does not return a tree like the new state.
+    [`eqx_grads.RuleError`][] if `t` is not a real scalar. Its derivative raises the error if
+    `f` returns a tree unlike the new state.
 
     ??? cite
 

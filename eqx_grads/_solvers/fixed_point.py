@@ -45,7 +45,7 @@ def fixed_point(
     options: dict[str, Any] | None = None,
     tags: object | Collection[object] = (),
 ) -> Any:
-    r"""The fixed point $y = f(y, \theta)$ of a function, found by any solver of Optimistix.
+    r"""Find the fixed point $y = f(y, \theta)$ of a function, by any solver of Optimistix.
 
     !!! example
 
@@ -73,14 +73,14 @@ def fixed_point(
     - `fn`: called as `fn(y, *args)`, returns a PyTree with the structure, shapes and dtypes
         of `y`: a function, or a Module, whose arrays are differentiated as `args` are. So are
         traced values that it closes over.
-    - `y0`: where the solver starts, a PyTree of floating arrays. It has no influence on the
-        fixed point, and the gradient zero.
+    - `y0`: where the solver starts, a PyTree of floating arrays. It does not change the fixed
+        point, so its gradient is zero.
     - `args`: any PyTrees.
     - `solver`: an Optimistix solver, for fixed points, roots (of $f(y) - y$), least squares or
         minima, such as `optimistix.Newton(rtol=1e-5, atol=1e-5)`, or
         [`eqx_grads.solvers.Anderson`][]. By default `optimistix.FixedPointIteration`, the plain
-        iteration, to a change, absolute or relative, of eps^(3/4) of the coarsest dtype in
-        `y0`: 6e-6 in single, 2e-12 in double precision.
+        iteration. It stops at a change, absolute or relative, of eps^(3/4) of the coarsest
+        dtype in `y0`: 6e-6 in single, 2e-12 in double precision.
     - `backward`: how the linear equation of the derivative is solved. A name from the table
         below, any adjoint of
         [`eqx_grads.solvers`][eqx_grads.solvers.AbstractFixedPointAdjoint] or Optimistix.
@@ -93,7 +93,7 @@ def fixed_point(
     - `tags`: the `lineax` tag or tags of the Jacobian of $f(y) - y$, such as
         `lineax.negative_semidefinite_tag`, for the linear solve of `"implicit"`.
 
-    | `backward` | derivative | reverse mode, besides one VJP in $\theta$ |
+    | `backward` | derivative | reverse mode, and one VJP in $\theta$ |
     |---|---|---|
     | `"implicit"` | exact, `ImplicitAdjoint()` | a linear solve |
     | `"fixed_point"` | exact, `FixedPointAdjoint()` | a VJP for each step of an iteration |
@@ -107,8 +107,7 @@ def fixed_point(
 
     - `value`: the fixed point, like `y0`.
     - `result`: a code, `optimistix.RESULTS.successful` or what went wrong.
-    - `aux`: what `fn` returned besides its value, at the fixed point, or `None`. It is
-        differentiable.
+    - `aux`: the second output of `fn` at the fixed point, or `None`. It is differentiable.
     - `stats`: a dictionary with `"num_steps"`, `"max_steps"`, `"residual_norm"`, the largest
         entry of $|f(y) - y|$, and what the solver adds. Not differentiated.
     - `state`: `None`.
@@ -125,17 +124,17 @@ def fixed_point(
     fixed point, $t_y = (I - J)^{-1} b$; in reverse mode, $\bar\theta = (\partial
     f/\partial\theta)^T u$ with $u = (I - J)^{-T} g$. Both modes and all orders. With
     `"implicit"` and `"fixed_point"`, exact up to the tolerances of the solvers. The others
-    replace $(I - J)^{-1}$ by the approximation that their adjoint documents, also in forward
-    mode and at higher orders. The steps of the solver are never differentiated, so the memory
-    does not depend on their number.
+    replace $(I - J)^{-1}$ by the approximation that their adjoint documents, in both modes and
+    at all orders. The steps of the solver are never differentiated, so the memory does not
+    depend on their number.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `fn` returns another structure, shape or dtype than that of
-    `y`, if a leaf of `y0` is not floating, if `max_steps` is not positive, or if `backward` or
-    `solver` is neither known nor of Optimistix; a `ModuleNotFoundError` where Optimistix is not
-    installed; a run-time error (see `equinox.error_if`) if `throw` is true and the solver
-    fails, for example because the plain iteration diverges.
+    [`eqx_grads.RuleError`][] if `fn` returns a structure, shape or dtype other than `y` has, if
+    a leaf of `y0` is not floating, or if `max_steps` is not positive. Also if `backward` or
+    `solver` is neither known nor of Optimistix. A `ModuleNotFoundError` without Optimistix. A
+    run-time error (see `equinox.error_if`) if `throw` is true and the solver fails, for example
+    because the plain iteration diverges.
     """
     optional_import("optimistix", "fixed_point")
     from . import adjoints
@@ -205,7 +204,7 @@ def _first(fn, y, args):
 
 
 def _residual(y, _, inputs):
-    """The equation that is differentiated, whatever the solver makes of it."""
+    """The equation that is differentiated, for every solver."""
     fn, _, _, args, *_ = inputs
     return jax.tree.map(jnp.subtract, fn(y, args)[0], y)
 
@@ -232,7 +231,7 @@ class _Step(eqx.Module):
         where = unlike(y, out, "y", "it was given {}, and returned {}", kind)
         if where:
             raise rule_error(
-                f"`{name}` returned something else than it was given: it has no fixed point.",
+                f"`{name}` returned something other than it was given: it has no fixed point.",
                 *where,
                 place_of(self.fn),
                 do="Return a PyTree with the structure of `y`, the first argument. Give `y0` "
@@ -251,8 +250,8 @@ def _as_arrays(fn, y0):
         raise rule_error(
             f"`fixed_point` of `{name_of(fn)}` was given {what}.",
             bad[0] if bad else f"`y0` is {show_tree(y0)}",
-            do="Give floating-point arrays or numbers, such as `0.0`. What is not iterated "
-            "belongs to the arguments after `y0`.",
+            do="Give floating-point arrays or numbers, such as `0.0`. Values that are not "
+            "iterated belong to the arguments after `y0`.",
         )
     strong = lambda x: jax.lax.convert_element_type(x, x.dtype)
     return jax.tree.map(lambda x: strong(jnp.asarray(x)), y0)
@@ -276,7 +275,7 @@ def _raise_if_failed(fn, value, result):
             f"the solver failed.{do}",
         )
     ]
-    # Of a batch, the message with the largest index is shown.
+    # For a batch, the message with the largest index is shown.
     in_time = (result == codes.successful) | (result == codes.nonlinear_max_steps_reached)
     index = jnp.where(in_time, 0, jnp.where(result == codes.nonfinite, 1, 2))
     return branched_error_if(value, result != codes.successful, index, messages)

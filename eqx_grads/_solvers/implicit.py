@@ -55,10 +55,11 @@ def implicit(
     has_aux: bool = False,
     tolerance: float | None = 1e-2,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    r"""The derivative of any solver, from the equation that it solves.
+    r"""Give any solver a derivative, from the equation that it solves.
 
-    A decorator. What it decorates may be a `while_loop`, an optimizer, a call of Optimistix, or
-    of SciPy in a callback: it is called for the value, and never differentiated.
+    A decorator. The function that you decorate may be a `while_loop`, an optimizer, or a call
+    of Optimistix, or of SciPy in a callback. It is called for the value, and never
+    differentiated.
 
     !!! example
 
@@ -98,14 +99,14 @@ def implicit(
         arguments of the solver; zero at the solution. It returns a tree like `y`, with one
         equation for each unknown: for each element of each floating or complex leaf of `y`.
         For a minimum, `eqx.filter_grad(objective)`.
-    - `solver`: a `lineax` solver for the linear system. By default a division if the program
-        of the residual acts on each element by itself, LU up to 256 unknowns, and beyond that
-        GMRES, which does not form the matrix. With `lineax.SVD()` and other least-squares
-        solvers the matrix may be singular or not square, and the residual may have any
-        structure.
+    - `solver`: a `lineax` solver for the linear system. By default, the library divides if the
+        program of the residual acts on each element by itself. Otherwise it uses LU up to 256
+        unknowns, and beyond that GMRES, which does not form the matrix. With `lineax.SVD()` and
+        other least-squares solvers the matrix may be singular or not square, and the residual
+        may have any structure.
     - `tags`: the `lineax` tag or tags of $\partial F/\partial y$. With
         `lineax.positive_semidefinite_tag` (a minimum), Cholesky and conjugate gradients are
-        used in place of LU and GMRES.
+        used instead of LU and GMRES.
     - `has_aux`: whether the solver returns `y, aux`.
     - `tolerance`: how large the residual may be at the solution: as large as the change of the
         residual when each element of the solution changes by this fraction of itself (of
@@ -115,17 +116,17 @@ def implicit(
 
     The decorated function:
 
-    - Its positional parameters are given to the residual too, also if they are passed by
-        keyword. They, `self` included, and what the residual closes over can be
-        differentiated.
-    - Its keyword-only parameters are for what the solution does not depend on: a first guess,
-        a bracket, a number of steps, a key. They are not given to the residual, and their
-        derivative is zero. One that the residual has a parameter for is given to the
-        residual: it is configuration, as for any rule, and differentiating it is an error.
-    - It returns `y`, any PyTree; with `has_aux`, a pair `y, aux`. What can't be differentiated
-        in `y` is not solved for. The derivative of `aux` is zero.
+    - The residual gets its positional arguments too, even if you pass them by keyword. You
+        can differentiate with respect to them, `self` included, and to the values that the
+        residual closes over.
+    - Its keyword-only parameters are for values that the solution does not depend on: a first
+        guess, a bracket, a number of steps, a key. The residual does not get them, and their
+        derivative is zero. If the residual has a parameter of the same name, it gets the value.
+        It is then configuration, as for any rule, and differentiating it is an error.
+    - It returns `y`, any PyTree; with `has_aux`, a pair `y, aux`. Leaves of `y` that can't be
+        differentiated are not solved for. The derivative of `aux` is zero.
 
-    What the residual does not depend on can't change the solution. So a first guess that
+    Values that the residual does not depend on can't change the solution. So a first guess that
     depends on parameters (the last solution, in a scan) needs no `stop_gradient`, and the
     solver may close over anything.
 
@@ -141,9 +142,9 @@ def implicit(
     $\left(\frac{\partial F}{\partial y}\right)^\top \lambda = -\bar y$ and returns
     $\bar a = \left(\frac{\partial F}{\partial a}\right)^\top \lambda$. Both modes and all
     orders: the derivative of a rule applies the rule again. The residual has to be
-    differentiable in forward mode. Several solutions, or none nearby, are a singular
-    system, which is an error, except for a least-squares solver: then $\dot y$ is the
-    smallest of the least-squares solutions.
+    differentiable in forward mode. With several solutions, or none nearby, the system is
+    singular, which is an error. With a least-squares solver, $\dot y$ is then the smallest
+    least-squares solution.
 
     A function that is not holomorphic may have complex unknowns: they are solved for as pairs
     of real ones.
@@ -151,11 +152,11 @@ def implicit(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the residual can't be called with these arguments, or does not
-    have the structure of the solution; a `ModuleNotFoundError` if Lineax is not installed,
-    which `tags`, a `solver` and more than 256 unknowns need; a run-time error (see
-    `equinox.error_if`) if the residual is not small at the solution, or the linear solve fails.
-    The stack that a run-time error shows may be that of an earlier call, whose compiled program
-    is used again; the text names the residual, its file and its line.
+    have the structure of the solution. A `ModuleNotFoundError` without Lineax, which `tags`, a
+    `solver` and more than 256 unknowns need. A run-time error (see `equinox.error_if`) if the
+    residual is not small at the solution, or the linear solve fails. A run-time error may show
+    the stack of an earlier call, whose compiled program is used again. Its text names the
+    residual, its file and its line.
 
     ??? cite
 
@@ -254,11 +255,11 @@ def _config(residual, args, kwargs, solve):
         raise rule_error(
             f"The residual `{name_of(residual)}` can't be called with the solution and the "
             f"arguments of `{solve}`: {mismatch}.",
-            f"positional arguments of `{solve}`, with those that have a default: {len(args)}",
+            f"positional arguments of `{solve}`, defaults included: {len(args)}",
             place_of(residual),
             do="Give it the parameters `(y, *args)`, where `args` are the positional "
-            "parameters of the function that it decorates. A first guess, and what else the "
-            "solution does not depend on, is a keyword-only parameter of that function.",
+            "parameters of the function that it decorates. Make a first guess, and all else "
+            "that the solution does not depend on, a keyword-only parameter of that function.",
         )
     what = "The keyword-only argument `{}` of `{}`"
     return {k: nondifferentiable(v, what.format(k, solve)) for k, v in config.items()}
@@ -289,7 +290,8 @@ class Equation(Opaque):
         except Exception as error:
             note = (
                 f"The residual `{self._name}` is called with the solution of `{self._solve}` "
-                "first, and then with its arguments. Of a method, these begin with `self`."
+                "first, and then with its arguments. The arguments of a method "
+                "begin with `self`."
             )
             if isinstance(error, jax.errors.TracerArrayConversionError):
                 note = f"NumPy can't compute with a traced array. The residual `{self._name}` "
@@ -331,8 +333,8 @@ class Equation(Opaque):
                 f"The residual `{self._name}` of `{self._solve}` has no derivative.",
                 f"at residual{show_path(path)}: it is {type_of(x)}",
                 self._place,
-                do="Return floats, which are zero at the solution, and `None` for what is not "
-                "solved for.",
+                do="Return floats, which are zero at the solution, and `None` for the leaves "
+                "that are not solved for.",
             )
 
         residuals = jax.tree_util.tree_map_with_path(leaf, out)
@@ -351,7 +353,7 @@ class Equation(Opaque):
             f"The residual `{self._name}` of `{self._solve}` is not like the solution.",
             *where,
             self._place,
-            do=f"{objective}Return one equation for each unknown, in a tree like that of the "
+            do=f"{objective}Return one equation for each unknown, in a tree like the "
             "solution. For more or fewer equations than unknowns, pass a least-squares solver, "
             "such as `solver=lineax.SVD()`.",
         )

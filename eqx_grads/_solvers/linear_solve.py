@@ -62,7 +62,7 @@ def linear_solver(
         and GMRES beyond.
     - `tags`: `lineax` tags of the matrix.
     - `user`: what the user called, for errors; `of`, `matrix`: whose derivative this is for,
-        and what the matrix is to the user, for those of a solve that fails.
+        and what the matrix is to the user, for the error of a solve that fails.
 
     Differentiable in all modes and orders with respect to `rhs` and to what `matvec` closes
     over. A solve that fails raises when it runs.

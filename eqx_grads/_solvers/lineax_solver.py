@@ -63,7 +63,7 @@ class CheckedSolver(lx.AbstractLinearSolver):
 
 
 def _is_bad(tree):
-    # As Lineax does it, so that what is the same is computed, and communicated, once.
+    # As Lineax does it, so that equal values are computed, and communicated, once.
     return jnp.any(
         jnp.stack([jnp.any(jnp.invert(jnp.isfinite(x))) for x in jax.tree.leaves(tree)])
     )

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PyTree
 
 
 class RealView:
-    """To and from real vectors of this dtype, for trees of these shapes and dtypes."""
+    """To and from real vectors of this dtype, for trees with these shapes and dtypes."""
 
     def __init__(self, like: PyTree[Any], dtype: np.dtype):
         self.like = like

@@ -1,8 +1,8 @@
 """The check that a residual is small at a solution.
 
 The implicit function theorem holds where the residual is zero, and the formula gives some other
-number elsewhere. What is small depends on the units of the residual, which nobody knows but the
-user. So the residual is compared with its own derivative: it is small if it changes by as much
+number elsewhere. Whether it is small depends on the units of the residual, which only the user
+knows. So the residual is compared with its own derivative: it is small if it changes by as much
 when each element of the solution changes by a small fraction of itself. The derivative in one
 direction estimates that change.
 """
@@ -34,8 +34,8 @@ def one_if_small(
     of a linear equation does not depend on its solution.
 
     - `matvec`: the derivative of the residual at `y`.
-    - `names`: the residual, where it is defined, and the solver, for the message. The stack of
-        the error may be that of an earlier call, whose program JAX or Equinox kept.
+    - `names`: the residual, where it is defined, and the solver, for the message. The error may
+        have the stack of an earlier call, whose program JAX or Equinox kept.
     """
     change = jax.tree.leaves(matvec(_directions(y)))
     paths, values = zip(*jax.tree_util.tree_leaves_with_path(residual), strict=True)

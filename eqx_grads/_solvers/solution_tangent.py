@@ -15,7 +15,7 @@ from .._rules.tree_split import TreeSplit
 
 def constant(tree: Any) -> Any:
     """`jax.lax.stop_gradient` of the arrays of any PyTree."""
-    # With `jax.disable_jit`, what is differentiated may be a Python number inside.
+    # With `jax.disable_jit`, a differentiated value may be a Python number inside.
     stop = lambda x: jnp.asarray(jax.lax.stop_gradient(x))
     return jax.tree.map(lambda x: stop(x) if eqx.is_inexact_array(x) else x, tree)
 
@@ -27,8 +27,8 @@ def differentiable_solution(
     residual: Callable[..., Any],
     solver: Callable[..., Any],
 ) -> Any:
-    """`y`, whose derivative in the arrays `inputs` is that of a solution of
-    `residual(y, inputs) = 0`.
+    """`y`, with the derivative in the arrays `inputs` that a solution of `residual(y, inputs) =
+    0` has.
 
     `solver(linear_map, unknowns, value)` returns a linear function: `t_y`, or what it takes for
     it, from `b`. `linear_map` is `R`, a function; `unknowns` are the inexact arrays of `y`, and

@@ -2,7 +2,7 @@
 
 `state_at(field, y, t, t_new)` is the state at `t_new` of the trajectory that passes through `y`
 at `t`. It is only asked for where `t_new` equals `t`, so its value is `y`, and nothing is
-integrated. But its derivative is that of the solution of the differential equation: if `t_new`
+integrated. But it has the derivative of the solution of the differential equation: if `t_new`
 moves by `t_t_new`, the state moves by `field(t, y) * t_t_new`. That is all of the first
 derivative. Higher ones need to know how tangents (in forward mode) and cotangents (in reverse
 mode) change along the trajectory. They have differential equations of their own, so the rules
@@ -101,7 +101,7 @@ def as_time(t: Any, caller: str) -> Float[Array, ""]:
 
 
 def finite(t: Float[Array, ""]) -> Float[Array, ""]:
-    """A time at which functions can be evaluated, also that of an event that never happens."""
+    """A time at which functions can be evaluated, even if the event never happens."""
     return jnp.where(jnp.isfinite(t), t, jnp.zeros_like(t))
 
 
@@ -111,8 +111,8 @@ def state_at(field, y, t, t_new):
     return y
 
 
-# Both rules take symbolic zeros, and make arrays of those of a state. Otherwise a tangent or
-# cotangent that is known to be zero would be dropped from the calls of `state_at` below: its
+# Both rules take symbolic zeros, and make arrays of the zeros of a state. Otherwise a tangent
+# or cotangent that is known to be zero would be dropped from the calls of `state_at` below: its
 # value is zero then, but not its derivative with respect to the times.
 
 
@@ -136,7 +136,8 @@ def _state_at_fwd(field, y, t, t_new):
     return state_at(field, y, t, t_new), (field, y, t, t_new)
 
 
-# The transpose. The cotangent goes from `t_new` back to `t`, and gathers that of the field.
+# The transpose. The cotangent goes from `t_new` back to `t`, and gathers the cotangent of the
+# field.
 @state_at.def_bwd(symbolic_zeros=True)
 def _state_at_bwd(residuals, ct, *, perturbed):
     field, y, t, t_new = residuals
@@ -165,7 +166,7 @@ class _TangentField(eqx.Module):
 
 
 class _CotangentField(eqx.Module):
-    """How a state, its cotangent and that of the field change with time."""
+    """How a state, its cotangent and the cotangent of the field change with time."""
 
     field: Any
 

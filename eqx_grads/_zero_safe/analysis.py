@@ -39,15 +39,15 @@ class AnalyzedEquation:
         self.inner = [Analysis(inner, depth) for inner in step.inner]
         self.inexact_ins = inexact_indices(step.eqn.invars)
         self.inexact_outs = inexact_indices(step.eqn.outvars)
-        # The operands that depend on what is being differentiated.
+        # The operands that depend on the differentiated arguments.
         self.moving = [i for i in self.inexact_ins if self.ins[i].active]
         self._depth = depth
 
     @ft.cached_property
     def tangent_map(self) -> "Analysis | None":
         """The tangents of a call with a rule, as a program of its operands and the tangents of
-        those that are `moving`. `None` for a rule that is in its own rule, for a function
-        without a forward mode, and for tangents that come from a backward rule."""
+        the `moving` operands. `None` for a rule that is in its own rule, for a function without
+        a forward mode, and for tangents that come from a backward rule."""
         if self._depth >= _MAX_DEPTH:
             return None
         types = [v.aval for v in self.eqn.invars]
@@ -125,7 +125,7 @@ class Analysis:
 
 
 def _is_opaque_tangent(eqn: Any) -> bool:
-    """Whether an equation stands for the tangents of a backward rule."""
+    """Whether an equation holds the tangents of a backward rule."""
     return eqn.primitive.name == "custom_lin" or isinstance(structure(eqn), LinearCall)
 
 

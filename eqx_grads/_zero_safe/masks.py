@@ -120,7 +120,7 @@ def forward(analysis: Analysis, env: dict[Any, Any], ins: Sequence[Mask]) -> dic
     program = analysis.program
     masks: dict[Any, Mask] = dict(zip(program.jaxpr.invars, ins, strict=True))
     for v, x in zip(program.jaxpr.constvars, program.consts, strict=True):
-        # What a function closes over may be differentiated.
+        # Values that a function closes over may be differentiated.
         masks[v] = isinstance(x, Tracer) and is_inexact(v.aval)
     for e in analysis.eqns:
         given = read(masks, e.eqn.invars, False)
@@ -191,7 +191,8 @@ def transfer(
 
 
 def _is_collective(eqn: Any) -> bool:
-    """Whether an equation works across a named axis. What is not taken here may be there."""
+    """Whether an equation works across a named axis. An element that no selection takes on this
+    device may be taken on another."""
     axes = eqn.params.get("axes", ())
     return "axis_name" in eqn.params or any(
         not isinstance(axis, int | np.integer) for axis in axes
@@ -261,7 +262,7 @@ def _dot(eqn, masks, is_forward) -> list[Mask]:
     first, last = n_batch + len(free[0]), n_batch + len(free[0]) + len(free[1])
     found: list[Mask] = []
     for k, others in enumerate([range(first, last), range(n_batch, first)]):
-        # The axes of the operand: those of the output come first, and then those of the sum.
+        # The axes of the operand: first the axes of the output, then the axes of the sum.
         order = [*batch[k], *free[k], *contracted[k]]
         summed = range(n_batch + len(free[k]), len(order))
         if not is_inexact(eqn.invars[k].aval):
@@ -347,8 +348,8 @@ def _n_matrix_axes(eqn: Any) -> int:
 
 
 def _rule(e, values, masks, is_forward) -> list[Mask]:
-    """What the tangents of a rule depend on is what it takes. A backward rule does not show
-    that, but it may be elementwise."""
+    """A rule takes the values that its tangents depend on. A backward rule does not show them,
+    but it may be elementwise."""
     source, target = e.moving, e.inexact_outs
     source, target = (source, target) if is_forward else (target, source)
     given, n = at(masks, source), len(e.eqn.invars)
@@ -484,7 +485,7 @@ def masks_of_scan(
 
 
 def _static_carry(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[Mask]:
-    """What is known of the mask of a scan's carry, the same before and after every step."""
+    """The known mask of a scan's carry, the same before and after every step."""
     scan = e.known
     assert isinstance(scan, Scan)
     n, m = scan.n_carry, scan.n_consts
@@ -498,5 +499,5 @@ def _static_carry(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[Mask
 
 
 def static_mask(r: Range) -> bool | None:
-    """What is known of a forward mask without running anything."""
+    """A forward mask as far as it is known without running anything."""
     return False if not r.active else (None if r.mixed else True)

@@ -22,9 +22,9 @@ from .._jaxprs.structure import CallWithRule, structure, While
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """What is known of the elements of an array.
+    """Known facts about the elements of an array.
 
-    - `low`, `high`: bounds for those that are finite.
+    - `low`, `high`: bounds for the finite elements.
     - `finite`: whether all are.
     - `active`: whether some may depend on what is being differentiated.
     - `mixed`: whether others may not.

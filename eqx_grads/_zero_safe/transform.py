@@ -27,7 +27,7 @@ from .masks import backward, forward, masks_of_scan, raw_outputs, read, transfer
 
 
 class Plan:
-    """What is to be done with each equation, given what is known of the masks of the outputs.
+    """The treatment of each equation, given the known masks of the outputs.
 
     - `guarded`: gets guards, or its inner programs are transformed.
     - `local`: a selection that multiplies by zero what may be infinite.
@@ -185,8 +185,8 @@ def _broadcast(e: AnalyzedEquation, values, masks: _Masks) -> tuple[list[Any], _
 
 
 def _without_dead_factors(eqn, values, out, alive) -> Any:
-    """A product of which each element of the result has several terms, with the derivative that
-    it has where dead factors are zero. A factor may be dead in one of the terms only."""
+    """A product where each element of the result has several terms, with the derivative that it
+    has if dead factors are zero. A factor may be dead in one of the terms only."""
     finite = [
         x if mask is True else jnp.where(dense(mask, jnp.shape(x)), x, jnp.zeros_like(x))
         for x, mask in zip(values, alive, strict=True)
@@ -208,8 +208,8 @@ def _guard_one(x: Any, mask: Mask) -> Any:
 
 
 def _enter(e: AnalyzedEquation, values, masks: _Masks, steep) -> list[Any]:
-    """An equation with transformed inner programs, of which a step or a branch has masks of its
-    own."""
+    """An equation with transformed inner programs, where a step or a branch has its own
+    masks."""
     moved, outs = list(masks.moved_ins), list(masks.alive_outs)
     fixed: Sequence[Mask] = ()
     of_programs = [(moved, outs)]

@@ -19,12 +19,12 @@ from .zero_wins import zero_wins_program
 
 
 def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callable[..., PyTree]:
-    r"""What a selection does not take contributes exactly nothing to a derivative.
+    r"""Drop from a derivative all terms of elements that a selection does not take.
 
     JAX differentiates `jnp.where(x > 0, jnp.sqrt(x), 0.0)` by multiplying the derivative of
     `sqrt` by zero where the `where` does not take it, and $0 \cdot \infty$ is NaN. The known
-    fix is a second `where` in the argument of `sqrt`. This is done here for a whole function,
-    also for the code of other libraries that it calls.
+    fix is a second `where` in the argument of `sqrt`. `zero_safe` does this for a whole
+    function, and for the code of other libraries that it calls.
 
     !!! example
 
@@ -52,67 +52,69 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     - `fn`: a function, a bound method, a method in the body of a class, or a Module. Takes and
         returns any PyTrees. Arrays in its arguments are traced; all other leaves are passed as
         they are.
-    - `policy`: `"selected"` drops the terms of what no selection takes. `"zero"` moreover lets
-        each exact zero win over any factor, which may be wrong. See below.
+    - `policy`: `"selected"` drops the terms of elements that no selection takes. `"zero"` also
+        lets each exact zero win over any factor, which may be wrong. See below.
 
     **Returns:**
 
-    A function with the signature and the values of `fn`. Under `jax.jit`, these are those of
-    `jax.jit(fn)`, bit by bit. In an eager call they may differ from those of `fn` by rounding:
-    where `fn` calls a jitted function in which something may be dropped, its operations are
-    evaluated one by one, and not fused by XLA. It is a PyTree with the leaves of `fn`, and so
-    can be a layer of a model.
+    A function with the signature and the values of `fn`. Under `jax.jit`, the values equal
+    `jax.jit(fn)` bit by bit. In an eager call they may differ from `fn` by rounding. Where `fn`
+    calls a jitted function in which something may be dropped, its operations are evaluated one
+    by one, and XLA does not fuse them. It is a PyTree with the leaves of `fn`, and so can be a
+    layer of a model.
 
     Apply it to the whole loss: a selection outside of `fn` is not seen.
 
     **Derivative:**
 
-    That of `fn`, in both modes, to all orders, without the terms of elements that no selection
-    takes. The selections are `jnp.where`, `select`, `maximum`, `minimum`, `clamp`, `max`,
-    `min`, `sort`, `top_k`, `segment_max`, indexing, slices, padding, what `set` overwrites, and
-    `cond` and `switch`, of which `vmap` makes a `select`. At a tie, `maximum` takes both.
+    The derivative of `fn`, in both modes, to all orders, without the terms of elements that no
+    selection takes. The selections are `jnp.where`, `select`, `maximum`, `minimum`, `clamp`,
+    `max`, `min`, `sort`, `top_k`, `segment_max`, indexing, slices, padding, elements that `set`
+    overwrites, and `cond` and `switch`, which `vmap` turns into a `select`. At a tie, `maximum`
+    takes both.
 
-    All that is taken stays as it is, to the bit: an exact zero that no selection made times an
-    infinite derivative is NaN, as for `sqrt(x)**2` and `arctan2(x, x)` at 0. At the boundary of
-    a mask, the derivative is that of the branch that is taken there: that of
-    `where(x == 0, 0, x**2 / x)` at 0 is 0, as with two `where` calls, though the slope is 1.
+    All terms that are taken stay unchanged, to the bit. An exact zero that no selection made,
+    times an infinite derivative, is NaN: for example in `sqrt(x)**2` and `arctan2(x, x)` at 0.
+    At the boundary of a mask, you get the derivative of the branch that is taken there. For
+    `where(x == 0, 0, x**2 / x)` at 0 it is 0, as with two `where` calls, though the slope is 1.
 
     [`eqx_grads.explain_nan`][] of a `zero_safe` loss says what was dropped. `jax.debug_nans`
     still stops at it: the product of zero and infinity is computed before it is dropped.
 
-    It needs to be known which elements are taken. Where it is not, NaN stays:
+    `zero_safe` needs to know which elements are taken. Where it does not know, NaN stays:
 
-    - Of a `jax.custom_vjp`, `eqx_grads.custom_vjp`, `while_loop`, `shard_map`, linear solve,
-        and of any primitive that is not known here, the outputs count as one, but for a rule
-        that is seen to be elementwise. They are dropped if none of them is taken. The loop of
-        `diffrax.diffeqsolve` is such a `jax.custom_vjp`: use [`eqx_grads.safe.where`][] in the
+    - A `jax.custom_vjp`, `eqx_grads.custom_vjp`, `while_loop`, `shard_map`, linear solve, or
+        unknown primitive: its outputs count as one, and are dropped if none of them is taken. A
+        rule that `zero_safe` can see to be elementwise is an exception. The loop of
+        `diffrax.diffeqsolve` is a `jax.custom_vjp`: use [`eqx_grads.safe.where`][] in the
         vector field.
-    - `fn` is taken to be finite in its inputs. Infinite inputs and overflow in sums, products
-        and positive integer powers are not looked for; that of `exp` and its like is.
-    - A matrix product of which an infinite element is taken for one row, and not for another.
+    - Infinite inputs, and overflow in sums, products and positive integer powers: `zero_safe`
+        assumes that they do not occur. It looks for overflow in `exp` and similar functions.
+    - A matrix product with an infinite element that is taken for one row, and not for another.
 
-    With `policy="zero"`, moreover, an exact zero wins over any factor in the derivative of
-    elementwise operations and inner products: the derivative of `norm(x)` at 0 is 0, and so is
-    that of `std(x)` at equal numbers, if `x - mean(x)` is exactly zero: compiled, it may be a
-    rounding error. That is a convention, and it makes finite numbers that are wrong:
-    `sqrt(x)**2` is `x`, and its derivative at 0 becomes 0 in place of 1. It is one for the
-    first derivative; higher ones may not be finite there. With the other policy, what is
-    finite is right, but for boundaries of masks.
+    With `policy="zero"`, an exact zero also wins over any factor in the derivative of
+    elementwise operations and inner products. The derivative of `norm(x)` at 0 is then 0. So is
+    the derivative of `std(x)` at equal numbers, if `x - mean(x)` is exactly zero; compiled, it
+    may be a rounding error. This is a convention, and it can make finite numbers that are
+    wrong: `sqrt(x)**2` is `x`, and its derivative at 0 becomes 0 instead of 1. It holds for the
+    first derivative; higher derivatives may not be finite there. With the other policy, finite
+    derivatives are right, except at boundaries of masks.
 
     **Cost:**
 
     A static analysis finds the operations that may have an infinite derivative and may not be
-    taken. Where there are none, nothing is changed: for MLPs with `relu`, `softplus` or `gelu`,
-    LayerNorm and recurrent cells, FLOPs and bytes are those of `fn`. Where there are, booleans
-    are computed that say what is taken: next to nothing for elementwise operations, 1.1 times
-    the FLOPs for a masked attention layer before a `relu`. A `scan` of which a step has such an
-    operation runs twice more without derivative: 1.4 times the FLOPs and 2.8 times the bytes
-    for steps of one matrix product, and nearly 4 times both for steps of four operations.
+    taken. If it finds none, nothing changes: MLPs with `relu`, `softplus` or `gelu`, LayerNorm
+    and recurrent cells need the same FLOPs and bytes as without `zero_safe`. Otherwise,
+    booleans say which elements are taken. They cost next to nothing for elementwise operations,
+    and 1.1 times the FLOPs for a masked attention layer before a `relu`. A `scan` with such an
+    operation in its step runs twice more without derivative: 1.4 times the FLOPs and 2.8 times
+    the bytes for steps of one matrix product, and nearly 4 times both for steps of four
+    operations.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] for a policy that there is not, and when the function is called if
-    it can't be traced.
+    [`eqx_grads.RuleError`][] for an unknown policy. A call of the function raises it if the
+    function can't be traced.
     """
     check_function(fn, "fn", "zero_safe")
     if not isinstance(policy, str) or policy not in _POLICIES:
@@ -164,5 +166,5 @@ def zero_safe_program(program: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxp
         moved = list(map(is_inexact, values))
         return evaluate_zero_safe(analysis, values, moved, [True] * n, [False] * n)
 
-    # What masks are made of is computed where a mask is used, and nowhere else.
+    # The parts of a mask are computed where the mask is used, and nowhere else.
     return without_unused(jax.make_jaxpr(run)(*values))

@@ -48,8 +48,8 @@ def evaluate_zero_wins(
 
 
 def _choose(analysis: Analysis, steep: Sequence[bool]) -> set[int]:
-    """The equations to be changed: those with a factor that may not be finite, and those with
-    factors of which such a cotangent comes."""
+    """The equations to change: equations with a factor that may not be finite, and equations
+    with factors that lead to such a cotangent."""
     chosen: set[int] = set()
     is_steep = set(variables(at(analysis.program.jaxpr.outvars, flagged(steep))))
     for e in reversed(analysis.eqns):
@@ -74,8 +74,8 @@ def _is_inner_product(eqn) -> bool:
 
 
 def _bind_zero_wins(eqn: Any, values: Sequence[Any]) -> Any:
-    """An equation with one output, of which the products in the derivative are zero where one
-    of their factors is."""
+    """An equation with one output. Each product in its derivative is zero where one of the
+    factors is zero."""
     values = [jnp.asarray(x) for x in values]
     moving = inexact_indices(eqn.invars)
     shape = eqn.outvars[0].aval.shape

@@ -35,7 +35,7 @@ from ._gradient_sums import add, inner_product, zero_sum
 REDUCTIONS = ("sum", "mean")
 _AXIS = (
     "Give an integer, the axis of all arguments but the first, or a tuple with one entry for "
-    "each argument: an integer, `None`, or a tree of these that is a prefix of the argument. "
+    "each argument: an integer, `None`, or a prefix of the argument with these as leaves. "
     "For a single argument, give `(axis,)`."
 )
 
@@ -47,7 +47,7 @@ def chunked(
     *,
     reduction: str = "sum",
 ) -> Callable[..., Array]:
-    r"""A loss that is a sum over an axis of its arguments, computed for a chunk of the axis at
+    r"""Compute a loss that is a sum over an axis of its arguments for one chunk of the axis at
     a time. Its gradient needs the memory of one chunk.
 
     For the cross-entropy of a linear layer there is
@@ -78,11 +78,11 @@ def chunked(
     **Arguments:**
 
     - `loss`: a function of any PyTrees, or a Module, that returns a real scalar.
-    - `axis`: the axis of the arrays in the arguments, of which `loss` is given a chunk. An
-        integer is the axis of all arguments but the first, which is the model. Or like
-        `in_axes` of `jax.vmap`: a tuple with an entry for each argument, which is an integer,
-        `None` for an argument that every chunk is given whole, or a tree of these that is a
-        prefix of the argument. A keyword argument is not split.
+    - `axis`: the axis along which the arrays in the arguments are split. An integer is the axis
+        of all arguments but the first, which is the model. Or a tuple with one entry for each
+        argument, as `in_axes` of `jax.vmap`: an integer, `None` for an argument that every
+        chunk gets whole, or a prefix of the argument with these as leaves. A keyword argument
+        is not split.
     - `chunk`: the length of a chunk. If it does not divide the length of the axis, the last
         chunk is shorter.
     - `reduction`: `"sum"` if the loss of everything is the sum of the losses of its parts, and
@@ -97,12 +97,12 @@ def chunked(
 
     **Derivative:**
 
-    That of `loss`. The gradients with respect to the arguments that are being differentiated
-    are formed in the forward pass, by `jax.value_and_grad` of one chunk after another. They are
-    the residuals, and nothing is computed twice. The tangent is their inner product with the
-    tangents of the arguments; so forward mode too needs a `loss` that has a reverse mode. Both
-    modes, all orders; higher orders compute a chunk again. What `loss` closes over is
-    differentiated too.
+    The derivative of `loss`. The gradients with respect to the arguments that are being
+    differentiated are formed in the forward pass, by `jax.value_and_grad` of one chunk after
+    another. They are the residuals, and nothing is computed twice. The tangent is their inner
+    product with the tangents of the arguments; so forward mode too needs a `loss` that has a
+    reverse mode. Both modes, all orders; higher orders compute a chunk again. Values that
+    `loss` closes over are differentiated too.
 
     Under `jax.vmap` with arguments that are not batched (a model, say), their gradient is
     formed once for the batch. For this, each chunk is rematerialized in the backward pass.
@@ -112,7 +112,7 @@ def chunked(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if no argument is split, if the split axes differ in length, if
-    `loss` does not return a real scalar, or for an option that is unknown.
+    `loss` does not return a real scalar, or for an unknown option.
     """
     check_function(loss, "loss", "losses.chunked")
     chunk = as_count("losses.chunked", "chunk", chunk, do="Give the length of a chunk.")
@@ -145,7 +145,7 @@ class _Chunked(AbstractTransformed):
         axes = self._axes_of(args)
         length = self._split_length(args, axes)
         axes = (*(None for _ in _leaves(self._eqg_fn)[0]), *axes)
-        # What the loss closes over is an argument too, and so has a gradient.
+        # A value that the loss closes over is an argument too, and so has a gradient.
         call, arrays = TreeSplit.split((self._eqg_fn, args, kwargs), is_array)
         closures, captured = lift_tracers(call.static)
         call.static = closures.items
@@ -186,7 +186,7 @@ class _Chunked(AbstractTransformed):
                 raise self._error(
                     "an axis that an argument does not have",
                     where,
-                    do="Give `None` for an argument that every chunk is given whole.",
+                    do="Give `None` for an argument that every chunk gets whole.",
                 )
             lengths[where] = jnp.shape(x)[axis]
         if len(set(lengths.values())) != 1:
@@ -212,7 +212,7 @@ def _run(loss, axis, chunk, mean, args, kwargs):
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
     """How a loss is split. `axes` has an entry for each leaf of the loss and its positional
-    arguments, and `numbers` for each leaf of these and the keywords: a Python number, which
+    arguments, and `numbers` for each such leaf, and for the keywords: a Python number, which
     would be an array in a rule, or `None`. `closures` is for the tracers that were captured, if
     any were."""
 
@@ -231,7 +231,7 @@ class _Chunks:
         return whole, [None if a is None else jnp.moveaxis(x, a, 0) for x, a in pairs]
 
     def join(self, whole, parts):
-        """The inverse of `split`, also for one chunk."""
+        """The inverse of `split`, even for one chunk."""
         axes = [*self.axes, *(None for _ in whole[len(self.axes) :])]
         return [
             x if a is None or part is None else jnp.moveaxis(part, 0, a)

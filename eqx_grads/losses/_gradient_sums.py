@@ -25,7 +25,7 @@ def add(sums: Any, terms: Any) -> Any:
 
 
 def inner_product(gradients: Iterable[Any], tangents: Iterable[Any]) -> jax.Array:
-    """The tangent of a scalar; where there is no gradient, the tangent is zero.
+    """The tangent of a scalar; an input without a gradient adds zero.
 
     The products are not flattened, so that distributed arrays stay where they are.
     """

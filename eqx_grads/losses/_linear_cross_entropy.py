@@ -46,8 +46,8 @@ def linear_cross_entropy(
     reduction: str = "mean",
     axis_name: Hashable = None,
 ) -> Any:
-    r"""The softmax cross-entropy of the logits $W x + b$, which never holds the logits of all
-    tokens in memory.
+    r"""Return the softmax cross-entropy of the logits $W x + b$. The logits of all tokens are
+    never in memory at once.
 
     With a vocabulary of $V$ entries, the logits of $N$ tokens and their gradient are two arrays
     of $N V$ numbers, often the largest of a language model. Here the tokens are taken in
@@ -89,8 +89,9 @@ def linear_cross_entropy(
     **Arguments:**
 
     - `x`: floats of shape `(..., features)`, with any number of leading dimensions.
-    - `weight`: floats of shape `(vocabulary, features)`, as that of an `equinox.nn.Linear` or
-        of an `equinox.nn.Embedding`. (It is the transpose of a matrix $W$ in $x W$.)
+    - `weight`: floats of shape `(vocabulary, features)`, as the `weight` of an
+        `equinox.nn.Linear` or an `equinox.nn.Embedding`. (It is the transpose of a matrix $W$
+        in $x W$.)
     - `labels`: integers of shape `(...)`, or probabilities of shape `(..., vocabulary)`, which
         are constants.
     - `bias`: floats of shape `(vocabulary,)`, or `None`.
@@ -103,7 +104,7 @@ def linear_cross_entropy(
         is not a CPU, it is at least $2^{25} / V$. A smaller chunk needs less memory, and more
         time.
     - `ignore_index`: the label of tokens that do not count. Their rows of `x` may be anything,
-        also NaN. With `None`, all tokens count, as they do with probabilities.
+        even NaN. With `None`, all tokens count, as they do with probabilities.
     - `label_smoothing`: a number $\alpha$ from zero to one. The target is $1 - \alpha$ at the
         label plus $\alpha / V$ everywhere.
     - `soft_cap`: a number $c$: the logits are $c \tanh(l / c)$ (Gemma 2).
@@ -111,12 +112,12 @@ def linear_cross_entropy(
         which is added to the loss of each token ($10^{-4}$ in PaLM).
     - `return_z_loss`: whether to return the z-loss as well: a part of the loss, for a log,
         without a derivative.
-    - `reduction`: `"mean"` over the tokens that count (zero if none does), `"sum"` over them,
+    - `reduction`: `"mean"` over the tokens that count (zero if none counts), `"sum"` over them,
         or `"none"`: the loss of each token, zero where it does not count.
     - `axis_name`: inside `jax.shard_map`, the name of the mesh axis over which the vocabulary
         is sharded, or a tuple of names. Each device then passes its rows of `weight`, `bias`
         and `class_weight`, its columns of probabilities, all tokens, and labels that count the
-        rows of all devices. The loss is the same on all of them.
+        rows of all devices. The loss is the same on all devices.
 
     `x` and `weight` are cast to their common dtype. In half precision, matrix products are
     accumulated in single precision, and all else is computed in it.
@@ -130,21 +131,21 @@ def linear_cross_entropy(
 
     **Derivative:**
 
-    With $p$ the softmax of a token's logits and $q$ its target, the cotangent of the logits is
-    $d = \bar L\,(p - q)$ (times $1 - l^2 / c^2$ for a soft cap), and
-    $\bar x = W^T d$, $\bar W = \sum d\,x^T$, $\bar b = \sum d$, each computed for arguments
-    that are being differentiated only.
+    Let $p$ be the softmax of a token's logits and $q$ its target. The cotangent of the logits
+    is $d = \bar L\,(p - q)$ (times $1 - l^2 / c^2$ for a soft cap), and $\bar x = W^T d$, $\bar
+    W = \sum d\,x^T$, $\bar b = \sum d$. Each is computed only if you differentiate with respect
+    to its argument.
 
-    For `"mean"` and `"sum"`, $\bar L$ is a factor of all tokens, so that the gradients are
-    formed in the forward pass, while the logits of a chunk exist. They are the residuals, and
-    the matrix products are those of plain automatic differentiation. Forward mode is the inner
+    For `"mean"` and `"sum"`, $\bar L$ is a factor of all tokens. So the gradients are formed in
+    the forward pass, while the logits of a chunk exist. They are the residuals, and the matrix
+    products are the same as in plain automatic differentiation. Forward mode is the inner
     product of the gradients with the tangents. For `"none"`, the residuals are the arguments
     and two numbers for each token, and the backward pass computes the logits again: four matrix
     products instead of three. Both modes, all orders; higher orders compute the logits of a
     chunk again.
 
-    Under `jax.vmap` with a `weight` that is not batched, the batch becomes part of the tokens,
-    and the gradient of the mean over examples is formed as for `"none"`. In a loop that is
+    Under `jax.vmap` with a `weight` that is not batched, the batch becomes part of the tokens.
+    The gradient of the mean over examples is then formed as for `"none"`. In a loop that is
     differentiated as a whole, `"mean"` and `"sum"` keep one gradient of `weight` for each step:
     take the gradient inside the loop, or wrap the step in [`eqx_grads.filter_checkpoint`][].
 

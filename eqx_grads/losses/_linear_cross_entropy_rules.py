@@ -1,7 +1,7 @@
 """The cross-entropy of a linear layer over chunks of tokens: the loss, and its derivatives.
 
-No array here has an element for each token and each entry of the vocabulary; those of one chunk
-of tokens are the largest.
+No array here has an element for each token and each entry of the vocabulary. The largest arrays
+belong to one chunk of tokens.
 """
 
 import functools as ft
@@ -22,7 +22,7 @@ from ._gradient_sums import add, inner_product, zero_sum
 
 
 class Options(NamedTuple):
-    """What `linear_cross_entropy` is given besides arrays."""
+    """The arguments of `linear_cross_entropy` that are not arrays."""
 
     chunk: int | None
     soft_cap: float | None
@@ -32,11 +32,11 @@ class Options(NamedTuple):
     token_axes: tuple[Hashable, ...] = ()
 
     def total(self, x: jax.Array) -> jax.Array:
-        """The sum over the devices, each of which has a part of the vocabulary."""
+        """The sum over the devices; each device has a part of the vocabulary."""
         return jax.lax.psum(x, self.axes) if self.axes else x
 
     def total_of_tokens(self, x: jax.Array) -> jax.Array:
-        """The sum over the devices, each of which has a part of the tokens."""
+        """The sum over the devices; each device has a part of the tokens."""
         return jax.lax.psum(x, self.token_axes) if self.token_axes else x
 
 
@@ -49,8 +49,8 @@ class Scales(NamedTuple):
     z: jax.Array | None
 
 
-# Of one token with the logits l = W x + b, or c tanh(l / c) for a soft cap, the label y and the
-# weights c_v of the classes, the loss is
+# Take one token with the logits l = W x + b, or c tanh(l / c) for a soft cap, the label y and
+# the weights c_v of the classes, the loss is
 #
 #     loss = label (lse - l_y) + uniform sum_v c_v (lse - l_v) + z lse²,
 #     lse = log sum_v exp l_v,
@@ -65,7 +65,7 @@ class Scales(NamedTuple):
 # The derivatives are W^T d in x, and the sums over tokens of d x^T in W and of d in b.
 @custom_jvp
 def summed_loss(x, weight, bias, class_weight, labels, scales, *, options: Options):
-    """The sum over tokens, and the part of it that is the z-loss, which has no derivative.
+    """The sum over tokens, and the z-loss in it, which has no derivative.
 
     `x` is `(tokens, features)`, and `labels` is in range everywhere.
     """
@@ -228,7 +228,7 @@ class _Normalizer(NamedTuple):
 
 def _losses(logits, labels, scales: Scales, class_weight, options: Options):
     """The loss of each token, its z-loss, and the logarithm of its sum of exponentials."""
-    # The result does not depend on what is subtracted.
+    # The result does not depend on the number that is subtracted.
     highest = jax.lax.stop_gradient(jnp.max(logits, 1))
     if options.axes:
         highest = jax.lax.pmax(highest, options.axes)
@@ -267,7 +267,7 @@ def is_soft(labels: jax.Array) -> bool:
 
 
 def _sum_of_weights(weights, logits, options: Options):
-    """Of all entries of the vocabulary, where `None` is one for each."""
+    """The sum over all entries of the vocabulary; `None` is one for each."""
     of_device = logits.shape[1] if weights is None else jnp.sum(weights, 1)
     return options.total(of_device)
 
@@ -292,14 +292,14 @@ def _first_label(n, labels, options: Options):
 
 
 def vocabulary_size(n: int, options: Options) -> int:
-    """The number of rows of the weight on all devices, each of which has `n`."""
+    """The number of rows of the weight on all devices; each device has `n`."""
     return n * jax.lax.psum(1, options.axes) if options.axes else n
 
 
 def _cotangent(
     logits, normalizer: _Normalizer, labels, scales: Scales, class_weight, options: Options
 ) -> jax.Array:
-    """That of `W x + b`, if that of the loss of each token is one."""
+    """The cotangent of `W x + b`, if the cotangent of each token's loss is one."""
     # The barrier keeps XLA from writing `logits - highest`, which the loss needs too, to
     # memory.
     highest, log_sum = jax.lax.optimization_barrier(normalizer)
@@ -418,6 +418,6 @@ def _zero_gradients(args, live):
 
 
 def _fold(size, x, is_batched):
-    """Merge the batch dimension into that of the tokens."""
+    """Merge the batch dimension into the dimension of the tokens."""
     x = x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
     return x.reshape(size * x.shape[1], *x.shape[2:])

@@ -1,4 +1,4 @@
-"""Layers that come with derivatives of their own."""
+"""Layers that come with their own derivatives."""
 
 from ._fixed_point import FixedPoint as FixedPoint
 from ._gradient_layers import (

@@ -109,7 +109,7 @@ def check_real(layer: str, cell: Any, xs: Array, *states: Array) -> None:
 
 
 def check_step(cell: str, **arrays: tuple[Any, int]) -> None:
-    """Check that the arguments of a cell are vectors of these sizes."""
+    """Check that the arguments of a cell are vectors with these sizes."""
     for name, (x, size) in arrays.items():
         if dtype_of_array(x) is None or jnp.shape(x) != (size,):
             raise rule_error(

@@ -11,7 +11,7 @@ from .._tangent_spaces import promote
 
 
 def default_dtype(dtype: Any = None) -> Any:
-    """The dtype of parameters: that of JAX unless one is given."""
+    """The dtype of parameters: by default, the dtype of JAX."""
     return jnp.zeros(()).dtype if dtype is None else dtype
 
 
@@ -22,7 +22,7 @@ def layer_dtype(layer: str, dtype: Any) -> Any:
         raise rule_error(
             f"The `dtype` of `{layer}` is not a real floating one.",
             f"it is {dtype!r:.60}" if known is None else f"it is {known}",
-            do="Give one such as `jnp.float32` or `jnp.bfloat16`, or `None` for that of JAX.",
+            do="Give one such as `jnp.float32` or `jnp.bfloat16`, or `None` for JAX's default.",
         )
     return default_dtype(dtype)
 

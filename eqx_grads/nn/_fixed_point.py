@@ -53,13 +53,13 @@ class FixedPoint(eqx.Module):
         ```
 
     A cell is a contraction in `z` if its Jacobian in `z` has a norm of at most $L < 1$
-    everywhere: for example, a `tanh` after a weight of spectral norm $L$. If the cell is no
-    contraction any more after some training, the solver may fail: see `throw`.
+    everywhere: for example, a `tanh` after a weight of spectral norm $L$. If training makes the
+    cell lose this property, the solver may fail: see `throw`.
 
     **Derivative:**
 
-    That of [`eqx_grads.fixed_point`][] with the same `backward`, with respect to the cell and
-    to `x`. The derivative with respect to `z0` is zero.
+    The derivative of [`eqx_grads.fixed_point`][] with the same `backward`, with respect to the
+    cell and to `x`. The derivative with respect to `z0` is zero.
     """
 
     cell: Callable[..., Any]
@@ -111,10 +111,11 @@ class FixedPoint(eqx.Module):
     ) -> PyTree:
         """**Arguments:**
 
-        - `x`: the input, any PyTree. There is no axis for a batch: use `jax.vmap`, under which
-            each example has its own number of steps, or write a cell for batches.
+        - `x`: the input, any PyTree. It has no batch axis: use `jax.vmap`, under which each
+            example has its own number of steps, or write a cell for batches.
         - `z0`: the state to start from, by default zeros in the common dtype of `x` and the
-            cell. Another PyTree of arrays is possible, where the cell takes and returns one.
+            cell. You may pass another PyTree of arrays, if the cell takes and returns such a
+            tree.
         - `key`: ignored.
 
         **Returns:**
@@ -129,7 +130,7 @@ class FixedPoint(eqx.Module):
         return self.solve(x, z0).value
 
     def solve(self, x: PyTree, z0: PyTree | None = None) -> Any:
-        """As a call, but returns more than the fixed point.
+        """Call the layer, and return more than the fixed point.
 
         **Arguments:**
 

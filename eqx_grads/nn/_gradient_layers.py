@@ -50,9 +50,9 @@ class GradientReversal(eqx.Module):
 
     **Derivative:**
 
-    That of [`eqx_grads.reverse_gradient`][]. The value does not depend on `strength`, so an
-    array there has the gradient zero. Mask it in an optimizer with weight decay, which would
-    change it.
+    The derivative of [`eqx_grads.reverse_gradient`][]. The value does not depend on `strength`,
+    so an array there has a zero gradient. Mask it in an optimizer with weight decay, which
+    would change it.
     """
 
     strength: ArrayLike = 1.0
@@ -101,7 +101,7 @@ class GradientProbe(eqx.Module):
         flow = eqg.gradient_flow(loss, model, jnp.ones((5, 2)))
         print(list(flow))
 
-        # The record is no gradient to train with: give zeros to the optimizer.
+        # The record is not a gradient to train with: give zeros to the optimizer.
         grads = eqx.tree_at(lambda m: m.layers[1].slot, grads, model.layers[1].slot)
         ```
 
@@ -123,8 +123,8 @@ class GradientProbe(eqx.Module):
 
     **Derivative:**
 
-    That of [`eqx_grads.probe`][]: both modes and all orders; for a `GradientStatistics`,
-    forward mode is the identity. The values in the slot are ignored.
+    The derivative of [`eqx_grads.probe`][]: both modes and all orders; for a
+    `GradientStatistics`, forward mode is the identity. The values in the slot are ignored.
     """
 
     slot: PyTree

@@ -18,8 +18,8 @@ def _at_origin(slope, x, y):
     lambda x, y: _at_origin(_direction(x, y)[1], x, y),
 )
 def hypot(x: Numbers, y: Numbers) -> Array:
-    r"""$\sqrt{x^2 + y^2}$, with derivatives that are right at all magnitudes, and zero at the
-    origin.
+    r"""Return $\sqrt{x^2 + y^2}$, with derivatives that are right at all magnitudes, and zero
+    at the origin.
 
     !!! example
 
@@ -60,8 +60,8 @@ def hypot(x: Numbers, y: Numbers) -> Array:
     lambda y, x: _at_origin(-_direction(x, y)[1] * inverse(hypot(x, y)), x, y),
 )
 def arctan2(y: Numbers, x: Numbers) -> Array:
-    r"""The angle of $(x, y)$, with derivatives that are right at all magnitudes, and zero at
-    the origin.
+    r"""Return the angle of $(x, y)$, with derivatives that are right at all magnitudes, and
+    zero at the origin.
 
     !!! example
 
@@ -102,7 +102,7 @@ def arctan2(y: Numbers, x: Numbers) -> Array:
 @jax.jit
 def _direction(x, y):
     """The cosine and the sine of the angle of (x, y); both are zero at the origin."""
-    # Of two infinite coordinates neither is larger; of one, it is as large as the length.
+    # Two infinite coordinates are equally large; a single one is as large as the length.
     infinite = jnp.isinf(x) | jnp.isinf(y)
     x = jnp.where(infinite, jnp.where(jnp.isinf(x), jnp.sign(x), 0), x)
     y = jnp.where(infinite, jnp.where(jnp.isinf(y), jnp.sign(y), 0), y)
@@ -136,7 +136,7 @@ _arcsin_slope = with_slopes(
 
 @real_function(lambda x: corner(-_arcsin_slope(x), jnp.abs(x) == 1, x))
 def arccos(x: Numbers) -> Array:
-    r"""`jnp.arccos`, with the derivative zero at 1 and -1.
+    r"""Return `jnp.arccos(x)`, with a zero derivative at 1 and -1.
 
     !!! example
 
@@ -167,16 +167,16 @@ def arccos(x: Numbers) -> Array:
 
     **Derivative:**
 
-    $\dot y = -\dot x / \sqrt{(1 - x)(1 + x)}$. At the ends, where it is infinite, the
-    derivative is zero: of the angle between vectors, this is a minimum or a maximum. Zero
-    outside as well. Both modes and all orders; the second derivative is NaN at the ends.
+    $\dot y = -\dot x / \sqrt{(1 - x)(1 + x)}$. At the ends, where the true derivative is
+    infinite, it is zero: the angle between two vectors has its minimum or maximum there. It is
+    zero outside as well. Both modes and all orders; the second derivative is NaN at the ends.
     """
     return jnp.arccos(x)
 
 
 @real_function(lambda x: corner(_arcsin_slope(x), jnp.abs(x) == 1, x))
 def arcsin(x: Numbers) -> Array:
-    r"""`jnp.arcsin`, with the derivative zero at 1 and -1.
+    r"""Return `jnp.arcsin(x)`, with a zero derivative at 1 and -1.
 
     !!! example
 

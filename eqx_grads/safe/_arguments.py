@@ -101,7 +101,7 @@ def _as_arrays(name, xs, real, broadcast) -> dict[str, Array]:
             )
         if real and jnp.issubdtype(dtype, jnp.complexfloating):
             raise rule_error(
-                f"`{name}` was given complex numbers, and is a function of real ones.",
+                f"`{name}` was given complex numbers, and takes real numbers only.",
                 show(argument),
                 do="Use the function of `jax.numpy`, or pass the real and the imaginary part.",
             )
@@ -151,7 +151,7 @@ def _as_mask(name, where, x) -> Array:
     return jnp.broadcast_to(jnp.asarray(where), x.shape)
 
 
-# Of the options that are numbers: the least and the largest, and what to do.
+# For options that are numbers: the smallest and the largest, and what to do.
 _LARGEST = float(np.finfo(np.float64).max)
 _NUMBERS = {
     "ord": (-math.inf, math.inf, "Give a number, or leave it out for 2."),
@@ -173,6 +173,6 @@ def _as_option(name, parameter, value, x, argument) -> Any:
     least, largest, do = _NUMBERS[option]
     number = float(value) if is_number(value) else math.nan
     if not least <= number <= largest:
-        what = f"The `{option}` of `{name}` is not a number that it can be."
+        what = f"The `{option}` of `{name}` is not a number that it accepts."
         raise rule_error(what, f"`{option}` is {type_of(value)}", do=do)
     return number

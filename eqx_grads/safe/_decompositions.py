@@ -32,7 +32,7 @@ class SVDResult(NamedTuple):
 
 def _check_square(a, **_):
     if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
-        do = "Pass an array `(..., n, n)`. For others, there is `safe.svd`."
+        do = "Pass an array `(..., n, n)`. For others, use `safe.svd`."
         where = f"`a` is {type_of(a)}"
         raise rule_error("`safe.eigh` was not given square matrices.", where, do=do)
 
@@ -50,7 +50,8 @@ def eigh(
     symmetrize_input: bool = True,
     tolerance: float | None = None,
 ) -> EighResult:
-    r"""Eigenvalues and eigenvectors of a Hermitian matrix, also where eigenvalues are equal.
+    r"""Return eigenvalues and eigenvectors of a Hermitian matrix, with derivatives at equal
+    eigenvalues.
 
     !!! example
 
@@ -73,41 +74,41 @@ def eigh(
         2.7
         ```
 
-    An eigenvector of equal eigenvalues is arbitrary, and has no derivative. But functions of
-    all eigenvalues and eigenvectors that do not depend on the choice, like
-    $V f(\Lambda) V^\dagger$, the trace of a function or a projector on a group of eigenvectors,
-    have one. This function is for those.
+    An eigenvector of equal eigenvalues is arbitrary, and has no derivative. But a function of
+    all eigenvalues and eigenvectors that does not depend on the choice has a derivative.
+    Examples are $V f(\Lambda) V^\dagger$, the trace of a function, or a projector on a group of
+    eigenvectors. `eigh` is for such functions.
 
     **Arguments:**
 
     - `a`: matrices, `(..., n, n)`, real or complex.
     - `symmetrize_input`: whether to take $(a + a^\dagger) / 2$, as JAX does. Otherwise, only
-        the lower triangle is read, and the derivative is that of the lower triangle.
+        the lower triangle is read, and you get the derivative with respect to the lower
+        triangle.
     - `tolerance`: how close neighboring eigenvalues may be under differentiation, relative to
-        the larger magnitude of both; relative to the norm of the matrix if they differ by less
-        than `n` rounding errors of it. By default $\sqrt{\epsilon / n}$, with the machine
-        epsilon `2.2e-16` in double and `1.2e-7` in single precision.
+        the larger magnitude of both. If they differ by less than `n` rounding errors of the
+        norm of the matrix, relative to that norm. By default $\sqrt{\epsilon / n}$, with the
+        machine epsilon `2.2e-16` in double and `1.2e-7` in single precision.
 
     **Returns:**
 
-    `eigenvalues, eigenvectors`: ascending, `(..., n)`, and in columns, `(..., n, n)`. Those of
-    `jnp.linalg.eigh` in a call that is not differentiated. Under differentiation, eigenvalues
-    that are closer than the tolerance are moved apart, upwards: of `k` of them, the last by
-    `k - 1` times the tolerance at most.
+    `eigenvalues, eigenvectors`: ascending, `(..., n)`, and in columns, `(..., n, n)`. A call
+    that is not differentiated returns the values of `jnp.linalg.eigh`. Under differentiation,
+    eigenvalues that are closer than the tolerance are moved apart, upwards. The last of `k`
+    close eigenvalues moves by at most `k - 1` times the tolerance.
 
     **Derivative:**
 
     With $P = V^\dagger \dot A V$: $\dot \lambda_i = P_{ii}$ and
     $V^\dagger \dot V = P_{ij} / (\lambda_j - \lambda_i)$ for $i \ne j$; the reverse rule is the
-    transpose. Values and derivatives are those at a matrix within the tolerance of `a`, so that
-    the derivative of any smooth function of `a` is right to the tolerance and to the machine
-    epsilon divided by it. (With zeros instead of the infinite quotients, the
-    derivative of $V f(\Lambda) V^\dagger$ would lack the term $f'(\lambda) P_{ij}$ of equal
-    eigenvalues.)
+    transpose. Values and derivatives belong to a matrix within the tolerance of `a`. So the
+    derivative of any smooth function of `a` is right to the tolerance, and to the machine
+    epsilon divided by it. (With zeros instead of the infinite quotients, the derivative of $V
+    f(\Lambda) V^\dagger$ would lack the term $f'(\lambda) P_{ij}$ of equal eigenvalues.)
 
-    The derivative of a function that does depend on the choice, like a single one of two
-    eigenvectors with equal eigenvalues, does not exist. What is returned is finite, of the
-    order of the inverse of the tolerance, and has no meaning.
+    A function that depends on the choice, like a single one of two eigenvectors with equal
+    eigenvalues, has no derivative. The number that you get is finite, of the order of the
+    inverse of the tolerance, and has no meaning.
 
     Both modes and all orders. A derivative of order `m` is right to the machine epsilon divided
     by the `m`-th power of the tolerance: for second derivatives at equal eigenvalues, use
@@ -127,7 +128,8 @@ def eigh(
 
 @on_arrays("a", check=_check_matrix)
 def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
-    r"""The thin singular value decomposition, also where singular values are equal or zero.
+    r"""Return the thin singular value decomposition, with derivatives at equal or zero singular
+    values.
 
     !!! example
 
@@ -149,10 +151,10 @@ def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
         3.0
         ```
 
-    As for [`eqx_grads.safe.eigh`][], this is for functions of all of the result that do not
-    depend on the choice of singular vectors: $U f(S) V^\dagger$ with an odd function $f$,
-    $U g(S) U^\dagger$ with an even one, the sum of $g(S)$, projectors. The sum of the singular
-    values has no derivative where one is zero; it is given that from the right.
+    As for [`eqx_grads.safe.eigh`][], use this for functions of the whole result that do not
+    depend on the choice of singular vectors: $U f(S) V^\dagger$ with an odd function $f$, $U
+    g(S) U^\dagger$ with an even one, the sum of $g(S)$, projectors. The sum of the singular
+    values has no derivative where one is zero; here it has the derivative from the right.
 
     **Arguments:**
 
@@ -163,9 +165,9 @@ def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
     **Returns:**
 
     `U, S, Vh`, of shapes `(..., m, k)`, `(..., k)` and `(..., k, n)`, with `k = min(m, n)`, and
-    descending singular values: those of `jnp.linalg.svd(a, full_matrices=False)`. The other
-    columns of the full matrices are arbitrary. Under differentiation, singular values that are
-    closer than the tolerance to each other or to zero are moved up.
+    descending singular values: the values of `jnp.linalg.svd(a, full_matrices=False)`. The
+    other columns of the full matrices are arbitrary. Under differentiation, singular values
+    that are closer than the tolerance to each other or to zero are moved up.
 
     **Derivative:**
 
@@ -173,9 +175,8 @@ def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
     $\dot s_i = \operatorname{Re} P_{ii}$, and with $X_{ij} = H_{ij} / (s_j - s_i)$ for
     $i \ne j$ and $Y_{ij} = K_{ij} / (s_i + s_j)$, $U^\dagger \dot U = X + Y$ and
     $V^\dagger \dot V = X - Y$. If $m > n$, $\dot U$ has the component
-    $(1 - U U^\dagger) \dot A V S^{-1}$, and likewise $\dot V$ if $m < n$. No square is
-    taken, so that nothing overflows. Precision, modes and orders are those of
-    [`eqx_grads.safe.eigh`][].
+    $(1 - U U^\dagger) \dot A V S^{-1}$, and likewise $\dot V$ if $m < n$. No square is taken,
+    so that nothing overflows. Precision, modes and orders are as for [`eqx_grads.safe.eigh`][].
 
     **Raises:**
 

@@ -20,8 +20,8 @@ from ._elementwise import real_function, with_slopes
 
 @real_function(lambda x: _hazard(x))
 def log_ndtr(x: Numbers) -> Array:
-    r"""The logarithm of the standard normal distribution function, with derivatives that are
-    right in the far tails.
+    r"""Return the logarithm of the standard normal distribution function, with derivatives that
+    are right in the far tails.
 
     !!! example
 
@@ -136,8 +136,9 @@ def _series(s):
 def _coefficients():
     """The first coefficients of the power series at the center.
 
-    The excess `e` has the derivative `1 - e * (e - x)`, of which they follow from that at the
-    center; each step of the recurrence cancels, in doubles up to a few digits in the end.
+    The excess `e` has the derivative `1 - e * (e - x)`, so they follow from its value at the
+    center. Each step of the recurrence cancels; in doubles, only a few digits would be left in
+    the end.
     """
     with decimal.localcontext(prec=50):
         center = Decimal(_CENTER)

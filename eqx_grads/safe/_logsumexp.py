@@ -22,7 +22,7 @@ def logsumexp(
     return_sign: bool = False,
     where: Numbers | None = None,
 ) -> Any:
-    r"""$\log \sum_i b_i e^{a_i}$, which is $-\infty$ with the derivative zero for no terms.
+    r"""Return $\log \sum_i b_i e^{a_i}$. Without terms, it is $-\infty$ with a zero derivative.
 
     !!! example
 
@@ -41,8 +41,8 @@ def logsumexp(
         [0. 0.]
         ```
 
-    `jax.nn.logsumexp` is right where one term at least is finite and none is $+\infty$, and
-    where all are masked by `where`.
+    `jax.nn.logsumexp` is right where at least one term is finite and none is $+\infty$, and
+    where `where` masks all terms.
 
     **Arguments:**
 
@@ -67,9 +67,9 @@ def logsumexp(
     where the sum is zero, and with respect to a term that is $-\infty$. Terms that are
     $+\infty$ share the weight. Both modes and all orders. Where terms cancel to a sum of zero,
     second derivatives are NaN. Second derivatives with respect to
-    $a$ are $q_i (\delta_{ij} - q_j)$ and right in units in the last place of $q_i$: that of a
-    term that outweighs the others, on the diagonal, is rounded to zero from a factor of
-    $1 / \epsilon$ on, as in JAX. Those of [`eqx_grads.safe.logaddexp`][] are not.
+    $a$ are $q_i (\delta_{ij} - q_j)$ and right in units in the last place of $q_i$. If a term
+    outweighs the others by a factor of $1 / \epsilon$, its second derivative on the diagonal is
+    rounded to zero, as in JAX. [`eqx_grads.safe.logaddexp`][] does not round it to zero.
     """
     b = b if b is None or where is None else jnp.where(where, b, 0)
     out, sign, *_ = _log_weights(_masked(a, where), b, axes=axis)
@@ -82,7 +82,7 @@ def _masked(x, where):
 
 @on_arrays("x", "y", real=True)
 def logaddexp(x: Numbers, y: Numbers) -> Float[Array, "..."]:
-    r"""$\log(e^x + e^y)$, with the derivative zero where both are $-\infty$.
+    r"""Return $\log(e^x + e^y)$, with a zero derivative where both are $-\infty$.
 
     !!! example
 
@@ -113,9 +113,9 @@ def logaddexp(x: Numbers, y: Numbers) -> Float[Array, "..."]:
     **Derivative:**
 
     $\dot z = \sigma(x - y)\,\dot x + \sigma(y - x)\,\dot y$. The derivative of a weight is the
-    product of both, which keeps its digits in the tails, where $\sigma (1 - \sigma)$ is zero.
-    Zero with respect to a number that is $-\infty$; a half each where both are $+\infty$. Both
-    modes and all orders.
+    product of both weights, which keeps its digits in the tails, where $\sigma (1 - \sigma)$ is
+    zero. The derivative is zero with respect to a number that is $-\infty$, and one half each
+    where both are $+\infty$. Both modes and all orders.
     """
     return _logaddexp(x, y)
 
@@ -137,7 +137,7 @@ def _logaddexp_jvp(primals, tangents):
 
 @on_arrays("x", real=True)
 def cumlogsumexp(x: Numbers, axis: int = 0, *, reverse: bool = False) -> Float[Array, "..."]:
-    r"""$y_i = \log \sum_{j \le i} e^{x_j}$, also where the first terms are $-\infty$.
+    r"""Return $y_i = \log \sum_{j \le i} e^{x_j}$, even where the first terms are $-\infty$.
 
     !!! example
 
@@ -167,7 +167,7 @@ def cumlogsumexp(x: Numbers, axis: int = 0, *, reverse: bool = False) -> Float[A
 
     **Derivative:**
 
-    That of [`eqx_grads.safe.logaddexp`][], of which it is an associative scan, as
+    As for [`eqx_grads.safe.logaddexp`][]: this is its associative scan, as
     `jax.lax.cumlogsumexp` is. Both modes and all orders.
     """
     # The first sum is the first term itself, which has no derivative if it is minus infinity.
@@ -179,7 +179,7 @@ def cumlogsumexp(x: Numbers, axis: int = 0, *, reverse: bool = False) -> Float[A
 def softmax(
     x: Numbers, axis: Axis = -1, *, where: Numbers | None = None
 ) -> Float[Array, "..."]:
-    r"""$e^{x_i} / \sum_j e^{x_j}$, which is zero if all logits are $-\infty$.
+    r"""Return $e^{x_i} / \sum_j e^{x_j}$, which is zero if all logits are $-\infty$.
 
     !!! example
 
@@ -200,8 +200,8 @@ def softmax(
          [0. 0. 0.]]
         ```
 
-    `jax.nn.softmax(x, where=mask)` is right too, and zero where all are masked. This function
-    is the same for logits that have been masked with $-\infty$ already.
+    `jax.nn.softmax(x, where=mask)` is right too, and zero where all logits are masked. This
+    function gives the same for logits that are already masked with $-\infty$.
 
     **Arguments:**
 
@@ -217,12 +217,12 @@ def softmax(
 
     **Derivative:**
 
-    $\dot p = p \odot (\dot x - p^\top \dot x)$, which is its own transpose. Of a probability
+    $\dot p = p \odot (\dot x - p^\top \dot x)$, which is its own transpose. For a probability
     near one the difference cancels, so that its derivative is right in units in the last place
     of one, as in JAX. Both modes and all orders.
     """
     out = _log_weights(_masked(x, where), None, axes=axis)[2]
-    # What is masked is a constant: its cotangent may be infinite, as that of a logarithm.
+    # A masked term is a constant: its cotangent may be infinite, as for a logarithm.
     return out if where is None else jnp.where(where, out, 0)
 
 
@@ -230,7 +230,7 @@ def softmax(
 def log_softmax(
     x: Numbers, axis: Axis = -1, *, where: Numbers | None = None
 ) -> Float[Array, "..."]:
-    r"""$x_i - \log \sum_j e^{x_j}$, which is $-\infty$ where the logit is.
+    r"""Return $x_i - \log \sum_j e^{x_j}$, which is $-\infty$ where the logit is.
 
     !!! example
 
@@ -284,7 +284,8 @@ _entr = with_slopes(
 def entropy(
     p: Numbers, axis: Axis = -1, *, where: Numbers | None = None
 ) -> Float[Array, "..."]:
-    r"""$-\sum_i p_i \log p_i$, in which an event of probability zero contributes nothing.
+    r"""Return $-\sum_i p_i \log p_i$, in which an event of probability zero contributes
+    nothing.
 
     !!! example
 
@@ -312,16 +313,16 @@ def entropy(
 
     **Returns:**
 
-    The entropies, in nats. That of a negative number is $-\infty$, as in
+    The entropies, in nats. A negative number has the entropy $-\infty$, as in
     `jax.scipy.special.entr`.
 
     **Derivative:**
 
-    $\dot y = -\sum_i (\log p_i + 1)\,\dot p_i$. At $p_i = 0$, where the derivative from the
-    right is infinite, it is taken to be zero: such a probability is that of a masked event, or
-    of a logit that is far below the others, and the derivative with respect to the logit is
-    zero. Below zero, it is zero as well. Both modes and all orders. The second derivative at
-    $p_i = 0$ is NaN: leave such an event out, with `where=p > 0`.
+    $\dot y = -\sum_i (\log p_i + 1)\,\dot p_i$. At $p_i = 0$, the derivative from the right is
+    infinite, and the derivative here is zero. A masked event has this probability, or a logit
+    that is far below the others, and the derivative with respect to the logit is zero. Below
+    zero, it is zero as well. Both modes and all orders. The second derivative at $p_i = 0$ is
+    NaN: leave such an event out, with `where=p > 0`.
     """
     return jnp.sum(_entr(p if where is None else jnp.where(where, p, 1)), axis)
 
@@ -339,9 +340,9 @@ def _log_weights(a, b, *, axes):
 
     **Derivative:**
 
-    $\dot y = \sum q (b\, \dot a + \dot b)$ and $\dot q = q (\dot a - \dot y)$, made of what the
-    function returns, so that they hold at all orders. The tangent of a term that is $-\infty$
-    is dropped: it may be infinite itself, that of a logarithm of zero.
+    $\dot y = \sum q (b\, \dot a + \dot b)$ and $\dot q = q (\dot a - \dot y)$, made of the
+    outputs of the function, so that they hold at all orders. The tangent of a term that is
+    $-\infty$ is dropped: like the tangent of a logarithm of zero, it may be infinite itself.
     """
     present = a if b is None else jnp.where(b == 0, -jnp.inf, a)
     largest = jnp.max(present, axes, keepdims=True, initial=-jnp.inf)
@@ -388,10 +389,10 @@ def _without_derivative_at_zero(q, sign, a, b, axes):
 def _shift(a, largest):
     """`a - largest`, where infinity minus itself is zero, and `-inf` remains what it is.
 
-    Most of it is done to `largest`, which is smaller than `a`.
+    Most of the work is done on `largest`, which is smaller than `a`.
     """
     largest = lax.stop_gradient(largest)
     finite = float(jnp.finfo(a.dtype).max)
     top = jnp.where(largest == -jnp.inf, 0, jnp.minimum(largest, finite))
-    # What is below infinity is zero, relative to it: its logarithm is minus infinity.
+    # A finite term is zero, relative to infinity: its logarithm is minus infinity.
     return (jnp.minimum(a, finite) - top) * jnp.where(largest == jnp.inf, finite, 1)

@@ -34,7 +34,8 @@ def norm(
     axis: Axis = None,
     keepdims: bool = False,
 ) -> Inexact[Array, "..."]:
-    r"""The norm of a vector, with the derivative zero at zero, and right at every scale.
+    r"""Return the norm of a vector, with a derivative that is zero at zero, and right at every
+    scale.
 
     !!! example
 
@@ -78,12 +79,13 @@ def norm(
     and so is the derivative by an element that is zero. An infinite element outweighs all
     finite ones if $p > 1$. Both modes and all orders.
 
-    Second derivatives do not exist at zero, and are NaN there, also where a mask on the result
-    drops them: mask the argument, with [`eqx_grads.safe.where`][] under `jax.vmap`. So are
-    those of `norm(x)**2`, which is smooth: write `jnp.sum(x**2)`. For kernels of a distance,
-    see [NaN](../guides/my-gradient-is/nan.md#how-do-i-write-a-kernel-of-a-distance).
-    By an element that is zero they are NaN unless $2 \le p < \infty$, and for `jnp.inf` and
-    `-jnp.inf` where several elements are the largest, or the smallest.
+    Second derivatives do not exist at zero, and are NaN there, even where a mask on the result
+    drops them. Mask the argument, with [`eqx_grads.safe.where`][] under `jax.vmap`. The second
+    derivatives of `norm(x)**2`, which is smooth, are NaN too: write `jnp.sum(x**2)`. For
+    kernels of a distance, see
+    [NaN](../guides/my-gradient-is/nan.md#how-do-i-write-a-kernel-of-a-distance). By an element
+    that is zero they are NaN unless $2 \le p < \infty$, and for `jnp.inf` and `-jnp.inf` where
+    several elements are the largest, or the smallest.
 
     **Raises:**
 
@@ -164,7 +166,7 @@ def _p_norm_jvp(primals, tangents, *, p, axes):
 
 @on_arrays("x")
 def normalize(x: Numbers, *, axis: Axis = -1) -> Inexact[Array, "..."]:
-    r"""`x / norm(x)`: vectors of norm one; the zero vector remains zero.
+    r"""Return `x / norm(x)`: vectors of norm one; the zero vector remains zero.
 
     !!! example
 
@@ -214,7 +216,7 @@ def normalize(x: Numbers, *, axis: Axis = -1) -> Inexact[Array, "..."]:
 
 @on_arrays("x", "y", real=True)
 def cosine_similarity(x: Numbers, y: Numbers, *, axis: Axis = -1) -> Float[Array, "..."]:
-    r"""The cosine of the angle between vectors; zero if one of them is zero.
+    r"""Return the cosine of the angle between vectors; zero if one of them is zero.
 
     !!! example
 
@@ -244,8 +246,8 @@ def cosine_similarity(x: Numbers, y: Numbers, *, axis: Axis = -1) -> Float[Array
 
     **Derivative:**
 
-    That of [`eqx_grads.safe.normalize`][] of both: zero with respect to a vector that is zero,
-    where the function has no limit, and with respect to the other one. Both modes and all
+    As for [`eqx_grads.safe.normalize`][] of both vectors. If one vector is zero, where the
+    function has no limit, the derivative is zero with respect to both. Both modes and all
     orders; second derivatives with respect to a vector that is zero are NaN.
 
     **Raises:**
@@ -259,7 +261,8 @@ def cosine_similarity(x: Numbers, y: Numbers, *, axis: Axis = -1) -> Float[Array
 def pairwise_distance(
     x: Numbers, y: Numbers | None = None, *, ord: float | int = 2
 ) -> Inexact[Array, "..."]:
-    r"""The distances of all pairs of points, with the derivative zero where points coincide.
+    r"""Return the distances of all pairs of points, with a zero derivative where points
+    coincide.
 
     !!! example
 
@@ -280,8 +283,8 @@ def pairwise_distance(
         [-1.2 -1.6]
         ```
 
-    The differences are formed, as inner products lose all digits of a small distance. Outside
-    of `jit`, and in the derivative, this takes memory for `n * m * d` differences.
+    It forms the differences, as inner products lose all digits of a small distance. Outside of
+    `jit`, and in the derivative, this takes memory for `n * m * d` differences.
 
     **Arguments:**
 
@@ -295,12 +298,12 @@ def pairwise_distance(
 
     **Derivative:**
 
-    That of [`eqx_grads.safe.norm`][] of the differences. Both modes and all orders. Second
-    derivatives by points that coincide are NaN, also where the kernel that is computed from
-    their distance is smooth: see the
-    [NaN page](../guides/my-gradient-is/nan.md#how-do-i-write-a-kernel-of-a-distance).
-    If `y` is left out, or is `x` itself, the distance of a point to itself is a constant, and
-    all its derivatives are zero.
+    The derivative of [`eqx_grads.safe.norm`][] of the differences. Both modes and all orders.
+    Second derivatives by points that coincide are NaN, even where the kernel that is computed
+    from their distance is smooth: see the [NaN
+    page](../guides/my-gradient-is/nan.md#how-do-i-write-a-kernel-of-a-distance). If `y` is left
+    out, or is `x` itself, the distance of a point to itself is a constant, and all its
+    derivatives are zero.
 
     **Raises:**
 
@@ -346,7 +349,7 @@ def std(
     keepdims: bool = False,
     where: Numbers | None = None,
 ) -> Float[Array, "..."]:
-    r"""The standard deviation, with the derivative zero where all numbers are equal.
+    r"""Return the standard deviation, with a zero derivative where all numbers are equal.
 
     !!! example
 
@@ -377,15 +380,15 @@ def std(
 
     **Returns:**
 
-    The standard deviations, real. NaN where the divisor is not positive, as in NumPy, with the
-    derivative zero.
+    The standard deviations, real. NaN where the divisor is not positive, as in NumPy, with a
+    zero derivative.
 
     **Derivative:**
 
     With $c = x - \operatorname{mean}(x)$ and $m$ for the divisor:
     $\dot y = c^\top \dot x / (\lVert c \rVert \sqrt m)$, the reverse rule being its transpose.
     Zero where $c$ is, which is the minimum. Both modes and all orders; second derivatives are
-    NaN there, except of one number, whose deviation is a constant.
+    NaN there, except for a single number, whose deviation is a constant.
 
     **Raises:**
 
@@ -417,7 +420,7 @@ def _polar(x, mask: Any = None, factor: Any = 1.0, *, axes, center=None):
 
     With $u$ for the direction, $n$ for the norm and $P$ for the subtraction of the mean,
     $\dot n = u^\top \dot x$ and $\dot u = (P \dot x - u \dot n) / n$. Both formulas are made of
-    what the function returns, so that they hold at all orders. Both are zero at zero, where
+    the outputs of the function, so that they hold at all orders. Both are zero at zero, where
     they have no derivative.
     """
     largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0.0)

@@ -24,7 +24,7 @@ from ._elementwise import (
     lambda out, x: corner(0.5 * inverse(jnp.where(x <= 0, 0, out)), x == 0, x),
 )
 def sqrt(x: Numbers) -> Array:
-    r"""`jnp.sqrt`, with the derivative zero at zero.
+    r"""Return `jnp.sqrt(x)`, with a zero derivative at zero.
 
     !!! example
 
@@ -56,17 +56,17 @@ def sqrt(x: Numbers) -> Array:
 
     **Derivative:**
 
-    $\dot y = \dot x / 2y$. At zero, where it is infinite, the derivative is zero, as it is of
-    a norm. (So it is for `sqrt(x) ** 2`, whose true derivative is one.) Below zero it is zero
-    as well. Both modes and all orders; the second derivative is NaN at zero.
+    $\dot y = \dot x / 2y$. At zero, where the true derivative is infinite, it is zero, as for a
+    norm. (It is zero for `sqrt(x) ** 2` too, whose true derivative is one.) Below zero it is
+    zero as well. Both modes and all orders; the second derivative is NaN at zero.
     """
     return jnp.sqrt(x)
 
 
 @on_arrays("x", "y", real=True)
 def divide(x: Numbers, y: Numbers) -> Array:
-    r"""`x / y`, with derivatives that are zero where `y` is zero, and right where `y**2` is
-    out of range.
+    r"""Return `x / y`, with derivatives that are zero where `y` is zero, and right where `y**2`
+    is out of range.
 
     !!! example
 
@@ -100,9 +100,9 @@ def divide(x: Numbers, y: Numbers) -> Array:
     **Derivative:**
 
     With $q = x / y$, $\dot q = \frac{1}{y}\dot x - \frac{q}{y}\dot y$. Both terms are zero
-    where `y` is zero, and the second also where `x` is infinite. Both modes and all orders;
-    second derivatives are NaN where `y` is zero, and that with respect to `y` is right where
-    $1 / y^2$ is in range.
+    where `y` is zero. The second term is zero where `x` is infinite, too. Both modes and all
+    orders. Second derivatives are NaN where `y` is zero; the second derivative with respect to
+    `y` is right where $1 / y^2$ is in range.
     """
     return _divide(x, y)
 
@@ -123,8 +123,8 @@ def _divide_jvp(primals, tangents):
     lambda out, x, y: _slope_in_exponent(out, x, y),
 )
 def power(x: Numbers, y: Numbers) -> Array:
-    r"""`x**y`, with derivatives that are zero where they are infinite or do not exist. For an
-    exponent that is a Python `int`, write `x**2`, whose derivatives are right in JAX.
+    r"""Return `x**y`, with zero derivatives where the true ones are infinite or do not exist.
+    For an exponent that is a Python `int`, write `x**2`, whose derivatives are right in JAX.
 
     !!! example
 
@@ -157,8 +157,8 @@ def power(x: Numbers, y: Numbers) -> Array:
     $\dot p = y x^{y-1}\,\dot x + x^y \log x\,\dot y$. The first term is zero at $x = 0$ for
     $y < 1$, and for a negative `x` if `y` is not whole. The second is zero unless `x` is
     positive: at $x = 0$ the power is zero for $y > 0$, one at $y = 0$ and infinite for
-    $y < 0$. Both terms are zero where they would be infinite as `x` or `y` is. Both modes and
-    all orders. At $x = 0$, a derivative of higher order is NaN where it is infinite.
+    $y < 0$. Both terms are zero where they would be infinite because `x` or `y` is. Both modes
+    and all orders. At $x = 0$, a derivative of higher order is NaN where it is infinite.
     """
     return jnp.power(x, y)
 
@@ -209,7 +209,7 @@ def _derivative_in_base(order):
 
 @real_function(lambda x: corner(inverse(positive(x)), x == 0, x))
 def log(x: Numbers) -> Array:
-    r"""`jnp.log`, with the derivative zero at zero.
+    r"""Return `jnp.log(x)`, with a zero derivative at zero.
 
     !!! example
 
@@ -255,7 +255,7 @@ def _finite_log(x):
     lambda x, y: _ratio(x, positive(y), y == 0, y),
 )
 def xlogy(x: Numbers, y: Numbers) -> Array:
-    r"""`x * log(y)`, which is zero where `x` is.
+    r"""Return `x * log(y)`, which is zero where `x` is.
 
     !!! example
 
@@ -287,8 +287,8 @@ def xlogy(x: Numbers, y: Numbers) -> Array:
 
     $\dot z = \log y\,\dot x + \frac{x}{y}\dot y$. Where `y` is zero, where both factors are
     infinite or undefined, both terms are zero. For a negative `y` they are zero as well. Both
-    modes and all orders; second derivatives are NaN where `y` is zero, except that by `y` where
-    `x` is zero as well.
+    modes and all orders; second derivatives are NaN where `y` is zero, except the second
+    derivative by `y` where `x` is zero as well.
     """
     return _times_log(jnp.log, x, y)
 
@@ -301,7 +301,7 @@ def _times_log(log, x, y):
 
 def _ratio(x, divisor, is_pole, y):
     slope = corner(quotient(x, divisor), is_pole, x)
-    # Of zero times a logarithm, all derivatives by `y` are zero.
+    # For zero times a logarithm, all derivatives by `y` are zero.
     return corner(slope, is_pole & (x != 0), y)
 
 
@@ -317,7 +317,7 @@ def _finite_log1p(x):
     lambda x, y: _ratio(x, positive(1 + y), y == -1, y),
 )
 def xlog1py(x: Numbers, y: Numbers) -> Array:
-    r"""`x * log1p(y)`, which is zero where `x` is.
+    r"""Return `x * log1p(y)`, which is zero where `x` is.
 
     !!! example
 
@@ -346,15 +346,16 @@ def xlog1py(x: Numbers, y: Numbers) -> Array:
     **Derivative:**
 
     $\dot z = \log(1 + y)\,\dot x + \frac{x}{1 + y}\dot y$. Both terms are zero where `y` is -1
-    or less. Both modes and all orders; second derivatives are NaN where `y` is -1, except that
-    by `y` where `x` is zero.
+    or less. Both modes and all orders; second derivatives are NaN where `y` is -1, except the
+    second derivative by `y` where `x` is zero.
     """
     return _times_log(jnp.log1p, x, y)
 
 
 @real_function(lambda x: tanh(x))
 def log_cosh(x: Numbers) -> Array:
-    r"""`log(cosh(x))`: a smooth $|x|$, with the value zero and the curvature one at zero.
+    r"""Return `log(cosh(x))`: a smooth $|x|$, with the value zero and the curvature one at
+    zero.
 
     !!! example
 
@@ -399,8 +400,8 @@ def log_cosh(x: Numbers) -> Array:
 
 @real_function(lambda x: corner(_weight(x), x == 0, x))
 def log_expm1(x: Numbers) -> Array:
-    r"""`log(exp(x) - 1)`, for positive `x`, without overflow: the inverse of `jax.nn.softplus`,
-    for the parameter of a positive number.
+    r"""Return `log(exp(x) - 1)` for positive `x`, without overflow: the inverse of
+    `jax.nn.softplus`, for the parameter of a positive number.
 
     !!! example
 
@@ -458,8 +459,8 @@ _weight = with_slopes(_weight_value, lambda out, x: -(out * jnp.exp(-positive(x)
     lambda x, y: _at_equal(-jnp.exp(-positive(_gap(x, y))) * _weight(_gap(x, y)), x, y),
 )
 def log_sub_exp(x: Numbers, y: Numbers) -> Array:
-    r"""`log(exp(x) - exp(y))`, for `x` greater than `y`. (For the logarithm of a sum, there is
-    `logaddexp`.)
+    r"""Return `log(exp(x) - exp(y))`, for `x` greater than `y`. (For the logarithm of a sum,
+    use `logaddexp`.)
 
     !!! example
 
@@ -498,8 +499,8 @@ def log_sub_exp(x: Numbers, y: Numbers) -> Array:
 
 
 def _gap(x, y):
-    """`x - y`, which is infinite where `exp(y)` is zero, also if `exp(x)` is, and zero where
-    both are infinite."""
+    """`x - y`. It is infinite where `exp(y)` is zero, even if `exp(x)` is zero, and it is zero
+    where both are infinite."""
     return jnp.where(jnp.isneginf(y), jnp.inf, jnp.where(x == y, 0, x - y))
 
 

@@ -38,7 +38,8 @@ def _polynomial(coefficients, x):
 
 @real_function(lambda x: _moment(1, False)(x))
 def expm1_ratio(x: Numbers) -> Array:
-    r"""`expm1(x) / x`, which is one at zero: the mean of $e^{s}$ for $s$ between zero and $x$.
+    r"""Return `expm1(x) / x`, which is one at zero: the mean of $e^{s}$ for $s$ between zero
+    and $x$.
 
     It occurs in exponential integrators, and in the solution of a linear differential equation.
 
@@ -72,16 +73,16 @@ def expm1_ratio(x: Numbers) -> Array:
     **Derivative:**
 
     $\dot y = \frac{1}{x}\bigl(e^x - y\bigr)\,\dot x$. The derivative of order $n$ is the mean
-    of $s^n e^{xs}$ for $s$ between zero and one, by parts from the one before, and by its
-    series for $|x| < 1$, where differences cancel. Infinite where it is out of range, and zero
-    at infinity. Both modes and all orders.
+    of $s^n e^{xs}$ for $s$ between zero and one. It is computed by parts from the derivative
+    before, and by its series for $|x| < 1$, where differences cancel. It is infinite where it
+    is out of range, and zero at infinity. Both modes and all orders.
     """
     return jnp.where(x == jnp.inf, x, _moment(0, False)(x))
 
 
 @real_function(lambda x: _moment(1, True)(x))
 def sinhc(x: Numbers) -> Array:
-    r"""`sinh(x) / x`, which is one at zero. (For `sin(x) / x`, there is `jnp.sinc`.)
+    r"""Return `sinh(x) / x`, which is one at zero. (For `sin(x) / x`, use `jnp.sinc`.)
 
     !!! example
 
@@ -174,7 +175,7 @@ def _log1p_ratio_slope(x):
 
 @real_function(_log1p_ratio_slope)
 def log1p_ratio(x: Numbers) -> Array:
-    r"""`log1p(x) / x`, which is one at zero.
+    r"""Return `log1p(x) / x`, which is one at zero.
 
     !!! example
 

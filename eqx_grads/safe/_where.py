@@ -26,12 +26,13 @@ def where(
     *,
     substitute: ArrayLike = 0.5,
 ) -> Array:
-    r"""`fn(x)` where a condition holds, with derivatives that do not see the other elements.
+    r"""Return `fn(x)` where a condition holds, with derivatives that do not see the other
+    elements.
 
-    With `jnp.where(cond, fn(x), otherwise)`, the elements that are not chosen have the
-    cotangent zero, which the derivative of `fn` multiplies; if that is infinite, the gradient
-    is NaN. Here `fn` never sees these elements. Compare [`eqx_grads.zero_safe`][], for a
-    whole function whose code you can't change.
+    With `jnp.where(cond, fn(x), otherwise)`, the elements that are not chosen have a zero
+    cotangent. The derivative of `fn` multiplies it; if the derivative is infinite, the gradient
+    is NaN. Here `fn` never sees these elements. Compare [`eqx_grads.zero_safe`][], for a whole
+    function whose code you can't change.
 
     !!! example
 
@@ -44,7 +45,7 @@ def where(
         f = lambda x: eqg.safe.where(x > 0, jnp.log, x, 0.0)
         print(jax.vmap(jax.grad(f))(x))
 
-        # Of several arguments.
+        # With several arguments.
         divide = lambda x, y: eqg.safe.where(y != 0, lambda xy: xy[0] / xy[1], (x, y), 0.0)
         print(jax.grad(divide, argnums=1)(1.0, 0.0))
         ```
@@ -61,7 +62,7 @@ def where(
     - `x`: an array, or a PyTree of arrays, with which `fn` is called.
     - `otherwise`: the result where `cond` does not hold: a number, or an array that
         broadcasts to `fn(x)`.
-    - `substitute`: what `fn` is given there. The default is in the domain of `log`, `sqrt`,
+    - `substitute`: the argument of `fn` there. The default is in the domain of `log`, `sqrt`,
         `arccos`, `arctanh` and the like. For `jnp.arccosh`, say, give it `2.0`.
 
     **Returns:**
@@ -70,7 +71,7 @@ def where(
 
     **Derivative:**
 
-    That of `fn` where `cond` holds, and that of `otherwise` elsewhere:
+    The derivative of `fn` where `cond` holds, and the derivative of `otherwise` elsewhere:
     $\dot y = \partial f(x)\,\dot x$ or $\dot y = \dot o$. For `x` this is so whatever
     `substitute` is; for parameters that `fn` closes over, the derivative of `fn` has to be
     finite at `substitute`. Both modes and all orders that `fn` has.

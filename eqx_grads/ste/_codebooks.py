@@ -68,9 +68,8 @@ def vector_quantize(z: ArrayLike, codebook: ArrayLike) -> tuple[Array, Array]:
 
     **Derivative:**
 
-    With respect to `z` that of the identity: $\bar z = \bar y$. With respect to the codebook
-    zero, as published: it is trained by a loss as in the example. Linear, so both modes and
-    all orders.
+    The identity with respect to `z`: $\bar z = \bar y$. Zero with respect to the codebook, as
+    published: train it by a loss as in the example. Linear, so both modes and all orders.
 
     **Raises:**
 
@@ -107,7 +106,7 @@ def _nearest(z, codebook):
 
 
 def fsq(z: ArrayLike, levels: Sequence[int]) -> tuple[Array, Array]:
-    r"""Finite scalar quantization: round each number to one of a few levels, straight through.
+    r"""Round each number to one of a few levels, straight through: finite scalar quantization.
 
     The codebook is fixed: its entries are all combinations of the levels.
     [Mentzer et al. (2024)](https://arxiv.org/abs/2309.15505).
@@ -147,7 +146,7 @@ def fsq(z: ArrayLike, levels: Sequence[int]) -> tuple[Array, Array]:
 
     **Derivative:**
 
-    That of the bounded number before it is rounded:
+    The derivative of the bounded number before it is rounded:
     $f(z) = (h \tanh(z + \text{shift}) - o) / \lfloor L/2 \rfloor$ with
     $h = (1 - \varepsilon)(L - 1)/2$ and $\varepsilon = 10^{-3}$; for odd $L$ no shift and no
     offset, for even $L$ $o = 1/2$ and $\text{shift} = \tan(o / h)$. So
@@ -155,9 +154,9 @@ def fsq(z: ArrayLike, levels: Sequence[int]) -> tuple[Array, Array]:
 
     This is the convention of the paper's own code, its appendix A.1 and the [Colab of its
     authors](https://github.com/google-research/google-research/tree/master/fsq). Some ports
-    have $h = (1 + \varepsilon)(L - 1)/2$ and an arctanh in place of the tangent, with which
-    $f(0)$ is exactly zero: their codes differ near the borders between levels, and all their
-    gradients do, by 0.2 % for odd $L$ and by more for even $L$.
+    have $h = (1 + \varepsilon)(L - 1)/2$ and an arctanh instead of the tangent, so that $f(0)$
+    is exactly zero: their codes differ near the borders between levels, and all their gradients
+    do, by 0.2 % for odd $L$ and by more for even $L$.
 
     **Raises:**
 
@@ -187,7 +186,7 @@ def fsq(z: ArrayLike, levels: Sequence[int]) -> tuple[Array, Array]:
 
 
 def fsq_codebook(levels: Sequence[int], dtype: DTypeLike = float) -> Array:
-    """All codes of [`eqx_grads.ste.fsq`][], in the order of their indices.
+    """Return all codes of [`eqx_grads.ste.fsq`][], in the order of their indices.
 
     !!! example
 
@@ -210,11 +209,12 @@ def fsq_codebook(levels: Sequence[int], dtype: DTypeLike = float) -> Array:
     **Arguments:**
 
     - `levels`: as for [`eqx_grads.ste.fsq`][].
-    - `dtype`: the dtype of the codes. With the dtype of `z`, they are exactly those of `fsq`.
+    - `dtype`: the dtype of the codes. With the dtype of `z`, they are exactly the codes of
+        `fsq`.
 
     **Returns:**
 
-    An array of shape `(prod(levels), len(levels))`. To decode, take
+    An array of shape `(prod(levels), len(levels))`. To decode, use
     `fsq_codebook(levels)[index]`.
 
     **Derivative:**

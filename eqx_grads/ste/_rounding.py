@@ -7,7 +7,7 @@ from ._straight_through import straight_through
 
 
 def round(x: PyTree) -> PyTree:
-    r"""`jnp.round`, straight through.
+    r"""Round to the nearest integer, straight through.
 
     !!! example
 
@@ -30,11 +30,11 @@ def round(x: PyTree) -> PyTree:
 
     **Returns:**
 
-    The nearest integers, bitwise equal to those of `jnp.round`: halves are rounded to even.
+    The nearest integers, bitwise equal to `jnp.round`: halves are rounded to even.
 
     **Derivative:**
 
-    That of the identity: $\dot y = \dot x$ and $\bar x = \bar y$. Linear, so both modes and
+    The identity: $\dot y = \dot x$ and $\bar x = \bar y$. Linear, so both modes and
     all orders.
 
     **Raises:**
@@ -45,7 +45,7 @@ def round(x: PyTree) -> PyTree:
 
 
 def floor(x: PyTree) -> PyTree:
-    """`jnp.floor`, straight through.
+    """Round down to an integer, straight through.
 
     !!! example
 
@@ -78,7 +78,7 @@ def floor(x: PyTree) -> PyTree:
 
 
 def ceil(x: PyTree) -> PyTree:
-    """`jnp.ceil`, straight through.
+    """Round up to an integer, straight through.
 
     !!! example
 
@@ -111,7 +111,7 @@ def ceil(x: PyTree) -> PyTree:
 
 
 def trunc(x: PyTree) -> PyTree:
-    """`jnp.trunc`, straight through.
+    """Round towards zero to an integer, straight through.
 
     !!! example
 

@@ -29,7 +29,7 @@ def gumbel_softmax(
     hard: bool = False,
     axis: int = -1,
 ) -> Array:
-    r"""A relaxed sample of a categorical variable; or a one-hot sample, straight through.
+    r"""Draw a relaxed sample of a categorical variable; or a one-hot sample, straight through.
 
     With Gumbel noise $G$ it is $\operatorname{softmax}((\theta + G) / \tau)$. The argmax of
     $\theta + G$ is distributed as the softmax of the logits $\theta$.
@@ -73,7 +73,7 @@ def gumbel_softmax(
 
     **Derivative:**
 
-    That of the relaxed sample, also if `hard`, with respect to the logits and the
+    The derivative of the relaxed sample, even if `hard`, with respect to the logits and the
     temperature. Both modes and all orders.
 
     **Raises:**
@@ -105,7 +105,7 @@ def gumbel_sigmoid(
     temperature: ArrayLike = 1.0,
     hard: bool = False,
 ) -> Array:
-    r"""A relaxed sample of a bit; or a sample that is zero or one, straight through.
+    r"""Draw a relaxed sample of a bit; or a sample that is zero or one, straight through.
 
     With logistic noise $L$, the difference of two samples of Gumbel noise, it is
     $\sigma((\theta + L) / \tau)$. The probability that $\theta + L$ is positive is
@@ -155,7 +155,7 @@ def gumbel_sigmoid(
 
 
 def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
-    r"""A sample of a bit, with a straight-through gradient for its probability.
+    r"""Draw a sample of a bit, with a straight-through gradient for its probability.
 
     The gradient is unbiased if the loss is linear in the sample.
     [Bengio et al. (2013)](https://arxiv.org/abs/1308.3432).
@@ -181,7 +181,7 @@ def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
 
     **Arguments:**
 
-    - `p`: the probabilities of a one. Floats of any shape. For logits, give their
+    - `p`: the probabilities of a one. Floats of any shape. For logits, pass their
         `jax.nn.sigmoid`.
     - `key`: a random key. The samples are independent.
 
@@ -191,7 +191,7 @@ def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
 
     **Derivative:**
 
-    That of the identity: $\bar p = \bar y$. Linear, so both modes and all orders.
+    The identity: $\bar p = \bar y$. Linear, so both modes and all orders.
 
     **Raises:**
 
@@ -226,11 +226,11 @@ def reinmax(
     temperature: ArrayLike = 1.0,
     axis: int = -1,
 ) -> Array:
-    r"""A one-hot sample of a categorical variable, with a second-order accurate gradient.
+    r"""Draw a one-hot sample of a categorical variable, with a second-order accurate gradient.
 
-    The straight-through gradient is unbiased if the loss is linear in the sample. This one
-    is unbiased (at a temperature of one) also if the loss is quadratic.
-    [Liu et al. (2023)](https://arxiv.org/abs/2304.08612).
+    The straight-through gradient is unbiased if the loss is linear in the sample. `reinmax` (at
+    a temperature of one) is unbiased even if the loss is quadratic. [Liu et al.
+    (2023)](https://arxiv.org/abs/2304.08612).
 
     !!! example
 
@@ -264,8 +264,8 @@ def reinmax(
 
     **Derivative:**
 
-    That of $2 \pi_1 - \frac12 \pi_0$, where $\pi_0 = \operatorname{softmax}(\theta)$, and
-    $\pi_1 = \operatorname{softmax}(\theta + c)$ with a constant $c$ for which $\pi_1$ is
+    The derivative of $2 \pi_1 - \frac12 \pi_0$. Here $\pi_0 = \operatorname{softmax}(\theta)$,
+    and $\pi_1 = \operatorname{softmax}(\theta + c)$. The constant $c$ makes $\pi_1$ equal to
     $\frac12 (D + \operatorname{softmax}(\theta / \tau))$ with the sample $D$. Both modes and
     all orders.
 

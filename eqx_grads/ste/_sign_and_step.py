@@ -27,7 +27,7 @@ from ._straight_through import hard_tanh, straight_through
 
 
 def sign(x: PyTree) -> PyTree:
-    r"""`jnp.sign`, straight through: the sign of zero is zero.
+    r"""Return the sign, straight through: the sign of zero is zero.
 
     !!! example
 
@@ -57,8 +57,8 @@ def sign(x: PyTree) -> PyTree:
 
     **Derivative:**
 
-    That of [`eqx_grads.ste.hard_tanh`][], one where $|x| \le 1$ and zero elsewhere. For another
-    one, see [`eqx_grads.with_gradient_of`][].
+    The derivative of [`eqx_grads.ste.hard_tanh`][]: one where $|x| \le 1$ and zero elsewhere.
+    For another derivative, see [`eqx_grads.with_gradient_of`][].
 
     **Raises:**
 
@@ -68,7 +68,7 @@ def sign(x: PyTree) -> PyTree:
 
 
 def binary_sign(x: PyTree) -> PyTree:
-    """The sign as one bit, straight through: the sign of zero is plus one.
+    """Return the sign as one bit, straight through: the sign of zero is plus one.
 
     !!! example
 
@@ -119,7 +119,7 @@ def _binary_sign(x):
 
 
 def heaviside(x: PyTree, *, at_zero: ArrayLike = 1.0) -> PyTree:
-    """The step from zero to one, straight through.
+    """Return one above zero and zero below, straight through.
 
     For a spiking neuron, use [`eqx_grads.surrogates.spike`][].
 
@@ -153,7 +153,7 @@ def heaviside(x: PyTree, *, at_zero: ArrayLike = 1.0) -> PyTree:
 
     **Derivative:**
 
-    That of the identity, one everywhere. For another one, see [`eqx_grads.with_gradient_of`][].
+    The identity: one everywhere. For another derivative, see [`eqx_grads.with_gradient_of`][].
 
     **Raises:**
 
@@ -238,7 +238,7 @@ def _ternary(x, *, threshold):
 
 
 def clip(x: PyTree, min: ArrayLike | None = None, max: ArrayLike | None = None) -> PyTree:
-    r"""`jnp.clip`, straight through: the gradient passes outside of the bounds too.
+    r"""Clip to bounds, straight through: the gradient passes outside of the bounds too.
 
     !!! example
 
@@ -261,7 +261,7 @@ def clip(x: PyTree, min: ArrayLike | None = None, max: ArrayLike | None = None) 
 
     - `x`: an array of floats, or a PyTree of them. Other leaves are left unchanged.
     - `min`, `max`: the bounds, numbers or arrays that broadcast to every leaf of `x`. `None`
-        is no bound.
+        leaves that side open.
 
     **Returns:**
 
@@ -269,9 +269,9 @@ def clip(x: PyTree, min: ArrayLike | None = None, max: ArrayLike | None = None) 
 
     **Derivative:**
 
-    With respect to `x` that of the identity: $\bar x = \bar y$. With respect to a bound, one
-    where `x` is clipped to it and zero elsewhere; zero also where `x` equals the bound. Both
-    modes and all orders, the higher ones being zero.
+    The identity with respect to `x`: $\bar x = \bar y$. With respect to a bound, one where `x`
+    is clipped to it, and zero elsewhere, including where `x` equals the bound. Both modes and
+    all orders, the higher ones being zero.
 
     **Raises:**
 
@@ -317,7 +317,7 @@ def _clip_jvp(primals, tangents):
 
 
 def one_hot_argmax(x: ArrayLike, *, axis: int = -1, temperature: ArrayLike = 1.0) -> Array:
-    r"""The one-hot argmax along an axis, with the derivative of a softmax.
+    r"""Return the one-hot argmax along an axis, with the derivative of a softmax.
 
     !!! example
 
@@ -345,12 +345,13 @@ def one_hot_argmax(x: ArrayLike, *, axis: int = -1, temperature: ArrayLike = 1.0
 
     **Returns:**
 
-    An array like `x`: one for the largest element, and for the first of equal ones; zero
+    An array like `x`: one for the largest element (at a tie, the first one), and zero
     elsewhere. NaN along an axis with a NaN.
 
     **Derivative:**
 
-    That of `softmax(x / temperature)`, with respect to both. Both modes and all orders.
+    The derivative of `softmax(x / temperature)`, with respect to both. Both modes and all
+    orders.
 
     **Raises:**
 

@@ -77,7 +77,8 @@ def _hard_tanh(x):
 
 
 def approx_sign(x: PyTree) -> PyTree:
-    r"""A piecewise quadratic sign: $x\,(2 - |x|)$ where $|x| \le 1$, and the sign elsewhere.
+    r"""Return a piecewise quadratic sign: $x\,(2 - |x|)$ where $|x| \le 1$, and the sign
+    elsewhere.
 
     [Liu et al. (2018)](https://arxiv.org/abs/1808.00278), Bi-Real Net. Use it for the
     derivative of a sign, as [`eqx_grads.ste.hard_tanh`][].
@@ -122,7 +123,7 @@ def _approx_sign(x):
 
 
 def swish_sign(x: PyTree) -> PyTree:
-    r"""A smooth sign: $2\,\sigma(u)\,(1 + u\,\sigma(-u)) - 1$ with $u = 5x$.
+    r"""Return a smooth sign: $2\,\sigma(u)\,(1 + u\,\sigma(-u)) - 1$ with $u = 5x$.
 
     [Darabi et al. (2018)](https://arxiv.org/abs/1812.11800), BNN+. Use it for the derivative of
     a sign, as [`eqx_grads.ste.hard_tanh`][].

@@ -25,9 +25,10 @@ _BISECTIONS = 80
 
 
 def top_k(x: ArrayLike, k: int, *, axis: int = -1, temperature: ArrayLike = 1.0) -> Array:
-    r"""The mask of the `k` largest elements along an axis, with the derivative of a soft mask.
+    r"""Return the mask of the `k` largest elements along an axis, with the derivative of a soft
+    mask.
 
-    The soft mask is that of [Amos et al. (2019)](https://arxiv.org/abs/1906.08707), the layer
+    The soft mask comes from [Amos et al. (2019)](https://arxiv.org/abs/1906.08707), the layer
     of limited multi-label projection: sigmoids whose sum is $k$.
 
     !!! example
@@ -57,16 +58,15 @@ def top_k(x: ArrayLike, k: int, *, axis: int = -1, temperature: ArrayLike = 1.0)
 
     **Returns:**
 
-    An array like `x`: one for the `k` largest elements, and for the first of equal ones; zero
+    An array like `x`: one for the `k` largest elements (at a tie, the first ones), and zero
     elsewhere. NaN along an axis with a NaN. For the values themselves, use `jax.lax.top_k`.
 
     **Derivative:**
 
-    With $\tau$ for the temperature and $\sigma$ for the sigmoid, that of
-    $\sigma(x / \tau - t)$, where $t$ is the number at which the sum along the axis is $k$:
-    $\dot t = \sum_i s_i\,(x_i / \tau)^{\cdot} / \sum_i s_i$ with $s = \sigma'(x / \tau - t)$.
-    With respect to `x` and the temperature; zero if `k` is the size of the axis. Both modes and
-    all orders.
+    Let $\tau$ be the temperature and $\sigma$ the sigmoid. The derivative of $\sigma(x / \tau -
+    t)$, where $t$ is the number at which the sum along the axis is $k$: $\dot t = \sum_i
+    s_i\,(x_i / \tau)^{\cdot} / \sum_i s_i$ with $s = \sigma'(x / \tau - t)$. With respect to
+    `x` and the temperature; zero if `k` is the size of the axis. Both modes and all orders.
 
     **Raises:**
 

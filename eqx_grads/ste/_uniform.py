@@ -47,7 +47,7 @@ def fake_quantize(
         y = eqg.ste.fake_quantize(x, 0.25, bits=3)
         print(y)
 
-        # A clipped element has no gradient; it contributes to that of the scale instead.
+        # A clipped element has no gradient; it adds to the gradient of the scale instead.
         loss = lambda x, scale: eqg.ste.fake_quantize(x, scale, bits=3).sum()
         ct_x, ct_scale = jax.grad(loss, (0, 1))(x, 0.25)
         print(ct_x)
@@ -89,8 +89,8 @@ def fake_quantize(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `x` is not an array of floats, if a parameter does not
-    broadcast to it, or if the number of bits or the zero point is out of range.
+    [`eqx_grads.RuleError`][] if `x` is not an array of floats, a parameter does not broadcast
+    to it, or the number of bits or the zero point is out of range.
     """
     name = "ste.fake_quantize"
     check_flags(name, narrow=narrow)
@@ -112,7 +112,7 @@ def _check_zero_point(zero_point, low, high):
     rounded = np.round(np.asarray(zero_point, np.float64))
     if not np.all((low <= rounded) & (rounded <= high)):  # NaN is not
         raise rule_error(
-            "`ste.fake_quantize` was given a zero point that is no integer of its range.",
+            "`ste.fake_quantize` was given a zero point that is not an integer in its range.",
             f"`zero_point` is {zero_point!r:.60}, the integers are from {low} to {high}",
             do="Give it a zero point in the range. Were `signed` or `bits` meant to be others?",
         )
@@ -149,7 +149,7 @@ def absmax_scale(
     signed: bool = True,
     axis: int | tuple[int, ...] | None = None,
 ) -> Array:
-    r"""The scale that maps the largest magnitude in an array to the largest integer.
+    r"""Return the scale that maps the largest magnitude in an array to the largest integer.
 
     $$s = \max |x| / q_{\max}$$
 
@@ -219,7 +219,8 @@ def lsq(
     signed: bool = True,
     gradient_scale: float | None = None,
 ) -> Array:
-    r"""Learned step size quantization: `fake_quantize` with a rescaled gradient for the step.
+    r"""Quantize with a learned step size: `fake_quantize` with a rescaled gradient for the
+    step.
 
     [Esser et al. (2020)](https://arxiv.org/abs/1902.08153). The paper initializes the step
     with `2 * mean(|x|) / sqrt(q_max)`. It has to stay positive.

@@ -1,4 +1,4 @@
-"""Base class of the surrogates that are given by a formula, that of the primitive."""
+"""Base class of the surrogates that are given by a formula: the formula of the primitive."""
 
 import abc
 import dataclasses
@@ -20,8 +20,8 @@ positive = ft.partial(eqx.field, metadata={"is_positive": True})
 
 
 class AbstractFormula(AbstractSurrogate):
-    """One formula, evaluated in at least single precision and rounded to the dtype of `v`. The
-    derivative is that of the formula."""
+    """One formula, evaluated in at least single precision and rounded to the dtype of `v`. It
+    has the derivative of the formula."""
 
     @abc.abstractmethod
     def _primitive(self, v: Any) -> Any:

@@ -121,8 +121,8 @@ class leaky(AbstractFormula):
 
     **Arguments:**
 
-    - `leak`: a number or an array that broadcasts to `v`. The default is that of snnTorch
-        and BrainTools; SpikingJelly has 0.
+    - `leak`: a number or an array that broadcasts to `v`. The default is the same as in
+        snnTorch and BrainTools; SpikingJelly has 0.
     - `slope`: a number or an array that broadcasts to `v`.
 
     **Derivative:**

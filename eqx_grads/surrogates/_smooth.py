@@ -34,8 +34,8 @@ class superspike(AbstractFormula):
 
     **Arguments:**
 
-    - `slope`: positive, a number or an array that broadcasts to `v`. The default is that
-        of snnTorch and of Spyx.
+    - `slope`: positive, a number or an array that broadcasts to `v`. The default is the same as
+        in snnTorch and Spyx.
 
     **Derivative:**
 
@@ -76,8 +76,8 @@ class atan(AbstractFormula):
 
     **Arguments:**
 
-    - `slope`: positive, a number or an array that broadcasts to `v`. The default is that
-        of snnTorch and of SpikingJelly.
+    - `slope`: positive, a number or an array that broadcasts to `v`. The default is the same as
+        in snnTorch and SpikingJelly.
 
     **Derivative:**
 
@@ -115,8 +115,8 @@ class sigmoid(AbstractFormula):
 
     **Arguments:**
 
-    - `slope`: positive, a number or an array that broadcasts to `v`. The default is that
-        of SpikingJelly and BrainTools; snnTorch has 25.
+    - `slope`: positive, a number or an array that broadcasts to `v`. The default is the same as
+        in SpikingJelly and BrainTools; snnTorch has 25.
 
     **Derivative:**
 
@@ -175,8 +175,8 @@ class multi_gaussian(AbstractFormula):
 
     with height $h$ and spread $s$. Peak 0.88 by default, and area $1 - h$.
 
-    [Yin, Corradi and Bohté (2021)](https://doi.org/10.1038/s42256-021-00397-w). Their code,
-    and BrainTools, take half of it.
+    [Yin, Corradi and Bohté (2021)](https://doi.org/10.1038/s42256-021-00397-w). Their code, and
+    BrainTools, use half this slope.
 
     !!! example
 

@@ -53,7 +53,7 @@ class AbstractSurrogate(eqx.Module):
 
     @abc.abstractmethod
     def derivative(self, v: ArrayLike) -> Array:
-        """What takes the place of the derivative of a step.
+        """Return the replacement for the derivative of a step.
 
         **Arguments:**
 
@@ -66,10 +66,10 @@ class AbstractSurrogate(eqx.Module):
 
     @abc.abstractmethod
     def primitive(self, v: ArrayLike) -> Array:
-        """A smooth step, whose derivative with respect to `v` is `derivative(v)`.
+        """Return a smooth step, whose derivative with respect to `v` is `derivative(v)`.
 
-        Those of this library are one half at the threshold. If the derivative has area one,
-        they rise from zero to one.
+        The primitives of this library are one half at the threshold. If the derivative has area
+        one, they rise from zero to one.
 
         **Arguments:**
 
@@ -83,7 +83,8 @@ class AbstractSurrogate(eqx.Module):
 
 @custom_jvp
 def spike(v: ArrayLike, surrogate: AbstractSurrogate | Callable[..., Any]) -> Array:
-    r"""One where a neuron is over its threshold, zero elsewhere; with a surrogate gradient.
+    r"""Return one where a neuron is over its threshold, zero elsewhere; with a surrogate
+    gradient.
 
     !!! example
 

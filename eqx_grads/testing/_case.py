@@ -25,8 +25,7 @@ __tracebackhide__ = True  # pytest shows the user's call, and not the functions 
 _MOST_ROUNDING = 0.05
 # With more leaves than this, one direction perturbs all of them together.
 _MAX_LEAVES_ALONE = 6
-# What autodiff in float64 is good to, of a function of float64 arguments; and what differences
-# are good to.
+# The accuracy of autodiff in float64, for a function of float64 arguments; and of differences.
 _STRICT, _BY_DIFFERENCES = 1e-9, 1e-7
 _NEARBY = 0.125  # how far away the first derivative is looked at once more
 
@@ -46,7 +45,7 @@ class Case:
         seed: int = 0,
     ):
         self.options, self.seed = options, seed
-        # What was asked for is a function of arrays: there, a number is a static option.
+        # A `reference` is a function of arrays: there, a number is a static option.
         names = as_names("check_rule", "nondifferentiable", options.nondifferentiable)
         own_numbers = options.reference is None
         self.subject = FlatFunction(fn, args, kwargs, names, own_numbers=own_numbers)
@@ -54,7 +53,7 @@ class Case:
         self.names = self.subject.names
         self.x = self.subject.leaves
         self._calls: dict[tuple[str, int], Any] = {}
-        # The directions of eager calls are those of the first seed.
+        # Eager calls have the directions of the first seed.
         self.first = self
 
     @property
@@ -105,12 +104,12 @@ class Case:
         return self.own.derive(self.tangents[0], self.cotangents[0])
 
     def why_no_forward(self) -> str:
-        """Why there is no forward mode: there is none of a `jax.custom_vjp`."""
+        """Why forward mode does not work: a `jax.custom_vjp` does not support it."""
         text = self._error("jvp")
         if "`max_rule_calls` is" in text:
             return "it takes more calls of the backward rule than `max_rule_calls`"
         if "forward-mode" in text:
-            why = "reverse mode only, as of every `jax.custom_vjp`"
+            why = "reverse mode only, as for every `jax.custom_vjp`"
             return f"{why}; `eqx_grads.custom_vjp` has both modes"
         return ""
 
@@ -153,7 +152,7 @@ class Case:
     def derivative(
         self, row: str, direction: Any = None, x: Any = None, side: Side | None = None
     ) -> Any:
-        """What a row gives along a direction, in float64. It raises what that raises."""
+        """The values of a row along a direction, in float64. It raises the row's exception."""
         t, w = self.tangents[0], self.cotangents[0]
         if direction is not None:
             t, w = (direction, w) if row.startswith("jvp") else (t, direction)
@@ -198,7 +197,7 @@ class Case:
         return tolerance * (10 if order > 1 else 1)
 
     def measured(self, noise: float) -> float:
-        """What is added to a tolerance for rounding errors of this size."""
+        """The number to add to a tolerance for rounding errors of this size."""
         is_given = self.options.tolerance is not None or not np.isfinite(noise)
         return 0.0 if is_given else min(10 * noise, _MOST_ROUNDING)
 
@@ -215,7 +214,7 @@ class Case:
 
     def _roughness(self, fn: Callable[[list[Any]], list[Any]]) -> float:
         """The relative error of a function that rounding explains, from second differences
-        between nearby points, at which those of a smooth function are about 1e-12."""
+        between nearby points; for a smooth function they are about 1e-12."""
         rng = np.random.default_rng(0)
         leaves = list(map(as_double, self.x))
         signs = [rng.choice([-1.0, 1.0], x.shape) for x in leaves]

@@ -40,8 +40,8 @@ __tracebackhide__ = True  # pytest shows the user's call, and not the functions 
 
 _LOST = 30.0  # times what rounding explains is worth a remark
 _DROPPED = (
-    "`zero_safe` drops the derivative of what a `where` does not take, also on the boundary of "
-    "a mask, such as at `x == 0`, where the function may have another derivative: "
+    "`zero_safe` drops the derivative of what a `where` does not take. On the boundary of a "
+    "mask, such as at `x == 0`, the function may have another derivative: "
     "`eqg.explain_nan` of this loss says what is dropped."
 )
 
@@ -64,22 +64,22 @@ def check_gradients(
     names the function without whose rule they are right.
 
     - Gradient and loss are computed in float64. The gradient is compared with differences
-        along a random direction of each leaf alone, so that a wrong bias does not hide behind
-        large weights.
+        along a random direction of each leaf alone, so that a wrong bias is not hidden by large
+        weights.
     - Steps of several lengths are extrapolated (Richardson). Their disagreement is the error
-        of the differences. A leaf whose differences are no evidence is `"not measured"`: they
+        of the differences. A leaf whose differences are not evidence is `"not measured"`: they
         are too noisy, no step is short enough for the slope not to depend on it, or the loss
         rounds to zero.
-    - Forward mode is compared as well, where there is one: with the differences, and so with
+    - Forward mode, where it works, is compared as well: with the differences, and so with
         reverse mode (the adjoint identity).
     - Where the slopes on the two sides differ, the loss has a kink (`relu` at zero, ties of a
         maximum). The gradient has to be between them, and right at a point nearby.
     - What a `stop_gradient` of the loss returns is held while differencing, if the gradient is
         wrong otherwise. A leaf that is right then is `"stopped"`.
     - For each wrong leaf, the rules in the program are removed (`eqg.custom_*`,
-        `jax.custom_*`). If the gradient is right without some of them, these are named, with
-        the line and the layer of the call. If it is right at points nearby, a tie of `min` or
-        `max` is named.
+        `jax.custom_*`). If the gradient is right without some rules, the report names them,
+        with the line and the layer of the call. If it is right at points nearby, the report
+        names a tie of `min` or `max`.
 
     !!! example
 
@@ -129,7 +129,7 @@ def check_gradients(
     - `order`: 1, or 2 to check the second derivative: the product of the Hessian with a random
         direction, against differences of the gradient. Check the gradient itself first.
     - `skip`: the paths of leaves not to check, such as `"layers[0].weight"`; the path of a
-        layer stands for all leaves in it, and `*` for anything. For gradients that are not
+        layer means all leaves in it, and `*` matches anything. For gradients that are not
         derivatives on purpose: leaves before a straight-through estimator or a surrogate.
     - `tolerance`: the largest relative error that passes, besides the estimated error of the
         differences. By default 1e-6, or what rounding explains in the dtype of a host function,
@@ -141,17 +141,17 @@ def check_gradients(
 
     A [`eqx_grads.testing.GradientReport`][], which is false if nothing is wrong.
 
-    It compiles the loss, its gradient and its forward mode, and evaluates the loss about ten
-    times for each leaf (a hundred times for a leaf that is wrong or badly conditioned). A loss
-    of more than 1000 equations in a row is not compiled, and its gradient is not compared with
-    that in the precision of the model.
+    It compiles the loss, its gradient and its forward mode. It evaluates the loss about ten
+    times for each leaf; a hundred times for a leaf that is wrong or badly conditioned. A loss
+    of more than 1000 equations in a row is not compiled, and its gradient is not checked in the
+    precision of the model.
 
     **Raises:**
 
     [`eqx_grads.testing.GradientCheckError`][], an `AssertionError` with the report.
-    [`eqx_grads.RuleError`][] for a loss that is not a real scalar or can't be traced, a model
-    without inexact arrays, an operation that JAX can't differentiate, and options that make no
-    sense.
+    [`eqx_grads.RuleError`][] for a loss that is not a real scalar or can't be traced, and for a
+    model without inexact arrays. Also for an operation that JAX can't differentiate, and for
+    options that make no sense.
     """
     check_options(CALLER, {}, raises=raises)
     check_tolerance(CALLER, tolerance=tolerance)
@@ -246,7 +246,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:
-    """The modes in which the loss can be differentiated, and remarks on those in which not:
+    """The modes in which the loss can be differentiated, and remarks on the other modes:
     forward mode for a `jax.custom_vjp`, reverse mode for a `while_loop`."""
     zeros = [np.zeros_like(x) for x in program.leaves]
     modes, remarks = [], []
@@ -276,8 +276,8 @@ def _in_own_precision(
     program: LossProgram, gradient: Sequence[Any], kept: set[int]
 ) -> tuple[dict[int, GradientFault], list[str]]:
     """The faults of leaves whose gradient is not finite, in float64 or in the user's precision,
-    or is zero in half precision only, whatever the differences are; and remarks on leaves of
-    which much is lost there."""
+    or is zero in half precision only, whatever the differences are; and remarks on leaves that
+    lose much there."""
     value, own = program.own_gradient or (program.value(), gradient)
     lowest = program.lowest_of_user or np.dtype(float)
     rounding = lambda dtype: tolerance_of([np.zeros((), dtype or float)])

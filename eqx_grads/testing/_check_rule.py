@@ -77,10 +77,10 @@ def check_rule(
     | `finite` | Are value and derivatives finite, at the points `at` as well? |
     | `deterministic` | Do repeated calls return the same? |
 
-    Plain autodiff is that of the function without its rule, and differences are finite
-    differences. `zeros` also fails if equations are left for leaves that are not perturbed.
-    The transformations are `jit`, `vmap`, `scan`, `cond` and `checkpoint`. `finite` also runs
-    under `jax.debug_nans`.
+    Plain autodiff differentiates the function without its rule, and differences are finite
+    differences. `zeros` also fails if equations are left for leaves that are not perturbed. The
+    transformations are `jit`, `vmap`, `scan`, `cond` and `checkpoint`. `finite` also runs under
+    `jax.debug_nans`.
 
     !!! example
 
@@ -106,51 +106,53 @@ def check_rule(
 
     The function is traced in the precision of your arguments. Its program is evaluated in
     float64, and compared with the error of [`eqx_grads.testing.assert_trees_close`][], which
-    does not grow with the size of an array; then in your precision, with a tolerance that
-    rounding explains. A function that calls the host is traced with float64 arguments, too.
+    does not grow with the size of an array. Then it is evaluated in your precision, and
+    compared with a tolerance that rounding explains. A function that calls the host is traced
+    with float64 arguments, too.
 
     **Arguments:**
 
     - `fn`, `*args`, `**kwargs`: the function and its arguments, any PyTrees. Every inexact
         leaf of a positional parameter is perturbed; keyword-only arguments are configuration.
         Use `functools.partial` if a parameter of `fn` has one of the names below.
-    - `checks`, `skip`: the names of the checks to run, by default all, and of those to skip.
-    - `reference`: a function of the same arguments whose autodiff is the expected derivative,
-        for a rule that is wrong on purpose (straight-through, surrogate, reversal), and for
-        that of a solver that stops at a tolerance, of which differences are too noisy. It may
-        have a rule, which is then what is expected. For a bound method, or a Module with
+    - `checks`, `skip`: the names of the checks to run, by default all, and of the checks to
+        skip.
+    - `reference`: a function of the same arguments whose autodiff is the expected derivative.
+        Use it for a rule that is wrong on purpose (straight-through, surrogate, reversal), and
+        for a solver that stops at a tolerance, whose differences are too noisy. It may have a
+        rule, which then gives the expected derivative. For a bound method, or a Module with
         arrays, another method of the same object.
     - `nonlinear`: whether the backward rule is meant to be non-linear in the cotangent, as
         clipping is. Skips `adjoint`, `order` and the part of `linear` about cotangents. With a
         `reference`, cotangents are also compared at 4096 times larger and smaller ones.
-    - `nondifferentiable`: names of what is not to be perturbed: positional parameters, or parts
-        of them as the report names them, such as `"self.frozen"` or `"params['scale']"`. NumPy
-        names the parameters of a ufunc `x`, or `x1`, `x2` and so on.
+    - `nondifferentiable`: names of parts that are not perturbed: positional parameters, or
+        parts of them as the report names them, such as `"self.frozen"` or `"params['scale']"`.
+        NumPy names the parameters of a ufunc `x`, or `x1`, `x2` and so on.
     - `tangents`, `cotangents`: additional directions, trees like `args` and like the output.
     - `order`: the highest order of derivatives to check.
     - `at`: further points for `finite`, such as kinks and singularities, each a tuple of the
         arguments of a call, without `self`.
     - `max_residual_bytes`: the largest number of bytes that may be kept for one backward pass,
         without the arguments.
-    - `tolerance`: the largest relative error that passes. By default 1e-5 in float64 (1e-7 for
+    - `tolerance`: the largest relative error that passes. By default 1e-5 in float64; 1e-7 for
         float64 arguments, and 1e-9 where autodiff is the reference, which is then good to
-        1e-15), and the error that rounding explains in other precisions and in the numbers of
-        a half-precision program. For
-        functions that are themselves approximations, for example iterative solvers.
+        1e-15. In other precisions, and in the numbers of a half-precision program, by default
+        the error that rounding explains. Raise it for functions that are themselves
+        approximations, for example iterative solvers.
     - `seed`: the seed of the random directions, or several seeds, for example `range(20)`. The
         checks of derivatives are run for each seed, the others for the first one.
     - `raises`: whether to raise when a check fails.
 
     The line of `residuals` has the bytes that are kept from the forward pass for the backward
-    pass of one call, without the arguments themselves. Beside them are those that autodiff of
-    the function without its rule would keep, if there is such a derivative.
+    pass of one call, without the arguments themselves. It also has the bytes that autodiff of
+    the function without its rule would keep, if it has a derivative.
 
     On a terminal, a line says which check is running if all of them take more than two seconds.
 
     **Returns:**
 
-    A [`eqx_grads.testing.Report`][]. If `forward` and `reverse` had no reference, as that of a
-    host function which raises an error at arguments close by, its first line is "passed,
+    A [`eqx_grads.testing.Report`][]. `forward` and `reverse` may have no reference, for example
+    if a host function raises an error at arguments close by. The first line is then "passed,
     without a reference for the derivative", and their rows say why. Then pass `reference=`.
 
     **Raises:**
@@ -187,7 +189,7 @@ def check_rule(
 
 # The checks along random directions, which compile nothing new for another direction.
 _DIRECTED = ("forward", "reverse", "adjoint", "linear", "order")
-# What is said of an exception that a check does not handle.
+# The text for an exception that a check does not handle.
 _WHERE = {"forward": "the tangents", "reverse": "the cotangents"}
 
 
@@ -269,7 +271,7 @@ def check_linear(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report
 
 
 def check_transforms(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
-    """Check that the results under every transformation are those of eager calls.
+    """Check that every transformation gives the results of eager calls.
 
     `check_rule(fn, *args, checks=("transforms",), **kwargs)`, see
     [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
@@ -290,7 +292,7 @@ def check_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Rep
     """Count the bytes of the residuals; fail if the backward pass never reads some of them.
 
     `check_rule(fn, *args, checks=("residuals",), **kwargs)`, see
-    [`eqx_grads.testing.check_rule`][] for arguments, options and errors; the finding of the
+    [`eqx_grads.testing.check_rule`][] for arguments, options and errors. The finding of the
     report says how many bytes a call and a scan step keep, with the rule and without it.
 
     !!! example

@@ -23,7 +23,7 @@ _SMALL, SMALL_IN_FLOAT64 = 1e-3, 1e-9
 
 
 def tolerance_of(*trees: Any) -> float:
-    """The relative error that rounding explains for arrays of these dtypes."""
+    """The relative error that rounding explains for arrays with these dtypes."""
     return max((_tolerance(x) for x in jax.tree.leaves(trees)), default=1e-7)
 
 
@@ -52,8 +52,8 @@ def norm(x: Any) -> float:
 
 
 def scale_of(x: Any) -> np.ndarray:
-    """The sizes of the entries; that of a usual entry for one that is zero, and zero for one
-    that is not finite, which can't be moved."""
+    """The sizes of the entries. An entry that is zero gets the size of a usual entry. An entry
+    that is not finite gets zero, since it can't be moved."""
     x = np.abs(np.asarray(x))
     is_finite = np.isfinite(x)
     sizes = np.where(is_finite, x, 0)
@@ -79,7 +79,7 @@ class Difference:
     """By how much an array of a list differs from the expected one.
 
     - `error`: what a tolerance is compared with: relative to the size of the array, and to a
-        small part of that of all arrays, which may have rounding errors of that size.
+        small part of the size of all arrays, which may have rounding errors of that size.
     """
 
     name: str
@@ -173,8 +173,8 @@ def assert_trees_close(
     - `entrywise`: also look for single entries that are wrong, which do not show in the norm
         of a large array: no entry may be off by more than 30 times the tolerance, relative
         to itself and the root mean square of all.
-    - `scale`: is added to the norm that an error is relative to. For numbers in which larger
-        ones have canceled: the size of those.
+    - `scale`: a number that is added to the norm that an error is relative to. If larger
+        numbers have canceled, pass the size of the larger numbers.
 
     **Raises:**
 
@@ -199,8 +199,8 @@ def assert_trees_close(
 def aligned(
     got: Any, expected: Any, root: str = ""
 ) -> tuple[list[str], list[Any], list[Any]] | str:
-    """The names of the numbers in two trees, those of `expected` and those of `got`; or why
-    the trees differ."""
+    """The names of the numbers in two trees, the numbers of `expected` and of `got`; or why the
+    trees differ."""
     flat_got, def_got = jax.tree.flatten(got)
     flat_expected, def_expected = jax.tree_util.tree_flatten_with_path(expected)
     if def_got != def_expected:
@@ -273,5 +273,5 @@ def _numbers(want: Any, have: Any) -> tuple[str, str]:
 def _short(x: Any, digits: int) -> str:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return str(x)
-    # A scalar of `bfloat16` has no format of its own.
+    # A scalar of `bfloat16` does not have its own format.
     return f"{complex(x) if np.iscomplexobj(x) else float(x):.{digits}g}"

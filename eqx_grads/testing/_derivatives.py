@@ -56,8 +56,8 @@ class Mode:
     - `row`: the row of a `Side` with the derivative by the rule.
     - `expected`: the row with the derivative that is expected.
     - `reference`: what computes it, in words.
-    - `directions`: those that it is compared along, each with the name of the leaf that is
-        perturbed, or of the output that is used. Of a number, all directions are the same one.
+    - `directions`: the directions that it is compared along, each with the name of the leaf
+        that is perturbed, or of the output that is used. A number has only one direction.
     """
 
     def __init__(self, case: Case, check: str):
@@ -88,8 +88,8 @@ class Mode:
         self.factors = (1, _LARGE, 1 / _LARGE) if is_bounded else (1,)
 
     def labels(self, names: Iterable[str], leaves: Sequence[str] = ()) -> list[str]:
-        """What derivatives along directions with these names are called: by the leaf, and by
-        the output if there are several."""
+        """The names of derivatives along these directions: the leaf, and the output if there
+        are several."""
         outs, leaves = self.case.output_names, leaves or self.case.names
         if self.is_forward:
             pairs = [(name, out) for name in names for out in outs]
@@ -142,7 +142,7 @@ class Mode:
                 yield Mistake("transposed: a Jacobian and its transpose were confused", x)
 
     def differences(self) -> tuple[_Arrays, list[float], list[str], Callable[..., _Arrays]]:
-        """What differences give, their errors, the names of these arrays, and a function that
+        """The arrays from differences, their errors, their names, and a function that
         returns a derivative in the same form: along the directions of differences, and in
         reverse mode `<v, J' w>`."""
         found = self.case.differences
@@ -203,8 +203,9 @@ def judge(case: Case, mode: Mode) -> tuple[Finding, bool]:
 def _against_differences(
     case: Case, mode: Mode, found: Finding | Exception
 ) -> tuple[Finding, bool]:
-    """The verdict where a rule disagrees with autodiff, or there is none. If differences agree
-    with autodiff, the rule is wrong. If not, it has to agree with differences.
+    """The verdict where a rule disagrees with autodiff, or autodiff does not work. If
+    differences agree with autodiff, the rule is wrong. If not, it has to agree with
+    differences.
 
     - `found`: the verdict of autodiff, or what it raises.
     """
@@ -215,7 +216,7 @@ def _against_differences(
     is_error = isinstance(steps, Exception)
     why = [f"autodiff without the rule raises {type(error).__name__}"] if error else []
     if is_error or not all(d.is_trusted for *_, d in case.differences):
-        # A derivative of zero may be that of a `stop_gradient`, as of a solver.
+        # A derivative of zero may come from a `stop_gradient`, as in a solver.
         if autodiff is not None and not is_zero:
             return autodiff, True
         if isinstance(steps, FailsNearby):
@@ -257,7 +258,7 @@ def _cause_of_a_stop(want: _Arrays, have: _Arrays) -> str | None:
 
 def _has_given_transpose(case: Case) -> bool:
     """Whether there are linear maps in it with a transpose that the user wrote, which can't be
-    removed: those of `linear_host_function` and of `jax.custom_derivatives.linear_call`."""
+    removed: from `linear_host_function` and `jax.custom_derivatives.linear_call`."""
     program = outcome(jax.make_jaxpr(case.own.plain), *case.subject.leaves)
     found = equations(program) if isinstance(program, ClosedJaxpr) else ()
     return any(e.primitive.name in ("eqg_linear", "linear_call") for e in found)
@@ -267,8 +268,8 @@ def _has_given_transpose(case: Case) -> bool:
 
 
 def _in_own_precision(case: Case, mode: Mode, row: str) -> Iterator[Finding]:
-    """The derivative by the rule along a few directions, with that in float64. Rounding may
-    change it by what it changes the reference."""
+    """The derivative by the rule along a few directions, compared with float64. Rounding may
+    change it by as much as it changes the reference."""
     own, directions = case.own, mode.drawn[:_RANDOM]
     have = [x for d in directions for x in case.derivative(mode.row, d, side=own)]
     if not mode.is_forward:  # JAX itself checks the dtypes of tangents

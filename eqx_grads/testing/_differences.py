@@ -24,7 +24,7 @@ _ZERO = 1e-5  # or relative to the values: a smaller derivative may be zero
 
 
 class FailsNearby(ValueError):
-    """There are no differences: the function raises an error at arguments close by."""
+    """Differences are not possible: the function raises an error at arguments close by."""
 
 
 class Difference(NamedTuple):
@@ -131,11 +131,12 @@ def _grain(at: Callable[[float], np.ndarray]) -> float:
 
 
 def numerical_jacobian(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The Jacobian by finite differences: central, in float64, with Richardson extrapolation.
+    """Compute the Jacobian by finite differences: central, in float64, with Richardson
+    extrapolation.
 
     It uses neither rules nor autodiff. For each entry of the arguments, it calls `fn` 9 times
-    if `fn` is smooth there, and up to 180 times if not. At the edge of where `fn` is defined,
-    the differences are of one side.
+    if `fn` is smooth there, and up to 180 times if not. At the edge of its domain, the
+    differences are one-sided.
 
     !!! example
 

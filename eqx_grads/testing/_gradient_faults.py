@@ -1,4 +1,4 @@
-"""The faults of a gradient: what is wrong, because of which function, and what to do."""
+"""The faults of a gradient: what is wrong, which function causes it, and what to do."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from ._remove_rules import RuleRemoval
 
 
 EXPLAIN_NAN = "`eqg.explain_nan` says where it becomes so."
-# Of a smaller relative error the text says how it compares with that of the differences.
+# For a smaller relative error, the text compares it with the error of the differences.
 _SMALL = 1e-2
 
 

@@ -24,19 +24,19 @@ STOPPED, UNMEASURED, SKIPPED = "stopped", "not measured", "skipped"
 
 @dataclasses.dataclass(frozen=True)
 class LeafVerdict:
-    """What is known of the gradient of one leaf.
+    """The verdict on the gradient of one leaf.
 
     - `leaf`: its path in the model.
     - `verdict`: `"right"`, `"WRONG"`, `"zero"` (the loss does not depend on the leaf, and the
         gradient is zero), `"flat"` (the same for short steps, as on a staircase), `"kink"` (the
         loss has no derivative here), `"stopped"` (right, if what a `stop_gradient` returns is
         held), `"not measured"` or `"skipped"`.
-    - `reverse`, `forward`: the derivative along one random direction in both modes; `None` if
-        there is no such mode.
+    - `reverse`, `forward`: the derivative along one random direction in both modes; `None` for
+        a mode that does not work.
     - `differences`, `error`: the same by finite differences, and its estimated error.
     - `relative_error`: how far the gradient is from the differences, relative to them or to
         the typical slope of the leaf, whichever is larger.
-    - `left`, `right`: at a kink, the slopes on its two sides, along that direction; of a leaf
+    - `left`, `right`: at a kink, the slopes on its two sides, along that direction; for a leaf
         with one entry, by this entry.
     """
 
@@ -56,7 +56,7 @@ class GradientFault(AbstractRecord):
     """A fault of the gradient.
 
     It has the fields of all records; `step` is empty. `primitive` is the function without whose
-    rule the gradient is right, `file, line` where that is called and `path` the layer that it
+    rule the gradient is right. `file, line` is where it is called, and `path` the layer that it
     is called in. If no function is known, `path` is the layer of the leaf. The kinds are
     `"wrong"`, `"cut"` (the gradient is zero, and the differences are not), `"not a derivative"`
     (the differences are zero, and the gradient is not), `"not finite"`, `"modes disagree"` and
@@ -80,11 +80,11 @@ class GradientReport(AbstractReport):
     by a description of each fault.
 
     - `found`: a [`eqx_grads.testing.GradientFault`][] for each fault.
-    - `leaves`: a [`eqx_grads.testing.LeafVerdict`][] for each leaf; `report["a.b"]` is that of
-        one.
+    - `leaves`: a [`eqx_grads.testing.LeafVerdict`][] for each leaf; `report["a.b"]` is the
+        verdict of the leaf `a.b`.
     - `numbers`: a dictionary with the `"seed"`, the number of `"evaluations"` of the loss and
         the `"precision"` of the gradient.
-    - `remarks`: what else there is to know.
+    - `remarks`: further notes.
     """
 
     name: str
@@ -157,8 +157,8 @@ _MOST_DETAILS = 6
 _LISTS = {
     DEAD: "The loss does not depend on these leaves here, and their gradient is zero",
     FLAT: "The loss is flat here, and changes over longer steps, as on a staircase",
-    STOPPED: "The gradient leaves out what a `stop_gradient` holds. The rest of it is right",
+    STOPPED: "The gradient leaves out what a `stop_gradient` holds. The rest is right",
     KINK: "The loss has a kink here, and the gradient is between the slopes of its sides",
     UNMEASURED: "The differences are too small or too noisy to judge the gradient",
-    SKIPPED: "These leaves were not looked at",
+    SKIPPED: "These leaves were not checked",
 }

@@ -20,13 +20,13 @@ from ._slope import central_slope, confirmed_slope, is_settled, Samples, Slope, 
 
 # How many times its estimated error a difference may be off.
 _SAFETY = 10.0
-# An estimate of the differences with a larger relative error is no evidence.
+# An estimate of the differences with a larger relative error is not evidence.
 _USELESS = 0.03
 # How far a model is moved off a kink, relative to its entries.
 _MOVE = 1e-3
 # How many entries are judged alone at most.
 _MOST_ENTRIES = 24
-# What differs from zero by less than this, relative to the loss, is zero.
+# A number that differs from zero by less than this, relative to the loss, is zero.
 _FLOOR = 1e-12
 _LONG_STEPS = (0.125, 0.5, 1.0, 4.0)
 # Smaller numbers are out of the range of float32.

@@ -22,7 +22,7 @@ def leaks(case: Case) -> Iterator[Finding]:
     """No leaked tracers, no repeated compilation."""
     if not case.outputs:
         return
-    # That there is no reverse mode is asked last: a leak shows in the first trace.
+    # The check for reverse mode comes last: a leak shows in the first trace.
     first = _leak(_traces(case, case.own.f, "vjp")["jit of the gradient"])
     is_right = first is None or _is_leak(first)
     mode = "vjp" if is_right or case.has_reverse else "jvp"
@@ -49,7 +49,8 @@ def leaks(case: Case) -> Iterator[Finding]:
 
 
 def _traces(case: Case, fn: Callable[..., Any], mode: str) -> dict[str, Callable[[], Any]]:
-    """What traces a derivative of `fn`. Nothing is compiled: leaks are a matter of tracing."""
+    """Functions that trace a derivative of `fn`. Nothing is compiled: leaks happen in
+    tracing."""
     leaves, w, t = case.subject.leaves, case.first.cotangents[0], case.first.tangents[0]
 
     def derive(fn, xs):

@@ -139,10 +139,10 @@ class LossProgram:
     def samples(
         self, leaves: Sequence[Any], tangents: Sequence[Any], is_held: bool = False
     ) -> Samples:
-        """The loss along a direction. NaN where it raises an error, as a solver does that fails
-        for other parameters. An error at zero is raised.
+        """The loss along a direction. NaN where it raises an error, for example in a solver
+        that fails for other parameters. An error at zero is raised.
 
-        - `is_held`: whether what a `stop_gradient` returns stays as it is at the leaves.
+        - `is_held`: whether the result of a `stop_gradient` stays as it is at the leaves.
         """
 
         def at(h):

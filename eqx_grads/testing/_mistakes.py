@@ -77,7 +77,7 @@ def likely_cause(
             "finite differences (`step=` of a host function), or a solver that stops at a "
             "tolerance; if that is meant, pass `tolerance=`"
         )
-    # What does not change the expected array explains nothing.
+    # A mistake that does not change the expected array explains nothing.
     for mistake in (*_rearranged(want), *mistakes):
         if _close(mistake.array, have) and not _close(mistake.array, want):
             return mistake.cause
@@ -147,7 +147,7 @@ def _rearranged(want) -> Iterator[Mistake]:
 
 def _of_entries(want, have, name, primal) -> str:
     wrong = np.abs(have - want) > _CLOSE * np.abs(want) + 1e-6 * norm(as_real(want))
-    # Of a diagonal, most entries are zero, and right in any rule.
+    # Most entries of a diagonal are zero, and right in any rule.
     if wrong.size < 2 or np.all(wrong | (want == 0)):
         return ""
     if primal is not None and primal.shape == wrong.shape and not np.iscomplexobj(primal):

@@ -31,7 +31,7 @@ from ._without_rules import without_rules
 
 
 _Arrays = list[Any]
-# What the flag `JAX_DISABLE_MOST_OPTIMIZATIONS` asks for, on every platform.
+# The options of the flag `JAX_DISABLE_MOST_OPTIMIZATIONS`, on every platform.
 _UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Fusion emitters take most of the compilation time on a CPU. JAX 0.12 has no option for them.
 _UNFUSED = {
@@ -42,8 +42,8 @@ _UNFUSED = {
 
 
 class At(NamedTuple):
-    """What the rows are functions of: the leaves, tangents of them, cotangents of the outputs,
-    and a batch of values of each leaf."""
+    """The arguments of the rows: the leaves, their tangents, cotangents of the outputs, and a
+    batch of values of each leaf."""
 
     x: Sequence[Any]
     t: Sequence[Any] = ()
@@ -56,7 +56,7 @@ Row = Callable[[At], Sequence[Any]]
 
 @ft.cache
 def _compiler_options(platform: str) -> dict[str, Any]:
-    """For a short compilation: those that XLA knows in this version."""
+    """Options for a short compilation that this version of XLA knows."""
     for options in (_UNFUSED, _UNOPTIMIZED) if platform == "cpu" else (_UNOPTIMIZED,):
         compiler = jax.jit(lambda x: x).lower(np.float32(0))
         if not isinstance(outcome(compiler.compile, options), Exception):
@@ -137,11 +137,11 @@ class Side:
         return At(cast(at.x, x), cast(at.t, x), cast(at.w, self.outputs), cast(at.many, x))
 
     def compute(self, rows: Mapping[str, Row], at: At) -> dict[str, Any]:
-        """What each row gives: a list of NumPy arrays, or the exception that it raises.
+        """The result of each row: a list of NumPy arrays, or the exception that it raises.
 
         They are compiled as one program, which is much faster than one by one. If they call the
         host, they are compiled one by one: in JAX 0.10, on a CPU with two cores, a program of
-        several callbacks and large arrays can wait for ever.
+        several callbacks and large arrays can wait forever.
         """
         found = {name: self.trace(name, row, at) for name, row in rows.items()}
         good = {n: p for n, p in found.items() if isinstance(p, ClosedJaxpr)}
@@ -172,14 +172,14 @@ class Side:
         return {k: v for n, p in programs.items() for k, v in self._run({n: p}, at).items()}
 
     def one(self, name: str, row: Row, at: At) -> _Arrays:
-        """What a row gives. It raises what that raises."""
+        """The result of a row. It raises the row's exception."""
         return unless_error(self.compute({name: row}, at)[name])
 
     # ------------------------------------------------------------ values and derivatives
 
     @ft.cached_property
     def rows(self) -> dict[str, Row]:
-        """The values, the derivatives by the rule, and those that are expected."""
+        """The values, the derivatives by the rule, and the expected derivatives."""
         return {
             "f": lambda at: self.f(*at.x),
             "plain": lambda at: self.plain(*at.x),
@@ -201,7 +201,7 @@ class Side:
 
     @ft.cached_property
     def program(self) -> ClosedJaxpr | None:
-        """Of the value; `None` if it can't be traced."""
+        """The program of the value; `None` if it can't be traced."""
         found = self.trace("value", lambda at: self.f(*at.x), At(self.subject.leaves))
         return found if isinstance(found, ClosedJaxpr) else None
 
@@ -214,7 +214,7 @@ class Side:
 
     @ft.cached_property
     def rounded_to(self) -> np.dtype | None:
-        """What the values are rounded to, though evaluated in float64: by a host function."""
+        """The dtype that a host function rounds the values to, though evaluated in float64."""
         if not self.is_exact:
             return self.lowest
         return None if self.program is None else lowest_of(self.program, opaque=True)

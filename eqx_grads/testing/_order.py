@@ -45,7 +45,7 @@ def order(case: Case) -> Iterator[Finding]:
     """Derivatives of order 2 and more, of a scalar loss of the outputs."""
     options = case.options
     if options.nonlinear:
-        # Of a gradient that is no derivative, the orders of the modes differ.
+        # If a gradient is not a derivative, the orders of the modes differ.
         yield skipped("order", "the backward rule is declared non-linear")
     elif not case.has_reverse:
         yield skipped("order", NO_REVERSE if case.outputs else "no output has a derivative")
@@ -62,7 +62,7 @@ def order(case: Case) -> Iterator[Finding]:
 
 
 class _First:
-    """What is known of the first derivative of a rule."""
+    """Known facts about the first derivative of a rule."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -139,7 +139,7 @@ def _by_differences(
 ) -> Finding:
     """The check of the first derivative has its own reference, so differences of the rule's
     gradient are a reference for the second, unless `reference` was given: the gradient of a
-    rule that is wrong on purpose need not be that of any function."""
+    rule that is wrong on purpose need not be the gradient of any function."""
     is_refuted = case.options.reference is None and not first.is_right
     side, w, scaled = case.wide, case.cotangents[0], case.scaled
     loss, leaves = _scaled_loss(case), list(map(as_double, side.subject.leaves))

@@ -1,4 +1,4 @@
-"""What a function of the user's returns, or the error that it raises, in a few lines."""
+"""The result of a user's function, or the error that it raises, in a few lines."""
 
 import os
 import sys
@@ -28,7 +28,8 @@ def outcome(run: Callable[..., Any], *args: Any) -> Any:
 
 
 def raised(error: BaseException) -> tuple[str, str]:
-    """The type and the first line of an exception; and all of it, with the user's line."""
+    """The type and the first line of an exception; and the whole exception, with the user's
+    line."""
     kind, message = _message(error)
     if not isinstance(error, RuleError) and len(message) > _MOST_LINES:
         message = [*message[:_MOST_LINES], "..."]
@@ -42,8 +43,8 @@ def raised(error: BaseException) -> tuple[str, str]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The type and the first line of an exception; of one that was raised in a callback, that
-    of the user's code."""
+    """The type and the first line of an exception; if a callback raised it, the line of the
+    user's code."""
     lines = str(error).strip().splitlines()
     last = _without_traceback(lines)
     kind = [type(error).__name__] if len(last) == len(lines) else []
@@ -51,8 +52,8 @@ def in_one_line(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> tuple[str, list[str]]:
-    """The kind of an exception and its message. Of an `eqx.error_if`, what the user wrote
-    there: what is around it depends on how the program was compiled."""
+    """The kind of an exception and its message. For an `eqx.error_if`, it is the text that the
+    user wrote: the text around it depends on how the program was compiled."""
     lines = _without_traceback(str(error).strip().splitlines()) or [type(error).__name__]
     _, of_equinox, text = "\n".join(lines).rpartition(_EQUINOX)
     if not of_equinox:
@@ -61,7 +62,7 @@ def _message(error: BaseException) -> tuple[str, list[str]]:
 
 
 def _without_traceback(lines: list[str]) -> list[str]:
-    """What comes after the traceback that an error of a callback has in its message."""
+    """The lines after the traceback that an error of a callback has in its message."""
     frames = [i for i, line in enumerate(lines) if line.startswith("  File ")]
     if not frames:
         return lines
@@ -71,7 +72,7 @@ def _without_traceback(lines: list[str]) -> list[str]:
 
 def _users_line(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost frame of the user's code; of an installed package, if that is the only
-    other code; `None` if there is none."""
+    other code; otherwise `None`."""
     # Where they were imported from: a folder of the user's may have the same name.
     loaded = (sys.modules.get(name) for name in _LIBRARIES)
     folders = (os.path.dirname(m.__file__) for m in loaded if m is not None and m.__file__)

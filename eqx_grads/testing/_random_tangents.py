@@ -13,7 +13,8 @@ from ._options import as_seed
 
 
 def random_tangent(primal: PyTree, *, seed: int = 0) -> PyTree:
-    """A random tangent (or cotangent) of a value, with `None` for leaves that have no tangent.
+    """Return a random tangent (or cotangent) of a value, with `None` for leaves that have no
+    tangent.
 
     The entries are normally distributed.
 

@@ -1,5 +1,4 @@
-"""What a derivative is expected to be: autodiff of the function without its rule, or of
-`reference`."""
+"""The expected derivative: autodiff of the function without its rule, or of `reference`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -94,7 +94,7 @@ class RuleRemoval:
     def culprits(
         self, wrong: Callable[[Set[int]], Set[int]]
     ) -> tuple[dict[int, list[Origin]], Set[int]]:
-        """For each wrong leaf the rules that make it wrong, and the set of these rules.
+        """For each wrong leaf the rules that make it wrong, and the set of all such rules.
 
         - `wrong`: the leaves that are wrong without a set of rules.
         """

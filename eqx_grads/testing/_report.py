@@ -109,7 +109,7 @@ def compare(
         tolerance += wider()
     if largest <= tolerance:
         return Finding(check, PASSED, where, largest, tolerance)
-    # What is not finite, then what is missing, then by size.
+    # First entries that are not finite, then missing ones, then by size.
     key = lambda d: (np.isfinite(d.error), not d.is_missing, -d.error)
     worst, *others = sorted((d for d in found if not d.error <= tolerance), key=key)
     if cause is None:
@@ -121,7 +121,7 @@ def compare(
         compared = [Compared(d.expected, d.got) for d in same or others]
         cause = likely_cause(worst.expected, worst.got, worst.name, known, primal, compared,
                              is_random=True)  # fmt: skip
-    facts = [f"at {worst.name}: relative error {worst.error:.3g}, admitted {tolerance:.3g}"]
+    facts = [f"at {worst.name}: relative error {worst.error:.3g}, tolerance {tolerance:.3g}"]
     facts += [f"expected: {reference}"] * bool(reference) + [note] * bool(note)
     rest = {d.name: d for d in reversed(others) if d.name != worst.name}
     size = lambda d: "missing" if d.is_missing else f"{d.error:.2g}"
@@ -140,9 +140,9 @@ class Report:
     """The result of [`eqx_grads.testing.check_rule`][].
 
     A printed report describes the first failure, and names the checks that fail for the same
-    reason. Then come failures of another kind, and the names of the checks that passed. If
-    there was no reference for the derivative, as where the function raises an error at
-    arguments close by, the first line says so: what passed are the other checks.
+    reason. Then come failures of another kind, and the names of the checks that passed. The
+    derivative may have no reference, for example if the function raises an error at arguments
+    close by. The first line then says so: only the other checks passed.
 
     - `findings`: all comparisons, a list of `Finding`s with the fields `check`, `verdict`,
         `error`, `tolerance`, `where`, `cause`, `text` and `raised`.
@@ -235,6 +235,6 @@ def _wrap(text: str, indent: str = "") -> list[str]:
 
 
 def _wrap_line(line: str) -> list[str]:
-    """A line as it is if it fits. Otherwise its parts, of which the later ones are indented."""
+    """The line if it fits. Otherwise its parts; the later parts are indented."""
     text = line.lstrip()
     return [line] if len(line) <= _WIDTH else _wrap(text, line[: len(line) - len(text)])

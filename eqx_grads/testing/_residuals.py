@@ -20,7 +20,7 @@ from ._table import NO_REVERSE
 
 class Residuals(NamedTuple):
     """The bytes of the residuals without the arguments, the residuals never read, and whether
-    the cotangents that come out depend on those that go in."""
+    the cotangents that come out depend on the cotangents that go in."""
 
     total: int
     unread: list[str]
@@ -65,7 +65,7 @@ def _kept(case: Case, fn: Any, arguments_count: bool = False) -> Residuals:
     """
     # With a type that is not weak: JAX makes another array of a Python number, to compute with.
     leaves = [jax.lax.convert_element_type(x, x.dtype) for x in case.subject.leaves]
-    # Under `jit`, because JAX then removes residuals of its own that nothing reads.
+    # Under `jit`, because JAX then removes its own residuals that nothing reads.
     jitted = jax.jit(lambda *xs: list(fn(*xs)))
     trace = jax.make_jaxpr(lambda *xs: jax.vjp(jitted, *xs), return_shape=True)
     program, (out, pull) = trace(*leaves)
@@ -75,7 +75,7 @@ def _kept(case: Case, fn: Any, arguments_count: bool = False) -> Residuals:
     closed = backward(kept, out)
     _, read = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     arguments = {id(v) for v in jaxpr.invars}
-    # Also of a NumPy array, of which JAX has a copy.
+    # Also for a NumPy array, since JAX has a copy.
     is_held = lambda x: any(
         x is y or (isinstance(y, np.ndarray) and np.array_equal(x, y))
         for y in case.subject.constants

@@ -71,7 +71,7 @@ def _size(x: Any) -> float:
 class Samples:
     """The values of a function at steps from zero, each computed once.
 
-    - `fn`: from a list of steps to the values there; NaN where there is none.
+    - `fn`: from a list of steps to the values there; NaN without a value.
     - `eps`: the relative rounding error of a value.
     """
 
@@ -148,7 +148,7 @@ def is_settled(samples: Samples, slope: Slope) -> bool:
     with np.errstate(all="ignore"):
         samples.compute(_points(steps))
         found = [samples.richardson(h) for h in steps]
-    # NaN is no agreement.
+    # NaN is not agreement.
     return all(abs(x - slope.value) <= _AGREE * slope.error for x in found)
 
 

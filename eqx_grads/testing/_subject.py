@@ -29,8 +29,8 @@ class FlatFunction:
 
     - `leaves`, `names`: the arrays that are perturbed, and what the user calls them.
     - `groups`: for each leaf, the index of its argument; -1 for a leaf of the function itself.
-    - `has_self`: whether there are leaves of the function itself: a Module, or the one that a
-        method is bound to.
+    - `has_self`: whether there are leaves of the function itself: a Module, or the Module that
+        a method is bound to.
     """
 
     def __init__(
@@ -173,9 +173,9 @@ _COMPILED: Any = type(eqx.filter_jit(lambda: None))
 
 
 def _as_tree(fn: Any) -> Any:
-    """A method as a PyTree of the arrays of its Module: Equinox leaves those with double
-    underscores as they are, and `eqx.filter_jit` gives the arrays other names. Its compilation
-    is taken off; the checks compile."""
+    """A method as a PyTree of the arrays of its Module: Equinox does not change methods with
+    double underscores, and `eqx.filter_jit` gives the arrays other names. Its compilation is
+    taken off; the checks compile."""
     if isinstance(fn, _COMPILED):
         return _as_tree(fn.__wrapped__)
     if isinstance(fn, types.MethodType) and isinstance(fn.__self__, eqx.Module):
@@ -203,16 +203,16 @@ def fitted(option: str, tree: Any, space: Sequence[Any], names: Sequence[str]) -
 
 
 def _canonical(x):
-    """A NumPy array in the precision in which JAX takes it. Of one in float64 that a function
-    captures, JAX keeps programs in single precision, and takes them for those in double
-    precision after `jax.enable_x64` was changed (JAX 0.10.2)."""
+    """A NumPy array in the precision in which JAX takes it. If a function captures a float64
+    array, JAX keeps programs in single precision, and uses them for double precision after
+    `jax.enable_x64` was changed (JAX 0.10.2)."""
     if not (isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)):
         return x
     return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
 
 
 def _is_part_of(path: str, name: str) -> bool:
-    """Whether a leaf is what is named, or a part of it."""
+    """Whether a leaf is the named part, or lies in it."""
     return path == name or path.startswith((f"{name}.", f"{name}["))
 
 
@@ -222,8 +222,8 @@ def _check_names(names, shown, paths, fn_name) -> None:
             known = [f"`{name}`" for name in dict.fromkeys(shown)]
             more = ["..."] if len(known) > _MOST_NAMES else []
             raise rule_error(
-                f"`nondifferentiable` names `{name}`, which is no positional argument of "
-                f"`{fn_name}` and no part of one.",
+                f"`nondifferentiable` names `{name}`, which is not a positional argument of "
+                f"`{fn_name}` and not a part of one.",
                 f"there are {', '.join([*known[:_MOST_NAMES], *more])}",
                 do="Name arguments, or parts of them as the report names them, such as "
                 "`self.frozen` or `params['scale']`.",

@@ -47,7 +47,8 @@ def adjoint(case: Case) -> Iterator[Finding]:
     elif options.reference is not None and case.forward_is_of_function:
         yield skipped("adjoint", "forward mode is the derivative of the function")
     else:
-        # The pair that cancels least: the rounding error of a small sum is a large part of it.
+        # The pair that cancels least: the rounding error of a small sum is a large part of the
+        # sum.
         drawn = zip(case.tangents, case.cotangents, strict=True)
         ahead, back, size = max(
             (_products(case, v, w) for v, w in drawn), key=lambda p: abs(p[0]) / p[2]
@@ -180,7 +181,7 @@ def _of_used(fn, kept, at: At):
 
 
 def _is_given_none(fn: Any) -> bool:
-    """Whether its rule is given `None`, or symbolic zeros, and so can take them for arrays.
+    """Whether its rule gets `None`, or symbolic zeros, and so can take them for arrays.
     Other rules of `eqg` have no tangents of what is not perturbed, and `jax.custom_jvp` makes
     arrays of zeros itself."""
     if isinstance(fn, jax.custom_jvp):

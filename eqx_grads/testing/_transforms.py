@@ -23,12 +23,12 @@ from ._report import broke, compare, Finding
 from ._subject import FlatFunction, is_output
 
 
-# What the leaves are multiplied with in the examples of a batch; equal ones where the function
-# raises an error at others: its domain may have an end close by.
+# The factors of the leaves in the examples of a batch; equal factors where the function raises
+# an error at others: its domain may have an end close by.
 _MOVES = ((1.0, 0.97, 0.94), (1.0, 1.0, 1.0))
 _N = 3
-# What the tangents and cotangents are multiplied with, in the derivative of a batch: examples
-# that are mixed show there, also if they are equal.
+# The factors of tangents and cotangents in the derivative of a batch: mixed-up examples show
+# there, even if they are equal.
 _ALONG = (1.0, 0.5, 2.0)
 _ALL_SUBSETS = 3  # of the arguments, for `vmap`
 
@@ -77,7 +77,7 @@ class _Examples:
         return [np.asarray(x) for x in (*outputs, *found)]
 
     def stacked(self, kept: Sequence[int], scales: Sequence[float] = (1.0,) * _N) -> list[Any]:
-        """Where the leaves in `kept` are those of an example, and so are its directions."""
+        """Where the leaves in `kept` and its directions belong to one example."""
         times = lambda v, s: v * v.dtype.type(s)
         rows = []
         for k, scale in enumerate(scales):
@@ -185,7 +185,7 @@ def _batches(case: Case, e: _Examples) -> Iterator[_Trial]:
 
 
 def _mapped(fn, at: At, kept: Sequence[int]) -> tuple[Callable[..., Any], list[Any]]:
-    """`fn` under `vmap`, and its leaves: those in `kept` are a batch."""
+    """`fn` under `vmap`, and its leaves: the leaves in `kept` are a batch."""
     n = range(len(at.x))
     axes = [0 if i in kept else None for i in n]
     return jax.vmap(fn, in_axes=axes), [(at.many if i in kept else at.x)[i] for i in n]

@@ -1,5 +1,5 @@
-"""The checks `primal`, `finite` and `deterministic`: the value with the rule is that of the
-function, without NaN or infinity, and the same each time."""
+"""The checks `primal`, `finite` and `deterministic`: the value with the rule equals the value
+of the function, without NaN or infinity, and the same each time."""
 
 from collections.abc import Iterator
 

@@ -100,7 +100,7 @@ def has_given_solver(eqn) -> bool:
     solver of the user's."""
     solver = given_solver(eqn)
     if solver is not None:
-        # JAX has no `custom_root` of its own, and that of a batch is not the user's function.
+        # JAX itself never calls `custom_root`, and in a batch its function is not the user's.
         return not is_linear_solve(eqn) or not _is_written_in_jax(solver[0].jaxpr)
     primal = primal_program(eqn)
     return primal is not None and is_custom_root(primal)

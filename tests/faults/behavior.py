@@ -100,7 +100,7 @@ def derivative_lost_by_batching(bug):
 
 @fault("transforms", "wrong under (.* of )?vmap")
 def host_function_of_a_batch(bug):
-    """On the host, the first axis may be that of a batch."""
+    """On the host, the first axis may be a batch axis."""
 
     @jax.custom_vjp
     def flip(x):

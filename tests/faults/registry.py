@@ -1,4 +1,4 @@
-"""What a planted fault is.
+"""The definition of a planted fault.
 
 A fault is a function of one bool, `bug`: with `True` it makes a rule that is wrong in exactly
 one way, with `False` the same rule without the fault, its right twin.

@@ -344,7 +344,7 @@ def softmax_not_normalized(bug):
 
 @fault("reverse", "at `x`")
 def reverse_half_wrong_inside_scan(bug):
-    """A cell with a wrong rule, inside a model that has none."""
+    """A cell with a wrong rule, inside a model without a rule."""
     tanh = jax_vjp(jnp.tanh, lambda x, ct: (ct if bug else (1 - jnp.tanh(x) ** 2) * ct,))
 
     def model(x):

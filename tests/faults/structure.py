@@ -1,4 +1,4 @@
-"""Rules whose numbers may be right, but which are no derivative of this function: its value,
+"""Rules whose numbers may be right, but which are not a derivative of this function: its value,
 linearity, adjoint, zeros and higher orders."""
 
 import equinox as eqx
@@ -352,7 +352,7 @@ def mixed_second_derivative(bug):
 
 @fault("order", "order 2(?s:.)*right to first order")
 def slope_with_a_wrong_rule(bug):
-    """The first derivative is right, as the wrong rule is that of the slope."""
+    """The first derivative is right, as the wrong rule belongs to the slope."""
     factor = 1 if bug else -1
     cos = jax_jvp(jnp.cos, lambda x, t: factor * jnp.sin(x) * t)
     return eqx_jvp(jnp.sin, lambda x, t: cos(x) * t), (sample(4),)

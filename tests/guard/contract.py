@@ -21,7 +21,7 @@ from .registry import Entry
 
 
 def cast(tree: Any, dtype: str) -> Any:
-    """The floating arrays in another precision; complex ones in the one that corresponds."""
+    """The floating arrays in another precision; complex arrays in the same precision."""
 
     def leaf(x):
         if not isinstance(x, np.ndarray | np.generic):
@@ -34,7 +34,8 @@ def cast(tree: Any, dtype: str) -> Any:
 
 
 class Flat:
-    """A function of the inexact arrays in `args` alone, which returns those in its output."""
+    """A function of the inexact arrays in `args` alone, which returns the ones in its
+    output."""
 
     def __init__(self, fn: Callable[..., Any], args: Any):
         self.dynamic, self.static = eqx.partition(args, eqx.is_inexact_array)
@@ -47,7 +48,7 @@ class Flat:
         return [x for x in jax.tree.leaves(out) if eqx.is_inexact_array(x)]
 
     def all_outputs(self, *leaves: Any) -> list[Any]:
-        """With those that have no derivative."""
+        """With the outputs that have no derivative."""
         dynamic = jax.tree.unflatten(self.treedef, leaves)
         out = self.fn(*eqx.combine(dynamic, self.static))
         return [x for x in jax.tree.leaves(out) if eqx.is_array_like(x)]
@@ -71,7 +72,7 @@ def reference(entry: Entry) -> Callable[..., Any]:
 
 
 def numbers(seed: int, types: Any) -> list[jax.Array]:
-    """Arrays of these shapes and dtypes, of numbers around one that are all different."""
+    """Arrays with these shapes and dtypes, of numbers around one that are all different."""
     rng = np.random.default_rng(seed)
 
     def array(x):
@@ -163,7 +164,7 @@ def orders_of(
     entry: Entry, dtype: str, of_eager: dict[str, Any] | None = None
 ) -> Iterator[str]:
     """Value, both modes, second order, `jit`, `vmap`, `scan`, `checkpoint`. And the results of
-    `eager`, which are those in float32."""
+    `eager`, which are in float32."""
     tolerance = entry.tolerance if dtype == "float64" else entry.tolerance32
     args = cast(entry.args, dtype)
     op, plain = Flat(entry.fn, args), Flat(reference(entry), args)
@@ -229,7 +230,7 @@ def op_leaves(args: Any) -> list[Any]:
 
 
 def _value_and_vjp(fn: Flat, *xs: Any) -> dict[str, Any]:
-    """The cotangents are those of ones."""
+    """The value, and the cotangents for ones."""
     outs, pull = jax.vjp(fn, *xs)
     return {"value": fn.all_outputs(*xs), "vjp": pull([jnp.ones_like(x) for x in outs])}
 

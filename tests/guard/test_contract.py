@@ -16,7 +16,7 @@ def _forget():
 
 
 def in_float32(entry):
-    """What is compared in float32, if the op also runs in float64."""
+    """The checks in float32, if the op runs in float64 too."""
     if "float64" not in entry.precisions:
         return entry
     orders = [order for order in ("value", "vjp") if order in entry.orders]

@@ -274,7 +274,7 @@ def test_perturbed_looks_like_the_argument(kind):
 
 
 def kind_of(x):
-    """What a rule is given, without its numbers."""
+    """The arguments of a rule, without their numbers."""
     if isinstance(x, CustomVJPPrimal):
         return "primal", kind_of(x.value), x.perturbed
     if isinstance(x, SymbolicZero):
@@ -295,7 +295,7 @@ X, Y, N = jnp.array([0.5, 1.5]), jnp.array([2.0, -1.0]), jnp.array([3, 1])
 
 
 class Given:
-    """What the rules of a program were given: the same with JAX's decorator and with ours."""
+    """The arguments of the rules of a program: the same with JAX's decorator and with ours."""
 
     def __init__(self):
         self.found = {}
@@ -382,7 +382,7 @@ def a_leaf_for_a_tree(custom, given):
 
 
 def derivatives(fn, *args):
-    """The value, the gradients, and those of a batch of the first argument."""
+    """The value, the gradients, and the gradients of a batch of the first argument."""
     every = range(len(args))
     of_batch = jax.vmap(jax.grad(fn, every), (0, *[None] * (len(args) - 1)))
     found = fn(*args), jax.grad(fn, every)(*args)
@@ -607,7 +607,7 @@ EAGER_STEPS = list(_with_closure()[0])
 @pytest.mark.parametrize("kind", EAGER_STEPS)
 def test_an_eager_loop_knows_a_function_by_its_identity(kind, monkeypatch):
     """As `jax.lax.scan` does: the same function has the numbers of its first call, and a new
-    one those of now. A Module is its parts."""
+    function has the present numbers. A Module is its parts."""
     monkeypatch.setitem(globals(), "SCALE", 2.0)
     steps, change = _with_closure()
     same_object = steps[kind]()

@@ -1,7 +1,7 @@
 """The diagnoses: causes that are several hops, or several paths, away from what they spoil.
 
-Each program is run twice: with arguments that have the cause, of which the fields of the
-records are known, and with others that have not, for which nothing is reported.
+Each program is run twice: with arguments that have the cause, where the fields of the records
+are known, and with arguments that do not, where nothing is reported.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def arrays(**leaves):
 
 
 def _fields(record, expected):
-    """Those fields of a record that are expected; of a text that is part of one, that text."""
+    """The expected fields of a record. If a text is part of a field, the text."""
     found = {}
     for key, want in expected.items():
         have = getattr(record, key)
@@ -42,7 +42,7 @@ def assert_found(records, expected):
 class Nan(NamedTuple):
     """A loss, a model for which it or its gradient is not finite, and one for which both are.
 
-    - `found`: fields of each record. `leaves`: those with a bad gradient.
+    - `found`: fields of each record. `leaves`: the leaves with a bad gradient.
     """
 
     loss: Callable[..., Any]
@@ -137,7 +137,8 @@ def mask_of_a_derivative(m):
     ["x"],
 )  # fmt: skip
 def a_mask_two_hops_later(m):
-    """An index does not take the element either. What drops it by its value is named."""
+    """An index does not take the element either. The record names the mask that drops it by its
+    value."""
     x, y = m["x"], m["y"]
     scaled = jnp.transpose(jnp.reshape(twice_root(x) * 3.0, (1, 2)))
     kept = jnp.sum(jnp.where(x[:, None] > 0, scaled, 0.0))
@@ -401,7 +402,7 @@ def two_cuts_on_two_paths(m, bad):
 
 @zero(AB, AB, _cut("a", "rounding", primitive="floor"))
 def live_after_the_cut_of_the_other_path(m, bad):
-    """What is after the first cut need not be corrected first: `sign` has no record."""
+    """An operation after the first cut need not be corrected first: `sign` has no record."""
     return jnp.sum(m["b"] * (jnp.sign(jnp.floor(m["a"])) if bad else m["a"]))
 
 
@@ -690,7 +691,7 @@ def test_advice_on_loops(steps, n_tanh, checkpoint):
 
 @pytest.mark.parametrize(("n", "is_worth_it"), [(76, True), (77, False)])
 def test_advice_that_saves_little(n, is_worth_it):
-    """Beside the loop, the loss keeps a sine and a cosine, of which nothing is saved."""
+    """Beside the loop, the loss keeps a sine and a cosine, which can't be saved."""
     report = _memory(_loop, W8, jnp.ones((64, 8)), 1, jnp.ones((n, n)))
     saved = 64 * 96 - _kept(64, 1, 4)
     assert (saved > 0.1 * report.total) == is_worth_it
@@ -846,7 +847,7 @@ def test_zero_safe_keeps_what_is_finite(name):
 
 
 def test_zero_safe_keeps_a_singularity_that_is_taken():
-    """An infinity that a path leads from is that of the function."""
+    """An infinity that a path leads from belongs to the function."""
     both = lambda x: jnp.sum(jnp.where(x >= 0, jnp.sqrt(x), 0.0)) + jnp.sqrt(x[1])
     gradient = jax.grad(eqg.zero_safe(both))(X0)
     np.testing.assert_array_equal(np.isinf(gradient), [False, True, False, False])

@@ -1,5 +1,5 @@
-"""What is wrong is said, in the user's names: calls that fail, with words that the error must
-have; and calls that are just right, which must raise nothing.
+"""Errors say what is wrong, in the user's names: calls that fail, with words that the error
+must have; and calls that are just right, which must raise nothing.
 
 Words are separated by ` | `; `@` stands for the file and the line of the user's function.
 """
@@ -461,7 +461,7 @@ WRONG = [
     (lambda: eqg.implicit(square)(3), "is int (3) | @"), (solved(fn=lambda a: None),
      "`solve` returned no | @"), (solved(has_aux=True), "float32[3] | @"),
     (solved(fn=lambda a: (a, a, a), has_aux=True), "did not return a pair"),
-    (solved(lambda y: y), "default: 1 | @"), (solved(lambda y, a: y[:2]), "float32[2] | @"),
+    (solved(lambda y: y), "included: 1 | @"), (solved(lambda y, a: y[:2]), "float32[2] | @"),
     (solved(lambda y, a: jnp.sum(y)), "Is this an objective? Give"),
     (solved(lambda y, a: y > a), "at residual: it is bool[3] | @"), (fixed(lambda y: (y, y, y),
      has_aux=True), "`fn` did not return a | @"), (fixed(has_aux=True), "float32[3]"),

@@ -71,7 +71,7 @@ def test_reproducible():
 @pytest.mark.parametrize("style", ["jvp", "vjp"])
 @pytest.mark.parametrize("is_scan", [False, True])
 def test_wrong_rule_is_found(style, is_scan, monkeypatch):
-    """The reference is that of another formula: as if the rule had a wrong factor."""
+    """The reference has another formula: as if the rule had a wrong factor."""
     leaves = (Leaf("float32", (3,)), Leaf("float32", (3,), 1))
     right = Formula((Term(0.5, ((0, "sin"), (1, "tanh"))),), "float32", (3,))
     out = ("tuple", ("leaf", 0), ("none",)) if is_scan else ("leaf", 0)

@@ -145,7 +145,7 @@ SELECTIONS = [
 
 
 def _all_modes(fns):
-    """Each row has its own input, so that one derivative is that of each row."""
+    """Each row has its own input, so that one derivative is the derivative of each row."""
     outputs = lambda xs: [f(x) for f, x in zip(fns, xs, strict=True)]
     wave = lambda y: jnp.cos(1 + jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
 
@@ -176,7 +176,7 @@ def test_zero_safe(table):
 
 @pytest.mark.parametrize("policy", ["selected", "zero"])
 def test_zero_safe_keeps_what_is_taken(policy):
-    """What nothing drops is infinite or NaN as it was, unless an exact zero wins."""
+    """A term that nothing drops stays infinite or NaN, unless an exact zero wins."""
     finite = lambda x: x if policy == "zero" else np.nan
     rows = [
         (jnp.sqrt, np.inf), (lambda x: jnp.where(x >= 0, jnp.sqrt(x), x), np.inf),
@@ -292,7 +292,7 @@ def _all_linear(d, t, bad):
 
 
 def test_terms_of_zeros_are_dropped():
-    """Of a forward rule, and of a backward rule whose first output is not used."""
+    """For a forward rule, and for a backward rule whose first output is not used."""
     f = eqg.custom_jvp(lambda d, t: _all_linear(d, t, jnp.ones(3)))
 
     @f.def_jvp

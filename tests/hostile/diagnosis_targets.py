@@ -1,4 +1,5 @@
-"""What takes functions: rules, control flow, solvers, host functions, diagnoses, checks."""
+"""Targets that take functions: rules, control flow, solvers, host functions, diagnoses,
+checks."""
 
 import functools as ft
 
@@ -259,7 +260,7 @@ REAL = either(reals, bools)
 
 
 def _rows(x):
-    """`(time, ..., 2)`, of which time is 4 or broadcasts to 4."""
+    """`(time, ..., 2)`, where time is 4 or broadcasts to 4."""
     fits = REAL(x) and np.ndim(x) > 0 and np.shape(x)[-1] == 2
     return fits and broadcasting(REAL, 4)(np.ones(np.shape(x)[:-1]))
 

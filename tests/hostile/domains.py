@@ -1,4 +1,4 @@
-"""What an argument may be, as its documentation says: predicates of a value.
+"""The values that an argument may have, as its documentation says: predicates of a value.
 
 A traced array counts as one with the right values, as only its shape and dtype are known.
 """
@@ -105,7 +105,7 @@ def shaped(domain: Domain, *shape: int | None) -> Domain:
 
 
 def broadcasting(domain: Domain, *shape: int) -> Domain:
-    """Of a shape that broadcasts together with this one."""
+    """A shape that broadcasts together with this one."""
 
     def holds(x):
         try:
@@ -117,7 +117,7 @@ def broadcasting(domain: Domain, *shape: int) -> Domain:
 
 
 def broadcasting_to(domain: Domain, *shape: int) -> Domain:
-    """Of a shape that broadcasts to this one."""
+    """A shape that broadcasts to this one."""
     together = broadcasting(domain, *shape)
     return lambda x: together(x) and np.broadcast_shapes(np.shape(x), shape) == shape
 
@@ -232,7 +232,7 @@ def key(x: Any) -> bool:
 
 
 def dtype(*kinds: Any) -> Domain:
-    """A dtype of one of these kinds, or `None`, which is no dtype here."""
+    """A dtype of one of the kinds, or `None`, which is not a dtype here."""
 
     def holds(x):
         if x is None or isinstance(x, np.ndarray | jax.Array | list | tuple | dict):
@@ -250,7 +250,7 @@ float_dtype = optional(dtype(jnp.floating))
 
 
 def tree_of(domain: Domain) -> Domain:
-    """A PyTree, all leaves of which are in the domain."""
+    """A PyTree whose leaves are all in the domain."""
     return lambda x: all(domain(leaf) for leaf in jax.tree.leaves(x))
 
 

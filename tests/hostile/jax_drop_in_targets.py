@@ -12,12 +12,12 @@ from .targets import target
 
 
 def _position(i):
-    """Of an argument of `_add`, from the end if negative."""
+    """A position of an argument of `_add`, from the end if negative."""
     return isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= -2
 
 
 def _one_or_some(is_one):
-    """What an iterable of values may be, or one of them."""
+    """The domain of an iterable of values, or of one value."""
 
     def domain(x):
         if isinstance(x, str | jax.Array):

@@ -116,7 +116,7 @@ def some_kinds(target: str, argument: str, n: int = 3) -> list[str]:
 def outcomes(
     parts: list[str], mode: str = "staged", is_quick: bool = False
 ) -> Iterator[Outcome]:
-    """The outcomes of all targets whose names contain one of these parts."""
+    """The outcomes of all targets whose names contain one of the parts."""
     for target, given in TARGETS.items():
         if parts and not any(part in target for part in parts):
             continue

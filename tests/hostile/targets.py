@@ -61,7 +61,7 @@ def target(
 
 
 def call(given: Target, **replaced: Any) -> Any:
-    """The call with some arguments replaced. Those that are positional only come first."""
+    """The call with some arguments replaced. Positional-only arguments come first."""
     args = {**given.args, **replaced}
     try:
         parameters = inspect.signature(given.fn).parameters.values()

@@ -105,7 +105,7 @@ def method_of_a_carried_module(rules, kind):
 
 @for_each(("jvp", "vjp"), error=r"closes over.\n.*`self.weight`")
 def python_bound_method_as_argument(rules, kind):
-    """Those with double underscores are left to Python, and are not."""
+    """Methods with double underscores are left to Python, and are not."""
     apply = applying(rules, kind)
     jax.grad(lambda layer: apply(layer.__call__, x()))(PlainLayer(jnp.array(1.3)))
 

@@ -1,4 +1,4 @@
-"""What a shape is, and how it is checked."""
+"""The definition of a shape, and its check."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from ..rules.formulas import sin_times, sin_times_cotangents, sin_times_tangent
 class WithRules:
     """Functions, with the rules that they are given.
 
-    `plain` stands for a function that JAX can't differentiate by itself.
+    `plain` represents a function that JAX can't differentiate by itself.
     """
 
     @staticmethod

@@ -44,7 +44,7 @@ def root(rules, kind):
 
 @for_each(("jvp", "vjp"))
 def while_loop_behind_a_rule(rules, kind):
-    """Reverse mode, where JAX has none: https://github.com/jax-ml/jax/issues/18311"""
+    """Reverse mode, which JAX lacks here: https://github.com/jax-ml/jax/issues/18311"""
     f = root(rules, kind)
     total = lambda v: jnp.sum(jax.vmap(f)(v))
     loop = lambda x: jax.lax.scan(lambda x, y: (f(x * y / 2), None), x, ys())[0]

@@ -1,4 +1,4 @@
-"""What goes in and out of a rule: integers, keys, Python numbers, text, zeros."""
+"""Values that go in and out of a rule: integers, keys, Python numbers, text, zeros."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is pickled: of each kind an object, and what can be seen of it in another process.
+"""Objects to pickle: one of each kind, and how it looks in another process.
 
 `python -m tests.rules.pickled FILE` reads a file that another process has written.
 """

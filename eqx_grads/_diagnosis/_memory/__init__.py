@@ -1,1 +1,1 @@
-"""What is kept for the backward pass, and what to checkpoint: `explain_memory`."""
+"""`explain_memory`: the values that are kept for the backward pass, and what to checkpoint."""

@@ -38,8 +38,8 @@ from .residuals import bytes_of, Source
 class Candidate:
     """A loop, layers, or a `vmap`, to be computed twice.
 
-    - `covers`: the indices of the residuals that are computed there. `again`: about the bytes
-        of these that are computed again at one time.
+    - `covers`: the indices of the residuals that are computed there. `again`: about how many of
+        their bytes are computed again at one time.
     - `apply()`: the loss, as a function of the inputs of the traced program, with the candidate
         applied.
     """
@@ -78,7 +78,7 @@ def _loop_candidates(numbered: NumberedLoss, sources: Sources) -> Iterator[Candi
         origin = numbered.origins[number]
         scan = structure(origin.eqn)
         inside = [i for i, s in enumerate(sources) if number in s.loops and s.kept_by_loop]
-        # What keeps its carries only has checkpoints already.
+        # A loop that keeps its carries only has checkpoints already.
         size = _bytes(sources, [i for i in inside if sources[i].made.kind != "carry"])
         if isinstance(scan, Scan) and scan.length >= 4 and size:
             size = _bytes(sources, inside)

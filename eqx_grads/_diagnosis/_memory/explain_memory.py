@@ -25,7 +25,7 @@ _NOT_COMPILED = (
     "The gradient has {} equations, and was not compiled: XLA would take long. "
     "`report.verify()` compiles it."
 )
-# What saves less is not worth the recomputation.
+# A smaller saving is not worth the recomputation.
 _LEAST_SAVING = 0.1
 
 
@@ -37,8 +37,9 @@ def explain_memory(
     compiled: bool = True,
     **kwargs: Any,
 ) -> MemoryReport:
-    r"""What is kept from the forward to the backward pass of a loss: how many bytes, computed
-    at which line of your code, in which layer and loop. And which checkpoint saves how much.
+    r"""List what the forward pass of a loss keeps for its backward pass: how many bytes, and
+    which line of your code, layer and loop computes them. It also says how much each checkpoint
+    saves.
 
     !!! example
 
@@ -87,9 +88,9 @@ def explain_memory(
     **Returns:**
 
     An [`eqx_grads.MemoryReport`][], which prints as a table with the advice that saves most.
-    What is kept is exact: the leaves of the pullback that `jax.vjp` returns and that the
-    backward pass uses, each array once. Each advice is tried: it saves what is kept without it
-    and not with it, but for what is computed again at one time.
+    The list is exact: the leaves of the pullback that `jax.vjp` returns and that the backward
+    pass uses, each array once. Each advice is tried. Its saving is the bytes that are kept
+    without it and not with it, minus the bytes that are computed again at one time.
     [`eqx_grads.MemoryReport.verify`][] measures it in the compiled gradient.
 
     Nothing is computed. The advice is on a loop by [`eqx_grads.filter_scan`][], on layers in
@@ -98,7 +99,7 @@ def explain_memory(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the loss does not return a real scalar or can't be traced, or
-    if there is no inexact array in `model`.
+    if `model` has no inexact array.
     """
     check_flags("explain_memory", compiled=compiled)
     doing("tracing the loss and its gradient")

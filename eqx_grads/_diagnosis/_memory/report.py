@@ -14,17 +14,17 @@ from .residuals import Residual
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryAdvice(AbstractRecord):
-    """Where to compute twice what would be kept.
+    """A place where you can compute values twice instead of keeping them.
 
     It has the fields of all records. `kind` is `"loop"`, `"layer"` or `"map"`, and `cure` says
     what to write and where. Also:
 
-    - `saves`: about how many of the bytes that are kept are no longer there at one time, by the
-        shapes of the residuals.
+    - `saves`: about how many kept bytes it frees at one time, by the shapes of the residuals.
     - `measured`: the temporary bytes of the compiled gradient with the advice applied, or
         `None` before [`eqx_grads.MemoryReport.verify`][].
-    - `is_undone`: whether the compiler of this platform computes nothing again here, so that
-        nothing is saved. XLA does so on a CPU, before JAX 0.12, outside of loops.
+    - `is_undone`: whether the compiler of this platform undoes the advice: it recomputes
+        nothing here, and saves nothing. XLA does so on a CPU, before JAX 0.12, outside of
+        loops.
     """
 
     saves: int = 0
@@ -42,16 +42,18 @@ class MemoryAdvice(AbstractRecord):
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class MemoryReport(AbstractReport):
-    """What a loss keeps for its backward pass; returned by [`eqx_grads.explain_memory`][].
+    """The values that a loss keeps for its backward pass; returned by
+    [`eqx_grads.explain_memory`][].
 
     - `found`: a [`eqx_grads.Residual`][] for each array that the forward pass computes and
         keeps, largest first.
-    - `inputs`: the arguments of the loss that are kept as they are, in the same form.
+    - `inputs`: the arguments of the loss that are kept unchanged, in the same form.
     - `total`: the bytes of `found`.
-    - `compiled`: the temporary bytes of the compiled gradient, or `None` if there is none.
-    - `advice`: a [`eqx_grads.MemoryAdvice`][] for each place that is worth it, what saves most
-        first. `print` shows the first one.
-    - `remarks`: what else there is to know.
+    - `compiled`: the temporary bytes of the compiled gradient, or `None` if it was not
+        compiled.
+    - `advice`: a [`eqx_grads.MemoryAdvice`][] for each place that is worth it, largest saving
+        first. `print` shows the first.
+    - `remarks`: further notes.
 
     It is false if nothing is found.
     """
@@ -69,7 +71,8 @@ class MemoryReport(AbstractReport):
         return sum(r.bytes for r in self.found)
 
     def by_path(self) -> dict[str, int]:
-        """The bytes of `found` by the path of the layer, largest first; `""` is no layer."""
+        """The bytes of `found` by the path of the layer, largest first; `""` is outside of any
+        layer."""
         return self._sums(lambda r: r.path)
 
     def by_line(self) -> dict[tuple[str, int], int]:
@@ -84,18 +87,19 @@ class MemoryReport(AbstractReport):
 
     @showing_progress("verify")
     def verify(self) -> "MemoryReport":
-        """A new report, in which all advice is measured, and what leaves the fewest bytes comes
-        first; this one stays as it is.
+        """Return a new report, in which all advice is measured, and the advice that leaves the
+        fewest bytes comes first.
 
         Each advice is applied to the program of the loss, and its gradient is compiled; so is
-        the gradient as it is, if that was not done. Nothing is computed.
+        the gradient without advice, if it is not compiled yet. Nothing is computed. The old
+        report does not change.
         """
         if not self._measure:
             raise rule_error(
-                "`verify` was called of a copy of a report.",
-                "the program of the loss can't be copied or pickled, and so is not",
-                do="Call `verify` of the report that `explain_memory` returned, and copy or "
-                "pickle what `verify` returns.",
+                "`verify` was called on a copy of a report.",
+                "the program of the loss can't be copied or pickled, so a copy lacks it",
+                do="Call `verify` on the report that `explain_memory` returned, and copy or "
+                "pickle the result.",
             )
         measure_plain, *measures = self._measure
         doing("compiling the gradient")

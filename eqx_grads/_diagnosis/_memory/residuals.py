@@ -1,8 +1,8 @@
-"""What a loss keeps for its backward pass, and which equation of the loss computes it.
+"""The values that a loss keeps for its backward pass, and the equations that compute them.
 
 The pullback that `jax.vjp` returns is a PyTree whose leaves are the residuals. So they are the
 outputs of a program, the forward pass. It is evaluated with a `Source` for each value: the
-equation that computes it, also in the bodies of the loops that stack it.
+equation that computes it, and its equations in the bodies of the loops that stack it.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Residual(AbstractRecord):
     It has the fields of all records; `step` is empty. The kinds are `"computed"`, `"carry"`,
     `"rule"`, `"constant"` and `"input"`. Also:
 
-    - `shape`, `dtype`: those of one step, if a loop keeps one for each step.
+    - `shape`, `dtype`: the shape and dtype for one step, if a loop keeps a value for each step.
     - `n_steps`: how many are kept: the product of the lengths of all enclosing loops.
     - `bytes`: of all steps.
     """
@@ -73,9 +73,9 @@ class Made:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What a value is: an array, or a stack of one for each step of some loops.
+    """A value: an array, or a stack with an array for each step of some loops.
 
-    - `loops`: the numbers of the equations of these loops in the loss, outermost first; `None`
+    - `loops`: the numbers of the loop equations in the loss, outermost first; `None`
         for a loop that is not in the loss. `steps`: the product of their lengths.
     - `kept_by_loop`: an output of a loop that is only there for the backward pass.
     """
@@ -112,8 +112,8 @@ class Source:
 
 
 _USE_SCAN = (
-    "Only reverse mode keeps anything for a backward pass. A `while_loop` has none: use a "
-    "`scan`."
+    "Only reverse mode keeps anything for a backward pass. A `while_loop` has no reverse "
+    "mode: use a `scan`."
 )
 _SAME_ERROR = "`jax.grad` of the loss raises this error as well: fix it first."
 _NO_COPY = ("reshape", "squeeze", "expand_dims")
@@ -152,7 +152,7 @@ class Gradient:
             raise rule_error(what, first_line(error), do=do) from error
         n_residuals = len(out[0])
         n_others = len(program.out_avals) - n_residuals
-        # The program without what is only there to return the residuals.
+        # The program without the equations that only return the residuals.
         needed = without_unused(program, [False] * n_residuals + [True] * n_others)
         value, *gradients = needed.jaxpr.outvars
         start = next(i for i, eqn in enumerate(needed.eqns) if value in eqn.outvars)

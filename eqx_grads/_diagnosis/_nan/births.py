@@ -1,8 +1,8 @@
 """One evaluation of a derivative, in which each NaN is healed where it is born.
 
 So every birth is found by itself, and nothing is traced back. A value carries the births of its
-NaNs and of its infinities; a cotangent also why its elements are zero. What is carried to the
-loss or to a gradient is a cause; the rest does no harm.
+NaNs and of its infinities; a cotangent also why its elements are zero. A birth that is carried
+to the loss or to a gradient is a cause; the rest do no harm.
 """
 
 import dataclasses
@@ -348,7 +348,7 @@ class Births(AbstractCarrier[Value]):
 
     def _propagated(self, eqn, values, outs, is_chosen) -> list[Any]:
         """For each output the sets of births of the NaNs in some operands that reach its
-        elements: the operation runs on each of these sets."""
+        elements: the operation runs on each set."""
         chosen = [is_chosen(v) and v.nan is not None for v in values]
         labels = {i for v, c in zip(values, chosen, strict=True) if c for i in labels_of(v.nan)}
         groups = [[label] for label in sorted(labels)]
@@ -407,7 +407,7 @@ class Births(AbstractCarrier[Value]):
         return len(self.births) - 1
 
     def _outside(self, x, number, is_ct=False, is_active=False) -> Value:
-        """A value of the data or a constant. Infinities of these are meant."""
+        """A value of the data or a constant. Its infinities are intended."""
         x = jnp.asarray(x) if isinstance(x, int | float | complex) else x
         if not is_inexact(x):
             return Value(x)

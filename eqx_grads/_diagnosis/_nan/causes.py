@@ -1,4 +1,4 @@
-"""What is to blame for a loss or a gradient that is not finite: births, and their kinds.
+"""The causes of a loss or a gradient that is not finite: births, and their kinds.
 
 The kind of a birth is the experiment that would have made it finite.
 """
@@ -57,7 +57,7 @@ class Cause:
 
 
 def causes_of(births: Births, outs: Sequence[Value] | None) -> list[Cause]:
-    """The causes, those of the loss first.
+    """The causes; the causes of the loss come first.
 
     - `outs`: the loss and the derivatives. `None` if the evaluation was stopped: each birth of
         a NaN up to there is a cause.
@@ -103,14 +103,14 @@ def _sources(births: Births, i: int) -> list[Birth]:
     found = [source for source in found if not source.is_meant]
     is_difference = birth.is_nan and not birth.is_ct and _kind_of(birth) == Kind.DIFFERENCE
     if is_difference and all(source.is_low for source in found):
-        # Each logarithm of zero may be meant, as that of a probability.
+        # Each logarithm of zero may be intended, as for a probability.
         return [birth, *found]
     return found or [birth]
 
 
 def _number(births: Births, birth: Birth, source: Birth) -> Any:
     """Equal for what is one cause to the user: the number of an equation of the loss, or of an
-    input. Of the equations of a rule, which have one number, the line tells them apart."""
+    input. The equations of a rule share one number, and the line tells them apart."""
     if source.is_outside:
         return "outside", id(source)
     place = source.place or birth.place

@@ -1,4 +1,4 @@
-"""What to do about each kind: one table of sentences."""
+"""The advice for each kind: one table of sentences."""
 
 from collections.abc import Sequence
 
@@ -58,7 +58,7 @@ _SAFE = {
 }
 # The kinds that these replacements are for. The sentences of the first say what to use.
 _POINTS = (Kind.SINGULARITY, Kind.INDETERMINATE, Kind.ZERO_TIMES_INFINITY)
-# What `zero_safe` may help with, which is tried.
+# The kinds that `zero_safe` may help with, which is tried.
 DROPPABLE = (*_POINTS, Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT)
 _AT_A_POINT = (*DROPPABLE, Kind.DIFFERENCE, Kind.DOMAIN)
 
@@ -76,7 +76,7 @@ _OF_OPERATIONS = {
     "`a + eps * jnp.eye(n)`.",
     "rsqrt": "`rsqrt` is infinite at zero. Use `jax.lax.rsqrt(x + eps)`. In a normalization "
     "layer, this is the argument `eps`.",
-    "host_call": "The host function, or a difference of it within a `step`, leaves its domain. "
+    "host_call": "The host function, or its difference over a `step`, leaves its domain. "
     "Keep its arguments inside, give a smaller `step`, or a rule.",
 }
 _OF_VALUES_OF_OPERATIONS = {
@@ -119,7 +119,7 @@ def cure_of(
     is_nan_operand: bool = False,
     is_in_derivative: bool = False,
 ) -> str:
-    """What to do.
+    """The advice.
 
     - `helps`: the call of `zero_safe` that was tried, and makes the gradient finite.
     - `mask`: what makes the cotangent zero. `calls`: the functions of JAX that it is in.
@@ -154,7 +154,7 @@ def cure_of(
 
 
 def _of_operation(kind, op, is_value, calls, is_rule) -> str:
-    """What is special to an operation, or an empty string."""
+    """Advice that is special to an operation, or an empty string."""
     if kind == Kind.DEAD_BRANCH:
         return "" if op in ELEMENTWISE or is_rule else _OF_ROWS
     if kind == Kind.OVERFLOW and is_value and op in ("exp", "exp2", "expm1", "cosh", "sinh"):

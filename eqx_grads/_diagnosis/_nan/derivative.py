@@ -1,4 +1,4 @@
-"""The derivative of a loss as a program, and where an operation of it comes from.
+"""The derivative of a loss as a program, and where its operations come from.
 
 The loss is traced with numbers at its equations, and the derivative with its seed as an input:
 the values that depend on the seed are the cotangents. Rules have become equations.
@@ -22,7 +22,7 @@ from ..source_lines import rule_line, SourceLine, UNKNOWN
 @dataclasses.dataclass(frozen=True)
 class Derivative:
     """A program with the loss and the gradient of each leaf as its outputs; in forward mode,
-    the loss and its tangent. `values` are its inputs, of which the last ones are the seeds."""
+    the loss and its tangent. `values` are its inputs; the last ones are the seeds."""
 
     numbered: NumberedLoss
     program: ClosedJaxpr
@@ -38,9 +38,9 @@ class Derivative:
 
     def steps_of(self, place: Place | None) -> tuple[int, ...]:
         """The steps of the loops around an operation, as the user counts them: `filter_scan`
-        runs its steps in chunks for some choices of `checkpoint`. Only those that are known:
-        the loop of a solver has a rule, in which another loop runs some steps forward and some
-        backward, and counts both."""
+        runs its steps in chunks for some choices of `checkpoint`. Only the steps that are
+        known: the loop of a solver has a rule, in which another loop runs some steps forward
+        and some backward, and counts both."""
         found, n_before = [], 0
         for inside in reversed(list(place.outward()) if place is not None else []):
             loop, step = inside.around, inside.step
@@ -79,7 +79,7 @@ class Derivative:
 
 
 def differentiate(numbered: NumberedLoss) -> Derivative:
-    """The derivative in reverse mode. If the loss has none, in forward mode."""
+    """The derivative in reverse mode; in forward mode, if the loss has no reverse mode."""
     values = list(numbered.traced.values)
     n_leaves = len(numbered.traced.leaves)
 

@@ -29,7 +29,7 @@ from .record import record_of
 from .report import NaNReport, NonFinite
 
 
-# The calls that are tried. The first drops only what is not selected, so what it gives is the
+# The calls that are tried. The first drops unselected terms only, so its result is the
 # derivative.
 _TRIALS = {
     "selected": "`eqg.zero_safe(loss)`",
@@ -45,9 +45,9 @@ _NOT_THESE = (
     "`jax.custom_vjp`, as the loop of Diffrax is."
 )
 _ONLY_COMPILED = (
-    "Operation by operation, all is finite. Compiled as a whole, XLA rounds otherwise: what is "
-    "exactly zero, such as `x - jnp.mean(x)` of equal numbers, may be a rounding error, which "
-    "an infinite derivative multiplies; and a rounding error may be zero."
+    "Operation by operation, all is finite. Compiled as a whole, XLA rounds differently: an "
+    "exact zero, such as `x - jnp.mean(x)` of equal numbers, may be a rounding error, which an "
+    "infinite derivative multiplies; and a rounding error may be zero."
 )
 _OUT_OF_TIME = (
     "After {:.0f} seconds, the evaluation operation by operation was stopped: there may be "
@@ -65,7 +65,7 @@ def explain_nan(
     seconds: float = 60.0,
     **kwargs: Any,
 ) -> NaNReport:
-    r"""Where and why a loss or its gradient is NaN, infinite, or too large.
+    r"""Find where and why a loss or its gradient is NaN, infinite, or too large.
 
     !!! example
 
@@ -92,20 +92,20 @@ def explain_nan(
     **Arguments:**
 
     - `loss`: called as `loss(model, *args, **kwargs)`. Returns a real scalar.
-    - `model`: any PyTree. The gradient is that with respect to all of its inexact arrays.
+    - `model`: any PyTree. The gradient is taken with respect to all its inexact arrays.
     - `threshold`: also report where a cotangent exceeds this number. A gradient of 1e24 is
-        finite, and as harmful.
-    - `seconds`: the time to look for the causes, beside one compilation of the gradient. When
-        it is over, the report has what is known, and the call of `zero_safe` that helps.
+        finite, but as harmful.
+    - `seconds`: the time to look for the causes, after one compilation of the gradient. When it
+        is over, the report has what is known, and the call of `zero_safe` that helps.
 
     **Returns:**
 
     A report. Print it for a table; it is false if everything is finite. `found` are records
     with the fields `file`, `line`, `primitive`, `path`, `step`, `kind`, `cure` and others:
-    first the operations that make the loss not finite, then those that make its gradient not
-    finite, in the order of the backward pass. `explain_nan` finds each of them, even if one
-    alone makes everything NaN. In a loop, `step` is the first such step; the backward pass
-    begins at the end.
+    first the operations that make the loss not finite, then the operations that make its
+    gradient not finite, in the order of the backward pass. `explain_nan` finds each of them,
+    even if one alone makes everything NaN. In a loop, `step` is the first such step; the
+    backward pass begins at the end.
 
     The kinds are `"dead branch"` (`mask` is what did not select it), `"zero mask"` (as a
     factor), `"zero times infinity"` (`mask` is the operation that makes the zero),
@@ -113,24 +113,24 @@ def explain_nan(
     `"overflow"`, `"constant infinity"` (of a `where`), `"exceeds the threshold"`,
     `"NaN in the input"` and `"inf in the input"`.
 
-    If the loss is an [`eqx_grads.zero_safe`][], `dropped` are the places where that drops
-    something, also by its policy `"zero"`.
+    If the loss is an [`eqx_grads.zero_safe`][], `dropped` are the places where it drops
+    something, including by its policy `"zero"`.
 
     A loss with a `while_loop` has no gradient. `explain_nan` looks at its derivative in forward
     mode.
 
-    **Cost:** one compilation of the gradient. If that is finite, `explain_nan` stops, unless
-    there is a `threshold`. Otherwise it evaluates the gradient once, operation by operation. It
-    replaces each NaN where it begins, and carries along which operation made it: what arrives
-    at the loss or the gradient is a cause. If a mask or a singularity is among the causes, it
-    compiles the gradients of `zero_safe(loss)` and `zero_safe(loss, policy="zero")`, and names
-    the first that is finite.
+    **Cost:** one compilation of the gradient. If the gradient is finite, `explain_nan` stops,
+    unless you pass a `threshold`. Otherwise it evaluates the gradient once, operation by
+    operation. It replaces each NaN where it begins, and records which operation made it. A
+    record that arrives at the loss or the gradient is a cause. If a mask or a singularity is
+    among the causes, it compiles the gradients of `zero_safe(loss)` and `zero_safe(loss,
+    policy="zero")`, and names the first that is finite.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, if JAX can't
-    differentiate an operation of it, if the model has no inexact array, or if the loss raises
-    an error and nothing is found.
+    [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced. Also if JAX
+    can't differentiate one of its operations, if the model has no inexact array, or if the loss
+    raises an error and nothing is found.
     """
     limit = math.inf if threshold is None else as_number(threshold)
     if limit is None or not limit > 0:
@@ -138,7 +138,7 @@ def explain_nan(
         raise bad_argument("explain_nan", "threshold", "a positive number", threshold, do)
     time_limit = as_number(seconds)
     if time_limit is None or not time_limit >= 0:
-        do = "Give the seconds that the search may take; `math.inf` is no limit."
+        do = "Give the seconds that the search may take; `math.inf` removes the limit."
         raise bad_argument("explain_nan", "seconds", "a number from zero", seconds, do)
     explain = lambda loss, tries=True: _explain(
         loss, model, args, kwargs, limit, time_limit, tries
@@ -182,7 +182,7 @@ def _explain(
         is_bad = lambda x: not np.all(np.isfinite(x)) or bool(np.any(np.abs(x) > limit))
         value, error = gradient.loss, gradient.error
         bad = [x for x, g in zip(bad, gradient.gradients, strict=True) if is_bad(g)]
-    # Of `eqx.error_if`. What JAX can't differentiate is a `RuntimeError` too.
+    # From `eqx.error_if`. An operation that JAX can't differentiate is a `RuntimeError` too.
     has_no_rule = isinstance(error, NotImplementedError)
     is_check = isinstance(error, RuntimeError) and not has_no_rule
     bad = list(traced.leaves) if is_check else bad
@@ -253,8 +253,8 @@ def _is_finite_with(policy: str, loss, model, args, kwargs) -> bool:
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:
-    """Without the derivative of an operation of which the value is not finite already; and once
-    what JAX makes of the derivative of one operation."""
+    """Drop the derivative of an operation whose value is not finite already, and keep one of
+    the operations that JAX makes of one derivative."""
     place = lambda r: (r.file, r.line, r.column, r.caller, r.path)
     values = [r for r in records if r.is_forward]
     known = {(place(r), name) for r in values for name in (r.primitive, r.derivative_of)}

@@ -152,8 +152,8 @@ def names_of_calls(numbered: NumberedLoss, origin: Origin, *places: Place | None
 
 
 def first_of_rule(place: Place) -> str:
-    """The operation of which an equation of a rule is a part of the derivative: the first one
-    that was traced at the same place, but for changes of the layout and the type."""
+    """The operation whose derivative has this equation of a rule. It is the first operation
+    that was traced at the same place, except for changes of the layout and the type."""
     traceback = place.eqn.source_info.traceback
     same = [e for e in place.program.eqns if e.source_info.traceback == traceback]
     passes = lambda e: kind_of(e).layout or e.primitive.name == "convert_element_type"
@@ -162,7 +162,8 @@ def first_of_rule(place: Place) -> str:
 
 
 def differentiated(numbered: NumberedLoss, origin: Origin) -> str:
-    """The operation of which an operation is the derivative, which the loss takes itself."""
+    """The operation that an operation differentiates, where the loss takes a derivative
+    itself."""
     if not is_in_derivative(numbered.origins, origin):
         return ""
     traceback = origin.eqn.source_info.traceback

@@ -28,15 +28,15 @@ class NonFinite(AbstractRecord):
 
     - `caller`: the line of your code that calls the function that `line` is in, such as
         "model.py:12, in `loss`", if the loss runs this line for several calls.
-    - `derivative_of`: for an operation of a derivative that the loss takes itself, such as a
-        force, the operation on the line whose derivative it is, such as `"sqrt"`, if known.
+    - `derivative_of`: the operation on the line that is differentiated, such as `"sqrt"`, if
+        known. For an operation of a derivative that the loss takes itself, such as a force.
     - `count`: in how many steps it happens.
     - `mask`: for a dead branch, the operation that does not select it, such as `"where"`.
-        `mask_file`, `mask_line`: where that is.
-    - `rule`: the line of the rule, for a function with a rule of yours.
+        `mask_file`, `mask_line`: where that operation is.
+    - `rule`: the line of the rule, for a function with your own rule.
     - `is_forward`: whether it is a value, and not a cotangent.
-    - `index`: the first element that is made bad here, and `shape` of what. `n_bad`: how many
-        of its elements are, in that step.
+    - `index`: the first bad element of the array, and `shape`, the shape of the array. `n_bad`:
+        how many of its elements are bad, in that step.
     """
 
     caller: str = ""
@@ -54,18 +54,18 @@ class NonFinite(AbstractRecord):
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class NaNReport(AbstractReport):
-    """What [`eqx_grads.explain_nan`][] found. False if the loss and its gradient are finite,
-    compiled as well.
+    """The findings of [`eqx_grads.explain_nan`][]. False if the loss and its gradient are
+    finite, even when compiled.
 
-    - `found`: a [`eqx_grads.NonFinite`][] for each place, in the order in which the gradient is
-        computed, after those of the loss itself.
+    - `found`: a [`eqx_grads.NonFinite`][] for each place: first the places in the loss, then
+        the places in the gradient, in the order in which it is computed.
     - `loss`: its value.
     - `bad_leaves`: the paths of the leaves with a bad gradient, of `n_leaves`.
-    - `is_reverse`: false for the derivative in forward mode of a loss that has no other.
-    - `raises`: whether the gradient raises an error, for example in a solver that is given a
-        NaN. The error is in `remarks`.
-    - `dropped`: the records of what [`eqx_grads.zero_safe`][] drops.
-    - `remarks`: what else there is to know.
+    - `is_reverse`: false if the loss has forward mode only.
+    - `raises`: whether the gradient raises an error, for example in a solver that gets a NaN.
+        The error is in `remarks`.
+    - `dropped`: the records of the terms that [`eqx_grads.zero_safe`][] drops.
+    - `remarks`: further notes.
     """
 
     found: Sequence[NonFinite]
@@ -136,7 +136,7 @@ def _row(record: NonFinite) -> tuple[str, ...]:
 
 
 def _describe(record: NonFinite) -> str:
-    """The kind, and what else is to be said of it."""
+    """The kind, and its details."""
     if record.mask:
         same_line = (record.mask_file, record.mask_line) == (record.file, record.line)
         place = "" if same_line else f" at {show_place(record.mask_file, record.mask_line)}"

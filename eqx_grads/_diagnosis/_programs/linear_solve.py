@@ -1,7 +1,7 @@
 """A `jax.lax.custom_linear_solve` in a traced program, run with other inner programs.
 
-It is opaque to `structure`: its programs are a linear map, its transpose, and two solvers, of
-which a call runs one.
+It is opaque to `structure`: its programs are a linear map, its transpose, and two solvers; a
+call runs one solver.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ def enter_also_solve(eqn: Any, values: Sequence[Any], run: Run) -> Sequence[Any]
 
 
 def _enter_solve(eqn: Any, values: Sequence[Any], run: Run) -> list[Any]:
-    """Run the equation with `run(program, values, None)` in place of each inner program. Its
-    derivative is that of the linear map, as before."""
+    """Run the equation with `run(program, values, None)` instead of each inner program. Its
+    derivative is still the derivative of the linear map."""
     jaxprs, counts = eqn.params["jaxprs"], eqn.params["const_lengths"]
     values, consts = list(values), []
     for count in counts:

@@ -1,4 +1,4 @@
-"""What the outputs of an equation depend on, and in what they have a derivative.
+"""The values that the outputs of an equation depend on, and in which they have a derivative.
 
 A set is an integer: bit `i` says whether element `i` is in the set.
 """
@@ -25,7 +25,7 @@ def _apply(eqn, ins, _):
     return [ft.reduce(int.__or__, ins, 0)] * len(eqn.outvars)
 
 
-# What a value depends on in any way.
+# The inputs that a value depends on in any way.
 _DEPENDENCE = Domain[int](
     constant=lambda x: 0,
     join=int.__or__,

@@ -47,7 +47,7 @@ CURES = {
     "library, ask it to interpolate, as by `order=1`.",
     "multiplied by zero": "Start the factor at another value, unless it is the last layer of "
     "an adapter, which learns first.",
-    "dead units": "`{name}` selects its other operand for all of these elements. Change the "
+    "dead units": "`{name}` selects its other operand for all these elements. Change the "
     "initialization or the data. A hinge loss is at its minimum there.",
     "masked": "For these arguments, the mask selects no element. Check the mask.",
     "saturated": "Scale the inputs down. Compute a loss of probabilities from logits, as "
@@ -78,9 +78,9 @@ SPECIAL = {
     "rule": "The rule of `{name}` gives zero for these arguments. Use a wider surrogate, as "
     "`eqg.surrogates.atan()`, or larger inputs.",
     "factor": "Start the factor at another value, or correct what makes it zero.",
-    "safe": "`{name}` has the derivative zero where there is none, such as at zero. Keep its "
-    "argument away from that point, or write what is smooth there without it, as "
-    "`jnp.sum(x**2)`.",
+    "safe": "`{name}` has a zero derivative where the true one does not exist, such as at "
+    "zero. Keep its argument away from that point, or write what is smooth there without it, "
+    "as `jnp.sum(x**2)`.",
 }
 
 # The kind of an operation without a derivative.

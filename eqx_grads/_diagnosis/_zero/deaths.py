@@ -1,8 +1,8 @@
 """Where the tangent of a leaf ends, by one pass of forward mode along a random direction.
 
 Beside each value, the pass carries the tangent, and the operations at which a tangent that is
-not zero became zero on the way to the value: its deaths. A value that still moves has none. The
-deaths of the loss are the causes.
+not zero became zero on the way to the value: its deaths. A value that still moves has no
+deaths. The deaths of the loss are the causes.
 """
 
 import dataclasses
@@ -249,7 +249,7 @@ def has_backward(eqn: Any) -> bool:
 
 
 def push(eqn: Any, xs: Sequence[Any], ts: Sequence[Any]) -> list[Any]:
-    """The tangents of the outputs of an equation. `None` where there is none."""
+    """The tangents of the outputs of an equation; `None` for an output without a tangent."""
     moving = [i for i, t in enumerate(ts) if t is not None and is_inexact(xs[i])]
     if not moving:
         return [None] * len(eqn.outvars)

@@ -36,7 +36,7 @@ from .report import ZeroGradient, ZeroReport
 def explain_zero(
     loss: Callable[..., Any], model: PyTree, *args: Any, **kwargs: Any
 ) -> ZeroReport:
-    r"""Why the gradient of a leaf of a model is zero, and what to do.
+    r"""Find why the gradient of a leaf of a model is zero, and what to do.
 
     !!! example
 
@@ -70,7 +70,7 @@ def explain_zero(
     **Arguments:**
 
     - `loss`: called as `loss(model, *args, **kwargs)`. Returns a real scalar.
-    - `model`: any PyTree. Its inexact arrays are the leaves that are looked at.
+    - `model`: any PyTree. `explain_zero` looks at its inexact arrays, the leaves.
     - `*args`, `**kwargs`: anything.
 
     **Returns:**
@@ -85,30 +85,30 @@ def explain_zero(
         flat here.
 
     There is a record for each operation at which a tangent of the leaf becomes zero everywhere.
-    What comes after that operation need not be corrected first. The kind is the name of the
+    You need not correct later operations first. The kind is the name of the
     experiment that revives the tangent.
 
     `remarks` name
 
     - a vector, such as a bias, whose gradient is zero for some units;
     - a gradient that is as small as the rounding error of the backward pass;
-    - parts of the model that are no arrays of floats, such as a Python number.
+    - parts of the model that are not arrays of floats, such as a Python number.
 
     The loss and its gradient are compiled once. If no gradient is zero, that is all. Otherwise,
     the loss is evaluated operation by operation up to the place where the tangents end. If the
     gradient raises an error, as the gradient of a `while_loop` does, `explain_zero` uses
     directional derivatives in forward mode.
 
-    Of an [`eqx_grads.zero_safe`][] loss, the function that it differentiates is looked at. If
-    the gradient of a leaf is zero because of `zero_safe`, the kind says so.
+    With an [`eqx_grads.zero_safe`][] loss, `explain_zero` inspects the function inside. If the
+    gradient of a leaf is zero because of `zero_safe`, the kind says so.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the loss is not a real scalar, if the model has no inexact
-    arrays, if the loss can't be traced, if JAX can't differentiate an operation, or if the
-    derivative of the loss raises an error.
+    [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, or if the
+    model has no inexact arrays. Also if JAX can't differentiate an operation, or the derivative
+    of the loss raises an error.
     """
-    # What `zero_safe` puts in the program is not the user's, and has no line.
+    # The equations that `zero_safe` adds are not the user's, and have no line.
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
     doing("tracing the loss")
     traced = trace_loss("explain_zero", below, model, args, kwargs)
@@ -206,7 +206,7 @@ class _Explanation:
         return {key(o): o for o in numbered.origins}
 
     def records(self, leaf: int, zero: Sequence[int]) -> list[ZeroGradient]:
-        """The causes of one leaf, of those with a zero gradient."""
+        """The causes of one leaf with a zero gradient."""
         if not self._died and not self.moving:
             program = self.traced.program.jaxpr
             used = set(free_variables(program.eqns, program.outvars))
@@ -230,7 +230,7 @@ class _Explanation:
             key = (id(death.place.eqn), death.k)
             last[key] = max(last.get(key, death), death, key=lambda d: d.step)
         found = [(self._record(leaf, death), death) for death in last.values()]
-        # In a loop, a value that is zero in some steps is no cause if all steps end anyway.
+        # In a loop, a value that is zero in some steps is not a cause if all steps end anyway.
         places = lambda d: [p for p in d.place.outward() if p.around is not None]
         loops = lambda d: {id(p.around.eqn) for p in places(d) if p.step is not None}
         cut = set().union(*(loops(d) for r, d in found if r.by_structure))
@@ -239,13 +239,13 @@ class _Explanation:
         around = {id(p.around.eqn) for _, d in found for p in places(d)}
         found = [(r, d) for r, d in found if id(d.place.eqn) not in around]
         if not all(r.by_structure for r, _ in found):
-            # What decides, for a value whose derivative ends at these values, is no cause.
+            # An operation that only decides is not a cause if values end a derivative.
             decides = lambda d: not is_inexact(d.place.eqn.outvars[d.k]) or _is_stop_of_jax(d)
             found = [(r, d) for r, d in found if not (r.by_structure and decides(d))]
         records = sorted(
             (r for r, _ in found), key=lambda r: (r.file, r.line, r.primitive, r.kind)
         )
-        # Of what a solver does with its guess, and of a window, one record says it all.
+        # For the guess of a solver, and for a window, one record says it all.
         for kind in ("initial guess", "truncated"):
             records = [r for r in records if r.kind == kind][:1] or records
         return list(dict.fromkeys(records))
@@ -309,7 +309,7 @@ class _Explanation:
         return factor.made if isinstance(factor.made, str) else self._origin_of(factor.made)
 
     def _factor(self, made: Origin | str) -> str:
-        """What the zero factor of a product is."""
+        """The zero factor of a product, in words."""
         if isinstance(made, str):
             return f"`{made}`" if made else ""
         return f"the result of `{self._name(made)}` at {made.source}"
@@ -334,7 +334,7 @@ def _is_stop_of_jax(death: Death) -> bool:
 
 
 def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
-    """What the loss does along a leaf with a zero gradient, by longer and longer steps."""
+    """The change of the loss along a leaf with a zero gradient, in longer and longer steps."""
     x = np.asarray(traced.values[leaf])
     if not gradient.can_move or np.iscomplexobj(x):
         return ""

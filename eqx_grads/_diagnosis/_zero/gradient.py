@@ -37,7 +37,7 @@ _SMALL = 1e-4
 class Gradient:
     """The loss and its gradients at the arguments.
 
-    - `error`: why there is no gradient in reverse mode. The gradients are then derivatives
+    - `error`: why reverse mode failed. The gradients are then derivatives
         along a random direction in each leaf.
     - `can_move`: whether the loss may be evaluated again. Not if it prints, for one.
     """
@@ -91,7 +91,7 @@ def try_gradient(traced: TracedLoss) -> tuple[Gradient | None, Exception | None]
     n = len(traced.leaves)
     loss = lambda values: evaluate(traced.program, values)[0]
 
-    # With a seed that is known, XLA would simplify what is NaN operation by operation.
+    # With a known seed, XLA would simplify values that are NaN operation by operation.
     def reverse(values, seed):
         of_leaves = lambda leaves: loss([*leaves, *values[n:]])
         value, pull = jax.vjp(of_leaves, list(values[:n]))
@@ -124,7 +124,7 @@ def _apply(fn, seed, values):
 
 
 def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
-    """The leaves whose gradient is no larger than its rounding error, with its largest element.
+    """The leaves whose gradient does not exceed its rounding error, with its largest element.
 
     The error is measured by stochastic arithmetic (D. S. Parker, 1997): each operation of the
     gradient is rounded at random. This is compiled only where a leaf is suspicious.

@@ -18,11 +18,11 @@ from ..report import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroGradient(AbstractRecord):
-    """A leaf of a model with a zero gradient, and one cause of it.
+    """A leaf of a model with a zero gradient, and one cause.
 
-    It has the fields of all records; of several steps, `step` is the last one. The kinds are
-    `"never used"`, `"argmax"`, `"rounding"`, `"multiplied by zero"`, `"dead units"` and others,
-    which the documentation lists. Also:
+    It has the fields of all records; `step` is the last step, if there are several. The kinds
+    are `"never used"`, `"argmax"`, `"rounding"`, `"multiplied by zero"`, `"dead units"` and
+    others, which the documentation lists. Also:
 
     - `detail`: the factor that is zero, if it is one.
     - `by_structure`: whether the gradient is zero for all values of model and arguments.
@@ -39,11 +39,11 @@ class ZeroReport(AbstractReport):
     """Why gradients are zero. False if no leaf has a zero gradient.
 
     - `found`: a [`eqx_grads.ZeroGradient`][] for each leaf with a zero gradient and each cause.
-    - `n_leaves`: how many leaves were looked at.
+    - `n_leaves`: how many leaves were inspected.
     - `noise`: the leaves whose gradient is not exactly zero, but a rounding error, and its
         largest element.
     - `not_finite`: the leaves whose gradient is not finite.
-    - `remarks`: what else there is to know, such as what could not be found out.
+    - `remarks`: further notes, such as questions that stayed open.
     """
 
     found: Sequence[ZeroGradient]
@@ -86,5 +86,5 @@ def _by_cause(records: Sequence[ZeroGradient]) -> list[list[ZeroGradient]]:
 
 
 def _describe(record: ZeroGradient) -> str:
-    """The kind, and what else is to be said of it."""
+    """The kind, and its details."""
     return f"{record.kind}: {record.detail}" if record.detail else record.kind

@@ -154,10 +154,10 @@ class GatedDeltaNet(AbstractConvolved):
         (5, 8)
         ```
 
-    The parameters of one layer and direction, `cells[layer][direction]`, are `weight_in`, the
-    projections of queries, keys, values, gates, $\beta$ and $g$ one above the other;
-    `convolution`, a filter for each channel; `log_rate` ($\alpha$) and `bias_step` ($b_g$);
-    `gain`, of the norm; and `weight_out` ($W_o$).
+    The parameters of one layer and direction, `cells[layer][direction]`, are `weight_in`,
+    `convolution` (a filter for each channel), `log_rate` ($\alpha$), `bias_step` ($b_g$),
+    `gain` (of the norm) and `weight_out` ($W_o$). `weight_in` stacks the projections of
+    queries, keys, values, gates, $\beta$ and $g$.
 
     The state is the matrix of each head, and the last inputs of the convolution. It is in
     single precision at least, and so are all sums.

@@ -1,4 +1,4 @@
-"""What layers over linear recurrences share: gates, matrix products, and the recurrence."""
+"""Code that layers over linear recurrences share: gates, matrix products, the recurrence."""
 
 import equinox as eqx
 import jax.numpy as jnp

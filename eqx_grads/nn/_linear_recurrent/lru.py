@@ -97,9 +97,9 @@ class LRU(AbstractDiagonal):
         ```
 
     The parameters of one layer and direction, `cells[layer][direction]`, are `log_decay`
-    ($\nu$), `log_phase` ($\theta$) and `log_gamma` ($\log\gamma$); `weight_in` ($B$) and
-    `weight_out` ($C$), the real parts and then the imaginary parts; and `skip` ($D$), a
-    vector if there are as many outputs as inputs and else a matrix. All are real.
+    ($\nu$), `log_phase` ($\theta$), `log_gamma` ($\log\gamma$), `weight_in` ($B$), `weight_out`
+    ($C$) and `skip` ($D$). All are real: $B$ and $C$ have first the real and then the imaginary
+    parts. `skip` is a vector if there are as many outputs as inputs, and otherwise a matrix.
 
     For single steps, call the layer with one step and with the state that the last call
     returned.
@@ -107,7 +107,7 @@ class LRU(AbstractDiagonal):
     States are complex, in single precision at least, and so are `log_decay`, `log_phase` and
     `log_gamma`: with a `dtype` and inputs of half precision the recurrence is in single, and
     the outputs are in half. A model that is cast to half precision as a whole loses digits of
-    the phases, and its outputs are another filter's: leave these three as they are.
+    the phases, and becomes another filter: do not cast these three.
 
     **Derivative:**
 
@@ -154,10 +154,10 @@ class LRU(AbstractDiagonal):
         - `state_size`: the number of complex numbers of a state.
         - `r_min`, `r_max`, `max_phase`: the initial $\lambda$ is uniform on the part of the
             ring between the two radii with a phase from zero to `max_phase`. For long
-            sequences take `r_min` close to one, and `max_phase` small. Each $|\lambda|$ is less
-            than one by a few roundings at least, also with `r_max=1`.
-        - `activation`: $\phi$, applied to all outputs. By default there is none, and a stack
-            of several layers is linear.
+            sequences, use an `r_min` close to one and a small `max_phase`. Each $|\lambda|$ is
+            less than one by a few roundings at least, even with `r_max=1`.
+        - `activation`: $\phi$, applied to all outputs. By default it is the identity, and a
+            stack of several layers is linear.
         - `method`: as for [`eqx_grads.linear_recurrence`][].
 
         All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,

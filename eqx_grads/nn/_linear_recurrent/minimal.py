@@ -147,8 +147,8 @@ class MinLSTM(AbstractMinimal):
     r"""A minimal long short-term memory over time.
 
     A long short-term memory whose gates and candidate are functions of the input only, so that
-    the recurrence is linear in the state, and whose gates are divided by their sum, so that the
-    state keeps its scale:
+    the recurrence is linear in the state. The gates are divided by their sum, so that the state
+    keeps its scale:
 
     $$f, i = \sigma(W x + b), \quad \tilde h = W_h x + b_h, \quad
     h' = \frac{f}{f + i}\,h + \frac{i}{f + i}\,\tilde h.$$

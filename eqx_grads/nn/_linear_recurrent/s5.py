@@ -115,9 +115,9 @@ class S5(AbstractDiagonal):
         ```
 
     The parameters of one layer and direction, `cells[layer][direction]`, are `log_decay`
-    ($\nu$), `frequency` ($\omega$) and `log_step` ($\tau$); `weight_in` ($B$) and `weight_out`
-    ($C$), the real parts and then the imaginary parts; and `skip` ($D$), a vector if there
-    are as many outputs as inputs and else a matrix. All are real.
+    ($\nu$), `frequency` ($\omega$), `log_step` ($\tau$), `weight_in` ($B$), `weight_out` ($C$)
+    and `skip` ($D$). All are real: $B$ and $C$ have first the real and then the imaginary
+    parts. `skip` is a vector if there are as many outputs as inputs, and otherwise a matrix.
 
     For single steps, call the layer with one step and with the state that the last call
     returned.
@@ -125,7 +125,7 @@ class S5(AbstractDiagonal):
     States are complex, in single precision at least, and so are `log_decay`, `frequency` and
     `log_step`: with a `dtype` and inputs of half precision the recurrence is in single, and
     the outputs are in half. A model that is cast to half precision as a whole loses digits of
-    the steps, and its outputs are another filter's: leave these three as they are.
+    the steps, and becomes another filter: do not cast these three.
 
     **Derivative:**
 
@@ -169,12 +169,12 @@ class S5(AbstractDiagonal):
 
         - `input_size`, `output_size`: the numbers of features.
         - `state_size`: the number of eigenvalues. The state is half as many complex numbers.
-        - `blocks`: the initial eigenvalues are those of this number of HiPPO matrices, each of
+        - `blocks`: the number of HiPPO matrices that give the initial eigenvalues. Each has the
             size `state_size / blocks`, which has to be even.
         - `min_step`, `max_step`: the initial $\log \delta$ is uniform between the logarithms of
             these. The time constant of a state is of the order of $1 / \delta$ steps.
-        - `activation`: $\phi$, applied to all outputs. By default there is none, and a stack
-            of several layers is linear.
+        - `activation`: $\phi$, applied to all outputs. By default it is the identity, and a
+            stack of several layers is linear.
         - `method`: as for [`eqx_grads.linear_recurrence`][].
 
         All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,

@@ -109,12 +109,13 @@ class SelectiveSSM(AbstractConvolved):
         (12, 3)
         ```
 
-    The parameters of one layer and direction, `cells[layer][direction]`, are `weight_in`, of
-    the input and of $W_z$ one above the other; `convolution`, a filter for each channel;
-    `weight_select`, $(W_r, W_b, W_c)$ one above the other; `weight_step` ($W_\delta$) and
-    `bias_step` ($b_\delta$); `log_rate` ($\alpha$); `skip` ($D$); and `weight_out` ($W_o$).
+    The parameters of one layer and direction, `cells[layer][direction]`, are `weight_in`,
+    `convolution` (a filter for each channel), `weight_select`, `weight_step` ($W_\delta$),
+    `bias_step` ($b_\delta$), `log_rate` ($\alpha$), `skip` ($D$) and `weight_out` ($W_o$).
+    `weight_in` stacks the weights of the input and $W_z$; `weight_select` stacks $(W_r, W_b,
+    W_c)$.
 
-    The state is that of the scan, and the last inputs of the convolution. It is in single
+    The state is the state of the scan, and the last inputs of the convolution. It is in single
     precision at least. For single steps, see [`eqx_grads.nn.GatedDeltaNet`][].
 
     **Derivative:**

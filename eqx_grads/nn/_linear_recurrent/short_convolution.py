@@ -21,7 +21,7 @@ def convolve(
     weight: Array, x: Array, window: Array, valid: Array | None
 ) -> tuple[Array, Array]:
     """The outputs, `(time, batch, channels)`, and the window, `(batch, size - 1, channels)`,
-    after the last step that is `valid`. Those steps come first."""
+    after the last step that is `valid`. Valid steps come first."""
     steps, rows = x.shape[0], weight.shape[0] - 1
     x = jnp.concatenate([jnp.moveaxis(window, 1, 0), x])
     terms = (w[None, None] * x[i : i + steps] for i, w in enumerate(weight))

@@ -34,7 +34,7 @@ def as_number(
 def as_scale(layer: str, scale: Any) -> Array | None:
     if scale is None:
         return None
-    # What is given and not what JAX makes of it, which inside of `jit` is traced.
+    # The given array, and not JAX's version, which is traced inside of `jit`.
     given, scale = scale, jnp.asarray(scale, default_dtype()) if is_number(scale) else scale
     scale = as_floats(layer, scale, "scale")
     values = np.asarray(given, np.float64) if is_known(given) else np.ones(())
@@ -54,7 +54,7 @@ def check_examples(layer: str, x: Any, dtype: Any) -> None:
         raise rule_error(
             f"`{layer}` was given nothing to fit a scale to, or numbers that are not finite.",
             f"`x` is {type_of(x)}, and its largest number is {largest}",
-            do="Give it finite numbers like those that it will quantize. "
+            do="Give it finite numbers like the ones that it will quantize. "
             "`eqx_grads.explain_nan` finds the origin of others.",
         )
 
@@ -62,7 +62,7 @@ def check_examples(layer: str, x: Any, dtype: Any) -> None:
 def check_no_nan(name: str, x: Array) -> None:
     if is_known(x) and np.any(np.isnan(np.asarray(x))):
         raise rule_error(
-            f"`{name}` was given numbers of which some are NaN.",
+            f"`{name}` was given numbers that include NaN.",
             f"`x` is {type_of(x)}",
             do="No integer represents NaN. `eqx_grads.explain_nan` finds its origin.",
         )

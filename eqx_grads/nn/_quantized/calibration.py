@@ -33,7 +33,7 @@ def fit_to_inputs(
 ) -> dict[int, Any]:
     """Fitted quantizers, by the `id` of their layers. `layers` are these with their paths and
     quantizers. An ensemble gets a quantizer for each member, stacked as its weights are."""
-    # On the host, by layer and member of it: a list of stacks of inputs.
+    # On the host, by layer and its members: a list of stacks of inputs.
     inputs: dict[tuple[int, int], list[np.ndarray]] = collections.defaultdict(list)
     is_pending = lambda node: id(node) in layers
     recording = jax.tree.map(

@@ -40,7 +40,7 @@ class FSQ(AbstractCodebook):
 
     **Derivative:**
 
-    That of [`eqx_grads.ste.fsq`][].
+    The derivative of [`eqx_grads.ste.fsq`][].
     """
 
     levels: tuple[int, ...] = eqx.field(static=True)
@@ -76,7 +76,7 @@ class FSQ(AbstractCodebook):
         return self._put_back(codes), indices
 
     def decode(self, indices: Integer[Array, "..."], *, dtype: DTypeLike = float) -> Floats:
-        """The codes of some indices; NaN where there is no such code."""
+        """The codes of some indices; NaN for an index without a code."""
         return self._codes(ste.fsq_codebook(self.levels, dtype), indices)
 
     @property

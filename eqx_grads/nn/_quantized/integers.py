@@ -36,7 +36,7 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
         True
         ```
 
-    The result is a model like the given one, and is called as that one is. In each quantized
+    The result is a model like the given one, and you call it in the same way. In each quantized
     layer, `weight` is integers, and `weight_quantizer.scale` the scale. A call multiplies the
     two, and computes with the product in floats: less memory holds the model, and the
     arithmetic stays what it was. The weights before quantization are gone, so keep the given
@@ -52,19 +52,19 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
         quantizer of a weight has to be an [`eqx_grads.nn.AbstractQuantizer`][], which has a
         method `encode`: [`eqx_grads.nn.LSQ`][], [`eqx_grads.nn.FakeQuantize`][],
         [`eqx_grads.nn.Binary`][], [`eqx_grads.nn.Ternary`][], your own. Functions such as
-        `eqx_grads.ste.ternary` have none.
+        `eqx_grads.ste.ternary` do not have one.
 
     **Returns:**
 
-    - The model with integers, `int8` or `uint8` for up to 8 bits. Those of up to 4 bits are two
-        in a byte, a `uint8`, if the weight has an axis of even size: the last such axis is half
-        as long, and its second half is in the upper bits. The outputs are bitwise equal to
-        those of the given model. If calls are compiled, compile this function too,
+    - The model with integers, `int8` or `uint8` for up to 8 bits. A `uint8` holds two integers
+        of up to 4 bits, if the weight has an axis of even size. The last such axis is then half
+        as long, and its second half is in the upper bits. The outputs are bitwise equal to the
+        outputs of the given model. If calls are compiled, compile this function too,
         `equinox.filter_jit(to_integers)`: XLA may divide by a scale in another way than JAX
         does op by op, and a weight halfway between two integers becomes the other one.
-    - An [`eqx_grads.nn.QuantizationReport`][]: in `swapped` the layers that hold integers now,
-        with their dtype and the bytes of the weight and its scale; in `left` the layers and
-        arrays that hold floats; in `sizes` the bytes of the whole model. Biases and the scales
+    - An [`eqx_grads.nn.QuantizationReport`][]: `swapped` has the layers that hold integers now,
+        with their dtype and the bytes of the weight and its scale. `left` has the layers and
+        arrays that hold floats. `sizes` has the bytes of the whole model. Biases and the scales
         of inputs stay floats.
 
     **Raises:**
@@ -83,7 +83,7 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
     new, swapped, left = map_layers(model, is_layer, choose, _with_integers)
     if all(how not in (None, _HAS_INTEGERS) for _, how in reasons):
         raise rule_error(
-            "`to_integers` was given a model of which no weight can be stored as integers.",
+            "`to_integers` was given a model without a weight that can be stored as integers.",
             f"it is a `{type(model).__name__}` with {len(reasons)} layers",
             *first_of([f"{place_of(path)}: {how}" for path, how in reasons], 8),
             do="Give it a model whose layers `eqx_grads.nn.quantize_model` has replaced, with "
@@ -126,7 +126,7 @@ def _with_integers(layer, _):
 
 
 def _size(tree):
-    """The bytes of all arrays, of which one may be in several places."""
+    """The bytes of all arrays; an array may be in several places."""
     leaves = jax.tree.leaves(tree)
     arrays = {id(x): x for x in leaves if isinstance(x, jax.Array | np.ndarray)}
     return sum(x.size * x.dtype.itemsize for x in arrays.values())

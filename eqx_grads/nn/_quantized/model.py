@@ -55,22 +55,22 @@ def quantize_model(
     type with a `weight` that a rule names, such as `equinox.nn.Embedding`. They may be in any
     PyTree: Modules, lists, dictionaries, ensembles made by `equinox.filter_vmap`, the stacked
     layers of an `equinox.nn.MLP` that scans. Each becomes an [`eqx_grads.nn.Quantized`][]. A
-    layer that is one object in several places is one object afterwards, if one rule has it
-    everywhere; the report says so.
+    layer that several places share stays shared, if one rule matches it everywhere; the report
+    says so.
 
     **Arguments:**
 
     - `model`: any PyTree.
-    - `rules`: pairs of which layers and how, or a dictionary of such pairs. For each layer,
+    - `rules`: pairs `(layers, quantizers)`, or a dictionary of such pairs. For each layer,
         the first rule that matches is used.
     - `calibrate`: a batch on which the model is run once, before its layers are replaced and in
         inference mode. The inputs of each layer are gathered, and its input quantizer is fitted
-        to them if it has to be (an [`eqx_grads.nn.LSQ`][], or an
-        [`eqx_grads.nn.FakeQuantize`][] with `learn_scale`, without a scale). All inputs of the
-        batch are kept in memory until then: a few hundred examples are enough.
+        to them if it has no scale yet: an [`eqx_grads.nn.LSQ`][], or an
+        [`eqx_grads.nn.FakeQuantize`][] with `learn_scale`. All inputs of the batch are kept in
+        memory until then: a few hundred examples are enough.
     - `call`: called as `call(model, calibrate)` to run the model. The default is
-        `jax.lax.map(model, calibrate)`, one example after the other, which needs the memory of
-        one. `jax.vmap(model)(calibrate)` is faster where that is enough.
+        `jax.lax.map(model, calibrate)`, one example after the other, in the memory of one
+        example. `jax.vmap(model)(calibrate)` is faster, and needs the memory of the batch.
 
     Which layers:
 
@@ -86,12 +86,12 @@ def quantize_model(
         function of an array, or `None`. [`eqx_grads.nn.LSQ`][],
         [`eqx_grads.nn.FakeQuantize`][], [`eqx_grads.nn.Binary`][] and
         [`eqx_grads.nn.Ternary`][] have a scale that suits the weights. A function such as
-        `eqg.ste.ternary` has none: its weights are -1, 0 or 1, and a trained model, whose
-        weights are much smaller, computes something else.
+        `eqg.ste.ternary` has no scale: its weights are -1, 0 or 1. A trained model, whose
+        weights are much smaller, then computes something else.
     - `None` or `False`: the layer is not replaced.
 
-    Rules leave the weights of a layer that is quantized already as they are: `(None,
-    quantizer)` gives it a quantizer for the inputs, if it has none, and other rules pass over
+    Rules do not change the weights of a layer that is already quantized: `(None,
+    quantizer)` gives it a quantizer for the inputs, if it lacks one, and other rules pass over
     it.
 
     **Returns:**
@@ -102,8 +102,8 @@ def quantize_model(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if a rule is used for no layer, or is no rule; with `calibrate`,
-    if there is nothing to fit, or if a layer is not called.
+    [`eqx_grads.RuleError`][] if a rule matches no layer, or is not a rule. With `calibrate`, it
+    is raised if nothing needs a fit, or if a layer is not called.
     """
     known = [_Rule(i, model, *pair) for i, pair in enumerate(_pairs(rules))]
     types = tuple(rule.which for rule in known if isinstance(rule.which, type))
@@ -225,7 +225,7 @@ def _check_all_used(rules: list[_Rule], found: dict[str, _Found], arrays: list[s
             do = (
                 "A layer of `model` is an `equinox.nn.Linear`, an `equinox.nn.Conv`, or of a "
                 "type with a `weight` that a rule names. Rules name it by its type or path, or "
-                "by those of a node that contains it. Paths are written as in Python: "
+                "by the type or path of a node around it. Paths are written as in Python: "
                 "`encoder.layers[0]`. For another array, as in an `equinox.nn.GRUCell`, call a "
                 "quantizer where the model uses it, or in the loss."
             )

@@ -18,7 +18,7 @@ from .quantizer import (
 )
 
 
-# What `quantize_model` looks for.
+# The layers that `quantize_model` looks for.
 Layer: TypeAlias = eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose
 
 
@@ -50,7 +50,7 @@ class Quantized(eqx.Module):
         ```
 
     `quantize_model` makes them. All attributes of the layer, such as `weight`, can be read from
-    this one too.
+    the `Quantized` layer too.
 
     **Derivative:**
 
@@ -72,7 +72,7 @@ class Quantized(eqx.Module):
 
         - `layer`: any Module with an array `weight`: an `equinox.nn.Linear`, `equinox.nn.Conv`,
             `equinox.nn.Embedding`, your own. The members of an ensemble of layers of Equinox,
-            made by `equinox.filter_vmap`, have quantizers of their own.
+            made by `equinox.filter_vmap`, have their own quantizers.
         - `weight_quantizer`: a function of an array that returns one like it:
             [`eqx_grads.nn.LSQ`][], [`eqx_grads.nn.FakeQuantize`][], [`eqx_grads.nn.Binary`][],
             [`eqx_grads.nn.Ternary`][], [`eqx_grads.ste.binary_sign`][], your own. An
@@ -151,10 +151,10 @@ def _check_quantizer(what, quantizer):
         raise rule_error(
             f"The `{what}_quantizer` of `Quantized` {fault}.",
             f"it is {quantizer!r:.80}",
-            do="Give it a function of an array, such as `eqx_grads.nn.LSQ(bits=4)`. One of an "
-            "input has to have its scale: `quantize_model(..., calibrate=batch)` fits those "
-            "of a model, `quantizer.fit(x)` one. To read a calibrated model from a file, no "
-            "batch is needed: make the same quantizer with `scale=1.0`.",
+            do="Give it a function of an array, such as `eqx_grads.nn.LSQ(bits=4)`. A "
+            "quantizer of an input needs its scale: `quantize_model(..., calibrate=batch)` "
+            "fits all scales of a model, `quantizer.fit(x)` one. To read a calibrated "
+            "model from a file, no batch is needed: make the same quantizer with `scale=1.0`.",
         )
 
 
@@ -166,7 +166,7 @@ def _quantize(what, quantizer, x):
         return out
     if jnp.shape(out) != jnp.shape(x) or not jnp.issubdtype(jnp.result_type(out), jnp.floating):
         raise rule_error(
-            f"The {what} quantizer did not return an array like the one that it was given.",
+            f"The {what} quantizer did not return an array like its input.",
             f"`{name_of(quantizer)}` was given {type_of(x)} and returned {type_of(out)}",
             do="A quantizer is a function of an array that returns floats of the same shape.",
         )

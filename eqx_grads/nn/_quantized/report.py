@@ -40,8 +40,8 @@ class QuantizationReport:
 
     - `swapped`: the layers that are quantized now, or hold integers now, a list of rows with
         the fields `path`, `layer`, `weights`, `inputs`, `shape` and `note`.
-    - `left`: the layers that are not, and all other arrays of floats in the model.
-    - `sizes`: of [`eqx_grads.nn.to_integers`][], the bytes of all arrays in the new model and
+    - `left`: the layers that stay as they were, and all other arrays of floats in the model.
+    - `sizes`: from [`eqx_grads.nn.to_integers`][], the bytes of all arrays in the new model and
         in the given one, biases and scales included.
     """
 
@@ -125,7 +125,7 @@ def map_layers(
 
 
 def kind_of(layer: Any) -> str:
-    """The name of the type of a layer, also if the layer is quantized."""
+    """The name of the type of a layer, even if the layer is quantized."""
     return type(layer.layer if isinstance(layer, Quantized) else layer).__name__
 
 

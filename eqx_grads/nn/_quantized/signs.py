@@ -135,10 +135,10 @@ class Ternary(AbstractSigns):
 
     **Derivative:**
 
-    That of $\alpha\,T(W)$, where $T$ is [`eqx_grads.ste.ternary`][]: straight through where
-    $|w| \le 1$, the threshold being a constant. The scale $\alpha$ is differentiated too.
-    Where no weight of an output is beyond the threshold, scale and gradient are zero: it stays
-    as it is.
+    The derivative of $\alpha\,T(W)$, where $T$ is [`eqx_grads.ste.ternary`][]: straight through
+    where $|w| \le 1$. The threshold is a constant; the scale $\alpha$ is differentiated too.
+    Where no weight of an output is beyond the threshold, scale and gradient are zero, so
+    training does not change these weights.
     """
 
     scale: bool = eqx.field(static=True)
@@ -163,7 +163,7 @@ class Ternary(AbstractSigns):
         is zero, and so is the gradient."""
         if self.scale and is_known(x):
             largest = float(np.max(np.abs(np.asarray(x)), initial=0.0))
-            # That of "mean" is less than the largest.
+            # The threshold of "mean" is less than the largest number.
             if largest <= (0.0 if isinstance(self.threshold, str) else self.threshold):
                 warnings.warn(
                     "The scale of a `Ternary` is zero, and so is its gradient: it will not "

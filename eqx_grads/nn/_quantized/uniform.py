@@ -30,7 +30,7 @@ class AbstractUniform(AbstractQuantizer):
     and round with another straight-through function."""
 
     scale: Floats | None
-    # Of a scale that is constant. Static, so that weight decay does not change it.
+    # A constant scale. Static, so that weight decay does not change it.
     constant: float | None = eqx.field(static=True)
     bits: int = eqx.field(static=True)
     signed: bool = eqx.field(static=True)
@@ -65,13 +65,13 @@ class AbstractUniform(AbstractQuantizer):
 
     @property
     def needs_fit(self) -> bool:
-        """Whether the scale is learned and there is none yet."""
+        """Whether the scale is learned and not known yet."""
         return self.scale is None and self.learn_scale
 
     def fit(self, x: Floats) -> Any:
         """**Arguments:**
 
-        - `x`: numbers like those that will be quantized: weights, or activations of a batch.
+        - `x`: numbers like the ones that will be quantized: weights, or activations of a batch.
 
         **Returns:**
 
@@ -108,8 +108,8 @@ class AbstractUniform(AbstractQuantizer):
         return self._round(x, scale, self._zero_for(x, scale))
 
     def encode(self, x: FloatsLike) -> Encoded:
-        """The integers that represent a quantized array, and their scale: what to store of a
-        weight that is trained.
+        """Return the integers that represent a quantized array, and their scale. Store these
+        for a trained weight.
 
         **Arguments:**
 
@@ -120,7 +120,8 @@ class AbstractUniform(AbstractQuantizer):
         - Integers in the shape of `x`: `int8` or `uint8` for up to 8 bits, 16 or 32 bits for
             more.
         - The positive scale, which broadcasts to them, or has one number for each group. The
-            product of both is this quantizer's output, rounded to the dtype of `x`.
+            product of integers and scale is this quantizer's output, rounded to the dtype of
+            `x`.
         - If it is `asymmetric`, the zero points, in the shape of the scale: subtract them from
             the integers before.
         """
@@ -143,7 +144,7 @@ class AbstractUniform(AbstractQuantizer):
             raise rule_error(
                 f"This `{type(self).__name__}` has no scale yet.",
                 f"it was made without one and not fitted, and called with {type_of(x)}",
-                do="Fit it to numbers like those that it will quantize, "
+                do="Fit it to numbers like the ones that it will quantize, "
                 "`quantizer = quantizer.fit(x)`, or give it a scale: `scale=1.0` if a file is "
                 "read into it, which has the scale.",
             )
@@ -153,7 +154,7 @@ class AbstractUniform(AbstractQuantizer):
             return self._scale_of_all(x)
         if not self.learn_scale:
             return jax.lax.stop_gradient(self.scale)
-        # Positive, and differentiable, also where training has made it negative.
+        # Positive, and differentiable, even where training has made it negative.
         return ste.clip(jnp.abs(self.scale), float(jnp.finfo(self.scale.dtype).tiny))
 
     def _scale_of_all(self, x):
@@ -208,8 +209,9 @@ class FakeQuantize(AbstractUniform):
 
     **Derivative:**
 
-    That of [`eqx_grads.ste.fake_quantize`][]: straight through where nothing is clipped. With
-    respect to `scale` only if it is learned; otherwise zero. Both modes and all orders.
+    The derivative of [`eqx_grads.ste.fake_quantize`][]: straight through where nothing is
+    clipped. With respect to `scale` only if it is learned; otherwise zero. Both modes and all
+    orders.
     """
 
     narrow: bool = eqx.field(static=True)
@@ -232,11 +234,11 @@ class FakeQuantize(AbstractUniform):
 
         - `bits`, `signed`, `narrow`: as for [`eqx_grads.ste.fake_quantize`][].
         - `scale`: positive, a number or an array that broadcasts to the quantized array, with
-            ones for the axes that share a scale. A number that is not learned is a
-            constant: the attribute `constant`, and no leaf. An array is the leaf `scale`, even
-            if it is not learned: mask it in an optimizer with weight decay, which would change
-            it. With `None`, each call computes the scale at which its largest number is the
-            largest integer ([`eqx_grads.ste.absmax_scale`][]).
+            ones for the axes that share a scale. A number that is not learned is a constant: it
+            is the attribute `constant`, and not a leaf. An array is the leaf `scale`, even if
+            it is not learned: mask it in an optimizer with weight decay, which would change it.
+            With `None`, each call computes the scale at which its largest number is the largest
+            integer ([`eqx_grads.ste.absmax_scale`][]).
         - `learn_scale`: whether the scale is a parameter. Give it, or let `fit` choose it: the
             largest number is then the largest integer.
         - `asymmetric`: whether the range is from the smallest to the largest number and has a
@@ -244,8 +246,8 @@ class FakeQuantize(AbstractUniform):
             Zero is always in the range. The attribute `zero_point` has it if the scale is
             learned; it is a constant, and zero if a scale is given (for a file to be read
             into).
-        - `channel_axis`: if no scale is given, the axis along which each index has a scale of
-            its own: 0 for one scale for each output of a weight. `None` is one scale for all.
+        - `channel_axis`: if no scale is given, the axis along which each index has its own
+            scale: 0 for one scale for each output of a weight. `None` is one scale for all.
         - `group_size`: if no scale is given, how many neighbors along the last axis share a
             scale, 32 to 128 for weights of 4 bits. The scale of a weight of shape `(out, in)`
             has the shape `(out, in / group_size)`.
@@ -295,10 +297,10 @@ class LSQ(AbstractUniform):
 
     [Esser et al. (2020)](https://arxiv.org/abs/1902.08153). `fit` chooses the published scale
     $2\,\operatorname{mean}|x| / \sqrt{q_{\max}}$. It is a start for training: with many bits,
-    it uses only some of the integers. Before training, an [`eqx_grads.nn.FakeQuantize`][] with
-    `learn_scale` has 0.14 to 0.28 times its error at 8 bits, for 64 to a million normally
-    distributed numbers that share the scale, 0.6 to 1.2 times at 4 bits, and 1.5 to 2.1 times
-    at 2 bits.
+    it uses only some of the integers. Before training, compare the error of an
+    [`eqx_grads.nn.FakeQuantize`][] with `learn_scale`: it is 0.14 to 0.28 times as large at 8
+    bits, 0.6 to 1.2 times at 4 bits, and 1.5 to 2.1 times at 2 bits. This holds for 64 to a
+    million normally distributed numbers that share the scale.
 
     !!! example
 
@@ -324,9 +326,9 @@ class LSQ(AbstractUniform):
 
     **Derivative:**
 
-    That of [`eqx_grads.ste.lsq`][], where the gradient of the scale is multiplied by a factor
-    that makes it about as large as the gradient of a weight. Where training has made a scale
-    negative, its absolute value is used, and differentiated. Both modes and all orders.
+    The derivative of [`eqx_grads.ste.lsq`][], where the gradient of the scale is multiplied by
+    a factor that makes it about as large as the gradient of a weight. Where training has made a
+    scale negative, its absolute value is used, and differentiated. Both modes and all orders.
     """
 
     gradient_scale: float | None = eqx.field(static=True)
@@ -346,8 +348,8 @@ class LSQ(AbstractUniform):
 
         - `bits`, `signed`, `gradient_scale`: as for [`eqx_grads.ste.lsq`][].
         - `scale`: the initial scale, as for [`eqx_grads.nn.FakeQuantize`][]. With `None`, `fit`
-            chooses it, which layers call with their weights. Any number does for a quantizer
-            that a file is read into.
+            chooses it, which layers call with their weights. For a quantizer that a file is
+            read into, any number works.
         - `channel_axis`, `group_size`: as for [`eqx_grads.nn.FakeQuantize`][].
         """
         self._set(scale, bits, True, signed, channel_axis, group_size)

@@ -63,25 +63,24 @@ class VectorQuantizer(AbstractCodebook):
         ```
 
     There are two ways to learn the codebook. By moving averages, which is the default (appendix
-    A.1 of the paper): there is no gradient, and in `updated` each entry follows the mean of the
-    vectors that are nearest to it. Call `updated` after each step of the optimizer, or the
-    codebook stays as it is. By gradient (`ema=False`): add `codebook_loss` to the loss.
+    A.1 of the paper): the codebook has no gradient, and in `updated` each entry follows the
+    mean of the vectors that are nearest to it. Call `updated` after each step of the optimizer,
+    or the codebook stays as it is. By gradient (`ema=False`): add `codebook_loss` to the loss.
 
-    A codebook collapses where few entries are near to the vectors, as an entry that is never
-    the nearest one is never learned. So `updated` replaces the entries that are not in use by
-    vectors of the batch; begin with `fit`, and the entries are where the data are. In an
-    autoencoder of the digits of scikit-learn, with 32 entries, the perplexity is then 28 to 31,
-    with or without `fit` and keys, and 26 to 29 with `ema=False`. With `dead_below=0` it is 11
-    to 21.
+    A codebook collapses where few entries are near the vectors, as an entry that is never the
+    nearest is never learned. So `updated` replaces unused entries by vectors of the batch.
+    Begin with `fit`, so that the entries start where the data are. In an autoencoder of the
+    digits of scikit-learn, with 32 entries, the perplexity is then 28 to 31, with or without
+    `fit` and keys. With `ema=False` it is 26 to 29. With `dead_below=0` it is 11 to 21.
 
     **Derivative:**
 
-    Of the value, that of [`eqx_grads.ste.vector_quantize`][]: straight through to `z`, zero
-    for the codebook. With $e$ the entry, $d$ the number of elements of $z$ and $\beta$ the
-    weight of the commitment, `codebook_loss` $= \|\text{sg}(z) - e\|^2 / d$ has a gradient
-    for the codebook only, `commitment_loss` $= \beta\,\|z - \text{sg}(e)\|^2 / d$ for `z` only.
-    The result of `updated` has no derivative. `usage` is no parameter, and its gradient is
-    zero: exclude it (and, with `ema`, the codebook) from weight decay.
+    The value has the derivative of [`eqx_grads.ste.vector_quantize`][]: straight through to
+    `z`, zero for the codebook. Let $e$ be the entry, $d$ the number of elements of $z$ and
+    $\beta$ the weight of the commitment. Then `codebook_loss` $= \|\text{sg}(z) - e\|^2 / d$
+    has a gradient for the codebook only, and `commitment_loss` $= \beta\,\|z - \text{sg}(e)\|^2
+    / d$ for `z` only. The result of `updated` has no derivative. `usage` is not a parameter,
+    and its gradient is zero: exclude it (and, with `ema`, the codebook) from weight decay.
     """
 
     codebook: Float[Array, "entries size"]
@@ -113,7 +112,7 @@ class VectorQuantizer(AbstractCodebook):
         - `ema`: whether the codebook follows moving averages, and not a gradient.
         - `decay`: of all moving averages, including `usage`.
         - `dead_below`: `updated` replaces an entry whose usage is less than this fraction of
-            the mean usage. With zero, it replaces none.
+            the mean usage. With zero, it replaces no entry.
         - `axis`: the axis of the vectors, counted from the end: -3 for images with channels
             first, with or without a batch axis.
         - `dtype`: of the codebook. Moving averages need single precision.
@@ -173,7 +172,7 @@ class VectorQuantizer(AbstractCodebook):
         return VectorQuantized(self._put_back(value), indices, codebook_loss, commitment_loss)
 
     def decode(self, indices: Integer[Array, "..."]) -> Floats:
-        """The entries with these indices; NaN where there is no such entry. They have a
+        """The entries with these indices; NaN for an index without an entry. They have a
         derivative with respect to the codebook."""
         return self._codes(self.codebook, indices)
 
@@ -186,8 +185,8 @@ class VectorQuantizer(AbstractCodebook):
     def fit(self, z: Floats, *, key: Key[Array, ""] | None = None) -> "VectorQuantizer":
         """**Arguments:**
 
-        - `z`: vectors to be quantized, of any shape as for a call: what the encoder returns for
-            a first batch, with more vectors than the codebook has entries.
+        - `z`: vectors to be quantized, of any shape as for a call. Pass the output of the
+            encoder for a first batch, with more vectors than the codebook has entries.
         - `key`: for the choice of the vectors to start from. Without one, the choice is the
             same in every call.
 
@@ -213,8 +212,8 @@ class VectorQuantizer(AbstractCodebook):
         return self._with(*jax.lax.fori_loop(0, _LLOYD_ITERATIONS, step, carry))
 
     def updated(self, z: Floats, *, key: Key[Array, ""] | None = None) -> "VectorQuantizer":
-        r"""This quantizer after a batch: with a new `usage`, with `ema` a new codebook, and
-        with dead entries replaced.
+        r"""Return this quantizer after a batch: with a new `usage`, with `ema` a new codebook,
+        and with dead entries replaced.
 
         With $n$ of $N$ vectors nearest to the entry $e$, and $\bar z$ their mean, usage and
         entry become
@@ -222,14 +221,15 @@ class VectorQuantizer(AbstractCodebook):
         $$u' = \gamma u + (1 - \gamma)\,n / N, \qquad
         e' = e + (1 - \gamma) \frac{n}{N u'} (\bar z - e),$$
 
-        which is the moving average of the sums over that of the counts. An entry that was not
-        used does not change, bitwise. Where usage is then below `dead_below / num_entries`,
-        the entry becomes one of the vectors of `z`, with the usage `1 / num_entries`.
+        which is the moving average of the sums divided by the moving average of the counts. An
+        entry that was not used does not change, bitwise. Where usage is then below `dead_below
+        / num_entries`, the entry becomes one of the vectors of `z`, with the usage `1 /
+        num_entries`.
 
         **Arguments:**
 
         - `z`: a whole batch of vectors, of any shape as for a call. Under `jax.vmap` each
-            example would have a codebook of its own.
+            example would have its own codebook.
         - `key`: for the choice of the vectors that replace dead entries. Without one, the
             choice is the same for every batch of this size.
 
@@ -268,8 +268,8 @@ _LLOYD_ITERATIONS = 10
 
 
 def _moved(z, index, codebook, usage, *, decay, ema):
-    """The codebook and the usage after a batch of vectors, of which `index` is the nearest
-    entry. Vectors that are not finite do not count."""
+    """The codebook and the usage after a batch of vectors; `index` is the nearest entry of
+    each. Vectors that are not finite do not count."""
     finite = jnp.all(jnp.isfinite(z), axis=1)
     count = jnp.sum(finite, dtype=usage.dtype)
     weight = finite.astype(count.dtype) / jnp.maximum(count, 1)

@@ -1,4 +1,4 @@
-"""What the backward passes of GRU, LSTM and RNN share: matrix products over chunks of time."""
+"""Code of the backward passes of GRU, LSTM and RNN: matrix products over chunks of time."""
 
 import functools as ft
 from collections.abc import Callable, Sequence
@@ -29,8 +29,8 @@ def chunk_length(xs: jax.Array, hidden: int) -> Size:
 
 
 def forward_chunk(xs: jax.Array, hidden: int) -> Size | None:
-    """The number of steps of a chunk of the forward pass, for all of which the products with
-    the inputs are computed at once; `None` if they are computed step by step.
+    """The number of steps of a chunk of the forward pass; `None` without chunks. The
+    products with the inputs are computed at once for all steps of a chunk, or step by step.
 
     Step by step is faster if a product with the inputs of one step is efficient already, as it
     has several rows, or if it is small: the products of all steps are neither written nor read.
@@ -53,7 +53,7 @@ def matmul_of_step(
 
     In a small step, where each operation costs time, this is one product of `[x, h]` with a
     joint weight. In a large step, the features of `x` or of `h` may be sharded over devices,
-    and all of `[x, h]` would be moved between them; over explicit axes, they can't be joined.
+    and all of `[x, h]` would be moved between them. Over explicit axes, they can't be joined.
     """
     is_sharded = explicit_spec(x)[-1] is not None or explicit_spec(h)[-1] is not None
     if is_sharded or size_or(x.size + h.size, 2**12) > 2**9:
@@ -92,8 +92,8 @@ def zero_sum(weight: jax.Array | None, perturbed: Any, hs: jax.Array) -> jax.Arr
 def add_gradients(
     sums: Sequence[jax.Array | None], *gradients: tuple[Any, ...]
 ) -> list[jax.Array | None]:
-    """Add a gradient `fn(*args)` to each sum, sharded as the sum is. Where there is no sum, it
-    is not computed."""
+    """Add a gradient `fn(*args)` to each sum, sharded as the sum is. Without a sum, it is not
+    computed."""
 
     def add(total, fn, *args):
         return total + distribute_like(fn(*args), total, explicit_spec(total))
@@ -148,7 +148,7 @@ def vmap_into_batch(
     """The batching rule of a layer that has a batch dimension already.
 
     `args` are the weights (arrays or trees), then `xs`, the state and `valid`. The new batch
-    dimension of the latter three becomes part of the one that is there, so that the gradient
+    dimension of the latter three is merged into the old batch dimension, so that the gradient
     of a weight is one sum over both. If a weight is batched, the answer is `NotImplemented`:
     each example has a network of its own.
     """
@@ -175,8 +175,8 @@ def vmap_into_batch(
 
 
 def _fold_batch(of_batch: Any, axis: int, tree: Any, batched: Any) -> Any:
-    """Merge a batch dimension in front, which `of_batch` has, into the one that is at `axis`
-    without it."""
+    """Merge a batch dimension in front, which `of_batch` has, into the dimension that is at
+    `axis` without it."""
 
     def fold(x, is_batched):
         if not is_batched:
@@ -193,7 +193,7 @@ def _fold_batch(of_batch: Any, axis: int, tree: Any, batched: Any) -> Any:
 
 
 def _unfold_batch(sizes: tuple[Size, Size], axis: int, tree: Any) -> Any:
-    """The inverse of `_fold_batch`, to batch dimensions of these sizes."""
+    """The inverse of `_fold_batch`, to batch dimensions with these sizes."""
 
     def unfold(x):
         if sizes[1] == 1:

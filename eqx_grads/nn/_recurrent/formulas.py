@@ -12,15 +12,16 @@ import jax.numpy as jnp
 
 class Formulas(NamedTuple):
     """A step is elementwise in `x = W x_t + b` and `h = V h_{t-1} + c`, with one array for each
-    of `n` gates. The state is a tuple; the first array of it is the output, and is fed back.
+    of `n` gates. The state is a tuple; its first array is the output, and is fed back.
 
     - `gates(x, h)`, or if `of_sum`, `gates(x + h)`: the activations.
     - `next(gates, state)`: the next state.
     - `factors(gates, before, after)`: what the backward step needs of the states, with no
         cotangent in it. If `of_states`, the gates are not read, and need not be known.
-    - `pull(d, factors)`: given the cotangents of the next state, those of `h`; that of the last
-        gate's `x` if it is another one, or `None`; those of the state before, without the part
-        through `h`, or `None` for a zero.
+    - `pull(d, factors)`: given the cotangents of the next state, three cotangents. First the
+        cotangents of `h`. Then the cotangent of the last gate's `x` if it differs, or `None`.
+        Then the cotangents of the state before, without the part through `h`, or `None` for a
+        zero.
     """
 
     n: int
@@ -73,9 +74,8 @@ RNN = {
 #     of a_f:  j_f d,      j_f = c f (1 - f)
 #     of a_g:  j_g d,      j_g = i (1 - g²)
 #     of a_o:  j_o d_h',   j_o = tanh(c') o (1 - o)
-#
-# That of c is f d. With a projection P, the output of these formulas is m = o tanh(c'), and
-# h' = P m: then d_m = Pᵀ d_h' is used instead of d_h'.
+# The cotangent of c is f d. With a projection P, the output of these formulas is m = o
+# tanh(c'), and h' = P m: then d_m = Pᵀ d_h' is used instead of d_h'.
 
 
 def _lstm_gates(a):
@@ -118,8 +118,7 @@ LSTM = Formulas(4, _lstm_gates, _lstm_next, _lstm_factors, _lstm_pull)
 #     of h_n:          c_n d,    c_n = c_x r
 #     of x_r and h_r:  c_r d,    c_r = c_n h_n (1 - r)
 #     of x_z and h_z:  c_z d,    c_z = (h - n) z (1 - z)
-#
-# and that of h, without the part through h_r, h_z and h_n, is z d.
+# and the cotangent of h, without the part through h_r, h_z and h_n, is z d.
 
 
 def _gru_gates(x, h):

@@ -92,22 +92,22 @@ class GRU(AbstractGated):
         """**Arguments:**
 
         - `input_size`, `hidden_size`: as for `equinox.nn.GRUCell`.
-        - `use_bias`: whether there are biases.
+        - `use_bias`: whether the layer has biases.
         - `keep`: the residuals of the recurrence. `"gates"`: the states and all gates.
             `"states"`: the states only, and the backward pass recomputes the gates. This needs
-            0.25 to 0.81 of the memory at the measured shapes with 128 steps and more and 50000
-            states (time x batch x units) and more. With up to 8192 states, for which both need
-            half a megabyte or so, it needs up to 1.4 times as much. `"auto"` is `"gates"` if
-            JAX's default backend is a CPU, and otherwise `"states"`, which was faster on a GPU
-            at all measured shapes.
+            0.25 to 0.81 of the memory at the measured shapes with at least 128 steps and 50000
+            states (time x batch x units). With up to 8192 states, it needs up to 1.4 times as
+            much; both then need about half a megabyte. `"auto"` is `"gates"` if JAX's default
+            backend is a CPU. Otherwise it is `"states"`, which was faster on a GPU at all
+            measured shapes.
         - `dtype`, `key`: as for `equinox.nn.GRUCell`.
 
         **Options of all recurrent layers:**
 
         - `num_layers`: the number of layers, one by default; the outputs of one are the inputs
             of the next.
-        - `bidirectional`: each layer has another cell, which runs backward in time. The outputs
-            of the two are concatenated.
+        - `bidirectional`: each layer has a second cell, which runs backward in time. The
+            outputs of both cells are concatenated.
         - `dropout`: the probability of dropping an output between two layers, zero by default.
         - `learn_initial_state`: whether the first state is a parameter.
         - `reverse`: run from the last step to the first.
@@ -159,7 +159,8 @@ class LSTM(AbstractGated):
 
     With `proj_size`, $h' = P\,(o \tanh(c'))$ with a matrix $P$, so that states and outputs may
     be smaller than the cell ([Sak et al. 2014](https://arxiv.org/abs/1402.1128), as in
-    PyTorch). The cells are then not those of Equinox; they have one more weight, `weight_hr`.
+    PyTorch). The cells are then not the cells of Equinox; they have one more weight,
+    `weight_hr`.
 
     **Derivative:**
 
@@ -167,7 +168,7 @@ class LSTM(AbstractGated):
     state and $d = \bar c' + \bar h'\,o\,(1 - \tanh^2 c')$, the cotangents of the gates'
     arguments are $d\,g\,i\,(1 - i)$, $d\,c\,f\,(1 - f)$, $d\,i\,(1 - g^2)$ and
     $\bar h' \tanh(c')\,o\,(1 - o)$, and $\bar c = d\,f$. The gradients of the weights are one
-    matrix product for a chunk. With `proj_size`, $P^T \bar h'$ takes the place of $\bar h'$.
+    matrix product for a chunk. With `proj_size`, $P^T \bar h'$ replaces $\bar h'$.
     Both modes (forward mode by plain differentiation), all orders; `jax.vmap` of the layer
     computes one gradient for the batch.
     """
@@ -189,7 +190,8 @@ class LSTM(AbstractGated):
         """**Arguments:**
 
         - `proj_size`: the size of the hidden state and of the output, less than `hidden_size`,
-            which is then the size of the cell state only. By default there is no projection.
+            which is then the size of the cell state only. By default, the layer has no
+            projection.
 
         All others as for [`eqx_grads.nn.GRU`][]. With `keep="states"`, the residuals need half
         of the memory.

@@ -1,4 +1,4 @@
-"""The cells that Equinox does not have, and the fast path of those with gates."""
+"""The cells that Equinox does not have, and the fast path of cells with gates."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What recurrent layers share: how they are called."""
+"""The call of recurrent layers, which they all share."""
 
 import abc
 from collections.abc import Sequence
@@ -83,33 +83,33 @@ class AbstractRecurrent(AbstractCellLayer):
         **Arguments:**
 
         - `xs`: one sequence, `(time, in)`, or a batch, `(batch, time, in)`, or
-            `(time, batch, in)` if the layer is `time_major`. To `jax.vmap` the layer over a
-            batch costs the same, and computes the same if there is no dropout (see `key`).
+            `(time, batch, in)` if the layer is `time_major`. `jax.vmap` of the layer over a
+            batch costs the same, and computes the same without dropout (see `key`).
         - `state`: where to start, like the state returned, with one for each example of a
             batch. The default is `initial_state`, which is zero unless it is learned.
-        - `lengths`: the number of steps that count, for each example of the batch: of a mask
-            that is true at these steps, `mask.sum(-1)`. After them, outputs are zero, the
-            state does not change, so that the last state is that of the last step that counts,
-            and no gradient passes; a cell that runs backward in time begins at the last step
-            that counts. Under `jit`, where their values are not known, a length greater than
-            the number of steps counts as all steps, and a negative one as none.
-        - `key`: for dropout, needed unless there is none or it is off. The key is split once
+        - `lengths`: the number of steps that count, for each example of the batch. For a mask
+            that is true at these steps, pass `mask.sum(-1)`. After these steps, outputs are
+            zero, the state does not change, so that the last state is the state of the last
+            step that counts, and no gradient passes. A cell that runs backward in time begins
+            at the last step that counts. Under `jit`, where the values are not known, a length
+            greater than the number of steps counts as all steps, and a negative length as none.
+        - `key`: for dropout; you need it only if dropout is on. The key is split once
             before each layer but the first, whose inputs are not dropped. One key is enough
             for a batch: each number of each step of each example is dropped by itself. Under
-            `jax.vmap`, give each example a key of its own, as in
+            `jax.vmap`, give each example its own key, as in
             `jax.vmap(lambda x, key: layer(x, key=key))(xs, jax.random.split(key, len(xs)))`.
-            This drops others than one key for the batch, with the same probability. One key
-            for all examples drops the same in each of them.
+            This drops other numbers than one key for the batch, with the same probability. One
+            key for all examples drops the same numbers in each.
         - `inference`: whether dropout is off; the default is the layer's own, which
             `equinox.nn.inference_mode(layer)` sets.
 
         **Returns:**
 
-        `ys, state`: the outputs of all steps, in the layout of `xs`, and the last state. The
-        state of a single cell is what the cell has, with a batch axis for a batch. The state of
-        several cells has one more axis in front: for each layer the cell that runs forward,
-        then the cell that runs backward. In `equinox.nn.Sequential`, where the next layer takes
-        an array, use [`eqx_grads.nn.Outputs`][] of this layer, which returns `ys` only.
+        `ys, state`: the outputs of all steps, in the layout of `xs`, and the last state. With a
+        single cell, it is the state of the cell, with a batch axis for a batch. With several
+        cells, it has one more axis in front: for each layer the cell that runs forward, then
+        the cell that runs backward. In `equinox.nn.Sequential`, where the next layer takes an
+        array, use [`eqx_grads.nn.Outputs`][] of this layer, which returns `ys` only.
         """
         name = type(self).__name__
         if not _is_array(xs):
@@ -131,7 +131,7 @@ class AbstractRecurrent(AbstractCellLayer):
         xs = zero_padding(xs, valid)  # which may hold anything, NaN included
         first, cells = gathered_leaves(self.initial_state), self.cells
         if any(explicit_spec(xs)):
-            # The mesh axis of the batch can't be that of the units as well.
+            # The batch and the units can't share a mesh axis.
             cells = gathered_leaves(cells)
         if first is None:
             first = zero_states(name, cells)
@@ -148,7 +148,7 @@ class AbstractRecurrent(AbstractCellLayer):
 
         **Arguments:**
 
-        - `x`: one input, `(in,)`, or one of each example of a batch, `(batch, in)`.
+        - `x`: one input, `(in,)`, or one input for each example of a batch, `(batch, in)`.
         - `state`, `**options`: as for a call of the layer.
 
         **Returns:**

@@ -47,7 +47,7 @@ class Outputs(eqx.Module):
 
     **Derivative:**
 
-    That of the layer.
+    The derivative of the layer.
     """
 
     layer: AbstractRecurrent
@@ -58,7 +58,7 @@ class Outputs(eqx.Module):
 
         - `layer`: [`eqx_grads.nn.GRU`][], [`eqx_grads.nn.LRU`][] or any other recurrent layer
             of this library.
-        - `last`: whether to return the last output only, of one sequence: that after all
+        - `last`: whether to return the last output only, of one sequence: the output after all
             steps, for each direction.
         """
         if not isinstance(layer, AbstractRecurrent):
@@ -66,7 +66,7 @@ class Outputs(eqx.Module):
                 "`Outputs` was given something that is not a recurrent layer.",
                 f"it is a `{type(layer).__name__}`",
                 do="Give it a layer such as `eqx_grads.nn.GRU`; `eqx_grads.nn.Recurrent` makes "
-                "one of a cell.",
+                "one from a cell.",
             )
         check_flags("Outputs", last=last)
         self.layer = layer
@@ -83,8 +83,8 @@ class Outputs(eqx.Module):
 
         **Returns:**
 
-        The outputs of all steps, in the layout of `xs`; with `last`, those of the last step,
-        without the axis of time.
+        The outputs of all steps, in the layout of `xs`; with `last`, the outputs of the last
+        step, without the axis of time.
         """
         ys, _ = self.layer(xs, key=key)
         if not self.last:

@@ -30,7 +30,7 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
             f"`{layer}` was given `lengths` that do not fit `xs`.",
             where,
             f"`xs` is {show_batch(xs, is_batch)}",
-            do=f"Pass integers of shape {(batch,)}, one for each example: of a mask, "
+            do=f"Pass integers of shape {(batch,)}, one for each example: for a mask, "
             "`mask.sum(-1)`. Did you swap the time axis and the batch axis? See `time_major`."
             if is_batch
             else "Pass one integer. In a `jax.vmap` over sequences, map their lengths as well: "
@@ -55,7 +55,7 @@ def show_batch(xs: Array, is_batch: bool) -> str:
 
 
 def _as_numpy(x: Any) -> np.ndarray:
-    """A list of integers or an array. What is neither becomes an array of an object."""
+    """A list of integers or an array. Anything else becomes an array of an object."""
     try:
         return np.asarray(x)
     except (TypeError, ValueError):

@@ -58,7 +58,7 @@ class Recurrent(AbstractRecurrent):
 
     **Derivative:**
 
-    The cell's, over time by [`eqx_grads.filter_scan`][]. `equinox.nn.GRUCell`,
+    The derivative of the cell, over time by [`eqx_grads.filter_scan`][]. `equinox.nn.GRUCell`,
     `equinox.nn.LSTMCell` and [`eqx_grads.nn.RNNCell`][] have the backward pass of
     [`eqx_grads.nn.GRU`][], [`eqx_grads.nn.LSTM`][] and [`eqx_grads.nn.RNN`][].
     """
@@ -90,19 +90,18 @@ class Recurrent(AbstractRecurrent):
             of pairs of cells, as above. The outputs of two directions are joined along their
             first axis.
         - `initial_state`: the first state of one example, which becomes a parameter of this
-            layer: it is trained, also if it is a NumPy array, and `jax.lax.stop_gradient`
+            layer: it is trained, even if it is a NumPy array, and `jax.lax.stop_gradient`
             here does not change that. The default is `cell.initial_state()` where the cell
             has this method, as the spiking cells have, and zero for `equinox.nn.GRUCell`,
-            `equinox.nn.LSTMCell` and [`eqx_grads.nn.RNNCell`][]. A first state that is not
-            trained is what that method of your cell returns, as above, or
-            `jax.lax.stop_gradient` of it if it is an array of the cell. Of a cell that you
-            can't change, pass `state` in each call, or freeze this argument by
-            `equinox.partition`.
+            `equinox.nn.LSTMCell` and [`eqx_grads.nn.RNNCell`][]. For a first state that is not
+            trained, return it from that method of your cell, as above, or return its
+            `jax.lax.stop_gradient` if it is an array of the cell. If you can't change the cell,
+            pass `state` in each call, or freeze this argument by `equinox.partition`.
         - `output`: a function of the state that returns the output of each step. The default
             is the first array of the state.
-        - `checkpoint`: as for [`eqx_grads.filter_scan`][]. For a cell with a backward pass of
-            its own, `None` keeps the gates, `"replay"` keeps the states, and `"auto"` chooses
-            by platform. With other choices, or an `output`, the cell is called in a scan.
+        - `checkpoint`: as for [`eqx_grads.filter_scan`][]. For a cell with its own backward
+            pass, `None` keeps the gates, `"replay"` keeps the states, and `"auto"` chooses by
+            platform. With other choices, or an `output`, the cell is called in a scan.
         - `learn_initial_state`: whether the default first state is a parameter.
         - `dropout`: the probability of dropping an output between two layers.
         - `reverse`: run from the last step to the first.

@@ -1,11 +1,13 @@
 """A gated cell over time, with a backward pass that is split by hand.
 
-It is fast for three reasons. The gradients of all weights and inputs are one matrix product for
-a chunk of several steps, and for a small batch so are the products of the weights with the
-inputs. Chunks are short enough for all intermediate values to stay in the cache. And the loop
-of the backward pass is left with one matrix product, and reads the gates only.
+It is fast for three reasons. For a chunk of several steps, one matrix product gives the
+gradients of all weights and inputs. For a small batch, one matrix product also gives the
+products of the weights with the inputs. Chunks are short enough for all intermediate values to
+stay in the cache. And the loop of the backward pass is left with one matrix product, and reads
+the gates only.
 
-The cell is elementwise formulas (`formulas.py`), which have the derivation. All else is here.
+The cell is given by elementwise formulas (`formulas.py`), with their derivation. All else is
+here.
 """
 
 from typing import Any, NamedTuple
@@ -94,7 +96,8 @@ def _transposed(w):
 
 
 def _from_x(w_t, formulas, x):
-    """What the input adds to each gate, for one step or for all steps of a chunk at once."""
+    """The part of each gate from the input, for one step or for all steps of a chunk at
+    once."""
     return split_gates(matmul_steps(x, w_t.x, w_t.bias), formulas.n)
 
 
@@ -109,7 +112,7 @@ def _gates(w_t, formulas, from_x, h):
 
 
 def _where(valid, new, old):
-    """The new arrays where the steps count. `valid` has the first axes of these."""
+    """The new arrays where the steps count. `valid` has the first axes of the arrays."""
     if valid is None:
         return new
     mask = lambda x: jnp.expand_dims(valid, range(valid.ndim, x.ndim))
@@ -194,9 +197,10 @@ def _split_scan_bwd(residuals, cts, *, formulas, reverse, perturbed):
 
 
 def _pull(w, formulas, d, factors, valid):
-    """Given the cotangents of the states after a step, or after all steps of a chunk: those of
-    what the states before add to the gates, of what the input adds to the last gate if it is
-    another one there, and of the states before, without the part through the gates."""
+    """From the cotangents of the states after a step, or after all steps of a chunk, three
+    cotangents: of the part of the gates from the states before; of the part of the last gate
+    from the input, if it differs; and of the states before, without the part through the
+    gates."""
     if w.out is not None:
         d = (d[0] @ w.out, *d[1:])
     cts, last_x, direct = formulas.pull(d, factors)

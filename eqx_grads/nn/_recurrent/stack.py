@@ -124,7 +124,7 @@ def make_stack(
     time_major: bool = False,
 ) -> tuple[tuple[tuple[Any, ...], ...], PyTree, Stack]:
     """The cells, each of them `make(input_size, key=key)`, the initial state if it is learned,
-    and the stack. If there is no key, `make` is given `None`."""
+    and the stack. Without a key, `make` gets `None`."""
     check_stack(
         layer,
         num_layers=num_layers,

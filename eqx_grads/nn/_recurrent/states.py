@@ -107,7 +107,9 @@ def _why_it_does_not_fit(
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         # A cell may have random keys in its state, but only where its first state has them.
         if not (holds_numbers(leaf) or (is_key_array(leaf) and is_key_array(places.get(path)))):
-            return f"state{show_path(path)} is {type_of(leaf)}, which is no array of numbers"
+            return (
+                f"state{show_path(path)} is {type_of(leaf)}, which is not an array of numbers"
+            )
     shapes = lambda tree: mirror(jnp.shape, tree)
     if expected is None:  # then the cell may have a state of any shape
         sizes = {jnp.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(state)}
@@ -146,7 +148,7 @@ def _varying_like(xs: Array, state: Array) -> Array:
 
 
 def _sharded_like(xs: Array, state: Array, axis: int) -> Array:
-    """The state, whose batch at `axis` is sharded over explicit mesh axes as that of the `xs`.
-    Elsewhere this is the identity."""
+    """The state, whose batch at `axis` is sharded over explicit mesh axes as the batch of the
+    `xs`. Elsewhere this is the identity."""
     spec, of_batch = explicit_spec(state), explicit_spec(xs)[1]
     return distribute_like(state, xs, (*spec[:axis], of_batch, *spec[axis + 1 :]))

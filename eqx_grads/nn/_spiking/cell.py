@@ -40,7 +40,7 @@ class LIFCell(eqx.Module):
 
     where $\Theta$ is one for positive numbers and zero for all others. So a neuron that has
     fired is reset in the next step. With `reset="zero"`, $u' = \beta\,(1 - s)\,u + x$; with
-    `reset="none"`, $u' = \beta u + x$. Options make other neurons of these:
+    `reset="none"`, $u' = \beta u + x$. Options make other neurons:
 
     - `alpha`: with a synaptic current, $i' = \alpha i + x$ is added to the potential, not $x$.
     - `rho`: with adaptation. A trace of the spikes, $a' = \rho a + s$, raises the threshold:
@@ -53,10 +53,10 @@ class LIFCell(eqx.Module):
     These are `Leaky`, `Synaptic`, `RLeaky` and `RSynaptic` of
     [snnTorch](https://snntorch.readthedocs.io), with the names of its arguments and the same
     numbers. (There, `reset="zero"` also removes the input of the step, but not in `Leaky`, and
-    $V s$ has a bias.) The adaptation is that of [Bellec et al.
+    $V s$ has a bias.) The adaptation comes from [Bellec et al.
     (2020)](https://doi.org/10.1038/s41467-020-17236-y), whose $\beta$ is the $\gamma$ here. The
-    $\beta$ of [Bellec et al. (2018)](https://arxiv.org/abs/1803.09574) belongs to a trace
-    $a' = \rho\,a + (1 - \rho)\,s$: multiply it by $1 - \rho$.
+    $\beta$ of [Bellec et al. (2018)](https://arxiv.org/abs/1803.09574) belongs to a trace $a' =
+    \rho\,a + (1 - \rho)\,s$: multiply it by $1 - \rho$.
 
     !!! example
 
@@ -142,9 +142,9 @@ class LIFCell(eqx.Module):
             width)` after a convolution. Neurons with weights are a vector.
         - `beta`: the decay factor of the potential per step, $\\beta$. From zero to one; a
             number, or an array or list with one for each neuron (that broadcasts to the layer
-            without new axes). A number that is not learned is no array of the cell. An array
-            that is not learned is one: its gradient is zero, but the weight decay of an
-            optimizer would change it. Mask it there, or give a number.
+            without new axes). A number that is not learned is not an array of the cell. An
+            array that is not learned is an array of the cell: its gradient is zero, but the
+            weight decay of an optimizer would change it. Mask it there, or give a number.
         - `alpha`: the decay factor of a synaptic current, as `beta`.
         - `rho`: the decay factor of the adaptation, as `beta`.
         - `strength`: by how much a spike raises the threshold if there is a `rho`: $\\gamma$,
@@ -154,23 +154,23 @@ class LIFCell(eqx.Module):
         - `recurrent`: whether the neurons are connected, by weights `weight_hh`, uniform
             within $\\pm 1/\\sqrt{\\mathrm{hidden\\_size}}$.
         - `input_size`: the number of inputs, with weights `weight_ih`. By default each neuron
-            has an input of its own: put an `equinox.nn.Linear` or a convolution before them.
+            has its own input: put an `equinox.nn.Linear` or a convolution before them.
         - `use_bias`: whether input weights have a bias. Both are initialized as in
             `equinox.nn.Linear`: uniform within $\\pm 1/\\sqrt{\\mathrm{input\\_size}}$.
         - `reset`: what follows a spike: `"subtract"`, `"zero"` or `"none"`.
         - `detach_reset`: whether the reset is a constant for the gradient, as in snnTorch.
-        - `learn`: the names of the constants that are parameters: of `"beta"`, `"alpha"`,
-            `"rho"`, `"strength"`, `"threshold"`. They are then arrays.
+        - `learn`: the names of the constants that are parameters, from `"beta"`, `"alpha"`,
+            `"rho"`, `"strength"` and `"threshold"`. They are then arrays.
         - `surrogate`: as for [`eqx_grads.surrogates.spike`][]. The default is
             `eqx_grads.surrogates.atan()`, as in snnTorch.
         - `dtype`: of weights, learned constants and `initial_state()`, a dtype of floats. The
             default is JAX's.
-        - `key`: for the weights. It may be left out where there are none.
+        - `key`: for the weights. You may leave it out if the cell has no weights.
 
         **Raises:**
 
-        [`eqx_grads.RuleError`][] if an argument is none of these. Of a constant that is a JAX
-        array, only the shape and the dtype are checked.
+        [`eqx_grads.RuleError`][] if an argument is not valid. If a constant is a JAX array,
+        only its shape and dtype are checked.
         """
         shape = _shape_of_layer(hidden_size)
         check_flags(
@@ -224,7 +224,7 @@ class LIFCell(eqx.Module):
         return self.hidden_size if self.weight_ih is None else self.weight_ih.shape[1]
 
     def initial_state(self) -> LIFState:
-        """The neurons at rest, one example of them: all is zero."""
+        """The resting state of the neurons for one example: all is zero."""
         weights = [w for w in (self.weight_ih, self.weight_hh) if w is not None]
         # The weights may have been cast.
         zero = jnp.zeros(self.hidden_size, weights[0].dtype if weights else self.dtype)
@@ -271,7 +271,7 @@ class LIFCell(eqx.Module):
         **Raises:**
 
         [`eqx_grads.RuleError`][] if `x` or an array of the state has another shape than the
-        layer, if `x` is complex, or if the state is not of floats.
+        layer, if `x` is complex, or if the state does not hold floats.
         """
         self._check(x, state)
         arrays, of_state = jax.tree.flatten(state)
@@ -339,7 +339,7 @@ def _as_learned(learn, constants) -> tuple[str, ...]:
 def _as_constant(name, value, shape) -> Any:
     """A number, or an array that broadcasts to the neurons. A list becomes an array."""
     if isinstance(value, list | tuple):
-        # What can't become an array of NumPy is no number to `check_parameter`.
+        # A value that can't become a NumPy array is not a number to `check_parameter`.
         with contextlib.suppress(TypeError, ValueError):
             value = np.asarray(value)
     check_parameter("LIFCell", f"`{name}`", value)

@@ -13,7 +13,8 @@ Reset: TypeAlias = Literal["subtract", "zero", "none"]
 
 
 class LIFState(eqx.Module):
-    """The state of an [`eqx_grads.nn.LIFCell`][]. What its neurons do not have is `None`.
+    """The state of an [`eqx_grads.nn.LIFCell`][]. A part that its neurons do not have is
+    `None`.
 
     - `spikes`: zeros and ones, the output of the cell.
     - `membrane`: the potential that was compared with the threshold, before the reset. It is

@@ -45,14 +45,14 @@ class AbstractNeurons(AbstractRecurrent):
     ):
         """**Arguments:**
 
-        - `input_size`: the number of inputs, or `None`: then there are no input weights, and
-            each neuron has an input of its own.
+        - `input_size`: the number of inputs, or `None`: the layer then has no input weights,
+            and each neuron has its own input.
         - `hidden_size`: the number of neurons. Without weights it may be a shape, such as
-            `(channels, height, width)`; the outputs of two directions are joined along the
-            first axis of it.
+            `(channels, height, width)`; the outputs of two directions are joined along its
+            first axis.
         - `beta`: as for [`eqx_grads.nn.LIFCell`][].
-        - `key`: for the weights. It may be left out where there are none.
-        - `options`: all others of [`eqx_grads.nn.LIFCell`][], and those of all recurrent
+        - `key`: for the weights. You may leave it out if the layer has no weights.
+        - `options`: all others of [`eqx_grads.nn.LIFCell`][], and the options of all recurrent
             layers: `num_layers`, `bidirectional`, `dropout`, `learn_initial_state`, `reverse`
             and `time_major` of [`eqx_grads.nn.GRU`][]. All layers of a stack have the same
             constants.
@@ -95,7 +95,7 @@ class LIF(AbstractNeurons):
         cell = gradient(lif).cells[0][0]
         print(cell.weight_ih.shape, cell.weight_hh.shape, cell.beta != 0)
 
-        # After a convolution: each neuron has an input of its own.
+        # After a convolution: each neuron has its own input.
         lif = eqg.nn.LIF(None, (2, 4, 4), beta=0.9)
         print(lif(jnp.ones((5, 20, 2, 4, 4)))[0].shape)
         ```
@@ -154,7 +154,7 @@ class LI(AbstractNeurons):
 
 
 def _make_cells(layer, input_size, hidden_size, beta, key, options):
-    """What `make_stack` returns. The options are those of the stack and those of the cells."""
+    """The result of `make_stack`. The options belong to the stack and to the cells."""
     of_stack = {name: options[name] for name in StackOptions.__annotations__ if name in options}
     of_cells = {name: option for name, option in options.items() if name not in of_stack}
     n_in = n_out = 1  # not used

@@ -210,8 +210,8 @@ def _last_cotangents(d, w_state, first, ct_last, dtype):
 
 def _backward_step(d, w_state, learns, ct, inputs):
     """From the cotangents of the state after a step to the cotangents of the state before it;
-    the cotangents of the input and, if a constant is learned, of what `integrate` and `fire`
-    return. If spikes are not carried, `slope` is multiplied with their cotangent already."""
+    the cotangents of the input and, if a constant is learned, of the results of `integrate` and
+    `fire`. If spikes are not carried, `slope` is multiplied with their cotangent already."""
     before, slope, ct_y, valid = inputs
     ct_membrane, ct_adaptation, ct_spikes = ct.membrane, ct.adaptation, None
     if d.threshold is None:
@@ -260,8 +260,8 @@ def _of_each(fn):
 
 
 def _states_of_chunk(d, y, potential, entry, first, valid, dtype, reverse):
-    """The states before and after each step, in the dtype of the computation. What is not used
-    of them is not computed."""
+    """The states before and after each step, in the dtype of the computation. Unused parts are
+    not computed."""
     spikes, potential_before, current_before, adaptation_before = entry
 
     def shift(s, first):
@@ -285,7 +285,7 @@ def _states_of_chunk(d, y, potential, entry, first, valid, dtype, reverse):
         adaptation = jax.lax.scan(one, start, (spikes, valid), reverse=reverse)[1]
         before, after = add(before, shift(adaptation, start)), add(after, adaptation)
     if d.alpha is not None:
-        # What was added to the potential, from the potentials before and after the step.
+        # The number added to the potential, from the potentials before and after the step.
         without = dataclasses.replace(d, alpha=None, rho=None)
         current = after.membrane - _of_each(_without_input)(without, before).membrane
         current = _where(valid, current, first.current.astype(dtype)[None])
@@ -309,7 +309,7 @@ def _constant_gradients(d, sums, before, after, cts):
     d, before, after, (ct_after, ct_spikes) = jax.tree.map(wide, (d, before, after, cts))
     is_learned = jax.tree.map(lambda s: s is not None, sums, is_leaf=lambda x: x is None)
     learned, rest = eqx.partition(d, is_learned)
-    # Under `shard_map`, each device has a sum of its own, as this zero has.
+    # Under `shard_map`, each device has its own sum, as this zero has.
     learned = jax.tree.map(lambda c, s: c + jnp.zeros_like(s), learned, sums)
 
     def outputs(learned):

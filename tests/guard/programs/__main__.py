@@ -1,4 +1,4 @@
-"""`python -m tests.guard.programs SEED CASES`: random cases beyond those of the tests.
+"""`python -m tests.guard.programs SEED CASES`: random cases beyond the cases of the tests.
 
 Prints each case that is wrong, in a form that can be pasted into a test.
 `python -m tests.guard.programs choose` prints the seeds of the quick test, after a change of

@@ -15,7 +15,7 @@ from .scans import Call, Scan
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program in a chain of transformations, of which the first is the innermost."""
+    """A program in a chain of transformations; the first is the innermost."""
 
     program: Call | Scan
     chain: tuple[Step, ...] = ()
@@ -80,7 +80,7 @@ QUICKLY = {
 
 
 def judge(batch: Batch) -> list[Wrong]:
-    """The cases whose outputs differ from those of the reference."""
+    """The cases whose outputs differ from the outputs of the reference."""
     with jax.enable_x64(batch.x64):
         leaking = (
             [w for case in batch.cases for w in _leaks(case, batch)] if batch.leaks else []

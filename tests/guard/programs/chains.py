@@ -3,7 +3,7 @@
 Each takes a function `fn(leaves) -> outs` of lists of arrays, and returns such a function of
 the same leaves. It sums the outputs over the axes that it adds, so that arrays stay small.
 `step.chosen` are the leaves that are differentiated, batched or carried. With `ours`, the
-functions of the library take the place of those of JAX.
+functions of the library replace JAX's functions.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Step:
 
     @property
     def is_reverse(self) -> bool:
-        """Whether its derivative is pulled back only: there is no forward mode below it."""
+        """Whether its derivative is pulled back only: forward mode does not work below it."""
         return self.name in ("grad", "vjp") or (
             self.name == "jacobian" and self["mode"] == "jacrev"
         )
@@ -133,7 +133,7 @@ def _contract(outs: Sequence[Any]) -> list[Any]:
 
 
 def _moved(x: Any, amount: Any) -> Any:
-    """A leaf that depends on a number, small enough for loops of it to stay finite."""
+    """A leaf that depends on a number, small enough for its loops to stay finite."""
     amount = jax.lax.tanh(mul(amount, jax.lax.full_like(amount, 0.125)))
     amount = jax.lax.convert_element_type(amount, x.dtype)
     half = jax.lax.full_like(x, 0.5)

@@ -261,7 +261,7 @@ def choose(pool: int, n_cases: int) -> list[int]:
 
 
 def chosen_batches(seeds: Sequence[int]) -> list[Batch]:
-    """The cases of these seeds, in few programs."""
+    """The cases of some seeds, in few programs."""
     groups: dict[Batch, list[Case]] = {}
     for batch in map(one_case, seeds):
         groups.setdefault(dataclasses.replace(batch, cases=()), []).extend(batch.cases)

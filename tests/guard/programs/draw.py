@@ -70,7 +70,7 @@ def _formula(
     usable: Sequence[int] | None = None,
     contracts: bool = False,
 ) -> Formula:
-    """A formula, or that of a carry if the `dtype` and `shape` of the carry are given.
+    """A formula; a formula of a carry if the `dtype` and `shape` of the carry are given.
 
     Such a formula has only leaves that broadcast to the carry, and bounded functions. So the
     carry stays small in any number of steps. With `contracts`, so does its derivative.

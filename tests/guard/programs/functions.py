@@ -23,7 +23,7 @@ INEXACT = ("float16", "bfloat16", "float32", "float64", "complex64", "float")
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """An argument. Its dtype may also be that of a Python number, "float" or "int", or "key".
+    """An argument. Its dtype may also be "float" or "int", for a Python number, or "key".
 
     `seed`: of the value.
     """
@@ -67,8 +67,8 @@ class Holder(eqx.Module):
 
 
 def _computed(x: Any) -> Any:
-    """What the constructor of a user's class computes: JAX promises that it is given arrays,
-    tracers, `None` and `object()` only, besides the leaves of the user."""
+    """What the constructor of a user's class computes: JAX promises to give it only arrays,
+    tracers, `None` and `object()`, and the leaves of the user."""
     for leaf in jax.tree.leaves(x):
         is_number = eqx.is_array_like(leaf) and not isinstance(leaf, bool)
         if not (is_number or type(leaf) in (object, str) or leaf is jnp.exp):
@@ -135,8 +135,8 @@ def build(node: Node, values: Sequence[Any]) -> Any:
 
 
 def flatten(node: Node, tree: Any) -> list[tuple[int, Any]]:
-    """The leaves of a tree like that of the node, with their indices. A part that is `None`
-    holds `None` for each of its leaves. Other parts have to be those of the node."""
+    """The leaves of a tree like the node, with their indices. A part that is `None` holds
+    `None` for each of its leaves. Other parts have to be the parts of the node."""
     kind, *rest = node
     if kind == "leaf":
         return [(rest[0], tree)]
@@ -245,7 +245,7 @@ class Function:
         return _without_static(self.out, [*tangents, *[None] * len(self.passed)])
 
     def formula_leaves(self, out: Any) -> list[Any]:
-        """Those outputs that formulas compute, or their cotangents."""
+        """The outputs that formulas compute, or their cotangents."""
         found = dict(flatten(self.out, out))
         return [found[k] for k in range(len(self.formulas))]
 

@@ -60,7 +60,7 @@ def _with_named_arguments(fn: Callable[..., Any], n: int) -> Callable[..., Any]:
 
 @eqg.custom_vjp
 def _bent(t, w):
-    """`t` times a number, with a derivative that is not the one of autodiff."""
+    """`t` times a number, with a derivative that differs from autodiff."""
     return mul(t, jax.lax.convert_element_type(jax.lax.cos(w), t.dtype))
 
 
@@ -125,8 +125,8 @@ def _pull_back(function: Function, leaves: Any, cts: Any, wanted: Any = None):
 
 
 def _to_leaf(ct: Any, leaf: Any) -> Any:
-    """The cotangent in the shape and dtype of the leaf, so that those of several outputs can be
-    added."""
+    """The cotangent in the shape and dtype of the leaf, so that cotangents of several outputs
+    can be added."""
     extra = ct.ndim - len(leaf.shape)
     ct = jnp.sum(ct, axis=tuple(range(extra)))
     axes = tuple(i for i, n in enumerate(leaf.shape) if n == 1 and ct.shape[i] != 1)
@@ -308,7 +308,7 @@ def _decorated_module(function, closed):
 
 class _FlatRules:
     """A function of arrays, and rules in the forms of `jax.custom_jvp` and `jax.custom_vjp`,
-    with a derivative that is not the one of autodiff."""
+    with a derivative that differs from autodiff."""
 
     def __init__(self, function: Function):
         self.function = function

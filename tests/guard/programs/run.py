@@ -8,7 +8,7 @@ from .draw import batches
 
 
 def fresh_batches(start: int, n_cases: int) -> Iterator[Batch]:
-    """Batches with `n_cases` cases in all, no two of which differ in values only."""
+    """Batches with `n_cases` cases in all; no two differ in values only."""
     seen: set[Case] = set()
     for batch in batches(start):
         fresh = [case for case in batch.cases if case.kind not in seen]
@@ -21,5 +21,5 @@ def fresh_batches(start: int, n_cases: int) -> Iterator[Batch]:
 
 
 def wrong_cases(start: int, n_cases: int) -> list[Wrong]:
-    """Of `n_cases` cases, those that differ from the reference."""
+    """The cases among `n_cases` that differ from the reference."""
     return [wrong for batch in fresh_batches(start, n_cases) for wrong in judge(batch)]

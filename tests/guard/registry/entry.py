@@ -1,4 +1,4 @@
-"""What the registry says of an op: how to call it, and what it is without the library."""
+"""An op in the registry: how to call it, and what it is without the library."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

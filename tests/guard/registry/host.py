@@ -39,7 +39,7 @@ def tangent(primals, tangents):
 
 
 def host(*rules, residuals=None, keep=8, **options):
-    """A host function with the rules of these names."""
+    """A host function with the rules that are named."""
     options = {"out": lambda x, y: x} | options
 
     def fn(x, y):

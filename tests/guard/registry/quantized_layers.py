@@ -86,7 +86,7 @@ for name, axis in (("dynamic", None), ("a scale for each row", 0), ("each column
 
 
 def asymmetric(x):
-    """Of each row: integers from -4 to 3 for the range of its numbers."""
+    """For each row, integers from -4 to 3 for the range of its numbers."""
     fitted = nn.FakeQuantize(3, asymmetric=True, learn_scale=True, channel_axis=0).fit(x)
     stored = nn.FakeQuantize(3, asymmetric=True, signed=False).encode(x)
     return fitted(x), fitted.zero_point, stored

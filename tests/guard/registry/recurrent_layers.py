@@ -64,7 +64,7 @@ KINDS["RNN, relu"] = (ft.partial(nn.RNN, activation="relu"), 1, relu, zero_hidde
 
 
 def cells_of(kind, sizes, hidden, proj=None, directions=1, bias=True):
-    """Weights of all layers and directions: `sizes` are those of the inputs of the layers."""
+    """Weights of all layers and directions: `sizes` are the input sizes of the layers."""
     gates, scale = KINDS[kind][1], hidden**-0.5
 
     def one(size):

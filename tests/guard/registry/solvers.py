@@ -19,7 +19,7 @@ A, B = np.array([0.5, -1.2, 2.0]), np.array([0.7, 1.3, -0.4])
 
 
 def solved(x):
-    """A solution without any derivative, as that of a solver."""
+    """A solution without any derivative, as a solver returns it."""
     return jax.lax.stop_gradient(x)
 
 
@@ -271,7 +271,7 @@ for _backward, _plain in (
 
 
 def with_aux(x, w):
-    """Of a Module, with a start that has a derivative, by the default solver."""
+    """A Module, with a start that has a derivative, by the default solver."""
     y0 = {"h": x + 0.1, "s": jnp.sum(w)}
     fn = lambda z, x, w: (cell(z, x, w), (z["s"] * x, "name"))
     solution = eqg.fixed_point(fn, y0, x, w, has_aux=True, max_steps=None)
@@ -309,7 +309,7 @@ entry(
 
 
 def flight(y, g, t, t0=0.0):
-    """From the state at `t0` to that at `t`."""
+    """From the state at `t0` to the state at `t`."""
     h, v = y
     dt = t - t0
     return h + v * dt - g * (dt**3 / 6 + t0 * dt**2 / 2), v - g * (t**2 - t0**2) / 2

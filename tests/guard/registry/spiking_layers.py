@@ -94,7 +94,7 @@ def fields_of(state):
 
 
 def options_of(kind, c, neurons):
-    """All constants that are in `c` are learned, and those of `neurons` not."""
+    """All constants in `c` are learned, and the constants of `neurons` are not."""
     names = {"beta", "alpha", "rho", "threshold", "strength"} & set(c)
     given = {"learn": tuple(names), **{name: c[name] for name in names}, **neurons}
     given |= {"recurrent": True} if "r" in kind else {}
@@ -136,7 +136,7 @@ def spiking(kind, hidden, neurons, options):
 
 
 def cell_arrays(kind, size, hidden, learned, bias=True):
-    """`size` is that of the inputs, zero without input weights."""
+    """`size` is the size of the inputs, zero without input weights."""
     c = {}
     if size:
         c["weight_ih"] = normal(hidden, size, scale=1.5 * size**-0.5)
