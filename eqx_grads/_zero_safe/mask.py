@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from .._jaxprs.varying import cast_to
+
 
 Mask: TypeAlias = Any  # `True`, `False`, an array of booleans, or `None`
 
@@ -29,3 +31,8 @@ def both(a: Mask, b: Mask) -> Mask:
 
 def dense(mask: Mask, shape: Sequence[int]) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(mask), shape)
+
+
+def of_type(t: Any, mask: Mask) -> jax.Array:
+    """A mask as an array that has the shape of a type, and is on the devices as its values."""
+    return cast_to(dense(mask, t.shape), t)

@@ -38,9 +38,9 @@ from .._jaxprs.operands import at, fill
 from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import Call, Checkpoint, Scan
 from .._jaxprs.symbolic_sizes import as_length
-from .._jaxprs.varying import cast_to, vary_alike
+from .._jaxprs.varying import vary_alike
 from .analysis import Analysis, AnalyzedEquation
-from .mask import both, dense, either, Mask
+from .mask import both, dense, either, Mask, of_type
 from .ranges import decided_case, is_inexact, Range
 
 
@@ -233,11 +233,6 @@ def _elementwise(e, values, masks, is_forward) -> list[Mask]:
     return [_unbroadcast(both(masks[out], taken[i]), jnp.shape(values[i])) for i in taken]
 
 
-def _of_type(t: Any, mask: Mask) -> jax.Array:
-    """A mask as an array that has the shape of a type, and is on the devices as its values."""
-    return cast_to(dense(mask, t.shape), t)
-
-
 def _unbroadcast(mask: Mask, shape: Sequence[int]) -> Mask:
     """The mask of an operand of an elementwise operation: it may be a scalar, or have axes of
     length one."""
@@ -302,7 +297,7 @@ def _sums(e, values, given, is_forward) -> list[Mask]:
         function = function_of(e.eqn, full, part, e.inexact_outs)
         primals = [full[i] for i in part]
         numbers = lambda xs, ms: [
-            _of_type(jax.typeof(x), m).astype(x.dtype) for x, m in zip(xs, ms, strict=True)
+            of_type(jax.typeof(x), m).astype(x.dtype) for x, m in zip(xs, ms, strict=True)
         ]
         if is_forward:
             tangents = numbers(primals, [next(masks) for _ in part])
@@ -407,7 +402,7 @@ def _inner(e, values, masks, is_forward) -> list[Mask]:
 
     def branch(analysis, values):
         found = _through(analysis, values, masks, is_forward)
-        return [_of_type(variables[i].aval, found[i - offset]) for i in target]
+        return [of_type(variables[i].aval, found[i - offset]) for i in target]
 
     branches = [ft.partial(branch, analysis) for analysis in e.inner]
     found = jax.lax.switch(values[0], branches, [stopped(x) for x in values[1:]])
@@ -446,7 +441,7 @@ def masks_of_scan(
     )
     is_open = lambda i, v: static[i] is None and is_inexact(v.aval)
     opened = [(i, v) for i, v in enumerate(inputs[n:m]) if is_open(i, v)]
-    arrays = {i: _of_type(v.aval, of_start[i]) for i, v in opened}
+    arrays = {i: of_type(v.aval, of_start[i]) for i, v in opened}
     all_carried = lambda arrays: [arrays.get(i, bool(static[i])) for i in range(n_carry)]
 
     def after(carry, x):
@@ -471,7 +466,7 @@ def masks_of_scan(
     if not is_forward:
         record = lambda carry, x: (after(carry, x), carry)
         recorded, start = run(record, init, xs, reverse=scan.reverse)[1], ()
-        nothing = [_of_type(v.aval, False) for v in inputs[:n]]
+        nothing = [of_type(v.aval, False) for v in inputs[:n]]
     sliced = {i: mask for i, mask in of_slices.items() if not isinstance(mask, bool)}
     (_, of_consts, last), (arrays, found) = run(
         step,
