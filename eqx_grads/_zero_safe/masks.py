@@ -454,7 +454,7 @@ def masks_of_scan(
         given = [*fixed, *all_carried(arrays), *{**of_slices, **of_x}.values()]
         found = _through(body, [*consts, *carry, *x], given, is_forward)
         types = [v.aval for v in (outputs if is_forward else inputs)]
-        found = list(map(_of_type, types, found))
+        found = list(map(of_type, types, found))
         k = len(of_consts)
         of_consts = list(map(jnp.logical_or, of_consts, found))
         new = after(carry, x) if is_forward else ()
