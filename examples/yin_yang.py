@@ -40,8 +40,7 @@ def which_class(x, y):  # yin, yang or dot: 0, 1 or 2
 
 
 def yin_yang(size, seed):
-    """Points and classes, bitwise equal to the points of Kriener, Goltz and Petrovici
-    (2022)."""
+    """The points and classes of Kriener, Goltz and Petrovici (2022), bitwise."""
     rng = np.random.RandomState(seed)
     points, labels = np.empty((size, 2)), np.empty(size, int)
     for i in range(size):
