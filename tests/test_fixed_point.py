@@ -302,9 +302,9 @@ def nests(y):
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
-        (grows, r"`grows` returned something else[\s\S]*at y: it was given float\d\d\[2\]"),
-        (casts, r"`casts` returned something else[\s\S]*and returned float16\[2\]"),
-        (nests, r"`nests` returned something else[\s\S]*Return a PyTree with the structure"),
+        (grows, r"`grows` returned something other[\s\S]*at y: it was given float\d\d\[2\]"),
+        (casts, r"`casts` returned something other[\s\S]*and returned float16\[2\]"),
+        (nests, r"`nests` returned something other[\s\S]*Return a PyTree with the structure"),
     ],
 )
 def test_a_function_that_changes_its_argument(fn, text):
