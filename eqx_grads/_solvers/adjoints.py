@@ -41,7 +41,7 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
     """
 
     def apply(self, primal_fn: Any, rewrite_fn: Any, inputs: Any, tags: Any) -> Any:
-        """What Optimistix calls: runs the solver, and gives its solution this derivative."""
+        """Run the solver, and give its solution this derivative. Called by Optimistix."""
         fn, solver, y0, args, *options = inputs
         finds = isinstance(solver, optx.AbstractFixedPointSolver | optx.AbstractRootFinder)
         is_of_optimistix = rewrite_fn.__module__.startswith("optimistix")
@@ -243,8 +243,8 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `k` is not a positive integer, or `tau` is not a number above
-    zero that is at most one.
+    [`eqx_grads.RuleError`][] if `k` is not a positive integer, or if `tau` is not a number
+    above zero and at most one.
     """
 
     k: int = eqx.field(static=True)
@@ -390,7 +390,7 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
     **Arguments:**
 
     - `linear_solver`: a `lineax` solver. By default, the `tags` of the fixed point choose it.
-        Without tags, it is LU of the dense Jacobian for up to 256 unknowns. Beyond, it is
+        Without tags, it is LU of the dense Jacobian for up to 256 unknowns. For more, it is
         GMRES, which only needs products with the Jacobian.
 
     **Derivative:**

@@ -182,9 +182,8 @@ class MinLSTM(AbstractMinimal):
     $(W_f, W_i, W_h)$ one above the other, and `bias`, $(b_f, b_i, b_h)$.
 
     This is the plain form of the paper (its section 3.2), run by
-    [`eqx_grads.linear_recurrence`][]; the candidate may be negative. Only the quotients are
-    computed from logarithms, $f / (f + i) = \sigma(\log f - \log i)$, as both gates may
-    underflow.
+    [`eqx_grads.linear_recurrence`][]; the candidate may be negative. Both gates may underflow,
+    so the quotients are computed from logarithms: $f / (f + i) = \sigma(\log f - \log i)$.
 
     For single steps, precision and the paper, see [`eqx_grads.nn.MinGRU`][].
 
