@@ -29,10 +29,10 @@ def gumbel_softmax(
     hard: bool = False,
     axis: int = -1,
 ) -> Array:
-    r"""Draw a relaxed sample of a categorical variable; or a one-hot sample, straight through.
+    r"""Draw a relaxed sample of a category, or (`hard`) a one-hot sample, straight through.
 
-    With Gumbel noise $G$ it is $\operatorname{softmax}((\theta + G) / \tau)$. The argmax of
-    $\theta + G$ is distributed as the softmax of the logits $\theta$.
+    The relaxed sample is $\operatorname{softmax}((\theta + G) / \tau)$, with Gumbel noise $G$.
+    The argmax of $\theta + G$ is distributed as the softmax of the logits $\theta$.
     [Jang et al. (2017)](https://arxiv.org/abs/1611.01144), [Maddison et al.
     (2017)](https://arxiv.org/abs/1611.00712).
 
