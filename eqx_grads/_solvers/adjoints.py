@@ -32,8 +32,8 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
     Pass one to [`eqx_grads.fixed_point`][], or as `adjoint=` to `optimistix.fixed_point`, with
     any of its solvers for fixed points and roots. It may also be passed to
     `optimistix.root_find` of a function $g$; then $f(y, \theta) = y + g(y, \theta)$. If the
-    solver minimizes, Optimistix differentiates the equation that the gradient of the objective
-    is zero: this works with [`eqx_grads.solvers.ImplicitAdjoint`][], and is an error with any
+    solver minimizes, Optimistix differentiates another equation: the gradient of the objective
+    is zero. This works with [`eqx_grads.solvers.ImplicitAdjoint`][], and is an error with any
     other adjoint. Everything else that Optimistix returns, such as `aux`, has a zero
     derivative.
 

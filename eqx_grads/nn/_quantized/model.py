@@ -91,8 +91,8 @@ def quantize_model(
     - `None` or `False`: the layer is not replaced.
 
     Rules do not change the weights of a layer that is already quantized: `(None,
-    quantizer)` gives it a quantizer for the inputs, if it lacks one, and other rules pass over
-    it.
+    quantizer)` gives it a quantizer for the inputs, if it lacks one, and all other rules leave
+    it unchanged.
 
     **Returns:**
 
