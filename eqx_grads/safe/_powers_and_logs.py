@@ -157,8 +157,9 @@ def power(x: Numbers, y: Numbers) -> Array:
     $\dot p = y x^{y-1}\,\dot x + x^y \log x\,\dot y$. The first term is zero at $x = 0$ for
     $y < 1$, and for a negative `x` if `y` is not whole. The second is zero unless `x` is
     positive: at $x = 0$ the power is zero for $y > 0$, one at $y = 0$ and infinite for
-    $y < 0$. Both terms are zero where they would be infinite because `x` or `y` is. Both modes
-    and all orders. At $x = 0$, a derivative of higher order is NaN where it is infinite.
+    $y < 0$. Both terms are zero where they would be infinite because `x` or `y` is infinite.
+    Both modes and all orders. At $x = 0$, a derivative of higher order is NaN where it is
+    infinite.
     """
     return jnp.power(x, y)
 
