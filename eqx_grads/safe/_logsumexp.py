@@ -218,8 +218,8 @@ def softmax(
     **Derivative:**
 
     $\dot p = p \odot (\dot x - p^\top \dot x)$, which is its own transpose. For a probability
-    near one the difference cancels, so that its derivative is right in units in the last place
-    of one, as in JAX. Both modes and all orders.
+    near one the difference cancels. Its derivative then has an error of a few units in the last
+    place of one, as in JAX. Both modes and all orders.
     """
     out = _log_weights(_masked(x, where), None, axes=axis)[2]
     # A masked term is a constant: its cotangent may be infinite, as for a logarithm.

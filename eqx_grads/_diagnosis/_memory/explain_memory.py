@@ -93,9 +93,9 @@ def explain_memory(
     minus the bytes that it computes again at one time.
     [`eqx_grads.MemoryReport.verify`][] measures it in the compiled gradient.
 
-    The loss is traced, and not run. The advice is on a loop by [`eqx_grads.filter_scan`][], on
-    layers in [`eqx_grads.filter_checkpoint`][], and on a `jax.vmap` by
-    [`eqx_grads.filter_map`][].
+    The loss is traced, and not run. The advice is to run a loop by
+    [`eqx_grads.filter_scan`][], to wrap layers in [`eqx_grads.filter_checkpoint`][], and to
+    replace a `jax.vmap` by [`eqx_grads.filter_map`][].
 
     **Raises:**
 
