@@ -127,8 +127,8 @@ class leaky(AbstractFormula):
 
     **Derivative:**
 
-    See [`eqx_grads.surrogates.spike`][]. At zero $g$ is the average of the two. Its own
-    derivative is zero everywhere.
+    See [`eqx_grads.surrogates.spike`][]. At zero $g$ is the average of the two. The
+    derivative of $g$ is zero everywhere.
     """
 
     leak: Parameter = 0.1

@@ -111,8 +111,8 @@ class MinGRU(AbstractMinimal):
     For single steps, call the layer with one step and with the state that the last call
     returned.
 
-    States are in single precision at least: with parameters and inputs in half precision the
-    recurrence is in single, and the outputs are in half.
+    States have single precision at least. With parameters and inputs of half precision, the
+    recurrence runs in single precision, and the outputs have half precision.
 
     **Derivative:**
 
