@@ -530,7 +530,7 @@ def project(ct: PyTree, primal: PyTree) -> PyTree:
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] with the path of the leaf for anything else.
+    [`eqx_grads.RuleError`][] for any other cotangent, with the path of the leaf.
     """
     leaves, treedef = jax.tree.flatten(primal, is_leaf=is_none)
     return jax.tree.unflatten(treedef, project_leaves(ct, primal, leaves))

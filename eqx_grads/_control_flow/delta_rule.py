@@ -32,8 +32,9 @@ def gated_delta_rule(
 ) -> tuple[Array, Array]:
     r"""Write values to a matrix under keys, and read the matrix with queries, step by step.
 
-    The state $S$ is a matrix for each head. A step scales the matrix, replaces what it holds
-    under the key $k_t$ by the value $v_t$, to the part $\beta_t$, and reads it:
+    The state $S$ is a matrix for each head. A step scales the matrix, replaces a part
+    $\beta_t$ of what the matrix holds under the key $k_t$ by the value $v_t$, and reads the
+    matrix:
 
     $$S_t = e^{g_t} (I - \beta_t\,k_t k_t^\top)\,S_{t-1} + \beta_t\,k_t v_t^\top, \qquad
     o_t = S_t^\top q_t.$$
@@ -68,12 +69,12 @@ def gated_delta_rule(
     **Arguments:**
 
     - `q`, `k`: the queries and keys, of shape `(time, ..., key)`. The axes between time and
-        features are a batch and heads, or none. The delta rule wants keys of norm one: the
+        features are a batch and heads, or none. The delta rule needs keys of norm one: the
         state grows where $\beta_t |k_t|^2$ is more than two.
     - `v`: the values, of shape `(time, ..., value)`.
     - `beta`: how much of a value to write, of shape `(time, ...)`.
     - `decay`: $g_t$, the logarithm of the factor of the state, of shape `(time, ...)`. It is
-        at most zero as a rule. $-\infty$ clears the state. The default is zero.
+        usually at most zero. $-\infty$ clears the state. The default is zero.
     - `state`: the state before the first step, of shape `(..., key, value)`. The default is
         zero.
     - `lengths`: the number of steps that count, of the shape of the first batch axes. After
@@ -86,8 +87,9 @@ def gated_delta_rule(
     - `scale`: a factor of the outputs. The default is one; `flash-linear-attention` has
         `key ** -0.5`.
 
-    `q`, `k`, `v`, `beta` and `decay` broadcast over time, batch and heads: with ones for the
-    axes that share a number. `beta` and `decay` may be one number.
+    `q`, `k`, `v`, `beta` and `decay` broadcast over time, batch and heads: an axis
+    along which all numbers are equal may have the length one. `beta` and `decay` may be one
+    number.
 
     **Returns:**
 

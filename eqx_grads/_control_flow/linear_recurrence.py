@@ -73,9 +73,9 @@ def linear_recurrence(
     With $\dot h_0$ given, $\dot h_t = a_t\,\dot h_{t-1} + (\dot a_t\,h_{t-1} + \dot b_t)$ going
     forward. In reverse $g_t = \bar h_t + a_{t+1}\,g_{t+1}$, and then $\bar b_t = g_t$,
     $\bar a_t = g_t\,h_{t-1}$ and $\bar h_0 = a_1\,g_1$. The residuals are `a` and the states.
-    Both are linear recurrences, run by the same `method`. Both modes, all orders. Where `a` is
-    the same for many elements of `b`, or under `jax.vmap` for all examples, its gradient is
-    summed while it is computed.
+    Each mode is a linear recurrence, run by the same `method`. Both modes, all orders. Where
+    `a` is the same for many elements of `b`, or under `jax.vmap` for all examples, its gradient
+    is summed while it is computed.
 
     **Raises:**
 

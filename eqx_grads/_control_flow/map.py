@@ -64,7 +64,7 @@ def filter_map(
     **Returns:**
 
     The outputs of `f`, stacked along a new first axis. Leaves that are not arrays come back
-    unchanged, once.
+    unchanged, and are not stacked.
 
     **Derivative:**
 

@@ -55,7 +55,7 @@ def selective_scan(
     - `x`: the inputs, of shape `(time, ..., channels)`. The axes between are a batch, or none.
     - `step`: the lengths $\delta$ of the steps, of the shape of `x`, not negative.
     - `a`: the rates, of shape `(channels, states)`, real or complex. Their real parts are
-        negative as a rule.
+        usually negative.
     - `b`, `c`: what is written and read, of shape `(time, ..., states)`, real or complex.
     - `state`: the state before the first step, of shape `(..., channels, states)`. The default
         is zero.

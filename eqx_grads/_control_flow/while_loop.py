@@ -74,8 +74,8 @@ def filter_while_loop(
     - `init`: the first carry, any PyTree. Its leaves vary or are static as in
         [`eqx_grads.filter_scan`][].
     - `max_steps`: the largest number of steps that the loop takes. If `cond_fun` is still true
-        then, the loop returns that carry; call `cond_fun` on it to find out. Without
-        `max_steps`, the loop has no bound and no reverse mode.
+        after them, the loop returns the last carry; call `cond_fun` on that carry to find out.
+        Without `max_steps`, the loop has no bound and no reverse mode.
     - `checkpoint`: with `max_steps`, what the backward pass saves. `k` saves every `k`-th
         carry, and recomputes `k` steps at a time. `"sqrt"` is a `k` of about $\sqrt{T}$ for
         $T$ `max_steps`. `None` saves the residuals of all steps, in memory for `max_steps`

@@ -163,8 +163,8 @@ def explain_gradient(
     - a gradient that is zero, or a rounding error: the rows of [`eqx_grads.explain_zero`][];
     - a gradient that is $10^4$ times as large as the weights of its layer, or a millionth of
         the gradient of another layer;
-    - a Python float in a field of your own classes, or where a layer has an array: it has no
-        gradient;
+    - a Python float in a field of your own classes, or in a layer instead of an array: a Python
+        float has no gradient;
     - a kink of the loss at this point.
 
     The loss and its gradient are compiled once. If nothing is wrong, that is all.

@@ -113,8 +113,8 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
 
         - `fn_bwd`: called as `fn_bwd(residuals, grad_out, perturbed, vjp_arg, *args,
             **kwargs)`. `grad_out` is like the output, with `None` for each leaf that is not
-            an array of floats, or is not used. Returns the cotangent of `vjp_arg`, which is
-            like it, with `None` for any part that is zero.
+            an array of floats, or is not used. Returns the cotangent of `vjp_arg`: a
+            PyTree like `vjp_arg`, with `None` for any part that is zero.
 
         **Returns:**
 

@@ -47,8 +47,8 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
 
     Code for `jax.custom_jvp` works in the same way, with these exceptions:
 
-    - The terms of arguments that are not being differentiated are not computed. In JAX they
-        are multiplied by zeros, which is NaN where the factor is.
+    - The library does not compute the terms of arguments that are not being differentiated.
+        JAX multiplies these terms by zeros, and the product is NaN where the factor is NaN.
     - Python and NumPy integers stay what they are; in JAX they are arrays under `jit`.
 
     These work too: traced values that the function, its rules or the arguments of
@@ -64,9 +64,9 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
     **Derivative:**
 
     The forward rule is yours (see `defjvp`). The reverse rule is its transpose. Both modes and
-    all orders are available, the higher ones by differentiating your rule. A rule that is not
-    linear in its tangents is not rejected, unlike one of [`eqx_grads.custom_jvp`][]; forward
-    mode returns what the rule returns.
+    all orders are available. For higher orders, JAX differentiates your rule. Unlike
+    [`eqx_grads.custom_jvp`][], this decorator accepts a rule that is not linear in its
+    tangents: forward mode returns what the rule returns.
     """
 
     mode, how, stops = "JVP", "@{}.defjvp", True
@@ -90,8 +90,8 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
         **Arguments:**
 
         - `jvp`: called as `jvp(*nondiff, primals, tangents)`; returns `out, t_out`. The
-            tangent of an integer is of the dtype `jax.dtypes.float0`. `None` is zero as well,
-            for any part of `t_out`.
+            tangent of an integer is of the dtype `jax.dtypes.float0`. Any part of `t_out` may
+            be `None`, which means zero.
         - `symbolic_zeros`: whether the tangents of arguments that are not being
             differentiated are `jax.custom_derivatives.SymbolicZero`s.
 

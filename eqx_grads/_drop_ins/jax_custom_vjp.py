@@ -62,8 +62,9 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
 
     Code for `jax.custom_vjp` works in the same way, with these exceptions:
 
-    - The terms of outputs that are not used are not computed, if the backward rule is linear.
-        In JAX they are multiplied by zeros, which is NaN where the factor is.
+    - If the backward rule is linear, the library does not compute the terms of outputs that
+        are not used. JAX multiplies these terms by zeros, and the product is NaN where the
+        factor is NaN.
     - Python and NumPy integers stay what they are; in JAX they are arrays under `jit`.
     - A cotangent is summed over the axes along which its argument would have broadcast. In
         JAX its shape is an error.

@@ -20,8 +20,8 @@ class RuleError(TypeError, ValueError, RuntimeError):
 
     The message has three parts: what happened, where (the rule, its file and line, and
     the leaf in the names of your own parameters), and what to do about it. It is raised while
-    JAX traces your program, never while a compiled program runs. The exception is the result of
-    a function on the host, which is not known before.
+    JAX traces your program, never while a compiled program runs. There is one exception:
+    the result of a host function is known only when the program runs.
 
     It is a `TypeError`, which is what JAX raises for a wrong rule, and both a
     `ValueError` and a `RuntimeError`, which are what Equinox raises.

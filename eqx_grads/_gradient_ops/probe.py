@@ -362,7 +362,7 @@ def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = 
         raise rule_error(
             "The `name` of `watch_gradient` is not a string.",
             f"it is {name!r:.60}",
-            do="Name the point, as the error should.",
+            do="Give the name that the error should show.",
         )
     dtype = dtype_of_array(step)
     is_integer = dtype is not None and jnp.issubdtype(dtype, jnp.integer)

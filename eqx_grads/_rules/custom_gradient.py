@@ -12,8 +12,8 @@ from .rule import Rule
 def custom_gradient(fn: Callable[..., Any]) -> Any:
     """Decorate a function that returns its value and its own backward rule, a closure.
 
-    The form of `jax.custom_gradient` and TensorFlow's `tf.custom_gradient`. Traced values
-    may be closed over anywhere, and any PyTree passed.
+    The form of `jax.custom_gradient` and TensorFlow's `tf.custom_gradient`. All functions
+    may close over traced values, and arguments may be any PyTrees.
 
     !!! example
 

@@ -302,7 +302,7 @@ def linear_function(
     function, so that a rule may apply it to tangents.
 
     With respect to a parameter, or a value that the two functions close over, the derivative is
-    JAX's derivative of `matvec` or `rmatvec`. This is also so in mixed second derivatives: in
+    JAX's derivative of `matvec` or `rmatvec`. This also holds in mixed second derivatives: in
     reverse over reverse mode, JAX transposes `matvec`. Where JAX can't differentiate a
     parameter, pass `jax.lax.stop_gradient` of it, or call the linear function in the rules of
     an [`eqx_grads.custom_vjp`][].

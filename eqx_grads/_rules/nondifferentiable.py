@@ -45,7 +45,7 @@ def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:
         raise rule_error(
             "The `name` of `nondifferentiable` is not a string.",
             f"it is {name!r:.60}",
-            do="Name the value, as the error should.",
+            do="Give the name that the error should show.",
         )
     # A function in `x` can't be returned by a rule, but the values that it closes over can.
     tree, values = ClosedTree.split(x, is_dynamic)

@@ -19,7 +19,8 @@ def replace_gradient(value: PyTree, surrogate: PyTree) -> PyTree:
     r"""Return one value with the derivative of another.
 
     The usual spelling `surrogate + stop_gradient(value - surrogate)` rounds, and is NaN
-    where `value` and `surrogate` are infinite. This is `value`, bitwise.
+    where `value` and `surrogate` are infinite. `replace_gradient` returns `value`
+    itself, bit by bit.
 
     !!! example
 

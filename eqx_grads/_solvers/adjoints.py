@@ -32,8 +32,8 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
     Pass one to [`eqx_grads.fixed_point`][], or as `adjoint=` to `optimistix.fixed_point`, with
     any of its solvers for fixed points and roots. It may also be passed to
     `optimistix.root_find` of a function $g$; then $f(y, \theta) = y + g(y, \theta)$. If the
-    solver minimizes, Optimistix differentiates the equation that the gradient of the objective
-    is zero: this works with [`eqx_grads.solvers.ImplicitAdjoint`][], and is an error with any
+    solver minimizes, Optimistix differentiates another equation: the gradient of the objective
+    is zero. This works with [`eqx_grads.solvers.ImplicitAdjoint`][], and is an error with any
     other adjoint. Everything else that Optimistix returns, such as `aux`, has a zero
     derivative.
 
@@ -41,7 +41,7 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
     """
 
     def apply(self, primal_fn: Any, rewrite_fn: Any, inputs: Any, tags: Any) -> Any:
-        """What Optimistix calls: runs the solver, and gives its solution this derivative."""
+        """Run the solver, and give its solution this derivative. Called by Optimistix."""
         fn, solver, y0, args, *options = inputs
         finds = isinstance(solver, optx.AbstractFixedPointSolver | optx.AbstractRootFinder)
         is_of_optimistix = rewrite_fn.__module__.startswith("optimistix")
@@ -243,8 +243,8 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `k` is not a positive integer, or `tau` is not a number above
-    zero that is at most one.
+    [`eqx_grads.RuleError`][] if `k` is not a positive integer, or if `tau` is not a number
+    above zero and at most one.
     """
 
     k: int = eqx.field(static=True)
@@ -390,7 +390,7 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
     **Arguments:**
 
     - `linear_solver`: a `lineax` solver. By default, the `tags` of the fixed point choose it.
-        Without tags, it is LU of the dense Jacobian for up to 256 unknowns. Beyond, it is
+        Without tags, it is LU of the dense Jacobian for up to 256 unknowns. For more, it is
         GMRES, which only needs products with the Jacobian.
 
     **Derivative:**

@@ -95,9 +95,9 @@ def event_time(
     changes along the trajectory.
 
     A grazing event touches zero without crossing it: $\partial_t c + \partial_y c\,f = 0$. It
-    appears or disappears as the parameters change. Its true derivative is infinite, and this
-    one is not finite. If `t` is infinite or NaN, it is not an event, as with `where=False`: an
-    event that never happens does not move.
+    appears or disappears as the parameters change. Its true derivative is infinite, and the
+    computed derivative is not finite. If `t` is infinite or NaN, it is not an event, as with
+    `where=False`: an event that never happens does not move.
 
     The condition at `t` need not be exactly zero; the derivative has about the error of the
     time. If `t` is not an event at all, the derivative has no meaning: use `where`.

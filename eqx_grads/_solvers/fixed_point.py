@@ -93,7 +93,7 @@ def fixed_point(
     - `tags`: the `lineax` tag or tags of the Jacobian of $f(y) - y$, such as
         `lineax.negative_semidefinite_tag`, for the linear solve of `"implicit"`.
 
-    | `backward` | derivative | reverse mode, and one VJP in $\theta$ |
+    | `backward` | derivative | reverse mode: one VJP in $\theta$, and |
     |---|---|---|
     | `"implicit"` | exact, `ImplicitAdjoint()` | a linear solve |
     | `"fixed_point"` | exact, `FixedPointAdjoint()` | a VJP for each step of an iteration |

@@ -12,12 +12,13 @@ from .run_time_error import branched_error_if
 class CheckedSolver(lx.AbstractLinearSolver):
     """`solver`, with an error at run time if it fails.
 
-    The error belongs in the solver, as `lineax` runs it again for derivatives and transposes of
-    a solve, whose results nobody sees.
+    The solver raises the error itself: `lineax` runs the solver again for derivatives and
+    transposes of a solve, and nobody else sees the results of these runs.
 
-    - `tolerance`: of an iteration. A gradient may be of any size, and an absolute tolerance
-        accepts zero for a small one. So the right-hand side is divided by its size, and
-        `max|b - A x| <= tolerance * max|b|` is success, whatever made the iteration stop.
+    - `tolerance`: the tolerance of an iteration. A gradient may have any size, and an absolute
+        tolerance accepts the solution zero for a small gradient. So the right-hand side is
+        divided by its size, and `max|b - A x| <= tolerance * max|b|` is success, whatever made
+        the iteration stop.
     - `messages`: if the solution is not finite; if the solver says that it failed.
     """
 

@@ -27,12 +27,12 @@ def differentiable_solution(
     residual: Callable[..., Any],
     solver: Callable[..., Any],
 ) -> Any:
-    """`y`, with the derivative in the arrays `inputs` that a solution of `residual(y, inputs) =
-    0` has.
+    """Return `y`, with the derivative of a solution of `residual(y, inputs) = 0` with respect
+    to the arrays `inputs`.
 
-    `solver(linear_map, unknowns, value)` returns a linear function: `t_y`, or what it takes for
-    it, from `b`. `linear_map` is `R`, a function; `unknowns` are the inexact arrays of `y`, and
-    `value` is the residual there.
+    `solver(linear_map, unknowns, value)` returns a linear function from `b` to `t_y`, or to an
+    approximation of `t_y`. `linear_map` is `R`, a function; `unknowns` are the inexact arrays
+    of `y`, and `value` is the residual there.
     """
     leaves, treedef = jax.tree.flatten(y)
     leaves = _differentiable_solution(

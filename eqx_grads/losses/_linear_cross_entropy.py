@@ -119,8 +119,8 @@ def linear_cross_entropy(
         and `class_weight`, its columns of probabilities, all tokens, and labels that count the
         rows of all devices. The loss is the same on all devices.
 
-    `x` and `weight` are cast to their common dtype. In half precision, matrix products are
-    accumulated in single precision, and all else is computed in it.
+    `x` and `weight` are cast to their common dtype. If it is half precision, matrix products
+    are accumulated, and all else is computed, in single precision.
 
     **Returns:**
 

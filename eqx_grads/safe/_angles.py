@@ -203,7 +203,8 @@ def arcsin(x: Numbers) -> Array:
 
     **Derivative:**
 
-    $\dot y = \dot x / \sqrt{(1 - x)(1 + x)}$, and zero at the ends, where it is infinite, and
-    outside. Both modes and all orders; the second derivative is NaN at the ends.
+    $\dot y = \dot x / \sqrt{(1 - x)(1 + x)}$. The derivative is zero at 1 and -1, where this is
+    infinite, and outside of [-1, 1]. Both modes and all orders; the second derivative is NaN at
+    the ends.
     """
     return jnp.arcsin(x)

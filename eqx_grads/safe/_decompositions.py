@@ -86,9 +86,10 @@ def eigh(
         the lower triangle is read, and you get the derivative with respect to the lower
         triangle.
     - `tolerance`: how close neighboring eigenvalues may be under differentiation, relative to
-        the larger magnitude of both. If they differ by less than `n` rounding errors of the
-        norm of the matrix, relative to that norm. By default $\sqrt{\epsilon / n}$, with the
-        machine epsilon `2.2e-16` in double and `1.2e-7` in single precision.
+        the larger magnitude of both. If two eigenvalues differ by less than `n` rounding errors
+        of the norm of the matrix, the tolerance is relative to that norm. By default
+        $\sqrt{\epsilon / n}$, with the machine epsilon `2.2e-16` in double and `1.2e-7` in
+        single precision.
 
     **Returns:**
 
@@ -102,9 +103,10 @@ def eigh(
     With $P = V^\dagger \dot A V$: $\dot \lambda_i = P_{ii}$ and
     $V^\dagger \dot V = P_{ij} / (\lambda_j - \lambda_i)$ for $i \ne j$; the reverse rule is the
     transpose. Values and derivatives belong to a matrix within the tolerance of `a`. So the
-    derivative of any smooth function of `a` is right to the tolerance, and to the machine
-    epsilon divided by it. (With zeros instead of the infinite quotients, the derivative of $V
-    f(\Lambda) V^\dagger$ would lack the term $f'(\lambda) P_{ij}$ of equal eigenvalues.)
+    derivative of any smooth function of `a` has an error of the order of the tolerance, and a
+    rounding error of the order of the machine epsilon divided by the tolerance. (With
+    zeros instead of the infinite quotients, the derivative of $V f(\Lambda) V^\dagger$ would
+    lack the term $f'(\lambda) P_{ij}$ of equal eigenvalues.)
 
     A function that depends on the choice, like a single one of two eigenvectors with equal
     eigenvalues, has no derivative. The number that you get is finite, of the order of the

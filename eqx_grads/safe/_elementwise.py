@@ -67,8 +67,8 @@ def corner(slope, is_corner, *xs, axes=()):
     and wrong: zero for `norm(x)**2` at zero, instead of two. The elements along `axes` share a
     corner.
 
-    A tangent that is zero makes a NaN too: at zero, `x**2` has the tangent zero, and
-    `norm(x**2)` the second derivative two.
+    A zero tangent makes a NaN too. At zero, the tangent of `x**2` is zero, but the second
+    derivative of `norm(x**2)` is two.
     """
     del is_corner, xs, axes
     return slope

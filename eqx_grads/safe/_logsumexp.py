@@ -63,10 +63,10 @@ def logsumexp(
     **Derivative:**
 
     With the weights $q_i = e^{a_i} / \sum_j b_j e^{a_j}$:
-    $\dot y = \sum_i q_i (b_i \dot a_i + \dot b_i)$, the reverse rule being the transpose. Zero
-    where the sum is zero, and with respect to a term that is $-\infty$. Terms that are
-    $+\infty$ share the weight. Both modes and all orders. Where terms cancel to a sum of zero,
-    second derivatives are NaN. Second derivatives with respect to
+    $\dot y = \sum_i q_i (b_i \dot a_i + \dot b_i)$, and the reverse rule is the transpose. The
+    derivative is zero where the sum is zero, and with respect to a term that is $-\infty$.
+    Terms that are $+\infty$ share the weight. Both modes and all orders. Where terms cancel to
+    a sum of zero, second derivatives are NaN. Second derivatives with respect to
     $a$ are $q_i (\delta_{ij} - q_j)$ and right in units in the last place of $q_i$. If a term
     outweighs the others by a factor of $1 / \epsilon$, its second derivative on the diagonal is
     rounded to zero, as in JAX. [`eqx_grads.safe.logaddexp`][] does not round it to zero.
@@ -218,8 +218,8 @@ def softmax(
     **Derivative:**
 
     $\dot p = p \odot (\dot x - p^\top \dot x)$, which is its own transpose. For a probability
-    near one the difference cancels, so that its derivative is right in units in the last place
-    of one, as in JAX. Both modes and all orders.
+    near one the difference cancels. Its derivative then has an error of a few units in the last
+    place of one, as in JAX. Both modes and all orders.
     """
     out = _log_weights(_masked(x, where), None, axes=axis)[2]
     # A masked term is a constant: its cotangent may be infinite, as for a logarithm.

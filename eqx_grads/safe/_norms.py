@@ -200,8 +200,8 @@ def normalize(x: Numbers, *, axis: Axis = -1) -> Inexact[Array, "..."]:
     **Derivative:**
 
     With $u$ for the result: $\dot u = (\dot x - u\, u^\top \dot x) / \lVert x \rVert$. The map
-    is its own transpose. Zero at the zero vector, where the function jumps. Both modes and all
-    orders; second derivatives are NaN at the zero vector.
+    is its own transpose. The derivative is zero at the zero vector, where the function jumps.
+    Both modes and all orders; second derivatives are NaN at the zero vector.
 
     **Raises:**
 

@@ -157,8 +157,9 @@ def power(x: Numbers, y: Numbers) -> Array:
     $\dot p = y x^{y-1}\,\dot x + x^y \log x\,\dot y$. The first term is zero at $x = 0$ for
     $y < 1$, and for a negative `x` if `y` is not whole. The second is zero unless `x` is
     positive: at $x = 0$ the power is zero for $y > 0$, one at $y = 0$ and infinite for
-    $y < 0$. Both terms are zero where they would be infinite because `x` or `y` is. Both modes
-    and all orders. At $x = 0$, a derivative of higher order is NaN where it is infinite.
+    $y < 0$. Both terms are zero where they would be infinite because `x` or `y` is infinite.
+    Both modes and all orders. At $x = 0$, a derivative of higher order is NaN where it is
+    infinite.
     """
     return jnp.power(x, y)
 
@@ -239,8 +240,8 @@ def log(x: Numbers) -> Array:
 
     **Derivative:**
 
-    $\dot y = \dot x / x$. At zero, where it is infinite, and below, the derivative is zero.
-    Both modes and all orders; the second derivative is NaN at zero.
+    $\dot y = \dot x / x$. The derivative is zero at zero, where $1 / x$ is infinite, and below
+    zero. Both modes and all orders; the second derivative is NaN at zero.
     """
     return jnp.log(x)
 
@@ -285,8 +286,8 @@ def xlogy(x: Numbers, y: Numbers) -> Array:
 
     **Derivative:**
 
-    $\dot z = \log y\,\dot x + \frac{x}{y}\dot y$. Where `y` is zero, where both factors are
-    infinite or undefined, both terms are zero. For a negative `y` they are zero as well. Both
+    $\dot z = \log y\,\dot x + \frac{x}{y}\dot y$. Both terms are zero where `y` is
+    zero, because both factors are infinite or undefined there, and where `y` is negative. Both
     modes and all orders; second derivatives are NaN where `y` is zero, except the second
     derivative by `y` where `x` is zero as well.
     """
@@ -432,8 +433,9 @@ def log_expm1(x: Numbers) -> Array:
 
     **Derivative:**
 
-    $\dot y = \dot x / (1 - e^{-x})$. At zero, where it is infinite, and below, the derivative
-    is zero. Both modes and all orders; the second derivative is NaN at zero.
+    $\dot y = \dot x / (1 - e^{-x})$. The derivative is zero at zero, where
+    this is infinite, and below zero. Both modes and all orders; the second derivative is NaN at
+    zero.
     """
     return x + _log_one_minus_exp(x)
 

@@ -203,8 +203,9 @@ def log1p_ratio(x: Numbers) -> Array:
     **Derivative:**
 
     $\dot y = \frac{1}{x}\bigl(\frac{1}{1 + x} - y\bigr)\,\dot x$, and by its series for
-    $-\frac12 < x < 1$, where this difference cancels. Zero at -1, where it is infinite, below,
-    and at infinity. Both modes and all orders; the second derivative is NaN at -1.
+    $-\frac12 < x < 1$, where this difference cancels. The derivative is zero at -1, where it
+    would be infinite, below -1, and at infinity. Both modes and all orders; the second
+    derivative is NaN at -1.
     """
     is_near = (x > -0.5) & (x < 1)
     near, far = jnp.where(is_near, x, 0), jnp.where(is_near | jnp.isposinf(x), 1, x)

@@ -29,10 +29,10 @@ def gumbel_softmax(
     hard: bool = False,
     axis: int = -1,
 ) -> Array:
-    r"""Draw a relaxed sample of a categorical variable; or a one-hot sample, straight through.
+    r"""Draw a relaxed sample of a category, or (`hard`) a one-hot sample, straight through.
 
-    With Gumbel noise $G$ it is $\operatorname{softmax}((\theta + G) / \tau)$. The argmax of
-    $\theta + G$ is distributed as the softmax of the logits $\theta$.
+    The relaxed sample is $\operatorname{softmax}((\theta + G) / \tau)$, with Gumbel noise $G$.
+    The argmax of $\theta + G$ is distributed as the softmax of the logits $\theta$.
     [Jang et al. (2017)](https://arxiv.org/abs/1611.01144), [Maddison et al.
     (2017)](https://arxiv.org/abs/1611.00712).
 
@@ -105,10 +105,10 @@ def gumbel_sigmoid(
     temperature: ArrayLike = 1.0,
     hard: bool = False,
 ) -> Array:
-    r"""Draw a relaxed sample of a bit; or a sample that is zero or one, straight through.
+    r"""Draw a relaxed sample of a bit, or (`hard`) a zero or a one, straight through.
 
-    With logistic noise $L$, the difference of two samples of Gumbel noise, it is
-    $\sigma((\theta + L) / \tau)$. The probability that $\theta + L$ is positive is
+    The relaxed sample is $\sigma((\theta + L) / \tau)$. The logistic noise $L$ is the
+    difference of two samples of Gumbel noise. The probability that $\theta + L$ is positive is
     $\sigma(\theta)$. [Maddison et al. (2017)](https://arxiv.org/abs/1611.00712).
 
     !!! example

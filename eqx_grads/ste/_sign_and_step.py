@@ -271,12 +271,12 @@ def clip(x: PyTree, min: ArrayLike | None = None, max: ArrayLike | None = None) 
 
     The identity with respect to `x`: $\bar x = \bar y$. With respect to a bound, one where `x`
     is clipped to it, and zero elsewhere, including where `x` equals the bound. Both modes and
-    all orders, the higher ones being zero.
+    all orders; higher derivatives are zero.
 
     **Raises:**
 
-    As [`eqx_grads.ste.round`][], if a bound does not broadcast to `x`, and if both are single
-    numbers, known while tracing, and `min` exceeds `max`.
+    As [`eqx_grads.ste.round`][]. Also if a bound does not broadcast to `x`, or if both bounds
+    are single numbers that are known while tracing, and `min` exceeds `max`.
     """
     for what, bound in (("min", min), ("max", max)):
         if bound is not None:

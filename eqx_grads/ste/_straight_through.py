@@ -59,9 +59,9 @@ def hard_tanh(x: PyTree) -> PyTree:
 
     **Derivative:**
 
-    One where $|x| \le 1$, zero elsewhere. At $|x| = 1$, `jax.nn.hard_tanh` and
-    `jnp.clip(x, -1, 1)` have zero or one half: a weight that was clipped to one could not
-    return. Both modes and all orders.
+    One where $|x| \le 1$, zero elsewhere. At $|x| = 1$, the derivative of
+    `jax.nn.hard_tanh` and `jnp.clip(x, -1, 1)` is zero or one half. If it is zero, a weight
+    that was clipped to one can't return. Both modes and all orders.
 
     **Raises:**
 

@@ -65,8 +65,9 @@ def top_k(x: ArrayLike, k: int, *, axis: int = -1, temperature: ArrayLike = 1.0)
 
     Let $\tau$ be the temperature and $\sigma$ the sigmoid. The derivative of $\sigma(x / \tau -
     t)$, where $t$ is the number at which the sum along the axis is $k$: $\dot t = \sum_i
-    s_i\,(x_i / \tau)^{\cdot} / \sum_i s_i$ with $s = \sigma'(x / \tau - t)$. With respect to
-    `x` and the temperature; zero if `k` is the size of the axis. Both modes and all orders.
+    s_i\,(x_i / \tau)^{\cdot} / \sum_i s_i$ with $s = \sigma'(x / \tau - t)$. It is taken with
+    respect to `x` and the temperature, and is zero if `k` is the size of the axis. Both modes
+    and all orders.
 
     **Raises:**
 

@@ -268,7 +268,7 @@ def lsq(
     $\dot y = q\,g\,\dot s$ with $q$ the nearer of $q_{\min}$ and $q_{\max}$. The reverse rule
     is the transpose. As published, $u = q_{\min}$ and $u = q_{\max}$ count as clipped, and so
     do the $u$ outside that would be rounded to them. Forward mode has the factor $g$ too. Both
-    modes and all orders, the higher ones being zero.
+    modes and all orders; higher derivatives are zero.
 
     **Raises:**
 

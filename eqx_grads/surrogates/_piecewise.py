@@ -41,8 +41,8 @@ class triangle(AbstractFormula):
 
     **Derivative:**
 
-    See [`eqx_grads.surrogates.spike`][]. At the kinks of $g$, its own derivative is zero at
-    the peak and the average at $|v| = \text{width}$.
+    See [`eqx_grads.surrogates.spike`][]. The derivative of $g$ is zero at the
+    peak, and the average of both sides at $|v| = \text{width}$.
     """
 
     width: Parameter = positive(default=1.0)
@@ -86,7 +86,7 @@ class rectangle(AbstractFormula):
     **Derivative:**
 
     See [`eqx_grads.surrogates.spike`][]. At the edges $g$ is the average, half of the peak.
-    Its own derivative is zero everywhere.
+    The derivative of $g$ is zero everywhere.
     """
 
     width: Parameter = positive(default=1.0)
@@ -127,8 +127,8 @@ class leaky(AbstractFormula):
 
     **Derivative:**
 
-    See [`eqx_grads.surrogates.spike`][]. At zero $g$ is the average of the two. Its own
-    derivative is zero everywhere.
+    See [`eqx_grads.surrogates.spike`][]. At zero $g$ is the average of the two. The
+    derivative of $g$ is zero everywhere.
     """
 
     leak: Parameter = 0.1

@@ -39,8 +39,8 @@ class superspike(AbstractFormula):
 
     **Derivative:**
 
-    See [`eqx_grads.surrogates.spike`][]. At the peak, where $g$ has a kink, its own
-    derivative is zero.
+    See [`eqx_grads.surrogates.spike`][]. At the peak, where $g$ has a kink, the
+    derivative of $g$ is zero.
     """
 
     slope: Parameter = positive(default=25.0)

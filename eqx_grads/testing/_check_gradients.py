@@ -61,21 +61,21 @@ def check_gradients(
 
     `check_rule` checks one function with a rule. This checks what a training step uses: the
     gradient of a loss, through all layers, scans and rules. It says which leaves are wrong, and
-    names the function without whose rule they are right.
+    names the function whose rule makes them wrong.
 
     - Gradient and loss are computed in float64. The gradient is compared with differences
         along a random direction of each leaf alone, so that a wrong bias is not hidden by large
         weights.
     - Steps of several lengths are extrapolated (Richardson). Their disagreement is the error
-        of the differences. A leaf whose differences are not evidence is `"not measured"`: they
-        are too noisy, no step is short enough for the slope not to depend on it, or the loss
-        rounds to zero.
+        of the differences. A leaf whose differences prove nothing is `"not measured"`: the
+        differences are too noisy, the slope still depends on the length of the shortest step,
+        or the loss rounds to zero.
     - Forward mode, where it works, is compared as well: with the differences, and so with
         reverse mode (the adjoint identity).
     - Where the slopes on the two sides differ, the loss has a kink (`relu` at zero, ties of a
         maximum). The gradient has to be between them, and right at a point nearby.
-    - What a `stop_gradient` of the loss returns is held while differencing, if the gradient is
-        wrong otherwise. A leaf that is right then is `"stopped"`.
+    - If the gradient is wrong, it is compared with differences that keep the results of each
+        `stop_gradient` of the loss constant. A leaf that is right then is `"stopped"`.
     - For each wrong leaf, the rules in the program are removed (`eqg.custom_*`,
         `jax.custom_*`). If the gradient is right without some rules, the report names them,
         with the line and the layer of the call. If it is right at points nearby, the report

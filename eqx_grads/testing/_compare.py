@@ -152,8 +152,8 @@ def assert_trees_close(
     """Assert that two trees of arrays have the same structure, shapes, dtypes and values.
 
     The error of a leaf is $\\lVert got - expected \\rVert / \\lVert expected \\rVert$ with the
-    two-norm, and does not grow with the number of entries: a sum over a thousand entries
-    that is 1 % off is 1 % off. NaN and infinity are equal to themselves only.
+    two-norm, and does not grow with the number of entries: if each of a thousand
+    entries is 1 % off, the error is 1 %. NaN and infinity are equal to themselves only.
 
     !!! example
 

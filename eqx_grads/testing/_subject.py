@@ -194,7 +194,7 @@ def fitted(option: str, tree: Any, space: Sequence[Any], names: Sequence[str]) -
     arrays = [np.asarray(x) for x in jax.tree.leaves(tree)]
     if [x.shape for x in arrays] != [x.shape for x in space]:
         raise rule_error(
-            f"`{option}` has an array of another shape than its value.",
+            f"`{option}` has an array whose shape is not the shape of its value.",
             f"{', '.join(names)}: {', '.join(str(x.shape) for x in space)}",
             f"`{option}`: {', '.join(str(x.shape) for x in arrays)}",
             do="Give an array for each value, with a number for each entry.",

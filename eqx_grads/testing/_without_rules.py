@@ -37,8 +37,8 @@ def without_rules(
 ) -> Callable[..., list[Any]]:
     """The same function of arrays, differentiated as it is written.
 
-    `is_decorated`: whether `fn` is nothing but the call of a function that the user gave a
-    rule, and which may otherwise look like one of JAX's own.
+    `is_decorated`: whether `fn` only calls a function that has a rule of the user. Without this
+    flag, the function may look like one of JAX's own.
     """
 
     def without(eqn, values):

@@ -88,13 +88,14 @@ def explain_memory(
     **Returns:**
 
     An [`eqx_grads.MemoryReport`][], which prints as a table with the advice that saves most.
-    The list is exact: the leaves of the pullback that `jax.vjp` returns and that the backward
-    pass uses, each array once. Each advice is tried. Its saving is the bytes that are kept
-    without it and not with it, minus the bytes that are computed again at one time.
+    The list is exact: it has every array of the pullback of `jax.vjp` that the backward pass
+    uses, once. Each advice is tried. The saving is the bytes that the loss no longer keeps,
+    minus the bytes that it computes again at one time.
     [`eqx_grads.MemoryReport.verify`][] measures it in the compiled gradient.
 
-    Nothing is computed. The advice is on a loop by [`eqx_grads.filter_scan`][], on layers in
-    [`eqx_grads.filter_checkpoint`][], and on a `jax.vmap` by [`eqx_grads.filter_map`][].
+    The loss is traced, and not run. The advice is to run a loop by
+    [`eqx_grads.filter_scan`][], to wrap layers in [`eqx_grads.filter_checkpoint`][], and to
+    replace a `jax.vmap` by [`eqx_grads.filter_map`][].
 
     **Raises:**
 

@@ -113,8 +113,8 @@ def explain_nan(
     `"overflow"`, `"constant infinity"` (of a `where`), `"exceeds the threshold"`,
     `"NaN in the input"` and `"inf in the input"`.
 
-    If the loss is an [`eqx_grads.zero_safe`][], `dropped` are the places where it drops
-    something, including by its policy `"zero"`.
+    If the loss is decorated with [`eqx_grads.zero_safe`][], `dropped` lists the places where it
+    drops a term. This includes the terms that the policy `"zero"` drops.
 
     A loss with a `while_loop` has no gradient. `explain_nan` looks at its derivative in forward
     mode.

@@ -40,8 +40,8 @@ class ZeroReport(AbstractReport):
 
     - `found`: a [`eqx_grads.ZeroGradient`][] for each leaf with a zero gradient and each cause.
     - `n_leaves`: how many leaves were inspected.
-    - `noise`: the leaves whose gradient is not exactly zero, but a rounding error, and its
-        largest element.
+    - `noise`: the leaves whose gradient is not exactly zero, but a rounding error; each with
+        the largest element of its gradient.
     - `not_finite`: the leaves whose gradient is not finite.
     - `remarks`: further notes, such as questions that stayed open.
     """

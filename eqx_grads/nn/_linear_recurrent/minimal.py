@@ -111,8 +111,8 @@ class MinGRU(AbstractMinimal):
     For single steps, call the layer with one step and with the state that the last call
     returned.
 
-    States are in single precision at least: with parameters and inputs in half precision the
-    recurrence is in single, and the outputs are in half.
+    States have single precision at least. With parameters and inputs of half precision, the
+    recurrence runs in single precision, and the outputs have half precision.
 
     **Derivative:**
 
@@ -182,9 +182,8 @@ class MinLSTM(AbstractMinimal):
     $(W_f, W_i, W_h)$ one above the other, and `bias`, $(b_f, b_i, b_h)$.
 
     This is the plain form of the paper (its section 3.2), run by
-    [`eqx_grads.linear_recurrence`][]; the candidate may be negative. Only the quotients are
-    computed from logarithms, $f / (f + i) = \sigma(\log f - \log i)$, as both gates may
-    underflow.
+    [`eqx_grads.linear_recurrence`][]; the candidate may be negative. Both gates may underflow,
+    so the quotients are computed from logarithms: $f / (f + i) = \sigma(\log f - \log i)$.
 
     For single steps, precision and the paper, see [`eqx_grads.nn.MinGRU`][].
 

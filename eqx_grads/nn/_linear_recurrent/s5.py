@@ -122,10 +122,11 @@ class S5(AbstractDiagonal):
     For single steps, call the layer with one step and with the state that the last call
     returned.
 
-    States are complex, in single precision at least, and so are `log_decay`, `frequency` and
-    `log_step`: with a `dtype` and inputs of half precision the recurrence is in single, and
-    the outputs are in half. A model that is cast to half precision as a whole loses digits of
-    the steps, and becomes another filter: do not cast these three.
+    States are complex. They have single precision at least, and so do `log_decay`,
+    `frequency` and `log_step`. With a `dtype` and inputs of half precision, the recurrence
+    runs in single precision, and the outputs have half precision. Do not cast these three
+    parameters to half precision: the steps would lose digits, and the layer would be another
+    filter.
 
     **Derivative:**
 

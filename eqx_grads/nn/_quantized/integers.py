@@ -37,9 +37,9 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
         ```
 
     The result is a model like the given one, and you call it in the same way. In each quantized
-    layer, `weight` is integers, and `weight_quantizer.scale` the scale. A call multiplies the
-    two, and computes with the product in floats: less memory holds the model, and the
-    arithmetic stays what it was. The weights before quantization are gone, so keep the given
+    layer, `weight` holds integers, and `weight_quantizer.scale` the scale. A call multiplies
+    the two, and computes with the product in floats. So the model needs less memory, and the
+    arithmetic stays the same. The weights before quantization are gone, so keep the given
     model for further training: integers have no gradient, and training the new model changes
     its scales, biases and other floats only, without an error.
 
@@ -61,7 +61,7 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
         as long, and its second half is in the upper bits. The outputs are bitwise equal to the
         outputs of the given model. If calls are compiled, compile this function too,
         `equinox.filter_jit(to_integers)`: XLA may divide by a scale in another way than JAX
-        does op by op, and a weight halfway between two integers becomes the other one.
+        does op by op, and then rounds a weight halfway between two integers to the other one.
     - An [`eqx_grads.nn.QuantizationReport`][]: `swapped` has the layers that hold integers now,
         with their dtype and the bytes of the weight and its scale. `left` has the layers and
         arrays that hold floats. `sizes` has the bytes of the whole model. Biases and the scales

@@ -91,8 +91,8 @@ def quantize_model(
     - `None` or `False`: the layer is not replaced.
 
     Rules do not change the weights of a layer that is already quantized: `(None,
-    quantizer)` gives it a quantizer for the inputs, if it lacks one, and other rules pass over
-    it.
+    quantizer)` gives it a quantizer for the inputs, if it lacks one, and all other rules leave
+    it unchanged.
 
     **Returns:**
 
@@ -248,6 +248,7 @@ def _calibrated(model, found, batch, call):
             f"{len(uncalibrated)} layers have an input quantizer whose scale is to be fitted",
             do="Leave `calibrate` and `call` out, or give a batch, and rules with an input "
             "quantizer whose scale is fitted: an `eqg.nn.LSQ`, or an `eqg.nn.FakeQuantize` "
-            "with `learn_scale=True`. Without it, that computes its scale in each call.",
+            "with `learn_scale=True`. Without it, a `FakeQuantize` computes its scale in each "
+            "call.",
         )
     return fit_to_inputs(model, uncalibrated, batch, call)

@@ -37,8 +37,8 @@ class AbstractQuantizer(eqx.Module):
 
     @abc.abstractmethod
     def fit(self, x: Array) -> "AbstractQuantizer":
-        """This quantizer, with the parameters that it still lacks chosen for `x`. Layers call
-        it with their weights when they are made."""
+        """Return this quantizer, with its missing parameters chosen for `x`. A layer calls this
+        method with its weights when it is made."""
 
     @abc.abstractmethod
     def encode(self, x: Floats) -> Encoded:

@@ -85,10 +85,11 @@ class Binary(AbstractSigns):
 
     **Derivative:**
 
-    As of $\alpha\,\operatorname{sign}(W)$ with $\alpha_i = \operatorname{mean}_j |W_{ij}|$ and
-    the sign of [`eqx_grads.ste.binary_sign`][]: straight through where $|w| \le 1$. A larger
-    weight has no gradient from its sign, so training usually clips weights to $[-1, 1]$ after
-    each step. The scale is differentiated too.
+    The derivative of $\alpha\,\operatorname{sign}(W)$, with
+    $\alpha_i = \operatorname{mean}_j |W_{ij}|$ and the sign of
+    [`eqx_grads.ste.binary_sign`][]: straight through where $|w| \le 1$. A larger weight has no
+    gradient from its sign, so training usually clips weights to $[-1, 1]$ after each step. The
+    scale is differentiated too.
     """
 
     scale: bool = eqx.field(static=True)
@@ -103,7 +104,7 @@ class Binary(AbstractSigns):
         self.scale, self.bits = bool(scale), 1
 
     def fit(self, x: Array) -> "Binary":
-        """This quantizer: there is nothing to fit."""
+        """Return this quantizer: there is nothing to fit."""
         del x
         return self
 
@@ -159,8 +160,8 @@ class Ternary(AbstractSigns):
         self.scale, self.bits = bool(scale), math.log2(3)
 
     def fit(self, x: Array) -> "Ternary":
-        """This quantizer. If all of `x` is within the threshold, there is a warning: the scale
-        is zero, and so is the gradient."""
+        """Return this quantizer. Warn if all of `x` is within the threshold: then the scale is
+        zero, and so is the gradient."""
         if self.scale and is_known(x):
             largest = float(np.max(np.abs(np.asarray(x)), initial=0.0))
             # The threshold of "mean" is less than the largest number.

@@ -32,8 +32,9 @@ def forward_chunk(xs: jax.Array, hidden: int) -> Size | None:
     """The number of steps of a chunk of the forward pass; `None` without chunks. The
     products with the inputs are computed at once for all steps of a chunk, or step by step.
 
-    Step by step is faster if a product with the inputs of one step is efficient already, as it
-    has several rows, or if it is small: the products of all steps are neither written nor read.
+    Step by step is faster if the product of one step has several rows, and so is efficient
+    already, or if it is small: then the program need not write and read the products of all
+    steps.
     """
     _, batch, features = xs.shape
     at_once = size_or(batch, 64) < 4 and features * hidden >= 2**11

@@ -36,7 +36,7 @@ class AbstractGated(AbstractRecurrent):
 class GRU(AbstractGated):
     r"""A gated recurrent unit over time, with a backward pass written by hand.
 
-    Up to rounding the same numbers as `equinox.nn.GRUCell` in a `jax.lax.scan`:
+    It returns the numbers of `equinox.nn.GRUCell` in a `jax.lax.scan`, up to rounding:
 
     $$r = \sigma(W_r x + V_r h + b_r), \quad z = \sigma(W_z x + V_z h + b_z), \quad
     n = \tanh(W_n x + b_n + r\,(V_n h + c_n)), \quad h' = n + z\,(h - n).$$
@@ -125,7 +125,7 @@ class GRU(AbstractGated):
 class LSTM(AbstractGated):
     r"""A long short-term memory over time, with a backward pass written by hand.
 
-    Up to rounding the same numbers as `equinox.nn.LSTMCell` in a `jax.lax.scan`:
+    It returns the numbers of `equinox.nn.LSTMCell` in a `jax.lax.scan`, up to rounding:
 
     $$i, f, o = \sigma(W x + V h + b), \quad g = \tanh(W x + V h + b), \quad
     c' = f\,c + i\,g, \quad h' = o \tanh(c').$$

@@ -52,8 +52,8 @@ class LIFCell(eqx.Module):
 
     These are `Leaky`, `Synaptic`, `RLeaky` and `RSynaptic` of
     [snnTorch](https://snntorch.readthedocs.io), with the names of its arguments and the same
-    numbers. (There, `reset="zero"` also removes the input of the step, but not in `Leaky`, and
-    $V s$ has a bias.) The adaptation comes from [Bellec et al.
+    numbers. (In snnTorch, `reset="zero"` also removes the input of the step, except in `Leaky`,
+    and $V s$ has a bias.) The adaptation comes from [Bellec et al.
     (2020)](https://doi.org/10.1038/s41467-020-17236-y), whose $\beta$ is the $\gamma$ here. The
     $\beta$ of [Bellec et al. (2018)](https://arxiv.org/abs/1803.09574) belongs to a trace $a' =
     \rho\,a + (1 - \rho)\,s$: multiply it by $1 - \rho$.
@@ -91,8 +91,8 @@ class LIFCell(eqx.Module):
 
     **Derivative:**
 
-    The derivative of the equations, with the derivative of the surrogate for the derivative
-    of $\Theta$: see [`eqx_grads.surrogates.spike`][]. Both modes and all orders. With
+    The derivative of the equations. The derivative of the surrogate replaces the derivative of
+    $\Theta$: see [`eqx_grads.surrogates.spike`][]. Both modes and all orders. With
     `detach_reset`, the $s$ of the reset is a constant; the gradient does pass through $V s$ and
     through the trace.
 
