@@ -5,10 +5,6 @@ from jax import lax
 from jaxtyping import Array, ArrayLike
 
 
-# A name scope, by which `explain_nan` knows a NaN that is a second derivative at a kink.
-NO_SECOND_DERIVATIVE = "eqg_no_second_derivative"
-
-
 def nan_where(is_nan: ArrayLike, x: Array) -> Array:
     """`x`, and NaN where `is_nan`, with the derivative zero.
 

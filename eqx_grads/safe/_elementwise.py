@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from .._rules.custom_jvp import custom_jvp
 from .._rules.elementwise import elementwise
-from .._rules.nan_where import nan_where, NO_SECOND_DERIVATIVE
+from .._rules.nan_where import nan_where
 from ..tangents import add, is_zero, neg, scale
 from ._arguments import on_arrays
 
@@ -80,8 +80,7 @@ def _corner_jvp(primals, tangents, *, axes):
     t_slope, _, *t_xs = tangents
     shape = jnp.broadcast_shapes(slope.shape, jnp.shape(is_corner))
     # It has no derivative either, at all orders.
-    with jax.named_scope(NO_SECOND_DERIVATIVE):
-        factor = nan_where(is_corner, jnp.ones(shape, slope.dtype))
+    factor = nan_where(is_corner, jnp.ones(shape, slope.dtype))
     factor = corner(factor, is_corner, *xs, axes=axes)
 
     def term(t):
