@@ -88,8 +88,8 @@ def filter_scan(
         depend on the same element of the carry only, as in [`eqx_grads.nn.LRU`][],
         [`eqx_grads.nn.MinGRU`][], [`eqx_grads.nn.LIFCell`][] and other elementwise
         recurrences. `"e-prop"` accepts all steps, and drops the derivative of the carry that
-        is not elementwise: an approximation. A derivative in `xs` is an error. See [Online
-        learning](../guides/memory.md#online-learning).
+        is not elementwise: an approximation, in reverse mode only. A gradient in `xs` is an
+        error. See [Online learning](../guides/memory.md#online-learning).
     - `carry_gradient`: a function of the carry that returns the same carry with another
         derivative. It acts on the cotangent that leaves each step, and may clip it, for
         example. It must not change the value: return the arrays that it was given, or pass

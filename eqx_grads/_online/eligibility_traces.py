@@ -23,7 +23,7 @@ from .._jaxprs.interpret import fixed_point
 from .._jaxprs.operands import at, fill, flagged
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .elementwise_jacobian import Term, terms_of_outputs, View
-from .step_tangents import forward_tangents, reverse_tangents
+from .step_tangents import reverse_tangents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,19 +201,6 @@ class StepJacobian:
             self.options.where,
             do='Use `online="e-prop"`, which drops this part of the derivative, or `truncate`.',
         )
-
-
-def forward_diagonal(
-    body: Any, leaves: Sequence[int], consts, carry, x
-) -> dict[tuple[int, int], Any]:
-    """The diagonal of the derivative of the next carry in the carry, for these leaves, in
-    forward mode. Key `(b, a)` is for leaf `b` of the next carry and leaf `a` of the carry."""
-    next_carry = _next_carry(body, leaves)
-    of_perturbed = lambda *values: next_carry(consts, fill(carry, leaves, values), x)
-    program = forward_tangents(of_perturbed, [carry[i] for i in leaves])
-    terms = zip(leaves, terms_of_outputs(program, leaves), strict=True)
-    carried = [(b, t.source, t) for b, of_leaf in terms for t in of_leaf]
-    return _diagonal(carried, body.carry_types)
 
 
 def _next_carry(body: Any, leaves: Sequence[int]):

@@ -1,13 +1,13 @@
-"""The derivative of a scan step as a program of tangents, for either mode.
+"""The derivative of a scan step as a program of tangents, by the rules for reverse mode.
 
-The two modes differ where a function in the step has a rule for reverse mode only, as
-`clip_gradient` has: in forward mode, it has the derivative of the function. Backpropagation
-through time applies the pullback of the step. If that is linear in its cotangents, its
-transpose carries a derivative forward in time. If a backward rule is not linear, nothing does.
+A function in the step may have a rule for reverse mode only, as `clip_gradient` has. Its
+derivative in forward mode is another one. Backpropagation through time applies the pullback of
+the step. If that is linear in its cotangents, its transpose carries a derivative forward in
+time. If a backward rule is not linear, nothing does.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,46 +15,27 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._errors import rule_error
 from .._jaxprs.dependence import without_unused
-from .._jaxprs.evaluate import bind
 from .._jaxprs.interpret import Domain, interpret
 from .._jaxprs.linearity import output_statuses, surely_linear, why_nonlinear
-from .._jaxprs.operands import at, restricted
-from .._jaxprs.structure import (
-    CallWithRule,
-    equations,
-    inner_programs,
-    structure,
-)
+from .._jaxprs.structure import CallWithRule, found, inner_programs, structure
 from .._jaxprs.versions import function_name
-from .._tangent_spaces import is_differentiable
 
 
-Function = Callable[..., list[Any]]  # of arrays that are differentiable
-
-
-def forward_tangents(fn: Function, primals: Sequence[Any]) -> ClosedJaxpr:
-    """The tangents of the outputs, as a program of the tangents of the inputs."""
-    tangents = lambda *ts: jax.jvp(fn, tuple(primals), ts)[1]
-    return without_unused(jax.make_jaxpr(tangents)(*primals))
-
-
-def reverse_tangents(fn: Function, primals: Sequence[Any], where: str) -> ClosedJaxpr:
-    """The same, of the linear map that reverse mode transposes. An error names the rule, if it
-    is not seen to be linear."""
-    backward, types = _pullback(fn, primals)
+def reverse_tangents(
+    fn: Callable[..., list[Any]], primals: Sequence[Any], where: str
+) -> ClosedJaxpr:
+    """The tangents of the outputs, as a program of the tangents of the inputs. An error names
+    the rules, if the pullback is not seen to be linear."""
+    step = jax.make_jaxpr(fn)(*primals)
+    types = step.out_avals
+    pull_back = lambda *cts: list(jax.vjp(fn, *primals)[1](list(cts)))
+    backward = without_unused(jax.make_jaxpr(pull_back)(*types))
     reason = _why_not_linear(backward)
     if reason is not None:
-        raise _not_linear(_rules_that_are_not_linear(fn, primals), reason, where)
+        names = [f"`{_name_of(eqn)}`" for eqn in found(step, CallWithRule)]
+        raise _not_linear(" or ".join(dict.fromkeys(names)), reason, where)
     transposed = jax.linear_transpose(jaxpr_as_fun(backward), *types)
     return without_unused(jax.make_jaxpr(lambda *ts: transposed(list(ts)))(*primals))
-
-
-def _pullback(fn: Function, primals: Sequence[Any]) -> tuple[ClosedJaxpr, Sequence[Any]]:
-    """The cotangents of the inputs, as a program of the cotangents of the outputs, and the
-    types of the latter."""
-    types = jax.make_jaxpr(fn)(*primals).out_avals
-    pull_back = lambda *cts: list(jax.vjp(fn, *primals)[1](list(cts)))
-    return without_unused(jax.make_jaxpr(pull_back)(*types)), types
 
 
 # ---------------------------------------------------------------- linearity
@@ -74,41 +55,17 @@ def _why_not_linear(backward: ClosedJaxpr) -> str | None:
 
 def _rules_applied(program: ClosedJaxpr) -> list[Any]:
     """The calls with rules that are applied to what depends on an input."""
-    found: list[Any] = []
+    applied: list[Any] = []
 
     def apply(eqn, depend, _):
         if any(depend) and isinstance(structure(eqn), CallWithRule):
-            found.append(eqn)
+            applied.append(eqn)
         return [any(depend)] * len(eqn.outvars)
 
     enters = lambda known: not isinstance(known, CallWithRule)
     domain = Domain(lambda x: False, operator.or_, apply, enters)
     interpret(program, [True] * len(program.in_avals), domain)
-    return found
-
-
-def _calls(program: ClosedJaxpr) -> Iterator[Any]:
-    return (eqn for eqn in equations(program) if isinstance(structure(eqn), CallWithRule))
-
-
-def _rules_that_are_not_linear(fn: Function, primals: Sequence[Any]) -> list[str]:
-    """The names of the functions in a step whose backward rules are not linear."""
-    program = jax.make_jaxpr(fn)(*primals)
-    return [_name_of(eqn) for eqn in _calls(program) if not _is_linear(eqn)]
-
-
-def _is_linear(eqn: Any) -> bool:
-    types = [v.aval for v in eqn.invars]
-    perturbed = [i for i, t in enumerate(types) if is_differentiable(t)]
-
-    def why(operands):
-        of_all = lambda *xs: [y for y in bind(eqn, xs) if is_differentiable(y)]
-        call = restricted(of_all, operands, perturbed)
-        reasons.append(_why_not_linear(_pullback(call, at(operands, perturbed))[0]))
-
-    reasons: list[str | None] = []
-    jax.eval_shape(why, types)
-    return reasons == [None]
+    return applied
 
 
 def _name_of(eqn: Any) -> str:
@@ -122,8 +79,7 @@ def _name_of(eqn: Any) -> str:
 _OF_EQUINOX = "fn_wrapped"
 
 
-def _not_linear(rules: list[str], reason: str, where: str):
-    names = " and ".join(f"`{name}`" for name in dict.fromkeys(rules))
+def _not_linear(names: str, reason: str, where: str):
     return rule_error(
         "A rule for reverse mode can't be followed online, as it is not linear in its "
         "cotangent.",
