@@ -12,7 +12,7 @@ from .._errors import check_flags, check_function, name_of, rule_error
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic, Size
 from .._rules.float_args import as_count
-from .._rules.transformed import call_on_arrays
+from .._rules.tree_split import call_on_arrays
 from .._tangent_spaces import is_numeric_array
 from .carry import lengths
 from .chunked_scan import near_divisor

@@ -19,10 +19,9 @@ from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
 from .call_primitive import bind_call, invalid_tracer
 from .call_record import Call
-from .copies import copy_in_use, has_copies
 from .flat_call import FlatCall, OutputSpec, RuleCall
 from .matmul_precision import in_precision, matmul_precision
-from .rule import AbstractRules, check_static_outputs
+from .rule import AbstractRules, check_static_outputs, copy_in_use, has_copies
 from .tree_split import as_arrays
 from .vmap_rule import apply_vmap_rule
 

@@ -29,8 +29,7 @@ from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
 from .._jaxprs.operands import at, fill, flagged
 from .._jaxprs.structure import CallWithRule, read_call, register
 from .._tangent_spaces import is_differentiable
-from .batched_call import batched_call
-from .call_record import Call, no_vmap_rule, with_batch_in_front
+from .call_record import batched_call, Call, no_vmap_rule, with_batch_in_front
 from .linear_primitive import transpose_of
 from .rule import try_to_trace
 

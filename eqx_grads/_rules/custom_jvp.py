@@ -14,20 +14,20 @@ from .._jaxprs.dependence import needed
 from .._jaxprs.linearity import output_statuses, why_nonlinear, why_not_transposable
 from .._jaxprs.operands import at, fill, flagged
 from .._tangent_spaces import fit_leaves, is_differentiable, is_none, tangent_leaf
-from .convention import Convention, OURS
-from .copies import running_rule
 from .flat_call import OutputSpec, RuleCall
 from .linear_primitive import linear_call, LinearMap
 from .rule import (
     AbstractRules,
     check_outputs,
+    check_zeros,
     CheckCache,
     Rule,
+    running_rule,
     trace_rule,
     TracedRule,
 )
+from .signature import Convention, OURS
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
-from .zero_derivative import check_zeros
 
 
 class custom_jvp(AbstractDecorated[P, T]):

@@ -20,8 +20,6 @@ from .._jaxprs.current_trace import outside_of_linearization
 from .._jaxprs.linearity import output_statuses, surely_linear
 from .._jaxprs.operands import at, fill, restricted
 from .._tangent_spaces import as_array_list, is_array, is_none, is_type, project_leaves
-from .convention import Convention, OURS
-from .copies import running_rule
 from .custom_jvp import apply_forward_rule
 from .flat_call import FlatCall, OutputSpec, RuleCall
 from .linear_primitive import linear_call, LinearMap
@@ -29,14 +27,15 @@ from .rule import (
     AbstractRules,
     advice_on_cotangents,
     check_outputs,
+    check_zeros,
     CheckCache,
     Rule,
+    running_rule,
     trace_rule,
 )
-from .signature import Signature
+from .signature import Convention, OURS, Signature
 from .tree_split import ClosedTree, TreeSplit
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
-from .zero_derivative import check_zeros
 
 
 class custom_vjp(AbstractDecorated[P, T]):

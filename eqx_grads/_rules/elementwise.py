@@ -11,10 +11,9 @@ from .._errors import check_function, name_of, place_of, rule_error, show_tree, 
 from .._jaxprs.operands import restricted
 from .._tangent_spaces import broadcasts_to, is_differentiable
 from ..tangents import add, is_zero
-from .convention import AS_CALLED
 from .custom_jvp import custom_jvp
-from .rule import Rule
-from .zero_derivative import check_function_of_zeros
+from .rule import check_function_of_zeros, Rule
+from .signature import AS_CALLED
 
 
 def elementwise(

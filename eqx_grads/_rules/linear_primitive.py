@@ -6,7 +6,7 @@ can't have forward mode, reverse mode and `vmap` at once (clause 3 of the contra
 
 import functools as ft
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -207,3 +207,32 @@ ad.primitive_transposes[linear_p] = _transpose
 batching.fancy_primitive_batchers[linear_p] = _batch
 mlir.register_lowering(linear_p, mlir.lower_fun(_impl, multiple_results=True))
 register(linear_p.name, _structure)
+
+
+class Side(NamedTuple):
+    """One of the two maps.
+
+    - `run(parameters, xs)` returns the arrays of the output, which have these `types`. JAX
+        differentiates the function with respect to the parameters. The function holds no
+        tracer, as JAX keeps it with the program.
+    """
+
+    name: str
+    run: Callable[[list[Any], list[Any]], Sequence[Any]]
+    types: Sequence[Any]
+    note: str | None = None  # for errors of the derivative with respect to the parameters
+
+
+def apply_side(
+    side: Side, transpose: Side, parameters: Sequence[Any], xs: Sequence[Any]
+) -> list[Any]:
+    """Apply `side`. JAX uses `transpose` where it transposes `side`, and `side` where it
+    transposes `transpose`."""
+
+    def pull_back(parameters, cts):
+        pairs = zip(cts, side.types, strict=True)
+        cts = [ad.zeros_like_aval(t) if ct is None else ct for ct, t in pairs]
+        return apply_side(transpose, side, parameters, cts)
+
+    linear_map = LinearMap(side.name, side.run, pull_back, side.types, side.note)
+    return list(linear_call(linear_map, parameters, xs))

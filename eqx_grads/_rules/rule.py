@@ -1,11 +1,21 @@
-"""A user's rule, one call of the rule, and the check of its value."""
+"""A user's rule, one call of the rule, and the checks of what it returns.
+
+Which copy of a decorated Module does a rule run for? A decorated Module is copied with other
+arrays by `eqx.tree_at`, an optimizer, `jit` or `vmap`. All copies share their rules, and a rule
+calls the Module by the name of the first one, as in `return f(x), x`. There, `f` means the copy
+that is differentiated: see `copy_in_use`.
+"""
 
 import abc
+import contextlib
+import contextvars
 import functools as ft
 import inspect
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import equinox as eqx
 import jax
 from jax.extend.core import ClosedJaxpr
 
@@ -16,17 +26,70 @@ from .._errors import (
     pair_of,
     place_of,
     rule_error,
+    RuleError,
     show_tree,
     type_of,
     unpartial,
 )
+from .._jaxprs.current_trace import setting, staging_trace
 from .._jaxprs.known_zeros import evaluate_with_zeros
-from .._jaxprs.operands import at, fill, flagged
+from .._jaxprs.operands import at, fill, flagged, restricted
+from .._tangent_spaces import is_differentiable
 from .closure_convert import check_no_tracers, Opaque
-from .convention import Convention
 from .flat_call import OutputSpec, RuleCall
 from .object_parts import Rebuildable
-from .signature import Signature, signature_of
+from .signature import Convention, Signature, signature_of
+
+
+class _Running(NamedTuple):
+    fn: Any
+    staged_by: Any  # the trace that made the rule's operations equations, if any
+
+
+# By the rules' `cache`, which copies share.
+_running: contextvars.ContextVar[Mapping[Any, _Running]] = contextvars.ContextVar(
+    "running", default=types.MappingProxyType({})
+)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def has_copies(fn: Callable[..., Any]) -> bool:
+    """Whether `fn` may be a copy: of a function there is only one."""
+    return type(fn) is not types.FunctionType and isinstance(fn, eqx.Module)
+
+
+def running_rule(fn: Callable[..., Any], rules: Any) -> contextlib.AbstractContextManager[None]:
+    """While a rule of `fn` runs."""
+    if not has_copies(fn):
+        return _NOTHING
+    running = {**_running.get(), rules.cache: _Running(fn, staging_trace())}
+    return setting(_running, running)
+
+
+def copy_in_use(fn: Any, rules: Any) -> Any:
+    """The Module `fn`, or its copy whose rule is running."""
+    running = _running.get().get(rules.cache)
+    if running is None or _have_same_leaves(fn, running.fn):
+        return fn
+    if staging_trace() is not running.staged_by:
+        # JAX keeps programs traced by `jit` or for a loop, and uses them for other copies.
+        raise rule_error(
+            f"A rule of `{name_of(fn)}` calls `{name_of(fn)}` inside a transformation such as "
+            "`jax.jit` or `jax.lax.scan`, and runs for a copy that has other arrays.",
+            place_of(fn),
+            do="Decorate a function of the Module and its arguments, whose rules are given the "
+            "Module.",
+        )
+    return running.fn
+
+
+def _have_same_leaves(a, b) -> bool:
+    if a is b:
+        return True
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
+    return all(x is y for x, y in pairs)
 
 
 T = TypeVar("T")
@@ -360,3 +423,43 @@ def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:
 
     if outputs.split.has_static:
         check_no_tracers(outputs.split.static, fail)
+
+
+def check_zeros(rule: Rule, call: RuleCall, indices: Sequence[int]) -> None:
+    """Raise if the function forbids a derivative with respect to the perturbed operands at
+    `indices`, for which `rule` says zero."""
+
+    def check():
+        of_all = lambda *operands: call.flat.call(operands)[1]
+        fn = restricted(of_all, call.operands, indices)
+        check_function_of_zeros(rule.name, call.fn, fn, at(call.operands, indices))
+
+    call.rules.cache.get(call, ("zeros", *indices), check)
+
+
+def check_function_of_zeros(
+    rule: str, fn: Any, of_zeros: Callable[..., Any], primals: Sequence[Any]
+) -> None:
+    """The same for `of_zeros`, which is `fn` as a function of its primals only."""
+    errors: list[RuleError] = []
+
+    def inexact_outputs(*xs):
+        return [y for y in jax.tree.leaves(of_zeros(*xs)) if is_differentiable(y)]
+
+    def backward(*xs):
+        try:
+            out, pull_back = jax.vjp(inexact_outputs, *xs)
+            return pull_back(out)  # for the types, any cotangents do
+        except RuleError as error:
+            if error.forbids_derivative:
+                errors.append(error)
+            raise
+
+    try_to_trace(jax.eval_shape, backward, *primals)
+    if errors:
+        errors[0].add_note(
+            f"`{name_of(fn)}` passes it to `nondifferentiable`, and the rule `{rule}` returns "
+            "no derivative for it, which would be a silent zero. Return the derivative, or an "
+            "array of zeros if zero is meant."
+        )
+        raise errors[0]

@@ -9,9 +9,8 @@ from .._errors import name_of, rule_error, show_tree
 from .._errors.trees import prefix_leaves
 from .._tangent_spaces import as_array_list
 from .call_record import vmap_over
-from .copies import running_rule
 from .flat_call import FlatCall, OutputSpec
-from .rule import Rule, trace_outputs
+from .rule import Rule, running_rule, trace_outputs
 
 
 def apply_vmap_rule(

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from .._errors import check_function, first_line, name_of, place_of, rule_error
 from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import evaluate
-from .._rules.transformed import AbstractTransformed, call_on_arrays
+from .._rules.tree_split import AbstractTransformed, call_on_arrays
 from .analysis import analyze
 from .ranges import is_inexact, Range
 from .transform import evaluate_zero_safe
