@@ -81,10 +81,8 @@ if TYPE_CHECKING:
         filter_custom_jvp as filter_custom_jvp,
         filter_custom_vjp as filter_custom_vjp,
     )
-    from ._drop_ins.jax_decorated import (
-        jax_custom_jvp as jax_custom_jvp,
-        jax_custom_vjp as jax_custom_vjp,
-    )
+    from ._drop_ins.jax_custom_jvp import jax_custom_jvp as jax_custom_jvp
+    from ._drop_ins.jax_custom_vjp import jax_custom_vjp as jax_custom_vjp
     from ._gradient_ops.probe import (
         GradientStatistics as GradientStatistics,
         probe as probe,
@@ -120,7 +118,8 @@ _NAMES = {
     "_diagnosis.plots": "plot_gradient_flow",
     "_gradient_ops.probe": "GradientStatistics probe tap_gradient watch_gradient",
     "_drop_ins.equinox_decorated": "filter_custom_jvp filter_custom_vjp",
-    "_drop_ins.jax_decorated": "jax_custom_jvp jax_custom_vjp",
+    "_drop_ins.jax_custom_jvp": "jax_custom_jvp",
+    "_drop_ins.jax_custom_vjp": "jax_custom_vjp",
     "_solvers.events": "event_time jump",
     "_solvers.fixed_point": "fixed_point",
     "_host.host_function": "host_function HostFunction",

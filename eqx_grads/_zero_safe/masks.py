@@ -15,7 +15,6 @@ that would be an array is `None`.
 
 import contextlib
 import functools as ft
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -39,36 +38,10 @@ from .._jaxprs.operands import at, fill
 from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import Call, Checkpoint, Scan
 from .._jaxprs.symbolic_sizes import as_length
-from .._jaxprs.varying import cast_to, vary_alike
+from .._jaxprs.varying import vary_alike
 from .analysis import Analysis, AnalyzedEquation
+from .mask import both, dense, either, Mask, of_type
 from .ranges import decided_case, is_inexact, Range
-
-
-Mask: TypeAlias = Any  # `True`, `False`, an array of booleans, or `None`
-
-
-def either(*masks: Mask) -> Mask:
-    if any(mask is True for mask in masks):
-        return True
-    arrays = [mask for mask in masks if mask is not False]
-    if any(mask is None for mask in arrays):
-        return None
-    return ft.reduce(operator.or_, arrays) if arrays else False
-
-
-def both(a: Mask, b: Mask) -> Mask:
-    if a is True or b is False:
-        return b
-    return a if b is True or a is False else a & b
-
-
-def dense(mask: Mask, shape: Sequence[int]) -> jax.Array:
-    return jnp.broadcast_to(jnp.asarray(mask), shape)
-
-
-def of_type(t: Any, mask: Mask) -> jax.Array:
-    """A mask as an array that has the shape of a type, and is on the devices as its values."""
-    return cast_to(dense(mask, t.shape), t)
 
 
 def stopped(x: Any) -> Any:

@@ -22,17 +22,8 @@ from .._jaxprs.structure import Cond, Scan
 from .._jaxprs.varying import cast_to
 from .._rules.replace_gradient import replace_gradient
 from .analysis import Analysis, AnalyzedEquation
-from .masks import (
-    backward,
-    both,
-    dense,
-    forward,
-    Mask,
-    masks_of_scan,
-    raw_outputs,
-    read,
-    transfer,
-)
+from .mask import both, dense, Mask
+from .masks import backward, forward, masks_of_scan, raw_outputs, read, transfer
 
 
 class Plan:
