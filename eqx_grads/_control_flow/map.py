@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function, name_of, rule_error
@@ -15,7 +14,7 @@ from .._rules.float_args import as_count
 from .._rules.tree_split import call_on_arrays
 from .._tangent_spaces import is_numeric_array
 from .carry import lengths
-from .chunked_scan import near_divisor
+from .chunked_scan import near_divisor, scan_in_chunks
 
 
 def filter_map(
@@ -81,7 +80,7 @@ def filter_map(
     n = _common_length(f, xs)
     if chunk is None:
         # A number of slices that is symbolic can't be divided: they are one chunk.
-        chunk = near_divisor(n, math.sqrt(n)) if not is_symbolic(n) and n > 3 else n
+        chunk = near_divisor(n, math.sqrt(n)) if not is_symbolic(n) and n > 3 else 3
     elif is_symbolic(n):
         raise rule_error(
             f"`filter_map` of `{name_of(f)}` can't divide a symbolic number of slices.",
@@ -117,22 +116,13 @@ def _common_length(f: Callable[..., Any], xs: PyTree) -> Size:
 @compile_eager_calls
 def _run(f, xs, n, chunk, checkpoint):
     def in_chunks(of_slice, arrays):
-        def of_chunk(arrays, in_scan):
-            run = jax.vmap(of_slice)
+        of_chunk = jax.vmap(of_slice)
+        if checkpoint:
             # In a scan, the compiler can't merge the two evaluations of a chunk.
-            return (jax.checkpoint(run, prevent_cse=not in_scan) if checkpoint else run)(arrays)
-
-        if is_symbolic(n) or n <= chunk:
-            return of_chunk(arrays, in_scan=False)
-        whole = n - n % chunk
-        chunks = [x[:whole].reshape(-1, chunk, *x.shape[1:]) for x in arrays]
-        step = lambda _, chunk: (None, of_chunk(chunk, in_scan=True))
-        _, ys = jax.lax.scan(step, None, chunks)
-        ys = [y.reshape(whole, *y.shape[2:]) for y in ys]
-        if whole < n:
-            rest = of_chunk([x[whole:] for x in arrays], in_scan=False)
-            ys = [jnp.concatenate(pair) for pair in zip(ys, rest, strict=True)]
-        return ys
+            in_scan = not is_symbolic(n) and n >= 2 * chunk
+            of_chunk = jax.checkpoint(of_chunk, prevent_cse=not in_scan)
+        step = lambda _, xs, init: (None, of_chunk(xs))
+        return scan_in_chunks(step, None, arrays, chunk=chunk, reverse=False)[1]
 
     # The arrays of `f` itself have no slices.
     return call_on_arrays(in_chunks, lambda *xs: f(*xs), xs, {}, is_numeric_array)

@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jax.interpreters import ad
 
 from .._errors import (
+    bad_argument,
     check_function,
     name_of,
     place_of,
@@ -319,24 +320,19 @@ def linear_function(
     if not isinstance(matvec, staticmethod | classmethod):
         check_function(matvec, "matvec", "linear_function")
     fn, binding = unwrap_method(matvec)
-    function = LinearFunction(
-        fn=fn, _rules=_Adjoint(fn, _check_argnum(argnum, fn)), _binding=binding
-    )
+    function = LinearFunction(fn, _Adjoint(fn, _as_argnum(argnum)), binding)
     set_metadata(function, fn)
     if rmatvec is not None:
         function.def_rmatvec(rmatvec)
     return function
 
 
-def _check_argnum(argnum, fn):
+def _as_argnum(argnum):
     number = as_integer(argnum)
     if number is None or number < 0:
-        raise rule_error(
-            "The `argnum` of `linear_function` is not the position of an argument.",
-            f"it is {argnum!r:.60}",
-            place_of(fn),
-            do="Give an integer: 0 is the first argument, 1 is the first one after `self`.",
-        )
+        do = "Give an integer: 0 is the first argument, 1 is the first one after `self`."
+        what = "the position of an argument"
+        raise bad_argument("linear_function", "argnum", what, argnum, do)
     return number
 
 
