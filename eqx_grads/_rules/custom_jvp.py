@@ -20,13 +20,11 @@ from .rule import (
     AbstractRules,
     check_outputs,
     check_zeros,
-    CheckCache,
     Rule,
     running_rule,
     trace_rule,
     TracedRule,
 )
-from .signature import Convention, OURS
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 
 
@@ -120,16 +118,6 @@ class custom_jvp(AbstractDecorated[P, T]):
 
 
 class ForwardRules(AbstractRules):
-    captures = ("jvp_rule", "vmap_rule")
-
-    def __init__(self, convention: Convention = OURS):
-        AbstractRules.__init__(self, convention)
-        self.jvp_rule: Rule | None = None
-
-    def set_jvp(self, rule: Rule) -> None:
-        self.jvp_rule = rule
-        self.cache = CheckCache()
-
     def check_complete(self, fn):
         if self.jvp_rule is None:
             name = name_of(fn)

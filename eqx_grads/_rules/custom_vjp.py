@@ -28,13 +28,11 @@ from .rule import (
     advice_on_cotangents,
     check_outputs,
     check_zeros,
-    CheckCache,
     Rule,
     running_rule,
     trace_rule,
 )
-from .signature import Convention, OURS, Signature
-from .tree_split import ClosedTree, TreeSplit
+from .tree_split import ClosedTree
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 
 
@@ -112,9 +110,7 @@ class custom_vjp(AbstractDecorated[P, T]):
 
         `rule`.
         """
-        fwd_rule = Rule(rule)
-        _check_not_equinox(fwd_rule, self.fn, 0)
-        self._rules.fwd_rule = fwd_rule
+        self._rules.fwd_rule = Rule(rule)
         return rule
 
     def def_bwd(
@@ -143,9 +139,7 @@ class custom_vjp(AbstractDecorated[P, T]):
         """
         if rule is None:
             return lambda rule: self.def_bwd(rule, symbolic_zeros=symbolic_zeros)
-        bwd_rule = Rule(rule, symbolic_zeros)
-        _check_not_equinox(bwd_rule, self.fn, 2)
-        self._rules.bwd_rule = bwd_rule
+        self._rules.bwd_rule = Rule(rule, symbolic_zeros)
         return rule
 
     def def_jvp(
@@ -157,39 +151,14 @@ class custom_vjp(AbstractDecorated[P, T]):
         """
         if rule is None:
             return lambda rule: self.def_jvp(rule, symbolic_zeros=symbolic_zeros)
-        self._rules.jvp_rule = Rule(rule, symbolic_zeros)
-        self._rules.cache = CheckCache()
+        self._rules.set_jvp(Rule(rule, symbolic_zeros))
         return rule
 
 
 _PERTURBED = "perturbed"
 
 
-def _check_not_equinox(rule: Rule, fn: Any, position: int) -> None:
-    """Raise if a rule takes `perturbed` where Equinox passes it."""
-    # It may be the name of an argument of the function, too.
-    if rule.by_position[position : position + 1] == (_PERTURBED,) and (
-        position > 0 or Signature(fn).names[0] != _PERTURBED
-    ):
-        raise rule_error(
-            f"The rule `{rule.name}` of `{name_of(fn)}` takes `perturbed` by position, as "
-            "rules of `equinox.filter_custom_vjp` do.",
-            rule.place,
-            do="Use `eqx_grads.filter_custom_vjp`, which calls rules as Equinox does. Rules of "
-            "`eqx_grads.custom_vjp` are called as `fwd(*args)` and `bwd(residuals, ct)`, and "
-            "get `perturbed` if it is keyword-only.",
-        )
-
-
 class ReverseRules(AbstractRules):
-    captures = ("fwd_rule", "bwd_rule", "jvp_rule", "vmap_rule")
-
-    def __init__(self, convention: Convention = OURS):
-        AbstractRules.__init__(self, convention)
-        self.fwd_rule: Rule | None = None
-        self.bwd_rule: Rule | None = None
-        self.jvp_rule: Rule | None = None
-
     def check_complete(self, fn):
         if self.fwd_rule is not None and self.bwd_rule is not None:
             return
@@ -214,22 +183,11 @@ class ReverseRules(AbstractRules):
         if not indices:
             return outputs, arrays, [None] * len(arrays)
         kept, kept_operands = ClosedTree.split(residuals, is_array)
-        spec = _VjpSpec(
-            flat=call.flat,
-            perturbed=perturbed,
-            arg_types=[jax.typeof(x) for x in call.operands[: call.flat.n_args]],
-            out_split=outputs.split.without_static(),
-            out_types=outputs.types,
-            out_indices=indices,
-            kept=kept,
-            n_operands=len(call.operands),
-        )
-        linear_map = LinearMap(
-            name_of(call.fn),
-            spec.forward,
-            spec.transpose,
-            [spec.out_types[i].to_tangent_aval() for i in indices],
-        )
+        types = [jax.typeof(x) for x in call.operands]
+        outputs_only = dataclasses.replace(outputs, split=outputs.split.without_static())
+        spec = _VjpSpec(call.flat, types, perturbed, outputs_only, indices, kept)
+        t_types = [outputs.types[i].to_tangent_aval() for i in indices]
+        linear_map = LinearMap(name_of(call.fn), spec.forward, spec.transpose, t_types)
         operands = [*call.operands, *kept_operands]
         ts = linear_call(linear_map, operands, at(call.tangents, perturbed))
         return outputs, arrays, fill([None] * len(arrays), indices, ts)
@@ -261,17 +219,15 @@ class _VjpSpec:
     arrays. JAX keeps it with the program, so it holds no tracer."""
 
     flat: FlatCall
+    types: list[Any]  # of the operands
     perturbed: list[int]  # which of the positional arrays have a tangent
-    arg_types: list[Any]
-    out_split: TreeSplit
-    out_types: Sequence[Any]
+    outputs: OutputSpec
     out_indices: list[int]  # which of the outputs have a tangent
     kept: ClosedTree  # the residuals of the user's
-    n_operands: int
 
     def forward(self, residuals, live_ts):
         residuals, live_ts = as_array_list(residuals), as_array_list(live_ts)
-        operands = residuals[: self.n_operands]
+        operands = residuals[: len(self.types)]
         if self.flat.rules.jvp_rule is None:
             return self._forward_of_function(operands, live_ts)
         ts = fill([None] * self.flat.n_args, self.perturbed, live_ts)
@@ -294,14 +250,14 @@ class _VjpSpec:
         residuals = as_array_list(residuals)
         is_ready = lambda ct: ct is None or isinstance(ct, jax.Array)
         cts = [ct if is_ready(ct) else jnp.asarray(ct) for ct in cts]
-        call = RuleCall.of(self.flat, residuals[: self.n_operands], [])
+        call = RuleCall.of(self.flat, residuals[: len(self.types)], [])
         rule = call.rules.bwd_rule
-        kept = self.kept.tree(residuals[self.n_operands :])
+        kept = self.kept.tree(residuals[len(self.types) :])
 
         def pull_back(*cts):
-            full = fill([None] * len(self.out_types), self.out_indices, cts)
+            full = fill([None] * len(self.outputs.types), self.out_indices, cts)
             with running_rule(call.fn, call.rules):
-                ct_args = self._run_bwd(call, rule, kept, self.out_split.tree(full))
+                ct_args = self._run_bwd(call, rule, kept, self.outputs.tree(full))
             zeros = [i for i, ct in zip(self.perturbed, ct_args, strict=True) if ct is None]
             if zeros:
                 check_zeros(rule, call, zeros)
@@ -309,7 +265,7 @@ class _VjpSpec:
 
         if rule.symbolic_zeros or all(ct is not None for ct in cts):
             return pull_back(*cts)
-        return _without_dead_terms(pull_back, cts, at(self.out_types, self.out_indices))
+        return _without_dead_terms(pull_back, cts, at(self.outputs.types, self.out_indices))
 
     def _run_bwd(self, call, rule, kept, ct):
         args = call.args
@@ -326,7 +282,7 @@ class _VjpSpec:
                 rule.place,
                 do=advice_on_cotangents(result),
             )
-        types = self.arg_types
+        types = self.types[: self.flat.n_args]
         if not all(isinstance(arg, jax.Array) for arg in args):
             types = self.flat.args.mirror(types, arrays=call.operands[: self.flat.n_args])
         cts = []

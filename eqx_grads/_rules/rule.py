@@ -38,7 +38,7 @@ from .._tangent_spaces import is_differentiable
 from .closure_convert import check_no_tracers, Opaque
 from .flat_call import OutputSpec, RuleCall
 from .object_parts import Rebuildable
-from .signature import Convention, Signature, signature_of
+from .signature import Convention, OURS, Signature, signature_of
 
 
 class _Running(NamedTuple):
@@ -227,7 +227,8 @@ def advice_on_cotangents(result: Any) -> str:
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _CONVENTIONS = (
     "Rules are called as `jvp(primals, tangents, **kwargs)`, `fwd(*args, **kwargs)`, "
-    "`bwd(residuals, ct)` and `vmap(axis_size, batched, *args, **kwargs)`."
+    "`bwd(residuals, ct)` and `vmap(axis_size, batched, *args, **kwargs)`, with `perturbed` if "
+    "it is keyword-only. `eqx_grads.filter_custom_vjp` calls rules as Equinox does."
 )
 
 
@@ -282,13 +283,22 @@ class AbstractRules(Rebuildable, abc.ABC):
     Static data for JAX: compared by identity. A rule may be given, or replaced, at any time.
     """
 
-    def __init__(self, convention: Convention):
+    captures = ("fwd_rule", "bwd_rule", "jvp_rule", "vmap_rule")
+
+    def __init__(self, convention: Convention = OURS):
         self.convention = convention
+        self.fwd_rule: Rule | None = None
+        self.bwd_rule: Rule | None = None
+        self.jvp_rule: Rule | None = None
         self.vmap_rule: Rule | None = None
         self.varies_alike = True  # cast all operands to vary alike, inside `shard_map`
         # Shared by the copies that have tracers substituted.
         self.cache = CheckCache()
         self._signature: Signature | None = None
+
+    def set_jvp(self, rule: Rule) -> None:
+        self.jvp_rule = rule
+        self.cache = CheckCache()
 
     @abc.abstractmethod
     def check_complete(self, fn: Callable[..., Any]) -> None:

@@ -289,10 +289,9 @@ WRONG = [
      "`fn` is int (3)"), (lambda: eqg.custom_jvp(square, nondiff_argnums=(0,)),
      "`custom_jvp` was given an"), (lambda: eqg.custom_jvp(square).defjvp,
      "no attribute `defjvp`"), (lambda: eqg.custom_vjp(square).defvjp, "`custom_vjp` has no"),
-    (lambda: eqg.custom_vjp(square).def_fwd(named("mine", lambda perturbed, x: (x, x))),
-     "`mine` of `square` takes | @"),
-    (lambda: eqg.custom_vjp(square).def_bwd(lambda residuals, ct, perturbed: (ct,)),
-     "of `square` takes `perturbed`"), (grad(lambda x: forward(lambda p, t: p, keyword)(x,
+    (grad(reverse(fwd=lambda perturbed, x: (x, x))), "`fwd` can't be called | @"),
+    (grad(reverse(lambda residuals, ct, perturbed: (ct,))), "'perturbed' | as Equinox does"),
+    (grad(lambda x: forward(lambda p, t: p, keyword)(x,
      options={"scale": ONE}), X), "2 by position, `options` | @"),
     # forward rules
     (grad(forward(lambda p, t: p[0])), "a pair | float32[3]"),
