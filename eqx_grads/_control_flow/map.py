@@ -18,10 +18,7 @@ from .chunked_scan import near_divisor, scan_in_chunks
 
 
 def filter_map(
-    f: Callable[..., PyTree],
-    *xs: PyTree,
-    chunk: int | None = None,
-    checkpoint: bool = True,
+    f: Callable[..., PyTree], *xs: PyTree, chunk: int | None = None, checkpoint: bool = True
 ) -> PyTree:
     r"""Apply a function to each slice of its arguments, with the memory of one chunk.
 

@@ -8,22 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import (
-    check_function,
-    name_of,
-    place_of,
-    rule_error,
-    show_path,
-    type_of,
-)
+from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
 from .._rules.custom_vjp import custom_vjp
-from .._tangent_spaces import (
-    is_differentiable,
-    is_none,
-    is_zero_leaf,
-    match_leaves,
-    shape_of,
-)
+from .._tangent_spaces import is_differentiable, is_none, is_zero_leaf, match_leaves, shape_of
 
 
 def on_backward(x: PyTree, fn: Callable[[Any], Any]) -> PyTree:

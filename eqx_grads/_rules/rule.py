@@ -117,9 +117,7 @@ class Rule(Rebuildable):
         self._conventions = _CONVENTIONS if conventions is None else conventions
         if not callable(self.fn):
             raise rule_error(
-                "A `rule` is not a function.",
-                f"it is {type_of(self.fn)}",
-                do=self._conventions,
+                "A `rule` is not a function.", f"it is {type_of(self.fn)}", do=self._conventions
             )
         check_flags("the rule", symbolic_zeros=symbolic_zeros)
         # For errors: what the user calls the rule, and the function of the user's it is in.
