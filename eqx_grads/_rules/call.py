@@ -17,7 +17,7 @@ from .._errors import name_of, place_of, rule_error
 from .._jaxprs.current_trace import is_eager
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
-from .call_primitive import bind_call, invalid_tracer
+from .call_primitive import bind_call, invalid_tracer, WAY_OUT
 from .call_record import Call
 from .flat_call import FlatCall, OutputSpec, RuleCall
 from .matmul_precision import in_precision, matmul_precision
@@ -45,15 +45,9 @@ def call_with_rules(
         # transpose of the cast sums those of a replicated operand, once.
         operands = vary_tracers_alike(operands)
     functions = _OfArrays(flat)
-    call = Call(
-        fn=flat.fn,
-        n_operands=len(operands),
-        n_args=flat.n_args,
-        rules_key=rules.cache,  # shared by copies with other tracers
-        primal=functions.primal,
-        jvp=functions.jvp,
-        vmap=functions.vmap,
-    )
+    key = rules.cache  # shared by copies with other tracers
+    run = functions.primal, functions.jvp, functions.vmap
+    call = Call(flat.fn, len(operands), flat.n_args, key, *run)
     arrays = bind_call(call, operands)
     assert functions.outputs is not None
     return functions.outputs.tree(arrays)
@@ -138,13 +132,13 @@ def _as_numbers(arrays):
 
 def _not_differentiable(fn, flat, i):
     what, places = "a value that it closes over", [place_of(fn)]
-    do = _MODULE_WAY_OUT if isinstance(fn, eqx.Module) else _WAY_OUT
+    do = _MODULE_WAY_OUT if isinstance(fn, eqx.Module) else WAY_OUT
     if i < flat.n_args + flat.n_kwargs:
         what, do = flat.rules.convention.configuration
     elif (holder := flat.holder(i)) is not None:
         what, (function, argument, by_position) = _OF_AN_ARGUMENT, holder
         places.insert(0, place_of(function))
-        do = _HOLDER_WAY_OUT.format(argument) if by_position else _WAY_OUT
+        do = _HOLDER_WAY_OUT.format(argument) if by_position else WAY_OUT
     what = f"`{name_of(fn)}` was differentiated with respect to {what}."
     return rule_error(what, f"at {flat.path(i)}", *places, do=do)
 
@@ -154,10 +148,6 @@ _HOLDER_WAY_OUT = (
     "A rule gives derivatives with respect to the leaves of its arguments. Make {} an "
     "`eqx.Module` or an `eqx.Partial` that has the value as a leaf, or close over "
     "`jax.lax.stop_gradient` of it."
-)
-_WAY_OUT = (
-    "A rule gives derivatives with respect to arguments. Make the value a positional "
-    "parameter, or close over `jax.lax.stop_gradient` of it."
 )
 _MODULE_WAY_OUT = (
     "A rule gives derivatives with respect to arguments. Pass the Module as an argument: "

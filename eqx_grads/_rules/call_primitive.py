@@ -10,7 +10,6 @@ the function, not from the rule. A `jax.custom_vjp` has no forward mode, and
 
 import contextlib
 import contextvars
-import dataclasses
 import functools as ft
 import inspect
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
 from .._jaxprs.operands import at, fill, flagged
 from .._jaxprs.structure import CallWithRule, read_call, register
 from .._tangent_spaces import is_differentiable
-from .call_record import batched_call, Call, no_vmap_rule, with_batch_in_front
+from .call_record import batched_call, Call, with_batch_in_front
 from .linear_primitive import transpose_of
 from .rule import try_to_trace
 
@@ -86,14 +85,7 @@ def _extended_call(call: Call, traced: ClosedJaxpr, n_extra: int, n_consts: int)
         _, t_out = call.jvp(primals[first:], tangents[first:])
         return out, [None] * (len(out) - len(t_out)) + t_out
 
-    return dataclasses.replace(
-        call,
-        n_operands=len(traced.in_avals),
-        n_args=first + call.n_args,
-        primal=primal,
-        jvp=jvp,
-        vmap=no_vmap_rule,
-    )
+    return call.with_more_operands(first, primal, jvp)
 
 
 class _CallPrimitive(Primitive):
@@ -156,13 +148,16 @@ def _jvp(primals, tangents, **params):
     ]
 
 
+WAY_OUT = (
+    "A rule gives derivatives with respect to arguments. Make the value a positional "
+    "parameter, or close over `jax.lax.stop_gradient` of it."
+)
+
+
 def _closed_over(call: Call) -> RuleError:
-    return rule_error(
-        f"`{call.name}` was differentiated with respect to a value that it closes over.",
-        "at a value that was not found among its arguments, closures and attributes",
-        do="A rule gives derivatives with respect to arguments. Make the value a "
-        "positional parameter, or close over `jax.lax.stop_gradient` of it.",
-    )
+    what = f"`{call.name}` was differentiated with respect to a value that it closes over."
+    where = "at a value that was not found among its arguments, closures and attributes"
+    return rule_error(what, where, do=WAY_OUT)
 
 
 # The rules of the calls that are being transposed, and of the calls that are checked to see

@@ -44,6 +44,17 @@ class Call:
     def __repr__(self) -> str:  # what a jaxpr shows
         return self.name
 
+    def with_more_operands(self, n: int, primal: Any, jvp: Any) -> "Call":
+        """A call with `n` more operands in front, whose batching rule was tried before."""
+        return dataclasses.replace(
+            self,
+            n_operands=n + self.n_operands,
+            n_args=n + self.n_args,
+            primal=primal,
+            jvp=jvp,
+            vmap=lambda axis_data, batched, operands: None,
+        )
+
 
 def vmap_over(axis_data: Any) -> Callable[..., Any]:
     """The `jax.vmap` for which JAX calls a batching rule with `axis_data`."""
@@ -58,11 +69,6 @@ def vmap_over(axis_data: Any) -> Callable[..., Any]:
 def with_batch_in_front(operands: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
     pairs = zip(operands, dims, strict=True)
     return [x if dim in (None, 0) else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
-
-
-def no_vmap_rule(axis_data: Any, batched: Sequence[bool], operands: Sequence[Any]) -> None:
-    """The batching rule of a call whose batching rule was tried before."""
-    del axis_data, batched, operands
 
 
 def batched_call(
@@ -112,12 +118,4 @@ def batched_call(
         out, t_out = vmap(one, (axes, t_axes))(list(primals), list(tangents))
         return as_decided(out), t_out
 
-    batched_call = dataclasses.replace(
-        call,
-        n_operands=n_consts + call.n_operands,
-        n_args=n_consts + call.n_args,
-        primal=primal,
-        jvp=jvp,
-        vmap=no_vmap_rule,
-    )
-    return batched_call, out_batched
+    return call.with_more_operands(n_consts, primal, jvp), out_batched

@@ -96,16 +96,11 @@ def elementwise(
     decorated = custom_jvp(fn)
     if setup is not None:
         check_function(setup, "setup", "elementwise")
-    if callable(derivative):
-        partials = Rule(derivative)
-    elif isinstance(derivative, tuple | list):
+    if isinstance(derivative, tuple | list):
         partials = [Rule(d) if callable(d) else d for d in derivative]
     else:
-        raise rule_error(
-            "The `derivative` of `elementwise` is not a function.",
-            f"it is {type_of(derivative)}",
-            do="Give a function `derivative(out, *args)`, or a tuple of such.",
-        )
+        check_function(derivative, "derivative", "elementwise")
+        partials = Rule(derivative)
     shared = None if setup is None else Rule(setup)
     rule = ft.partial(_elementwise_jvp, decorated, partials, shared)
     rules = decorated._rules

@@ -25,6 +25,7 @@ from .tree_split import TreeSplit
 _NO_KWARGS = jax.tree.structure({})
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class FlatCall:
     """One call of a function with rules, without its arrays. Holds no tracer.
 
@@ -35,23 +36,16 @@ class FlatCall:
     - `names` are the user's names of the positional arguments.
     """
 
-    def __init__(
-        self,
-        args: TreeSplit,
-        kwargs: TreeSplit,
-        filled: frozenset[str],
-        names: ParameterNames,
-        closures: ClosureTemplate,
-    ):
-        self.args = args
-        self.kwargs = kwargs
-        self.filled = filled
-        self.names = names
-        self.n_args = len(args.indices)
-        self.n_kwargs = len(kwargs.indices)
-        self.fn = closures.items[0]
-        self.rules = closures.holder
-        self._closures = closures
+    args: TreeSplit
+    kwargs: TreeSplit
+    filled: frozenset[str]
+    names: ParameterNames
+    _closures: ClosureTemplate
+
+    def __post_init__(self):
+        self.n_args = len(self.args.indices)
+        self.n_kwargs = len(self.kwargs.indices)
+        self.fn, self.rules = self._closures.items[0], self._closures.holder
 
     @staticmethod
     def of(

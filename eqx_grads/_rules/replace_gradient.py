@@ -93,21 +93,12 @@ def _replace_gradient(value, surrogate):
 
 @_replace_gradient.def_jvp(symbolic_zeros=True)
 def _replace_gradient_jvp(primals, tangents):
-    value, surrogate = primals
-    _, t_surrogate = tangents
-
     def cast(t, x):
-        if jnp.iscomplexobj(t) and not jnp.iscomplexobj(x):
+        if t is not None and jnp.iscomplexobj(t) and not jnp.iscomplexobj(x):
             t = jnp.real(t)
-        return t.astype(x.dtype)
+        return None if t is None else t.astype(x.dtype)
 
-    t_out = jax.tree.map(
-        lambda x, t: None if t is None else cast(t, x),
-        value,
-        t_surrogate,
-        is_leaf=lambda x: x is None,
-    )
-    return _replace_gradient(value, surrogate), t_out
+    return _replace_gradient(*primals), list(map(cast, tangents[1], primals[0]))
 
 
 def with_gradient_of(

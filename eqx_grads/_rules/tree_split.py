@@ -53,6 +53,10 @@ class TreeSplit:
             leaves[i] = None
         return TreeSplit(treedef, indices, leaves), arrays
 
+    def dynamic_tree(self, arrays: Sequence[Any]) -> Any:
+        """The tree with these arrays, and `None` for all static leaves."""
+        return self.without_static().tree(arrays)
+
     def without_static(self) -> "TreeSplit":
         return TreeSplit(self.treedef, self.indices, [None] * len(self.static))
 
@@ -85,10 +89,6 @@ class TreeSplit:
         objects = [object()] * len(self.static)
         like = None if arrays is None else self.leaves(arrays, objects)
         return mirror_of(self.treedef, self.leaves(values, static), like)
-
-    def dynamic_tree(self, arrays: Sequence[Any]) -> Any:
-        """The tree with these arrays, and `None` for all static leaves."""
-        return self.without_static().tree(arrays)
 
 
 class ClosedTree:
