@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import check_flags, check_function, rule_error
+from .._errors import bad_argument, check_flags, check_function, rule_error
 from .._jaxprs.current_trace import is_jit_disabled
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._rules.float_args import as_count, as_integer
@@ -166,26 +166,17 @@ def filter_scan(
         truncate = as_count("filter_scan", "truncate", truncate)
     # In an eager call, numbers that vary are operands, as arrays are.
     init = jax.tree.map(as_array_if_varying, init)
-    return _run(
-        f,
-        carry_gradient,
-        init,
-        xs,
-        steps,
-        reverse=reverse,
-        unroll=unroll,
-        checkpoint=checkpoint,
-        truncate=truncate,
-        online=online,
-    )
+    options = checkpoint, truncate, online
+    return _run(f, carry_gradient, init, xs, steps, reverse, unroll, options)
 
 
 @compile_eager_calls
-def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, **options):
+def _run(f, carry_gradient, init, xs, steps, reverse, unroll, options):
+    checkpoint, truncate, online = options
     if truncate is not None and isinstance(steps, int) and truncate >= steps:
         truncate = None  # there is only one window
-    method = named_method(options["checkpoint"], steps if truncate is None else truncate)
-    method = _online_method(options["online"], options["checkpoint"], truncate) or method
+    method = named_method(checkpoint, steps if truncate is None else truncate)
+    method = _online_method(online, checkpoint, truncate) or method
     body = settle_integers(
         lambda becomes_array: ScanBody(f, init, xs, carry_gradient, becomes_array),
         lambda body: body.integers_that_vary(init, xs),
@@ -227,11 +218,8 @@ def _online_method(online: Any, checkpoint: Any, truncate: Any) -> Online | None
     if online is False:
         return None
     if online is not True and not (isinstance(online, str) and online == "e-prop"):
-        raise rule_error(
-            "`filter_scan` was given an `online` that it does not know.",
-            f"it is {online!r:.60}",
-            do='Give `True`, "e-prop" or `False`.',
-        )
+        do = 'Give `True`, "e-prop" or `False`.'
+        raise bad_argument("filter_scan", "online", "known", online, do)
     if checkpoint is not None or truncate is not None:
         raise rule_error(
             "An online `filter_scan` saves its inputs only, so there is nothing to choose.",
