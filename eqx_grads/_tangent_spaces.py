@@ -315,7 +315,7 @@ def tangent_leaf(t: Any, primal: Any) -> Array | None:
 
 def is_differentiable(primal: Any) -> bool:
     """Whether a leaf can have a tangent other than zero."""
-    dtype = dtype_of(primal)
+    dtype = primal.dtype if isinstance(primal, jax.Array) else dtype_of(primal)
     return dtype is not None and _is_inexact(dtype)
 
 

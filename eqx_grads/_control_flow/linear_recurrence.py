@@ -99,22 +99,23 @@ def linear_recurrence(
 def _fit(a, b, h0):
     """The arguments in one dtype. `a` has as many axes as `b`, of the same length or of one."""
     given = {"a": a, "b": b, "h0": 0 if h0 is None else h0}
-    a, b, h0 = as_arrays("linear_recurrence", given, real=False).values()
-    dtype = promote([a, b, h0])
+    a, b, first = as_arrays("linear_recurrence", given, real=False).values()
+    dtype = promote([a, b, first])
     if not jnp.issubdtype(dtype, jnp.inexact):
         dtype = promote([dtype, jnp.float32])
     shape = _common_shape(a.shape, b.shape)
-    if not shape or _common_shape(h0.shape, shape[1:]) != shape[1:]:
+    if not shape or _common_shape(first.shape, shape[1:]) != shape[1:]:
         raise rule_error(
             "The arguments of `linear_recurrence` do not fit together.",
-            f"`a` is {type_of(a)}, `b` is {type_of(b)}, `h0` is {type_of(h0)}",
+            f"`a` is {type_of(a)}, `b` is {type_of(b)}, `h0` is "
+            + type_of(None if h0 is None else first),
             do="`a` and `b` broadcast together to the shape `(time, ...)`, and `h0` broadcasts "
             "to `(...)`.",
         )
     a = a.astype(dtype)
     a = a.reshape((1,) * (len(shape) - a.ndim) + a.shape)
     b = jnp.broadcast_to(b.astype(dtype), shape)
-    return _sharded_alike(a, b, jnp.broadcast_to(h0.astype(dtype), shape[1:]))
+    return _sharded_alike(a, b, jnp.broadcast_to(first.astype(dtype), shape[1:]))
 
 
 def _common_shape(*shapes):

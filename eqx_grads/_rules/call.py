@@ -6,6 +6,7 @@ positional parameter (clause 1). Their `filter_custom_vjp` has no forward mode (
 """
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import equinox as eqx
@@ -19,10 +20,9 @@ from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
 from .call_primitive import bind_call, invalid_tracer, WAY_OUT
 from .call_record import Call
-from .flat_call import FlatCall, OutputSpec, RuleCall
-from .matmul_precision import in_precision, matmul_precision
-from .rule import AbstractRules, check_static_outputs, copy_in_use, has_copies
-from .tree_split import as_arrays
+from .matmul_precision import CONFIG, in_precision
+from .rule import AbstractRules, check_static_outputs, copy_in_use
+from .tree_split import as_arrays, FlatCall, OutputSpec, RuleCall
 from .vmap_rule import apply_vmap_rule
 
 
@@ -30,9 +30,10 @@ def call_with_rules(
     fn: Callable[..., Any], rules: AbstractRules, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """`fn(*args, **kwargs)`, with derivatives by `rules`, in the convention of the rules."""
-    if has_copies(fn):
+    if type(fn) is not FunctionType:
         fn = copy_in_use(fn, rules)
-    convention, signature, filled = rules.convention, rules.signature(fn), frozenset()
+    signature = rules.known_signature or rules.signature(fn)
+    convention, filled = rules.convention, frozenset()
     if convention.binds:
         args, kwargs, filled = signature.bind(args, kwargs, convention.fills_defaults)
     if is_eager() and not _any_tracers(fn, args, kwargs):
@@ -64,7 +65,7 @@ class _OfArrays:
     def __init__(self, flat: FlatCall):
         self.outputs: OutputSpec | None = None
         self._flat = flat
-        self._precision = matmul_precision()
+        self._precision = CONFIG.jax_default_matmul_precision
 
     # Whichever of these runs first, depending on the transformation, sets `outputs`; the
     # others are checked against it.

@@ -14,7 +14,6 @@ from .._jaxprs.dependence import needed
 from .._jaxprs.linearity import output_statuses, why_nonlinear, why_not_transposable
 from .._jaxprs.operands import at, fill, flagged
 from .._tangent_spaces import fit_leaves, is_differentiable, is_none, tangent_leaf
-from .flat_call import OutputSpec, RuleCall
 from .linear_primitive import linear_call, LinearMap
 from .rule import (
     AbstractRules,
@@ -25,6 +24,7 @@ from .rule import (
     trace_rule,
     TracedRule,
 )
+from .tree_split import OutputSpec, RuleCall
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 
 

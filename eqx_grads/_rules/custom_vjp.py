@@ -21,7 +21,6 @@ from .._jaxprs.linearity import output_statuses, surely_linear
 from .._jaxprs.operands import at, fill, restricted
 from .._tangent_spaces import as_array_list, is_array, is_none, is_type, project_leaves
 from .custom_jvp import apply_forward_rule
-from .flat_call import FlatCall, OutputSpec, RuleCall
 from .linear_primitive import linear_call, LinearMap
 from .rule import (
     AbstractRules,
@@ -32,7 +31,7 @@ from .rule import (
     running_rule,
     trace_rule,
 )
-from .tree_split import ClosedTree
+from .tree_split import ClosedTree, FlatCall, OutputSpec, RuleCall
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 
 
@@ -184,13 +183,14 @@ class ReverseRules(AbstractRules):
             return outputs, arrays, [None] * len(arrays)
         kept, kept_operands = ClosedTree.split(residuals, is_array)
         types = [jax.typeof(x) for x in call.operands]
-        outputs_only = dataclasses.replace(outputs, split=outputs.split.without_static())
-        spec = _VjpSpec(call.flat, types, perturbed, outputs_only, indices, kept)
+        of_arrays = OutputSpec(outputs.split.without_static(), outputs.types)
+        spec = _VjpSpec(call.flat, types, perturbed, of_arrays, indices, kept)
         t_types = [outputs.types[i].to_tangent_aval() for i in indices]
         linear_map = LinearMap(name_of(call.fn), spec.forward, spec.transpose, t_types)
         operands = [*call.operands, *kept_operands]
-        ts = linear_call(linear_map, operands, at(call.tangents, perturbed))
-        return outputs, arrays, fill([None] * len(arrays), indices, ts)
+        ts = linear_call(linear_map, operands, [call.tangents[i] for i in perturbed])
+        by_index = dict(zip(indices, ts, strict=True))
+        return outputs, arrays, [by_index.get(i) for i in range(len(arrays))]
 
 
 def _with_perturbed(call: RuleCall, rule: Rule, perturbed: Sequence[int], kwargs: Any) -> Any:
@@ -255,9 +255,10 @@ class _VjpSpec:
         kept = self.kept.tree(residuals[len(self.types) :])
 
         def pull_back(*cts):
-            full = fill([None] * len(self.outputs.types), self.out_indices, cts)
+            by_index = dict(zip(self.out_indices, cts, strict=True))
+            ct = self.outputs.tree([by_index.get(i) for i in range(len(self.outputs.types))])
             with running_rule(call.fn, call.rules):
-                ct_args = self._run_bwd(call, rule, kept, self.outputs.tree(full))
+                ct_args = self._run_bwd(call, rule, kept, ct)
             zeros = [i for i, ct in zip(self.perturbed, ct_args, strict=True) if ct is None]
             if zeros:
                 check_zeros(rule, call, zeros)
@@ -288,7 +289,7 @@ class _VjpSpec:
         cts = []
         for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
             cts.extend(_project(call.fn, rule, ct_arg, arg, type_, self.flat.names, i))
-        return at(cts, self.perturbed)
+        return [cts[i] for i in self.perturbed]
 
 
 def _explain_forward_mode(fn: Any, error: Exception) -> None:
@@ -308,7 +309,7 @@ def _explain_forward_mode(fn: Any, error: Exception) -> None:
 
 def _project(fn, rule, ct, arg, types, names, i):
     # Most cotangents are what they should be, and this is where an eager one is quick.
-    if isinstance(ct, jax.Array) and is_type(types) and jax.typeof(ct) == types:
+    if isinstance(ct, jax.Array) and jax.typeof(ct) == types:
         return [ct]
 
     def fail(*where, do):

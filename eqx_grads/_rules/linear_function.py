@@ -23,13 +23,12 @@ from .._jaxprs.current_trace import is_eager
 from .._jaxprs.linearity import linear_in, why_nonlinear
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import is_differentiable, is_none, project_leaves
-from .flat_call import FlatCall, OutputSpec, RuleCall
 from .float_args import as_integer
 from .linear_primitive import apply_side, Side
 from .object_parts import Rebuildable
 from .rule import CheckCache, Rule
 from .signature import AS_CALLED, Signature
-from .tree_split import as_arrays, TreeSplit
+from .tree_split import as_arrays, FlatCall, OutputSpec, RuleCall, TreeSplit
 from .wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 
 

@@ -17,7 +17,7 @@ from .._jaxprs.operands import at, fill, flagged, restricted
 from .._jaxprs.structure import LinearCall, register
 from .._tangent_spaces import as_array_list, is_differentiable
 from .call_record import vmap_over, with_batch_in_front
-from .matmul_precision import in_precision, matmul_precision
+from .matmul_precision import CONFIG, in_precision
 
 
 class LinearMap:
@@ -45,7 +45,7 @@ class LinearMap:
         self.note = note
         self._forward = forward
         self._transpose = transpose
-        self._precision = matmul_precision()
+        self._precision = CONFIG.jax_default_matmul_precision
 
     def forward(self, residuals: list[Any], tangents: list[Any]) -> Sequence[Any]:
         with in_precision(self._precision):

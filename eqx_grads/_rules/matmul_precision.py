@@ -13,12 +13,11 @@ from typing import Any
 import jax
 
 
-def matmul_precision() -> Any:
-    return jax.config.jax_default_matmul_precision  # pyright: ignore
+CONFIG: Any = jax.config  # the flag is not in the declarations of types
 
 
 def in_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:
-    if precision == matmul_precision():
+    if precision == CONFIG.jax_default_matmul_precision:
         return _NOTHING
     return jax.default_matmul_precision(precision)
 

@@ -21,7 +21,6 @@ from jax.extend.core import ClosedJaxpr
 
 from .._errors import (
     check_flags,
-    is_pair,
     name_of,
     pair_of,
     place_of,
@@ -36,9 +35,9 @@ from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._tangent_spaces import is_differentiable
 from .closure_convert import check_no_tracers, Opaque
-from .flat_call import OutputSpec, RuleCall
 from .object_parts import Rebuildable
 from .signature import Convention, OURS, Signature, signature_of
+from .tree_split import OutputSpec, RuleCall
 
 
 class _Running(NamedTuple):
@@ -55,15 +54,10 @@ _running: contextvars.ContextVar[Mapping[Any, _Running]] = contextvars.ContextVa
 _NOTHING = contextlib.nullcontext()
 
 
-def has_copies(fn: Callable[..., Any]) -> bool:
-    """Whether `fn` may be a copy: of a function there is only one."""
-    return type(fn) is not types.FunctionType and isinstance(fn, eqx.Module)
-
-
 def running_rule(fn: Callable[..., Any], rules: Any) -> contextlib.AbstractContextManager[None]:
     """While a rule of `fn` runs."""
-    if not has_copies(fn):
-        return _NOTHING
+    if type(fn) is types.FunctionType or not isinstance(fn, eqx.Module):
+        return _NOTHING  # of a function there is only one
     running = {**_running.get(), rules.cache: _Running(fn, staging_trace())}
     return setting(_running, running)
 
@@ -184,7 +178,7 @@ class Rule(Rebuildable):
 
     def pair(self, result: Any, kind: str, fn: Any, do: str) -> tuple[Any, Any]:
         """The pair that a rule of `fn` returned, or an error. `kind` is the kind of rule."""
-        if is_pair(result):
+        if isinstance(result, tuple | list) and len(result) == 2:
             return result[0], result[1]
         return pair_of(result, f"{kind} `{self.name}` of `{name_of(fn)}`", self.place, do)
 
@@ -292,7 +286,7 @@ class AbstractRules(Rebuildable, abc.ABC):
         self.varies_alike = True  # cast all operands to vary alike, inside `shard_map`
         # Shared by the copies that have tracers substituted.
         self.cache = CheckCache()
-        self._signature: Signature | None = None
+        self.known_signature: Signature | None = None
 
     def set_jvp(self, rule: Rule) -> None:
         self.jvp_rule = rule
@@ -311,12 +305,10 @@ class AbstractRules(Rebuildable, abc.ABC):
 
     def signature(self, fn: Callable[..., Any]) -> Signature:
         """The signature of `fn`, the function with these rules. Raises if one is missing."""
-        if self._signature is not None:
-            return self._signature
         self.check_complete(fn)
         signature = Signature(fn)
         if not signature.holds_tracer():
-            self._signature = signature
+            self.known_signature = signature
         return signature
 
 

@@ -9,8 +9,8 @@ from .._errors import name_of, rule_error, show_tree
 from .._errors.trees import prefix_leaves
 from .._tangent_spaces import as_array_list
 from .call_record import vmap_over
-from .flat_call import FlatCall, OutputSpec
 from .rule import Rule, running_rule, trace_outputs
+from .tree_split import FlatCall, OutputSpec
 
 
 def apply_vmap_rule(
