@@ -17,9 +17,16 @@ from .chunked_scan import near_divisor
 from .replay import Replayed
 from .replay_cost import log_choice
 from .replay_split import cannot_replay
-from .scan_backward import AbstractMethod, Checkpointed, Loop, Online, Plain
+from .scan_backward import (
+    AbstractMethod,
+    Checkpointed,
+    cut_loop,
+    Loop,
+    Online,
+    Plain,
+    Truncated,
+)
 from .scan_body import ScanBody
-from .truncated import cut_loop, Truncated
 from .visible_steps import steps_are_visible
 
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
+from .._jaxprs.current_trace import CONFIG, in_precision
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._jaxprs.structure import LinearCall, register
 from .._tangent_spaces import as_array_list, is_differentiable
 from .call_record import vmap_over, with_batch_in_front
-from .matmul_precision import CONFIG, in_precision
 
 
 class LinearMap:
