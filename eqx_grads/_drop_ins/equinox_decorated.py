@@ -15,7 +15,7 @@ from .._rules.custom_jvp import ForwardRules
 from .._rules.custom_vjp import ReverseRules
 from .._rules.rule import Rule
 from .._rules.signature import EQUINOX, Signature
-from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
+from .._rules.wrapper import AbstractWrapper, decorate, P, T
 from .._tangent_spaces import is_numeric_array
 
 
@@ -75,9 +75,7 @@ class filter_custom_jvp(AbstractWrapper[P, T]):
     _has_rules: ClassVar[bool] = True
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod):
-        self.fn, self._binding = unwrap_method(fn)
-        self._rules = ForwardRules(EQUINOX)
-        set_metadata(self, self.fn)
+        decorate(self, fn, ForwardRules(EQUINOX))
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return call_with_rules(self.fn, self._rules, args, kwargs)
@@ -180,9 +178,7 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
     _has_rules: ClassVar[bool] = True
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod):
-        self.fn, self._binding = unwrap_method(fn)
-        self._rules = ReverseRules(_CONVENTION)
-        set_metadata(self, self.fn)
+        decorate(self, fn, ReverseRules(_CONVENTION))
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if not args:

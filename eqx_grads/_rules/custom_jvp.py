@@ -25,7 +25,7 @@ from .rule import (
     TracedRule,
 )
 from .tree_split import OutputSpec, RuleCall
-from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
+from .wrapper import AbstractDecorated, check_options, decorate, P, T
 
 
 class custom_jvp(AbstractDecorated[P, T]):
@@ -85,9 +85,7 @@ class custom_jvp(AbstractDecorated[P, T]):
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod, **options: Any):
         check_options("custom_jvp", options)
-        self.fn, self._binding = unwrap_method(fn)
-        self._rules = ForwardRules()
-        set_metadata(self, self.fn)
+        decorate(self, fn, ForwardRules())
 
     def def_jvp(
         self, rule: Callable[..., Any] | None = None, *, symbolic_zeros: bool = False

@@ -32,7 +32,7 @@ from .rule import (
     trace_rule,
 )
 from .tree_split import ClosedTree, FlatCall, OutputSpec, RuleCall
-from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
+from .wrapper import AbstractDecorated, check_options, decorate, P, T
 
 
 class custom_vjp(AbstractDecorated[P, T]):
@@ -88,9 +88,7 @@ class custom_vjp(AbstractDecorated[P, T]):
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod, **options: Any):
         check_options("custom_vjp", options)
-        self.fn, self._binding = unwrap_method(fn)
-        self._rules = ReverseRules()
-        set_metadata(self, self.fn)
+        decorate(self, fn, ReverseRules())
 
     def def_fwd(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Define the rule for the forward pass.

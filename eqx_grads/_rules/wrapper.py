@@ -243,6 +243,13 @@ def check_options(decorator: str, options: dict[str, Any]) -> None:
         raise rule_error(what, f"it is `{name}`", do=do)
 
 
+def decorate(wrapper: Any, fn: Any, rules: AbstractRules) -> None:
+    """Make `wrapper` stand in the place of a function."""
+    wrapper.fn, wrapper._binding = unwrap_method(fn)
+    wrapper._rules = rules
+    set_metadata(wrapper, wrapper.fn)
+
+
 def unwrap_method(fn: Any) -> tuple[Callable[..., Any], str]:
     """The function, and how it binds as an attribute of a class."""
     if isinstance(fn, staticmethod):
