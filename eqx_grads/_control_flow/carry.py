@@ -24,15 +24,33 @@ def is_number(x: Any) -> bool:
     return is_sliced(x) or isinstance(x, bool | int | float | complex)
 
 
-def lengths(xs: Any, is_sliced: Callable[[Any], bool]) -> list[tuple[str, str, Any]]:
-    """The name and the type of each array in `xs`, and its number of slices along the first
-    axis; `None` if it has no axis."""
-    leaves = jax.tree_util.tree_leaves_with_path(xs)
-    return [
-        (f"`xs{show_path(path)}`", type_of(x), jnp.shape(x)[0] if jnp.ndim(x) else None)
-        for path, x in leaves
-        if is_sliced(x)
-    ]
+def common_length(
+    caller: str, xs: Any, is_sliced: Callable[[Any], bool], length: int | None = None
+) -> Any:
+    """The length of the first axis, which all arrays in `xs` share: an integer, or symbolic.
+    `length` is what the user says."""
+    found, where = length, "`length`"
+    for path, x in jax.tree_util.tree_leaves_with_path(xs):
+        if not is_sliced(x):
+            continue
+        name, shape = f"`xs{show_path(path)}`", jnp.shape(x)
+        if not shape:
+            what, where = "an array without a first axis", f"{name} is {type_of(x)}"
+            raise rule_error(f"{caller} was given {what}.", where, do=_SLICES)
+        found, where = (shape[0], name) if found is None else (found, where)
+        if shape[0] != found:
+            where = f"{where} says {found}, {name} is {type_of(x)}"
+            raise rule_error(f"{caller} was given lengths that differ.", where, do=_SLICES)
+    if found is None:
+        do = "Pass `length=` to `filter_scan`, or an array, such as `jnp.arange(n)`."
+        raise rule_error(f"{caller} can't tell its length.", "`xs` has no array", do=do)
+    return found
+
+
+_SLICES = (
+    "Every array in `xs` has one slice for each step or call, along its first axis. Close over "
+    "what is the same for all."
+)
 
 
 def as_array_if_varying(x: Any) -> Any:

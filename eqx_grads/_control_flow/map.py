@@ -2,18 +2,17 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function, name_of, rule_error
 from .._jaxprs.eager_calls import compile_eager_calls
-from .._jaxprs.symbolic_sizes import is_symbolic, Size
+from .._jaxprs.symbolic_sizes import is_symbolic
 from .._rules.float_args import as_count
 from .._rules.tree_split import call_on_arrays
 from .._tangent_spaces import is_numeric_array
-from .carry import lengths
+from .carry import common_length
 from .chunked_scan import near_divisor, scan_in_chunks
 
 
@@ -74,7 +73,7 @@ def filter_map(
     """
     check_function(f, "f", "filter_map")
     check_flags("filter_map", checkpoint=checkpoint)
-    n = _common_length(f, xs)
+    n = common_length(f"`filter_map` of `{name_of(f)}`", xs, is_numeric_array)
     if chunk is None:
         # A number of slices that is symbolic can't be divided: they are one chunk.
         chunk = near_divisor(n, math.sqrt(n)) if not is_symbolic(n) and n > 3 else 3
@@ -88,26 +87,6 @@ def filter_map(
         do = "Give a positive integer, or `None` for about the square root of the length."
         chunk = as_count("filter_map", "chunk", chunk, do=do)
     return _run(f, xs, n, chunk, checkpoint)
-
-
-def _common_length(f: Callable[..., Any], xs: PyTree) -> Size:
-    found = lengths(xs, is_numeric_array)
-    where = [f"{name} is {type_}" for name, type_, _ in found]
-    for i, (_, _, n) in enumerate(found):
-        if n is None or n != found[0][2]:
-            raise rule_error(
-                f"`filter_map` of `{name_of(f)}` needs arrays of one length.",
-                *dict.fromkeys([where[0], where[i]]),
-                do="Every array in `xs` has one slice for each call, along its first axis. "
-                "Close over what is the same for all calls.",
-            )
-    if not found:
-        raise rule_error(
-            f"`filter_map` of `{name_of(f)}` was given nothing to map over.",
-            "`xs` has no array",
-            do="Pass an array, such as `jnp.arange(n)`.",
-        )
-    return found[0][2]
 
 
 @compile_eager_calls

@@ -12,7 +12,7 @@ from .._errors import bad_argument, check_flags, check_function, rule_error
 from .._jaxprs.current_trace import is_jit_disabled
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._rules.float_args import as_count, as_integer
-from .carry import as_array_if_varying, is_sliced, lengths, settle_integers
+from .carry import as_array_if_varying, common_length, is_sliced, settle_integers
 from .chunked_scan import near_divisor
 from .replay import Replayed
 from .replay_cost import log_choice
@@ -168,7 +168,10 @@ def filter_scan(
     if carry_gradient is not None:
         check_function(carry_gradient, "carry_gradient", "filter_scan")
     unroll = _as_unroll(unroll)
-    steps = common_length(xs, length)
+    if length is not None:
+        do = "Give a non-negative integer that is known while tracing."
+        length = as_count("filter_scan", "length", length, least=0, do=do)
+    steps = common_length("`filter_scan`", xs, is_sliced, length)
     if truncate is not None:
         truncate = as_count("filter_scan", "truncate", truncate)
     # In an eager call, numbers that vary are operands, as arrays are.
@@ -271,39 +274,6 @@ def _choose(
         if in_windows(Plain()).unsupported(loop) is None:
             return in_windows(Plain()), loop
     return visible
-
-
-def common_length(xs: Any, length: int | None) -> Any:
-    """The length of the time axis, which all arrays in `xs` share: an integer, or symbolic."""
-    found: int | None = None
-    where = ""
-    if length is not None:
-        do = "Give a non-negative integer that is known while tracing."
-        found = as_count("filter_scan", "length", length, least=0, do=do)
-        where = "`length`"
-    for name, type_, steps in lengths(xs, is_sliced):
-        if steps is None:
-            raise rule_error(
-                "`filter_scan` was given an array without a time axis.",
-                f"{name} is {type_}",
-                do="Every array in `xs` has one slice for each step. Close over what is the "
-                "same for all steps.",
-            )
-        if found is None:
-            found, where = steps, name
-        if steps != found:
-            raise rule_error(
-                "`filter_scan` was given lengths that differ.",
-                f"{where} says {found} steps, {name} is {type_}",
-                do="Every array in `xs` has one slice for each step, along its first axis.",
-            )
-    if found is None:
-        raise rule_error(
-            "`filter_scan` can't tell the number of steps.",
-            "`xs` has no array, and `length` is None",
-            do="Pass `length=`.",
-        )
-    return found
 
 
 def _as_unroll(unroll: Any) -> int | bool:
