@@ -10,7 +10,14 @@ from jaxtyping import PyTree
 
 from .._errors import check_function, name_of, place_of, rule_error
 from .._rules.custom_vjp import custom_vjp
-from .._tangent_spaces import is_differentiable, is_none, is_zero_leaf, shape_of
+from .._tangent_spaces import (
+    DoesNotFit,
+    fit_leaves,
+    is_differentiable,
+    is_none,
+    is_zero_leaf,
+    shape_of,
+)
 
 
 def on_backward(x: PyTree, fn: Callable[[Any], Any]) -> PyTree:
