@@ -10,8 +10,9 @@ import numpy as np
 from .._errors import place_of, rule_error, show_path, type_of
 from .._errors.trees import class_of, leaf_paths, mirrored, one_level, static_fields
 from .._jaxprs.current_trace import is_jit_disabled
+from .._jaxprs.operands import fill
 from .._rules.tree_split import TreeSplit
-from .._tangent_spaces import as_array_list, is_arraylike, is_dynamic, is_type
+from .._tangent_spaces import as_array_list, is_arraylike, is_dynamic, is_type, promote
 
 
 def is_sliced(x: Any) -> bool:
@@ -84,11 +85,9 @@ class Carry:
 
     def __init__(self, init: Any, becomes_array: frozenset[int]):
         leaves, treedef = jax.tree.flatten(init)
-        dynamic = [
-            is_sliced(x) or is_dynamic(x) or i in becomes_array for i, x in enumerate(leaves)
-        ]
-        indices = [i for i, d in enumerate(dynamic) if d]
-        static = [None if d else x for x, d in zip(leaves, dynamic, strict=True)]
+        varies = lambda i, x: is_sliced(x) or is_dynamic(x) or i in becomes_array
+        indices = [i for i, x in enumerate(leaves) if varies(i, x)]
+        static = fill(leaves, indices, [None] * len(indices))
         self._split = TreeSplit(treedef, indices, static)
         # The integers that a step changes, while it is traced to find them.
         self._varying: set[int] | None = None
@@ -171,16 +170,11 @@ _STATIC = (
 
 
 def _fits(before, after) -> bool:
-    if before.shape != after.shape:
-        return False
-    if before.dtype == after.dtype:
-        return True
+    if before.shape != after.shape or before.dtype == after.dtype:
+        return before.shape == after.shape
     # The dtype of a Python number is weak: `jax.lax.scan` casts `init` to the dtype of the
     # steps.
-    if not getattr(before, "weak_type", False):
-        return False
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.result_type(before, after) == after.dtype
+    return getattr(before, "weak_type", False) and promote([before, after]) == after.dtype
 
 
 def _advice(before, after) -> str:

@@ -110,15 +110,6 @@ class filter_custom_jvp(AbstractWrapper[P, T]):
         self._rules.set_jvp(Rule(fn_jvp, surely_linear=True))
         return fn_jvp
 
-    def defjvps(self, *rules: Any, **options: Any) -> Any:
-        """An error, as in Equinox."""
-        del rules, options
-        raise rule_error(
-            f"`{name_of(self)}.defjvps` was called, which `filter_custom_jvp` does not have.",
-            place_of(self.fn),
-            do="Use `def_jvp`, or `eqx_grads.elementwise` for one line per argument.",
-        )
-
 
 class filter_custom_vjp(AbstractWrapper[P, T]):
     """Replace `equinox.filter_custom_vjp`, with the rules of this library: change the import,
@@ -237,15 +228,12 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
 
     def _set(self, which, fn, with_perturbed):
         check_function(fn, f"fn_{which}", f"def_{which}")
-        rule = Rule(
-            fn, conventions=_CONVENTIONS.format("perturbed, " if with_perturbed else "")
-        )
+        rule = Rule(fn, conventions=_CONVENTIONS.format("perturbed, " * with_perturbed))
         options = {"name": rule.name, "source": rule.fn}
         if which == "fwd":
             owner = name_of(self.fn), place_of(self.fn), Signature(self.fn).names
-            self._rules.fwd_rule = Rule(
-                ft.partial(_fwd, rule, with_perturbed, owner), **options
-            )
+            fwd = ft.partial(_fwd, rule, with_perturbed, owner)
+            self._rules.fwd_rule = Rule(fwd, **options)
         else:
             bwd = ft.partial(_bwd, rule, with_perturbed)
             self._rules.bwd_rule = Rule(bwd, symbolic_zeros=with_perturbed, **options)

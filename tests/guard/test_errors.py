@@ -378,7 +378,6 @@ WRONG = [
     (grad(filter_reverse(fwd=lambda perturbed, x: (x,) * 3)), "did not return a pair"),
     (grad(filter_reverse(fwd=lambda x: (x, x))), "given 2 by position"),
     (grad(filter_reverse(bwd=lambda r, ct: ct)), "given 4"),
-    (lambda: eqg.filter_custom_jvp(square).defjvps(square), "`square.defjvps` was | @"),
     # control flow
     (scan(lambda h, x: h), "float32[3] | @"), (scan(lambda h, x: (h, x, x)), "`carry, y`"),
     (scan(lambda h, x: h, X[:2]), "it returned float32[2]"), (returns(lambda h: {"a": h}),
