@@ -11,7 +11,7 @@ from .._errors import place_of, rule_error, show_path, type_of
 from .._errors.trees import class_of, leaf_paths, mirrored, one_level, static_fields
 from .._jaxprs.current_trace import is_jit_disabled
 from .._jaxprs.operands import fill
-from .._rules.tree_split import TreeSplit
+from .._rules.tree_split import is_equal, TreeSplit
 from .._tangent_spaces import as_array_list, is_arraylike, is_dynamic, is_type, promote
 
 
@@ -195,8 +195,8 @@ def same_static(a: Any, b: Any) -> bool:
     code = getattr(a, "__code__", None)
     if a is not b and code is not None and code == getattr(b, "__code__", None):
         held_by_a, held_by_b = _held_by(a), _held_by(b)
-        return len(held_by_a) == len(held_by_b) and all(map(_is_equal, held_by_a, held_by_b))
-    return _is_equal(a, b)
+        return len(held_by_a) == len(held_by_b) and all(map(is_equal, held_by_a, held_by_b))
+    return is_equal(a, b)
 
 
 def _held_by(fn: Any) -> list[Any]:
@@ -209,18 +209,6 @@ def _held_by(fn: Any) -> list[Any]:
             held.append(cell)
     keywords = fn.__kwdefaults__ or {}
     return [*held, *(fn.__defaults__ or ()), *(keywords[name] for name in sorted(keywords))]
-
-
-def _is_equal(a, b) -> bool:
-    if a is b:
-        return True
-    # Arrays are compared by identity: their values may be traced.
-    if type(a) is not type(b) or isinstance(a, jax.Array | np.ndarray):
-        return False
-    try:
-        return bool(a == b)
-    except Exception:  # the user's `==` may raise anything: they are not known to be the same
-        return False
 
 
 def structure_difference(a, b) -> tuple[str, str, str]:
