@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import place_of, rule_error, show_path, type_of
-from .._errors.trees import class_of, leaf_paths, mirrored, one_level, static_fields
+from .._errors import place_of, rule_error, show_path, type_of, unlike
+from .._errors.trees import leaf_paths
 from .._jaxprs.current_trace import is_jit_disabled
 from .._jaxprs.operands import fill
 from .._rules.tree_split import is_equal, TreeSplit
-from .._tangent_spaces import as_array_list, is_arraylike, is_dynamic, is_type, promote
+from .._tangent_spaces import as_array_list, is_arraylike, is_dynamic, promote
 
 
 def is_sliced(x: Any) -> bool:
@@ -128,19 +128,17 @@ class Carry:
         """The arrays of the carry `new` that `fn` returned. It has to be like the carry that
         `fn` was `given`; `error` is the first line of the message if it is not."""
         old = self._split
-        fail = lambda where, do: rule_error(error, where, place_of(fn), do=do)
+        fail = lambda *where, do: rule_error(error, *where, place_of(fn), do=do)
         leaves, treedef = jax.tree.flatten(new)
         if treedef != old.treedef:
-            before = mirrored(self.tree(given))
-            path, was, is_now = structure_difference(before, mirrored(new))
-            raise fail(
-                f"at carry{path}: it was {was}, and is {is_now}",
-                do="Every step returns a carry of the structure of `init`.",
-            )
+            text = "it was {}, and is {}"
+            where = unlike(self.tree(given), new, "carry", text, lambda x: True)
+            raise fail(*where, do="Every step returns a carry of the structure of `init`.")
 
         def misfit(i, before, after, do):
             where = f"carry{show_path(leaf_paths(treedef)[i])}"
-            return fail(f"at {where}: it was {type_of(before)}, and is {type_of(after)}", do)
+            was = f"at {where}: it was {type_of(before)}, and is {type_of(after)}"
+            return fail(was, do=do)
 
         dynamic = set(old.indices)
         for i, (before, after) in enumerate(zip(old.static, leaves, strict=True)):
@@ -209,34 +207,3 @@ def _held_by(fn: Any) -> list[Any]:
             held.append(cell)
     keywords = fn.__kwdefaults__ or {}
     return [*held, *(fn.__defaults__ or ()), *(keywords[name] for name in sorted(keywords))]
-
-
-def structure_difference(a, b) -> tuple[str, str, str]:
-    """Where two mirrors of different structure first differ, and what is there in each."""
-    here = "", _describe(a), _describe(b)
-    if class_of(a) is not class_of(b):
-        return here
-    keys_a, below_a, _ = one_level(a)
-    keys_b, below_b, _ = one_level(b)
-    if keys_a != keys_b:
-        return here
-    for key, x, y in zip(keys_a, below_a, below_b, strict=True):
-        if jax.tree.structure(x) != jax.tree.structure(y):
-            below, x_there, y_there = structure_difference(x, y)
-            return show_path((key,)) + below, x_there, y_there
-    of_b = static_fields(b)
-    for name, x in static_fields(a).items():
-        if not same_static(x, of_b.get(name)):
-            return f".{name}", f"{x!r:.60}", f"{of_b.get(name)!r:.60}, a static field"
-    return here
-
-
-def _describe(x) -> str:
-    if x is None:
-        return "None"
-    if is_number(x) or is_type(x):
-        return type_of(x)
-    if isinstance(x, tuple | list | dict):
-        keys = f" with the keys {list(x)}" if isinstance(x, dict) else f" of {len(x)}"
-        return f"a {type(x).__name__}{keys}"
-    return f"a {class_of(x).__name__}"

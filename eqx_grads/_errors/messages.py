@@ -211,5 +211,5 @@ def unlike(
         if kind_of(wants, path) != kind_of(has, path)
     ]
     if not lines and jax.tree.structure(wanted) != jax.tree.structure(given):
-        return ["the containers differ: a tuple and a list, say"]
+        return [f"the containers differ: one is {show_tree(wanted)}", show_tree(given)]
     return lines[:5]

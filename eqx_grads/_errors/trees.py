@@ -70,7 +70,8 @@ class Mirror:
 
     def __repr__(self):
         shown = {**self._named(), **self._static}.items()
-        return f"{class_of(self).__qualname__}({', '.join(f'{k}={x!r}' for k, x in shown)})"
+        name = self._treedef.node_data()[0].__qualname__
+        return f"{name}({', '.join(f'{k}={x!r}' for k, x in shown)})"
 
 
 # Nothing of the user's runs when these are unflattened.
@@ -107,21 +108,6 @@ def mirror(
     fields = dataclasses.fields(tree) if dataclasses.is_dataclass(tree) else ()
     names = [f.name for f in fields if f.name not in children_names]
     return Mirror(keys, treedef, children, {k: getattr(tree, k, None) for k in names})
-
-
-def class_of(tree: Any) -> type:
-    """The class of an object, or of the object that a mirror replaces."""
-    return tree._treedef.node_data()[0] if isinstance(tree, Mirror) else type(tree)
-
-
-def static_fields(tree: Any) -> dict[str, Any]:
-    """The static fields of a Module, or of a mirror of a dataclass."""
-    if isinstance(tree, Mirror):
-        return tree._static
-    if not isinstance(tree, eqx.Module):
-        return {}
-    fields = [f for f in dataclasses.fields(tree) if f.metadata.get("static", False)]
-    return {f.name: getattr(tree, f.name, None) for f in fields}
 
 
 def mirrored(tree: Any) -> Any:
