@@ -10,14 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, unmapped_aval
 
-from .._jaxprs.structure import (
-    Cond,
-    equations,
-    found,
-    holds,
-    inner_programs,
-    While,
-)
+from .._jaxprs.structure import Cond, equations, found, holds, inner_programs, While
 
 
 def why_not_recomputed(effects: Iterable[Any], mesh_axes: bool = False) -> str | None:

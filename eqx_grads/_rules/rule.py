@@ -34,7 +34,7 @@ from .._jaxprs.current_trace import setting, staging_trace
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._tangent_spaces import is_differentiable
-from .closure_convert import check_no_tracers, Opaque
+from .closure_convert import captured_tracer, Opaque
 from .object_parts import Rebuildable
 from .signature import Convention, OURS, Signature, signature_of
 from .tree_split import OutputSpec, RuleCall
@@ -410,19 +410,16 @@ def trace_outputs(
 
 def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:
     """Raise if a static output captures a tracer, which would escape with it."""
-
-    def fail(i, name):
-        return rule_error(
+    found = captured_tracer(outputs.split.static) if outputs.split.has_static else None
+    if found is not None:
+        raise rule_error(
             f"`{name_of(fn)}` returned a function, or another object that is not an array, "
             "which holds a traced value.",
-            f"at out{outputs.static_path(i)}: {name}",
+            f"at out{outputs.static_path(found[0])}: {found[1]}",
             place_of(fn),
             do="The output of a function with a rule leaves the trace it was made in. Return "
             "the value as an array, for instance in an `eqx.Module` or `eqx.Partial`.",
         )
-
-    if outputs.split.has_static:
-        check_no_tracers(outputs.split.static, fail)
 
 
 def check_zeros(rule: Rule, call: RuleCall, indices: Sequence[int]) -> None:
