@@ -6,8 +6,8 @@ therefore a mirror of the user's tree: containers of Python and Modules are what
 an object of any other class is a `Mirror`.
 """
 
-import collections
 import dataclasses
+from collections import defaultdict, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -75,15 +75,7 @@ class Mirror:
 
 
 # Nothing of the user's runs when these are unflattened.
-_REBUILT = (
-    dict,
-    list,
-    tuple,
-    collections.OrderedDict,
-    collections.defaultdict,
-    type(None),
-    Mirror,
-)
+_REBUILT = (dict, list, tuple, OrderedDict, defaultdict, type(None), Mirror)
 _LEAF = jax.tree.structure(0)
 
 

@@ -9,10 +9,9 @@ which the traces approximate real-time recurrent learning (Williams and Zipser 1
 exact if the recurrence is elementwise (Zucchet et al. 2023, https://arxiv.org/abs/2305.15947).
 """
 
-import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +28,7 @@ from .._tangent_spaces import is_differentiable, sum_dtype
 from .elementwise_jacobian import Term, terms_of_outputs, View
 
 
-@dataclasses.dataclass(frozen=True)
-class _Trace:
+class _Trace(NamedTuple):
     """The derivatives of some `leaves` of the carry in one input, as `view` lays it out.
 
     There is one array for each of `leaves`, all of the same `shape`. `source` is the index of

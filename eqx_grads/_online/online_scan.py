@@ -21,9 +21,8 @@ The backward pass runs the steps once more, in the order in which they ran forwa
 traces in its carry. The forward pass saves only the inputs. Forward mode is JAX's own.
 """
 
-import dataclasses
 import functools as ft
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +37,7 @@ from .._tangent_spaces import add_terms, sum_dtype
 from .eligibility_traces import StepJacobian
 
 
-@dataclasses.dataclass(frozen=True)
-class OnlineOptions:
+class OnlineOptions(NamedTuple):
     """How to run and to differentiate the steps.
 
     - `approximate`: e-prop, which drops the derivative of the carry that is not diagonal, in

@@ -11,7 +11,7 @@ import functools as ft
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -336,8 +336,7 @@ def _without_traced_defaults(fn: Any) -> Any:
     return types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, fn.__closure__)
 
 
-@dataclasses.dataclass
-class RuleCall:
+class RuleCall(NamedTuple):
     """One differentiation of one call: what a rule needs to know.
 
     - `rules, fn, args, kwargs`: the function, its rules and its arguments.
@@ -364,8 +363,7 @@ class RuleCall:
         return [i for i, t in enumerate(self.tangents) if t is not None]
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputSpec:
+class OutputSpec(NamedTuple):
     """The outputs of a function without the arrays: their tree and their types."""
 
     split: TreeSplit
