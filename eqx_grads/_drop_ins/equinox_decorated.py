@@ -1,6 +1,5 @@
 """`filter_custom_jvp` and `filter_custom_vjp`: rules in Equinox's calling convention."""
 
-import dataclasses
 import functools as ft
 import warnings
 from collections.abc import Callable
@@ -276,8 +275,7 @@ _WAY_OUT = (
     "`filter_custom_vjp` gives derivatives with respect to its first argument, which may be a "
     "tuple: put the value into it, or pass `jax.lax.stop_gradient` of the value."
 )
-_CONVENTION = dataclasses.replace(
-    EQUINOX,
+_CONVENTION = EQUINOX._replace(
     outputs=is_numeric_array,
     returns_numbers=False,
     configuration=("an argument that was passed by keyword", _WAY_OUT),

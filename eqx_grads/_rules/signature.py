@@ -1,10 +1,9 @@
 """The parameters of a function, how a call is bound to them, and what can be differentiated."""
 
-import dataclasses
 import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,8 +12,7 @@ from .._tangent_spaces import is_array, is_arraylike, is_dynamic, is_numeric_arr
 from .closure_convert import contains_tracer, Opaque
 
 
-@dataclasses.dataclass(frozen=True)
-class Convention:
+class Convention(NamedTuple):
     """A calling convention.
 
     - `args`, `kwargs`, `outputs`: which leaves of the positional arguments, the keyword-only
