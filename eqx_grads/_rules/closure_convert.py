@@ -104,7 +104,7 @@ def lift_tracers(
         item_of += [i] * (len(search.found) - len(item_of))
     for step, part in parts_of(holder) or []:
         search.visit(part, ((holder, step),), holder, False)
-    tracers, names = ([found[i] for found in search.found] for i in (0, 1))
+    tracers, names = [tracer for tracer, _ in search.found], [name for _, name in search.found]
     template = ClosureTemplate(list(items), holder, names, item_of)
     if tracers:
         template.blank(tracers, search.owners())

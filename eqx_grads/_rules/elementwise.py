@@ -96,11 +96,12 @@ def elementwise(
     decorated = custom_jvp(fn)
     if setup is not None:
         check_function(setup, "setup", "elementwise")
-    if isinstance(derivative, tuple | list):
-        partials = [Rule(d) if callable(d) else d for d in derivative]
+    partials: Any = derivative
+    if isinstance(partials, tuple | list):
+        partials = [Rule(d) if callable(d) else d for d in partials]
     else:
-        check_function(derivative, "derivative", "elementwise")
-        partials = Rule(derivative)
+        check_function(partials, "derivative", "elementwise")
+        partials = Rule(partials)
     shared = None if setup is None else Rule(setup)
     rule = ft.partial(_elementwise_jvp, decorated, partials, shared)
     rules = decorated._rules

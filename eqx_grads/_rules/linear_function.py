@@ -319,7 +319,8 @@ def linear_function(
     if not isinstance(matvec, staticmethod | classmethod):
         check_function(matvec, "matvec", "linear_function")
     fn, binding = unwrap_method(matvec)
-    function = LinearFunction(fn, _Adjoint(fn, _as_argnum(argnum)), binding)
+    rules = _Adjoint(fn, _as_argnum(argnum))
+    function = LinearFunction(fn=fn, _rules=rules, _binding=binding)
     set_metadata(function, fn)
     if rmatvec is not None:
         function.def_rmatvec(rmatvec)
