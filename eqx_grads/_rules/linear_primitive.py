@@ -4,6 +4,7 @@
 can't have forward mode, reverse mode and `vmap` at once (clause 3 of the contract: both modes).
 """
 
+import dataclasses
 import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from .._tangent_spaces import as_array_list, is_differentiable
 from .call_record import vmap_over, with_batch_in_front
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LinearMap:
     """A linear map of tangents, given residuals, and its transpose. Hashed by identity.
 
@@ -32,19 +34,13 @@ class LinearMap:
     None of them may hold a tracer: JAX keeps them for as long as it keeps the program.
     """
 
-    def __init__(
-        self,
-        name: str,
-        forward: Callable[[list[Any], list[Any]], Sequence[Any]],
-        transpose: Callable[[list[Any], list[Any]], Sequence[Any]],
-        out_types: Sequence[Any],
-        note: str | None = None,
-    ):
-        self.name = name
-        self.out_types = tuple(out_types)
-        self.note = note
-        self._forward = forward
-        self._transpose = transpose
+    name: str
+    _forward: Callable[[list[Any], list[Any]], Sequence[Any]]
+    _transpose: Callable[[list[Any], list[Any]], Sequence[Any]]
+    out_types: Sequence[Any]
+    note: str | None = None
+
+    def __post_init__(self):
         self._precision = CONFIG.jax_default_matmul_precision
 
     def forward(self, residuals: list[Any], tangents: list[Any]) -> Sequence[Any]:
