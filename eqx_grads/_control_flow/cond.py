@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import ArrayLike, PyTree
 
-from .._errors import check_function, name_of, place_of, rule_error, type_of, unlike
+from .._errors import check_function, name_of, place_of, rule_error, type_of
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.operands import at
 from .._jaxprs.varying import is_in_shard_map, vary_alike
 from .._rules.tree_split import OutputSpec
-from .._tangent_spaces import holds_numbers, is_type, shape_of
+from .._tangent_spaces import holds_numbers, shape_of
 from .carry import is_number, same_static
 
 
@@ -119,20 +119,10 @@ def _check_predicate(pred: Any) -> None:
         )
 
 
-class _Kind:
-    """What two leaves share: arrays the shape and the dtype, and other leaves all."""
-
-    def __init__(self, x: Any):
-        self.x = (x.shape, x.dtype) if is_type(x) else x
-
-    def __eq__(self, other):
-        return isinstance(other, _Kind) and same_static(self.x, other.x)
-
-
 def _check_alike(one, other) -> None:
     (f, out_f, _), (g, out_g, _) = one, other
     text = f"`{name_of(f)}` returns {{}}, and `{name_of(g)}` {{}}"
-    where = unlike(out_f.describe(), out_g.describe(), "out", text, _Kind)
+    where = out_f.unlike(out_g, text, same_static)
     if where:
         raise rule_error(
             "The branches of `filter_cond` return different things.",

@@ -222,16 +222,15 @@ def _expected(primal, axis_data, batched, operands, out_batched) -> OutputSpec |
 
 
 def _check(fn, rule, axis_data, expected, outputs, prefix) -> None:
-    difference = expected.difference(outputs)
-    if difference is None:
+    if expected.agrees(outputs):
         return
     name = name_of(fn)
+    text = f"`{name}` would return {{}}, and `{rule.name}` returns {{}}"
     raise rule_error(
         f"The batching rule `{rule.name}` of `{name}` returned another output than "
-        f"`{name}` does for a batch of {axis_data.size}: {difference}.",
-        f"expected {show_tree(expected.describe())}, with the batch axis in front where "
-        f"`out_batched` says so, which is {prefix}",
-        f"`{rule.name}` returns {show_tree(outputs.describe())}",
+        f"`{name}` does for a batch of {axis_data.size}.",
+        *expected.unlike(outputs, text),
+        f"the batch axis is in front where `out_batched` says so, which is {prefix}",
         rule.place,
         do=f"Return what `jax.vmap({name})` would.",
     )

@@ -26,7 +26,6 @@ from .._errors import (
     place_of,
     rule_error,
     RuleError,
-    show_tree,
     type_of,
     unpartial,
 )
@@ -365,19 +364,17 @@ def check_outputs(
     if expected is None:
         compute = ft.partial(_outputs, call)
         expected = call.rules.cache.get(call, "outputs", compute)
-        if expected is None or expected.difference(outputs) is None:
+        if expected is None or expected.agrees(outputs):
             return
         # A function may depend on more than its arguments (the size of a named axis, a global
         # variable), and so on more than was remembered.
         expected = compute()
-    difference = None if expected is None else expected.difference(outputs)
-    if expected is not None and difference is not None:
+    if expected is not None and not expected.agrees(outputs):
         name = name_of(call.fn)
+        text = f"`{name}` returns {{}}, and `{rule.name}` {{}}"
         raise rule_error(
-            f"The rule `{rule.name}` of `{name}` returned another output than `{name}` "
-            f"does: {difference}.",
-            f"`{name}` returns {show_tree(expected.describe())}",
-            f"`{rule.name}` returns {show_tree(outputs.describe())}",
+            f"The rule `{rule.name}` of `{name}` returned another output than `{name}` does.",
+            *expected.unlike(outputs, text),
             rule.place,
             do=f"The first result of the rule is the value: return `{name}(...)`, or what "
             "it computes.",

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._errors import name_of, rule_error, show_path
+from .._errors import name_of, rule_error, show_path, unlike
 from .._errors.trees import leaf_paths, mirror_of
 from .._jaxprs.structure import is_reference
-from .._tangent_spaces import as_array_list, is_array, is_differentiable, is_dynamic
+from .._tangent_spaces import as_array_list, is_array, is_differentiable, is_dynamic, is_type
 from .closure_convert import ClosureTemplate, contains_tracer, is_closed, lift_tracers
 from .signature import ParameterNames
 
@@ -389,23 +389,33 @@ class OutputSpec(NamedTuple):
         """The indices of the arrays that can have a tangent."""
         return [i for i, t in enumerate(self.types) if is_differentiable(t)]
 
-    def difference(self, other: "OutputSpec") -> str | None:
-        """Where another function's outputs differ; `None` if they agree."""
-        if self.split.treedef != other.split.treedef:
-            return "the structures differ"
-        if list(self.split.indices) != list(other.split.indices):
-            where = set(self.split.indices) ^ set(other.split.indices)
-            return f"out{self.static_path(min(where))} is an array in one of them only"
-        for i, a, b in zip(self.split.indices, self.types, other.types, strict=True):
-            if a.shape != b.shape or a.dtype != b.dtype:
-                return f"out{self.static_path(i)} differs"
-        pairs = zip(self.split.static, other.split.static, strict=True)
-        for i, (a, b) in enumerate(pairs):
-            if not _same_static(a, b):
-                return (
-                    f"out{self.static_path(i)} is {a!r:.60} in one and {b!r:.60} in the other"
-                )
-        return None
+    def agrees(self, other: "OutputSpec") -> bool:
+        """Whether another function's outputs are like these."""
+        types = zip(self.types, other.types, strict=False)
+        statics = zip(self.split.static, other.split.static, strict=False)
+        return (
+            self.split.treedef == other.split.treedef
+            and list(self.split.indices) == list(other.split.indices)
+            and all(a.shape == b.shape and a.dtype == b.dtype for a, b in types)
+            and all(a is b or _same_static(a, b) for a, b in statics)
+        )
+
+    def unlike(self, other: "OutputSpec", text: str, same: Any = None) -> list[str]:
+        """Where another function's outputs differ: `text` with the types of both leaves. `same`
+        compares leaves that are not arrays."""
+        kind = lambda x: _Kind(x, same or _same_static)
+        return unlike(self.describe(), other.describe(), "out", text, kind)
+
+
+class _Kind:
+    """What leaves have in common: arrays shape and dtype, and others what `same` compares."""
+
+    def __init__(self, x: Any, same: Callable[[Any, Any], bool]):
+        self.x = (x.shape, x.dtype) if is_type(x) else x
+        self.same = same
+
+    def __eq__(self, other):
+        return isinstance(other, _Kind) and self.same(self.x, other.x)
 
 
 def _same_static(a, b) -> bool:

@@ -355,7 +355,7 @@ WRONG = [
      "`argnum` of | it is -1"), (batched(lambda size, flags, x: x), "float32[2,3] | @"),
     (batched(lambda size, flags, x: (x, True, x)), "`vmap` of `square` did not"),
     (batched(lambda size, flags, x: (x, (True, False))), "`vmap` of `square` did | @"),
-    (batched(lambda size, flags, x: (jnp.sum(x, 1), True)), "for a batch of 2: | @"),
+    (batched(lambda size, flags, x: (jnp.sum(x, 1), True)), "for a batch of 2. | @"),
     # the conventions of others
     (lambda: eqg.jax_custom_jvp(square)(X), "@ | `@square.defjvp`"),
     (lambda: eqg.jax_custom_vjp(square)(X), "@ | `square.defvjp(fwd, b"),
