@@ -8,7 +8,6 @@ the function, not from the rule. A `jax.custom_vjp` has no forward mode, and
 `jax.custom_batching.custom_vmap` no reverse mode.
 """
 
-import contextlib
 import contextvars
 import functools as ft
 import inspect
@@ -166,12 +165,6 @@ _transposed = contextvars.ContextVar[frozenset[Any]]("transposed", default=froze
 _looked_at = contextvars.ContextVar[frozenset[Any]]("looked_at", default=frozenset())
 
 
-def _noted(
-    call: Call, where: contextvars.ContextVar[frozenset[Any]]
-) -> contextlib.AbstractContextManager[None]:
-    return setting(where, where.get() | {call.rules_key})
-
-
 def _transpose(cts, *operands, **params):
     """A linear function, applied to a tangent: transpose its derivative, which its rules give.
 
@@ -196,7 +189,7 @@ def _transpose(cts, *operands, **params):
     # transpose.
     is_inner = call.rules_key in _transposed.get()
     run = ft.partial(_impl, **params) if is_inner else derivative
-    with _noted(call, _transposed):
+    with setting(_transposed, _transposed.get() | {call.rules_key}):
         return transpose_of(run, operands, cts)
 
 
@@ -284,7 +277,7 @@ def _is_same_for_all(axis_data: Any, call: Call, operands: Sequence[Any]) -> boo
         size, name = axis_data.size, axis_data.name
         jax.vmap(one, [None] * len(xs), None, axis_size=size, axis_name=name)(*xs)
 
-    with _noted(call, _looked_at):
+    with setting(_looked_at, _looked_at.get() | {call.rules_key}):
         try_to_trace(jax.make_jaxpr(of_batch), *map(jax.typeof, operands))
     return varies == [False]
 
