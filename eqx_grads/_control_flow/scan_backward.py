@@ -60,14 +60,11 @@ class Loop:
             return jax.lax.scan(body, carry, jnp.zeros((steps, 0)), **options)
         return jax.lax.scan(self.body, carry, inputs, steps, **options)
 
-    @property
-    def x_types(self) -> list[Any]:
-        return jax.eval_shape(lambda: [x[0] for x in self.xs])
-
     @ft.cached_property
     def program(self) -> tuple[ClosedJaxpr, list[Any]]:
         """The jaxpr of the body, and the first carry in the dtypes that it has there."""
-        return trace_body(self.body, self.init, self.x_types)
+        x_types = jax.eval_shape(lambda: [x[0] for x in self.xs])
+        return trace_body(self.body, self.init, x_types)
 
     @property
     def why_not_again(self) -> str | None:
@@ -208,12 +205,8 @@ class Truncated(AbstractMethod):
         carry, ys = jax.lax.scan(one, init, windows, reverse=loop.reverse)
         inputs = jax.tree.map(lambda x: x[last], inputs)
         carry, last_ys = jax.checkpoint(run_window)(wide, carry, inputs)
-        parts = [list(map(join, ys)), last_ys]
-        return carry, list(map(_concatenate, *(parts[::-1] if loop.reverse else parts)))
-
-
-def _concatenate(a, b):
-    return jnp.concatenate([a, b])
+        parts = [list(map(join, ys)), last_ys][:: -1 if loop.reverse else 1]
+        return carry, list(map(jnp.concatenate, zip(*parts, strict=True)))
 
 
 def cut_loop(loop: Loop, window: int) -> Loop:
