@@ -391,14 +391,14 @@ class OutputSpec(NamedTuple):
 
     def agrees(self, other: "OutputSpec") -> bool:
         """Whether another function's outputs are like these."""
-        types = zip(self.types, other.types, strict=False)
-        statics = zip(self.split.static, other.split.static, strict=False)
+        a, b = self.split, other.split
+        if a.treedef != b.treedef or list(a.indices) != list(b.indices):
+            return False
+        types = zip(self.types, other.types, strict=True)
         return (
-            self.split.treedef == other.split.treedef
-            and list(self.split.indices) == list(other.split.indices)
-            and all(a.shape == b.shape and a.dtype == b.dtype for a, b in types)
-            and all(a is b or _same_static(a, b) for a, b in statics)
-        )
+            self.types == other.types
+            or all(s.shape == t.shape and s.dtype == t.dtype for s, t in types)
+        ) and (not a.has_static or all(map(_same_static, a.static, b.static)))
 
     def unlike(self, other: "OutputSpec", text: str, same: Any = None) -> list[str]:
         """Where another function's outputs differ: `text` with the types of both leaves. `same`
