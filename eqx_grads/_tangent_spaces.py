@@ -234,7 +234,7 @@ def check_field_names(
     module: Any, names: Sequence[Any], children: Sequence[Any], fields: Iterable[str]
 ) -> None:
     """Raise unless `fields` are among the names of the children of a module."""
-    known = [n for n, x in zip(names, children, strict=True) if n and jax.tree.leaves(x)]
+    known = [n for n, x in zip(names, children, strict=False) if n and jax.tree.leaves(x)]
     for name in fields:
         if name not in names:
             kind = "a static" if name in getattr(module, "__dict__", ()) else "not a"

@@ -437,6 +437,7 @@ WRONG = [
     (lambda: tangents.scale(X, "s"), "The factor `s` of a tangent"),
     (lambda: tangents.where(XS > 0, X, None), "the tangent float32[3]"),
     (lambda: tangents.of(Holder(X), bias=X), "`bias`, which is not a field"),
+    (lambda: tangents.of(ONE, leaf=X), "`leaf`, which is not a field | are: none"),
     (lambda: tangents.of(Holder(X), size=3), "`size`, which is a static"),
     (lambda: tangents.project(X[:2], X), "the cotangent is float32[2]"),
     (lambda: tangents.project(T, {"a": X, "b": [XS, N]}), "the value is float32[4,3]"),
