@@ -408,7 +408,7 @@ class OutputSpec(NamedTuple):
 
 
 class _Kind:
-    """What leaves have in common: arrays shape and dtype, and others what `same` compares."""
+    """The kind of a leaf: the shape and the dtype of an array, or the leaf, for `same`."""
 
     def __init__(self, x: Any, same: Callable[[Any, Any], bool]):
         self.x = (x.shape, x.dtype) if is_type(x) else x
