@@ -269,7 +269,7 @@ entry(
     normal(3, 3, scale=0.7),
     normal(3),
     plain=ft.partial(e_prop, product=fixed_product),
-    **FIRST,
+    **FIRST | {"orders": ("value", "vjp")},
 )
 
 # ---------------------------------------------------------------- other control flow
