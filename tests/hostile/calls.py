@@ -34,7 +34,8 @@ def psum_gradient(x, axis_name):
     spec = jax.sharding.PartitionSpec()
 
     def fn():
-        return [x for x in jax.tree.leaves(eqg.psum_gradient(x, axis_name)) if eqx.is_array(x)]
+        leaves = jax.tree.leaves(eqg.psum_gradient(x, axis_name))
+        return [x for x in leaves if isinstance(x, jax.Array)]
 
     return jax.shard_map(fn, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False)()
 
@@ -260,34 +261,26 @@ CALLS = {
 # ---------------------------------------------------------------- layers
 
 LAYERS = {
-    "GRU": nn.GRU(2, 3, num_layers=2, dropout=0.5, key=KEY),
-    "LSTM": nn.LSTM(2, 3, key=KEY),
-    "RNN": nn.RNN(2, 3, key=KEY),
-    "RNNCell": nn.RNNCell(2, 3, key=KEY),
+    "GRU": nn.GRU(2, 3, num_layers=2, dropout=0.5, key=KEY), "LSTM": nn.LSTM(2, 3, key=KEY),
+    "RNN": nn.RNN(2, 3, key=KEY), "RNNCell": nn.RNNCell(2, 3, key=KEY),
     "Recurrent": nn.Recurrent(nn.RNNCell(2, 3, key=KEY)),
-    "Outputs": nn.Outputs(nn.GRU(2, 3, key=KEY)),
-    "LRU": nn.LRU(2, 2, 3, key=KEY),
+    "Outputs": nn.Outputs(nn.GRU(2, 3, key=KEY)), "LRU": nn.LRU(2, 2, 3, key=KEY),
     "S5": nn.S5(2, 1, 4, key=KEY),
     "GatedDeltaNet": nn.GatedDeltaNet(2, 3, heads=2, key_size=2, key=KEY),
     "SelectiveSSM": nn.SelectiveSSM(2, 3, 4, state_size=2, key=KEY),
-    "MinGRU": nn.MinGRU(2, 3, key=KEY),
-    "MinLSTM": nn.MinLSTM(2, 3, key=KEY),
+    "MinGRU": nn.MinGRU(2, 3, key=KEY), "MinLSTM": nn.MinLSTM(2, 3, key=KEY),
     "LIF": nn.LIF(2, 3, 0.9, key=KEY),
     "LIF-all": nn.LIF(2, 3, 0.9, alpha=0.5, rho=0.8, recurrent=True, key=KEY),
-    "LI": nn.LI(2, 3, 0.9, key=KEY),
-    "LIFCell": nn.LIFCell(3, 0.9),
+    "LI": nn.LI(2, 3, 0.9, key=KEY), "LIFCell": nn.LIFCell(3, 0.9),
     "LIFCell-all": nn.LIFCell(3, 0.9, alpha=0.5, rho=0.8, recurrent=True, key=KEY),
-    "FakeQuantize": nn.FakeQuantize(4),
-    "LSQ": nn.LSQ(4, scale=0.2),
-    "FSQ": nn.FSQ((5, 5, 5)),
-    "VectorQuantizer": nn.VectorQuantizer(4, 3, key=KEY),
-    "Binary": nn.Binary(),
+    "FakeQuantize": nn.FakeQuantize(4), "LSQ": nn.LSQ(4, scale=0.2), "FSQ": nn.FSQ((5, 5, 5)),
+    "VectorQuantizer": nn.VectorQuantizer(4, 3, key=KEY), "Binary": nn.Binary(),
     "Ternary": nn.Ternary(),
-}
+}  # fmt: skip
 for _name, _layer in LAYERS.items():
     CALLS[f"nn.{_name}()"] = _layer
     for _method in ("quantize", "updated", "decode", "fit"):
-        if hasattr(_layer, _method):
+        if hasattr(_layer, _method) and not isinstance(_layer, nn.Binary | nn.Ternary):
             CALLS[f"nn.{_name}.{_method}"] = getattr(_layer, _method)
 # Not fitted yet.
 CALLS["nn.FakeQuantize.fit"] = nn.FakeQuantize(4, learn_scale=True).fit

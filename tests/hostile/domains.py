@@ -293,8 +293,9 @@ def some_of(domain: Domain) -> Domain:
     def holds(x):
         if isinstance(x, Iterator):  # used up before it is checked here
             return True
-        several = isinstance(x, tuple | list | range | set | dict | np.ndarray) and np.ndim(x)
-        return bool(several) and all(map(domain, x))
+        several = isinstance(x, tuple | list | range | set | dict)
+        several = several or (isinstance(x, np.ndarray) and x.ndim > 0)
+        return several and all(map(domain, x))
 
     return holds
 

@@ -40,59 +40,31 @@ def _floats(good):
 
 # No arrays.
 _constants(
-    none=None,
-    string="nonsense",
-    empty_string="",
-    bytes=b"nonsense",
-    a_bool=True,
-    object=object(),
-    type=int,
-    module_of_Python=types,
-    function=jnp.sin,
-    function_of_nothing=lambda: 1.0,
-    list_of_floats=[0.5, 2.0],
-    tuple_of_floats=(0.5, 2.0),
-    empty_list=[],
-    empty_tuple=(),
-    dict={"nonsense": 1.0},
-    empty_dict={},
-    set={1.0, 2.0},
-    range=range(3),
-    ragged_list=[[1.0], [1.0, 2.0]],
-    list_of_strings=["a", "b"],
-    list_of_none=[None, None],
-    decimal=decimal.Decimal("0.5"),
-    ellipsis=...,
-    slice=slice(0, 1),
+    none=None, string="nonsense", empty_string="", bytes=b"nonsense", a_bool=True,
+    object=object(), type=int, module_of_Python=types, function=jnp.sin,
+    function_of_nothing=lambda: 1.0, list_of_floats=[0.5, 2.0], tuple_of_floats=(0.5, 2.0),
+    empty_list=[], empty_tuple=(), dict={"nonsense": 1.0}, empty_dict={}, set={1.0, 2.0},
+    range=range(3), ragged_list=[[1.0], [1.0, 2.0]], list_of_strings=["a", "b"],
+    list_of_none=[None, None], decimal=decimal.Decimal("0.5"), ellipsis=..., slice=slice(0, 1),
     shape_and_dtype=jax.ShapeDtypeStruct((3,), "float32"),
-)
+)  # fmt: skip
 # Numbers.
 _constants(
-    nan=float("nan"),
-    infinity=float("inf"),
-    minus_infinity=-float("inf"),
-    zero=0,
-    zero_float=0.0,
-    negative=-1,
-    negative_float=-1.5,
-    fraction=0.37,
-    beyond_int32=2**40,
-    beyond_int64=10**30,
-    beyond_float32=1e300,
-    complex=1 + 2j,
-)
+    nan=float("nan"), infinity=float("inf"), minus_infinity=-float("inf"), zero=0,
+    zero_float=0.0, negative=-1, negative_float=-1.5, fraction=0.37, beyond_int32=2**40,
+    beyond_int64=10**30, beyond_float32=1e300, complex=1 + 2j,
+)  # fmt: skip
 # An axis, more or less.
 _constants(axis_too_large=99, axis_too_small=-99, axis_twice=(0, 0), axis_in_list=[0])
 
 
 # Arrays that are no numbers.
 _constants(
-    array_of_objects=np.array([None, "a"], object),
-    array_of_strings=np.array(["a", "b"]),
+    array_of_objects=np.array([None, "a"], object), array_of_strings=np.array(["a", "b"]),
     array_of_dates=np.zeros(2, "datetime64[s]"),
     structured_array=np.zeros(2, [("a", "f4"), ("b", "f4")]),
     masked_array=np.ma.masked_greater(np.array([0.5, 2.0, 3.0], np.float32), 1.0),
-)
+)  # fmt: skip
 
 
 def _of_type(good, *types):

@@ -119,6 +119,7 @@ of("", "z", Z, d.ending(d.floats, 3))
 of("", "codebook", MATRIX, d.shaped(d.floats, None, 3))
 of("surrogates", "slope sigma width spread", DEFAULT, fits(d.positive))
 of("surrogates", "leak height peak", DEFAULT, fits(d.reals))
+of("surrogates.leaky", "slope", DEFAULT, fits(d.reals))
 of("", "v", X, d.floats)
 of("", "surrogate", eqg.surrogates.atan(), d.of_type(eqg.surrogates.AbstractSurrogate))
 
@@ -230,13 +231,14 @@ of("", "max_phase", 6.0, d.number(1e-30, 1e38))
 of("", "blocks", 1, d.integer(1, 2))
 of("", "min_step", 0.01, d.number(1e-30, 0.1))
 of("", "max_step", 0.1, d.number(0.01, 1e30))
-of("nn.Recurrent", "cell", eqg.nn.RNNCell(2, 3, key=KEY), d.of_type(eqg.nn.RNNCell))
+_CELL = d.of_type(eqg.nn.RNNCell)
+of("nn.Recurrent", "cell", eqg.nn.RNNCell(2, 3, key=KEY), d.either(_CELL, d.some_of(_CELL)))
 of("nn.Outputs", "layer", eqg.nn.GRU(2, 3, key=KEY), d.of_type(eqg.nn.GRU))
 of("()", "xs", BATCH, d.shaped(REAL, None, None, 2))
 of("nn.Recurrent()", "xs", BATCH, d.shaped(d.numbers, None, None, 2))  # any cell
 of("nn.Outputs()", "xs", XS, lambda x: d.ranked(REAL, 2, 3)(x) and np.shape(x)[-1] == 2)
 of("()", "state", None, d.is_none)
-_LENGTHS = lambda x: np.shape(x) in ((), (5,)) and d.between(0, 4, d.integers)(x)
+_LENGTHS = lambda x: d.between(0, 4, d.integers)(x) and np.shape(x) in ((), (5,))
 of("()", "lengths", jnp.array([4, 2, 3, 1, 0]), d.optional(_LENGTHS))
 of("()", "key", KEY, d.anything)
 of("()", "inference", None, d.optional(d.flag))
@@ -259,8 +261,8 @@ def _neurons(x):
 
 
 def _decay(x):
-    value = np.asarray(x) if isinstance(x, list | tuple) else x
-    return _neurons(x) and (isinstance(x, jax.Array) or d.between(0, 1)(value))
+    in_range = lambda x: d.between(0, 1)(np.asarray(x) if isinstance(x, list | tuple) else x)
+    return _neurons(x) and (isinstance(x, jax.Array) or in_range(x))
 
 
 _SIZES = lambda x: isinstance(x, tuple | list | range) and all(map(d.size, x))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .compositions import both_ways
-from .registry import both, ran, shape
+from .registry import both, for_each, ran, shape
 
 
 class Scale(eqx.Module):
@@ -92,14 +92,23 @@ def jax_3964_seed_under_vmap(ruled):
     return both_ways(total, jnp.array(0.7))
 
 
-@both
-def jax_2912_traced_configuration(ruled):
+@for_each("jvp", "vjp")
+def jax_2912_traced_configuration(rules, kind):
     """A traced keyword-only argument: https://github.com/jax-ml/jax/issues/2912"""
 
     def value(x, *, scale):
         return jnp.sin(x) * scale
 
-    f = ruled(value)
+    def jvp(primals, tangents, *, scale):
+        return f(*primals, scale=scale), ran(jnp.cos(primals[0]) * scale * tangents[0])
+
+    def fwd(x, *, scale):
+        return f(x, scale=scale), ran(jnp.cos(x))
+
+    def bwd(cos, ct, *, scale):
+        return (cos * scale * ct,)
+
+    f = rules.jvp(value, jvp) if kind == "jvp" else rules.vjp(value, fwd, bwd)
     return both_ways(lambda x, scale: f(x, scale=scale), jnp.array(0.7), jnp.array(1.3))
 
 

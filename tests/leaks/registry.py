@@ -49,19 +49,16 @@ def ruled(rules, kind, fn, tangent=None, cotangents=None, plain=None):
     `cotangents(*primals, ct)`, or by autodiff of the function. `plain` represents a function
     that JAX can't differentiate by itself."""
 
-    def jvp(primals, tangents, **options):
-        out = f(*primals, **options)
+    def jvp(primals, tangents):
         if tangent is not None:
-            return out, ran(tangent(*primals, *tangents))
-        return out, ran(eqx.filter_jvp(ft.partial(fn, **options), primals, tangents)[1])
+            return f(*primals), ran(tangent(*primals, *tangents))
+        return f(*primals), ran(eqx.filter_jvp(fn, primals, tangents)[1])
 
-    def fwd(*args, **options):
-        return f(*args, **options), ran(args)
+    def fwd(*args):
+        return f(*args), ran(args)
 
-    def bwd(args, ct, **options):
-        if cotangents is not None:
-            return cotangents(*args, ct)
-        return eqx.filter_vjp(ft.partial(fn, **options), *args)[1](ct)
+    def bwd(args, ct):
+        return cotangents(*args, ct) if cotangents else eqx.filter_vjp(fn, *args)[1](ct)
 
     if rules is Plain and plain is not None:
         return plain

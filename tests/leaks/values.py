@@ -34,7 +34,12 @@ def integer_and_key_in_a_carry(ruled):
 
 @both
 def text_and_numbers_as_outputs(ruled):
-    f = ruled(lambda x: {"x": jnp.sin(x), "text": "text", "int": 3, "float": 0.5})
+    rest = {"text": None, "int": None, "float": None}
+    f = ruled(
+        lambda x: {"x": jnp.sin(x), "text": "text", "int": 3, "float": 0.5},
+        lambda x, t: {"x": jnp.cos(x) * t, **rest},
+        lambda x, ct: (jnp.cos(x) * ct["x"],),
+    )
 
     def loss(x):
         def step(x, y):
