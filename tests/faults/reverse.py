@@ -127,7 +127,7 @@ def leaf_of_a_named_tuple(bug):
 
     bwd = lambda _, ct: (State(ct, (1.0 if bug else 0.1) * ct),)
     fwd = lambda state: (drift(state), None)
-    return eqg_vjp(drift, bwd, fwd), (Statetwo(3),)
+    return eqg_vjp(drift, bwd, fwd), (State(*two(3)),)
 
 
 @fault("reverse", "at `x`(?s:.)*off by one")
