@@ -72,6 +72,23 @@ CALLS = {
         lambda: eqgt.check_rule(DOUBLE, X, checks=()),
         "`check_rule` was told to check nothing",
     ),
+    "a list for a name": (
+        lambda: jax.vmap(lambda x: eqg.psum_gradient(x, ["i"]), axis_name="i")(X),
+        "`psum_gradient` was given the name of an axis",
+    ),
+    "an array for a number of steps": (
+        lambda: eqg.filter_while_loop(
+            lambda x: x < 3, lambda x: 2 * x, 1.0, max_steps=4, checkpoint=np.ones(2)
+        ),
+        "`checkpoint` of `filter_while_loop`",
+    ),
+    "keys for a state": (
+        lambda: eqg.nn.RNNCell(2, 3, key=KEY)(jnp.ones(2), jr.split(KEY, 3)),
+        "something that does not fit its weights.*`h` is",
+    ),
+    "a bool for an order": (
+        lambda: eqgt.check_gradients(jnp.sum, X, order=True), "`order` of `check_gradients`"
+    ),
     "a key for a seed": (
         lambda: eqgt.check_rule(DOUBLE, X, seed=KEY), "`seed` of `check_rule` is not a seed"
     ),

@@ -170,7 +170,7 @@ only("", "fun", add)
 only("event_time", "condition", lambda t, y: y[0])
 only("", "f", lambda t, y: jnp.stack([y[1], -2.0 * jnp.ones(())]))
 only("", "residual", lambda y, a: y**3 - a)
-only("fixed_point", "fn", lambda y: 0.5 * jnp.sin(y) + 1)
+only("fixed_point", "fn", lambda y: jax.tree.map(lambda y: 0.5 * jnp.sin(y) + 1, y))
 only("nn.FixedPoint", "cell", lambda x, z: 0.5 * jnp.cos(z) + jnp.sum(x))
 only("losses", "loss", lambda w, xs, ys: jnp.sum(jnp.tanh(xs @ w - ys) ** 2))
 only("host_function", "fn", lambda x: np.sin(x))
@@ -287,26 +287,18 @@ CALLS["nn.FakeQuantize.fit"] = nn.FakeQuantize(4, learn_scale=True).fit
 CALLS["nn.LSQ.fit"] = nn.LSQ(4).fit
 
 # What the signatures of layers leave out.
-STACK = [
-    "num_layers",
-    "bidirectional",
-    "dropout",
-    "learn_initial_state",
-    "reverse",
-    "time_major",
-]
+STACK = (
+    "num_layers", "bidirectional", "dropout", "learn_initial_state", "reverse", "time_major",
+)  # fmt: skip
 MORE = {
     "nn.LI": ["alpha", "learn", "use_bias", "dtype", *STACK],
     "nn.LIF": [*inspect.signature(nn.LIFCell).parameters, *STACK],
 }
 # Another word for their arguments, which errors may use.
 CALLED = {
-    "tangents": "tangent",
-    "probe": "slot",
-    "nn.GradientProbe": "slot",
-    "nn.GradientReversal": "`s`",
-    "nn.GRU-from-state": "`state`",
-}
+    "tangents": "tangent", "probe": "slot", "nn.GradientProbe": "slot",
+    "nn.GradientReversal": "`s`", "nn.GRU-from-state": "`state`", "nn.Recurrent": "`cells`",
+}  # fmt: skip
 # Records, reports and states of cells, which the library makes; errors; abstract classes; and
 # what Optimistix calls.
 NOT_CALLED = {

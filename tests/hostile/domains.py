@@ -293,7 +293,7 @@ def some_of(domain: Domain) -> Domain:
     def holds(x):
         if isinstance(x, Iterator):  # used up before it is checked here
             return True
-        several = isinstance(x, tuple | list | range | set | dict)
+        several = isinstance(x, tuple | list | range | set | dict | bytes)
         several = several or (isinstance(x, np.ndarray) and x.ndim > 0)
         return several and all(map(domain, x))
 
