@@ -1,5 +1,5 @@
-"""How functions are called that need more than their arguments: those that make a function, or
-check an argument when what they return is called or differentiated."""
+"""How to call functions that need more than their arguments: some make a function, and some
+check an argument only when their result is called or differentiated."""
 
 import functools as ft
 import inspect
@@ -134,7 +134,7 @@ def check_rule(fn, **options):
 
 
 def after(maker, *args):
-    """What a function that makes functions has made, called."""
+    """A call of the function that `maker` makes."""
 
     @ft.wraps(maker, updated=())
     def run(*made_with, **options):
@@ -144,7 +144,7 @@ def after(maker, *args):
 
 
 def gradient_after(maker):
-    """The gradient of what it has made."""
+    """The gradient of the function that `maker` makes."""
 
     @ft.wraps(maker, updated=())
     def run(*made_with, **options):

@@ -1,4 +1,4 @@
-"""What the arguments of public functions may be, by name: a good value, and a domain."""
+"""A good value and a domain for each argument of the public functions, by its name."""
 
 import itertools
 from typing import Any
