@@ -61,6 +61,12 @@ class Case:
         return self.own.outputs
 
     @property
+    def reference(self) -> str:
+        """What computes the expected derivatives, in words."""
+        is_given = self.options.reference is not None
+        return f"autodiff of {'`reference`' if is_given else 'the function without its rule'}"
+
+    @property
     def output_names(self) -> list[str]:
         return [name for name, _ in self.own.named_outputs]
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -16,8 +15,8 @@ from .._diagnosis.opaque import no_gradient
 from .._diagnosis.progress import doing, showing_progress
 from .._diagnosis.report import show_list
 from .._diagnosis.traced_loss import is_zero_safe
-from .._errors import bad_argument, first_line, name_of, rule_error
-from ._compare import as_real, norm, tolerance_of
+from .._errors import bad_argument, check_flags, first_line, name_of, rule_error
+from ._compare import as_real, norm, tolerance_in_float64, tolerance_of
 from ._gradient_faults import EXPLAIN_NAN, fault_of_value, faults_of_leaves, layer_of_leaf
 from ._gradient_report import (
     GradientFault,
@@ -31,7 +30,7 @@ from ._gradient_report import (
 )
 from ._judge_leaf import Judge
 from ._loss_program import CALLER, LossProgram, trace
-from ._options import as_names, as_seed, check_options, check_tolerance
+from ._options import as_names, as_seed, check_tolerance
 from ._outcome import outcome
 from ._slope import SHORTEST_STEP
 
@@ -153,8 +152,8 @@ def check_gradients(
     model without inexact arrays. Also for an operation that JAX can't differentiate, and for
     options that make no sense.
     """
-    check_options(CALLER, {}, raises=raises)
-    check_tolerance(CALLER, tolerance=tolerance)
+    check_flags(CALLER, raises=raises)
+    check_tolerance(CALLER, tolerance)
     as_names(CALLER, "skip", skip)
     seed = as_seed(CALLER, seed)
     if order not in (1, 2):
@@ -176,12 +175,7 @@ def _report(loss, again, skip, tolerance, seed, order) -> GradientReport:
     modes, remarks = _modes(loss, program)
     low = program.rounded_to
     if tolerance is None:
-        tolerance = 1e-6 if low is None else tolerance_of([np.zeros((), low)])
-        # Numbers in half precision, such as the `2 / sqrt(pi)` of `erf`, are rounded in the
-        # derivative, too.
-        of_user = program.lowest_of_user
-        eps = 0.0 if of_user is None else float(jnp.finfo(of_user).eps)
-        tolerance = tolerance + (eps if eps > tolerance else 0.0)
+        tolerance = tolerance_in_float64(low, program.lowest_of_user, 1e-6)
     numbers: dict[str, object] = {"seed": seed, "precision": str(low or "float64")}
     numbers["tolerance"] = tolerance
     if fault := fault_of_value(loss, program):

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 
 from .._diagnosis.origins import NumberedLoss, Origin
-from .._diagnosis.source_lines import source_line, UNKNOWN
+from .._diagnosis.source_lines import UNKNOWN
 from .._errors import place_of
-from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.structure import Call, structure
 from ._gradient_report import GradientFault, LeafVerdict
 from ._judge_leaf import Judge
 from ._loss_program import along, LossProgram
@@ -74,43 +72,36 @@ def faults_of_leaves(
 
     def fault(i: int) -> GradientFault:
         leaf, kind, reasons = leaves[i], kinds[i], by_leaf.get(i, [])
-        source = reasons[0].source if reasons else UNKNOWN
+        source, path = UNKNOWN, layer_of_leaf(leaf.leaf, judge.program)
+        if reasons:
+            source, path = reasons[0].source, reasons[0].path or path
         names = list(dict.fromkeys(o.primitive for o in reasons))
-        details, cure = [], _cure(kind, leaf.reverse is not None, names, kept)
+        is_forward = kind == "modes disagree" or leaf.reverse is None
+        details, cure = [], _cure(kind, is_forward, names, kept)
         if leaf.relative_error < _SMALL:
             details.append(f"it is off by {leaf.relative_error:.0e} of its size")
         if kind == "wrong" and not reasons and judge.is_right_nearby(i):
             details.append("right at points nearby, and not at this one")
-            if tie := _tie(judge.program):
-                details[-1] += f": {tie}"
-                cure = _AT_A_TIE
+            cure = _AT_A_TIE
         if reference is not None:
             both = list(zip(map(np.asarray, reference), judge.gradient or (), strict=True))
             others = [Compared(*both[j]) for j in finite if j != i]
-            want, have = both[i]
             details.append(
-                likely_cause(want, have, f"`{leaf.leaf}`", (), judge.leaves[i], others)
-                if np.any(want)
+                likely_cause(*both[i], f"`{leaf.leaf}`", (), judge.leaves[i], others)
+                if np.any(both[i][0])
                 else f"the loss does not change with `{leaf.leaf}` near this point"
             )
         text = "; ".join(filter(None, details))
-        return GradientFault(
-            **source.fields(),
-            leaf=leaf.leaf,
-            kind=kind,
-            primitive=", ".join(names),
-            path=(reasons[0].path if reasons else "")
-            or layer_of_leaf(leaf.leaf, judge.program),
-            detail=f"{text[0].upper()}{text[1:]}." if text else "",
-            cure=cure,
-        )
+        text = f"{text[0].upper()}{text[1:]}." if text else ""
+        fields = {"leaf": leaf.leaf, "kind": kind, "path": path, "detail": text, "cure": cure}
+        return GradientFault(**source.fields(), primitive=", ".join(names), **fields)
 
     return {i: fault(i) for i in wrong}
 
 
 _AT_A_TIE = (
-    "Autodiff takes a half of each side at a tie. Move the point a little, or write the "
-    "function without the comparison."
+    "Is this point a tie, as of `max`? Autodiff takes a half of each side there. Move the "
+    "point a little, or write the function without the comparison."
 )
 
 
@@ -119,22 +110,6 @@ def layer_of_leaf(path: str, program: LossProgram) -> str:
     layers = program.traced.layers
     around = [layer for layer in layers if path.startswith((layer + ".", layer + "["))]
     return max(around, key=len, default="")
-
-
-def _tie(program: LossProgram) -> str:
-    """The first comparison of numbers that are equal at this point."""
-    found: list[str] = []
-
-    def hook(eqn, values):
-        name = eqn.primitive.name
-        if name in ("max", "min") and np.any(np.equal(*map(np.asarray, values))):
-            found.append(f"a tie of `{name}` at {source_line(eqn)}")
-        if isinstance(structure(eqn), Call):
-            return enter(eqn, values, lambda p, xs, _: evaluate(p, xs, hook))
-        return bind(eqn, values)
-
-    evaluate(program.own.program, list(program.own.values), hook)
-    return found[0] if found else ""
 
 
 def _kind(leaf: LeafVerdict) -> str:
@@ -152,13 +127,13 @@ def _kind(leaf: LeafVerdict) -> str:
     return "wrong"
 
 
-def _cure(kind: str, has_reverse: bool, names: Sequence[str], kept: Sequence[Origin]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names)
+def _cure(kind: str, is_forward: bool, names: Sequence[str], kept: Sequence[Origin]) -> str:
     if kind == "not finite":
         return EXPLAIN_NAN
-    if kind == "modes disagree" or not has_reverse:
+    if is_forward:
         return "A forward rule in the loss is wrong: try `eqgt.check_rule`."
     if names:
+        shown = ", ".join(f"`{name}`" for name in names)
         text = f"The gradient is right without the rule of {shown}: try `eqgt.check_rule`."
         return text + " If it is another gradient on purpose, `skip` the leaves before it."
     if kind == "cut":

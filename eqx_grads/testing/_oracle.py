@@ -22,7 +22,7 @@ from .._diagnosis._programs.in_float64 import evaluate_in_float64
 from .._diagnosis._programs.lowest_precision import lowest_precisions
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import equations, inner_programs, LinearCall, structure
-from ._compare import as_double, tolerance_of
+from ._compare import as_double, tolerance_in_float64, tolerance_of
 from ._options import Options
 from ._outcome import outcome
 from ._references import as_reference, jvp, vjp
@@ -226,12 +226,7 @@ class Side:
             return self._options.tolerance
         if not self.is_exact:
             return tolerance_of(self.subject.leaves, self.outputs)
-        low = [] if self.rounded_to is None else [np.zeros((), self.rounded_to)]
-        tolerance = max(tolerance_of(low), 1e-5)
-        # Numbers such as the 0.1 in `0.1 * x` are rounded to half precision: the rule may have
-        # the number itself.
-        eps = 0.0 if self.lowest is None else float(jnp.finfo(self.lowest).eps)
-        return tolerance + (eps if eps > tolerance else 0.0)
+        return tolerance_in_float64(self.rounded_to, self.lowest, 1e-5)
 
 
 def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
