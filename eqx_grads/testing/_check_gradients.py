@@ -1,8 +1,8 @@
 """`check_gradients`: the gradient of a whole model against finite differences."""
 
-import fnmatch
 import functools as ft
 from collections.abc import Callable, Collection, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from ._loss_program import CALLER, LossProgram, trace
 from ._options import as_names, as_seed, check_tolerance
 from ._outcome import outcome
 from ._slope import SHORTEST_STEP
+from ._subject import is_part_of
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
@@ -78,7 +79,7 @@ def check_gradients(
     - For each wrong leaf, the rules in the program are removed (`eqg.custom_*`,
         `jax.custom_*`). If the gradient is right without some rules, the report names them,
         with the line and the layer of the call. If it is right at points nearby, the report
-        names a tie of `min` or `max`.
+        says so: then this point may be a tie of `min` or `max`.
 
     !!! example
 
@@ -215,7 +216,9 @@ def _kept(skip: Collection[str], names: Sequence[str]) -> set[int]:
     """The leaves that are not skipped."""
     kept = set(range(len(names)))
     for pattern in as_names(CALLER, "skip", skip):
-        hits = {i for i, name in enumerate(names) if _matches(name, pattern)}
+        glob = pattern.replace("[", "[[]")
+        matches = lambda name, p=pattern, g=glob: is_part_of(name, p) or fnmatchcase(name, g)
+        hits = {i for i, name in enumerate(names) if matches(name)}
         if not hits:
             raise rule_error(
                 f"`skip` names a leaf that the model does not have: `{pattern}`.",
@@ -231,12 +234,6 @@ def _kept(skip: Collection[str], names: Sequence[str]) -> set[int]:
             do="Leave some of them out of `skip`, or check the rule alone by `check_rule`.",
         )
     return kept
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if name == pattern or fnmatch.fnmatchcase(name, pattern.replace("[", "[[]")):
-        return True
-    return name.startswith(pattern) and name[len(pattern)] in ".["
 
 
 def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:

@@ -80,7 +80,8 @@ def check_rule(
     Plain autodiff differentiates the function without its rule, and differences are finite
     differences. `zeros` also fails if equations are left for leaves that are not perturbed. The
     transformations are `jit`, `vmap`, `scan`, `cond` and `checkpoint`. `finite` also runs under
-    `jax.debug_nans`.
+    `jax.debug_nans`. A second derivative passes it if float64 shows a number that is too large
+    for your dtype.
 
     !!! example
 

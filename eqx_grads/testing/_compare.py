@@ -25,7 +25,9 @@ _SMALL, SMALL_IN_FLOAT64 = 1e-3, 1e-9
 
 def tolerance_of(*trees: Any) -> float:
     """The relative error that rounding explains for arrays with these dtypes."""
-    dtypes = [jnp.result_type(x) for x in jax.tree.leaves(trees)]
+    # Not `jnp.result_type` of an array: in single precision, float64 is float32 to it.
+    leaves = jax.tree.leaves(trees)
+    dtypes = [x.dtype if hasattr(x, "dtype") else jnp.result_type(x) for x in leaves]
     real = [str(jnp.finfo(d).dtype) for d in dtypes if jnp.issubdtype(d, jnp.inexact)]
     found = [_TOLERANCE.get(name, _COARSER) for name in real]
     return max(found, default=0.0 if dtypes else 1e-7)

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.structure import equations
+from .._jaxprs.operands import fill
+from .._jaxprs.structure import holds
 from ._case import are_finite, Case
 from ._compare import as_real, difference, norm, pairing, SMALL_IN_FLOAT64
 from ._differences import FailsNearby
@@ -136,8 +136,7 @@ class _Mode:
                 if self.is_forward:
                     x = case.derivative("vjp expected", [d[i]])[i]
                 else:
-                    tangents = only(case.subject.leaves, [])
-                    tangents[i] = d[0]
+                    tangents = fill(only(case.subject.leaves, []), [i], [d[0]])
                     x = case.derivative("jvp expected", tangents)[0]
                 yield Mistake("transposed: a Jacobian and its transpose were confused", x)
 
@@ -252,8 +251,8 @@ def _has_given_transpose(case: Case) -> bool:
     """Whether there are linear maps in it with a transpose that the user wrote, which can't be
     removed: from `linear_host_function` and `jax.custom_derivatives.linear_call`."""
     program = outcome(jax.make_jaxpr(case.own.plain), *case.subject.leaves)
-    found = equations(program) if isinstance(program, ClosedJaxpr) else ()
-    return any(e.primitive.name in ("eqg_linear", "linear_call") for e in found)
+    is_program = not isinstance(program, Exception)
+    return is_program and holds(program, "eqg_linear", "linear_call")
 
 
 # ---------------------------------------------------------------- in the user's precision

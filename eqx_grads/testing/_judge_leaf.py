@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._jaxprs.operands import fill
 from .._jaxprs.structure import holds
 from ._compare import as_double, norm, scale_of
 from ._gradient_report import DEAD, FLAT, KINK, LeafVerdict, RIGHT, STOPPED, UNMEASURED, WRONG
@@ -123,7 +124,7 @@ class Judge:
         return found._replace(verdict=verdict)
 
     def _only(self, leaf: int, t: np.ndarray) -> list[np.ndarray]:
-        return [t if i == leaf else np.zeros_like(x) for i, x in enumerate(self.leaves)]
+        return fill(map(np.zeros_like, self.leaves), [leaf], [t])
 
     def _compare(self, leaf: int, t: np.ndarray, is_held: bool, at: Any = None) -> _Found:
         """The verdict by central differences, which takes a kink for a wrong gradient.

@@ -12,9 +12,8 @@ from ._case import are_finite, Case
 from ._compare import as_double, difference
 from ._derivatives import judge
 from ._differences import directional
-from ._oracle import At
+from ._oracle import At, jvp, vjp
 from ._outcome import outcome
-from ._references import jvp, vjp
 from ._report import broke, compare, FAILED, failed, Finding, PASSED, skipped
 from ._table import NO_REVERSE
 

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
+from .._jaxprs.operands import fill
 from .._rules.tree_split import TreeSplit
 from ._case import Case
-from ._oracle import At, unless_error
+from ._oracle import At, jvp, unless_error, vjp
 from ._outcome import outcome
-from ._references import jvp, vjp
 from ._report import broke, compare, Finding
 from ._subject import FlatFunction, is_output
 
@@ -47,7 +47,7 @@ class _Examples:
 
     def __init__(self, case: Case):
         self.case, self.f, self.leaves = case, case.own.f, case.subject.leaves
-        self.t, self.w = case.first.tangents[0], case.first.cotangents[0]
+        self.t, self.w = case.tangents[0], case.cotangents[0]
         outs = case.output_names
         kinds = {"f": ("value", outs)}
         kinds |= {"jvp": ("tangent", outs)} if case.has_forward else {}
@@ -177,9 +177,8 @@ def _batches(case: Case, e: _Examples) -> Iterator[_Trial]:
 
 def _mapped(fn, at: At, kept: Sequence[int]) -> tuple[Callable[..., Any], list[Any]]:
     """`fn` under `vmap`, and its leaves: the leaves in `kept` are a batch."""
-    n = range(len(at.x))
-    axes = [0 if i in kept else None for i in n]
-    return jax.vmap(fn, in_axes=axes), [(at.many if i in kept else at.x)[i] for i in n]
+    axes = [0 if i in kept else None for i in range(len(at.x))]
+    return jax.vmap(fn, in_axes=axes), fill(at.x, kept, [at.many[i] for i in kept])
 
 
 def _inside(e: _Examples, kept: Sequence[int], at: At):
