@@ -170,7 +170,8 @@ def judge(case: Case, check: str) -> tuple[Finding, bool]:
     mode, options = _Mode(case, check), case.options
     # A bound of an expected cotangent may lie far from the cotangents that are drawn.
     is_bounded = options.nonlinear and options.reference is not None and not mode.is_forward
-    found, is_passed = None, False
+    found: Any = None
+    is_passed = False
     for factor in (1, _LARGE, 1 / _LARGE) if is_bounded else (1,):
         found = outcome(mode.compare, factor)
         is_passed = getattr(found, "verdict", "") == PASSED

@@ -93,8 +93,15 @@ def faults_of_leaves(
             )
         text = "; ".join(filter(None, details))
         text = f"{text[0].upper()}{text[1:]}." if text else ""
-        fields = {"leaf": leaf.leaf, "kind": kind, "path": path, "detail": text, "cure": cure}
-        return GradientFault(**source.fields(), primitive=", ".join(names), **fields)
+        return GradientFault(
+            **source.fields(),
+            leaf=leaf.leaf,
+            kind=kind,
+            primitive=", ".join(names),
+            path=path,
+            detail=text,
+            cure=cure,
+        )
 
     return {i: fault(i) for i in wrong}
 

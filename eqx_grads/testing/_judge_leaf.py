@@ -124,7 +124,7 @@ class Judge:
         return found._replace(verdict=verdict)
 
     def _only(self, leaf: int, t: np.ndarray) -> list[np.ndarray]:
-        return fill(map(np.zeros_like, self.leaves), [leaf], [t])
+        return fill([np.zeros_like(x) for x in self.leaves], [leaf], [t])
 
     def _compare(self, leaf: int, t: np.ndarray, is_held: bool, at: Any = None) -> _Found:
         """The verdict by central differences, which takes a kink for a wrong gradient.

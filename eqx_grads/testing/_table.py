@@ -205,7 +205,7 @@ def _work(case: Case, fn, i: int) -> tuple[int, int]:
     """The number of equations with one leaf perturbed, and the number that is needed."""
     leaves, t = list(case.subject.leaves), case.tangents[0][i]
     one = lambda xs, t: jvp(restricted(fn, xs, [i]), [xs[i]], [t])
-    dense = lambda xs, t: jvp(fn, xs, fill(map(jnp.zeros_like, xs), [i], [t]))
+    dense = lambda xs, t: jvp(fn, xs, fill([jnp.zeros_like(x) for x in xs], [i], [t]))
     needed = lambda xs, t: jvp(lambda t: dense(xs, t), [jnp.zeros_like(t)], [t])
     return _count(one, leaves, t), _count(needed, leaves, t)
 
