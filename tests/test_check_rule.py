@@ -442,6 +442,15 @@ def test_single_checks_are_that_check():
         assert {finding.check for finding in report.findings} == {name}
 
 
+def test_a_container_that_is_not_perturbed():
+    f = vjp_rule(lambda p, x: p["a"][0] * x, lambda r, ct: (None, ct * r[0]["a"][0]))
+    check = lambda name: eqgt.check_rule(f, {"a": [A]}, B, **REVERSE, nondifferentiable=name)
+    for name in ("p", "p['a']", 'p["a"]'):
+        check(name)
+    with pytest.raises(eqgt.RuleCheckError, match=r"the term of `p\['a'\]\[0\]` is missing"):
+        check("x")
+
+
 @pytest.mark.slow
 def test_L5_programs_are_shared_between_the_checks():
     def times_sin(factor):
