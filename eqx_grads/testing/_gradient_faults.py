@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 
 from .._diagnosis.origins import NumberedLoss, Origin
-from .._diagnosis.source_lines import UNKNOWN
+from .._diagnosis.source_lines import source_line, UNKNOWN
 from .._errors import place_of
+from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.structure import Call, structure
 from ._gradient_report import GradientFault, LeafVerdict
 from ._judge_leaf import Judge
 from ._loss_program import along, LossProgram
@@ -82,7 +84,9 @@ def faults_of_leaves(
             details.append(f"it is off by {leaf.relative_error:.0e} of its size")
         if kind == "wrong" and not reasons and judge.is_right_nearby(i):
             details.append("right at points nearby, and not at this one")
-            cure = _AT_A_TIE
+            if tie := _tie(judge.program):
+                details[-1] += f": {tie}"
+                cure = _AT_A_TIE
         if reference is not None:
             both = list(zip(map(np.asarray, reference), judge.gradient or (), strict=True))
             others = [Compared(*both[j]) for j in finite if j != i]
@@ -107,8 +111,8 @@ def faults_of_leaves(
 
 
 _AT_A_TIE = (
-    "Is this point a tie, as of `max`? Autodiff takes a half of each side there. Move the "
-    "point a little, or write the function without the comparison."
+    "Autodiff takes a half of each side at a tie. Move the point a little, or write the "
+    "function without the comparison."
 )
 
 
@@ -117,6 +121,22 @@ def layer_of_leaf(path: str, program: LossProgram) -> str:
     layers = program.traced.layers
     around = [layer for layer in layers if path.startswith((layer + ".", layer + "["))]
     return max(around, key=len, default="")
+
+
+def _tie(program: LossProgram) -> str:
+    """The first comparison of numbers that are equal at this point."""
+    found: list[str] = []
+
+    def hook(eqn, values):
+        name = eqn.primitive.name
+        if name in ("max", "min") and np.any(np.equal(*map(np.asarray, values))):
+            found.append(f"a tie of `{name}` at {source_line(eqn)}")
+        if isinstance(structure(eqn), Call):
+            return enter(eqn, values, lambda p, xs, _: evaluate(p, xs, hook))
+        return bind(eqn, values)
+
+    evaluate(program.own.program, list(program.own.values), hook)
+    return found[0] if found else ""
 
 
 def _kind(leaf: LeafVerdict) -> str:
