@@ -11,7 +11,7 @@ import pytest
 from eqx_grads._diagnosis._programs.in_float64 import evaluate_in_float64
 from eqx_grads._diagnosis._programs.lowest_precision import lowest_precisions
 
-from .model_faults import between, DATA, dense_stack, FAULTS, with_rule
+from .model_faults import DATA, dense_stack, FAULTS, with_rule
 from .right_models import RIGHT
 
 
@@ -46,6 +46,8 @@ def test_fault_is_found(name):
         assert stopped == set(fault.wrong), str(report)
         assert "`stop_gradient` is called at model_faults.py:" in str(report)
         return
+    text = " ".join(str(report).split())
+    assert f"The gradient of `{fn.__name__}`: FAILED (seed 0)" in text
     assert {found.leaf for found in report.found} == set(fault.wrong), str(report)
     for found in report.found:
         layer = fault.layer or found.leaf.rpartition(".")[0]
@@ -53,7 +55,7 @@ def test_fault_is_found(name):
         assert fields == (fault.kind, layer, fault.function), str(report)
         if found.primitive:
             assert found.file.endswith("model_faults.py"), str(report)
-            assert found.line > 0
+            assert f"model_faults.py:{found.line}" in text
 
 
 @pytest.mark.parametrize("name", names(RIGHT))
@@ -104,17 +106,17 @@ def only_in_single(x):
     return jnp.sum(jnp.sin(x))
 
 
-def captures_numpy(x):
-    rows = np.array([1, 0, 1])
-    return jnp.sum(jnp.zeros_like(x).at[rows].add(jnp.sin(x[rows])))
-
-
 @jax.custom_jvp
 def square_on_host(x):
     return jax.pure_callback(np.square, jax.ShapeDtypeStruct((), jnp.float32), x)
 
 
 square_on_host.defjvp(lambda p, t: (square_on_host(*p), 2 * p[0] * t[0]))
+
+
+def stopped_in_a_scan(w):
+    step = lambda c, x: (jnp.sin(w[0] * jax.lax.stop_gradient(c) + x), None)
+    return jax.lax.scan(step, w[1], jnp.array([0.1, 1.0]))[0]
 
 
 def exp_sum(x):
@@ -141,20 +143,16 @@ def one_sided_kink(k):
     return lambda x: fn(x[0]) + jnp.sum(jnp.abs(x[1:]))
 
 
-stable, growing = jnp.array([1.0, 2.0], "float32"), jnp.array([0.3, 1.2])
+stable = jnp.array([1.0, 2.0], "float32")
 KINKS = jnp.array([0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.5])
 # A loss, its model, the verdict, the kind of the fault, and words of the report.
 VERDICTS = {
     "kink": (lambda x: jnp.where(x < 1, x, 1.0), jnp.array(1.0), "kink", "",
              "(the slopes of its sides are 1 and 0)"),
-    **{f"kink of {n}, {k}": (one_sided_kink(k), jnp.zeros(n), "kink", "", "")
-       for n in (1, 5) for k in (-1.4, -2.0)},
-    **{f"kink of {n}, {k}": (one_sided_kink(k), jnp.zeros(n), "WRONG",
-                             "cut" if n == 1 and not k else "wrong", "")
-       for n in (1, 5) for k in (0.0, -0.9)},
+    "kinks": (one_sided_kink(-1.4), jnp.zeros(5), "kink", "", ""),
+    "a slope outside": (one_sided_kink(-0.9), jnp.zeros(5), "WRONG", "wrong", ""),
+    "a slope of zero": (one_sided_kink(0.0), jnp.zeros(1), "WRONG", "cut", ""),
     "kinks hide nothing": (kinks_beside(2.2), KINKS, "WRONG", "wrong", ""),
-    "staircase": (lambda t: jnp.floor(100 * t) / 100, jnp.array(0.123), "flat", "",
-                  "changes over longer steps"),
     "rounds to zero": (confident, jnp.array([45.0, 0.0]), "not measured", "", ""),
     "does not": (lambda x: confident(0.9 * x + 0.1 * eqg.scale_gradient(x, 2.0)),
                  jnp.array([3.0, 1.0]), "WRONG", "wrong", ""),
@@ -162,11 +160,8 @@ VERDICTS = {
                      jnp.array([0.0, 120.0, -120.0], "float32"), "not measured", "", ""),
     "NaN in float32": (entropy, jnp.array([0.0, 2.0, -120.0], "float32"), "WRONG", "not finite",
                        "In float32, entries of the gradient are NaN, and the loss is nan."),
-    "NaN gradient in float32": (
-        lambda w: jnp.sum(jnp.where(w > 20, w, jnp.log1p(jnp.exp(w)))),
-        jnp.array([1.0, 100.0], "float32"), "WRONG", "not finite", "loss is finite"),
-    "not in float32": (lambda w: jnp.sum(jnp.where(w > 20, w, jnp.log1p(jnp.exp(w)))),
-                       stable, "right", "", ""),
+    "stopped in a scan": (stopped_in_a_scan, jnp.array([0.3, 0.2]), "stopped", "",
+                          "is called at test_check_gradients.py:"),
     "loss is NaN": (jnp.log, jnp.array(-1.0), "not measured", "not finite", "explain_nan"),
     "infinite rule": (infinite_rule, jnp.ones(2), "WRONG", "not finite", "are infinite"),
     "zero in half": (lambda w: jnp.sum(w * 1e-5) * 1e-4, jnp.ones(3, "float16"), "WRONG", "cut",
@@ -177,13 +172,12 @@ VERDICTS = {
     "small error": (lambda m: jnp.sum(wrong_square(2 * (1 + 1e-5))(m)),
                     jnp.array([1.0, 2.0, -3.0]), "WRONG", "wrong",
                     "every entry is 1 + 1e-05 times the expected one"),
-    "huge far away": (lambda x: jnp.sum(jnp.exp(wrong_square(2.04)(x))), growing, "WRONG",
-                      "wrong", ""),
+    "huge far away": (lambda x: jnp.sum(jnp.exp(wrong_square(2.04)(x))), jnp.array([0.3, 1.2]),
+                      "WRONG", "wrong", ""),
     # A step that is short for the second entry leads far below zero in the first one.
     "raises, wrong": (lambda x: raises_close_by(eqg.scale_gradient(x, 1.1)),
                       jnp.array([1e-4, 1e3]), "WRONG", "wrong", ""),
     "only in float32": (only_in_single, stable, "right", "", ""),
-    "captures NumPy": (captures_numpy, stable, "right", "", ""),
     "on the host": (lambda x: square_on_host(jnp.sum(x)), stable, "right", "", ""),
     "determinant": (determinant, jr.normal(jr.key(2), (3, 3), "float32"), "right", "", ""),
 }  # fmt: skip
@@ -192,26 +186,12 @@ VERDICTS = {
 @pytest.mark.parametrize("name", VERDICTS)
 def test_verdict(name):
     loss, model, verdict, kind, words = VERDICTS[name]
-    for seed in range(3 if "kink" in name else 1):
+    for seed in range(3 if verdict == "kink" else 1):
         report = eqgt.check_gradients(loss, model, seed=seed, raises=False)
         text = " ".join(str(report).split())
         assert report["model"].verdict == verdict, text
         assert [fault.kind for fault in report.found] == [kind] * bool(kind), text
         assert words in text
-
-
-def test_the_precision_of_the_check():
-    """A constant in float32 says nothing of the loss, nor does a cast; a host function does."""
-    data = jnp.array([[0.3, -0.7], [1.1, 0.2]], "float32")
-    fn = lambda w: jnp.sum(jnp.tanh(jnp.asarray(data, w.dtype) @ w))
-    for loss, precision, tolerance in (
-        (fn, "float64", 1e-6),
-        (lambda w: fn(w.astype("float32")).astype(w.dtype), "float64", 1e-6),
-        (lambda w: square_on_host(jnp.sum(w)), "float32", 3e-5),
-    ):
-        numbers = eqgt.check_gradients(loss, stable).numbers
-        assert numbers["precision"] == precision
-        assert numbers["tolerance"] == pytest.approx(tolerance, rel=0.2)
 
 
 @pytest.mark.parametrize("is_chaotic", [False, True])
@@ -231,20 +211,6 @@ def test_only_the_leaf_that_is_not_finite(is_chaotic):
     assert eqgt.check_gradients(loss, model, skip="['w']").passed
 
 
-@pytest.mark.slow
-def test_a_gradient_that_is_no_derivative_on_purpose():
-    fn, model, data = between(lambda x: eqg.ste.round(3 * x) / 3)
-    report = eqgt.check_gradients(fn, model, data, raises=False)
-    assert {found.leaf for found in report.found} == {"layers[0].weight", "layers[0].bias"}
-    assert {found.kind for found in report.found} == {"not a derivative"}
-    # They have an influence, which is not that of a small step.
-    assert "The loss does not change with `" in str(report)
-    report = eqgt.check_gradients(fn, model, data, skip="layers[0]")
-    assert report["layers[0].bias"].verdict == "skipped"
-    assert report["layers[2].bias"].verdict == "right"
-    assert not eqgt.check_gradients(fn, model, data, skip="*[0].*")
-
-
 def test_a_tie_is_right_at_points_nearby():
     """JAX's second derivative of a function that is smooth there."""
     loss = lambda m: jnp.minimum(m["a"], m["b"]) ** 2 + jnp.maximum(m["a"], m["b"]) ** 2
@@ -260,68 +226,23 @@ def test_a_tie_is_right_at_points_nearby():
 
 
 def test_errors():
-    fn, model, data = dense_stack(None)
-    for match, call in {
-        "did not return a real scalar": lambda: eqgt.check_gradients(lambda m: m, jnp.ones(3)),
-        "without inexact arrays": lambda: eqgt.check_gradients(lambda m: 1.0, {"n": 3}),
-        "can't trace the loss": lambda: eqgt.check_gradients(float, jnp.ones(())),
-        "`order` of `check_gradients`": lambda: eqgt.check_gradients(fn, model, data, order=3),
-        "have: `layer`": lambda: eqgt.check_gradients(fn, model, data, skip="layer"),
-        "skip all leaves": lambda: eqgt.check_gradients(fn, model, data, skip="layers"),
-    }.items():
-        with pytest.raises(eqg.RuleError, match=match):
-            call()
+    stack = dense_stack(None)
+    for match, args, options in (
+        ("did not return a real scalar", (lambda m: m, jnp.ones(3)), {}),
+        ("without inexact arrays", (lambda m: 1.0, {"n": 3}), {}),
+        ("can't trace the loss", (float, jnp.ones(())), {}),
+        ("`order` of `check_gradients`", stack, {"order": 3}),
+        ("have: `layer`", stack, {"skip": "layer"}),
+        ("skip all leaves", stack, {"skip": "layers"}),
+    ):
+        for order in (1, 2):
+            with pytest.raises(eqg.RuleError, match=match):
+                eqgt.check_gradients(*args, **{"order": order, **options})
     with pytest.raises(RuntimeError, match="negative"):
         eqgt.check_gradients(raises_close_by, -jnp.ones(2))
 
 
-# ---------------------------------------------------------------- random losses
-
-
-def test_a_random_loss_is_named():
-    rng = np.random.default_rng(0)
-    host = lambda: np.float32(rng.normal())
-    draw = lambda: jax.pure_callback(host, jax.ShapeDtypeStruct((), np.float32))
-    noisy = lambda m: jnp.sum(m) + jax.lax.stop_gradient(draw()).astype(m.dtype)
-    report = eqgt.check_gradients(noisy, jnp.ones(3), raises=False)
-    (found,) = report.found
-    assert (found.kind, found.primitive) == ("random", "pure_callback")
-    assert found.file == __file__
-    assert report["model"].verdict == "not measured"
-
-
 # ---------------------------------------------------------------- values that are stopped
-
-
-STOPS = {
-    "target network": lambda m, x: jnp.mean(
-        (jnp.tanh(m["w"] @ x) - jax.lax.stop_gradient(jnp.tanh(m["target"] @ x))) ** 2
-    ),
-    "vector quantization": lambda m, x: (
-        jnp.sum((jax.lax.stop_gradient(m["w"] @ x) - m["target"][0, 0]) ** 2)
-        + jnp.sum((m["w"] @ x - jax.lax.stop_gradient(m["target"][0, 0])) ** 2)
-    ),
-    "straight-through": lambda m, x: jnp.sum(
-        m["w"] + jax.lax.stop_gradient(jnp.round(m["w"]) - m["w"])
-    ),
-    "in a scan": lambda m, x: jax.lax.scan(
-        lambda c, x: (jnp.sin(m["w"][0] * jax.lax.stop_gradient(c) + x), None), m["w"][1], x
-    )[0].sum(),
-}
-
-
-@pytest.mark.parametrize("name", STOPS)
-def test_values_that_are_stopped_are_held(name):
-    model = {"w": jnp.full((2, 3), 0.3), "target": jnp.full((2, 3), 0.2)}
-    x = jnp.array([0.1, 1.0, 2.0])
-    report = eqgt.check_gradients(STOPS[name], model, x)
-    assert "stopped" in {leaf.verdict for leaf in report.leaves}
-    assert "`stop_gradient` is called at test_check_gradients.py:" in str(report)
-    wrong = lambda m, x: (
-        STOPS[name](m, x) + jnp.sum(with_slope(jnp.sin, lambda x: 1.1 * jnp.cos(x))(m["w"]))
-    )
-    report = eqgt.check_gradients(wrong, model, x, raises=False)
-    assert [fault.leaf for fault in report.found] == ["['w']"]
 
 
 @pytest.mark.slow
@@ -367,22 +288,6 @@ def test_a_loop_that_would_not_end_far_away():
 # ---------------------------------------------------------------- the second order
 
 
-def test_a_rule_that_is_right_to_first_order_only():
-    def cube_of(x):
-        return x**3
-
-    backward = lambda x, ct: (3 * jax.lax.stop_gradient(x) ** 2 * ct,)
-    cube = with_rule(cube_of, lambda x: (x**3, x), backward)
-    loss = lambda model: jnp.sum(cube(model["x"]) * model["y"])
-    model = {"x": jnp.array([0.5, -1.2]), "y": jnp.array([0.7, 0.4])}
-    assert not eqgt.check_gradients(loss, model)
-    report = eqgt.check_gradients(loss, model, order=2, raises=False)
-    assert [(fault.leaf, fault.primitive) for fault in report.found] == [("['x']", "cube_of")]
-    assert report["['y']"].verdict == "right"
-    right = lambda model: jnp.sum(model["x"] ** 3 * model["y"])
-    assert not eqgt.check_gradients(right, model, order=2)
-
-
 def test_a_kernel_at_coincident_points():
     """The Hessian of a Matern kernel by its two points is 3 and -3 there, not NaN."""
 
@@ -396,91 +301,18 @@ def test_a_kernel_at_coincident_points():
     assert {fault.kind for fault in report.found} == {"not finite"}
 
 
-@pytest.mark.parametrize(
-    ("loss", "model"), [(lambda x: 2 * x, jnp.ones(2)), (lambda n: 2.0, jnp.array(3))]
-)
-def test_the_errors_are_those_of_the_first_order(loss, model):
-    with pytest.raises(eqg.RuleError, match="check_gradients") as first:
-        eqgt.check_gradients(loss, model)
-    with pytest.raises(eqg.RuleError, match="check_gradients") as second:
-        eqgt.check_gradients(loss, model, order=2)
-    assert str(first.value) == str(second.value)
-
-
-# ---------------------------------------------------------------- the report
-
-
-def test_report():
-    fn, model, data = FAULTS["missing_factor"].make()
-    report = eqgt.check_gradients(fn, model, data, raises=False, seed=3)
-    assert report
-    assert not report.passed
-    assert report.numbers["seed"] == 3
-    text = " ".join(str(report).split())
-    for part in ("layers[0].weight", "square model_faults.py:", "half the expected one"):
-        assert part in text
-    # The slope is half the expected one.
-    slopes = [row[-2:] for table in report.tables() for row in table.rows]
-    assert all(float(have) == pytest.approx(float(want) / 2, rel=0.02) for have, want in slopes)
-    assert report.numbers["precision"] == "float64"
-    assert report["layers[2].weight"].verdict == "right"
-    assert report["layers[0].weight"].relative_error > 0.01
-    with pytest.raises(KeyError, match="no leaf 'layers'"):
-        report["layers"]
-    with pytest.raises(AssertionError, match="The gradient of `loss`: FAILED") as error:
-        eqgt.check_gradients(fn, model, data)
-    assert type(error.value) is eqgt.GradientCheckError
-
-
 # ---------------------------------------------------------------- size
 
 
 @pytest.mark.slow
-def test_a_wrong_bias_among_a_hundred_thousand_parameters():
-    affine = lambda w, b, x: w @ x + b
-    bwd = lambda res, ct: (jnp.outer(ct, res[1]), 1.001 * ct, res[0].T @ ct)
-    rule = with_rule(affine, lambda w, b, x: (affine(w, b, x), (w, x)), bwd)
-    key = jr.key(0)
-    model = {
-        "w": [jr.normal(k, (300, 300)) / 17 for k in jr.split(key)],
-        "b": [jnp.full(300, 1e-4)] * 2,
-    }
-
+def test_ten_thousand_equations():
     def fn(m, x):
-        x = jnp.tanh(affine(m["w"][0], m["b"][0], x))
-        return jnp.sum(rule(m["w"][1], m["b"][1], x) ** 2)
-
-    report = eqgt.check_gradients(fn, model, jr.normal(key, (300,)), raises=False)
-    assert [found.leaf for found in report.found] == ["['b'][1]"]
-
-
-def check_many_layers(n):
-    def fn(m, x):
-        for _ in range(n):
+        for _ in range(2500):
             x = x + 1e-3 * jnp.tanh(m @ x)
         return jnp.sum(x)
 
     report = eqgt.check_gradients(fn, jnp.eye(3), jnp.asarray(DATA[0]))
     assert report["model"].verdict == "right"
-
-
-@pytest.mark.slow
-def test_ten_thousand_equations():
-    check_many_layers(2500)
-
-
-@pytest.mark.slow
-def test_other_solvers():
-    optx = pytest.importorskip("optimistix")
-
-    def fn(m, x):
-        solver = optx.Newton(rtol=1e-10, atol=1e-10)
-        root = optx.root_find(lambda y, p: y + p * jnp.tanh(y) - x, solver, x, args=m)
-        return jnp.sum(root.value**2)
-
-    model, x = jnp.array([0.3, 0.5]), jnp.array([1.0, -2.0])
-    report = eqgt.check_gradients(fn, model, x, tolerance=1e-5)
-    assert report["model"].verdict == "right", str(report)
 
 
 # ---------------------------------------------------------------- the pieces

@@ -3,20 +3,22 @@
 import copy
 import functools as ft
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import monitoring
 
 from .._rules.custom_vjp import ReverseRules
 from ._compare import as_double, as_real, difference, scale_of
 from ._differences import Difference, directional
-from ._eager import Call, eager_call
 from ._options import as_names, Options
 from ._oracle import At, in_float64, Side, unless_error
 from ._outcome import outcome
 from ._random_tangents import normal_like, only
-from ._subject import FlatFunction
+from ._subject import FlatFunction, is_output
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
@@ -53,21 +55,25 @@ class Case:
         self.names = self.subject.names
         self.x = self.subject.leaves
         self._calls: dict[tuple[str, int], Any] = {}
-        # Eager calls have the directions of the first seed.
-        self.first = self
 
     @property
     def outputs(self) -> list[Any]:
         return self.own.outputs
 
     @property
+    def reference(self) -> str:
+        """What computes the expected derivatives, in words."""
+        is_given = self.options.reference is not None
+        return f"autodiff of {'`reference`' if is_given else 'the function without its rule'}"
+
+    @property
     def output_names(self) -> list[str]:
         return [name for name, _ in self.own.named_outputs]
 
-    def eager(self, mode: str, number: int = 0) -> Call:
+    def eager(self, mode: str, number: int = 0) -> "Call":
         """The eager call with this number: calls with two numbers are two calls."""
         if (mode, number) not in self._calls:
-            drawn = self.first.tangents if mode == "jvp" else self.first.cotangents
+            drawn = self.tangents if mode == "jvp" else self.cotangents
             run = lambda: eager_call(self.subject, mode, [jnp.asarray(x) for x in drawn[0]])
             self._calls[mode, number] = outcome(run)
         return unless_error(self._calls[mode, number])
@@ -232,3 +238,56 @@ class Case:
 
 def are_finite(arrays: Sequence[Any]) -> bool:
     return all(np.all(np.isfinite(as_real(x))) for x in arrays)
+
+
+# ---------------------------------------------------------------- eager calls
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class Call(NamedTuple):
+    """The result of one differentiated call.
+
+    - `value`: the whole output, static leaves included.
+    - `outputs`: its arrays that have a derivative.
+    - `derivative`: the tangents of the outputs, or the cotangents of the leaves. An exception
+        if the backward pass raises one.
+    - `n_compiled`: the number of programs that JAX compiled in the call.
+    """
+
+    value: Any
+    outputs: list[Any]
+    derivative: Any
+    n_compiled: int
+
+
+def eager_call(subject: FlatFunction, mode: str, direction: Sequence[Any]) -> Call:
+    """The call in forward mode (`"jvp"`) or reverse mode (`"vjp"`) along random directions."""
+    kept: dict[str, Any] = {}
+
+    def run(*leaves):
+        flat, kept["tree"] = jax.tree.flatten(subject.call(leaves))
+        outs, rest = eqx.partition(flat, is_output)
+        arrays, kept["static"] = eqx.partition(rest, lambda x: isinstance(x, jax.Array))
+        kept["at"] = [i for i, x in enumerate(outs) if x is not None]
+        return [outs[i] for i in kept["at"]], arrays
+
+    compiled: list[str] = []
+    count = lambda event, duration_secs, **_: compiled.extend([event] * (event == _COMPILED))
+    monitoring.register_event_duration_secs_listener(count)
+    try:
+        if mode == "jvp":
+            out, derivative, rest = jax.jvp(run, subject.leaves, direction, has_aux=True)
+        else:
+            out, pull, rest = jax.vjp(run, *subject.leaves, has_aux=True)
+            # The rule may return another value than the function, which `primal` reports.
+            fits = [x.shape for x in out] == [w.shape for w in direction]
+            w = direction if fits else [x.at[...].set(1) for x in out]
+            derivative = outcome(lambda: list(pull(w)))
+        jax.block_until_ready((out, [] if isinstance(derivative, Exception) else derivative))
+    finally:
+        monitoring.unregister_event_duration_listener(count)
+    flat = eqx.combine(rest, kept["static"])
+    for i, x in zip(kept["at"], out, strict=True):
+        flat[i] = x
+    return Call(jax.tree.unflatten(kept["tree"], flat), list(out), derivative, len(compiled))

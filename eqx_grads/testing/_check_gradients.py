@@ -1,12 +1,11 @@
 """`check_gradients`: the gradient of a whole model against finite differences."""
 
-import fnmatch
 import functools as ft
 from collections.abc import Callable, Collection, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -16,8 +15,8 @@ from .._diagnosis.opaque import no_gradient
 from .._diagnosis.progress import doing, showing_progress
 from .._diagnosis.report import show_list
 from .._diagnosis.traced_loss import is_zero_safe
-from .._errors import bad_argument, first_line, name_of, rule_error
-from ._compare import as_real, norm, tolerance_of
+from .._errors import bad_argument, check_flags, first_line, name_of, rule_error
+from ._compare import as_real, norm, tolerance_in_float64, tolerance_of
 from ._gradient_faults import EXPLAIN_NAN, fault_of_value, faults_of_leaves, layer_of_leaf
 from ._gradient_report import (
     GradientFault,
@@ -31,9 +30,10 @@ from ._gradient_report import (
 )
 from ._judge_leaf import Judge
 from ._loss_program import CALLER, LossProgram, trace
-from ._options import as_names, as_seed, check_options, check_tolerance
+from ._options import as_names, as_seed, check_tolerance
 from ._outcome import outcome
 from ._slope import SHORTEST_STEP
+from ._subject import is_part_of
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
@@ -153,8 +153,8 @@ def check_gradients(
     model without inexact arrays. Also for an operation that JAX can't differentiate, and for
     options that make no sense.
     """
-    check_options(CALLER, {}, raises=raises)
-    check_tolerance(CALLER, tolerance=tolerance)
+    check_flags(CALLER, raises=raises)
+    check_tolerance(CALLER, tolerance)
     as_names(CALLER, "skip", skip)
     seed = as_seed(CALLER, seed)
     if type(order) is not int or order not in (1, 2):
@@ -176,12 +176,7 @@ def _report(loss, again, skip, tolerance, seed, order) -> GradientReport:
     modes, remarks = _modes(loss, program)
     low = program.rounded_to
     if tolerance is None:
-        tolerance = 1e-6 if low is None else tolerance_of([np.zeros((), low)])
-        # Numbers in half precision, such as the `2 / sqrt(pi)` of `erf`, are rounded in the
-        # derivative, too.
-        of_user = program.lowest_of_user
-        eps = 0.0 if of_user is None else float(jnp.finfo(of_user).eps)
-        tolerance = tolerance + (eps if eps > tolerance else 0.0)
+        tolerance = tolerance_in_float64(low, program.lowest_of_user, 1e-6)
     numbers: dict[str, object] = {"seed": seed, "precision": str(low or "float64")}
     numbers["tolerance"] = tolerance
     if fault := fault_of_value(loss, program):
@@ -221,7 +216,9 @@ def _kept(skip: Collection[str], names: Sequence[str]) -> set[int]:
     """The leaves that are not skipped."""
     kept = set(range(len(names)))
     for pattern in as_names(CALLER, "skip", skip):
-        hits = {i for i, name in enumerate(names) if _matches(name, pattern)}
+        glob = pattern.replace("[", "[[]")
+        matches = lambda name, p=pattern, g=glob: is_part_of(name, p) or fnmatchcase(name, g)
+        hits = {i for i, name in enumerate(names) if matches(name)}
         if not hits:
             raise rule_error(
                 f"`skip` names a leaf that the model does not have: `{pattern}`.",
@@ -237,12 +234,6 @@ def _kept(skip: Collection[str], names: Sequence[str]) -> set[int]:
             do="Leave some of them out of `skip`, or check the rule alone by `check_rule`.",
         )
     return kept
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if name == pattern or fnmatch.fnmatchcase(name, pattern.replace("[", "[[]")):
-        return True
-    return name.startswith(pattern) and name[len(pattern)] in ".["
 
 
 def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:

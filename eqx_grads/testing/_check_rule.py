@@ -5,11 +5,11 @@ from typing import Any
 
 from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.progress import doing, showing_progress
-from .._errors import check_function, rule_error
+from .._errors import check_flags, check_function, rule_error
 from ._case import Case
 from ._derivatives import forward, reverse
 from ._leaks import leaks
-from ._options import as_names, as_seeds, check_options, Options
+from ._options import as_names, as_seeds, Options
 from ._oracle import without_log
 from ._order import order as higher_order
 from ._outcome import outcome
@@ -80,7 +80,8 @@ def check_rule(
     Plain autodiff differentiates the function without its rule, and differences are finite
     differences. `zeros` also fails if equations are left for leaves that are not perturbed. The
     transformations are `jit`, `vmap`, `scan`, `cond` and `checkpoint`. `finite` also runs under
-    `jax.debug_nans`.
+    `jax.debug_nans`. A second derivative passes it if float64 shows a number that is too large
+    for your dtype.
 
     !!! example
 
@@ -161,7 +162,7 @@ def check_rule(
     `eqx_grads.RuleError` for options that make no sense.
     """
     check_function(fn, "fn", "check_rule")
-    check_options("check_rule", {}, raises=raises)
+    check_flags("check_rule", raises=raises)
     names = _chosen(checks, skip)
     options = Options(
         reference, nonlinear, nondifferentiable, tangents, cotangents,

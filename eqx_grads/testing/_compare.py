@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import show_path
+from .._errors import check_flags, show_path
 from .._rules.float_args import check_nonnegative_number
-from ._options import check_options, check_tolerance
+from ._options import check_tolerance
 
 
 # The relative error that rounding explains, by the dtype of lowest precision.
 _TOLERANCE = {"float64": 1e-7, "float32": 3e-5, "float16": 2e-2, "bfloat16": 8e-2}
+_COARSER = 0.3
 # A single entry may have this many times the error of its array, as rounding is uneven.
 _ENTRY = 30.0
 # A leaf smaller than this, relative to all leaves together, may have their rounding error; in
@@ -24,15 +25,25 @@ _SMALL, SMALL_IN_FLOAT64 = 1e-3, 1e-9
 
 def tolerance_of(*trees: Any) -> float:
     """The relative error that rounding explains for arrays with these dtypes."""
-    return max((_tolerance(x) for x in jax.tree.leaves(trees)), default=1e-7)
+    # Not `jnp.result_type` of an array: in single precision, float64 is float32 to it.
+    leaves = jax.tree.leaves(trees)
+    dtypes = [x.dtype if hasattr(x, "dtype") else jnp.result_type(x) for x in leaves]
+    real = [str(jnp.finfo(d).dtype) for d in dtypes if jnp.issubdtype(d, jnp.inexact)]
+    found = [_TOLERANCE.get(name, _COARSER) for name in real]
+    return max(found, default=0.0 if dtypes else 1e-7)
 
 
-def _tolerance(x) -> float:
-    dtype = jnp.asarray(x).dtype if not hasattr(x, "dtype") else x.dtype
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        return 0.0
-    real = jnp.finfo(dtype).dtype
-    return _TOLERANCE.get(str(real), 0.3)
+def tolerance_in_float64(rounded_to: Any, lowest: Any, least: float) -> float:
+    """The same for a program that is evaluated in float64.
+
+    - `rounded_to`: what a host function rounds its values to, nonetheless.
+    - `lowest`: the lowest precision in the program. Numbers such as the 0.1 in `0.1 * x` are
+        rounded to it, and the rule may have the number itself.
+    """
+    values = [] if rounded_to is None else [np.zeros((), rounded_to)]
+    tolerance = max(tolerance_of(values), least)
+    eps = 0.0 if lowest is None else float(jnp.finfo(lowest).eps)
+    return tolerance + (eps if eps > tolerance else 0.0)
 
 
 def as_real(x: Any) -> np.ndarray:
@@ -51,13 +62,18 @@ def norm(x: Any) -> float:
         return float(scale * np.linalg.norm((x / scale).ravel()))
 
 
-def scale_of(x: Any) -> np.ndarray:
+def scale_of(x: Any, least: float = 0.0) -> np.ndarray:
     """The sizes of the entries. An entry that is zero gets the size of a usual entry. An entry
-    that is not finite gets zero, since it can't be moved."""
+    that is not finite gets zero, since it can't be moved.
+
+    - `least`: the smallest size, relative to a usual entry.
+    """
     x = np.abs(np.asarray(x))
     is_finite = np.isfinite(x)
     sizes = np.where(is_finite, x, 0)
     usual = norm(as_real(sizes)) / max(np.sqrt(is_finite.sum()), 1) or 1.0
+    if least:
+        return np.maximum(sizes, least * usual)
     return np.where(is_finite & (x == 0), usual, sizes)
 
 
@@ -180,8 +196,8 @@ def assert_trees_close(
 
     `AssertionError`, with the path of the worst leaf.
     """
-    check_options("assert_trees_close", {}, entrywise=entrywise)
-    check_tolerance("assert_trees_close", tolerance=tolerance)
+    check_flags("assert_trees_close", entrywise=entrywise)
+    check_tolerance("assert_trees_close", tolerance)
     check_nonnegative_number("assert_trees_close", scale=scale)
     found = aligned(got, expected)
     if isinstance(found, str):

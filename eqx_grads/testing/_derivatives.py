@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.structure import equations
+from .._jaxprs.operands import fill
+from .._jaxprs.structure import holds
 from ._case import are_finite, Case
 from ._compare import as_real, difference, norm, pairing, SMALL_IN_FLOAT64
 from ._differences import FailsNearby
@@ -37,25 +37,32 @@ def forward(case: Case) -> Iterator[Finding]:
     if why := case.why_no_forward():
         yield skipped("forward", why)
     elif case.outputs:
-        yield from _check(case, Mode(case, "forward"))
+        yield from _check(case, "forward")
 
 
 def reverse(case: Case) -> Iterator[Finding]:
     """Reverse mode against its reference."""
     if case.has_reverse:
-        yield from _check(case, Mode(case, "reverse"))
+        yield from _check(case, "reverse")
     elif case.outputs:
         why = "JAX says that this function has no reverse mode"
         do = 'where that is meant, say `skip=("reverse",)`'
         yield failed("reverse", "reverse mode", f"{why}; {do}")
 
 
-class Mode:
+def _check(case: Case, check: str) -> Iterator[Finding]:
+    finding, is_expected = judge(case, check)
+    yield finding
+    if finding.verdict != FAILED:
+        others = _in_own_precision(case, _Mode(case, check), is_expected)
+        yield from (f for f in others if finding.verdict == PASSED or f.verdict == FAILED)
+
+
+class _Mode:
     """One mode of differentiation.
 
     - `row`: the row of a `Side` with the derivative by the rule.
     - `expected`: the row with the derivative that is expected.
-    - `reference`: what computes it, in words.
     - `directions`: the directions that it is compared along, each with the name of the leaf
         that is perturbed, or of the output that is used. A number has only one direction.
     """
@@ -65,36 +72,28 @@ class Mode:
         self.is_forward = check == "forward"
         self.row = "jvp" if self.is_forward else "vjp"
         self.expected = f"{self.row} expected"
-        is_given = options.reference is not None
-        of = "`reference`" if is_given else "the function without its rule"
-        self.reference = f"autodiff of {of}"
-        self.drawn = case.tangents if self.is_forward else case.cotangents
-        names, values = case.names, case.subject.leaves
-        if not self.is_forward:
-            names, values = case.output_names, case.outputs
+        self.drawn, names, values, option = (
+            (case.tangents, case.names, case.subject.leaves, "tangents") if self.is_forward
+            else (case.cotangents, case.output_names, case.outputs, "cotangents")
+        )  # fmt: skip
         self.directions = [("all", d) for d in self.drawn[:_RANDOM]]
         if len(names) <= _ALONE:
             self.directions = [
                 (name, only(self.drawn[k], [i])) for k in range(_RANDOM)
                 for i, name in enumerate(names) if k < values[i].size
             ]  # fmt: skip
-        option = "tangents" if self.is_forward else "cotangents"
         if (given := getattr(options, option)) is not None:
             given = fitted(option, given, values, names)
             self.directions.append((f"the {option} given", given))
-        # Where the cotangent that was asked for need not be linear in the one that comes in, a
-        # bound may lie far from those that are drawn.
-        is_bounded = options.nonlinear and is_given and not self.is_forward
-        self.factors = (1, _LARGE, 1 / _LARGE) if is_bounded else (1,)
 
     def labels(self, names: Iterable[str], leaves: Sequence[str] = ()) -> list[str]:
         """The names of derivatives along these directions: the leaf, and the output if there
         are several."""
-        outs, leaves = self.case.output_names, leaves or self.case.names
+        outs = self.case.output_names
         if self.is_forward:
             pairs = [(name, out) for name in names for out in outs]
         else:
-            pairs = [(leaf, name) for name in names for leaf in leaves]
+            pairs = [(leaf, name) for name in names for leaf in leaves or self.case.names]
         return [f"{leaf} (in {out})" if len(outs) > 1 else leaf for leaf, out in pairs]
 
     def along(self, directions: Iterable[_Arrays], row: str = "") -> _Arrays:
@@ -108,13 +107,13 @@ class Mode:
         names = self.labels(name for name, _ in self.directions)
         want, got = (self.along(directions, row) for row in (self.expected, self.row))
         wider = lambda: case.measured(case.noise(self.expected, self.drawn[0]))
-        tolerance = case.admitted(exact=True)
         return compare(
             self.check, "" if factor == 1 else f"of {factor:g} times the cotangent", want, got,
-            names, tolerance,
+            names, case.admitted(exact=True),
             cause=None if factor == 1 else "as if a bound were missing or had another value",
             wider=wider if case.own is case.wide else None,
-            mistakes=lambda: self._mistakes(directions, names, want), reference=self.reference,
+            mistakes=lambda: self._mistakes(directions, names, want),
+            reference=case.reference,
             primals=None if self.is_forward else case.subject.leaves * len(directions),
             small=SMALL_IN_FLOAT64,
         )  # fmt: skip
@@ -130,15 +129,15 @@ class Mode:
                 yield Mistake(f"the {along} was conjugated", x)
                 yield Mistake(f"what multiplies the {along} was conjugated", x.conj())
         # The results of the other mode for these directions, where the spaces are the same.
-        zeros = only(case.subject.leaves, [])
-        for i, leaf in enumerate(case.subject.leaves):
-            if [(x.shape, x.dtype) for x in case.outputs] != [(leaf.shape, leaf.dtype)]:
-                continue
+        spaces = [[(x.shape, x.dtype)] for x in case.subject.leaves]
+        outputs = [(x.shape, x.dtype) for x in case.outputs]
+        for i in (i for i, space in enumerate(spaces) if space == outputs):
             for d in directions:
-                x = (
-                    case.derivative("vjp expected", [d[i]])[i] if self.is_forward
-                    else case.derivative("jvp expected", [*zeros[:i], d[0], *zeros[i + 1 :]])[0]
-                )  # fmt: skip
+                if self.is_forward:
+                    x = case.derivative("vjp expected", [d[i]])[i]
+                else:
+                    tangents = fill(only(case.subject.leaves, []), [i], [d[0]])
+                    x = case.derivative("jvp expected", tangents)[0]
                 yield Mistake("transposed: a Jacobian and its transpose were confused", x)
 
     def differences(self) -> tuple[_Arrays, list[float], list[str], Callable[..., _Arrays]]:
@@ -150,13 +149,13 @@ class Mode:
         if self.is_forward:
             want = [x for *_, d in found for x in d.tangents_out]
             errors = [error for *_, d in found for error in d.errors]
-            of = lambda row: [x for _, t, _ in found for x in self.along([t], row)]
+            of = lambda row: self.along([t for _, t, _ in found], row)
             return want, errors, self.labels(leaves), of
         ws = [w for _, w in self.directions]
-        sizes = lambda w: [norm(as_real(x)) for x in w]
         pair = lambda xs, ys: np.asarray(pairing(xs, ys))
         want = [pair(d.tangents_out, w) for w in ws for *_, d in found]
-        errors = [float(np.dot(d.errors, sizes(w))) for w in ws for *_, d in found]
+        errors = [sum(e * norm(as_real(x)) for e, x in zip(d.errors, w, strict=True))
+                  for w in ws for *_, d in found]  # fmt: skip
         of = lambda row: [
             pair(cts, t) for w in ws for cts in [self.along([w], row)] for _, t, _ in found
         ]  # fmt: skip
@@ -166,30 +165,26 @@ class Mode:
 # ---------------------------------------------------------------- in float64
 
 
-def _check(case: Case, mode: Mode) -> Iterator[Finding]:
-    finding, is_expected = judge(case, mode)
-    yield finding
-    if finding.verdict != FAILED:
-        others = _in_own_precision(case, mode, mode.expected if is_expected else mode.row)
-        yield from (f for f in others if finding.verdict == PASSED or f.verdict == FAILED)
-
-
-def judge(case: Case, mode: Mode) -> tuple[Finding, bool]:
+def judge(case: Case, check: str) -> tuple[Finding, bool]:
     """The verdict, and whether the rule agrees with autodiff of what is expected."""
+    mode, options = _Mode(case, check), case.options
+    # A bound of an expected cotangent may lie far from the cotangents that are drawn.
+    is_bounded = options.nonlinear and options.reference is not None and not mode.is_forward
     found: Any = None
-    for factor in mode.factors:
+    is_passed = False
+    for factor in (1, _LARGE, 1 / _LARGE) if is_bounded else (1,):
         found = outcome(mode.compare, factor)
-        if getattr(found, "verdict", "") != PASSED:
+        is_passed = getattr(found, "verdict", "") == PASSED
+        if not is_passed:
             break
-    is_passed = getattr(found, "verdict", "") == PASSED
     if is_passed and (mode.is_forward or not _has_given_transpose(case)):
         return found, True
-    if case.options.reference is None:
+    if options.reference is None:
         return _against_differences(case, mode, found)
     if isinstance(found, Exception):
-        if f"{mode.check}-mode" in str(found):
-            return skipped(mode.check, f"`reference` has no {mode.check} mode"), False
-        return broke(mode.check, "the derivative that is expected", found), False
+        if f"{check}-mode" in str(found):
+            return skipped(check, f"`reference` has no {check} mode"), False
+        return broke(check, "the derivative that is expected", found), False
     if mode.is_forward and case.forward_is_of_function:
         cause = (
             "forward mode is the derivative of the function, as of every `custom_vjp`\n"
@@ -201,7 +196,7 @@ def judge(case: Case, mode: Mode) -> tuple[Finding, bool]:
 
 
 def _against_differences(
-    case: Case, mode: Mode, found: Finding | Exception
+    case: Case, mode: _Mode, found: Finding | Exception
 ) -> tuple[Finding, bool]:
     """The verdict where a rule disagrees with autodiff, or autodiff does not work. If
     differences agree with autodiff, the rule is wrong. If not, it has to agree with
@@ -211,20 +206,20 @@ def _against_differences(
     """
     error, autodiff = (found, None) if isinstance(found, Exception) else (None, found)
     steps = outcome(mode.differences)
+    # A derivative of zero may come from a `stop_gradient`, as in a solver.
     of_autodiff = [] if autodiff is None else mode.along(mode.drawn[:1], mode.expected)
     is_zero = autodiff is not None and not any(map(np.any, of_autodiff))
     is_error = isinstance(steps, Exception)
-    why = [f"autodiff without the rule raises {type(error).__name__}"] if error else []
-    if is_error or not all(d.is_trusted for *_, d in case.differences):
-        # A derivative of zero may come from a `stop_gradient`, as in a solver.
+    doubts = [] if is_error else [d.why for *_, d in case.differences if not d.is_trusted]
+    if is_error or doubts:
         if autodiff is not None and not is_zero:
             return autodiff, True
+        why = [f"autodiff without the rule raises {type(error).__name__}"] if error else []
         if isinstance(steps, FailsNearby):
             why = [str(steps)]
         elif is_error:
             why += [f"finite differences raise {in_one_line(steps)}"]
-        else:
-            why += [d.why for *_, d in case.differences if not d.is_trusted][:1]
+        why += doubts[:1]
         return skipped(mode.check, f"{NO_REFERENCE}: {', and '.join(why)}"), False
     want, errors, names, derivative = steps
     # Along one direction, a few entries may be off by more than all of them are.
@@ -237,37 +232,34 @@ def _against_differences(
     have = derivative(mode.row)
     is_rounded = any(d.is_rounded for *_, d in case.differences)
     of = f"of values in {case.wide.rounded_to or 'float32'}" if is_rounded else "in float64"
+    is_missing = any(not np.any(h) and np.any(w) for w, h in zip(want, have, strict=True))
     finding = compare(
         mode.check, "", want, have, names, tolerance, reference=f"finite differences {of}",
-        scale=scale,
-        cause=_cause_of_a_stop(want, have) if is_zero else None,
+        scale=scale, cause=_OF_A_STOP if is_zero and not is_missing else None,
     )  # fmt: skip
     return finding, False
 
 
-def _cause_of_a_stop(want: _Arrays, have: _Arrays) -> str | None:
-    """Where the function changes and plain autodiff is zero: it is a solver, or rounds."""
-    if any(not np.any(h) and np.any(w) for w, h in zip(want, have, strict=True)):
-        return None  # a term is missing
-    return (
-        "plain autodiff is zero, and the function changes: a solver that stops at a tolerance\n"
-        "  (take one near rounding), or the residual of `eqg.implicit` is\n"
-        "  another equation (is it zero at the solution?), or give the meant `reference=`"
-    )
+# Where the function changes and plain autodiff is zero: it is a solver, or rounds.
+_OF_A_STOP = (
+    "plain autodiff is zero, and the function changes: a solver that stops at a tolerance\n"
+    "  (take one near rounding), or the residual of `eqg.implicit` is\n"
+    "  another equation (is it zero at the solution?), or give the meant `reference=`"
+)
 
 
 def _has_given_transpose(case: Case) -> bool:
     """Whether there are linear maps in it with a transpose that the user wrote, which can't be
     removed: from `linear_host_function` and `jax.custom_derivatives.linear_call`."""
     program = outcome(jax.make_jaxpr(case.own.plain), *case.subject.leaves)
-    found = equations(program) if isinstance(program, ClosedJaxpr) else ()
-    return any(e.primitive.name in ("eqg_linear", "linear_call") for e in found)
+    is_program = not isinstance(program, Exception)
+    return is_program and holds(program, "eqg_linear", "linear_call")
 
 
 # ---------------------------------------------------------------- in the user's precision
 
 
-def _in_own_precision(case: Case, mode: Mode, row: str) -> Iterator[Finding]:
+def _in_own_precision(case: Case, mode: _Mode, is_expected: bool) -> Iterator[Finding]:
     """The derivative by the rule along a few directions, compared with float64. Rounding may
     change it by as much as it changes the reference."""
     own, directions = case.own, mode.drawn[:_RANDOM]
@@ -284,14 +276,15 @@ def _in_own_precision(case: Case, mode: Mode, row: str) -> Iterator[Finding]:
         yield skipped(mode.check, "no reference in your own precision")
         return
     names = case.output_names if mode.is_forward else case.names
+    row = mode.expected if is_expected else mode.row
     noise = ft.cache(lambda: max(case.noise(row, d) for d in directions))
     finding = compare(
         mode.check, "in your own precision", want, have, names * len(directions), own.tolerance,
         wider=lambda: case.measured(noise()),
         note=f"right in float64, wrong in {case.subject.leaves[0].dtype}",
     )  # fmt: skip
-    is_noise = row == mode.expected and (finding.error or np.inf) <= 10 * noise()
-    if finding.verdict == FAILED and is_noise:
+    is_wrong = finding.verdict == FAILED
+    if is_wrong and is_expected and (finding.error or np.inf) <= 10 * noise():
         why = f"rounding changes plain autodiff by {noise():.0e} of its size"
         finding = skipped(mode.check, f"not compared in your own precision: {why}")
     yield finding

@@ -48,7 +48,6 @@ def directional(
     leaves: Sequence[Any],
     tangents: Sequence[Any],
     rounded_to: Any = None,
-    accuracy: float = 1e-8,
 ) -> Difference:
     """The derivative of `fn` along `tangents`, which should be about as large as the leaves.
 
@@ -72,13 +71,11 @@ def directional(
     slopes, is_rounded = [], False
     for i in range(len(known[0.0])):
         at = lambda h, i=i: values_at(h)[i]
-        samples = Samples(lambda steps, at=at: map(at, steps))
-        slope = _slope(samples, accuracy)
-        values = [x[i] for x in known.values()]
         eps = float(jnp.finfo(rounded_to or here[i].dtype).eps)
         if eps > np.finfo(float).eps:
-            samples.eps, is_rounded = max(eps, _grain(at)) / 8, True
-            slope = _slope(samples, accuracy)
+            eps, is_rounded = max(eps, _grain(at)) / 8, True
+        slope = _slope(Samples(lambda steps, at=at: map(at, steps), eps))
+        values = [x[i] for x in known.values()]
         if all(np.array_equal(x, values[0]) for x in values):
             slope = Slope(0 * values[0], 0.0)  # what does not change at all has no error
         slopes.append(slope)
@@ -105,12 +102,12 @@ def directional(
     return Difference(found, [s.error for s in slopes], is_trusted, is_rounded, why)
 
 
-def _slope(samples: Samples, accuracy: float) -> Slope:
+def _slope(samples: Samples) -> Slope:
     with np.errstate(all="ignore"):
         rough = as_real(samples.central(2.0**-10))
     size = norm(np.where(np.isfinite(rough), rough, 0))
     size = max(size, 1e-4 * norm(as_real(samples(0.0))))
-    slope = central_slope(samples, size, accuracy)
+    slope = central_slope(samples, size, accuracy=1e-8)
     return slope if np.isfinite(slope.error) else one_sided_slope(samples)
 
 

@@ -74,9 +74,12 @@ def faults_of_leaves(
 
     def fault(i: int) -> GradientFault:
         leaf, kind, reasons = leaves[i], kinds[i], by_leaf.get(i, [])
-        source = reasons[0].source if reasons else UNKNOWN
+        source, path = UNKNOWN, layer_of_leaf(leaf.leaf, judge.program)
+        if reasons:
+            source, path = reasons[0].source, reasons[0].path or path
         names = list(dict.fromkeys(o.primitive for o in reasons))
-        details, cure = [], _cure(kind, leaf.reverse is not None, names, kept)
+        is_forward = kind == "modes disagree" or leaf.reverse is None
+        details, cure = [], _cure(kind, is_forward, names, kept)
         if leaf.relative_error < _SMALL:
             details.append(f"it is off by {leaf.relative_error:.0e} of its size")
         if kind == "wrong" and not reasons and judge.is_right_nearby(i):
@@ -87,21 +90,20 @@ def faults_of_leaves(
         if reference is not None:
             both = list(zip(map(np.asarray, reference), judge.gradient or (), strict=True))
             others = [Compared(*both[j]) for j in finite if j != i]
-            want, have = both[i]
             details.append(
-                likely_cause(want, have, f"`{leaf.leaf}`", (), judge.leaves[i], others)
-                if np.any(want)
+                likely_cause(*both[i], f"`{leaf.leaf}`", (), judge.leaves[i], others)
+                if np.any(both[i][0])
                 else f"the loss does not change with `{leaf.leaf}` near this point"
             )
         text = "; ".join(filter(None, details))
+        text = f"{text[0].upper()}{text[1:]}." if text else ""
         return GradientFault(
             **source.fields(),
             leaf=leaf.leaf,
             kind=kind,
             primitive=", ".join(names),
-            path=(reasons[0].path if reasons else "")
-            or layer_of_leaf(leaf.leaf, judge.program),
-            detail=f"{text[0].upper()}{text[1:]}." if text else "",
+            path=path,
+            detail=text,
             cure=cure,
         )
 
@@ -152,13 +154,13 @@ def _kind(leaf: LeafVerdict) -> str:
     return "wrong"
 
 
-def _cure(kind: str, has_reverse: bool, names: Sequence[str], kept: Sequence[Origin]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names)
+def _cure(kind: str, is_forward: bool, names: Sequence[str], kept: Sequence[Origin]) -> str:
     if kind == "not finite":
         return EXPLAIN_NAN
-    if kind == "modes disagree" or not has_reverse:
+    if is_forward:
         return "A forward rule in the loss is wrong: try `eqgt.check_rule`."
     if names:
+        shown = ", ".join(f"`{name}`" for name in names)
         text = f"The gradient is right without the rule of {shown}: try `eqgt.check_rule`."
         return text + " If it is another gradient on purpose, `skip` the leaves before it."
     if kind == "cut":

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._jaxprs.operands import fill
 from .._jaxprs.structure import holds
-from ._compare import as_double, norm
+from ._compare import as_double, norm, scale_of
 from ._gradient_report import DEAD, FLAT, KINK, LeafVerdict, RIGHT, STOPPED, UNMEASURED, WRONG
 from ._loss_program import along, LossProgram
 from ._slope import central_slope, confirmed_slope, is_settled, Samples, Slope, with_sides
@@ -66,7 +67,8 @@ class Judge:
         self.program, self.tolerance, self.modes = program, tolerance, modes
         self.rng = np.random.default_rng(seed)
         self.leaves = program.leaves
-        self.scales = list(map(_scale, self.leaves))
+        # An entry that is much smaller than the others is not a scale of its own.
+        self.scales = [scale_of(x, least=1e-3) for x in self.leaves]
         self.gradient = program.gradient if "reverse" in modes else None
         # Far away, a loop that waits for convergence may never end.
         waits = holds(program.traced.program, "while")
@@ -82,8 +84,7 @@ class Judge:
         noise = _normal(self.rng, self.leaves[leaf])
         if self.gradient is not None:
             g = as_double(self.gradient[leaf]) * scale
-            g = np.where(np.isfinite(g), g, 0)
-            size = np.abs(g)
+            size = np.abs(np.where(np.isfinite(g), g, 0))
             sign = np.divide(np.conj(g), size, out=np.zeros_like(g), where=size > 0)
             noise = noise + 2 * sign / np.sqrt(max(g.size, 1))
         return np.asarray(scale * noise)
@@ -94,11 +95,12 @@ class Judge:
         verdict = found.verdict
         self._measured[leaf] = t, [found]
         if verdict.verdict == WRONG and self.program.stops:
-            held = self._judge(leaf, t, is_held=True)
-            self._measured[leaf][1].append(held)
-            if held.verdict.verdict in (RIGHT, DEAD):
-                return dataclasses.replace(held.verdict, verdict=STOPPED)
-            return held.verdict if held.verdict.verdict in (KINK, FLAT) else verdict
+            found = self._judge(leaf, t, is_held=True)
+            self._measured[leaf][1].append(found)
+            if found.verdict.verdict in (RIGHT, DEAD):
+                return dataclasses.replace(found.verdict, verdict=STOPPED)
+            if found.verdict.verdict in (KINK, FLAT):
+                return found.verdict
         return verdict
 
     def is_wrong(self, leaf: int, slope_along: Callable[[list[np.ndarray]], float]) -> bool:
@@ -122,7 +124,7 @@ class Judge:
         return found._replace(verdict=verdict)
 
     def _only(self, leaf: int, t: np.ndarray) -> list[np.ndarray]:
-        return [t if i == leaf else np.zeros_like(x) for i, x in enumerate(self.leaves)]
+        return fill([np.zeros_like(x) for x in self.leaves], [leaf], [t])
 
     def _compare(self, leaf: int, t: np.ndarray, is_held: bool, at: Any = None) -> _Found:
         """The verdict by central differences, which takes a kink for a wrong gradient.
@@ -221,15 +223,6 @@ def _gap(reverse: float | None, forward: float | None, slope: Slope) -> float:
     about this leaf."""
     gaps = [abs(d - slope.value) for d in (reverse, forward) if d is not None]
     return max(gaps) if np.all(np.isfinite(gaps)) else gaps[0]
-
-
-def _scale(x: Any) -> np.ndarray:
-    """The size of the entries, so that a difference takes a small step in each."""
-    size = np.abs(x)
-    finite = size[np.isfinite(size)]
-    usual = norm(finite) / max(np.sqrt(finite.size), 1) or 1.0
-    # An entry that is much smaller than the others is not a scale of its own.
-    return np.asarray(np.where(np.isfinite(size), np.maximum(size, 1e-3 * usual), usual))
 
 
 def _normal(rng, x: Any) -> np.ndarray:

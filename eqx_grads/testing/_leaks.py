@@ -8,8 +8,8 @@ from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.structure import equations
 from ._case import Case
+from ._oracle import jvp, vjp
 from ._outcome import outcome
-from ._references import jvp, vjp
 from ._report import broke, failed, Finding, passed, skipped
 
 
@@ -32,18 +32,15 @@ def leaks(case: Case) -> Iterator[Finding]:
     for name, run in _traces(case, case.own.f, mode).items():
         where = f"{name}, under `jax.checking_leaks`"
         error = first if (name, mode) == ("jit of the gradient", "vjp") else _leak(run)
-        if error is None:
-            yield passed("leaks", where)
-        elif not _is_leak(error):
-            yield broke("leaks", where, error)
-        elif "linear_solve" not in known and _leak(plain[name]) is not None:
-            yield broke("leaks", where, error, "the function, without its rule, keeps a tracer")
-        elif known & {"linear_solve", "_differentiable_solution"}:
+        cause = _KEEPS if error is not None and _is_leak(error) else ""
+        if cause and "linear_solve" not in known and _leak(plain[name]) is not None:
+            cause = "the function, without its rule, keeps a tracer"
+        elif cause and known & {"linear_solve", "_differentiable_solution"}:
             # `lineax.linear_solve` does so: in a run-time check, and from JAX 0.11 on for each
             # operator that is a function.
             yield skipped("leaks", "Lineax, with which `implicit` solves, keeps tracers")
-        else:
-            yield broke("leaks", where, error, _KEEPS)
+            continue
+        yield passed("leaks", where) if error is None else broke("leaks", where, error, cause)
     if mode == "vjp":
         yield _compilations(case)
 
@@ -51,7 +48,7 @@ def leaks(case: Case) -> Iterator[Finding]:
 def _traces(case: Case, fn: Callable[..., Any], mode: str) -> dict[str, Callable[[], Any]]:
     """Functions that trace a derivative of `fn`. Nothing is compiled: leaks happen in
     tracing."""
-    leaves, w, t = case.subject.leaves, case.first.cotangents[0], case.first.tangents[0]
+    leaves, w, t = case.subject.leaves, case.cotangents[0], case.tangents[0]
 
     def derive(fn, xs):
         run = lambda *ys: list(fn(*ys))
@@ -89,9 +86,8 @@ def _leak(run) -> Exception | None:
 def _is_leak(error: Exception) -> bool:
     # Before Python 3.13, JAX's report of some leaks crashes: equinox#997.
     crashes = isinstance(error, IndexError) and "list index out of range" in str(error)
-    return (
-        "eaked" in str(error) or isinstance(error, jax.errors.UnexpectedTracerError) or crashes
-    )
+    is_known = isinstance(error, jax.errors.UnexpectedTracerError)
+    return "eaked" in str(error) or is_known or crashes
 
 
 def _compilations(case: Case) -> Finding:

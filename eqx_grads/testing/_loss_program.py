@@ -117,9 +117,7 @@ class LossProgram:
     def own_gradient(self) -> tuple[Any, list[np.ndarray]] | None:
         """Value and gradient in the user's precision; `None` if that is this one, or takes long
         to compile."""
-        leaves, others = (
-            list(self.own.values[k]) for k in (slice(self._n), slice(self._n, None))
-        )
+        leaves, others = list(self.own.values[: self._n]), list(self.own.values[self._n :])
         is_double = all(x.dtype.itemsize >= 8 for x in leaves)
         if not self.is_compiled or (is_double and lowest_of(self.programs["gradient"]) is None):
             return None
@@ -128,7 +126,7 @@ class LossProgram:
         own = self.own.program
         loss = lambda xs, others: self.of(lambda xs: evaluate(own, [*xs, *others])[0])(xs)
         run = jax.jit(jax.value_and_grad(loss), compiler_options=options)
-        value, gradient = run(list(leaves), others)
+        value, gradient = run(leaves, others)
         return value, list(map(np.asarray, gradient))
 
     # ------------------------------------------------------------ differences
@@ -150,20 +148,19 @@ class LossProgram:
 
         run: tuple[Any, ...]
         run = ("held", self._held, leaves) if is_held else ("value", self.loss)
-        value = lambda h: float(self.call(*run, at(h))[0])
 
-        def values(steps):
-            self.evaluations += len(steps)
+        def value(h):
+            self.evaluations += 1
             with without_log():
-                found = [outcome(value, h) for h in steps]
-            for h, x in zip(steps, found, strict=True):
-                is_of_loss = isinstance(x, RuntimeError | ValueError)
-                if isinstance(x, Exception) and (h == 0 or not is_of_loss):
-                    raise x
-            return [np.nan if isinstance(x, Exception) else x for x in found]
+                found = outcome(lambda: float(self.call(*run, at(h))[0]))
+            if not isinstance(found, Exception):
+                return found
+            if h == 0 or not isinstance(found, RuntimeError | ValueError):
+                raise found
+            return np.nan
 
         eps = {} if self.rounded_to is None else {"eps": float(jnp.finfo(self.rounded_to).eps)}
-        return Samples(values, **eps)
+        return Samples(lambda steps: map(value, steps), **eps)
 
     def _held(self, here, there, others, _):
         """The loss at `there`, where each `stop_gradient` returns what it returns at `here`: of

@@ -11,9 +11,8 @@ from .._rules.float_args import as_integer, as_number
 
 def as_seeds(name: str, seed: Any) -> list[int]:
     """One seed or several, as a list."""
-    several = isinstance(seed, Iterable) and not isinstance(seed, str | bytes)
-    several = several and getattr(seed, "ndim", 1) > 0  # not an array without axes
-    given = list(seed) if several else [seed]
+    several = isinstance(seed, Iterable) and getattr(seed, "ndim", 1) > 0
+    given = list(seed) if several and not isinstance(seed, str | bytes) else [seed]
     seeds = [s for s in map(as_integer, given) if s is not None and s >= 0]
     if not seeds or len(seeds) < len(given):
         do = "Give an integer that is not negative, or where several are taken, a list."
@@ -22,20 +21,18 @@ def as_seeds(name: str, seed: Any) -> list[int]:
 
 
 def as_seed(name: str, seed: Any) -> int:
-    seeds = as_seeds(name, seed)
+    first = as_seeds(name, seed)[0]
     if as_integer(seed) is None:
-        do = "Give an integer that is not negative."
-        raise bad_argument(name, "seed", "one seed", seed, do)
-    return seeds[0]
+        raise bad_argument(name, "seed", "one seed", seed, "Give an integer.")
+    return first
 
 
-def check_tolerance(name: str, **numbers: Any) -> None:
-    """Raise unless each is a finite number, zero or positive, or `None`."""
-    for argument, number in numbers.items():
-        known = 0 if number is None else as_number(number)
-        if known is None or not 0 <= known < math.inf:
-            do = "Give a number such as `1e-5`, or leave it out."
-            raise bad_argument(name, argument, "a finite number from zero", number, do)
+def check_tolerance(name: str, tolerance: Any) -> None:
+    """Raise unless it is a finite number, zero or positive, or `None`."""
+    known = 0 if tolerance is None else as_number(tolerance)
+    if known is None or not 0 <= known < math.inf:
+        do = "Give a number such as `1e-5`, or leave it out."
+        raise bad_argument(name, "tolerance", "a finite number from zero", tolerance, do)
 
 
 def as_names(name: str, argument: str, names: Any) -> tuple[str, ...]:
@@ -49,14 +46,6 @@ def as_names(name: str, argument: str, names: Any) -> tuple[str, ...]:
             do="Give a name, or a tuple of names.",
         )
     return tuple(given)
-
-
-def check_options(name: str, functions: dict[str, Any], **flags: Any) -> None:
-    """Raise unless these are functions, where they are given, and those are bools."""
-    check_flags(name, **flags)
-    for argument, fn in functions.items():
-        if fn is not None:
-            check_function(fn, argument, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +63,14 @@ class Options:
     tolerance: float | None = None
 
     def __post_init__(self):
-        check_options("check_rule", {"reference": self.reference}, nonlinear=self.nonlinear)
-        check_tolerance("check_rule", tolerance=self.tolerance)
+        check_flags("check_rule", nonlinear=self.nonlinear)
+        if self.reference is not None:
+            check_function(self.reference, "reference", "check_rule")
+        check_tolerance("check_rule", self.tolerance)
         as_names("check_rule", "nondifferentiable", self.nondifferentiable)
         most = 0 if self.max_residual_bytes is None else self.max_residual_bytes
         for argument, x, least in (("order", self.order, 1), ("max_residual_bytes", most, 0)):
-            known = as_integer(x)
-            if known is None or known < least:
+            if (known := as_integer(x)) is None or known < least:
                 wanted = f"an integer from {least}"
                 raise bad_argument("check_rule", argument, wanted, x, "Give an integer.")
         is_list = isinstance(self.at, tuple | list)

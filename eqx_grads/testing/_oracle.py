@@ -20,12 +20,12 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._diagnosis._programs.in_float64 import evaluate_in_float64
 from .._diagnosis._programs.lowest_precision import lowest_precisions
+from .._errors import name_of, rule_error, type_of
 from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.structure import equations, inner_programs, LinearCall, structure
-from ._compare import as_double, tolerance_of
+from .._jaxprs.structure import equations, holds, LinearCall, structure
+from ._compare import as_double, tolerance_in_float64, tolerance_of
 from ._options import Options
 from ._outcome import outcome
-from ._references import as_reference, jvp, vjp
 from ._subject import double_precision, FlatFunction
 from ._without_rules import without_rules
 
@@ -52,6 +52,14 @@ class At(NamedTuple):
 
 
 Row = Callable[[At], Sequence[Any]]
+
+
+def jvp(fn: Callable[..., Any], xs: Sequence[Any], ts: Sequence[Any]) -> _Arrays:
+    return jax.jvp(fn, list(xs), list(ts))[1]
+
+
+def vjp(fn: Callable[..., Any], xs: Sequence[Any], ws: Sequence[Any]) -> _Arrays:
+    return list(jax.vjp(fn, *xs)[1](list(ws)))
 
 
 @ft.cache
@@ -154,7 +162,8 @@ class Side:
             elif good:
                 found |= self._run(good, at)
             for name in looking:  # they look at values
-                found[name] = outcome(_eagerly, rows[name], at)
+                run = lambda row=rows[name]: list(row(jax.tree.map(jnp.asarray, at)))
+                found[name] = outcome(lambda run=run: jax.device_get(run()))
         return found
 
     def _run(self, programs: Mapping[str, ClosedJaxpr], at: At) -> dict[str, Any]:
@@ -226,12 +235,7 @@ class Side:
             return self._options.tolerance
         if not self.is_exact:
             return tolerance_of(self.subject.leaves, self.outputs)
-        low = [] if self.rounded_to is None else [np.zeros((), self.rounded_to)]
-        tolerance = max(tolerance_of(low), 1e-5)
-        # Numbers such as the 0.1 in `0.1 * x` are rounded to half precision: the rule may have
-        # the number itself.
-        eps = 0.0 if self.lowest is None else float(jnp.finfo(self.lowest).eps)
-        return tolerance + (eps if eps > tolerance else 0.0)
+        return tolerance_in_float64(self.rounded_to, self.lowest, 1e-5)
 
 
 def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
@@ -278,23 +282,18 @@ def unless_error(result: Any) -> Any:
     return result
 
 
-def _eagerly(row: Row, at: At) -> _Arrays:
-    return jax.device_get(list(row(jax.tree.map(jnp.asarray, at))))
-
-
 def expanded(run: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
     """The program of `run`, without linear maps that are traced when they are evaluated: in
     float64, they may be another function."""
     program = jax.make_jaxpr(run)(*args)
-    is_linear = lambda p: any(isinstance(structure(e), LinearCall) for e in equations(p))
-    if not is_linear(program):
+    if not holds(program, LinearCall):
         return program
 
     def hook(eqn, values):
         known = structure(eqn)
         if isinstance(known, LinearCall):
             return evaluate(known.trace(), values, hook)
-        if known is not None and any(map(is_linear, inner_programs(eqn))):
+        if known is not None and holds(eqn, LinearCall):
             return enter(eqn, values, lambda p, xs, _: evaluate(p, xs, hook))
         return bind(eqn, values)
 
@@ -303,3 +302,56 @@ def expanded(run: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
 
 def _calls_host(program: ClosedJaxpr) -> bool:
     return any("callback" in e.primitive.name for e in equations(program))
+
+
+# ---------------------------------------------------------------- `reference=`
+
+
+def _like(space, xs):
+    """In the dtypes of a space: the function may have fixed one, as of a spike in float32."""
+    return [
+        x.astype(like.dtype) if jnp.iscomplexobj(x) == jnp.iscomplexobj(like) else x
+        for like, x in zip(space, xs, strict=True)
+    ]
+
+
+def as_reference(
+    subject: FlatFunction, reference: Callable[..., Any]
+) -> Callable[..., _Arrays]:
+    unbound = _with_self(subject, reference)
+
+    def arrays(*leaves):
+        found = jax.tree.leaves(unbound(*subject.arguments(leaves), **subject.kwargs))
+        out = [x for x in found if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+        # The derivatives of the reference with the values of the function, as the second
+        # derivative of a loss depends on the values of its arguments.
+        values = jax.lax.stop_gradient(subject.arrays(*leaves))
+        if [jnp.shape(x) for x in out] != [jnp.shape(x) for x in values]:
+            show = lambda xs: ", ".join(map(type_of, xs)) or "no arrays of floats"
+            raise rule_error(
+                f"`reference` does not return what `{subject.name}` returns.",
+                f"`{subject.name}`: {show(values)}",
+                f"`reference`: {show(out)}",
+                do="Pass a function with the same outputs, and with another derivative.",
+            )
+        moved = _like(values, [x - jax.lax.stop_gradient(x) for x in out])
+        return [v + x for v, x in zip(values, moved, strict=True)]
+
+    return arrays
+
+
+def _with_self(subject: FlatFunction, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The reference as a function of the Module that is differentiated, too."""
+    unbound = subject.of_self(reference) if subject.has_self else reference
+    if unbound is None:
+        first = next(n for n, i in zip(subject.names, subject.groups, strict=True) if i < 0)
+        raise rule_error(
+            f"`reference` is not a function of {first}, in which `{subject.name}` is "
+            "differentiated.",
+            f"`reference` is `{name_of(reference)}`",
+            do="Pass another method of the same object as `reference`. Or check a function of "
+            "the object and the arguments, with a `reference` of both: "
+            "`check_rule(lambda layer, x: layer(x), layer, x, reference=...)`. To leave the "
+            "arrays of the object out, check `lambda x: layer(x)`.",
+        )
+    return unbound

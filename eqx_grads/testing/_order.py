@@ -10,11 +10,10 @@ import numpy as np
 
 from ._case import are_finite, Case
 from ._compare import as_double, difference
-from ._derivatives import judge, Mode
+from ._derivatives import judge
 from ._differences import directional
-from ._oracle import At
+from ._oracle import At, jvp, vjp
 from ._outcome import outcome
-from ._references import jvp, vjp
 from ._report import broke, compare, FAILED, failed, Finding, PASSED, skipped
 from ._table import NO_REVERSE
 
@@ -30,13 +29,10 @@ _HELD = (
     f"{_NEXT} does the rule hold something constant (`stop_gradient`, NumPy), or call a "
     f"function with a wrong rule? {_ONLY_FIRST}"
 )
-_NOT_HELD = (
-    f"{_NEXT} the function is constant in {{}}. Is its rule constant, too (`stop_gradient`)?"
-)
+_NOT_HELD = f"{_NEXT} the function is constant in {{}}. Is its rule constant, too?"
 _ONLY_HERE = (
     "the first derivative is right at these arguments, and wrong at others nearby, as if a "
-    "factor is missing that is 1 here, or a term that is 0 here: check the rule at other "
-    "arguments too"
+    "factor is missing that is 1 here, or a term that is 0 here"
 )
 _OF_SOLVERS = 1e-3  # the error of differences of a gradient that is admitted for a solver
 
@@ -71,7 +67,7 @@ class _First:
     def is_right(self) -> bool:
         """Whether the modes that are offered agree with autodiff."""
         modes = ["reverse", *["forward"] * self.case.has_forward]
-        found = [outcome(lambda m=m: judge(self.case, Mode(self.case, m))) for m in modes]
+        found = [outcome(judge, self.case, mode) for mode in modes]
         agrees = lambda finding, is_expected: is_expected and finding.verdict != FAILED
         return all(not isinstance(f, Exception) and agrees(*f) for f in found)
 
@@ -79,15 +75,13 @@ class _First:
     def is_wrong_nearby(self) -> bool:
         """Where the arguments are zero, equal or symmetric, a wrong rule may be right to first
         order, and differences of its gradient agree with its wrong second derivative."""
-        found = outcome(lambda: judge(near := self.case.nearby(), Mode(near, "reverse")))
+        found = outcome(lambda: judge(self.case.nearby(), "reverse"))
         return not isinstance(found, Exception) and found[0].verdict == FAILED
 
 
 def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
     side, loss = case.wide, _scaled_loss(case)
     at = At(side.subject.leaves, case.tangents[0], case.cotangents[0])
-    is_given = case.options.reference is not None
-    name = "autodiff of `reference`" if is_given else "autodiff without the rule"
     rows: dict[str, Callable[[At], Any]] = {
         f"order {n}, {kind}": ft.partial(derive, side.f, loss, n)
         for kind, derive in _KINDS.items()
@@ -102,10 +96,10 @@ def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
                 yield broke("order", where, got, _FAILS)
             continue
         against = ft.partial(compare, "order", where, names=case.names, cause="")
-        tolerance = case.admitted(order=n)
         finding = skipped("order", f"no reference for {where}")
         if not isinstance(want, Exception) and are_finite(want):
-            finding = against(want, got, tolerance=tolerance, reference=name)
+            tolerance = case.admitted(order=n)
+            finding = against(want, got, tolerance=tolerance, reference=case.reference)
         if finding.verdict != PASSED and n == 2:
             finding = _by_differences(case, where, row, finding, first, against)
         if finding.verdict == FAILED and first.is_right:
@@ -123,10 +117,8 @@ def _cause(case: Case, second: Any) -> str:
     at = At(case.wide.subject.leaves, w=case.cotangents[0])
     want = case.derivative("vjp")
     have = outcome(case.wide.one, "value of the rule", of_value, at)
-    if (
-        isinstance(have, Exception)
-        or difference(want, have, case.names).error > case.admitted()
-    ):
+    is_error = isinstance(have, Exception)
+    if is_error or difference(want, have, case.names).error > case.admitted():
         return _BY_FORMULA
     if not are_finite(second):
         return ""  # `finite` says why
@@ -150,9 +142,8 @@ def _by_differences(
     if isinstance(slope, Exception) or isinstance(got, Exception) or not slope.is_trusted:
         # Autodiff without the rule is another one to first order.
         return skipped("order", f"no reference for {where}") if is_refuted else finding
-    tolerance = case.admitted(order=2)
     is_rough = (finding.verdict == FAILED and is_refuted) or slope.is_rounded
-    tolerance = max(tolerance, _OF_SOLVERS) if is_rough else tolerance
+    tolerance = max(case.admitted(order=2), _OF_SOLVERS if is_rough else 0.0)
     other = against(
         slope.tangents_out, got, tolerance=tolerance, reference="differences of the gradient",
         scale=[10 * e / tolerance for e in slope.errors],

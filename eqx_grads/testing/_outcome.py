@@ -1,21 +1,15 @@
 """The result of a user's function, or the error that it raises, in a few lines."""
 
-import os
-import sys
-import sysconfig
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+from .._diagnosis.source_lines import is_users_file
 from .._errors import RuleError
 
 
 _MOST_LINES = 12
 _EQUINOX = "EquinoxRuntimeError: "
-_LIBRARIES = ("jax", "jaxtyping", "beartype", "jaxlib", "equinox", __name__.split(".")[0])
-_STANDARD_LIBRARY = tuple(
-    os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib")
-)
 
 
 def outcome(run: Callable[..., Any], *args: Any) -> Any:
@@ -71,16 +65,6 @@ def _without_traceback(lines: list[str]) -> list[str]:
 
 
 def _users_line(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of the user's code; of an installed package, if that is the only
-    other code; otherwise `None`."""
-    # Where they were imported from: a folder of the user's may have the same name.
-    loaded = (sys.modules.get(name) for name in _LIBRARIES)
-    folders = (os.path.dirname(m.__file__) for m in loaded if m is not None and m.__file__)
-    libraries = tuple(folder + os.sep for folder in folders)
-    pythons = (*_STANDARD_LIBRARY, "<frozen")
-    found = traceback.extract_tb(error.__traceback__)
-    found = [f for f in found if not f.filename.startswith(libraries)]
-    is_installed = lambda f: f"{os.sep}site-packages{os.sep}" in f.filename
-    found = [f for f in found if is_installed(f) or not f.filename.startswith(pythons)]
-    users = [f for f in found if not is_installed(f)] or found
-    return users[-1] if users else None
+    """The innermost frame of the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((f for f in reversed(frames) if is_users_file(f.filename)), None)

@@ -8,7 +8,7 @@ disagree with it, it is not the slope of a smooth function. The values are numbe
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -80,14 +80,9 @@ class Samples:
         self.eps = eps
         self._known: dict[float, Any] = {}
 
-    def compute(self, steps: Iterable[float]) -> None:
-        """Compute the values at several steps together: some programs do that faster."""
-        missing = [h for h in dict.fromkeys(steps) if h not in self._known]
-        if missing:
-            self._known.update(zip(missing, self._fn(missing), strict=True))
-
     def __call__(self, h: float) -> Any:
-        self.compute([h])
+        if h not in self._known:
+            (self._known[h],) = self._fn([h])
         return self._known[h]
 
     def central(self, h: float) -> Any:
@@ -144,24 +139,16 @@ def is_settled(samples: Samples, slope: Slope) -> bool:
     """
     if slope.relative_error > _PLATEAU and slope.error > 4 * samples.rounding(slope.step):
         return False  # zero, but for changes that are no rounding errors
-    steps = [factor * slope.step for factor in _OTHER_STEPS]
     with np.errstate(all="ignore"):
-        samples.compute(_points(steps))
-        found = [samples.richardson(h) for h in steps]
+        found = [samples.richardson(factor * slope.step) for factor in _OTHER_STEPS]
     # NaN is not agreement.
     return all(abs(x - slope.value) <= _AGREE * slope.error for x in found)
-
-
-def _points(steps: Sequence[float]) -> list[float]:
-    """Where central differences with these steps and their halves need values."""
-    return [0.0, *(sign * h / part for h in steps for part in (1, 2) for sign in (1, -1))]
 
 
 def _estimates(samples: Samples, steps: list[float]) -> list[Slope]:
     """A slope for each step but the first and the last, if the values there are finite."""
     slopes = []
     with np.errstate(all="ignore"):
-        samples.compute(_points(steps))
         found = [samples.richardson(h) for h in steps]
         for i in range(1, len(steps) - 1):
             triple = found[i - 1 : i + 2]
@@ -186,9 +173,7 @@ def with_sides(samples: Samples, slope: Slope) -> Slope:
     A kink that is one of many is seen in still shorter steps only. They are taken then.
     """
     found = [slope]
-    steps = [2.0**-k for k in range(8, 34)]
-    samples.compute(sign * h / part for h in steps for part in (1, 2, 4) for sign in (1, -1))
-    for h in steps:
+    for h in (2.0**-k for k in range(8, 34)):
         with np.errstate(all="ignore"):
             left, left_error = _side(samples, -h)
             right, right_error = _side(samples, h)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import name_of, rule_error, show_path
+from .._jaxprs.operands import fill
 from .._rules.signature import Signature
 from .._tangent_spaces import is_arraylike, is_differentiable
 from ._outcome import outcome
@@ -75,7 +76,7 @@ class FlatFunction:
             is_constant = (
                 argument in getattr(fn, "nondiff_argnums", ())
                 or (is_own and not own_numbers and isinstance(leaf, float | complex))
-                or any(_is_part_of(paths[-1], name) for name in fixed)
+                or any(is_part_of(paths[-1], name) for name in fixed)
             )
             if is_output(leaf) and not is_constant:
                 self.indices.append(index)
@@ -88,10 +89,7 @@ class FlatFunction:
 
     def tree(self, leaves: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
         """The function and its arguments, with their differentiable leaves replaced."""
-        flat = list(self._all)
-        for index, leaf in zip(self.indices, leaves, strict=True):
-            flat[index] = leaf
-        return jax.tree.unflatten(self._treedef, flat)
+        return jax.tree.unflatten(self._treedef, fill(self._all, self.indices, leaves))
 
     @property
     def constants(self) -> list[Any]:
@@ -105,7 +103,7 @@ class FlatFunction:
         """The arguments with their differentiable leaves replaced, after the Module that has
         leaves of its own, if there is one."""
         fn, args = self.tree(leaves)
-        return (_owner(fn), *args) if self.has_self else args
+        return (getattr(fn, "__self__", fn), *args) if self.has_self else args
 
     def of_self(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """A method, or a Module, as a function of its Module and the arguments. `None` for a
@@ -185,10 +183,6 @@ def _as_tree(fn: Any) -> Any:
     return fn
 
 
-def _owner(fn: Any) -> Any:
-    return getattr(fn, "__self__", fn)
-
-
 def fitted(option: str, tree: Any, space: Sequence[Any], names: Sequence[str]) -> list[Any]:
     """The arrays that an option gives, in the shapes of a space."""
     arrays = [np.asarray(x) for x in jax.tree.leaves(tree)]
@@ -211,14 +205,14 @@ def _canonical(x):
     return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
 
 
-def _is_part_of(path: str, name: str) -> bool:
+def is_part_of(path: str, name: str) -> bool:
     """Whether a leaf is the named part, or lies in it."""
     return path == name or path.startswith((f"{name}.", f"{name}["))
 
 
 def _check_names(names, shown, paths, fn_name) -> None:
     for name in names:
-        if name not in shown and not any(_is_part_of(path, name) for path in paths):
+        if name not in shown and not any(is_part_of(path, name) for path in paths):
             known = [f"`{name}`" for name in dict.fromkeys(shown)]
             more = ["..."] if len(known) > _MOST_NAMES else []
             raise rule_error(

@@ -11,18 +11,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
-# Public, if little known: the pass with which JAX itself drops dead equations.
-from jax.interpreters.partial_eval import dce_jaxpr
-
+from .._jaxprs.dependence import without_unused
+from .._jaxprs.operands import at as pick, fill, restricted
 from .._jaxprs.structure import equations
 from ._case import Case
 from ._compare import as_double, as_real, norm, pairing
-from ._oracle import At, unless_error
+from ._oracle import At, jvp, unless_error, vjp
 from ._outcome import outcome
 from ._random_tangents import only
-from ._references import jvp, vjp
 from ._report import compare, FAILED, failed, Finding, passed, skipped
 
 
@@ -162,22 +159,16 @@ def _label(kept: Sequence[int], names: Sequence[str]) -> str:
     return f"only {', '.join(names[i] for i in kept[:3])}{', ...' if kept[3:] else ''}"
 
 
-def _restricted(fn, leaves: Sequence[Any], kept: Sequence[int]):
-    """The function of the leaves in `kept`; the others are constant."""
-    at = lambda i, xs: xs[kept.index(i)] if i in kept else leaves[i]
-    return lambda *xs: fn(*(at(i, xs) for i in range(len(leaves))))
-
-
 def _pushed_alone(fn, kept, at: At):
-    return jvp(_restricted(fn, at.x, kept), [at.x[i] for i in kept], [at.t[i] for i in kept])
+    return jvp(restricted(fn, at.x, kept), pick(at.x, kept), pick(at.t, kept))
 
 
 def _pulled_alone(fn, kept, at: At):
-    return vjp(_restricted(fn, at.x, kept), [at.x[i] for i in kept], at.w)
+    return vjp(restricted(fn, at.x, kept), pick(at.x, kept), at.w)
 
 
 def _of_used(fn, kept, at: At):
-    return vjp(lambda *xs: [fn(*xs)[i] for i in kept], at.x, [at.w[i] for i in kept])
+    return vjp(lambda *xs: pick(fn(*xs), kept), at.x, pick(at.w, kept))
 
 
 def _is_given_none(fn: Any) -> bool:
@@ -213,10 +204,8 @@ def _dead_work(case: Case) -> Iterator[Finding]:
 def _work(case: Case, fn, i: int) -> tuple[int, int]:
     """The number of equations with one leaf perturbed, and the number that is needed."""
     leaves, t = list(case.subject.leaves), case.tangents[0][i]
-    one = lambda xs, t: jvp(_restricted(fn, xs, [i]), [xs[i]], [t])
-    dense = lambda xs, t: jvp(fn, xs, [
-        t if j == i else jnp.zeros_like(x) for j, x in enumerate(xs)
-    ])  # fmt: skip
+    one = lambda xs, t: jvp(restricted(fn, xs, [i]), [xs[i]], [t])
+    dense = lambda xs, t: jvp(fn, xs, fill([jnp.zeros_like(x) for x in xs], [i], [t]))
     needed = lambda xs, t: jvp(lambda t: dense(xs, t), [jnp.zeros_like(t)], [t])
     return _count(one, leaves, t), _count(needed, leaves, t)
 
@@ -224,9 +213,7 @@ def _work(case: Case, fn, i: int) -> tuple[int, int]:
 def _count(run, *args) -> int:
     """The number of equations after dead ones are dropped. The cast of a scalar does not count:
     whether the `0` in `jnp.where(x > 0, t, 0)` is cast depends on how `t` came about."""
-    closed = jax.make_jaxpr(run)(*args)
-    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    alive = ClosedJaxpr(jaxpr, closed.consts)
+    alive = without_unused(jax.make_jaxpr(run)(*args))
     is_cast = lambda e: (
         e.primitive.name == "convert_element_type" and e.outvars[0].aval.size == 1
     )

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
+from .._jaxprs.operands import fill
 from .._rules.tree_split import TreeSplit
 from ._case import Case
-from ._oracle import At, unless_error
+from ._oracle import At, jvp, unless_error, vjp
 from ._outcome import outcome
 from ._report import broke, compare, Finding
 from ._subject import FlatFunction, is_output
@@ -46,8 +47,13 @@ class _Examples:
 
     def __init__(self, case: Case):
         self.case, self.f, self.leaves = case, case.own.f, case.subject.leaves
-        self.rows = ["f", *["jvp"] * case.has_forward, *["vjp"] * case.has_reverse]
-        self.t, self.w = case.first.tangents[0], case.first.cotangents[0]
+        self.t, self.w = case.tangents[0], case.cotangents[0]
+        outs = case.output_names
+        kinds = {"f": ("value", outs)}
+        kinds |= {"jvp": ("tangent", outs)} if case.has_forward else {}
+        kinds |= {"vjp": ("cotangent", case.names)} if case.has_reverse else {}
+        self.rows = list(kinds)
+        self.names = [f"{kind} of {name}" for kind, names in kinds.values() for name in names]
         for self.move in _MOVES:
             self.examples = [[_scaled(x, k) for x in self.leaves] for k in self.move]
             runs = (case.own.derive(self.t, self.w, xs)["f"] for xs in self.examples)
@@ -55,19 +61,12 @@ class _Examples:
                 break
         many = [np.stack(column) for column in zip(*self.examples, strict=True)]
         self.at = At(self.leaves, self.t, self.w, many)
-        outs = case.output_names
-        names = {"f": outs, "jvp": outs, "vjp": case.names}
-        kinds = {"f": "value", "jvp": "tangent", "vjp": "cotangent"}
-        self.names = [f"{kinds[row]} of {name}" for row in self.rows for name in names[row]]
 
     def derive(self, fn: Callable[..., Any], leaves: Sequence[Any], at: At) -> list[Any]:
         """Value, tangent and cotangents by plain `jax.jvp` and `jax.vjp`."""
-        found = [*fn(*leaves)]
-        if "jvp" in self.rows:
-            found += jax.jvp(fn, list(leaves), list(at.t))[1]
-        return (
-            found + list(jax.vjp(fn, *leaves)[1](list(at.w))) if "vjp" in self.rows else found
-        )
+        derived = {"f": lambda: fn(*leaves), "jvp": lambda: jvp(fn, leaves, at.t),
+                   "vjp": lambda: vjp(fn, leaves, at.w)}  # fmt: skip
+        return [x for row in self.rows for x in derived[row]()]
 
     @ft.cached_property
     def eager(self) -> list[Any]:
@@ -90,19 +89,16 @@ class _Examples:
     def of_batch(self, kept: Sequence[int]) -> list[Any]:
         """The derivative of a batch: cotangents of unbatched leaves are summed."""
         columns = self.stacked(kept, _ALONG)
-        first = len(columns) - len(self.t)
-        for i in range(len(self.t) if "vjp" in self.rows else 0):
-            if i not in kept:
-                x = columns[first + i]
-                columns[first + i] = x.sum(0, dtype=x.dtype)
+        for i in range(-len(self.t), 0) if "vjp" in self.rows else ():
+            if i + len(self.t) not in kept:
+                columns[i] = columns[i].sum(0, dtype=columns[i].dtype)
         return columns
 
 
 def _scaled(x: Any, factor: float) -> np.ndarray:
     # Far enough for the dtype, in which a small move may be none.
     least = 4 * float(jnp.finfo(x.dtype).eps)
-    move = np.sign(factor - 1) * max(abs(factor - 1), least) if factor != 1 else 0.0
-    return (np.asarray(x) * (1 + move)).astype(x.dtype)
+    return (np.asarray(x) * min(factor, 1 - least if factor < 1 else 1)).astype(x.dtype)
 
 
 def transforms(case: Case) -> Iterator[Finding]:
@@ -114,10 +110,8 @@ def transforms(case: Case) -> Iterator[Finding]:
     # By number: two subsets of many leaves have the same name.
     rows = {f"trial {i}": trial.run for i, trial in enumerate(trials)}
     results = case.own.compute(rows, e.at).values()
-    wider = lambda: max(
-        case.measured(case.noise(f"{row} expected", way))
-        for row, way in zip(("jvp", "vjp"), (e.t, e.w), strict=True)
-    )
+    ways = {"jvp expected": e.t, "vjp expected": e.w}
+    wider = lambda: max(case.measured(case.noise(row, way)) for row, way in ways.items())
     for (name, _, expected), got in zip(trials, results, strict=True):
         want = outcome(expected)
         if isinstance(got, Exception):
@@ -126,23 +120,21 @@ def transforms(case: Case) -> Iterator[Finding]:
             cause = "the rule raises at other arguments, where the function does not"
             yield broke("transforms", name, want, cause)
         else:
-            names = e.names if len(want) == len(e.names) else [f"result {i}" for i in
-                                                               range(len(want))]  # fmt: skip
+            names = e.names if name != "scan" else [f"result {i}" for i in range(len(want))]
             yield compare("transforms", name, want, got, names, case.own.tolerance,
-                          wider=wider, note=f"right eagerly, wrong under {name}")  # fmt: skip
+                          wider=wider,
+                          note=f"right eagerly, wrong under {name}")  # fmt: skip
 
 
 def _programs(case: Case, e: _Examples) -> Iterator[_Trial]:
+    zeros = lambda *xs: [jnp.zeros_like(out) for out in e.f(*xs)]
+    # A traced `True`, so that both branches are kept.
+    is_true = lambda: jnp.sum(jnp.arange(3)) == 3
     ways = {
         "jit of the derivative": e.f,
         "jit around the function": _jitted(case.subject),
         "jax.checkpoint": jax.checkpoint(e.f, policy=jax.checkpoint_policies.nothing_saveable),
-        "cond": lambda *xs: jax.lax.cond(
-            jnp.sum(jnp.arange(3)) == 3,  # a traced `True`, so that both branches are kept
-            e.f,
-            lambda *ys: [jnp.zeros_like(out) for out in e.f(*ys)],
-            *xs,
-        ),
+        "cond": lambda *xs: jax.lax.cond(is_true(), e.f, zeros, *xs),
     }
     for name, fn in ways.items():
         yield _Trial(name, lambda at, fn=fn: e.derive(fn, at.x, at), lambda: e.eager)
@@ -153,8 +145,7 @@ def _jitted(subject: FlatFunction):
     integers and keys too."""
 
     def call(*xs):
-        tree = *subject.tree(xs), subject.kwargs
-        rest, arrays = TreeSplit.split(tree, eqx.is_array)
+        rest, arrays = TreeSplit.split((*subject.tree(xs), subject.kwargs), eqx.is_array)
 
         def run(arrays):
             fn, args, kwargs = rest.tree(arrays)
@@ -177,18 +168,17 @@ def _batches(case: Case, e: _Examples) -> Iterator[_Trial]:
         label = ", ".join(case.names[i] for i in kept[:3]) + (", ..." if kept[3:] else "")
         if e.move == _MOVES[-1]:
             label += " (equal examples: at others, the function raises)"
-        inside, outside = (ft.partial(fn, e, kept) for fn in (_inside, _outside))
-        yield _Trial(
-            f"vmap of the derivative, over {label}", inside, ft.partial(e.stacked, kept)
-        )
-        yield _Trial(f"derivative of vmap, over {label}", outside, ft.partial(e.of_batch, kept))
+        for name, derive, want in (
+            (f"vmap of the derivative, over {label}", _inside, e.stacked),
+            (f"derivative of vmap, over {label}", _outside, e.of_batch),
+        ):
+            yield _Trial(name, ft.partial(derive, e, kept), ft.partial(want, kept))
 
 
 def _mapped(fn, at: At, kept: Sequence[int]) -> tuple[Callable[..., Any], list[Any]]:
     """`fn` under `vmap`, and its leaves: the leaves in `kept` are a batch."""
-    n = range(len(at.x))
-    axes = [0 if i in kept else None for i in n]
-    return jax.vmap(fn, in_axes=axes), [(at.many if i in kept else at.x)[i] for i in n]
+    axes = [0 if i in kept else None for i in range(len(at.x))]
+    return jax.vmap(fn, in_axes=axes), fill(at.x, kept, [at.many[i] for i in kept])
 
 
 def _inside(e: _Examples, kept: Sequence[int], at: At):
