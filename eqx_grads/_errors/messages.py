@@ -1,5 +1,6 @@
 """How this library phrases an error: what happened, where, and what to do."""
 
+import dataclasses
 import functools as ft
 import importlib
 import inspect
@@ -12,7 +13,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from .trees import mirror
+from .trees import mirror, name_of_key, one_level
 
 
 class RuleError(TypeError, ValueError, RuntimeError):
@@ -211,5 +212,22 @@ def unlike(
         if kind_of(wants, path) != kind_of(has, path)
     ]
     if not lines and jax.tree.structure(wanted) != jax.tree.structure(given):
-        return [f"the containers differ: one is {show_tree(wanted)}", show_tree(given)]
+        path, want, have = _first_difference(wanted, given)
+        return [f"at {name}{path}: " + text.format(want, have)]
     return lines[:5]
+
+
+def _first_difference(a: Any, b: Any) -> tuple[str, str, str]:
+    """Where the containers of two trees first differ, and what each tree has there."""
+    (keys, below_a, top_a), (_, below_b, top_b) = one_level(a), one_level(b)
+    pairs = zip(keys, below_a, below_b, strict=True) if top_a == top_b else ()
+    for key, x, y in pairs:
+        if jax.tree.structure(x) != jax.tree.structure(y):
+            path, want, have = _first_difference(x, y)
+            return show_path((key,)) + path, want, have
+    if type(a) is type(b) and dataclasses.is_dataclass(a):
+        for field in dataclasses.fields(a):
+            x, y = (repr(getattr(tree, field.name, None)) for tree in (a, b))
+            if field.name not in map(name_of_key, keys) and x != y:
+                return f".{field.name}", f"{x:.60}", f"{y:.60}, a static field"
+    return "", show_tree(a), show_tree(b)
