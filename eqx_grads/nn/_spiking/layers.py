@@ -46,7 +46,8 @@ class AbstractNeurons(AbstractRecurrent):
         """**Arguments:**
 
         - `input_size`: the number of inputs, or `None`: the layer then has no input weights,
-            and each neuron has its own input.
+            and each neuron has its own input. All layers over time have this argument first;
+            [`eqx_grads.nn.LIFCell`][] has it by keyword.
         - `hidden_size`: the number of neurons. Without weights it may be a shape, such as
             `(channels, height, width)`; the outputs of two directions are joined along its
             first axis.
