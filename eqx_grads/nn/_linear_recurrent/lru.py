@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
@@ -131,8 +131,6 @@ class LRU(AbstractDiagonal):
         }
         ```
     """
-
-    _cell_types: ClassVar[tuple[type, ...]] = (LRUCell,)
 
     def __init__(
         self,

@@ -21,7 +21,6 @@ class AbstractMinimal(AbstractRecurrent):
     """A layer over the recurrence $h' = a\\,h + b$, with $a$ and $b$ functions of the input."""
 
     _n_gates: eqx.AbstractClassVar[int]
-    _cell_types: ClassVar[tuple[type, ...]] = (LinearGates,)
     cells: tuple[tuple[LinearGates, ...], ...]
     initial_state: Float[Array, "..."] | None
     stack: Stack
@@ -50,8 +49,9 @@ class AbstractMinimal(AbstractRecurrent):
         check_flags(name, use_bias=use_bias)
         check_option(name, "method", method, METHODS)
         make = ft.partial(LinearGates, n_gates=self._n_gates, use_bias=use_bias)
+        sizes = {"input_size": input_size, "hidden_size": hidden_size}
         self.cells, self.initial_state, self.stack = make_cells(
-            name, make, input_size, hidden_size, dtype, key, **options
+            name, make, sizes, dtype, key, **options
         )
         self.method = method
 

@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
@@ -148,8 +148,6 @@ class S5(AbstractDiagonal):
         }
         ```
     """
-
-    _cell_types: ClassVar[tuple[type, ...]] = (S5Cell,)
 
     def __init__(
         self,

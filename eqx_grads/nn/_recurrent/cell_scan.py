@@ -15,6 +15,7 @@ from ..._errors import place_of, rule_error, show_tree
 from ..._errors.trees import mirror, mirror_of
 from ..._rules.explicit_sharding import explicit_spec, gathered_leaves, sharding_like
 from ..._tangent_spaces import promote
+from .padding import where_valid
 
 
 _FAST_PATHS: dict[type, Callable[..., tuple[Array, PyTree]]] = {}
@@ -80,9 +81,7 @@ def _scan_cell(cell, output, xs, state, valid, reverse, checkpoint):
     def step(state, inputs):
         x, valid = inputs
         new = jax.vmap(lambda x, s: cell(x, s))(x, state)
-        if valid is not None:
-            mask = lambda s: jnp.expand_dims(valid, range(1, s.ndim))
-            new = jax.tree.map(lambda n, s: jnp.where(mask(n), n, s), new, state)
+        new = where_valid(valid, new, state)
         if output is None:
             return new, jax.tree.leaves(new)[0]
         return new, jax.vmap(output)(new)

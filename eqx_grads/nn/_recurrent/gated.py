@@ -2,7 +2,7 @@
 layers over time."""
 
 import functools as ft
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
@@ -22,7 +22,6 @@ KEEP = ("auto", "gates", "states")
 class AbstractGated(AbstractRecurrent):
     """Cells with the fast path of gated cells, and what that keeps for its backward pass."""
 
-    _cell_types: eqx.AbstractClassVar[tuple[type, ...]]
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree
     stack: Stack
@@ -76,8 +75,6 @@ class GRU(AbstractGated):
     differentiation), all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
 
-    _cell_types: ClassVar[tuple[type, ...]] = (object,)
-
     def __init__(
         self,
         input_size: int,
@@ -116,8 +113,9 @@ class GRU(AbstractGated):
         check_flags("GRU", use_bias=use_bias)
         check_option("GRU", "keep", keep, KEEP)
         make = ft.partial(eqx.nn.GRUCell, use_bias=bool(use_bias))
+        sizes = {"input_size": input_size, "hidden_size": hidden_size}
         self.cells, self.initial_state, self.stack = make_cells(
-            "GRU", make, input_size, hidden_size, dtype, key, **options
+            "GRU", make, sizes, dtype, key, **options
         )
         self.keep = keep
 
@@ -173,8 +171,6 @@ class LSTM(AbstractGated):
     computes one gradient for the batch.
     """
 
-    _cell_types: ClassVar[tuple[type, ...]] = (object,)
-
     def __init__(
         self,
         input_size: int,
@@ -202,15 +198,9 @@ class LSTM(AbstractGated):
         if proj_size is not None:
             output_size = _as_projection(proj_size, hidden_size)
             make = ft.partial(ProjectedLSTMCell, use_bias=use_bias, proj_size=output_size)
+        sizes = {"input_size": input_size, "hidden_size": hidden_size}
         self.cells, self.initial_state, self.stack = make_cells(
-            "LSTM",
-            make,
-            input_size,
-            hidden_size,
-            dtype,
-            key,
-            output_size=output_size,
-            **options,
+            "LSTM", make, sizes, dtype, key, output_size, **options
         )
         self.keep = keep
 
@@ -249,8 +239,6 @@ class RNN(AbstractGated):
     all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
 
-    _cell_types: ClassVar[tuple[type, ...]] = (object,)
-
     def __init__(
         self,
         input_size: int,
@@ -270,8 +258,9 @@ class RNN(AbstractGated):
         """
         check_flags("RNN", use_bias=use_bias)
         make = ft.partial(RNNCell, use_bias=use_bias, activation=activation)
+        sizes = {"input_size": input_size, "hidden_size": hidden_size}
         self.cells, self.initial_state, self.stack = make_cells(
-            "RNN", make, input_size, hidden_size, dtype, key, **options
+            "RNN", make, sizes, dtype, key, **options
         )
         self.keep = "states"
 

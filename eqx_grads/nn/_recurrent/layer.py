@@ -28,8 +28,6 @@ class AbstractRecurrent(AbstractCellLayer):
     `make_stack` returns.
     """
 
-    _cell_types: eqx.AbstractClassVar[tuple[type, ...]]
-
     cells: eqx.AbstractVar[tuple[tuple[Any, ...], ...]]
     initial_state: eqx.AbstractVar[PyTree]
     stack: eqx.AbstractVar[Stack]
@@ -120,7 +118,7 @@ class AbstractRecurrent(AbstractCellLayer):
                 "`ys, state` of another recurrent layer, as in `equinox.nn.Sequential`, pass "
                 "on the outputs only: `eqx_grads.nn.Outputs` of that layer returns them.",
             )
-        check_cells(name, self.cells, self._cell_types)
+        check_cells(name, self.cells)
         is_batch = self._is_batch(xs)
         if inference is not None:
             check_flags(name, inference=inference)
@@ -160,7 +158,7 @@ class AbstractRecurrent(AbstractCellLayer):
         [`eqx_grads.RuleError`][] if the layer is `bidirectional`.
         """
         name = type(self).__name__
-        check_cells(name, self.cells, self._cell_types)
+        check_cells(name, self.cells)
         axes = _input_axes(self.cells[0][0])
         if any(len(directions) > 1 for directions in self.cells):
             raise rule_error(

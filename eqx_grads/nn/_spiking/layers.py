@@ -29,7 +29,6 @@ class AbstractNeurons(AbstractRecurrent):
     """Neurons over time, whose cells have some options by default."""
 
     _of_cells: eqx.AbstractClassVar[dict[str, Any]]
-    _cell_types: ClassVar[tuple[type, ...]] = (LIFCell,)
     cells: tuple[tuple[LIFCell, ...], ...]
     initial_state: PyTree
     stack: Stack
