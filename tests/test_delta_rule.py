@@ -249,6 +249,12 @@ RULE = {
     "`decay` is float64.3.": lambda x: eqg.gated_delta_rule(*3 * (x[:, None],), 1.0, x[:, 0]),
     "chunk": lambda x: eqg.gated_delta_rule(x, x, x, 1.0, chunk=0),
     "lengths": lambda x: eqg.gated_delta_rule(x, x, x, 1.0, lengths=[3]),
+    "`lengths` are from 9 to 9": lambda x: eqg.selective_scan(
+        *2 * (x[:, None],), x[:2], *2 * (x[:, None],), lengths=[9]
+    ),
+    # Only what was given.
+    r"`beta` is float64\[\]\n`q` and": lambda x: eqg.gated_delta_rule(x, x, x[0], 1.0),
+    r"`c` is float64.3,2.\n`x` and": lambda x: eqg.selective_scan(x, x, x[:1], x, x),
     "state": lambda x: eqg.gated_delta_rule(x, x, x, 1.0, state=jnp.ones((3, 2))),
     "`step` of": lambda x: eqg.selective_scan(x, "x", x, x, x),
     "of `selective_scan` do": lambda x: eqg.selective_scan(x, x, x[:1], x, x),

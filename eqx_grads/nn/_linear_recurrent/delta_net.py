@@ -14,7 +14,7 @@ from ..._control_flow.delta_rule import gated_delta_rule
 from ..._tangent_spaces import promote
 from .._argument_checks import as_sizes, check_real
 from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import make_cells, Stack, StackOptions
+from .._recurrent.stack import Stack, StackOptions
 from .gates import matmul_f32
 from .short_convolution import convolve, make_convolution, time_order
 
@@ -216,9 +216,7 @@ class GatedDeltaNet(AbstractConvolved):
         sizes |= {"key_size": key_size, "value_size": value_size, "conv_size": conv_size}
         if chunk is not None:
             (chunk,) = as_sizes("GatedDeltaNet", chunk=chunk)
-        self.cells, self.initial_state, self.stack = make_cells(
-            "GatedDeltaNet", GatedDeltaCell, sizes, dtype, key, **options
-        )
+        self._set_cells(GatedDeltaCell, sizes, dtype, key, options)
         self.chunk = chunk
 
     def _options(self):

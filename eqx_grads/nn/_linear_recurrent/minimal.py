@@ -13,7 +13,7 @@ from ..._errors import check_flags
 from ..._tangent_spaces import promote
 from .._argument_checks import check_option, check_real
 from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import make_cells, Stack, StackOptions
+from .._recurrent.stack import Stack, StackOptions
 from .gates import gate_inputs, LinearGates, run_recurrence
 
 
@@ -50,9 +50,7 @@ class AbstractMinimal(AbstractRecurrent):
         check_option(name, "method", method, METHODS)
         make = ft.partial(LinearGates, n_gates=self._n_gates, use_bias=use_bias)
         sizes = {"input_size": input_size, "hidden_size": hidden_size}
-        self.cells, self.initial_state, self.stack = make_cells(
-            name, make, sizes, dtype, key, **options
-        )
+        self._set_cells(make, sizes, dtype, key, options)
         self.method = method
 
     @abc.abstractmethod

@@ -12,7 +12,7 @@ from ..._control_flow.linear_recurrence import METHODS
 from ..._control_flow.selective_scan import selective_scan
 from ..._tangent_spaces import promote
 from .._argument_checks import check_option
-from .._recurrent.stack import make_cells, Stack, StackOptions
+from .._recurrent.stack import Stack, StackOptions
 from .delta_net import AbstractConvolved, bias_of_steps
 from .gates import matmul_f32
 from .short_convolution import convolve, make_convolution
@@ -166,9 +166,7 @@ class SelectiveSSM(AbstractConvolved):
         sizes = {"input_size": input_size, "output_size": output_size, "channels": channels}
         sizes |= {"state_size": state_size, "conv_size": conv_size}
         check_option("SelectiveSSM", "method", method, METHODS)
-        self.cells, self.initial_state, self.stack = make_cells(
-            "SelectiveSSM", SelectiveCell, sizes, dtype, key, **options
-        )
+        self._set_cells(SelectiveCell, sizes, dtype, key, options)
         self.method = method
 
     def _options(self):

@@ -13,7 +13,7 @@ from .._argument_checks import as_sizes, check_option, check_real
 from .cell_scan import run_cell
 from .gated_cells import ProjectedLSTMCell, RNNCell
 from .layer import AbstractRecurrent
-from .stack import make_cells, Stack, StackOptions
+from .stack import Stack, StackOptions
 
 
 KEEP = ("auto", "gates", "states")
@@ -114,9 +114,7 @@ class GRU(AbstractGated):
         check_option("GRU", "keep", keep, KEEP)
         make = ft.partial(eqx.nn.GRUCell, use_bias=bool(use_bias))
         sizes = {"input_size": input_size, "hidden_size": hidden_size}
-        self.cells, self.initial_state, self.stack = make_cells(
-            "GRU", make, sizes, dtype, key, **options
-        )
+        self._set_cells(make, sizes, dtype, key, options)
         self.keep = keep
 
 
@@ -199,9 +197,7 @@ class LSTM(AbstractGated):
             output_size = _as_projection(proj_size, hidden_size)
             make = ft.partial(ProjectedLSTMCell, use_bias=use_bias, proj_size=output_size)
         sizes = {"input_size": input_size, "hidden_size": hidden_size}
-        self.cells, self.initial_state, self.stack = make_cells(
-            "LSTM", make, sizes, dtype, key, output_size, **options
-        )
+        self._set_cells(make, sizes, dtype, key, options, output_size)
         self.keep = keep
 
 
@@ -259,9 +255,7 @@ class RNN(AbstractGated):
         check_flags("RNN", use_bias=use_bias)
         make = ft.partial(RNNCell, use_bias=use_bias, activation=activation)
         sizes = {"input_size": input_size, "hidden_size": hidden_size}
-        self.cells, self.initial_state, self.stack = make_cells(
-            "RNN", make, sizes, dtype, key, **options
-        )
+        self._set_cells(make, sizes, dtype, key, options)
         self.keep = "states"
 
 

@@ -16,7 +16,7 @@ from ..._rules.explicit_sharding import explicit_spec, gathered_leaves
 from ..._rules.float_args import check_key
 from ..._tangent_spaces import holds_numbers
 from .padding import valid_steps, zero_padding
-from .stack import check_cells, Stack
+from .stack import check_cells, make_cells, Stack
 from .states import first_states, last_states, zero_states
 
 
@@ -31,6 +31,12 @@ class AbstractRecurrent(AbstractCellLayer):
     cells: eqx.AbstractVar[tuple[tuple[Any, ...], ...]]
     initial_state: eqx.AbstractVar[PyTree]
     stack: eqx.AbstractVar[Stack]
+
+    def _set_cells(self, make, sizes, dtype, key, options, output_size=None):
+        """Set the fields that all have, in `__init__`: see `make_cells`."""
+        name = type(self).__name__
+        made = make_cells(name, make, sizes, dtype, key, output_size, **options)
+        self.cells, self.initial_state, self.stack = made
 
     @abc.abstractmethod
     def _run_cell(
