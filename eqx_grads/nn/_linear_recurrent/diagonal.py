@@ -48,7 +48,7 @@ class AbstractDiagonal(AbstractRecurrent):
     initial_parts: Float[Array, "2 ..."] | None
     stack: Stack
     activation: Callable[[Array], Array] | None
-    method: str = eqx.field(static=True)
+    method: eqx.AbstractVar[str]
 
     @property
     def initial_state(self) -> Complex[Array, "..."] | None:

@@ -25,7 +25,7 @@ class AbstractGated(AbstractRecurrent):
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree
     stack: Stack
-    keep: str = eqx.field(static=True)
+    keep: eqx.AbstractVar[str]
 
     def _run_cell(self, cell, xs, state, valid, reverse):
         check_real(type(self).__name__, cell, xs, *jax.tree.leaves(state))
@@ -74,6 +74,8 @@ class GRU(AbstractGated):
     for a chunk, and is not computed for frozen weights. Both modes (forward mode by plain
     differentiation), all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
+
+    keep: str = eqx.field(static=True)
 
     def __init__(
         self,
@@ -169,6 +171,8 @@ class LSTM(AbstractGated):
     computes one gradient for the batch.
     """
 
+    keep: str = eqx.field(static=True)
+
     def __init__(
         self,
         input_size: int,
@@ -234,6 +238,8 @@ class RNN(AbstractGated):
     the recurrence. The gradient of each weight is one matrix product for a chunk. Both modes,
     all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
+
+    keep: str = eqx.field(static=True)
 
     def __init__(
         self,
