@@ -1,6 +1,6 @@
 """Options, inputs and states that layers refuse, by the names of the user; and their leaves.
 
-What the guard's tables of wrong arguments and errors have is not here.
+The guard has tables of wrong arguments and errors: these are the others.
 """
 
 import functools as ft
@@ -238,7 +238,7 @@ def test_a_strength_can_change_without_compiling_again():
 
 
 def test_statistics_of_every_step():
-    """Of a state that expands threefold at each step."""
+    """The state expands threefold at each step."""
 
     def of_state(layer, h):
         step = lambda h, _: (layer(jnp.tanh(3 * h)), None)

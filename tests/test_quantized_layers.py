@@ -109,7 +109,7 @@ def test_a_scale_that_is_zero():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_largest_numbers_of_a_dtype(dtype):
-    """The scale of `LSQ` is that of the paper, at most the largest; all results are finite, and
+    """`LSQ` has the scale of the paper, at most the largest number; all results are finite, and
     so is the derivative."""
     largest = float(jnp.finfo(dtype).max)
     for bits, size in itertools.product((2, 8), (1.0, largest)):

@@ -1,8 +1,9 @@
 """Elementwise safe mathematics: against mpmath to the ends of the range, and what happens where
-the derivative does not exist. The formulas are those of the guard's registry."""
+the derivative does not exist. The guard's registry has the formulas."""
 
 import functools as ft
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,7 @@ OF_POWER = (
 OF_DIFFERENCE = (8, lambda x, y: 8 + abs(x - y), lambda x, y: 32 + abs(x - y))
 # The points; how close it has to be; the size of the terms that cancel in the value; and where
 # a second derivative is compared.
-TABLE = {
+TABLE: dict[str, Any] = {
     "sqrt": (_positive,),
     "divide": (_half_plane, ULPS, None, _is_in_range),
     "power": (_powers, OF_POWER),
@@ -130,7 +131,7 @@ def _log_ndtr(x):
 @pytest.mark.parametrize("name", TABLE)
 def test_against_mpmath(name, dtype):
     """The value and all derivatives up to the second order, in one program."""
-    defaults = (None, ULPS, None, None)
+    defaults: tuple[Any, ...] = (None, ULPS, None, None)
     row = TABLE[name]
     points_of, ulps, scale, is_compared = (*row, *defaults[len(row) :])
     points, truth = points_of(dtype), ft.partial(FORMULAS[name][0], mp.mp)

@@ -219,10 +219,10 @@ KERNELS = {"Matern 1/2": None, "Matern 3/2": 3 / 2, "Matern 5/2": 5 / 6, "RBF": 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_where_points_coincide(name):
-    """Those of the page, by both points: `d2k/dx dx` is minus `d2k/dx dx'`."""
+    """The kernels of the page, by both points: `d2k/dx dx` is minus `d2k/dx dx'`."""
     page = (DOCS / "guides" / "my-gradient-is" / "nan.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    names = {"eqg": eqg, "jax": jax, "jnp": jnp}
+    names: dict[str, Any] = {"eqg": eqg, "jax": jax, "jnp": jnp}
     exec(next(block for block in blocks if "matern52" in block), names)
     kernel, factor = names["kernels"][name], KERNELS[name]
     with jax.enable_x64():
