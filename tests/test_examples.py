@@ -97,6 +97,16 @@ def test_expected_transitions_sum_to_the_number_of_steps(monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_network_of_bits_learns_and_only_straight_through(tmp_path):
+    """Medians of three seeds, on digits that were not trained with."""
+    _run(ROOT / "examples" / "binary_network.py", tmp_path)
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["straight-through"] >= 0.965
+    assert result["plain sign"] <= 0.3  # guessing: 0.1
+    assert result["two bits"] >= 0.975
+
+
+@pytest.mark.slow
 def test_hidden_markov_models_tell_speakers_apart(tmp_path):
     _run(ROOT / "examples" / "hidden_markov.py", tmp_path)
     result = json.loads((tmp_path / "out" / "result.json").read_text())

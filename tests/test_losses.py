@@ -1,6 +1,7 @@
-"""Losses in chunks against Optax, and against autodiff, on all logits at once."""
+"""Losses in chunks: labels, cost, and arguments that are distributed over devices."""
 
 import functools as ft
+import re
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -11,85 +12,58 @@ import numpy as np
 import optax
 import pytest
 from eqx_grads.losses import chunked, linear_cross_entropy
-from jax.sharding import AxisType, PartitionSpec as Spec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
 
 from .helpers import assert_close, temp_bytes
-
-
-pytestmark = pytest.mark.x64
 
 
 LABELS = jnp.array([[0, 3, -100], [1, 2, 6]])
 
 
-def sample(getkey, dtype=None):
+def sample(getkey):
     """`x`, the weight and the bias of six tokens and a vocabulary of seven."""
-    shapes = (2, 3, 4), (7, 4), (7,)
-    return tuple(jr.normal(getkey(), shape, dtype or jnp.zeros(()).dtype) for shape in shapes)
+    return tuple(jr.normal(getkey(), shape) for shape in ((2, 3, 4), (7, 4), (7,)))
 
 
 def ours(x, weight, bias, labels=LABELS, **options):
     return linear_cross_entropy(x, weight, labels, bias=bias, **{"chunk": 2, **options})
 
 
-def plain(x, weight, bias, labels):
-    """The sum, by Optax on all logits."""
-    logits = x @ weight.T + bias[None]
-    return jnp.sum(optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels))
-
-
-@pytest.mark.slow
-def test_a_sum_in_half_precision_does_not_overflow():
-    """The gradient of the weight is summed in single precision, the loss too."""
-    x, weight = jnp.ones((4096, 2), jnp.float16), jnp.zeros((2, 2), jnp.float16)
-    labels = jnp.zeros(4096, int)
-    fn = lambda w: linear_cross_entropy(64 * x, w, labels, chunk=16, reduction="mean")
-    assert_close(jax.grad(fn)(weight), jnp.array([[-32.0] * 2, [32.0] * 2], jnp.float16))
-    total = linear_cross_entropy(x, weight, labels, chunk=16, reduction="sum")
-    assert_close(total / 4096, jnp.log(jnp.float32(2)))
-
-
-@pytest.mark.parametrize("label", [7, -1, 2**31 - 1, -(2**31)])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_label_out_of_range_gives_nan(label, reduction, getkey):
-    x, weight, bias = sample(getkey)
-    labels = LABELS.at[0, 0].set(label)
-    losses = ours(x, weight, bias, labels, reduction="none")
+@pytest.mark.x64
+@pytest.mark.parametrize("label", [7, -1, -(2**31)])
+def test_a_label_out_of_range_gives_nan(label, getkey):
+    args, labels = sample(getkey), LABELS.at[0, 0].set(label)
+    losses = ours(*args, labels, reduction="none")
     assert jnp.array_equal(jnp.isnan(losses), jnp.zeros((2, 3), bool).at[0, 0].set(True))
-    fn = lambda *args: jnp.sum(ours(*args, labels, reduction=reduction))
-    value, (ct_x, ct_weight, _) = jax.value_and_grad(fn, (0, 1, 2))(x, weight, bias)
-    assert jnp.isnan(value)
-    assert jnp.all(jnp.isnan(ct_weight))
-    assert jnp.all(jnp.isnan(ct_x[0, 0]))
-    assert jnp.all(jnp.isfinite(ct_x[1]))
-
-
-def test_debug_nans_stops_at_a_label_out_of_range(getkey):
-    args = sample(getkey)
+    for reduction in ("mean", "none"):
+        fn = lambda *args, r=reduction: jnp.sum(ours(*args, labels, reduction=r))
+        value, (ct_x, ct_weight, _) = jax.value_and_grad(fn, (0, 1, 2))(*args)
+        assert jnp.isnan(value)
+        assert jnp.isnan(ct_weight).all()
+        assert jnp.isnan(ct_x[0, 0]).all()
+        assert jnp.isfinite(ct_x[1]).all()
     with jax.debug_nans(True):
         ours(*args)
         with pytest.raises(FloatingPointError, match="nan"):
-            ours(*args, LABELS + 1)
+            ours(*args, labels)
 
 
+@pytest.mark.x64
 def test_a_small_loss_is_exact():
     """The loss of a token that is predicted with near certainty is right to the last digits."""
     weight = jnp.array([[0.0], [1.0]])
     for x in (5.0, 12.0, 30.0, 80.0):
-        loss, grad = jax.value_and_grad(linear_cross_entropy)(
-            jnp.array([x]), weight, jnp.array(1)
-        )
-        expected = np.log1p(np.exp(-x))
+        of_x = jax.value_and_grad(linear_cross_entropy)
+        loss, grad = of_x(jnp.array([x]), weight, jnp.array(1))
         # What is left of `1 + exp(-x)` in the dtype.
-        assert abs(float(loss) - expected) <= 2 * float(jnp.finfo(loss.dtype).eps)
-        assert abs(float(grad[0]) + 1 / (1 + np.exp(x))) <= float(jnp.finfo(loss.dtype).eps)
+        eps = float(jnp.finfo(loss.dtype).eps)
+        assert abs(float(loss) - np.log1p(np.exp(-x))) <= 2 * eps
+        assert abs(float(grad[0]) + 1 / (1 + np.exp(x))) <= eps
         assert loss >= 0
 
 
 X, W, Y = jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.zeros(3, int)
 ERRORS = [
-    (lambda: linear_cross_entropy(X, W.T, Y), r"do not fit(?s:.)*`weight` is float..\[2,4\]"),
-    (lambda: linear_cross_entropy(X, W[:0], Y), "do not fit together"),
     (lambda: linear_cross_entropy(X, W, Y.astype(float)), "(?s)do not fit.*or probabilities"),
     (lambda: linear_cross_entropy(Y, W, Y), r"`x` is int(?s:.)*pass `jnp.asarray\(x, float\)`"),
     (
@@ -100,13 +74,9 @@ ERRORS = [
         lambda: linear_cross_entropy(X, W, Y, ignore_index=True),
         "`ignore_index` of(?s:.)*is not",
     ),
-    (lambda: linear_cross_entropy(X, W, Y, label_smoothing=jnp.nan), "(?s)from zero to one"),
-    (lambda: linear_cross_entropy(X, W, Y, z_loss=-1.0), "`z_loss`"),
-    (lambda: chunked(squares, axis="0"), "`axis` of `losses.chunked` is not an int"),
-    (lambda: chunked(squares, axis=2)(1.0, X, Y), "an axis that an argument does not have"),
-    (lambda: chunked(squares)(1.0, X, 2.0), r"args\[2\] is float \(2.0\), its axis is 0"),
+    (lambda: chunked(jnp.sum, axis="0"), "`axis` of `losses.chunked` is not an int"),
+    (lambda: chunked(jnp.sum)(1.0, X, 2.0), r"args\[2\] is float \(2.0\), its axis is 0"),
     (lambda: chunked(jnp.sum)(X), "no array has an axis(?s:.)*give `\\(axis,\\)`"),
-    (lambda: chunked(lambda _, x: x)(0.0, X), "`<lambda>`(?s:.)*return a real scalar"),
 ]
 
 
@@ -117,46 +87,13 @@ def test_errors():
             call()
 
 
-# Over several devices.
+# ---------------------------------------------------------------- cost
+# The flops of a loop are counted once for all its steps, so that there is one chunk where they
+# are counted.
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_shard_map(reduction, check_vma, getkey):
-    """Each device has a part of the batch, and all have the weights."""
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
-    x, weight, bias = jr.normal(getkey(), (16, 4)), *sample(getkey)[1:]
-    labels = jr.randint(getkey(), (16,), 0, 7)
-
-    def local(x, weight, bias, labels):
-        return jnp.sum(ours(x, weight, bias, labels, reduction=reduction))[None]
-
-    def loss(*args):
-        specs = (Spec("i"), Spec(), Spec(), Spec("i"))
-        sharded = jax.shard_map(
-            local, mesh=mesh, in_specs=specs, out_specs=Spec("i"), check_vma=check_vma
-        )
-        return jnp.sum(sharded(*args))
-
-    expected = jax.grad(plain, (0, 1, 2))(x, weight, bias, labels)
-    got = jax.jit(jax.grad(loss, (0, 1, 2)))(x, weight, bias, labels)
-    assert_close(got, expected)
-
-
-# Any loss that is a sum over an axis.
-
-
-def squares(model, xs, ys):
-    weight, bias = model
-    return jnp.sum(jnp.tanh(xs @ weight + bias - ys) ** 2)
-
-
-# What it costs. The flops of a loop are counted once for all its steps, so that there is one
-# chunk where they are counted.
-
-
-def abstract(n=2048, d=256, v=16384, dtype=jnp.float32):
-    shapes = ((n, d), dtype), ((v, d), dtype), ((n,), jnp.int32)
+def abstract(n=2048, d=256, v=16384):
+    shapes = ((n, d), jnp.float32), ((v, d), jnp.float32), ((n,), jnp.int32)
     return [jax.ShapeDtypeStruct(*s) for s in shapes]
 
 
@@ -185,13 +122,12 @@ def test_a_sixth_of_the_bytes():
 )
 def test_no_dead_matrix_product(argnums, products):
     n, d, v = 64, 256, 4096
-    args = abstract(n, d, v)
     fn = ft.partial(linear_cross_entropy, chunk=n)
     if argnums == "jvp":
         program = lambda x, w, y: jax.jvp(lambda x, w: fn(x, w, y), (x, w), (x, w))
     else:
         program = jax.value_and_grad(fn, argnums) if argnums else fn
-    flops = jax.jit(program).lower(*args).compile().cost_analysis()["flops"]
+    flops = jax.jit(program).lower(*abstract(n, d, v)).compile().cost_analysis()["flops"]
     assert flops <= products * 2 * n * d * v * 1.05
 
 
@@ -203,3 +139,119 @@ def test_chunked_keeps_one_chunk(getkey):
     xs = jnp.zeros((8192, 16))
     plain = temp_bytes(jax.grad(loss), arrays, xs)
     assert temp_bytes(jax.grad(chunked(loss, chunk=256)), arrays, xs) <= plain / 8
+
+
+# ---------------------------------------------------------------- over several devices
+
+# The length of the vocabulary is that of no other axis, nor the product of some.
+TOKENS, FEATURES, VOCABULARY = 64, 8, 1096
+OPTIONS = {"chunk": 16, "label_smoothing": 0.1, "z_loss": 1e-2}
+BOTH = ("i", "j")
+# The axes of the tokens, and of the vocabulary.
+DISTRIBUTED = {"eight ways": (None, BOTH), "with the batch": ("i", "j"), "batch": (BOTH, None)}
+SLOW_NONE = pytest.param("none", marks=pytest.mark.slow)
+
+
+def tokens():
+    x, weight = jr.normal(jr.key(0), (TOKENS, FEATURES)), jr.normal(jr.key(1), (1096, FEATURES))
+    labels = jr.randint(jr.key(3), (TOKENS,), 0, VOCABULARY).at[3].set(-100)
+    return x, weight, jr.normal(jr.key(2), (VOCABULARY,)), labels
+
+
+def loss(x, weight, bias, labels, reduction="mean", **options):
+    options = {**OPTIONS, "reduction": reduction, **options}
+    losses = linear_cross_entropy(x, weight, labels, bias=bias, **options)
+    return jnp.sum(jnp.sin(losses))
+
+
+@ft.cache
+def expected(reduction):
+    of_reduction = ft.partial(loss, reduction=reduction)
+    return jax.jit(jax.value_and_grad(of_reduction, (0, 1, 2)))(*tokens())
+
+
+def specs_of(tokens, vocabulary):
+    return Spec(tokens), Spec(vocabulary), Spec(vocabulary), Spec(tokens)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("reduction", ["mean", SLOW_NONE])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_a_distributed_vocabulary(name, kind, reduction):
+    of_tokens, vocabulary = DISTRIBUTED[name]
+    mesh = jax.make_mesh((2, 4), BOTH, axis_types=(kind,) * 2)
+    pairs = zip(tokens(), specs_of(of_tokens, vocabulary), strict=True)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
+    fn = jax.value_and_grad(ft.partial(loss, reduction=reduction), (0, 1, 2))
+    with jax.set_mesh(mesh):
+        program = jax.jit(fn).lower(*placed).compile()
+        got = program(*placed)
+    assert_close(jax.tree.map(np.asarray, got), expected(reduction), eps=200)
+    text = re.sub(r"metadata=\{[^}]*\}", "", program.as_text())
+    shapes = [tuple(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", text)]
+    if vocabulary is not None:
+        # No device has a row of the logits, nor all rows of the weight.
+        assert not [shape for shape in shapes if VOCABULARY in shape]
+        assert "all-gather" not in text
+    for grad, x in zip(got[1], placed, strict=False):
+        assert grad.sharding.is_equivalent_to(x.sharding, x.ndim)
+    if kind == AxisType.Explicit:
+        # The gradient of the weight is summed over the devices once, and not for each chunk.
+        rows = VOCABULARY // (4 if vocabulary == "j" else 1)
+        programs = re.split(r"\n(?=\S.*\{\n)", program.as_text())
+        loops = [part for part in programs if not part.startswith("ENTRY")]
+        lines = [line for part in loops for line in part.splitlines() if " all-reduce(" in line]
+        assert not [line for line in lines if re.search(rf"\[{rows}\D", line)]
+
+
+@pytest.mark.versions
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_axis_name(reduction, check_vma):
+    """Tokens over one axis of the mesh, and the vocabulary over the other."""
+    mesh = jax.make_mesh((2, 4), BOTH, axis_types=(AxisType.Auto,) * 2)
+    is_sum, plain = reduction == "sum", "mean" if reduction == "sum" else "none"
+
+    def whole(*args):
+        def local(x, weight, bias, labels):
+            options = {**OPTIONS, "reduction": reduction, "axis_name": "j"}
+            losses = linear_cross_entropy(x, weight, labels, bias=bias, **options)
+            return jax.lax.psum(jnp.sum(losses if is_sum else jnp.sin(losses)), "i")
+
+        specs = {"in_specs": specs_of("i", "j"), "out_specs": Spec(), "check_vma": check_vma}
+        value = jax.shard_map(local, mesh=mesh, **specs)(*args)
+        # The mean over all tokens is that of the sums of the devices.
+        return jnp.sin(value / (TOKENS - 1)) if is_sum else value
+
+    got = jax.jit(jax.value_and_grad(whole, (0, 1, 2)))(*tokens())
+    assert_close(jax.tree.map(np.asarray, got), expected(plain), eps=200)
+    x, *rest = tokens()
+    both = []
+    for fn in (whole, ft.partial(loss, reduction=plain)):
+        of_x = lambda x, fn=fn: fn(x, *rest)
+        tangent = jax.jit(lambda x, of_x=of_x: jax.jvp(of_x, (x,), (x,)))(x)
+        second = jax.jit(jax.grad(lambda x, of_x=of_x: jnp.sum(jax.grad(of_x)(x) ** 2)))(x)
+        both.append((tangent, second))
+    assert_close(*both, eps=500)
+
+
+@pytest.mark.cost
+@pytest.mark.versions
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_an_eighth_of_the_bytes(kind):
+    """The bytes of each device, for a vocabulary that is distributed over eight."""
+    mesh = jax.make_mesh((8,), ("v",), axis_types=(kind,))
+    grad = jax.value_and_grad(ft.partial(linear_cross_entropy, chunk=128), (0, 1))
+
+    def of(shardings):
+        pairs = zip(abstract(2048, 64, 16384), shardings, strict=True)
+        placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in pairs]
+        return temp_bytes(grad, *placed)
+
+    alone = of([None] * 3)
+    with jax.set_mesh(mesh):
+        each = of([NamedSharding(mesh, spec) for spec in (Spec(), Spec("v"), Spec())])
+    # The cotangent of `x` and the tokens are whole on each device.
+    assert each <= alone / 8 + 3 * 2048 * 64 * 4

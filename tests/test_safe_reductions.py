@@ -1,6 +1,10 @@
-"""Norms, sums of exponentials and softmaxes, with finite and right derivatives."""
+"""Norms, sums of exponentials and softmaxes at all magnitudes; and second derivatives at kinks,
+poles and coincident points: right, or NaN."""
 
+import importlib.util
 import itertools
+import pathlib
+import re
 from typing import Any
 
 import eqx_grads as eqg
@@ -18,67 +22,43 @@ pytestmark = pytest.mark.x64
 
 safe = eqg.safe
 INF = jnp.inf
+MODES = list(itertools.product((jax.jacfwd, jax.jacrev), repeat=2))
 
 
-def _rows(reduction, n=2):
-    """A reduction of rows as an elementwise function of the entries of a row."""
-    return lambda *entries: reduction(jnp.stack(entries, axis=-1))
+def _check(reduction, truth, points, dtype, ulps, scale):
+    """A reduction of rows, as an elementwise function of the entries of a row."""
+    of_entries = lambda *entries: reduction(jnp.stack(entries, axis=-1))
+    got = grid.evaluate(of_entries, points, dtype)
+    grid.assert_right(got, truth, points, dtype, ulps, scale)
 
 
-def _points(dtype, n=6):
-    """All pairs of both signs from the smallest to the largest magnitudes; no overflow."""
-    high = float(jnp.finfo(dtype).max) / 4
-    positive = grid.log_spaced(dtype, n, high=grid.rounded(dtype, [high])[0])
-    return grid.pairs(grid.both_signs(positive))
-
-
-def _one(*point):
-    return 1
-
-
-def _check(programs, truth, points, dtype, ulps, scale=None):
-    """Every program is within so many units of the truth, which is computed once."""
-    true = grid.true_values(truth, points)
-    for program in programs:
-        got = grid.evaluate(program, points, dtype)
-        error = max(grid.errors(got, true, points, dtype, scale), key=lambda e: e.ulps)
-        assert error.ulps <= ulps, f"{dtype}: {error}"
-
-
-def _check_partials(fns, truth, orders, points, dtype, ulps, scale, unit=None):
-    """Both modes. `unit` of a point is the magnitude on which `truth` changes, if not each
-    coordinate."""
-    for order in orders:
-        programs = [mode(fn, order) for fn in fns for mode in MODES]
-        true = _differences(truth, order, unit) if unit else grid.partial(truth, order)
-        _check(programs, true, points, dtype, ulps, scale)
-
-
-MODES = (grid.forward_partial, grid.reverse_partial)
-
-
-def _differences(truth, order, unit):
-    """As `grid.partial`, with steps that do not depend on the one coordinate alone."""
-    axes = [i for i, times in enumerate(order) for _ in range(times)]
-
-    def derivative(*point):
-        with mp.workdps(450):
-            step = mp.mpf(10) ** -30 * unit(*point)
-            return +difference([mp.mpf(x) for x in point], axes, step)
-
-    def difference(point, axes, step):
-        if not axes:
-            return truth(*point)
-        i, *others = axes
-        at = lambda h: difference([*point[:i], point[i] + h, *point[i + 1 :]], others, step)
-        return (at(step) - at(-step)) / (2 * step)
-
-    return derivative
+def _check_partial(reduction, truth, order, points, dtype, scale, unit=None):
+    of_entries = lambda *entries: reduction(jnp.stack(entries, axis=-1))
+    true = grid.partial(truth, order, unit)
+    for mode in ("forward", "reverse"):
+        got = grid.evaluate(grid.in_mode(mode, of_entries, order), points, dtype)
+        grid.assert_right(got, true, points, dtype, 8, scale)
 
 
 # ---------------------------------------------------------------- against mpmath
 # Derivatives are compared in units of the last place of the norm of the row, which is one for
 # the gradient of a norm, and for weights that sum to one.
+
+
+def _points(dtype):
+    """All pairs of both signs from the smallest to the largest magnitudes; no overflow."""
+    high = grid.rounded(dtype, [float(jnp.finfo(dtype).max) / 4])[0]
+    return grid.pairs(grid.both_signs(grid.log_spaced(dtype, 6, high=high)))
+
+
+def _logits(dtype):
+    tiny = float(jnp.finfo(dtype).tiny)
+    large = grid.rounded(dtype, [float(jnp.finfo(dtype).max) / 8])[0]
+    return grid.pairs(grid.rounded(dtype, [-large, -100, -3.3, -tiny, 0.0, 0.7, 88.0, large]))
+
+
+def _one(*point):
+    return 1
 
 
 def _norm_truth(x, y):
@@ -92,16 +72,6 @@ def _inverse_norm(x, y):
 def _logsumexp_truth(*xs):
     top = max(xs)
     return top + mp.log(mp.fsum(mp.exp(x - top) for x in xs))
-
-
-def _logits(dtype):
-    tiny = float(jnp.finfo(dtype).tiny)
-    large = grid.rounded(dtype, [float(jnp.finfo(dtype).max) / 8])[0]
-    return grid.pairs(grid.rounded(dtype, [-large, -100, -3.3, -tiny, 0.0, 0.7, 88.0, large]))
-
-
-def _probabilities(dtype):
-    return grid.pairs(grid.log_spaced(dtype, 7, high=1.0))
 
 
 def _largest(x, y):
@@ -118,16 +88,6 @@ CASES: dict[str, Any] = {
         *(_norm_truth, _points, None),
         {(1, 0): (_one, None), (2, 0): (_inverse_norm, None), (1, 1): (_inverse_norm, None)},
     ),
-    "normalize": (
-        lambda row: safe.normalize(row)[..., 0],
-        *(lambda x, y: x / _norm_truth(x, y), _points, None),
-        {(1, 0): (_inverse_norm, None), (0, 1): (_inverse_norm, None)},
-    ),
-    "cosine_similarity": (
-        lambda row: safe.cosine_similarity(row, jnp.array(OTHER, row.dtype)),
-        lambda x, y: (x * OTHER[0] + y * OTHER[1]) / _norm_truth(x, y) / _norm_truth(*OTHER),
-        *(_points, _one, {(1, 0): (_inverse_norm, None)}),
-    ),
     "logsumexp": (
         lambda row: safe.logsumexp(row, -1),
         *(_logsumexp_truth, _logits, _largest),
@@ -138,29 +98,24 @@ CASES: dict[str, Any] = {
         *(lambda x, y: 1 / (1 + mp.exp(y - x)), _logits, _one),
         {(1, 0): (_one, _one), (0, 1): (_one, _one)},
     ),
-    "log_softmax": (
-        lambda row: safe.log_softmax(row)[..., 0],
-        *(lambda x, y: x - _logsumexp_truth(x, y), _logits, _largest),
-        {(1, 0): (_one, _one), (0, 1): (_one, _one)},
-    ),
     "entropy": (
         lambda row: safe.entropy(row),
-        *(lambda p, q: -p * mp.log(p) - q * mp.log(q), _probabilities, _one),
+        lambda p, q: -p * mp.log(p) - q * mp.log(q),
+        *(lambda dtype: grid.pairs(grid.log_spaced(dtype, 7, high=1.0)), _one),
         {(1, 0): (lambda p, q: max(abs(mp.log(p)), 1), None), (2, 0): (None, None)},
     ),
 }
-SLOW_HALF = pytest.param("float16", marks=pytest.mark.slow)
+DTYPES = ["float32", "bfloat16", *[pytest.param("float64", marks=pytest.mark.slow)]]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", SLOW_HALF])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_right_at_all_magnitudes(name, dtype):
     fn, truth, points, scale, orders = CASES[name]
-    fn, points, is_half = _rows(fn), points(dtype), dtype in ("float16", "bfloat16")
-    _check([fn], truth, points, dtype, 4, scale)
+    _check(fn, truth, points(dtype), dtype, 4, scale)
     for order, (scale, unit) in orders.items():
-        if not (is_half and sum(order) > 1):
-            _check_partials([fn], truth, [order], points, dtype, 8, scale, unit)
+        if dtype != "bfloat16" or sum(order) == 1:
+            _check_partial(fn, truth, order, points(dtype), dtype, scale, unit)
 
 
 def _std_truth(x, y, z):
@@ -168,26 +123,18 @@ def _std_truth(x, y, z):
     return mp.sqrt(((x - mean) ** 2 + (y - mean) ** 2 + (z - mean) ** 2) / 3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", SLOW_HALF])
-def test_std_is_right_at_all_magnitudes(dtype):
-    fn = _rows(lambda row: safe.std(row, -1))
-    high = grid.rounded(dtype, [float(jnp.finfo(dtype).max) / 4])[0]
-    low = grid.rounded(dtype, [4 * float(jnp.finfo(dtype).tiny)])[0]
-    scales = grid.log_spaced(dtype, 8, low=low, high=high)
-    shapes = [(1.0, -1.0, 0.5), (0.0, 0.5, 1.0), (-1.0, -0.25, 1.0)]
-    points = [tuple(s * e for e in shape) for s in scales for shape in shapes]
-    points = [tuple(grid.rounded(dtype, p)) for p in points]
-    _check([fn], _std_truth, points, dtype, 4)
-    largest = lambda *row: max(abs(mp.mpf(x)) for x in row)
-    _check_partials([fn], _std_truth, [(1, 0, 0)], points, dtype, 4, _one, largest)
+def test_std_is_right_at_all_magnitudes():
+    info = jnp.finfo("float32")
+    scales = grid.log_spaced("float32", 8, low=4 * float(info.tiny), high=float(info.max) / 4)
+    rows = (1.0, -1.0, 0.5), (0.0, 0.5, 1.0), (-1.0, -0.25, 1.0)
+    points = [[s * e for e in row] for s in scales for row in rows]
+    points = [tuple(grid.rounded("float32", point)) for point in points]
+    std, largest = lambda row: safe.std(row, -1), lambda *row: max(abs(mp.mpf(x)) for x in row)
+    _check(std, _std_truth, points, "float32", 4, None)
+    _check_partial(std, _std_truth, (1, 0, 0), points, "float32", _one, largest)
 
 
-# ---------------------------------------------------------------- norms of any order
-
-ORDERS = (-INF, -3, -0.5, 0, 0.3, 1, 1.5, 2.5, 3, 7, INF)
-
-
-@pytest.mark.parametrize("ord", ORDERS)
+@pytest.mark.parametrize("ord", [-INF, -3, -0.5, 0, 0.3, 1, 1.5, 3, INF])
 def test_norms_of_any_order(ord):
     """The values of NumPy, also at zero and at infinity; the derivatives of the formula."""
     rng = np.random.default_rng(0)
@@ -206,11 +153,10 @@ def test_norms_of_any_order(ord):
             np.testing.assert_allclose(safe.norm(x, ord, axis=1), truth, rtol=1e-12)
         x, fn = jnp.asarray(rng.normal(size=3)), lambda x: safe.norm(x, ord)
         first, second = jax.grad(plain)(x), jax.hessian(plain)(x)
-        for scale in (1e-200, 1.0, 1e200):
+        for scale in (1e-200, 1e200):
             np.testing.assert_allclose(jax.grad(fn)(scale * x), first, rtol=1e-10, atol=1e-12)
         np.testing.assert_allclose(jax.jacfwd(fn)(x), first, rtol=1e-10, atol=1e-12)
-        for outer, inner in itertools.product((jax.jacfwd, jax.jacrev), repeat=2):
-            np.testing.assert_allclose(outer(inner(fn))(x), second, rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(jax.hessian(fn)(x), second, rtol=1e-8, atol=1e-10)
         # By convention; where there is no second derivative, it is NaN.
         gradients = jax.vmap(jax.grad(fn))(jnp.asarray(special))
         assert jnp.isfinite(gradients).all()
@@ -222,13 +168,100 @@ def test_norms_of_any_order(ord):
             assert at_zero == 0 if 2 < ord < INF else jnp.isnan(at_zero)
 
 
+# ---------------------------------------------------------------- corners
+
+
+@pytest.mark.parametrize(
+    "smooth",
+    [
+        lambda z: safe.norm(z) ** 2,
+        lambda z: (1 + safe.norm(z)) * jnp.exp(-safe.norm(z)),
+        lambda z: safe.norm(z**2),
+    ],
+)
+def test_no_smooth_function_of_a_norm_has_a_wrong_hessian(smooth):
+    """It is NaN: the norm does not know what is computed from it."""
+    zero = jnp.zeros(2)
+    assert (jax.grad(smooth)(zero) == 0).all()
+    for outer, inner in MODES:
+        for hessian in (outer(inner(smooth))(zero), jax.vmap(outer(inner(smooth)))(zero[None])):
+            assert np.isnan(hessian).any(-2).all()
+
+
+def test_an_infinite_argument_does_not_move():
+    for x in ([-INF, -INF], [-INF, 1.0], [INF, 1.0]):
+        hessian = jax.hessian(lambda x: safe.logsumexp(x) + safe.log_softmax(x)[0])
+        assert (hessian(jnp.array(x)) == 0).all()
+
+
+def test_what_is_constant_makes_no_nan():
+    """A norm that is not differentiated, and a mask on its argument."""
+    y = jnp.zeros(2)
+    for f, x, expected in (
+        (
+            lambda x: jnp.sum(x**3) * (1 + safe.norm(y) + safe.std(y) + safe.sqrt(y[0])),
+            *([1.0, 2.0], [6.0, 12.0]),
+        ),
+        (lambda x: safe.where(x > 0, safe.sqrt, x, 0.0).sum(), [0.0, 4.0], [0.0, -1 / 32]),
+        # Of masked events, an entropy is a constant.
+        (lambda p: safe.entropy(p, where=p > 0), [0.0, 0.5], [0.0, -2.0]),
+        (lambda x: safe.std(x, where=jnp.array([True, False])), [3.0, 1.0], [0.0, 0.0]),
+    ):
+        for outer, inner in MODES:
+            np.testing.assert_allclose(outer(inner(f))(jnp.array(x)), np.diag(expected))
+
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+# The kernels of a distance, by the factor `c` of `1 - c r**2 + ...`, if it is smooth.
+KERNELS = {"Matern 1/2": None, "Matern 3/2": 3 / 2, "Matern 5/2": 5 / 6, "RBF": 1 / 2}
+
+
 @pytest.mark.slow
-def test_nan_is_not_hidden():
-    x = jnp.array([jnp.nan, 1.0])
-    assert jnp.isnan(safe.std(jnp.array([INF, 1.0])))  # infinity minus itself
-    for fn in (safe.norm, safe.normalize, safe.std, safe.logsumexp, safe.softmax, safe.entropy):
-        assert jnp.isnan(jnp.sum(fn(x)))
-        assert jnp.isnan(jax.grad(lambda x, fn=fn: jnp.sum(fn(x)))(x)).any()
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_where_points_coincide(name):
+    """The kernels of the page, by both points: `d2k/dx dx` is minus `d2k/dx dx'`."""
+    page = (DOCS / "guides" / "my-gradient-is" / "nan.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {"eqg": eqg, "jax": jax, "jnp": jnp}
+    exec(next(block for block in blocks if "matern52" in block), names)
+    kernel, factor = names["kernels"][name], KERNELS[name]
+    with jax.enable_x64():
+        f, z = lambda z: kernel(z[:2], z[2:]), jnp.array([0.3, -1.0, 0.3, -1.0])
+        assert (jax.grad(f)(z) == 0).all()
+        for outer, inner in MODES:
+            got = jax.jit(outer(inner(f)))(z)
+            if factor is None:
+                assert np.isnan(got).all()
+            else:
+                expected = -2 * factor * np.kron([[1, -1], [-1, 1]], np.eye(2))
+                np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+        third = jax.jacfwd(jax.hessian(f))(z)
+        is_smooth = name in ("Matern 5/2", "RBF")
+        assert np.allclose(third, 0, atol=1e-12) if is_smooth else jnp.isnan(third).any()
+
+
+@pytest.fixture
+def script():
+    """The script that writes the table of `docs/api/safe.md`."""
+    spec = importlib.util.spec_from_file_location("safe_table", DOCS / "safe_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _without_jax(text):
+    """The results of plain JAX differ between its versions."""
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row[:4] + row[5:]] for row in rows]
+
+
+@pytest.mark.slow
+def test_the_table_is_up_to_date_and_the_truth_wherever_there_is_one(script):
+    page = script.PAGE.read_text()
+    written = _without_jax(page.split(script.START)[1].split(script.END)[0])
+    assert written == _without_jax(script.table()), "python docs/safe_table.py"
+    for *what, ours, truth, _ in written[2:]:
+        assert ours == ("0" if "∞" in truth or truth == "none" else truth), what
 
 
 # ---------------------------------------------------------------- arguments
@@ -237,32 +270,20 @@ def test_nan_is_not_hidden():
 @pytest.mark.thorough
 def test_empty_arrays():
     empty = jnp.zeros((0, 3))
-    assert safe.norm(empty) == safe.norm(empty.ravel(), INF) == safe.norm(empty.ravel(), 1) == 0
-    assert safe.logsumexp(empty) == -INF
-    assert safe.softmax(empty).shape == safe.log_softmax(empty).shape == (0, 3)
-    assert safe.softmax(empty, 0).shape == safe.normalize(empty, axis=0).shape == (0, 3)
-    assert safe.cumlogsumexp(empty).shape == (0, 3)
     assert (safe.logsumexp(empty, 0) == -INF).all()
-    assert safe.norm(empty, axis=1).shape == (0,)
+    assert safe.softmax(empty).shape == safe.log_softmax(empty).shape == (0, 3)
+    assert safe.normalize(empty, axis=0).shape == safe.cumlogsumexp(empty).shape == (0, 3)
     assert safe.pairwise_distance(empty, jnp.ones((2, 3))).shape == (0, 2)
     assert jnp.isnan(safe.std(empty))
-    assert safe.entropy(empty).shape == (0,)
-    assert jax.grad(safe.norm)(empty).shape == (0, 3)
 
 
 def test_errors():
     """Of arrays that are widened on the way: they name the dtype of the user's."""
     half, n = jnp.ones((2, 3), "bfloat16"), jnp.arange(3, dtype="int8")
     for call, match in (
-        (lambda: safe.eigh(half), r"square matrices.\n  `a` is bfloat16\[2,3\]"),
-        (lambda: safe.svd(half[0]), r"not given matrices.\n  `a` is bfloat16\[3\]"),
-        (lambda: safe.norm(half, 2), r"matrix in NumPy.\n  `x` is bfloat16\[2,3\]"),
-        (lambda: safe.pairwise_distance(half[0]), r"one dimension.\n  `x` is bfloat16\[3\]"),
         (lambda: safe.norm(n, axis=1), r"does not have.\n  `axis` is 1, `x` is int8\[3\]"),
         (lambda: safe.std(n, where=half), r"the array is int8\[3\], `where` is bfloat16"),
         (lambda: safe.eigh(jnp.eye(2), tolerance=jnp.nan), "a finite number from zero"),
-        (lambda: safe.std(jnp.ones(2), (0, -1)), "an axis that `x` has but once"),
-        (lambda: safe.norm(jnp.ones(1), axis=0.5), "an axis that is not an integer"),
         (lambda: safe.cumlogsumexp(jnp.ones((2, 2)), (0, 1)), "was not given one axis"),
         (lambda: safe.sqrt(1j), r"complex numbers(?s:.)*`x` is complex \(1j\)"),
     ):

@@ -123,9 +123,8 @@ def gated_delta_rule(
         ```
     """
     check_flags("gated_delta_rule", delta=delta, reverse=reverse)
-    decay = 0.0 if decay is None else decay
-    scale = 1.0 if scale is None else scale
-    *xs, factor, first = _fit(q, k, v, beta, decay, scale, state)
+    arrays = {"q": q, "k": k, "v": v, "beta": beta, "decay": decay, "scale": scale}
+    *xs, factor, first = _fit(**arrays, state=state)
     dtype, (steps, *axes) = promote(xs[:3]), xs[3].shape
     xs = zero_padding("gated_delta_rule", xs, lengths)
     chunk = _chunk_of(chunk, steps)
@@ -141,11 +140,14 @@ def gated_delta_rule(
     return out, last
 
 
-def _fit(q, k, v, beta, decay, scale, state):
+_DEFAULTS = {"decay": 0.0, "scale": 1.0, "state": 0.0}
+
+
+def _fit(**given):
     """The arguments with all of their axes. The state has the dtype of all sums."""
-    state = 0.0 if state is None else state
-    given = {"q": q, "k": k, "v": v, "beta": beta, "decay": decay, "scale": scale}
-    given = as_arrays("gated_delta_rule", {**given, "state": state}, real=True)
+    is_given = {name for name, x in given.items() if x is not None}
+    given = {name: x if name in is_given else _DEFAULTS[name] for name, x in given.items()}
+    given = as_arrays("gated_delta_rule", given, real=True)
     wide = promote([*given.values(), jnp.float32])
     float_ = lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(wide)
     q, k, v, beta, decay, scale, state = map(float_, given.values())
@@ -153,7 +155,7 @@ def _fit(q, k, v, beta, decay, scale, state):
     if shape is None or scale.ndim > 0:
         raise rule_error(
             "The arguments of `gated_delta_rule` do not fit together.",
-            *(f"`{name}` is {type_of(x)}" for name, x in given.items()),
+            *(f"`{name}` is {type_of(given[name])}" for name in given if name in is_given),
             do="`q` and `k` have the shape `(time, ..., key)`, `v` has `(time, ..., value)`, "
             "`beta` and `decay` have `(time, ...)` or are numbers, `state` has `(..., key, "
             "value)`, and `scale` is a number.",

@@ -31,12 +31,14 @@ def zero_padding(name: str, xs: Sequence[Array], lengths: Any) -> list[Array]:
         return list(xs)
     lengths, (steps, *axes) = as_known(lengths), xs[0].shape[:-1]
     fits = lengths.shape == tuple(axes[: lengths.ndim]) and is_integer(lengths)
+    where = f"`lengths` is {type_of(lengths)}"
     if fits and isinstance(lengths, np.ndarray) and lengths.size and not is_symbolic(steps):
         fits = 0 <= lengths.min() <= lengths.max() <= steps
+        where = f"`lengths` are from {lengths.min()} to {lengths.max()}"
     if not fits:
         raise rule_error(
             f"The `lengths` of `{name}` do not fit its arguments.",
-            f"`lengths` is {type_of(lengths)}",
+            where,
             f"there are {steps} steps, and the axes between time and features are {axes}",
             do="Give a number of steps for each entry of the first axis after time.",
         )

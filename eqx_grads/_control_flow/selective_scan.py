@@ -90,13 +90,14 @@ def selective_scan(
         }
         ```
     """
-    state = 0.0 if state is None else state
+    first = 0.0 if state is None else state
     given = as_arrays("selective_scan", {"x": x, "step": step}, real=True)
-    given |= as_arrays("selective_scan", {"a": a, "b": b, "c": c, "state": state}, real=False)
+    given |= as_arrays("selective_scan", {"a": a, "b": b, "c": c, "state": first}, real=False)
     if not _fits(**given):
+        shown = list(given)[: 5 if state is None else 6]
         raise rule_error(
             "The arguments of `selective_scan` do not fit together.",
-            *(f"`{name}` is {type_of(array)}" for name, array in given.items()),
+            *(f"`{name}` is {type_of(given[name])}" for name in shown),
             do="`x` and `step` have the shape `(time, ..., channels)`, `a` has `(channels, "
             "states)`, `b` and `c` have `(time, ..., states)`, and `state` has `(..., "
             "channels, states)`.",

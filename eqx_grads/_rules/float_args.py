@@ -248,14 +248,14 @@ def check_nonnegative_number(name: str, **numbers: Any) -> None:
         check_positive(name, f"`{argument}`", x, or_zero=True)
 
 
-def as_bits(name: str, bits: Any, signed: bool) -> int:
-    """A number of bits that a quantizer can have."""
-    fewest = 2 if signed else 1
+def as_bits(name: str, bits: Any, signed: bool, narrow: bool = False) -> int:
+    """A number of bits that a quantizer can have. A narrow range lacks the smallest integer."""
+    fewest = 2 if signed or narrow else 1
     known = as_integer(bits)
     if known is None or not fewest <= known <= 24:
         raise rule_error(
             f"`{name}` can't quantize to this number of bits.",
-            f"`bits` is {bits!r:.80}, `signed` is {signed}",
+            f"`bits` is {bits!r:.80}, `signed` is {signed}" + ", `narrow` is True" * narrow,
             do=f"Give it an integer from {fewest} to 24: single precision is exact for no "
             "more. For a single signed bit, use `eqx_grads.ste.binary_sign`.",
         )

@@ -19,7 +19,6 @@ def on_explicit_axes(
     labels: jax.Array,
     *,
     options: Options,
-    is_sum: bool,
 ) -> Any:
     """`fn(x, weight, bias, class_weight, labels, options=options)`: sums over tokens, or arrays
     with an element for each.
@@ -29,7 +28,7 @@ def on_explicit_axes(
     weight is summed over the devices once, and not once for each chunk. Along an axis that
     shards both the tokens and the vocabulary, the weight is gathered. So are features.
     """
-    args = (x, weight, bias, class_weight, labels)
+    args, is_sum = (x, weight, bias, class_weight, labels), options.reduction != "none"
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, kind in kinds if kind == AxisType.Explicit}

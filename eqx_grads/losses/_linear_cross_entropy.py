@@ -1,6 +1,5 @@
 """The cross-entropy of a linear layer: the head of a language model, without its logits."""
 
-import functools as ft
 import math
 from collections.abc import Hashable
 from typing import Any
@@ -182,42 +181,25 @@ def linear_cross_entropy(
         one_of = f"one of {', '.join(map(repr, REDUCTIONS))}"
         raise bad_argument(NAME, "reduction", one_of, reduction, f"Give {one_of}.")
     arrays = _as_arrays(x, weight, labels, bias, class_weight)
-    fn = ft.partial(
-        _losses,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=float(label_smoothing),
-        z_loss=float(z_loss),
-    )
     cap = None if soft_cap is None else float(soft_cap)
-    options = Options(chunk, cap, _as_axes(axis_name))
-    loss, z = on_explicit_axes(fn, *arrays, options=options, is_sum=reduction != "none")
+    numbers = float(label_smoothing), float(z_loss), cap
+    options = Options(chunk, ignore_index, reduction, *numbers, _as_axes(axis_name))
+    loss, z = on_explicit_axes(_losses, *arrays, options=options)
     if not return_z_loss:
         return loss
     return loss, jnp.zeros_like(loss) if z is None else jax.lax.stop_gradient(z)
 
 
-def _losses(
-    x,
-    weight,
-    bias,
-    class_weight,
-    labels,
-    *,
-    ignore_index,
-    reduction,
-    label_smoothing,
-    z_loss,
-    options,
-):
+def _losses(x, weight, bias, class_weight, labels, *, options):
     """The loss and its z-loss: the sum over tokens, or an array with an element for each."""
+    reduction, smoothing, z_loss = options.reduction, options.label_smoothing, options.z_loss
     n, shape = weight.shape[0], x.shape[:-1]
     size = vocabulary_size(n, options)
     if is_soft(labels):
         is_counted = is_valid = jnp.ones(shape, bool)
         labels = labels.reshape(-1, n)
     else:
-        is_counted = _is_counted(labels, ignore_index)
+        is_counted = _is_counted(labels, options.ignore_index)
         is_valid = (labels >= 0) & (labels < size)
         labels = jnp.where(is_counted & is_valid, labels, 0).reshape(-1)
     # An ignored token has the factor zero, and zero times NaN would be NaN.
@@ -238,8 +220,8 @@ def _losses(
         total = jnp.where(total == 0, 1, total)
         scale, of_label = scale / total, of_label / total
     scales = Scales(
-        of_label * (1 - label_smoothing),
-        scale * (label_smoothing / size) if label_smoothing else None,
+        of_label * (1 - smoothing),
+        scale * (smoothing / size) if smoothing else None,
         z_scale * z_loss if z_loss else None,
     )
     x = x.reshape(-1, x.shape[-1])

@@ -25,6 +25,10 @@ class Options(NamedTuple):
     """The arguments of `linear_cross_entropy` that are not arrays."""
 
     chunk: int | None
+    ignore_index: int | None
+    reduction: str
+    label_smoothing: float
+    z_loss: float
     soft_cap: float | None
     # In `jax.shard_map`, the mesh axes over which the rows of the weight are sharded, and those
     # over which the tokens are.

@@ -67,7 +67,7 @@ def fake_quantize(
         with ones for the axes that share a scale.
     - `zero_point`: the integer that represents zero, a number or an array that broadcasts to
         `x`. It is rounded. Unless it is traced, it has to be in the range of the integers.
-    - `bits`: 2 to 24, or 1 if not `signed`.
+    - `bits`: 2 to 24, or 1 if neither `signed` nor `narrow`.
     - `signed`: whether the integers go from $-2^{b-1}$ to $2^{b-1} - 1$, or from zero to
         $2^b - 1$.
     - `narrow`: whether to leave out the smallest integer, so that a signed range is
@@ -93,9 +93,7 @@ def fake_quantize(
     to it, or the number of bits or the zero point is out of range.
     """
     name = "ste.fake_quantize"
-    check_flags(name, narrow=narrow)
-    low, high = _integer_range(name, bits, signed)
-    low = low + 1 if narrow else low
+    low, high = _integer_range(name, bits, signed, narrow)
     check_positive(name, "scale", scale)
     check_parameter(name, "zero point", zero_point)
     x = as_floats(name, x)
@@ -103,7 +101,8 @@ def fake_quantize(
     scale = broadcast_parameter(name, "scale", scale, wide)
     zeros = broadcast_parameter(name, "zero point", zero_point, wide)
     _check_zero_point(zero_point, low, high)
-    return _fake_quantize(wide, scale, round_(zeros), low=low, high=high).astype(x.dtype)
+    limits = low, high, float(jnp.finfo(x.dtype).max)
+    return _fake_quantize(wide, scale, round_(zeros), limits=limits).astype(x.dtype)
 
 
 def _check_zero_point(zero_point, low, high):
@@ -118,23 +117,27 @@ def _check_zero_point(zero_point, low, high):
         )
 
 
+# The limits are the smallest and the largest integer, and the largest number of the result: the
+# largest element may be rounded up.
 @custom_jvp
-def _fake_quantize(x, scale, zero_point, *, low, high):
+def _fake_quantize(x, scale, zero_point, *, limits):
+    low, high, largest = limits
     q = jnp.clip(jnp.round(x / scale) + zero_point, low, high)
-    return (q - zero_point) * scale
+    return jnp.clip((q - zero_point) * scale, -largest, largest)
 
 
 @_fake_quantize.def_jvp
-def _fake_quantize_jvp(primals, tangents, *, low, high):
+def _fake_quantize_jvp(primals, tangents, *, limits):
     x, scale, zero_point = primals
     t_x, t_scale, t_zero_point = tangents
+    low, high, _ = limits
     q = jnp.round(x / scale) + zero_point
     inside = (low <= q) & (q <= high)
     error = _rounding_error(x / scale, inside)
     t_inside = t_x + error * t_scale
     t_clipped = (jnp.clip(q, low, high) - zero_point) * t_scale - scale * t_zero_point
     t_out = jnp.where(inside, t_inside, t_clipped)
-    return _fake_quantize(x, scale, zero_point, low=low, high=high), t_out
+    return _fake_quantize(x, scale, zero_point, limits=limits), t_out
 
 
 def _rounding_error(u, inside):
@@ -290,31 +293,35 @@ def lsq(
         gradient_scale = 1 / math.sqrt(sharing * high)
     wide = widen(x)
     step = broadcast_parameter("ste.lsq", "step", step, wide)
-    out = _lsq(wide, step, low=low, high=high, gradient_scale=gradient_scale)
-    return out.astype(x.dtype)
+    limits = low, high, float(jnp.finfo(x.dtype).max)
+    return _lsq(wide, step, limits=limits, gradient_scale=gradient_scale).astype(x.dtype)
 
 
 @custom_jvp
-def _lsq(x, step, *, low, high, gradient_scale):
+def _lsq(x, step, *, limits, gradient_scale):
     del gradient_scale
+    low, high, largest = limits
     levels = jnp.round(jnp.clip(x / step, low, high))
-    return jnp.where(levels == 0, 0, levels) * step  # no minus zero
+    levels = jnp.where(levels == 0, 0, levels)  # no minus zero
+    return jnp.clip(levels * step, -largest, largest)
 
 
 @_lsq.def_jvp
-def _lsq_jvp(primals, tangents, *, low, high, gradient_scale):
+def _lsq_jvp(primals, tangents, *, limits, gradient_scale):
     x, step = primals
     t_x, t_step = tangents
+    low, high, _ = limits
     u = x / step
     inside = (low < u) & (u < high)
     bound = jnp.clip(jax.lax.stop_gradient(u), low, high)
     d_step = jnp.where(inside, _rounding_error(u, inside), bound) * gradient_scale
-    out = _lsq(x, step, low=low, high=high, gradient_scale=gradient_scale)
+    out = _lsq(x, step, limits=limits, gradient_scale=gradient_scale)
     return out, jnp.where(inside, t_x, 0) + d_step * t_step
 
 
-def _integer_range(name, bits, signed):
+def _integer_range(name, bits, signed, narrow=False):
     """The smallest and the largest integer of this number of bits."""
-    check_flags(name, signed=signed)
-    bits = as_bits(name, bits, signed)
-    return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    check_flags(name, signed=signed, narrow=narrow)
+    bits = as_bits(name, bits, signed, narrow)
+    low = -(2 ** (bits - 1)) if signed else 0
+    return low + bool(narrow), low + 2**bits - 1

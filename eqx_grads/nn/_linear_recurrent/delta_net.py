@@ -1,8 +1,7 @@
 """Gated DeltaNet, as a layer over time."""
 
 import abc
-import functools as ft
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
@@ -14,9 +13,8 @@ from jaxtyping import Array, Float, Key, PyTree
 from ..._control_flow.delta_rule import gated_delta_rule
 from ..._tangent_spaces import promote
 from .._argument_checks import as_sizes, check_real
-from .._dtypes import layer_dtype
 from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import make_stack, Stack, StackOptions
+from .._recurrent.stack import Stack, StackOptions
 from .gates import matmul_f32
 from .short_convolution import convolve, make_convolution, time_order
 
@@ -182,7 +180,6 @@ class GatedDeltaNet(AbstractConvolved):
         ```
     """
 
-    _cell_types: ClassVar[tuple[type, ...]] = (GatedDeltaCell,)
     cells: tuple[tuple[GatedDeltaCell, ...], ...]
     initial_state: PyTree
     stack: Stack
@@ -215,17 +212,11 @@ class GatedDeltaNet(AbstractConvolved):
         All others as for [`eqx_grads.nn.GRU`][].
         """
         value_size = key_size if value_size is None else value_size
-        sizes = {"output_size": output_size, "heads": heads, "key_size": key_size}
-        sizes |= {"value_size": value_size, "conv_size": conv_size}
-        values = as_sizes("GatedDeltaNet", input_size=input_size, **sizes)
+        sizes = {"input_size": input_size, "output_size": output_size, "heads": heads}
+        sizes |= {"key_size": key_size, "value_size": value_size, "conv_size": conv_size}
         if chunk is not None:
             (chunk,) = as_sizes("GatedDeltaNet", chunk=chunk)
-        sizes = dict(zip(sizes, values[1:], strict=True))
-        dtype = layer_dtype("GatedDeltaNet", dtype)
-        make = ft.partial(GatedDeltaCell, **sizes, dtype=dtype)
-        self.cells, self.initial_state, self.stack = make_stack(
-            "GatedDeltaNet", make, values[0], sizes["output_size"], key, **options
-        )
+        self._set_cells(GatedDeltaCell, sizes, dtype, key, options)
         self.chunk = chunk
 
     def _options(self):

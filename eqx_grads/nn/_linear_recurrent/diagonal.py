@@ -1,7 +1,6 @@
 """Layers over a linear recurrence with a complex diagonal matrix."""
 
 import abc
-import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,9 @@ from jaxtyping import Array, Complex, Float
 from ..._control_flow.linear_recurrence import METHODS
 from ..._rules.explicit_sharding import gathered
 from ..._tangent_spaces import promote
-from .._argument_checks import as_sizes, check_callable, check_option, check_real
-from .._dtypes import layer_dtype
+from .._argument_checks import check_callable, check_option, check_real
 from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import make_stack, Stack, StackOptions
+from .._recurrent.stack import make_cells, Stack, StackOptions
 from .gates import matmul_f32, run_recurrence
 
 
@@ -46,12 +44,11 @@ class AbstractDiagonalCell(eqx.Module):
 class AbstractDiagonal(AbstractRecurrent):
     """A recurrent layer of diagonal cells."""
 
-    _cell_types: eqx.AbstractClassVar[tuple[type, ...]]
     cells: tuple[tuple[Any, ...], ...]
     initial_parts: Float[Array, "2 ..."] | None
     stack: Stack
     activation: Callable[[Array], Array] | None
-    method: str = eqx.field(static=True)
+    method: eqx.AbstractVar[str]
 
     @property
     def initial_state(self) -> Complex[Array, "..."] | None:
@@ -99,12 +96,9 @@ def make_diagonal(
     options: StackOptions,
 ) -> tuple[Any, Float[Array, "2 ..."] | None, Stack]:
     """The cells, the real and imaginary parts of a first state that is learned, the stack."""
-    input_size, output_size, state_size = as_sizes(layer, **sizes)
     check_option(layer, "method", method, METHODS)
     check_callable(layer, "activation", activation)
-    dtype = layer_dtype(layer, dtype)
-    make = ft.partial(make, output_size=output_size, state_size=state_size, dtype=dtype)
-    cells, first, stack = make_stack(layer, make, input_size, output_size, key, **options)
-    if first is None:
-        return cells, None, stack
-    return cells, jnp.stack([jnp.real(first), jnp.imag(first)]).astype(dtype), stack
+    cells, first, stack = make_cells(layer, make, sizes, dtype, key, **options)
+    if first is not None:
+        first = jnp.stack([jnp.real(first), jnp.imag(first)]).astype(cells[0][0].skip.dtype)
+    return cells, first, stack

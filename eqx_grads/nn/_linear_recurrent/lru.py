@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
@@ -132,7 +132,7 @@ class LRU(AbstractDiagonal):
         ```
     """
 
-    _cell_types: ClassVar[tuple[type, ...]] = (LRUCell,)
+    method: str = eqx.field(static=True)
 
     def __init__(
         self,

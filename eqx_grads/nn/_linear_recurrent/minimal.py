@@ -13,7 +13,7 @@ from ..._errors import check_flags
 from ..._tangent_spaces import promote
 from .._argument_checks import check_option, check_real
 from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import make_cells, Stack, StackOptions
+from .._recurrent.stack import Stack, StackOptions
 from .gates import gate_inputs, LinearGates, run_recurrence
 
 
@@ -21,7 +21,6 @@ class AbstractMinimal(AbstractRecurrent):
     """A layer over the recurrence $h' = a\\,h + b$, with $a$ and $b$ functions of the input."""
 
     _n_gates: eqx.AbstractClassVar[int]
-    _cell_types: ClassVar[tuple[type, ...]] = (LinearGates,)
     cells: tuple[tuple[LinearGates, ...], ...]
     initial_state: Float[Array, "..."] | None
     stack: Stack
@@ -50,9 +49,8 @@ class AbstractMinimal(AbstractRecurrent):
         check_flags(name, use_bias=use_bias)
         check_option(name, "method", method, METHODS)
         make = ft.partial(LinearGates, n_gates=self._n_gates, use_bias=use_bias)
-        self.cells, self.initial_state, self.stack = make_cells(
-            name, make, input_size, hidden_size, dtype, key, **options
-        )
+        sizes = {"input_size": input_size, "hidden_size": hidden_size}
+        self._set_cells(make, sizes, dtype, key, options)
         self.method = method
 
     @abc.abstractmethod

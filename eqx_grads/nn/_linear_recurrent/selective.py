@@ -1,7 +1,6 @@
 """A selective state space model (S6, Mamba), as a layer over time."""
 
-import functools as ft
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
@@ -12,9 +11,8 @@ from jaxtyping import Array, Float, Key, PyTree
 from ..._control_flow.linear_recurrence import METHODS
 from ..._control_flow.selective_scan import selective_scan
 from ..._tangent_spaces import promote
-from .._argument_checks import as_sizes, check_option
-from .._dtypes import layer_dtype
-from .._recurrent.stack import make_stack, Stack, StackOptions
+from .._argument_checks import check_option
+from .._recurrent.stack import Stack, StackOptions
 from .delta_net import AbstractConvolved, bias_of_steps
 from .gates import matmul_f32
 from .short_convolution import convolve, make_convolution
@@ -137,7 +135,6 @@ class SelectiveSSM(AbstractConvolved):
         ```
     """
 
-    _cell_types: ClassVar[tuple[type, ...]] = (SelectiveCell,)
     cells: tuple[tuple[SelectiveCell, ...], ...]
     initial_state: PyTree
     stack: Stack
@@ -166,17 +163,10 @@ class SelectiveSSM(AbstractConvolved):
 
         All others as for [`eqx_grads.nn.GRU`][].
         """
-        sizes = {"output_size": output_size, "channels": channels}
+        sizes = {"input_size": input_size, "output_size": output_size, "channels": channels}
         sizes |= {"state_size": state_size, "conv_size": conv_size}
-        values = as_sizes("SelectiveSSM", input_size=input_size, **sizes)
         check_option("SelectiveSSM", "method", method, METHODS)
-        dtype = layer_dtype("SelectiveSSM", dtype)
-        make = ft.partial(
-            SelectiveCell, **dict(zip(sizes, values[1:], strict=True)), dtype=dtype
-        )
-        self.cells, self.initial_state, self.stack = make_stack(
-            "SelectiveSSM", make, values[0], values[1], key, **options
-        )
+        self._set_cells(SelectiveCell, sizes, dtype, key, options)
         self.method = method
 
     def _options(self):

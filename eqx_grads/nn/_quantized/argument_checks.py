@@ -53,7 +53,7 @@ def check_examples(layer: str, x: Any, dtype: Any) -> None:
     if np.size(x) == 0 or not largest <= float(jnp.finfo(dtype).max):
         raise rule_error(
             f"`{layer}` was given nothing to fit a scale to, or numbers that are not finite.",
-            f"`x` is {type_of(x)}, and its largest number is {largest}",
+            f"`x` is {type_of(x)}, and its largest magnitude is {largest}",
             do="Give it finite numbers like the ones that it will quantize. "
             "`eqx_grads.explain_nan` finds the origin of others.",
         )

@@ -70,7 +70,8 @@ class Stored(eqx.Module):
         scale = spread(self.scale, x)
         x = x.astype(scale.dtype)
         x = x if self.zero_point is None else x - spread(self.zero_point, x).astype(x.dtype)
-        return (x * scale).astype(self.dtype)
+        largest = float(jnp.finfo(self.dtype).max)  # rounded up, a product may be infinite
+        return jnp.clip(x * scale, -largest, largest).astype(self.dtype)
 
 
 def stored(quantizer: AbstractQuantizer, weight: Array) -> tuple[Array, Stored]:

@@ -39,14 +39,14 @@ class AbstractUniform(AbstractQuantizer):
     learn_scale: bool = eqx.field(static=True)
     asymmetric: eqx.AbstractVar[bool]
 
-    def _set(self, scale, bits, learn_scale, signed, channel_axis, group_size):
+    def _set(self, scale, bits, learn_scale, signed, channel_axis, group_size, narrow=False):
         """Set the fields that all have, in `__init__`."""
         name = type(self).__name__
         check_flags(name, learn_scale=learn_scale, signed=signed)
         self.scale, self.constant = as_scale(name, scale), None
         if is_number(scale) and not learn_scale:
             self.scale, self.constant = None, float(scale)
-        self.bits, self.signed = as_bits(name, bits, signed), bool(signed)
+        self.bits, self.signed = as_bits(name, bits, signed, narrow), bool(signed)
         self.channel_axis = optional_integer(name, "channel_axis", channel_axis)
         self.group_size = optional_integer(name, "group_size", group_size, least=1)
         self.learn_scale = bool(learn_scale)
@@ -253,7 +253,7 @@ class FakeQuantize(AbstractUniform):
             has the shape `(out, in / group_size)`.
         """
         check_flags("FakeQuantize", narrow=narrow, asymmetric=asymmetric)
-        self._set(scale, bits, learn_scale, signed, channel_axis, group_size)
+        self._set(scale, bits, learn_scale, signed, channel_axis, group_size, narrow)
         self.narrow, self.asymmetric = bool(narrow), bool(asymmetric)
         given = self.scale if asymmetric else None
         self.zero_point = None if given is None else jnp.zeros_like(given, jnp.int32)
@@ -264,7 +264,7 @@ class FakeQuantize(AbstractUniform):
         low, high = self._range
         # Each side for itself, as their sum may be out of range.
         scale = sum(-_lowest(side, axes) / (high - low) for side in (x, -x))
-        return jnp.maximum(scale, jnp.finfo(x.dtype).tiny)
+        return jnp.clip(scale, jnp.finfo(x.dtype).tiny, jnp.finfo(x.dtype).max)
 
     @property
     def _range(self):

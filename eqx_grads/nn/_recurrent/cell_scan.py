@@ -15,6 +15,7 @@ from ..._errors import place_of, rule_error, show_tree
 from ..._errors.trees import mirror, mirror_of
 from ..._rules.explicit_sharding import explicit_spec, gathered_leaves, sharding_like
 from ..._tangent_spaces import promote
+from .padding import where_valid
 
 
 _FAST_PATHS: dict[type, Callable[..., tuple[Array, PyTree]]] = {}
@@ -45,7 +46,8 @@ def run_cell(
 ) -> tuple[PyTree, PyTree]:
     """All outputs, `(time, batch, ...)`, and the last state, by the fast path of this cell if
     it has one. `keep` is what that path keeps for its backward pass: "gates", "states", or
-    "auto"; with `None` the cell is called at each step, and so it is with an `output`."""
+    "auto"; with `None` the cell is called at each step, and so it is with an `output`, which is
+    a function of the state, by default its first array."""
     fast = _FAST_PATHS.get(type(cell))
     arrays = list(filter(eqx.is_inexact_array, jax.tree.leaves((cell, xs, state))))
     is_complex, called = any(map(jnp.iscomplexobj, arrays)), cells_are_called()
@@ -56,23 +58,8 @@ def run_cell(
         cell, xs, state = jax.tree.map(cast, (cell, xs, state))
     if fast is None or keep is None or output is not None or called or is_complex:
         checkpoint = None if called else checkpoint
-        return scan_cell(cell, xs, state, valid, reverse, output=output, checkpoint=checkpoint)
+        return _scan_cell(cell, output, xs, state, valid, reverse, checkpoint)
     return fast(gathered_leaves(cell), xs, state, valid, reverse, keep)
-
-
-def scan_cell(
-    cell: Callable[..., PyTree],
-    xs: Array,
-    state: PyTree,
-    valid: Array | None,
-    reverse: bool,
-    *,
-    output: Callable[[PyTree], Any] | None = None,
-    checkpoint: int | str | None = None,
-) -> tuple[PyTree, PyTree]:
-    """All outputs, and the last state. `output` is a function of the state, by default its
-    first array."""
-    return _scan_cell(cell, output, xs, state, valid, reverse, checkpoint)
 
 
 @compile_eager_calls
@@ -80,9 +67,7 @@ def _scan_cell(cell, output, xs, state, valid, reverse, checkpoint):
     def step(state, inputs):
         x, valid = inputs
         new = jax.vmap(lambda x, s: cell(x, s))(x, state)
-        if valid is not None:
-            mask = lambda s: jnp.expand_dims(valid, range(1, s.ndim))
-            new = jax.tree.map(lambda n, s: jnp.where(mask(n), n, s), new, state)
+        new = where_valid(valid, new, state)
         if output is None:
             return new, jax.tree.leaves(new)[0]
         return new, jax.vmap(output)(new)

@@ -2,7 +2,7 @@
 layers over time."""
 
 import functools as ft
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from .._argument_checks import as_sizes, check_option, check_real
 from .cell_scan import run_cell
 from .gated_cells import ProjectedLSTMCell, RNNCell
 from .layer import AbstractRecurrent
-from .stack import make_cells, Stack, StackOptions
+from .stack import Stack, StackOptions
 
 
 KEEP = ("auto", "gates", "states")
@@ -22,11 +22,10 @@ KEEP = ("auto", "gates", "states")
 class AbstractGated(AbstractRecurrent):
     """Cells with the fast path of gated cells, and what that keeps for its backward pass."""
 
-    _cell_types: eqx.AbstractClassVar[tuple[type, ...]]
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree
     stack: Stack
-    keep: str = eqx.field(static=True)
+    keep: eqx.AbstractVar[str]
 
     def _run_cell(self, cell, xs, state, valid, reverse):
         check_real(type(self).__name__, cell, xs, *jax.tree.leaves(state))
@@ -76,7 +75,7 @@ class GRU(AbstractGated):
     differentiation), all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
 
-    _cell_types: ClassVar[tuple[type, ...]] = (object,)
+    keep: str = eqx.field(static=True)
 
     def __init__(
         self,
@@ -116,9 +115,8 @@ class GRU(AbstractGated):
         check_flags("GRU", use_bias=use_bias)
         check_option("GRU", "keep", keep, KEEP)
         make = ft.partial(eqx.nn.GRUCell, use_bias=bool(use_bias))
-        self.cells, self.initial_state, self.stack = make_cells(
-            "GRU", make, input_size, hidden_size, dtype, key, **options
-        )
+        sizes = {"input_size": input_size, "hidden_size": hidden_size}
+        self._set_cells(make, sizes, dtype, key, options)
         self.keep = keep
 
 
@@ -173,7 +171,7 @@ class LSTM(AbstractGated):
     computes one gradient for the batch.
     """
 
-    _cell_types: ClassVar[tuple[type, ...]] = (object,)
+    keep: str = eqx.field(static=True)
 
     def __init__(
         self,
@@ -202,16 +200,8 @@ class LSTM(AbstractGated):
         if proj_size is not None:
             output_size = _as_projection(proj_size, hidden_size)
             make = ft.partial(ProjectedLSTMCell, use_bias=use_bias, proj_size=output_size)
-        self.cells, self.initial_state, self.stack = make_cells(
-            "LSTM",
-            make,
-            input_size,
-            hidden_size,
-            dtype,
-            key,
-            output_size=output_size,
-            **options,
-        )
+        sizes = {"input_size": input_size, "hidden_size": hidden_size}
+        self._set_cells(make, sizes, dtype, key, options, output_size)
         self.keep = keep
 
 
@@ -249,7 +239,7 @@ class RNN(AbstractGated):
     all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
 
-    _cell_types: ClassVar[tuple[type, ...]] = (object,)
+    keep: str = eqx.field(static=True)
 
     def __init__(
         self,
@@ -270,9 +260,8 @@ class RNN(AbstractGated):
         """
         check_flags("RNN", use_bias=use_bias)
         make = ft.partial(RNNCell, use_bias=use_bias, activation=activation)
-        self.cells, self.initial_state, self.stack = make_cells(
-            "RNN", make, input_size, hidden_size, dtype, key, **options
-        )
+        sizes = {"input_size": input_size, "hidden_size": hidden_size}
+        self._set_cells(make, sizes, dtype, key, options)
         self.keep = "states"
 
 

@@ -104,7 +104,6 @@ class ProjectedLSTMCell(eqx.Module):
         key: Key[Array, ""],
     ):
         limit = hidden_size**-0.5
-        dtype = dtype
         keys = jr.split(key, 4)
         make = lambda key, *shape: jr.uniform(key, shape, dtype, -limit, limit)
         self.weight_ih = make(keys[0], 4 * hidden_size, input_size)

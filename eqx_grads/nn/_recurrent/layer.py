@@ -16,7 +16,7 @@ from ..._rules.explicit_sharding import explicit_spec, gathered_leaves
 from ..._rules.float_args import check_key
 from ..._tangent_spaces import holds_numbers
 from .padding import valid_steps, zero_padding
-from .stack import check_cells, Stack
+from .stack import check_cells, make_cells, Stack
 from .states import first_states, last_states, zero_states
 
 
@@ -28,11 +28,15 @@ class AbstractRecurrent(AbstractCellLayer):
     `make_stack` returns.
     """
 
-    _cell_types: eqx.AbstractClassVar[tuple[type, ...]]
-
     cells: eqx.AbstractVar[tuple[tuple[Any, ...], ...]]
     initial_state: eqx.AbstractVar[PyTree]
     stack: eqx.AbstractVar[Stack]
+
+    def _set_cells(self, make, sizes, dtype, key, options, output_size=None):
+        """Set the fields that all have, in `__init__`: see `make_cells`."""
+        name = type(self).__name__
+        made = make_cells(name, make, sizes, dtype, key, output_size, **options)
+        self.cells, self.initial_state, self.stack = made
 
     @abc.abstractmethod
     def _run_cell(
@@ -120,7 +124,7 @@ class AbstractRecurrent(AbstractCellLayer):
                 "`ys, state` of another recurrent layer, as in `equinox.nn.Sequential`, pass "
                 "on the outputs only: `eqx_grads.nn.Outputs` of that layer returns them.",
             )
-        check_cells(name, self.cells, self._cell_types)
+        check_cells(name, self.cells)
         is_batch = self._is_batch(xs)
         if inference is not None:
             check_flags(name, inference=inference)
@@ -160,7 +164,7 @@ class AbstractRecurrent(AbstractCellLayer):
         [`eqx_grads.RuleError`][] if the layer is `bidirectional`.
         """
         name = type(self).__name__
-        check_cells(name, self.cells, self._cell_types)
+        check_cells(name, self.cells)
         axes = _input_axes(self.cells[0][0])
         if any(len(directions) > 1 for directions in self.cells):
             raise rule_error(

@@ -40,12 +40,18 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
     return times < jnp.asarray(lengths).astype(times.dtype).reshape(1, batch)
 
 
-def zero_padding(xs: PyTree, valid: Array | None) -> PyTree:
-    """The arrays, `(time, batch, ...)`, with zeros at the steps that do not count."""
+def where_valid(valid: Array | None, new: PyTree, old: PyTree) -> PyTree:
+    """The new arrays at the steps that count, and the old ones elsewhere. `valid` has the first
+    axes of the arrays."""
     if valid is None:
-        return xs
-    mask = lambda x: jnp.expand_dims(valid, range(2, x.ndim))
-    return jax.tree.map(lambda x: jnp.where(mask(x), x, jnp.zeros((), x.dtype)), xs)
+        return new
+    mask = lambda x: jnp.expand_dims(valid, range(valid.ndim, x.ndim))
+    return jax.tree.map(lambda n, o: jnp.where(mask(n), n, o), new, old)
+
+
+def zero_padding(xs: PyTree, valid: Array | None) -> PyTree:
+    """The arrays, with zeros at the steps that do not count."""
+    return where_valid(valid, xs, jax.tree.map(jnp.zeros_like, xs))
 
 
 def show_batch(xs: Array, is_batch: bool) -> str:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import numpy as np
@@ -63,7 +63,6 @@ class Recurrent(AbstractRecurrent):
     [`eqx_grads.nn.GRU`][], [`eqx_grads.nn.LSTM`][] and [`eqx_grads.nn.RNN`][].
     """
 
-    _cell_types: ClassVar[tuple[type, ...]] = (object,)
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree
     stack: Stack
@@ -108,7 +107,7 @@ class Recurrent(AbstractRecurrent):
         - `time_major`: whether a batch is `(time, batch, in)`.
         """
         cells = _as_stages(cell)
-        check_cells("Recurrent", cells, (object,))
+        check_cells("Recurrent", cells)
         for one in itertools.chain(*cells):
             check_function(one, "cell", "Recurrent")  # which `None` is not
             check_callable("Recurrent", "cell", one)

@@ -31,6 +31,7 @@ from .chunked_matmuls import (
     weight_gradient,
     zero_sum,
 )
+from .padding import where_valid, zero_padding
 
 
 class Weights(NamedTuple):
@@ -73,7 +74,7 @@ def _forward(w, xs, state, valid, formulas, reverse, keep):
             gates = _gates(w_t, formulas, x, state[0])
         out, *rest = formulas.next(gates, state)
         out = out if w.out is None else out @ w_t.out
-        new = _where(valid, (out, *rest), state)
+        new = where_valid(valid, (out, *rest), state)
         kept = new[1:] if "states" in keep else (), gates if "gates" in keep else ()
         return new, (new[0], *kept)
 
@@ -111,14 +112,6 @@ def _gates(w_t, formulas, from_x, h):
     return formulas.gates(from_x, from_h)
 
 
-def _where(valid, new, old):
-    """The new arrays where the steps count. `valid` has the first axes of the arrays."""
-    if valid is None:
-        return new
-    mask = lambda x: jnp.expand_dims(valid, range(valid.ndim, x.ndim))
-    return jax.tree.map(lambda n, o: jnp.where(mask(n), n, o), new, old)
-
-
 @split_scan.def_fwd
 def _split_scan_fwd(w, xs, state, valid, *, formulas, reverse, keep):
     kept = ("states", "gates") if keep == "gates" and not formulas.of_states else ("states",)
@@ -149,7 +142,7 @@ def _split_scan_bwd(residuals, cts, *, formulas, reverse, perturbed):
         ct_h, ct_x, direct = _pull(w, formulas, d, factors, valid)
         through = ct_h @ w.h
         first = through if direct[0] is None else direct[0] + through
-        before = _where(valid, (first, *direct[1:]), d)
+        before = where_valid(valid, (first, *direct[1:]), d)
         return before, d if small else (ct_h, ct_x, None if w.out is None else d[0])
 
     def chunk(carry, inputs, entries):
@@ -176,7 +169,7 @@ def _split_scan_bwd(residuals, cts, *, formulas, reverse, perturbed):
             (weight_gradient, ct_h, before[0]),
             (bias_gradient, ct_x),
             (bias_gradient, ct_last_h),
-            (weight_gradient, _masked(ct_out, valid), unprojected),
+            (weight_gradient, zero_padding(ct_out, valid), unprojected),
         )
         return (d, sums), matmul_steps(ct_x, w.x) if perturbed[1] else None
 
@@ -204,12 +197,7 @@ def _pull(w, formulas, d, factors, valid):
     if w.out is not None:
         d = (d[0] @ w.out, *d[1:])
     cts, last_x, direct = formulas.pull(d, factors)
-    return _masked(jnp.concatenate(cts, -1), valid), _masked(last_x, valid), direct
-
-
-def _masked(ct, valid):
-    """Zero at steps that do not count."""
-    return _where(valid, ct, jax.tree.map(jnp.zeros_like, ct))
+    return zero_padding(jnp.concatenate(cts, -1), valid), zero_padding(last_x, valid), direct
 
 
 @split_scan.def_vmap

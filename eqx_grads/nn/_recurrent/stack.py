@@ -151,35 +151,25 @@ def make_stack(
 def make_cells(
     layer: str,
     make: Callable[..., Any],
-    input_size: Any,
-    hidden_size: Any,
+    sizes: dict[str, Any],
     dtype: Any,
     key: Array | None,
     output_size: int | None = None,
     **options: Unpack[StackOptions],
 ) -> tuple[tuple[tuple[Any, ...], ...], PyTree, Stack]:
-    """`make_stack` of cells `make(input_size, hidden_size=, dtype=, key=)`."""
-    sizes = as_sizes(layer, input_size=input_size, hidden_size=hidden_size)
-    make = ft.partial(make, hidden_size=sizes[1], dtype=layer_dtype(layer, dtype))
-    return make_stack(layer, make, sizes[0], output_size or sizes[1], key, **options)
+    """`make_stack` of cells `make(input_size, dtype=, key=)` with the other sizes by name. The
+    second size is the size of the outputs, if that is not given."""
+    first, *others = as_sizes(layer, **sizes)
+    by_name = dict(zip(list(sizes)[1:], others, strict=True))
+    make = ft.partial(make, **by_name, dtype=layer_dtype(layer, dtype))
+    return make_stack(layer, make, first, output_size or others[0], key, **options)
 
 
-def check_cells(layer: str, cells: Any, types: tuple[type, ...]) -> None:
-    """Check the cells of a layer, which may have been replaced."""
+def check_cells(layer: str, cells: Any) -> None:
+    """Check the layout of the cells of a layer, which may have been replaced."""
     of_one = lambda stage: isinstance(stage, tuple | list) and len(stage) in (1, 2)
     if not (isinstance(cells, tuple | list) and len(cells) > 0 and all(map(of_one, cells))):
         raise rule_error(
             f"The `cells` of `{layer}` are not a tuple of tuples.",
             do="`cells[i]` is a tuple of the cells of layer `i`, one for each direction.",
         )
-    known = " or ".join(f"`{kind.__name__}`" for kind in types)
-    for i, stage in enumerate(cells):
-        for j, cell in enumerate(stage):
-            if not isinstance(cell, types):
-                raise rule_error(
-                    f"A cell of `{layer}` is not one that this layer runs.",
-                    f"`cells[{i}][{j}]` is a `{type(cell).__name__}`, and has to be of type "
-                    f"{known}",
-                    do="Give it such a cell, or use `eqx_grads.nn.Recurrent`, which runs any "
-                    "cell.",
-                )

@@ -139,7 +139,9 @@ class LIFCell(eqx.Module):
         """**Arguments:**
 
         - `hidden_size`: how many neurons, or the shape of the layer, `(channels, height,
-            width)` after a convolution. Neurons with weights are a vector.
+            width)` after a convolution. Neurons with weights are a vector. A cell has this
+            argument first, as its inputs need no weights; the layer [`eqx_grads.nn.LIF`][] has
+            `input_size` first.
         - `beta`: the decay factor of the potential per step, $\\beta$. From zero to one; a
             number, or an array or list with one for each neuron (that broadcasts to the layer
             without new axes). A number that is not learned is not an array of the cell. An

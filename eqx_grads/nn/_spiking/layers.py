@@ -29,7 +29,6 @@ class AbstractNeurons(AbstractRecurrent):
     """Neurons over time, whose cells have some options by default."""
 
     _of_cells: eqx.AbstractClassVar[dict[str, Any]]
-    _cell_types: ClassVar[tuple[type, ...]] = (LIFCell,)
     cells: tuple[tuple[LIFCell, ...], ...]
     initial_state: PyTree
     stack: Stack
@@ -46,7 +45,8 @@ class AbstractNeurons(AbstractRecurrent):
         """**Arguments:**
 
         - `input_size`: the number of inputs, or `None`: the layer then has no input weights,
-            and each neuron has its own input.
+            and each neuron has its own input. All layers over time have this argument first;
+            [`eqx_grads.nn.LIFCell`][] has it by keyword.
         - `hidden_size`: the number of neurons. Without weights it may be a shape, such as
             `(channels, height, width)`; the outputs of two directions are joined along its
             first axis.

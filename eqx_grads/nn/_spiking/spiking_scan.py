@@ -36,6 +36,7 @@ from .._recurrent.chunked_matmuls import (
     weight_gradient,
     zero_sum,
 )
+from .._recurrent.padding import where_valid, zero_padding
 from .dynamics import fire, integrate, LIFState, step
 
 
@@ -78,7 +79,7 @@ def _forward(w_in, bias, w_state, d, xs, state, valid, reverse, keeps_potentials
         # By `vmap`, as a surrogate of the user may be a function of the neurons of one example.
         new = jax.vmap(step, (None, 0, 0))(d, x, wide)
         new = jax.tree.map(lambda n, s: n.astype(s.dtype), new, state)
-        new = _where(valid, new, state)
+        new = where_valid(valid, new, state)
         outputs = new.membrane if d.threshold is None else new.spikes
         return new, (outputs, _less_adaptation(d, new, x.dtype) if keeps_potentials else None)
 
@@ -150,7 +151,7 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
         slope = None
         if d.threshold is not None:
             slope = _of_each(_slope)(d, potential.astype(dtype))
-        ct_spikes = None if d.threshold is None or ct_y is None else _masked(ct_y, valid)
+        ct_spikes = None if d.threshold is None or ct_y is None else zero_padding(ct_y, valid)
         loop_ct = ct_y
         if d.threshold is not None and not carries_spikes:
             # One array for the loop to read, not two.
@@ -234,24 +235,12 @@ def _backward_step(d, w_state, learns, ct, inputs):
         ct_spikes_before = ct_before.spikes + through_weights
     ct_before = dataclasses.replace(ct_before, spikes=ct_spikes_before)
     of_step = ct_x, (after, ct_spikes) if learns else None
-    masked = jax.tree.map(lambda c: _masked(c, valid), of_step)
-    return _where(valid, ct_before, ct), masked
+    masked = zero_padding(of_step, valid)
+    return where_valid(valid, ct_before, ct), masked
 
 
 def _add(a: Any, b: Any) -> Any:
     return a if b is None else a + b
-
-
-def _where(valid: Array | None, new: Any, old: Any) -> Any:
-    """The new arrays at the steps that count. The mask has the first axes of each."""
-    if valid is None:
-        return new
-    mask = lambda x: jnp.expand_dims(valid, range(valid.ndim, x.ndim))
-    return jax.tree.map(lambda n, o: jnp.where(mask(n), n, o), new, old)
-
-
-def _masked(x: Array, valid: Array | None) -> Array:
-    return _where(valid, x, jnp.zeros_like(x))
 
 
 def _of_each(fn):
@@ -274,7 +263,7 @@ def _states_of_chunk(d, y, potential, entry, first, valid, dtype, reverse):
 
         def one(a, inputs):
             s, valid = inputs
-            new = _where(valid, jax.vmap(lambda a, s: d.rho * a + s)(a, s), a)
+            new = where_valid(valid, jax.vmap(lambda a, s: d.rho * a + s)(a, s), a)
             return new, new
 
         def add(state, a):
@@ -288,7 +277,7 @@ def _states_of_chunk(d, y, potential, entry, first, valid, dtype, reverse):
         # The number added to the potential, from the potentials before and after the step.
         without = dataclasses.replace(d, alpha=None, rho=None)
         current = after.membrane - _of_each(_without_input)(without, before).membrane
-        current = _where(valid, current, first.current.astype(dtype)[None])
+        current = where_valid(valid, current, first.current.astype(dtype)[None])
         before = dataclasses.replace(before, current=shift(current, current_before))
     return before, after
 
