@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_grads._diagnosis._programs.in_float64 import evaluate_in_float64
+from eqx_grads._diagnosis.in_float64 import evaluate_in_float64
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
 
 from .helpers import assert_close

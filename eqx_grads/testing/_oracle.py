@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .._diagnosis._programs.in_float64 import evaluate_in_float64
-from .._diagnosis._programs.lowest_precision import lowest_precisions
+from .._diagnosis.in_float64 import evaluate_in_float64
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import equations, inner_programs, LinearCall, structure
 from ._compare import as_double, tolerance_of
+from ._lowest_precision import lowest_precisions
 from ._options import Options
 from ._outcome import outcome
 from ._references import as_reference, jvp, vjp

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._jaxprs.evaluate import bind
 from ..._jaxprs.structure import CallWithRule, structure
-from .._programs.pairs import is_inexact
+from ..pairs import is_inexact
 from .births import Birth, Births, is_nonfinite, Value
 from .derivative import line_in_rule
 from .zeros import ALIVE, FACTOR, HEALED, NOT_SELECTED, UNUSED, Zero

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..._jaxprs.primitives import linear_operands, MULTILINEAR
-from .._programs.pairs import is_inexact
 from ..carried import Place
+from ..pairs import is_inexact
 from .derivative import Derivative
 
 

@@ -30,8 +30,8 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from .._programs.pairs import differentiable_pairs, is_inexact, operands_of_outputs
 from ..carried import AbstractCarrier, enter, Place, walk
+from ..pairs import differentiable_pairs, is_inexact, operands_of_outputs
 from ..source_lines import is_of_jax
 
 

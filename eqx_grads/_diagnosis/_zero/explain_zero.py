@@ -14,11 +14,11 @@ from jaxtyping import PyTree
 from ..._jaxprs.dependence import free_variables
 from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import ZeroSafe
-from .._programs.pairs import is_inexact
 from ..carried import Place
 from ..nan_checks import without_nan_checks
 from ..opaque import no_gradient
 from ..origins import is_in_derivative, NumberedLoss, Origin
+from ..pairs import is_inexact
 from ..parameters import remark_on_parameters
 from ..progress import doing, showing_progress
 from ..report import show_list
@@ -199,12 +199,6 @@ class _Explanation:
     def _numbered(self) -> NumberedLoss:
         return NumberedLoss(self.traced)
 
-    @ft.cached_property
-    def _origins(self) -> dict[tuple[int, ...], Origin]:
-        numbered = self._numbered
-        key = lambda origin: tuple(id(o.eqn) for o in numbered.around(origin))
-        return {key(o): o for o in numbered.origins}
-
     def records(self, leaf: int, zero: Sequence[int]) -> list[ZeroGradient]:
         """The causes of one leaf with a zero gradient."""
         if not self._died and not self.moving:
@@ -273,7 +267,7 @@ class _Explanation:
     # ------------------------------------------------------------ a record
 
     def _origin_of(self, place: Place) -> Origin:
-        return self._origins[tuple(id(p.eqn) for p in place.outward())]
+        return self._numbered.origin_at([p.eqn for p in place.outward()][::-1])
 
     def _record(self, leaf: int, death: Death) -> ZeroGradient:
         origin = self._origin_of(death.place)

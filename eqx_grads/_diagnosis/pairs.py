@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxprs.evaluate import function_of
-from ..._jaxprs.interpret import Domain, interpret, interpret_equation
-from ..._jaxprs.primitives import JOINTLY_LINEAR, kind_of
+from .._jaxprs.evaluate import function_of
+from .._jaxprs.interpret import Domain, interpret, interpret_equation
+from .._jaxprs.primitives import JOINTLY_LINEAR, kind_of
 
 
 # ---------------------------------------------------------------- dependence
