@@ -51,15 +51,12 @@ def scan_in_chunks(
     if n == 0:
         return fn(carry, xs, row(0))
     last = jax.tree.map(lambda x: x[n * chunk :], xs)
-    last_chunk = jax.named_scope(f"eqg_steps_from_{n * chunk}")
     if reverse:
-        with last_chunk:
-            carry, last_ys = fn(carry, last, row(n))
+        carry, last_ys = fn(carry, last, row(n))
         carry, ys = full_chunks(carry)
     else:
         carry, ys = full_chunks(carry)
-        with last_chunk:
-            carry, last_ys = fn(carry, last, row(n))
+        carry, last_ys = fn(carry, last, row(n))
     return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, last_ys)
 
 
@@ -85,9 +82,7 @@ def _run_full(fn, carry, xs, inits, n, chunk, reverse, *, in_place):
         x, init = slice_and_init
         return fn(carry, jax.tree.map(jnp.expand_dims, read(x), ones), init)
 
-    # The name tells `explain_nan` how the steps are numbered, and so does that of the last.
-    with jax.named_scope(f"eqg_chunks_of_{chunk}"):
-        carry, ys = jax.lax.scan(one, carry, (slices, inits), reverse=reverse)
+    carry, ys = jax.lax.scan(one, carry, (slices, inits), reverse=reverse)
     return carry, jax.tree.map(lambda y: y.reshape(n * y.shape[1], *y.shape[2:]), ys)
 
 

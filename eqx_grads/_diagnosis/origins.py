@@ -60,6 +60,10 @@ class Origin:
     loops: tuple[int, ...]
     enclosing: tuple[int, ...]
 
+    def fields(self) -> dict[str, Any]:
+        """The fields of a record that say which operation, and where."""
+        return {**self.source.fields(), "primitive": self.primitive, "path": self.path}
+
 
 def is_in_derivative(origins: Sequence[Origin], origin: Origin) -> bool:
     """Whether an equation of the loss is in a derivative that the loss takes."""

@@ -172,7 +172,7 @@ class Births(AbstractCarrier[Value]):
     # ------------------------------------------------------------ what a carrier does
 
     def constant(self, x):
-        if id(x) not in self._constants:  # kept with `x`, whose `id` is new then
+        if id(x) not in self._constants:  # `x` is kept, so that no other array has its `id`
             self._constants[id(x)] = x, self._outside(x, None)
         return self._constants[id(x)][1]
 
@@ -287,7 +287,7 @@ class Births(AbstractCarrier[Value]):
         if is_nan.any():
             of = union(v.infs for v in sources) | decided
             where = is_nan if of else is_nan & by_itself
-            new = self._joined(new, where, of, at_least=True)
+            new = self._joined(new, where, of)
         for which in labels_of(new):
             where = new == which
             labels = np.zeros(a.shape, np.int32)
@@ -297,7 +297,7 @@ class Births(AbstractCarrier[Value]):
                 zero = np.where(where & is_nan, healed, zero)
             for label in np.unique(labels[where]):
                 bad = where & (labels == label)
-                birth = born(bad, is_nan=True, of=self.sets[which] - {-1}, zero=int(label))
+                birth = born(bad, is_nan=True, of=self.sets[which], zero=int(label))
                 nan = self._joined(nan, bad, frozenset([birth]))
         if inf.any():
             if len(sources) > 1:  # an infinity that is not selected makes none
@@ -366,12 +366,9 @@ class Births(AbstractCarrier[Value]):
                         found[k] = self._joined(found[k], reached, births)
         return found
 
-    def _joined(self, labels, where, births: frozenset[int], at_least: bool = False):
-        """The numbers of sets, with some births more in the sets of some elements.
-
-        - `at_least`: without births, the elements get a set too.
-        """
-        births = births or (frozenset([-1]) if at_least else births)
+    def _joined(self, labels, where, births: frozenset[int]):
+        """The numbers of sets, with some births more in the sets of some elements. Without
+        births, the elements get an empty set, which has a number too."""
         labels = labels.copy()
         for label in np.unique(labels[where]):
             joined = self.sets[label] | births

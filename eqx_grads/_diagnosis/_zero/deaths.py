@@ -30,7 +30,7 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from ..carried import AbstractCarrier, enter, Place, walk
+from ..carried import AbstractCarrier, enter, outward, Place, walk
 from ..pairs import differentiable_pairs, is_inexact, operands_of_outputs
 from ..source_lines import is_of_jax
 
@@ -139,13 +139,13 @@ class Deaths(AbstractCarrier[Fact]):
     def _causes(self, place, k, values, died: Died) -> Died:
         """The deaths of a tangent that is lost in an operation. A function of JAX is one
         operation, unless a single one in it is the cause."""
-        within = {d for d in died if any(p.eqn is place.eqn for p in d.place.outward())}
+        within = {d for d in died if any(p.eqn is place.eqn for p in outward(d.place))}
         if within and not (isinstance(structure(place.eqn), Call) and len(within) > 1):
             return died
         return died - within | {self._death(place, k, values)}
 
     def _death(self, place: Place, k: int, values: Sequence[Fact]) -> Death:
-        around = list(place.outward())
+        around = list(outward(place))
         key = (k, *(id(p.eqn) for p in around))
         death = self._found.setdefault(key, Death(place, k, values))
         death.step = tuple(p.step for p in reversed(around) if p.step is not None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,11 @@ from jaxtyping import PyTree
 from ..._jaxprs.dependence import free_variables
 from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import ZeroSafe
-from ..carried import Place
+from .._nan.births import Births, labels_of, Value
+from .._nan.derivative import differentiate
+from .._nan.zeros import CANCELS
+from ..carried import outward, Place
+from ..gradient import change_along, directions, Gradient, rounding_errors, trace_gradient
 from ..nan_checks import without_nan_checks
 from ..opaque import no_gradient
 from ..origins import is_in_derivative, NumberedLoss, Origin
@@ -23,12 +28,15 @@ from ..parameters import remark_on_parameters
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..source_lines import is_stop_gradient, safe_function
-from ..traced_loss import check_no_references, trace_loss, TracedLoss
+from ..traced_loss import TracedLoss
 from .advice import at_values, CURES, is_truncation, without_derivative
 from .deaths import Death, Deaths, Died, Fact
-from .gradient import change_along, directions, Gradient, rounding_errors, try_gradient
 from .kinds import kind_of_death, NO_DERIVATIVE
 from .report import ZeroGradient, ZeroReport
+
+
+# The time to find where a cotangent ends in reverse mode.
+_SECONDS = 30.0
 
 
 @showing_progress("explain_zero")
@@ -110,11 +118,7 @@ def explain_zero(
     """
     # The equations that `zero_safe` adds are not the user's, and have no line.
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
-    doing("tracing the loss")
-    traced = trace_loss("explain_zero", below, model, args, kwargs)
-    check_no_references("explain_zero", below, traced.program)
-    doing("compiling the gradient")
-    gradient, error = try_gradient(traced)
+    traced, gradient, error = trace_gradient("explain_zero", below, model, args, kwargs)
     report = explain_traced(below, traced, gradient, error)
     remarks, found = list(report.remarks), list(report.found)
     bad, noise = (show_list(list(names), 8) for names in (report.not_finite, report.noise))
@@ -162,11 +166,11 @@ def explain_traced(
     error: Exception | None = None,
 ) -> ZeroReport:
     """The report on a loss whose gradient is known, or raises this error."""
-    sized = [i for i in range(len(traced.leaves)) if traced.values[i].size]
-    explanation, remarks = _Explanation(traced, gradient), []
     if gradient is None:
         assert error is not None
         raise no_gradient(loss, traced, error) from error
+    sized = [i for i in range(len(traced.leaves)) if traced.values[i].size]
+    explanation, remarks = _Explanation(traced, gradient), []
     if gradient.error is not None:
         why = ": ".join([type(gradient.error).__name__, *str(gradient.error).splitlines()[:1]])
         remarks.append(
@@ -189,7 +193,7 @@ def explain_traced(
 class _Explanation:
     """The causes of zero gradients in one loss."""
 
-    def __init__(self, traced: TracedLoss, gradient: Gradient | None):
+    def __init__(self, traced: TracedLoss, gradient: Gradient):
         self.traced, self._gradient = traced, gradient
         self._died: dict[int, Died] = {}
         self._directions = directions(traced)
@@ -207,15 +211,17 @@ class _Explanation:
             self.follow([i for i in zero if program.invars[i] in used])
         name = self.traced.leaves[leaf]
         if leaf in self.moving:
-            # Exactly zero in reverse mode only: in forward mode, a rounding error remains.
-            return [ZeroGradient(leaf=name, kind="canceled", cure=CURES["canceled"])]
+            # Zero in reverse mode only. In forward mode, a rounding error or a number remains.
+            kind = "underflow" if self._underflows(leaf) else "canceled"
+            where = self._end_of_cotangent(leaf)
+            return [ZeroGradient(leaf=name, kind=kind, cure=CURES[kind], **where)]
         if leaf not in self._died:
             consts = self.traced.program.consts
             is_closed_over = any(x is self.traced.values[leaf] for x in consts)
             kind = "closed over" if is_closed_over else "never used"
             return [ZeroGradient(leaf=name, kind=kind, by_structure=True, cure=CURES[kind])]
         records = self._records_of(leaf, self._died[leaf])
-        note = "" if self._gradient is None else other_side(self.traced, self._gradient, leaf)
+        note = other_side(self.traced, self._gradient, leaf)
         return [dataclasses.replace(r, elsewhere=note) for r in records]
 
     def _records_of(self, leaf: int, died: Died) -> list[ZeroGradient]:
@@ -225,7 +231,7 @@ class _Explanation:
             last[key] = max(last.get(key, death), death, key=lambda d: d.step)
         found = [(self._record(leaf, death), death) for death in last.values()]
         # In a loop, a value that is zero in some steps is not a cause if all steps end anyway.
-        places = lambda d: [p for p in d.place.outward() if p.around is not None]
+        places = lambda d: [p for p in outward(d.place) if p.around is not None]
         loops = lambda d: {id(p.around.eqn) for p in places(d) if p.step is not None}
         cut = set().union(*(loops(d) for r, d in found if r.by_structure))
         found = [(r, d) for r, d in found if r.by_structure or not loops(d) & cut]
@@ -266,8 +272,29 @@ class _Explanation:
 
     # ------------------------------------------------------------ a record
 
+    @ft.cached_property
+    def _backward(self) -> tuple[Births, list[Value] | None]:
+        births = Births(differentiate(self._numbered), None, time.monotonic() + _SECONDS)
+        return births, births.run()
+
+    def _underflows(self, leaf: int) -> bool:
+        """Whether the gradient of a larger multiple of the loss is not zero."""
+        most = jnp.finfo(self.traced.program.out_avals[0].dtype).maxexp
+        scales = (2.0 ** (most * i // 16) for i in (2, 4, 8, 12))
+        scaled = (self._gradient.at(self.traced.values, s)[1][leaf] for s in scales)
+        return any(np.any(np.isfinite(g) & (g != 0)) for g in scaled)
+
+    def _end_of_cotangent(self, leaf: int) -> dict[str, Any]:
+        """The fields of a record that say where a cotangent becomes zero in reverse mode."""
+        births, outs = self._backward
+        if outs is None or not births.derivative.is_reverse:
+            return {}
+        zeros = [births.zeros.found[label] for label in labels_of(outs[1 + leaf].zero)]
+        origins = (births.derivative.origin(z.place) for z in zeros if z.why == CANCELS)
+        return next((origin.fields() for origin in origins if origin is not None), {})
+
     def _origin_of(self, place: Place) -> Origin:
-        return self._numbered.origin_at([p.eqn for p in place.outward()][::-1])
+        return self._numbered.origin_at([p.eqn for p in outward(place)][::-1])
 
     def _record(self, leaf: int, death: Death) -> ZeroGradient:
         origin = self._origin_of(death.place)
@@ -284,15 +311,17 @@ class _Explanation:
             made = origin if factor is None else self._made(factor)
             if factor is not None and kind == "multiplied by zero":
                 detail = self._factor(made)
+            elif kind in ("dead units", "saturated"):
+                moves = (self._made(f) for f in death.values if f.t is not None)
+                before = next((x.path for x in moves if not isinstance(x, str)), "")
+                detail = f"after `{before}`" if before not in ("", origin.path) else ""
             is_of_leaf = made in self.traced.inputs[: len(self.traced.leaves)]
             safe = self._safe_function(origin, made)
             cure = at_values(kind, origin, is_of_leaf=is_of_leaf, safe=safe)
         return ZeroGradient(
             leaf=self.traced.leaves[leaf],
             kind=kind,
-            **origin.source.fields(),
-            primitive=origin.primitive,
-            path=origin.path,
+            **origin.fields(),
             step=() if by_structure else death.step,
             detail=detail,
             by_structure=by_structure,

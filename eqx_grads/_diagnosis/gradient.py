@@ -1,18 +1,19 @@
 """The gradient of a loss, compiled once; and whether it is a rounding error."""
 
 import dataclasses
-import functools as ft
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
-from ..._errors import RuleError
-from ..._jaxprs.evaluate import evaluate
-from ..in_float64 import evaluate_in_float64
-from ..traced_loss import TracedLoss
+from .._errors import RuleError
+from .._jaxprs.evaluate import evaluate
+from .in_float64 import evaluate_in_float64
+from .progress import doing
+from .traced_loss import check_no_references, trace_loss, TracedLoss
 
 
 # A gradient is noise if its error is so large, relative to the gradient.
@@ -34,13 +35,13 @@ class Gradient:
     gradients: list[np.ndarray]
     error: Exception | None
     can_move: bool
-    _run: Callable[[Sequence[Any]], tuple[Any, Sequence[Any]]]
+    _run: Callable[[float, Sequence[Any]], tuple[Any, Sequence[Any]]]
 
-    def at(self, values: Sequence[Any]) -> tuple[float, list[np.ndarray]]:
+    def at(self, values: Sequence[Any], scale: float = 1.0) -> tuple[float, list[np.ndarray]]:
         """The loss and its gradients for other inputs of its program, without compiling it
-        again. NaN where a check in the loss raises."""
+        again. NaN where a check in the loss raises. `scale`: of reverse mode."""
         try:
-            loss, gradients = self._run(values)
+            loss, gradients = self._run(scale, values)
             return float(loss), list(map(np.asarray, gradients))
         except Exception:  # JAX has no one type of error for it
             return float("nan"), [np.full_like(g, np.nan) for g in self.gradients]
@@ -73,9 +74,19 @@ def directions(traced: TracedLoss) -> list[Any]:
     return [like(x) for x in traced.values[: len(traced.leaves)]]
 
 
-def try_gradient(traced: TracedLoss) -> tuple[Gradient | None, Exception | None]:
-    """The gradient in reverse mode, or directional derivatives where that raises; or the error,
-    if these raise too."""
+def trace_gradient(
+    caller: str, loss: Callable[..., Any], model: PyTree, args: Any, kwargs: Any
+) -> tuple[TracedLoss, Gradient | None, Exception | None]:
+    """The loss, and its gradient in reverse mode, or directional derivatives where that raises;
+    or the error, if these raise too."""
+    doing("tracing the loss")
+    traced = trace_loss(caller, loss, model, args, kwargs)
+    check_no_references(caller, loss, traced.program)
+    doing("compiling the gradient")
+    return traced, *_try_gradient(traced)
+
+
+def _try_gradient(traced: TracedLoss) -> tuple[Gradient | None, Exception | None]:
     n = len(traced.leaves)
     loss = _loss_of_leaves(traced)
 
@@ -92,11 +103,11 @@ def try_gradient(traced: TracedLoss) -> tuple[Gradient | None, Exception | None]
         ]
 
     values, error = list(traced.values), None
-    seed = np.ones((), traced.program.out_avals[0].dtype)
-    for mode in (reverse, forward):
-        run = ft.partial(jax.jit(mode), seed)
+    dtype = traced.program.out_avals[0].dtype
+    for mode in map(jax.jit, (reverse, forward)):
+        run = lambda seed, values, mode=mode: mode(np.asarray(seed, dtype), values)
         try:
-            value, gradients = run(values)
+            value, gradients = run(1.0, values)
         except RuleError:
             raise
         except Exception as raised:  # JAX has no one type of error; the report quotes it
