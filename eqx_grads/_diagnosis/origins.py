@@ -8,7 +8,7 @@ of the equation that it was made from. So each equation of the loss is evaluated
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -84,17 +84,27 @@ class NumberedLoss:
     `origins[i]` is equation `i`, in the order of the program; the equations of an inner program
     follow the equation around them. Called with the inputs of the program, it returns the loss.
     It can be differentiated, and `origin_of` tells where an equation of the result comes from.
+
+    - `plain`: the numbers of calls with a rule that is the derivative of their own program.
+        Their rule is dropped.
     """
 
     def __init__(self, traced: TracedLoss):
         self.traced = traced
+        self.plain: Set[int] = frozenset()
         self.origins: list[Origin] = []
         # By the number of the equation around it: JAX may call one program in two places.
         self._numbers: dict[tuple[int | None, int], int] = {}
         self._number(traced.program, "", (), ())
 
     def __call__(self, *values: Any) -> Any:
-        return self._evaluate(self.traced.program, values, None)[0]
+        return self.replaced({})(*values)
+
+    def replaced(
+        self, instead: Mapping[int, Callable[[Sequence[Any]], Sequence[Any]]]
+    ) -> Callable[..., Any]:
+        """The loss, with other functions for some equations, by number."""
+        return lambda *values: self._evaluate(self.traced.program, values, None, instead)[0]
 
     def origin_at(self, eqns: Sequence[Any]) -> Origin:
         """The origin of the last of these equations of the loss. The others are around it,
@@ -145,16 +155,18 @@ class NumberedLoss:
             for part in inner_programs(eqn):
                 self._number(part, layer, inside, (*enclosing, number))
 
-    def _evaluate(
-        self, program: ClosedJaxpr, values: Sequence[Any], around: int | None
-    ) -> Sequence[Any]:
+    def _evaluate(self, program: ClosedJaxpr, values: Sequence[Any], around, instead):
         def hook(eqn, values):
             number = self._numbers[around, id(eqn)]
-            run = lambda program, values, _=None: self._evaluate(program, values, number)
+            run = lambda program, values, _=None: self._evaluate(
+                program, values, number, instead
+            )
+            if number in instead:
+                return instead[number](values)
             with jax.named_scope(f"eqg_equation_{number}"):
                 if (outs := of_shards(eqn, values)) is not None:
                     return outs
-                if not (_is_entered(eqn) or self.traced.is_plain(eqn)):
+                if not (_is_entered(eqn) or number in self.plain):
                     return bind(eqn, values)
                 if not isinstance(structure(eqn), ShardMap):
                     return enter(eqn, values, run)

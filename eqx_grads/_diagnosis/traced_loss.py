@@ -47,9 +47,6 @@ class TracedLoss:
 
     `layers` are the paths of the layers of the model. The name stack of an equation has
     `eqg_layer_2_call_17` where the equation is in a call of `layers[2]`; see `layer_calls`.
-
-    `plain` are the calls with a rule that is the derivative of their own program. They are
-    treated as calls without a rule.
     """
 
     program: ClosedJaxpr
@@ -57,10 +54,6 @@ class TracedLoss:
     leaves: Sequence[str]
     inputs: Sequence[str]
     layers: Sequence[str]
-    plain: Sequence[Any] = ()
-
-    def is_plain(self, eqn: Any) -> bool:
-        return any(eqn is call for call in self.plain)
 
     def leaf_of(self, i: int) -> str:
         """The path of input `i` of the program in the model, or empty."""

@@ -6,14 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
-import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from ..._errors import bad_argument
 from ..._rules.float_args import as_number
-from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
 from ..gradient import trace_gradient
 from ..nan_checks import without_nan_checks
@@ -224,16 +221,11 @@ def _trial(
     return "", [_NOT_THESE] if is_dead else []
 
 
-def _is_finite_with(policy: str, loss, model, args, kwargs) -> bool:
+def _is_finite_with(policy: str, loss, *args) -> bool:
     """Whether `zero_safe` with this policy makes the compiled gradient finite."""
-    safe = zero_safe(loss, policy=policy)
-    rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
-    try:
-        of_arrays = lambda x: safe(rest.tree(x), *args, **kwargs)
-        grads = jax.jit(jax.grad(of_arrays))(arrays)
-    except RuntimeError:  # of a check in the program, such as `eqx.error_if`
-        return False
-    return not any(map(is_nonfinite, jax.tree.leaves(grads)))
+    _, found, _ = trace_gradient("explain_nan", zero_safe(loss, policy=policy), *args)
+    is_known = found is not None and found.error is None
+    return is_known and not any(map(is_nonfinite, found.gradients))
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:

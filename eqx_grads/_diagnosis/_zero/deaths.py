@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from ..._jaxprs.evaluate import bind, restricted
 from ..._jaxprs.interpret import Domain, interpret
@@ -30,7 +29,7 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from ..carried import AbstractCarrier, enter, outward, Place, walk
+from ..carried import AbstractCarrier, enter, outward, Place
 from ..pairs import differentiable_pairs, is_inexact, operands_of_outputs
 from ..source_lines import is_of_jax
 
@@ -73,9 +72,6 @@ class Deaths(AbstractCarrier[Fact]):
 
     def __init__(self):
         self._found: dict[tuple[Any, ...], Death] = {}
-
-    def run(self, program: ClosedJaxpr, facts: Sequence[Fact]) -> list[Fact]:
-        return walk(program, facts, self)
 
     def constant(self, x):
         return Fact(jnp.asarray(x))

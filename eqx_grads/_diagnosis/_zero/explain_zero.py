@@ -6,19 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from ..._jaxprs.dependence import free_variables
-from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import ZeroSafe
 from .._nan.births import Births, labels_of, Value
 from .._nan.derivative import differentiate
 from .._nan.zeros import CANCELS
-from ..carried import outward, Place
+from ..carried import outward, Place, walk
 from ..gradient import change_along, directions, Gradient, rounding_errors, trace_gradient
 from ..nan_checks import without_nan_checks
 from ..opaque import no_gradient
@@ -126,12 +123,12 @@ def explain_zero(
         safe = "" if below is loss else " without `zero_safe`"
         remarks.append(f"The gradient of {bad} is not finite{safe}: see `eqg.explain_nan`.")
     if bad and below is not loss:
-        rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
-        gradients = jax.grad(lambda x: loss(rest.tree(x), *args, **kwargs))(arrays)
+        _, dropping, _ = trace_gradient("explain_zero", loss, model, args, kwargs)
+        gradients = [] if dropping is None else dropping.gradients
         kind = "dropped by zero_safe"
         found += [
             ZeroGradient(leaf=leaf, kind=kind, cure=CURES[kind])
-            for leaf, g in zip(traced.leaves, gradients, strict=True)
+            for leaf, g in zip(traced.leaves, gradients, strict=False)
             if leaf in report.not_finite and not np.any(g)
         ]
     if noise:
@@ -170,7 +167,7 @@ def explain_traced(
         assert error is not None
         raise no_gradient(loss, traced, error) from error
     sized = [i for i in range(len(traced.leaves)) if traced.values[i].size]
-    explanation, remarks = _Explanation(traced, gradient), []
+    remarks = []
     if gradient.error is not None:
         why = ": ".join([type(gradient.error).__name__, *str(gradient.error).splitlines()[:1]])
         remarks.append(
@@ -181,10 +178,10 @@ def explain_traced(
         remarks += _dead_units(traced, gradient)
     bad = [i for i in sized if not np.all(np.isfinite(gradient.gradients[i]))]
     zero = [i for i in sized if i not in bad and not np.any(gradient.gradients[i])]
-    found = []
+    explanation, found = _Explanation(traced, gradient, zero), []
     for i in zero:
         doing("looking at leaf", i, len(traced.leaves))
-        found += explanation.records(i, zero)
+        found += explanation.records(i)
     noise = {traced.leaves[i]: x for i, x in rounding_errors(traced, gradient).items()}
     not_finite = [traced.leaves[i] for i in bad]
     return ZeroReport(found, len(sized), remarks, noise, not_finite)
@@ -193,24 +190,23 @@ def explain_traced(
 class _Explanation:
     """The causes of zero gradients in one loss."""
 
-    def __init__(self, traced: TracedLoss, gradient: Gradient):
+    def __init__(self, traced: TracedLoss, gradient: Gradient, zero: Sequence[int]):
         self.traced, self._gradient = traced, gradient
         self._died: dict[int, Died] = {}
         self._directions = directions(traced)
-        self.moving: set[int] = set()
+        self._moving: set[int] = set()
+        program = traced.program.jaxpr
+        used = set(free_variables(program.eqns, program.outvars)) if zero else ()
+        self._follow([i for i in zero if program.invars[i] in used])
 
     @ft.cached_property
     def _numbered(self) -> NumberedLoss:
         return NumberedLoss(self.traced)
 
-    def records(self, leaf: int, zero: Sequence[int]) -> list[ZeroGradient]:
+    def records(self, leaf: int) -> list[ZeroGradient]:
         """The causes of one leaf with a zero gradient."""
-        if not self._died and not self.moving:
-            program = self.traced.program.jaxpr
-            used = set(free_variables(program.eqns, program.outvars))
-            self.follow([i for i in zero if program.invars[i] in used])
         name = self.traced.leaves[leaf]
-        if leaf in self.moving:
+        if leaf in self._moving:
             # Zero in reverse mode only. In forward mode, a rounding error or a number remains.
             kind = "underflow" if self._underflows(leaf) else "canceled"
             where = self._end_of_cotangent(leaf)
@@ -250,25 +246,23 @@ class _Explanation:
             records = [r for r in records if r.kind == kind][:1] or records
         return list(dict.fromkeys(records))
 
-    def follow(self, leaves: Sequence[int]) -> None:
+    def _follow(self, leaves: Sequence[int]) -> None:
         """Find the deaths of leaves. Many leaves are followed as one, and in halves if they
         have several deaths."""
-        loss = self._run(leaves) if leaves else Fact(None)
-        is_one = loss.t is None and len({id(d.place.eqn) for d in loss.died}) == 1
-        if len(leaves) > 1 and not is_one:
-            self.follow(leaves[: len(leaves) // 2])
-            self.follow(leaves[len(leaves) // 2 :])
-        elif loss.t is not None:
-            self.moving.update(leaves)
-        elif loss.died:
-            self._died.update(dict.fromkeys(leaves, loss.died))
-
-    def _run(self, leaves: Sequence[int]) -> Fact:
-        """The loss, with the deaths of a tangent in these leaves."""
+        if not leaves:
+            return
         pairs = enumerate(zip(self.traced.values, self.traced.inputs, strict=True))
         along = lambda i: self._directions[i] if i in leaves else None
         facts = [Fact(x, along(i), made=name) for i, (x, name) in pairs]
-        return Deaths().run(self.traced.program, facts)[0]
+        loss = walk(self.traced.program, facts, Deaths())[0]
+        is_one = loss.t is None and len({id(d.place.eqn) for d in loss.died}) == 1
+        if len(leaves) > 1 and not is_one:
+            self._follow(leaves[: len(leaves) // 2])
+            self._follow(leaves[len(leaves) // 2 :])
+        elif loss.t is not None:
+            self._moving.update(leaves)
+        elif loss.died:
+            self._died.update(dict.fromkeys(leaves, loss.died))
 
     # ------------------------------------------------------------ a record
 
