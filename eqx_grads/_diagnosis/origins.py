@@ -6,6 +6,7 @@ of the equation that it was made from. So each equation of the loss is evaluated
 """
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -134,7 +135,9 @@ class NumberedLoss:
         place = lambda o: (o.path, *o.source.calls[0])
         calls = origin.source.callers
         same = (o.source.callers for o in self.origins if place(o) == place(origin))
-        common = [_length_of_common(calls, c) for c in same if c != calls]
+        is_same = lambda pair: pair[0] == pair[1]
+        shared = lambda c: list(itertools.takewhile(is_same, zip(calls, c, strict=False)))
+        common = [len(shared(c)) for c in same if c != calls]
         if not common or max(common) == len(calls):
             return ""
         file, line, function = calls[max(common)]
@@ -145,7 +148,8 @@ class NumberedLoss:
         for eqn in program.eqns:
             number = len(self.origins)
             self._numbers[around[0].number if around else None, id(eqn)] = number
-            layer = _layer_of(eqn, self.traced.layers) or path
+            calls, layers = layer_calls(eqn), self.traced.layers
+            layer = layers[calls[-1][0]] if calls and layers else path
             source = source_line(eqn) if is_traced_here(eqn, program) else UNKNOWN
             if around:
                 source = _called_from(source, around[0].source)
@@ -189,12 +193,6 @@ def _called_from(source: SourceLine, around: SourceLine) -> SourceLine:
     return source if is_same else dataclasses.replace(source, callers=calls)
 
 
-def _length_of_common(xs: Sequence[Any], ys: Sequence[Any]) -> int:
-    """How many of the first elements are equal."""
-    pairs = enumerate(zip(xs, ys, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(xs), len(ys)))
-
-
 def no_derivative_error(loss: Any, opaque: Sequence[Origin]) -> RuleError:
     """The error for a loss that JAX can't differentiate because of some equations."""
     return rule_error(
@@ -231,12 +229,6 @@ def _is_entered(eqn) -> bool:
     if isinstance(known, Cond):
         return not known.by_platform
     return isinstance(known, Checkpoint | Scan | ShardMap | While)
-
-
-def _layer_of(eqn, layers: Sequence[str]) -> str:
-    """The path of the innermost layer that an equation is called in, or empty."""
-    calls = layer_calls(eqn)
-    return layers[calls[-1][0]] if calls and layers else ""
 
 
 def _name_of_primitive(eqn, around: Sequence[Any]) -> str:
