@@ -276,7 +276,8 @@ class _Explanation:
         most = jnp.finfo(self.traced.program.out_avals[0].dtype).maxexp
         scales = (2.0 ** (most * i // 16) for i in (2, 4, 8, 12))
         scaled = (self._gradient.at(self.traced.values, s)[1][leaf] for s in scales)
-        return any(np.any(np.isfinite(g) & (g != 0)) for g in scaled)
+        is_alive = lambda g: bool(np.any(np.isfinite(g) & (g != 0)))
+        return self._gradient.can_move and any(map(is_alive, scaled))
 
     def _end_of_cotangent(self, leaf: int) -> dict[str, Any]:
         """The fields of a record that say where a cotangent becomes zero in reverse mode."""
