@@ -104,7 +104,8 @@ def _try_gradient(traced: TracedLoss) -> tuple[Gradient | None, Exception | None
 
     values, error = list(traced.values), None
     dtype = traced.program.out_avals[0].dtype
-    for mode in map(jax.jit, (reverse, forward)):
+    for fn in (reverse, forward):
+        mode = jax.jit(fn)
         run = lambda seed, values, mode=mode: mode(np.asarray(seed, dtype), values)
         try:
             value, gradients = run(1.0, values)

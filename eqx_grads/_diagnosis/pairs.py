@@ -71,10 +71,7 @@ def differentiable_pairs(eqn: Any, operands: Set[int]) -> list[set[int]] | None:
     pairs: list[set[int]] = [set() for _ in eqn.outvars]
     if not moving or not outs:
         return pairs
-    modes = [True, False]
-    if eqn.primitive.name == "custom_jvp_call":
-        modes.reverse()  # as it takes half the time
-    for is_reverse in modes:
+    for is_reverse in (True, False):
         try:
             found = _pairs_of_mode(eqn, moving, outs, is_reverse)
         except Exception:  # whatever a rule raises where it does not have this mode
