@@ -75,12 +75,12 @@ def directions(traced: TracedLoss) -> list[Any]:
 
 
 def trace_gradient(
-    caller: str, loss: Callable[..., Any], model: PyTree, args: Any, kwargs: Any
+    caller: str, loss: Callable[..., Any], model: PyTree, args: Any, kwargs: Any, **options: Any
 ) -> tuple[TracedLoss, Gradient | None, Exception | None]:
     """The loss, and its gradient in reverse mode, or directional derivatives where that raises;
-    or the error, if these raise too."""
+    or the error, if these raise too. `options`: of `trace_loss`."""
     doing("tracing the loss")
-    traced = trace_loss(caller, loss, model, args, kwargs)
+    traced = trace_loss(caller, loss, model, args, kwargs, **options)
     check_no_references(caller, loss, traced.program)
     doing("compiling the gradient")
     return traced, *_try_gradient(traced)

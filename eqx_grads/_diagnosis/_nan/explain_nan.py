@@ -222,8 +222,10 @@ def _trial(
 
 
 def _is_finite_with(policy: str, loss, *args) -> bool:
-    """Whether `zero_safe` with this policy makes the compiled gradient finite."""
-    _, found, _ = trace_gradient("explain_nan", zero_safe(loss, policy=policy), *args)
+    """Whether `zero_safe` with this policy makes the compiled gradient finite. It does not
+    reach into the rule of a `filter_scan`, so the steps are not visible here."""
+    safe = zero_safe(loss, policy=policy)
+    _, found, _ = trace_gradient("explain_nan", safe, *args, steps_are_visible=False)
     is_known = found is not None and found.error is None
     return is_known and not any(map(is_nonfinite, found.gradients))
 

@@ -123,7 +123,8 @@ def explain_zero(
         safe = "" if below is loss else " without `zero_safe`"
         remarks.append(f"The gradient of {bad} is not finite{safe}: see `eqg.explain_nan`.")
     if bad and below is not loss:
-        _, dropping, _ = trace_gradient("explain_zero", loss, model, args, kwargs)
+        options = {"steps_are_visible": False}  # what the loss itself does
+        _, dropping, _ = trace_gradient("explain_zero", loss, model, args, kwargs, **options)
         gradients = [] if dropping is None else dropping.gradients
         kind = "dropped by zero_safe"
         found += [
