@@ -92,7 +92,7 @@ def _loop_candidates(numbered: NumberedLoss, sources: Sources) -> Iterator[Candi
         )
         paths = {origin.path for origin in origins}
         path = paths.pop() if len(paths) == 1 else ""
-        run = lambda origin, at=checkpoint: ft.partial(run_loop, structure(origin.eqn), at)
+        run = lambda origin, at=checkpoint: ft.partial(run_loop, origin.eqn, at)
         name, instead = origins[0].primitive, {origin.number: run(origin) for origin in origins}
         yield Candidate(
             MemoryAdvice(**source.fields(), kind="loop", cure=cure, path=path, primitive=name),
@@ -107,8 +107,10 @@ def _executions(numbered: NumberedLoss, loops: Sequence[int]) -> int:
     return math.prod(max(scan.length, 1) for scan in known if isinstance(scan, Scan))
 
 
-def run_loop(scan: Scan, checkpoint: int | str | None, values: Sequence[Any]) -> list[Any]:
+def run_loop(eqn: Any, checkpoint: int | str | None, values: Sequence[Any]) -> list[Any]:
     """The outputs of a scan, run as `filter_scan(..., checkpoint=checkpoint)` would run it."""
+    scan = structure(eqn)
+    assert isinstance(scan, Scan)
     (program,) = scan.programs
     consts, rest = list(values[: scan.n_consts]), values[scan.n_consts :]
 

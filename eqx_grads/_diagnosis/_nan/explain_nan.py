@@ -226,8 +226,9 @@ def _is_finite_with(policy: str, loss, *args) -> bool:
     reach into the rule of a `filter_scan`, so the steps are not visible here."""
     safe = zero_safe(loss, policy=policy)
     _, found, _ = trace_gradient("explain_nan", safe, *args, steps_are_visible=False)
-    is_known = found is not None and found.error is None
-    return is_known and not any(map(is_nonfinite, found.gradients))
+    if found is None or found.error is not None:
+        return False
+    return not any(map(is_nonfinite, found.gradients))
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:

@@ -228,12 +228,14 @@ class _Explanation:
             last[key] = max(last.get(key, death), death, key=lambda d: d.step)
         found = [(self._record(leaf, death), death) for death in last.values()]
         # In a loop, a value that is zero in some steps is not a cause if all steps end anyway.
-        places = lambda d: [p for p in outward(d.place) if p.around is not None]
-        loops = lambda d: {id(p.around.eqn) for p in places(d) if p.step is not None}
+        places = lambda d: [
+            (id(p.around.eqn), p.step) for p in outward(d.place) if p.around is not None
+        ]
+        loops = lambda d: {eqn for eqn, step in places(d) if step is not None}
         cut = set().union(*(loops(d) for r, d in found if r.by_structure))
         found = [(r, d) for r, d in found if r.by_structure or not loops(d) & cut]
         # Where one is inside of another, it says more.
-        around = {id(p.around.eqn) for _, d in found for p in places(d)}
+        around = {eqn for _, d in found for eqn, _ in places(d)}
         found = [(r, d) for r, d in found if id(d.place.eqn) not in around]
         if not all(r.by_structure for r, _ in found):
             # An operation that only decides is not a cause if values end a derivative.
