@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from eqx_grads._diagnosis._programs.in_float64 import evaluate_in_float64
-from eqx_grads._diagnosis._programs.lowest_precision import lowest_precisions
+from eqx_grads._diagnosis.in_float64 import evaluate_in_float64
+from eqx_grads.testing._lowest_precision import lowest_precisions
 
 from .model_faults import DATA, dense_stack, FAULTS, with_rule
 from .right_models import RIGHT

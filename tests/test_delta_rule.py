@@ -163,8 +163,7 @@ RULE = {
     "`lengths` are from 9 to 9": lambda x: eqg.selective_scan(
         *2 * (x[:, None],), x[:2], *2 * (x[:, None],), lengths=[9]
     ),
-    r"`beta` is float64\[\]
-`q` and": lambda x: eqg.gated_delta_rule(x, x, x[0], 1.0),
+    r"`beta` is float64\[\]\n`q` and": lambda x: eqg.gated_delta_rule(x, x, x[0], 1.0),
     "state": lambda x: eqg.gated_delta_rule(x, x, x, 1.0, state=jnp.ones((3, 2))),
     "`step` of": lambda x: eqg.selective_scan(x, "x", x, x, x),
     "of `selective_scan` do": lambda x: eqg.selective_scan(x, x, x[:1], x, x),

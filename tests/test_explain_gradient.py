@@ -198,3 +198,11 @@ def test_a_check_that_a_nan_fails():
     assert (symptom.kind, symptom.detail) == ("not finite", "outside of the domain")
     assert symptom.primitive == "sqrt"
     assert any("a solver was given a NaN" in remark for remark in report.remarks)
+
+
+def test_the_layer_before_dead_units():
+    """The operation is in the call of an MLP, which has several layers."""
+    dead = eqx.tree_at(lambda m: m.layers[1].bias, mlp(jax.nn.relu), jnp.full(8, -100.0))
+    found = eqg.explain_zero(mean_square, dead, XS).found
+    details = {record.detail for record in found if record.kind == "dead units"}
+    assert details == {"after `layers[1]`"}

@@ -123,12 +123,7 @@ def test_names_of_inputs():
     # Through a signature that names fewer of them; and the first argument is the model.
     w, one = jnp.ones(2), jnp.array(1.0)
     several = lambda w, *rest, **options: sum(rest, jnp.sum(w)) + options["b"]
-    assert traced(several, w, one, one, b=one).inputs == [
-        "model",
-        "rest[0]",
-        "rest[1]",
-        "options['b']",
-    ]
+    assert traced(several, w, one, one, b=one).inputs == ["model", "rest[0]", "rest[1]", "b"]
     renamed = lambda params, model: jnp.sum(params) * model
     assert traced(renamed, w, one).inputs == ["model", "args[0]"]
     partial = ft.partial(lambda scale, w, x: jnp.sum(w) * x * scale, 2.0)

@@ -39,6 +39,7 @@ PATCHES = {title: blocks for title, blocks in SECTIONS if "diff" in blocks}
 # What a compiler does depends on its options: `make test MARK=cost` has those of users.
 COMPILED = (
     "The gradient of a vmapped GRUCell in a scan",
+    "The gradient of a maximum over two axes",
     "Checkpoints are undone",
     "Copies of arrays that have an axis of length one",
 )

@@ -48,8 +48,7 @@ def scan_in_chunks(
         if i == 0:
             run = _run_full(fn, carry, full, first_inits, n, chunk, reverse, in_place=in_place)
         else:
-            with jax.named_scope(f"eqg_steps_from_{n * chunk}"):
-                run = fn(carry, last, part(inits, n))
+            run = fn(carry, last, part(inits, n))
         carry, ys[i] = run
     return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), *ys)
 
@@ -76,9 +75,7 @@ def _run_full(fn, carry, xs, inits, n, chunk, reverse, *, in_place):
         x, init = slice_and_init
         return fn(carry, jax.tree.map(jnp.expand_dims, read(x), ones), init)
 
-    # The name tells `explain_nan` how the steps are numbered, and so does that of the last.
-    with jax.named_scope(f"eqg_chunks_of_{chunk}"):
-        carry, ys = jax.lax.scan(one, carry, (slices, inits), reverse=reverse)
+    carry, ys = jax.lax.scan(one, carry, (slices, inits), reverse=reverse)
     return carry, jax.tree.map(lambda y: y.reshape(n * y.shape[1], *y.shape[2:]), ys)
 
 

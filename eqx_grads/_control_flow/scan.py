@@ -1,5 +1,6 @@
 """`filter_scan`: its arguments, and the choice of its method (`"auto"` included)."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -260,8 +261,12 @@ def _choose(
         return (Plain() if is_visible else method), loop
     in_the_steps = loop if window is None else cut_loop(loop, window)
     visible = method if isinstance(method, Plain | Checkpointed) else Plain(), in_the_steps
+    if steps_are_visible():
+        # One loop over the steps, and not over chunks of them.
+        method = Checkpointed(1) if isinstance(method, Checkpointed) else Plain()
+        return method, dataclasses.replace(in_the_steps, unroll=1)
     # Without `jit`, JAX's loops are written out, and there is nothing to trace.
-    if loop.steps == 0 or is_jit_disabled() or steps_are_visible():
+    if loop.steps == 0 or is_jit_disabled():
         return visible
     in_windows = lambda inner: inner if window is None else Truncated(inner, window)
     reason = in_windows(method).unsupported(loop)

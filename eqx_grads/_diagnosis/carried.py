@@ -30,12 +30,12 @@ class Place(NamedTuple):
     around: "Place | None" = None
     step: int | None = None
 
-    def outward(self) -> Iterator["Place"]:
-        """The place itself, and those around it, innermost first."""
-        place = self
-        while place is not None:
-            yield place
-            place = place.around
+
+def outward(place: Place | None) -> Iterator[Place]:
+    """The place itself, and those around it, innermost first."""
+    while place is not None:
+        yield place
+        place = place.around
 
 
 V = TypeVar("V")

@@ -13,12 +13,12 @@ from jaxtyping import PyTree
 from .._zero_safe.zero_safe import ZeroSafe
 from ._nan.explain_nan import explain_nan
 from ._zero.explain_zero import explain_traced
-from ._zero.gradient import change_along, directions, Gradient, try_gradient
+from .gradient import change_along, directions, Gradient, trace_gradient
 from .nan_checks import without_nan_checks
 from .parameters import no_parameters
-from .progress import doing, showing_progress
+from .progress import showing_progress
 from .report import AbstractRecord, AbstractReport, cells, COLUMNS, show_list, Table
-from .traced_loss import check_no_references, trace_loss, TracedLoss
+from .traced_loss import TracedLoss
 
 
 # Relative to the weights of the layer, and relative to the gradient of another layer.
@@ -176,11 +176,7 @@ def explain_gradient(
     raises an error that no NaN explains.
     """
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
-    doing("tracing the loss")
-    traced = trace_loss("explain_gradient", below, model, args, kwargs)
-    check_no_references("explain_gradient", below, traced.program)
-    doing("compiling the gradient")
-    gradient, error = try_gradient(traced)
+    traced, gradient, error = trace_gradient("explain_gradient", below, model, args, kwargs)
     found: list[Symptom] = []
     raises = isinstance(error, jax.errors.JaxRuntimeError)  # of a check, as a solver has
     parts = [] if gradient is None else [gradient.loss, *gradient.gradients]
@@ -192,6 +188,7 @@ def explain_gradient(
         if raises or (report and not report.found):
             return SymptomReport(found, report.loss, {}, report.remarks)
     zero = explain_traced(below, traced, gradient, error)
+    assert gradient is not None
     found += [_symptom(record, "zero") for record in zero.found]
     found += [_own("rounding noise", leaf) for leaf in zero.noise]
     found += [
@@ -206,13 +203,11 @@ def explain_gradient(
         for one in no_parameters(model)
         if isinstance(one.value, float)
     ]
-    norms = {} if gradient is None else _norms(traced, gradient.gradients)
-    kinds = {symptom.kind for symptom in found}
-    if gradient is not None and not kinds & {"not finite", "rounding noise"}:
+    norms = _norms(traced, gradient.gradients)
+    if not {symptom.kind for symptom in found} & {"not finite", "rounding noise"}:
         found += _sizes(traced, norms)
         found += [] if zero.found else _kink(traced, gradient)
-    loss_value = float("nan") if gradient is None else gradient.loss
-    return SymptomReport(found, loss_value, norms, zero.remarks)
+    return SymptomReport(found, gradient.loss, norms, zero.remarks)
 
 
 def _symptom(record: Any, kind: str) -> Symptom:

@@ -7,8 +7,8 @@ import jax
 
 from .._jaxprs.interpret import Domain, interpret
 from .._jaxprs.structure import CallWithRule
-from ._programs.pairs import differentiable_pairs
 from .origins import no_derivative_error, NumberedLoss, Origin, raised_error
+from .pairs import differentiable_pairs
 from .traced_loss import TracedLoss
 
 
@@ -22,13 +22,11 @@ def no_gradient(loss: Callable[..., Any], traced: TracedLoss, error: Exception) 
 
 def _opaque_operations(numbered: NumberedLoss) -> list[Origin]:
     """The operations on values that depend on a leaf, and that have no derivative."""
-    origin_of = {id(origin.eqn): origin for origin in numbered.origins}
     found: dict[int, Origin] = {}
 
     def apply(eqn: Any, ins: Sequence[bool], path: Any) -> list[bool]:
-        del path
         if any(ins) and differentiable_pairs(eqn, {i for i, x in enumerate(ins) if x}) is None:
-            origin = origin_of[id(eqn)]
+            origin = numbered.origin_at((*path, eqn))
             found[origin.number] = origin
         return [any(ins)] * len(eqn.outvars)
 

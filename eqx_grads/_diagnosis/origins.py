@@ -6,9 +6,10 @@ of the equation that it was made from. So each equation of the loss is evaluated
 """
 
 import dataclasses
+import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -60,6 +61,10 @@ class Origin:
     loops: tuple[int, ...]
     enclosing: tuple[int, ...]
 
+    def fields(self) -> dict[str, Any]:
+        """The fields of a record that say which operation, and where."""
+        return {**self.source.fields(), "primitive": self.primitive, "path": self.path}
+
 
 def is_in_derivative(origins: Sequence[Origin], origin: Origin) -> bool:
     """Whether an equation of the loss is in a derivative that the loss takes."""
@@ -74,30 +79,42 @@ def equation_tag(eqn: Any) -> str:
     return numbers[-1] if numbers else ""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Numbered:
-    """A program, the number of each of its equations, and for each the inner programs."""
-
-    program: ClosedJaxpr
-    numbers: Sequence[int]
-    inner: Sequence[Sequence["_Numbered"]]
-
-
 class NumberedLoss:
     """A loss whose equations all have a number.
 
     `origins[i]` is equation `i`, in the order of the program; the equations of an inner program
     follow the equation around them. Called with the inputs of the program, it returns the loss.
     It can be differentiated, and `origin_of` tells where an equation of the result comes from.
+
+    - `plain`: the numbers of calls with a rule that is the derivative of their own program.
+        Their rule is dropped.
     """
 
     def __init__(self, traced: TracedLoss):
         self.traced = traced
+        self.plain: Set[int] = frozenset()
         self.origins: list[Origin] = []
-        self._root = self._number(traced.program, "", (), ())
+        # By the number of the equation around it: JAX may call one program in two places.
+        self._numbers: dict[tuple[int | None, int], int] = {}
+        self._number(traced.program, "", (), ())
 
     def __call__(self, *values: Any) -> Any:
-        return self._evaluate(self._root, values)[0]
+        return self.replaced({})(*values)
+
+    def replaced(
+        self, instead: Mapping[int, Callable[[Sequence[Any]], Sequence[Any]]]
+    ) -> Callable[..., Any]:
+        """The loss, with other functions for some equations, by number."""
+        return lambda *values: self._evaluate(self.traced.program, values, None, instead)[0]
+
+    def origin_at(self, eqns: Sequence[Any]) -> Origin:
+        """The origin of the last of these equations of the loss. The others are around it,
+        outermost first."""
+        number = None
+        for eqn in eqns:
+            number = self._numbers[number, id(eqn)]
+        assert number is not None
+        return self.origins[number]
 
     def origin_of(self, eqn: Any) -> Origin | None:
         """Where an equation of a derivative of this loss comes from.
@@ -118,49 +135,43 @@ class NumberedLoss:
         place = lambda o: (o.path, *o.source.calls[0])
         calls = origin.source.callers
         same = (o.source.callers for o in self.origins if place(o) == place(origin))
-        common = [_length_of_common(calls, c) for c in same if c != calls]
+        is_same = lambda pair: pair[0] == pair[1]
+        shared = lambda c: list(itertools.takewhile(is_same, zip(calls, c, strict=False)))
+        common = [len(shared(c)) for c in same if c != calls]
         if not common or max(common) == len(calls):
             return ""
         file, line, function = calls[max(common)]
         return f"{os.path.basename(file)}:{line}, in `{function.rpartition('<locals>.')[2]}`"
 
-    def _number(self, program, path, loops, enclosing) -> _Numbered:
-        numbers, inner = [], []
+    def _number(self, program, path, loops, enclosing) -> None:
+        around = [self.origins[i] for i in reversed(enclosing)]
         for eqn in program.eqns:
             number = len(self.origins)
-            layer = _layer_of(eqn, self.traced.layers) or path
+            self._numbers[around[0].number if around else None, id(eqn)] = number
+            calls, layers = layer_calls(eqn), self.traced.layers
+            layer = layers[calls[-1][0]] if calls and layers else path
             source = source_line(eqn) if is_traced_here(eqn, program) else UNKNOWN
-            if not source.is_users and enclosing:
-                # JAX cuts tracebacks at a `jit` that a library has around its functions.
-                outer = self.origins[enclosing[-1]].source
-                library = source.library or outer.library
-                source = dataclasses.replace(outer, library=library) if outer.file else source
-            source = _called_from(source, self.origins[enclosing[-1]]) if enclosing else source
-            around = [self.origins[i].eqn for i in reversed(enclosing)]
-            name = _name_of_primitive(eqn, around)
-            origin = Origin(number, eqn, name, source, layer, loops, enclosing)
-            self.origins.append(origin)
-            numbers.append(number)
-            is_loop = isinstance(structure(eqn), Scan | While)
-            inside = (*loops, number) if is_loop else loops
-            parts = inner_programs(eqn)
-            inner.append([self._number(p, layer, inside, (*enclosing, number)) for p in parts])
-        return _Numbered(program, numbers, inner)
+            if around:
+                source = _called_from(source, around[0].source)
+            name = _name_of_primitive(eqn, [o.eqn for o in around])
+            self.origins.append(Origin(number, eqn, name, source, layer, loops, enclosing))
+            inside = (*loops, number) if isinstance(structure(eqn), Scan | While) else loops
+            for part in inner_programs(eqn):
+                self._number(part, layer, inside, (*enclosing, number))
 
-    def _evaluate(self, numbered: _Numbered, values: Sequence[Any]) -> Sequence[Any]:
-        positions = iter(range(len(numbered.numbers)))
-
+    def _evaluate(self, program: ClosedJaxpr, values: Sequence[Any], around, instead):
         def hook(eqn, values):
-            i = next(positions)
-            with jax.named_scope(f"eqg_equation_{numbered.numbers[i]}"):
+            number = self._numbers[around, id(eqn)]
+            run = lambda program, values, _=None: self._evaluate(
+                program, values, number, instead
+            )
+            if number in instead:
+                return instead[number](values)
+            with jax.named_scope(f"eqg_equation_{number}"):
                 if (outs := of_shards(eqn, values)) is not None:
                     return outs
-                if not (_is_entered(eqn) or self.traced.is_plain(eqn)):
+                if not (_is_entered(eqn) or number in self.plain):
                     return bind(eqn, values)
-                parts = {id(part.program.jaxpr): part for part in numbered.inner[i]}
-                run = lambda program, values, _=None: self._evaluate(
-                    parts[id(program.jaxpr)], values
-                )
                 if not isinstance(structure(eqn), ShardMap):
                     return enter(eqn, values, run)
                 try:
@@ -168,22 +179,18 @@ class NumberedLoss:
                 except Exception:  # `vmap` has no rule for it: it stays one operation
                     return bind(eqn, values)
 
-        return evaluate(numbered.program, values, hook)
+        return evaluate(program, values, hook)
 
 
-def _called_from(source: SourceLine, around: Origin) -> SourceLine:
-    """The same line. JAX traces a jitted function once: in its second call, it has the
-    traceback of the first call."""
-    calls = around.source.calls
-    if not around.source.file or source.calls[-len(calls) :] == calls:
-        return source
-    return dataclasses.replace(source, callers=calls)
-
-
-def _length_of_common(xs: Sequence[Any], ys: Sequence[Any]) -> int:
-    """How many of the first elements are equal."""
-    pairs = enumerate(zip(xs, ys, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(xs), len(ys)))
+def _called_from(source: SourceLine, around: SourceLine) -> SourceLine:
+    """The line of an equation, with the calls around the equation that it is in."""
+    if not source.is_users and around.file:
+        # JAX cuts tracebacks at a `jit` that a library has around its functions.
+        return dataclasses.replace(around, library=source.library or around.library)
+    # JAX traces a jitted function once: in its second call, it has the traceback of the first.
+    calls = around.calls
+    is_same = not around.file or source.calls[-len(calls) :] == calls
+    return source if is_same else dataclasses.replace(source, callers=calls)
 
 
 def no_derivative_error(loss: Any, opaque: Sequence[Origin]) -> RuleError:
@@ -222,12 +229,6 @@ def _is_entered(eqn) -> bool:
     if isinstance(known, Cond):
         return not known.by_platform
     return isinstance(known, Checkpoint | Scan | ShardMap | While)
-
-
-def _layer_of(eqn, layers: Sequence[str]) -> str:
-    """The path of the innermost layer that an equation is called in, or empty."""
-    calls = layer_calls(eqn)
-    return layers[calls[-1][0]] if calls and layers else ""
 
 
 def _name_of_primitive(eqn, around: Sequence[Any]) -> str:

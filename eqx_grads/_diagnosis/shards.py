@@ -1,6 +1,6 @@
 """A `jax.shard_map` in a program, run as a `jax.vmap` over its shards."""
 
-import math
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,16 +20,14 @@ def enter_shard_map(
     assert isinstance(known, ShardMap)
     manual = params["manual_axes"] if "manual_axes" in params else params["newly_manual_axes"]
     sizes = {name: n for name, n in params["mesh"].shape.items() if name in manual}
-    ins, outs = (list(map(_names, params[key])) for key in ("in_specs", "out_specs"))
+    specs = params["in_specs"], params["out_specs"]
+    for names in (x for each in specs for spec in each for x in spec if isinstance(x, tuple)):
+        if list(names) != [name for name in sizes if name in names]:
+            raise NotImplementedError  # an axis that is split in another order
     fn = lambda *values: tuple(run(*known.programs, values))
     for name in reversed(sizes):
-        axes = (
-            tuple(0 if any(name in d for d in dims) else None for dims in each)
-            for each in (ins, outs)
-        )
-        fn = jax.vmap(fn, *axes, axis_name=name, axis_size=sizes[name])
-    shards = [_split(x, dims, sizes) for x, dims in zip(values, ins, strict=True)]
-    return [_joined(x, dims, sizes) for x, dims in zip(fn(*shards), outs, strict=True)]
+        fn = _over(fn, name, sizes[name], *([_axis(x, name) for x in each] for each in specs))
+    return list(fn(*values))
 
 
 def of_shards(eqn: Any, values: Sequence[Any]) -> Sequence[Any] | None:
@@ -41,36 +39,22 @@ def of_shards(eqn: Any, values: Sequence[Any]) -> Sequence[Any] | None:
     return jax.lax.psum(list(values), eqn.params["axes"]) if is_sum else None
 
 
-def _names(spec: Any) -> list[tuple[str, ...]]:
-    """The axes of the mesh that each axis of an array is split over."""
-    return [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in spec]
+def _axis(spec: Any, name: str) -> int | None:
+    """The axis of an array that is split over an axis of the mesh."""
+    is_split = lambda x: name in x if isinstance(x, tuple) else x == name
+    return next((i for i, x in enumerate(spec) if is_split(x)), None)
 
 
-def _split(x, dims, sizes):
-    """An array with its shards along the first axes, one for each axis of the mesh."""
-    shape, at = [], {}
-    for n, names in zip(x.shape, _padded(dims, x.ndim), strict=True):
-        at |= {name: len(shape) + i for i, name in enumerate(names)}
-        split = [sizes[name] for name in names]
-        shape += [*split, n // math.prod(split)]
-    return jnp.moveaxis(jnp.reshape(x, shape), *_moves(at, sizes))
+def _over(fn, name, n, ins, outs):
+    """The function of all shards along an axis of the mesh."""
 
+    def reshaped(x, axis, *, joins):
+        if axis is None:
+            return x
+        m, rest = x.shape[axis + joins], x.shape[axis + joins + 1 :]
+        return jnp.reshape(x, (*x.shape[:axis], *((n * m,) if joins else (n, m // n)), *rest))
 
-def _joined(x, dims, sizes):
-    """Join the shards of an array."""
-    local, at, shape, axis = x.shape[sum(map(len, dims)) :], {}, [], 0
-    for n, names in zip(local, _padded(dims, len(local)), strict=True):
-        at |= {name: axis + i for i, name in enumerate(names)}
-        axis += len(names) + 1
-        shape.append(n * math.prod(sizes[name] for name in names))
-    return jnp.reshape(jnp.moveaxis(x, *_moves(at, sizes)[::-1]), shape)
+    split, join = ft.partial(reshaped, joins=False), ft.partial(reshaped, joins=True)
 
-
-def _padded(dims, ndim):
-    return [*dims, *[()] * (ndim - len(dims))]
-
-
-def _moves(at, sizes) -> tuple[list[int], list[int]]:
-    """From where the axes of the shards are to the first ones."""
-    found = [at[name] for name in sizes if name in at]
-    return found, list(range(len(found)))
+    mapped = jax.vmap(fn, tuple(ins), tuple(outs), axis_name=name, axis_size=n)
+    return lambda *values: tuple(map(join, mapped(*map(split, values, ins)), outs))

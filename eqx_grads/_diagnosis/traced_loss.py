@@ -47,9 +47,6 @@ class TracedLoss:
 
     `layers` are the paths of the layers of the model. The name stack of an equation has
     `eqg_layer_2_call_17` where the equation is in a call of `layers[2]`; see `layer_calls`.
-
-    `plain` are the calls with a rule that is the derivative of their own program. They are
-    treated as calls without a rule.
     """
 
     program: ClosedJaxpr
@@ -57,10 +54,6 @@ class TracedLoss:
     leaves: Sequence[str]
     inputs: Sequence[str]
     layers: Sequence[str]
-    plain: Sequence[Any] = ()
-
-    def is_plain(self, eqn: Any) -> bool:
-        return any(eqn is call for call in self.plain)
 
     def leaf_of(self, i: int) -> str:
         """The path of input `i` of the program in the model, or empty."""
@@ -85,7 +78,7 @@ def trace_loss(
     - `checkpointed`: the indices of layers that are called in a `filter_checkpoint`.
     """
     check_function(loss, "loss", caller)
-    names, given, call = _arguments(loss, model, args, kwargs)
+    names, given, n = _names(loss, args, kwargs), [*args, *kwargs.values()], len(args)
     flat, treedef = jax.tree_util.tree_flatten_with_path((model, given))
     # The arrays of floats of the model, and then all other arrays.
     is_first = [path[0].idx == 0 and eqx.is_inexact_array(x) for path, x in flat]
@@ -106,7 +99,8 @@ def trace_loss(
             own = set() if steps_are_visible else set(map(id, own_cells(model)))
             selects = lambda layer: id(layer) not in own
             layers[:], model = wrap_layers(model, selects, _around(checkpointed))
-        return check_scalar(caller, loss, call(model, given))
+        by_name = dict(zip(kwargs, given[n:], strict=True))
+        return check_scalar(caller, loss, loss(model, *given[:n], **by_name))
 
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
     with visible, keeping_tracebacks():
@@ -242,23 +236,14 @@ def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
     return out
 
 
-def _arguments(loss, model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The names of the arguments but the model in the signature of the loss, and the arguments;
-    and a function of the model and these that calls the loss."""
-    by_position = lambda model, given: loss(model, *given[0], **given[1])
-    unnamed = ["args", "kwargs"], [tuple(args), dict(kwargs)], by_position
+def _names(loss, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """The names of the arguments but the model."""
     try:
-        bound = inspect.signature(loss).bind(model, *args, **kwargs)
+        parameters = list(inspect.signature(loss).parameters.values())[1:]
     except (TypeError, ValueError):  # some functions in C have no signature
-        return unnamed
-    first, *names = bound.arguments
-    is_one = bound.signature.parameters[first].kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD
-    if not is_one or "model" in names:
-        return unnamed
-
-    def call(model, given):
-        by_name = {first: model, **dict(zip(names, given, strict=True))}
-        again = inspect.BoundArguments(bound.signature, by_name)
-        return loss(*again.args, **again.kwargs)
-
-    return names, [bound.arguments[name] for name in names], call
+        parameters = []
+    names = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    rest = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "args")
+    names += [f"{rest}[{i}]" for i in range(len(args) - len(names))]
+    names = [*names[: len(args)], *kwargs]
+    return [f"args[{i}]" if name == "model" else name for i, name in enumerate(names)]

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .._diagnosis._programs.lowest_precision import lowest_precisions
 from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.opaque import no_gradient
 from .._diagnosis.progress import doing, showing_progress
@@ -30,6 +29,7 @@ from ._gradient_report import (
 )
 from ._judge_leaf import Judge
 from ._loss_program import CALLER, LossProgram, trace
+from ._lowest_precision import lowest_precisions
 from ._options import as_names, as_seed, check_tolerance
 from ._outcome import outcome
 from ._slope import SHORTEST_STEP

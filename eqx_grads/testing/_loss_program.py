@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
-from .._diagnosis._programs.in_float64 import evaluate_in_float64
+from .._diagnosis.in_float64 import evaluate_in_float64
 from .._diagnosis.source_lines import source_line
 from .._diagnosis.traced_loss import trace_loss, TracedLoss
 from .._jaxprs.evaluate import bind, enter, evaluate

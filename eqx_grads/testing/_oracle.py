@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .._diagnosis._programs.in_float64 import evaluate_in_float64
-from .._diagnosis._programs.lowest_precision import lowest_precisions
+from .._diagnosis.in_float64 import evaluate_in_float64
 from .._errors import name_of, rule_error, type_of
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import equations, holds, LinearCall, structure
 from ._compare import as_double, tolerance_in_float64, tolerance_of
+from ._lowest_precision import lowest_precisions
 from ._options import Options
 from ._outcome import outcome
 from ._subject import double_precision, FlatFunction

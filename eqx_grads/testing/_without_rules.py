@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from .._diagnosis._programs.linear_solve import enter_also_solve, is_linear_solve
 from .._jaxprs.evaluate import bind, evaluate, Hook
 from .._jaxprs.structure import (
     CallWithRule,
@@ -25,6 +24,7 @@ from .._jaxprs.structure import (
     structure,
 )
 from .._jaxprs.versions import given_solver, is_custom_root, rule_of_custom_call
+from ._linear_solve import enter_also_solve, is_linear_solve
 
 
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")

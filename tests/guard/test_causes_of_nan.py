@@ -295,3 +295,14 @@ def test_the_budget():
         seconds=0.0)  # fmt: skip
     assert (list(report.found), list(report.bad_leaves)) == ([], ["model"])
     assert "zero_safe" in " ".join(report.remarks)
+
+
+@pytest.mark.parametrize("checkpoint", [None, "replay"])
+def test_the_cure_is_tried_on_the_loss_as_it_runs(checkpoint):
+    """In the rule of a replayed scan, `zero_safe` may not reach what is not finite."""
+    step = lambda w: lambda c, x: (c + jnp.where(x > 0, sqrt(w * x), 0.0), None)
+    loss = lambda w, xs: eqg.filter_scan(step(w), 0.0, xs, checkpoint=checkpoint)[0]
+    xs = np.array([1.0, 0.0, 2.0], "float32")
+    helps = bool(np.isfinite(jax.grad(eqg.zero_safe(loss))(ONE, xs)))
+    (record,) = eqg.explain_nan(loss, ONE, xs).found
+    assert ("`eqg.zero_safe(loss)`" in record.cure) == helps

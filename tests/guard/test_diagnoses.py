@@ -501,6 +501,15 @@ def underflow(m, bad):
     return jnp.sum(m["a"] * m["s"] * m["s"]) + m["s"]
 
 
+@zero(
+    arrays(a=[1, 2], s=1e-4), arrays(a=[1, 2], s=1),
+    ("a", "underflow", {"primitive": "mul", "code": "jnp.float16(1e-5)"}),
+)  # fmt: skip
+def underflow_in_reverse_mode(m, bad):
+    small = m["a"].astype("float16") * jnp.float16(1e-5)
+    return jnp.sum(small.astype("float32")) * m["s"]
+
+
 @eqg.custom_vjp
 def zero_rule(x):
     return x * 2.0

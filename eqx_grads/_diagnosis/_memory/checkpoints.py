@@ -15,20 +15,14 @@ import jax
 from ..._control_flow.chunked_scan import near_divisor
 from ..._control_flow.scan import named_method
 from ..._control_flow.scan_backward import Loop
-from ..._jaxprs.evaluate import bind, enter, evaluate, with_fixed_dtypes
+from ..._jaxprs.evaluate import evaluate, with_fixed_dtypes
 from ..._jaxprs.structure import (
-    Call,
-    Checkpoint,
-    Cond,
-    equations,
-    inner_programs,
     Scan,
     structure,
 )
-from ..._jaxprs.versions import assigns_shardings
 from ..layers import group_of
 from ..origins import NumberedLoss
-from ..traced_loss import layer_calls, TracedLoss
+from ..traced_loss import layer_calls
 from .maps import map_call_of, MapCall
 from .report import MemoryAdvice
 from .residuals import bytes_of, Source
@@ -98,12 +92,13 @@ def _loop_candidates(numbered: NumberedLoss, sources: Sources) -> Iterator[Candi
         )
         paths = {origin.path for origin in origins}
         path = paths.pop() if len(paths) == 1 else ""
-        name, eqns = origins[0].primitive, [origin.eqn for origin in origins]
+        run = lambda origin, at=checkpoint: ft.partial(run_loop, origin.eqn, at)
+        name, instead = origins[0].primitive, {origin.number: run(origin) for origin in origins}
         yield Candidate(
             MemoryAdvice(**source.fields(), kind="loop", cure=cure, path=path, primitive=name),
             frozenset().union(*covers),
             max(again),
-            ft.partial(with_loops, numbered.traced, eqns, checkpoint),
+            ft.partial(numbered.replaced, instead),
         )
 
 
@@ -112,30 +107,10 @@ def _executions(numbered: NumberedLoss, loops: Sequence[int]) -> int:
     return math.prod(max(scan.length, 1) for scan in known if isinstance(scan, Scan))
 
 
-def with_loops(
-    traced: TracedLoss, loops: Sequence[Any], checkpoint: int | str | None
-) -> Callable[..., Any]:
-    """The loss, in which `filter_scan(..., checkpoint=checkpoint)` runs these scans."""
-    is_one = lambda eqn: any(eqn is loop for loop in loops)
-
-    def run(program, values, _=None):
-        return evaluate(program, values, hook)
-
-    def hook(eqn, values):
-        known = structure(eqn)
-        if isinstance(known, Scan) and is_one(eqn):
-            return run_loop(known, values, checkpoint)
-        has_program = isinstance(known, Call | Checkpoint | Scan | Cond) or traced.is_plain(eqn)
-        holds_one = any(is_one(e) for p in inner_programs(eqn) for e in equations(p))
-        loses_shardings = isinstance(known, Call) and assigns_shardings(eqn.params)
-        is_entered = has_program and holds_one and not loses_shardings
-        return enter(eqn, values, run) if is_entered else bind(eqn, values)
-
-    return lambda *values: run(traced.program, values)[0]
-
-
-def run_loop(scan: Scan, values: Sequence[Any], checkpoint: int | str | None) -> list[Any]:
+def run_loop(eqn: Any, checkpoint: int | str | None, values: Sequence[Any]) -> list[Any]:
     """The outputs of a scan, run as `filter_scan(..., checkpoint=checkpoint)` would run it."""
+    scan = structure(eqn)
+    assert isinstance(scan, Scan)
     (program,) = scan.programs
     consts, rest = list(values[: scan.n_consts]), values[scan.n_consts :]
 

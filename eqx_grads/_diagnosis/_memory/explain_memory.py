@@ -122,15 +122,12 @@ def explain_memory(
         program = trace(**options)[0].program
         return lambda *values: evaluate(program, values)[0]
 
-    def differentiate(traced: TracedLoss):
-        numbered = NumberedLoss(traced)
-        return numbered, Gradient(numbered, traced, numbered.origin_of)
-
     traced, maps = trace()
-    numbered, gradient = differentiate(traced)
+    numbered = NumberedLoss(traced)
+    gradient = Gradient(numbered, traced, numbered.origin_of)
     if calls := gradient.plain_calls():
-        traced = dataclasses.replace(traced, plain=calls)
-        numbered, gradient = differentiate(traced)
+        numbered.plain = calls
+        gradient = Gradient(numbered, traced, numbered.origin_of)
     measure = lambda apply: lambda: _compiled_bytes(apply(), traced)
     measure_plain = measure(lambda: lambda *values: evaluate(traced.program, values)[0])
     is_large = compiled and gradient.n_equations > _MOST_COMPILED

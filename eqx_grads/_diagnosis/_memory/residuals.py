@@ -170,12 +170,12 @@ class Gradient:
         self.n_equations = sum(1 for _ in equations(needed))
         self._program = program
 
-    def plain_calls(self) -> list[Any]:
-        """The equations of the loss that are a `filter_scan` with `checkpoint="auto"`, which
-        chose plain scan."""
+    def plain_calls(self) -> set[int]:
+        """The numbers of the equations of the loss that are a `filter_scan` with
+        `checkpoint="auto"`, which chose plain scan."""
         inside = [e for e in equations(self._program) if PLAIN in str(e.source_info.name_stack)]
-        origins = {o.number: o for o in map(self._origin_of, inside) if o is not None}
-        return [o.eqn for o in origins.values() if o.primitive == replayed_scan.__name__]
+        origins = filter(None, map(self._origin_of, inside))
+        return {o.number for o in origins if o.primitive == replayed_scan.__name__}
 
     def residuals(self) -> list[Residual]:
         """A record of each of `sources`."""

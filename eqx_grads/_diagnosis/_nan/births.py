@@ -29,9 +29,9 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from .._programs.pairs import is_inexact
 from ..carried import AbstractCarrier, enter, indices_of, on_host, Place, walk
 from ..origins import equation_tag
+from ..pairs import is_inexact
 from .derivative import Derivative
 from .zeros import HEALED, Stopped, Zeros
 
@@ -122,6 +122,13 @@ class Birth:
     number: int | None = None
     is_outside: bool = False
 
+    def use(self, place: Place, out: Any) -> None:
+        """A constant has the place where it is used first."""
+        if self.place is None and self.number is None:
+            self.place = place
+            if not self.bad.shape and is_nonfinite(out):
+                self.bad = ~np.isfinite(np.asarray(out))
+
 
 def infs_of(x, values: Sequence[Value]) -> frozenset[int]:
     infs = union(v.infs for v in values)
@@ -149,26 +156,25 @@ class Births(AbstractCarrier[Value]):
         self.zeros = Zeros(derivative, self._bind)
         self.sets: list[frozenset[int]] = [frozenset()]
         self._numbers: dict[Any, int] = {}
-        self._of_constants: dict[int, Value] = {}
+        self._constants: dict[int, tuple[Any, Value]] = {}
 
     def run(self) -> list[Value] | None:
         """The outputs of the derivative; `None` if it was stopped."""
-        derivative = self.derivative
-        n_seeds, n = derivative.n_seeds, len(derivative.values)
-        n_leaves = len(derivative.numbered.traced.leaves)
-        values = [
-            self._outside(x, i, is_ct=i >= n - n_seeds, is_active=i < n_leaves)
-            for i, x in enumerate(derivative.values)
-        ]
+        values = self.derivative.values
+        n, n_leaves = len(values), len(self.derivative.numbered.traced.leaves)
+        is_ct = lambda i: i >= n - self.derivative.n_seeds
+        facts = [self._outside(x, i, is_ct(i), i < n_leaves) for i, x in enumerate(values)]
         try:
-            return walk(derivative.program, values, self)
+            return walk(self.derivative.program, facts, self)
         except Stopped:
             return None
 
     # ------------------------------------------------------------ what a carrier does
 
     def constant(self, x):
-        return self._outside(x, None)
+        if id(x) not in self._constants:  # `x` is kept, so that no other array has its `id`
+            self._constants[id(x)] = x, self._outside(x, None)
+        return self._constants[id(x)][1]
 
     def array(self, value):
         return value.truth
@@ -196,11 +202,9 @@ class Births(AbstractCarrier[Value]):
         known = structure(place.eqn)
         if isinstance(known, Scan | While):
             return self._loop(place, known, values)
-        if isinstance(known, Call | CallWithRule | Checkpoint):
-            return None
-        if isinstance(known, Cond) and not known.by_platform:
-            return None
-        return self._equation(place, values)
+        is_branch = isinstance(known, Cond) and not known.by_platform
+        is_entered = is_branch or isinstance(known, Call | CallWithRule | Checkpoint)
+        return None if is_entered else self._equation(place, values)
 
     # ------------------------------------------------------------ loops
 
@@ -252,30 +256,21 @@ class Births(AbstractCarrier[Value]):
         is_ct, is_active = any(v.is_ct for v in values), any(v.is_active for v in values)
         outs = self._bind(eqn, [v.x for v in values])
         nans = self._propagated(eqn, values, outs, lambda v: v.is_ct == is_ct)
-        met = [None] * len(outs)  # of NaNs that meet a cotangent
-        if is_ct:
-            met = self._propagated(eqn, values, outs, lambda v: not v.is_ct)
-        truth = outs
-        if any(v.nan is not None for v in values) and not all(map(is_inexact, outs)):
-            truth = self._bind(eqn, [v.truth for v in values])
+        met = self._propagated(eqn, values, outs, lambda v: is_ct and not v.is_ct)
+        by = union(self.sets[i] for v in values for i in labels_of(v.nan))
+        is_same = not by or all(map(is_inexact, outs))
+        truth = outs if is_same else self._bind(eqn, [v.truth for v in values])
         decided = frozenset() if is_ct or is_active else union(v.decided for v in values)
-        for v in values:
-            for j in v.infs | union(self.sets[i] for i in labels_of(v.nan)):
-                birth = self.births[j]
-                row = kind_of(eqn)
-                is_moved = row.layout or row.bounds == "operand" or eqn.primitive.name == "neg"
-                if birth.place is None and birth.number is None and not is_moved:
-                    birth.place = place  # of a constant, where it is used first
-                    if not birth.bad.shape and is_inexact(outs[0]):
-                        bad = ~np.isfinite(np.asarray(outs[0]))
-                        birth.bad = bad if bad.any() else birth.bad
+        row = kind_of(eqn)
+        if not (row.layout or row.bounds == "operand" or eqn.primitive.name == "neg"):
+            for j in by.union(*(v.infs for v in values)):
+                self.births[j].use(place, outs[0])
         made = []
         for k, x in enumerate(outs):
             if is_inexact(x):
                 value = self._made(place, values, k, x, nans[k], met[k], is_ct)
                 made.append(value._replace(is_active=is_active, decided=decided))
             else:
-                by = union(self.sets[i] for v in values for i in labels_of(v.nan))
                 made.append(Value(truth[k], decided=decided | by))
         return made
 
@@ -286,27 +281,23 @@ class Births(AbstractCarrier[Value]):
         sources = [v for v in values if is_nonfinite(v.x)]
         decided = union(v.decided for v in values)
         zero: Any = self.zeros.of_cotangent(place, values, k, a) if is_ct else None
-        infs = frozenset()
-        nan = np.zeros(a.shape, np.int32) if nan is None else nan
+        infs, new = frozenset(), met
         born = ft.partial(self._born, place, values, k, is_ct=is_ct)
-        new = np.zeros(a.shape, np.int32) if met is None else met
         by_itself = np.ones(a.shape, bool) if is_ct else nan == 0  # not of a healed operand
         if is_nan.any():
             of = union(v.infs for v in sources) | decided
             where = is_nan if of else is_nan & by_itself
-            new = self._joined(new, where, of, at_least=True)
+            new = self._joined(new, where, of)
         for which in labels_of(new):
             where = new == which
             labels = np.zeros(a.shape, np.int32)
             if is_ct:
                 labels = self.zeros.met(place, values, k, where)
-                healed = where & is_nan
-                zero = np.where(
-                    healed, np.where(labels > 0, labels, self.zeros.number(HEALED, None)), zero
-                )
+                healed = np.where(labels > 0, labels, self.zeros.number(HEALED, None))
+                zero = np.where(where & is_nan, healed, zero)
             for label in np.unique(labels[where]):
                 bad = where & (labels == label)
-                birth = born(bad, is_nan=True, of=self.sets[which] - {-1}, zero=int(label))
+                birth = born(bad, is_nan=True, of=self.sets[which], zero=int(label))
                 nan = self._joined(nan, bad, frozenset([birth]))
         if inf.any():
             if len(sources) > 1:  # an infinity that is not selected makes none
@@ -350,39 +341,34 @@ class Births(AbstractCarrier[Value]):
         """For each output the sets of births of the NaNs in some operands that reach its
         elements: the operation runs on each set."""
         chosen = [is_chosen(v) and v.nan is not None for v in values]
-        labels = {i for v, c in zip(values, chosen, strict=True) if c for i in labels_of(v.nan)}
-        groups = [[label] for label in sorted(labels)]
-        if len(labels) > _MOST_SETS:
-            groups = [sorted(labels)]
-        found: list[Any] = [None] * len(outs)
-        ways = [lambda x: x]
-        if groups and any(is_inexact(x) and np.isnan(np.asarray(x)).any() for x in outs):
-            ways.append(
-                lambda x: np.ones_like(x) if is_inexact(x) else x
-            )  # what is NaN anyway may be of a NaN too
-        for change in ways if groups else ():
+        found = [np.zeros(np.shape(x), np.int32) for x in outs]
+        if not any(chosen):
+            return found
+        pairs = zip(values, chosen, strict=True)
+        labels = sorted({i for v, is_one in pairs if is_one for i in labels_of(v.nan)})
+        groups = [labels] if len(labels) > _MOST_SETS else [[i] for i in labels]
+        changes = [lambda x: x]
+        if any(is_inexact(x) and np.isnan(np.asarray(x)).any() for x in outs):
+            # What is NaN anyway may be of a NaN too.
+            changes.append(lambda x: np.ones_like(x) if is_inexact(x) else x)
+        for change in changes:
             calm = [change(v.x) for v in values]
             base = self._bind(eqn, calm)
             for group in groups:
                 births = union(self.sets[label] for label in group)
                 xs = [
-                    with_nan(x, np.isin(v.nan, group)) if c else x
-                    for x, v, c in zip(calm, values, chosen, strict=True)
+                    with_nan(x, np.isin(v.nan, group)) if is_one else x
+                    for x, v, is_one in zip(calm, values, chosen, strict=True)
                 ]
                 for k, (x, before) in enumerate(zip(self._bind(eqn, xs), base, strict=True)):
                     if is_inexact(x):
                         reached = np.isnan(np.asarray(x)) & ~np.isnan(np.asarray(before))
-                        start = found[k]
-                        start = np.zeros(np.shape(x), np.int32) if start is None else start
-                        found[k] = self._joined(start, reached, births)
+                        found[k] = self._joined(found[k], reached, births)
         return found
 
-    def _joined(self, labels, where, births: frozenset[int], at_least: bool = False):
-        """The numbers of sets, with some births more in the sets of some elements.
-
-        - `at_least`: without births, the elements get a set too.
-        """
-        births = births or (frozenset([-1]) if at_least else births)
+    def _joined(self, labels, where, births: frozenset[int]):
+        """The numbers of sets, with some births more in the sets of some elements. Without
+        births, the elements get an empty set, which has a number too."""
         labels = labels.copy()
         for label in np.unique(labels[where]):
             joined = self.sets[label] | births
@@ -400,10 +386,7 @@ class Births(AbstractCarrier[Value]):
             raise Stopped from error
 
     def _born(self, place, values, k, bad, is_nan=False, **kwargs) -> int:
-        return self._add(Birth(place, [v.x for v in values], k, bad, is_nan, **kwargs))
-
-    def _add(self, birth: Birth) -> int:
-        self.births.append(birth)
+        self.births.append(Birth(place, [v.x for v in values], k, bad, is_nan, **kwargs))
         return len(self.births) - 1
 
     def _outside(self, x, number, is_ct=False, is_active=False) -> Value:
@@ -411,25 +394,16 @@ class Births(AbstractCarrier[Value]):
         x = jnp.asarray(x) if isinstance(x, int | float | complex) else x
         if not is_inexact(x):
             return Value(x)
-        value = Value(x, is_ct=is_ct, is_active=is_active)
-        if not is_nonfinite(x):
-            return value
-        if number is None and id(x) in self._of_constants:
-            return self._of_constants[id(x)]
-        a, key = np.asarray(x), id(x)
-        for bad, is_nan in ((np.isnan(a), True), (np.isinf(a), False)):
-            if bad.any():
-                birth = Birth(None, [a], 0, bad, is_nan, number=number, is_outside=True)
-                birth.is_meant = not is_nan and not is_active
-                born = frozenset([self._add(birth)])
-                if is_nan:
-                    x = np.where(bad, np.ones_like(a), a)
-                    nan = self._joined(np.zeros(a.shape, np.int32), bad, born)
-                    value = value._replace(x=x, nan=nan)
-                else:
-                    value = value._replace(infs=born)
-        if number is None:
-            self._of_constants[key] = value
+        a, value = np.asarray(x), Value(x, is_ct=is_ct, is_active=is_active)
+        born = ft.partial(self._born, None, [Value(a)], 0, number=number, is_outside=True)
+        nan, inf = np.isnan(a), np.isinf(a)
+        if nan.any():
+            labels = self._joined(
+                np.zeros(a.shape, np.int32), nan, frozenset([born(nan, True)])
+            )
+            value = value._replace(x=np.where(nan, np.ones_like(a), a), nan=labels)
+        if inf.any():
+            value = value._replace(infs=frozenset([born(inf, is_meant=not is_active)]))
         return value
 
 

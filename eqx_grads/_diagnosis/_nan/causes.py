@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._jaxprs.evaluate import bind
 from ..._jaxprs.structure import CallWithRule, structure
-from .._programs.pairs import is_inexact
+from ..pairs import is_inexact
 from .births import Birth, Births, is_nonfinite, Value
 from .derivative import line_in_rule
 from .zeros import ALIVE, FACTOR, HEALED, NOT_SELECTED, UNUSED, Zero
@@ -37,15 +37,15 @@ class Kind(enum.StrEnum):
 @dataclasses.dataclass
 class Cause:
     """`source` is to blame, and `birth` is where it is met. For a cotangent that is zero there,
-    `zero` says why. `n_steps`: in at least how many steps of the loops around it. `is_value`:
-    it makes the loss not finite."""
+    `zero` says why. `steps`: the known steps of the loops around it. `is_value`: it makes the
+    loss not finite."""
 
     birth: Birth
     source: Birth
     kind: Kind
     zero: Zero
-    n_steps: int = 1
-    is_value: bool = False
+    is_value: bool
+    steps: set[Any] = dataclasses.field(default_factory=set)
 
     @property
     def bad(self) -> Any:
@@ -78,20 +78,14 @@ def causes_of(births: Births, outs: Sequence[Value] | None) -> list[Cause]:
         sources = [s for s in _sources(births, i) if id(s) not in of_value]
         pairs += [(every[i], source) for source in sources]
     found: dict[Any, Cause] = {}
-    steps: dict[Any, set[Any]] = {}
-    numbers: set[Any] = set()
     for birth, source in pairs:
-        number, is_value = _number(births, birth, source), id(source) in of_value
-        zero = births.zeros.found[birth.zero]
-        if zero.why == HEALED and number in numbers:
+        number, zero = _number(births, birth, source), births.zeros.found[birth.zero]
+        if zero.why == HEALED and any(number == n for n, _ in found):
             continue
         kind = _kind(births, birth, source, zero)
-        key = number, kind
-        steps.setdefault(key, set()).add(births.derivative.steps_of(birth.place))
-        found.setdefault(key, Cause(birth, source, kind, zero, is_value=is_value))
-        numbers.add(number)
-    for key, cause in found.items():
-        cause.n_steps = len(steps[key])
+        cause = Cause(birth, source, kind, zero, id(source) in of_value)
+        cause = found.setdefault((number, kind), cause)
+        cause.steps.add(births.derivative.steps_of(birth.place))
     return list(found.values())
 
 
@@ -128,11 +122,9 @@ def _kind(births: Births, birth: Birth, source: Birth, zero: Zero) -> Kind:
         return Kind.DEAD_BRANCH
     if zero.why == FACTOR:
         return Kind.MASKED_PRODUCT
-    origin = births.derivative.origin
-    same = [
-        p and (o := origin(p)) and o.number for p in (zero.place, source.place or birth.place)
-    ]
-    if same[0] is not None and same[0] == same[1]:
+    places = zero.place, source.place or birth.place
+    first, second = map(births.derivative.origin, places)
+    if first is not None and first is second:
         return _kind_of(source)  # the operation makes both the zero and the infinity
     is_quotient = source is birth and not any(map(is_nonfinite, birth.xs))
     return Kind.INDETERMINATE if is_quotient else Kind.ZERO_TIMES_INFINITY

@@ -113,23 +113,15 @@ def cure_of(
     is_value: bool,
     mask: str = "",
     calls: Sequence[str] = (),
-    holder: str = "",
-    leaf: str = "",
     is_rule: bool = False,
-    is_nan_operand: bool = False,
     is_in_derivative: bool = False,
 ) -> str:
     """The advice.
 
     - `helps`: the call of `zero_safe` that was tried, and makes the gradient finite.
     - `mask`: what makes the cotangent zero. `calls`: the functions of JAX that it is in.
-    - `holder`: the input that is not finite, and `leaf`: its path in the model.
     """
     is_dead = kind == Kind.DEAD_BRANCH
-    if kind in (Kind.INPUT, Kind.INFINITE_INPUT) or (
-        is_nan_operand and kind in (Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT)
-    ):
-        return _of_input(kind, holder, leaf)
     text = _of_operation(kind, op, is_value, calls, is_rule)
     is_general = not text
     text = text or (_OF_VALUES.get(kind) if is_value else None) or _OF_KINDS[kind]
@@ -169,7 +161,8 @@ def _of_operation(kind, op, is_value, calls, is_rule) -> str:
     return next((t[name] for t in tables for name in (*calls, op) if name in t), "")
 
 
-def _of_input(kind: Kind, holder: str, leaf: str) -> str:
+def cure_of_input(kind: Kind, holder: str, leaf: str) -> str:
+    """The advice on an input that is not finite. `leaf`: its path in the model."""
     what = "infinity" if kind == Kind.INFINITE_INPUT else "NaN"
     if leaf:
         whose = "model" if leaf == "model" else f"parameter `{leaf}`"

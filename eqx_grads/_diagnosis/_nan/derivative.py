@@ -5,7 +5,6 @@ the values that depend on the seed are the cotangents. Rules have become equatio
 """
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from ..._jaxprs.structure import CallWithRule, structure, While
-from ..carried import Place
+from ..carried import outward, Place
 from ..origins import NumberedLoss, Origin
 from ..source_lines import rule_line, SourceLine, UNKNOWN
 
@@ -32,30 +31,19 @@ class Derivative:
 
     def origin(self, place: Place | None) -> Origin | None:
         """The equation of the loss that an operation comes from."""
-        places = place.outward() if place is not None else ()
-        origins = (self.numbered.origin_of(p.eqn) for p in places)
+        origins = (self.numbered.origin_of(p.eqn) for p in outward(place))
         return next(filter(None, origins), None)
 
     def steps_of(self, place: Place | None) -> tuple[int, ...]:
-        """The steps of the loops around an operation, as the user counts them: `filter_scan`
-        runs its steps in chunks for some choices of `checkpoint`. Only the steps that are
-        known: the loop of a solver has a rule, in which another loop runs some steps forward
-        and some backward, and counts both."""
-        found, n_before = [], 0
-        for inside in reversed(list(place.outward()) if place is not None else []):
-            loop, step = inside.around, inside.step
-            if loop is None or step is None:
-                continue
-            if self._is_of_library(loop):
-                break
-            names = self._names(loop)
-            chunks = re.findall(r"eqg_chunks_of_(\d+)", names)
-            first = re.findall(r"eqg_steps_from_(\d+)", names)
-            if chunks:
-                n_before += step * int(chunks[-1])
-                continue
-            found.append(n_before + (int(first[-1]) if first else 0) + step)
-            n_before = 0
+        """The steps of the loops around an operation. Only the steps that are known: the loop
+        of a solver has a rule, in which another loop runs some steps forward and some backward,
+        and counts both."""
+        found = []
+        for inside in reversed(list(outward(place))):
+            if inside.around is not None and inside.step is not None:
+                if self._is_of_library(inside.around):
+                    break
+                found.append(inside.step)
         return tuple(found)
 
     def _is_of_library(self, loop: Place) -> bool:
@@ -65,33 +53,18 @@ class Derivative:
         is_while = isinstance(structure(loop.eqn), While)
         return is_while and is_in_rule and not rule_line(loop.eqn).file
 
-    def _names(self, loop: Place) -> str:
-        """The names around an equation of the loss, up to the next loop around it."""
-        origin = self.origin(loop)
-        if origin is None:
-            return ""
-        names = str(origin.eqn.source_info.name_stack)
-        for number in reversed(origin.enclosing):
-            if number in origin.loops:
-                break
-            names = f"{self.numbered.origins[number].eqn.source_info.name_stack}/{names}"
-        return names
-
 
 def differentiate(numbered: NumberedLoss) -> Derivative:
     """The derivative in reverse mode; in forward mode, if the loss has no reverse mode."""
-    values = list(numbered.traced.values)
-    n_leaves = len(numbered.traced.leaves)
+    values, n = list(numbered.traced.values), len(numbered.traced.leaves)
+    loss = lambda values: lambda *leaves: numbered(*leaves, *values[n:])
 
     def reverse(values, seed):
-        fixed = values[n_leaves:]
-        value, pullback = jax.vjp(lambda *leaves: numbered(*leaves, *fixed), *values[:n_leaves])
+        value, pullback = jax.vjp(loss(values), *values[:n])
         return value, pullback(seed)
 
     def forward(values, seeds):
-        fixed = values[n_leaves:]
-        fn = lambda *leaves: numbered(*leaves, *fixed)
-        return jax.jvp(fn, tuple(values[:n_leaves]), tuple(seeds))
+        return jax.jvp(loss(values), tuple(values[:n]), tuple(seeds))
 
     seed = jnp.ones_like(numbered.traced.program.out_avals[0])
     try:
@@ -102,7 +75,7 @@ def differentiate(numbered: NumberedLoss) -> Derivative:
         # loop may be in a function with a rule, which has a derivative.
         if "Reverse-mode differentiation does not work" not in str(error):
             raise
-    seeds = [jnp.ones_like(x) for x in values[:n_leaves]]
+    seeds = [jnp.ones_like(x) for x in values[:n]]
     program = jax.make_jaxpr(forward)(values, seeds)
     return Derivative(numbered, program, [*values, *seeds], len(seeds), False)
 
@@ -110,5 +83,5 @@ def differentiate(numbered: NumberedLoss) -> Derivative:
 def line_in_rule(place: Place | None) -> SourceLine:
     """The line of the rule that made an equation, or one around it: the equations of
     `jnp.where` have the line of its first call only."""
-    lines = (rule_line(p.eqn) for p in (place.outward() if place is not None else ()))
+    lines = (rule_line(p.eqn) for p in outward(place))
     return next((line for line in lines if line.file), UNKNOWN)

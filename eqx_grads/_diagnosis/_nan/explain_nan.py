@@ -6,21 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
-import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from ..._errors import bad_argument
 from ..._rules.float_args import as_number
-from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
-from .._zero.gradient import try_gradient
+from ..gradient import trace_gradient
 from ..nan_checks import without_nan_checks
 from ..opaque import no_gradient
 from ..origins import message_of_check, NumberedLoss, raised_error
 from ..progress import doing, showing_progress
-from ..traced_loss import check_no_references, trace_loss
 from .births import Births, is_nonfinite
 from .causes import Cause, causes_of, Kind
 from .cures import DROPPABLE
@@ -35,9 +31,6 @@ _TRIALS = {
     "selected": "`eqg.zero_safe(loss)`",
     "zero": '`eqg.zero_safe(loss, policy="zero")`',
 }
-
-# How long a trial takes, in compilations of the gradient.
-_TRIAL = 3
 
 _NOT_THESE = (
     "`eqg.zero_safe(loss)` was tried, and does not make this gradient finite: a product "
@@ -95,8 +88,8 @@ def explain_nan(
     - `model`: any PyTree. The gradient is taken with respect to all its inexact arrays.
     - `threshold`: also report where a cotangent exceeds this number. A gradient of 1e24 is
         finite, but as harmful.
-    - `seconds`: the time to look for the causes, after one compilation of the gradient. When it
-        is over, the report has what is known, and the call of `zero_safe` that helps.
+    - `seconds`: the time to look for the causes, besides the compilations. When it is over, the
+        report has what is known, and the call of `zero_safe` that helps.
 
     **Returns:**
 
@@ -170,13 +163,7 @@ def _explain(
     tries: bool,
 ) -> NaNReport:
     """- `tries`: whether `zero_safe` is tried."""
-    doing("tracing the loss")
-    traced = trace_loss("explain_nan", loss, model, args, kwargs)
-    check_no_references("explain_nan", loss, traced.program)
-    doing("compiling the gradient")
-    begin = time.monotonic()
-    gradient, error = try_gradient(traced)
-    compiled = time.monotonic()
+    traced, gradient, error = trace_gradient("explain_nan", loss, model, args, kwargs)
     value, bad = float("nan"), list(traced.leaves)
     if gradient is not None:
         is_bad = lambda x: not np.all(np.isfinite(x)) or bool(np.any(np.abs(x) > limit))
@@ -195,8 +182,7 @@ def _explain(
     if gradient is None and error is not None and not is_check:
         raise no_gradient(loss, traced, error) from error
     derivative = differentiate(NumberedLoss(traced))
-    for_births = max(seconds - _TRIAL * (compiled - begin), seconds / 2)
-    births = Births(derivative, threshold, time.monotonic() + for_births)
+    births = Births(derivative, threshold, time.monotonic() + seconds)
     carried = births.run()
     if gradient is None and carried is not None:
         value = float(carried[0].truth)
@@ -206,13 +192,13 @@ def _explain(
             raise raised_error(loss, error) from error
         remarks.append(f"The error of the gradient: {message_of_check(error)}")
     elif carried is None:
-        remarks.append(_OUT_OF_TIME.format(for_births))
+        remarks.append(_OUT_OF_TIME.format(seconds))
     elif not causes and (bad or not np.isfinite(value)):
         remarks.append(_ONLY_COMPILED)
     helps = ""
     if tries and bad and derivative.is_reverse and np.isfinite(value):
         is_finite_with = lambda policy: _is_finite_with(policy, loss, model, args, kwargs)
-        helps, said = _trial(causes, is_finite_with, compiled + seconds)
+        helps, said = _trial(causes, is_finite_with)
         remarks += said
     found = _without_consequences([record_of(births, cause, helps) for cause in causes])
     is_reverse = derivative.is_reverse
@@ -220,19 +206,14 @@ def _explain(
 
 
 def _trial(
-    causes: Sequence[Cause], is_finite_with: Callable[[str], bool], end: float
+    causes: Sequence[Cause], is_finite_with: Callable[[str], bool]
 ) -> tuple[str, list[str]]:
-    """The call of `zero_safe` that makes the gradient finite, and remarks on it.
-
-    - `end`: the time until which others than the first are tried.
-    """
+    """The call of `zero_safe` that makes the gradient finite, and remarks on it."""
     if causes and not any(c.kind in DROPPABLE and c.birth.is_ct for c in causes):
         return "", []
     is_dead = any(c.kind == Kind.DEAD_BRANCH for c in causes)
     policies = ["selected", "zero"] if is_dead or not causes else ["zero"]
     for policy in policies:
-        if time.monotonic() > end and (causes or policy != policies[0]):
-            break
         doing("trying `zero_safe`")
         if is_finite_with(policy):
             call = _TRIALS[policy]
@@ -240,16 +221,14 @@ def _trial(
     return "", [_NOT_THESE] if is_dead else []
 
 
-def _is_finite_with(policy: str, loss, model, args, kwargs) -> bool:
-    """Whether `zero_safe` with this policy makes the compiled gradient finite."""
+def _is_finite_with(policy: str, loss, *args) -> bool:
+    """Whether `zero_safe` with this policy makes the compiled gradient finite. It does not
+    reach into the rule of a `filter_scan`, so the steps are not visible here."""
     safe = zero_safe(loss, policy=policy)
-    rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
-    try:
-        of_arrays = lambda x: safe(rest.tree(x), *args, **kwargs)
-        grads = jax.jit(jax.grad(of_arrays))(arrays)
-    except RuntimeError:  # of a check in the program, such as `eqx.error_if`
+    _, found, _ = trace_gradient("explain_nan", safe, *args, steps_are_visible=False)
+    if found is None or found.error is not None:
         return False
-    return not any(map(is_nonfinite, jax.tree.leaves(grads)))
+    return not any(map(is_nonfinite, found.gradients))
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..._jaxprs.primitives import kind_of
 from ..._jaxprs.structure import CallWithRule, structure
-from ..carried import Place
+from ..carried import outward, Place
 from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..source_lines import (
     called_functions,
@@ -18,13 +18,10 @@ from ..source_lines import (
 )
 from .births import Births
 from .causes import Cause, Kind
-from .cures import cure_of
+from .cures import cure_of, cure_of_input
 from .derivative import line_in_rule
 from .report import NonFinite
 from .zeros import ALIVE, CANCELS, Zero
-
-
-_IN_A_LIBRARY = " The operation is in a library: change what you pass to it."
 
 
 def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
@@ -42,11 +39,27 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     if is_inside and source.place is not None:
         primitive = first_of_rule(source.place)
     rule = "" if is_inside else rule_of(*places)
-    library = where.library
     bad = cause.bad
     first = tuple(map(int, np.argwhere(bad)[0]))
     mask = _mask_fields(births, cause.zero) if _is_zero(cause) else {}
     of = differentiated(numbered, origin) if origin and not is_inside else ""
+    is_masked = cause.kind in (Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT)
+    is_input = is_masked and source.is_outside and source.is_nan
+    if is_input or cause.kind in (Kind.INPUT, Kind.INFINITE_INPUT):
+        cure = cure_of_input(cause.kind, holder, leaf)
+    else:
+        cure = cure_of(
+            cause.kind,
+            next((x for x in (of, primitive) if x.startswith("safe.")), of or primitive),
+            helps,
+            is_value=cause.is_value and not of,
+            mask=mask.get("mask", ""),
+            calls=names_of_calls(numbered, origin, *places) if origin else (),
+            is_rule=bool(rule) and origin is not None and _has_rule(origin),
+            is_in_derivative=origin is not None and is_in_derivative(numbered.origins, origin),
+        )
+    if where.library and not is_inside and not helps:
+        cure += " The operation is in a library: change what you pass to it."
     return NonFinite(
         **where.fields(),
         kind=str(cause.kind),
@@ -56,26 +69,13 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
         derivative_of=of,
         path=origin.path if origin else "",
         step=derivative.steps_of(birth.place),
-        count=cause.n_steps,
+        count=len(cause.steps),
         is_forward=cause.is_value,
         rule=rule,
         index=first,
         shape=bad.shape,
         n_bad=int(bad.sum()),
-        cure=cure_of(
-            cause.kind,
-            next((x for x in (of, primitive) if x.startswith("safe.")), of or primitive),
-            helps,
-            is_value=cause.is_value and not of,
-            mask=mask.get("mask", ""),
-            calls=names_of_calls(numbered, origin, *places) if origin else (),
-            holder=holder,
-            leaf=leaf,
-            is_rule=bool(rule) and origin is not None and _has_rule(origin),
-            is_nan_operand=source.is_outside and source.is_nan,
-            is_in_derivative=origin is not None and is_in_derivative(numbered.origins, origin),
-        )
-        + _IN_A_LIBRARY * (bool(library) and not is_inside and not helps),
+        cure=cure,
         **mask,
     )
 
@@ -142,7 +142,7 @@ def names_of_calls(numbered: NumberedLoss, origin: Origin, *places: Place | None
     """The functions of JAX that an operation is in, such as `softmax`, outermost first."""
     eqns = [o.eqn for o in reversed(numbered.around(origin))]
     if line_in_rule(places[0]).file:
-        around = [p for place in places if place is not None for p in place.outward()]
+        around = [p for place in places for p in outward(place)]
         eqns += [p.eqn for p in reversed(around)]
     names: list[str] = []
     for eqn in eqns:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..._jaxprs.primitives import linear_operands, MULTILINEAR
-from .._programs.pairs import is_inexact
-from ..carried import Place
+from ..carried import outward, Place
+from ..pairs import is_inexact
 from .derivative import Derivative
 
 
@@ -40,8 +40,7 @@ class Zeros:
         self._numbers: dict[Any, int] = {}
 
     def number(self, why: int, place: Place | None) -> int:
-        around = place.outward() if place is not None else ()
-        key = (why, *((id(p.eqn), p.step) for p in around))
+        key = (why, *((id(p.eqn), p.step) for p in outward(place)))
         if key not in self._numbers:
             self._numbers[key] = len(self.found)
             self.found.append(Zero(why, place))

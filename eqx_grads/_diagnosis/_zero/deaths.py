@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from ..._jaxprs.evaluate import bind, restricted
 from ..._jaxprs.interpret import Domain, interpret
@@ -30,8 +29,8 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from .._programs.pairs import differentiable_pairs, is_inexact, operands_of_outputs
-from ..carried import AbstractCarrier, enter, Place, walk
+from ..carried import AbstractCarrier, enter, outward, Place
+from ..pairs import differentiable_pairs, is_inexact, operands_of_outputs
 from ..source_lines import is_of_jax
 
 
@@ -73,9 +72,6 @@ class Deaths(AbstractCarrier[Fact]):
 
     def __init__(self):
         self._found: dict[tuple[Any, ...], Death] = {}
-
-    def run(self, program: ClosedJaxpr, facts: Sequence[Fact]) -> list[Fact]:
-        return walk(program, facts, self)
 
     def constant(self, x):
         return Fact(jnp.asarray(x))
@@ -139,13 +135,13 @@ class Deaths(AbstractCarrier[Fact]):
     def _causes(self, place, k, values, died: Died) -> Died:
         """The deaths of a tangent that is lost in an operation. A function of JAX is one
         operation, unless a single one in it is the cause."""
-        within = {d for d in died if any(p.eqn is place.eqn for p in d.place.outward())}
+        within = {d for d in died if any(p.eqn is place.eqn for p in outward(d.place))}
         if within and not (isinstance(structure(place.eqn), Call) and len(within) > 1):
             return died
         return died - within | {self._death(place, k, values)}
 
     def _death(self, place: Place, k: int, values: Sequence[Fact]) -> Death:
-        around = list(place.outward())
+        around = list(outward(place))
         key = (k, *(id(p.eqn) for p in around))
         death = self._found.setdefault(key, Death(place, k, values))
         death.step = tuple(p.step for p in reversed(around) if p.step is not None)

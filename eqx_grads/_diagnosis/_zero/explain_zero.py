@@ -2,33 +2,38 @@
 
 import dataclasses
 import functools as ft
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from ..._jaxprs.dependence import free_variables
-from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import ZeroSafe
-from .._programs.pairs import is_inexact
-from ..carried import Place
+from .._nan.births import Births, labels_of, Value
+from .._nan.derivative import differentiate
+from .._nan.zeros import CANCELS
+from ..carried import outward, Place, walk
+from ..gradient import change_along, directions, Gradient, rounding_errors, trace_gradient
 from ..nan_checks import without_nan_checks
 from ..opaque import no_gradient
 from ..origins import is_in_derivative, NumberedLoss, Origin
+from ..pairs import is_inexact
 from ..parameters import remark_on_parameters
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..source_lines import is_stop_gradient, safe_function
-from ..traced_loss import check_no_references, trace_loss, TracedLoss
+from ..traced_loss import TracedLoss
 from .advice import at_values, CURES, is_truncation, without_derivative
 from .deaths import Death, Deaths, Died, Fact
-from .gradient import change_along, directions, Gradient, rounding_errors, try_gradient
 from .kinds import kind_of_death, NO_DERIVATIVE
 from .report import ZeroGradient, ZeroReport
+
+
+# The time to find where a cotangent ends in reverse mode.
+_SECONDS = 30.0
 
 
 @showing_progress("explain_zero")
@@ -110,11 +115,7 @@ def explain_zero(
     """
     # The equations that `zero_safe` adds are not the user's, and have no line.
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
-    doing("tracing the loss")
-    traced = trace_loss("explain_zero", below, model, args, kwargs)
-    check_no_references("explain_zero", below, traced.program)
-    doing("compiling the gradient")
-    gradient, error = try_gradient(traced)
+    traced, gradient, error = trace_gradient("explain_zero", below, model, args, kwargs)
     report = explain_traced(below, traced, gradient, error)
     remarks, found = list(report.remarks), list(report.found)
     bad, noise = (show_list(list(names), 8) for names in (report.not_finite, report.noise))
@@ -122,12 +123,13 @@ def explain_zero(
         safe = "" if below is loss else " without `zero_safe`"
         remarks.append(f"The gradient of {bad} is not finite{safe}: see `eqg.explain_nan`.")
     if bad and below is not loss:
-        rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
-        gradients = jax.grad(lambda x: loss(rest.tree(x), *args, **kwargs))(arrays)
+        options = {"steps_are_visible": False}  # what the loss itself does
+        _, dropping, _ = trace_gradient("explain_zero", loss, model, args, kwargs, **options)
+        gradients = [] if dropping is None else dropping.gradients
         kind = "dropped by zero_safe"
         found += [
             ZeroGradient(leaf=leaf, kind=kind, cure=CURES[kind])
-            for leaf, g in zip(traced.leaves, gradients, strict=True)
+            for leaf, g in zip(traced.leaves, gradients, strict=False)
             if leaf in report.not_finite and not np.any(g)
         ]
     if noise:
@@ -162,11 +164,11 @@ def explain_traced(
     error: Exception | None = None,
 ) -> ZeroReport:
     """The report on a loss whose gradient is known, or raises this error."""
-    sized = [i for i in range(len(traced.leaves)) if traced.values[i].size]
-    explanation, remarks = _Explanation(traced, gradient), []
     if gradient is None:
         assert error is not None
         raise no_gradient(loss, traced, error) from error
+    sized = [i for i in range(len(traced.leaves)) if traced.values[i].size]
+    remarks = []
     if gradient.error is not None:
         why = ": ".join([type(gradient.error).__name__, *str(gradient.error).splitlines()[:1]])
         remarks.append(
@@ -177,10 +179,10 @@ def explain_traced(
         remarks += _dead_units(traced, gradient)
     bad = [i for i in sized if not np.all(np.isfinite(gradient.gradients[i]))]
     zero = [i for i in sized if i not in bad and not np.any(gradient.gradients[i])]
-    found = []
+    explanation, found = _Explanation(traced, gradient, zero), []
     for i in zero:
         doing("looking at leaf", i, len(traced.leaves))
-        found += explanation.records(i, zero)
+        found += explanation.records(i)
     noise = {traced.leaves[i]: x for i, x in rounding_errors(traced, gradient).items()}
     not_finite = [traced.leaves[i] for i in bad]
     return ZeroReport(found, len(sized), remarks, noise, not_finite)
@@ -189,39 +191,34 @@ def explain_traced(
 class _Explanation:
     """The causes of zero gradients in one loss."""
 
-    def __init__(self, traced: TracedLoss, gradient: Gradient | None):
+    def __init__(self, traced: TracedLoss, gradient: Gradient, zero: Sequence[int]):
         self.traced, self._gradient = traced, gradient
         self._died: dict[int, Died] = {}
         self._directions = directions(traced)
-        self.moving: set[int] = set()
+        self._moving: set[int] = set()
+        program = traced.program.jaxpr
+        used = set(free_variables(program.eqns, program.outvars)) if zero else ()
+        self._follow([i for i in zero if program.invars[i] in used])
 
     @ft.cached_property
     def _numbered(self) -> NumberedLoss:
         return NumberedLoss(self.traced)
 
-    @ft.cached_property
-    def _origins(self) -> dict[tuple[int, ...], Origin]:
-        numbered = self._numbered
-        key = lambda origin: tuple(id(o.eqn) for o in numbered.around(origin))
-        return {key(o): o for o in numbered.origins}
-
-    def records(self, leaf: int, zero: Sequence[int]) -> list[ZeroGradient]:
+    def records(self, leaf: int) -> list[ZeroGradient]:
         """The causes of one leaf with a zero gradient."""
-        if not self._died and not self.moving:
-            program = self.traced.program.jaxpr
-            used = set(free_variables(program.eqns, program.outvars))
-            self.follow([i for i in zero if program.invars[i] in used])
         name = self.traced.leaves[leaf]
-        if leaf in self.moving:
-            # Exactly zero in reverse mode only: in forward mode, a rounding error remains.
-            return [ZeroGradient(leaf=name, kind="canceled", cure=CURES["canceled"])]
+        if leaf in self._moving:
+            # Zero in reverse mode only. In forward mode, a rounding error or a number remains.
+            kind = "underflow" if self._underflows(leaf) else "canceled"
+            where = self._end_of_cotangent(leaf)
+            return [ZeroGradient(leaf=name, kind=kind, cure=CURES[kind], **where)]
         if leaf not in self._died:
             consts = self.traced.program.consts
             is_closed_over = any(x is self.traced.values[leaf] for x in consts)
             kind = "closed over" if is_closed_over else "never used"
             return [ZeroGradient(leaf=name, kind=kind, by_structure=True, cure=CURES[kind])]
         records = self._records_of(leaf, self._died[leaf])
-        note = "" if self._gradient is None else other_side(self.traced, self._gradient, leaf)
+        note = other_side(self.traced, self._gradient, leaf)
         return [dataclasses.replace(r, elsewhere=note) for r in records]
 
     def _records_of(self, leaf: int, died: Died) -> list[ZeroGradient]:
@@ -231,12 +228,14 @@ class _Explanation:
             last[key] = max(last.get(key, death), death, key=lambda d: d.step)
         found = [(self._record(leaf, death), death) for death in last.values()]
         # In a loop, a value that is zero in some steps is not a cause if all steps end anyway.
-        places = lambda d: [p for p in d.place.outward() if p.around is not None]
-        loops = lambda d: {id(p.around.eqn) for p in places(d) if p.step is not None}
+        places = lambda d: [
+            (id(p.around.eqn), p.step) for p in outward(d.place) if p.around is not None
+        ]
+        loops = lambda d: {eqn for eqn, step in places(d) if step is not None}
         cut = set().union(*(loops(d) for r, d in found if r.by_structure))
         found = [(r, d) for r, d in found if r.by_structure or not loops(d) & cut]
         # Where one is inside of another, it says more.
-        around = {id(p.around.eqn) for _, d in found for p in places(d)}
+        around = {eqn for _, d in found for eqn, _ in places(d)}
         found = [(r, d) for r, d in found if id(d.place.eqn) not in around]
         if not all(r.by_structure for r, _ in found):
             # An operation that only decides is not a cause if values end a derivative.
@@ -250,30 +249,50 @@ class _Explanation:
             records = [r for r in records if r.kind == kind][:1] or records
         return list(dict.fromkeys(records))
 
-    def follow(self, leaves: Sequence[int]) -> None:
+    def _follow(self, leaves: Sequence[int]) -> None:
         """Find the deaths of leaves. Many leaves are followed as one, and in halves if they
         have several deaths."""
-        loss = self._run(leaves) if leaves else Fact(None)
-        is_one = loss.t is None and len({id(d.place.eqn) for d in loss.died}) == 1
-        if len(leaves) > 1 and not is_one:
-            self.follow(leaves[: len(leaves) // 2])
-            self.follow(leaves[len(leaves) // 2 :])
-        elif loss.t is not None:
-            self.moving.update(leaves)
-        elif loss.died:
-            self._died.update(dict.fromkeys(leaves, loss.died))
-
-    def _run(self, leaves: Sequence[int]) -> Fact:
-        """The loss, with the deaths of a tangent in these leaves."""
+        if not leaves:
+            return
         pairs = enumerate(zip(self.traced.values, self.traced.inputs, strict=True))
         along = lambda i: self._directions[i] if i in leaves else None
         facts = [Fact(x, along(i), made=name) for i, (x, name) in pairs]
-        return Deaths().run(self.traced.program, facts)[0]
+        loss = walk(self.traced.program, facts, Deaths())[0]
+        is_one = loss.t is None and len({id(d.place.eqn) for d in loss.died}) == 1
+        if len(leaves) > 1 and not is_one:
+            self._follow(leaves[: len(leaves) // 2])
+            self._follow(leaves[len(leaves) // 2 :])
+        elif loss.t is not None:
+            self._moving.update(leaves)
+        elif loss.died:
+            self._died.update(dict.fromkeys(leaves, loss.died))
 
     # ------------------------------------------------------------ a record
 
+    @ft.cached_property
+    def _backward(self) -> tuple[Births, list[Value] | None]:
+        births = Births(differentiate(self._numbered), None, time.monotonic() + _SECONDS)
+        return births, births.run()
+
+    def _underflows(self, leaf: int) -> bool:
+        """Whether the gradient of a larger multiple of the loss is not zero."""
+        most = jnp.finfo(self.traced.program.out_avals[0].dtype).maxexp
+        scales = (2.0 ** (most * i // 16) for i in (2, 4, 8, 12))
+        scaled = (self._gradient.at(self.traced.values, s)[1][leaf] for s in scales)
+        is_alive = lambda g: bool(np.any(np.isfinite(g) & (g != 0)))
+        return self._gradient.can_move and any(map(is_alive, scaled))
+
+    def _end_of_cotangent(self, leaf: int) -> dict[str, Any]:
+        """The fields of a record that say where a cotangent becomes zero in reverse mode."""
+        births, outs = self._backward
+        if outs is None or not births.derivative.is_reverse:
+            return {}
+        zeros = [births.zeros.found[label] for label in labels_of(outs[1 + leaf].zero)]
+        origins = (births.derivative.origin(z.place) for z in zeros if z.why == CANCELS)
+        return next((origin.fields() for origin in origins if origin is not None), {})
+
     def _origin_of(self, place: Place) -> Origin:
-        return self._origins[tuple(id(p.eqn) for p in place.outward())]
+        return self._numbered.origin_at([p.eqn for p in outward(place)][::-1])
 
     def _record(self, leaf: int, death: Death) -> ZeroGradient:
         origin = self._origin_of(death.place)
@@ -290,15 +309,17 @@ class _Explanation:
             made = origin if factor is None else self._made(factor)
             if factor is not None and kind == "multiplied by zero":
                 detail = self._factor(made)
+            elif kind in ("dead units", "saturated"):
+                moves = (self._made(f) for f in death.values if f.t is not None)
+                before = next((x.path for x in moves if not isinstance(x, str)), "")
+                detail = f"after `{before}`" if before not in ("", origin.path) else ""
             is_of_leaf = made in self.traced.inputs[: len(self.traced.leaves)]
             safe = self._safe_function(origin, made)
             cure = at_values(kind, origin, is_of_leaf=is_of_leaf, safe=safe)
         return ZeroGradient(
             leaf=self.traced.leaves[leaf],
             kind=kind,
-            **origin.source.fields(),
-            primitive=origin.primitive,
-            path=origin.path,
+            **origin.fields(),
             step=() if by_structure else death.step,
             detail=detail,
             by_structure=by_structure,

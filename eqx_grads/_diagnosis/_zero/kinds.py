@@ -13,7 +13,7 @@ import numpy as np
 
 from ..._jaxprs.primitives import kind_of
 from ..._jaxprs.structure import CallWithRule, Cond, holds, Scan, structure, While
-from .._programs.pairs import is_inexact
+from ..pairs import is_inexact
 from ..source_lines import is_of_jax
 from .deaths import Death, Fact, is_alive, push
 

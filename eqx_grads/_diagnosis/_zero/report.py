@@ -24,7 +24,7 @@ class ZeroGradient(AbstractRecord):
     are `"never used"`, `"argmax"`, `"rounding"`, `"multiplied by zero"`, `"dead units"` and
     others, which the documentation lists. Also:
 
-    - `detail`: the factor that is zero, if it is one.
+    - `detail`: the factor that is zero, or the layer before dead units, if known.
     - `by_structure`: whether the gradient is zero for all values of model and arguments.
     - `elsewhere`: what the loss does at a kink, on the other side, or over longer steps.
     """

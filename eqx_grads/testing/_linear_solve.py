@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from ..._jaxprs.evaluate import enter, Run
-from ..._jaxprs.versions import as_closed
+from .._jaxprs.evaluate import enter, Run
+from .._jaxprs.versions import as_closed
 
 
 def is_linear_solve(eqn: Any) -> bool:

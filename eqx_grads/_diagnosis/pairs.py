@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxprs.evaluate import function_of
-from ..._jaxprs.interpret import Domain, interpret, interpret_equation
-from ..._jaxprs.primitives import JOINTLY_LINEAR, kind_of
+from .._jaxprs.evaluate import function_of
+from .._jaxprs.interpret import Domain, interpret, interpret_equation
+from .._jaxprs.primitives import JOINTLY_LINEAR, kind_of
 
 
 # ---------------------------------------------------------------- dependence
@@ -71,10 +71,7 @@ def differentiable_pairs(eqn: Any, operands: Set[int]) -> list[set[int]] | None:
     pairs: list[set[int]] = [set() for _ in eqn.outvars]
     if not moving or not outs:
         return pairs
-    modes = [True, False]
-    if eqn.primitive.name == "custom_jvp_call":
-        modes.reverse()  # as it takes half the time
-    for is_reverse in modes:
+    for is_reverse in (True, False):
         try:
             found = _pairs_of_mode(eqn, moving, outs, is_reverse)
         except Exception:  # whatever a rule raises where it does not have this mode

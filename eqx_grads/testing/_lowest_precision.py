@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from ..._jaxprs.interpret import Domain, interpret
-from ..._jaxprs.structure import CallWithRule, primal_program
-from .in_float64 import is_opaque
-from .pairs import is_inexact
+from .._diagnosis.in_float64 import is_opaque
+from .._diagnosis.pairs import is_inexact
+from .._jaxprs.interpret import Domain, interpret
+from .._jaxprs.structure import CallWithRule, primal_program
 
 
 def lowest_precisions(program: ClosedJaxpr, *, opaque: bool = False) -> list[np.dtype | None]:

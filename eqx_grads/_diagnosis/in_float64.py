@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from ..._jaxprs.evaluate import bind, enter, evaluate
-from ..._jaxprs.structure import (
+from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.structure import (
     Cond,
     inner_programs,
     LinearCall,
