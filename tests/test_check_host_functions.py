@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_grads._diagnosis._programs.lowest_precision import lowest_precisions
 from eqx_grads.testing._differences import directional
+from eqx_grads.testing._lowest_precision import lowest_precisions
 
 
 pytestmark = pytest.mark.x64
