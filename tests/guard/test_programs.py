@@ -43,7 +43,7 @@ SEEDS = (
 
 
 def test_all_productions():
-    assert not missing(chosen_batches(SEEDS))
+    assert not missing(chosen_batches(SEEDS), 3_000)
 
 
 @pytest.mark.parametrize(
