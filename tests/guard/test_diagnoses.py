@@ -139,7 +139,7 @@ def test_gradients_that_are_rounding_errors(slope, is_rounding):
     assert any("['a'] is not exactly zero" in text for text in report.remarks) == is_rounding
 
 
-# ---------------------------------------------------------------- gradient_flow and probe
+# ---------------------------------------------------------------- gradient_flow
 
 
 class Scale(eqx.Module):
@@ -180,23 +180,6 @@ def test_gradient_flow_of_a_gradient_that_is_not_finite():
     assert np.isnan(flow["step"]).all()
     flow = eqg.gradient_flow(loss, chain, jnp.array([4.0, 1.0]))
     np.testing.assert_allclose(flow["step"], np.hypot(0.25, 0.5) * np.ones(2), rtol=1e-6)
-
-
-def test_the_statistics_of_a_gradient():
-    ct = np.array([3.0, -4.0, np.nan, np.inf, 0.5], "float32")
-    loss = lambda slot, x: jnp.sum(eqg.probe(x, slot) * ct)
-    found = jax.grad(loss)(eqg.GradientStatistics(), jnp.ones(5))
-    kept = ct[np.isfinite(ct)]
-    np.testing.assert_allclose(found.norm, np.linalg.norm(kept), rtol=1e-6)
-    assert (found.max, found.nonfinite, found.steps) == (4.0, 2.0, 1.0)
-
-    def looped(slot, x):
-        return scan(lambda h, _: (eqg.probe(2 * h, slot), None), x, jnp.zeros(3))[0].sum()
-
-    found = jax.grad(looped)(eqg.GradientStatistics(), jnp.ones(4))
-    assert (found.norm, found.max, found.steps) == (2.0 * (1 + 2 + 4), 7.0, 3.0)
-    np.testing.assert_allclose(found.mean_norm, 14 / 3, rtol=1e-6)
-    np.testing.assert_allclose(found.mean_max, 7 / 3, rtol=1e-6)
 
 
 # ---------------------------------------------------------------- explain_memory

@@ -121,6 +121,7 @@ SELECTIONS = [
     lambda x: jax.lax.dynamic_update_slice(jnp.sqrt(x), x[1:], (0,)),
     lambda x: jax.lax.pad(jnp.sqrt(x), jnp.array(0.0), [(-1, 1, 1)]),
     lambda x: jnp.split(jnp.sqrt(x), [1])[1],
+    lambda x: jax.lax.select(x[2] > 9, jnp.log(x), x)[1:],
     lambda x: jax.ops.segment_sum(jnp.log(x), jnp.array([7, 1, 1]), 2),
     lambda x: jax.ops.segment_max(jnp.sqrt(x), jnp.array([1, 1, 0]), 2),
     lambda x: jnp.zeros(2).at[jnp.array([1, 1, 0])].min(-jnp.sqrt(x)),

@@ -12,7 +12,7 @@ from typing import Any
 
 from .cases import Batch, Case
 from .chains import Step
-from .draw import COSTS, LONG, one_case
+from .draw import LONG, one_case
 from .functions import Function, Node
 from .rules import only_in_reverse
 from .scans import Scan
@@ -167,39 +167,18 @@ def _modes(chain: Sequence[Step]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _cost(case: Case, batch: Batch) -> float:
-    cost = 2.0 if isinstance(case.program, Scan) else 1.0
-    for step in case.chain:
-        cost *= COSTS.get(step.name, 1.0)
-    return (3.0 + cost) * (3.0 if batch.eager or batch.leaks else 1.0)
-
-
-def choose(pool: int, n_cases: int) -> list[int]:
-    """The seeds, of so many, whose cases have the most productions for what they cost."""
+def choose(pool: int) -> list[int]:
+    """Seeds, of so many, whose cases have all productions: rare ones first."""
     found = {seed: one_case(seed) for seed in range(pool)}
     have = {seed: productions(batch.cases[0], batch) for seed, batch in found.items()}
-    wanted, counts = set[Any]().union(*have.values()), Counter[Any]()
-    costs = {seed: _cost(batch.cases[0], batch) for seed, batch in found.items()}
-    n_having = Counter[Any](p for ps in have.values() for p in ps)  # rare ones first
-    chosen: list[int] = []
-
-    def take():
-        values = {p: 32.0 ** -counts[p] / n_having[p] ** 0.5 for p in wanted}
+    counts, chosen = Counter[Any](p for ps in have.values() for p in ps), list[int]()
+    while counts:
         worth = {
-            k: sum(map(values.__getitem__, ps)) / costs[k] ** 0.25 for k, ps in have.items()
+            seed: sum(counts[p] ** -0.5 for p in ps if p in counts) for seed, ps in have.items()
         }
-        best = max(have.keys() - set(chosen), key=lambda k: (worth[k], k))
-        counts.update(have[best])
-        chosen.append(best)
-
-    while any(counts[p] == 0 for p in wanted):
-        take()
-    for seed in tuple(chosen):
-        if all(counts[p] > 1 for p in have[seed]):  # the later ones have all of it
-            counts.subtract(have[seed])
-            chosen.remove(seed)
-    while len(chosen) < n_cases:
-        take()
+        chosen.append(max(worth, key=worth.__getitem__))
+        for production in have[chosen[-1]]:
+            counts.pop(production, None)
     return sorted(chosen)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from .entry import entry, Nasty, ORDERS
+from .entry import entry, Nasty
 
 
 A, INF, NAN = np.array, np.inf, np.nan
@@ -108,14 +108,6 @@ entry(
     garbage=(on_leaves(lambda m, x: np.where(m, x, NAN), MASKS, MASKED),),
     counts=lambda out: on_leaves(lambda m, x: np.broadcast_to(m, x.shape), MASKS, out),
     complex_args=(COMPLEX | {"c": Z * 1j},),
-    **LINEAR,
-)
-entry(
-    "mask_gradient: a mask that depends on x",
-    lambda x: eqg.mask_gradient(x, x < 1),
-    X,
-    plain=forward(lambda t: t * A([1, 1, 0]).astype(t.dtype)),
-    transforms=False,
     **LINEAR,
 )
 
@@ -405,28 +397,15 @@ def selections_plain(x, y):
     return root, log, y[1:] / x[1:]
 
 
-def in_loops(x, y):
-    """Also of `cond`, which is a `select` under `vmap`."""
-    step = lambda c, xy: (c + jnp.where(xy[0] > 0, xy[1] / xy[0], xy[1]), c * xy[1])
-    root = lambda x, y: jax.lax.cond(x > 0, lambda: jnp.sqrt(x) * y, lambda: y)
-    total, sums = jax.lax.scan(step, jnp.zeros((), x.dtype), (x, y))
-    return total, sums, jax.vmap(root)(x, y)
-
-
-def in_loops_plain(x, y):
-    taken = jnp.where(UP, x, 1)
-    before = jnp.cumsum(y / taken) - y / taken
-    return jnp.sum(y / taken), before * y, jnp.sqrt(taken) * y
-
-
 ZERO, Y = A([0.0, -1.2, -0.8, 0.9]), A([1.3, -0.6, 0.9, 0.4])
-for _name, _fn, _plain, _orders in (
-    ("zero_safe", selections, selections_plain, ORDERS),
-    ("zero_safe: in loops", in_loops, in_loops_plain, FIRST),
-):
-    _options = {"tolerance32": 1e-3, "costs": False, "transforms": _orders is ORDERS}
-    _options |= {"plain": _plain, "orders": _orders, "nasty": [Nasty(ZERO, Y)]}
-    entry(_name, eqg.zero_safe(_fn), ZERO - A([0.5, 0, 0, 0]), Y, **_options)
+entry(
+    "zero_safe",
+    *(eqg.zero_safe(selections), ZERO - A([0.5, 0, 0, 0]), Y),
+    plain=selections_plain,
+    nasty=[Nasty(ZERO, Y)],
+    tolerance32=1e-3,
+    costs=False,
+)
 entry(
     "zero_safe: an exact zero wins",
     eqg.zero_safe(lambda x: jnp.sqrt(x) ** 2, policy="zero"),
@@ -434,42 +413,4 @@ entry(
     plain=lambda x: x,
     transforms=False,
     nasty=[edge(([0.0, 4.0],), [0.0, 4.0], [0.0, 1.0])],
-)
-
-
-def after_a_bounce(height, gravity, restitution):
-    """The state at a second, of a ball that was dropped."""
-    t = jnp.sqrt(2 * height / gravity)
-    y = {"height": jnp.zeros_like(t), "velocity": -jnp.sqrt(2 * height * gravity)}
-    reset = lambda t, y: y | {"velocity": -restitution * y["velocity"] + 0.1 * t}
-    field = lambda t, y: {"height": y["velocity"], "velocity": -gravity}
-    time, y = eqg.jump(reset, y, field, t)
-    # The time is a number, and the state has all of the derivative.
-    rest, v = 1 - jax.lax.stop_gradient(time), y["velocity"]
-    return y["height"] + v * rest - gravity * rest**2 / 2, v - gravity * rest
-
-
-def after_a_bounce_closed_form(height, gravity, restitution):
-    t = jnp.sqrt(2 * height / gravity)
-    v, rest = restitution * jnp.sqrt(2 * height * gravity) + 0.1 * t, 1 - t
-    return v * rest - gravity * rest**2 / 2, v - gravity * rest
-
-
-def new_field(position, speed):
-    """A particle that is faster beyond one, with no reset; one part of the state is fixed."""
-    t = (1 - position) / speed
-    time, y = eqg.jump(
-        None, (jnp.ones_like(t), position), lambda t, y: (2 * t * speed, None), t
-    )
-    return y[0] + speed * (4 - time**2), y[1]
-
-
-BALL = A(3.0), A(9.8), A(0.8)
-entry("jump: in closed form", after_a_bounce, *BALL, plain=after_a_bounce_closed_form)
-entry(
-    "jump: no reset",
-    new_field,
-    *(A(0.3), A(0.5)),
-    plain=lambda p, speed: (1 + speed * (4 - ((1 - p) / speed) ** 2), p),
-    transforms=False,
 )

@@ -153,23 +153,6 @@ entry(
 )
 
 
-def of_gradient(h, xs, w, b):
-    halve = lambda h: eqg.scale_gradient(h, 0.4)
-    carry, ys = eqg.filter_scan(tanh_step(w, b), h, xs, carry_gradient=halve, checkpoint=3)
-    again = eqg.filter_scan(lambda n, _: (n + 1, 2.5 * w[0]), 0, length=4)
-    return carry, ys, again
-
-
-def of_gradient_plain(h, xs, w, b):
-    step, halve = tanh_step(w, b), lambda h: 0.4 * h + jax.lax.stop_gradient(0.6 * h)
-    carry, ys = jax.lax.scan(lambda h, x: step(halve(h), x), h, xs)
-    return carry, ys, (jnp.array(4), jnp.stack([2.5 * w[0]] * 4))
-
-
-entry(
-    "filter_scan: carry_gradient", of_gradient, *arguments(7), plain=of_gradient_plain, **FIRST
-)
-
 # ---------------------------------------------------------------- online
 
 

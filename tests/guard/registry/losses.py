@@ -252,17 +252,3 @@ entry(
     orders=VJP,
     **ONLY,
 )
-
-
-def moduli(xs, w):
-    """Of complex data, with a real weight."""
-    return jnp.sum(jnp.abs(jnp.tanh(xs @ w.astype(xs.dtype))) ** 2)
-
-
-entry(
-    "losses.chunked: of complex data",
-    *(chunked(moduli, chunk=2, axis=(0, None)), normal(5, 2) + 1j * normal(5, 2), normal(2)),
-    plain=moduli,
-    orders=FIRST,
-    **ONLY,
-)

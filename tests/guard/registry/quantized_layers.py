@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
+from . import straight_through as formulas
 from .entry import entry
 from .over_time import CHEAP, draws
 
@@ -27,23 +28,12 @@ def limits(bits, signed=True, narrow=False):
 
 
 def fake_quantize(x, scale, low, high):
-    """Jacob et al. (2018). Straight through where the rounded number is in the range."""
-    u = x / scale
-    q = stop(jnp.round(u))
-    inside = (low <= q) & (q <= high)
-    return jnp.where(inside, u + stop(q - u), jnp.clip(q, low, high)) * scale
+    return formulas.fake_quantize(low, high, x, scale, 0 * scale)
 
 
 def lsq(x, scale, low, high, gain=None):
-    """Esser et al. (2020). Straight through where the number is in the range."""
-    if gain is None:
-        gain = 1 / np.sqrt(x.size / scale.size * high)
-    u = x / scale
-    inside = (low < u) & (u < high)
-    bound = jnp.round(jnp.clip(stop(u), low, high))
-    scaled = gain * scale + stop(scale - gain * scale)
-    error = jnp.where(inside, stop(bound - u), bound) * scaled
-    return jnp.where(inside, x, 0) + error
+    gain = 1 / np.sqrt(x.size / scale.size * high) if gain is None else gain
+    return formulas.lsq(gain, low, high, x, scale)
 
 
 def absmax(x, high, axis=None):

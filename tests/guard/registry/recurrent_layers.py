@@ -11,7 +11,7 @@ import jax.random as jr
 import numpy as np
 
 from .entry import entry
-from .over_time import CHEAP, draws, enter, layer, plain, with_arrays
+from .over_time import CHEAP, draws, enter, layer, plain
 
 
 nn = eqg.nn
@@ -271,18 +271,6 @@ for checkpoint, state in ((None, None), (3, two_states(2)), ("sqrt", two_states(
     args = normal(7, 2, 2), OSCILLATOR, state, np.array([7, 4]), None
     options = {**CHEAP, "time_major": True, "plain": reference}
     enter(f"nn.Recurrent: checkpoint={checkpoint}", fn, *args, **options)
-
-
-def of_eqx_cell(xs, arrays):
-    made = nn.Recurrent(eqx.nn.LSTMCell(2, 3, key=jr.key(0)))
-    return with_arrays(made, ((arrays,),))(xs)
-
-
-entry(
-    "nn.Recurrent: a cell of Equinox", of_eqx_cell, normal(5, 2),
-    cells_of("LSTM", [2], 3)[0][0],
-    plain=lambda xs, c: plain(lstm_step, zero_pair)(xs, ((c,),)), **CHEAP,
-)
 
 
 def outputs(last, reverse, xs, cells):

@@ -108,29 +108,6 @@ rule(
 )
 
 
-def of_captured(x, y):
-    """Functions and rules close over traced values; the residual of one is a function."""
-    fn = eqg.custom_jvp(lambda x: jnp.sin(x) * y)
-    fn.def_jvp(lambda p, t: (fn(*p), jnp.cos(p[0]) * y * t[0]))
-    body = eqg.custom_vjp(lambda x: jnp.sin(x) * c)
-    c = 2 * y
-    body.def_fwd(lambda x: (body(x), lambda: jnp.cos(x) * c))
-    body.def_bwd(lambda slope, ct: (slope() * ct,))
-    return jax.lax.scan(lambda s, z: (s + fn(z), body(z) + s), jnp.zeros_like(x[0]), x)
-
-
-def of_captured_plain(x, y):
-    y = const(y)
-    return jnp.sum(jnp.sin(x)) * y, (jnp.cumsum(jnp.sin(x)) + jnp.sin(x)) * y
-
-
-rule(
-    "custom_jvp: captured arrays",
-    *(lambda x, y: of_captured(x, const(y)), of_captured_plain, X, S),
-    smooth=of_captured_plain,
-    transforms=True,
-)
-
 # ---------------------------------------------------------------- reverse rules
 
 
@@ -423,7 +400,33 @@ rule(
     orders=FIRST,
     transforms=True,
 )
-jax_vjp = eqg.jax_custom_vjp(sin_times, nondiff_argnums=(2,))
+SymbolicZero = jax.custom_derivatives.SymbolicZero
+is_zero = lambda t: isinstance(t, SymbolicZero)
+# What is no argument of the rule comes first, whatever was its place.
+named = eqg.jax_custom_jvp(
+    lambda n, x, fn, y: fn(x) * y**n, nondiff_argnums=0, nondiff_argnames="fn"
+)
+
+
+@ft.partial(named.defjvp, symbolic_zeros=True)
+def named_rule(n, fn, primals, ts):
+    """Three times the derivative if only `x` is perturbed."""
+    (x, y), (t_x, t_y) = primals, ts
+    zero = jnp.zeros_like(x)
+    d_x, d_y = slopes(x, y, n)
+    of_x = zero if is_zero(t_x) else d_x * t_x
+    return fn(x) * y**n, 3 * of_x if is_zero(t_y) else of_x + d_y * t_y
+
+
+rule(
+    "jax_custom_jvp: symbolic zeros and a name",
+    lambda x, y: (named(3, x, jnp.sin, y), named(n=2, x=x, y=const(y), fn=jnp.sin)),
+    lambda x, y: (sin_times(x, y, 3), sin_times(x, y, 2)),
+    *(X, Y),
+    smooth=lambda x, y: (sin_times(x, y, 3), 3 * sin_times(x, const(y), 2)),
+    orders=FIRST,
+)
+jax_vjp = eqg.jax_custom_vjp(sin_times, nondiff_argnums=(-1,))
 jax_vjp.defvjp(
     lambda x, y, n: (sin_times(x, y, n), slopes(x, y, n)),
     lambda n, partials, ct: (partials[0] * ct, partials[1] * ct),
@@ -433,7 +436,7 @@ jax_zeros.defvjp(
     lambda x, y: ((jnp.sin(x.value), y.value), (jnp.cos(x.value), y.perturbed)),
     lambda r, ct: (
         (2 if r[1] else 3) * r[0] * ct[0],
-        None if isinstance(ct[1], jax.custom_derivatives.SymbolicZero) else 4 * ct[1],
+        None if is_zero(ct[1]) else 4 * ct[1],
     ),
     symbolic_zeros=True,
 )

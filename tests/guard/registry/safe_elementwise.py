@@ -181,34 +181,6 @@ for _name, (_formula, _args, _points, _poles) in FORMULAS.items():
     )
 
 
-HIGHER = "log_ndtr", "expm1_ratio", "sinhc", "power"
-
-
-def _second(fn_of):
-    """The second derivatives by the first argument."""
-    slope = lambda fn: lambda x: jax.jvp(fn, (x,), (jnp.ones_like(x),))[1]
-
-    def second(x, y):
-        fns = [fn_of(name) for name in HIGHER]
-        fns[3] = lambda x, power=fns[3]: power(jnp.abs(x), y)
-        return [slope(slope(fn))(x) for fn in fns]
-
-    return second
-
-
-# Where the formulas lose few digits in their third derivatives.
-entry(
-    "safe.power: third derivatives",
-    _second(lambda name: getattr(safe, name)),
-    np.array([-3.2, -0.9, -0.6, 0.7, 1.3, 2.5]),
-    np.full(6, 2.7),
-    plain=_second(lambda name: ft.partial(FORMULAS[name][0], OF_JAX)),
-    orders=("jvp",),
-    precisions=("float64",),
-    **ONCE,
-)
-
-
 def _numbers(i, x):
     """Integers, Python's numbers and half precision."""
     count, half = jnp.array([1, 4]), jnp.array([0.5, 3.0], jnp.bfloat16)

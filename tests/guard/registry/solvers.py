@@ -86,36 +86,6 @@ _tagged = eqg.implicit(eqx.filter_grad(ridge_objective), tags=lx.positive_semide
 entry("implicit: a minimum", _tagged(ridge), M[:, :2], A, plain=ridge, **OPTION)
 
 
-def cubic_residual(y, self, a):
-    return y**3 + self.p * y - a
-
-
-class Cubic(eqx.Module):
-    """y^3 + p y = a for each element, whose Jacobian is diagonal, as a method of a Module."""
-
-    p: jax.Array
-
-    @eqg.implicit(cubic_residual)
-    def solve(self, a):
-        step = lambda i, y: y - (y**3 + self.p * y - a) / (3 * y**2 + self.p)
-        return eqg.filter_while_loop(
-            lambda c: c[0] < 20, lambda c: (c[0] + 1, step(*c)), (0, a)
-        )[1]
-
-
-def cubic(p, a):
-    r = jnp.sqrt(a**2 / 4 + p**3 / 27)
-    return jnp.cbrt(a / 2 + r) - jnp.cbrt(r - a / 2)
-
-
-entry(
-    "implicit: elementwise",
-    lambda p, a: Cubic(p).solve(a),
-    np.array([0.7, 1.1, 2.3]),
-    np.array([1.5, 0.4, 2.2]),
-    plain=cubic,
-    **OPTION,
-)
 N = 263  # unknowns, for which no matrix is formed
 
 
@@ -286,24 +256,6 @@ def with_aux_plain(x, w):
 entry("fixed_point: aux", with_aux, A, W, plain=with_aux_plain, tolerance=1e-8, **OPTION)
 
 
-def root(x, w):
-    """Optimistix with an adjoint of this library."""
-    newton = optx.Newton(1e-12, 1e-12)
-    adjoint = solvers.FixedPointAdjoint(optx.FixedPointIteration(1e-14, 1e-14))
-    residual = lambda z, x_w: jax.tree.map(jnp.subtract, cell(z, *x_w), z)
-    return optx.root_find(residual, newton, start(x), (x, w), adjoint=adjoint).value
-
-
-entry(
-    "fixed_point: its adjoint in Optimistix",
-    root,
-    A,
-    W,
-    plain=steps_reverse,
-    precisions=("float64",),
-    **OPTION,
-)
-
 # ---------------------------------------------------------------- events
 # A force that grows with time: y'' = -g t, from the height and the velocity at time zero.
 
@@ -355,7 +307,8 @@ def bounce_plain(h, v, g, floor):
 
 _start = np.array(1.5), np.array(0.7), np.array(0.9), np.array(0.2)
 entry("event_time", hit, *_start, plain=hit_plain, **OPTION | {"leaks": True})
-entry("jump", bounce, *_start, plain=bounce_plain, **OPTION | {"leaks": True})
+_orders = {"leaks": True, "orders": ("value", "jvp", "vjp", "FR", "RR")}
+entry("jump", bounce, *_start, plain=bounce_plain, **OPTION | _orders)
 
 
 def none(h, v, g, floor):
