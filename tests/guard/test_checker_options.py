@@ -13,12 +13,10 @@ X = x_of("float32")
 Y = X + 2
 
 
-def check(fn, *args, **options):
-    return eqgt.check_rule(fn, *args, raises=False, **options)
+check = lambda fn, *args, **options: eqgt.check_rule(fn, *args, raises=False, **options)
 
 
-def cube(x):
-    return x**3
+cube = lambda x: x**3
 
 
 def wrong_cube(factor=1.1):
@@ -31,8 +29,7 @@ def product(of_x=1.0, of_y=1.0):
     return jvp_rule(lambda x, y: x * y, lambda p, t: of_x * p[1] * t[0] + of_y * p[0] * t[1])
 
 
-def clipped(bound=0.5):
-    return vjp_rule(lambda x: x, lambda xs, ct: (jnp.clip(ct, -bound, bound),))
+clipped = lambda bound=0.5: vjp_rule(lambda x: x, lambda xs, ct: (jnp.clip(ct, -bound, bound),))
 
 
 F, R = "forward", "reverse"
@@ -74,8 +71,7 @@ def test_options_of_check_rule(name):
 # ---------------------------------------------------------------- check_gradients
 
 
-def wrong_sin(x):
-    return jvp_rule(lambda x: jnp.sin(x), lambda p, t: 1.2 * jnp.cos(p[0]) * t[0])(x)
+wrong_sin = lambda x: jvp_rule(lambda x: jnp.sin(x), lambda p, t: 1.2 * jnp.cos(p[0]) * t[0])(x)
 
 
 # What `skip` names, and the leaves that are wrong then.

@@ -778,7 +778,7 @@ FAULTS = {
 def test_causes_of_rules(cause):
     fn, *args = FAULTS[cause]
     args = [jnp.asarray(x, "complex64" if np.iscomplexobj(x) else "float32") for x in args]
-    with pytest.raises(eqgt.RuleCheckError) as error:
+    with pytest.raises(eqgt.RuleCheckError, match="likely cause") as error:
         eqgt.check_rule(fn, *args, checks=("reverse",))
     (line,) = [x for x in str(error.value).splitlines() if "likely cause" in x]
     assert cause in line.replace("`", "")

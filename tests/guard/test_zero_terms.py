@@ -76,8 +76,7 @@ SINGULAR = [
 ]  # fmt: skip
 
 
-def twice(f, ok):
-    return lambda x: jnp.where(ok(x), f(jnp.where(ok(x), x, 0.7)), x * x)
+twice = lambda f, ok: lambda x: jnp.where(ok(x), f(jnp.where(ok(x), x, 0.7)), x * x)
 
 
 @jax.custom_jvp
@@ -236,8 +235,7 @@ scan = jax.lax.scan
 _lower = jnp.array([[2.0, 0, 0], [1, 3, 0], [0, 1, 4]])
 
 
-def _twice(x):
-    return 2 * x
+_twice = lambda x: 2 * x
 
 
 def _zeros_in_cond(d, t, bad, pred=True):
@@ -288,8 +286,7 @@ LINEAR = [
 ]  # fmt: skip
 
 
-def _all_linear(d, t, bad):
-    return [leaf for f in LINEAR for leaf in jax.tree.leaves(f(d, t, bad))]
+_all_linear = lambda d, t, bad: [leaf for f in LINEAR for leaf in jax.tree.leaves(f(d, t, bad))]
 
 
 def test_terms_of_zeros_are_dropped():

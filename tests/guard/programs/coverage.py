@@ -173,10 +173,8 @@ def choose(pool: int) -> list[int]:
     have = {seed: productions(batch.cases[0], batch) for seed, batch in found.items()}
     counts, chosen = Counter[Any](p for ps in have.values() for p in ps), list[int]()
     while counts:
-        worth = {
-            seed: sum(counts[p] ** -0.5 for p in ps if p in counts) for seed, ps in have.items()
-        }
-        chosen.append(max(worth, key=worth.__getitem__))
+        worth = lambda seed: sum(counts[p] ** -0.5 for p in have[seed] if p in counts)
+        chosen.append(max(have, key=worth))
         for production in have[chosen[-1]]:
             counts.pop(production, None)
     return sorted(chosen)

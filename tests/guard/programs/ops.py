@@ -60,8 +60,7 @@ def _straight_through(value: Callable[[Any], Any], surrogate: Callable[[Any], An
     return fn
 
 
-def _thirds(x):
-    return jnp.round(3 * x)
+_thirds = lambda x: jnp.round(3 * x)
 
 
 @jax.custom_jvp
@@ -75,8 +74,7 @@ def _spike_jvp(primals, tangents):
     return _spike(x), t / (1 + 2 * jnp.abs(x)) ** 2
 
 
-def _masked_root(x):
-    return jnp.where(x > 0.5, jnp.sqrt(x - 0.5), x)
+_masked_root = lambda x: jnp.where(x > 0.5, jnp.sqrt(x - 0.5), x)
 
 
 def _masked_root_twice(x):
@@ -99,13 +97,11 @@ def _own_sums_rmatvec(ct):
     return jnp.flip(jnp.cumsum(jnp.flip(ct.reshape(-1)))).reshape(ct.shape)
 
 
-def _contraction(y, x):
-    return 0.25 * jnp.tanh(y) + x
+_contraction = lambda y, x: 0.25 * jnp.tanh(y) + x
 
 
 def _iterate(x):
-    def step(y, _):
-        return _contraction(y, x), None
+    step = lambda y, _: (_contraction(y, x), None)
 
     return jax.lax.scan(step, x, None, 30)[0]
 
@@ -123,12 +119,10 @@ def _implicit(x):
     return _iterate(x)
 
 
-def _reset(t, y):
-    return jnp.sin(y) * (1 + t)
+_reset = lambda t, y: jnp.sin(y) * (1 + t)
 
 
-def _field(t, y):
-    return jnp.cos(y) + t * y
+_field = lambda t, y: jnp.cos(y) + t * y
 
 
 def _jump(x):

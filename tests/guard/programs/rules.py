@@ -228,8 +228,7 @@ def _elementwise(function, closed, *, how):
     of_args = [i for i in range(len(function.leaves)) if i not in function.closed]
     value = _value(function, closed)
 
-    def partial(i, args):
-        return formula.partial(function.leaves_of(args, closed), i, unary)
+    partial = lambda i, args: formula.partial(function.leaves_of(args, closed), i, unary)
 
     if how == "tuple":
         return eqg.elementwise(

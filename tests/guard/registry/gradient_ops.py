@@ -23,12 +23,10 @@ VJP, FIRST = ("value", "vjp"), ("value", "jvp", "vjp")
 MODES_DIFFER = ("value", "jvp", "vjp", "FF", "FR", "RR")
 
 
-def on_leaves(fn, *trees):
-    return jax.tree.map(fn, *trees)
+on_leaves = lambda fn, *trees: jax.tree.map(fn, *trees)
 
 
-def times(s, t):
-    return on_leaves(lambda t: s.astype(t.dtype) * t, t)
+times = lambda s, t: on_leaves(lambda t: s.astype(t.dtype) * t, t)
 
 
 def backward(rule):
@@ -54,8 +52,7 @@ def forward(rule):
     return fn
 
 
-def of_cotangent(op):
-    return lambda ct, *params: jax.vjp(lambda x: op(x, *params), ct)[1](ct)[0]
+of_cotangent = lambda op: lambda ct, *params: jax.vjp(lambda x: op(x, *params), ct)[1](ct)[0]
 
 
 def edge(args, value, *cts):
@@ -112,8 +109,7 @@ entry(
 )
 
 
-def schedule(p, low, high, gamma):
-    return low + (high - low) * (2 / (1 + jnp.exp(-gamma * p)) - 1)
+schedule = lambda p, low, high, gamma: low + (high - low) * (2 / (1 + jnp.exp(-gamma * p)) - 1)
 
 
 entry(
@@ -137,8 +133,7 @@ def over_devices(fn, *args):
     return jax.shard_map(of_row, **options)(*args)
 
 
-def over_batch(fn, *args):
-    return jax.vmap(fn, axis_name="i")(*args)
+over_batch = lambda fn, *args: jax.vmap(fn, axis_name="i")(*args)
 
 
 def gradient_inside(over, weight, x):
@@ -172,8 +167,7 @@ for _name, _over in (("", over_batch), (": in shard_map", over_devices)):
 # ---------------------------------------------------------------- not linear in it
 
 
-def clip(ct, low, high):
-    return jnp.where(ct < low, low, jnp.where(ct > high, high, ct))
+clip = lambda ct, low, high: jnp.where(ct < low, low, jnp.where(ct > high, high, ct))
 
 
 backward_op(
@@ -210,12 +204,10 @@ def norm_of(ct, axis=None):
     return jnp.sqrt(jnp.sum(jnp.abs(ct) ** 2, axis, keepdims=axis is not None))
 
 
-def whole_norm(ct):
-    return jnp.sqrt(sum(norm_of(c) ** 2 for c in jax.tree.leaves(ct)))
+whole_norm = lambda ct: jnp.sqrt(sum(norm_of(c) ** 2 for c in jax.tree.leaves(ct)))
 
 
-def factor(norm, max_norm):
-    return jnp.where(norm > max_norm, max_norm / norm, 1)
+factor = lambda norm, max_norm: jnp.where(norm > max_norm, max_norm / norm, 1)
 
 
 LONG = 40 * np.sin(np.arange(1.0, 1500.0))

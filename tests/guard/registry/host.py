@@ -18,12 +18,10 @@ def in_numpy(x, y):
     return np.sin(x) * y[..., ::-1] + np.sum(x * x * y, -1, keepdims=True)
 
 
-def in_jax(x, y):
-    return jnp.sin(x) * y[..., ::-1] + jnp.sum(x * x * y, -1, keepdims=True)
+in_jax = lambda x, y: jnp.sin(x) * y[..., ::-1] + jnp.sum(x * x * y, -1, keepdims=True)
 
 
-def fwd(x, y):
-    return in_numpy(x, y), (np.sin(x), np.cos(x), x, y)
+fwd = lambda x, y: (in_numpy(x, y), (np.sin(x), np.cos(x), x, y))
 
 
 def bwd(residuals, ct):

@@ -17,8 +17,7 @@ normal = draws(1)
 # ---------------------------------------------------------------- the papers' equations
 
 
-def complex_of(parts):
-    return jax.lax.complex(parts[0], parts[1])
+complex_of = lambda parts: jax.lax.complex(parts[0], parts[1])
 
 
 def diagonal(factor, scale, gain, activation, c, x, h):
@@ -61,8 +60,7 @@ def zero_complex(c):
     return jax.lax.complex(zeros, zeros)
 
 
-def zero_real(gates):
-    return lambda c: jnp.zeros(len(c["weight"]) // gates, c["weight"].dtype)
+zero_real = lambda gates: lambda c: jnp.zeros(len(c["weight"]) // gates, c["weight"].dtype)
 
 
 def convolved(c, x, window):

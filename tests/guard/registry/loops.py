@@ -18,8 +18,7 @@ OPTION = {"transforms": False, "costs": False, "orders": ("value", "jvp", "vjp",
 FIRST = OPTION | {"orders": ("value", "jvp", "vjp")}
 
 
-def normal(*shape, scale=1.0):
-    return scale * rng.normal(size=shape)
+normal = lambda *shape, scale=1.0: scale * rng.normal(size=shape)
 
 
 class Step(eqx.Module):
@@ -56,8 +55,7 @@ def run(loop, **options):
     return fn
 
 
-def arguments(steps):
-    return normal(3), normal(steps, 3), normal(3, 3, scale=0.7), normal(3)
+arguments = lambda steps: (normal(3), normal(steps, 3), normal(3, 3, scale=0.7), normal(3))
 
 
 entry("filter_scan", run(eqg.filter_scan), *arguments(3), plain=run(scan), draws=True)
@@ -97,8 +95,7 @@ def tanh_step(w, b):
     return step
 
 
-def many(loop, **options):
-    return lambda h, xs, w, b: loop(tanh_step(w, b), h, xs, **options)
+many = lambda loop, **options: lambda h, xs, w, b: loop(tanh_step(w, b), h, xs, **options)
 
 
 def windows(k):
@@ -241,8 +238,7 @@ def e_prop(h, w, b, loop=jax.lax.scan, product=None):
     return loop(step, (h, jnp.zeros_like(h)), jnp.asarray(_xs, h.dtype))
 
 
-def fixed_product(w, h):
-    return w @ jax.lax.stop_gradient(h)
+fixed_product = lambda w, h: w @ jax.lax.stop_gradient(h)
 
 
 entry(

@@ -50,12 +50,10 @@ TOKENS = normal(11, 3), normal(5, 3), normal(5)
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.02, "chunk": 3}
 
 
-def labels_of(x):
-    return LABELS if len(x) == 11 else LONG_LABELS
+labels_of = lambda x: LABELS if len(x) == 11 else LONG_LABELS
 
 
-def smoothed(x, w, b):
-    return cross_entropy(x, w, labels_of(x), b, smoothing=0.1, z=0.02)
+smoothed = lambda x, w, b: cross_entropy(x, w, labels_of(x), b, smoothing=0.1, z=0.02)
 
 
 for _reduction, _plain in (

@@ -28,8 +28,7 @@ def both(fn):
     return forward, reverse
 
 
-def wave(x, w):
-    return jnp.sin(w @ x) * w[:, 0]
+wave = lambda x, w: jnp.sin(w @ x) * w[:, 0]
 
 
 # ---------------------------------------------------------------- methods
@@ -54,8 +53,7 @@ class Layer(eqx.Module):
         yield from (self.checkpointed(x), self.masked(x), self.straight(x), self.chunks(rows))
 
 
-def methods(x, w):
-    return tuple(Layer(w).calls(x))
+methods = lambda x, w: tuple(Layer(w).calls(x))
 
 
 def methods_plain(x, w, rounded=jnp.round):

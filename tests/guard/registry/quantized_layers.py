@@ -284,8 +284,7 @@ entry("nn.VectorQuantizer: fit", codebook_of, normal(4, 2), plain=codebook_plain
 WEIGHT, BIAS = np.array([[0.45, -0.22, 0.33, 1.7], [0.13, 1.15, -0.61, -0.04]]), normal(2)
 
 
-def row_mean(size):
-    return jnp.mean(size, 1, keepdims=True)
+row_mean = lambda size: jnp.mean(size, 1, keepdims=True)
 
 
 def kept_mean(w, threshold):
@@ -294,8 +293,7 @@ def kept_mean(w, threshold):
     return total / jnp.sum(kept, 1, keepdims=True)
 
 
-def by_mean(w):
-    return 0.7 * stop(row_mean(jnp.abs(w)))
+by_mean = lambda w: 0.7 * stop(row_mean(jnp.abs(w)))
 
 
 def linear(layer, weight, bias):
@@ -370,8 +368,7 @@ def conv_plain(of_weight, x, weight, bias):
     return out[0] + bias
 
 
-def xnor(w):
-    return sign(w) * jnp.mean(jnp.abs(w), (1, 2), keepdims=True)
+xnor = lambda w: sign(w) * jnp.mean(jnp.abs(w), (1, 2), keepdims=True)
 
 
 for name, quantizer, plain in (
@@ -401,8 +398,7 @@ def rules():
     return {"layers[3]": None, "layers[2]": nn.Binary(), eqx.nn.Linear: every}
 
 
-def model(x, *weights):
-    return nn.quantize_model(network(weights, x.dtype), rules())[0](x)
+model = lambda x, *weights: nn.quantize_model(network(weights, x.dtype), rules())[0](x)
 
 
 def stored(x, *weights):

@@ -44,8 +44,7 @@ def rnn_step(phi, c, x, h):
     return h, h
 
 
-def zero_hidden(c):
-    return jnp.zeros(c["weight_hh"].shape[1], c["weight_hh"].dtype)
+zero_hidden = lambda c: jnp.zeros(c["weight_hh"].shape[1], c["weight_hh"].dtype)
 
 
 def zero_pair(c):
@@ -257,8 +256,7 @@ def any_cell(output, checkpoint, **options):
     return fn, reference
 
 
-def two_states(*batch):
-    return {"fast": normal(*batch, 3), "slow": normal(*batch)}
+two_states = lambda *batch: {"fast": normal(*batch, 3), "slow": normal(*batch)}
 
 
 OSCILLATOR = {"decay": np.array([0.4, -0.7, 0.9]), "weight": normal(3, 2)}

@@ -25,8 +25,7 @@ def rule(name, fn, plain, *args, orders=SHORT, transforms=False, **options):
     entry(name, fn, *args, plain=plain, **options)
 
 
-def sin_times(x, y, n=1):
-    return jnp.sin(x) * y**n
+sin_times = lambda x, y, n=1: jnp.sin(x) * y**n
 
 
 def slopes(x, y, n=1):
@@ -254,8 +253,7 @@ rule(
 # ---------------------------------------------------------------- shorthands
 
 
-def product(x, y, *, n=2):
-    return sin_times(x, y, n)
+product = lambda x, y, *, n=2: sin_times(x, y, n)
 
 
 partials = (
@@ -352,8 +350,7 @@ def adjoint(params, y):
     return {"a": a, "b": y["s"] * jnp.conj(params["v"])}
 
 
-def on_trees(fn, x, w):
-    return fn({"w": w, "v": 3 * w}, {"a": x, "b": jnp.sin(x)[:2]})
+on_trees = lambda fn, x, w: fn({"w": w, "v": 3 * w}, {"a": x, "b": jnp.sin(x)[:2]})
 
 
 rule(

@@ -16,12 +16,10 @@ rng = np.random.default_rng(1)
 OPTION = {"transforms": False, "costs": False, "orders": ("value", "jvp", "vjp", "RR")}
 
 
-def normal(*shape, shift=0.0, scale=1.0):
-    return shift + scale * rng.normal(size=shape)
+normal = lambda *shape, shift=0.0, scale=1.0: shift + scale * rng.normal(size=shape)
 
 
-def complex_normal(*shape):
-    return rng.normal(size=shape) + 1j * rng.normal(size=shape)
+complex_normal = lambda *shape: rng.normal(size=shape) + 1j * rng.normal(size=shape)
 
 
 def nasty(x, value, ct, second=None):
@@ -279,8 +277,7 @@ for _ord in (1, INF):
 # ---------------------------------------------------------------- decompositions
 
 
-def hermitian(a):
-    return (a + jnp.conj(jnp.swapaxes(a, -1, -2))) / 2
+hermitian = lambda a: (a + jnp.conj(jnp.swapaxes(a, -1, -2))) / 2
 
 
 def polynomial(w, v):
@@ -288,8 +285,7 @@ def polynomial(w, v):
     return (v * w[..., None, :].astype(v.dtype)) @ jnp.conj(jnp.swapaxes(v, -1, -2))
 
 
-def _polynomial(a):
-    return a + 0.3 * a @ a - 0.1 * a @ a @ a
+_polynomial = lambda a: a + 0.3 * a @ a - 0.1 * a @ a @ a
 
 
 _matrix = normal(3, 3, scale=0.5)
@@ -335,12 +331,10 @@ entry(
 )
 
 
-def cube(u, s, vh):
-    return (u * (s**3)[..., None, :].astype(u.dtype)) @ vh
+cube = lambda u, s, vh: (u * (s**3)[..., None, :].astype(u.dtype)) @ vh
 
 
-def cube_plain(a):
-    return a @ jnp.conj(jnp.swapaxes(a, -1, -2)) @ a
+cube_plain = lambda a: a @ jnp.conj(jnp.swapaxes(a, -1, -2)) @ a
 
 
 for _shape in ((3, 3), (4, 2), (2, 3)):

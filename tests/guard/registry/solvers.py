@@ -78,8 +78,7 @@ def ridge(x, y):
     return jnp.linalg.solve(x.T @ x + 0.3 * jnp.eye(x.shape[1], dtype=x.dtype), x.T @ y)
 
 
-def ridge_objective(w, x, y):
-    return jnp.sum((x @ w - y) ** 2) / 2 + 0.15 * jnp.sum(w**2)
+ridge_objective = lambda w, x, y: jnp.sum((x @ w - y) ** 2) / 2 + 0.15 * jnp.sum(w**2)
 
 
 _tagged = eqg.implicit(eqx.filter_grad(ridge_objective), tags=lx.positive_semidefinite_tag)
@@ -89,8 +88,7 @@ entry("implicit: a minimum", _tagged(ridge), M[:, :2], A, plain=ridge, **OPTION)
 N = 263  # unknowns, for which no matrix is formed
 
 
-def neighbors(y):
-    return 0.3 * jnp.roll(y, 1) - 0.2 * jnp.roll(y, -3)
+neighbors = lambda y: 0.3 * jnp.roll(y, 1) - 0.2 * jnp.roll(y, -3)
 
 
 def many(a, c):
@@ -145,12 +143,10 @@ entry(
 W = np.array([[0.3, -0.2, 0.1], [0.1, 0.25, 0.2], [-0.15, 0.1, 0.3]])
 
 
-def cell(z, x, w):
-    return {"h": jnp.tanh(w @ z["h"] + x), "s": 0.5 * z["s"] + jnp.sum(z["h"])}
+cell = lambda z, x, w: {"h": jnp.tanh(w @ z["h"] + x), "s": 0.5 * z["s"] + jnp.sum(z["h"])}
 
 
-def start(x):
-    return {"h": jnp.zeros_like(x), "s": jnp.zeros((), x.dtype)}
+start = lambda x: {"h": jnp.zeros_like(x), "s": jnp.zeros((), x.dtype)}
 
 
 def fixed_point(**options):
@@ -164,8 +160,7 @@ def fixed_point(**options):
     return fn
 
 
-def steps(x, w):
-    return jax.lax.fori_loop(0, 70, lambda _, z: cell(z, x, w), start(x))
+steps = lambda x, w: jax.lax.fori_loop(0, 70, lambda _, z: cell(z, x, w), start(x))
 
 
 def steps_reverse(x, w):

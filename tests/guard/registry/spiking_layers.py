@@ -85,12 +85,10 @@ def reference(kind, reset="subtract", detach_reset=True, constants=None, **optio
 # ---------------------------------------------------------------- the layers
 
 
-def to_state(state):
-    return None if state is None else nn.LIFState(**{"spikes": None, **state})
+to_state = lambda state: None if state is None else nn.LIFState(**{"spikes": None, **state})
 
 
-def fields_of(state):
-    return {name: x for name, x in vars(state).items() if x is not None}
+fields_of = lambda state: {name: x for name, x in vars(state).items() if x is not None}
 
 
 def options_of(kind, c, neurons):
@@ -153,8 +151,7 @@ def cell_arrays(kind, size, hidden, learned, bias=True):
     return c
 
 
-def state_arrays(kind, *shape):
-    return {name: normal(*shape, scale=0.7) for name in parts(kind)}
+state_arrays = lambda kind, *shape: {name: normal(*shape, scale=0.7) for name in parts(kind)}
 
 
 NEURONS = ("constants", "reset", "detach_reset")

@@ -31,8 +31,7 @@ def op(name, fn, value, smooth, *args, edges=(), orders=SHORT, transforms=False,
     entry(f"ste.{name}", fn, *args, plain=value, smooth=smooth, **options)
 
 
-def identity(x, *_):
-    return x
+identity = lambda x, *_: x
 
 
 def hard_tanh(x):
@@ -79,8 +78,7 @@ for _smooth, _slopes in {
     op(_smooth.__name__, getattr(ste, _smooth.__name__), value, _smooth, X)
 
 
-def step(x):
-    return jnp.where(jnp.isnan(x), x, (x >= 0).astype(x.dtype))
+step = lambda x: jnp.where(jnp.isnan(x), x, (x >= 0).astype(x.dtype))
 
 
 STEPS = {
@@ -120,8 +118,7 @@ for _threshold in ("mean", A([[0.6, 0.08, 0.3]])):
     )
 
 
-def clip(x, low, high):
-    return jnp.minimum(jnp.maximum(x, low), high)
+clip = lambda x, low, high: jnp.minimum(jnp.maximum(x, low), high)
 
 
 def clip_smooth(x, low, high):
@@ -221,16 +218,13 @@ op(
 # ---------------------------------------------------------------- samples
 
 
-def gumbel(x):
-    return x + jr.gumbel(jr.key(3), x.shape, x.dtype)
+gumbel = lambda x: x + jr.gumbel(jr.key(3), x.shape, x.dtype)
 
 
-def logistic(x):
-    return x + jr.logistic(jr.key(3), x.shape, x.dtype)
+logistic = lambda x: x + jr.logistic(jr.key(3), x.shape, x.dtype)
 
 
-def keyed(fn, *args, **options):
-    return fn(*args, key=jr.key(3), **options)
+keyed = lambda fn, *args, **options: fn(*args, key=jr.key(3), **options)
 
 
 soft = ste.gumbel_softmax
@@ -302,8 +296,7 @@ op(
 # ---------------------------------------------------------------- uniform quantizers
 
 
-def straight(x):
-    return x + const(jnp.round(x) - x)
+straight = lambda x: x + const(jnp.round(x) - x)
 
 
 def between(low, high, q):
@@ -316,8 +309,7 @@ def fake_quantize(low, high, x, scale, zero):
     return scale * (between(low, high, straight(x / scale) + zero) - zero)
 
 
-def with_range(fn, *numbers):
-    return lambda *args: fn(*numbers, *args)
+with_range = lambda fn, *numbers: lambda *args: fn(*numbers, *args)
 
 
 # Each has numbers inside, at the ends and outside of the range.

@@ -24,8 +24,7 @@ def normal(v, sigma):
     return jnp.exp(-(v**2) / (2 * sigma**2)) / (np.sqrt(2 * np.pi).astype(v.dtype) * sigma)
 
 
-def cumulative(v, sigma):
-    return (1 + erf(v / np.sqrt(2.0).astype(v.dtype) / sigma)) / 2
+cumulative = lambda v, sigma: (1 + erf(v / np.sqrt(2.0).astype(v.dtype) / sigma)) / 2
 
 
 def multi_gaussian(v, sigma, height, spread):
@@ -42,8 +41,7 @@ def multi_cumulative(v, sigma, height, spread):
     return 0.5 + (1 + height) * centered(v, sigma) - height * sides
 
 
-def triangle(v, width, peak):
-    return peak * jnp.maximum(0, 1 - jnp.abs(v) / width)
+triangle = lambda v, width, peak: peak * jnp.maximum(0, 1 - jnp.abs(v) / width)
 
 
 def triangle_area(v, width, peak):
@@ -163,8 +161,7 @@ class Exponential(eqg.surrogates.AbstractSurrogate):
         return jnp.where(v < 0, tail, self.scale - tail)
 
 
-def exponential(v, slope):
-    return jnp.sign(v) * (1 - jnp.exp(-slope * jnp.abs(v)))
+exponential = lambda v, slope: jnp.sign(v) * (1 - jnp.exp(-slope * jnp.abs(v)))
 
 
 entry(
