@@ -242,6 +242,14 @@ def one_argument_is_wrong(k):
     return jvp_rule(lambda x, y: jnp.sin(x) * y, tangent), (x, 2 + x)
 
 
+@row("forward", "", 0.0, 1e-4, x64=True)
+def rounding_of_the_reference(k):
+    """log(1 + x) loses half of its digits here, and log1p none."""
+    slope = lambda x: 2e-9 * jnp.log1p(1e-9 * x) / (1 + 1e-9 * x) * (1 + k)
+    fn = lambda x: jnp.log(1 + 1e-9 * x) ** 2
+    return jvp_rule(fn, lambda p, t: slope(p[0]) * t[0]), (x_of("float64"),)
+
+
 @row("reverse", "", 0.3, 2.0)
 def one_of_many_entries(k):
     # Of 400 entries, one has 60 times the error that the norm may have.

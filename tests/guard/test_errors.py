@@ -193,11 +193,11 @@ def recurrence(a=X[:, None], b=SPIN, h0=None):
 
 
 @jax.custom_vjp
-def clipped(h):
+def clipped(h, bound):
     return h
 
 
-clipped.defvjp(lambda h: (h, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
+clipped.defvjp(lambda h, b: (h, b), lambda b, ct: (jnp.clip(ct, -b, b), None))
 MATRIX = lambda w, h, x: (SPIN @ h + w * x, None)
 PRINTS = lambda h, x: (jax.debug.print("{}", h[0]), (h, None))[1]
 HEAD = eqg.losses.linear_cross_entropy
@@ -401,7 +401,7 @@ WRONG = [
     (grad(lambda xs: eqg.filter_scan(lambda h, x: (h * x, h), X, xs, online=True), XS),
      "float32[4,3] of `xs`"), (grad_scan(MATRIX, online=True), "carry depends on other | @"),
     (grad_scan(lambda w, h, x: (h + jnp.cumsum(w), None), online=True),
-     "enters it by `cumsum` | @"), (grad_scan(lambda w, h, x: (clipped(h * w), None),
+     "enters it by `cumsum` | @"), (grad_scan(lambda w, h, x: (clipped(h * w, 1), None),
      online=True), "the backward rule of | @"), (scan(carry_gradient=named("clip",
      lambda h: h * 2)), "it returns a float32[3] | @"), (scan(carry_gradient=lambda h: h[:2]),
      "`carry_gradient` of"), (loop(lambda h: h[:2]), "and is float32[2] | @"), (cond({"a": X},
@@ -650,7 +650,7 @@ RIGHT = [
     lambda: safe.where(XS[:, :1] > 0, jnp.log, XS, XS[:1]), lambda: ste.fsq(X, (2, 2,
      2**29 - 1)), lambda: ste.clip(X, 1.0, 1.0), lambda: ste.top_k(X, 3),
     lambda: ste.fake_quantize(X, ONE, zero_point=127.0),
-    grad(lambda v: surrogates.spike(v, lambda v: jnp.float32(1))),
+    grad(lambda v: surrogates.spike(v, lambda v: jnp.float16(1))),
     grad(lambda v: surrogates.spike(v, surrogates.atan(X))), grad(lambda v: surrogates.spike(v,
      Holder(ONE))),
     # layers

@@ -67,34 +67,18 @@ for _name, _fn in {
 }.items():
     entry(f"host_function: {_name}", _fn, X, Y, plain=in_jax, **OPTION)
 # Differences of float64 are known to 1e-10, of float32 to 1e-5; those of differences to less.
-for _precision, _tolerance, _second in (("float64", 1e-8, 1e-3), ("float32", 2e-3, 0.3)):
-    _options = {"precisions": (_precision,), "tolerance": _tolerance, "tolerance32": _tolerance}
-    _central = host(finite_difference="central")
-    entry(
-        f"host_function: central differences, {_precision}",
-        _central,
-        X,
-        Y,
-        plain=in_jax,
-        **OPTION | _options,
-    )
-    if _precision == "float32":
-        continue
-    _options["tolerance"] = _second
-    _orders = OPTION | _options | {"orders": ("FF", "FR", "RF", "RR")}
-    entry("host_function: differences of differences", _central, X, Y, plain=in_jax, **_orders)
-    _options["tolerance"] = 1e-7
-    for _rules, _of_rules in ((("fwd",), ("FR", "RR")), (("jvp",), ("FF", "RF"))):
-        entry(
-            f"host_function: differences of {_rules}",
-            host(*_rules, finite_difference="central", step=(1e-5, 2e-5)),
-            X,
-            Y,
-            plain=in_jax,
-            **_orders
-            | _options
-            | {"orders": ("FR", "RR") if _rules == ("fwd",) else ("FF", "RF")},
-        )
+_central = host(finite_difference="central")
+_steps = {"finite_difference": "central", "step": (1e-5, 2e-5)}
+for _name, _fn, _precision, _tolerance, _orders in (
+    ("central differences, float64", _central, "float64", 1e-8, OPTION["orders"]),
+    ("central differences, float32", _central, "float32", 2e-3, OPTION["orders"]),
+    ("differences of differences", _central, "float64", 1e-3, ("FF", "FR", "RF", "RR")),
+    ("differences of cotangents", host("fwd", **_steps), "float64", 1e-7, ("FR", "RR")),
+    ("differences of tangents", host("jvp", **_steps), "float64", 1e-7, ("FF", "RF")),
+):
+    _options = {"tolerance": _tolerance, "tolerance32": _tolerance, "orders": _orders}
+    _options |= OPTION | {"precisions": (_precision,)} | _options
+    entry(f"host_function: {_name}", _fn, X, Y, plain=in_jax, **_options)
 
 
 def batched(fn):
@@ -128,6 +112,24 @@ for _method in ("sequential", "sequential_unrolled", "expand_dims", "broadcast_a
             precisions=("float64",),
             **OPTION,
         )
+
+
+_sin = eqg.host_function(lambda x, y: np.sin(x), out=lambda x, y: x, vmap_method="expand_dims")
+_sin.def_bwd(lambda args, ct: (np.cos(args[0]) * ct, 0 * args[1]))
+
+
+def in_two_batches(sin):
+    """The result depends on no argument of the inner batch."""
+    inner = lambda x, ys: jax.vmap(lambda y: sin(x, y))(ys)
+    return lambda x, y: jax.vmap(inner, (0, None))(jnp.stack([x, 0.3 * y]), jnp.stack([y, x]))
+
+
+entry(
+    "host_function: a result without the inner batch",
+    *(in_two_batches(_sin), X, Y),
+    plain=in_two_batches(lambda x, y: jnp.sin(x)),
+    **OPTION,
+)
 
 # ---------------------------------------------------------------- trees and buffers
 
@@ -184,9 +186,9 @@ def on_host_plain(gain, a, z):
 
 
 _complex = (np.array(0.7), X, Y + 0.3j * X)
-for _name, _fn, _tolerance in (
-    ("a rule", on_host(out=trees_out), 1e-9),
-    ("central differences", on_host(out=trees_out, finite_difference="central"), 1e-7),
+for _name, _fn, _tolerance, _precisions in (
+    ("a rule", on_host(out=trees_out), 1e-9, ("float64", "float32")),
+    ("differences", on_host(out=trees_out, finite_difference="central"), 1e-7, ("float64",)),
 ):
     entry(
         f"host_function: trees, {_name}",
@@ -197,7 +199,7 @@ for _name, _fn, _tolerance in (
         plain=on_host_plain,
         complex_args=_complex,
         tolerance=_tolerance,
-        precisions=("float64",),
+        precisions=_precisions,
         **OPTION,
     )
 

@@ -135,21 +135,6 @@ for _name, _options, _plain in (
     )
 
 
-def products(loop, **options):
-    """The axes of the batch are at other places in the operands."""
-    step = lambda w: lambda h, x: (jnp.tanh(jnp.einsum("ibj,bj->bi", w, h) + x),) * 2
-    return lambda h, xs, w: loop(step(w), h, xs, **options)
-
-
-entry(
-    "filter_scan: replay, products of batches",
-    products(eqg.filter_scan, checkpoint="replay"),
-    *(normal(2, 3), normal(4, 2, 3), normal(3, 2, 3, scale=0.7)),
-    plain=products(jax.lax.scan),
-    **FIRST,
-)
-
-
 # ---------------------------------------------------------------- online
 
 

@@ -1,5 +1,7 @@
 """Quantized layers and quantizers, against the papers' straight-through formulas."""
 
+import functools as ft
+
 import equinox as eqx
 import eqx_grads as eqg
 import jax
@@ -336,22 +338,6 @@ for name, (quantizers, plain) in LINEARS.items():
     entry(name, fn, normal(4), WEIGHT, BIAS, plain=plain_linear, **(SOME | options))
 
 
-def fitted_linear(x, weight, bias):
-    """Its weights' scale is fitted, and then learned."""
-    layer = linear(eqx.nn.Linear(4, 2, key=jr.key(0), dtype=x.dtype), weight, bias)
-    layer = nn.Quantized(layer, nn.LSQ(4))
-    return layer(x), layer.weight_quantizer.scale
-
-
-def fitted_linear_plain(x, weight, bias):
-    scale = 2 * jnp.mean(jnp.abs(stop(weight))) / 7**0.5
-    return lsq(weight, scale, -8, 7) @ x + bias, scale
-
-
-entry(
-    "nn.Quantized: fitted", fitted_linear, normal(4), WEIGHT, BIAS, plain=fitted_linear_plain,
-    **SOME,
-)
 CONV = {"stride": 2, "padding": ((1, 0),), "dilation": 2, "groups": 2}
 
 
@@ -368,18 +354,11 @@ def conv_plain(of_weight, x, weight, bias):
     return out[0] + bias
 
 
-xnor = lambda w: sign(w) * jnp.mean(jnp.abs(w), (1, 2), keepdims=True)
-
-
-for name, quantizer, plain in (
-    ("a convolution", QUANTIZERS[0], lambda w: fake_quantize(w, absmax(w, 3, (1, 2)), -4, 3)),
-    ("a convolution of bits", nn.Binary(), xnor),
-):
-    entry(
-        f"nn.Quantized: {name}", lambda *args, q=quantizer: conv(q, *args), normal(4, 9),
-        normal(2, 2, 3), normal(2, 1), plain=lambda *args, q=plain: conv_plain(q, *args),
-        **SOME,
-    )
+entry(
+    "nn.Quantized: a convolution", lambda *args: conv(QUANTIZERS[0], *args), normal(4, 9),
+    normal(2, 2, 3), normal(2, 1), **SOME,
+    plain=ft.partial(conv_plain, lambda w: fake_quantize(w, absmax(w, 3, (1, 2)), -4, 3)),
+)
 
 
 # ---------------------------------------------------------------- models

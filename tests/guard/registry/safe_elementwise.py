@@ -209,6 +209,7 @@ entry(
     np.array([2, 5]),
     np.array([0.7, -1.2]),
     plain=_numbers_plain,
+    half_as_plain=False,
     orders=("value", "vjp"),
     transforms=False,
 )

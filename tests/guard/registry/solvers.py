@@ -34,19 +34,20 @@ def sinh_system(a, m):
 def implicit(solver=None, tags=(), **options):
     def fn(a, b, m, guess):
         def residual(y, a, b, *, power):
-            # The matrix is closed over; the third part has no equation.
+            # The matrix is closed over; one part is alone, and the last one has no equation.
             v = jnp.sign(y["v"]) * jnp.abs(y["v"]) ** power
-            return {"u": jnp.sinh(m @ y["u"]) - a * b, "v": v - y["u"], "n": None}
+            u = jnp.sinh(m @ y["u"]) - a * b
+            return {"u": u, "v": v - y["u"], "w": y["w"] ** power - b, "n": None}
 
         @eqg.implicit(residual, solver=solver, tags=tags, has_aux=True, **options)
         def solve(a, b, *, power, guess):
             u = sinh_system(a * b, m) + 1e-13 * guess
             # The derivatives of the solver itself are never used.
             v = jnp.where(guess > 0, jnp.nan, jnp.sign(u)) * jnp.abs(u) ** (1 / power)
-            return {"u": u, "v": v, "n": jnp.arange(2)}, jnp.sum(a) + guess
+            return {"u": u, "v": v, "w": jnp.cbrt(b), "n": jnp.arange(2)}, jnp.sum(a) + guess
 
         y, aux = solve(a, b=b, power=3, guess=guess)
-        return y, solved(aux)
+        return y, aux
 
     return fn
 
@@ -54,7 +55,7 @@ def implicit(solver=None, tags=(), **options):
 def implicit_plain(a, b, m, guess):
     u = sinh_system(a * b, m)
     v = jnp.sign(u) * jnp.abs(u) ** (1 / 3)
-    return {"u": u, "v": v, "n": jnp.arange(2)}, solved(jnp.sum(a) + guess)
+    return {"u": u, "v": v, "w": jnp.cbrt(b), "n": jnp.arange(2)}, solved(jnp.sum(a) + guess)
 
 
 _args = A, B, M, np.array(-0.7)

@@ -250,7 +250,7 @@ cell("nn.LIFCell: does not fire", "u", ["beta"])
 # Decays that training has moved out of [0, 1], each with the straight-through gradient.
 entry(
     "nn.LI: decays out of range",
-    lambda xs, beta: nn.LI(None, 3, beta, learn="beta")(xs)[0], normal(5, 3),
+    lambda xs, beta: nn.LI(None, 3, beta, learn="beta", dtype=xs.dtype)(xs)[0], normal(5, 3),
     np.array([1.2, -0.3, 0.7]),
     plain=lambda xs, beta: reference("u")(xs, (({"beta": beta},),))[0], **CHEAP,
 )
