@@ -363,14 +363,9 @@ def with_garbage(entry: Entry) -> Iterator[str]:
 
 
 PROPERTIES = (
-    at_edges,
-    in_half_precision,
-    types_in_half_precision,
-    of_complex_numbers,
-    without_leaks,
-    frozen_arguments,
-    with_garbage,
-)
+    at_edges, in_half_precision, types_in_half_precision, of_complex_numbers, without_leaks,
+    frozen_arguments, with_garbage,
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------- the comparison

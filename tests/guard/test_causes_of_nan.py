@@ -44,8 +44,7 @@ CURES = {
     "nn.softmax": [(lambda x: over(x, x)[0], BIG), (lambda x: log(total(exp(x))), BIG)],
     "log_sigmoid": [(lambda x: log(nn.sigmoid(x[0])), -BIG)],
     "safe.norm(x)": [(norm, Z2), (lambda x: (x / norm(x))[0], Z2)],
-    "safe.sqrt(x)": [(lambda x: sqrt(x @ x), Z2), (rms, Z2)],
-    "safe.std(x)": [(jnp.std, Z2)],
+    "safe.sqrt(x)": [(lambda x: sqrt(x @ x), Z2), (rms, Z2)], "safe.std(x)": [(jnp.std, Z2)],
     "safe.softmax(x)": [(lambda x: nn.softmax(x - jnp.inf)[0], Z2)],
     "safe.log_softmax(x)": [(lambda x: nn.log_softmax(x - jnp.inf)[0], Z2)],
     "safe.power(x, y)": [(lambda x: total(x**0.5), Z2)],
@@ -294,15 +293,11 @@ def _ones(x):
 POSITIVE = np.array([False, True, True])
 # What drops the first of the logarithms of 0, 1 and 2.
 SELECTIONS = {
-    "slice": lambda y: y[1:],
-    "index": lambda y: y[np.array([1, 2])],
-    "maximum": lambda y: jnp.maximum(y, -5.0),
-    "minimum": lambda y: jnp.minimum(-y, 5.0),
-    "max": jnp.max,
-    "min": lambda y: jnp.min(-y),
-    "clip": lambda y: jnp.clip(y, -5.0, 5.0),
+    "slice": lambda y: y[1:], "index": lambda y: y[np.array([1, 2])],
+    "maximum": lambda y: jnp.maximum(y, -5.0), "minimum": lambda y: jnp.minimum(-y, 5.0),
+    "max": jnp.max, "min": lambda y: jnp.min(-y), "clip": lambda y: jnp.clip(y, -5.0, 5.0),
     "where": lambda y: jnp.where(POSITIVE, y, -5.0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mask", SELECTIONS)

@@ -79,10 +79,8 @@ CLOSE: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
             ("shape", np.ones((2, 1)), np.ones((1, 2))),
             ("dtype", np.ones(2, np.float32), np.ones(2, np.float16)),
             ("integers", np.arange(3), np.array([0, 2, 2])),
-            ("structure", {"a": 1.0}, {"b": 1.0}),
-            ("None", [None, 1.0], [0.0, 1.0]),
-            ("no number", ["relu", 1.0], ["gelu", 1.0]),
-            ("a number for none", ["relu"], [1.0]),
+            ("structure", {"a": 1.0}, {"b": 1.0}), ("None", [None, 1.0], [0.0, 1.0]),
+            ("no number", ["relu", 1.0], ["gelu", 1.0]), ("a number for none", ["relu"], [1.0]),
             ("keys", jr.key(0), jr.key(1)),
         )
     },
@@ -363,9 +361,8 @@ def only_one_output_used(k):
 def _second(k, third=0.0):
     """`x**3`, whose first derivative has a wrong derivative of its own."""
     slope = jvp_rule(
-        lambda x: 3 * x**2,
-        lambda p, t: curvature(p[0]) * t[0] * np.asarray(1 + k, t[0].dtype),
-    )
+        lambda x: 3 * x**2, lambda p, t: curvature(p[0]) * t[0] * np.asarray(1 + k, t[0].dtype),
+    )  # fmt: skip
     curvature = jvp_rule(
         lambda x: 6 * x, lambda p, t: 6 * t[0] * np.asarray(1 + third, t[0].dtype)
     )
@@ -692,13 +689,10 @@ def _to(dtype):
 
 # What is expected, what is got, a word of the cause (empty: no cause), and options.
 CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
-    "sign": (W, -W, "sign", {}),
-    "no sign": (W, -1.002 * W, "-1.002 times", {}),
+    "sign": (W, -W, "sign", {}), "no sign": (W, -1.002 * W, "-1.002 times", {}),
     "sign of one number": (np.array(2.0), np.array(-2.0), "sign", {}),
-    "twice": (W, 2 * W, "twice", {}),
-    "twice, nearly": (W, 2.0015 * W, "twice", {}),
-    "more than twice": (W, 2.003 * W, "2.003 times", {}),
-    "imaginary": (Z, 1j * Z, "1j", {}),
+    "twice": (W, 2 * W, "twice", {}), "twice, nearly": (W, 2.0015 * W, "twice", {}),
+    "more than twice": (W, 2.003 * W, "2.003 times", {}), "imaginary": (Z, 1j * Z, "1j", {}),
     "a sum for a mean": (W, 12 * W, "over 12 entries", {}),
     "along one axis": (W, 4 * W, "over 4 entries", {}),
     "no number of entries": (W, 5 * W, "5 times", {}),
@@ -709,12 +703,10 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     "the same factor elsewhere": (
         np.array(2.0), np.array(5.0), "2.5 times",
         {"others": [Compared(np.array([1.0, 3.0]), np.array([2.5, 7.5]))]},
-    ),
-    "another factor elsewhere": (
+    ), "another factor elsewhere": (
         np.array(2.0), np.array(5.0), "",
         {"others": [Compared(np.array([1.0, 3.0]), np.array([2.6, 7.8]))]},
-    ),
-    "conjugate": (Z, Z.conj(), "conjugate", {}),
+    ), "conjugate": (Z, Z.conj(), "conjugate", {}),
     "transposed": (W[:3], W[:3].T, "transposed", {}),
     "transposed, nearly": (W[:3], W[:3].T + 0.8e-3 * np.linalg.norm(W[:3]) * np.eye(3) / 2,
                            "transposed", {}),
@@ -729,8 +721,7 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     "where negative": (W, np.where(W < 0, W**2, W), "negative", {"primal": W}),
     "also elsewhere": (W, np.where(W < 1, W**2, W), "7 of 12 entries", {"primal": W}),
     "missing": (W, 0 * W, "zero everywhere: the term of `x`", {}),
-    "no influence": (0 * W, W, "no influence", {}),
-    "shape": (W, W.T, "shape is (3, 4)", {}),
+    "no influence": (0 * W, W, "no influence", {}), "shape": (W, W.T, "shape is (3, 4)", {}),
     "NaN": (W, np.where(W == 5, np.nan, W), "[2, 1]", {}),
     "NaN expected": (np.where(W == 5, np.nan, W), W, "finite where", {}),
     "the primal": (W, W[::-1] * W, "value of `x`", {"primal": W[::-1] * W, "is_random": True}),
@@ -796,12 +787,10 @@ def test_causes_of_rules(cause):
 
 
 SMOOTH = {
-    "sin": (np.sin, np.cos),
-    "exp": (np.exp, np.exp),
-    "square": (np.square, lambda x: 2 * x),
+    "sin": (np.sin, np.cos), "exp": (np.exp, np.exp), "square": (np.square, lambda x: 2 * x),
     "reciprocal": (np.reciprocal, lambda x: -1 / x**2),
     "tanh": (np.tanh, lambda x: 1 / np.cosh(x) ** 2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SMOOTH)

@@ -83,10 +83,9 @@ _flatten = lambda p: ((p.mean, p.rest), None)
 _keys = [jax.tree_util.GetAttrKey(name) for name in ("mean", "rest")]
 jax.tree_util.register_pytree_node(Plain, _flatten, lambda _, parts: Plain(*parts))
 jax.tree_util.register_pytree_with_keys(
-    Keyed,
-    lambda p: (list(zip(_keys, _flatten(p)[0], strict=True)), None),
+    Keyed, lambda p: (list(zip(_keys, _flatten(p)[0], strict=True)), None),
     lambda _, parts: Keyed(*parts),
-)
+)  # fmt: skip
 LAYER = Layer(jnp.ones((2, 2)), jnp.ones(2), Pair(jnp.ones(2), jnp.array(1)), "name")
 bf16 = lambda *xs: jnp.array(xs, jnp.bfloat16)
 
@@ -104,12 +103,10 @@ ARITHMETIC = {
          {"a": (F + G, F), "b": [None, H], "c": C}),
         (t.add({"x": (None, F)}, {"x": None}), {"x": (None, F)}),
         (t.add(Pair(F, None), Pair(None, (G, None))), Pair(F, (G, None))), (t.add([], []), []),
-    ],
-    "neg": lambda t: [
+    ], "neg": lambda t: [
         (t.neg(None), None), (t.neg(MIXED), {"a": (-F, None), "b": [None, -H], "c": -C}),
         (t.neg((NO_TANGENT, SYMBOLIC, 1.5)), (None, None, np.float32(-1.5))),
-    ],
-    "scale": lambda t: [
+    ], "scale": lambda t: [
         (t.scale(MIXED, 2), {"a": (2 * F, None), "b": [None, 2 * H], "c": 2 * C}),
         (t.scale(None, np.inf), None),
         (t.scale((None, SYMBOLIC, NO_TANGENT), INF), (None, None, None)),
@@ -118,23 +115,20 @@ ARITHMETIC = {
         (t.scale(np.ones((3, 2), "float32"), F), np.broadcast_to(F, (3, 2))),
         (t.scale(np.ones((3, 2), "float32"), np.ones((3, 1))), np.ones((3, 2), "float32")),
         (t.scale(F, np.array(True)), F), (t.scale(F, AsArray()), F * G),
-    ],
-    "linear": lambda t: [
+    ], "linear": lambda t: [
         (t.linear(jnp.sum, MIXED), {"a": (F.sum(), None), "b": [None, H.sum()], "c": C.sum()}),
         (t.linear(jnp.sum, None), None), (t.linear(lambda a, b: a + np.inf * b, F, None), F),
         (t.linear(lambda a, b: np.inf * a + 2 * b, SYMBOLIC, F), 2 * F),
         (t.linear(lambda a, b: 3 * a - b, F, G), 3 * F - G),
         (t.linear(lambda a, b, c: a + 2 * b + 3 * c, (F, None), None, (G, None)),
          (F + 3 * G, None)),
-    ],
-    "dot": lambda t: [
+    ], "dot": lambda t: [
         (t.dot(None, F), None), (t.dot((F, None), (None, G)), None),
         (t.dot(F, G), np.float32(F @ G)),
         (t.dot((F, (C, None)), (G, (D, F))), np.float32(F @ G + np.vdot(C, D).real)),
         (t.dot((F, C), None), None), (t.dot(F, H), np.float32(F @ np.asarray(H, "float32"))),
         (t.dot(F, C), np.float32((F @ C).real)), (t.dot(C, 1j * C), np.float32(0)),
-    ],
-    "where": lambda t: [
+    ], "where": lambda t: [
         (t.where(F > 0, None, None), None), (t.where(F > 0, INF, None), array(np.inf, 0)),
         (t.where(F > 0, None, F), array(0, -2)),
         (t.where(F > 0, (F, None), (G, H)), (array(1, 5), bf16(0, 4))),
@@ -142,8 +136,7 @@ ARITHMETIC = {
         (t.where(False, C, F), F.astype("complex64")), (t.where(False, F, C), C),
         (t.where(np.array([[True], [False]]), np.eye(2), np.ones((2, 2))),
          array([1, 0], [1, 1])),
-    ],
-    "materialize": lambda t: [
+    ], "materialize": lambda t: [
         (t.materialize(PRIMAL, None), {"a": (0 * G, np.float32(0)), "b": [NO_TANGENT, 0 * H],
                                        "c": 0 * D, "d": None, "e": None}),
         (t.materialize((G, 1, "s"), (H, None, None)), (array(0.5, 4), NO_TANGENT[0], None)),
@@ -153,35 +146,29 @@ ARITHMETIC = {
         (t.materialize(Pair(H, (G,)), Pair(None, (2 * F,))), Pair(0 * H, (2 * F,))),
         (t.materialize(np.array([1, 2]), np.array([0, 0])), NO_TANGENT),
         (t.materialize([np.array(["s"]), np.ma.masked_array([1.0])], None), [None, None]),
-    ],
-    "zeros_like": lambda t: [
+    ], "zeros_like": lambda t: [
         (t.zeros_like(PRIMAL), jax.tree.map(lambda _: None, PRIMAL)),
         (t.zeros_like(None), None),
-    ],
-    "is_zero": lambda t: [
+    ], "is_zero": lambda t: [
         (t.is_zero(None), True), (t.is_zero((None, [SYMBOLIC, NO_TANGENT])), True),
         (t.is_zero(()), True), (t.is_zero((None, 0 * F)), False), (t.is_zero([F, None]), False),
         (jax.jit(lambda x: jnp.array(t.is_zero(x)))(F), np.array(False)),
-    ],
-    "project": lambda t: [
+    ], "project": lambda t: [
         (t.project(None, PRIMAL), jax.tree.map(lambda _: None, PRIMAL)),
         (t.project(np.ones((3, 2), "float32"), F), array(3, 3)),
         (t.project(np.ones((3, 2), "float32"), np.float32(1)), np.float32(6)),
         (t.project(np.ones((3, 2), "float32"), F[None]), array([3, 3])),
         (t.project(np.arange(6.0).reshape(1, 2, 3), np.ones((2, 1), "float32")),
-         array([3], [12])),
-        (t.project(C, F), C.real), (t.project(F, C), F.astype("complex64")),
+         array([3], [12])), (t.project(C, F), C.real), (t.project(F, C), F.astype("complex64")),
         (t.project(F, H), bf16(1, -2)),
         (t.project((np.array([0, 0]), "s", False), (np.array([1, 2]), "s", True)),
          (None, None, None)),
         (t.project({"a": SYMBOLIC, "b": (F, None)}, {"a": G, "b": (G, 2)}),
-         {"a": None, "b": (F, None)}),
-        (t.project(2.0, 1.0), np.float32(2)),
+         {"a": None, "b": (F, None)}), (t.project(2.0, 1.0), np.float32(2)),
         (t.project(("t", jnp.cos), ("s", jnp.sin)), (None, None)),
         (t.project(F, jax.ShapeDtypeStruct((), jnp.float32)), np.float32(-1)),
         (sharded(t.project)(np.arange(4.0, dtype="float32"), F), array(2, 4)),
-    ],
-    "of": lambda t: [
+    ], "of": lambda t: [
         (t.of(LAYER, bias=F), Layer(None, F, Pair(None, None), "name")),
         (t.of(LAYER, weight=None, inner={"first": F}),
          Layer(None, None, Pair(F, None), "name")),
@@ -328,9 +315,8 @@ def test_an_eager_loop_knows_a_function_by_its_identity():
     function has the present numbers. A Module is its parts."""
     scale, array = 2.0, np.array(2.0, np.float32)
     step, by_default = (
-        lambda h, x: (h * scale * array + x, h),
-        lambda h, x, s=2.0: (h * s + x, h),
-    )
+        lambda h, x: (h * scale * array + x, h), lambda h, x, s=2.0: (h * s + x, h),
+    )  # fmt: skip
     for to in (2.0, 3.0, 2.0):
         scale, array[...], by_default.__defaults__ = to, to / 2, (to,)
         for f in (step, by_default, Step(jnp.asarray(to), 1), ft.partial(step)):
@@ -348,11 +334,10 @@ def test_an_eager_loop_is_compiled_once():
     first, second = (lambda x: x[0] * 3), lambda x: x[1]
     scan = lambda *args, **options: eqg.filter_scan(*args, **options)[0]
     calls = [
-        lambda x: scan(step, x[1], x),
-        lambda x: scan(Step(x[0], 2), x[1], x),
+        lambda x: scan(step, x[1], x), lambda x: scan(Step(x[0], 2), x[1], x),
         lambda x: eqg.filter_cond(x[0] > 1, first, second, x),
         lambda x: eqg.filter_while_loop(is_small, double, x[0]),
-    ]
+    ]  # fmt: skip
     inputs = [T + float(i) for i in range(3)]
     got = [[call(inputs[0]) for call in calls]]
     with compilations() as found:

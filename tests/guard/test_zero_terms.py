@@ -212,8 +212,7 @@ HEALTHY = [
     lambda x: jax.lax.rsqrt(jnp.mean(x ** 2) + 1.0) * x,
     lambda x: jnp.where(x > 0, jnp.tanh(x), x),
     lambda x: jax.lax.scan(lambda h, x: (jnp.tanh(h + x), h), x[0], x)[1],
-    lambda x: 1 / (2 - 1 / (1 + x * x)),
-    lambda x: jnp.sqrt(3 + jnp.sort(jnp.sin(x))),
+    lambda x: 1 / (2 - 1 / (1 + x * x)), lambda x: jnp.sqrt(3 + jnp.sort(jnp.sin(x))),
 ]  # fmt: skip
 
 
@@ -280,8 +279,7 @@ LINEAR = [
     lambda d, t, bad: jax.lax.fori_loop(
         0, 3, lambda i, s: (s[0] * bad, s[1] + t * i, s[2] + s[0] * bad + s[1]), (d, t, t)),
     _zeros_in_cond, lambda d, t, bad: give_rules(eqg.custom_vjp(_twice), _twice)(d * bad + t),
-    lambda d, t, bad: _zeros_in_cond(d, t, bad, False),
-    lambda d, t, bad: jax.lax.scan(
+    lambda d, t, bad: _zeros_in_cond(d, t, bad, False), lambda d, t, bad: jax.lax.scan(
         lambda h, _: (h + jax.jit(lambda: d * bad + t)(), None), t, None, 2)[0],
 ]  # fmt: skip
 

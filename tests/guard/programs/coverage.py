@@ -19,12 +19,9 @@ from .scans import Scan
 
 
 KINDS = {
-    **dict.fromkeys(("jit", "closure"), "jit"),
-    **dict.fromkeys(("scan", "while"), "loop"),
-    **dict.fromkeys(("vmap", "named"), "batch"),
-    "checkpoint": "checkpoint",
-    "cond": "branch",
-}
+    **dict.fromkeys(("jit", "closure"), "jit"), **dict.fromkeys(("scan", "while"), "loop"),
+    **dict.fromkeys(("vmap", "named"), "batch"), "checkpoint": "checkpoint", "cond": "branch",
+}  # fmt: skip
 # A loop without a bound has no reverse derivative.
 FORWARD_ONLY = ("while",)
 # The ways to scan that replay steps, or have a loop of their own.

@@ -13,6 +13,8 @@ from jax.experimental import checkify  # noqa: TID251  an interpreter of others
 from .entry import entry
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 ONCE = {"transforms": False, "costs": False, "precisions": ("float64",), "leaks": False}
 FIRST, SHORT = ("value", "jvp", "vjp"), ("value", "jvp", "vjp", "FR")
 rng = np.random.default_rng(5)
@@ -63,14 +65,8 @@ def methods_plain(x, w, rounded=jnp.round):
     return wave(x, w), positive * w[0], rounded(wave(x, w)), mean
 
 
-entry(
-    "filter_checkpoint: methods",
-    methods,
-    *(X, W),
-    plain=methods_plain,
-    smooth=ft.partial(methods_plain, rounded=lambda x: x),
-    **ONCE | {"orders": FIRST},
-)
+entry("filter_checkpoint: methods", methods, *(X, W), plain=methods_plain,
+    smooth=ft.partial(methods_plain, rounded=lambda x: x), **ONCE | {"orders": FIRST})
 
 # ---------------------------------------------------------------- other interpreters
 
@@ -86,12 +82,9 @@ def checked(x, w):
     return checkify.checkify(jax.value_and_grad(loss), checkify.all_checks)(x)[1]
 
 
-entry(
-    "custom_vjp: checkify",
-    *(checked, X, W),
+entry("custom_vjp: checkify", *(checked, X, W),
     plain=lambda x, w: jax.value_and_grad(lambda x: jnp.sum(wave(x, w)))(x),
-    **ONCE | {"orders": ("value",)},
-)
+    **ONCE | {"orders": ("value",)})
 
 # ---------------------------------------------------------------- closures
 
@@ -132,10 +125,5 @@ def of_captured_plain(x, w):
     return fn(x), again, fn(x) / 2
 
 
-entry(
-    "custom_jvp: objects of users' classes are captured",
-    of_captured,
-    *(X, W),
-    plain=of_captured_plain,
-    **ONCE | {"orders": SHORT},
-)
+entry("custom_jvp: objects of users' classes are captured", of_captured, *(X, W),
+    plain=of_captured_plain, **ONCE | {"orders": SHORT})

@@ -14,6 +14,8 @@ from .entry import entry
 from .over_time import CHEAP, draws
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 nn = eqg.nn
 stop = jax.lax.stop_gradient
 normal = draws(3)
@@ -57,24 +59,18 @@ def ternary(w, threshold):
 # Beyond the range, in the last half step of it, and a negative number.
 X = np.array([[0.52, -1.23, 1.6, 40.0, 2.26], [-0.1, 0.9, -30.0, -2.62, 2.9]])
 SCALES = np.array([[0.31], [0.23]])
-# A line has as many arguments as there is room for.
-# fmt: off
 for name, options in (
     ("nn.FakeQuantize", {}), ("nn.FakeQuantize: narrow", {"narrow": True}),
     ("nn.FakeQuantize: unsigned", {"signed": False}),
 ):
-    entry(
-        name, lambda x, s, o=options: nn.FakeQuantize(4, scale=s, learn_scale=True, **o)(x), X,
-        SCALES if options else np.array(0.31),
-        plain=lambda x, s, o=options: fake_quantize(x, s, *limits(4, **o)), **SOME,
-    )
+    entry(name, lambda x, s, o=options: nn.FakeQuantize(4, scale=s, learn_scale=True, **o)(x),
+        X, SCALES if options else np.array(0.31),
+        plain=lambda x, s, o=options: fake_quantize(x, s, *limits(4, **o)), **SOME)
 for name, axis in (("dynamic", None), ("a scale for each row", 0), ("each column", -1)):
     axes = {None: None, 0: 1, -1: 0}[axis]
-    entry(
-        f"nn.FakeQuantize: {name}",
+    entry(f"nn.FakeQuantize: {name}",
         lambda x, axis=axis: nn.FakeQuantize(3, channel_axis=axis)(x), X,
-        plain=lambda x, axes=axes: fake_quantize(x, absmax(x, 3, axes), -4, 3), **SOME,
-    )
+        plain=lambda x, axes=axes: fake_quantize(x, absmax(x, 3, axes), -4, 3), **SOME)
 
 
 def asymmetric(x):
@@ -97,36 +93,22 @@ def asymmetric_plain(x):
     return y, zero.astype("int32"), (codes, scale, point.astype("uint8"))
 
 
-entry(
-    "nn.FakeQuantize: asymmetric", asymmetric, X, plain=asymmetric_plain,
-    **{**CHEAP, "orders": ("value", "vjp")},
-)
-entry(
-    "nn.FakeQuantize: a constant scale",
-    lambda x, s: (nn.FakeQuantize(5, scale=0.3)(x), nn.FakeQuantize(5, scale=s)(x)),
-    X,
-    SCALES,
+entry("nn.FakeQuantize: asymmetric", asymmetric, X, plain=asymmetric_plain,
+    **{**CHEAP, "orders": ("value", "vjp")})
+entry("nn.FakeQuantize: a constant scale",
+    lambda x, s: (nn.FakeQuantize(5, scale=0.3)(x), nn.FakeQuantize(5, scale=s)(x)), X, SCALES,
     plain=lambda x, s: (
         fake_quantize(x, jnp.full((), 0.3, x.dtype), -16, 15),
         fake_quantize(x, stop(s), -16, 15),
-    ),
-    **SOME,
-)
+    ), **SOME)
 for name, options in (
-    ("nn.LSQ", {}),
-    ("nn.LSQ: unsigned", {"signed": False}),
+    ("nn.LSQ", {}), ("nn.LSQ: unsigned", {"signed": False}),
     ("nn.LSQ: a gain", {"gradient_scale": 0.37}),
 ):
-    entry(
-        name,
-        lambda x, s, o=options: nn.LSQ(4, scale=s, **o)(x),
-        X,
-        SCALES,
+    entry(name, lambda x, s, o=options: nn.LSQ(4, scale=s, **o)(x), X, SCALES,
         plain=lambda x, s, o=options: lsq(
             x, s, *limits(4, o.get("signed", True)), o.get("gradient_scale")
-        ),
-        **SOME,
-    )
+        ), **SOME)
 
 
 def of_negative_scale(x, s):
@@ -138,10 +120,8 @@ def integers(x, scale, low, high, dtype="int8"):
     return stop(jnp.clip(jnp.round(x / scale), low, high)).astype(dtype)
 
 
-entry(
-    "nn.LSQ: a scale that has become negative", of_negative_scale, X, np.array(0.31),
-    plain=lambda x, s: (lsq(x, s, -8, 7), (integers(x, s, -8, 7), s)), **CHEAP,
-)
+entry("nn.LSQ: a scale that has become negative", of_negative_scale, X, np.array(0.31),
+    plain=lambda x, s: (lsq(x, s, -8, 7), (integers(x, s, -8, 7), s)), **CHEAP)
 
 
 def fits(x):
@@ -186,10 +166,8 @@ def grouped_plain(x, s):
     return given, dynamic, (codes, s), 2 * jnp.mean(jnp.abs(stop(pairs)), 2) / 7**0.5
 
 
-entry(
-    "nn.LSQ: groups", grouped, X[:, :4], np.array([[0.31, 3.2], [0.23, 1.1]]),
-    plain=grouped_plain, **SOME,
-)
+entry("nn.LSQ: groups", grouped, X[:, :4], np.array([[0.31, 3.2], [0.23, 1.1]]),
+    plain=grouped_plain, **SOME)
 
 
 # ---------------------------------------------------------------- codebooks
@@ -252,11 +230,9 @@ def vector_quantizer_plain(ema, z, codebook, usage):
 
 USAGE = np.array([0.1, 0.4, 0.2, 0.3])
 for ema in (True, False):
-    entry(
-        f"nn.VectorQuantizer: {ema=}", lambda z, c, u, ema=ema: vector_quantizer(ema, z, c, u),
-        normal(3, 2, 5), normal(4, 2), USAGE,
-        plain=lambda z, c, u, ema=ema: vector_quantizer_plain(ema, z, c, u), **CHEAP,
-    )
+    entry(f"nn.VectorQuantizer: {ema=}",
+        lambda z, c, u, ema=ema: vector_quantizer(ema, z, c, u), normal(3, 2, 5), normal(4, 2),
+        USAGE, plain=lambda z, c, u, ema=ema: vector_quantizer_plain(ema, z, c, u), **CHEAP)
 
 
 def codebook_of(z):
@@ -315,12 +291,10 @@ LINEARS = {
     "nn.Ternary": (
         (nn.Ternary(), None),
         (lambda w: ternary(w, by_mean(w)) * kept_mean(w, by_mean(w)), None),
-    ),
-    "nn.Ternary: a threshold": (
+    ), "nn.Ternary: a threshold": (
         (nn.Ternary(threshold=0.25), None),
         (lambda w: ternary(w, 0.25) * kept_mean(w, 0.25), None),
-    ),
-    "nn.Ternary: without a scale": (
+    ), "nn.Ternary: without a scale": (
         (nn.Ternary(threshold=0.4, scale=False), None), (lambda w: ternary(w, 0.4), None),
     ),
 }
@@ -354,11 +328,9 @@ def conv_plain(of_weight, x, weight, bias):
     return out[0] + bias
 
 
-entry(
-    "nn.Quantized: a convolution", lambda *args: conv(QUANTIZERS[0], *args), normal(4, 9),
+entry("nn.Quantized: a convolution", lambda *args: conv(QUANTIZERS[0], *args), normal(4, 9),
     normal(2, 2, 3), normal(2, 1), **SOME,
-    plain=ft.partial(conv_plain, lambda w: fake_quantize(w, absmax(w, 3, (1, 2)), -4, 3)),
-)
+    plain=ft.partial(conv_plain, lambda w: fake_quantize(w, absmax(w, 3, (1, 2)), -4, 3)))
 
 
 # ---------------------------------------------------------------- models

@@ -14,6 +14,8 @@ from .entry import entry
 from .over_time import CHEAP, draws, enter, layer, plain
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 nn = eqg.nn
 normal = draws(0)
 
@@ -52,8 +54,6 @@ def zero_pair(c):
     return h, jnp.zeros(len(c["weight_hh"]) // 4, h.dtype)
 
 
-# A line has as many arguments as there is room for.
-# fmt: off
 KINDS = {
     "GRU": (nn.GRU, 3, gru_step, zero_hidden), "LSTM": (nn.LSTM, 4, lstm_step, zero_pair),
     "RNN": (nn.RNN, 1, ft.partial(rnn_step, jnp.tanh), zero_hidden),
@@ -90,16 +90,7 @@ def states_of(kind, *shape, proj=None):
 
 
 def recurrent(
-    name,
-    kind,
-    xs,
-    hidden,
-    *,
-    lengths=None,
-    state=None,
-    key=None,
-    half=None,
-    options=CHEAP,
+    name, kind, xs, hidden, *, lengths=None, state=None, key=None, half=None, options=CHEAP,
     **given,
 ):
     make, _, step, zero = KINDS[kind]
@@ -131,35 +122,23 @@ recurrent("nn.RNN", "RNN", normal(5, 2), 3, state=(), options=SOME)
 
 # Padded batches. The states differ for each of the cells.
 PADDED = {"lengths": np.array([5, 2, 0])}
-recurrent(
-    "nn.GRU: stacked", "GRU", normal(3, 5, 2), 3, state=(4, 3), num_layers=2,
-    bidirectional=True, **PADDED,
-)
-recurrent(
-    "nn.LSTM: stacked, time major", "LSTM", normal(5, 3, 2), 3, num_layers=2,
-    learn_initial_state=True, reverse=True, time_major=True, keep="states", **PADDED,
-)
-recurrent(
-    "nn.LSTM: projected, stacked", "LSTM", normal(3, 5, 2), 3, proj_size=2, num_layers=2,
-    **PADDED,
-)
-recurrent(
-    "nn.RNN: two directions", "RNN, relu", normal(3, 5, 1), 3, bidirectional=True,
-    use_bias=False, **PADDED,
-)
+recurrent("nn.GRU: stacked", "GRU", normal(3, 5, 2), 3, state=(4, 3), num_layers=2,
+    bidirectional=True, **PADDED)
+recurrent("nn.LSTM: stacked, time major", "LSTM", normal(5, 3, 2), 3, num_layers=2,
+    learn_initial_state=True, reverse=True, time_major=True, keep="states", **PADDED)
+recurrent("nn.LSTM: projected, stacked", "LSTM", normal(3, 5, 2), 3, proj_size=2, num_layers=2,
+    **PADDED)
+recurrent("nn.RNN: two directions", "RNN, relu", normal(3, 5, 1), 3, bidirectional=True,
+    use_bias=False, **PADDED)
 recurrent("nn.GRU: without biases", "GRU", normal(5, 1), 3, use_bias=False, keep="states")
-recurrent(
-    "nn.LSTM: without biases", "LSTM", normal(5, 1), 3, use_bias=False, learn_initial_state=True
-)
+recurrent("nn.LSTM: without biases", "LSTM", normal(5, 1), 3, use_bias=False,
+    learn_initial_state=True)
 KEY = np.array([3, 5], np.uint32)
 for name, key in (("with a key", KEY), ("in inference", None)):
-    recurrent(
-        f"nn.RNN: dropout {name}", "RNN", normal(5, 2), 3, num_layers=2, dropout=0.3, key=key
-    )
-recurrent(
-    "nn.LSTM: vmap of batches", "LSTM", normal(2, 3, 5, 2), 3, state=(2, 3),
-    lengths=np.array([[5, 2, 0], [1, 3, 4]]),
-)
+    recurrent(f"nn.RNN: dropout {name}", "RNN", normal(5, 2), 3, num_layers=2, dropout=0.3,
+        key=key)
+recurrent("nn.LSTM: vmap of batches", "LSTM", normal(2, 3, 5, 2), 3, state=(2, 3),
+    lengths=np.array([[5, 2, 0], [1, 3, 4]]))
 
 # Three chunks of the backward pass, of 16, 16 and 15 steps.
 LENGTHS = np.array([47, 0, 1, 15, 16, 17, 31, 32, 33, 40, 46])
@@ -170,10 +149,8 @@ for kind, keep in (("GRU", "states"), ("LSTM", "states"), ("RNN", None)):
     padded = {"reverse": True, "lengths": LENGTHS, "state": (11,)}
     padded |= {"keep": keep} if keep else {}
     recurrent(f"nn.{kind}: padded chunks", kind, normal(11, 47, 2), 17, **padded)
-recurrent(
-    "nn.LSTM: projected, chunks", "LSTM", normal(11, 47, 2), 17, proj_size=3, reverse=True,
-    lengths=LENGTHS, state=(11,),
-)
+recurrent("nn.LSTM: projected, chunks", "LSTM", normal(11, 47, 2), 17, proj_size=3,
+    reverse=True, lengths=LENGTHS, state=(11,))
 # Three chunks of the forward pass: few examples, and wide inputs.
 for kind, reverse in (("GRU", True), ("LSTM", False), ("RNN", True)):
     wide = {"state": (), "reverse": reverse}
@@ -188,10 +165,8 @@ def long_inputs():
     return xs
 
 
-recurrent(
-    "nn.GRU: long sums", "GRU", normal(3, 2, 2), 3, time_major=True, use_bias=False,
-    half=long_inputs(),
-)
+recurrent("nn.GRU: long sums", "GRU", normal(3, 2, 2), 3, time_major=True, use_bias=False,
+    half=long_inputs())
 
 
 # ---------------------------------------------------------------- of cells
@@ -218,10 +193,8 @@ def rnn_cell(x, h, arrays):
     return cell(x, h)
 
 
-entry(
-    "nn.RNNCell", rnn_cell, normal(2), normal(3), cells_of("RNN", [2], 3)[0][0],
-    plain=lambda x, h, c: rnn_step(jax.nn.relu, c, x, h)[1], **CHEAP,
-)
+entry("nn.RNNCell", rnn_cell, normal(2), normal(3), cells_of("RNN", [2], 3)[0][0],
+    plain=lambda x, h, c: rnn_step(jax.nn.relu, c, x, h)[1], **CHEAP)
 
 
 class Oscillator(eqx.Module):
@@ -257,8 +230,6 @@ def any_cell(output, checkpoint, **options):
 
 
 two_states = lambda *batch: {"fast": normal(*batch, 3), "slow": normal(*batch)}
-
-
 OSCILLATOR = {"decay": np.array([0.4, -0.7, 0.9]), "weight": normal(3, 2)}
 mixed = lambda state: state["fast"] * state["slow"]
 fn, reference = any_cell(mixed, "replay", reverse=True)

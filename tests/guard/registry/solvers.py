@@ -12,6 +12,8 @@ from eqx_grads import solvers
 from .entry import entry
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 LEAKS = {"leaks": False}
 OPTION = LEAKS | {"transforms": False, "costs": False, "orders": ("value", "jvp", "vjp", "RF")}
 M = np.array([[2.0, -0.6, 0.3], [0.5, 1.7, -0.2], [-0.9, 0.4, 1.2]])
@@ -64,15 +66,8 @@ for _name, _options in {
     "iterative": {"solver": lx.GMRES(rtol=1e-13, atol=1e-13)},
     "least squares": {"solver": lx.SVD(), "tolerance": None},
 }.items():
-    entry(
-        f"implicit: {_name}",
-        implicit(**_options),
-        *_args,
-        plain=implicit_plain,
-        tolerance32=1e-2,
-        precisions=("float64",),
-        **OPTION,
-    )
+    entry(f"implicit: {_name}", implicit(**_options), *_args, plain=implicit_plain,
+        tolerance32=1e-2, precisions=("float64",), **OPTION)
 
 
 def ridge(x, y):
@@ -80,15 +75,11 @@ def ridge(x, y):
 
 
 ridge_objective = lambda w, x, y: jnp.sum((x @ w - y) ** 2) / 2 + 0.15 * jnp.sum(w**2)
-
-
 _tagged = eqg.implicit(eqx.filter_grad(ridge_objective), tags=lx.positive_semidefinite_tag)
 entry("implicit: a minimum", _tagged(ridge), M[:, :2], A, plain=ridge, **OPTION)
 
 
 N = 263  # unknowns, for which no matrix is formed
-
-
 neighbors = lambda y: 0.3 * jnp.roll(y, 1) - 0.2 * jnp.roll(y, -3)
 
 
@@ -103,15 +94,8 @@ def many_plain(a, c):
     return jnp.linalg.solve(jnp.eye(N, dtype=a.dtype) + c * jax.jacobian(neighbors)(a), a)
 
 
-entry(
-    "implicit: many unknowns",
-    many,
-    np.sin(np.arange(N) ** 1.1),
-    np.array(0.8),
-    plain=many_plain,
-    precisions=("float64",),
-    **OPTION | {"orders": ("jvp", "vjp")},
-)
+entry("implicit: many unknowns", many, np.sin(np.arange(N) ** 1.1), np.array(0.8),
+    plain=many_plain, precisions=("float64",), **OPTION | {"orders": ("jvp", "vjp")})
 
 
 def conjugates(solve):
@@ -125,28 +109,17 @@ def conjugates(solve):
     return fn
 
 
-entry(
-    "implicit: complex",
-    conjugates(
+entry("implicit: complex", conjugates(
         lambda y, a, b: eqg.implicit(lambda y, a, b: y + 0.3 * jnp.conj(y) - a * b)(
             lambda a, b: solved(y)
         )(a, b)
-    ),
-    A,
-    B,
-    plain=conjugates(lambda y, a, b: y),
-    complex_args=(A + 0.4j * B, B - 0.2j),
-    **OPTION,
-)
+    ), A, B, plain=conjugates(lambda y, a, b: y), complex_args=(A + 0.4j * B, B - 0.2j),
+    **OPTION)
 
 # ---------------------------------------------------------------- fixed points
 
 W = np.array([[0.3, -0.2, 0.1], [0.1, 0.25, 0.2], [-0.15, 0.1, 0.3]])
-
-
 cell = lambda z, x, w: {"h": jnp.tanh(w @ z["h"] + x), "s": 0.5 * z["s"] + jnp.sum(z["h"])}
-
-
 start = lambda x: {"h": jnp.zeros_like(x), "s": jnp.zeros((), x.dtype)}
 
 
@@ -171,8 +144,7 @@ def steps_reverse(x, w):
 entry("fixed_point", fixed_point(), A, W, plain=steps_reverse, costs=False, **LEAKS)
 for _name, _options in {
     "Newton": {
-        "solver": lambda e: optx.Newton(e, e),
-        "backward": solvers.ImplicitAdjoint(lx.QR()),
+        "solver": lambda e: optx.Newton(e, e), "backward": solvers.ImplicitAdjoint(lx.QR()),
     },
     "iterated backward": {
         "backward": lambda e: solvers.FixedPointAdjoint(optx.FixedPointIteration(e, e)),
@@ -219,21 +191,12 @@ def damped(k, tau):
 
 
 for _backward, _plain in (
-    ("neumann", damped(6, 1.0)),
-    (solvers.NeumannAdjoint(2), damped(3, 1.0)),
-    ("phantom", damped(5, 0.5)),
-    (solvers.PhantomAdjoint(3, 0.7), damped(3, 0.7)),
+    ("neumann", damped(6, 1.0)), (solvers.NeumannAdjoint(2), damped(3, 1.0)),
+    ("phantom", damped(5, 0.5)), (solvers.PhantomAdjoint(3, 0.7), damped(3, 0.7)),
     ("one_step", damped(1, 1.0)),
 ):
-    entry(
-        f"fixed_point: {_backward}",
-        fixed_point(backward=_backward),
-        A,
-        W,
-        plain=_plain,
-        precisions=("float64",),
-        **OPTION,
-    )
+    entry(f"fixed_point: {_backward}", fixed_point(backward=_backward), A, W, plain=_plain,
+        precisions=("float64",), **OPTION)
 
 
 def with_aux(x, w):
@@ -322,12 +285,5 @@ def none_plain(h, v, g, floor):
     return flight(y, 3.0 * g, 1.5, floor), solved(jnp.inf * h)
 
 
-entry(
-    "event_time: no event",
-    none,
-    *_start,
-    plain=none_plain,
-    orders=("value", "jvp", "vjp"),
-    transforms=False,
-    costs=False,
-)
+entry("event_time: no event", none, *_start, plain=none_plain, orders=("value", "jvp", "vjp"),
+    transforms=False, costs=False)

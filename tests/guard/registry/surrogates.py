@@ -10,6 +10,8 @@ from jax.scipy.special import erf
 from .entry import entry, Nasty, ORDERS
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 A = np.array
 # One of the first three numbers is far out in the tail of the steepest surrogate.
 V = A([0.31, -0.22, 0.07, -1.4, 0.9])
@@ -53,26 +55,21 @@ def triangle_area(v, width, peak):
 TABLE = {
     # Zenke and Ganguli (2018), equation 4.
     "superspike": (
-        lambda v, s: 1 / (1 + s * jnp.abs(v)) ** 2,
-        lambda v, s: 0.5 + v / (1 + s * jnp.abs(v)),
+        lambda v, s: 1 / (1 + s * jnp.abs(v)) ** 2, lambda v, s: 0.5 + v / (1 + s * jnp.abs(v)),
         ((25.0, 3.0),),
     ),
     # Fang et al. (2021), equation 17.
     "atan": (
         lambda v, s: s / 2 / (1 + (jnp.pi / 2 * s * v) ** 2),
-        lambda v, s: 0.5 + jnp.arctan(jnp.pi / 2 * s * v) / jnp.pi,
-        ((2.0, 3.1),),
+        lambda v, s: 0.5 + jnp.arctan(jnp.pi / 2 * s * v) / jnp.pi, ((2.0, 3.1),),
     ),
     "sigmoid": (
         lambda v, s: s * jnp.exp(-s * v) / (1 + jnp.exp(-s * v)) ** 2,
-        lambda v, s: 1 / (1 + jnp.exp(-s * v)),
-        ((4.0, 1.7),),
+        lambda v, s: 1 / (1 + jnp.exp(-s * v)), ((4.0, 1.7),),
     ),
     "gaussian": (normal, cumulative, ((0.5, 0.8),)),
     "multi_gaussian": (
-        multi_gaussian,
-        multi_cumulative,
-        ((0.5, 0.7), (0.15, 0.25), (6.0, 3.0)),
+        multi_gaussian, multi_cumulative, ((0.5, 0.7), (0.15, 0.25), (6.0, 3.0)),
     ),
     "triangle": (triangle, triangle_area, ((1.0, 1.2), (1.0, 0.3))),
     "rectangle": (
@@ -89,11 +86,7 @@ TABLE = {
 # With the defaults at zero, where some have a kink, and far to the right and to the left.
 N0 = 2 / np.sqrt(2 * np.pi)
 SIDES = 0.3 * N0 / 6 * np.exp(-1 / 72)
-PEAKS = {
-    "gaussian": N0,
-    "multi_gaussian": 1.15 * N0 - SIDES,
-    "leaky": 0.55,
-}
+PEAKS = {"gaussian": N0, "multi_gaussian": 1.15 * N0 - SIDES, "leaky": 0.55}
 FAR = {"leaky": (1.0, 0.1)}
 
 
@@ -104,10 +97,8 @@ def enter(name, density, integral, params):
     def fn(v, *params):
         given = surrogate(*params)
         return (
-            eqg.surrogates.spike(v, given),
-            eqg.surrogates.spike(v, surrogate()),
-            given.derivative(v),
-            given.primitive(v),
+            eqg.surrogates.spike(v, given), eqg.surrogates.spike(v, surrogate()),
+            given.derivative(v), given.primitive(v),
         )
 
     # A slope for each element, and numbers for all.
@@ -131,16 +122,9 @@ def enter(name, density, integral, params):
         transforms=full,
         costs=full,
     )
-    entry(
-        f"surrogates.{name}: at the edges",
-        lambda v: eqg.surrogates.spike(v, surrogate()),
-        V,
-        plain=step,
-        smooth=of_defaults,
-        orders=("value", "vjp"),
-        transforms=False,
-        nasty=[Nasty(edges, value=[A([0.0, 0, 1, 1, 0, 0, NAN])], cts=[cts])],
-    )
+    entry(f"surrogates.{name}: at the edges", lambda v: eqg.surrogates.spike(v, surrogate()), V,
+        plain=step, smooth=of_defaults, orders=("value", "vjp"), transforms=False,
+        nasty=[Nasty(edges, value=[A([0.0, 0, 1, 1, 0, 0, NAN])], cts=[cts])])
 
 
 for _name, _row in TABLE.items():
@@ -164,17 +148,10 @@ class Exponential(eqg.surrogates.AbstractSurrogate):
 exponential = lambda v, slope: jnp.sign(v) * (1 - jnp.exp(-slope * jnp.abs(v)))
 
 
-entry(
-    "surrogates.spike",
-    lambda v, slope: (
+entry("surrogates.spike", lambda v, slope: (
         eqg.surrogates.spike(v, Exponential(slope)),
         eqg.surrogates.spike(v, lambda v: 1 - jnp.tanh(v) ** 2),
-    ),
-    V,
-    A(1.6),
-    plain=lambda v, slope: (step(v), step(v)),
+    ), V, A(1.6), plain=lambda v, slope: (step(v), step(v)),
     smooth=lambda v, slope: (exponential(v, slope), jnp.tanh(v)),
-    orders=("value", "jvp", "vjp", "FR"),
-    transforms=False,
-    nasty=[Nasty(A([NAN, 2.0]), A(1.6), value=[A([NAN, 1]), A([NAN, 1])])],
-)
+    orders=("value", "jvp", "vjp", "FR"), transforms=False,
+    nasty=[Nasty(A([NAN, 2.0]), A(1.6), value=[A([NAN, 1]), A([NAN, 1])])])
