@@ -193,6 +193,7 @@ def test_the_kind_of_a_cause(name):
     report = eqg.explain_nan(loss, jnp.asarray(bad) if eqx.is_array_like(bad) else bad)
     leaves = [leaf[2:-2] for leaf in report.bad_leaves if leaf != "model"]
     texts = "; ".join(sorted(map(text_of, report.found)))
+    assert not [text for text in report.remarks if "zero_safe" in text]
     assert f"{texts} | {' '.join(leaves)}".removesuffix(" | ") == name
     for model in good:
         assert not eqg.explain_nan(loss, model).bad_leaves

@@ -49,9 +49,9 @@ KEEP = {"a": [3, 2, 1], "first": 1}
 # the cause, and one without it. If these are the same, the loss has it: `of` applies a function
 # to a value, or returns the value.
 ZEROS = {
-    "a dead units: relu; a multiplied by zero: mul": (lambda m, of: total(relu(relu(m["a"]) -
-        1.0)) + m["live"] * total(m["a"]), arrays(a=[-1, -2], live=0), arrays(a=[-1, -2],
-        live=1)),
+    "a multiplied by zero: mul, model['live']; a dead units: relu": (lambda m, of: total(relu(
+        relu(m["a"]) - 1.0)) + m["live"] * total(m["a"]), arrays(a=[-1, -2], live=0),
+        arrays(a=[-1, -2], live=1)),
     "a dead units: relu; b dead units: relu": (lambda m, of: total(relu(relu(m["a"]) +
         m["b"])), arrays(a=[3, 2], b=[-4, -3]), arrays(a=[3, 2], b=[-2, -3])),
     "a cast to an integer: convert_element_type, by structure": (lambda m, of: total(m["b"]) *
@@ -67,17 +67,20 @@ ZEROS = {
         jnp.sign(jnp.floor(x)))), AB, AB),
     "a never used: , by structure": (lambda m, of: total(m["b"]) + of(total(m["a"]), lambda x:
         0.0), AB, AB),
+    "a multiplied by zero: mul, convert_element_type; b comparison: gt, by structure": (lambda
+        m, of: total(of(1 + m["b"], lambda x: (x > 9).astype("float32")) * m["a"]), AB, AB),
     "a branch not taken: cond": (lambda m, of: jax.lax.cond(m["b"] > 0, lambda a: total(
         jnp.sin(a)), lambda a: 3.0, m["a"]) * m["b"], arrays(a=[1, 2], b=-1), arrays(a=[1, 2],
         b=1)),
     # The derivative of all steps ends at the product of the second and last one.
-    "a multiplied by zero: mul at [1]": (lambda m, of: scan(lambda c, a: (m["w"] * (c + a),
-        None), m["w"], m["a"])[0] + m["w"], arrays(a=[1, 2], w=0), arrays(a=[1, 2], w=0.5)),
-    "a multiplied by zero: mul at [2]": (lambda m, of: total(scan(lambda c, a: (c, m["w"] * a),
-        None, m["a"])[1]), arrays(a=[1, 2, 3], w=0), arrays(a=[1, 2, 3], w=0.5)),
-    "first multiplied by zero: mul at [2]": (lambda m, of: carry_of(m, False),
+    "a multiplied by zero: mul, model['w'] at [1]": (lambda m, of: scan(lambda c, a: (m["w"] *
+        (c + a), None), m["w"], m["a"])[0] + m["w"], arrays(a=[1, 2], w=0), arrays(a=[1, 2],
+        w=0.5)),
+    "a multiplied by zero: mul, model['w'] at [2]": (lambda m, of: total(scan(lambda c, a: (c,
+        m["w"] * a), None, m["a"])[1]), arrays(a=[1, 2, 3], w=0), arrays(a=[1, 2, 3], w=0.5)),
+    "first multiplied by zero: mul, model['keep'] at [2]": (lambda m, of: carry_of(m, False),
         arrays(keep=[1, 1, 0], **KEEP), arrays(keep=[1, 1, 1], **KEEP)),
-    "first multiplied by zero: mul at [0]": (lambda m, of: carry_of(m, True),
+    "first multiplied by zero: mul, model['keep'] at [0]": (lambda m, of: carry_of(m, True),
         arrays(keep=[0, 1, 1], **KEEP), arrays(keep=[1, 1, 1], **KEEP)),
     "a saturated: tanh": (lambda m, of: total(jnp.tanh(jnp.sin(0.0) + m["a"])),
         arrays(a=[200, 300]), arrays(a=[1, 2])),
@@ -96,6 +99,8 @@ ZEROS = {
 
 def text_of(record):
     parts = f"{record.leaf[2:-2]} {record.kind}: {record.primitive}"
+    if record.kind == "multiplied by zero":
+        parts += f", {record.detail.split('`')[1]}"
     parts += ", by structure" * record.by_structure
     return parts + (f" at {list(record.step)}" if record.step else "")
 
@@ -107,10 +112,31 @@ def test_explain_zero(name):
     assert "; ".join(map(text_of, report.found)) == name
     assert report.n_leaves == len(bad)
     for record in report.found:
-        assert record.kind != "multiplied by zero" or "model['" in record.detail
         assert record.code in SOURCE
         assert bool(record.code) == bool(record.primitive)
     assert not eqg.explain_zero(lambda m: loss(m, lambda x, fn: x), good)
+
+
+# By the kinds and details of the symptoms: a loss, and a model.
+SYMPTOMS = {
+    "": (lambda m: total(jnp.sin(m["a"])), AB | {"b": 3}),
+    "not finite: true singularity": (lambda m: total(jnp.sqrt(m["a"])), arrays(a=[0, 1])),
+    "zero: rounding": (lambda m: total(jnp.round(m["a"]) ** 2), arrays(a=[0.7, 1])),
+    "rounding noise: ": (lambda m: total(0.3 * jax.nn.softmax(m["a"]) + 0.0 * m["a"]) +
+        total(m["b"]), arrays(a=[0.5, 1.7, -0.3, 0.9], b=[1, 2])),
+    "exploding: ": (lambda m: total(scan(lambda h, _: (m["w"] @ h, None), m["a"], np.zeros(30))[
+        0]), arrays(w=3 * np.eye(2), a=[1, 1])),
+    "vanishing: ": (lambda m: total(m["a"]) * 1e-9 + total(m["b"] ** 2), AB),
+    "no array: the Python number 0.5": (lambda m: total(m["b"] * m["a"]), AB | {"b": 0.5}),
+    "kink: ": (lambda m: total(jnp.abs(m["a"] - 1) + m["a"]), arrays(a=[1, 1])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SYMPTOMS)
+def test_explain_gradient(name):
+    report = eqg.explain_gradient(*SYMPTOMS[name])
+    assert "; ".join(dict.fromkeys(f"{s.kind}: {s.detail}" for s in report.found)) == name
+    assert bool(report) == bool(name)
 
 
 def test_dead_units_of_a_leaf_with_a_gradient():

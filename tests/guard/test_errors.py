@@ -335,7 +335,8 @@ WRONG = [
      X)(t), X), "`square` was transposed, and"), (calls_itself_compiled, "`Holder` inside a"),
     (grad(lambda x: eqg.nondifferentiable({"a": N, "b": [x]})["b"]), "at x['b'][0]"),
     (lambda: jax.jvp(reverse(fn=lambda x: jax.pure_callback(np.sin, x, x)), (X,), (X,)),
-     "Forward mode of | @"),
+     "Forward mode of | @"), (lambda: eqg.explain_zero(lambda x: jax.pure_callback(np.sin, x,
+     x), ONE), "`<lambda>` has no derivative | `pure_callback`"),
     # shorthands, batching rules
     (grad(eqg.custom_gradient(square)), "it returned float32[3] | @"),
     (grad(eqg.custom_gradient(square), TWO[:, 0]), "a value and a | float32[2]"),
