@@ -353,7 +353,7 @@ def selective(x, step, a, b, c, state, reverse=True):
     """Gu and Dao (2023), step by step."""
 
     def run(h, of):
-        x, step, b, c = of
+        x, step, b, c = (v.astype(h.dtype) for v in of)
         h = jnp.exp(step[:, None] * a) * h + (step * x)[:, None] * b[None]
         return h, jnp.real(h @ c)
 
@@ -361,7 +361,8 @@ def selective(x, step, a, b, c, state, reverse=True):
     return y, last
 
 
+_args = (-rng.random((2, 3)), normal(5, 3), normal(5, 3), normal(2, 3))
+_args = (normal(5, 2), rng.random((5, 2)), *_args)
 entry("selective_scan",
-    lambda *args: eqg.selective_scan(*args[:5], state=args[5], reverse=True),
-    *(normal(5, 2), rng.random((5, 2)), -rng.random((2, 3)), normal(5, 3), normal(5, 3)),
-    normal(2, 3), plain=selective, **OPTION)
+    lambda *args: eqg.selective_scan(*args[:5], state=args[5], reverse=True), *_args,
+    complex_args=(*_args[:2], *(x * (1 - 0.4j) for x in _args[2:])), plain=selective, **OPTION)

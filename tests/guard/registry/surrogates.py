@@ -122,7 +122,11 @@ def enter(name, density, integral, params):
         transforms=full,
         costs=full,
     )
-    entry(f"surrogates.{name}: at the edges", lambda v: eqg.surrogates.spike(v, surrogate()), V,
+    # Parameters may be in another precision than the potential.
+    exact = list(map(np.float32, defaults))
+    exact = exact if exact == defaults else defaults
+    entry(f"surrogates.{name}: at the edges",
+        lambda v: eqg.surrogates.spike(v, surrogate(*exact)), V,
         plain=step, smooth=of_defaults, orders=("value", "vjp"), transforms=False,
         nasty=[Nasty(edges, value=[A([0.0, 0, 1, 1, 0, 0, NAN])], cts=[cts])])
 
