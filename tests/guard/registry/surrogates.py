@@ -124,7 +124,7 @@ def enter(name, density, integral, params):
     )
     # Parameters may be in another precision than the potential.
     exact = list(map(np.float32, defaults))
-    exact = exact if exact == defaults else defaults
+    exact = exact if list(map(float, exact)) == defaults else defaults
     entry(f"surrogates.{name}: at the edges",
         lambda v: eqg.surrogates.spike(v, surrogate(*exact)), V,
         plain=step, smooth=of_defaults, orders=("value", "vjp"), transforms=False,
