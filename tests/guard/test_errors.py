@@ -198,6 +198,8 @@ def clipped(h, bound):
 
 
 clipped.defvjp(lambda h, b: (h, b), lambda b, ct: (jnp.clip(ct, -b, b), None))
+halved = jax.custom_vjp(lambda h: 1 * h)
+halved.defvjp(lambda h: (h, None), lambda _, ct: (eqg.scale_gradient(ct, 0.5),))
 MATRIX = lambda w, h, x: (SPIN @ h + w * x, None)
 PRINTS = lambda h, x: (jax.debug.print("{}", h[0]), (h, None))[1]
 HEAD = eqg.losses.linear_cross_entropy
@@ -403,8 +405,9 @@ WRONG = [
      "float32[4,3] of `xs`"), (grad_scan(MATRIX, online=True), "carry depends on other | @"),
     (grad_scan(lambda w, h, x: (h + jnp.cumsum(w), None), online=True),
      "enters it by `cumsum` | @"), (grad_scan(lambda w, h, x: (clipped(h * w, 1), None),
-     online=True), "the backward rule of | @"), (scan(carry_gradient=named("clip",
-     lambda h: h * 2)), "it returns a float32[3] | @"), (scan(carry_gradient=lambda h: h[:2]),
+     online=True), "the backward rule of | @"), (grad_scan(
+     lambda w, h, x: (halved(h * w), None), online=True), "scale_gradient`, which has a rule"),
+    (scan(carry_gradient=named("clip", lambda h: h * 2)), "it returns a float32[3] | @"), (scan(carry_gradient=lambda h: h[:2]),
      "`carry_gradient` of"), (loop(lambda h: h[:2]), "and is float32[2] | @"), (cond({"a": X},
      {"b": X}), "dict with the keys ['b'] | @"), (cond({"a": (X, X)}, {"a": (X,)}),
      "at out['a']: `one` returns"), (cond({"a": X}, {"a": X[:2]}), "and `other` float32[2]"),

@@ -117,11 +117,6 @@ def in_two_batches(sin):
 entry("host_function: a result without the inner batch", *(in_two_batches(_sin), X, Y),
     plain=in_two_batches(lambda x, y: jnp.sin(x)), **OPTION)
 
-# The residuals of two calls have the same bytes.
-_shapes = lambda fn: lambda x, y: (fn(x, y), fn(x[None], y[None]), fn(x[:, None], y[:, None]))
-entry("host_function: the same numbers in other shapes", _shapes(host("fwd")), X, Y,
-    plain=_shapes(in_jax), precisions=("float64",), **OPTION)
-
 # ---------------------------------------------------------------- trees and buffers
 
 

@@ -161,7 +161,7 @@ def of_weights(h, w, b, xs, loop=jax.lax.scan):
 entry("filter_scan: online, weights",
     ft.partial(of_weights, loop=ft.partial(eqg.filter_scan, online=True)),
     *(normal(3), normal(3, 2), normal(3), normal(5, 2)), plain=of_weights,
-    half=(normal(3), normal(3, 2), normal(3), np.abs(normal(601, 2))), **FIRST)
+    half=(normal(3), normal(3, 2, scale=0.5), normal(3), 0.5 * np.abs(normal(601, 2))), **FIRST)
 
 
 def of_complex(h, rate, w, u, loop=jax.lax.scan):
