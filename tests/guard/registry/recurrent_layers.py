@@ -186,14 +186,15 @@ for kind, reverse in (("GRU", True), ("LSTM", False), ("RNN", True)):
     of_cell(kind, reverse)
 
 
-def rnn_cell(x, h, arrays):
-    cell = nn.RNNCell(2, 3, activation="relu", key=jr.key(0), dtype=x.dtype)
+def one_cell(make, x, state, arrays):
+    cell = make(dtype=x.dtype, key=jr.key(0))
     for name, array in arrays.items():
         cell = eqx.tree_at(operator.attrgetter(name), cell, array)
-    return cell(x, h)
+    return cell(x, state)
 
 
-entry("nn.RNNCell", rnn_cell, normal(2), normal(3), cells_of("RNN", [2], 3)[0][0],
+entry("nn.RNNCell", ft.partial(one_cell, ft.partial(nn.RNNCell, 2, 3, activation="relu")),
+    normal(2), normal(3), cells_of("RNN", [2], 3)[0][0],
     plain=lambda x, h, c: rnn_step(jax.nn.relu, c, x, h)[1], **CHEAP)
 
 
@@ -262,3 +263,7 @@ for last, reverse, shape in (
     options = {**CHEAP, "plain": ft.partial(outputs_plain, last, reverse)}
     name = f"nn.Outputs: {last=}, {reverse=}"
     entry(name, ft.partial(outputs, last, reverse), normal(*shape), two, **options)
+entry("nn.LSTM: a projected cell",
+    ft.partial(one_cell, lambda **options: nn.LSTM(2, 3, proj_size=2, **options).cells[0][0]),
+    normal(2), (normal(2), normal(3)), cells_of("LSTM", [2], 3, 2)[0][0],
+    plain=lambda x, state, c: lstm_step(c, x, state)[0], **CHEAP)

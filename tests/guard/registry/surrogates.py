@@ -96,10 +96,8 @@ def enter(name, density, integral, params):
 
     def fn(v, *params):
         given = surrogate(*params)
-        return (
-            eqg.surrogates.spike(v, given), eqg.surrogates.spike(v, surrogate()),
-            given.derivative(v), given.primitive(v),
-        )
+        spikes = eqg.surrogates.spike(v, given), eqg.surrogates.spike(v, surrogate())
+        return given.derivative(v), *spikes, given.primitive(v)
 
     # A slope for each element, and numbers for all.
     others = [A(other) for _, other in params]
@@ -114,8 +112,8 @@ def enter(name, density, integral, params):
         fn,
         V,
         *others,
-        plain=lambda v, *p: (step(v), step(v), density(v, *p), integral(v, *p)),
-        smooth=lambda v, *p: (integral(v, *p), of_defaults(v), density(v, *p), integral(v, *p)),
+        plain=lambda v, *p: (density(v, *p), step(v), step(v), integral(v, *p)),
+        smooth=lambda v, *p: (density(v, *p), integral(v, *p), of_defaults(v), integral(v, *p)),
         half=(np.linspace(-1.1, 1.4, 31), *(A(p) for p in defaults)) if full else None,
         # The rule is one for all: what is their own are two formulas.
         orders=ORDERS if full else ("value", "vjp", "FR"),
