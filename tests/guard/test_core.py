@@ -349,7 +349,7 @@ def test_an_eager_loop_is_compiled_once():
     assert [scan(Step(T[1], n), T[1], T) for n in (2, 3, 2)] == [155, 1107, 155]
     branches = (lambda x: x["a"], lambda x: x["b"]), {"a": 1.0, "b": 2.0}
     assert eqg.filter_cond(False, *branches[0], branches[1]) == 2.0
-    assert eqg.filter_cond(T[0] > 1, lambda: 1.0, lambda: 2.0) == 2.0
+    assert eqg.filter_cond(T[0] > 1, lambda: (1, 2), lambda: (1, 3)) == (1, 3)
     assert eqg.filter_cond(True, first, second, [3.0, 2.0]) == 9.0
     # A function that the step makes can not be part of a compiled program.
     assert eqg.filter_scan(lambda h, x: (h, lambda: 3), T[0], T)[1]() == 3

@@ -263,7 +263,11 @@ for last, reverse, shape in (
     options = {**CHEAP, "plain": ft.partial(outputs_plain, last, reverse)}
     name = f"nn.Outputs: {last=}, {reverse=}"
     entry(name, ft.partial(outputs, last, reverse), normal(*shape), two, **options)
-entry("nn.LSTM: a projected cell",
-    ft.partial(one_cell, lambda **options: nn.LSTM(2, 3, proj_size=2, **options).cells[0][0]),
-    normal(2), (normal(2), normal(3)), cells_of("LSTM", [2], 3, 2)[0][0],
-    plain=lambda x, state, c: lstm_step(c, x, state)[0], **CHEAP)
+for kind, given, state in (
+    ("GRU", {}, normal(3)), ("LSTM", {}, (normal(3), normal(3))),
+    ("LSTM", {"proj_size": 2}, (normal(2), normal(3))),
+):
+    make = lambda kind=kind, **given: getattr(nn, kind)(2, 3, **given).cells[0][0]
+    entry(f"nn.{kind}: a cell, {given}", ft.partial(one_cell, ft.partial(make, **given)),
+        normal(2), state, cells_of(kind, [2], 3, given.get("proj_size"))[0][0],
+        plain=lambda x, state, c, step=KINDS[kind][2]: step(c, x, state)[0], **CHEAP)

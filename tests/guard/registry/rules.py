@@ -40,7 +40,7 @@ def slopes(x, y, n=1):
 # Of trees, with a number, what is no array, and configuration.
 
 
-def wave(p, y, label, *, power=2, scale=1.0):
+def wave(p, y, label, *, power=2, scale=1.0, unknown_to_the_rule=None):
     del label
     return {"a": sin_times(p["x"], y, power), "sum": scale * jnp.sum(p["x"] * y)}
 
