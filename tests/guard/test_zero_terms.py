@@ -133,6 +133,7 @@ SELECTIONS = [
     lambda x: jnp.einsum("bi,bj->jbi", _rows(x), _rows(x))[:, 1:],
     lambda x: jnp.einsum("ib,bji->bj", _rows(x).T, _matrices(x))[1:],
     lambda x: jnp.linalg.cholesky(_matrices(x))[1:], lambda x: _solve(_matrices(x))[1:],
+    lambda x: jax.lax.cond(x[2] > 1, lambda x: jnp.where(x > 0.4, jnp.sqrt(x), 1), jnp.sin, x),
     jax.vmap(_cond), lambda x: [_cond(y) for y in x], _resets, jax.checkpoint(jax.jit(_resets)),
     lambda x: jax.lax.switch(jnp.argmax(x), [jnp.log, jnp.sqrt, lambda x: x * x[2]], x)[1:],
     lambda x: jax.lax.scan(lambda h, i: (h / 2 + jnp.sqrt(x)[i], jnp.log(x)[1:] * h),

@@ -213,8 +213,3 @@ def in_a_closure_plain(xs, ys, w, b):
 entry("losses.chunked: a mean, with a closure",
     *(in_a_closure, normal(3, 7), normal(7, 2), *MODEL), plain=in_a_closure_plain, orders=SHORT,
     draws=True)
-of_model = lambda w, b, xs, ys: chunked(squares, (None, 0, 0), 2)(Model(w, b), xs, ys, scale=3)
-entry("losses.chunked: of a batch of models", jax.vmap(of_model, (0, 0, None, None)),
-    *(normal(3, 2, 3), normal(3, 2), normal(5, 3), normal(5, 2)),
-    plain=jax.vmap(lambda *args: squares_plain(*args, 3), (0, 0, None, None)), orders=VJP,
-    **ONLY)

@@ -251,9 +251,6 @@ _lower = np.tril(np.ones((3, 3), bool))
 entry("safe.eigh", lambda a: polynomial(*safe.eigh(a)), _matrix,
     plain=lambda a: _polynomial(hermitian(a)), complex_args=(complex_normal(3, 3),),
     tolerance=1e-8, transforms=False)
-entry("safe.eigh: vectors", lambda a: [*safe.eigh(a)[:1], jnp.abs(safe.eigh(a).eigenvectors)],
-    normal(2, 3, 3), plain=lambda a: [jnp.linalg.eigh(a)[0], jnp.abs(jnp.linalg.eigh(a)[1])],
-    tolerance=1e-8, tolerance32=1e-3, **OPTION)
 # Equal eigenvalues: right to the tolerance, and to rounding divided by it.
 entry("safe.eigh: equal eigenvalues", lambda a: polynomial(*safe.eigh(a, tolerance=1e-7)),
     np.diag([0.5, 0.5, 1.0]), plain=lambda a: _polynomial(hermitian(a)),
