@@ -299,6 +299,13 @@ def test_a_decorated_function_is_a_good_citizen(name, monkeypatch):
     assert jax.grad(f)(2.0) == 5.0
 
 
+def test_the_deprecated_form_of_equinox_warns():
+    with pytest.warns(UserWarning, match="deprecated"):
+        eqg.filter_custom_jvp(cube).defjvp(lambda primals, ts: (primals[0], ts[0]))
+    with pytest.warns(UserWarning, match="deprecated"):
+        eqg.filter_custom_vjp(cube).defvjp(lambda x: (x, None), lambda residuals, ct, x: ct)
+
+
 # ---------------------------------------------------------------- what is compiled once
 
 

@@ -358,7 +358,10 @@ jax_vjp.defvjp(
 jax_zeros = eqg.jax_custom_vjp(lambda x, y: (jnp.sin(x), y))
 jax_zeros.defvjp(
     lambda x, y: ((jnp.sin(x.value), y.value), (jnp.cos(x.value), y.perturbed)),
-    lambda r, ct: ((2 if r[1] else 3) * r[0] * ct[0], None if is_zero(ct[1]) else 4 * ct[1]),
+    lambda r, ct: (
+        (2 if r[1] or not is_zero(ct[1]) else 3) * r[0] * ct[0],
+        None if is_zero(ct[1]) else 4 * ct[1],
+    ),
     symbolic_zeros=True,
 )
 rule("jax_custom_vjp",
