@@ -234,27 +234,17 @@ def check_field_names(
     module: Any, names: Sequence[Any], children: Sequence[Any], fields: Iterable[str]
 ) -> None:
     """Raise unless `fields` are among the names of the children of a module."""
-    kind = type(module).__qualname__
-    if fields and not any(names):
-        raise rule_error(
-            "`tangents.of` was given something that has no fields.",
-            f"`module` is a `{kind}`",
-            do="Give it a Module, or another PyTree whose children are its attributes.",
-        )
+    known = [n for n, x in zip(names, children, strict=False) if n and jax.tree.leaves(x)]
     for name in fields:
-        if name in names:
-            continue
-        if name in getattr(module, "__dict__", ()):
+        if name not in names:
+            kind = "a static" if name in getattr(module, "__dict__", ()) else "not a"
             raise rule_error(
-                f"`tangents.of` was given `{name}`, which is a static field of `{kind}`.",
-                do="A static field has no derivative: leave it out.",
+                f"`tangents.of` was given `{name}`, which is {kind} field of "
+                f"`{type(module).__qualname__}`.",
+                f"the fields with a derivative are: {', '.join(sorted(known)) or 'none'}",
+                do="Name fields of a PyTree whose children are its attributes: a Module, say. "
+                "A static field has no derivative: leave it out.",
             )
-        known = [n for n, x in zip(names, children, strict=True) if n and jax.tree.leaves(x)]
-        raise rule_error(
-            f"`tangents.of` was given `{name}`, which is not a field of `{kind}`.",
-            f"its fields are: {', '.join(sorted(known))}",
-            do="Name the fields that have a derivative.",
-        )
 
 
 class DoesNotFit(Exception):
@@ -315,7 +305,7 @@ def tangent_leaf(t: Any, primal: Any) -> Array | None:
 
 def is_differentiable(primal: Any) -> bool:
     """Whether a leaf can have a tangent other than zero."""
-    dtype = dtype_of(primal)
+    dtype = primal.dtype if isinstance(primal, jax.Array) else dtype_of(primal)
     return dtype is not None and _is_inexact(dtype)
 
 

@@ -201,31 +201,6 @@ def errors(
         yield Error(ulps, point, float(value), float(true))
 
 
-def worst(
-    fn: Callable[..., Any],
-    truth: Truth,
-    points: Sequence[Point],
-    dtype: str,
-    scale: Callable[..., Any] | None = None,
-) -> Error:
-    """The largest error of an elementwise function. To look at: `assert_right` in a test."""
-    got = evaluate(fn, points, dtype)
-    found = errors(got, true_values(truth, points), points, dtype, scale)
-    return max(found, key=lambda error: error.ulps)
-
-
-def assert_right(
-    fn: Callable[..., Any],
-    truth: Truth,
-    points: Sequence[Point],
-    dtype: str,
-    ulps: float | Callable[..., float],
-    scale: Callable[..., Any] | None = None,
-) -> None:
-    """An elementwise function is within so many ulps of the truth at all points."""
-    assert_values_right(evaluate(fn, points, dtype), truth, points, dtype, ulps, scale)
-
-
 def assert_values_right(
     got: np.ndarray,
     truth: Truth,
@@ -234,7 +209,7 @@ def assert_values_right(
     ulps: float | Callable[..., float],
     scale: Callable[..., Any] | None = None,
 ) -> None:
-    """As `assert_right`, of values that are already computed. `ulps` may depend on a point."""
+    """Values are within so many ulps of the truth, which may depend on a point."""
     for error in errors(got, true_values(truth, points), points, dtype, scale):
         allowed = ulps(*error.point) if callable(ulps) else ulps
         assert error.ulps <= allowed, f"{dtype}, {allowed:.3g} ulps admitted: {error}"

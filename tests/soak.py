@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
-import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -40,11 +39,12 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from .rules.layers import IN, LAYERS, REFERENCE, TIME
+
 
 COUNT = 1.0  # objects
 MEMORY = 0.02
 SIZES = (1, 3, 8)  # of batches
-TIME, IN, OUT = 6, 3, 4
 COUNTED = {
     "arrays": jax.Array,
     "tracers": jax.core.Tracer,
@@ -54,10 +54,9 @@ COUNTED = {
 # JAX 0.10 to 0.12 keeps one more jaxpr for each `jnp.argmin` that it compiles, until a cache of
 # its own is full: `jax.jit(lambda x: jnp.argmin(x))(x)`, again and again, shows it.
 NOT_REPLACED = ("VectorQuantizer",)
-nn = eqg.nn
 
 
-# ---------------------------------------------------------------- layers
+# ---------------------------------------------------------------- training
 
 
 class Trained(eqx.Module):
@@ -68,109 +67,6 @@ class Trained(eqx.Module):
 
     def __call__(self, xs):
         return self.call(self.layer, xs)
-
-
-def _sequence(layer, xs):
-    return layer(xs)[0]
-
-
-def _each_step(layer, xs):
-    return jax.vmap(layer)(xs)
-
-
-def _whole(layer, xs):
-    return layer(xs)
-
-
-def _cell(cell, xs):
-    step = lambda state, x: ((new := cell(x, state)), jax.tree.leaves(new)[0])
-    return eqg.filter_scan(step, cell.initial_state(), xs)[1]
-
-
-def _rnn_cell(cell, xs):
-    step = lambda h, x: ((new := cell(x, h)), new)
-    return eqg.filter_scan(step, jnp.zeros(OUT), xs)[1]
-
-
-def _image(layer, xs):
-    return layer(xs.T)
-
-
-def _cross_entropy(head, xs):
-    return head(xs, jnp.arange(TIME) % OUT)
-
-
-def _quantized(layer, xs):
-    return layer.quantize(xs)[0]
-
-
-def _equinox(cell, xs):
-    """A layer of Equinox in a `jax.lax.scan`: the reference."""
-    step = lambda h, x: ((new := cell(x, h)), new)
-    return jax.lax.scan(step, jnp.zeros(OUT), xs)[1]
-
-
-def _quantized_linear(quantizer):
-    return lambda key: nn.Quantized(eqx.nn.Linear(IN, OUT, key=key), quantizer)
-
-
-def _in_and_out(make):
-    return lambda key: make(IN, OUT, key=key)
-
-
-def _spiking(name, **options):
-    return lambda key: getattr(nn, name)(IN, OUT, 0.9, learn="beta", key=key, **options)
-
-
-def _after_linear(layer):
-    return lambda key: eqx.nn.Sequential([eqx.nn.Linear(IN, IN, key=key), layer])
-
-
-def _fixed_point(key):
-    linear = eqx.nn.Linear(IN, OUT, key=key)
-    return nn.FixedPoint(eqx.Partial(_fixed_point_cell, linear), OUT)
-
-
-def _fixed_point_cell(linear, x, z):
-    return jnp.tanh(0.3 * z + linear(x))
-
-
-LAYERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, jax.Array], Any]]] = {
-    "GRU": (_in_and_out(nn.GRU), _sequence),
-    "LSTM": (_in_and_out(nn.LSTM), _sequence),
-    "RNN": (_in_and_out(nn.RNN), _sequence),
-    "RNNCell": (_in_and_out(nn.RNNCell), _rnn_cell),
-    "Recurrent": (lambda key: nn.Recurrent(eqx.nn.GRUCell(IN, OUT, key=key)), _sequence),
-    "Outputs": (lambda key: nn.Outputs(nn.GRU(IN, OUT, key=key)), _whole),
-    "LRU": (lambda key: nn.LRU(IN, OUT, 4, key=key), _sequence),
-    "S5": (lambda key: nn.S5(IN, OUT, 4, key=key), _sequence),
-    "MinGRU": (_in_and_out(nn.MinGRU), _sequence),
-    "MinLSTM": (_in_and_out(nn.MinLSTM), _sequence),
-    "LIF": (_spiking("LIF"), _sequence),
-    "LIF, all": (_spiking("LIF", alpha=0.5, rho=0.8, recurrent=True), _sequence),
-    "LI": (_spiking("LI"), _sequence),
-    "LIFCell": (lambda key: nn.LIFCell(OUT, 0.9, rho=0.8, input_size=IN, key=key), _cell),
-    "GradientReversal": (_after_linear(nn.GradientReversal(0.5)), _each_step),
-    "GradientProbe": (_after_linear(nn.GradientProbe(jnp.zeros(IN))), _each_step),
-    "FakeQuantize": (_after_linear(nn.FakeQuantize(4)), _each_step),
-    "LSQ": (_after_linear(nn.LSQ(4, scale=0.2)), _each_step),
-    "FSQ": (_after_linear(nn.FSQ((5, 5, 5))), _each_step),
-    "VectorQuantizer": (
-        lambda key: nn.VectorQuantizer(4, IN, ema=False, key=key),
-        _quantized,
-    ),
-    "Binary": (_quantized_linear(nn.Binary()), _each_step),
-    "Ternary": (_quantized_linear(nn.Ternary()), _each_step),
-    "Quantized": (
-        lambda key: nn.Quantized(eqx.nn.Conv1d(IN, OUT, 2, key=key), nn.FakeQuantize(4)),
-        _image,
-    ),
-    "FixedPoint": (_fixed_point, _each_step),
-}
-REFERENCE = {"eqx.nn.GRUCell": (_in_and_out(eqx.nn.GRUCell), _equinox)}
-
-
-# ---------------------------------------------------------------- training
 
 
 class Training:

@@ -73,13 +73,13 @@ def test_the_memory_is_that_of_a_chunk():
 @pytest.mark.parametrize(
     ("args", "options", "message"),
     [
-        ((2.0,), {}, "`filter_map` of `sin` was given nothing to map over"),
+        ((2.0,), {}, "`filter_map` of `sin` can't tell its length"),
         (
             (jnp.ones(3), {"a": jnp.ones(4)}),
             {},
-            r"needs arrays of one length.\n  .*\n  `xs\[1\]\['a'\]`",
+            r"lengths that differ.\n  .*, `xs\[1\]\['a'\]`",
         ),
-        ((jnp.array(1.0),), {}, r"needs arrays of one length.\n  `xs\[0\]` is float..\[\]"),
+        ((jnp.array(1.0),), {}, r"without a first axis.\n  `xs\[0\]` is float..\[\]"),
         ((jnp.ones(3),), {"chunk": 0}, "`chunk` of `filter_map` is not an integer"),
         ((jnp.ones(3),), {"chunk": True}, "it is True"),
         ((jnp.ones(3),), {"checkpoint": "sqrt"}, "`checkpoint` of `filter_map` is not a bool"),

@@ -282,7 +282,7 @@ WRONG = [
         r"The `stddev` of `noise_gradient` does not broadcast to `x`"),
     (lambda: eqg.cast_gradient(X3, jnp.int8), r"that is not floating.\n  `dtype` is int8"),
     (lambda: eqg.cast_gradient(X3, "float7"), r"that is not floating.\n  `dtype` is float7"),
-    (lambda: scalar(lambda g: 1j * g), r"with float32\[\], and returned complex64\[\]"),
+    (lambda: scalar(lambda g: 1j * g), r"is float32\[\], the result is complex64\[\]"),
 ]  # fmt: skip
 
 

@@ -129,5 +129,5 @@ def test_the_gradient_of_shared_factors_is_summed_in_the_loop(shape):
 
 class TestErrors:
     def test_method(self):
-        with pytest.raises(RuleError, match=r"no such method\.\n  `method` is 'fast'"):
+        with pytest.raises(RuleError, match=r"`method` of .* is not known\.\n  it is 'fast'"):
             eqg.linear_recurrence(0.5, jnp.ones(3), method="fast")

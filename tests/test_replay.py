@@ -373,7 +373,7 @@ DIFFER = {
     guarded_loop: ("threefry2x32", "a step has a `while_loop` in a branch"),
     noisy_slope: ("rbg", "a step draws random bits"),
     noise_gradient: ("rbg", "a step draws random bits"),
-    keyless_noise: ("rbg", "the backward pass of a step draws random bits"),
+    keyless_noise: ("rbg", "a step draws random bits"),
     gamma: ("unsafe_rbg", "a step draws random bits"),
     loop_in_rule: (
         "threefry2x32",

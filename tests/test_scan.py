@@ -141,7 +141,7 @@ class TestErrors:
             n: int = eqx.field(static=True)
 
         step = lambda c, x: (WithStatic(c.x, c.n + 1), None)
-        with pytest.raises(RuleError, match=r"at carry\.n: it was 1, and is 2, a static field"):
+        with pytest.raises(RuleError, match=r"(?s)containers differ: .*n=1.*n=2"):
             eqg.filter_scan(step, WithStatic(jnp.ones(2), 1), length=3)
 
     @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import place_of, rule_error, show_path, type_of
-from .._errors.trees import class_of, leaf_paths, mirrored, one_level, static_fields
+from .._errors import place_of, rule_error, show_path, type_of, unlike
+from .._errors.trees import leaf_paths
 from .._jaxprs.current_trace import is_jit_disabled
-from .._rules.tree_split import TreeSplit
-from .._tangent_spaces import as_array_list, is_arraylike, is_dynamic, is_type
+from .._jaxprs.operands import fill
+from .._rules.tree_split import is_equal, TreeSplit
+from .._tangent_spaces import as_array_list, is_arraylike, is_dynamic, promote
 
 
 def is_sliced(x: Any) -> bool:
@@ -24,15 +25,33 @@ def is_number(x: Any) -> bool:
     return is_sliced(x) or isinstance(x, bool | int | float | complex)
 
 
-def lengths(xs: Any, is_sliced: Callable[[Any], bool]) -> list[tuple[str, str, Any]]:
-    """The name and the type of each array in `xs`, and its number of slices along the first
-    axis; `None` if it has no axis."""
-    leaves = jax.tree_util.tree_leaves_with_path(xs)
-    return [
-        (f"`xs{show_path(path)}`", type_of(x), jnp.shape(x)[0] if jnp.ndim(x) else None)
-        for path, x in leaves
-        if is_sliced(x)
-    ]
+def common_length(
+    caller: str, xs: Any, is_sliced: Callable[[Any], bool], length: int | None = None
+) -> Any:
+    """The length of the first axis, which all arrays in `xs` share: an integer, or symbolic.
+    `length` is what the user says."""
+    found, where = length, "`length`"
+    for path, x in jax.tree_util.tree_leaves_with_path(xs):
+        if not is_sliced(x):
+            continue
+        name, shape = f"`xs{show_path(path)}`", jnp.shape(x)
+        if not shape:
+            what, where = "an array without a first axis", f"{name} is {type_of(x)}"
+            raise rule_error(f"{caller} was given {what}.", where, do=_SLICES)
+        found, where = (shape[0], name) if found is None else (found, where)
+        if shape[0] != found:
+            where = f"{where} says {found}, {name} is {type_of(x)}"
+            raise rule_error(f"{caller} was given lengths that differ.", where, do=_SLICES)
+    if found is None:
+        do = "Pass `length=` to `filter_scan`, or an array, such as `jnp.arange(n)`."
+        raise rule_error(f"{caller} can't tell its length.", "`xs` has no array", do=do)
+    return found
+
+
+_SLICES = (
+    "Every array in `xs` has one slice for each step or call, along its first axis. Close over "
+    "what is the same for all."
+)
 
 
 def as_array_if_varying(x: Any) -> Any:
@@ -66,11 +85,9 @@ class Carry:
 
     def __init__(self, init: Any, becomes_array: frozenset[int]):
         leaves, treedef = jax.tree.flatten(init)
-        dynamic = [
-            is_sliced(x) or is_dynamic(x) or i in becomes_array for i, x in enumerate(leaves)
-        ]
-        indices = [i for i, d in enumerate(dynamic) if d]
-        static = [None if d else x for x, d in zip(leaves, dynamic, strict=True)]
+        varies = lambda i, x: is_sliced(x) or is_dynamic(x) or i in becomes_array
+        indices = [i for i, x in enumerate(leaves) if varies(i, x)]
+        static = fill(leaves, indices, [None] * len(indices))
         self._split = TreeSplit(treedef, indices, static)
         # The integers that a step changes, while it is traced to find them.
         self._varying: set[int] | None = None
@@ -111,19 +128,17 @@ class Carry:
         """The arrays of the carry `new` that `fn` returned. It has to be like the carry that
         `fn` was `given`; `error` is the first line of the message if it is not."""
         old = self._split
-        fail = lambda where, do: rule_error(error, where, place_of(fn), do=do)
+        fail = lambda *where, do: rule_error(error, *where, place_of(fn), do=do)
         leaves, treedef = jax.tree.flatten(new)
         if treedef != old.treedef:
-            before = mirrored(self.tree(given))
-            path, was, is_now = structure_difference(before, mirrored(new))
-            raise fail(
-                f"at carry{path}: it was {was}, and is {is_now}",
-                do="Every step returns a carry of the structure of `init`.",
-            )
+            text = "it was {}, and is {}"
+            where = unlike(self.tree(given), new, "carry", text, lambda x: True)
+            raise fail(*where, do="Every step returns a carry of the structure of `init`.")
 
         def misfit(i, before, after, do):
             where = f"carry{show_path(leaf_paths(treedef)[i])}"
-            return fail(f"at {where}: it was {type_of(before)}, and is {type_of(after)}", do)
+            was = f"at {where}: it was {type_of(before)}, and is {type_of(after)}"
+            return fail(was, do=do)
 
         dynamic = set(old.indices)
         for i, (before, after) in enumerate(zip(old.static, leaves, strict=True)):
@@ -153,16 +168,11 @@ _STATIC = (
 
 
 def _fits(before, after) -> bool:
-    if before.shape != after.shape:
-        return False
-    if before.dtype == after.dtype:
-        return True
+    if before.shape != after.shape or before.dtype == after.dtype:
+        return before.shape == after.shape
     # The dtype of a Python number is weak: `jax.lax.scan` casts `init` to the dtype of the
     # steps.
-    if not getattr(before, "weak_type", False):
-        return False
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.result_type(before, after) == after.dtype
+    return getattr(before, "weak_type", False) and promote([before, after]) == after.dtype
 
 
 def _advice(before, after) -> str:
@@ -183,8 +193,8 @@ def same_static(a: Any, b: Any) -> bool:
     code = getattr(a, "__code__", None)
     if a is not b and code is not None and code == getattr(b, "__code__", None):
         held_by_a, held_by_b = _held_by(a), _held_by(b)
-        return len(held_by_a) == len(held_by_b) and all(map(_is_equal, held_by_a, held_by_b))
-    return _is_equal(a, b)
+        return len(held_by_a) == len(held_by_b) and all(map(is_equal, held_by_a, held_by_b))
+    return is_equal(a, b)
 
 
 def _held_by(fn: Any) -> list[Any]:
@@ -197,46 +207,3 @@ def _held_by(fn: Any) -> list[Any]:
             held.append(cell)
     keywords = fn.__kwdefaults__ or {}
     return [*held, *(fn.__defaults__ or ()), *(keywords[name] for name in sorted(keywords))]
-
-
-def _is_equal(a, b) -> bool:
-    if a is b:
-        return True
-    # Arrays are compared by identity: their values may be traced.
-    if type(a) is not type(b) or isinstance(a, jax.Array | np.ndarray):
-        return False
-    try:
-        return bool(a == b)
-    except Exception:  # the user's `==` may raise anything: they are not known to be the same
-        return False
-
-
-def structure_difference(a, b) -> tuple[str, str, str]:
-    """Where two mirrors of different structure first differ, and what is there in each."""
-    here = "", _describe(a), _describe(b)
-    if class_of(a) is not class_of(b):
-        return here
-    keys_a, below_a, _ = one_level(a)
-    keys_b, below_b, _ = one_level(b)
-    if keys_a != keys_b:
-        return here
-    for key, x, y in zip(keys_a, below_a, below_b, strict=True):
-        if jax.tree.structure(x) != jax.tree.structure(y):
-            below, x_there, y_there = structure_difference(x, y)
-            return show_path((key,)) + below, x_there, y_there
-    of_b = static_fields(b)
-    for name, x in static_fields(a).items():
-        if not same_static(x, of_b.get(name)):
-            return f".{name}", f"{x!r:.60}", f"{of_b.get(name)!r:.60}, a static field"
-    return here
-
-
-def _describe(x) -> str:
-    if x is None:
-        return "None"
-    if is_number(x) or is_type(x):
-        return type_of(x)
-    if isinstance(x, tuple | list | dict):
-        keys = f" with the keys {list(x)}" if isinstance(x, dict) else f" of {len(x)}"
-        return f"a {type(x).__name__}{keys}"
-    return f"a {class_of(x).__name__}"

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function
-from .._rules.transformed import AbstractTransformed, call_on_arrays
+from .._rules.tree_split import AbstractTransformed, call_on_arrays
 
 
 def filter_checkpoint(

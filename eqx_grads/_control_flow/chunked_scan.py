@@ -34,33 +34,24 @@ def scan_in_chunks(
     chunk, as nothing is known to divide it.
     """
     steps = jax.tree.leaves(xs)[0].shape[0]
-    row = lambda i: jax.tree.map(lambda e: e[i], inits)
-    if is_symbolic(steps):
-        return fn(carry, xs, row(0))
-    n, remainder = divmod(steps, chunk)
-
-    def full_chunks(carry):
-        if remainder == 0:
-            return _run_full(fn, carry, xs, inits, n, chunk, reverse, in_place=False)
-        full = xs if in_place and n > 1 else jax.tree.map(lambda x: x[: n * chunk], xs)
-        full_inits = jax.tree.map(lambda e: e[:n], inits)
-        return _run_full(fn, carry, full, full_inits, n, chunk, reverse, in_place=in_place)
-
+    part = lambda tree, of: jax.tree.map(lambda x: x[of], tree)
+    n, remainder = (0, 1) if is_symbolic(steps) else divmod(steps, chunk)
     if remainder == 0:
-        return full_chunks(carry)
+        return _run_full(fn, carry, xs, inits, n, chunk, reverse, in_place=False)
     if n == 0:
-        return fn(carry, xs, row(0))
-    last = jax.tree.map(lambda x: x[n * chunk :], xs)
-    last_chunk = jax.named_scope(f"eqg_steps_from_{n * chunk}")
-    if reverse:
-        with last_chunk:
-            carry, last_ys = fn(carry, last, row(n))
-        carry, ys = full_chunks(carry)
-    else:
-        carry, ys = full_chunks(carry)
-        with last_chunk:
-            carry, last_ys = fn(carry, last, row(n))
-    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, last_ys)
+        return fn(carry, xs, part(inits, 0))
+    in_place = in_place and n > 1
+    full = xs if in_place else part(xs, slice(n * chunk))
+    last, first_inits = part(xs, slice(n * chunk, None)), part(inits, slice(n))
+    ys: list[Any] = [None, None]
+    for i in (1, 0) if reverse else (0, 1):
+        if i == 0:
+            run = _run_full(fn, carry, full, first_inits, n, chunk, reverse, in_place=in_place)
+        else:
+            with jax.named_scope(f"eqg_steps_from_{n * chunk}"):
+                run = fn(carry, last, part(inits, n))
+        carry, ys[i] = run
+    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), *ys)
 
 
 def _run_full(fn, carry, xs, inits, n, chunk, reverse, *, in_place):

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import ArrayLike, PyTree
 
-from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
+from .._errors import check_function, name_of, place_of, rule_error, type_of
 from .._jaxprs.eager_calls import compile_eager_calls
+from .._jaxprs.operands import at
 from .._jaxprs.varying import is_in_shard_map, vary_alike
-from .._rules.tree_split import TreeSplit
-from .._tangent_spaces import holds_numbers, is_type, shape_of
-from .carry import is_number, same_static, structure_difference
+from .._rules.tree_split import OutputSpec
+from .._tangent_spaces import holds_numbers, shape_of
+from .carry import is_number, same_static
 
 
 def filter_cond(
@@ -77,15 +78,17 @@ def filter_cond(
 
 @compile_eager_calls
 def _run(true_fun, false_fun, pred, operands):
-    branches: list[_Branch] = []
+    branches: list[tuple[Any, OutputSpec, list[int | None]]] = []
 
     def branch(fn, like=()):
         def run():
             out = fn(*operands)
-            split, arrays = TreeSplit.split(out, is_number)
-            branches.append(_Branch(fn, out, split, arrays))
+            spec, arrays = OutputSpec.of(out, is_number)
+            leaves = at(jax.tree.leaves(out), spec.split.indices)
+            numbers = [x if isinstance(x, bool | int) else None for x in leaves]
+            branches.append((fn, spec, numbers))
             if len(branches) == 2:
-                _check_same_types(*branches)
+                _check_alike(*branches)
             return [
                 vary_alike([x], like_x)[0] for x, *like_x in zip(arrays, *like, strict=True)
             ]
@@ -98,14 +101,12 @@ def _run(true_fun, false_fun, pred, operands):
         types = [jax.make_jaxpr(branch(fn))().out_avals for fn in (true_fun, false_fun)]
         branches.clear()
     arrays = jax.lax.cond(pred, branch(true_fun, types), branch(false_fun, types))
-    first = branches[0]
-    for i, number in enumerate(first.python_numbers):
+    _, spec, numbers = branches[0]
+    for i, number in enumerate(numbers):
         # A Python number that both branches return does not become an array.
-        if number is not None and all(
-            same_static(number, b.python_numbers[i]) for b in branches
-        ):
+        if number is not None and all(same_static(number, b[2][i]) for b in branches):
             arrays[i] = number
-    return first.split.tree(arrays)
+    return spec.tree(arrays)
 
 
 def _check_predicate(pred: Any) -> None:
@@ -118,46 +119,17 @@ def _check_predicate(pred: Any) -> None:
         )
 
 
-class _Branch:
-    """The output of a branch, without the arrays."""
-
-    def __init__(
-        self, fn: Callable[..., PyTree], out: PyTree, split: TreeSplit, arrays: list[Any]
-    ):
-        self.fn = fn
-        self.split = split
-        self.types = [jax.typeof(x) for x in arrays]
-        self.leaves = split.leaves(self.types)
-        leaves = jax.tree.leaves(out)
-        numbers = [leaves[i] for i in split.indices]
-        self.python_numbers = [x if isinstance(x, bool | int) else None for x in numbers]
-
-
-def _check_same_types(one: _Branch, other: _Branch) -> None:
-    names = f"`{name_of(one.fn)}`", f"`{name_of(other.fn)}`"
-
-    def fail(where, this, that, do):
-        path = show_path(one.split.path(where)) if isinstance(where, int) else where
-        return rule_error(
+def _check_alike(one, other) -> None:
+    (f, out_f, _), (g, out_g, _) = one, other
+    text = f"`{name_of(f)}` returns {{}}, and `{name_of(g)}` {{}}"
+    where = out_f.unlike(out_g, text, same_static)
+    if where:
+        raise rule_error(
             "The branches of `filter_cond` return different things.",
-            f"at out{path}: {names[0]} returns {this}, and {names[1]} {that}",
-            place_of(one.fn),
-            place_of(other.fn),
-            do=do,
+            *where,
+            place_of(f),
+            place_of(g),
+            do="Return one structure, and arrays of one shape and one dtype. A leaf that is "
+            "not an array is static, and the same in both. Store a value that varies as an "
+            "array.",
         )
-
-    if one.split.treedef != other.split.treedef:
-        trees = one.split.mirror(one.types), other.split.mirror(other.types)
-        raise fail(*structure_difference(*trees), do="Return the same structure from both.")
-    shown = lambda z: type_of(z) if is_type(z) else f"{z!r:.60}"
-    for i, (x, y) in enumerate(zip(one.leaves, other.leaves, strict=True)):
-        is_array = is_type(x) and is_type(y)
-        do = "Return one shape and one dtype." if is_array else _STATIC
-        if not ((x.shape, x.dtype) == (y.shape, y.dtype) if is_array else same_static(x, y)):
-            raise fail(i, shown(x), shown(y), do)
-
-
-_STATIC = (
-    "A leaf that is not an array is static, and the same in both. Store a value that varies as "
-    "an array."
-)

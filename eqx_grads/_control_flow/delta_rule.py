@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Integer
 
-from .._errors import check_flags, rule_error, type_of
+from .._errors import bad_argument, check_flags, rule_error, type_of
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic
 from .._rules.custom_vjp import custom_vjp
@@ -187,11 +187,8 @@ def _shape(q, k, v, beta, decay, state):
 def _chunk_of(chunk, steps):
     known = steps_of_delta_rule() if chunk is None else as_known(chunk)
     if chunk is not None and not (np.shape(known) == () and is_integer(known) and known > 0):
-        raise rule_error(
-            "The `chunk` of `gated_delta_rule` is not a positive integer.",
-            f"it is {chunk!r:.60}",
-            do="Give a number of steps that is known while tracing, or `None`.",
-        )
+        do = "Give a number of steps that is known while tracing, or `None`."
+        raise bad_argument("gated_delta_rule", "chunk", "a positive integer", chunk, do)
     # Nothing but one is known to divide a symbolic number of steps.
     return 1 if is_symbolic(steps) else max(1, min(int(known), steps))
 

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from .._errors import check_flags, rule_error, type_of
+from .._errors import check_flags, check_option, rule_error, type_of
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic
 from .._rules.custom_vjp import custom_vjp
 from .._rules.explicit_sharding import distribute_like, explicit_spec, is_explicit
-from .._tangent_spaces import holds_numbers, sum_dtype
+from .._tangent_spaces import promote, sum_dtype
 from .accelerators import recurrence_method, STEPS_UNROLLED
 from .chunked_scan import near_divisor, shift_in
+from .over_time import as_arrays
 
 
 METHODS = ("auto", "scan", "associative")
@@ -83,12 +84,7 @@ def linear_recurrence(
     method is unknown.
     """
     check_flags("linear_recurrence", reverse=reverse)
-    if not isinstance(method, str) or method not in METHODS:
-        raise rule_error(
-            "`linear_recurrence` has no such method.",
-            f"`method` is {method!r:.60}",
-            do='Choose one of "auto", "scan" and "associative".',
-        )
+    check_option("linear_recurrence", "method", method, METHODS)
     if method == "auto":
         method = recurrence_method()
     a, b, h0 = _fit(a, b, h0)
@@ -102,34 +98,24 @@ def linear_recurrence(
 
 def _fit(a, b, h0):
     """The arguments in one dtype. `a` has as many axes as `b`, of the same length or of one."""
-    for argument, x in (("a", a), ("b", b), ("h0", h0)):
-        if not (holds_numbers(x) or (x is None and argument == "h0")):
-            raise rule_error(
-                f"The `{argument}` of `linear_recurrence` is not an array of numbers.",
-                f"it is {type_of(x)}",
-                do="Give an array, `jnp.stack(xs)` for a list.",
-            )
-    a, b = jnp.asarray(a), jnp.asarray(b)
-    h0 = None if h0 is None else jnp.asarray(h0)
-    given = [x for x in (a, b, h0) if x is not None]
-    # Explicit, as strict promotion refuses to find a common dtype.
-    with jax.numpy_dtype_promotion("standard"):
-        dtype = jnp.result_type(*given)
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            dtype = jnp.result_type(dtype, jnp.float32)
+    given = {"a": a, "b": b, "h0": 0 if h0 is None else h0}
+    a, b, first = as_arrays("linear_recurrence", given, real=False).values()
+    dtype = promote([a, b, first])
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        dtype = promote([dtype, jnp.float32])
     shape = _common_shape(a.shape, b.shape)
-    if not shape or (h0 is not None and _common_shape(h0.shape, shape[1:]) != shape[1:]):
+    if not shape or _common_shape(first.shape, shape[1:]) != shape[1:]:
         raise rule_error(
             "The arguments of `linear_recurrence` do not fit together.",
-            f"`a` is {type_of(a)}, `b` is {type_of(b)}, `h0` is {type_of(h0)}",
+            f"`a` is {type_of(a)}, `b` is {type_of(b)}, `h0` is "
+            + type_of(None if h0 is None else first),
             do="`a` and `b` broadcast together to the shape `(time, ...)`, and `h0` broadcasts "
             "to `(...)`.",
         )
     a = a.astype(dtype)
     a = a.reshape((1,) * (len(shape) - a.ndim) + a.shape)
     b = jnp.broadcast_to(b.astype(dtype), shape)
-    h0 = jnp.zeros((), dtype) if h0 is None else h0.astype(dtype)
-    return _sharded_alike(a, b, jnp.broadcast_to(h0, shape[1:]))
+    return _sharded_alike(a, b, jnp.broadcast_to(first.astype(dtype), shape[1:]))
 
 
 def _common_shape(*shapes):

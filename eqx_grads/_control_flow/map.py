@@ -2,27 +2,22 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function, name_of, rule_error
 from .._jaxprs.eager_calls import compile_eager_calls
-from .._jaxprs.symbolic_sizes import is_symbolic, Size
+from .._jaxprs.symbolic_sizes import is_symbolic
 from .._rules.float_args import as_count
-from .._rules.transformed import call_on_arrays
+from .._rules.tree_split import call_on_arrays
 from .._tangent_spaces import is_numeric_array
-from .carry import lengths
-from .chunked_scan import near_divisor
+from .carry import common_length
+from .chunked_scan import near_divisor, scan_in_chunks
 
 
 def filter_map(
-    f: Callable[..., PyTree],
-    *xs: PyTree,
-    chunk: int | None = None,
-    checkpoint: bool = True,
+    f: Callable[..., PyTree], *xs: PyTree, chunk: int | None = None, checkpoint: bool = True
 ) -> PyTree:
     r"""Apply a function to each slice of its arguments, with the memory of one chunk.
 
@@ -78,10 +73,10 @@ def filter_map(
     """
     check_function(f, "f", "filter_map")
     check_flags("filter_map", checkpoint=checkpoint)
-    n = _common_length(f, xs)
+    n = common_length(f"`filter_map` of `{name_of(f)}`", xs, is_numeric_array)
     if chunk is None:
         # A number of slices that is symbolic can't be divided: they are one chunk.
-        chunk = near_divisor(n, math.sqrt(n)) if not is_symbolic(n) and n > 3 else n
+        chunk = near_divisor(n, math.sqrt(n)) if not is_symbolic(n) and n > 3 else 3
     elif is_symbolic(n):
         raise rule_error(
             f"`filter_map` of `{name_of(f)}` can't divide a symbolic number of slices.",
@@ -94,45 +89,16 @@ def filter_map(
     return _run(f, xs, n, chunk, checkpoint)
 
 
-def _common_length(f: Callable[..., Any], xs: PyTree) -> Size:
-    found = lengths(xs, is_numeric_array)
-    where = [f"{name} is {type_}" for name, type_, _ in found]
-    for i, (_, _, n) in enumerate(found):
-        if n is None or n != found[0][2]:
-            raise rule_error(
-                f"`filter_map` of `{name_of(f)}` needs arrays of one length.",
-                *dict.fromkeys([where[0], where[i]]),
-                do="Every array in `xs` has one slice for each call, along its first axis. "
-                "Close over what is the same for all calls.",
-            )
-    if not found:
-        raise rule_error(
-            f"`filter_map` of `{name_of(f)}` was given nothing to map over.",
-            "`xs` has no array",
-            do="Pass an array, such as `jnp.arange(n)`.",
-        )
-    return found[0][2]
-
-
 @compile_eager_calls
 def _run(f, xs, n, chunk, checkpoint):
     def in_chunks(of_slice, arrays):
-        def of_chunk(arrays, in_scan):
-            run = jax.vmap(of_slice)
+        of_chunk = jax.vmap(of_slice)
+        if checkpoint:
             # In a scan, the compiler can't merge the two evaluations of a chunk.
-            return (jax.checkpoint(run, prevent_cse=not in_scan) if checkpoint else run)(arrays)
-
-        if is_symbolic(n) or n <= chunk:
-            return of_chunk(arrays, in_scan=False)
-        whole = n - n % chunk
-        chunks = [x[:whole].reshape(-1, chunk, *x.shape[1:]) for x in arrays]
-        step = lambda _, chunk: (None, of_chunk(chunk, in_scan=True))
-        _, ys = jax.lax.scan(step, None, chunks)
-        ys = [y.reshape(whole, *y.shape[2:]) for y in ys]
-        if whole < n:
-            rest = of_chunk([x[whole:] for x in arrays], in_scan=False)
-            ys = [jnp.concatenate(pair) for pair in zip(ys, rest, strict=True)]
-        return ys
+            in_scan = not is_symbolic(n) and n >= 2 * chunk
+            of_chunk = jax.checkpoint(of_chunk, prevent_cse=not in_scan)
+        step = lambda _, xs, init: (None, of_chunk(xs))
+        return scan_in_chunks(step, None, arrays, chunk=chunk, reverse=False)[1]
 
     # The arrays of `f` itself have no slices.
     return call_on_arrays(in_chunks, lambda *xs: f(*xs), xs, {}, is_numeric_array)

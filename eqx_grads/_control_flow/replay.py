@@ -11,12 +11,13 @@ import functools as ft
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.known_zeros import evaluate_with_zeros
-from .._jaxprs.operands import at, fill, flagged, replace, select
+from .._jaxprs.operands import at, fill, flagged
 from .._rules.custom_vjp import custom_vjp
 from .._rules.rule import try_to_trace
 from .._tangent_spaces import as_array_list, is_differentiable, sum_dtype
@@ -134,11 +135,13 @@ def _replayed_scan_fwd(consts, init, xs, step_index, *, how, perturbed: tuple[An
 def _plain_vjp(run, args, perturbed):
     """The outputs, and JAX's own derivative of them with respect to what is perturbed."""
 
-    def outputs(*parts):
-        out = run(*replace(args, perturbed, parts))
+    moving, fixed = eqx.partition(list(args), perturbed)
+
+    def outputs(moving):
+        out = run(*eqx.combine(moving, fixed))
         return jax.tree.map(lambda x: x if is_differentiable(x) else None, out), out
 
-    inexact, pull_back, out = jax.vjp(outputs, *select(perturbed, args), has_aux=True)
+    inexact, pull_back, out = jax.vjp(outputs, moving, has_aux=True)
     return out, (pull_back, inexact)
 
 

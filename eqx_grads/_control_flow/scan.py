@@ -8,18 +8,25 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import check_flags, check_function, rule_error
+from .._errors import bad_argument, check_flags, check_function, rule_error
 from .._jaxprs.current_trace import is_jit_disabled
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._rules.float_args import as_count, as_integer
-from .carry import as_array_if_varying, is_sliced, lengths, settle_integers
+from .carry import as_array_if_varying, common_length, is_sliced, settle_integers
 from .chunked_scan import near_divisor
 from .replay import Replayed
 from .replay_cost import log_choice
 from .replay_split import cannot_replay
-from .scan_backward import AbstractMethod, Checkpointed, Loop, Online, Plain
+from .scan_backward import (
+    AbstractMethod,
+    Checkpointed,
+    cut_loop,
+    Loop,
+    Online,
+    Plain,
+    Truncated,
+)
 from .scan_body import ScanBody
-from .truncated import cut_loop, Truncated
 from .visible_steps import steps_are_visible
 
 
@@ -88,8 +95,8 @@ def filter_scan(
         depend on the same element of the carry only, as in [`eqx_grads.nn.LRU`][],
         [`eqx_grads.nn.MinGRU`][], [`eqx_grads.nn.LIFCell`][] and other elementwise
         recurrences. `"e-prop"` accepts all steps, and drops the derivative of the carry that
-        is not elementwise: an approximation. A derivative in `xs` is an error. See [Online
-        learning](../guides/memory.md#online-learning).
+        is not elementwise: an approximation, in reverse mode only. A gradient in `xs` is an
+        error. See [Online learning](../guides/memory.md#online-learning).
     - `carry_gradient`: a function of the carry that returns the same carry with another
         derivative. It acts on the cotangent that leaves each step, and may clip it, for
         example. It must not change the value: return the arrays that it was given, or pass
@@ -161,31 +168,25 @@ def filter_scan(
     if carry_gradient is not None:
         check_function(carry_gradient, "carry_gradient", "filter_scan")
     unroll = _as_unroll(unroll)
-    steps = common_length(xs, length)
+    if length is not None:
+        do = "Give a non-negative integer that is known while tracing."
+        length = as_count("filter_scan", "length", length, least=0, do=do)
+    steps = common_length("`filter_scan`", xs, is_sliced, length)
     if truncate is not None:
         truncate = as_count("filter_scan", "truncate", truncate)
     # In an eager call, numbers that vary are operands, as arrays are.
     init = jax.tree.map(as_array_if_varying, init)
-    return _run(
-        f,
-        carry_gradient,
-        init,
-        xs,
-        steps,
-        reverse=reverse,
-        unroll=unroll,
-        checkpoint=checkpoint,
-        truncate=truncate,
-        online=online,
-    )
+    options = checkpoint, truncate, online
+    return _run(f, carry_gradient, init, xs, steps, reverse, unroll, options)
 
 
 @compile_eager_calls
-def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, **options):
+def _run(f, carry_gradient, init, xs, steps, reverse, unroll, options):
+    checkpoint, truncate, online = options
     if truncate is not None and isinstance(steps, int) and truncate >= steps:
         truncate = None  # there is only one window
-    method = named_method(options["checkpoint"], steps if truncate is None else truncate)
-    method = _online_method(options["online"], options["checkpoint"], truncate) or method
+    method = named_method(checkpoint, steps if truncate is None else truncate)
+    method = _online_method(online, checkpoint, truncate) or method
     body = settle_integers(
         lambda becomes_array: ScanBody(f, init, xs, carry_gradient, becomes_array),
         lambda body: body.integers_that_vary(init, xs),
@@ -227,11 +228,8 @@ def _online_method(online: Any, checkpoint: Any, truncate: Any) -> Online | None
     if online is False:
         return None
     if online is not True and not (isinstance(online, str) and online == "e-prop"):
-        raise rule_error(
-            "`filter_scan` was given an `online` that it does not know.",
-            f"it is {online!r:.60}",
-            do='Give `True`, "e-prop" or `False`.',
-        )
+        do = 'Give `True`, "e-prop" or `False`.'
+        raise bad_argument("filter_scan", "online", "known", online, do)
     if checkpoint is not None or truncate is not None:
         raise rule_error(
             "An online `filter_scan` saves its inputs only, so there is nothing to choose.",
@@ -276,39 +274,6 @@ def _choose(
         if in_windows(Plain()).unsupported(loop) is None:
             return in_windows(Plain()), loop
     return visible
-
-
-def common_length(xs: Any, length: int | None) -> Any:
-    """The length of the time axis, which all arrays in `xs` share: an integer, or symbolic."""
-    found: int | None = None
-    where = ""
-    if length is not None:
-        do = "Give a non-negative integer that is known while tracing."
-        found = as_count("filter_scan", "length", length, least=0, do=do)
-        where = "`length`"
-    for name, type_, steps in lengths(xs, is_sliced):
-        if steps is None:
-            raise rule_error(
-                "`filter_scan` was given an array without a time axis.",
-                f"{name} is {type_}",
-                do="Every array in `xs` has one slice for each step. Close over what is the "
-                "same for all steps.",
-            )
-        if found is None:
-            found, where = steps, name
-        if steps != found:
-            raise rule_error(
-                "`filter_scan` was given lengths that differ.",
-                f"{where} says {found} steps, {name} is {type_}",
-                do="Every array in `xs` has one slice for each step, along its first axis.",
-            )
-    if found is None:
-        raise rule_error(
-            "`filter_scan` can't tell the number of steps.",
-            "`xs` has no array, and `length` is None",
-            do="Pass `length=`.",
-        )
-    return found
 
 
 def _as_unroll(unroll: Any) -> int | bool:

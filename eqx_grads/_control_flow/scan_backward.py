@@ -1,7 +1,7 @@
 """How the backward pass of a scan gets its residuals: saved, or recomputed.
 
 A method is a frozen class: `unsupported` says what it can't do, and `run` does the rest.
-`Replayed` is in `replay.py`, `Truncated` in `truncated.py`, and all others are here.
+`Replayed` is in `replay.py`, and all others are here.
 """
 
 import abc
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.symbolic_sizes import is_symbolic
+from .._tangent_spaces import is_differentiable, sum_dtype
 from .chunked_scan import scan_in_chunks
 from .traced_body import close_body, trace_body, TracedBody
 from .vectorize import why_not_recomputed
@@ -59,14 +60,11 @@ class Loop:
             return jax.lax.scan(body, carry, jnp.zeros((steps, 0)), **options)
         return jax.lax.scan(self.body, carry, inputs, steps, **options)
 
-    @property
-    def x_types(self) -> list[Any]:
-        return jax.eval_shape(lambda: [x[0] for x in self.xs])
-
     @ft.cached_property
     def program(self) -> tuple[ClosedJaxpr, list[Any]]:
         """The jaxpr of the body, and the first carry in the dtypes that it has there."""
-        return trace_body(self.body, self.init, self.x_types)
+        x_types = jax.eval_shape(lambda: [x[0] for x in self.xs])
+        return trace_body(self.body, self.init, x_types)
 
     @property
     def why_not_again(self) -> str | None:
@@ -162,3 +160,73 @@ class Online(AbstractMethod):
         for_errors = tuple(step.carry_paths()), step.place()
         options = OnlineOptions(self.approximate, *for_errors, loop.reverse, loop.unroll)
         return online_scan(consts, init, loop.xs, loop.step_index, body=body, options=options)
+
+
+TRUNCATION = "eqg_truncate"  # in the name stack of what cuts the derivative
+
+
+@dataclasses.dataclass(frozen=True)
+class Truncated(AbstractMethod):
+    """Save the first carry of each window, and recompute a window by the method `inner`."""
+
+    inner: AbstractMethod
+    window: int
+
+    def unsupported(self, loop: Loop) -> str | None:
+        return loop.why_not_again or self.inner.unsupported(loop)
+
+    def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
+        """There are more steps than in one window."""
+        body, consts, init = loop.traced
+        n_last = loop.steps % self.window or self.window
+
+        def run_window(wide, carry, inputs):
+            index, xs = inputs
+            own = [w.astype(c.dtype) for w, c in zip(wide, consts, strict=True)]
+            closed, run = (body, own), ft.partial(body, own)
+            options = loop.reverse, loop.unroll
+            return self.inner.run(Loop(run, carry, xs, index.shape[0], *options, closed=closed))
+
+        def one(carry, inputs):
+            carry, ys = jax.checkpoint(run_window, prevent_cse=False)(wide, carry, inputs)
+            with jax.named_scope(TRUNCATION):
+                return jax.lax.stop_gradient(carry), ys
+
+        # The cotangents of half precision are summed in single precision.
+        wide = [c.astype(sum_dtype(c.dtype)) if is_differentiable(c) else c for c in consts]
+        inputs = (loop.step_index, loop.xs)
+        first, last = slice(None, -n_last), slice(-n_last, None)
+        if loop.reverse:
+            first, last = slice(n_last, None), slice(None, n_last)
+        n = loop.steps // self.window - (n_last == self.window)
+        split = lambda x: x[first].reshape(n, self.window, *x.shape[1:])
+        join = lambda x: x.reshape(n * self.window, *x.shape[2:])
+        windows = jax.tree.map(split, inputs)
+        carry, ys = jax.lax.scan(one, init, windows, reverse=loop.reverse)
+        inputs = jax.tree.map(lambda x: x[last], inputs)
+        carry, last_ys = jax.checkpoint(run_window)(wide, carry, inputs)
+        parts = [list(map(join, ys)), last_ys][:: -1 if loop.reverse else 1]
+        return carry, list(map(jnp.concatenate, zip(*parts, strict=True)))
+
+
+def cut_loop(loop: Loop, window: int) -> Loop:
+    """The loop, with a body that cuts the derivative of its carry at the start of each window.
+
+    The derivative equals the derivative of `Truncated`, but the steps are in the program
+    itself: nothing is recomputed, so everything is saved.
+    """
+
+    def body(carry, x):
+        index, x = x
+        cut = (index % window == 0) & (index > 0)
+        return loop.body([_cut_where(cut, c) for c in carry], x)
+
+    return dataclasses.replace(loop, body=body, counts=True)
+
+
+def _cut_where(cut, carry):
+    """No derivative passes where `cut`; also none that is NaN."""
+    if not is_differentiable(carry):
+        return carry
+    with jax.named_scope(TRUNCATION):
+        return jnp.where(cut, jax.lax.stop_gradient(carry), carry)

@@ -10,21 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, unmapped_aval
 
-from .._jaxprs.primitives import kind_of
-from .._jaxprs.structure import (
-    CallWithRule,
-    Cond,
-    equations,
-    found,
-    holds,
-    inner_programs,
-    structure,
-    While,
-)
-
-
-# Besides what moves elements. `random_split` and `random_fold_in` draw.
-_DRAWS_NOTHING = ("random_seed", "random_wrap", "random_unwrap", "eq", "ne")
+from .._jaxprs.structure import Cond, equations, found, holds, inner_programs, While
 
 
 def why_not_recomputed(effects: Iterable[Any], mesh_axes: bool = False) -> str | None:
@@ -68,21 +54,14 @@ def why_not_vectorized(program: ClosedJaxpr) -> str | None:
 
 
 def _draws_bits_of_a_batch(eqn: Any) -> bool:
-    """Whether an equation draws random bits that are different under `vmap`.
+    """Whether an equation may draw random bits that are different under `vmap`.
 
     Each threefry key has its own bits. XLA's generators (`rbg`, `unsafe_rbg`) draw the bits of
     a whole batch from its first key, in all versions of JAX that we support
     (https://github.com/jax-ml/jax/pull/20094). Nothing is known of other implementations.
     """
-    if eqn.primitive.name in ("rng_bit_generator", "rng_uniform"):
-        return True
-    if not any(map(_is_other_key, eqn.invars)):
-        return False
-    if isinstance(kind_of(eqn).bounds, str) or eqn.primitive.name in _DRAWS_NOTHING:
-        return False
-    # The programs in an equation are looked at themselves. One without may draw when it is
-    # compiled, as `random_gamma` does, and one with a rule when it is differentiated.
-    return isinstance(structure(eqn), CallWithRule) or not inner_programs(eqn)
+    draws = eqn.primitive.name in ("rng_bit_generator", "rng_uniform")
+    return draws or any(map(_is_other_key, eqn.invars))
 
 
 def _is_other_key(v: Any) -> bool:

@@ -124,7 +124,7 @@ def filter_while_loop(
 
 
 def _steps_per_chunk(max_steps: int, checkpoint: int | str | None) -> int:
-    if checkpoint in (None, "sqrt"):
+    if checkpoint is None or (isinstance(checkpoint, str) and checkpoint == "sqrt"):
         return max(1, math.isqrt(max_steps))
     do = 'Give a positive integer, "sqrt" or `None`.'
     return as_count("filter_while_loop", "checkpoint", checkpoint, do=do)

@@ -9,9 +9,9 @@ from jax.custom_derivatives import zero_from_primal
 
 from .. import tangents
 from .._errors import check_function, name_of, place_of, rule_error
-from .._rules.convention import JAX
 from .._rules.custom_jvp import ForwardRules
 from .._rules.rule import Rule
+from .._rules.signature import JAX
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_arraylike, is_none
 from .jax_decorated import AbstractJaxDecorated

@@ -19,9 +19,9 @@ from .._errors import (
 )
 from .._errors.trees import mirror, prefix_leaves
 from .._rules.closure_convert import Opaque
-from .._rules.convention import JAX
 from .._rules.custom_vjp import ReverseRules
 from .._rules.rule import Rule
+from .._rules.signature import JAX
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_arraylike, is_differentiable, is_none
 from .jax_decorated import AbstractJaxDecorated, merge

@@ -157,24 +157,21 @@ def _by_position(decorated, args, kwargs) -> tuple[Any, ...]:
     fun, nondiff = decorated.fun, decorated.nondiff_argnums
     # The parameters that a `functools.partial` was given are not arguments of the call.
     signature = Signature(_anything if isinstance(fun, ft.partial) else fun)
-    values, reason, cause = (), "", None
     try:
         values, by_keyword, filled = signature.bind(args, kwargs, True)
-    except TypeError as error:
-        reason, cause = str(error), error
-    else:
         if passed := [name for name in by_keyword if name not in filled]:
-            reason = "The following keyword arguments could not be resolved to positions: "
-            reason += ", ".join(passed)
-        elif any(i >= len(values) for i in nondiff):
-            reason = f"`nondiff_argnums` is {nondiff}, and there are {len(values)} arguments"
-    if reason:  # after the sentence of JAX, which its users search for
+            what = "The following keyword arguments could not be resolved to positions"
+            raise TypeError(f"{what}: {', '.join(passed)}")
+        if any(i >= len(values) for i in nondiff):
+            what = f"`nondiff_argnums` is {nondiff}"
+            raise TypeError(f"{what}, and there are {len(values)} arguments")
+    except TypeError as error:  # after the sentence of JAX, which its users search for
         raise rule_error(
             f"The input arguments to the {_in_jax(decorated)}-decorated function "
-            f"{name_of(fun)} could not be resolved to positional-only arguments:\n{reason}",
+            f"{name_of(fun)} could not be resolved to positional-only arguments:\n{error}",
             place_of(fun),
             do=_AS_IN_JAX,
-        ) from cause
+        ) from error
     return values
 
 

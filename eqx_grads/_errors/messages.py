@@ -58,6 +58,21 @@ def bad_argument(caller: str, argument: str, wanted: str, x: Any, do: str) -> Ru
     return rule_error(what, f"it is {x!r:.60}", do=do)
 
 
+def check_option(caller: str, option: str, x: Any, known: Sequence[str]) -> None:
+    """Raise unless `x` is one of the words that an option of a public function takes."""
+    if not isinstance(x, str) or x not in known:
+        do = f"Give one of {', '.join(map(repr, known))}."
+        raise bad_argument(caller, option, "known", x, do)
+
+
+def check_name(caller: str, name: Any) -> None:
+    """Raise unless the name that an error of `caller` shows is a string."""
+    if not isinstance(name, str):
+        raise bad_argument(
+            caller, "name", "a string", name, "Give the name that the error should show."
+        )
+
+
 def is_pair(result: Any) -> bool:
     return isinstance(result, tuple | list) and len(result) == 2
 
@@ -196,5 +211,5 @@ def unlike(
         if kind_of(wants, path) != kind_of(has, path)
     ]
     if not lines and jax.tree.structure(wanted) != jax.tree.structure(given):
-        return ["the containers differ: a tuple and a list, say"]
+        return [f"the containers differ: one is {show_tree(wanted)}", show_tree(given)]
     return lines[:5]

@@ -6,8 +6,8 @@ therefore a mirror of the user's tree: containers of Python and Modules are what
 an object of any other class is a `Mirror`.
 """
 
-import collections
 import dataclasses
+from collections import defaultdict, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -70,19 +70,12 @@ class Mirror:
 
     def __repr__(self):
         shown = {**self._named(), **self._static}.items()
-        return f"{class_of(self).__qualname__}({', '.join(f'{k}={x!r}' for k, x in shown)})"
+        name = self._treedef.node_data()[0].__qualname__
+        return f"{name}({', '.join(f'{k}={x!r}' for k, x in shown)})"
 
 
 # Nothing of the user's runs when these are unflattened.
-_REBUILT = (
-    dict,
-    list,
-    tuple,
-    collections.OrderedDict,
-    collections.defaultdict,
-    type(None),
-    Mirror,
-)
+_REBUILT = (dict, list, tuple, OrderedDict, defaultdict, type(None), Mirror)
 _LEAF = jax.tree.structure(0)
 
 
@@ -107,21 +100,6 @@ def mirror(
     fields = dataclasses.fields(tree) if dataclasses.is_dataclass(tree) else ()
     names = [f.name for f in fields if f.name not in children_names]
     return Mirror(keys, treedef, children, {k: getattr(tree, k, None) for k in names})
-
-
-def class_of(tree: Any) -> type:
-    """The class of an object, or of the object that a mirror replaces."""
-    return tree._treedef.node_data()[0] if isinstance(tree, Mirror) else type(tree)
-
-
-def static_fields(tree: Any) -> dict[str, Any]:
-    """The static fields of a Module, or of a mirror of a dataclass."""
-    if isinstance(tree, Mirror):
-        return tree._static
-    if not isinstance(tree, eqx.Module):
-        return {}
-    fields = [f for f in dataclasses.fields(tree) if f.metadata.get("static", False)]
-    return {f.name: getattr(tree, f.name, None) for f in fields}
 
 
 def mirrored(tree: Any) -> Any:

@@ -20,11 +20,7 @@ from .._errors.trees import prefix_leaves
 from .._jaxprs.varying import varying_axes
 from .._rules.float_args import check_parameter, is_known
 from .._rules.identity_op import backward_op, tangent_op
-from .._tangent_spaces import (
-    dtype_of_array,
-    is_differentiable,
-    is_none,
-)
+from .._tangent_spaces import dtype_of_array, is_differentiable, is_none
 from ..tangents import neg, scale, where
 from .argument_checks import check_broadcasts, check_broadcasts_to_leaf
 
@@ -130,11 +126,7 @@ def _reverse_gradient(x, strength):
 
 
 def reversal_schedule(
-    progress: ArrayLike,
-    *,
-    low: ArrayLike = 0.0,
-    high: ArrayLike = 1.0,
-    gamma: ArrayLike = 10.0,
+    progress: ArrayLike, *, low: ArrayLike = 0.0, high: ArrayLike = 1.0, gamma: ArrayLike = 10.0
 ) -> Array:
     r"""Return a schedule for the strength of a gradient reversal.
 
@@ -351,6 +343,7 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
     try:
         if any(isinstance(name, int | float) for name in names):
             raise TypeError("JAX takes a number for a position, and not for a name.")
+        hash(axis_name)  # of a list, JAX raises an error of its own later
         index = jax.lax.axis_index(axis_name)
     except (NameError, TypeError, ValueError) as error:
         raise rule_error(

@@ -8,20 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import (
-    check_function,
-    name_of,
-    place_of,
-    rule_error,
-    show_path,
-    type_of,
-)
+from .._errors import check_function, name_of, place_of, rule_error
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import (
+    DoesNotFit,
+    fit_leaves,
     is_differentiable,
     is_none,
     is_zero_leaf,
-    match_leaves,
     shape_of,
 )
 
@@ -92,22 +86,18 @@ def _on_backward_bwd(fn, treedef, types, ct):
         jnp.zeros(t.shape, t.dtype) if c is None and t is not None else c
         for c, t in zip(ct, types, strict=True)
     ]
-    ct = jax.tree.unflatten(treedef, cts)
-    result = fn(ct)
-    results = match_leaves(result, ct, "gradient", ft.partial(_not_a_gradient, fn))
-    leaves = jax.tree_util.tree_leaves_with_path(ct, is_leaf=is_none)
-    for (path, c), r in zip(leaves, results, strict=True):
-        if is_zero_leaf(r):
-            continue
-        fits = is_differentiable(r) and shape_of(r) == shape_of(c)
-        if not fits or (jnp.iscomplexobj(r) and not jnp.iscomplexobj(c)):
-            raise _not_a_gradient(
-                fn,
-                f"at gradient{show_path(path)}: it was called with {type_of(c)}, "
-                f"and returned {type_of(r)}",
-                do="Return a floating array of the same shape, or `None` for zero.",
-            )
-    return (results,)
+    ct, fail = jax.tree.unflatten(treedef, cts), ft.partial(_not_a_gradient, fn)
+    return (fit_leaves(_fit, "result", fn(ct), ct, cts, "gradient", fail, "argument"),)
+
+
+def _fit(result, ct):
+    """Unlike the cotangent of a rule, a result of another shape is not summed."""
+    if is_zero_leaf(result):
+        return None
+    is_alike = is_differentiable(result) and shape_of(result) == shape_of(ct)
+    if not is_alike or (jnp.iscomplexobj(result) and not jnp.iscomplexobj(ct)):
+        raise DoesNotFit("Return a floating array of the same shape, or `None` for zero.")
+    return result
 
 
 def _not_a_gradient(fn, *where, do):

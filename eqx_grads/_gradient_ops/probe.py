@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from .._errors import check_flags, check_function, rule_error, show_path, type_of
+from .._errors import (
+    bad_argument,
+    check_flags,
+    check_function,
+    check_name,
+    rule_error,
+    show_path,
+    type_of,
+)
 from .._errors.trees import leaf_paths, on_leaves
 from .._jaxprs.varying import vary_alike
 from .._rules.custom_jvp import custom_jvp
@@ -23,6 +31,7 @@ from .._tangent_spaces import (
     is_zero_leaf,
     match_leaves,
     shape_of,
+    tangents_match,
 )
 from ..tangents import add
 from .norms import norm
@@ -92,11 +101,8 @@ class GradientStatistics(eqx.Module):
         shape = n if isinstance(n, tuple) else (n,)
         known = [as_integer(m) for m in shape]
         if any(m is None or not 0 <= m < 2**31 for m in known):
-            raise rule_error(
-                "The `n` of `GradientStatistics` is not a number of steps.",
-                f"it is {n!r:.60}",
-                do="Give an integer that is not negative, or a tuple of them.",
-            )
+            do = "Give an integer that is not negative, or a tuple of them."
+            raise bad_argument("GradientStatistics", "n", "a number of steps", n, do)
         self.norm = self.max = self.nonfinite = self.steps = jnp.zeros(known)
 
     @property
@@ -179,21 +185,18 @@ def _match_slots(x, slot):
     leaves = jax.tree_util.tree_leaves_with_path(x, is_leaf=is_none)
     out = [leaf for _, leaf in leaves]
     for i, (s, (path, leaf)) in enumerate(zip(slots, leaves, strict=True)):
-        if not is_differentiable(leaf):
+        if s is None or not is_differentiable(leaf):
             slots[i] = None  # such a leaf has no gradient
-        elif s is not None and not (
-            is_differentiable(s)
-            and shape_of(s) == shape_of(leaf)
-            and jnp.iscomplexobj(s) == jnp.iscomplexobj(leaf)
-        ):
+            continue
+        is_complex = jnp.iscomplexobj(s), jnp.iscomplexobj(leaf)
+        if not tangents_match(s, leaf) or len(set(is_complex)) > 1:
             raise _does_not_fit(
                 f"x{show_path(path)} is {type_of(leaf)}, the slot is {type_of(s)}",
                 do="A slot is an array like `x`, such as `jnp.zeros_like(x)`. In a scan, scan "
                 "over slots for the steps, or close over one slot for all steps.",
             )
-        elif s is not None:
-            # Inside `shard_map`, the gradient of a replicated slot is the sum over the devices.
-            out[i], slots[i] = vary_alike([leaf, s])
+        # Inside `shard_map`, the gradient of a replicated slot is the sum over the devices.
+        out[i], slots[i] = vary_alike([leaf, s])
     return out, slots
 
 
@@ -358,12 +361,7 @@ def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = 
     the backward pass waits for the check, so that no later point is named first. The host is
     called only if the gradient is not finite; under `vmap`, for every example.
     """
-    if not isinstance(name, str):
-        raise rule_error(
-            "The `name` of `watch_gradient` is not a string.",
-            f"it is {name!r:.60}",
-            do="Give the name that the error should show.",
-        )
+    check_name("watch_gradient", name)
     dtype = dtype_of_array(step)
     is_integer = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
     if step is not None and not (is_integer and shape_of(step) == ()):

@@ -10,8 +10,8 @@ from jax.core import ShapedArray
 from .._errors import rule_error
 from .._jaxprs.current_trace import outside_of_linearization
 from .._jaxprs.varying import varying_types
-from .._rules.adjoint_pair import apply_side, Side
 from .._rules.custom_jvp import custom_jvp
+from .._rules.linear_primitive import apply_side, Side
 from .._rules.rule import Rule
 from .host_call import HostCall
 from .host_callback import call_on_host

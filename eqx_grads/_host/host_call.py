@@ -11,7 +11,7 @@ from jax.core import Tracer
 from .._errors import name_of, place_of, rule_error, show_path, show_tree, type_of
 from .._errors.trees import leaf_paths, prefix_leaves
 from .._jaxprs.current_trace import is_eager
-from .._rules.closure_convert import check_no_tracers, Opaque
+from .._rules.closure_convert import captured_tracer, Opaque
 from .._rules.float_args import is_key_array
 from .._rules.rule import Rule
 from .._rules.signature import Signature
@@ -196,17 +196,15 @@ def _check_static(call: HostCall, operands, others) -> None:
     if is_eager() and not any(isinstance(x, Tracer) for x in operands):
         return
     rules = [rule.fn for rule in (code.fwd, code.bwd, code.jvp) if rule is not None]
-
-    def fail(i, name):
-        return rule_error(
+    found = captured_tracer([code.fn, *rules, *others, *call.split.static])
+    if found is not None:
+        raise rule_error(
             f"`{call.name}` runs on the host, and closes over a traced value.",
-            f"at {name}",
+            f"at {found[1]}",
             call.place,
             do="Pass the value as an argument: then the function gets its NumPy array, "
             "and has a derivative with respect to it.",
         )
-
-    check_no_tracers([code.fn, *rules, *others, *call.split.static], fail)
 
 
 def _steps(code: HostCode, args) -> tuple[float | None, ...]:

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from .._errors import check_function, name_of, rule_error, show_path, type_of
 from .._errors.trees import mirror_of
 from .._jaxprs.varying import vary_alike, varying_types
-from .._rules.adjoint_pair import apply_side, Side
+from .._rules.linear_primitive import apply_side, Side
 from .._rules.wrapper import reduce_by_name, set_metadata
 from .derivative import host_call, tangent_type
 from .host_call import host_call_of, HostCode

@@ -1,4 +1,5 @@
-"""Whether JAX runs operations eagerly now, stages them into a jaxpr, or neither."""
+"""Whether JAX runs operations eagerly now, stages them into a jaxpr, or neither; and the
+precision of its matrix products."""
 
 import contextlib
 import contextvars
@@ -12,6 +13,7 @@ from jax.interpreters import partial_eval as pe
 
 
 T = TypeVar("T")
+CONFIG: Any = jax.config  # the flags are not in the declarations of types
 
 
 @contextlib.contextmanager
@@ -42,7 +44,7 @@ _STAGING = _staging_trace()
 
 
 def is_jit_disabled() -> bool:
-    return jax.config.jax_disable_jit  # pyright: ignore
+    return CONFIG.jax_disable_jit
 
 
 def is_eager() -> bool:
@@ -73,8 +75,7 @@ def is_staged(operands: Sequence[Any]) -> bool:
     function, which other interpreters need.
     """
     # `jax.ensure_compile_time_eval` evaluates a primitive without traced operands.
-    config: Any = jax.config  # the flag is not in the declarations of types
-    if config.eager_constant_folding and not any(isinstance(x, Tracer) for x in operands):
+    if CONFIG.eager_constant_folding and not any(isinstance(x, Tracer) for x in operands):
         return False
     # Partial evaluation passes on the known values.
     owners = {
@@ -141,3 +142,17 @@ def _linearization(values: Sequence[Any]) -> Any:
     owners = {id(x._trace) for x in values if isinstance(x, Tracer)}
     is_one = type(trace).__name__ == "JaxprTrace" and id(trace) not in owners
     return trace if is_one else None
+
+
+def in_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:
+    """Trace a rule with the precision of matrix products that its function was called with.
+
+    `jax.default_matmul_precision` holds while a program is traced, and JAX keeps it in each
+    matrix product. But a rule is traced where JAX differentiates, which may be outside of the
+    context in which the function was called. JAX's own rules get the precision that holds
+    there: on a GPU, the gradient of a function in "highest" precision has products in TF32. (No
+    upstream issue was found; `UPSTREAM.md` has a reproduction.)
+    """
+    if precision == CONFIG.jax_default_matmul_precision:
+        return _NOTHING
+    return jax.default_matmul_precision(precision)

@@ -6,7 +6,6 @@ carry of a loop holds in every step: it is the least fixed point of the body.
 (P. Cousot and R. Cousot, Abstract interpretation, 1977.)
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -19,8 +18,7 @@ V = TypeVar("V")
 Path = tuple[Any, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Domain(Generic[V]):
+class Domain(NamedTuple, Generic[V]):
     """The facts about a value, and how they pass through a program.
 
     - `constant`: the fact about a constant of the program.

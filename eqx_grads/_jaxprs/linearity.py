@@ -4,9 +4,8 @@ A forward rule that is not linear in its tangents is an error. A backward rule t
 in its cotangents may be differentiated to drop the terms of unused outputs.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,7 @@ from .primitives import kind_of, linear_operands
 from .structure import CallWithRule, holds, structure, While
 
 
-@dataclasses.dataclass(frozen=True)
-class _Status:
+class _Status(NamedTuple):
     """How a value depends on the arguments; the statuses are ordered by `rank`."""
 
     rank: int

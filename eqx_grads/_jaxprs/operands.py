@@ -1,4 +1,4 @@
-"""A part of some operands: a list of them and indices, or several lists and lists of flags."""
+"""A part of some operands: a list of them, and indices."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -26,14 +26,3 @@ def restricted(
 def flagged(flags: Iterable[bool]) -> list[int]:
     """The indices of the flags that are true."""
     return [i for i, flag in enumerate(flags) if flag]
-
-
-def select(flags: Sequence[Sequence[bool]], parts: Sequence[Any]) -> tuple[list[Any], ...]:
-    """The values in each part that have a flag."""
-    return tuple(at(p, flagged(f)) for f, p in zip(flags, parts, strict=True))
-
-
-def replace(parts: Sequence[Any], flags: Sequence[Any], new: Sequence[Any]) -> tuple[Any, ...]:
-    """The parts, with new values where there is a flag."""
-    each = zip(parts, flags, new, strict=True)
-    return tuple(fill(values, flagged(f), some) for values, f, some in each)

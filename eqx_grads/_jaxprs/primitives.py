@@ -3,16 +3,14 @@
 A primitive without a row is unknown, and each client assumes the worst case.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .structure import LinearCall, structure
 
 
-@dataclasses.dataclass(frozen=True)
-class Primitive:
+class Primitive(NamedTuple):
     """The properties of a primitive.
 
     - `elementwise`: an element of the output depends on the elements of the operands with the
@@ -51,7 +49,7 @@ _TABLE: dict[str, Primitive] = {}
 
 def _rows(names: str, row: Primitive, **changes: Any) -> None:
     """Give each name a row."""
-    _TABLE.update((name, dataclasses.replace(row, **changes)) for name in names.split())
+    _TABLE.update((name, row._replace(**changes)) for name in names.split())
 
 
 # ---------------------------------------------------------------- elementwise
@@ -70,11 +68,11 @@ _rows("log2", _f, derivative="singular", cost="expensive")
 _rows("bessel_i0e bessel_i1e", _f, derivative="smooth")
 _rows("igamma_grad_a random_gamma_grad regularized_incomplete_beta zeta", _f, cost="series")
 
-_linear = dataclasses.replace(_f, linear="jointly", derivative="constant")
+_linear = _f._replace(linear="jointly", derivative="constant")
 _rows("add add_any complex conj imag neg reduce_precision sub", _linear)
 _rows("copy pbroadcast pvary real reshard sharding_constraint", _linear, bounds="operand")
 
-_other = dataclasses.replace(_f, linear="no")
+_other = _f._replace(linear="no")
 _rows("digamma eq ge gt is_finite le lgamma lt ne", _other)
 _rows("igamma igammac polygamma", _other, cost="series")
 _rows("rem", _other, cost="expensive")
@@ -84,14 +82,14 @@ _rows("abs square", _other, derivative="smooth", bounds=(0.0, INF))
 _rows("max min", _other, derivative="smooth", selects=True)
 _rows("clamp", _other, derivative="constant", selects=True)
 
-_smooth = dataclasses.replace(_other, derivative="smooth", cost="expensive")
+_smooth = _other._replace(derivative="smooth", cost="expensive")
 _rows("asinh tan", _smooth)
 _rows("cos erf sin tanh", _smooth, bounds=(-1.0, 1.0))
 _rows("atan", _smooth, bounds=(-1.6, 1.6))
 _rows("logistic", _smooth, bounds=(0.0, 1.0))
 _rows("erfc", _smooth, bounds=(0.0, 2.0))
 
-_singular = dataclasses.replace(_other, derivative="singular", cost="expensive")
+_singular = _other._replace(derivative="singular", cost="expensive")
 _rows("acos acosh asin atan2 atanh cbrt erf_inv log log1p pow sinh", _singular)
 _rows("exp exp2 rsqrt sqrt", _singular, bounds=(0.0, INF))
 _rows("expm1", _singular, bounds=(-1.0, INF))

@@ -1,8 +1,7 @@
 """Equations that contain jaxprs (calls, cond, scan, while): one table, one traversal."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr
 
@@ -18,15 +17,13 @@ from .versions import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """Runs its program, for example `jax.jit`."""
 
     programs: tuple[ClosedJaxpr]
 
 
-@dataclasses.dataclass(frozen=True)
-class CallWithRule:
+class CallWithRule(NamedTuple):
     """Runs its program, but has a derivative of its own. The rule is not among the programs.
 
     `transposes`: a call with a tangent is transposed by the rule, whatever the program does.
@@ -36,8 +33,7 @@ class CallWithRule:
     transposes: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class LinearCall:
+class LinearCall(NamedTuple):
     """A linear map with a transpose of its own. The first operands are residuals, and it is
     linear in the others. It has no program until it is asked to `trace` one."""
 
@@ -46,8 +42,7 @@ class LinearCall:
     programs: tuple[()] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """`jax.checkpoint`."""
 
     programs: tuple[ClosedJaxpr]
@@ -55,15 +50,13 @@ class Checkpoint:
     prevent_cse: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardMap:
+class ShardMap(NamedTuple):
     """`jax.shard_map`: runs its program on a part of each operand."""
 
     programs: tuple[ClosedJaxpr]
 
 
-@dataclasses.dataclass(frozen=True)
-class Scan:
+class Scan(NamedTuple):
     """`jax.lax.scan`. The operands are constants, carry and `xs`, in this order."""
 
     programs: tuple[ClosedJaxpr]
@@ -78,8 +71,7 @@ class Scan:
         return self.n_consts
 
 
-@dataclasses.dataclass(frozen=True)
-class While:
+class While(NamedTuple):
     """`jax.lax.while_loop`, whose programs are the condition and the body. The operands are the
     constants of the condition, the constants of the body, and the carry."""
 
@@ -102,8 +94,7 @@ class While:
         return len(self.programs[1].out_avals)
 
 
-@dataclasses.dataclass(frozen=True)
-class Cond:
+class Cond(NamedTuple):
     """`jax.lax.cond` and `jax.lax.switch`, whose programs are the branches. The operands are
     the index of a branch, and then the operands of the branches.
 

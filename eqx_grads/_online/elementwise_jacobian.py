@@ -12,11 +12,10 @@ sum (such as the sum of a matrix product) moves the axes that it sums over into 
 weight of `W @ x` has the coefficients `x[j]`, and no sum over `j` is computed.
 """
 
-import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +63,7 @@ class View:
         return jax.linear_transpose(self.apply, x)(ct)[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """`sum over j: coefficient[i, j] * view(t)[i, j]`, with the tangent `t` of input `source`.
 
     `mixed_by` is the equation that made an element depend on several elements of `t`, or on
@@ -157,7 +155,7 @@ def _merge(terms: Sequence[Term]) -> list[Term]:
         key = (term.source, id(term.view))
         if key in merged and term.view is not None:
             coefficient = _add(merged[key].coefficient, term.coefficient)
-            merged[key] = dataclasses.replace(term, coefficient=coefficient)
+            merged[key] = term._replace(coefficient=coefficient)
         else:
             merged.setdefault(key, term)
     return list(merged.values())
@@ -171,7 +169,7 @@ def _add(a: Array, b: Array) -> Array:
 def _scaled(term: Term, scale: Callable[[Array], Array]) -> Term:
     if term.view is None:
         return term
-    return dataclasses.replace(term, coefficient=scale(term.coefficient))
+    return term._replace(coefficient=scale(term.coefficient))
 
 
 _OF_PARTS = ("real", "imag", "conj", "complex")  # not linear over the complex numbers
@@ -236,7 +234,7 @@ def _moved(term: Term, key: Any, move: Callable[[Array], Array], mixed_by: Any =
         return term
     view, coefficient = term.view.moved(key, move), move(term.coefficient)
     mixed_by = term.mixed_by or mixed_by
-    return dataclasses.replace(term, view=view, coefficient=coefficient, mixed_by=mixed_by)
+    return term._replace(view=view, coefficient=coefficient, mixed_by=mixed_by)
 
 
 def _broadcast(terms: list[Term], shape: tuple[int, ...]) -> list[Term]:
@@ -269,7 +267,7 @@ def _dot_general(eqn: Any, values: Sequence[Value]) -> list[Term]:
     (terms,) = evaluate(program, values, _evaluate_equation)
     mixed = [id(t.mixed_by) for x in values if _is_terms(x) for t in x if t.mixed_by]
     by = lambda t: t.mixed_by if id(t.mixed_by) in mixed else eqn
-    return [dataclasses.replace(t, mixed_by=by(t)) for t in terms]
+    return [t._replace(mixed_by=by(t)) for t in terms]
 
 
 def _product_as_sum(dimension_numbers: Any, a: Array, b: Array) -> Array:

@@ -18,12 +18,11 @@ of the other arrays of the carry. Then the entries that are not zero are the ele
 carry, times the parameters that each of them depends on in a step: the eligibility traces.
 
 The backward pass runs the steps once more, in the order in which they ran forward, with the
-traces in its carry. The forward pass saves only the inputs.
+traces in its carry. The forward pass saves only the inputs. Forward mode is JAX's own.
 """
 
-import dataclasses
 import functools as ft
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +30,18 @@ from jax.extend.core import Var
 
 from .._errors import rule_error, type_of
 from .._jaxprs.evaluate import bind, evaluate
-from .._jaxprs.operands import at, fill, replace, select
+from .._jaxprs.operands import at, fill
 from .._jaxprs.varying import on_explicit_mesh, vary_alike
 from .._rules.custom_vjp import custom_vjp
-from .._tangent_spaces import add_terms, is_differentiable, sum_dtype
-from .eligibility_traces import forward_diagonal, StepJacobian
+from .._tangent_spaces import add_terms, sum_dtype
+from .eligibility_traces import StepJacobian
 
 
-@dataclasses.dataclass(frozen=True)
-class OnlineOptions:
+class OnlineOptions(NamedTuple):
     """How to run and to differentiate the steps.
 
-    - `approximate`: e-prop, which drops the derivative of the carry that is not diagonal.
+    - `approximate`: e-prop, which drops the derivative of the carry that is not diagonal, in
+        reverse mode.
     - `names`, `where`: the leaves of the carry and the step, as errors call them.
     """
 
@@ -151,50 +150,6 @@ def _outputs(body: Any, consts, carry, x, new):
         return [given.get(v, value) for v, value in zip(eqn.outvars, out, strict=True)]
 
     return evaluate(body.program, [*consts, *carry, *x], hook)[len(carry) :]
-
-
-# ---------------------------------------------------------------- forward mode
-
-
-@online_scan.def_jvp(symbolic_zeros=True)
-def _online_scan_jvp(primals, tangents, *, body, options):
-    *primals, step_index = primals
-    *tangents, _ = tangents
-    if not options.approximate:
-        run = lambda consts, *args: options.scan(ft.partial(body, consts), *args, step_index)
-        return _jvp(run, primals, tangents)
-    (consts, init, xs), (t_consts, t_init, t_xs) = primals, tangents
-    carried = body.carried(*([t is not None for t in part] for part in tangents))
-    leaves = [i for i in body.differentiable() if carried[i]]
-
-    def step(state, inputs):
-        (carry, t_carry), (x, t_x) = state, inputs
-        t_carry = dict(zip(leaves, t_carry, strict=True))
-        fixed = lambda consts, x: body(consts, carry, x)[0]
-        new, t_new = _jvp(fixed, (consts, x), (t_consts, t_x))
-        for (b, a), factor in forward_diagonal(body, leaves, consts, carry, x).items():
-            dtype = t_new[b].dtype
-            t_new[b] = t_new[b] + factor[..., 0].astype(dtype) * t_carry[a].astype(dtype)
-        t_new = [t_new[i] for i in leaves]
-        of_all = lambda ts: fill([None] * len(carry), leaves, ts)
-        tangents = (t_consts, of_all(t_carry.values()), t_x, of_all(t_new))
-        outputs = _jvp(ft.partial(_outputs, body), (consts, carry, x, new), tangents)
-        return (new, t_new), outputs
-
-    t_init = [jnp.zeros_like(init[i]) if t_init[i] is None else t_init[i] for i in leaves]
-    (last, t_last), (ys, t_ys) = options.scan(step, (init, t_init), (xs, t_xs), step_index)
-    return (last, ys), (fill([None] * len(init), leaves, t_last), t_ys)
-
-
-def _jvp(fn, primals, tangents):
-    """`jax.jvp` for lists of arrays. An array without a tangent has `None`."""
-    has_tangent = [[t is not None for t in part] for part in tangents]
-    of_perturbed = lambda *values: fn(*replace(primals, has_tangent, values))
-    out, t_out = jax.jvp(
-        of_perturbed, select(has_tangent, primals), select(has_tangent, tangents)
-    )
-    no_tangent = lambda x, t: t if is_differentiable(x) else None
-    return out, jax.tree.map(no_tangent, out, t_out)
 
 
 @online_scan.def_vmap

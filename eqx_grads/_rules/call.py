@@ -5,7 +5,8 @@ only (clause 4 of the contract). It has no static outputs (clause 7) and no keyw
 positional parameter (clause 1). Their `filter_custom_vjp` has no forward mode (clause 3).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import equinox as eqx
@@ -13,27 +14,32 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._errors import name_of, place_of, rule_error
-from .._jaxprs.current_trace import is_eager
+from .._errors import name_of, place_of, rule_error, show_tree
+from .._errors.trees import prefix_leaves
+from .._jaxprs.current_trace import CONFIG, in_precision, is_eager
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
-from .call_primitive import bind_call, invalid_tracer
-from .call_record import Call
-from .copies import copy_in_use, has_copies
-from .flat_call import FlatCall, OutputSpec, RuleCall
-from .matmul_precision import in_precision, matmul_precision
-from .rule import AbstractRules, check_static_outputs
-from .tree_split import as_arrays
-from .vmap_rule import apply_vmap_rule
+from .call_primitive import bind_call, invalid_tracer, WAY_OUT
+from .call_record import Call, vmap_over
+from .rule import (
+    AbstractRules,
+    check_static_outputs,
+    copy_in_use,
+    Rule,
+    running_rule,
+    trace_outputs,
+)
+from .tree_split import as_arrays, FlatCall, OutputSpec, RuleCall
 
 
 def call_with_rules(
     fn: Callable[..., Any], rules: AbstractRules, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """`fn(*args, **kwargs)`, with derivatives by `rules`, in the convention of the rules."""
-    if has_copies(fn):
+    if type(fn) is not FunctionType:
         fn = copy_in_use(fn, rules)
-    convention, signature, filled = rules.convention, rules.signature(fn), frozenset()
+    signature = rules.known_signature or rules.signature(fn)
+    convention, filled = rules.convention, frozenset()
     if convention.binds:
         args, kwargs, filled = signature.bind(args, kwargs, convention.fills_defaults)
     if is_eager() and not _any_tracers(fn, args, kwargs):
@@ -46,15 +52,9 @@ def call_with_rules(
         # transpose of the cast sums those of a replicated operand, once.
         operands = vary_tracers_alike(operands)
     functions = _OfArrays(flat)
-    call = Call(
-        fn=flat.fn,
-        n_operands=len(operands),
-        n_args=flat.n_args,
-        rules_key=rules.cache,  # shared by copies with other tracers
-        primal=functions.primal,
-        jvp=functions.jvp,
-        vmap=functions.vmap,
-    )
+    key = rules.cache  # shared by copies with other tracers
+    run = functions.primal, functions.jvp, functions.vmap
+    call = Call(flat.fn, len(operands), flat.n_args, key, *run)
     arrays = bind_call(call, operands)
     assert functions.outputs is not None
     return functions.outputs.tree(arrays)
@@ -71,7 +71,7 @@ class _OfArrays:
     def __init__(self, flat: FlatCall):
         self.outputs: OutputSpec | None = None
         self._flat = flat
-        self._precision = matmul_precision()
+        self._precision = CONFIG.jax_default_matmul_precision
 
     # Whichever of these runs first, depending on the transformation, sets `outputs`; the
     # others are checked against it.
@@ -139,13 +139,13 @@ def _as_numbers(arrays):
 
 def _not_differentiable(fn, flat, i):
     what, places = "a value that it closes over", [place_of(fn)]
-    do = _MODULE_WAY_OUT if isinstance(fn, eqx.Module) else _WAY_OUT
+    do = _MODULE_WAY_OUT if isinstance(fn, eqx.Module) else WAY_OUT
     if i < flat.n_args + flat.n_kwargs:
         what, do = flat.rules.convention.configuration
     elif (holder := flat.holder(i)) is not None:
         what, (function, argument, by_position) = _OF_AN_ARGUMENT, holder
         places.insert(0, place_of(function))
-        do = _HOLDER_WAY_OUT.format(argument) if by_position else _WAY_OUT
+        do = _HOLDER_WAY_OUT.format(argument) if by_position else WAY_OUT
     what = f"`{name_of(fn)}` was differentiated with respect to {what}."
     return rule_error(what, f"at {flat.path(i)}", *places, do=do)
 
@@ -156,11 +156,81 @@ _HOLDER_WAY_OUT = (
     "`eqx.Module` or an `eqx.Partial` that has the value as a leaf, or close over "
     "`jax.lax.stop_gradient` of it."
 )
-_WAY_OUT = (
-    "A rule gives derivatives with respect to arguments. Make the value a positional "
-    "parameter, or close over `jax.lax.stop_gradient` of it."
-)
 _MODULE_WAY_OUT = (
     "A rule gives derivatives with respect to arguments. Pass the Module as an argument: "
     "decorate a function that takes it, or its method `__call__`, whose argument is `self`."
 )
+
+
+def apply_vmap_rule(
+    flat: FlatCall,
+    primal: Callable[..., tuple[OutputSpec, list[Any]]],
+    axis_data: Any,
+    batched: Sequence[bool],
+    operands: Sequence[Any],
+) -> tuple[OutputSpec, list[Any], list[bool]] | None:
+    """The outputs, their arrays and which arrays are batched; `None` without a rule for this
+    batch. `primal` is the function of one example's operands."""
+    operands = as_array_list(operands)
+    fn, rules, args, kwargs = flat.restore(operands)
+    n = flat.n_args
+    # The user's rule knows of positional arguments only.
+    if rules.vmap_rule is None or any(batched[n:]):
+        return None
+    rule = rules.vmap_rule
+    flags = flat.flags(batched[:n], operands)
+    with running_rule(fn, rules):
+        result = rule(axis_data.size, flags, *args, **kwargs)
+    if result is NotImplemented:
+        return None
+    result = rule.pair(result, "The batching rule", fn, "Return `out, out_batched`.")
+    outputs, arrays = OutputSpec.of(result[0], rules.convention.outputs)
+    out_batched = _out_batched(fn, rule, outputs, *result)
+    expected = _expected(primal, axis_data, batched, operands, out_batched)
+    if expected is not None:
+        _check(fn, rule, axis_data, expected, outputs, result[1])
+    return outputs, arrays, out_batched
+
+
+def _out_batched(fn, rule: Rule, outputs: OutputSpec, out, prefix) -> list[bool]:
+    """A flag for each array. The user may give a prefix of the tree."""
+    try:
+        flags = prefix_leaves(prefix, out)
+    except ValueError as error:
+        raise rule_error(
+            f"The batching rule `{rule.name}` of `{name_of(fn)}` did not say which of its "
+            "outputs are batched.",
+            f"the outputs are {show_tree(out)}, `out_batched` is {prefix}",
+            rule.place,
+            do="`out_batched` is a bool, or a tree of bools that is a prefix of the output.",
+        ) from error
+    return [bool(flags[i]) for i in outputs.split.indices]
+
+
+def _expected(primal, axis_data, batched, operands, out_batched) -> OutputSpec | None:
+    """The outputs of the function for a batch; `None` if the function can't be traced."""
+    axes = [0 if b else None for b in batched]
+    traced = trace_outputs(primal, lambda one: vmap_over(axis_data)(one, axes), operands)
+    if traced is None:
+        return None
+    outputs, types = traced
+    batched_types = [
+        jax.ShapeDtypeStruct(t.shape if flag else t.shape[1:], t.dtype)
+        for t, flag in zip(types, out_batched, strict=False)
+    ]
+    return OutputSpec(outputs.split, tuple(batched_types))
+
+
+def _check(fn, rule, axis_data, expected, outputs, prefix) -> None:
+    if expected.agrees(outputs):
+        return
+    name = name_of(fn)
+    text = f"`{name}` would return {{}}, and `{rule.name}` returns {{}}"
+    raise rule_error(
+        f"The batching rule `{rule.name}` of `{name}` returned another output than "
+        f"`{name}` does for a batch of {axis_data.size}.",
+        *expected.unlike(outputs, text),
+        f"the batch axis is in front where `out_batched` says so, which is {prefix}",
+        rule.place,
+        do=f"Return what `jax.vmap({name})` would.",
+    )

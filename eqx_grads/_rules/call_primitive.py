@@ -8,9 +8,7 @@ the function, not from the rule. A `jax.custom_vjp` has no forward mode, and
 `jax.custom_batching.custom_vmap` no reverse mode.
 """
 
-import contextlib
 import contextvars
-import dataclasses
 import functools as ft
 import inspect
 from collections.abc import Sequence
@@ -29,8 +27,7 @@ from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
 from .._jaxprs.operands import at, fill, flagged
 from .._jaxprs.structure import CallWithRule, read_call, register
 from .._tangent_spaces import is_differentiable
-from .batched_call import batched_call
-from .call_record import Call, no_vmap_rule, with_batch_in_front
+from .call_record import batched_call, Call, with_batch_in_front
 from .linear_primitive import transpose_of
 from .rule import try_to_trace
 
@@ -87,14 +84,7 @@ def _extended_call(call: Call, traced: ClosedJaxpr, n_extra: int, n_consts: int)
         _, t_out = call.jvp(primals[first:], tangents[first:])
         return out, [None] * (len(out) - len(t_out)) + t_out
 
-    return dataclasses.replace(
-        call,
-        n_operands=len(traced.in_avals),
-        n_args=first + call.n_args,
-        primal=primal,
-        jvp=jvp,
-        vmap=no_vmap_rule,
-    )
+    return call.with_more_operands(first, primal, jvp)
 
 
 class _CallPrimitive(Primitive):
@@ -157,25 +147,22 @@ def _jvp(primals, tangents, **params):
     ]
 
 
+WAY_OUT = (
+    "A rule gives derivatives with respect to arguments. Make the value a positional "
+    "parameter, or close over `jax.lax.stop_gradient` of it."
+)
+
+
 def _closed_over(call: Call) -> RuleError:
-    return rule_error(
-        f"`{call.name}` was differentiated with respect to a value that it closes over.",
-        "at a value that was not found among its arguments, closures and attributes",
-        do="A rule gives derivatives with respect to arguments. Make the value a "
-        "positional parameter, or close over `jax.lax.stop_gradient` of it.",
-    )
+    what = f"`{call.name}` was differentiated with respect to a value that it closes over."
+    where = "at a value that was not found among its arguments, closures and attributes"
+    return rule_error(what, where, do=WAY_OUT)
 
 
 # The rules of the calls that are being transposed, and of the calls that are checked to see
 # whether they are the same for all examples: a rule may call its own function.
 _transposed = contextvars.ContextVar[frozenset[Any]]("transposed", default=frozenset())
 _looked_at = contextvars.ContextVar[frozenset[Any]]("looked_at", default=frozenset())
-
-
-def _noted(
-    call: Call, where: contextvars.ContextVar[frozenset[Any]]
-) -> contextlib.AbstractContextManager[None]:
-    return setting(where, where.get() | {call.rules_key})
 
 
 def _transpose(cts, *operands, **params):
@@ -202,7 +189,7 @@ def _transpose(cts, *operands, **params):
     # transpose.
     is_inner = call.rules_key in _transposed.get()
     run = ft.partial(_impl, **params) if is_inner else derivative
-    with _noted(call, _transposed):
+    with setting(_transposed, _transposed.get() | {call.rules_key}):
         return transpose_of(run, operands, cts)
 
 
@@ -290,7 +277,7 @@ def _is_same_for_all(axis_data: Any, call: Call, operands: Sequence[Any]) -> boo
         size, name = axis_data.size, axis_data.name
         jax.vmap(one, [None] * len(xs), None, axis_size=size, axis_name=name)(*xs)
 
-    with _noted(call, _looked_at):
+    with setting(_looked_at, _looked_at.get() | {call.rules_key}):
         try_to_trace(jax.make_jaxpr(of_batch), *map(jax.typeof, operands))
     return varies == [False]
 

@@ -1,4 +1,4 @@
-"""One call of a function with rules, as the primitive carries it: flat, without arrays."""
+"""A call of a function with rules, as the primitive carries it: for one example, or a batch."""
 
 import dataclasses
 import functools as ft
@@ -7,8 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._errors import name_of
+from .._jaxprs.current_trace import is_of_innermost_trace
+from .._tangent_spaces import is_differentiable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,6 +44,17 @@ class Call:
     def __repr__(self) -> str:  # what a jaxpr shows
         return self.name
 
+    def with_more_operands(self, n: int, primal: Any, jvp: Any) -> "Call":
+        """A call with `n` more operands in front, whose batching rule was tried before."""
+        return dataclasses.replace(
+            self,
+            n_operands=n + self.n_operands,
+            n_args=n + self.n_args,
+            primal=primal,
+            jvp=jvp,
+            vmap=lambda axis_data, batched, operands: None,
+        )
+
 
 def vmap_over(axis_data: Any) -> Callable[..., Any]:
     """The `jax.vmap` for which JAX calls a batching rule with `axis_data`."""
@@ -57,6 +71,51 @@ def with_batch_in_front(operands: Sequence[Any], dims: Sequence[int | None]) -> 
     return [x if dim in (None, 0) else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
 
 
-def no_vmap_rule(axis_data: Any, batched: Sequence[bool], operands: Sequence[Any]) -> None:
-    """The batching rule of a call whose batching rule was tried before."""
-    del axis_data, batched, operands
+def batched_call(
+    call: Call,
+    axis_data: Any,
+    batched: Sequence[bool],
+    call_jaxpr: ClosedJaxpr | None,
+    n_consts: int,
+) -> tuple[Call, list[bool]]:
+    """A call for a whole batch: `vmap` of the function, and `vmap` of its rule. And which
+    outputs have the batch dimension, a list that is filled when the function or the rule runs.
+
+    An output that can have a tangent has the batch dimension: its tangent may have it although
+    its value does not. (The value of `replace_gradient` depends on one operand, and its tangent
+    on the other.) Other outputs have the batch dimension if `jax.vmap` gives it to them.
+    """
+    # The function of one example, where it was traced before.
+    traced = None if call_jaxpr is None else jaxpr_as_fun(call_jaxpr)
+    axes = [0 if b else None for b in batched]
+    out_batched: list[bool] = []
+    vmap = ft.partial(vmap_over(axis_data), out_axes=0 if any(batched) else None)
+
+    def decide(out):
+        out_batched[:] = [is_differentiable(x) or is_of_innermost_trace(x) for x in out]
+
+    def as_decided(out):
+        if not any(batched):
+            return list(out)
+        return [x if b else x[0] for x, b in zip(out, out_batched, strict=True)]
+
+    def primal(operands):
+        def one(*xs):
+            out = call.primal(xs[n_consts:]) if traced is None else traced(*xs)
+            decide(out)
+            return out
+
+        return as_decided(vmap(one, axes)(*operands))
+
+    def jvp(primals, tangents):
+        t_axes = [None if t is None else a for t, a in zip(tangents, axes, strict=True)]
+
+        def one(xs, ts):
+            out, t_out = call.jvp(xs[n_consts:], ts[n_consts:])
+            decide(out)
+            return out, t_out
+
+        out, t_out = vmap(one, (axes, t_axes))(list(primals), list(tangents))
+        return as_decided(out), t_out
+
+    return call.with_more_operands(n_consts, primal, jvp), out_batched

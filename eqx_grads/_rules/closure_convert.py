@@ -13,7 +13,7 @@ import collections
 import functools as ft
 import gc
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,21 +44,9 @@ class Opaque:
     """An object that the search for tracers does not enter, and that copies share."""
 
 
-_CLOSED = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    types.ModuleType,
-    types.BuiltinFunctionType,
-    types.CodeType,
-    np.ndarray,
-    np.generic,
-    np.dtype,
-    Opaque,
-)
+_OF_PYTHON = (types.ModuleType, types.BuiltinFunctionType, types.CodeType, type(None))
+_OF_NUMPY = (np.ndarray, np.generic, np.dtype)
+_CLOSED = (str, bytes, int, float, complex, *_OF_PYTHON, *_OF_NUMPY, Opaque)
 _CONTAINERS = (list, tuple, dict)
 # Objects of these modules hold no tracers of the user's, except in the types named here.
 _FOREIGN = frozenset({"jax", "jaxlib", "numpy", "builtins", "threading", "logging"})
@@ -116,23 +104,21 @@ def lift_tracers(
         item_of += [i] * (len(search.found) - len(item_of))
     for step, part in parts_of(holder) or []:
         search.visit(part, ((holder, step),), holder, False)
-    tracers = [captured.value for captured in search.found]
-    names = [captured.name for captured in search.found]
+    tracers, names = [tracer for tracer, _ in search.found], [name for _, name in search.found]
     template = ClosureTemplate(list(items), holder, names, item_of)
     if tracers:
         template.blank(tracers, search.owners())
     return template, tracers
 
 
-def check_no_tracers(items: Sequence[Any], fail: Callable[[int, str], Exception]) -> None:
-    """Raise `fail(i, name)` if item number `i` captures a tracer of that name."""
-    if not contains_tracer(*items):
-        return
-    for i, item in enumerate(items):
+def captured_tracer(items: Sequence[Any]) -> tuple[int, str] | None:
+    """The index of the first item that captures a tracer, and the name of the tracer."""
+    for i, item in enumerate(items if contains_tracer(*items) else ()):
         search = _Search()
         search.visit(item, (), None, False)
         if search.found:
-            raise fail(i, search.found[0].name)
+            return i, search.found[0][1]
+    return None
 
 
 def contains_tracer(*roots: Any) -> bool:
@@ -193,16 +179,11 @@ def _class_attributes(cls) -> list[Any]:
     return [v for v in vars(cls).values() if isinstance(v, kinds)]
 
 
-class _Captured(NamedTuple):
-    value: Any
-    name: str
-
-
 class _Search:
     """A walk through all objects that a function can reach, which keeps the paths."""
 
     def __init__(self):
-        self.found: list[_Captured] = []
+        self.found: list[tuple[Any, str]] = []  # the tracers and their names
         # Holds the objects too: an `id` is only good while its object lives.
         self.seen: dict[int, Any] = {}
         self._parents: dict[int, list[int]] = collections.defaultdict(list)
@@ -218,7 +199,7 @@ class _Search:
         if isinstance(x, Tracer):
             if inside_opaque:
                 raise _cannot_lift(trail)
-            self.found.append(_Captured(x, _format_path(trail)))
+            self.found.append((x, _format_path(trail)))
             return
         if isinstance(x, types.FunctionType):
             _check_globals(x)
@@ -237,7 +218,7 @@ class _Search:
     def owners(self) -> set[int]:
         """The objects from which a tracer is reachable."""
         owners: set[int] = set()
-        front = [id(captured.value) for captured in self.found]
+        front = [id(tracer) for tracer, _ in self.found]
         while front:
             x = front.pop()
             if x not in owners:

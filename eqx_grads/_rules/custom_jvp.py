@@ -14,20 +14,18 @@ from .._jaxprs.dependence import needed
 from .._jaxprs.linearity import output_statuses, why_nonlinear, why_not_transposable
 from .._jaxprs.operands import at, fill, flagged
 from .._tangent_spaces import fit_leaves, is_differentiable, is_none, tangent_leaf
-from .convention import Convention, OURS
-from .copies import running_rule
-from .flat_call import OutputSpec, RuleCall
 from .linear_primitive import linear_call, LinearMap
 from .rule import (
     AbstractRules,
     check_outputs,
-    CheckCache,
+    check_zeros,
     Rule,
+    running_rule,
     trace_rule,
     TracedRule,
 )
-from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
-from .zero_derivative import check_zeros
+from .tree_split import OutputSpec, RuleCall
+from .wrapper import AbstractDecorated, check_options, decorate, P, T
 
 
 class custom_jvp(AbstractDecorated[P, T]):
@@ -87,9 +85,7 @@ class custom_jvp(AbstractDecorated[P, T]):
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod, **options: Any):
         check_options("custom_jvp", options)
-        self.fn, self._binding = unwrap_method(fn)
-        self._rules = ForwardRules()
-        set_metadata(self, self.fn)
+        decorate(self, fn, ForwardRules())
 
     def def_jvp(
         self, rule: Callable[..., Any] | None = None, *, symbolic_zeros: bool = False
@@ -120,16 +116,6 @@ class custom_jvp(AbstractDecorated[P, T]):
 
 
 class ForwardRules(AbstractRules):
-    captures = ("jvp_rule", "vmap_rule")
-
-    def __init__(self, convention: Convention = OURS):
-        AbstractRules.__init__(self, convention)
-        self.jvp_rule: Rule | None = None
-
-    def set_jvp(self, rule: Rule) -> None:
-        self.jvp_rule = rule
-        self.cache = CheckCache()
-
     def check_complete(self, fn):
         if self.jvp_rule is None:
             name = name_of(fn)

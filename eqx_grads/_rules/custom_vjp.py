@@ -20,23 +20,19 @@ from .._jaxprs.current_trace import outside_of_linearization
 from .._jaxprs.linearity import output_statuses, surely_linear
 from .._jaxprs.operands import at, fill, restricted
 from .._tangent_spaces import as_array_list, is_array, is_none, is_type, project_leaves
-from .convention import Convention, OURS
-from .copies import running_rule
 from .custom_jvp import apply_forward_rule
-from .flat_call import FlatCall, OutputSpec, RuleCall
 from .linear_primitive import linear_call, LinearMap
 from .rule import (
     AbstractRules,
     advice_on_cotangents,
     check_outputs,
-    CheckCache,
+    check_zeros,
     Rule,
+    running_rule,
     trace_rule,
 )
-from .signature import Signature
-from .tree_split import ClosedTree, TreeSplit
-from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
-from .zero_derivative import check_zeros
+from .tree_split import ClosedTree, FlatCall, OutputSpec, RuleCall
+from .wrapper import AbstractDecorated, check_options, decorate, P, T
 
 
 class custom_vjp(AbstractDecorated[P, T]):
@@ -92,9 +88,7 @@ class custom_vjp(AbstractDecorated[P, T]):
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod, **options: Any):
         check_options("custom_vjp", options)
-        self.fn, self._binding = unwrap_method(fn)
-        self._rules = ReverseRules()
-        set_metadata(self, self.fn)
+        decorate(self, fn, ReverseRules())
 
     def def_fwd(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Define the rule for the forward pass.
@@ -113,9 +107,7 @@ class custom_vjp(AbstractDecorated[P, T]):
 
         `rule`.
         """
-        fwd_rule = Rule(rule)
-        _check_not_equinox(fwd_rule, self.fn, 0)
-        self._rules.fwd_rule = fwd_rule
+        self._rules.fwd_rule = Rule(rule)
         return rule
 
     def def_bwd(
@@ -144,9 +136,7 @@ class custom_vjp(AbstractDecorated[P, T]):
         """
         if rule is None:
             return lambda rule: self.def_bwd(rule, symbolic_zeros=symbolic_zeros)
-        bwd_rule = Rule(rule, symbolic_zeros)
-        _check_not_equinox(bwd_rule, self.fn, 2)
-        self._rules.bwd_rule = bwd_rule
+        self._rules.bwd_rule = Rule(rule, symbolic_zeros)
         return rule
 
     def def_jvp(
@@ -158,39 +148,14 @@ class custom_vjp(AbstractDecorated[P, T]):
         """
         if rule is None:
             return lambda rule: self.def_jvp(rule, symbolic_zeros=symbolic_zeros)
-        self._rules.jvp_rule = Rule(rule, symbolic_zeros)
-        self._rules.cache = CheckCache()
+        self._rules.set_jvp(Rule(rule, symbolic_zeros))
         return rule
 
 
 _PERTURBED = "perturbed"
 
 
-def _check_not_equinox(rule: Rule, fn: Any, position: int) -> None:
-    """Raise if a rule takes `perturbed` where Equinox passes it."""
-    # It may be the name of an argument of the function, too.
-    if rule.by_position[position : position + 1] == (_PERTURBED,) and (
-        position > 0 or Signature(fn).names[0] != _PERTURBED
-    ):
-        raise rule_error(
-            f"The rule `{rule.name}` of `{name_of(fn)}` takes `perturbed` by position, as "
-            "rules of `equinox.filter_custom_vjp` do.",
-            rule.place,
-            do="Use `eqx_grads.filter_custom_vjp`, which calls rules as Equinox does. Rules of "
-            "`eqx_grads.custom_vjp` are called as `fwd(*args)` and `bwd(residuals, ct)`, and "
-            "get `perturbed` if it is keyword-only.",
-        )
-
-
 class ReverseRules(AbstractRules):
-    captures = ("fwd_rule", "bwd_rule", "jvp_rule", "vmap_rule")
-
-    def __init__(self, convention: Convention = OURS):
-        AbstractRules.__init__(self, convention)
-        self.fwd_rule: Rule | None = None
-        self.bwd_rule: Rule | None = None
-        self.jvp_rule: Rule | None = None
-
     def check_complete(self, fn):
         if self.fwd_rule is not None and self.bwd_rule is not None:
             return
@@ -215,25 +180,15 @@ class ReverseRules(AbstractRules):
         if not indices:
             return outputs, arrays, [None] * len(arrays)
         kept, kept_operands = ClosedTree.split(residuals, is_array)
-        spec = _VjpSpec(
-            flat=call.flat,
-            perturbed=perturbed,
-            arg_types=[jax.typeof(x) for x in call.operands[: call.flat.n_args]],
-            out_split=outputs.split.without_static(),
-            out_types=outputs.types,
-            out_indices=indices,
-            kept=kept,
-            n_operands=len(call.operands),
-        )
-        linear_map = LinearMap(
-            name_of(call.fn),
-            spec.forward,
-            spec.transpose,
-            [spec.out_types[i].to_tangent_aval() for i in indices],
-        )
+        types = [jax.typeof(x) for x in call.operands]
+        of_arrays = OutputSpec(outputs.split.without_static(), outputs.types)
+        spec = _VjpSpec(call.flat, types, perturbed, of_arrays, indices, kept)
+        t_types = [outputs.types[i].to_tangent_aval() for i in indices]
+        linear_map = LinearMap(name_of(call.fn), spec.forward, spec.transpose, t_types)
         operands = [*call.operands, *kept_operands]
-        ts = linear_call(linear_map, operands, at(call.tangents, perturbed))
-        return outputs, arrays, fill([None] * len(arrays), indices, ts)
+        ts = linear_call(linear_map, operands, [call.tangents[i] for i in perturbed])
+        by_index = dict(zip(indices, ts, strict=True))
+        return outputs, arrays, [by_index.get(i) for i in range(len(arrays))]
 
 
 def _with_perturbed(call: RuleCall, rule: Rule, perturbed: Sequence[int], kwargs: Any) -> Any:
@@ -262,17 +217,15 @@ class _VjpSpec:
     arrays. JAX keeps it with the program, so it holds no tracer."""
 
     flat: FlatCall
+    types: list[Any]  # of the operands
     perturbed: list[int]  # which of the positional arrays have a tangent
-    arg_types: list[Any]
-    out_split: TreeSplit
-    out_types: Sequence[Any]
+    outputs: OutputSpec
     out_indices: list[int]  # which of the outputs have a tangent
     kept: ClosedTree  # the residuals of the user's
-    n_operands: int
 
     def forward(self, residuals, live_ts):
         residuals, live_ts = as_array_list(residuals), as_array_list(live_ts)
-        operands = residuals[: self.n_operands]
+        operands = residuals[: len(self.types)]
         if self.flat.rules.jvp_rule is None:
             return self._forward_of_function(operands, live_ts)
         ts = fill([None] * self.flat.n_args, self.perturbed, live_ts)
@@ -295,14 +248,15 @@ class _VjpSpec:
         residuals = as_array_list(residuals)
         is_ready = lambda ct: ct is None or isinstance(ct, jax.Array)
         cts = [ct if is_ready(ct) else jnp.asarray(ct) for ct in cts]
-        call = RuleCall.of(self.flat, residuals[: self.n_operands], [])
+        call = RuleCall.of(self.flat, residuals[: len(self.types)], [])
         rule = call.rules.bwd_rule
-        kept = self.kept.tree(residuals[self.n_operands :])
+        kept = self.kept.tree(residuals[len(self.types) :])
 
         def pull_back(*cts):
-            full = fill([None] * len(self.out_types), self.out_indices, cts)
+            by_index = dict(zip(self.out_indices, cts, strict=True))
+            ct = self.outputs.tree([by_index.get(i) for i in range(len(self.outputs.types))])
             with running_rule(call.fn, call.rules):
-                ct_args = self._run_bwd(call, rule, kept, self.out_split.tree(full))
+                ct_args = self._run_bwd(call, rule, kept, ct)
             zeros = [i for i, ct in zip(self.perturbed, ct_args, strict=True) if ct is None]
             if zeros:
                 check_zeros(rule, call, zeros)
@@ -310,7 +264,7 @@ class _VjpSpec:
 
         if rule.symbolic_zeros or all(ct is not None for ct in cts):
             return pull_back(*cts)
-        return _without_dead_terms(pull_back, cts, at(self.out_types, self.out_indices))
+        return _without_dead_terms(pull_back, cts, at(self.outputs.types, self.out_indices))
 
     def _run_bwd(self, call, rule, kept, ct):
         args = call.args
@@ -327,13 +281,13 @@ class _VjpSpec:
                 rule.place,
                 do=advice_on_cotangents(result),
             )
-        types = self.arg_types
+        types = self.types[: self.flat.n_args]
         if not all(isinstance(arg, jax.Array) for arg in args):
             types = self.flat.args.mirror(types, arrays=call.operands[: self.flat.n_args])
         cts = []
         for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
             cts.extend(_project(call.fn, rule, ct_arg, arg, type_, self.flat.names, i))
-        return at(cts, self.perturbed)
+        return [cts[i] for i in self.perturbed]
 
 
 def _explain_forward_mode(fn: Any, error: Exception) -> None:
@@ -353,7 +307,7 @@ def _explain_forward_mode(fn: Any, error: Exception) -> None:
 
 def _project(fn, rule, ct, arg, types, names, i):
     # Most cotangents are what they should be, and this is where an eager one is quick.
-    if isinstance(ct, jax.Array) and is_type(types) and jax.typeof(ct) == types:
+    if isinstance(ct, jax.Array) and jax.typeof(ct) == types:
         return [ct]
 
     def fail(*where, do):

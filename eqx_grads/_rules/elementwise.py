@@ -11,10 +11,9 @@ from .._errors import check_function, name_of, place_of, rule_error, show_tree, 
 from .._jaxprs.operands import restricted
 from .._tangent_spaces import broadcasts_to, is_differentiable
 from ..tangents import add, is_zero
-from .convention import AS_CALLED
 from .custom_jvp import custom_jvp
-from .rule import Rule
-from .zero_derivative import check_function_of_zeros
+from .rule import check_function_of_zeros, Rule
+from .signature import AS_CALLED
 
 
 def elementwise(
@@ -97,16 +96,12 @@ def elementwise(
     decorated = custom_jvp(fn)
     if setup is not None:
         check_function(setup, "setup", "elementwise")
-    if callable(derivative):
-        partials = Rule(derivative)
-    elif isinstance(derivative, tuple | list):
-        partials = [Rule(d) if callable(d) else d for d in derivative]
+    partials: Any = derivative
+    if isinstance(partials, tuple | list):
+        partials = [Rule(d) if callable(d) else d for d in partials]
     else:
-        raise rule_error(
-            "The `derivative` of `elementwise` is not a function.",
-            f"it is {type_of(derivative)}",
-            do="Give a function `derivative(out, *args)`, or a tuple of such.",
-        )
+        check_function(partials, "derivative", "elementwise")
+        partials = Rule(partials)
     shared = None if setup is None else Rule(setup)
     rule = ft.partial(_elementwise_jvp, decorated, partials, shared)
     rules = decorated._rules

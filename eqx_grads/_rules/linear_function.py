@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jax.interpreters import ad
 
 from .._errors import (
+    bad_argument,
     check_function,
     name_of,
     place_of,
@@ -22,14 +23,12 @@ from .._jaxprs.current_trace import is_eager
 from .._jaxprs.linearity import linear_in, why_nonlinear
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import is_differentiable, is_none, project_leaves
-from .adjoint_pair import apply_side, Side
-from .convention import AS_CALLED
-from .flat_call import FlatCall, OutputSpec, RuleCall
 from .float_args import as_integer
+from .linear_primitive import apply_side, Side
 from .object_parts import Rebuildable
 from .rule import CheckCache, Rule
-from .signature import Signature
-from .tree_split import as_arrays, TreeSplit
+from .signature import AS_CALLED, Signature
+from .tree_split import as_arrays, FlatCall, OutputSpec, RuleCall, TreeSplit
 from .wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 
 
@@ -320,24 +319,20 @@ def linear_function(
     if not isinstance(matvec, staticmethod | classmethod):
         check_function(matvec, "matvec", "linear_function")
     fn, binding = unwrap_method(matvec)
-    function = LinearFunction(
-        fn=fn, _rules=_Adjoint(fn, _check_argnum(argnum, fn)), _binding=binding
-    )
+    rules = _Adjoint(fn, _as_argnum(argnum))
+    function = LinearFunction(fn=fn, _rules=rules, _binding=binding)
     set_metadata(function, fn)
     if rmatvec is not None:
         function.def_rmatvec(rmatvec)
     return function
 
 
-def _check_argnum(argnum, fn):
+def _as_argnum(argnum):
     number = as_integer(argnum)
     if number is None or number < 0:
-        raise rule_error(
-            "The `argnum` of `linear_function` is not the position of an argument.",
-            f"it is {argnum!r:.60}",
-            place_of(fn),
-            do="Give an integer: 0 is the first argument, 1 is the first one after `self`.",
-        )
+        do = "Give an integer: 0 is the first argument, 1 is the first one after `self`."
+        what = "the position of an argument"
+        raise bad_argument("linear_function", "argnum", what, argnum, do)
     return number
 
 

@@ -4,22 +4,24 @@
 can't have forward mode, reverse mode and `vmap` at once (clause 3 of the contract: both modes).
 """
 
+import dataclasses
 import functools as ft
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
+from .._jaxprs.current_trace import CONFIG, in_precision
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._jaxprs.structure import LinearCall, register
 from .._tangent_spaces import as_array_list, is_differentiable
 from .call_record import vmap_over, with_batch_in_front
-from .matmul_precision import in_precision, matmul_precision
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LinearMap:
     """A linear map of tangents, given residuals, and its transpose. Hashed by identity.
 
@@ -32,20 +34,14 @@ class LinearMap:
     None of them may hold a tracer: JAX keeps them for as long as it keeps the program.
     """
 
-    def __init__(
-        self,
-        name: str,
-        forward: Callable[[list[Any], list[Any]], Sequence[Any]],
-        transpose: Callable[[list[Any], list[Any]], Sequence[Any]],
-        out_types: Sequence[Any],
-        note: str | None = None,
-    ):
-        self.name = name
-        self.out_types = tuple(out_types)
-        self.note = note
-        self._forward = forward
-        self._transpose = transpose
-        self._precision = matmul_precision()
+    name: str
+    _forward: Callable[[list[Any], list[Any]], Sequence[Any]]
+    _transpose: Callable[[list[Any], list[Any]], Sequence[Any]]
+    out_types: Sequence[Any]
+    note: str | None = None
+
+    def __post_init__(self):
+        self._precision = CONFIG.jax_default_matmul_precision
 
     def forward(self, residuals: list[Any], tangents: list[Any]) -> Sequence[Any]:
         with in_precision(self._precision):
@@ -207,3 +203,32 @@ ad.primitive_transposes[linear_p] = _transpose
 batching.fancy_primitive_batchers[linear_p] = _batch
 mlir.register_lowering(linear_p, mlir.lower_fun(_impl, multiple_results=True))
 register(linear_p.name, _structure)
+
+
+class Side(NamedTuple):
+    """One of the two maps.
+
+    - `run(parameters, xs)` returns the arrays of the output, which have these `types`. JAX
+        differentiates the function with respect to the parameters. The function holds no
+        tracer, as JAX keeps it with the program.
+    """
+
+    name: str
+    run: Callable[[list[Any], list[Any]], Sequence[Any]]
+    types: Sequence[Any]
+    note: str | None = None  # for errors of the derivative with respect to the parameters
+
+
+def apply_side(
+    side: Side, transpose: Side, parameters: Sequence[Any], xs: Sequence[Any]
+) -> list[Any]:
+    """Apply `side`. JAX uses `transpose` where it transposes `side`, and `side` where it
+    transposes `transpose`."""
+
+    def pull_back(parameters, cts):
+        pairs = zip(cts, side.types, strict=True)
+        cts = [ad.zeros_like_aval(t) if ct is None else ct for ct, t in pairs]
+        return apply_side(transpose, side, parameters, cts)
+
+    linear_map = LinearMap(side.name, side.run, pull_back, side.types, side.note)
+    return list(linear_call(linear_map, parameters, xs))

@@ -32,14 +32,8 @@ class _Node:
 
 
 JITTED = type(jax.jit(lambda: None))
-REBUILDABLE = (
-    Rebuildable,
-    eqx.Module,
-    eqx.filter_custom_jvp,
-    eqx.filter_custom_vjp,
-    jax.custom_jvp,
-    jax.custom_vjp,
-)
+_WITH_RULES = (eqx.filter_custom_jvp, eqx.filter_custom_vjp, jax.custom_jvp, jax.custom_vjp)
+REBUILDABLE = (Rebuildable, eqx.Module, *_WITH_RULES)
 # It leads to the original, and so to the tracers that were taken out.
 _NOT_COPIED = ("__wrapped__",)
 # Without an array at hand: to make one starts JAX, after which there is no

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
@@ -12,6 +11,7 @@ from .._errors import check_function, name_of, rule_error, show_path, show_tree,
 from .._errors.trees import on_leaves
 from .._tangent_spaces import tangents_match
 from .custom_jvp import custom_jvp
+from .tree_split import AbstractTransformed
 from .wrapper import set_metadata
 
 
@@ -93,21 +93,12 @@ def _replace_gradient(value, surrogate):
 
 @_replace_gradient.def_jvp(symbolic_zeros=True)
 def _replace_gradient_jvp(primals, tangents):
-    value, surrogate = primals
-    _, t_surrogate = tangents
-
     def cast(t, x):
-        if jnp.iscomplexobj(t) and not jnp.iscomplexobj(x):
+        if t is not None and jnp.iscomplexobj(t) and not jnp.iscomplexobj(x):
             t = jnp.real(t)
-        return t.astype(x.dtype)
+        return None if t is None else t.astype(x.dtype)
 
-    t_out = jax.tree.map(
-        lambda x, t: None if t is None else cast(t, x),
-        value,
-        t_surrogate,
-        is_leaf=lambda x: x is None,
-    )
-    return _replace_gradient(value, surrogate), t_out
+    return _replace_gradient(*primals), list(map(cast, tangents[1], primals[0]))
 
 
 def with_gradient_of(
@@ -160,24 +151,17 @@ def with_gradient_of(
     return wrapped
 
 
-class _WithGradientOf(eqx.Module):
-    fn: Callable[..., Any]
+class _WithGradientOf(AbstractTransformed):
+    _eqg_fn: Callable[..., Any]
     surrogate_fn: Callable[..., Any]
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, /, *args, **kwargs):
         # Not only saves work: what has no derivative at all (a host callback) would raise.
         fn, args_, kwargs_ = jax.tree.map(
             lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x,
-            (self.fn, args, kwargs),
+            (self._eqg_fn, args, kwargs),
         )
         value, surrogate = fn(*args_, **kwargs_), self.surrogate_fn(*args, **kwargs)
-        names = [f"value of `{name_of(f)}`" for f in (self.fn, self.surrogate_fn)]
+        names = [f"value of `{name_of(f)}`" for f in (self._eqg_fn, self.surrogate_fn)]
         _check_alike("`with_gradient_of` was given", names, value, surrogate)
         return on_leaves(_replace_gradient, value, surrogate)
-
-    def __get__(self, instance, owner=None):
-        return self if instance is None else eqx.Partial(self, instance)
-
-    @property
-    def __wrapped__(self):
-        return self.fn

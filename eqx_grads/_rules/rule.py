@@ -1,32 +1,88 @@
-"""A user's rule, one call of the rule, and the check of its value."""
+"""A user's rule, one call of the rule, and the checks of what it returns.
+
+Which copy of a decorated Module does a rule run for? A decorated Module is copied with other
+arrays by `eqx.tree_at`, an optimizer, `jit` or `vmap`. All copies share their rules, and a rule
+calls the Module by the name of the first one, as in `return f(x), x`. There, `f` means the copy
+that is differentiated: see `copy_in_use`.
+"""
 
 import abc
+import contextlib
+import contextvars
 import functools as ft
 import inspect
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import equinox as eqx
 import jax
 from jax.extend.core import ClosedJaxpr
 
 from .._errors import (
     check_flags,
-    is_pair,
     name_of,
     pair_of,
     place_of,
     rule_error,
-    show_tree,
+    RuleError,
     type_of,
     unpartial,
 )
+from .._jaxprs.current_trace import setting, staging_trace
 from .._jaxprs.known_zeros import evaluate_with_zeros
-from .._jaxprs.operands import at, fill, flagged
-from .closure_convert import check_no_tracers, Opaque
-from .convention import Convention
-from .flat_call import OutputSpec, RuleCall
+from .._jaxprs.operands import at, fill, flagged, restricted
+from .._tangent_spaces import is_differentiable
+from .closure_convert import captured_tracer, Opaque
 from .object_parts import Rebuildable
-from .signature import Signature, signature_of
+from .signature import Convention, OURS, Signature, signature_of
+from .tree_split import OutputSpec, RuleCall
+
+
+class _Running(NamedTuple):
+    fn: Any
+    staged_by: Any  # the trace that made the rule's operations equations, if any
+
+
+# By the rules' `cache`, which copies share.
+_running: contextvars.ContextVar[Mapping[Any, _Running]] = contextvars.ContextVar(
+    "running", default=types.MappingProxyType({})
+)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def running_rule(fn: Callable[..., Any], rules: Any) -> contextlib.AbstractContextManager[None]:
+    """While a rule of `fn` runs."""
+    if type(fn) is types.FunctionType or not isinstance(fn, eqx.Module):
+        return _NOTHING  # of a function there is only one
+    running = {**_running.get(), rules.cache: _Running(fn, staging_trace())}
+    return setting(_running, running)
+
+
+def copy_in_use(fn: Any, rules: Any) -> Any:
+    """The Module `fn`, or its copy whose rule is running."""
+    running = _running.get().get(rules.cache)
+    if running is None or _have_same_leaves(fn, running.fn):
+        return fn
+    if staging_trace() is not running.staged_by:
+        # JAX keeps programs traced by `jit` or for a loop, and uses them for other copies.
+        raise rule_error(
+            f"A rule of `{name_of(fn)}` calls `{name_of(fn)}` inside a transformation such as "
+            "`jax.jit` or `jax.lax.scan`, and runs for a copy that has other arrays.",
+            place_of(fn),
+            do="Decorate a function of the Module and its arguments, whose rules are given the "
+            "Module.",
+        )
+    return running.fn
+
+
+def _have_same_leaves(a, b) -> bool:
+    if a is b:
+        return True
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
+    return all(x is y for x, y in pairs)
 
 
 T = TypeVar("T")
@@ -54,9 +110,7 @@ class Rule(Rebuildable):
         self._conventions = _CONVENTIONS if conventions is None else conventions
         if not callable(self.fn):
             raise rule_error(
-                "A `rule` is not a function.",
-                f"it is {type_of(self.fn)}",
-                do=self._conventions,
+                "A `rule` is not a function.", f"it is {type_of(self.fn)}", do=self._conventions
             )
         check_flags("the rule", symbolic_zeros=symbolic_zeros)
         # For errors: what the user calls the rule, and the function of the user's it is in.
@@ -123,7 +177,7 @@ class Rule(Rebuildable):
 
     def pair(self, result: Any, kind: str, fn: Any, do: str) -> tuple[Any, Any]:
         """The pair that a rule of `fn` returned, or an error. `kind` is the kind of rule."""
-        if is_pair(result):
+        if isinstance(result, tuple | list) and len(result) == 2:
             return result[0], result[1]
         return pair_of(result, f"{kind} `{self.name}` of `{name_of(fn)}`", self.place, do)
 
@@ -164,7 +218,8 @@ def advice_on_cotangents(result: Any) -> str:
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _CONVENTIONS = (
     "Rules are called as `jvp(primals, tangents, **kwargs)`, `fwd(*args, **kwargs)`, "
-    "`bwd(residuals, ct)` and `vmap(axis_size, batched, *args, **kwargs)`."
+    "`bwd(residuals, ct)` and `vmap(axis_size, batched, *args, **kwargs)`, with `perturbed` if "
+    "it is keyword-only. `eqx_grads.filter_custom_vjp` calls rules as Equinox does."
 )
 
 
@@ -219,13 +274,22 @@ class AbstractRules(Rebuildable, abc.ABC):
     Static data for JAX: compared by identity. A rule may be given, or replaced, at any time.
     """
 
-    def __init__(self, convention: Convention):
+    captures = ("fwd_rule", "bwd_rule", "jvp_rule", "vmap_rule")
+
+    def __init__(self, convention: Convention = OURS):
         self.convention = convention
+        self.fwd_rule: Rule | None = None
+        self.bwd_rule: Rule | None = None
+        self.jvp_rule: Rule | None = None
         self.vmap_rule: Rule | None = None
         self.varies_alike = True  # cast all operands to vary alike, inside `shard_map`
         # Shared by the copies that have tracers substituted.
         self.cache = CheckCache()
-        self._signature: Signature | None = None
+        self.known_signature: Signature | None = None
+
+    def set_jvp(self, rule: Rule) -> None:
+        self.jvp_rule = rule
+        self.cache = CheckCache()
 
     @abc.abstractmethod
     def check_complete(self, fn: Callable[..., Any]) -> None:
@@ -240,12 +304,10 @@ class AbstractRules(Rebuildable, abc.ABC):
 
     def signature(self, fn: Callable[..., Any]) -> Signature:
         """The signature of `fn`, the function with these rules. Raises if one is missing."""
-        if self._signature is not None:
-            return self._signature
         self.check_complete(fn)
         signature = Signature(fn)
         if not signature.holds_tracer():
-            self._signature = signature
+            self.known_signature = signature
         return signature
 
 
@@ -302,19 +364,17 @@ def check_outputs(
     if expected is None:
         compute = ft.partial(_outputs, call)
         expected = call.rules.cache.get(call, "outputs", compute)
-        if expected is None or expected.difference(outputs) is None:
+        if expected is None or expected.agrees(outputs):
             return
         # A function may depend on more than its arguments (the size of a named axis, a global
         # variable), and so on more than was remembered.
         expected = compute()
-    difference = None if expected is None else expected.difference(outputs)
-    if expected is not None and difference is not None:
+    if expected is not None and not expected.agrees(outputs):
         name = name_of(call.fn)
+        text = f"`{name}` returns {{}}, and `{rule.name}` {{}}"
         raise rule_error(
-            f"The rule `{rule.name}` of `{name}` returned another output than `{name}` "
-            f"does: {difference}.",
-            f"`{name}` returns {show_tree(expected.describe())}",
-            f"`{rule.name}` returns {show_tree(outputs.describe())}",
+            f"The rule `{rule.name}` of `{name}` returned another output than `{name}` does.",
+            *expected.unlike(outputs, text),
             rule.place,
             do=f"The first result of the rule is the value: return `{name}(...)`, or what "
             "it computes.",
@@ -347,16 +407,53 @@ def trace_outputs(
 
 def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:
     """Raise if a static output captures a tracer, which would escape with it."""
-
-    def fail(i, name):
-        return rule_error(
+    found = captured_tracer(outputs.split.static) if outputs.split.has_static else None
+    if found is not None:
+        raise rule_error(
             f"`{name_of(fn)}` returned a function, or another object that is not an array, "
             "which holds a traced value.",
-            f"at out{outputs.static_path(i)}: {name}",
+            f"at out{outputs.static_path(found[0])}: {found[1]}",
             place_of(fn),
             do="The output of a function with a rule leaves the trace it was made in. Return "
             "the value as an array, for instance in an `eqx.Module` or `eqx.Partial`.",
         )
 
-    if outputs.split.has_static:
-        check_no_tracers(outputs.split.static, fail)
+
+def check_zeros(rule: Rule, call: RuleCall, indices: Sequence[int]) -> None:
+    """Raise if the function forbids a derivative with respect to the perturbed operands at
+    `indices`, for which `rule` says zero."""
+
+    def check():
+        of_all = lambda *operands: call.flat.call(operands)[1]
+        fn = restricted(of_all, call.operands, indices)
+        check_function_of_zeros(rule.name, call.fn, fn, at(call.operands, indices))
+
+    call.rules.cache.get(call, ("zeros", *indices), check)
+
+
+def check_function_of_zeros(
+    rule: str, fn: Any, of_zeros: Callable[..., Any], primals: Sequence[Any]
+) -> None:
+    """The same for `of_zeros`, which is `fn` as a function of its primals only."""
+    errors: list[RuleError] = []
+
+    def inexact_outputs(*xs):
+        return [y for y in jax.tree.leaves(of_zeros(*xs)) if is_differentiable(y)]
+
+    def backward(*xs):
+        try:
+            out, pull_back = jax.vjp(inexact_outputs, *xs)
+            return pull_back(out)  # for the types, any cotangents do
+        except RuleError as error:
+            if error.forbids_derivative:
+                errors.append(error)
+            raise
+
+    try_to_trace(jax.eval_shape, backward, *primals)
+    if errors:
+        errors[0].add_note(
+            f"`{name_of(fn)}` passes it to `nondifferentiable`, and the rule `{rule}` returns "
+            "no derivative for it, which would be a silent zero. Return the derivative, or an "
+            "array of zeros if zero is meant."
+        )
+        raise errors[0]

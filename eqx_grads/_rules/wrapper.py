@@ -67,10 +67,8 @@ class AbstractDecorated(AbstractWrapper[P, T]):
         return call_with_rules(self.fn, self._rules, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        hint = _HINTS.get(name)
-        raise AttributeError(
-            f"`{type(self).__name__}` has no attribute `{name}`." + (f" {hint}" if hint else "")
-        )
+        hint = _HINT if name.startswith("def") else ""
+        raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`.{hint}")
 
     def def_vmap(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Give the call its own batching rule.
@@ -224,34 +222,32 @@ def set_metadata(wrapper: eqx.Module, fn: Callable[..., Any]) -> None:
         object.__setattr__(wrapper, "__isabstractmethod__", True)
 
 
-_HINTS = {
-    "defjvp": "Use `def_jvp`. JAX's `defjvp` is a method of `eqx_grads.jax_custom_jvp`.",
-    "defjvps": "Use `def_jvp`, or `eqx_grads.elementwise` for one line per argument. JAX's "
-    "`defjvps` is a method of `eqx_grads.jax_custom_jvp`.",
-    "defvjp": "Use `eqx_grads.custom_vjp` with `def_fwd` and `def_bwd`. JAX's `defvjp` is a "
-    "method of `eqx_grads.jax_custom_vjp`.",
-    "def_vjp": "Use `eqx_grads.custom_vjp` with `def_fwd` and `def_bwd`.",
-    "def_fwd": "Use `eqx_grads.custom_vjp`.",
-    "def_bwd": "Use `eqx_grads.custom_vjp`.",
-    "def_transpose": "Use `eqx_grads.linear_function`, or `eqx_grads.custom_vjp`.",
-}
+_HINT = (
+    " A `custom_jvp` has `def_jvp`; a `custom_vjp` has `def_fwd`, `def_bwd` and `def_jvp`. "
+    "`eqx_grads.jax_custom_jvp` and `eqx_grads.jax_custom_vjp` have JAX's methods, and "
+    "`eqx_grads.linear_function` has an adjoint."
+)
 
 
 def check_options(decorator: str, options: dict[str, Any]) -> None:
     """Raise if the user passed an option, such as an option of JAX's decorators."""
     for name in options:
-        raise rule_error(
-            f"`{decorator}` was given an option that it does not have.",
-            f"it is `{name}`",
-            do="Pass values that can't be differentiated (functions, strings, integers, ...) "
+        do = (
+            "Pass values that can't be differentiated (functions, strings, integers, ...) "
             "unchanged; configuration is a keyword-only parameter of the function; "
             "`symbolic_zeros` is an option of `def_jvp` and `def_bwd`."
-            + (
-                f" JAX's `{name}` is an option of `eqx_grads.jax_{decorator}`."
-                if name.startswith("nondiff_arg")
-                else ""
-            ),
         )
+        if name.startswith("nondiff_arg"):
+            do += f" JAX's `{name}` is an option of `eqx_grads.jax_{decorator}`."
+        what = f"`{decorator}` was given an option that it does not have."
+        raise rule_error(what, f"it is `{name}`", do=do)
+
+
+def decorate(wrapper: Any, fn: Any, rules: AbstractRules) -> None:
+    """Make `wrapper` stand in the place of a function."""
+    wrapper.fn, wrapper._binding = unwrap_method(fn)
+    wrapper._rules = rules
+    set_metadata(wrapper, wrapper.fn)
 
 
 def unwrap_method(fn: Any) -> tuple[Callable[..., Any], str]:

@@ -1,6 +1,5 @@
 """The equations of a program and of its inner programs, with the ranges of their operands."""
 
-import dataclasses
 import functools as ft
 from collections.abc import Sequence
 from typing import Any
@@ -59,7 +58,7 @@ class AnalyzedEquation:
         program = self.traced(tangents, types, [types[i] for i in self.moving])
         if program is None or any(map(_is_opaque_tangent, program.eqns)):
             return None
-        still = [dataclasses.replace(r, active=False) for r in self.ins]
+        still = [r._replace(active=False) for r in self.ins]
         return analyze(program, [*still, *(Range() for _ in self.moving)], self._depth + 1)
 
     def traced(self, derivative: Any, *types: Any) -> ClosedJaxpr | None:

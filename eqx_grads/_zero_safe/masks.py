@@ -26,13 +26,7 @@ from jax.extend.core import Literal
 
 from .._jaxprs.dependence import depends
 from .._jaxprs.diagonal import is_elementwise
-from .._jaxprs.evaluate import (
-    bind,
-    equation_context,
-    evaluate,
-    function_of,
-    values_of_inputs,
-)
+from .._jaxprs.evaluate import bind, equation_context, evaluate, function_of, values_of_inputs
 from .._jaxprs.interpret import fixed_point
 from .._jaxprs.operands import at, fill
 from .._jaxprs.primitives import kind_of

@@ -5,10 +5,9 @@ the function are taken to be finite, and so are sums, products and positive inte
 finite numbers: overflow is expected of `exp` and its like only.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,7 @@ from .._jaxprs.primitives import INF, kind_of
 from .._jaxprs.structure import CallWithRule, structure, While
 
 
-@dataclasses.dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """Known facts about the elements of an array.
 
     - `low`, `high`: bounds for the finite elements.
@@ -88,14 +86,14 @@ def _outputs(eqn: Any, ins: Sequence[Range], _) -> list[Range]:
         return list(ins)
     active, mixed = _dependence(eqn, ins)
     outs = _ranges_of_outputs(eqn, ins)
-    return [dataclasses.replace(r, active=active, mixed=mixed) for r in outs]
+    return [r._replace(active=active, mixed=mixed) for r in outs]
 
 
 def _finish(eqn: Any, ins: Sequence[Range], outs: Sequence[Range]) -> Sequence[Range]:
     if not any(ins[i].active for i in inexact_indices(eqn.invars)):
-        return [dataclasses.replace(r, active=False) for r in outs]
+        return [r._replace(active=False) for r in outs]
     if isinstance(structure(eqn), CallWithRule):  # which may multiply a tangent by zero
-        return [dataclasses.replace(r, active=True, mixed=True) for r in outs]
+        return [r._replace(active=True, mixed=True) for r in outs]
     return outs
 
 

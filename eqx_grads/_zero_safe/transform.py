@@ -83,14 +83,12 @@ def _selects_by_product(eqn: Any) -> bool:
 
 
 def _inner_plans(e, alive, steep) -> list[Plan]:
-    match e.known:
-        case Scan():
-            # A carry that is not used after the last step is used by the step after.
-            alive = [None] * e.known.n_carry + list(alive[e.known.n_carry :])
-            return [Plan(e.inner[0], alive, steep)]
-        case Cond():  # `vmap` may make a selection of it
-            return [Plan(a, [None] * len(alive), steep) for a in e.inner]
-    return [Plan(e.inner[0], alive, steep)]
+    n = 0
+    if isinstance(e.known, Scan):  # the step after uses the carry
+        n = e.known.n_carry
+    elif isinstance(e.known, Cond):  # `vmap` may make a selection of it
+        n = len(alive)
+    return [Plan(a, [None] * n + list(alive[n:]), steep) for a in e.inner]
 
 
 def evaluate_zero_safe(

@@ -8,10 +8,10 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
-from .._errors import check_function, first_line, name_of, place_of, rule_error
+from .._errors import check_function, check_option, first_line, name_of, place_of, rule_error
 from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import evaluate
-from .._rules.transformed import AbstractTransformed, call_on_arrays
+from .._rules.tree_split import AbstractTransformed, call_on_arrays
 from .analysis import analyze
 from .ranges import is_inexact, Range
 from .transform import evaluate_zero_safe
@@ -117,16 +117,8 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     function can't be traced.
     """
     check_function(fn, "fn", "zero_safe")
-    if not isinstance(policy, str) or policy not in _POLICIES:
-        raise rule_error(
-            "`zero_safe` was given a policy that it does not have.",
-            f"`policy` is {policy!r:.60}",
-            do=f"Use one of {', '.join(map(repr, _POLICIES))}.",
-        )
+    check_option("zero_safe", "policy", policy, ("selected", "zero"))
     return eqx.module_update_wrapper(ZeroSafe(fn, policy))
-
-
-_POLICIES = ("selected", "zero")
 
 
 class ZeroSafe(AbstractTransformed):

@@ -26,8 +26,7 @@ from .._jaxprs.symbolic_sizes import is_symbolic, Size
 from .._rules.closure_convert import ClosureTemplate, contains_tracer, lift_tracers
 from .._rules.custom_jvp import custom_jvp
 from .._rules.float_args import as_count, as_integer
-from .._rules.transformed import AbstractTransformed
-from .._rules.tree_split import TreeSplit
+from .._rules.tree_split import AbstractTransformed, TreeSplit
 from .._tangent_spaces import is_array, is_arraylike, is_none, sum_dtype
 from ._gradient_sums import add, inner_product, zero_sum
 

@@ -111,7 +111,9 @@ def check_real(layer: str, cell: Any, xs: Array, *states: Array) -> None:
 def check_step(cell: str, **arrays: tuple[Any, int]) -> None:
     """Check that the arguments of a cell are vectors with these sizes."""
     for name, (x, size) in arrays.items():
-        if dtype_of_array(x) is None or jnp.shape(x) != (size,):
+        dtype = dtype_of_array(x)
+        is_numeric = dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended)
+        if not is_numeric or jnp.shape(x) != (size,):
             raise rule_error(
                 f"`{cell}` was given something that does not fit its weights.",
                 f"`{name}` is {type_of(x)}, and has to be an array of shape ({size},)",

@@ -157,7 +157,7 @@ def check_gradients(
     check_tolerance(CALLER, tolerance=tolerance)
     as_names(CALLER, "skip", skip)
     seed = as_seed(CALLER, seed)
-    if order not in (1, 2):
+    if type(order) is not int or order not in (1, 2):
         do = "Use 1 for the gradient, or 2 for the second derivative."
         raise bad_argument(CALLER, "order", "1 or 2", order, do)
     with showing_progress(CALLER), without_nan_checks():

@@ -3,7 +3,7 @@
 A traced array counts as one with the right values, as only its shape and dtype are known.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -273,3 +273,42 @@ def sine(x: Any) -> bool:
 
 def text(x: Any) -> bool:
     return isinstance(x, str)
+
+
+def of_type(*types: type) -> Domain:
+    return lambda x: isinstance(x, types)
+
+
+def equal(value: tuple[Any, ...]) -> Domain:
+    return lambda x: isinstance(x, tuple) and x == value
+
+
+def empty(x: Any) -> bool:
+    return isinstance(x, tuple | list | dict | set | range) and not len(x)
+
+
+def some_of(domain: Domain) -> Domain:
+    """Several values, or none."""
+
+    def holds(x):
+        if isinstance(x, Iterator):  # used up before it is checked here
+            return True
+        several = isinstance(x, tuple | list | range | set | dict | bytes)
+        several = several or (isinstance(x, np.ndarray) and x.ndim > 0)
+        return several and all(map(domain, x))
+
+    return holds
+
+
+def sliced(n: int) -> Domain:
+    """A tree of arrays with so many slices, and other leaves."""
+
+    def holds(x):
+        is_array = lambda x: hasattr(x, "dtype") and not isinstance(x, jax.ShapeDtypeStruct)
+        given = [leaf for leaf in jax.tree.leaves(x) if is_array(leaf)]
+        return all(
+            isinstance(leaf, jax.Array | np.ndarray) and np.shape(leaf)[:1] == (n,)
+            for leaf in given
+        )
+
+    return holds

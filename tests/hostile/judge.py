@@ -2,8 +2,6 @@
 
 import re
 import warnings
-import zlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -105,23 +103,3 @@ def _judge(given: Target, argument: str, value: Any, mode: str) -> tuple[str, st
         is_clear = is_clear or isinstance(error, eqx.EquinoxRuntimeError)
         return ("clear" if is_clear else "unclear"), text
     return ("right" if is_documented[0] else "silent"), f"{out!r:.200}"
-
-
-def some_kinds(target: str, argument: str, n: int = 3) -> list[str]:
-    """Some kinds, chosen by a hash: the same in every run, and others for other arguments."""
-    order = lambda kind: zlib.crc32(f"{target}({argument}): {kind}".encode())
-    return sorted(KINDS, key=order)[:n]
-
-
-def outcomes(
-    parts: list[str], mode: str = "staged", is_quick: bool = False
-) -> Iterator[Outcome]:
-    """The outcomes of all targets whose names contain one of the parts."""
-    for target, given in TARGETS.items():
-        if parts and not any(part in target for part in parts):
-            continue
-        for argument in given.args:
-            for kind in some_kinds(target, argument) if is_quick else KINDS:
-                found = outcome(target, argument, kind, mode)
-                if found is not None:
-                    yield found

@@ -21,6 +21,12 @@ def xs():
     return jnp.linspace(-1.0, 1.0, 4)
 
 
+def both_ways(loss, *args):
+    """The gradient inside of `jit`, outside of it, and without."""
+    inner = jax.jit(jax.grad(loss))(*args)
+    return inner, jax.grad(jax.jit(loss))(*args), jax.grad(loss)(*args)
+
+
 def loop(f, x, ys):
     """Four steps of `x -> f(x, y) + x/2`."""
     return jax.lax.scan(lambda x, y: (f(x, y) + 0.5 * x, None), x, ys)[0]

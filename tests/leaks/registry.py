@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import functools as ft
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import eqx_grads as eqg
 import jax
 
@@ -15,56 +16,54 @@ from ..rules.formulas import sin_times, sin_times_cotangents, sin_times_tangent
 
 
 class WithRules:
-    """Functions, with the rules that they are given.
-
-    `plain` represents a function that JAX can't differentiate by itself.
-    """
+    """Functions, with the rules that they are given."""
 
     @staticmethod
-    def jvp(fn, rule, plain=None, **options):
-        del plain
+    def jvp(fn, rule, **options):
         decorated = eqg.custom_jvp(fn)
         decorated.def_jvp(rule, **options)
         return decorated
 
     @staticmethod
-    def vjp(fn, fwd, bwd, plain=None, **options):
-        del plain
+    def vjp(fn, fwd, bwd):
         decorated = eqg.custom_vjp(fn)
         decorated.def_fwd(fwd)
-        decorated.def_bwd(bwd, **options)
+        decorated.def_bwd(bwd)
         return decorated
 
     gradient = staticmethod(eqg.custom_gradient)
     elementwise = staticmethod(eqg.elementwise)
-    nondifferentiable = staticmethod(eqg.nondifferentiable)
 
 
 class Plain:
     """The same functions, without."""
 
-    @staticmethod
-    def jvp(fn, rule, plain=None, **options):
-        del rule, options
-        return fn if plain is None else plain
+    jvp = staticmethod(lambda fn, rule, **options: fn)
+    vjp = staticmethod(lambda fn, fwd, bwd: fn)
+    gradient = staticmethod(lambda fn: lambda *args: fn(*args)[0])
+    elementwise = staticmethod(lambda fn, derivative: fn)
 
-    @staticmethod
-    def vjp(fn, fwd, bwd, plain=None, **options):
-        del fwd, bwd, options
-        return fn if plain is None else plain
 
-    @staticmethod
-    def gradient(fn):
-        return lambda *args: fn(*args)[0]
+def ruled(rules, kind, fn, tangent=None, cotangents=None, plain=None):
+    """A function with a rule of this kind: by the formulas `tangent(*primals, *tangents)` and
+    `cotangents(*primals, ct)`, or by autodiff of the function. `plain` represents a function
+    that JAX can't differentiate by itself."""
 
-    @staticmethod
-    def elementwise(fn, derivative):
-        del derivative
-        return fn
+    def jvp(primals, tangents):
+        if tangent is not None:
+            return f(*primals), ran(tangent(*primals, *tangents))
+        return f(*primals), ran(eqx.filter_jvp(fn, primals, tangents)[1])
 
-    @staticmethod
-    def nondifferentiable(x):
-        return x
+    def fwd(*args):
+        return f(*args), ran(args)
+
+    def bwd(args, ct):
+        return cotangents(*args, ct) if cotangents else eqx.filter_vjp(fn, *args)[1](ct)
+
+    if rules is Plain and plain is not None:
+        return plain
+    f = rules.jvp(fn, jvp) if kind == "jvp" else rules.vjp(fn, fwd, bwd)
+    return f
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,15 +80,9 @@ class Shape:
 SHAPES: dict[str, Shape] = {}
 
 
-def shape(
-    fn: Callable[[Any], Any] | None = None,
-    *,
-    error: str | None = None,
-):
-    """Decorator: `fn` is a shape, under its own name."""
-    if fn is None:
-        return lambda fn: shape(fn, error=error)
-    _add(fn.__name__, Shape(fn, error))
+def shape(fn: Callable[[Any], Any]):
+    """Decorator: `fn(rules)` is a shape, under its own name."""
+    _add(fn.__name__, Shape(fn))
     return fn
 
 
@@ -100,18 +93,18 @@ def _add(name, new):
 
 def op_of(kind: str, rules: Any) -> Callable[..., Any]:
     """`sin(x) * y`, with a rule of this kind."""
+    return ruled(rules, kind, sin_times, sin_times_tangent, sin_times_cotangents)
 
-    def jvp(primals, tangents):
-        return f(*primals), ran(sin_times_tangent(*primals, *tangents))
 
-    def fwd(x, y):
-        return f(x, y), ran((x, y))
+def for_each(*kinds: str, error: str | None = None):
+    """Decorator: `fn(rules, kind)` is one shape for each kind of rule."""
 
-    def bwd(residuals, ct):
-        return sin_times_cotangents(*residuals, ct)
+    def register(fn):
+        for kind in kinds:
+            _add(f"{fn.__name__}-{kind}", Shape(ft.partial(fn, kind=kind), error))
+        return fn
 
-    f = rules.jvp(sin_times, jvp) if kind == "jvp" else rules.vjp(sin_times, fwd, bwd)
-    return f
+    return register
 
 
 def composition(fn: Callable[[Callable[..., Any]], Any]):
@@ -122,15 +115,12 @@ def composition(fn: Callable[[Callable[..., Any]], Any]):
     return fn
 
 
-def for_each(kinds: Sequence[str], **options: Any):
-    """Decorator: `fn(rules, kind)` is one shape for each kind of rule."""
-
-    def register(fn):
-        for kind in kinds:
-            _add(f"{fn.__name__}-{kind}", Shape(ft.partial(fn, kind=kind), **options))
-        return fn
-
-    return register
+def both(fn: Callable[[Callable[..., Any]], Any]):
+    """Decorator: `fn(ruled)` gives functions rules. It makes two shapes as well."""
+    for kind in ("jvp", "vjp"):
+        run = lambda rules, kind=kind: fn(ft.partial(ruled, rules, kind))
+        _add(f"{fn.__name__}-{kind}", Shape(run))
+    return fn
 
 
 _n_ran = 0

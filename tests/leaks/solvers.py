@@ -4,14 +4,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .compositions import x, xs, ys
-from .registry import for_each, ran, shape
-from .values import both_ways
+from .compositions import both_ways, x, xs, ys
+from .registry import both, ran, shape
 
 
-def root(rules, kind):
-    """`z = cos(a * z)`, found in a while loop, with the derivative of the implicit function
-    theorem."""
+@both
+def while_loop_behind_a_rule(ruled):
+    """`z = cos(a * z)`, with the derivative of the implicit function theorem. Reverse mode,
+    which JAX lacks here: https://github.com/jax-ml/jax/issues/18311"""
 
     def solve(a):
         step = lambda state: (state[0] + 1, jnp.cos(a * state[1]))
@@ -20,32 +20,11 @@ def root(rules, kind):
     def unrolled(a):
         return jax.lax.fori_loop(0, 120, lambda _, z: jnp.cos(a * z), a)
 
-    def slope(a, z):
-        return -jnp.sin(a * z) * z / (1 + a * jnp.sin(a * z))
-
-    def jvp(primals, tangents):
-        (a,), (t_a,) = primals, tangents
+    def tangent(a, t_a):
         z = f(a)
-        return z, ran(slope(a, z) * t_a)
+        return -jnp.sin(a * z) * z / (1 + a * jnp.sin(a * z)) * t_a
 
-    def fwd(a):
-        z = f(a)
-        return z, ran((a, z))
-
-    def bwd(residuals, ct):
-        return (slope(*residuals) * ct,)
-
-    if kind == "jvp":
-        f = rules.jvp(solve, jvp, plain=unrolled)
-    else:
-        f = rules.vjp(solve, fwd, bwd, plain=unrolled)
-    return f
-
-
-@for_each(("jvp", "vjp"))
-def while_loop_behind_a_rule(rules, kind):
-    """Reverse mode, which JAX lacks here: https://github.com/jax-ml/jax/issues/18311"""
-    f = root(rules, kind)
+    f = ruled(solve, tangent, lambda a, ct: (tangent(a, ct),), plain=unrolled)
     total = lambda v: jnp.sum(jax.vmap(f)(v))
     loop = lambda x: jax.lax.scan(lambda x, y: (f(x * y / 2), None), x, ys())[0]
     return both_ways(f, x()), both_ways(total, jnp.abs(xs())), both_ways(loop, x())
@@ -84,28 +63,18 @@ def adjoint_of_an_ode(rules):
     return jax.jit(grad)(x(), x()), outer, jax.vmap(grad, in_axes=(0, None))(xs(), x())
 
 
-@for_each(("jvp", "vjp"))
-def linear_solve(rules, kind):
+@both
+def linear_solve(ruled):
     """https://github.com/patrick-kidger/lineax/issues/101"""
 
-    def solve(matrix, b):
-        return jnp.linalg.solve(matrix, b)
+    def tangent(matrix, b, t_matrix, t_b):
+        return f(matrix, t_b - t_matrix @ f(matrix, b))
 
-    def jvp(primals, tangents):
-        (matrix, b), (t_matrix, t_b) = primals, tangents
-        out = f(matrix, b)
-        return out, ran(f(matrix, t_b - t_matrix @ out))
-
-    def fwd(matrix, b):
-        out = f(matrix, b)
-        return out, ran((matrix, out))
-
-    def bwd(residuals, ct):
-        matrix, out = residuals
+    def cotangents(matrix, b, ct):
         ct_b = f(matrix.T, ct)
-        return -jnp.outer(ct_b, out), ct_b
+        return -jnp.outer(ct_b, f(matrix, b)), ct_b
 
-    f = rules.jvp(solve, jvp) if kind == "jvp" else rules.vjp(solve, fwd, bwd)
+    f = ruled(lambda matrix, b: jnp.linalg.solve(matrix, b), tangent, cotangents)
     matrix = jnp.eye(3) + 0.1 * jnp.arange(9.0).reshape(3, 3)
     bs = jnp.arange(6.0).reshape(2, 3)
     loss = lambda matrix, bs: jnp.sum(jnp.sin(jax.vmap(f, in_axes=(None, 0))(matrix, bs)))

@@ -3,40 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from .compositions import x, xs, ys
-from .registry import for_each, op_of, ran, shape
+from .compositions import both_ways, x, xs, ys
+from .registry import both, composition, op_of, ran, shape
 
 
-def both_ways(loss, *args):
-    inner = jax.jit(jax.grad(loss))(*args)
-    return inner, jax.grad(jax.jit(loss))(*args), jax.grad(loss)(*args)
-
-
-def scaled(rules, kind):
-    """`f(x, t) = sin(x) * t`, whose rules have nothing to say of `t`."""
-
-    def value(x, t):
-        return jnp.sin(x) * t
-
-    def jvp(primals, tangents):
-        (x, t), (t_x, _) = primals, tangents
-        return f(x, t), ran(jnp.cos(x) * t * t_x)
-
-    def fwd(x, t):
-        return f(x, t), ran((x, t))
-
-    def bwd(residuals, ct):
-        x, t = residuals
-        return jnp.cos(x) * t * ct, None
-
-    f = rules.jvp(value, jvp) if kind == "jvp" else rules.vjp(value, fwd, bwd)
-    return f
-
-
-@for_each(("jvp", "vjp"))
-def argument_perturbed_in_one_branch(rules, kind):
+@composition
+def argument_perturbed_in_one_branch(f):
     """What JAX can't see to be zero is an argument like any other."""
-    f = op_of(kind, rules)
 
     def loss(x):
         t = jax.lax.cond(x > 0, lambda x: x**2, lambda x: jax.lax.stop_gradient(x), x)
@@ -45,31 +18,9 @@ def argument_perturbed_in_one_branch(rules, kind):
     return both_ways(loss, x())
 
 
-def counting(rules, kind):
-    """`(x, n, key) -> (sin(x), n + 1, next key)`."""
-
-    def value(x, n, key):
-        return jnp.sin(x), n + 1, jax.random.split(key)[0]
-
-    def jvp(primals, tangents):
-        assert tangents[1:] == (None, None)
-        return f(*primals), ran((jnp.cos(primals[0]) * tangents[0], None, None))
-
-    def fwd(x, n, key):
-        return f(x, n, key), ran((x, n, key))
-
-    def bwd(residuals, ct):
-        x, _, _ = residuals
-        assert ct[1:] == (None, None)
-        return jnp.cos(x) * ct[0], None, None
-
-    f = rules.jvp(value, jvp) if kind == "jvp" else rules.vjp(value, fwd, bwd)
-    return f
-
-
-@for_each(("jvp", "vjp"))
-def integer_and_key_in_a_carry(rules, kind):
-    f = counting(rules, kind)
+@both
+def integer_and_key_in_a_carry(ruled):
+    f = ruled(lambda x, n, key: (jnp.sin(x), n + 1, jax.random.split(key)[0]))
 
     def loss(x, key):
         init = (x, jnp.array(0), key)
@@ -81,23 +32,14 @@ def integer_and_key_in_a_carry(rules, kind):
     return inner, jax.value_and_grad(jax.jit(loss), has_aux=True)(x(), key)
 
 
-@for_each(("jvp", "vjp"))
-def text_and_numbers_as_outputs(rules, kind):
-    def value(x):
-        return {"x": jnp.sin(x), "text": "text", "int": 3, "float": 0.5}
-
-    def jvp(primals, tangents):
-        t_out = {"x": ran(jnp.cos(primals[0]) * tangents[0])}
-        return f(*primals), {**t_out, "text": None, "int": None, "float": None}
-
-    def fwd(x):
-        return f(x), ran(x)
-
-    def bwd(x, ct):
-        assert ct["text"] is None
-        return (jnp.cos(x) * ct["x"],)
-
-    f = rules.jvp(value, jvp) if kind == "jvp" else rules.vjp(value, fwd, bwd)
+@both
+def text_and_numbers_as_outputs(ruled):
+    rest = {"text": None, "int": None, "float": None}
+    f = ruled(
+        lambda x: {"x": jnp.sin(x), "text": "text", "int": 3, "float": 0.5},
+        lambda x, t: {"x": jnp.cos(x) * t, **rest},
+        lambda x, ct: (jnp.cos(x) * ct["x"],),
+    )
 
     def loss(x):
         def step(x, y):
@@ -111,26 +53,10 @@ def text_and_numbers_as_outputs(rules, kind):
     return both_ways(loss, x())
 
 
-@for_each(("jvp", "vjp"))
-def unused_output(rules, kind):
+@both
+def unused_output(ruled):
     """One output is dead code: https://github.com/jax-ml/jax/issues/31448"""
-
-    def value(x, y):
-        return jnp.sin(x) * y, jnp.exp(x)
-
-    def jvp(primals, tangents):
-        (x, y), (t_x, t_y) = primals, tangents
-        t_first = jnp.cos(x) * y * t_x + jnp.sin(x) * t_y
-        return f(x, y), ran((t_first, jnp.exp(x) * t_x))
-
-    def fwd(x, y):
-        return f(x, y), ran((x, y))
-
-    def bwd(residuals, ct):
-        x, y = residuals
-        return jnp.cos(x) * y * ct[0] + jnp.exp(x) * ct[1], jnp.sin(x) * ct[0]
-
-    f = rules.jvp(value, jvp) if kind == "jvp" else rules.vjp(value, fwd, bwd)
+    f = ruled(lambda x, y: (jnp.sin(x) * y, jnp.exp(x)))
 
     def loss(x, keep):
         def step(x, y):

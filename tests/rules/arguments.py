@@ -12,6 +12,14 @@ def sample(*shape: int, low: float = -1.5, high: float = 1.5, seed: int = 0) -> 
     return jnp.asarray(low + (high - low) * ((0.6180339887 * steps + 0.37 * seed) % 1))
 
 
+def two(n: int) -> tuple[jax.Array, jax.Array]:
+    return sample(n), sample(n, seed=1)
+
+
+def matrix_and_vector(n: int) -> tuple[jax.Array, jax.Array]:
+    return sample(n, n), sample(n, seed=1)
+
+
 def complex_sample(*shape: int) -> jax.Array:
     return jax.lax.complex(sample(*shape), sample(*shape, seed=1))
 

@@ -3,6 +3,7 @@
 `python -m tests.rules.pickled FILE` reads a file that another process has written.
 """
 
+import functools as ft
 import pathlib
 import pickle
 import sys
@@ -17,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from eqx_grads import ste, surrogates
+
+from . import layers
 
 
 # ------------------------------------------------------------------ functions with rules
@@ -135,44 +137,17 @@ FUNCTIONS = {
 # ------------------------------------------------------------------ layers
 
 
-def _options():
-    return {"key": jr.key(0), "dtype": jnp.float32}
+def _report():
+    rules = {eqx.nn.Linear: (nn.FakeQuantize(4), None)}
+    return nn.quantize_model(eqx.nn.Linear(3, 2, key=jr.key(0)), rules)[1]
 
 
 LAYERS = {
-    "Binary": lambda: nn.Binary(scale=False),
-    "FSQ": lambda: nn.FSQ((5, 5, 5)),
-    "FakeQuantize": lambda: nn.FakeQuantize(4, scale=0.2, learn_scale=True),
-    "FixedPoint": lambda: nn.FixedPoint(eqx.nn.GRUCell(3, 2, **_options()), 2),
-    "GRU": lambda: nn.GRU(3, 2, dropout=0.5, num_layers=2, **_options()),
-    "GradientProbe": lambda: nn.GradientProbe(jnp.zeros(3, jnp.float32)),
-    "GradientReversal": lambda: nn.GradientReversal(0.5),
-    "LI": lambda: nn.LI(3, 2, 0.9, **_options()),
-    "LIF": lambda: nn.LIF(3, 2, 0.9, surrogate=surrogates.atan(), **_options()),
-    "LIFCell": lambda: nn.LIFCell(2, 0.9, rho=0.8, surrogate=surrogates.superspike(10.0)),
+    **{name: ft.partial(make, jr.key(0)) for name, (make, _) in layers.LAYERS.items()},
+    "GRU with dropout": lambda: nn.GRU(3, 2, dropout=0.5, num_layers=2, key=jr.key(0)),
     "LIFState": lambda: nn.LIFState(*jnp.ones((2, 2), jnp.float32)),
-    "LRU": lambda: nn.LRU(3, 2, 2, bidirectional=True, **_options()),
-    "LSQ": lambda: nn.LSQ(4, scale=0.2),
-    "LSTM": lambda: nn.LSTM(3, 2, learn_initial_state=True, **_options()),
-    "MinGRU": lambda: nn.MinGRU(3, 2, **_options()),
-    "MinLSTM": lambda: nn.MinLSTM(3, 2, **_options()),
-    "Outputs": lambda: nn.Outputs(nn.GRU(3, 2, **_options())),
-    "Quantized": lambda: nn.Quantized(
-        eqx.nn.Linear(3, 2, **_options()), nn.LSQ(4, scale=0.2), ste.round
-    ),
-    "QuantizationReport": lambda: nn.quantize_model(
-        eqx.nn.Linear(3, 2, **_options()), {eqx.nn.Linear: (nn.FakeQuantize(4), None)}
-    )[1],
-    "RNN": lambda: nn.RNN(3, 2, activation="relu", **_options()),
-    "RNNCell": lambda: nn.RNNCell(3, 2, **_options()),
-    "Recurrent": lambda: nn.Recurrent(eqx.nn.GRUCell(3, 2, **_options())),
-    "S5": lambda: nn.S5(3, 2, 2, **_options()),
-    "Ternary": lambda: nn.Ternary(threshold=0.1),
-    "VectorQuantizer": lambda: nn.VectorQuantizer(4, 3, **_options()),
+    "QuantizationReport": _report,
 }
-# Called with a sequence of five steps of three features, or with three features.
-SEQUENCES = ("GRU", "LIF", "LI", "LRU", "LSTM", "MinGRU", "RNN", "S5", "Recurrent")
-VECTORS = ("FakeQuantize", "GradientReversal", "Quantized")
 
 
 # ------------------------------------------------------------------ reports and errors
@@ -222,15 +197,13 @@ def _derivative(name, x):
     if name in FUNCTIONS:
         value, gradient = jax.value_and_grad(x)(jnp.float32(0.3))
         return np.asarray(value), np.asarray(gradient)
-    if name in SEQUENCES or name in VECTORS:
-        model = eqx.nn.inference_mode(x)
-        arg = np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)
-
-        def loss(arg):
-            out = model(arg if name in SEQUENCES else arg[0])
-            return sum(jnp.sum(jnp.real(y)) for y in jax.tree.leaves(out))
-
-        return np.asarray(jax.grad(loss)(jnp.asarray(arg)))
+    if name in layers.LAYERS:
+        model, call = eqx.nn.inference_mode(x), layers.LAYERS[name][1]
+        shape = layers.TIME, layers.IN
+        xs = np.linspace(-1, 1, shape[0] * shape[1], dtype=np.float32).reshape(shape)
+        return np.asarray(
+            jax.grad(lambda xs: jnp.sum(jnp.real(call(model, xs))))(jnp.asarray(xs))
+        )
     return None
 
 

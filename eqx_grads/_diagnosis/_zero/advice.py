@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..._control_flow.truncated import TRUNCATION
+from ..._control_flow.scan_backward import TRUNCATION
 from ..._jaxprs.structure import CallWithRule, structure, While
 from ..._rules.without_tangents import WITHOUT_TANGENTS
 from ..origins import Origin

@@ -199,7 +199,7 @@ fixed_product = lambda w, h: w @ jax.lax.stop_gradient(h)
 entry("filter_scan: e-prop",
     ft.partial(e_prop, loop=ft.partial(eqg.filter_scan, online="e-prop")), normal(3),
     normal(3, 3, scale=0.7), normal(3), plain=ft.partial(e_prop, product=fixed_product),
-    **FIRST)
+    **FIRST | {"orders": ("value", "vjp")})
 
 # ---------------------------------------------------------------- other control flow
 

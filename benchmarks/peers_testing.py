@@ -1,4 +1,4 @@
-"""The same rule given to the checkers of JAX, Chex and PyTorch, each at its strictest.
+"""No claim: the same rule given to the checkers of JAX, Chex and PyTorch, at their strictest.
 
 `PEERS` lists them. Nothing is held against a peer that it could do: it is given configuration
 as constants, arguments that are not to be perturbed too, and all orders and modes that the rule
