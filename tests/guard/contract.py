@@ -265,6 +265,25 @@ def in_half_precision(entry: Entry) -> Iterator[str]:
                 yield f"{dtype}: a value or a cotangent is {x.dtype} instead of {t.dtype}"
 
 
+# Their first output stays in single precision, as the values of a loss do.
+IN_SINGLE = ("losses.linear_cross_entropy", "probe", "reversal_schedule", "nn.VectorQuantizer")
+
+
+def types_in_half_precision(entry: Entry) -> Iterator[str]:
+    """Also where its numbers are not compared, the op runs, and returns the dtype that it was
+    given."""
+    is_single = entry.name.split(":")[0] in IN_SINGLE or not entry.half_as_plain
+    if entry.half or is_single or any(map(np.iscomplexobj, jax.tree.leaves(entry.args))):
+        return
+    op = Flat(entry.fn, cast(entry.args, "bfloat16"))
+    values = lambda *xs: {"value": op.all_outputs(*xs)}
+    run = ft.partial(_value_and_vjp, op) if "vjp" in entry.orders else values
+    dtypes = [x.dtype for x in jax.eval_shape(run, *op.leaves)["value"]]
+    dtype = next((t for t in dtypes if jnp.issubdtype(t, jnp.inexact)), jnp.bfloat16)
+    if dtype != jnp.bfloat16:
+        yield f"in bfloat16, the first output is {dtype}"
+
+
 def of_complex_numbers(entry: Entry) -> Iterator[str]:
     """The same for complex arguments."""
     if entry.complex_args is not None:
@@ -344,13 +363,9 @@ def with_garbage(entry: Entry) -> Iterator[str]:
 
 
 PROPERTIES = (
-    at_edges,
-    in_half_precision,
-    of_complex_numbers,
-    without_leaks,
-    frozen_arguments,
-    with_garbage,
-)
+    at_edges, in_half_precision, types_in_half_precision, of_complex_numbers, without_leaks,
+    frozen_arguments, with_garbage,
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------- the comparison

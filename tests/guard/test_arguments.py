@@ -11,20 +11,9 @@ from ..test_hostile_input import _faults, _no_type_checks  # noqa: F401  as user
 
 # What tells a check that is missing; `test_hostile_input` has all kinds, which are slow tests.
 TELLING = (
-    "none",
-    "string",
-    "function",
-    "negative",
-    "zero",
-    "fraction",
-    "nan",
-    "some floats",
-    "one axis more",
-    "one longer",
-    "integers",
-    "complex array",
-    "misspelled",
-)
+    "none", "string", "function", "negative", "zero", "fraction", "nan", "some floats",
+    "one axis more", "one longer", "integers", "complex array", "misspelled",
+)  # fmt: skip
 PARTS = 8
 
 

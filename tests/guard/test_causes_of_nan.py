@@ -4,6 +4,7 @@ A row has a loss, and the point at which it is not finite. The fields of the rec
 that one reads off the loss by hand.
 """
 
+import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
@@ -43,8 +44,7 @@ CURES = {
     "nn.softmax": [(lambda x: over(x, x)[0], BIG), (lambda x: log(total(exp(x))), BIG)],
     "log_sigmoid": [(lambda x: log(nn.sigmoid(x[0])), -BIG)],
     "safe.norm(x)": [(norm, Z2), (lambda x: (x / norm(x))[0], Z2)],
-    "safe.sqrt(x)": [(lambda x: sqrt(x @ x), Z2), (rms, Z2)],
-    "safe.std(x)": [(jnp.std, Z2)],
+    "safe.sqrt(x)": [(lambda x: sqrt(x @ x), Z2), (rms, Z2)], "safe.std(x)": [(jnp.std, Z2)],
     "safe.softmax(x)": [(lambda x: nn.softmax(x - jnp.inf)[0], Z2)],
     "safe.log_softmax(x)": [(lambda x: nn.log_softmax(x - jnp.inf)[0], Z2)],
     "safe.power(x, y)": [(lambda x: total(x**0.5), Z2)],
@@ -82,31 +82,155 @@ def test_the_function_that_a_cure_names(name):
 
 # ---------------------------------------------------------------- kinds
 
-# By the kind, the operation, and the index: a loss, and the point.
+
+def arrays(**leaves):
+    return {k: jnp.asarray(v, "float32") for k, v in leaves.items()}
+
+
+def ln(x):
+    return jnp.log(x)
+
+
+def twice_root(x):
+    return 2.0 * jnp.sqrt(x)
+
+
+@eqg.custom_vjp
+def root_rule(x):
+    return jnp.sqrt(x)
+
+
+root_rule.def_fwd(lambda x: (root_rule(x), root_rule(x)))
+root_rule.def_bwd(lambda y, ct: (ct / (2 * y),))
+
+
+def last_of(step, init, xs):
+    return lax.scan(lambda c, x: (step(c, x), None), init, xs)[0]
+
+
+def two_hops_later(m):
+    """An index does not take the element either. The record names the mask that drops it by its
+    value."""
+    scaled = jnp.transpose(jnp.reshape(twice_root(m["x"]) * 3.0, (1, 2)))
+    kept = total(jnp.where(m["x"][:, None] > 0, scaled, 0.0))
+    return kept + total(scaled[:1]) + total(m["y"])
+
+
+def in_three_steps(m):
+    body = lambda c: (c[0] + 1, c[1] + sqrt(m["x"])[0])
+    return lax.while_loop(lambda c: c[0] < 3, body, (0, jnp.zeros(())))[1]
+
+
+# By the kind, the operation, the index, the step and the number of steps of each record, and by
+# the leaves with a bad gradient: a loss, a point where it is not finite, and one where it is.
 KINDS = {
-    "inf - inf: sub[0]": (lambda x: total((INF + x) - INF), Z2),
-    "inf / inf: div[0]": (lambda x: x[0] + total(INF / (INF + x)), Z2),
-    "outside of the domain: sin[0]": (lambda x: total(jnp.sin(INF + x)), Z2),
-    "true singularity: div[0]": (lambda x: total(1 / x), X_OR_0[::-1]),
-    "overflow: div[0]": (lambda x: total(x / 1e-30), np.float32([1e30, 1.0])),
-    "outside of the domain: log[1]; true singularity: log[0]": (lambda x:
+    "inf - inf: sub[0] forward": (lambda x: total((INF + x) - INF), Z2),
+    "inf / inf: div[0] forward": (lambda x: x[0] + total(INF / (INF + x)), Z2),
+    "outside of the domain: sin[0] forward": (lambda x: total(jnp.sin(INF + x)), Z2),
+    "true singularity: div[0] forward": (lambda x: total(1 / x), X_OR_0[::-1]),
+    "overflow: div[0] forward": (lambda x: total(x / 1e-30), np.float32([1e30, 1.0])),
+    "overflow: exp[1] forward": (lambda x: total(exp(x)), np.float32([60, 100]),
+        np.float32([60, 80])),
+    "0/0: div[0] forward": (lambda x: total(jnp.sin(x) / x), X_OR_0[::-1], X_OR_0 + 1),
+    "outside of the domain: log[1] forward; true singularity: log[0] forward": (lambda x:
         total(log(x)), np.float32([0.0, -1.0])),
-    "NaN in the input: mul[1]": (lambda x: total(x * IN_DATA), np.ones(3,
+    "NaN in the input: mul[1] forward": (lambda x: total(x * IN_DATA), np.ones(3,
         "float32")),
-    "dead branch: sqrt[1]": (lambda x: total(sqrt(jnp.maximum(jnp.maximum(x, x - 1),
-        0))[None]), np.float32([4.0, -1.0])),
-    "zero mask: sqrt[]": (lambda x: 0.0 * sqrt(x), 0 * ONE),
-    "zero times infinity: sqrt[0]": (lambda x: total(sqrt(x) * jnp.sin(x)), X_OR_0[::-1]),
-    "zero times infinity: sqrt[]": (lambda x: sqrt(x) * jnp.sin(x), 0 * ONE),
+    "NaN in the input: model['x'][1] forward | x y": (lambda m: total(jnp.sin(m["x"])) * total(
+        m["y"]), arrays(x=[1, np.nan], y=[1, 2]), arrays(x=[1, 2], y=[1, 2])),
+    "inf in the input: model['x'][1] forward | y": (lambda m: total(m["x"] * m["y"]),
+        arrays(x=[1, np.inf], y=[1, 2]), arrays(x=[1, 2], y=[1, 2])),
+    "dead branch: sqrt[1] by maximum": (lambda x: total(sqrt(jnp.maximum(jnp.maximum(x, x - 1),
+        0))[None]), np.float32([4.0, -1.0]), X_OR_0 + 1),
+    "zero mask: sqrt[] by mul": (lambda x: 0.0 * sqrt(x), 0 * ONE, ONE),
+    "zero times infinity: sqrt[0] by mul": (lambda x: total(sqrt(x) * jnp.sin(x)),
+        X_OR_0[::-1]),
+    "zero times infinity: sqrt[] by mul": (lambda x: sqrt(x) * jnp.sin(x), 0 * ONE),
+    "true singularity: sqrt[1] at [3] x3 | a": (lambda m: total(last_of(lambda c, x: c +
+        twice_root(x), jnp.zeros(2), m["a"]) * m["b"]) + total(m["b"]), arrays(a=[[1, 2], [0,
+        1], [3, 0], [1, 0]], b=[1, 2]), arrays(a=np.ones((4, 2)), b=[1, 2])),
+    "true singularity: log[1] forward; true singularity: sqrt[1] | a b": (lambda m: total(sqrt(
+        m["a"])) * 2 + exp(total(ln(m["b"]))) + total(ln(m["b"])), arrays(a=[1, 0, 4], b=[2,
+        0, 1, 0]), arrays(a=[1, 2, 4], b=[2, 1, 1, 1])),
+    "dead branch: div[1] by where; dead branch: log[0] by where | x y": (lambda m: total(
+        jnp.where(m["x"] > 0, 1 / m["x"], log(m["y"]))), arrays(x=[1, 0, 2], y=[0, 1, 0]),
+        arrays(x=[1, 3, 2], y=[1, 1, 2])),
+    "dead branch: sqrt[1] by where | x": (two_hops_later, arrays(x=[1, 0], y=[1, 0]),
+        arrays(x=[1, 0.5], y=[1, 2])),
+    "outside of the domain: sqrt[0] forward | x": (lambda m: total(jax.jit(jax.vmap(lambda x:
+        lax.cond(total(x) < 10.0, sqrt, lambda x: x, x)))(m["x"])), arrays(x=[-1, 4]),
+        arrays(x=[1, 4])),
+    "true singularity: root_rule[0] | x": (lambda m: total(root_rule(m["x"])) * m["y"],
+        arrays(x=[0, 1], y=2), arrays(x=[0.5, 1], y=2)),
+    "inf - inf: sub[] at [1] forward; true singularity: log[] at [1] forward | w x": (lambda m:
+        last_of(lambda c, x: c * m["w"] + (lambda y: y - y)(log(x)), jnp.zeros(()), m["x"]),
+        arrays(x=[2, 0, 1], w=1), arrays(x=[2, 3, 1], w=1)),
+    "true singularity: sqrt[0] | y": (lambda m: total(sqrt(jnp.where(m["x"] > 0, m["x"], 0.0)))
+        + total(sqrt(m["y"])), arrays(x=[-1, 4], y=[0, 2]), arrays(x=[-1, 4], y=[1, 2])),
+    "true singularity: sqrt[0]; true singularity: sqrt[1] | x y": (lambda m: 3.0 * total(sqrt(
+        m["x"])) + 5.0 * total(sqrt(m["y"])), arrays(x=[0, 4], y=[1, 0]), arrays(x=[1, 4], y=[1,
+        2])),
+    "true singularity: sqrt[1] forward | x": (lambda m: total(jax.grad(lambda x: total(
+        sqrt(x)))(m["x"])), arrays(x=[1, 0]), arrays(x=[1, 2])),
+    "true singularity: log[] at [1] forward | w x": (lambda m: last_of(lambda c, x: c *
+        m["w"][0] + x, m["w"][1], lax.scan(lambda c, x: (c, log(x)), None, m["x"])[1]),
+        arrays(x=[0.5, 0, 0.1], w=[1, 2]), arrays(x=[0.5, 0.2, 0.1], w=[1, 2])),
+    "true singularity: sqrt[0] at [0] x3 | x": (in_three_steps, arrays(x=[0, 1]),
+        arrays(x=[0.5, 1])),
 }  # fmt: skip
+
+
+def text_of(record):
+    parts = f"{record.kind}: {record.derivative_of or record.primitive}{list(record.index)}"
+    parts += f" at {list(record.step)}" if record.step else ""
+    parts += f" x{record.count}" if record.count > 1 else ""
+    return parts + " forward" * record.is_forward + f" by {record.mask}" * bool(record.mask)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_kind_of_a_cause(name):
-    loss, x = KINDS[name]
-    found = eqg.explain_nan(loss, jnp.asarray(x)).found
-    texts = sorted(f"{r.kind}: {r.primitive}{list(r.index)}" for r in found)
-    assert "; ".join(texts) == name
+    loss, bad, *good = KINDS[name]
+    report = eqg.explain_nan(loss, jnp.asarray(bad) if eqx.is_array_like(bad) else bad)
+    leaves = [leaf[2:-2] for leaf in report.bad_leaves if leaf != "model"]
+    texts = "; ".join(sorted(map(text_of, report.found)))
+    assert not [text for text in report.remarks if "zero_safe" in text]
+    assert f"{texts} | {' '.join(leaves)}".removesuffix(" | ") == name
+    for model in good:
+        assert not eqg.explain_nan(loss, model).bad_leaves
+
+
+def test_where_a_cause_is():
+    """The line, and the line of the caller where two calls of a function are causes."""
+
+    def loss(x):
+        of_x = 3 * total(twice_root(x))
+        return of_x + total(twice_root(x[::-1]))
+
+    found = eqg.explain_nan(loss, jnp.asarray(Z2)).found
+    assert {r.code for r in found} == {"return 2.0 * jnp.sqrt(x)"}
+    assert [r.caller for r in found if "in `loss`" in r.caller]
+    (record,) = eqg.explain_nan(lambda x: jax.grad(sqrt)(x[0]), jnp.asarray(Z2)).found
+    assert (record.primitive, record.derivative_of) == ("div", "sqrt")
+
+
+@pytest.mark.parametrize(
+    ("threshold", "step"), [(7.9, 3), (8.0, 2), (15.9, 2), (16.0, 1), (63.9, 0), (64.0, None)]
+)
+def test_the_threshold(threshold, step):
+    """The cotangent is twice as large after each step, and 64 after six of them. What is too
+    large is replaced by zero, so that what comes next is found as well."""
+    loss = lambda h: last_of(lambda h, _: 2.0 * h, h, jnp.zeros(6))
+    found = eqg.explain_nan(loss, ONE, threshold=threshold).found
+    expected = f"exceeds the threshold: mul[] at [{step}]"
+    assert list(map(text_of, found)) == [expected] * (step is not None)
+
+
+@pytest.mark.parametrize("is_bad", [True, False])
+def test_what_zero_safe_drops(is_bad):
+    loss = lambda x: total(jnp.where(x > 0, twice_root(x), 0.0))
+    report = eqg.explain_nan(eqg.zero_safe(loss), jnp.array([4.0, 0.0 if is_bad else 1.0]))
+    assert not report
+    assert list(map(text_of, report.dropped)) == ["dead branch: sqrt[1] by where"] * is_bad
 
 
 # ---------------------------------------------------------------- layouts
@@ -170,15 +294,11 @@ def _ones(x):
 POSITIVE = np.array([False, True, True])
 # What drops the first of the logarithms of 0, 1 and 2.
 SELECTIONS = {
-    "slice": lambda y: y[1:],
-    "index": lambda y: y[np.array([1, 2])],
-    "maximum": lambda y: jnp.maximum(y, -5.0),
-    "minimum": lambda y: jnp.minimum(-y, 5.0),
-    "max": jnp.max,
-    "min": lambda y: jnp.min(-y),
-    "clip": lambda y: jnp.clip(y, -5.0, 5.0),
+    "slice": lambda y: y[1:], "index": lambda y: y[np.array([1, 2])],
+    "maximum": lambda y: jnp.maximum(y, -5.0), "minimum": lambda y: jnp.minimum(-y, 5.0),
+    "max": jnp.max, "min": lambda y: jnp.min(-y), "clip": lambda y: jnp.clip(y, -5.0, 5.0),
     "where": lambda y: jnp.where(POSITIVE, y, -5.0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mask", SELECTIONS)

@@ -13,12 +13,10 @@ X = x_of("float32")
 Y = X + 2
 
 
-def check(fn, *args, **options):
-    return eqgt.check_rule(fn, *args, raises=False, **options)
+check = lambda fn, *args, **options: eqgt.check_rule(fn, *args, raises=False, **options)
 
 
-def cube(x):
-    return x**3
+cube = lambda x: x**3
 
 
 def wrong_cube(factor=1.1):
@@ -31,8 +29,7 @@ def product(of_x=1.0, of_y=1.0):
     return jvp_rule(lambda x, y: x * y, lambda p, t: of_x * p[1] * t[0] + of_y * p[0] * t[1])
 
 
-def clipped(bound=0.5):
-    return vjp_rule(lambda x: x, lambda xs, ct: (jnp.clip(ct, -bound, bound),))
+clipped = lambda bound=0.5: vjp_rule(lambda x: x, lambda xs, ct: (jnp.clip(ct, -bound, bound),))
 
 
 F, R = "forward", "reverse"
@@ -74,8 +71,7 @@ def test_options_of_check_rule(name):
 # ---------------------------------------------------------------- check_gradients
 
 
-def wrong_sin(x):
-    return jvp_rule(lambda x: jnp.sin(x), lambda p, t: 1.2 * jnp.cos(p[0]) * t[0])(x)
+wrong_sin = lambda x: jvp_rule(lambda x: jnp.sin(x), lambda p, t: 1.2 * jnp.cos(p[0]) * t[0])(x)
 
 
 # What `skip` names, and the leaves that are wrong then.
@@ -111,12 +107,20 @@ second = lambda k: jvp_rule(lambda x: jnp.sin(x), lambda p, t: t[0] * jvp_rule(
     lambda x: jnp.cos(x), lambda p, t: -jnp.sin(p[0]) * t[0] * np.asarray(k, t[0].dtype)
 )(p[0]))  # fmt: skip
 in_place = lambda act: lambda w: jnp.sum(act(w))
+FIRST, TWICE = np.array([1.1, 1.0, 1.0]), jnp.array([0, 0, 2])
 Z = jnp.array([0.3 + 0.2j, -1.0 + 0.7j])
 # A loss that is right, one that is wrong, the model, options, and of the fault its kind, its
 # leaf, its function and words of its text.
 FAULTS = {
     "order": (in_place(second(1.0)), in_place(second(1.1)), X, {"order": 2}, ("wrong", "",
         "<lambda>", "")),
+    # Along a direction, the slope is a sum over all entries.
+    "order of the first": (in_place(second(1.0)), in_place(second(FIRST)), X, {"order": 2},
+        ("wrong", "", "<lambda>", "")),
+    "order of the last": (in_place(second(1.0)), in_place(second(FIRST[::-1])), X, {"order": 2},
+        ("wrong", "", "<lambda>", "")),
+    "an index": (lambda w: jnp.sum(jnp.sin(w[TWICE])), lambda w: jnp.sum(wrong_sin(w[TWICE])),
+        X, {}, ("wrong", "", "<lambda>", "")),
     "forward only": (lambda w: while_sum(w, jnp.sin), lambda w: while_sum(w, wrong_sin), X, {},
         ("wrong", "", "", "")),
     "reverse only": (in_place(jnp.sin), in_place(raw_sin), X, {}, ("wrong", "", "raw_sin",

@@ -4,7 +4,6 @@ decorators, users' classes, what an eager loop compiles, carries, and named axes
 The references are NumPy, plain JAX, Python loops, and JAX's and Equinox's own decorators.
 """
 
-import collections
 import copy
 import dataclasses
 import functools as ft
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.custom_derivatives import custom_vjp_primal_tree_values, CustomVJPPrimal, SymbolicZero
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, PartitionSpec as P
 
 from ..helpers import compilations
@@ -84,10 +83,9 @@ _flatten = lambda p: ((p.mean, p.rest), None)
 _keys = [jax.tree_util.GetAttrKey(name) for name in ("mean", "rest")]
 jax.tree_util.register_pytree_node(Plain, _flatten, lambda _, parts: Plain(*parts))
 jax.tree_util.register_pytree_with_keys(
-    Keyed,
-    lambda p: (list(zip(_keys, _flatten(p)[0], strict=True)), None),
+    Keyed, lambda p: (list(zip(_keys, _flatten(p)[0], strict=True)), None),
     lambda _, parts: Keyed(*parts),
-)
+)  # fmt: skip
 LAYER = Layer(jnp.ones((2, 2)), jnp.ones(2), Pair(jnp.ones(2), jnp.array(1)), "name")
 bf16 = lambda *xs: jnp.array(xs, jnp.bfloat16)
 
@@ -105,12 +103,10 @@ ARITHMETIC = {
          {"a": (F + G, F), "b": [None, H], "c": C}),
         (t.add({"x": (None, F)}, {"x": None}), {"x": (None, F)}),
         (t.add(Pair(F, None), Pair(None, (G, None))), Pair(F, (G, None))), (t.add([], []), []),
-    ],
-    "neg": lambda t: [
+    ], "neg": lambda t: [
         (t.neg(None), None), (t.neg(MIXED), {"a": (-F, None), "b": [None, -H], "c": -C}),
         (t.neg((NO_TANGENT, SYMBOLIC, 1.5)), (None, None, np.float32(-1.5))),
-    ],
-    "scale": lambda t: [
+    ], "scale": lambda t: [
         (t.scale(MIXED, 2), {"a": (2 * F, None), "b": [None, 2 * H], "c": 2 * C}),
         (t.scale(None, np.inf), None),
         (t.scale((None, SYMBOLIC, NO_TANGENT), INF), (None, None, None)),
@@ -119,23 +115,20 @@ ARITHMETIC = {
         (t.scale(np.ones((3, 2), "float32"), F), np.broadcast_to(F, (3, 2))),
         (t.scale(np.ones((3, 2), "float32"), np.ones((3, 1))), np.ones((3, 2), "float32")),
         (t.scale(F, np.array(True)), F), (t.scale(F, AsArray()), F * G),
-    ],
-    "linear": lambda t: [
+    ], "linear": lambda t: [
         (t.linear(jnp.sum, MIXED), {"a": (F.sum(), None), "b": [None, H.sum()], "c": C.sum()}),
         (t.linear(jnp.sum, None), None), (t.linear(lambda a, b: a + np.inf * b, F, None), F),
         (t.linear(lambda a, b: np.inf * a + 2 * b, SYMBOLIC, F), 2 * F),
         (t.linear(lambda a, b: 3 * a - b, F, G), 3 * F - G),
         (t.linear(lambda a, b, c: a + 2 * b + 3 * c, (F, None), None, (G, None)),
          (F + 3 * G, None)),
-    ],
-    "dot": lambda t: [
+    ], "dot": lambda t: [
         (t.dot(None, F), None), (t.dot((F, None), (None, G)), None),
         (t.dot(F, G), np.float32(F @ G)),
         (t.dot((F, (C, None)), (G, (D, F))), np.float32(F @ G + np.vdot(C, D).real)),
         (t.dot((F, C), None), None), (t.dot(F, H), np.float32(F @ np.asarray(H, "float32"))),
         (t.dot(F, C), np.float32((F @ C).real)), (t.dot(C, 1j * C), np.float32(0)),
-    ],
-    "where": lambda t: [
+    ], "where": lambda t: [
         (t.where(F > 0, None, None), None), (t.where(F > 0, INF, None), array(np.inf, 0)),
         (t.where(F > 0, None, F), array(0, -2)),
         (t.where(F > 0, (F, None), (G, H)), (array(1, 5), bf16(0, 4))),
@@ -143,8 +136,7 @@ ARITHMETIC = {
         (t.where(False, C, F), F.astype("complex64")), (t.where(False, F, C), C),
         (t.where(np.array([[True], [False]]), np.eye(2), np.ones((2, 2))),
          array([1, 0], [1, 1])),
-    ],
-    "materialize": lambda t: [
+    ], "materialize": lambda t: [
         (t.materialize(PRIMAL, None), {"a": (0 * G, np.float32(0)), "b": [NO_TANGENT, 0 * H],
                                        "c": 0 * D, "d": None, "e": None}),
         (t.materialize((G, 1, "s"), (H, None, None)), (array(0.5, 4), NO_TANGENT[0], None)),
@@ -154,35 +146,29 @@ ARITHMETIC = {
         (t.materialize(Pair(H, (G,)), Pair(None, (2 * F,))), Pair(0 * H, (2 * F,))),
         (t.materialize(np.array([1, 2]), np.array([0, 0])), NO_TANGENT),
         (t.materialize([np.array(["s"]), np.ma.masked_array([1.0])], None), [None, None]),
-    ],
-    "zeros_like": lambda t: [
+    ], "zeros_like": lambda t: [
         (t.zeros_like(PRIMAL), jax.tree.map(lambda _: None, PRIMAL)),
         (t.zeros_like(None), None),
-    ],
-    "is_zero": lambda t: [
+    ], "is_zero": lambda t: [
         (t.is_zero(None), True), (t.is_zero((None, [SYMBOLIC, NO_TANGENT])), True),
         (t.is_zero(()), True), (t.is_zero((None, 0 * F)), False), (t.is_zero([F, None]), False),
         (jax.jit(lambda x: jnp.array(t.is_zero(x)))(F), np.array(False)),
-    ],
-    "project": lambda t: [
+    ], "project": lambda t: [
         (t.project(None, PRIMAL), jax.tree.map(lambda _: None, PRIMAL)),
         (t.project(np.ones((3, 2), "float32"), F), array(3, 3)),
         (t.project(np.ones((3, 2), "float32"), np.float32(1)), np.float32(6)),
         (t.project(np.ones((3, 2), "float32"), F[None]), array([3, 3])),
         (t.project(np.arange(6.0).reshape(1, 2, 3), np.ones((2, 1), "float32")),
-         array([3], [12])),
-        (t.project(C, F), C.real), (t.project(F, C), F.astype("complex64")),
+         array([3], [12])), (t.project(C, F), C.real), (t.project(F, C), F.astype("complex64")),
         (t.project(F, H), bf16(1, -2)),
         (t.project((np.array([0, 0]), "s", False), (np.array([1, 2]), "s", True)),
          (None, None, None)),
         (t.project({"a": SYMBOLIC, "b": (F, None)}, {"a": G, "b": (G, 2)}),
-         {"a": None, "b": (F, None)}),
-        (t.project(2.0, 1.0), np.float32(2)),
+         {"a": None, "b": (F, None)}), (t.project(2.0, 1.0), np.float32(2)),
         (t.project(("t", jnp.cos), ("s", jnp.sin)), (None, None)),
         (t.project(F, jax.ShapeDtypeStruct((), jnp.float32)), np.float32(-1)),
         (sharded(t.project)(np.arange(4.0, dtype="float32"), F), array(2, 4)),
-    ],
-    "of": lambda t: [
+    ], "of": lambda t: [
         (t.of(LAYER, bias=F), Layer(None, F, Pair(None, None), "name")),
         (t.of(LAYER, weight=None, inner={"first": F}),
          Layer(None, None, Pair(F, None), "name")),
@@ -220,8 +206,6 @@ jax.tree_util.register_dataclass(Data, ["mean", "rest"], ["kind"])
 
 FLAGS = {
     "tuple": (lambda a, b: (a, b), lambda p: (p[0], p[1]), "(True, (False, True))"),
-    "dict": (lambda a, b: {"a": a, "b": b}, lambda p: (p["a"], p["b"]),
-     "{'a': True, 'b': (False, True)}"),
     "named tuple": (Pair, lambda p: (p.first, p.second),
      "Pair(first=True, second=(False, True))"),
     "with keys": (Keyed, lambda p: (p.mean, p["rest"]), "Keyed(mean=True, rest=(False, True))"),
@@ -238,257 +222,28 @@ def test_perturbed_looks_like_the_argument(kind):
     """And can be compared, copied and mapped, whatever the class."""
     make, children, shown = FLAGS[kind]
     seen = []
-
-    @eqg.custom_vjp
-    def f(p, x):
-        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(p)) * x
+    f = eqg.custom_vjp(lambda p: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(p)))
 
     @f.def_fwd
-    def f_fwd(p, x, *, perturbed):
+    def f_fwd(p, *, perturbed):
         seen.append(perturbed[0])
-        return f(p, x), (p, x)
+        return f(p), p
 
-    @f.def_bwd
-    def f_bwd(residuals, ct):
-        p, x = residuals
-        double = [2 * ct * x * jnp.ones_like(leaf) for leaf in jax.tree.leaves(p)]
-        return jax.tree.unflatten(jax.tree.structure(p), double), None
-
-    at = lambda a, b, c: f(make(a, (b, c)), jnp.array(3.0))
+    f.def_bwd(lambda p, ct: (jax.tree.map(lambda leaf: 2 * ct * jnp.ones_like(leaf), p),))
+    at = lambda a, b, c: f(make(a, (b, c)))
     some, every = jax.grad(at, (0, 2)), jax.grad(at, (0, 1, 2))
-    assert_same(some(F.sum(), G, G), (jnp.array(6.0), jnp.array([6.0, 6.0])))
+    assert_same(some(F.sum(), G, G), (jnp.array(2.0), jnp.array([2.0, 2.0])))
     flags = seen[-1]
     assert (children(flags), repr(flags)) == ((True, (False, True)), shown)
     assert jax.tree.leaves(flags) == [True, False, True]
     assert not hasattr(flags, "nothing")
     assert copy.deepcopy(flags) == flags
     assert children(jax.tree.map(lambda flag: not flag, flags)) == (False, (True, False))
-    some(F.sum(), F, G)
-    assert seen[-1] == flags
     every(F.sum(), G, G)
     assert seen[-1] != flags
-    assert jax.tree.leaves(seen[-1]) == [True, True, True]
 
 
-# ---------------------------------------------------------------- the conventions of JAX
-
-
-def kind_of(x):
-    """The arguments of a rule, without their numbers."""
-    if isinstance(x, CustomVJPPrimal):
-        return "primal", kind_of(x.value), x.perturbed
-    if isinstance(x, SymbolicZero):
-        return "zero", x.shape, x.dtype.name
-    dtype = getattr(x, "dtype", None)
-    if dtype == jax.dtypes.float0:
-        return "float0", x.shape
-    return x if dtype is None else ("array", x.shape, dtype.name)
-
-
-def kinds_of(tree):
-    is_leaf = lambda x: x is None or isinstance(x, SymbolicZero | CustomVJPPrimal)
-    return jax.tree.map(kind_of, tree, is_leaf=is_leaf)
-
-
-T = jnp.array([1.0, 2.0, 3.0])
-X, Y, N = jnp.array([0.5, 1.5]), jnp.array([2.0, -1.0]), jnp.array([3, 1])
-
-
-class Given:
-    """The arguments of the rules of a program: the same with JAX's decorator and with ours."""
-
-    def __init__(self):
-        self.found = {}
-
-    def __call__(self, name, *given):
-        self.found[name] = kinds_of(given)
-
-
-def forward(custom, given, symbolic):
-    f = custom.jvp(lambda x, tree, n: (x * tree["y"] * n.astype(x.dtype), n + 1, tree))
-
-    def f_jvp(primals, ts):
-        given("jvp", ts)
-        (x, tree, n), (t_x, t_tree, _) = primals, ts
-        dense = lambda t, y: jnp.zeros_like(y) if isinstance(t, SymbolicZero) else t
-        t_y = dense(t_tree["y"], tree["y"])
-        t = n.astype(x.dtype) * (tree["y"] * dense(t_x, x) + 3 * x * t_y)
-        return f(x, tree, n), (t, np.zeros(2, jax.dtypes.float0), {"y": t_y})
-
-    f.defjvp(f_jvp, symbolic_zeros=symbolic)
-    at = lambda x: jnp.sum(f(x, {"y": Y}, N)[0])
-    return derivatives(at, X), jax.jvp(lambda y: f(X, {"y": y}, N)[::2], (Y,), (X,))
-
-
-def forward_terms(custom, given):
-    f = custom.jvp(lambda x, y, z=Y: (x * y + z, jnp.sin(y)))
-    third = lambda t, out, x, y, z: (given("third", t, out) or 5 * t * out[0], t)
-    f.defjvps(lambda t, out, x, y, z: (7 * y * t, 0 * t), None, third)
-    total = lambda *args: sum(map(jnp.sum, f(*args)))
-    return derivatives(total, X, Y, Y), derivatives(total, X, Y), jax.jvp(f, (X, Y), (X, X))
-
-
-def static_arguments(custom, given, ours=None, **nondiff):
-    """The function or the array that is not differentiated may be anything, and traced."""
-    nondiff = ours if ours and custom is OURS else nondiff
-    of = lambda x, scale, fn, y: scale * x * fn(y)
-    f, g = custom.jvp(of, **nondiff), custom.vjp(of, **nondiff)
-
-    @f.defjvp
-    def f_jvp(scale, fn, primals, ts):
-        given("jvp", scale, ts)
-        (x, y), (t_x, t_y) = primals, ts
-        return f(x, scale, fn, y), 3 * scale * (fn(y) * t_x + x * t_y)
-
-    def bwd(scale, fn, residuals, ct):
-        given("bwd", scale, ct)
-        x, y = residuals
-        return scale * fn(y) * ct, 5 * scale * x * ct
-
-    g.defvjp(lambda x, scale, fn, y: (g(x, scale, fn, y), (x, y)), bwd)
-    found = [jax.grad(lambda s, f=f: jnp.sum(f(X, s * 1, jnp.cos, Y)) + s)(2.0)]
-    for h in (f, g):
-        total = lambda x, y, h=h: jnp.sum(h(x, 2.0, jnp.cos, y))
-        by_name = lambda x, y, h=h: jnp.sum(h(fn=jnp.cos, y=y, x=x, scale=4.0))
-        found += [h(X, 2.0, jnp.cos, Y), derivatives(total, X, Y), jax.grad(by_name, 1)(X, Y)]
-    return found
-
-
-def reverse(custom, given, symbolic):
-    f = custom.vjp(lambda x, tree, n: (x * tree["y"], tree["z"] + x, n))
-
-    def fwd(x, tree, n):
-        given("fwd", x, tree, n)
-        values = custom_vjp_primal_tree_values((x, tree, n)) if symbolic else (x, tree, n)
-        return f(*values), values
-
-    def bwd(residuals, cts):
-        given("bwd", cts)
-        x, tree, _ = residuals
-        zero = SymbolicZero(jax.typeof(tree["z"]).to_tangent_aval()) if symbolic else None
-        ct_n = None if symbolic else np.zeros(2, jax.dtypes.float0)
-        return 2 * tree["y"] * cts[0], {"y": 3 * x * cts[0], "z": zero}, ct_n
-
-    f.defvjp(fwd, bwd, symbolic_zeros=symbolic)
-    at = lambda x, y, z: jnp.sum(f(x, {"y": y, "z": z}, N)[0])
-    return jax.grad(at)(X, Y, Y), derivatives(at, X, Y, Y)
-
-
-def a_leaf_for_a_tree(custom, given):
-    f = custom.vjp(lambda p, q: jnp.sum(p["a"] * p["b"]) + q[0])
-    f.defvjp(lambda p, q: (f(p, q), p), lambda p, ct: (given("bwd", ct) or 2 * ct, None))
-    scalars = {"a": jnp.array(1.0), "b": jnp.array(2.0)}
-    return jax.grad(f, (0, 1))(scalars, [jnp.array(1.0)])
-
-
-def derivatives(fn, *args):
-    """The value, the gradients, and the gradients of a batch of the first argument."""
-    every = range(len(args))
-    of_batch = jax.vmap(jax.grad(fn, every), (0, *[None] * (len(args) - 1)))
-    found = fn(*args), jax.grad(fn, every)(*args)
-    return *found, jax.jit(of_batch)(jnp.stack([X, Y]), *args[1:])
-
-
-_with = lambda program, **options: lambda *args: program(*args, **options)
-PROGRAMS = {
-    "forward, symbolic zeros": _with(forward, symbolic=True),
-    "forward, arrays": _with(forward, symbolic=False), "terms": forward_terms,
-    "positions": _with(static_arguments, nondiff_argnums=(1, 2)),
-    "from the end": _with(static_arguments, ours={"nondiff_argnums": (-2, np.int64(-3))},
-                          nondiff_argnums=[2, 1]),
-    "a name": _with(static_arguments, ours={"nondiff_argnums": 1, "nondiff_argnames": "fn"},
-                    nondiff_argnames=("fn", "scale")),
-    "reverse, symbolic zeros": _with(reverse, symbolic=True),
-    "reverse, arrays": _with(reverse, symbolic=False), "a leaf for a tree": a_leaf_for_a_tree,
-}  # fmt: skip
-
-
-Decorators = collections.namedtuple("Decorators", "jvp vjp")
-JAX = Decorators(jax.custom_jvp, jax.custom_vjp)
-OURS = Decorators(eqg.jax_custom_jvp, eqg.jax_custom_vjp)
-EQUINOX = Decorators(eqx.filter_custom_jvp, eqx.filter_custom_vjp)
-OURS_OF_EQUINOX = Decorators(eqg.filter_custom_jvp, eqg.filter_custom_vjp)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_as_with_the_decorators_of_jax(name):
-    theirs, ours = Given(), Given()
-    want = PROGRAMS[name](JAX, theirs)
-    got = PROGRAMS[name](OURS, ours)
-    assert_same(got, want, name=name)
-    assert ours.found == theirs.found
-    assert ours.found
-
-
-# ---------------------------------------------------------------- the conventions of Equinox
-
-
-def forward_of_equinox(custom, given):
-    f = custom.jvp(lambda x, n, *, scale, fn: {"out": scale * fn(x["a"]) * x["b"], "n": n})
-
-    @f.def_jvp
-    def f_jvp(primals, ts, *, scale, fn):
-        given("jvp", primals, ts, scale)
-        (x, n), (t_x, t_n) = primals, ts
-        t = tangents.add(*[tangents.scale(t_x[k], 3 * scale) for k in "ab"])
-        return f(x, n, scale=scale, fn=fn), {"out": t, "n": t_n}
-
-    g = lambda a, b: f({"a": a, "b": b}, N, scale=2.0, fn=jnp.sin)["out"]
-    first = jax.grad(lambda a: jnp.sum(g(a, Y)))(X)
-    return first, derivatives(lambda a, b: jnp.sum(g(a, b)), X, Y), jax.jvp(g, (X, Y), (Y, X))
-
-
-def reverse_of_equinox(custom, given):
-    f = custom.vjp(lambda x, y, *, scale: (x["a"] * y, [scale * x["b"]], x["n"]))
-
-    @f.def_fwd
-    def f_fwd(perturbed, x, y, *, scale):
-        given("fwd", perturbed, x, y, scale)
-        return f(x, y, scale=scale), (x["a"], "static")
-
-    @f.def_bwd
-    def f_bwd(residuals, cts, perturbed, x, y, *, scale):
-        given("bwd", residuals, cts, perturbed, y, scale)
-        ct_a, ct_b = tangents.scale(cts[0], 2 * y), tangents.scale(cts[1][0], 3 * scale)
-        return {"a": ct_a, "b": ct_b, "n": None}
-
-    g = lambda a, b: f({"a": a, "b": b, "n": N}, Y, scale=4.0)
-    total = lambda a, b: jnp.sum(g(a, b)[0]) + jnp.sum(g(a, b)[1][0])
-    return jax.grad(lambda a: jnp.sum(g(a, Y)[0]))(X), derivatives(total, X, Y)
-
-
-def deprecated(custom, given):
-    """The rules are given arrays."""
-    f, g = custom.jvp(lambda x, y, n: x * y), custom.vjp(lambda x, y: (x[0] * y, x[1]))
-
-    def f_jvp(primals, ts):
-        given("jvp", ts)
-        return primals[0] * primals[1], 5 * ts[0] * primals[1] + primals[0] * ts[1]
-
-    def bwd(residuals, cts, x, y):
-        given("bwd", residuals, cts, x, y)
-        return 2 * cts[0] * y, 3 * cts[1] + residuals
-
-    with pytest.warns(UserWarning, match="deprecated"):
-        f.defjvp(f_jvp)
-    with pytest.warns(UserWarning, match="deprecated"):
-        g.defvjp(lambda x, y: (g(x, y), X), bwd)
-    of_f = jax.grad(lambda x: jnp.sum(f(x, Y, N)))(X), jax.jvp(lambda y: f(X, y, 3), (Y,), (X,))
-    return of_f, jax.grad(lambda x: jnp.sum(g(x, 3.0)[0]))((X, Y))
-
-
-OF_EQUINOX = {f.__name__: f for f in (forward_of_equinox, reverse_of_equinox, deprecated)}
-
-
-@pytest.mark.parametrize("name", OF_EQUINOX)
-def test_as_with_the_decorators_of_equinox(name):
-    theirs, ours = Given(), Given()
-    want = OF_EQUINOX[name](EQUINOX, theirs)
-    assert_same(OF_EQUINOX[name](OURS_OF_EQUINOX, ours), want, name=name)
-    assert ours.found == theirs.found
-    assert ours.found
-
-
+T, X, Y = jnp.array([1.0, 2.0, 3.0]), jnp.array([0.5, 1.5]), jnp.array([2.0, -1.0])
 # ---------------------------------------------------------------- good citizens
 
 
@@ -516,7 +271,8 @@ def give_rules(f, rule):
     return f
 
 
-DECORATORS = [*OURS, *OURS_OF_EQUINOX, eqg.custom_jvp, eqg.custom_vjp]
+DECORATORS = [eqg.jax_custom_jvp, eqg.jax_custom_vjp, eqg.filter_custom_jvp]
+DECORATORS += [eqg.filter_custom_vjp, eqg.custom_jvp, eqg.custom_vjp]
 CUBES = {of.__name__: give_rules(of(cube), lambda t: 5 * t) for of in DECORATORS}
 
 
@@ -543,21 +299,14 @@ def test_a_decorated_function_is_a_good_citizen(name, monkeypatch):
     assert jax.grad(f)(2.0) == 5.0
 
 
+def test_the_deprecated_form_of_equinox_warns():
+    with pytest.warns(UserWarning, match="deprecated"):
+        eqg.filter_custom_jvp(cube).defjvp(lambda primals, ts: (primals[0], ts[0]))
+    with pytest.warns(UserWarning, match="deprecated"):
+        eqg.filter_custom_vjp(cube).defvjp(lambda x: (x, None), lambda residuals, ct, x: ct)
+
+
 # ---------------------------------------------------------------- what is compiled once
-
-SCALE = 2.0
-
-
-def _scaled(h):
-    return h * SCALE
-
-
-class Box:
-    def __init__(self, scale):
-        self.scale = scale
-
-    def __call__(self, h, x):
-        return h * self.scale + x, h
 
 
 class Step(eqx.Module):
@@ -568,63 +317,22 @@ class Step(eqx.Module):
         return h * self.weight**self.power + x, h
 
 
-def _with_closure():
-    scale, array, listed, box = 2.0, np.array(2.0, np.float32), [2.0], Box(2.0)
-    helper, partial = lambda h: h * scale, lambda s, h, x: (h * s + x, h)
-    by_default = lambda h, x, s=2.0: (h * s + x, h)
-
-    def by_keyword(h, x, *, s=2.0):
-        return h * s + x, h
-
-    def change(to):
-        nonlocal scale
-        scale, box.scale, listed[0] = to, to, to
-        array[...] = to
-        by_default.__defaults__, by_keyword.__kwdefaults__ = (to,), {"s": to}
-        globals()["SCALE"] = to
-
-    steps = {
-        "global": lambda: lambda h, x: (h * SCALE + x, h),
-        "helper's global": lambda: lambda h, x: (_scaled(h) + x, h),
-        "closure": lambda: lambda h, x: (h * scale + x, h),
-        "helper's closure": lambda: lambda h, x: (helper(h) + x, h),
-        "NumPy array": lambda: lambda h, x: (h * array + x, h),
-        "list": lambda: lambda h, x: (h * listed[0] + x, h),
-        "tuple of a list": lambda: ft.partial(lambda s, h, x: (h * s[0][0] + x, h), (listed,)),
-        "attribute": lambda: lambda h, x: (h * box.scale + x, h), "object": lambda: box,
-        "bound method": lambda: box.__call__, "partial": lambda: ft.partial(partial, scale),
-        "default": lambda: by_default, "keyword default": lambda: by_keyword,
-        "module": lambda: Step(jnp.asarray(scale), 1),
-        "traced power": lambda: Step(jnp.asarray(2.0), 1 if scale == 2 else 2),
-        "inner function": lambda: lambda h, x: ((lambda: h * SCALE)() + x, h),
-    }  # fmt: skip
-    return steps, change
-
-
-EAGER_STEPS = list(_with_closure()[0])
-
-
-@pytest.mark.parametrize("kind", EAGER_STEPS)
-def test_an_eager_loop_knows_a_function_by_its_identity(kind, monkeypatch):
+def test_an_eager_loop_knows_a_function_by_its_identity():
     """As `jax.lax.scan` does: the same function has the numbers of its first call, and a new
     function has the present numbers. A Module is its parts."""
-    monkeypatch.setitem(globals(), "SCALE", 2.0)
-    steps, change = _with_closure()
-    same_object = steps[kind]()
-    factor = lambda to: 4.0 if kind == "traced power" and to != 2.0 else to
-    for to in (2.0, 3.0, 3.0, 2.0):
-        change(to)
-        by_value = ("module", "traced power", "partial")  # a new object has another number
-        f = steps[kind]() if kind in by_value else same_object
-        is_module = isinstance(f, eqx.Module)
-        expected = jax.lax.scan((lambda *a: f(*a)) if is_module else f, jnp.array(1.0), T)  # noqa: B023
-        assert_same(eqg.filter_scan(f, jnp.array(1.0), T), expected, name=f"{kind} {to}")
-        got = eqg.filter_scan(lambda *a: f(*a), jnp.array(1.0), T)  # noqa: B023
-        h, hs = 1.0, []
-        for x in (1.0, 2.0, 3.0):
-            hs.append(h)
-            h = h * factor(to) + x
-        assert_same(got, (jnp.array(h), jnp.array(hs)), name=f"{kind} {to}")
+    scale, array = 2.0, np.array(2.0, np.float32)
+    step, by_default = (
+        lambda h, x: (h * scale * array + x, h), lambda h, x, s=2.0: (h * s + x, h),
+    )  # fmt: skip
+    for to in (2.0, 3.0, 2.0):
+        scale, array[...], by_default.__defaults__ = to, to / 2, (to,)
+        for f in (step, by_default, Step(jnp.asarray(to), 1), ft.partial(step)):
+            is_module = isinstance(f, eqx.Module)
+            same = (lambda *a: f(*a)) if is_module else f  # noqa: B023
+            expected = jax.lax.scan(same, jnp.array(1.0), T)
+            assert_same(eqg.filter_scan(f, jnp.array(1.0), T), expected, name=f"{f} {to}")
+            present = jax.lax.scan(lambda *a: f(*a), jnp.array(1.0), T)  # noqa: B023
+            assert_same(eqg.filter_scan(lambda *a: f(*a), jnp.array(1.0), T), present)  # noqa: B023
 
 
 def test_an_eager_loop_is_compiled_once():
@@ -633,11 +341,10 @@ def test_an_eager_loop_is_compiled_once():
     first, second = (lambda x: x[0] * 3), lambda x: x[1]
     scan = lambda *args, **options: eqg.filter_scan(*args, **options)[0]
     calls = [
-        lambda x: scan(step, x[1], x),
-        lambda x: scan(Step(x[0], 2), x[1], x),
+        lambda x: scan(step, x[1], x), lambda x: scan(Step(x[0], 2), x[1], x),
         lambda x: eqg.filter_cond(x[0] > 1, first, second, x),
         lambda x: eqg.filter_while_loop(is_small, double, x[0]),
-    ]
+    ]  # fmt: skip
     inputs = [T + float(i) for i in range(3)]
     got = [[call(inputs[0]) for call in calls]]
     with compilations() as found:
@@ -648,60 +355,11 @@ def test_an_eager_loop_is_compiled_once():
     assert scan(step, jnp.array(2), jnp.array([1, 2, 3])).dtype == jnp.int32
     assert [scan(Step(T[1], n), T[1], T) for n in (2, 3, 2)] == [155, 1107, 155]
     branches = (lambda x: x["a"], lambda x: x["b"]), {"a": 1.0, "b": 2.0}
-    assert eqg.filter_cond(True, *branches[0], branches[1]) == 1.0
+    assert eqg.filter_cond(False, *branches[0], branches[1]) == 2.0
+    assert eqg.filter_cond(T[0] > 1, lambda: (1, 2), lambda: (1, 3)) == (1, 3)
     assert eqg.filter_cond(True, first, second, [3.0, 2.0]) == 9.0
     # A function that the step makes can not be part of a compiled program.
     assert eqg.filter_scan(lambda h, x: (h, lambda: 3), T[0], T)[1]() == 3
-
-
-# ---------------------------------------------------------------- carries of any kind
-
-KEY = jax.random.key(3)
-# The first carry, the step, and the arrays that the loop ends with by a Python loop.
-CARRIES = {
-    "float": (0.5, lambda h, x: (h * 2 + x, h)),
-    "float that becomes an array": (0.5,
-     lambda h, x: (h + x.astype(jnp.bfloat16).astype(jnp.float32), h)),
-    "complex": (1j, lambda h, x: (h * 1j + x.astype(jnp.complex64), h)),
-    "integer that varies": (3, lambda h, x: (h + 1, h)),
-    "integer that becomes an array later": ((0, 0),
-     lambda h, x: ((h[0] + 1, h[1] + h[0]), h[1])),
-    "integer that stays": ((7, 0.0), lambda h, x: ((h[0], h[1] + h[0] * x), h[1])),
-    "boolean": ((False, 1.0), lambda h, x: ((h[0] | (x > 2), jnp.where(h[0], x, h[1])), x)),
-    "key": ((KEY, 0.0),
-     lambda h, x: ((jax.random.split(h[0])[0], h[1] + jax.random.normal(h[0])), x)),
-    "half": (jnp.array([0.5, 1.0], jnp.bfloat16),
-     lambda h, x: (h * 2 + x.astype(h.dtype), h[0])),
-    "NumPy": (np.float32(2), lambda h, x: (h * x, {"y": h})),
-    "static": ({"h": jnp.array(1.0), "f": jnp.sin, "name": "name", "none": None},
-     lambda h, x: ({**h, "h": h["f"](h["h"]) + x}, h["name"])),
-    "class": (Keyed(jnp.array(1.0), ()), lambda h, x: (Keyed(h.mean * 2 + x, ()), h.mean)),
-    "nothing": ((), lambda h, x: ((), x)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", CARRIES)
-def test_carries(kind):
-    init, step = CARRIES[kind]
-    h, ys = init, []
-    for x in T[::-1]:
-        h, y = step(h, x)
-        ys.insert(0, y)
-    is_key = lambda x: jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key)
-    array = lambda x: np.asarray(jax.random.key_data(x) if is_key(x) else x, "complex64")
-    numbers = lambda tree: [array(x) for x in jax.tree.leaves(tree) if eqx.is_array_like(x)]
-    for options in ({}, {"checkpoint": 2}, {"unroll": 3}):
-        got, got_ys = eqg.filter_scan(step, init, T, reverse=True, **options)
-        assert jax.tree.structure(got) == jax.tree.structure(h)
-        jax.tree.map(np.testing.assert_allclose, numbers(got), numbers(h))
-        for i, y in enumerate(ys):
-            part = lambda y, i=i: y if isinstance(y, str) else y[i]
-            of_step = jax.tree.map(part, got_ys)
-            assert jax.tree.structure(of_step) == jax.tree.structure(y)
-            jax.tree.map(np.testing.assert_allclose, numbers(of_step), numbers(y))
-    body = lambda c: (c[0] + 1, step(c[1], T[::-1][c[0]])[0])
-    _, got = eqg.filter_while_loop(lambda c: c[0] < 3, body, (0, init))
-    jax.tree.map(np.testing.assert_allclose, numbers(got), numbers(h))
 
 
 # ---------------------------------------------------------------- named axes

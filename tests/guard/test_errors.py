@@ -193,11 +193,13 @@ def recurrence(a=X[:, None], b=SPIN, h0=None):
 
 
 @jax.custom_vjp
-def clipped(h):
+def clipped(h, bound):
     return h
 
 
-clipped.defvjp(lambda h: (h, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
+clipped.defvjp(lambda h, b: (h, b), lambda b, ct: (jnp.clip(ct, -b, b), None))
+halved = jax.custom_vjp(lambda h: 1 * h)
+halved.defvjp(lambda h: (h, None), lambda _, ct: (eqg.scale_gradient(ct, 0.5),))
 MATRIX = lambda w, h, x: (SPIN @ h + w * x, None)
 PRINTS = lambda h, x: (jax.debug.print("{}", h[0]), (h, None))[1]
 HEAD = eqg.losses.linear_cross_entropy
@@ -334,7 +336,8 @@ WRONG = [
      X)(t), X), "`square` was transposed, and"), (calls_itself_compiled, "`Holder` inside a"),
     (grad(lambda x: eqg.nondifferentiable({"a": N, "b": [x]})["b"]), "at x['b'][0]"),
     (lambda: jax.jvp(reverse(fn=lambda x: jax.pure_callback(np.sin, x, x)), (X,), (X,)),
-     "Forward mode of | @"),
+     "Forward mode of | @"), (lambda: eqg.explain_zero(lambda x: jax.pure_callback(np.sin, x,
+     x), ONE), "`<lambda>` has no derivative | `pure_callback`"),
     # shorthands, batching rules
     (grad(eqg.custom_gradient(square)), "it returned float32[3] | @"),
     (grad(eqg.custom_gradient(square), TWO[:, 0]), "a value and a | float32[2]"),
@@ -399,10 +402,12 @@ WRONG = [
     (grad(lambda xs: eqg.filter_scan(lambda h, x: (h * x, h), X, xs, online=True), XS),
      "float32[4,3] of `xs`"), (grad_scan(MATRIX, online=True), "carry depends on other | @"),
     (grad_scan(lambda w, h, x: (h + jnp.cumsum(w), None), online=True),
-     "enters it by `cumsum` | @"), (grad_scan(lambda w, h, x: (clipped(h * w), None),
-     online=True), "the backward rule of | @"), (scan(carry_gradient=named("clip",
-     lambda h: h * 2)), "it returns a float32[3] | @"), (scan(carry_gradient=lambda h: h[:2]),
-     "`carry_gradient` of"), (loop(lambda h: h[:2]), "and is float32[2] | @"), (cond({"a": X},
+     "enters it by `cumsum` | @"), (grad_scan(lambda w, h, x: (clipped(h * w, 1), None),
+     online=True), "the backward rule of | @"), (grad_scan(
+     lambda w, h, x: (halved(h * w), None), online=True), "scale_gradient`, which has a rule"),
+    (scan(carry_gradient=named("clip", lambda h: h * 2)), "it returns a float32[3] | @"),
+    (scan(carry_gradient=lambda h: h[:2]), "`carry_gradient` of"), (loop(lambda h: h[:2]),
+     "and is float32[2] | @"), (cond({"a": X},
      {"b": X}), "at out['b']: | @"), (cond({"a": (X, X)}, {"a": (X,)}),
      "at out['a'][1]: `one` returns"), (cond({"a": X}, {"a": X[:2]}), "and `other` float32[2]"),
     (cond(X, X.astype("float16")), "and `other` float16[3]"), (cond(X, X, X > 0),
@@ -649,7 +654,7 @@ RIGHT = [
     lambda: safe.where(XS[:, :1] > 0, jnp.log, XS, XS[:1]), lambda: ste.fsq(X, (2, 2,
      2**29 - 1)), lambda: ste.clip(X, 1.0, 1.0), lambda: ste.top_k(X, 3),
     lambda: ste.fake_quantize(X, ONE, zero_point=127.0),
-    grad(lambda v: surrogates.spike(v, lambda v: jnp.float32(1))),
+    grad(lambda v: surrogates.spike(v, lambda v: jnp.float16(1))),
     grad(lambda v: surrogates.spike(v, surrogates.atan(X))), grad(lambda v: surrogates.spike(v,
      Holder(ONE))),
     # layers

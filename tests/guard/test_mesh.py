@@ -101,17 +101,13 @@ def root_plain(w, xs):
 
 
 LOCAL = {
-    "nn.GRU": (gru, gru_plain, (9, 3)),
-    **{
+    "nn.GRU": (gru, gru_plain, (9, 3)), **{
         f"filter_scan: {method}": (
-            scans(ft.partial(eqg.filter_scan, checkpoint=method)),
-            scans(jax.lax.scan),
-            (3, 3),
+            scans(ft.partial(eqg.filter_scan, checkpoint=method)), scans(jax.lax.scan), (3, 3),
         )
         for method in (None, 2, "replay")
-    },
-    "filter_while_loop": (root, root_plain, (2,)),
-}
+    }, "filter_while_loop": (root, root_plain, (2,)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOCAL)

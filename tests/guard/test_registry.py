@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.stats import kstest
 
 from .contract import cast, Flat
 from .registry import ENTRIES, NOT_OPS
@@ -113,3 +114,35 @@ def test_nondifferentiable():
     with pytest.raises(eqg.RuleError, match="the rate"):
         jax.grad(fn)(1.0)
     assert fn(3.0) == 9
+    # A rule that returns no derivative is no permission.
+    silent = eqg.custom_vjp(lambda x, y: x * eqg.nondifferentiable(y, "the gate"))
+    silent.def_fwd(lambda x, y: (silent(x, y), y))
+    silent.def_bwd(lambda y, ct: (y * ct, None))
+    with pytest.raises(eqg.RuleError, match="the gate was differentiated"):
+        jax.grad(silent, 1)(1.0, 2.0)
+    assert jax.grad(silent)(1.0, 2.0) == 2
+
+
+def test_initial_values():
+    """Uniform between the bounds that the papers and PyTorch say."""
+    key = jax.random.key(0)
+    lru = eqg.nn.LRU(2, 2, 999, r_min=0.5, r_max=0.9, max_phase=3.0, key=key).cells[0][0]
+    ssm = eqg.nn.SelectiveSSM(2, 2, 99, conv_size=4, key=key).cells[0][0]
+    gru, radius = eqg.nn.GRU(2, 16, key=key).cells[0][0], np.exp(-np.exp(lru.log_decay))
+    for x, low, high in (
+        (radius**2, 0.25, 0.81), (np.exp(lru.log_phase), 0, 3), (gru.weight_hh, -0.25, 0.25),
+        (ssm.convolution, -0.5, 0.5),
+    ):  # fmt: skip
+        assert kstest(np.ravel(x), "uniform", (low, high - low)).pvalue > 1e-3
+    np.testing.assert_allclose(np.exp(2 * lru.log_gamma), 1 - radius**2, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("factor", "is_right"), [(1.005, True), (1.03, False)])
+def test_the_residual_of_a_solution(factor, is_right):
+    """By default, it may be a hundredth of the solution."""
+    solve = eqg.implicit(lambda y, a: y - a)(lambda a: factor * a)
+    if is_right:
+        assert jax.grad(solve)(2.0) == 1
+        return
+    with pytest.raises(RuntimeError, match="more than 1 %"):
+        jax.grad(solve)(2.0)

@@ -76,8 +76,7 @@ SINGULAR = [
 ]  # fmt: skip
 
 
-def twice(f, ok):
-    return lambda x: jnp.where(ok(x), f(jnp.where(ok(x), x, 0.7)), x * x)
+twice = lambda f, ok: lambda x: jnp.where(ok(x), f(jnp.where(ok(x), x, 0.7)), x * x)
 
 
 @jax.custom_jvp
@@ -121,6 +120,7 @@ SELECTIONS = [
     lambda x: jax.lax.dynamic_update_slice(jnp.sqrt(x), x[1:], (0,)),
     lambda x: jax.lax.pad(jnp.sqrt(x), jnp.array(0.0), [(-1, 1, 1)]),
     lambda x: jnp.split(jnp.sqrt(x), [1])[1],
+    lambda x: jax.lax.select(x[2] > 9, jnp.log(x), x)[1:],
     lambda x: jax.ops.segment_sum(jnp.log(x), jnp.array([7, 1, 1]), 2),
     lambda x: jax.ops.segment_max(jnp.sqrt(x), jnp.array([1, 1, 0]), 2),
     lambda x: jnp.zeros(2).at[jnp.array([1, 1, 0])].min(-jnp.sqrt(x)),
@@ -133,6 +133,7 @@ SELECTIONS = [
     lambda x: jnp.einsum("bi,bj->jbi", _rows(x), _rows(x))[:, 1:],
     lambda x: jnp.einsum("ib,bji->bj", _rows(x).T, _matrices(x))[1:],
     lambda x: jnp.linalg.cholesky(_matrices(x))[1:], lambda x: _solve(_matrices(x))[1:],
+    lambda x: jax.lax.cond(x[2] > 1, lambda x: jnp.where(x > 0.4, jnp.sqrt(x), 1), jnp.sin, x),
     jax.vmap(_cond), lambda x: [_cond(y) for y in x], _resets, jax.checkpoint(jax.jit(_resets)),
     lambda x: jax.lax.switch(jnp.argmax(x), [jnp.log, jnp.sqrt, lambda x: x * x[2]], x)[1:],
     lambda x: jax.lax.scan(lambda h, i: (h / 2 + jnp.sqrt(x)[i], jnp.log(x)[1:] * h),
@@ -212,8 +213,7 @@ HEALTHY = [
     lambda x: jax.lax.rsqrt(jnp.mean(x ** 2) + 1.0) * x,
     lambda x: jnp.where(x > 0, jnp.tanh(x), x),
     lambda x: jax.lax.scan(lambda h, x: (jnp.tanh(h + x), h), x[0], x)[1],
-    lambda x: 1 / (2 - 1 / (1 + x * x)),
-    lambda x: jnp.sqrt(3 + jnp.sort(jnp.sin(x))),
+    lambda x: 1 / (2 - 1 / (1 + x * x)), lambda x: jnp.sqrt(3 + jnp.sort(jnp.sin(x))),
 ]  # fmt: skip
 
 
@@ -235,8 +235,7 @@ scan = jax.lax.scan
 _lower = jnp.array([[2.0, 0, 0], [1, 3, 0], [0, 1, 4]])
 
 
-def _twice(x):
-    return 2 * x
+_twice = lambda x: 2 * x
 
 
 def _zeros_in_cond(d, t, bad, pred=True):
@@ -281,14 +280,12 @@ LINEAR = [
     lambda d, t, bad: jax.lax.fori_loop(
         0, 3, lambda i, s: (s[0] * bad, s[1] + t * i, s[2] + s[0] * bad + s[1]), (d, t, t)),
     _zeros_in_cond, lambda d, t, bad: give_rules(eqg.custom_vjp(_twice), _twice)(d * bad + t),
-    lambda d, t, bad: _zeros_in_cond(d, t, bad, False),
-    lambda d, t, bad: jax.lax.scan(
+    lambda d, t, bad: _zeros_in_cond(d, t, bad, False), lambda d, t, bad: jax.lax.scan(
         lambda h, _: (h + jax.jit(lambda: d * bad + t)(), None), t, None, 2)[0],
 ]  # fmt: skip
 
 
-def _all_linear(d, t, bad):
-    return [leaf for f in LINEAR for leaf in jax.tree.leaves(f(d, t, bad))]
+_all_linear = lambda d, t, bad: [leaf for f in LINEAR for leaf in jax.tree.leaves(f(d, t, bad))]
 
 
 def test_terms_of_zeros_are_dropped():

@@ -32,6 +32,6 @@ def main(start: int, n_cases: int) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["choose"]:
-        print(choose(60_000, 60))
+        print(choose(60_000))
     else:
         sys.exit(bool(main(*map(int, sys.argv[1:3]))))

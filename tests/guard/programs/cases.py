@@ -73,10 +73,7 @@ class Wrong:
 
 
 # These programs run once: a fifth less time in all.
-QUICKLY = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def judge(batch: Batch) -> list[Wrong]:

@@ -53,37 +53,20 @@ class Step:
 BOOLS = (False, True)
 API = ("jax", "equinox")
 OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "jit": {"api": API},
-    "closure": {},
-    "checkpoint": {"api": ("jax", "equinox", "ours", "saves all")},
-    "first": {},
-    "stop": {},
+    "jit": {"api": API}, "closure": {},
+    "checkpoint": {"api": ("jax", "equinox", "ours", "saves all")}, "first": {}, "stop": {},
     "cond": {"api": ("jax", "ours"), "takes": (1, 0), "swapped": BOOLS},
-    "while": {"api": ("jax", "ours")},
-    "scan": {
-        "method": (None, 2, 3, "sqrt", "auto", "replay"),
-        "steps": (3, 7, 7, 1),
-        "reverse": BOOLS,
-        "truncate": (None, None, 2),
-    },
-    "recurrence": {
-        "method": ("scan", "associative"),
-        "steps": (7, 5, 1),
-        "reverse": BOOLS,
-        "h0": BOOLS,
+    "while": {"api": ("jax", "ours")}, "scan": {
+        "method": (None, 2, 3, "sqrt", "auto", "replay"), "steps": (3, 7, 7, 1),
+        "reverse": BOOLS, "truncate": (None, None, 2),
+    }, "recurrence": {
+        "method": ("scan", "associative"), "steps": (7, 5, 1), "reverse": BOOLS, "h0": BOOLS,
         "factors": ("varying", "constant", "complex"),
-    },
-    "op": {"op": tuple(OPS)},
-    "vmap": {"api": API, "out_axis": (0, -1)},
-    "named": {"sum": (None, "psum", "pmean")},
-    "shard_map": {},
-    "grad": {"api": API},
-    "jvp": {"api": API},
-    "linearize": {},
-    "transpose": {},
-    "vjp": {"api": API},
+    }, "op": {"op": tuple(OPS)}, "vmap": {"api": API, "out_axis": (0, -1)},
+    "named": {"sum": (None, "psum", "pmean")}, "shard_map": {}, "grad": {"api": API},
+    "jvp": {"api": API}, "linearize": {}, "transpose": {}, "vjp": {"api": API},
     "jacobian": {"mode": ("jacfwd", "jacrev")},
-}
+}  # fmt: skip
 
 
 def transformed(fn: Fn, chain: Sequence[Step], ours: bool) -> Fn:
@@ -290,10 +273,8 @@ def _named(fn, step, ours, leaves):
     """Inside, functions and outputs are summed over the named axis."""
     in_axes, leaves = _in_axes(leaves, step)
     reduce = {
-        None: lambda x, name: x,
-        "psum": jax.lax.psum,
-        "pmean": jax.lax.pmean,
-    }[step["sum"]]
+        None: lambda x, name: x, "psum": jax.lax.psum, "pmean": jax.lax.pmean,
+    }[step["sum"]]  # fmt: skip
     summed = lambda leaves: [reduce(x, AXIS) for x in fn(leaves)]
     return _contract(jax.vmap(summed, in_axes=(in_axes,), axis_name=AXIS)(leaves))
 
@@ -380,23 +361,8 @@ def _jacobian(fn, step, ours, leaves):
 
 
 TRANSFORMATIONS: dict[str, Callable[..., list[Any]]] = {
-    "jit": _jit,
-    "closure": _closure,
-    "checkpoint": _checkpoint,
-    "first": _first,
-    "stop": _stop,
-    "cond": _cond,
-    "while": _while,
-    "scan": _scan,
-    "recurrence": _recurrence,
-    "op": _op,
-    "vmap": _vmap,
-    "named": _named,
-    "shard_map": _shard_map,
-    "grad": _grad,
-    "jvp": _jvp,
-    "linearize": _linearize,
-    "transpose": _transpose,
-    "vjp": _vjp,
-    "jacobian": _jacobian,
-}
+    "jit": _jit, "closure": _closure, "checkpoint": _checkpoint, "first": _first, "stop": _stop,
+    "cond": _cond, "while": _while, "scan": _scan, "recurrence": _recurrence, "op": _op,
+    "vmap": _vmap, "named": _named, "shard_map": _shard_map, "grad": _grad, "jvp": _jvp,
+    "linearize": _linearize, "transpose": _transpose, "vjp": _vjp, "jacobian": _jacobian,
+}  # fmt: skip

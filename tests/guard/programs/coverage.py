@@ -11,36 +11,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .cases import Batch, Case
-from .chains import OPTIONS, Step
-from .draw import CONTAINERS, COSTS, LONG, METHODS, one_case, STEPS
-from .formulas import UNARY
+from .chains import Step
+from .draw import LONG, one_case
 from .functions import Function, Node
-from .ops import OPS
-from .rules import only_in_reverse, STYLES
+from .rules import only_in_reverse
 from .scans import Scan
 
 
 KINDS = {
-    **dict.fromkeys(("jit", "closure"), "jit"),
-    **dict.fromkeys(("scan", "while"), "loop"),
-    **dict.fromkeys(("vmap", "named"), "batch"),
-    "checkpoint": "checkpoint",
-    "cond": "branch",
-}
-MODES = ("forward", "reverse")
-DTYPES = (
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "int32",
-    "key",
-    "float",
-    "int",
-)
+    **dict.fromkeys(("jit", "closure"), "jit"), **dict.fromkeys(("scan", "while"), "loop"),
+    **dict.fromkeys(("vmap", "named"), "batch"), "checkpoint": "checkpoint", "cond": "branch",
+}  # fmt: skip
 # A loop without a bound has no reverse derivative.
 FORWARD_ONLY = ("while",)
+# The ways to scan that replay steps, or have a loop of their own.
+REPLAYS = ("replay", "auto", "sqrt", "online")
 
 
 def productions(case: Case, batch: Batch) -> set[Any]:
@@ -61,7 +46,8 @@ def _of_case(case: Case, batch: Batch) -> Iterator[Any]:
         yield from _of_node(node)
     outside = _modes(chain)
     for mode in outside:
-        yield "style", function.style, mode
+        if mode == "reverse" or not only_in_reverse(function.style):
+            yield "style", function.style, mode
     if function.nested and outside:
         yield "nested"
     if function.by_keyword:
@@ -71,7 +57,7 @@ def _of_case(case: Case, batch: Batch) -> Iterator[Any]:
     for step in chain:
         used = [i for i in function.closed if any(f.depends_on(i) for f in function.formulas)]
         if step.name == "vmap" and outside and set(step.chosen) & set(used):
-            yield "closes over a batched array", function.style.partition(",")[0]
+            yield "closes over a batched array"
     if isinstance(program, Scan):
         yield from _of_scan(program, outside, _is_pulled_back(chain))
     orders = [step for step in chain if step.is_derivative]
@@ -105,11 +91,11 @@ def _of_scan(scan: Scan, modes: Sequence[str], is_pulled_back: bool) -> Iterator
     truncates = scan.truncate is not None and scan.truncate < scan.steps
     if scan.reverse:
         yield "scan", method, "from the last step"
-    if scan.emits:
+    if scan.emits and method in REPLAYS:
         yield "scan", method, "emits its carry"
-    if scan.steps == LONG and not truncates:
+    if scan.steps == LONG and not truncates and method in REPLAYS:
         yield "scan", method, "long"
-        yield "scan", method, "long", scan.emits, scan.reverse
+        yield from [("scan", method, scan.emits, scan.reverse)] * (method == "replay")
     if truncates:
         yield "scan", method, "truncated"
         yield "truncated", scan.truncate, "from the last" if scan.reverse else "from the first"
@@ -130,6 +116,8 @@ def _of_step(
     if step.is_derivative:
         yield from ((step.name, name, value) for name, value in step.options)
         yield step.name
+        return
+    if step.name == "shard_map":  # it needs several devices: the slow tests have it
         return
     for mode in modes:
         yield step.name, mode
@@ -176,87 +164,16 @@ def _modes(chain: Sequence[Step]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def all_productions() -> set[Any]:
-    found: set[Any] = {"x64", "eager", "leaks", "no elements", "nested", "by keyword"}
-    found |= {"unrolled", "carry_gradient"}
-    rules = ("jvp", "vjp", "custom_gradient")
-    found |= {("closes over a batched array", rule) for rule in rules}
-    found |= {("leaf", dtype) for dtype in DTYPES}
-    found |= {("function", name) for name in UNARY}
-    found |= {("tree", kind) for kind in (*CONTAINERS, "none", "text", "function")}
-    found |= {("style", style, "reverse") for style in STYLES}
-    found |= {("style", style, "forward") for style in STYLES if not only_in_reverse(style)}
-    found |= {("batch that shares, of a rule", _kind(style)) for style in STYLES}
-    found |= {("named axis", kind) for kind in ("Call", "Scan")}
-    found |= {("steps", n) for n in STEPS}
-    for method in (*METHODS, "online"):
-        found |= {("scan", method, mode) for mode in MODES}
-        found.add(("scan", method, "from the last step"))
-        if method in ("replay", "auto", "sqrt", "online"):
-            found.add(("scan", method, "long"))
-            found.add(("scan", method, "emits its carry"))
-        if method != "online":
-            found.add(("scan", method, "truncated"))
-        if isinstance(method, int) and method > 1:
-            found.add(("scan", method, "with a remainder"))
-    for window in (2, 3):
-        ways = ("from the first", "from the last", "with a remainder")
-        found |= {("truncated", window, way) for way in ways}
-    found |= {("second order", outer, "of", inner) for outer in MODES for inner in MODES}
-    kinds = {*KINDS.values(), "derivative"}
-    found |= {(inner, "in", outer) for inner in kinds for outer in kinds}
-    for name, options in OPTIONS.items():
-        step = Step(name)
-        if name != "shard_map":  # it needs several devices: the slow tests have it
-            found |= {(name, option, v) for option, values in options.items() for v in values}
-            found |= {name} if step.is_derivative else {(name, mode) for mode in MODES}
-    found.discard(("while", "reverse"))
-    for name, op in OPS.items():
-        found |= {(name, mode) for mode in (MODES if op.is_linear else MODES[1:])}
-        found |= {(name, "complex")} if op.of_complex else set()
-    bools = (False, True)
-    found |= {("scan", "replay", "long", *x) for x in itertools.product(bools, bools)}
-    methods = OPTIONS["recurrence"]["method"]
-    found |= {("recurrence", *x) for x in itertools.product(methods, bools, bools)}
-    methods = OPTIONS["scan"]["method"]
-    found |= {("a scan around", *x) for x in itertools.product(methods, bools)}
-    found |= {("batch that shares what is differentiated", mode) for mode in MODES}
-    return found | {("derivative in a batch", mode) for mode in MODES}
-
-
-def _cost(case: Case, batch: Batch) -> float:
-    cost = 2.0 if isinstance(case.program, Scan) else 1.0
-    for step in case.chain:
-        cost *= COSTS.get(step.name, 1.0)
-    return (3.0 + cost) * (3.0 if batch.eager or batch.leaks else 1.0)
-
-
-def choose(pool: int, n_cases: int) -> list[int]:
-    """The seeds, of so many, whose cases have the most productions for what they cost."""
+def choose(pool: int) -> list[int]:
+    """Seeds, of so many, whose cases have all productions: rare ones first."""
     found = {seed: one_case(seed) for seed in range(pool)}
-    wanted, counts = all_productions(), Counter[Any]()
-    have = {seed: wanted & productions(batch.cases[0], batch) for seed, batch in found.items()}
-    costs = {seed: _cost(batch.cases[0], batch) for seed, batch in found.items()}
-    n_having = Counter[Any](p for ps in have.values() for p in ps)  # rare ones first
-    chosen: list[int] = []
-
-    def take():
-        values = {p: 32.0 ** -counts[p] / n_having[p] ** 0.5 for p in wanted}
-        worth = {
-            k: sum(map(values.__getitem__, ps)) / costs[k] ** 0.25 for k, ps in have.items()
-        }
-        best = max(have.keys() - set(chosen), key=lambda k: (worth[k], k))
-        counts.update(have[best])
-        chosen.append(best)
-
-    while any(counts[p] == 0 for p in wanted):
-        take()
-    for seed in tuple(chosen):
-        if all(counts[p] > 1 for p in have[seed]):  # the later ones have all of it
-            counts.subtract(have[seed])
-            chosen.remove(seed)
-    while len(chosen) < n_cases:
-        take()
+    have = {seed: productions(batch.cases[0], batch) for seed, batch in found.items()}
+    counts, chosen = Counter[Any](p for ps in have.values() for p in ps), list[int]()
+    while counts:
+        worth = lambda seed: sum(counts[p] ** -0.5 for p in have[seed] if p in counts)
+        chosen.append(max(have, key=worth))
+        for production in have[chosen[-1]]:
+            counts.pop(production, None)
     return sorted(chosen)
 
 
@@ -272,8 +189,9 @@ def chosen_batches(seeds: Sequence[int]) -> list[Batch]:
     ]
 
 
-def missing(found: Sequence[Batch]) -> set[Any]:
-    """The productions that no case of the batches has."""
-    return all_productions().difference(
-        *(productions(case, batch) for batch in found for case in batch.cases)
+def missing(found: Sequence[Batch], pool: int) -> set[Any]:
+    """The productions that some of so many random cases have, and no case of the batches."""
+    of = lambda batches: set[Any]().union(
+        *(productions(c, b) for b in batches for c in b.cases)
     )
+    return of(map(one_case, range(pool))) - of(found)

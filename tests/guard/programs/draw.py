@@ -31,9 +31,8 @@ BATCHING = ("vmap", "named", "shard_map")
 COSTS = {
     **dict.fromkeys(("cond", "vmap", "named", "recurrence", "op"), 1.2),
     **dict.fromkeys(("checkpoint", "while", "scan", "shard_map"), 1.5),
-    **dict.fromkeys(("grad", "vjp", "jvp", "linearize", "transpose"), 2.5),
-    "jacobian": 3.0,
-}
+    **dict.fromkeys(("grad", "vjp", "jvp", "linearize", "transpose"), 2.5), "jacobian": 3.0,
+}  # fmt: skip
 # `jacfwd` wants to be told, and `jax.checkpoint` can't save complex residuals (JAX 0.10).
 FAIL_IF_COMPLEX = ("jacobian", "checkpoint")
 
@@ -63,13 +62,9 @@ def _leaves(dice: Dice, x64: bool, at_least: int) -> tuple[Leaf, ...]:
 
 
 def _formula(
-    dice: Dice,
-    leaves: Sequence[Leaf],
-    dtype: str | None = None,
-    shape: Any = None,
-    usable: Sequence[int] | None = None,
-    contracts: bool = False,
-) -> Formula:
+    dice: Dice, leaves: Sequence[Leaf], dtype: str | None = None, shape: Any = None,
+    usable: Sequence[int] | None = None, contracts: bool = False,
+) -> Formula:  # fmt: skip
     """A formula; a formula of a carry if the `dtype` and `shape` of the carry are given.
 
     Such a formula has only leaves that broadcast to the carry, and bounded functions. So the
@@ -171,15 +166,10 @@ def _scan(dice: Dice, x64: bool) -> Scan:
     axis = dice.one_in(8) and not elementwise
     function = Function(found, tuple(args), out, tuple(outs), tuple(passed), axis=axis)
     return Scan(
-        function,
-        steps,
-        tuple(sliced),
-        reverse=dice.one_in(2),
+        function, steps, tuple(sliced), reverse=dice.one_in(2),
         truncate=None if elementwise else dice.choice((None, 2, 3)),
-        halves_carry_gradient=dice.one_in(6),
-        elementwise=elementwise,
-        emits=dice.one_in(2),
-    )
+        halves_carry_gradient=dice.one_in(6), elementwise=elementwise, emits=dice.one_in(2),
+    )  # fmt: skip
 
 
 def _renumbered(node: Node, index: dict[int, int]) -> Node:
@@ -207,12 +197,9 @@ def _variant(dice: Dice, program: Function | Scan, chain: Sequence[Step]) -> Cal
         online = online and not style.startswith("own")
         unroll = 1 if method == "replay" or online else dice.choice((1, 1, 1, 2))
         return dataclasses.replace(
-            program,
-            function=function,
-            checkpoint=None if online else method,
-            online=online,
+            program, function=function, checkpoint=None if online else method, online=online,
             unroll=unroll,
-        )
+        )  # fmt: skip
     if not style.startswith("method") and style != "module":
         by_keyword = min(dice.choice((0, 0, 1, 2)), len(function.args))
         function = dataclasses.replace(function, by_keyword=by_keyword)

@@ -15,17 +15,15 @@ import numpy as np
 add, mul = jax.lax.add, jax.lax.mul
 
 
-def _slope_of_tanh(out):
-    return jax.lax.sub(jnp.ones_like(out), mul(out, out))
+_slope_of_tanh = lambda out: jax.lax.sub(jnp.ones_like(out), mul(out, out))
 
 
 # A function and its derivative.
 UNARY = {
     "identity": (lambda x: x, ft.partial(jax.lax.full_like, fill_value=1)),
-    "square": (lambda x: mul(x, x), lambda x: add(x, x)),
-    "sin": (jax.lax.sin, jax.lax.cos),
+    "square": (lambda x: mul(x, x), lambda x: add(x, x)), "sin": (jax.lax.sin, jax.lax.cos),
     "tanh": (jax.lax.tanh, lambda x: _slope_of_tanh(jax.lax.tanh(x))),
-}
+}  # fmt: skip
 
 
 @eqg.custom_jvp
@@ -59,11 +57,9 @@ _square = eqg.elementwise(lambda x: mul(x, x), lambda out, x: add(x, x))
 
 # For rules that call functions with rules.
 NESTED = {
-    "identity": UNARY["identity"],
-    "square": (_square, UNARY["square"][1]),
-    "sin": (_sin, jax.lax.cos),
-    "tanh": (_tanh, lambda x: _slope_of_tanh(_tanh(x))),
-}
+    "identity": UNARY["identity"], "square": (_square, UNARY["square"][1]),
+    "sin": (_sin, jax.lax.cos), "tanh": (_tanh, lambda x: _slope_of_tanh(_tanh(x))),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

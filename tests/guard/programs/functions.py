@@ -108,11 +108,9 @@ class Named(NamedTuple):
 
 # The containers with a field `parts`, and how to make them.
 CLASSES = {
-    "module": (Holder, Holder),
-    "class": (Computing, lambda parts: Computing(*parts)),
-    "dataclass": (Frozen, Frozen),
-    "namedtuple": (Named, Named),
-}
+    "module": (Holder, Holder), "class": (Computing, lambda parts: Computing(*parts)),
+    "dataclass": (Frozen, Frozen), "namedtuple": (Named, Named),
+}  # fmt: skip
 
 
 def build(node: Node, values: Sequence[Any]) -> Any:
@@ -267,7 +265,6 @@ def _as_float(x: Any, dtype: str) -> Any:
 
 def _without_static(node: Node, values: Sequence[Any]) -> Any:
     return jax.tree.map(
-        lambda x: x if eqx.is_array_like(x) else None,
-        build(node, values),
+        lambda x: x if eqx.is_array_like(x) else None, build(node, values),
         is_leaf=lambda x: x is None,
-    )
+    )  # fmt: skip

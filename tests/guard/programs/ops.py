@@ -60,8 +60,7 @@ def _straight_through(value: Callable[[Any], Any], surrogate: Callable[[Any], An
     return fn
 
 
-def _thirds(x):
-    return jnp.round(3 * x)
+_thirds = lambda x: jnp.round(3 * x)
 
 
 @jax.custom_jvp
@@ -75,8 +74,7 @@ def _spike_jvp(primals, tangents):
     return _spike(x), t / (1 + 2 * jnp.abs(x)) ** 2
 
 
-def _masked_root(x):
-    return jnp.where(x > 0.5, jnp.sqrt(x - 0.5), x)
+_masked_root = lambda x: jnp.where(x > 0.5, jnp.sqrt(x - 0.5), x)
 
 
 def _masked_root_twice(x):
@@ -99,13 +97,11 @@ def _own_sums_rmatvec(ct):
     return jnp.flip(jnp.cumsum(jnp.flip(ct.reshape(-1)))).reshape(ct.shape)
 
 
-def _contraction(y, x):
-    return 0.25 * jnp.tanh(y) + x
+_contraction = lambda y, x: 0.25 * jnp.tanh(y) + x
 
 
 def _iterate(x):
-    def step(y, _):
-        return _contraction(y, x), None
+    step = lambda y, _: (_contraction(y, x), None)
 
     return jax.lax.scan(step, x, None, 30)[0]
 
@@ -123,12 +119,10 @@ def _implicit(x):
     return _iterate(x)
 
 
-def _reset(t, y):
-    return jnp.sin(y) * (1 + t)
+_reset = lambda t, y: jnp.sin(y) * (1 + t)
 
 
-def _field(t, y):
-    return jnp.cos(y) + t * y
+_field = lambda t, y: jnp.cos(y) + t * y
 
 
 def _jump(x):
@@ -167,48 +161,33 @@ def _host_sin_jvp(primals, tangents):
 OPS = {
     "scale": Op(
         lambda x: eqg.scale_gradient(x, 0.5),
-        _identity_with(lambda x, t: mul(t, _constant(t, 0.5))),
-        of_complex=True,
-    ),
-    "scale by itself": Op(
+        _identity_with(lambda x, t: mul(t, _constant(t, 0.5))), of_complex=True,
+    ), "scale by itself": Op(
         lambda x: eqg.scale_gradient(x, x), _identity_with(lambda x, t: mul(t, x))
-    ),
-    "reverse": Op(
+    ), "reverse": Op(
         lambda x: eqg.reverse_gradient(x, 0.75),
-        _identity_with(lambda x, t: mul(t, _constant(t, -0.75))),
-        of_complex=True,
-    ),
-    "mask": Op(
+        _identity_with(lambda x, t: mul(t, _constant(t, -0.75))), of_complex=True,
+    ), "mask": Op(
         lambda x: eqg.mask_gradient(x, x > 0),
         _identity_with(lambda x, t: jnp.where(x > 0, t, jnp.zeros_like(t))),
-    ),
-    "clip": Op(
+    ), "clip": Op(
         lambda x: eqg.clip_gradient(x, -0.5, 0.25),
         _identity_back(lambda ct: jnp.clip(ct, _constant(ct, -0.5), _constant(ct, 0.25))),
         is_linear=False,
-    ),
-    "clip_norm": Op(
+    ), "clip_norm": Op(
         lambda x: eqg.clip_gradient_norm(x, 0.25), _identity_back(_clip_norm), is_linear=False
-    ),
-    "replace": Op(
+    ), "replace": Op(
         lambda x: eqg.replace_gradient(jnp.sin(x), jnp.tanh(x)),
-        _straight_through(jnp.sin, jnp.tanh),
-        of_complex=True,
-    ),
-    "with_gradient_of": Op(
+        _straight_through(jnp.sin, jnp.tanh), of_complex=True,
+    ), "with_gradient_of": Op(
         eqg.with_gradient_of(_thirds, jnp.sin), _straight_through(_thirds, jnp.sin)
-    ),
-    "straight_through": Op(
+    ), "straight_through": Op(
         eqg.with_gradient_of(jnp.sin, lambda x: x), _straight_through(jnp.sin, lambda x: x)
-    ),
-    "ste": Op(lambda x: eqg.ste.round(3 * x), _straight_through(_thirds, lambda x: 3 * x)),
+    ), "ste": Op(lambda x: eqg.ste.round(3 * x), _straight_through(_thirds, lambda x: 3 * x)),
     "spike": Op(
         lambda x: eqg.surrogates.spike(x, eqg.surrogates.superspike(slope=2.0)), _spike
-    ),
-    "zero_safe": Op(eqg.zero_safe(_masked_root), _masked_root_twice),
+    ), "zero_safe": Op(eqg.zero_safe(_masked_root), _masked_root_twice),
     "linear_function": Op(_own_sums, _sums, of_complex=True),
-    "fixed_point": Op(_fixed_point, _iterate),
-    "implicit": Op(_implicit, _iterate),
-    "jump": Op(_jump, _plain_jump),
-    "host": Op(_host_sin, jnp.sin, most=1),
-}
+    "fixed_point": Op(_fixed_point, _iterate), "implicit": Op(_implicit, _iterate),
+    "jump": Op(_jump, _plain_jump), "host": Op(_host_sin, jnp.sin, most=1),
+}  # fmt: skip

@@ -51,11 +51,9 @@ def _value(function: Function, closed: Sequence[Any], unary: Any = None):
 
 def _with_named_arguments(fn: Callable[..., Any], n: int) -> Callable[..., Any]:
     return (
-        lambda: fn(()),
-        lambda a: fn((a,)),
-        lambda a, b: fn((a, b)),
+        lambda: fn(()), lambda a: fn((a,)), lambda a, b: fn((a, b)),
         lambda a, b, c: fn((a, b, c)),
-    )[n]
+    )[n]  # fmt: skip
 
 
 @eqg.custom_vjp
@@ -228,8 +226,7 @@ def _elementwise(function, closed, *, how):
     of_args = [i for i in range(len(function.leaves)) if i not in function.closed]
     value = _value(function, closed)
 
-    def partial(i, args):
-        return formula.partial(function.leaves_of(args, closed), i, unary)
+    partial = lambda i, args: formula.partial(function.leaves_of(args, closed), i, unary)
 
     if how == "tuple":
         return eqg.elementwise(
@@ -238,10 +235,9 @@ def _elementwise(function, closed, *, how):
     if how == "setup":
         setup = lambda out, *args: [partial(i, args) for i in of_args]
         return eqg.elementwise(
-            value,
-            tuple((lambda out, *args, k=k: args[-1][k]) for k in range(len(of_args))),
+            value, tuple((lambda out, *args, k=k: args[-1][k]) for k in range(len(of_args))),
             setup=setup,
-        )
+        )  # fmt: skip
     return eqg.elementwise(value, lambda out, *args: tuple(partial(i, args) for i in of_args))
 
 
@@ -463,12 +459,9 @@ _EQX_VJP = ft.partial(_flat_equinox_vjp, eqg.filter_custom_vjp)
 # Rules of which JAX has the same, by its own decorator: ours, and JAX's.
 RAW: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "raw, jvp": (ft.partial(_flat_jvp, eqg.custom_jvp), _JVP),
-    "raw, jax_custom_jvp": (ft.partial(_flat_jvp, eqg.jax_custom_jvp), _JVP),
-    "raw, defjvps": (
-        ft.partial(_flat_terms, eqg.jax_custom_jvp),
-        ft.partial(_flat_terms, jax.custom_jvp),
-    ),
-    "raw, nondiff jvp": (ft.partial(_flat_nondiff_jvp, eqg.jax_custom_jvp), _NONDIFF_JVP),
+    "raw, jax_custom_jvp": (ft.partial(_flat_jvp, eqg.jax_custom_jvp), _JVP), "raw, defjvps": (
+        ft.partial(_flat_terms, eqg.jax_custom_jvp), ft.partial(_flat_terms, jax.custom_jvp),
+    ), "raw, nondiff jvp": (ft.partial(_flat_nondiff_jvp, eqg.jax_custom_jvp), _NONDIFF_JVP),
     "raw, filter_custom_jvp": (ft.partial(_flat_jvp, eqg.filter_custom_jvp), _JVP),
     "raw, filter defjvp": (ft.partial(_flat_equinox_jvp, eqg.filter_custom_jvp), _JVP),
     "raw, vjp": (ft.partial(_flat_vjp, eqg.custom_vjp), _VJP),
@@ -477,7 +470,7 @@ RAW: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "raw, custom_gradient": (ft.partial(_flat_custom_gradient, eqg.custom_gradient), _VJP),
     "raw, filter_custom_vjp": (ft.partial(_EQX_VJP, deprecated=False), _VJP),
     "raw, filter defvjp": (ft.partial(_EQX_VJP, deprecated=True), _VJP),
-}
+}  # fmt: skip
 
 
 def only_in_reverse(style: str) -> bool:
@@ -486,30 +479,22 @@ def only_in_reverse(style: str) -> bool:
 
 
 STYLES: dict[str, Callable[[Function, Sequence[Any]], Callable[..., Any]]] = {
-    "jvp": _forward_style,
-    "jvp, zeros": ft.partial(_forward_style, zeros=True),
-    "jvp, vmap": ft.partial(_forward_style, vmap="applies"),
-    "vjp": _reverse_style,
+    "jvp": _forward_style, "jvp, zeros": ft.partial(_forward_style, zeros=True),
+    "jvp, vmap": ft.partial(_forward_style, vmap="applies"), "vjp": _reverse_style,
     "vjp, zeros": ft.partial(_reverse_style, zeros=True),
     "vjp, perturbed": ft.partial(_reverse_style, perturbed=True),
     "vjp, jvp": ft.partial(_reverse_style, jvp=True),
     "vjp, jvp, zeros": ft.partial(_reverse_style, jvp=True, zeros=True),
     "vjp, vmap": ft.partial(_reverse_style, vmap="applies"),
     "vjp, jvp, vmap": ft.partial(_reverse_style, jvp=True, vmap="declines"),
-    "custom_gradient": _custom_gradient,
-    "method, jvp": ft.partial(_method, _ForwardModel),
-    "method, vjp": ft.partial(_method, _ReverseModel),
-    "module": _decorated_module,
-    "own, jvp": _forward_style,
-    "own, jvp, zeros": ft.partial(_forward_style, zeros=True),
-    "own, vjp": _reverse_style,
-    "own, vjp, jvp": ft.partial(_reverse_style, jvp=True),
-    "own, method, vjp": ft.partial(_method, _ReverseModel),
-    **{
+    "custom_gradient": _custom_gradient, "method, jvp": ft.partial(_method, _ForwardModel),
+    "method, vjp": ft.partial(_method, _ReverseModel), "module": _decorated_module,
+    "own, jvp": _forward_style, "own, jvp, zeros": ft.partial(_forward_style, zeros=True),
+    "own, vjp": _reverse_style, "own, vjp, jvp": ft.partial(_reverse_style, jvp=True),
+    "own, method, vjp": ft.partial(_method, _ReverseModel), **{
         style: lambda function, _, ours=ours: _by_flat(function, ours)
         for style, (ours, _) in RAW.items()
-    },
-    "elementwise": ft.partial(_elementwise, how="function"),
+    }, "elementwise": ft.partial(_elementwise, how="function"),
     "elementwise, tuple": ft.partial(_elementwise, how="tuple"),
     "elementwise, setup": ft.partial(_elementwise, how="setup"),
-}
+}  # fmt: skip

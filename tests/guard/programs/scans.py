@@ -113,17 +113,10 @@ class Scan:
 
         if ours:
             carry, (ys, carries) = eqg.filter_scan(
-                step,
-                init,
-                xs,
-                self.steps,
-                reverse=self.reverse,
-                unroll=self.unroll,
-                checkpoint=self.checkpoint,
-                truncate=self.truncate,
-                online=self.online,
+                step, init, xs, self.steps, reverse=self.reverse, unroll=self.unroll,
+                checkpoint=self.checkpoint, truncate=self.truncate, online=self.online,
                 carry_gradient=_halve if self.halves_carry_gradient else None,
-            )
+            )  # fmt: skip
         else:
             carry, (ys, carries) = self._plain_scan(step, init, xs)
         return f.numbers((carry, ys)) + carries

@@ -20,13 +20,9 @@ class Nasty:
     """
 
     def __init__(
-        self,
-        *args: Any,
-        value: Any = None,
-        cts: Any = None,
-        second: Any = None,
+        self, *args: Any, value: Any = None, cts: Any = None, second: Any = None,
         each: bool = False,
-    ):
+    ):  # fmt: skip
         self.args, self.value, self.cts = args, value, cts
         self.second, self.each = second, each
 

@@ -12,6 +12,8 @@ from .entry import entry
 from .over_time import CHEAP, draws
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 nn = eqg.nn
 normal = draws(4)
 SOME = {**CHEAP, "orders": ("value", "jvp", "vjp", "RR")}
@@ -32,17 +34,13 @@ def backward(rule, *args):
 
 TREE = {"a": normal(2, 3), "b": normal(3)}
 double = lambda tree, factor: jax.tree.map(lambda x: factor * x, tree)
-# A line has as many arguments as there is room for.
-# fmt: off
 for name, layer, factor in (
     ("nn.GradientReversal", lambda: nn.GradientReversal(0.4), -0.4),
     ("nn.GradientReversal: the default", lambda: nn.GradientReversal(), -1.0),
 ):
-    entry(
-        name, lambda tree, layer=layer: layer()(tree), TREE, plain=lambda tree: tree,
+    entry(name, lambda tree, layer=layer: layer()(tree), TREE, plain=lambda tree: tree,
         smooth=lambda tree, factor=factor: double(tree, factor),
-        **{**CHEAP, "orders": ("value", "jvp", "vjp")},
-    )
+        **{**CHEAP, "orders": ("value", "jvp", "vjp")})
 def statistics(ct):
     x = jnp.concatenate([x.ravel() for x in jax.tree.leaves(ct)])
     one = jnp.ones((), x.dtype)
@@ -56,14 +54,10 @@ def with_statistics(tree, slot):
 
 
 ZEROS = tuple(np.zeros(()) for _ in range(4))
-entry(
-    "nn.GradientProbe", with_statistics, TREE, ZEROS, plain=ft.partial(backward, statistics),
-    **CHEAP,
-)
-entry(
-    "nn.GradientProbe: the whole gradient", lambda x, slot: nn.GradientProbe(slot)(x),
-    normal(3), np.zeros(3), plain=lambda x, slot: x + slot, **CHEAP,
-)
+entry("nn.GradientProbe", with_statistics, TREE, ZEROS, plain=ft.partial(backward, statistics),
+    **CHEAP)
+entry("nn.GradientProbe: the whole gradient", lambda x, slot: nn.GradientProbe(slot)(x),
+    normal(3), np.zeros(3), plain=lambda x, slot: x + slot, **CHEAP)
 
 
 # ---------------------------------------------------------------- fixed points
@@ -91,8 +85,6 @@ for method, z0, options in (
     ("implicit", None, {**SOME, "orders": ("value", "jvp", "vjp", "RF")}),
     ("fixed_point", normal(3), CHEAP),
 ):
-    entry(
-        f"nn.FixedPoint: {method}", ft.partial(fixed_point, method), normal(3),
+    entry(f"nn.FixedPoint: {method}", ft.partial(fixed_point, method), normal(3),
         normal(3, 3, scale=0.3), normal(3), z0, plain=steps,
-        **{**options, "tolerance": 1e-8, "leaks": False},
-    )
+        **{**options, "tolerance": 1e-8, "leaks": False})

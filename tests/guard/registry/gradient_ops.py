@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from .entry import entry, Nasty, ORDERS
+from .entry import entry, Nasty
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 A, INF, NAN = np.array, np.inf, np.nan
 X = A([0.5, -1.2, 2.0])
 R = A([[0.5, -1.2, 2.0], [0.3, 0.9, -0.4]])
@@ -21,14 +23,8 @@ COMPLEX = {"a": R * (1 - 2j), "b": Z[None]}
 VJP, FIRST = ("value", "vjp"), ("value", "jvp", "vjp")
 # Reverse over forward mode is no derivative of one function where the modes differ.
 MODES_DIFFER = ("value", "jvp", "vjp", "FF", "FR", "RR")
-
-
-def on_leaves(fn, *trees):
-    return jax.tree.map(fn, *trees)
-
-
-def times(s, t):
-    return on_leaves(lambda t: s.astype(t.dtype) * t, t)
+on_leaves = lambda fn, *trees: jax.tree.map(fn, *trees)
+times = lambda s, t: on_leaves(lambda t: s.astype(t.dtype) * t, t)
 
 
 def backward(rule):
@@ -54,8 +50,7 @@ def forward(rule):
     return fn
 
 
-def of_cotangent(op):
-    return lambda ct, *params: jax.vjp(lambda x: op(x, *params), ct)[1](ct)[0]
+of_cotangent = lambda op: lambda ct, *params: jax.vjp(lambda x: op(x, *params), ct)[1](ct)[0]
 
 
 def edge(args, value, *cts):
@@ -80,60 +75,29 @@ def backward_op(name, op, *params, rule, transforms=True, **options):
 STRENGTH = A([[3.0, -0.7, 1.9]])
 LINEAR = {"own_rule": True, "costs": False}
 
-entry(
-    "scale_gradient",
-    *(eqg.scale_gradient, TREE, STRENGTH),
-    plain=forward(lambda t, s: times(s, t)),
-    complex_args=(Z, A(1.3 - 0.4j)),
-    **LINEAR,
-)
-entry(
-    "reverse_gradient",
-    lambda x, s: (eqg.reverse_gradient(x), eqg.reverse_gradient(x, s)),
+entry("scale_gradient", *(eqg.scale_gradient, TREE, STRENGTH),
+    plain=forward(lambda t, s: times(s, t)), complex_args=(Z, A(1.3 - 0.4j)), **LINEAR)
+entry("reverse_gradient", lambda x, s: (eqg.reverse_gradient(x), eqg.reverse_gradient(x, s)),
     *(X, A(0.6)),
-    plain=lambda x, s: (
-        forward(lambda t: -t)(x),
-        forward(lambda t, s: times(-s, t))(x, s),
-    ),
-    complex_args=(Z, A(0.6)),
-    **LINEAR,
-)
+    plain=lambda x, s: (forward(lambda t: -t)(x), forward(lambda t, s: times(-s, t))(x, s)),
+    complex_args=(Z, A(0.6)), **LINEAR)
 MASKS = {"a": A([[True, False, True], [False, True, True]]), "b": False, "c": True}
 MASKED = TREE | {"c": A([0.4, -0.9])}
-entry(
-    "mask_gradient",
-    lambda x: eqg.mask_gradient(x, MASKS),
-    MASKED,
+entry("mask_gradient", lambda x: eqg.mask_gradient(x, MASKS), MASKED,
     plain=forward(lambda t: on_leaves(lambda m, t: jnp.where(m, t, 0), MASKS, t)),
     garbage=(on_leaves(lambda m, x: np.where(m, x, NAN), MASKS, MASKED),),
     counts=lambda out: on_leaves(lambda m, x: np.broadcast_to(m, x.shape), MASKS, out),
-    complex_args=(COMPLEX | {"c": Z * 1j},),
-    **LINEAR,
-)
-entry(
-    "mask_gradient: a mask that depends on x",
-    lambda x: eqg.mask_gradient(x, x < 1),
-    X,
-    plain=forward(lambda t: t * A([1, 1, 0]).astype(t.dtype)),
-    transforms=False,
-    **LINEAR,
-)
+    complex_args=(COMPLEX | {"c": Z * 1j},), **LINEAR)
 
 
-def schedule(p, low, high, gamma):
-    return low + (high - low) * (2 / (1 + jnp.exp(-gamma * p)) - 1)
+schedule = lambda p, low, high, gamma: low + (high - low) * (2 / (1 + jnp.exp(-gamma * p)) - 1)
 
 
-entry(
-    "reversal_schedule",
-    lambda p, low, high, gamma: (
+entry("reversal_schedule", lambda p, low, high, gamma: (
         eqg.reversal_schedule(p, low=np.float32(0)),
         eqg.reversal_schedule(p, low=low, high=high, gamma=gamma),
-    ),
-    *(A([0.1, 0.3, 0.75]), A(0.2), A(1.7), A(4.0)),
-    plain=lambda p, *params: (schedule(p, 0, 1, 10), schedule(p, *params)),
-    transforms=False,
-)
+    ), *(A([0.1, 0.3, 0.75]), A(0.2), A(1.7), A(4.0)),
+    plain=lambda p, *params: (schedule(p, 0, 1, 10), schedule(p, *params)), transforms=False)
 
 
 def over_devices(fn, *args):
@@ -145,8 +109,7 @@ def over_devices(fn, *args):
     return jax.shard_map(of_row, **options)(*args)
 
 
-def over_batch(fn, *args):
-    return jax.vmap(fn, axis_name="i")(*args)
+over_batch = lambda fn, *args: jax.vmap(fn, axis_name="i")(*args)
 
 
 def gradient_inside(over, weight, x):
@@ -156,15 +119,9 @@ def gradient_inside(over, weight, x):
 
 
 for _name, _over in (("", over_batch), (": in shard_map", over_devices)):
-    entry(
-        f"psum_gradient{_name}",
-        ft.partial(_over, lambda x: eqg.psum_gradient(x, "i")),
-        R,
+    entry(f"psum_gradient{_name}", ft.partial(_over, lambda x: eqg.psum_gradient(x, "i")), R,
         plain=backward(lambda ct: jnp.broadcast_to(jnp.sum(ct, 0)[None], ct.shape)),
-        forward=lambda x: x,
-        orders=MODES_DIFFER,
-        transforms=_over is over_batch,
-    )
+        forward=lambda x: x, orders=MODES_DIFFER, transforms=_over is over_batch)
     entry(
         f"psum_gradient: the gradient{_name}",
         ft.partial(gradient_inside, _over),
@@ -180,8 +137,7 @@ for _name, _over in (("", over_batch), (": in shard_map", over_devices)):
 # ---------------------------------------------------------------- not linear in it
 
 
-def clip(ct, low, high):
-    return jnp.where(ct < low, low, jnp.where(ct > high, high, ct))
+clip = lambda ct, low, high: jnp.where(ct < low, low, jnp.where(ct > high, high, ct))
 
 
 backward_op(
@@ -192,8 +148,7 @@ backward_op(
     # the slope at a bound is one half
     nasty=[
         edge(
-            ([-0.5, 0.9, 1.0, -2.0], -0.5, 1.0),
-            [-0.5, 0.9, 1, -0.5],
+            ([-0.5, 0.9, 1.0, -2.0], -0.5, 1.0), [-0.5, 0.9, 1, -0.5],
             *([0.5, 1, 0.5, 0], 1.5, 0.5),
         )
     ],
@@ -203,29 +158,18 @@ for _low, _high, _clipped in (
     (None, 1.0, [0.5 - 2j, -1.2 + 0.3j, 1 + 0.7j]),
     (-0.5, 1.0, [0.5 - 0.5j, -0.5 + 0.3j, 1 + 0.7j]),
 ):
-    entry(
-        f"clip_gradient: from {_low} to {_high}, complex, NaN",
-        of_cotangent(lambda x, low=_low, high=_high: eqg.clip_gradient(x, low, high)),
-        X,
-        plain=lambda ct, low=_low, high=_high: jnp.clip(ct, low, high),
-        orders=("value",),
-        transforms=False,
-        nasty=[Nasty(A([NAN, INF, -INF])), edge((Z,), _clipped)],
-    )
+    entry(f"clip_gradient: from {_low} to {_high}, complex, NaN",
+        of_cotangent(lambda x, low=_low, high=_high: eqg.clip_gradient(x, low, high)), X,
+        plain=lambda ct, low=_low, high=_high: jnp.clip(ct, low, high), orders=("value",),
+        transforms=False, nasty=[Nasty(A([NAN, INF, -INF])), edge((Z,), _clipped)])
 
 
 def norm_of(ct, axis=None):
     return jnp.sqrt(jnp.sum(jnp.abs(ct) ** 2, axis, keepdims=axis is not None))
 
 
-def whole_norm(ct):
-    return jnp.sqrt(sum(norm_of(c) ** 2 for c in jax.tree.leaves(ct)))
-
-
-def factor(norm, max_norm):
-    return jnp.where(norm > max_norm, max_norm / norm, 1)
-
-
+whole_norm = lambda ct: jnp.sqrt(sum(norm_of(c) ** 2 for c in jax.tree.leaves(ct)))
+factor = lambda norm, max_norm: jnp.where(norm > max_norm, max_norm / norm, 1)
 LONG = 40 * np.sin(np.arange(1.0, 1500.0))
 backward_op(
     "clip_gradient_norm",
@@ -240,50 +184,26 @@ backward_op(
         edge(([3e200, -4e200], 0.5), [0.3, -0.4], [0.0, 0.0], -0.2),
     ],
 )
-entry(
-    "clip_gradient_norm: not finite",
-    of_cotangent(lambda x: eqg.clip_gradient_norm(x, 0.5)),
-    X,
-    plain=lambda ct: ct * 0.5 / norm_of(ct),
-    orders=("value",),
-    transforms=False,
-    nasty=[edge(([NAN, 2.0],), [NAN, 2.0]), edge(([INF, 2.0],), [INF, 2.0])],
-)
-backward_op(
-    "clip_gradient_norm: along an axis",
-    lambda x, m: eqg.clip_gradient_norm(x, m, axis=-1),
-    A(1.6),
-    rule=lambda ct, m: on_leaves(lambda c: c * factor(norm_of(c, -1), m), ct),
-    transforms=False,
-)
-backward_op(
-    "normalize_gradient",
-    lambda x: eqg.normalize_gradient(x),
-    rule=lambda ct: times(1 / whole_norm(ct), ct),
-    half=(LONG,),
-    complex_args=(COMPLEX,),
+entry("clip_gradient_norm: not finite", of_cotangent(lambda x: eqg.clip_gradient_norm(x, 0.5)),
+    X, plain=lambda ct: ct * 0.5 / norm_of(ct), orders=("value",), transforms=False,
+    nasty=[edge(([NAN, 2.0],), [NAN, 2.0]), edge(([INF, 2.0],), [INF, 2.0])])
+backward_op("clip_gradient_norm: along an axis",
+    lambda x, m: eqg.clip_gradient_norm(x, m, axis=-1), A(1.6),
+    rule=lambda ct, m: on_leaves(lambda c: c * factor(norm_of(c, -1), m), ct), transforms=False)
+backward_op("normalize_gradient", lambda x: eqg.normalize_gradient(x),
+    rule=lambda ct: times(1 / whole_norm(ct), ct), half=(LONG,), complex_args=(COMPLEX,),
     nasty=[
         edge(([3e-200, -4e-200],), [0.6, -0.8], [2.24e199, 1.68e199]),
         edge((np.zeros(3),), np.zeros(3), np.ones(3)),
         edge(([NAN, 2.0],), [NAN, NAN], [NAN, NAN]),
-    ],
-)
-backward_op(
-    "normalize_gradient: with eps, along an axis",
-    lambda x, eps: eqg.normalize_gradient(x, axis=0, eps=eps),
-    A(0.3),
-    rule=lambda ct, eps: on_leaves(lambda c: c / (norm_of(c, 0) + eps), ct),
-    transforms=False,
-)
-backward_op(
-    "zero_nonfinite_gradient",
-    eqg.zero_nonfinite_gradient,
-    rule=lambda ct: ct,
-    nasty=[
+    ])
+backward_op("normalize_gradient: with eps, along an axis",
+    lambda x, eps: eqg.normalize_gradient(x, axis=0, eps=eps), A(0.3),
+    rule=lambda ct, eps: on_leaves(lambda c: c / (norm_of(c, 0) + eps), ct), transforms=False)
+backward_op("zero_nonfinite_gradient", eqg.zero_nonfinite_gradient, rule=lambda ct: ct, nasty=[
         edge(([NAN, 2.0, INF, -INF],), [0, 2, 0, 0], [0, 1, 0, 0]),
         edge(([complex(1, NAN), 2 - 1j, complex(INF, 1)],), [0, 2 - 1j, 0], [0, 1, 0]),
-    ],
-)
+    ])
 
 
 def with_noise(ct, stddev):
@@ -294,14 +214,9 @@ def with_noise(ct, stddev):
     return on_leaves(lambda c, n: c + stddev * n, ct, jax.tree.unflatten(treedef, noise))
 
 
-backward_op(
-    "noise_gradient",
-    lambda x, stddev: eqg.noise_gradient(x, key=jr.key(5), stddev=stddev),
-    A([[0.5, 2.0, 0.1]]),
-    rule=with_noise,
-    transforms=False,
-    draws=True,
-)
+backward_op("noise_gradient",
+    lambda x, stddev: eqg.noise_gradient(x, key=jr.key(5), stddev=stddev), A([[0.5, 2.0, 0.1]]),
+    rule=with_noise, transforms=False, draws=True)
 
 # Halfway cases, subnormal numbers, overflows.
 ROUNDED = A([1 / 3, 1.0625, 1.1875, 3e-3, 2e-6, 1.3e-7, 460, 7e4, -1e6, INF, NAN, -0.7])
@@ -309,31 +224,19 @@ for _dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2):
     _cast = lambda x, d=_dtype: jax.lax.optimization_barrier(x.astype(d)).astype(x.dtype)
     with np.errstate(all="ignore"):
         parts = [x.astype(_dtype).astype(float) for x in (ROUNDED, Z.real, Z.imag)]
-    entry(
-        f"cast_gradient: {_dtype.dtype.name}",
-        of_cotangent(lambda x, d=_dtype: eqg.cast_gradient(x, d)),
-        X,
-        plain=_cast,
-        smooth=lambda x: x,
-        orders=VJP,
-        transforms=False,
-        nasty=[
+    entry(f"cast_gradient: {_dtype.dtype.name}",
+        of_cotangent(lambda x, d=_dtype: eqg.cast_gradient(x, d)), X, plain=_cast,
+        smooth=lambda x: x, orders=VJP, transforms=False, nasty=[
             edge((ROUNDED,), parts[0], np.ones(12)),
             edge((Z,), parts[1] + 1j * parts[2], np.ones(3)),
-        ],
-    )
+        ])
 
 # ---------------------------------------------------------------- other functions
 
-backward_op(
-    "on_backward",
-    lambda x, s: eqg.on_backward(
+backward_op("on_backward", lambda x, s: eqg.on_backward(
         {"t": x, "n": 3, "u": X.astype(s.dtype)},
         lambda ct: {"t": on_leaves(lambda c: jnp.tanh(s * c), ct["t"]), "n": None, "u": None},
-    )["t"],
-    A(0.8),
-    rule=lambda ct, s: on_leaves(lambda c: jnp.tanh(s * c), ct),
-)
+    )["t"], A(0.8), rule=lambda ct, s: on_leaves(lambda c: jnp.tanh(s * c), ct))
 entry(
     "probe",
     lambda x, slot: eqg.probe((x, x["a"]), ({"a": slot, "b": None}, None)),
@@ -364,27 +267,15 @@ def statistics_plain(ct):
 
 NOT_FINITE = {"a": A([3.0, NAN, -4.0, INF]), "b": A([-INF])}
 AT_NOT_FINITE = [A([1.8, 0, -5.4, 0]), np.zeros(1)]
-entry(
-    "probe: statistics",
-    statistics,
-    TREE,
-    plain=statistics_plain,
-    orders=FIRST,
-    transforms=False,
-    nasty=[Nasty(NOT_FINITE, value=[10, 8, 6, 2, 5, 4], cts=AT_NOT_FINITE)],
-)
+entry("probe: statistics", statistics, TREE, plain=statistics_plain, orders=FIRST,
+    transforms=False, nasty=[Nasty(NOT_FINITE, value=[10, 8, 6, 2, 5, 4], cts=AT_NOT_FINITE)])
 for _name, _op in (
     ("tap_gradient", lambda x: eqg.tap_gradient(x, lambda *_: None, 3)),
     ("watch_gradient", lambda x: eqg.watch_gradient(x, "x", step=3)),
 ):
     entry(_name, _op, TREE, plain=lambda x: x, complex_args=(Z,))
-entry(
-    "nondifferentiable",
-    lambda x, y: x * eqg.nondifferentiable(jax.lax.stop_gradient(y)),
-    *(X, X + 0.3),
-    plain=lambda x, y: x * y,
-    smooth=lambda x, y: x * jax.lax.stop_gradient(y),
-)
+entry("nondifferentiable", lambda x, y: x * eqg.nondifferentiable(jax.lax.stop_gradient(y)),
+    *(X, X + 0.3), plain=lambda x, y: x * y, smooth=lambda x, y: x * jax.lax.stop_gradient(y))
 
 # ---------------------------------------------------------------- selections
 
@@ -405,71 +296,9 @@ def selections_plain(x, y):
     return root, log, y[1:] / x[1:]
 
 
-def in_loops(x, y):
-    """Also of `cond`, which is a `select` under `vmap`."""
-    step = lambda c, xy: (c + jnp.where(xy[0] > 0, xy[1] / xy[0], xy[1]), c * xy[1])
-    root = lambda x, y: jax.lax.cond(x > 0, lambda: jnp.sqrt(x) * y, lambda: y)
-    total, sums = jax.lax.scan(step, jnp.zeros((), x.dtype), (x, y))
-    return total, sums, jax.vmap(root)(x, y)
-
-
-def in_loops_plain(x, y):
-    taken = jnp.where(UP, x, 1)
-    before = jnp.cumsum(y / taken) - y / taken
-    return jnp.sum(y / taken), before * y, jnp.sqrt(taken) * y
-
-
 ZERO, Y = A([0.0, -1.2, -0.8, 0.9]), A([1.3, -0.6, 0.9, 0.4])
-for _name, _fn, _plain, _orders in (
-    ("zero_safe", selections, selections_plain, ORDERS),
-    ("zero_safe: in loops", in_loops, in_loops_plain, FIRST),
-):
-    _options = {"tolerance32": 1e-3, "costs": False, "transforms": _orders is ORDERS}
-    _options |= {"plain": _plain, "orders": _orders, "nasty": [Nasty(ZERO, Y)]}
-    entry(_name, eqg.zero_safe(_fn), ZERO - A([0.5, 0, 0, 0]), Y, **_options)
-entry(
-    "zero_safe: an exact zero wins",
-    eqg.zero_safe(lambda x: jnp.sqrt(x) ** 2, policy="zero"),
-    A([0.5, 1.2, 2.0]),
-    plain=lambda x: x,
-    transforms=False,
-    nasty=[edge(([0.0, 4.0],), [0.0, 4.0], [0.0, 1.0])],
-)
-
-
-def after_a_bounce(height, gravity, restitution):
-    """The state at a second, of a ball that was dropped."""
-    t = jnp.sqrt(2 * height / gravity)
-    y = {"height": jnp.zeros_like(t), "velocity": -jnp.sqrt(2 * height * gravity)}
-    reset = lambda t, y: y | {"velocity": -restitution * y["velocity"] + 0.1 * t}
-    field = lambda t, y: {"height": y["velocity"], "velocity": -gravity}
-    time, y = eqg.jump(reset, y, field, t)
-    # The time is a number, and the state has all of the derivative.
-    rest, v = 1 - jax.lax.stop_gradient(time), y["velocity"]
-    return y["height"] + v * rest - gravity * rest**2 / 2, v - gravity * rest
-
-
-def after_a_bounce_closed_form(height, gravity, restitution):
-    t = jnp.sqrt(2 * height / gravity)
-    v, rest = restitution * jnp.sqrt(2 * height * gravity) + 0.1 * t, 1 - t
-    return v * rest - gravity * rest**2 / 2, v - gravity * rest
-
-
-def new_field(position, speed):
-    """A particle that is faster beyond one, with no reset; one part of the state is fixed."""
-    t = (1 - position) / speed
-    time, y = eqg.jump(
-        None, (jnp.ones_like(t), position), lambda t, y: (2 * t * speed, None), t
-    )
-    return y[0] + speed * (4 - time**2), y[1]
-
-
-BALL = A(3.0), A(9.8), A(0.8)
-entry("jump: in closed form", after_a_bounce, *BALL, plain=after_a_bounce_closed_form)
-entry(
-    "jump: no reset",
-    new_field,
-    *(A(0.3), A(0.5)),
-    plain=lambda p, speed: (1 + speed * (4 - ((1 - p) / speed) ** 2), p),
-    transforms=False,
-)
+entry("zero_safe", *(eqg.zero_safe(selections), ZERO - A([0.5, 0, 0, 0]), Y),
+    plain=selections_plain, nasty=[Nasty(ZERO, Y)], tolerance32=1e-3, costs=False)
+entry("zero_safe: an exact zero wins", eqg.zero_safe(lambda x: jnp.sqrt(x) ** 2, policy="zero"),
+    A([0.5, 1.2, 2.0]), plain=lambda x: x, transforms=False,
+    nasty=[edge(([0.0, 4.0],), [0.0, 4.0], [0.0, 1.0])])

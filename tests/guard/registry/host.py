@@ -9,6 +9,8 @@ import numpy as np
 from .entry import entry
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 X, Y = np.array([0.5, -1.2, 2.0]), np.array([0.7, 1.3, -0.4])
 OPTION = {"transforms": False, "costs": False, "orders": ("value", "jvp", "vjp")}
 
@@ -18,12 +20,8 @@ def in_numpy(x, y):
     return np.sin(x) * y[..., ::-1] + np.sum(x * x * y, -1, keepdims=True)
 
 
-def in_jax(x, y):
-    return jnp.sin(x) * y[..., ::-1] + jnp.sum(x * x * y, -1, keepdims=True)
-
-
-def fwd(x, y):
-    return in_numpy(x, y), (np.sin(x), np.cos(x), x, y)
+in_jax = lambda x, y: jnp.sin(x) * y[..., ::-1] + jnp.sum(x * x * y, -1, keepdims=True)
+fwd = lambda x, y: (in_numpy(x, y), (np.sin(x), np.cos(x), x, y))
 
 
 def bwd(residuals, ct):
@@ -61,42 +59,24 @@ BATCH = {"vmap_method": "broadcast_all"}
 entry("host_function", host("fwd"), X, Y, plain=in_jax, orders=OPTION["orders"], costs=False)
 for _name, _fn in {
     "residuals that JAX keeps": host("fwd", residuals=lambda x, y: (x, x, x, y)),
-    "no residuals kept": host("fwd", keep=0),
-    "backward rule": host("bwd"),
-    "forward rule": host("jvp"),
-    "both rules": host("jvp", "bwd"),
+    "no residuals kept": host("fwd", keep=0), "backward rule": host("bwd"),
+    "forward rule": host("jvp"), "both rules": host("jvp", "bwd"),
     "complex steps": host(finite_difference="complex"),
 }.items():
     entry(f"host_function: {_name}", _fn, X, Y, plain=in_jax, **OPTION)
 # Differences of float64 are known to 1e-10, of float32 to 1e-5; those of differences to less.
-for _precision, _tolerance, _second in (("float64", 1e-8, 1e-3), ("float32", 2e-3, 0.3)):
-    _options = {"precisions": (_precision,), "tolerance": _tolerance, "tolerance32": _tolerance}
-    _central = host(finite_difference="central")
-    entry(
-        f"host_function: central differences, {_precision}",
-        _central,
-        X,
-        Y,
-        plain=in_jax,
-        **OPTION | _options,
-    )
-    if _precision == "float32":
-        continue
-    _options["tolerance"] = _second
-    _orders = OPTION | _options | {"orders": ("FF", "FR", "RF", "RR")}
-    entry("host_function: differences of differences", _central, X, Y, plain=in_jax, **_orders)
-    _options["tolerance"] = 1e-7
-    for _rules, _of_rules in ((("fwd",), ("FR", "RR")), (("jvp",), ("FF", "RF"))):
-        entry(
-            f"host_function: differences of {_rules}",
-            host(*_rules, finite_difference="central", step=(1e-5, 2e-5)),
-            X,
-            Y,
-            plain=in_jax,
-            **_orders
-            | _options
-            | {"orders": ("FR", "RR") if _rules == ("fwd",) else ("FF", "RF")},
-        )
+_central = host(finite_difference="central")
+_steps = {"finite_difference": "central", "step": (1e-5, 2e-5)}
+for _name, _fn, _precision, _tolerance, _orders in (
+    ("central differences, float64", _central, "float64", 1e-8, OPTION["orders"]),
+    ("central differences, float32", _central, "float32", 2e-3, OPTION["orders"]),
+    ("differences of differences", _central, "float64", 1e-3, ("FF", "FR", "RF", "RR")),
+    ("differences of cotangents", host("fwd", **_steps), "float64", 1e-7, ("FR", "RR")),
+    ("differences of tangents", host("jvp", **_steps), "float64", 1e-7, ("FF", "RF")),
+):
+    _options = {"tolerance": _tolerance, "tolerance32": _tolerance, "orders": _orders}
+    _options |= OPTION | {"precisions": (_precision,)} | _options
+    entry(f"host_function: {_name}", _fn, X, Y, plain=in_jax, **_options)
 
 
 def batched(fn):
@@ -105,8 +85,7 @@ def batched(fn):
     def run(x, y):
         xs, ys = jnp.stack([x, 0.7 * x, y]), jnp.stack([y, x, 1.2 * y])
         return (
-            jax.vmap(fn)(xs, ys),
-            jax.vmap(fn, (0, None))(xs, y),
+            jax.vmap(fn)(xs, ys), jax.vmap(fn, (0, None))(xs, y),
             jax.vmap(fn, (None, 0))(x, ys),
         )
 
@@ -121,15 +100,22 @@ for _method in ("sequential", "sequential_unrolled", "expand_dims", "broadcast_a
     }.items():
         if _name != "rules" and _method not in ("sequential", "broadcast_all"):
             continue
-        entry(
-            f"host_function: {_method}, {_name}",
-            batched(_fn),
-            X,
-            Y,
-            plain=batched(in_jax),
-            precisions=("float64",),
-            **OPTION,
-        )
+        entry(f"host_function: {_method}, {_name}", batched(_fn), X, Y, plain=batched(in_jax),
+            precisions=("float64",), **OPTION)
+
+
+_sin = eqg.host_function(lambda x, y: np.sin(x), out=lambda x, y: x, vmap_method="expand_dims")
+_sin.def_bwd(lambda args, ct: (np.cos(args[0]) * ct, 0 * args[1]))
+
+
+def in_two_batches(sin):
+    """The result depends on no argument of the inner batch."""
+    inner = lambda x, ys: jax.vmap(lambda y: sin(x, y))(ys)
+    return lambda x, y: jax.vmap(inner, (0, None))(jnp.stack([x, 0.3 * y]), jnp.stack([y, x]))
+
+
+entry("host_function: a result without the inner batch", *(in_two_batches(_sin), X, Y),
+    plain=in_two_batches(lambda x, y: jnp.sin(x)), **OPTION)
 
 # ---------------------------------------------------------------- trees and buffers
 
@@ -186,22 +172,12 @@ def on_host_plain(gain, a, z):
 
 
 _complex = (np.array(0.7), X, Y + 0.3j * X)
-for _name, _fn, _tolerance in (
-    ("a rule", on_host(out=trees_out), 1e-9),
-    ("central differences", on_host(out=trees_out, finite_difference="central"), 1e-7),
+for _name, _fn, _tolerance, _precisions in (
+    ("a rule", on_host(out=trees_out), 1e-9, ("float64", "float32")),
+    ("differences", on_host(out=trees_out, finite_difference="central"), 1e-7, ("float64",)),
 ):
-    entry(
-        f"host_function: trees, {_name}",
-        _fn,
-        np.array(0.7),
-        X,
-        Y,
-        plain=on_host_plain,
-        complex_args=_complex,
-        tolerance=_tolerance,
-        precisions=("float64",),
-        **OPTION,
-    )
+    entry(f"host_function: trees, {_name}", _fn, np.array(0.7), X, Y, plain=on_host_plain,
+        complex_args=_complex, tolerance=_tolerance, precisions=_precisions, **OPTION)
 
 # ---------------------------------------------------------------- linear maps
 
@@ -236,32 +212,14 @@ def linear_plain(a, b):
     return {"u": 1.5 * jnp.asarray(m, a.dtype) @ a, "v": 2 * b}
 
 
-entry(
-    "linear_host_function",
-    linear(),
-    X,
+entry("linear_host_function", linear(), X, np.array([0.3, -0.7]), plain=linear_plain,
+    complex_args=(X + 0.4j * Y, np.array([0.3, -0.7])), costs=False)
+entry("linear_host_function: a batch",
+    lambda a, b: jax.vmap(linear(**BATCH), (0, None))(jnp.stack([a, 2.5 * a]), b), X,
     np.array([0.3, -0.7]),
-    plain=linear_plain,
-    complex_args=(X + 0.4j * Y, np.array([0.3, -0.7])),
-    costs=False,
-)
-entry(
-    "linear_host_function: a batch",
-    lambda a, b: jax.vmap(linear(**BATCH), (0, None))(jnp.stack([a, 2.5 * a]), b),
-    X,
-    np.array([0.3, -0.7]),
-    plain=lambda a, b: jax.vmap(linear_plain, (0, None))(jnp.stack([a, 2.5 * a]), b),
-    **OPTION,
-)
-entry(
-    "linear_host_function: transposed",
-    lambda y: jax.linear_transpose(
+    plain=lambda a, b: jax.vmap(linear_plain, (0, None))(jnp.stack([a, 2.5 * a]), b), **OPTION)
+entry("linear_host_function: transposed", lambda y: jax.linear_transpose(
         eqg.linear_host_function(
             lambda x: np.cumsum(x, -1), lambda y: np.cumsum(y[::-1])[::-1]
-        ),
-        y,
-    )(y)[0],
-    X,
-    plain=lambda y: jnp.cumsum(y[::-1])[::-1],
-    **OPTION,
-)
+        ), y,
+    )(y)[0], X, plain=lambda y: jnp.cumsum(y[::-1])[::-1], **OPTION)

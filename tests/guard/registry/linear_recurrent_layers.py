@@ -10,6 +10,8 @@ import numpy as np
 from .over_time import CHEAP, draws, enter, layer, plain
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 nn = eqg.nn
 normal = draws(1)
 
@@ -17,8 +19,7 @@ normal = draws(1)
 # ---------------------------------------------------------------- the papers' equations
 
 
-def complex_of(parts):
-    return jax.lax.complex(parts[0], parts[1])
+complex_of = lambda parts: jax.lax.complex(parts[0], parts[1])
 
 
 def diagonal(factor, scale, gain, activation, c, x, h):
@@ -61,8 +62,7 @@ def zero_complex(c):
     return jax.lax.complex(zeros, zeros)
 
 
-def zero_real(gates):
-    return lambda c: jnp.zeros(len(c["weight"]) // gates, c["weight"].dtype)
+zero_real = lambda gates: lambda c: jnp.zeros(len(c["weight"]) // gates, c["weight"].dtype)
 
 
 def convolved(c, x, window):
@@ -116,10 +116,7 @@ NAMES = {
 def diagonal_cell(kind, size, out, state, skip):
     # Frequencies of S5 are steps apart, so that all of exp(rate * step) differ.
     centers = {
-        "log_decay": -1.0,
-        "log_phase": 0.0,
-        "log_gamma": -0.5,
-        "frequency": 2.0,
+        "log_decay": -1.0, "log_phase": 0.0, "log_gamma": -0.5, "frequency": 2.0,
         "log_step": -0.7,
     }
     c = {name: centers[name] + normal(state, scale=0.5) for name in NAMES[kind]}
@@ -154,8 +151,7 @@ def linear(
         # S5 is given the number of eigenvalues, of which half are states.
         make = ft.partial(getattr(nn, kind), size, out, 2 * hidden if kind == "S5" else hidden)
         step, zero = (
-            ft.partial(STEPS[kind], given.get("activation") or (lambda y: y)),
-            zero_complex,
+            ft.partial(STEPS[kind], given.get("activation") or (lambda y: y)), zero_complex,
         )
         of = lambda n: diagonal_cell(kind, n, out, hidden, "vector" if n == out else "matrix")
     else:
@@ -185,25 +181,17 @@ for kind, options in (("MinGRU", SOME), ("MinLSTM", AGAIN)):
     linear(f"nn.{kind}", kind, normal(5, 2), 3, state=state_of(kind, 3), options=options)
 
 LENGTHS = np.array([7, 3, 0])
-# A line has as many arguments as there is room for.
-# fmt: off
 for kind, layers, directions, out in (("LRU", 2, 1, 1), ("S5", 1, 2, 2)):
-    linear(
-        f"nn.{kind}: padded", kind, normal(7, 3, 2), 3, out=out, lengths=LENGTHS,
+    linear(f"nn.{kind}: padded", kind, normal(7, 3, 2), 3, out=out, lengths=LENGTHS,
         num_layers=layers, bidirectional=directions == 2, time_major=True,
-        state=state_of(kind, 2, 3, 3), method="associative", activation=jnp.tanh,
-    )
+        state=state_of(kind, 2, 3, 3), method="associative", activation=jnp.tanh)
     first = normal(2, 3)
     linear(f"nn.{kind}: learned state", kind, normal(3, 7, 2), 3, first=first, reverse=True)
 for kind in ("MinGRU", "MinLSTM"):
-    linear(
-        f"nn.{kind}: padded", kind, normal(3, 7, 2), 3, lengths=LENGTHS, bidirectional=True,
-        reverse=True, state=state_of(kind, 2, 3, 3), method="associative", use_bias=False,
-    )
-    linear(
-        f"nn.{kind}: learned state", kind, normal(7, 3, 2), 3, num_layers=2, first=normal(2, 3),
-        time_major=True, lengths=LENGTHS,
-    )
+    linear(f"nn.{kind}: padded", kind, normal(3, 7, 2), 3, lengths=LENGTHS, bidirectional=True,
+        reverse=True, state=state_of(kind, 2, 3, 3), method="associative", use_bias=False)
+    linear(f"nn.{kind}: learned state", kind, normal(7, 3, 2), 3, num_layers=2,
+        first=normal(2, 3), time_major=True, lengths=LENGTHS)
 linear("nn.MinGRU: one step", "MinGRU", normal(1, 2), 3, state=state_of("MinGRU", 3))
 
 
@@ -225,28 +213,24 @@ WITH_WINDOWS = {
         ft.partial(nn.GatedDeltaNet, 2, 2, heads=2, key_size=2, value_size=1, conv_size=3),
         delta_net_step,
         {"weight_in": (16, 2), "convolution": (3, 10), "log_rate": (2,), "bias_step": (2,),
-         "gain": (1,), "weight_out": (2, 2)},
-        ((2, 2, 1), (2, 10)),
-    ),
-    "SelectiveSSM": (
-        ft.partial(nn.SelectiveSSM, 2, 2, 3, state_size=4, conv_size=2),
-        selective_step,
+         "gain": (1,), "weight_out": (2, 2)}, ((2, 2, 1), (2, 10)),
+    ), "SelectiveSSM": (
+        ft.partial(nn.SelectiveSSM, 2, 2, 3, state_size=4, conv_size=2), selective_step,
         {"weight_in": (6, 2), "convolution": (2, 3), "weight_select": (9, 3),
          "weight_step": (3, 1), "bias_step": (3,), "log_rate": (3, 4), "skip": (3,),
-         "weight_out": (2, 3)},
-        ((3, 4), (1, 3)),
+         "weight_out": (2, 3)}, ((3, 4), (1, 3)),
     ),
-}  # fmt: skip
+}
 for kind, (make, step, shapes, states) in WITH_WINDOWS.items():
     cell = lambda shapes=shapes: {name: normal(*shape) for name, shape in shapes.items()}
     state = tuple(normal(*shape) for shape in states)
     enter(
         f"nn.{kind}", layer(make), normal(4, 2), ((cell(),),), state, None, None,
         plain=plain(step, None), **AGAIN,
-    )  # fmt: skip
+    )
     two = {"num_layers": 2, "reverse": True, "time_major": True}
     enter(
         f"nn.{kind}: padded", layer(make, **two), normal(5, 2, 2), ((cell(),), (cell(),)),
         tuple(normal(2, 2, *shape) for shape in states), np.array([5, 2]), None,
         plain=plain(step, None, reverse=True, time_major=True), time_major=True, **CHEAP,
-    )  # fmt: skip
+    )

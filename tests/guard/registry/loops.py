@@ -13,13 +13,12 @@ import numpy as np
 from .entry import entry
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 rng = np.random.default_rng(2)
 OPTION = {"transforms": False, "costs": False, "orders": ("value", "jvp", "vjp", "RR")}
 FIRST = OPTION | {"orders": ("value", "jvp", "vjp")}
-
-
-def normal(*shape, scale=1.0):
-    return scale * rng.normal(size=shape)
+normal = lambda *shape, scale=1.0: scale * rng.normal(size=shape)
 
 
 class Step(eqx.Module):
@@ -56,36 +55,22 @@ def run(loop, **options):
     return fn
 
 
-def arguments(steps):
-    return normal(3), normal(steps, 3), normal(3, 3, scale=0.7), normal(3)
+arguments = lambda steps: (normal(3), normal(steps, 3), normal(3, 3, scale=0.7), normal(3))
 
 
 entry("filter_scan", run(eqg.filter_scan), *arguments(3), plain=run(scan), draws=True)
-entry(
-    "filter_scan: replay",
-    run(eqg.filter_scan, checkpoint="replay"),
-    *arguments(3),
-    plain=run(scan),
-    costs=False,
-    draws=True,
-)
+entry("filter_scan: replay", run(eqg.filter_scan, checkpoint="replay"), *arguments(3),
+    plain=run(scan), costs=False, draws=True)
 for _steps, _options in (
-    (5, {"checkpoint": 3, "reverse": True}),
-    (5, {"checkpoint": "sqrt"}),
-    (5, {"checkpoint": 2, "unroll": 2}),
-    (5, {"checkpoint": "replay", "reverse": True}),
-    (5, {"checkpoint": "auto"}),
-    (1, {"checkpoint": "replay", "reverse": True}),
+    (5, {"checkpoint": 3, "reverse": True}), (5, {"checkpoint": "sqrt"}),
+    (5, {"checkpoint": 2, "unroll": 2}), (5, {"checkpoint": "replay", "reverse": True}),
+    (5, {"checkpoint": "auto"}), (1, {"checkpoint": "replay", "reverse": True}),
     (1, {"checkpoint": 1, "unroll": True}),
 ):
     _reverse = _options.get("reverse", False)
-    entry(
-        f"filter_scan: {_steps}, {_options}",
-        run(eqg.filter_scan, **_options),
-        *arguments(_steps),
-        plain=run(scan, reverse=_reverse),
-        **FIRST | {"precisions": ("float64",)},
-    )
+    entry(f"filter_scan: {_steps}, {_options}", run(eqg.filter_scan, **_options),
+        *arguments(_steps), plain=run(scan, reverse=_reverse),
+        **FIRST | {"precisions": ("float64",)})
 
 
 # Many steps, more than in a chunk of those that are replayed, without keys and counts.
@@ -97,8 +82,7 @@ def tanh_step(w, b):
     return step
 
 
-def many(loop, **options):
-    return lambda h, xs, w, b: loop(tanh_step(w, b), h, xs, **options)
+many = lambda loop, **options: lambda h, xs, w, b: loop(tanh_step(w, b), h, xs, **options)
 
 
 def windows(k):
@@ -128,47 +112,10 @@ for _name, _options, _plain in (
     ("truncated in reverse", {"truncate": 7, "reverse": True}, windows(7)),
 ):
     _reverse = {"reverse": True} if "reverse" in _options else {}
-    entry(
-        f"filter_scan: long, {_name}",
-        many(eqg.filter_scan, **_options),
-        *_long,
-        plain=many(_plain, **_reverse),
-        **(OPTION if _name == "truncated" else FIRST),
-        half=_half if _name in ("replay", "truncated") else None,
-    )
+    entry(f"filter_scan: long, {_name}", many(eqg.filter_scan, **_options), *_long,
+        plain=many(_plain, **_reverse), **OPTION if _name == "truncated" else FIRST,
+        half=_half if _name in ("replay", "truncated") else None)
 
-
-def products(loop, **options):
-    """The axes of the batch are at other places in the operands."""
-    step = lambda w: lambda h, x: (jnp.tanh(jnp.einsum("ibj,bj->bi", w, h) + x),) * 2
-    return lambda h, xs, w: loop(step(w), h, xs, **options)
-
-
-entry(
-    "filter_scan: replay, products of batches",
-    products(eqg.filter_scan, checkpoint="replay"),
-    *(normal(2, 3), normal(4, 2, 3), normal(3, 2, 3, scale=0.7)),
-    plain=products(jax.lax.scan),
-    **FIRST,
-)
-
-
-def of_gradient(h, xs, w, b):
-    halve = lambda h: eqg.scale_gradient(h, 0.4)
-    carry, ys = eqg.filter_scan(tanh_step(w, b), h, xs, carry_gradient=halve, checkpoint=3)
-    again = eqg.filter_scan(lambda n, _: (n + 1, 2.5 * w[0]), 0, length=4)
-    return carry, ys, again
-
-
-def of_gradient_plain(h, xs, w, b):
-    step, halve = tanh_step(w, b), lambda h: 0.4 * h + jax.lax.stop_gradient(0.6 * h)
-    carry, ys = jax.lax.scan(lambda h, x: step(halve(h), x), h, xs)
-    return carry, ys, (jnp.array(4), jnp.stack([2.5 * w[0]] * 4))
-
-
-entry(
-    "filter_scan: carry_gradient", of_gradient, *arguments(7), plain=of_gradient_plain, **FIRST
-)
 
 # ---------------------------------------------------------------- online
 
@@ -195,13 +142,9 @@ def online(loop, **options):
 _xs = normal(7, 3)
 _states = normal(3), normal(3), normal(3), normal(3)
 for _options in ({}, {"reverse": True}):
-    entry(
-        f"filter_scan: online, {_options}",
-        online(eqg.filter_scan, online=True, **_options),
-        *_states,
-        plain=online(jax.lax.scan, **_options),
-        **(FIRST if _options else OPTION | {"transforms": True}),
-    )
+    entry(f"filter_scan: online, {_options}", online(eqg.filter_scan, online=True, **_options),
+        *_states, plain=online(jax.lax.scan, **_options),
+        **FIRST if _options else OPTION | {"transforms": True})
 
 
 def of_weights(h, w, b, xs, loop=jax.lax.scan):
@@ -215,14 +158,10 @@ def of_weights(h, w, b, xs, loop=jax.lax.scan):
     return loop(step, h, jax.lax.stop_gradient(xs))
 
 
-entry(
-    "filter_scan: online, weights",
+entry("filter_scan: online, weights",
     ft.partial(of_weights, loop=ft.partial(eqg.filter_scan, online=True)),
-    *(normal(3), normal(3, 2), normal(3), normal(5, 2)),
-    plain=of_weights,
-    half=(normal(3), normal(3, 2), normal(3), np.abs(normal(601, 2))),
-    **FIRST,
-)
+    *(normal(3), normal(3, 2), normal(3), normal(5, 2)), plain=of_weights,
+    half=(normal(3), normal(3, 2, scale=0.5), normal(3), 0.5 * np.abs(normal(601, 2))), **FIRST)
 
 
 def of_complex(h, rate, w, u, loop=jax.lax.scan):
@@ -238,14 +177,10 @@ def of_complex(h, rate, w, u, loop=jax.lax.scan):
     return loop(step, (h, jnp.zeros_like(rate)), xs)
 
 
-entry(
-    "filter_scan: online, complex",
+entry("filter_scan: online, complex",
     ft.partial(of_complex, loop=ft.partial(eqg.filter_scan, online=True)),
     *(normal(3) + 1j * normal(3), normal(3, scale=0.4), normal(3) - 0.5j, normal(3)),
-    plain=of_complex,
-    precisions=("float64",),
-    **FIRST,
-)
+    plain=of_complex, precisions=("float64",), **FIRST)
 
 
 def e_prop(h, w, b, loop=jax.lax.scan, product=None):
@@ -258,19 +193,13 @@ def e_prop(h, w, b, loop=jax.lax.scan, product=None):
     return loop(step, (h, jnp.zeros_like(h)), jnp.asarray(_xs, h.dtype))
 
 
-def fixed_product(w, h):
-    return w @ jax.lax.stop_gradient(h)
+fixed_product = lambda w, h: w @ jax.lax.stop_gradient(h)
 
 
-entry(
-    "filter_scan: e-prop",
-    ft.partial(e_prop, loop=ft.partial(eqg.filter_scan, online="e-prop")),
-    normal(3),
-    normal(3, 3, scale=0.7),
-    normal(3),
-    plain=ft.partial(e_prop, product=fixed_product),
-    **FIRST | {"orders": ("value", "vjp")},
-)
+entry("filter_scan: e-prop",
+    ft.partial(e_prop, loop=ft.partial(eqg.filter_scan, online="e-prop")), normal(3),
+    normal(3, 3, scale=0.7), normal(3), plain=ft.partial(e_prop, product=fixed_product),
+    **FIRST | {"orders": ("value", "vjp")})
 
 # ---------------------------------------------------------------- other control flow
 
@@ -291,24 +220,13 @@ def root_plain(x, n):
     return jnp.array(4), y
 
 
-entry(
-    "filter_while_loop",
-    root,
-    np.array([0.5, 1.2]),
-    np.array(4),
-    plain=root_plain,
-    orders=("value", "jvp", "FF"),
-)
+entry("filter_while_loop", root, np.array([0.5, 1.2]), np.array(4), plain=root_plain,
+    orders=("value", "jvp", "FF"))
 # Chunks that the steps fill, that they do not fill, and that `max_steps` cuts.
 for options in ({}, {"checkpoint": 4}, {"checkpoint": None}, {"max_steps": 4, "checkpoint": 3}):
-    entry(
-        f"filter_while_loop: bounded, {options}",
-        ft.partial(root, **{"max_steps": 11} | options),
-        np.array([0.5, 1.2]),
-        np.array(9 if "max_steps" in options else 4),
-        plain=root_plain,
-        transforms=not options,
-    )
+    entry(f"filter_while_loop: bounded, {options}",
+        ft.partial(root, **{"max_steps": 11} | options), np.array([0.5, 1.2]),
+        np.array(9 if "max_steps" in options else 4), plain=root_plain, transforms=not options)
 
 
 def mapped(run):
@@ -318,15 +236,10 @@ def mapped(run):
 
 
 for options in ({}, {"chunk": 3}, {"chunk": 7, "checkpoint": False}):
-    entry(
-        f"filter_map: {options}",
+    entry(f"filter_map: {options}",
         mapped(lambda f, options=options: lambda *xs: eqg.filter_map(f, *xs, **options)),
-        np.linspace(-1, 1, 14).reshape(7, 2),
-        np.array([[0.3, -0.8, 1.1], [0.5, 0.2, -0.4]]),
-        np.linspace(0.5, 2, 7),
-        plain=mapped(jax.vmap),
-        transforms=bool(options),
-    )
+        np.linspace(-1, 1, 14).reshape(7, 2), np.array([[0.3, -0.8, 1.1], [0.5, 0.2, -0.4]]),
+        np.linspace(0.5, 2, 7), plain=mapped(jax.vmap), transforms=bool(options))
 
 
 def branches(flags):
@@ -340,26 +253,15 @@ def branches(flags):
     return fn
 
 
-entry(
-    "filter_cond",
-    lambda x, w, flag: branches([flag, ~flag])(x, w),
-    normal(3),
-    normal(3),
-    np.array(True),
-    plain=lambda x, w, flag: [(w * jnp.sin(x), 3 * w[0]), (x**2, w[0])],
-    costs=False,
-)
-entry(
-    "filter_cond: numbers and a batch",
+entry("filter_cond", lambda x, w, flag: branches([flag, ~flag])(x, w), normal(3), normal(3),
+    np.array(True), plain=lambda x, w, flag: [(w * jnp.sin(x), 3 * w[0]), (x**2, w[0])],
+    costs=False)
+entry("filter_cond: numbers and a batch",
     lambda x, w: jax.vmap(lambda x: branches([x > 0, 2])(x[None], w[:1]))(x),
-    np.array([0.5, -1.2, 2.0]),
-    normal(3),
-    plain=lambda x, w: [
+    np.array([0.5, -1.2, 2.0]), normal(3), plain=lambda x, w: [
         (jnp.where(x > 0, w[:1] * jnp.sin(x), x**2)[:, None], jnp.where(x > 0, 3, 1) * w[0]),
         ((w[:1] * jnp.sin(x))[:, None], 0 * x + 3 * w[0]),
-    ],
-    **OPTION,
-)
+    ], **OPTION)
 
 
 class Layer(eqx.Module):
@@ -373,21 +275,11 @@ def checkpointed(**options):
     return lambda w, x: eqg.filter_checkpoint(Layer(w), **options)(x, 3, scale=x[0])["y"]
 
 
-entry(
-    "filter_checkpoint",
-    checkpointed(),
-    normal(3, 3),
-    normal(3),
-    plain=lambda w, x: jnp.sin(w @ x) ** 3 * x[0],
-)
-entry(
-    "filter_checkpoint: options",
-    checkpointed(prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable),
-    normal(3, 3),
-    normal(3),
-    plain=lambda w, x: jnp.sin(w @ x) ** 3 * x[0],
-    **OPTION,
-)
+entry("filter_checkpoint", checkpointed(), normal(3, 3), normal(3),
+    plain=lambda w, x: jnp.sin(w @ x) ** 3 * x[0])
+entry("filter_checkpoint: options",
+    checkpointed(prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable), normal(3, 3),
+    normal(3), plain=lambda w, x: jnp.sin(w @ x) ** 3 * x[0], **OPTION)
 
 # ---------------------------------------------------------------- linear recurrences
 
@@ -416,37 +308,20 @@ OF_ALL_STEPS = {"a row": normal(2, scale=0.6), "a number": np.array(0.7), "one":
 for _method, _reverse in itertools.product(("scan", "associative"), (False, True)):
     _linear = ft.partial(eqg.linear_recurrence, reverse=_reverse, method=_method)
     _is_first = (_method, _reverse) == ("scan", False)
-    entry(
-        f"linear_recurrence: {_method}, {_reverse}",
-        _linear,
-        A,
-        B,
-        H,
+    entry(f"linear_recurrence: {_method}, {_reverse}", _linear, A, B, H,
         plain=ft.partial(recurrence, reverse=_reverse),
         complex_args=(*complex_normal(7, 2), H + 0.3j) if _reverse else None,
-        **{} if _is_first else OPTION,
-    )
+        **{} if _is_first else OPTION)
     for _name, _a in OF_ALL_STEPS.items():
-        entry(
-            f"linear_recurrence: {_method}, {_reverse}, {_name}",
-            _linear,
-            _a,
+        entry(f"linear_recurrence: {_method}, {_reverse}, {_name}", _linear, _a,
             B[:1] if _name == "one" else B,
             plain=lambda a, b, r=_reverse: recurrence(a, b, jnp.zeros_like(b[0]), r),
             half=(np.array(0.7), normal(997, 2)) if _name == "a number" else None,
             complex_args=(_a * np.exp(0.4j), B + 0.3j) if _name == "a row" else None,
-            precisions=("float64",),
-            **FIRST,
-        )
-entry(
-    "linear_recurrence: auto",
-    lambda a, b, h: eqg.linear_recurrence(a[:, None], b, h),
-    A[:, 0],
-    normal(7, 3),
-    np.array(0.4),
-    plain=lambda a, b, h: recurrence(a[:, None], b, h),
-    **FIRST,
-)
+            precisions=("float64",), **FIRST)
+entry("linear_recurrence: auto", lambda a, b, h: eqg.linear_recurrence(a[:, None], b, h),
+    A[:, 0], normal(7, 3), np.array(0.4), plain=lambda a, b, h: recurrence(a[:, None], b, h),
+    **FIRST)
 
 
 # ---------------------------------------------------------------- what the input decides
@@ -467,23 +342,18 @@ def delta_rule(q, k, v, beta, g, state, delta=True, reverse=False):
 
 HEAD = (normal(3, 2), normal(3, 2) / 2, normal(3, 2), rng.random(3), -rng.random(3))
 for _options in ({}, {"reverse": True, "delta": False}):
-    entry(
-        f"gated_delta_rule: {sorted(_options)}",
+    entry(f"gated_delta_rule: {sorted(_options)}",
         lambda *args, options=_options: eqg.gated_delta_rule(
             *args[:5], state=args[5], chunk=2, **options
-        ),
-        *HEAD,
-        normal(2, 2),
-        plain=ft.partial(delta_rule, **_options),
-        **OPTION if _options else {},
-    )
+        ), *HEAD, normal(2, 2), plain=ft.partial(delta_rule, **_options),
+        **OPTION if _options else {})
 
 
 def selective(x, step, a, b, c, state, reverse=True):
     """Gu and Dao (2023), step by step."""
 
     def run(h, of):
-        x, step, b, c = of
+        x, step, b, c = (v.astype(h.dtype) for v in of)
         h = jnp.exp(step[:, None] * a) * h + (step * x)[:, None] * b[None]
         return h, jnp.real(h @ c)
 
@@ -491,11 +361,8 @@ def selective(x, step, a, b, c, state, reverse=True):
     return y, last
 
 
-entry(
-    "selective_scan",
-    lambda *args: eqg.selective_scan(*args[:5], state=args[5], reverse=True),
-    *(normal(5, 2), rng.random((5, 2)), -rng.random((2, 3)), normal(5, 3), normal(5, 3)),
-    normal(2, 3),
-    plain=selective,
-    **OPTION,
-)
+_args = (-rng.random((2, 3)), normal(5, 3), normal(5, 3), normal(2, 3))
+_args = (normal(5, 2), rng.random((5, 2)), *_args)
+entry("selective_scan",
+    lambda *args: eqg.selective_scan(*args[:5], state=args[5], reverse=True), *_args,
+    complex_args=(*_args[:2], *(x * (1 - 0.4j) for x in _args[2:])), plain=selective, **OPTION)

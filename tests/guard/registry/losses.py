@@ -12,6 +12,8 @@ import numpy as np
 from .entry import entry, Nasty
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 A, NAN = np.array, np.nan
 rng = np.random.default_rng(1)
 normal = lambda *shape: rng.normal(size=shape)
@@ -48,14 +50,8 @@ LABELS = A([0, 3, -100, 1, 2, 4, -100, 2, 0, 1, -100])
 LONG_LABELS = np.where(rng.random(700) < 0.1, -100, rng.integers(0, 7, 700))
 TOKENS = normal(11, 3), normal(5, 3), normal(5)
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.02, "chunk": 3}
-
-
-def labels_of(x):
-    return LABELS if len(x) == 11 else LONG_LABELS
-
-
-def smoothed(x, w, b):
-    return cross_entropy(x, w, labels_of(x), b, smoothing=0.1, z=0.02)
+labels_of = lambda x: LABELS if len(x) == 11 else LONG_LABELS
+smoothed = lambda x, w, b: cross_entropy(x, w, labels_of(x), b, smoothing=0.1, z=0.02)
 
 
 for _reduction, _plain in (
@@ -84,14 +80,11 @@ for _reduction, _chunk, _rows, _reduce in (
     ("mean", None, 300, lambda x: jnp.sum(x) / 12),
 ):
     _options = {"ignore_index": 250, "reduction": _reduction, "chunk": _chunk}
-    entry(
-        f"{CE}: {_reduction}, without bias, in two dimensions",
+    entry(f"{CE}: {_reduction}, without bias, in two dimensions",
         lambda x, w, options=_options: loss_of(x, w, SMALL, **options),
         *(normal(3, 5, 3), normal(_rows, 3)),
-        plain=lambda x, w, reduce=_reduce: reduce(of_small(x, w)),
-        orders=SHORT,
-        transforms=_reduction != "mean",
-    )
+        plain=lambda x, w, reduce=_reduce: reduce(of_small(x, w)), orders=SHORT,
+        transforms=_reduction != "mean")
 BATCH = A([[0, 3, 2, 1, 2], [4, 4, 4, 4, 4], [4, 4, 3, 3, 0]])
 of_rows = lambda x, w, b, y: loss_of(x, w, y, bias=b, chunk=2, ignore_index=4, z_loss=0.1)
 of_rows_plain = lambda x, w, b, y: jnp.sum(cross_entropy(x, w, y, b, ignore=4, z=0.1))
@@ -99,37 +92,24 @@ for _of, _axes, _shapes in (
     ("weights", (0, 0, None, 0), ((3, 5, 3), (3, 5, 3), (5,))),
     ("biases", (0, None, 0, 0), ((3, 5, 3), (5, 3), (3, 5))),
 ):
-    entry(
-        f"{CE}: of a batch of {_of}, and without labels that count",
+    entry(f"{CE}: of a batch of {_of}, and without labels that count",
         lambda x, w, b, axes=_axes: jax.vmap(of_rows, axes)(x, w, b, BATCH),
-        *(normal(*shape) for shape in _shapes),
-        plain=lambda x, w, b, axes=_axes: (
+        *(normal(*shape) for shape in _shapes), plain=lambda x, w, b, axes=_axes: (
             jax.vmap(of_rows_plain, axes)(x, w, b, BATCH) / A([5, 1, 3]).astype(x.dtype)
-        ),
-        orders=VJP,
-        **ONLY,
-    )
+        ), orders=VJP, **ONLY)
 # The logits are 1000 times the columns of the weight, and two labels are out of range.
 WEIGHT = A([[1, -1.0, 0.5], [2, 0.0, 0.5], [0, 2.0, 0.5], [-1, 1.0, 0.5], [1, 1, 0.5]])
 for _labels, _losses in (
-    ([0, 3, 2], [1000.0, 1000.0, np.log(5)]),
-    ([0, 5, -100], [1000.0, NAN, NAN]),
+    ([0, 3, 2], [1000.0, 1000.0, np.log(5)]), ([0, 5, -100], [1000.0, NAN, NAN]),
 ):
     wrong = np.where(A(_losses) < np.inf, 0, NAN)
     args = {"labels": A(_labels), "ignore": None}
-    entry(
-        f"{CE}: large logits, and labels {_labels}",
-        lambda x, w, y=args["labels"]: loss_of(
+    entry(f"{CE}: large logits, and labels {_labels}", lambda x, w, y=args["labels"]: loss_of(
             x, w, y, ignore_index=None, chunk=2, reduction="none"
-        ),
-        *(normal(3, 3), normal(5, 3)),
-        plain=lambda x, w, args=args, wrong=wrong: (
+        ), *(normal(3, 3), normal(5, 3)), plain=lambda x, w, args=args, wrong=wrong: (
             cross_entropy(x, w, **args) + wrong.astype(x.dtype)
-        ),
-        orders=("value",),
-        nasty=[Nasty(1000 * np.eye(3), WEIGHT, value=[A(_losses)])],
-        **ONLY,
-    )
+        ), orders=("value",), nasty=[Nasty(1000 * np.eye(3), WEIGHT, value=[A(_losses)])],
+        **ONLY)
 # As in PyTorch and Liger: a mean is divided by the class weights of the labels, the z-loss by
 # the number of tokens.
 OF_CLASS, SOFT = A([0.3, 1.7, 0.6, 0.0, 1.1]), rng.dirichlet(np.ones(5), 11)
@@ -145,15 +125,9 @@ for _name, _labels, _total in (
         z = jnp.sum(z) / n
         return jnp.sum(of_class) / total + z, jax.lax.stop_gradient(z)
 
-    entry(
-        f"{CE}: {_name}",
-        lambda x, w, b, y=_labels: loss_of(
+    entry(f"{CE}: {_name}", lambda x, w, b, y=_labels: loss_of(
             x, w, y, bias=b, class_weight=OF_CLASS, soft_cap=1.5, return_z_loss=True, **OPTIONS
-        ),
-        *TOKENS,
-        plain=_all_terms,
-        orders=SHORT,
-    )
+        ), *TOKENS, plain=_all_terms, orders=SHORT)
 SHARDED = A([0, 5, -100, 3, 2, 4, 1])
 
 
@@ -236,33 +210,6 @@ def in_a_closure_plain(xs, ys, w, b):
     return squares_plain(w, b + noise, xs.T, ys, 0.6) / len(ys)
 
 
-entry(
-    "losses.chunked: a mean, with a closure",
-    *(in_a_closure, normal(3, 7), normal(7, 2), *MODEL),
-    plain=in_a_closure_plain,
-    orders=SHORT,
-    draws=True,
-)
-of_model = lambda w, b, xs, ys: chunked(squares, (None, 0, 0), 2)(Model(w, b), xs, ys, scale=3)
-entry(
-    "losses.chunked: of a batch of models",
-    jax.vmap(of_model, (0, 0, None, None)),
-    *(normal(3, 2, 3), normal(3, 2), normal(5, 3), normal(5, 2)),
-    plain=jax.vmap(lambda *args: squares_plain(*args, 3), (0, 0, None, None)),
-    orders=VJP,
-    **ONLY,
-)
-
-
-def moduli(xs, w):
-    """Of complex data, with a real weight."""
-    return jnp.sum(jnp.abs(jnp.tanh(xs @ w.astype(xs.dtype))) ** 2)
-
-
-entry(
-    "losses.chunked: of complex data",
-    *(chunked(moduli, chunk=2, axis=(0, None)), normal(5, 2) + 1j * normal(5, 2), normal(2)),
-    plain=moduli,
-    orders=FIRST,
-    **ONLY,
-)
+entry("losses.chunked: a mean, with a closure",
+    *(in_a_closure, normal(3, 7), normal(7, 2), *MODEL), plain=in_a_closure_plain, orders=SHORT,
+    draws=True)

@@ -14,11 +14,8 @@ from .entry import entry
 
 # Options of an entry whose layer has a full entry already.
 CHEAP = {
-    "orders": ("value", "vjp"),
-    "transforms": False,
-    "costs": False,
-    "precisions": ("float64",),
-}
+    "orders": ("value", "vjp"), "transforms": False, "costs": False, "precisions": ("float64",),
+}  # fmt: skip
 
 
 def with_arrays(layer, cells):

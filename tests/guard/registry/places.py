@@ -13,6 +13,8 @@ from jax.experimental import checkify  # noqa: TID251  an interpreter of others
 from .entry import entry
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 ONCE = {"transforms": False, "costs": False, "precisions": ("float64",), "leaks": False}
 FIRST, SHORT = ("value", "jvp", "vjp"), ("value", "jvp", "vjp", "FR")
 rng = np.random.default_rng(5)
@@ -28,11 +30,8 @@ def both(fn):
     return forward, reverse
 
 
-def wave(x, w):
-    return jnp.sin(w @ x) * w[:, 0]
+wave = lambda x, w: jnp.sin(w @ x) * w[:, 0]
 
-
-RULES = dict(zip(("custom_jvp", "custom_vjp"), both(wave), strict=True))
 
 # ---------------------------------------------------------------- methods
 
@@ -56,8 +55,7 @@ class Layer(eqx.Module):
         yield from (self.checkpointed(x), self.masked(x), self.straight(x), self.chunks(rows))
 
 
-def methods(x, w):
-    return tuple(Layer(w).calls(x))
+methods = lambda x, w: tuple(Layer(w).calls(x))
 
 
 def methods_plain(x, w, rounded=jnp.round):
@@ -67,55 +65,26 @@ def methods_plain(x, w, rounded=jnp.round):
     return wave(x, w), positive * w[0], rounded(wave(x, w)), mean
 
 
-entry(
-    "filter_checkpoint: methods",
-    methods,
-    *(X, W),
-    plain=methods_plain,
-    smooth=ft.partial(methods_plain, rounded=lambda x: x),
-    **ONCE | {"orders": FIRST},
-)
+entry("filter_checkpoint: methods", methods, *(X, W), plain=methods_plain,
+    smooth=ft.partial(methods_plain, rounded=lambda x: x), **ONCE | {"orders": FIRST})
 
 # ---------------------------------------------------------------- other interpreters
 
 
-def checked(x, w, rule):
-    """A gradient with checks of indices, of NaN and of what a user asserts."""
+def checked(x, w):
+    """Gradients with checks of indices, of NaN and of what a user asserts."""
 
     def loss(x):
         checkify.check(jnp.sum(x) < 100, "too large")
-        return jnp.sum(jax.lax.cond(jnp.sum(x) < 50, lambda x: rule(x, w), lambda x: w @ x, x))
+        branches = [lambda x, rule=rule: rule(x, w) for rule in both(wave)]
+        return jnp.sum(jax.lax.cond(jnp.sum(x) < 50, *branches, x))
 
     return checkify.checkify(jax.value_and_grad(loss), checkify.all_checks)(x)[1]
 
 
-for _name, _rule in RULES.items():
-    entry(
-        f"{_name}: checkify",
-        ft.partial(checked, rule=_rule),
-        *(X, W),
-        plain=lambda x, w: jax.value_and_grad(lambda x: jnp.sum(wave(x, w)))(x),
-        **ONCE | {"orders": ("value",)},
-    )
-
-# A rule may apply a function with rules to its tangents. In a second derivative, the tangent is
-# a residual of that function, and the derivative is linear in it.
-_, product = both(lambda x, w: w @ x)
-outer = eqg.custom_jvp(lambda x, w: w @ jnp.sin(x))
-
-
-@outer.def_jvp
-def outer_jvp(primals, tangents):
-    (x, w), (t_x, t_w) = primals, tangents
-    return outer(x, w), product(jnp.cos(x) * t_x, w) + product(jnp.sin(x), t_w)
-
-
-entry(
-    "custom_vjp: a function of tangents",
-    *(lambda x, w: outer(x, w), X, W),
-    plain=lambda x, w: w @ jnp.sin(x),
-    **ONCE,
-)
+entry("custom_vjp: checkify", *(checked, X, W),
+    plain=lambda x, w: jax.value_and_grad(lambda x: jnp.sum(wave(x, w)))(x),
+    **ONCE | {"orders": ("value",)})
 
 # ---------------------------------------------------------------- closures
 
@@ -137,23 +106,24 @@ class Scaled:
 
 
 def of_captured(x, w):
-    """The rule holds a traced value in an object, in a container, and in itself."""
+    """The rule holds a traced value in an object, in a container, and in itself. The residual
+    of the other one is a function."""
     kept = {"a": [Scaled(jnp.sum(jax.lax.stop_gradient(w)))]}
     fn = eqg.custom_jvp(lambda x: jnp.sin(x) * kept["a"][0].double)
     fn.def_jvp(lambda p, t: (fn(*p), jnp.cos(p[0]) * t[0] * kept["a"][0].double))
+    body = eqg.custom_vjp(lambda x: jnp.sin(x) * later)
+    later = kept["a"][0].factor
+    body.def_fwd(lambda x: (body(x), lambda: jnp.cos(x) * later))
+    body.def_bwd(lambda slope, ct: (slope() * ct,))
     again = eqg.filter_scan(lambda h, x: (h + fn(x), fn(h)), jnp.zeros_like(x[0]), x)
-    return fn(x), again
+    return fn(x), again, body(x)
 
 
 def of_captured_plain(x, w):
     fn = lambda x: 2 * jnp.sin(x) * jnp.sum(jax.lax.stop_gradient(w))
-    return fn(x), jax.lax.scan(lambda h, x: (h + fn(x), fn(h)), jnp.zeros_like(x[0]), x)
+    again = jax.lax.scan(lambda h, x: (h + fn(x), fn(h)), jnp.zeros_like(x[0]), x)
+    return fn(x), again, fn(x) / 2
 
 
-entry(
-    "custom_jvp: objects of users' classes are captured",
-    of_captured,
-    *(X, W),
-    plain=of_captured_plain,
-    **ONCE | {"orders": SHORT},
-)
+entry("custom_jvp: objects of users' classes are captured", of_captured, *(X, W),
+    plain=of_captured_plain, **ONCE | {"orders": SHORT})

@@ -1,5 +1,7 @@
 """Quantized layers and quantizers, against the papers' straight-through formulas."""
 
+import functools as ft
+
 import equinox as eqx
 import eqx_grads as eqg
 import jax
@@ -7,10 +9,13 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
+from . import straight_through as formulas
 from .entry import entry
 from .over_time import CHEAP, draws
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 nn = eqg.nn
 stop = jax.lax.stop_gradient
 normal = draws(3)
@@ -27,23 +32,12 @@ def limits(bits, signed=True, narrow=False):
 
 
 def fake_quantize(x, scale, low, high):
-    """Jacob et al. (2018). Straight through where the rounded number is in the range."""
-    u = x / scale
-    q = stop(jnp.round(u))
-    inside = (low <= q) & (q <= high)
-    return jnp.where(inside, u + stop(q - u), jnp.clip(q, low, high)) * scale
+    return formulas.fake_quantize(low, high, x, scale, 0 * scale)
 
 
 def lsq(x, scale, low, high, gain=None):
-    """Esser et al. (2020). Straight through where the number is in the range."""
-    if gain is None:
-        gain = 1 / np.sqrt(x.size / scale.size * high)
-    u = x / scale
-    inside = (low < u) & (u < high)
-    bound = jnp.round(jnp.clip(stop(u), low, high))
-    scaled = gain * scale + stop(scale - gain * scale)
-    error = jnp.where(inside, stop(bound - u), bound) * scaled
-    return jnp.where(inside, x, 0) + error
+    gain = 1 / np.sqrt(x.size / scale.size * high) if gain is None else gain
+    return formulas.lsq(gain, low, high, x, scale)
 
 
 def absmax(x, high, axis=None):
@@ -65,24 +59,18 @@ def ternary(w, threshold):
 # Beyond the range, in the last half step of it, and a negative number.
 X = np.array([[0.52, -1.23, 1.6, 40.0, 2.26], [-0.1, 0.9, -30.0, -2.62, 2.9]])
 SCALES = np.array([[0.31], [0.23]])
-# A line has as many arguments as there is room for.
-# fmt: off
 for name, options in (
     ("nn.FakeQuantize", {}), ("nn.FakeQuantize: narrow", {"narrow": True}),
     ("nn.FakeQuantize: unsigned", {"signed": False}),
 ):
-    entry(
-        name, lambda x, s, o=options: nn.FakeQuantize(4, scale=s, learn_scale=True, **o)(x), X,
-        SCALES if options else np.array(0.31),
-        plain=lambda x, s, o=options: fake_quantize(x, s, *limits(4, **o)), **SOME,
-    )
+    entry(name, lambda x, s, o=options: nn.FakeQuantize(4, scale=s, learn_scale=True, **o)(x),
+        X, SCALES if options else np.array(0.31),
+        plain=lambda x, s, o=options: fake_quantize(x, s, *limits(4, **o)), **SOME)
 for name, axis in (("dynamic", None), ("a scale for each row", 0), ("each column", -1)):
     axes = {None: None, 0: 1, -1: 0}[axis]
-    entry(
-        f"nn.FakeQuantize: {name}",
+    entry(f"nn.FakeQuantize: {name}",
         lambda x, axis=axis: nn.FakeQuantize(3, channel_axis=axis)(x), X,
-        plain=lambda x, axes=axes: fake_quantize(x, absmax(x, 3, axes), -4, 3), **SOME,
-    )
+        plain=lambda x, axes=axes: fake_quantize(x, absmax(x, 3, axes), -4, 3), **SOME)
 
 
 def asymmetric(x):
@@ -105,36 +93,22 @@ def asymmetric_plain(x):
     return y, zero.astype("int32"), (codes, scale, point.astype("uint8"))
 
 
-entry(
-    "nn.FakeQuantize: asymmetric", asymmetric, X, plain=asymmetric_plain,
-    **{**CHEAP, "orders": ("value", "vjp")},
-)
-entry(
-    "nn.FakeQuantize: a constant scale",
-    lambda x, s: (nn.FakeQuantize(5, scale=0.3)(x), nn.FakeQuantize(5, scale=s)(x)),
-    X,
-    SCALES,
+entry("nn.FakeQuantize: asymmetric", asymmetric, X, plain=asymmetric_plain,
+    **{**CHEAP, "orders": ("value", "vjp")})
+entry("nn.FakeQuantize: a constant scale",
+    lambda x, s: (nn.FakeQuantize(5, scale=0.3)(x), nn.FakeQuantize(5, scale=s)(x)), X, SCALES,
     plain=lambda x, s: (
         fake_quantize(x, jnp.full((), 0.3, x.dtype), -16, 15),
         fake_quantize(x, stop(s), -16, 15),
-    ),
-    **SOME,
-)
+    ), **SOME)
 for name, options in (
-    ("nn.LSQ", {}),
-    ("nn.LSQ: unsigned", {"signed": False}),
+    ("nn.LSQ", {}), ("nn.LSQ: unsigned", {"signed": False}),
     ("nn.LSQ: a gain", {"gradient_scale": 0.37}),
 ):
-    entry(
-        name,
-        lambda x, s, o=options: nn.LSQ(4, scale=s, **o)(x),
-        X,
-        SCALES,
+    entry(name, lambda x, s, o=options: nn.LSQ(4, scale=s, **o)(x), X, SCALES,
         plain=lambda x, s, o=options: lsq(
             x, s, *limits(4, o.get("signed", True)), o.get("gradient_scale")
-        ),
-        **SOME,
-    )
+        ), **SOME)
 
 
 def of_negative_scale(x, s):
@@ -146,10 +120,8 @@ def integers(x, scale, low, high, dtype="int8"):
     return stop(jnp.clip(jnp.round(x / scale), low, high)).astype(dtype)
 
 
-entry(
-    "nn.LSQ: a scale that has become negative", of_negative_scale, X, np.array(0.31),
-    plain=lambda x, s: (lsq(x, s, -8, 7), (integers(x, s, -8, 7), s)), **CHEAP,
-)
+entry("nn.LSQ: a scale that has become negative", of_negative_scale, X, np.array(0.31),
+    plain=lambda x, s: (lsq(x, s, -8, 7), (integers(x, s, -8, 7), s)), **CHEAP)
 
 
 def fits(x):
@@ -194,10 +166,8 @@ def grouped_plain(x, s):
     return given, dynamic, (codes, s), 2 * jnp.mean(jnp.abs(stop(pairs)), 2) / 7**0.5
 
 
-entry(
-    "nn.LSQ: groups", grouped, X[:, :4], np.array([[0.31, 3.2], [0.23, 1.1]]),
-    plain=grouped_plain, **SOME,
-)
+entry("nn.LSQ: groups", grouped, X[:, :4], np.array([[0.31, 3.2], [0.23, 1.1]]),
+    plain=grouped_plain, **SOME)
 
 
 # ---------------------------------------------------------------- codebooks
@@ -260,11 +230,9 @@ def vector_quantizer_plain(ema, z, codebook, usage):
 
 USAGE = np.array([0.1, 0.4, 0.2, 0.3])
 for ema in (True, False):
-    entry(
-        f"nn.VectorQuantizer: {ema=}", lambda z, c, u, ema=ema: vector_quantizer(ema, z, c, u),
-        normal(3, 2, 5), normal(4, 2), USAGE,
-        plain=lambda z, c, u, ema=ema: vector_quantizer_plain(ema, z, c, u), **CHEAP,
-    )
+    entry(f"nn.VectorQuantizer: {ema=}",
+        lambda z, c, u, ema=ema: vector_quantizer(ema, z, c, u), normal(3, 2, 5), normal(4, 2),
+        USAGE, plain=lambda z, c, u, ema=ema: vector_quantizer_plain(ema, z, c, u), **CHEAP)
 
 
 def codebook_of(z):
@@ -294,8 +262,7 @@ entry("nn.VectorQuantizer: fit", codebook_of, normal(4, 2), plain=codebook_plain
 WEIGHT, BIAS = np.array([[0.45, -0.22, 0.33, 1.7], [0.13, 1.15, -0.61, -0.04]]), normal(2)
 
 
-def row_mean(size):
-    return jnp.mean(size, 1, keepdims=True)
+row_mean = lambda size: jnp.mean(size, 1, keepdims=True)
 
 
 def kept_mean(w, threshold):
@@ -304,8 +271,7 @@ def kept_mean(w, threshold):
     return total / jnp.sum(kept, 1, keepdims=True)
 
 
-def by_mean(w):
-    return 0.7 * stop(row_mean(jnp.abs(w)))
+by_mean = lambda w: 0.7 * stop(row_mean(jnp.abs(w)))
 
 
 def linear(layer, weight, bias):
@@ -325,12 +291,10 @@ LINEARS = {
     "nn.Ternary": (
         (nn.Ternary(), None),
         (lambda w: ternary(w, by_mean(w)) * kept_mean(w, by_mean(w)), None),
-    ),
-    "nn.Ternary: a threshold": (
+    ), "nn.Ternary: a threshold": (
         (nn.Ternary(threshold=0.25), None),
         (lambda w: ternary(w, 0.25) * kept_mean(w, 0.25), None),
-    ),
-    "nn.Ternary: without a scale": (
+    ), "nn.Ternary: without a scale": (
         (nn.Ternary(threshold=0.4, scale=False), None), (lambda w: ternary(w, 0.4), None),
     ),
 }
@@ -348,22 +312,6 @@ for name, (quantizers, plain) in LINEARS.items():
     entry(name, fn, normal(4), WEIGHT, BIAS, plain=plain_linear, **(SOME | options))
 
 
-def fitted_linear(x, weight, bias):
-    """Its weights' scale is fitted, and then learned."""
-    layer = linear(eqx.nn.Linear(4, 2, key=jr.key(0), dtype=x.dtype), weight, bias)
-    layer = nn.Quantized(layer, nn.LSQ(4))
-    return layer(x), layer.weight_quantizer.scale
-
-
-def fitted_linear_plain(x, weight, bias):
-    scale = 2 * jnp.mean(jnp.abs(stop(weight))) / 7**0.5
-    return lsq(weight, scale, -8, 7) @ x + bias, scale
-
-
-entry(
-    "nn.Quantized: fitted", fitted_linear, normal(4), WEIGHT, BIAS, plain=fitted_linear_plain,
-    **SOME,
-)
 CONV = {"stride": 2, "padding": ((1, 0),), "dilation": 2, "groups": 2}
 
 
@@ -380,19 +328,9 @@ def conv_plain(of_weight, x, weight, bias):
     return out[0] + bias
 
 
-def xnor(w):
-    return sign(w) * jnp.mean(jnp.abs(w), (1, 2), keepdims=True)
-
-
-for name, quantizer, plain in (
-    ("a convolution", QUANTIZERS[0], lambda w: fake_quantize(w, absmax(w, 3, (1, 2)), -4, 3)),
-    ("a convolution of bits", nn.Binary(), xnor),
-):
-    entry(
-        f"nn.Quantized: {name}", lambda *args, q=quantizer: conv(q, *args), normal(4, 9),
-        normal(2, 2, 3), normal(2, 1), plain=lambda *args, q=plain: conv_plain(q, *args),
-        **SOME,
-    )
+entry("nn.Quantized: a convolution", lambda *args: conv(QUANTIZERS[0], *args), normal(4, 9),
+    normal(2, 2, 3), normal(2, 1), **SOME,
+    plain=ft.partial(conv_plain, lambda w: fake_quantize(w, absmax(w, 3, (1, 2)), -4, 3)))
 
 
 # ---------------------------------------------------------------- models
@@ -411,8 +349,7 @@ def rules():
     return {"layers[3]": None, "layers[2]": nn.Binary(), eqx.nn.Linear: every}
 
 
-def model(x, *weights):
-    return nn.quantize_model(network(weights, x.dtype), rules())[0](x)
+model = lambda x, *weights: nn.quantize_model(network(weights, x.dtype), rules())[0](x)
 
 
 def stored(x, *weights):

@@ -11,9 +11,11 @@ import jax.random as jr
 import numpy as np
 
 from .entry import entry
-from .over_time import CHEAP, draws, enter, layer, plain, with_arrays
+from .over_time import CHEAP, draws, enter, layer, plain
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 nn = eqg.nn
 normal = draws(0)
 
@@ -44,8 +46,7 @@ def rnn_step(phi, c, x, h):
     return h, h
 
 
-def zero_hidden(c):
-    return jnp.zeros(c["weight_hh"].shape[1], c["weight_hh"].dtype)
+zero_hidden = lambda c: jnp.zeros(c["weight_hh"].shape[1], c["weight_hh"].dtype)
 
 
 def zero_pair(c):
@@ -53,8 +54,6 @@ def zero_pair(c):
     return h, jnp.zeros(len(c["weight_hh"]) // 4, h.dtype)
 
 
-# A line has as many arguments as there is room for.
-# fmt: off
 KINDS = {
     "GRU": (nn.GRU, 3, gru_step, zero_hidden), "LSTM": (nn.LSTM, 4, lstm_step, zero_pair),
     "RNN": (nn.RNN, 1, ft.partial(rnn_step, jnp.tanh), zero_hidden),
@@ -91,16 +90,7 @@ def states_of(kind, *shape, proj=None):
 
 
 def recurrent(
-    name,
-    kind,
-    xs,
-    hidden,
-    *,
-    lengths=None,
-    state=None,
-    key=None,
-    half=None,
-    options=CHEAP,
+    name, kind, xs, hidden, *, lengths=None, state=None, key=None, half=None, options=CHEAP,
     **given,
 ):
     make, _, step, zero = KINDS[kind]
@@ -132,35 +122,23 @@ recurrent("nn.RNN", "RNN", normal(5, 2), 3, state=(), options=SOME)
 
 # Padded batches. The states differ for each of the cells.
 PADDED = {"lengths": np.array([5, 2, 0])}
-recurrent(
-    "nn.GRU: stacked", "GRU", normal(3, 5, 2), 3, state=(4, 3), num_layers=2,
-    bidirectional=True, **PADDED,
-)
-recurrent(
-    "nn.LSTM: stacked, time major", "LSTM", normal(5, 3, 2), 3, num_layers=2,
-    learn_initial_state=True, reverse=True, time_major=True, keep="states", **PADDED,
-)
-recurrent(
-    "nn.LSTM: projected, stacked", "LSTM", normal(3, 5, 2), 3, proj_size=2, num_layers=2,
-    **PADDED,
-)
-recurrent(
-    "nn.RNN: two directions", "RNN, relu", normal(3, 5, 1), 3, bidirectional=True,
-    use_bias=False, **PADDED,
-)
+recurrent("nn.GRU: stacked", "GRU", normal(3, 5, 2), 3, state=(4, 3), num_layers=2,
+    bidirectional=True, **PADDED)
+recurrent("nn.LSTM: stacked, time major", "LSTM", normal(5, 3, 2), 3, num_layers=2,
+    learn_initial_state=True, reverse=True, time_major=True, keep="states", **PADDED)
+recurrent("nn.LSTM: projected, stacked", "LSTM", normal(3, 5, 2), 3, proj_size=2, num_layers=2,
+    **PADDED)
+recurrent("nn.RNN: two directions", "RNN, relu", normal(3, 5, 1), 3, bidirectional=True,
+    use_bias=False, **PADDED)
 recurrent("nn.GRU: without biases", "GRU", normal(5, 1), 3, use_bias=False, keep="states")
-recurrent(
-    "nn.LSTM: without biases", "LSTM", normal(5, 1), 3, use_bias=False, learn_initial_state=True
-)
+recurrent("nn.LSTM: without biases", "LSTM", normal(5, 1), 3, use_bias=False,
+    learn_initial_state=True)
 KEY = np.array([3, 5], np.uint32)
 for name, key in (("with a key", KEY), ("in inference", None)):
-    recurrent(
-        f"nn.RNN: dropout {name}", "RNN", normal(5, 2), 3, num_layers=2, dropout=0.3, key=key
-    )
-recurrent(
-    "nn.LSTM: vmap of batches", "LSTM", normal(2, 3, 5, 2), 3, state=(2, 3),
-    lengths=np.array([[5, 2, 0], [1, 3, 4]]),
-)
+    recurrent(f"nn.RNN: dropout {name}", "RNN", normal(5, 2), 3, num_layers=2, dropout=0.3,
+        key=key)
+recurrent("nn.LSTM: vmap of batches", "LSTM", normal(2, 3, 5, 2), 3, state=(2, 3),
+    lengths=np.array([[5, 2, 0], [1, 3, 4]]))
 
 # Three chunks of the backward pass, of 16, 16 and 15 steps.
 LENGTHS = np.array([47, 0, 1, 15, 16, 17, 31, 32, 33, 40, 46])
@@ -171,10 +149,8 @@ for kind, keep in (("GRU", "states"), ("LSTM", "states"), ("RNN", None)):
     padded = {"reverse": True, "lengths": LENGTHS, "state": (11,)}
     padded |= {"keep": keep} if keep else {}
     recurrent(f"nn.{kind}: padded chunks", kind, normal(11, 47, 2), 17, **padded)
-recurrent(
-    "nn.LSTM: projected, chunks", "LSTM", normal(11, 47, 2), 17, proj_size=3, reverse=True,
-    lengths=LENGTHS, state=(11,),
-)
+recurrent("nn.LSTM: projected, chunks", "LSTM", normal(11, 47, 2), 17, proj_size=3,
+    reverse=True, lengths=LENGTHS, state=(11,))
 # Three chunks of the forward pass: few examples, and wide inputs.
 for kind, reverse in (("GRU", True), ("LSTM", False), ("RNN", True)):
     wide = {"state": (), "reverse": reverse}
@@ -189,10 +165,8 @@ def long_inputs():
     return xs
 
 
-recurrent(
-    "nn.GRU: long sums", "GRU", normal(3, 2, 2), 3, time_major=True, use_bias=False,
-    half=long_inputs(),
-)
+recurrent("nn.GRU: long sums", "GRU", normal(3, 2, 2), 3, time_major=True, use_bias=False,
+    half=long_inputs())
 
 
 # ---------------------------------------------------------------- of cells
@@ -212,17 +186,16 @@ for kind, reverse in (("GRU", True), ("LSTM", False), ("RNN", True)):
     of_cell(kind, reverse)
 
 
-def rnn_cell(x, h, arrays):
-    cell = nn.RNNCell(2, 3, activation="relu", key=jr.key(0), dtype=x.dtype)
+def one_cell(make, x, state, arrays):
+    cell = make(dtype=x.dtype, key=jr.key(0))
     for name, array in arrays.items():
         cell = eqx.tree_at(operator.attrgetter(name), cell, array)
-    return cell(x, h)
+    return cell(x, state)
 
 
-entry(
-    "nn.RNNCell", rnn_cell, normal(2), normal(3), cells_of("RNN", [2], 3)[0][0],
-    plain=lambda x, h, c: rnn_step(jax.nn.relu, c, x, h)[1], **CHEAP,
-)
+entry("nn.RNNCell", ft.partial(one_cell, ft.partial(nn.RNNCell, 2, 3, activation="relu")),
+    normal(2), normal(3), cells_of("RNN", [2], 3)[0][0],
+    plain=lambda x, h, c: rnn_step(jax.nn.relu, c, x, h)[1], **CHEAP)
 
 
 class Oscillator(eqx.Module):
@@ -257,10 +230,7 @@ def any_cell(output, checkpoint, **options):
     return fn, reference
 
 
-def two_states(*batch):
-    return {"fast": normal(*batch, 3), "slow": normal(*batch)}
-
-
+two_states = lambda *batch: {"fast": normal(*batch, 3), "slow": normal(*batch)}
 OSCILLATOR = {"decay": np.array([0.4, -0.7, 0.9]), "weight": normal(3, 2)}
 mixed = lambda state: state["fast"] * state["slow"]
 fn, reference = any_cell(mixed, "replay", reverse=True)
@@ -271,18 +241,6 @@ for checkpoint, state in ((None, None), (3, two_states(2)), ("sqrt", two_states(
     args = normal(7, 2, 2), OSCILLATOR, state, np.array([7, 4]), None
     options = {**CHEAP, "time_major": True, "plain": reference}
     enter(f"nn.Recurrent: checkpoint={checkpoint}", fn, *args, **options)
-
-
-def of_eqx_cell(xs, arrays):
-    made = nn.Recurrent(eqx.nn.LSTMCell(2, 3, key=jr.key(0)))
-    return with_arrays(made, ((arrays,),))(xs)
-
-
-entry(
-    "nn.Recurrent: a cell of Equinox", of_eqx_cell, normal(5, 2),
-    cells_of("LSTM", [2], 3)[0][0],
-    plain=lambda xs, c: plain(lstm_step, zero_pair)(xs, ((c,),)), **CHEAP,
-)
 
 
 def outputs(last, reverse, xs, cells):
@@ -305,3 +263,11 @@ for last, reverse, shape in (
     options = {**CHEAP, "plain": ft.partial(outputs_plain, last, reverse)}
     name = f"nn.Outputs: {last=}, {reverse=}"
     entry(name, ft.partial(outputs, last, reverse), normal(*shape), two, **options)
+for kind, given, state in (
+    ("GRU", {}, normal(3)), ("LSTM", {}, (normal(3), normal(3))),
+    ("LSTM", {"proj_size": 2}, (normal(2), normal(3))),
+):
+    make = lambda kind=kind, **given: getattr(nn, kind)(2, 3, **given).cells[0][0]
+    entry(f"nn.{kind}: a cell, {given}", ft.partial(one_cell, ft.partial(make, **given)),
+        normal(2), state, cells_of(kind, [2], 3, given.get("proj_size"))[0][0],
+        plain=lambda x, state, c, step=KINDS[kind][2]: step(c, x, state)[0], **CHEAP)

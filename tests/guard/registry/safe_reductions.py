@@ -9,19 +9,15 @@ import numpy as np
 from .entry import entry, Nasty, ORDERS
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 safe = eqg.safe
 NAN, INF, LOG_2 = np.nan, np.inf, np.log(2)
 MASK = np.array([[1, 0, 1, 1, 0], [1, 1, 0, 1, 1], [0, 0, 0, 1, 1]], bool)
 rng = np.random.default_rng(1)
 OPTION = {"transforms": False, "costs": False, "orders": ("value", "jvp", "vjp", "RR")}
-
-
-def normal(*shape, shift=0.0, scale=1.0):
-    return shift + scale * rng.normal(size=shape)
-
-
-def complex_normal(*shape):
-    return rng.normal(size=shape) + 1j * rng.normal(size=shape)
+normal = lambda *shape, shift=0.0, scale=1.0: shift + scale * rng.normal(size=shape)
+complex_normal = lambda *shape: rng.normal(size=shape) + 1j * rng.normal(size=shape)
 
 
 def nasty(x, value, ct, second=None):
@@ -29,10 +25,7 @@ def nasty(x, value, ct, second=None):
     array = lambda x: np.asarray(x, float)
     second = None if second is None else [array(second)]
     return Nasty(
-        array(x),
-        value=None if value is None else array(value),
-        cts=array(ct),
-        second=second,
+        array(x), value=None if value is None else array(value), cts=array(ct), second=second,
         each=True,
     )
 
@@ -118,15 +111,13 @@ VECTORS = np.array([[3e-200, 4e-200], [0, 0], [3e200, -4e200], [INF, -2], [1e-30
 SLOPES = [[0.6, 0.8], [0, 0], [0.6, -0.8], [1, 0], [1e-309, 1]]
 NASTY = {
     2: [nasty(VECTORS, [5e-200, 0, 5e200, INF, 1e9], SLOPES)],
-    1: [nasty([[2, -5, 5, 0]], [12], [[1, -1, 1, 0]], [[0, 0, 0, NAN]])],
-    INF: [
+    1: [nasty([[2, -5, 5, 0]], [12], [[1, -1, 1, 0]], [[0, 0, 0, NAN]])], INF: [
         nasty([[2, -5, 5]], [5], [[0, -0.5, 0.5]], [[0, NAN, NAN]]),
         nasty([[0, 0]], [0], [[0, 0]], [[NAN, NAN]]),
     ],
 }
 ZEROS = [
-    nasty(np.zeros(3), 0, np.zeros(3), np.full(3, NAN)),
-    nasty(np.zeros(0), 0, np.zeros(0)),
+    nasty(np.zeros(3), 0, np.zeros(3), np.full(3, NAN)), nasty(np.zeros(0), 0, np.zeros(0)),
 ]
 of("norm", call, ONE_D, nasty=ZEROS, half=(normal(1500),), complex_args=(Z[0],))
 for _ord, _nasty in NASTY.items():
@@ -135,22 +126,16 @@ for _ord, _nasty in NASTY.items():
 of("norm: axes", lambda f, x: f(x, axis=(0, 2), keepdims=True), BLOCK, **OPTION)
 of("norm: keepdims", lambda f, x: f(x, 1, axis=1, keepdims=True), BLOCK, **OPTION)
 _nasty = nasty(
-    VECTORS[:4],
-    SLOPES[:4],
-    [
-        [0.2 * 0.8 / 5e-200, -0.2 * 0.6 / 5e-200],
-        [0, 0],
-        [1.4 * 0.8 / 5e200, 1.4 * 0.6 / 5e200],
-        [0, 0],
+    VECTORS[:4], SLOPES[:4], [
+        [0.2 * 0.8 / 5e-200, -0.2 * 0.6 / 5e-200], [0, 0],
+        [1.4 * 0.8 / 5e200, 1.4 * 0.6 / 5e200], [0, 0],
     ],
 )
 of("normalize", call, X, nasty=[_nasty], half=HALF, complex_args=(Z,))
 of("normalize: axes", lambda f, x: [f(x, axis=(0, 2)), f(x, axis=None)], BLOCK, **OPTION)
 EQUAL = [
-    nasty([0.1] * 3, 0, np.zeros(3), np.full(3, NAN)),
-    nasty([7.0], 0, [0], [0]),
-    nasty([-1e200, 1e200], 1e200, [-0.5, 0.5]),
-    nasty([3e-200, 1e-200], 1e-200, [0.5, -0.5]),
+    nasty([0.1] * 3, 0, np.zeros(3), np.full(3, NAN)), nasty([7.0], 0, [0], [0]),
+    nasty([-1e200, 1e200], 1e200, [-0.5, 0.5]), nasty([3e-200, 1e-200], 1e-200, [0.5, -0.5]),
 ]
 of("std", call, ONE_D, nasty=EQUAL, half=(normal(1500, shift=3.0),))
 _call = lambda f, x: f(x, -1, ddof=0.5, keepdims=True, where=MASK)
@@ -169,32 +154,21 @@ LOG_CTS = _counts - _counts.sum(-1, keepdims=True) * SHARES
 ONES = np.ones((1, 1, 1))
 # Terms that cancel; a factor that is zero, and a negative sum.
 CANCEL = Nasty(
-    np.ones((1, 1, 2)),
-    2 * np.array([[[1.0, -1]]]),
-    value=[-INF * ONES, 0 * ONES],
+    np.ones((1, 1, 2)), 2 * np.array([[[1.0, -1]]]), value=[-INF * ONES, 0 * ONES],
     cts=[np.zeros((1, 1, 2))] * 2,
 )
 SIGNED = Nasty(
-    np.array([[[INF, 1.0, -INF]]]),
-    np.array([[[0.0, -3.0, 2.0]]]),
+    np.array([[[INF, 1.0, -INF]]]), np.array([[[0.0, -3.0, 2.0]]]),
     value=[(1 + np.log(3)) * ONES, -ONES],
     cts=[np.array([[[0, 1.0, 0]]]), np.array([[[0, -1 / 3, 0]]])],
 )
 FACTORS = 0.5 + rng.random((3, 5))
 _call = lambda f, a, b: f(a, (0, 2), b, keepdims=True, return_sign=True)
-of(
-    "logsumexp",
-    call,
-    ONE_D,
-    nasty=[nasty(np.zeros(0), -INF, np.zeros(0))],
-    half=(normal(1500),),
-)
+of("logsumexp", call, ONE_D, nasty=[nasty(np.zeros(0), -INF, np.zeros(0))],
+    half=(normal(1500),))
 of("logsumexp: axis", lambda f, a: f(a, -1), X, nasty=[nasty(LOGITS, SUMS, SHARES)], **OPTION)
-of(
-    *("logsumexp: factors", _call, BLOCK, normal(2, 3, 1)),
-    half=(normal(40, 2, 30), 1 + normal(40, 2, 1) ** 2),
-    nasty=[CANCEL, SIGNED],
-)
+of(*("logsumexp: factors", _call, BLOCK, normal(2, 3, 1)),
+    half=(normal(40, 2, 30), 1 + normal(40, 2, 1) ** 2), nasty=[CANCEL, SIGNED])
 _call = lambda f, a, b: [f(a, 1, b, where=MASK), f(a, 0, where=MASK)]
 of("logsumexp: where", _call, X, FACTORS, garbage=dirty(X) + dirty(FACTORS), **OPTION)
 _first = nasty([-INF, -INF, 0, 0], [-INF, -INF, 0, LOG_2], [0, 0, 1.5, 0.5])
@@ -227,51 +201,35 @@ def _of_weights(p):
     return jnp.log(jnp.sum(p)), (p / jnp.sum(p))[1:], jnp.log(p[1])
 
 
-entry(
-    *("safe.logaddexp: of logarithms", _of_logarithms, np.array([0.0, 0.4, 0.7])),
-    plain=_of_weights,
-    **OPTION | {"orders": ("value", "jvp")},
-)
+entry(*("safe.logaddexp: of logarithms", _of_logarithms, np.array([0.0, 0.4, 0.7])),
+    plain=_of_weights, **OPTION | {"orders": ("value", "jvp")})
 
 # ---------------------------------------------------------------- distances
 
 ANGLES = Nasty(
-    np.array([[3e200, 4e200], [0, 0], [1, 2]]),
-    np.array([[1e-200, 0], [1, 2], [2, -1]]),
-    value=np.array([0.6, 0, 0]),
-    cts=[
+    np.array([[3e200, 4e200], [0, 0], [1, 2]]), np.array([[1e-200, 0], [1, 2], [2, -1]]),
+    value=np.array([0.6, 0, 0]), cts=[
         np.array([[0.64 / 5e200, -0.48 / 5e200], [0, 0], [2 / 5, -1 / 5]]),
         np.array([[0, 0.8 / 1e-200], [0, 0], [1 / 5, 2 / 5]]),
     ],
 )
 COINCIDENT = np.array([[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
 PAIRS = Nasty(
-    *(COINCIDENT[:1], COINCIDENT),
-    value=np.array([[0.0, 5, 0]]),
+    *(COINCIDENT[:1], COINCIDENT), value=np.array([[0.0, 5, 0]]),
     cts=[np.array([[-0.6, -0.8]]), np.array([[0, 0], [0.6, 0.8], [0, 0]])],
     second=[np.full((1, 2), NAN), np.array([[NAN, NAN], [0.032, -0.024], [NAN, NAN]])],
 )
 OWN = nasty(COINCIDENT, None, 2 * np.array([[-0.6, -0.8], [1.2, 1.6], [-0.6, -0.8]]))
 _half = normal(3, 1000), normal(2, 1000)
 _call = lambda f, x, y: f(x, y, axis=(0, 2))
-of(
-    "cosine_similarity",
-    call,
-    X,
-    X[:1] ** 2,
-    nasty=[ANGLES],
-    half=_half[:1] * 2,
-    transforms=False,
-)
+of("cosine_similarity", call, X, X[:1] ** 2, nasty=[ANGLES], half=_half[:1] * 2,
+    transforms=False)
 of("cosine_similarity: axes", _call, BLOCK, normal(2, 3, 5), **OPTION)
 _options = {"half": _half, "complex_args": (Z, Z[:2] * 2j), "transforms": False}
 of("pairwise_distance", call, X, X[:2] ** 2, nasty=[PAIRS], **_options)
 of("pairwise_distance: itself", call, BLOCK, nasty=[OWN], transforms=False)
-entry(
-    *("safe.pairwise_distance: the same array", lambda x: safe.pairwise_distance(x, x), X),
-    plain=pairwise_distance,
-    **OPTION,
-)
+entry(*("safe.pairwise_distance: the same array", lambda x: safe.pairwise_distance(x, x), X),
+    plain=pairwise_distance, **OPTION)
 for _ord in (1, INF):
     _call = lambda f, x, y, ord=_ord: f(x, y, ord=ord)
     of(f"pairwise_distance: {_ord}", _call, BLOCK, normal(1, 4, 5), **OPTION)
@@ -279,8 +237,7 @@ for _ord in (1, INF):
 # ---------------------------------------------------------------- decompositions
 
 
-def hermitian(a):
-    return (a + jnp.conj(jnp.swapaxes(a, -1, -2))) / 2
+hermitian = lambda a: (a + jnp.conj(jnp.swapaxes(a, -1, -2))) / 2
 
 
 def polynomial(w, v):
@@ -288,81 +245,34 @@ def polynomial(w, v):
     return (v * w[..., None, :].astype(v.dtype)) @ jnp.conj(jnp.swapaxes(v, -1, -2))
 
 
-def _polynomial(a):
-    return a + 0.3 * a @ a - 0.1 * a @ a @ a
-
-
+_polynomial = lambda a: a + 0.3 * a @ a - 0.1 * a @ a @ a
 _matrix = normal(3, 3, scale=0.5)
 _lower = np.tril(np.ones((3, 3), bool))
-entry(
-    "safe.eigh",
-    lambda a: polynomial(*safe.eigh(a)),
-    _matrix,
-    plain=lambda a: _polynomial(hermitian(a)),
-    complex_args=(complex_normal(3, 3),),
-    tolerance=1e-8,
-    transforms=False,
-)
-entry(
-    "safe.eigh: vectors",
-    lambda a: [*safe.eigh(a)[:1], jnp.abs(safe.eigh(a).eigenvectors)],
-    normal(2, 3, 3),
-    plain=lambda a: [jnp.linalg.eigh(a)[0], jnp.abs(jnp.linalg.eigh(a)[1])],
-    tolerance=1e-8,
-    tolerance32=1e-3,
-    **OPTION,
-)
+entry("safe.eigh", lambda a: polynomial(*safe.eigh(a)), _matrix,
+    plain=lambda a: _polynomial(hermitian(a)), complex_args=(complex_normal(3, 3),),
+    tolerance=1e-8, transforms=False)
 # Equal eigenvalues: right to the tolerance, and to rounding divided by it.
-entry(
-    "safe.eigh: equal eigenvalues",
-    lambda a: polynomial(*safe.eigh(a, tolerance=1e-7)),
-    np.diag([0.5, 0.5, 1.0]),
-    plain=lambda a: _polynomial(hermitian(a)),
-    nasty=[Nasty(np.zeros((3, 3))), Nasty(np.eye(2))],
-    orders=("value", "jvp", "vjp"),
-    precisions=("float64",),
-    tolerance=1e-6,
-    transforms=False,
-)
-entry(
-    "safe.eigh: lower triangle",
-    lambda a: polynomial(*safe.eigh(a, symmetrize_input=False)),
-    _matrix,
-    plain=lambda a: _polynomial(jnp.tril(a) + jnp.conj(jnp.tril(a, -1).T)),
-    garbage=dirty(_matrix, _lower),
-    tolerance=1e-8,
-    **OPTION,
-)
+entry("safe.eigh: equal eigenvalues", lambda a: polynomial(*safe.eigh(a, tolerance=1e-7)),
+    np.diag([0.5, 0.5, 1.0]), plain=lambda a: _polynomial(hermitian(a)),
+    nasty=[Nasty(np.zeros((3, 3))), Nasty(np.eye(2))], orders=("value", "jvp", "vjp"),
+    precisions=("float64",), tolerance=1e-6, transforms=False)
+entry("safe.eigh: lower triangle", lambda a: polynomial(*safe.eigh(a, symmetrize_input=False)),
+    _matrix, plain=lambda a: _polynomial(jnp.tril(a) + jnp.conj(jnp.tril(a, -1).T)),
+    garbage=dirty(_matrix, _lower), tolerance=1e-8, **OPTION)
 
 
-def cube(u, s, vh):
-    return (u * (s**3)[..., None, :].astype(u.dtype)) @ vh
-
-
-def cube_plain(a):
-    return a @ jnp.conj(jnp.swapaxes(a, -1, -2)) @ a
+cube = lambda u, s, vh: (u * (s**3)[..., None, :].astype(u.dtype)) @ vh
+cube_plain = lambda a: a @ jnp.conj(jnp.swapaxes(a, -1, -2)) @ a
 
 
 for _shape in ((3, 3), (4, 2), (2, 3)):
-    entry(
-        f"safe.svd: {_shape}",
-        lambda a: cube(*safe.svd(a)),
-        normal(*_shape),
-        plain=cube_plain,
-        complex_args=(complex_normal(*_shape),),
-        tolerance=1e-8,
-        tolerance32=1e-3,
-        transforms=_shape == (3, 3),
-        orders=ORDERS if _shape == (3, 3) else OPTION["orders"],
-    )
-entry(
-    "safe.svd: equal singular values",
+    entry(f"safe.svd: {_shape}", lambda a: cube(*safe.svd(a)), normal(*_shape),
+        plain=cube_plain, complex_args=(complex_normal(*_shape),), tolerance=1e-8,
+        tolerance32=1e-3, transforms=_shape == (3, 3),
+        orders=ORDERS if _shape == (3, 3) else OPTION["orders"])
+entry("safe.svd: equal singular values",
     lambda a: [cube(*safe.svd(a, tolerance=1e-7)), safe.svd(a, tolerance=1e-7).S],
     np.diag([0.5, 0.7, 1.0]),
     plain=lambda a: [cube_plain(a), jnp.linalg.svd(a, compute_uv=False)],
     nasty=[Nasty(np.eye(2), value=[np.eye(2), np.ones(2)], cts=[3 + np.eye(2)])],
-    orders=("value", "jvp", "vjp"),
-    precisions=("float64",),
-    tolerance=1e-6,
-    transforms=False,
-)
+    orders=("value", "jvp", "vjp"), precisions=("float64",), tolerance=1e-6, transforms=False)

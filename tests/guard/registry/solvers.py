@@ -12,6 +12,8 @@ from eqx_grads import solvers
 from .entry import entry
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 LEAKS = {"leaks": False}
 OPTION = LEAKS | {"transforms": False, "costs": False, "orders": ("value", "jvp", "vjp", "RF")}
 M = np.array([[2.0, -0.6, 0.3], [0.5, 1.7, -0.2], [-0.9, 0.4, 1.2]])
@@ -34,19 +36,20 @@ def sinh_system(a, m):
 def implicit(solver=None, tags=(), **options):
     def fn(a, b, m, guess):
         def residual(y, a, b, *, power):
-            # The matrix is closed over; the third part has no equation.
+            # The matrix is closed over; one part is alone, and the last one has no equation.
             v = jnp.sign(y["v"]) * jnp.abs(y["v"]) ** power
-            return {"u": jnp.sinh(m @ y["u"]) - a * b, "v": v - y["u"], "n": None}
+            u = jnp.sinh(m @ y["u"]) - a * b
+            return {"u": u, "v": v - y["u"], "w": y["w"] ** power - b, "n": None}
 
         @eqg.implicit(residual, solver=solver, tags=tags, has_aux=True, **options)
         def solve(a, b, *, power, guess):
             u = sinh_system(a * b, m) + 1e-13 * guess
             # The derivatives of the solver itself are never used.
             v = jnp.where(guess > 0, jnp.nan, jnp.sign(u)) * jnp.abs(u) ** (1 / power)
-            return {"u": u, "v": v, "n": jnp.arange(2)}, jnp.sum(a) + guess
+            return {"u": u, "v": v, "w": jnp.cbrt(b), "n": jnp.arange(2)}, jnp.sum(a) + guess
 
         y, aux = solve(a, b=b, power=3, guess=guess)
-        return y, solved(aux)
+        return y, aux
 
     return fn
 
@@ -54,7 +57,7 @@ def implicit(solver=None, tags=(), **options):
 def implicit_plain(a, b, m, guess):
     u = sinh_system(a * b, m)
     v = jnp.sign(u) * jnp.abs(u) ** (1 / 3)
-    return {"u": u, "v": v, "n": jnp.arange(2)}, solved(jnp.sum(a) + guess)
+    return {"u": u, "v": v, "w": jnp.cbrt(b), "n": jnp.arange(2)}, solved(jnp.sum(a) + guess)
 
 
 _args = A, B, M, np.array(-0.7)
@@ -63,64 +66,21 @@ for _name, _options in {
     "iterative": {"solver": lx.GMRES(rtol=1e-13, atol=1e-13)},
     "least squares": {"solver": lx.SVD(), "tolerance": None},
 }.items():
-    entry(
-        f"implicit: {_name}",
-        implicit(**_options),
-        *_args,
-        plain=implicit_plain,
-        tolerance32=1e-2,
-        precisions=("float64",),
-        **OPTION,
-    )
+    entry(f"implicit: {_name}", implicit(**_options), *_args, plain=implicit_plain,
+        tolerance32=1e-2, precisions=("float64",), **OPTION)
 
 
 def ridge(x, y):
     return jnp.linalg.solve(x.T @ x + 0.3 * jnp.eye(x.shape[1], dtype=x.dtype), x.T @ y)
 
 
-def ridge_objective(w, x, y):
-    return jnp.sum((x @ w - y) ** 2) / 2 + 0.15 * jnp.sum(w**2)
-
-
+ridge_objective = lambda w, x, y: jnp.sum((x @ w - y) ** 2) / 2 + 0.15 * jnp.sum(w**2)
 _tagged = eqg.implicit(eqx.filter_grad(ridge_objective), tags=lx.positive_semidefinite_tag)
 entry("implicit: a minimum", _tagged(ridge), M[:, :2], A, plain=ridge, **OPTION)
 
 
-def cubic_residual(y, self, a):
-    return y**3 + self.p * y - a
-
-
-class Cubic(eqx.Module):
-    """y^3 + p y = a for each element, whose Jacobian is diagonal, as a method of a Module."""
-
-    p: jax.Array
-
-    @eqg.implicit(cubic_residual)
-    def solve(self, a):
-        step = lambda i, y: y - (y**3 + self.p * y - a) / (3 * y**2 + self.p)
-        return eqg.filter_while_loop(
-            lambda c: c[0] < 20, lambda c: (c[0] + 1, step(*c)), (0, a)
-        )[1]
-
-
-def cubic(p, a):
-    r = jnp.sqrt(a**2 / 4 + p**3 / 27)
-    return jnp.cbrt(a / 2 + r) - jnp.cbrt(r - a / 2)
-
-
-entry(
-    "implicit: elementwise",
-    lambda p, a: Cubic(p).solve(a),
-    np.array([0.7, 1.1, 2.3]),
-    np.array([1.5, 0.4, 2.2]),
-    plain=cubic,
-    **OPTION,
-)
 N = 263  # unknowns, for which no matrix is formed
-
-
-def neighbors(y):
-    return 0.3 * jnp.roll(y, 1) - 0.2 * jnp.roll(y, -3)
+neighbors = lambda y: 0.3 * jnp.roll(y, 1) - 0.2 * jnp.roll(y, -3)
 
 
 def many(a, c):
@@ -134,15 +94,8 @@ def many_plain(a, c):
     return jnp.linalg.solve(jnp.eye(N, dtype=a.dtype) + c * jax.jacobian(neighbors)(a), a)
 
 
-entry(
-    "implicit: many unknowns",
-    many,
-    np.sin(np.arange(N) ** 1.1),
-    np.array(0.8),
-    plain=many_plain,
-    precisions=("float64",),
-    **OPTION | {"orders": ("jvp", "vjp")},
-)
+entry("implicit: many unknowns", many, np.sin(np.arange(N) ** 1.1), np.array(0.8),
+    plain=many_plain, precisions=("float64",), **OPTION | {"orders": ("jvp", "vjp")})
 
 
 def conjugates(solve):
@@ -156,31 +109,18 @@ def conjugates(solve):
     return fn
 
 
-entry(
-    "implicit: complex",
-    conjugates(
+entry("implicit: complex", conjugates(
         lambda y, a, b: eqg.implicit(lambda y, a, b: y + 0.3 * jnp.conj(y) - a * b)(
             lambda a, b: solved(y)
         )(a, b)
-    ),
-    A,
-    B,
-    plain=conjugates(lambda y, a, b: y),
-    complex_args=(A + 0.4j * B, B - 0.2j),
-    **OPTION,
-)
+    ), A, B, plain=conjugates(lambda y, a, b: y), complex_args=(A + 0.4j * B, B - 0.2j),
+    **OPTION)
 
 # ---------------------------------------------------------------- fixed points
 
 W = np.array([[0.3, -0.2, 0.1], [0.1, 0.25, 0.2], [-0.15, 0.1, 0.3]])
-
-
-def cell(z, x, w):
-    return {"h": jnp.tanh(w @ z["h"] + x), "s": 0.5 * z["s"] + jnp.sum(z["h"])}
-
-
-def start(x):
-    return {"h": jnp.zeros_like(x), "s": jnp.zeros((), x.dtype)}
+cell = lambda z, x, w: {"h": jnp.tanh(w @ z["h"] + x), "s": 0.5 * z["s"] + jnp.sum(z["h"])}
+start = lambda x: {"h": jnp.zeros_like(x), "s": jnp.zeros((), x.dtype)}
 
 
 def fixed_point(**options):
@@ -194,8 +134,7 @@ def fixed_point(**options):
     return fn
 
 
-def steps(x, w):
-    return jax.lax.fori_loop(0, 70, lambda _, z: cell(z, x, w), start(x))
+steps = lambda x, w: jax.lax.fori_loop(0, 70, lambda _, z: cell(z, x, w), start(x))
 
 
 def steps_reverse(x, w):
@@ -205,8 +144,7 @@ def steps_reverse(x, w):
 entry("fixed_point", fixed_point(), A, W, plain=steps_reverse, costs=False, **LEAKS)
 for _name, _options in {
     "Newton": {
-        "solver": lambda e: optx.Newton(e, e),
-        "backward": solvers.ImplicitAdjoint(lx.QR()),
+        "solver": lambda e: optx.Newton(e, e), "backward": solvers.ImplicitAdjoint(lx.QR()),
     },
     "iterated backward": {
         "backward": lambda e: solvers.FixedPointAdjoint(optx.FixedPointIteration(e, e)),
@@ -253,21 +191,12 @@ def damped(k, tau):
 
 
 for _backward, _plain in (
-    ("neumann", damped(6, 1.0)),
-    (solvers.NeumannAdjoint(2), damped(3, 1.0)),
-    ("phantom", damped(5, 0.5)),
-    (solvers.PhantomAdjoint(3, 0.7), damped(3, 0.7)),
+    ("neumann", damped(6, 1.0)), (solvers.NeumannAdjoint(2), damped(3, 1.0)),
+    ("phantom", damped(5, 0.5)), (solvers.PhantomAdjoint(3, 0.7), damped(3, 0.7)),
     ("one_step", damped(1, 1.0)),
 ):
-    entry(
-        f"fixed_point: {_backward}",
-        fixed_point(backward=_backward),
-        A,
-        W,
-        plain=_plain,
-        precisions=("float64",),
-        **OPTION,
-    )
+    entry(f"fixed_point: {_backward}", fixed_point(backward=_backward), A, W, plain=_plain,
+        precisions=("float64",), **OPTION)
 
 
 def with_aux(x, w):
@@ -285,24 +214,6 @@ def with_aux_plain(x, w):
 
 entry("fixed_point: aux", with_aux, A, W, plain=with_aux_plain, tolerance=1e-8, **OPTION)
 
-
-def root(x, w):
-    """Optimistix with an adjoint of this library."""
-    newton = optx.Newton(1e-12, 1e-12)
-    adjoint = solvers.FixedPointAdjoint(optx.FixedPointIteration(1e-14, 1e-14))
-    residual = lambda z, x_w: jax.tree.map(jnp.subtract, cell(z, *x_w), z)
-    return optx.root_find(residual, newton, start(x), (x, w), adjoint=adjoint).value
-
-
-entry(
-    "fixed_point: its adjoint in Optimistix",
-    root,
-    A,
-    W,
-    plain=steps_reverse,
-    precisions=("float64",),
-    **OPTION,
-)
 
 # ---------------------------------------------------------------- events
 # A force that grows with time: y'' = -g t, from the height and the velocity at time zero.
@@ -355,7 +266,8 @@ def bounce_plain(h, v, g, floor):
 
 _start = np.array(1.5), np.array(0.7), np.array(0.9), np.array(0.2)
 entry("event_time", hit, *_start, plain=hit_plain, **OPTION | {"leaks": True})
-entry("jump", bounce, *_start, plain=bounce_plain, **OPTION | {"leaks": True})
+_orders = {"leaks": True, "orders": ("value", "jvp", "vjp", "FR", "RR")}
+entry("jump", bounce, *_start, plain=bounce_plain, **OPTION | _orders)
 
 
 def none(h, v, g, floor):
@@ -373,12 +285,5 @@ def none_plain(h, v, g, floor):
     return flight(y, 3.0 * g, 1.5, floor), solved(jnp.inf * h)
 
 
-entry(
-    "event_time: no event",
-    none,
-    *_start,
-    plain=none_plain,
-    orders=("value", "jvp", "vjp"),
-    transforms=False,
-    costs=False,
-)
+entry("event_time: no event", none, *_start, plain=none_plain, orders=("value", "jvp", "vjp"),
+    transforms=False, costs=False)

@@ -17,6 +17,8 @@ from .entry import entry
 from .over_time import CHEAP, draws, enter, plain
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 nn = eqg.nn
 normal, rng = draws(2), np.random.default_rng(5)
 
@@ -59,8 +61,6 @@ def step(reset, detach_reset, constants, c, x, state):
     return {**new, "membrane": u, "spikes": s}, s
 
 
-# A line has as many arguments as there is room for.
-# fmt: off
 DEFAULTS = {"threshold": 1.0, "strength": 1.8, "slope": 2.0}
 
 
@@ -85,12 +85,8 @@ def reference(kind, reset="subtract", detach_reset=True, constants=None, **optio
 # ---------------------------------------------------------------- the layers
 
 
-def to_state(state):
-    return None if state is None else nn.LIFState(**{"spikes": None, **state})
-
-
-def fields_of(state):
-    return {name: x for name, x in vars(state).items() if x is not None}
+to_state = lambda state: None if state is None else nn.LIFState(**{"spikes": None, **state})
+fields_of = lambda state: {name: x for name, x in vars(state).items() if x is not None}
 
 
 def options_of(kind, c, neurons):
@@ -153,10 +149,7 @@ def cell_arrays(kind, size, hidden, learned, bias=True):
     return c
 
 
-def state_arrays(kind, *shape):
-    return {name: normal(*shape, scale=0.7) for name in parts(kind)}
-
-
+state_arrays = lambda kind, *shape: {name: normal(*shape, scale=0.7) for name in parts(kind)}
 NEURONS = ("constants", "reset", "detach_reset")
 
 
@@ -187,36 +180,22 @@ layer("nn.LIF", "", normal(7, 2), 3, ["beta"], state=(), options={"costs": False
 layer("nn.LIF: all", "iar", normal(7, 2), 3, ALL, detach_reset=False, state=(), options=SOME)
 
 LENGTHS = {"lengths": np.array([7, 3, 0])}
-layer(
-    "nn.LIF: zero", "r", normal(3, 7, 2), 3, ["beta", "threshold"], reset="zero",
-    detach_reset=False, reverse=True, learn_initial_state=True, **LENGTHS,
-)
-layer(
-    "nn.LIF: stacked", "", normal(7, 3, 2), 3, ["beta"], num_layers=2, bidirectional=True,
-    use_bias=False, time_major=True, state=(4, 3), detach_reset=False, **LENGTHS,
-)
-layer(
-    "nn.LIF: own inputs", "", normal(7, 3), 3, ["beta", "slope"], inputs=False,
-    constants={"threshold": 0.7},
-)
-layer(
-    "nn.LIF: adaptive", "a", normal(3, 7, 2), 3, ["rho", "threshold"], reset="none",
-    constants={"beta": 0.85, "strength": 0.6}, reverse=True, state=(3,), **LENGTHS,
-)
-layer(
-    "nn.LIF: currents", "i", normal(7, 3, 2), 3, ["alpha", "threshold"], reset="zero",
-    constants={"beta": 0.85}, time_major=True, reverse=True, state=(3,), **LENGTHS,
-)
-layer(
-    "nn.LI", "iu", normal(3, 7, 2), 3, ["beta", "alpha"], reverse=True,
-    learn_initial_state=True, **LENGTHS,
-)
+layer("nn.LIF: zero", "r", normal(3, 7, 2), 3, ["beta", "threshold"], reset="zero",
+    detach_reset=False, reverse=True, learn_initial_state=True, **LENGTHS)
+layer("nn.LIF: stacked", "", normal(7, 3, 2), 3, ["beta"], num_layers=2, bidirectional=True,
+    use_bias=False, time_major=True, state=(4, 3), detach_reset=False, **LENGTHS)
+layer("nn.LIF: own inputs", "", normal(7, 3), 3, ["beta", "slope"], inputs=False,
+    constants={"threshold": 0.7})
+layer("nn.LIF: adaptive", "a", normal(3, 7, 2), 3, ["rho", "threshold"], reset="none",
+    constants={"beta": 0.85, "strength": 0.6}, reverse=True, state=(3,), **LENGTHS)
+layer("nn.LIF: currents", "i", normal(7, 3, 2), 3, ["alpha", "threshold"], reset="zero",
+    constants={"beta": 0.85}, time_major=True, reverse=True, state=(3,), **LENGTHS)
+layer("nn.LI", "iu", normal(3, 7, 2), 3, ["beta", "alpha"], reverse=True,
+    learn_initial_state=True, **LENGTHS)
 
 # Eight chunks, of five steps, and two steps in the last one.
 MANY = {"lengths": np.resize([37, 0, 1, 4, 5, 6, 34, 35, 36], 64), "state": (64,)}
-layer(
-    "nn.LIF: all in chunks", "iar", normal(64, 37, 2), 59, ALL, reverse=True, **MANY,
-)
+layer("nn.LIF: all in chunks", "iar", normal(64, 37, 2), 59, ALL, reverse=True, **MANY)
 layer("nn.LIF: chunks", "", normal(64, 37, 2), 59, ["beta", "slope"], state=(64,))
 
 
@@ -251,12 +230,10 @@ cell("nn.LIFCell: no bias", "r", ["beta"], reset="zero", inputs=2, bias=False)
 cell("nn.LIFCell: does not fire", "u", ["beta"])
 
 # Decays that training has moved out of [0, 1], each with the straight-through gradient.
-entry(
-    "nn.LI: decays out of range",
-    lambda xs, beta: nn.LI(None, 3, beta, learn="beta")(xs)[0], normal(5, 3),
+entry("nn.LI: decays out of range",
+    lambda xs, beta: nn.LI(None, 3, beta, learn="beta", dtype=xs.dtype)(xs)[0], normal(5, 3),
     np.array([1.2, -0.3, 0.7]),
-    plain=lambda xs, beta: reference("u")(xs, (({"beta": beta},),))[0], **CHEAP,
-)
+    plain=lambda xs, beta: reference("u")(xs, (({"beta": beta},),))[0], **CHEAP)
 own = lambda v: 0.3 * jnp.exp(-jnp.abs(v))  # the integral of it is below
 
 
@@ -271,13 +248,7 @@ def own_plain(xs, u):
     return fire_by_own(u - 0.7)
 
 
-entry(
-    "nn.LIF: a density of one's own",
+entry("nn.LIF: a density of one's own",
     lambda xs, u: nn.LIF(None, 3, 0.85, threshold=0.7, reset="none", surrogate=own)(
         xs, nn.LIFState(jnp.zeros_like(u), u)
-    )[0][-1],
-    normal(5, 3),
-    normal(3),
-    plain=own_plain,
-    **CHEAP,
-)
+    )[0][-1], normal(5, 3), normal(3), plain=own_plain, **CHEAP)

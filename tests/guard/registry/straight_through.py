@@ -12,6 +12,8 @@ import numpy as np
 from .entry import entry, Nasty
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 ste, A, const = eqg.ste, np.array, jax.lax.stop_gradient
 INF, NAN = np.inf, np.nan
 N = np.int32(3)  # a leaf that is left alone
@@ -31,8 +33,7 @@ def op(name, fn, value, smooth, *args, edges=(), orders=SHORT, transforms=False,
     entry(f"ste.{name}", fn, *args, plain=value, smooth=smooth, **options)
 
 
-def identity(x, *_):
-    return x
+identity = lambda x, *_: x
 
 
 def hard_tanh(x):
@@ -79,10 +80,7 @@ for _smooth, _slopes in {
     op(_smooth.__name__, getattr(ste, _smooth.__name__), value, _smooth, X)
 
 
-def step(x):
-    return jnp.where(jnp.isnan(x), x, (x >= 0).astype(x.dtype))
-
-
+step = lambda x: jnp.where(jnp.isnan(x), x, (x >= 0).astype(x.dtype))
 STEPS = {
     "sign": (jnp.sign, hard_tanh, [0, 1, -1]),
     "binary_sign": (lambda x: 2 * step(x) - 1, hard_tanh, [1, 1, -1]),
@@ -101,27 +99,21 @@ for _name, (_value, _smooth, _at) in STEPS.items():
     slopes = np.ones(6) if _smooth is identity else [1, 1, 1, 1, 0, 0]
     edges = [([[0, 0.05, -0.05, 1, INF, NAN]], [[*_at, 1, 1, NAN]], [slopes])]
     op(f"{_name}: edges", _op, _value, _smooth, X, orders=VJP, edges=edges)
-op(
-    "heaviside: at zero",
+op("heaviside: at zero",
     lambda x: ste.heaviside(x, at_zero=A([[0.3, 0.6, 0.2]]).astype(x.dtype)),
-    *(step, identity, M),
-    orders=VJP,
-    edges=[([M * A([1, 0, 1])], [[[1, 0.6, 1], [1, 0.6, 1]]], None)],
-)
+    *(step, identity, M), orders=VJP,
+    edges=[([M * A([1, 0, 1])], [[[1, 0.6, 1], [1, 0.6, 1]]], None)])
 # 0.7 times the mean of |x| is 0.4375, and the numbers next to it are zero and one.
 NEAR = A([[0, -1, 1], [1, 0, 1]])
 for _threshold in ("mean", A([[0.6, 0.08, 0.3]])):
     cast = lambda x, t=_threshold: t if isinstance(t, str) else t.astype(x.dtype)
-    op(
-        f"ternary: threshold {_threshold}",
+    op(f"ternary: threshold {_threshold}",
         lambda x, cast=cast: ste.ternary(x, threshold=cast(x)),
         *(lambda x: NEAR.astype(x.dtype), hard_tanh, A([[0.43, -1.2, 0.44], [1, -0.07, 0.61]])),
-        orders=VJP,
-    )
+        orders=VJP)
 
 
-def clip(x, low, high):
-    return jnp.minimum(jnp.maximum(x, low), high)
+clip = lambda x, low, high: jnp.minimum(jnp.maximum(x, low), high)
 
 
 def clip_smooth(x, low, high):
@@ -130,19 +122,14 @@ def clip_smooth(x, low, high):
     return x + shift
 
 
-op(
-    "clip",
-    lambda x, a, b: (ste.clip(x, a, b), ste.clip(2 * x, a), ste.clip(x, max=b)),
+op("clip", lambda x, a, b: (ste.clip(x, a, b), ste.clip(2 * x, a), ste.clip(x, max=b)),
     lambda x, a, b: (clip(x, a, b), jnp.maximum(2 * x, a), jnp.minimum(x, b)),
     lambda x, a, b: (clip_smooth(x, a, b), clip_smooth(2 * x, a, INF), clip_smooth(x, -INF, b)),
-    *(M, A([[-0.9, -0.4, 0.35]]), A([[1.7, 0.6, 0.8]])),
-)
+    *(M, A([[-0.9, -0.4, 0.35]]), A([[1.7, 0.6, 0.8]])))
 AT_BOUNDS = [[0.1, 0.5, NAN, INF], np.full(4, 0.1), np.full(4, 0.5)]
-op(
-    "clip: at its bounds, and with bounds in the wrong order",
+op("clip: at its bounds, and with bounds in the wrong order",
     *(ste.clip, clip, clip_smooth, A([0.3, 0.2]), A([0.1, 0.9]), A([0.5, 0.4])),
-    edges=[(AT_BOUNDS, [[0.1, 0.5, NAN, 0.5]], [np.ones(4), np.zeros(4), [0, 0, 0, 1.0]])],
-)
+    edges=[(AT_BOUNDS, [[0.1, 0.5, NAN, 0.5]], [np.ones(4), np.zeros(4), [0, 0, 0, 1.0]])])
 
 # ---------------------------------------------------------------- choices
 
@@ -159,20 +146,14 @@ def softmax(x, axis):
     return e / jnp.sum(e, axis, keepdims=True)
 
 
-op(
-    "one_hot_argmax",
+op("one_hot_argmax",
     lambda x, tau: (ste.one_hot_argmax(x), ste.one_hot_argmax(x, axis=0, temperature=tau)),
     lambda x, tau: (one_hot(x, -1), one_hot(x, 0)),
-    lambda x, tau: (softmax(x, -1), softmax(x / tau, 0)),
-    *(M, A(0.6)),
-)
+    lambda x, tau: (softmax(x, -1), softmax(x / tau, 0)), *(M, A(0.6)))
 TIES, AT_TIES = [[2, 5, 5], [-INF, -INF, 1], [NAN, 1, 2]], [[0, 1, 0], [0, 0, 1], [NAN] * 3]
-op(
-    "one_hot_argmax: ties, infinities and NaN",
+op("one_hot_argmax: ties, infinities and NaN",
     *(ste.one_hot_argmax, lambda x: one_hot(x, -1), lambda x: softmax(x, -1), M),
-    orders=("value",),
-    edges=[([TIES], [AT_TIES], None)],
-)
+    orders=("value",), edges=[([TIES], [AT_TIES], None)])
 
 
 def soft_top_k(x, k, axis):
@@ -198,80 +179,41 @@ def top_k(x, k, axis):
     return jnp.moveaxis((ranks < k).astype(x.dtype), -1, axis)
 
 
-op(
-    "top_k",
-    lambda x, tau: (ste.top_k(x, 2), ste.top_k(x, 1, axis=0, temperature=tau)),
+op("top_k", lambda x, tau: (ste.top_k(x, 2), ste.top_k(x, 1, axis=0, temperature=tau)),
     lambda x, tau: (top_k(x, 2, -1), top_k(x, 1, 0)),
     lambda x, tau: (soft_top_k(x, 2, -1), soft_top_k(x / tau, 1, 0)),
-    *(np.concatenate([M, A([[0.3, 0.6, -0.8]])]), A(0.7)),
-)
-op(
-    "top_k: ties, and all",
-    lambda x: (ste.top_k(x, 2), ste.top_k(x, 3)),
-    lambda x: (top_k(x, 2, -1), jnp.ones_like(x)),
-    lambda x: (soft_top_k(x, 2, -1), const(x)),
-    A([[1.0, 3, 2]]),
-    orders=VJP,
-    edges=[
+    *(np.concatenate([M, A([[0.3, 0.6, -0.8]])]), A(0.7)))
+op("top_k: ties, and all", lambda x: (ste.top_k(x, 2), ste.top_k(x, 3)),
+    lambda x: (top_k(x, 2, -1), jnp.ones_like(x)), lambda x: (soft_top_k(x, 2, -1), const(x)),
+    A([[1.0, 3, 2]]), orders=VJP, edges=[
         ([[[5, 2, 5]]], [[[1, 0, 1]], [[1, 1, 1]]], [np.zeros((1, 3))]),
         ([[[2, 2, 2]]], [[[1, 1, 0]], [[1, 1, 1]]], [np.zeros((1, 3))]),
-    ],
-)
+    ])
 
 # ---------------------------------------------------------------- samples
 
 
-def gumbel(x):
-    return x + jr.gumbel(jr.key(3), x.shape, x.dtype)
-
-
-def logistic(x):
-    return x + jr.logistic(jr.key(3), x.shape, x.dtype)
-
-
-def keyed(fn, *args, **options):
-    return fn(*args, key=jr.key(3), **options)
-
-
+gumbel = lambda x: x + jr.gumbel(jr.key(3), x.shape, x.dtype)
+logistic = lambda x: x + jr.logistic(jr.key(3), x.shape, x.dtype)
+keyed = lambda fn, *args, **options: fn(*args, key=jr.key(3), **options)
 soft = ste.gumbel_softmax
-op(
-    "gumbel_softmax",
-    lambda x, t: (
-        keyed(soft, x),
-        keyed(soft, x, temperature=t),
+op("gumbel_softmax", lambda x, t: (
+        keyed(soft, x), keyed(soft, x, temperature=t),
         keyed(soft, x, temperature=t, hard=True, axis=0),
-    ),
-    lambda x, t: (softmax(gumbel(x), -1), softmax(gumbel(x) / t, -1), one_hot(gumbel(x), 0)),
+    ), lambda x, t: (softmax(gumbel(x), -1), softmax(gumbel(x) / t, -1), one_hot(gumbel(x), 0)),
     lambda x, t: (
-        softmax(gumbel(x), -1),
-        softmax(gumbel(x) / t, -1),
-        softmax(gumbel(x) / t, 0),
-    ),
-    *(M, A(0.7)),
-    edges=[([[[0.3, -INF, 0.2], [-INF, 0.4, 0.1]], 0.7], None, None)],
-    draws=True,
-)
+        softmax(gumbel(x), -1), softmax(gumbel(x) / t, -1), softmax(gumbel(x) / t, 0),
+    ), *(M, A(0.7)), edges=[([[[0.3, -INF, 0.2], [-INF, 0.4, 0.1]], 0.7], None, None)],
+    draws=True)
 bit = ste.gumbel_sigmoid
-op(
-    "gumbel_sigmoid",
-    lambda x, tau: (keyed(bit, x, temperature=tau), keyed(bit, x, hard=True)),
-    lambda x, tau: (
-        1 / (1 + jnp.exp(-logistic(x) / tau)),
-        (logistic(x) > 0).astype(x.dtype),
-    ),
+op("gumbel_sigmoid", lambda x, tau: (keyed(bit, x, temperature=tau), keyed(bit, x, hard=True)),
+    lambda x, tau: (1 / (1 + jnp.exp(-logistic(x) / tau)), (logistic(x) > 0).astype(x.dtype)),
     lambda x, tau: (jax.nn.sigmoid(logistic(x) / tau), jax.nn.sigmoid(logistic(x))),
-    *(M, A(0.7)),
-    draws=True,
-)
-op(
-    "bernoulli",
-    lambda p: keyed(ste.bernoulli, p),
-    lambda p: (jr.uniform(jr.key(3), p.shape, p.dtype) < p).astype(p.dtype),
-    identity,
+    *(M, A(0.7)), draws=True)
+op("bernoulli", lambda p: keyed(ste.bernoulli, p),
+    lambda p: (jr.uniform(jr.key(3), p.shape, p.dtype) < p).astype(p.dtype), identity,
     A([[0.2, 0.5, 0.9, 0.6], [0.1, 0.45, 0.7, 0.8]]),
-    edges=[([[[0, 1, NAN]]], [[[0, 1, NAN]]], [np.ones((1, 3))])],
-    draws=True,
-)
+    edges=[([[[0, 1, NAN]]], [[[0, 1, NAN]]], [np.ones((1, 3))])], draws=True)
 
 
 def reinmax(tau, x, axis):
@@ -280,30 +222,17 @@ def reinmax(tau, x, axis):
     return 2 * softmax(const(jnp.log(middle) - x) + x, axis) - softmax(x, axis) / 2
 
 
-op(
-    "reinmax",
-    lambda x: (keyed(ste.reinmax, x), keyed(ste.reinmax, x, temperature=1.4, axis=0)),
+op("reinmax", lambda x: (keyed(ste.reinmax, x), keyed(ste.reinmax, x, temperature=1.4, axis=0)),
     lambda x: (one_hot(gumbel(x), -1), one_hot(gumbel(x), 0)),
-    lambda x: (reinmax(1, x, -1), reinmax(1.4, x, 0)),
-    M,
-    draws=True,
-)
-op(
-    "reinmax: what is never sampled",
-    lambda x: keyed(ste.reinmax, x),
-    lambda x: one_hot(gumbel(x), -1),
-    lambda x: reinmax(1, x, -1),
-    M,
-    orders=VJP,
-    edges=[([[[0.3, 0.2, -INF]]], [[[1, 0, 0]]], [np.zeros((1, 3))])],
-    draws=True,
-)
+    lambda x: (reinmax(1, x, -1), reinmax(1.4, x, 0)), M, draws=True)
+op("reinmax: what is never sampled", lambda x: keyed(ste.reinmax, x),
+    lambda x: one_hot(gumbel(x), -1), lambda x: reinmax(1, x, -1), M, orders=VJP,
+    edges=[([[[0.3, 0.2, -INF]]], [[[1, 0, 0]]], [np.zeros((1, 3))])], draws=True)
 
 # ---------------------------------------------------------------- uniform quantizers
 
 
-def straight(x):
-    return x + const(jnp.round(x) - x)
+straight = lambda x: x + const(jnp.round(x) - x)
 
 
 def between(low, high, q):
@@ -316,16 +245,14 @@ def fake_quantize(low, high, x, scale, zero):
     return scale * (between(low, high, straight(x / scale) + zero) - zero)
 
 
-def with_range(fn, *numbers):
-    return lambda *args: fn(*numbers, *args)
+with_range = lambda fn, *numbers: lambda *args: fn(*numbers, *args)
 
 
 # Each has numbers inside, at the ends and outside of the range.
 W = A([[0.52, -1.23, 1.6, 40.0], [-2.53, 2.17, -0.31, -50.0], [0.11, 0.77, 3.3, -1.9]])
 SCALES = A([[0.31], [0.5], [0.27]])
 for _options, _range, _zero in (
-    ({"bits": 4}, (-8, 7), 1.6),
-    ({"bits": 3, "narrow": True}, (-3, 3), -1.2),
+    ({"bits": 4}, (-8, 7), 1.6), ({"bits": 3, "narrow": True}, (-3, 3), -1.2),
     ({"bits": 3, "signed": False}, (0, 7), 2.8),
     ({"signed": False, "narrow": True}, (1, 255), 3.2),
 ):
@@ -354,8 +281,7 @@ def lsq(g, low, high, x, step):
 
 
 for _options, _range in (
-    ({"bits": 4}, (-8, 7)),
-    ({"bits": 3, "signed": False}, (0, 7)),
+    ({"bits": 4}, (-8, 7)), ({"bits": 3, "signed": False}, (0, 7)),
     ({"gradient_scale": 0.3}, (-128, 127)),
 ):
     for _step in (SCALES, A(0.4)):
@@ -365,36 +291,25 @@ for _options, _range in (
         name = f"lsq: {_options}, {_step.size} steps".replace(": {'bits': 4}, 1 steps", "")
         op(name, fn, plain, plain, W, _step, orders=("value", "jvp", "vjp"))
 two_bits = with_range(lsq, 1, -2, 1)
-op(
-    "lsq: at the ends of the range, which count as clipped",
-    lambda x, s: ste.lsq(x, s, bits=2, gradient_scale=1.0),
-    *(two_bits, two_bits, X, A(0.5)),
+op("lsq: at the ends of the range, which count as clipped",
+    lambda x, s: ste.lsq(x, s, bits=2, gradient_scale=1.0), *(two_bits, two_bits, X, A(0.5)),
     orders=VJP,
-    edges=[([[0.5, -1, 0.2, INF], 0.5], [[0.5, -1, 0, 0.5]], [[0, 0, 1, 0], 1 - 2 - 0.4 + 1])],
-)
+    edges=[([[0.5, -1, 0.2, INF], 0.5], [[0.5, -1, 0, 0.5]], [[0, 0, 1, 0], 1 - 2 - 0.4 + 1])])
 largest = lambda x: (
-    jnp.max(jnp.abs(x)) / 127,
-    jnp.max(jnp.abs(x), 1, keepdims=True) / 7,
+    jnp.max(jnp.abs(x)) / 127, jnp.max(jnp.abs(x), 1, keepdims=True) / 7,
     jnp.max(jnp.abs(x), keepdims=True) / 7,
 )
-op(
-    "absmax_scale",
-    lambda x: (
-        ste.absmax_scale(x),
-        ste.absmax_scale(x, bits=4, axis=1),
+op("absmax_scale", lambda x: (
+        ste.absmax_scale(x), ste.absmax_scale(x, bits=4, axis=1),
         ste.absmax_scale(x, bits=3, signed=False, axis=(0, 1)),
-    ),
-    *(largest, lambda x: const(largest(x)), W),
-    orders=("value", "jvp", "vjp"),
-    half=(W,),
+    ), *(largest, lambda x: const(largest(x)), W), orders=("value", "jvp", "vjp"), half=(W,),
     edges=[
         (
             [np.zeros((1, 2))],
             [np.full(s, 2.2250738585072014e-308) for s in [(), (1, 1), (1, 1)]],
             [np.zeros((1, 2))],
         )
-    ],
-)
+    ])
 
 
 # ---------------------------------------------------------------- codebooks
@@ -427,25 +342,16 @@ codes = A(
     [[a / 2 - 1, b / 2 - 1, c - 1] for c, b, a in itertools.product(*map(range, (3, 4, 5)))]
 )
 op("fsq", lambda z: ste.fsq(z, LEVELS), fsq_plain, soft_codes, Z)
-op(
-    "fsq_codebook",
-    lambda x: ste.fsq_codebook(LEVELS, x.dtype) @ x,
-    *(lambda x: codes.astype(x.dtype) @ x, None, A([0.4, -1.3, 2.1])),
-    orders=("value",),
-)
+op("fsq_codebook", lambda x: ste.fsq_codebook(LEVELS, x.dtype) @ x,
+    *(lambda x: codes.astype(x.dtype) @ x, None, A([0.4, -1.3, 2.1])), orders=("value",))
 op(
     "vector_quantize",
     *(ste.vector_quantize, nearest, lambda z, c: (z, nearest(z, c)[1]), Z, C),
     # Entries that are close together and far from zero.
     edges=[([1e9 + Z / 8, 1e9 + C / 8], None, [np.ones((4, 3)), np.zeros((4, 3))])],
 )
-op(
-    "vector_quantize: ties and NaN",
-    lambda z, c: ste.vector_quantize(z, c)[0],
-    *(lambda z, c: nearest(z, c)[0], identity, Z, C),
-    orders=("value",),
-    edges=[
+op("vector_quantize: ties and NaN", lambda z, c: ste.vector_quantize(z, c)[0],
+    *(lambda z, c: nearest(z, c)[0], identity, Z, C), orders=("value",), edges=[
         ([[[0, 1], [NAN, 0]], [[0, 2], [0, 0]]], [[[0, 2], [NAN, NAN]]], None),
         ([[[0, 1]], [[0, 2], [NAN, 0]]], [[[NAN, NAN]]], None),
-    ],
-)
+    ])

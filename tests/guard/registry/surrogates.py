@@ -10,6 +10,8 @@ from jax.scipy.special import erf
 from .entry import entry, Nasty, ORDERS
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 A = np.array
 # One of the first three numbers is far out in the tail of the steepest surrogate.
 V = A([0.31, -0.22, 0.07, -1.4, 0.9])
@@ -24,8 +26,7 @@ def normal(v, sigma):
     return jnp.exp(-(v**2) / (2 * sigma**2)) / (np.sqrt(2 * np.pi).astype(v.dtype) * sigma)
 
 
-def cumulative(v, sigma):
-    return (1 + erf(v / np.sqrt(2.0).astype(v.dtype) / sigma)) / 2
+cumulative = lambda v, sigma: (1 + erf(v / np.sqrt(2.0).astype(v.dtype) / sigma)) / 2
 
 
 def multi_gaussian(v, sigma, height, spread):
@@ -42,8 +43,7 @@ def multi_cumulative(v, sigma, height, spread):
     return 0.5 + (1 + height) * centered(v, sigma) - height * sides
 
 
-def triangle(v, width, peak):
-    return peak * jnp.maximum(0, 1 - jnp.abs(v) / width)
+triangle = lambda v, width, peak: peak * jnp.maximum(0, 1 - jnp.abs(v) / width)
 
 
 def triangle_area(v, width, peak):
@@ -55,26 +55,21 @@ def triangle_area(v, width, peak):
 TABLE = {
     # Zenke and Ganguli (2018), equation 4.
     "superspike": (
-        lambda v, s: 1 / (1 + s * jnp.abs(v)) ** 2,
-        lambda v, s: 0.5 + v / (1 + s * jnp.abs(v)),
+        lambda v, s: 1 / (1 + s * jnp.abs(v)) ** 2, lambda v, s: 0.5 + v / (1 + s * jnp.abs(v)),
         ((25.0, 3.0),),
     ),
     # Fang et al. (2021), equation 17.
     "atan": (
         lambda v, s: s / 2 / (1 + (jnp.pi / 2 * s * v) ** 2),
-        lambda v, s: 0.5 + jnp.arctan(jnp.pi / 2 * s * v) / jnp.pi,
-        ((2.0, 3.1),),
+        lambda v, s: 0.5 + jnp.arctan(jnp.pi / 2 * s * v) / jnp.pi, ((2.0, 3.1),),
     ),
     "sigmoid": (
         lambda v, s: s * jnp.exp(-s * v) / (1 + jnp.exp(-s * v)) ** 2,
-        lambda v, s: 1 / (1 + jnp.exp(-s * v)),
-        ((4.0, 1.7),),
+        lambda v, s: 1 / (1 + jnp.exp(-s * v)), ((4.0, 1.7),),
     ),
     "gaussian": (normal, cumulative, ((0.5, 0.8),)),
     "multi_gaussian": (
-        multi_gaussian,
-        multi_cumulative,
-        ((0.5, 0.7), (0.15, 0.25), (6.0, 3.0)),
+        multi_gaussian, multi_cumulative, ((0.5, 0.7), (0.15, 0.25), (6.0, 3.0)),
     ),
     "triangle": (triangle, triangle_area, ((1.0, 1.2), (1.0, 0.3))),
     "rectangle": (
@@ -91,11 +86,7 @@ TABLE = {
 # With the defaults at zero, where some have a kink, and far to the right and to the left.
 N0 = 2 / np.sqrt(2 * np.pi)
 SIDES = 0.3 * N0 / 6 * np.exp(-1 / 72)
-PEAKS = {
-    "gaussian": N0,
-    "multi_gaussian": 1.15 * N0 - SIDES,
-    "leaky": 0.55,
-}
+PEAKS = {"gaussian": N0, "multi_gaussian": 1.15 * N0 - SIDES, "leaky": 0.55}
 FAR = {"leaky": (1.0, 0.1)}
 
 
@@ -105,12 +96,8 @@ def enter(name, density, integral, params):
 
     def fn(v, *params):
         given = surrogate(*params)
-        return (
-            eqg.surrogates.spike(v, given),
-            eqg.surrogates.spike(v, surrogate()),
-            given.derivative(v),
-            given.primitive(v),
-        )
+        spikes = eqg.surrogates.spike(v, given), eqg.surrogates.spike(v, surrogate())
+        return given.derivative(v), *spikes, given.primitive(v)
 
     # A slope for each element, and numbers for all.
     others = [A(other) for _, other in params]
@@ -125,24 +112,21 @@ def enter(name, density, integral, params):
         fn,
         V,
         *others,
-        plain=lambda v, *p: (step(v), step(v), density(v, *p), integral(v, *p)),
-        smooth=lambda v, *p: (integral(v, *p), of_defaults(v), density(v, *p), integral(v, *p)),
+        plain=lambda v, *p: (density(v, *p), step(v), step(v), integral(v, *p)),
+        smooth=lambda v, *p: (density(v, *p), integral(v, *p), of_defaults(v), integral(v, *p)),
         half=(np.linspace(-1.1, 1.4, 31), *(A(p) for p in defaults)) if full else None,
         # The rule is one for all: what is their own are two formulas.
         orders=ORDERS if full else ("value", "vjp", "FR"),
         transforms=full,
         costs=full,
     )
-    entry(
-        f"surrogates.{name}: at the edges",
-        lambda v: eqg.surrogates.spike(v, surrogate()),
-        V,
-        plain=step,
-        smooth=of_defaults,
-        orders=("value", "vjp"),
-        transforms=False,
-        nasty=[Nasty(edges, value=[A([0.0, 0, 1, 1, 0, 0, NAN])], cts=[cts])],
-    )
+    # Parameters may be in another precision than the potential.
+    exact = list(map(np.float32, defaults))
+    exact = exact if list(map(float, exact)) == defaults else defaults
+    entry(f"surrogates.{name}: at the edges",
+        lambda v: eqg.surrogates.spike(v, surrogate(*exact)), V,
+        plain=step, smooth=of_defaults, orders=("value", "vjp"), transforms=False,
+        nasty=[Nasty(edges, value=[A([0.0, 0, 1, 1, 0, 0, NAN])], cts=[cts])])
 
 
 for _name, _row in TABLE.items():
@@ -163,21 +147,13 @@ class Exponential(eqg.surrogates.AbstractSurrogate):
         return jnp.where(v < 0, tail, self.scale - tail)
 
 
-def exponential(v, slope):
-    return jnp.sign(v) * (1 - jnp.exp(-slope * jnp.abs(v)))
+exponential = lambda v, slope: jnp.sign(v) * (1 - jnp.exp(-slope * jnp.abs(v)))
 
 
-entry(
-    "surrogates.spike",
-    lambda v, slope: (
+entry("surrogates.spike", lambda v, slope: (
         eqg.surrogates.spike(v, Exponential(slope)),
         eqg.surrogates.spike(v, lambda v: 1 - jnp.tanh(v) ** 2),
-    ),
-    V,
-    A(1.6),
-    plain=lambda v, slope: (step(v), step(v)),
+    ), V, A(1.6), plain=lambda v, slope: (step(v), step(v)),
     smooth=lambda v, slope: (exponential(v, slope), jnp.tanh(v)),
-    orders=("value", "jvp", "vjp", "FR"),
-    transforms=False,
-    nasty=[Nasty(A([NAN, 2.0]), A(1.6), value=[A([NAN, 1]), A([NAN, 1])])],
-)
+    orders=("value", "jvp", "vjp", "FR"), transforms=False,
+    nasty=[Nasty(A([NAN, 2.0]), A(1.6), value=[A([NAN, 1]), A([NAN, 1])])])
