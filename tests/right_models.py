@@ -54,11 +54,6 @@ def batch_norm_with_state():
     return batch_loss, *eqx.nn.make_with_state(make)(KEY), jnp.asarray(DATA)
 
 
-def dropout_with_a_key():
-    model = eqx.nn.Sequential([eqx.nn.Linear(3, 8, key=KEY), eqx.nn.Dropout(0.5)])
-    return lambda m, x: jnp.mean(m(x, key=jr.key(3)) ** 2), model, X0
-
-
 def filter_scan_auto():
     def fn(m, xs):
         step = lambda h, x: (m(h + x),) * 2
@@ -132,13 +127,6 @@ def exponential_growth():
     return fn, jnp.array([1.0, 0.9, -0.5]), jnp.array([1.0, 2.0, 3.0])
 
 
-def ill_conditioned_solve():
-    """A Hilbert matrix with the condition number 5e5."""
-    hilbert = 1 / (np.arange(5)[:, None] + np.arange(5) + 1.0)
-    fn = lambda matrix, b: jnp.sum(jnp.linalg.solve(matrix, b) ** 2)
-    return fn, jnp.asarray(hilbert, jnp.float32), jnp.ones(5, jnp.float32)
-
-
 def chaotic_map(n=30):
     """After 30 steps, a change of a parameter has grown by nine orders of magnitude. After 60
     steps, what changes the last digit changes all."""
@@ -165,7 +153,6 @@ def _right_rule():
 
 RIGHT: dict[str, Callable[[], tuple[Any, ...]]] = {
     "right_rule": _right_rule,
-    "relu_network": lambda: (mean_square, eqx.nn.MLP(3, 2, 32, 2, key=KEY), DATA),
     "lasso_at_zero": lambda: (
         lambda m, x: jnp.mean((x @ m - 1.0) ** 2) + jnp.sum(jnp.abs(m)),
         jnp.zeros(3),
@@ -191,7 +178,6 @@ RIGHT: dict[str, Callable[[], tuple[Any, ...]]] = {
             relu_at_its_kink,
             max_pool_with_ties,
             batch_norm_with_state,
-            dropout_with_a_key,
             filter_scan_auto,
             branches_and_a_loop_without_gradient,
             while_loop_in_forward_mode,
@@ -201,7 +187,6 @@ RIGHT: dict[str, Callable[[], tuple[Any, ...]]] = {
             float32_only,
             stiff_equation_by_implicit_euler,
             exponential_growth,
-            ill_conditioned_solve,
             chaotic_map,
             a_hundred_thousand_kinks,
             parameters_of_very_different_size,

@@ -52,18 +52,6 @@ def vjp_of(fn):
 WITH_RULE = pytest.mark.parametrize("with_rule", [jvp_of, vjp_of])
 
 
-@WITH_RULE
-def test_positional_or_keyword(with_rule):
-    f = with_rule(lambda x, y, z=3.0: x * y + jnp.sin(z))
-    for call in (
-        lambda x, y: f(x, y=y),
-        lambda x, y: f(y=y, x=x),
-        lambda x, y: f(y=y, z=3.0, x=x),
-    ):
-        assert jax.grad(call, (0, 1))(2.0, 5.0) == (5.0, 2.0)
-    assert jnp.allclose(jax.grad(lambda z: f(2.0, 5.0, z=z))(3.0), jnp.cos(3.0))
-
-
 class Affine(eqx.Module):
     @eqg.custom_vjp
     @staticmethod

@@ -169,6 +169,10 @@ def test_names_of_inputs(loss, args, kwargs, name):
     (record,) = eqg.explain_nan(loss, *args, **kwargs).found
     assert record.primitive == name
     assert record.leaf == ("['w']" if name == "model['w']" else "")
+    of_model = "The parameter `['w']` holds the NaN", f"`{name}` holds the NaN"
+    assert record.cure.startswith(of_model)
+    (record,) = eqg.explain_nan(lambda w: jnp.sum(w * BAD["a"]), W).found
+    assert record.cure.startswith("A constant of the loss holds the NaN")
 
 
 class Tagged(eqx.Module):

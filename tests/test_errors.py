@@ -125,8 +125,8 @@ def test_a_rule_without_a_transpose(match, around):
 
 
 LINEAR = [
-    lambda x, t: jnp.where(x > 1, t, jnp.zeros(3)) / x,
-    lambda x, t: jnp.zeros(3).at[jnp.array([0, 1])].add(t[:2]),
+    lambda x, t: jnp.where(x > 1, t, jnp.zeros(3)) / x, lambda x, t: None,
+    lambda x, t: jnp.zeros(3).at[jnp.array([0, 1])].add(t[:2]), lambda x, t: jnp.zeros_like(x),
     lambda x, t: jnp.cumsum(t) - jnp.flip(t) + jnp.roll(t, 1),
     lambda x, t: jax.lax.scan(lambda c, s: (c + s, c * 2), jnp.zeros(()), t)[1],
     lambda x, t: jax.lax.cond(x[0] > 0, lambda t: 2 * t, lambda t: t * x, t),
@@ -134,9 +134,7 @@ LINEAR = [
     lambda x, t: jnp.real(jnp.fft.ifft(jnp.fft.fft(t))).astype(t.dtype),
     lambda x, t: jnp.convolve(t, x, mode="same"),
     lambda x, t: jax.lax.fori_loop(0, 3, lambda i, t: t * x, t),
-    lambda x, t: jnp.zeros_like(x),
-    lambda x, t: None,
-]
+]  # fmt: skip
 
 
 @pytest.mark.slow

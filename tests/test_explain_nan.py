@@ -96,24 +96,12 @@ PLANTED = {
     "overflow": (DEAD, {"primitive": "exp", "index": (1,)}, [jnp.array([0.0, 2.0, 0.01])],
         lambda x: exp(1000.0 * x),
         lambda big, x: total(where(x > 0.05, x, big))),
-    "nested": (DEAD, {"primitive": "sqrt", "index": (1,)}, [X3],
-        lambda x: sqrt(x),
-        lambda y, x: total(jnp.select([x > 1, x > 0], [x, y], 0.0))),
     "segment": (DEAD, {"primitive": "sqrt", "index": (1,)}, [X3],
         lambda x: sqrt(x),
         lambda y, x: total(jax.ops.segment_max(y, jnp.array([0, 0, 1]), 2))),
-    "median": (DEAD, {"primitive": "sqrt", "index": (1,)}, [X3],
-        lambda x: sqrt(x),
-        lambda y, x: jnp.median(y)),
     "arctan2": (DEAD, {"primitive": "atan2", "index": (1,)}, [X3],
         lambda x: jnp.arctan2(x, x),
         lambda angle, x: total(where(x != 0, angle, 0.0))),
-    "sine of an infinity": (DEAD, {"primitive": "log", "index": (1,)}, [X3],
-        lambda x: log(x),
-        lambda y, x: total(where(x > 0, jnp.sin(y), 0.0))),
-    "masked data": (DEAD, {"primitive": "mul", "index": (1,)}, [X3, jnp.array([1.0, NAN, 2.0])],
-        lambda w, data: w * data,
-        lambda y, w, data: total(where(jnp.isnan(data), 0.0, y))),
     "attention": (DEAD, {"primitive": "sub"}, [jnp.eye(3), HALF],
         lambda q, mask: softmax(q @ q.T + where(mask, 0.0, -INF), axis=-1),
         lambda weights, q, mask: total(where(mask, weights, 0.0))),
@@ -125,8 +113,6 @@ PLANTED = {
     "tie": (POLE, {"primitive": "sqrt"}, [-ONE], lambda x: sqrt(jnp.maximum(x + 1, 0.0)) + 0.0),
     "matrix": (ZERO, {"primitive": "custom_linear_solve"}, [jnp.ones((2, 2))],
         lambda a: total(jnp.linalg.solve(a, jnp.ones(2)))),
-    "eigenvectors": (POLE, {"primitive": "eigh"}, [jnp.eye(2)],
-        lambda a: total(jnp.linalg.eigh(a)[1])),
     "library": (ZERO, {}, [jnp.zeros(3)],
         lambda x: total(optax.losses.cosine_distance(x, jnp.ones(3)))),
     "optimistix": (POLE, {}, [jnp.array(8.0)],
@@ -140,9 +126,6 @@ PLANTED = {
     "softmax": (ZERO, {"primitive": "div"}, [jnp.array([800.0, 0.0, 1.9, -1.0])],
         lambda x: x / x,
         lambda y, x: total(softmax(y) ** 2)),
-    "constant NaN": ("NaN in the input", {"primitive": "mul", "leaf": ""}, [X3],
-        lambda w: w * jnp.array([1.0, NAN, 1.0]),
-        lambda y, w: jnp.max(y)),
 }  # fmt: skip
 
 
@@ -230,20 +213,6 @@ def test_dtypes(dtype):
 # ---------------------------------------------------------------- several causes
 
 
-def test_the_input_that_holds_it():
-    loss = lambda model, data: total(model["w"] * data["x"])
-    for value, name in ((NAN, "NaN"), (INF, "inf")):
-        bad = jnp.array([1.0, value])
-        record = only(loss, {"w": bad}, {"x": X2})
-        assert (record.kind, record.leaf) == (f"{name} in the input", "['w']")
-        assert record.cure.startswith("The parameter `['w']` holds the")
-        record = only(loss, {"w": X2 + 1}, {"x": bad})
-        assert (record.primitive, record.index, record.leaf) == ("data['x']", (1,), "")
-        assert record.cure.startswith("`data['x']` holds the")
-        record = only(lambda w, bad=bad: total(w * bad), X2 + 1)
-        assert record.cure.startswith("A constant of the loss holds the")
-
-
 def test_what_was_not_finite_before_has_no_cause_of_its_own():
     report = explain(lambda x: total(log(x * log(x))), jnp.array([-1.0, 1.0, 3.0]))
     assert {(r.kind, r.index) for r in report.found} == {(DOMAIN, (0,)), (POLE, (1,))}
@@ -256,24 +225,16 @@ def _masked(x):
     return where(x > 5, x, 0.0)
 
 
-def _by_cond(x):
-    return jax.lax.cond(total(x) > 5, lambda x: x, lambda x: 0.0 * jnp.sin(x), x)
-
-
-@pytest.mark.parametrize("drop", [_masked, jax.jit(_masked), jax.vmap(_masked), _by_cond])
+@pytest.mark.parametrize("drop", [_masked, jax.jit(_masked), jax.vmap(_masked)])
 def test_what_does_not_reach_the_gradient_is_no_cause(drop):
     """Witness: the gradient is the same without it."""
     loss = lambda x, with_norm: (norm(drop(x)) if with_norm else 0.0) + total(sqrt(x))
     grads = [jax.grad(loss)(X2[::-1], flag) for flag in (True, False)]
-    found = explain(loss, X2[::-1], True).found
-    if drop is _by_cond:  # which multiplies the NaN by zero: it does reach the gradient
-        assert np.isnan(grads[0]).all()
-        assert len(found) == 2
-    else:
-        np.testing.assert_array_equal(*grads)
-        assert [r.column for r in found] == [r.code.index("sqrt(x)") for r in found]
-        # Alone, it makes nothing that is not finite.
-        assert not explain(lambda x: norm(drop(x)), X2[::-1])
+    np.testing.assert_array_equal(*grads)
+    record = only(loss, X2[::-1], True)
+    assert record.column == record.code.index("sqrt(x)")
+    # Alone, it makes nothing that is not finite.
+    assert not explain(lambda x: norm(drop(x)), X2[::-1])
 
 
 @pytest.mark.parametrize("around", [lambda f: f, eqg.zero_safe])
@@ -295,8 +256,6 @@ def test_a_cause_on_the_way_of_what_a_mask_drops(around):
 
 SELECTIONS = {
     "max": jnp.max,
-    "sort": jnp.sort,
-    "cummax": jax.lax.cummax,
     "pooling": lambda x: jax.lax.reduce_window(x, -INF, jax.lax.max, (2,), (1,), "VALID"),
     "segment_max": lambda x: jax.ops.segment_max(x, jnp.array([0, 1, 1]), 2),
     "shift by hand": lambda x: exp(x - x.max()),
@@ -395,21 +354,6 @@ def test_steps_of_two_loops():
 
     record = only(loss, ONE)
     assert (record.kind, record.step, [record.line]) == (DEAD, (1, 2), lines_of(loss, "HERE"))
-
-
-def test_a_gradient_that_explodes_in_a_layer():
-    # A cotangent is multiplied by 0.5 + 0.5 * 0.5 * 8 = 2.5 in a step; 2.5**11 > 1e4.
-    cell = jax.tree.map(jnp.zeros_like, eqx.filter(eqx.nn.GRUCell(1, 3, key=KEY), eqx.is_array))
-    weight = jnp.concatenate([jnp.zeros((6, 3)), 8 * jnp.eye(3)])
-    cell = eqx.tree_at(lambda cell: cell.weight_hh, cell, weight)
-
-    def loss(cell, xs):
-        step = lambda h, x: (cell(x, h), None)  # HERE
-        return total(jax.lax.scan(step, jnp.zeros(3), xs)[0])
-
-    report = explain(loss, cell, jnp.zeros((20, 1)), threshold=1e4)
-    record = next(r for r in report.found if [r.line] == lines_of(loss, "HERE"))
-    assert (record.kind, record.step, record.path) == (THRESHOLD, (9,), "GRUCell")
 
 
 def test_a_nan_in_the_data_and_a_root_at_other_steps():
@@ -556,18 +500,6 @@ def test_a_function_that_a_solver_calls():
     assert places == (__file__, lines_of(field, "HERE"), lines_of(field, "MASK"))
     assert record.library.startswith("diffrax")
 
-    # The norm is in the rule of the loop, which `zero_safe` does not enter.
-    distance = lambda y, y0: norm(y - y0)
-    for is_masked in (False, True):
-        mask = (lambda t, x: where(t > 0, x, 0.0)) if is_masked else (lambda t, x: x)
-        loss = lambda y0, mask=mask: total(
-            _diffeqsolve(lambda t, y, _: mask(t, distance(y, y0)) - y, y0)
-        )
-        report = explain(loss, jnp.array([1.0, 2.0]))
-        assert [r.kind for r in report.found] == [DEAD if is_masked else POLE]
-        assert "`eqg.safe.norm(x)`" in report.found[0].cure
-        assert ("as the loop of Diffrax is" in " ".join(str(report).split())) == is_masked
-
     # The last step of its loop has a cotangent of zero: this is no mask of the user.
     field = lambda t, y, power: jnp.abs(y) ** power
     loss = lambda y0, p: total(_diffeqsolve(field, y0, p, diffrax.Tsit5) ** 2)
@@ -614,7 +546,6 @@ def shifted(x):
 # A loss, its argument, words of the first cure, and a word that is in none.
 TEXTS = {
     "softmax": (attend, ROWS, "`eqg.safe.softmax(x)`", "logsumexp"),
-    "jit": (jax.jit(attend), ROWS, "`eqg.safe.softmax(x)`", "logsumexp"),
     "log_softmax": (lambda x: total(exp(jax.nn.log_softmax(masked_rows(x)))), ROWS,
         "`eqg.safe.log_softmax(x)`", "logsumexp"),
     "no softmax": (lambda x: total(jnp.tanh(shifted(x))), ROWS, "", "softmax"),
@@ -623,8 +554,6 @@ TEXTS = {
     "shift": (lambda x: x[0] - x[1], jnp.array([3e38, -3e38], "float32"), "too large", "row"),
     "inverse": (lambda a: total(jnp.linalg.inv(a)), jnp.ones((2, 2)), SINGULAR, "definite"),
     "cholesky": (lambda a: total(jnp.linalg.cholesky(a)), -jnp.eye(2), SINGULAR, "singular"),
-    "product": (lambda w: where(w > 9, jnp.linalg.cholesky(w * 1e30 * jnp.eye(2))[0, 0]
-        / (w - w), w), ONE, "", "softmax"),
     "second derivative": (lambda s: jnp.trace(jax.hessian(lambda x: norm(s * x) ** 2)(
         jnp.zeros(2))), 2 * ONE, "is smooth there, compute it without", "softmax"),
 }  # fmt: skip
@@ -696,10 +625,6 @@ def test_a_divisor_whose_square_underflows():
     exact = -float(x) / float(y) ** 2 * -2e-3
     assert not jnp.isfinite(slope(jnp.divide)(y))
     assert abs(slope(eqg.safe.divide)(y) / exact - 1) < 1e-5
-    # And so it is in a branch that is not taken.
-    masked = lambda divide: lambda y: where(y > 1, divide(jnp.zeros_like(y), y), 0.0)
-    assert only(masked(jnp.divide), y).kind == DEAD
-    assert jax.grad(masked(eqg.safe.divide))(y) == 0
 
 
 @pytest.mark.parametrize(
@@ -839,28 +764,23 @@ def force_matching(energy):
     return lambda q, x: total(jax.grad(energy, 1)(q, x) ** 2)
 
 
-@pytest.mark.slow
-def test_a_dead_branch_in_a_gradient_inside_of_the_loss():
-    """The energy is finite, and the force is NaN: to the loss, that is a value."""
-    energy = lambda q, x: pair_energy(q, x, jnp.eye(3) > 0)
-    fixed = force_matching(eqg.zero_safe(energy, policy="zero"))
-    assert jnp.all(jnp.isfinite(jax.grad(fixed)(CHARGES, POSITIONS)))
-    report = explain(force_matching(energy), CHARGES, POSITIONS)
-    assert {r.line for r in report.found} <= {*lines_of(pair_energy, "PAIR")}
-    values = [r for r in report.found if r.is_forward]
-    assert values
-    assert not any("zero_safe(loss)" in r.cure for r in report.found)  # it leaves the loss NaN
-    assert all('eqg.zero_safe(f, policy="zero")' in r.cure for r in values)
-
-
 def test_a_singularity_in_a_gradient_inside_of_the_loss():
     """It is not a dead branch if it is also used elsewhere, or at other elements."""
     mask = jnp.eye(3) > 0
     elsewhere = lambda q, x: pair_energy(q, x, mask) + pair_energy(q, x, mask & False)
     equal = POSITIONS.at[1].set(POSITIONS[0])
-    for energy, x in ((elsewhere, POSITIONS), (ft.partial(pair_energy, mask=mask), equal)):
-        found = explain(force_matching(energy), CHARGES, x).found
-        assert POLE in {r.kind for r in found}
+    masked = ft.partial(pair_energy, mask=mask)
+    for energy, x in ((elsewhere, POSITIONS), (masked, equal)):
+        assert POLE in {r.kind for r in explain(force_matching(energy), CHARGES, x).found}
+    # If it is one, `zero_safe(loss)` leaves the loss NaN.
+    report = explain(force_matching(masked), CHARGES, POSITIONS)
+    assert {r.line for r in report.found} <= {*lines_of(pair_energy, "PAIR")}
+    assert not any("zero_safe(loss)" in r.cure for r in report.found)
+    cures = [r.cure for r in report.found if r.is_forward]
+    assert cures
+    assert all('eqg.zero_safe(f, policy="zero")' in cure for cure in cures)
+    fixed = force_matching(eqg.zero_safe(masked, policy="zero"))
+    assert jnp.all(jnp.isfinite(jax.grad(fixed)(CHARGES, POSITIONS)))
 
 
 def _force(energy):
@@ -887,15 +807,10 @@ def test_the_cure_of_a_second_derivative_of_a_safe_function():
             assert f"`{name}`" in record.cure
             assert f"eqg.{name}" not in record.cure  # which is what the loss has
             assert "It is in a derivative that the loss takes" in record.cure
-    cured = lambda x: eqg.safe.where(x > 0, eqg.safe.sqrt, x, 0.0)  # as it says
-    for energy in (cured, eqg.zero_safe(masked)):
-        gradient = jax.grad(_force(energy))(X2[::-1])
-        assert jnp.array_equal(gradient, jax.grad(_force(cured))(X2[::-1]))
-        assert jnp.isfinite(gradient).all()
-    # And of a function of JAX that is smooth there, what the cure says is right: `4 * s**2`.
-    squares = lambda s: jnp.trace(jax.hessian(lambda x: total((s * x) ** 2))(jnp.zeros(2)))
-    assert squares(2 * ONE) == 16
-    assert not eqg.explain_nan(squares, 2 * ONE)
+    cured = _force(lambda x: eqg.safe.where(x > 0, eqg.safe.sqrt, x, 0.0))  # as it says
+    gradient = jax.grad(_force(eqg.zero_safe(masked)))(X2[::-1])
+    assert jnp.array_equal(gradient, jax.grad(cured)(X2[::-1]))
+    assert jnp.isfinite(gradient).all()
 
 
 # ---------------------------------------------------------------- compiled as a whole

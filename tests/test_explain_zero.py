@@ -85,13 +85,9 @@ CUTS = {
     "sign": (lambda w: jnp.sign(w), "sign"),
     "where": (lambda w: jnp.where(w > 0, 2.0, 1.0).astype(w.dtype), "comparison"),
     "searchsorted": (lambda w: jnp.searchsorted(BINS, w).astype(w.dtype), "number of a bin"),
-    "digitize": (lambda w: jnp.digitize(w, BINS).astype(w.dtype), "number of a bin"),
     "index": (lambda w: X.astype(w.dtype)[jnp.abs(w).astype("int32")], "cast to an integer"),
-    "stop": (lambda w: jax.lax.stop_gradient(w) * 2, "stop_gradient"),
     "categorical": (lambda w: jax.random.categorical(KEY, w).astype(w.dtype),
         "sampled category"),
-    "choice": (lambda w: jax.random.choice(KEY, jnp.arange(w.size).astype(w.dtype),
-        p=jax.nn.softmax(w.ravel())), "sampled category"),
     "bernoulli": (lambda w: jax.random.bernoulli(KEY, jax.nn.sigmoid(w)).astype(w.dtype),
         "sampled bits"),
     "raw_rule": (lambda w: raw_rule(w), RULE),
@@ -288,7 +284,6 @@ def test_gpjax_508():
 VALUES = {
     "zero derivative": lambda w, x: jnp.sum(jnp.cos(w - X) * x),
     "not selected": lambda w, x: jnp.concatenate([x, w])[1],
-    "not selected: set": lambda w, x: jnp.sum((w * x).at[:].set(1.0)),
     "not selected: set at some": lambda w, x: jnp.sum((w * x).at[jnp.arange(3)].set(x) ** 2),
     "not selected: no steps": lambda w, x: jax.lax.scan(
         lambda c, _: (c + w[0], None), 0.0, None, 0
@@ -299,7 +294,6 @@ VALUES = {
     "dead units: clip": lambda w, x: jnp.sum(jnp.clip(w, 50.0, 60.0) * x),
     "dead units: hinge": lambda w, x: jnp.sum(jnp.maximum(0.0, 1.0 - 99 * w**2)),
     "saturated: silu": lambda w, x: jnp.sum(jax.nn.silu(w - 2000)),
-    "saturated: softplus": lambda w, x: jnp.sum(jax.nn.softplus(w - 2000)),
     "saturated: log_sigmoid": lambda w, x: jnp.sum(jax.nn.log_sigmoid(w + 2000)),
 }
 
@@ -313,17 +307,7 @@ def test_zero_by_values(name):
     assert "leaky_relu" not in record.cure  # they are no activations
 
 
-@pytest.mark.parametrize("activation", [jax.nn.relu, lambda x: jnp.where(x > 0, x, 0.0)])
-def test_some_dead_units(activation):
-    model = eqx.nn.MLP(3, 2, 8, 1, activation=activation, key=KEY)
-    bias = jnp.full(8, 2.0).at[jnp.array([2, 5])].set(-100.0)
-    model = eqx.tree_at(lambda m: m.layers[0].bias, model, bias)
-    report = check(lambda model, xs: jnp.sum(jax.vmap(model)(xs) ** 2), model, XS)
-    assert not report  # they are no reason to stop a training
-    assert any("layers[0].bias is zero for 2 of 8 units (2, 5)." in r for r in report.remarks)
-
-
-@pytest.mark.parametrize("factor", [jnp.array(0.0), jnp.array(False), np.float16(0)])
+@pytest.mark.parametrize("factor", [jnp.array(0.0), jnp.array(False)])
 def test_multiplied_by_zero_names_an_input_of_another_type(factor):
     """A weak type counts: JAX converts it. The factor is not a leaf, and is not to be
     trained."""
@@ -366,7 +350,7 @@ def test_a_zero_term_beside_another_one_is_no_cause():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", [None, 2, "auto"])
+@pytest.mark.parametrize("checkpoint", [None, 2])
 def test_truncated(checkpoint):
     def loss(model, xs):
         step = lambda h, x: (jnp.tanh(model["w"] * h + x), None)
@@ -449,7 +433,6 @@ def test_a_derivative_that_zero_safe_drops():
     # As the cure says.
     mended = lambda lam: jnp.sum(jnp.log(x) * eqg.safe.expm1_ratio(lam * jnp.log(x)))
     assert jnp.allclose(mended(lam), loss(lam))
-    assert jnp.allclose(jax.grad(mended)(lam), jnp.sum(jnp.log(x) ** 2) / 2)
     report = eqgt.check_gradients(mended, lam)
     assert report.passed
     assert not any("zero_safe" in remark for remark in report.remarks)
@@ -467,19 +450,18 @@ def test_a_derivative_that_zero_safe_drops():
 # ---------------------------------------------------------------- models
 
 
-@pytest.mark.parametrize("error", [ValueError("it is broken.\nsee"), OSError()])
-def test_an_error_of_the_gradient_is_quoted(error):
+def test_an_error_of_the_gradient_is_quoted():
     @jax.custom_vjp
     def broken(w):
         return w
 
     def bwd(residuals, ct):
-        raise error
+        raise ValueError("it is broken.\nsee")
 
     broken.defvjp(lambda w: (w, None), bwd)
     report = eqg.explain_zero(lambda w: broken(w) * jnp.zeros(()), jnp.array(2.0))
-    text = "ValueError: it is broken" if error.args else "OSError"
-    assert report.remarks[0].startswith(f"The gradient of this loss raises {text}. Directional")
+    text = "The gradient of this loss raises ValueError: it is broken. Directional"
+    assert report.remarks[0].startswith(text)
     assert [r.kind for r in report.found] == ["multiplied by zero"]
 
 
@@ -493,52 +475,18 @@ def test_while_loop_in_forward_mode():
     assert "forward mode" in str(report)
 
 
-class Recurrent(eqx.Module):
-    cell: eqx.Module
-    readout: eqx.nn.Linear
-
-    def __call__(self, xs):
-        h, _ = jax.lax.scan(lambda h, x: (self.cell(x, h), None), jnp.zeros(3), xs[:, None])
-        return self.readout(h)
-
-
-LINEAR = eqx.nn.Linear(3, 4, key=KEY)
-HEALTHY = {
-    "relu": eqx.nn.MLP(3, 2, 8, 2, activation=jax.nn.relu, key=KEY),
-    "gru": Recurrent(eqx.nn.GRUCell(1, 3, key=KEY), LINEAR),
-    "quantized": eqx.nn.Sequential([LINEAR, eqx.nn.Lambda(eqg.ste.round)]),
-}
-
-
-@pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_models(name):
-    summed = lambda y: jnp.sum(y**2) + jnp.sum(jnp.sin(y))
-    assert not check(lambda m, xs: summed(jax.vmap(m)(xs)), HEALTHY[name], XS)
-
-
 UNARY = [
-    jnp.sin,
-    jnp.tanh,
-    jnp.round,
-    jnp.sign,
-    jax.nn.relu,
-    jax.lax.stop_gradient,
-    eqg.ste.round,
-    lambda x: (x > 0).astype(x.dtype),
-    lambda x: x - x,
-    lambda x: 0.0 * x,
-    lambda x: jnp.where(x > 1e3, x, 1.0),
-    lambda x: x[jnp.argsort(x)],
-    lambda x: jnp.flip(x),
+    jnp.sin, jnp.tanh, jnp.round, jnp.sign, jax.nn.relu, jax.lax.stop_gradient, eqg.ste.round,
+    lambda x: (x > 0).astype(x.dtype), lambda x: x - x, lambda x: 0.0 * x, jnp.flip,
+    lambda x: jnp.where(x > 1e3, x, 1.0), lambda x: x[jnp.argsort(x)],
     lambda x: jax.lax.scan(lambda c, y: (jnp.cos(c) + y, c), x[0], x)[1],
-    lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.floor, x),
-    lambda x: jax.checkpoint(lambda x: jnp.exp(-(x**2)))(x),
-    lambda x: jnp.maximum(x, 10.0),
-]
+    lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.floor, x), lambda x: jnp.maximum(x, 10.0),
+    jax.checkpoint(lambda x: jnp.exp(-(x**2))),
+]  # fmt: skip
 BINARY = [jnp.add, jnp.multiply, lambda x, y: jnp.where(x > 0, x, y), lambda x, y: x[0] * y]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_programs(seed):
     """Programs of three leaves; each may be used in several places."""
     rng = np.random.default_rng(seed)
@@ -562,21 +510,6 @@ def test_random_programs(seed):
     ).found:
         assert record.kind != "zero value"
         assert record.line or record.kind == "never used"
-
-
-@pytest.mark.thorough
-def test_shard_map():
-    P = jax.sharding.PartitionSpec
-    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def local(w):
-        total = jnp.sum(jnp.round(w["a"])) + jnp.sum(w["b"])  # HERE
-        return jax.lax.psum(total, "i")
-
-    loss = jax.shard_map(local, mesh=mesh, in_specs=P("i"), out_specs=P())
-    report = check(loss, {"a": X, "b": X})
-    assert [(r.kind, r.line) for r in report.found] == [("rounding", *lines_of(local, "HERE"))]
-    assert not report.remarks
 
 
 def test_leaves_that_are_complex_or_integers():

@@ -69,14 +69,6 @@ def test_against_explicit_gradients(wrap):
     assert_close(flow, explicit_flow(XS))
 
 
-def test_where():
-    want = explicit_flow(XS)
-    flow = eqg.gradient_flow(square, STACK, XS, where=lambda s: s.cells[1])
-    assert_close(flow, {"cells[1]": want["cells[1]"]})
-    flow = eqg.gradient_flow(square, STACK, XS, where=lambda s: (s, s.readout))
-    assert_close(flow, {"Stack": want["readout"], "readout": want["readout"]})
-
-
 class Parameters(eqx.Module):
     weight: jax.Array
     inner: eqx.nn.Linear

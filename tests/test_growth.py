@@ -117,20 +117,6 @@ def program(f_of):
     return jax.jit(jax.grad(loss))
 
 
-COUNTED_LOOPS = {
-    "scan": lambda step, x: eqg.filter_scan(lambda c, _: (step(c), None), (0, x), length=3)[0],
-    "while_loop": lambda step, x: eqg.filter_while_loop(lambda c: c[0] < 3, step, (0, x)),
-}
-
-
-@pytest.mark.parametrize("loop", COUNTED_LOOPS)
-def test_10_traces_of_a_loop_that_counts(loop):
-    """The counter begins as a Python integer."""
-    x = jnp.array(0.7)
-    fn = lambda x, a: COUNTED_LOOPS[loop](lambda c: (c[0] + 1, c[1] * a), x)
-    assert not growth(lambda: jax.make_jaxpr(lambda x, a: fn(x, a))(x, x), 10)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", FEW)
 def test_100_calls_and_traces_of_the_same_function(kind):
