@@ -71,8 +71,6 @@ def test_an_error_reads_well():
 NOT_LINEAR = {
     "raises a tangent to the power 2": lambda x, t: t**2,
     "adds something that no tangent multiplies": lambda x, t: 2 * x * t + 1,
-    "returns something that no tangent multiplies": lambda x, t: 2 * x,
-    "divides by a tangent|adds something": lambda x, t: x / (1 + t),
     "applies `tanh`": lambda x, t: jax.lax.cond(True, jnp.tanh, jnp.negative, t),
     "multiplies a tangent by a tangent": lambda x, t: jax.lax.scan(
         lambda c, _: (c * c, None), t, None, 2
@@ -89,7 +87,6 @@ def test_a_rule_that_is_not_linear(match):
     total = lambda x: jnp.sum(f(x))
     match = rf"forward rule `rule` of `square` is not linear in its tangents: .*{match}"
     for derivative in (
-        jax.grad(total),
         jax.jit(jax.grad(total)),
         jax.grad(jax.jit(total)),
         lambda x: jax.vmap(jax.grad(total))(x[None]),

@@ -84,34 +84,7 @@ def test_a_function_or_reference_that_is_another_in_float64(fn):
     assert "reverse" in {failure.check for failure in report.failures}
 
 
-def _rounded(x, size):
-    large = size * jnp.cos(0 * x)  # a constant is canceled by XLA
-    return (x + large) - large
-
-
-@pytest.mark.thorough
-def test_rounding_never_explains_an_error_as_large_as_the_derivative():
-    """In single precision, plain autodiff is off by a fifth here, and a right rule as well."""
-    x, square = jnp.float32(2.5e-3), lambda x: _rounded(x, 2e4) ** 2
-    report = check(with_slope(square, lambda x: 2 * _rounded(x, 1.1e4)), x)
-    assert report.passed
-    assert any("rounding changes plain autodiff" in f.text for f in report["forward"])
-    assert max(f.tolerance for f in report.findings if f.tolerance is not None) <= 0.1
-    factor = lambda x: 7.0 if x.dtype == jnp.float32 else 1.0
-    assert not check(with_slope(square, lambda x: 2 * factor(x) * x), x).passed
-
-
 # ---------------------------------------------------------------- cancellation
-
-WAVES = jnp.arange(1, 101, dtype="float32")
-
-
-def waves(factor):
-    """Of one number: its cotangent is a sum of a hundred terms."""
-    fn = eqg.custom_vjp(lambda s: jnp.sin(s * WAVES))
-    fn.def_fwd(lambda s: (jnp.sin(s * WAVES), s))
-    fn.def_bwd(lambda s, ct: (factor * jnp.sum(ct * WAVES * jnp.cos(s * WAVES)),))
-    return fn
 
 
 def in_single(factor=1.0):
@@ -126,12 +99,6 @@ def in_single(factor=1.0):
     return fn
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.01])
-def test_a_cotangent_that_is_a_sum(factor):
-    report = check(waves(factor), jnp.float32(0.7), checks=("reverse",), seed=[946])
-    assert report.passed == (factor == 1), report
-
-
 @pytest.mark.parametrize(
     ("factor", "name", "seeds", "n_failures"),
     [
@@ -141,7 +108,12 @@ def test_a_cotangent_that_is_a_sum(factor):
     ],
 )
 def test_products_that_cancel(factor, name, seeds, n_failures):
-    report = check(in_single(factor), jnp.cos(WAVES**2), checks=(name,), seed=seeds)
+    report = check(
+        in_single(factor),
+        jnp.cos(jnp.arange(1, 101, dtype="float32") ** 2),
+        checks=(name,),
+        seed=seeds,
+    )
     assert len(report.failures) >= n_failures, report
     assert report.passed == (factor == 1)
 
