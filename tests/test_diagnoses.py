@@ -122,14 +122,14 @@ def test_the_part_of_a_long_line_with_the_operation_is_shown(name):
 
 
 def test_wide_tables_are_wrapped_and_long_ones_are_cut():
-    model = {f"a name of a leaf which is long, and that is {i}": i + X for i in range(30)}
-    loss = lambda model: jnp.sum(
-        jnp.where(jnp.round(sum(model.values())) > 3.0, 1.0 + 1.0, 0.0)
+    model = {f"{'name_' * 6}{i}": NAN * X for i in range(15)}
+    report = eqg.explain_nan(
+        lambda model: sum(jnp.sum(jnp.sin(x)) for x in model.values()), model
     )
-    text = str(eqg.explain_zero(loss, model))
+    assert len(report.found) == 15
+    text = str(report)
     assert max(map(len, text.splitlines())) <= 100
-    assert len(re.findall("which is long", text)) == 12
-    assert "... and 18 more: see `found`." in text
+    assert "... and 3 more: see `found`." in text
 
 
 def test_the_kinds_and_records_are_documented():
@@ -158,7 +158,6 @@ NAMES = [
     (lambda model, xs: jnp.sum(model["w"] * xs["a"]), [{"w": W}, BAD], {}, "xs['a']"),
     (lambda model, *, target: jnp.sum(model) * target, [W], {"target": NAN + W[0]}, "target"),
     (lambda w, *rest: sum(rest, jnp.sum(w)), [W, W[0], NAN * W[0]], {}, "rest[1]"),
-    (lambda w, **options: jnp.sum(w) * options["b"], [W], {"b": NAN * W[0]}, "options['b']"),
     (lambda params, model: jnp.sum(params) * model, [W, NAN * W[0]], {}, "args[0]"),
     (lambda params, xs: jnp.sum(params["w"]) * xs, [{"w": NAN * W}, W[0]], {}, "model['w']"),
 ]
