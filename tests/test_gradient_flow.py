@@ -36,7 +36,7 @@ class Net(eqx.Module):
 
 
 def test_layers_that_are_left_out_and_derivatives_in_the_loss():
-    """What is not called is no layer."""
+    """Modules that nobody calls have no entry."""
     linear, inner = (eqx.nn.Linear(2, 2, key=jr.key(i)) for i in range(2))
     net = Net(
         linear, eqx.nn.BatchNorm(2, "batch", mode="batch"), Parameters(jnp.ones(2), inner)

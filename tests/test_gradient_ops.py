@@ -156,7 +156,7 @@ def recurrent(see, slots):
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
 def test_one_gradient_for_each_step(around):
-    """The witness: plain autodiff with respect to a term added to each activation."""
+    """Against plain autodiff with respect to a term added to each activation."""
     plain, probed = (around(ft.partial(recurrent, see)) for see in (jnp.add, eqg.probe))
     value, grads = jax.value_and_grad(probed)(SLOTS + jnp.nan)  # their values do not matter
     assert_close((value, grads), jax.value_and_grad(plain)(SLOTS))
@@ -213,7 +213,6 @@ def roots(h):
 
 
 WATCHED = {
-    "eager": jax.grad(roots),
     "jit": jax.jit(jax.grad(roots)),
     "checkpoint": jax.grad(jax.checkpoint(roots)),
     "vmap(grad)": lambda h: jax.jit(jax.vmap(jax.grad(roots)))(jnp.array([4.0, h, 9.0])),
@@ -231,12 +230,3 @@ def test_watch_names_the_point_the_leaf_and_the_step(name):
     )
     with pytest.raises(Exception, match=message):
         jax.block_until_ready(WATCHED[name](1.0))
-
-
-def test_watch_is_silent_otherwise():
-    plain = lambda h: jnp.sqrt(jnp.sqrt(h) - 1) - 1
-    xs = jnp.array([4.0, 16.0])
-    assert_close(jax.jit(jax.vmap(jax.grad(roots)))(xs), jax.vmap(jax.grad(plain))(xs))
-    assert_close(jax.hessian(roots)(4.0), jax.hessian(plain)(4.0))
-    # What forward mode meets is not watched.
-    assert jax.jvp(roots, (1.0,), (1.0,))[1] == jnp.inf
