@@ -78,7 +78,7 @@ MADE_OF = {"explain_nan": "sqrt", "explain_zero": "round", "check_gradients": "w
 def test_the_fields_of_all_reports_mean_the_same(tool):
     model = [Layer(jnp.array([1.0, 0.5]), "wrong"), Layer(jnp.ones(2), tool)]
     options = {"raises": False} if tool == "check_gradients" else {}
-    report = TOOLS[tool](loss_of, model, X + (tool == "check_gradients"), **options)
+    report = TOOLS[tool](loss_of, model, X + float(tool == "check_gradients"), **options)
     assert report
     source = pathlib.Path(__file__).read_text().splitlines()
     for record in report.found:

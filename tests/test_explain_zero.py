@@ -429,14 +429,13 @@ def test_a_derivative_that_zero_safe_drops():
 
 
 def test_an_error_of_the_gradient_is_quoted():
-    @jax.custom_vjp
-    def broken(w):
-        return w
+    broken = eqg.custom_vjp(lambda w: w)
 
     def bwd(residuals, ct):
         raise ValueError("it is broken.\nsee")
 
-    broken.defvjp(lambda w: (w, None), bwd)
+    broken.def_fwd(lambda w: (w, None))
+    broken.def_bwd(bwd)
     report = eqg.explain_zero(lambda w: broken(w) * jnp.zeros(()), jnp.array(2.0))
     text = "The gradient of this loss raises ValueError: it is broken. Directional"
     assert report.remarks[0].startswith(text)

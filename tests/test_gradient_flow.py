@@ -20,27 +20,18 @@ from .helpers import assert_close
 XS = jr.normal(jr.key(1), (4, 2))
 
 
-class Parameters(eqx.Module):
-    weight: jax.Array
-    inner: eqx.nn.Linear
-
-
 class Net(eqx.Module):
     linear: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
-    parameters: Parameters
+    unused: eqx.nn.Linear
 
     def __call__(self, x):
-        assert type(self.parameters) is Parameters
         return jnp.sum(jnp.tanh(self.linear(x)))
 
 
 def test_layers_that_are_left_out_and_derivatives_in_the_loss():
-    """Modules that nobody calls have no entry."""
-    linear, inner = (eqx.nn.Linear(2, 2, key=jr.key(i)) for i in range(2))
-    net = Net(
-        linear, eqx.nn.BatchNorm(2, "batch", mode="batch"), Parameters(jnp.ones(2), inner)
-    )
+    linear, unused = (eqx.nn.Linear(2, 2, key=jr.key(i)) for i in range(2))
+    net = Net(linear, eqx.nn.BatchNorm(2, "batch", mode="batch"), unused)
     penalty = lambda net, x: jnp.sum(jax.grad(net)(x) ** 2)
     flow = eqg.gradient_flow(penalty, net, jnp.ones(2))
     assert list(flow) == ["linear"]
@@ -52,6 +43,28 @@ def test_layers_that_are_left_out_and_derivatives_in_the_loss():
 
     want = jnp.linalg.norm(jax.grad(of_activation)(linear(jnp.ones(2))))
     assert_close(flow["linear"], want[None])
+
+
+class Parameters(eqx.Module):
+    weight: jax.Array
+    inner: eqx.nn.Linear
+
+
+class WithParameters(eqx.Module):
+    parameters: Parameters
+    out: eqx.nn.Linear
+
+    def __call__(self, x):
+        assert type(self.parameters) is Parameters
+        return self.out(jnp.tanh(self.parameters.weight * self.parameters.inner(x)))
+
+
+def test_a_module_that_is_not_called_is_no_layer():
+    parameters = Parameters(jnp.ones(3), eqx.nn.Linear(3, 3, key=jr.key(0)))
+    model = WithParameters(parameters, eqx.nn.Linear(3, 1, key=jr.key(1)))
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    flow = eqg.gradient_flow(loss, model, jnp.ones((4, 3)))
+    assert list(flow) == ["WithParameters", "parameters.inner", "out"]
 
 
 @pytest.mark.parametrize("cell", [eqx.nn.GRUCell, eqx.nn.LSTMCell])
@@ -68,9 +81,9 @@ def test_any_cell_over_time(cell):
 
 def test_errors():
     linear = eqx.nn.Linear(2, 2, key=jr.key(0))
-    layers = [linear, linear, eqx.nn.Linear(2, 2, key=jr.key(1))]
+    layers = [eqx.nn.Linear(2, 2, key=jr.key(i)) for i in range(3)]
     loss = lambda layers: jnp.sum(layers[1](jnp.ones(2)))
-    for where in (lambda s: s[0].weight, lambda s: (s[0], eqx.nn.Linear(2, 2, key=jr.key(2)))):
+    for where in (lambda s: s[1].weight, lambda s: (s[1], eqx.nn.Linear(2, 2, key=jr.key(2)))):
         with pytest.raises(RuleError, match="or not all layers in `where`"):
             eqg.gradient_flow(loss, layers, where=where)
     with pytest.raises(RuleError, match=r"not called.\n  they are: \[2\]"):
