@@ -226,20 +226,6 @@ def test_a_wrapped_layer_has_the_path_that_users_know(wrap):
     assert [leaf.leaf for leaf in checked.leaves] == paths
 
 
-@pytest.mark.thorough
-def test_a_function_of_jax_that_was_first_traced_in_a_backward_pass():
-    jax.clear_caches()
-    positive = jax.custom_vjp(lambda x: x)
-    positive.defvjp(lambda x: (x, None), lambda _, ct: (jnp.where(ct > 0, ct, 0.0),))
-    jax.make_jaxpr(jax.grad(lambda x: jnp.sum(positive(x))))(jnp.ones(7))
-
-    def loss(w):
-        return jnp.sum(jnp.where(w > 0, w, 0.0))  # HERE
-
-    (record,) = eqg.explain_zero(loss, -jnp.ones(7)).found
-    assert (record.primitive, [record.line]) == ("select_n", lines_of(loss, "HERE"))
-
-
 # ---------------------------------------------------------------- wrong input
 
 unknown = Primitive("mystery")

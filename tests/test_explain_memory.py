@@ -1,7 +1,6 @@
 """`explain_memory`: the values that a loss keeps, against JAX's pullback, closed forms, and
 compiled programs; and advice that can be followed."""
 
-import functools as ft
 import re
 
 import equinox as eqx
@@ -242,14 +241,6 @@ def test_jax_26263(loss):
         report = eqg.explain_memory(followed, WIDE, xs)
         assert report.compiled == best.measured
         assert not report.advice
-
-
-def test_a_named_axis_is_left_alone():
-    """A sum over it needs all examples at once."""
-    normalized = lambda m, x: jnp.tanh(m(x) - jax.lax.pmean(m(x), "batch"))
-    named = lambda m, xs: jnp.mean(jax.vmap(ft.partial(normalized, m), axis_name="batch")(xs))
-    report = explain(named, WIDE, jnp.ones((1024, 3)))
-    assert not [a for a in report.advice if a.kind == "map"]
 
 
 # ---------------------------------------------------------------- advice on loops
