@@ -17,21 +17,19 @@ HERE = pathlib.Path(__file__).name
 X = jnp.array([1.0, 2.0, 3.0])
 
 
-def forward(fn, rule, **options):
-    decorated = eqg.custom_jvp(fn)
-    decorated.def_jvp(rule, **options)
-    return decorated
-
-
-def reverse(fn, fwd, bwd):
-    decorated = eqg.custom_vjp(fn)
-    decorated.def_fwd(fwd)
-    decorated.def_bwd(bwd)
-    return decorated
-
-
 def square(x):
     return x**2
+
+
+def forward(tangent):
+    """`x**2` with this tangent, from the point and its tangent."""
+
+    def rule(primals, tangents):
+        return square(*primals), tangent(primals[0], tangents[0])
+
+    decorated = eqg.custom_jvp(square)
+    decorated.def_jvp(rule)
+    return decorated
 
 
 @jax.custom_vjp
@@ -47,29 +45,6 @@ def doubled_twice(t):
     return jax.lax.while_loop(lambda state: state[1] < 2, step, (t, 0))[0]
 
 
-def stopped_in_scan(t):
-    return jax.lax.scan(lambda c, _: (jax.lax.stop_gradient(c), None), t, None, 2)[0]
-
-
-def fails(fn, *args, match):
-    """The same error in every order of transformations, with the place of the rule."""
-    loss = lambda *args: sum(
-        jnp.sum(leaf) for leaf in jax.tree.leaves(fn(*args)) if eqx.is_inexact_array(leaf)
-    )
-    for transform in (
-        lambda: eqx.filter_grad(lambda args: loss(*args))(args),
-        lambda: eqx.filter_jit(eqx.filter_grad(lambda args: loss(*args)))(args),
-        lambda: eqx.filter_grad(eqx.filter_jit(lambda args: loss(*args)))(args),
-        lambda: eqx.filter_vmap(
-            eqx.filter_grad(lambda args: loss(*args)), in_axes=None, axis_size=2
-        )(args),
-    ):
-        with pytest.raises(RuleError, match=match) as info:
-            transform()
-        assert re.search(rf'{HERE}", line \d+', str(info.value))
-        assert len(str(info.value).splitlines()) >= 3
-
-
 def test_an_error_reads_well():
     def norm(x):
         return {"direction": x / jnp.sqrt(jnp.sum(x**2))}
@@ -77,133 +52,94 @@ def test_an_error_reads_well():
     def norm_jvp(primals, tangents):
         return norm(*primals), {"direction": jnp.sum(tangents[0])}
 
+    decorated = eqg.custom_jvp(norm)
+    decorated.def_jvp(norm_jvp)
     with pytest.raises(RuleError, match="does not fit its output") as info:
-        jax.jvp(forward(norm, norm_jvp), (X,), (X,))
+        jax.jvp(decorated, (X,), (X,))
     lines = str(info.value).splitlines()
     assert lines[0] == (
         "The forward rule `norm_jvp` of `norm` returned a tangent that does not fit its output."
     )
+    dtype = str(X.dtype)
     assert lines[1] == (
-        "  at out['direction']: the output is float32[3], the tangent is float32[]"
-    ).replace("float32", str(X.dtype))
+        f"  at out['direction']: the output is {dtype}[3], the tangent is {dtype}[]"
+    )
     assert re.fullmatch(rf'  in `norm_jvp`, file ".*{HERE}", line \d+', lines[2])
     assert lines[3] == "A tangent has the shape of its value. Did a sum drop an axis?"
 
 
-class TestForwardRule:
-    @pytest.mark.parametrize(
-        ("tangent", "match"),
-        [
-            (lambda x, t: t**2, "raises a tangent to the power 2"),
-            (lambda x, t: jnp.sin(t), "applies `sin` to a tangent"),
-            (lambda x, t: 2 * x * t + 1, "adds something that no tangent multiplies"),
-            (lambda x, t: 2 * x, "returns something that no tangent multiplies"),
-            (lambda x, t: x / (1 + t), "divides by a tangent|adds something"),
-            (lambda x, t: jnp.outer(t, t)[0], "multiplies a tangent by a tangent"),
-            (lambda x, t: jax.lax.cond(True, jnp.tanh, jnp.negative, t), "applies `tanh`"),
-            (
-                lambda x, t: jax.lax.scan(lambda c, _: (c * c, None), t, None, 2)[0],
-                "multiplies a tangent by a tangent",
-            ),
-            (lambda x, t: jnp.where(t > 0, t, 0.0), "applies `gt` to a tangent"),
-            (lambda x, t: t.astype(int).astype(t.dtype), "casts a tangent to int"),
-            (
-                lambda x, t: jax.lax.cond(t[0] > 0, lambda t: t, lambda t: 2 * t, t),
-                "applies `gt` to a tangent",
-            ),
-        ],
-    )
-    def test_not_linear(self, tangent, match):
-        def rule(primals, tangents):
-            return square(*primals), tangent(primals[0], tangents[0])
+NOT_LINEAR = {
+    "raises a tangent to the power 2": lambda x, t: t**2,
+    "adds something that no tangent multiplies": lambda x, t: 2 * x * t + 1,
+    "applies `tanh`": lambda x, t: jax.lax.cond(True, jnp.tanh, jnp.negative, t),
+    "multiplies a tangent by a tangent": lambda x, t: jax.lax.scan(
+        lambda c, _: (c * c, None), t, None, 2
+    )[0],
+    "applies `gt` to a tangent": lambda x, t: jnp.where(t > 0, t, 0.0),
+    "casts a tangent to int": lambda x, t: t.astype(int).astype(t.dtype),
+}
 
-        match = rf"forward rule `rule` of `square` is not linear in its tangents: .*{match}"
-        fails(forward(square, rule), X, match=match)
-        # An argument without a hash, of which no check is kept: the error is the only one.
-        f = forward(lambda x, options: square(x), lambda ps, ts: rule(ps[:1], ts[:1]))
-        with pytest.raises(RuleError, match="not linear") as info:
-            jax.jvp(lambda x: f(x, {"a"}), (X,), (X,))
+
+@pytest.mark.parametrize("match", NOT_LINEAR)
+def test_a_rule_that_is_not_linear(match):
+    """The same error in every order of transformations, with the place of the rule."""
+    f = forward(NOT_LINEAR[match])
+    total = lambda x: jnp.sum(f(x))
+    match = rf"forward rule `rule` of `square` is not linear in its tangents: .*{match}"
+    for derivative in (
+        jax.jit(jax.grad(total)),
+        jax.grad(jax.jit(total)),
+        lambda x: jax.vmap(jax.grad(total))(x[None]),
+        lambda x: jax.jvp(f, (x,), (x,)),
+    ):
+        with pytest.raises(RuleError, match=match) as info:
+            derivative(X)
+        assert re.search(rf'{HERE}", line \d+', str(info.value))
         assert info.value.__context__ is None
-        with pytest.raises(RuleError, match="not linear"):
-            jax.jvp(forward(square, rule), (X,), (X,))
-
-    @pytest.mark.parametrize("compile", [lambda f: f, jax.jit])
-    @pytest.mark.parametrize(
-        ("tangent", "match"),
-        [
-            (jax.lax.stop_gradient, "applies `stop_gradient` to a tangent"),
-            (jax.jit(jax.lax.stop_gradient), "applies `stop_gradient` to a tangent"),
-            (stopped_in_scan, "applies `stop_gradient` to a tangent"),
-            (lambda t: jax.lax.top_k(t, 3)[0], "JAX can't transpose it .*top_k"),
-            (
-                lambda t: jnp.diag(jnp.linalg.cholesky(jnp.diag(t))),
-                "JAX can't transpose it .*cholesky",
-            ),
-            (doubled_twice, "JAX can't transpose it .*while_loop"),
-            (jax_double, "JAX can't transpose it .*custom_vjp"),
-        ],
-    )
-    def test_without_a_transpose(self, tangent, match, compile):
-        def rule(primals, tangents):
-            return square(*primals), tangent(2 * primals[0] * tangents[0])
-
-        f = forward(square, rule)
-        match = f"forward rule `rule` of `square` was used in reverse mode.*: .*{match}"
-        with pytest.raises(RuleError, match=match):
-            compile(jax.grad(lambda x: jnp.sum(f(x))))(X)
-        _, t = compile(lambda x: jax.jvp(f, (x,), (x,)))(X)  # as in JAX, forward mode runs
-        assert jnp.array_equal(t, tangent(2 * X * X))
-
-    def test_an_operation_without_a_transpose_whose_result_no_tangent_needs(self):
-        def rule(primals, tangents):
-            top = jax.lax.top_k(primals[0], 3)[0] + 0 * jax.lax.stop_gradient(primals[0])
-            return square(*primals), 2 * jnp.flip(top) * tangents[0]
-
-        x = jnp.arange(3.0)
-        gradient = jax.grad(lambda x: jnp.sum(forward(square, rule)(x)))
-        assert jnp.allclose(gradient(x), 2 * x)
-
-    @pytest.mark.slow
-    def test_linear_rules_are_not_accused(self):
-        weight = jnp.ones((3, 3))
-        maps = [
-            lambda x, t: weight @ t,
-            lambda x, t: jnp.where(x > 1, t, 0.0),
-            lambda x, t: jnp.where(x > 1, t, jnp.zeros(3)) / x,
-            lambda x, t: jnp.zeros(3).at[1].set(t[0]),
-            lambda x, t: jnp.zeros(3).at[jnp.array([0, 1])].add(t[:2]),
-            lambda x, t: jnp.concatenate([t[:1], jnp.zeros(2)]),
-            lambda x, t: jnp.cumsum(t) - jnp.flip(t) + jnp.roll(t, 1),
-            lambda x, t: jax.lax.scan(lambda c, s: (c + s, c * 2), jnp.zeros(()), t)[1],
-            lambda x, t: jax.jvp(square, (x,), (t,))[1],
-            lambda x, t: jax.jit(jnp.negative)(t) + x * t,
-            lambda x, t: jax.lax.cond(x[0] > 0, lambda t: 2 * t, lambda t: t * x, t),
-            lambda x, t: jax.vmap(lambda a, b: a * b)(x, t),
-            lambda x, t: jnp.linalg.solve(weight + jnp.eye(3), t),
-            lambda x, t: jnp.real(jnp.fft.ifft(jnp.fft.fft(t))).astype(t.dtype),
-            lambda x, t: jnp.convolve(t, x, mode="same"),
-            lambda x, t: jax.lax.fori_loop(0, 3, lambda i, t: t * x, t),
-            lambda x, t: jnp.zeros_like(x),
-            lambda x, t: None,
-            lambda x, t: t[jnp.argsort(x)],
-            lambda x, t: jnp.einsum("i,j->i", t, x),
-            lambda x, t: -t + sum(t * i for i in range(3)),
-        ]
-        for tangent in maps:
-            f = forward(
-                square, lambda p, ts, tangent=tangent: (square(*p), tangent(p[0], ts[0]))
-            )
-            jax.jit(lambda x, f=f: jax.jvp(f, (x,), (x,)))(X)
-            jax.jvp(f, (X,), (X,))
-            jax.grad(lambda x, f=f: jnp.sum(f(x)))(X)
 
 
-def test_a_function_that_looks_at_values_can_be_used_eagerly():
-    def branch(x):
-        return jnp.sin(x) if x > 0 else jnp.cos(x)
+WITHOUT_A_TRANSPOSE = {
+    "applies `stop_gradient` to a tangent": jax.jit(jax.lax.stop_gradient),
+    "JAX can't transpose it .*top_k": lambda t: jax.lax.top_k(t, 3)[0],
+    "JAX can't transpose it .*while_loop": doubled_twice,
+    "JAX can't transpose it .*custom_vjp": jax_double,
+}
 
-    f = forward(branch, lambda p, t: (branch(*p), 2 * t[0] if p[0] > 0 else 3 * t[0]))
-    assert (jax.grad(f)(1.0), jax.grad(f)(-1.0)) == (2.0, 3.0)
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("match", WITHOUT_A_TRANSPOSE)
+def test_a_rule_without_a_transpose(match, around):
+    tangent = WITHOUT_A_TRANSPOSE[match]
+    f = forward(lambda x, t: tangent(2 * x * t))
+    match = f"forward rule `rule` of `square` was used in reverse mode.*: .*{match}"
+    with pytest.raises(RuleError, match=match):
+        around(jax.grad(lambda x: jnp.sum(f(x))))(X)
+    _, t = around(lambda x: jax.jvp(f, (x,), (x,)))(X)  # as in JAX, forward mode runs
+    assert jnp.array_equal(t, tangent(2 * X * X))
+    # Nothing is wrong with an operation whose result no tangent needs.
+    f = forward(lambda x, t: (2 * x + 0 * tangent(x)) * t)
+    assert jnp.allclose(jax.grad(lambda x: jnp.sum(f(x)))(X), 2 * X)
+
+
+LINEAR = [
+    lambda x, t: jnp.where(x > 1, t, jnp.zeros(3)) / x, lambda x, t: None,
+    lambda x, t: jnp.zeros(3).at[jnp.array([0, 1])].add(t[:2]), lambda x, t: jnp.zeros_like(x),
+    lambda x, t: jnp.cumsum(t) - jnp.flip(t) + jnp.roll(t, 1),
+    lambda x, t: jax.lax.scan(lambda c, s: (c + s, c * 2), jnp.zeros(()), t)[1],
+    lambda x, t: jax.lax.cond(x[0] > 0, lambda t: 2 * t, lambda t: t * x, t),
+    lambda x, t: jnp.linalg.solve(jnp.ones((3, 3)) + jnp.eye(3), t),
+    lambda x, t: jnp.real(jnp.fft.ifft(jnp.fft.fft(t))).astype(t.dtype),
+    lambda x, t: jnp.convolve(t, x, mode="same"),
+    lambda x, t: jax.lax.fori_loop(0, 3, lambda i, t: t * x, t),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tangent", LINEAR)
+def test_linear_rules_are_not_accused(tangent):
+    f = forward(tangent)
+    jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(X)
+    jax.grad(lambda x: jnp.sum(f(x)))(X)
 
 
 def test_a_rule_that_differentiates_its_own_function():
@@ -245,31 +181,32 @@ def host_sum(x):
     return jax.pure_callback(lambda x: np.sum(x, keepdims=True), out, x)
 
 
-class TestForwardModeOfTheFunctionItself:
-    @pytest.mark.parametrize(
-        ("fn", "reason"), [(kernel_sum, "AssertionError"), (host_sum, "ValueError: Pure callb")]
+@pytest.mark.parametrize(
+    ("fn", "reason"), [(kernel_sum, "AssertionError"), (host_sum, "ValueError: Pure callb")]
+)
+def test_forward_mode_of_a_function_that_has_none(fn, reason):
+    f, x = eqg.custom_vjp(fn), jnp.arange(4.0)
+    f.def_fwd(lambda x: (f(x), x))
+    f.def_bwd(lambda x, ct: (jnp.broadcast_to(ct, x.shape),))
+    assert jnp.array_equal(jax.grad(lambda x: jnp.sum(f(x)))(x), jnp.ones(4))
+    forward_modes = (
+        lambda x: jax.jvp(f, (x,), (x,)),
+        jax.jit(jax.jacfwd(f)),
+        jax.hessian(lambda x: jnp.sum(f(x) ** 2)),
     )
-    @pytest.mark.parametrize(
-        "derive",
-        [
-            lambda f, x: jax.jvp(f, (x,), (x,)),
-            lambda f, x: jax.jit(jax.jacfwd(f))(x),
-            lambda f, x: jax.hessian(lambda x: jnp.sum(f(x) ** 2))(x),
-        ],
-    )
-    def test_says_so_and_names_the_way_out(self, fn, reason, derive):
-        f = reverse(fn, lambda x: (f(x), x), lambda x, ct: (jnp.broadcast_to(ct, x.shape),))
-        x = jnp.arange(4.0)
-        assert jnp.array_equal(jax.grad(lambda x: jnp.sum(f(x)))(x), jnp.ones(4))
-        match = rf"(?s)Forward mode of `{fn.__name__}` diff.*{reason}.*`def_jvp` of `eqx_grads"
+    match = rf"(?s)Forward mode of `{fn.__name__}` diff.*{reason}.*`def_jvp` of `eqx_grads"
+    for derivative in forward_modes:
         with pytest.raises(RuleError, match=match):
-            derive(f, x)
-        f.def_jvp(lambda primals, tangents: (f(*primals), jnp.sum(*tangents, keepdims=True)))
-        derive(f, x)
+            derivative(x)
+    f.def_jvp(lambda primals, tangents: (f(*primals), jnp.sum(*tangents, keepdims=True)))
+    for derivative in forward_modes:
+        derivative(x)
 
-    def test_an_error_that_names_its_cause_stays_and_gets_a_note(self):
-        fn = lambda x: eqg.nondifferentiable(x, "the key")
-        f = reverse(fn, lambda x: (x, None), lambda _, ct: (ct,))
-        with pytest.raises(RuleError, match="the key was differentiated") as caught:
-            jax.jvp(f, (1.0,), (1.0,))
-        assert "differentiates the function itself" in caught.value.__notes__[0]
+
+def test_an_error_that_names_its_cause_stays_and_gets_a_note():
+    f = eqg.custom_vjp(lambda x: eqg.nondifferentiable(x, "the key"))
+    f.def_fwd(lambda x: (x, None))
+    f.def_bwd(lambda _, ct: (ct,))
+    with pytest.raises(RuleError, match="the key was differentiated") as caught:
+        jax.jvp(f, (1.0,), (1.0,))
+    assert "differentiates the function itself" in caught.value.__notes__[0]

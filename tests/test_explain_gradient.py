@@ -10,6 +10,7 @@ import pytest
 
 KEY = jax.random.key(0)
 XS = jax.random.normal(jax.random.key(1), (16, 4))
+ONES = jnp.ones(4)
 
 
 class Numbered(eqx.Module):
@@ -29,8 +30,7 @@ def mlp(activation=jnp.tanh):
     return eqx.nn.MLP(4, 2, 8, 2, activation=activation, key=KEY)
 
 
-def linear():
-    return eqx.nn.Linear(4, 2, key=KEY)
+LINEAR = eqx.nn.Linear(4, 2, key=KEY)
 
 
 def normalized(linear, xs):
@@ -44,28 +44,18 @@ def repeated(w, h):
 
 # A loss, a model, an argument, and the kind, the detail and the tool that are named.
 SYMPTOMS = {
-    "NaN": (
-        lambda m, xs: jnp.mean(jnp.sqrt(0.0 * jax.vmap(m)(xs))), mlp(), XS,
-        "not finite", "true singularity", "explain_nan",
-    ),
-    "zero": (
-        lambda m, xs: mean_square(lambda x: jnp.round(m(x)), xs), linear(), XS,
-        "zero", "rounding", "explain_zero",
-    ),
-    "noise": (normalized, linear(), XS, "rounding noise", "", "explain_zero"),
-    "exploding": (repeated, 3 * jnp.eye(4), jnp.ones(4), "exploding", "", "gradient_flow"),
-    "vanishing": (
-        lambda m, x: jnp.sum(m[0] * x) * 1e-9 + jnp.sum(m[1] ** 2), [jnp.ones(4)] * 2,
-        jnp.ones(4), "vanishing", "", "gradient_flow",
-    ),
-    "number": (mean_square, Numbered(linear()), XS, "no array", "the Python number 0.5", ""),
-    "number in a layer of Equinox": (
-        mean_square, eqx.tree_at(lambda m: m.layers[1].bias, mlp(), 0.5), XS,
-        "no array", "the Python number 0.5", "",
-    ),
-    "kink": (
-        lambda w, x: jnp.sum(jnp.abs(w - x) + w), jnp.ones(4), jnp.ones(4), "kink", "", "",
-    ),
+    "NaN": (lambda m, xs: jnp.mean(jnp.sqrt(0.0 * jax.vmap(m)(xs))), mlp(), XS,
+        "not finite", "true singularity", "explain_nan"),
+    "zero": (lambda m, xs: mean_square(lambda x: jnp.round(m(x)), xs), LINEAR, XS,
+        "zero", "rounding", "explain_zero"),
+    "noise": (normalized, LINEAR, XS, "rounding noise", "", "explain_zero"),
+    "exploding": (repeated, 3 * jnp.eye(4), ONES, "exploding", "", "gradient_flow"),
+    "vanishing": (lambda m, x: jnp.sum(m[0] * x) * 1e-9 + jnp.sum(m[1] ** 2), [ONES] * 2, ONES,
+        "vanishing", "", "gradient_flow"),
+    "number": (mean_square, Numbered(LINEAR), XS, "no array", "the Python number 0.5", ""),
+    "number in a layer of Equinox": (mean_square, eqx.tree_at(lambda m: m.layers[1].bias, mlp(),
+        0.5), XS, "no array", "the Python number 0.5", ""),
+    "kink": (lambda w, x: jnp.sum(jnp.abs(w - x) + w), ONES, ONES, "kink", "", ""),
 }  # fmt: skip
 
 
@@ -78,17 +68,14 @@ def test_symptoms(name):
     text = " ".join(str(report).split())
     assert text.startswith(f"What may keep the model from learning: {kind}.")
     assert all(s.cure in text for s in report.found)
-    of_this_file = len("test_explain_gradient.py") - len("train.py")
-    assert max(map(len, str(report).splitlines())) <= 100 + of_this_file
 
 
 @pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.relu])
 def test_nothing_is_wrong(activation):
     """And the norms are the norms of the gradient."""
-    model = mlp(activation)
-    report = eqg.explain_gradient(mean_square, model, XS)
+    report = eqg.explain_gradient(mean_square, mlp(activation), XS)
     assert not report
-    value, grads = eqx.filter_value_and_grad(mean_square)(model, XS)
+    value, grads = eqx.filter_value_and_grad(mean_square)(mlp(activation), XS)
     assert str(report).startswith("Nothing is wrong with the gradient. The loss is")
     np.testing.assert_allclose(report.loss, value, rtol=1e-5)
     for i, layer in enumerate(grads.layers):
@@ -96,74 +83,49 @@ def test_nothing_is_wrong(activation):
         np.testing.assert_allclose(report.norms[f"layers[{i}]"], norm, rtol=1e-4)
 
 
-def test_what_is_not_finite_without_a_known_cause_is_said(monkeypatch):
-    """As where the time is over, or only the compiled gradient is not finite."""
-    monkeypatch.setattr("eqx_grads._diagnosis._nan.explain_nan.causes_of", lambda *_: [])
-    report = eqg.explain_gradient(lambda w: jnp.sum(jnp.log(w)), jnp.array([0.0, 1.0]))
-    assert [s.kind for s in report.found] == ["not finite"]
-    assert "Compiled as a whole" in " ".join(report.remarks)
-
-
-def test_units_that_are_dead_are_said():
+def test_what_is_said_beside_symptoms():
     bias = jnp.full(8, -30.0).at[0].set(0.0)
     model = eqx.tree_at(lambda m: m.layers[0].bias, mlp(), bias)
     report = eqg.explain_gradient(mean_square, model, XS)
     assert not report
     assert "layers[0].bias is zero for 7 of 8 units" in str(report)
-
-
-def test_a_staircase_is_described():
     (symptom,) = eqg.explain_gradient(lambda t: jnp.floor(100 * t), jnp.array(0.1234)).found
     assert "changes over longer steps" in symptom.elsewhere
-
-
-def test_a_loss_with_forward_mode_only():
     loss = lambda w: jax.lax.while_loop(lambda s: s < 9, lambda s: s * w, jnp.array(1.0))
     report = eqg.explain_gradient(loss, jnp.array(2.0))
     assert not report
     assert any("forward mode" in remark for remark in report.remarks)
-
-
-def test_of_a_zero_safe_loss():
     safe = eqg.zero_safe(lambda w: jnp.sum(jnp.where(w > 0, jnp.sqrt(w), 0.0)))
     assert not eqg.explain_gradient(safe, jnp.array([1.0, 4.0]))
-
-
-def test_errors():
-    with pytest.raises(eqg.RuleError, match="`explain_gradient`"):
-        eqg.explain_gradient(lambda w: w, jnp.ones(2))
-    host = lambda w: jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), w.dtype), w)
-    with pytest.raises(eqg.RuleError, match="`pure_callback`"):
-        eqg.explain_gradient(host, jnp.array(0.5))
 
 
 def test_rounding_in_half_precision_is_no_kink():
     """The slopes of a loss in half precision are rounding errors, and differ on the sides."""
     cast = lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
-    models = [eqx.nn.MLP(4, 3, 8, 2, jnp.tanh, key=jax.random.key(i)) for i in range(12)]
 
     def loss(model, xs):
         hidden = jax.vmap(jax.tree.map(cast, model))(cast(xs))
         return jnp.mean(hidden.astype(jnp.float32) ** 2)
 
-    assert not any(eqg.explain_gradient(loss, model, XS[:6]) for model in models)
+    for i in range(6):
+        model = eqx.nn.MLP(4, 3, 8, 2, jnp.tanh, key=jax.random.key(i))
+        assert not eqg.explain_gradient(loss, model, XS[:6])
 
 
 def test_rounding_of_a_nearly_stationary_loss_is_no_kink():
     """In the first step of PPO, the ratio is one: the loss changes by units of rounding."""
-    xs = jax.random.normal(jax.random.key(1), (10, 3))
-    advantages = jax.random.normal(jax.random.key(4), (10,))
-    actions = jnp.arange(10)[:, None] % 2
+    advantages = jax.random.normal(jax.random.key(4), (16,))
+    actions = jnp.arange(16)[:, None] % 2
 
     def loss(model):
-        log_p = jax.nn.log_softmax(jax.vmap(model)(xs))
+        log_p = jax.nn.log_softmax(jax.vmap(model)(XS))
         chosen = jnp.take_along_axis(log_p, actions, -1)[:, 0]
         ratio = jnp.exp(chosen - jax.lax.stop_gradient(chosen))
         clipped = jnp.clip(ratio, 0.8, 1.2) * advantages
         entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
         return -jnp.mean(jnp.minimum(ratio * advantages, clipped)) - 0.01 * jnp.mean(entropy)
 
-    assert not eqg.explain_gradient(loss, eqx.nn.MLP(3, 2, 8, 1, key=KEY)).found
+    assert not eqg.explain_gradient(loss, eqx.nn.MLP(4, 2, 8, 1, key=KEY)).found
 
 
 def test_the_norm_of_a_gradient_whose_square_overflows():

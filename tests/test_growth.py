@@ -1,9 +1,20 @@
-"""Nothing is left behind by tracing, and what has been compiled is used again."""
+"""Nothing is left behind by tracing, and what has been compiled is used again: also by eight
+threads that trace, differentiate and run at once.
+
+The functions of the threads are fresh in each round, so that they are traced at once. Threads
+take turns much more often than they usually do.
+"""
 
 import collections
+import contextvars
+import functools as ft
 import gc
+import pkgutil
+import sys
+import threading
 import types
 
+import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
@@ -11,11 +22,11 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache  # noqa: TID251, to leave it
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from .cases import CASES
-from .leaks.captures import capturing
+from .helpers import assert_close, compilations
 from .leaks.registry import op_of, WithRules
-from .rules.formulas import sin_times, sin_times_cotangents
-from .test_conformance import call_and_differentiate
+
+
+pytestmark = pytest.mark.versions
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,53 +40,6 @@ def _compiled_here():
     compilation_cache.reset_cache()
 
 
-def batched_op():
-    """With a batching rule, and so with a primitive of its own."""
-    f = op_of("vjp", WithRules)
-
-    @f.def_vmap
-    def _batched(axis_size, batched, x, y):
-        axes = [0 if b else None for b in batched]
-        return jax.vmap(sin_times, axes, axis_size=axis_size)(x, y), True
-
-    return f
-
-
-def holding_op():
-    """Its function and rules hold an array, which would stay for as long as they do."""
-    zero = jnp.zeros(1000)
-
-    def fwd(x, y):
-        return f(x, y), (x, y)
-
-    def bwd(residuals, ct):
-        ct_x, ct_y = sin_times_cotangents(*residuals, ct)
-        return ct_x + zero[0], ct_y
-
-    f = WithRules.vjp(lambda x, y: sin_times(x, y) + zero[0], fwd, bwd)
-    return f
-
-
-def gradient_op():
-    @eqg.custom_gradient
-    def f(x, y):
-        return sin_times(x, y), lambda ct: sin_times_cotangents(x, y, ct)
-
-    return f
-
-
-def elementwise_op():
-    return eqg.elementwise(sin_times, lambda out, x, y: (jnp.cos(x) * y, jnp.sin(x)))
-
-
-OPS = {
-    "jvp": lambda: op_of("jvp", WithRules),
-    "vjp": lambda: op_of("vjp", WithRules),
-    "vmap": batched_op,
-    "holding": holding_op,
-    "gradient": gradient_op,
-    "elementwise": elementwise_op,
-}
 LOOKED_FOR = (jax.core.Tracer, jax.Array, Jaxpr, ClosedJaxpr, types.FunctionType)
 
 
@@ -113,99 +77,147 @@ def program(f_of):
     return jax.jit(jax.grad(loss))
 
 
-# Two for every day, and all of them with the slow tests.
-FEW = [
-    kind if kind in ("jvp", "vjp") else pytest.param(kind, marks=pytest.mark.slow)
-    for kind in OPS
-]
-
-
-COUNTED_LOOPS = {
-    "scan": lambda step, x: eqg.filter_scan(lambda c, _: (step(c), None), (0, x), length=3)[0],
-    "while_loop": lambda step, x: eqg.filter_while_loop(lambda c: c[0] < 3, step, (0, x)),
-}
-
-
-@pytest.mark.parametrize("loop", COUNTED_LOOPS)
-def test_10_traces_of_a_loop_that_counts(loop):
-    """The counter begins as a Python integer."""
-    x = jnp.array(0.7)
-
-    def fn(x, a):
-        return COUNTED_LOOPS[loop](lambda c: (c[0] + 1, c[1] * a), x)
-
-    assert not growth(lambda: jax.make_jaxpr(lambda x, a: fn(x, a))(x, x), 10)
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", FEW)
-def test_100_traces_of_the_same_function(kind):
-    x, f = jnp.array(0.7), OPS[kind]()
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_100_calls_and_traces_of_the_same_function(kind):
+    x, f = jnp.array(0.7), op_of(kind, WithRules)
+    grad = jax.grad(f, (0, 1))
+    assert not growth(lambda: (f(x, x), grad(x, x), jax.jvp(f, (x, x), (x, x))), 100)
     assert not growth(lambda: program(lambda a: f).trace(x, x), 100)
 
 
-@pytest.mark.parametrize("kind", ["jvp", "vjp", "gradient", "elementwise"])
-@pytest.mark.slow
-def test_100_traces_of_functions_that_capture_tracers(kind):
-    x = jnp.array(0.7)
+# ---------------------------------------------------------------- threads
 
-    def f_of(a):
-        f = capturing(WithRules, kind, a)
-        return lambda x, y: f(x) * y
-
-    assert not growth(lambda: program(f_of).trace(x, x), 100)
+N_THREADS = 8
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", FEW)
-def test_100_eager_calls(kind):
-    x, f = jnp.array(0.7), OPS[kind]()
-    grad = jax.grad(f, (0, 1))
+def in_threads(fn, rounds=1):
+    """The results of `fn(i)` in eight threads. Each round begins in all threads at once."""
+    barrier = threading.Barrier(N_THREADS, timeout=300)
+    results, errors = {}, []
 
-    def step():
-        f(x, x)
-        grad(x, x)
-        jax.jvp(f, (x, x), (x, x))
+    def run(i):
+        try:
+            for r in range(rounds):
+                barrier.wait()
+                results[i, r] = fn(i)
+        except threading.BrokenBarrierError:  # another thread has failed
+            pass
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
 
-    assert not growth(step, 100)
-
-
-# ------------------------------------------------------------------ compiled once
-
-
-@pytest.mark.parametrize("order", ["jit", "jit(grad)", "grad(jit)", "jit(jvp)", "jit(vmap)"])
-@pytest.mark.parametrize("kind", OPS)
-def test_a_jitted_call_compiles_once(kind, order):
-    traces, op = [], OPS[kind]()
-    f = lambda *args: (traces.append(op), op(*args))[1]
-    push = lambda x, y: jax.jvp(f, (x, y), (x, y))
-    jitted = {
-        "jit": jax.jit(f),
-        "jit(grad)": jax.jit(jax.grad(f)),
-        "grad(jit)": jax.grad(jax.jit(f)),
-        "jit(jvp)": jax.jit(push),
-        "jit(vmap)": jax.jit(jax.vmap(f)),
-    }[order]
-    shape = (2,) if order == "jit(vmap)" else ()
-    for value in (0.1, 0.2, 0.3):
-        jitted(jnp.full(shape, value), jnp.full(shape, 1 - value))
-    assert len(traces) == 1
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(N_THREADS)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    if errors:
+        raise errors[0]
+    return [results[i, r] for i in range(N_THREADS) for r in range(rounds)]
 
 
-# ------------------------------------------------------------------ loops
+def numbers(i):
+    """Thread `i`'s own."""
+    return 0.3 + 0.1 * i, 1.0 + 0.2 * i
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "filter_scan",
-        "losses.chunked",
-        "nn.GRU",
-        "nn.Recurrent",
-        "implicit",
-    ],
+def rule(a, i=0):
+    """`a sin(x)`, with all rules or with the rules of one mode, which close over `a`."""
+    f = eqg.custom_jvp(lambda x: a * jnp.sin(x)) if i % 3 == 1 else eqg.custom_vjp(
+        lambda x: a * jnp.sin(x)
+    )  # fmt: skip
+    if i % 3 < 2:
+        f.def_jvp(lambda p, t: (f(*p), a * jnp.cos(p[0]) * t[0]))
+    if i % 3 != 1:
+        f.def_fwd(lambda x: (f(x), x))
+        f.def_bwd(lambda x, ct: (a * jnp.cos(x) * ct,))
+        f.def_vmap(lambda size, batched, x: (f(x), batched[0]))
+    return f
+
+
+def _scanned(f, x, scan=jax.lax.scan, **options):
+    return scan(lambda h, _: (f(h), h), x, None, length=3, **options)[0]
+
+
+_replayed = ft.partial(_scanned, scan=eqg.filter_scan, checkpoint="replay")
+# By all transformations. All but the first trace.
+WAYS = (
+    lambda f, x: jax.jit(jax.grad(f))(x),
+    lambda f, x: jax.grad(jax.jit(f))(x),
+    lambda f, x: jax.hessian(f)(x),
+    lambda f, x: jax.grad(ft.partial(_scanned, f))(x),
+    lambda f, x: jax.grad(ft.partial(_replayed, f))(x),
+    lambda f, x: jax.grad(jax.checkpoint(f))(x),
 )
-def test_50_eager_calls_of_a_loop(name):
-    fn, args = CASES[name].make()
-    assert not growth(lambda: call_and_differentiate(fn, args, 1), 50)
+
+
+@pytest.mark.slow
+def test_fresh_rules_in_threads():
+    """Also with an `a` that is traced, and closed over."""
+
+    def run(i):
+        x, a = numbers(i)
+        traced = jax.jit(lambda x, a: jax.value_and_grad(rule(a, i))(x))(x, a)
+        return [way(rule(a, i), x) for way in WAYS[i % 2 :: 2]], traced
+
+    got = in_threads(run)
+    for i in range(N_THREADS):
+        x, a = numbers(i)
+        plain = lambda x, a=a: a * jnp.sin(x)
+        expected = [way(plain, x) for way in WAYS[i % 2 :: 2]]
+        assert_close(got[i], (expected, (plain(x), a * jnp.cos(x))), eps=200)
+
+
+def test_errors_are_those_of_the_thread():
+    def run(i):
+        f = eqg.custom_jvp(lambda x: x)
+        f.def_jvp(lambda primals, tangents: (f(*primals), jnp.ones(i + 2)))
+        with pytest.raises(eqg.RuleError, match=rf"float\d\d\[{i + 2}\]"):
+            jax.grad(f)(0.3)
+
+    in_threads(run, rounds=2)
+
+
+def test_an_eager_scan_is_compiled_once():
+    """The program is kept for the next call, of whichever thread."""
+    step = lambda h, x: (jnp.tanh(0.9 * h + x), h)
+    run = lambda i: eqg.filter_scan(step, jnp.asarray(0.3), jnp.ones(9))[0]
+    expected = run(0)
+    with compilations() as found:
+        got = in_threads(run, rounds=2)
+    assert not found
+    assert got == [expected] * 2 * N_THREADS
+
+
+def test_context_variables_are_of_one_thread():
+    """A thread that trains meanwhile does not see what a diagnosis sets."""
+    names = [info.name for info in pkgutil.walk_packages(eqg.__path__, "eqx_grads.")]
+    modules = [vars(sys.modules[name]) for name in names if name in sys.modules]
+    found = [x for module in modules for x in module.values()]
+    variables = {x for x in found if isinstance(x, contextvars.ContextVar)}
+    assert len(variables) >= 4
+    defaults = {v: v.get() for v in variables}
+    inside, done, changed = threading.Event(), threading.Event(), []
+
+    def loss(model):
+        changed.extend(v for v in variables if v.get() != defaults[v])
+        inside.set()
+        assert done.wait(60)
+        return jnp.sum(model(jnp.ones(2)))
+
+    model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    diagnosis = threading.Thread(target=lambda: eqg.gradient_flow(loss, model))
+    diagnosis.start()
+    assert inside.wait(60)
+    try:
+        assert {v: v.get() for v in variables} == defaults
+    finally:
+        done.set()
+        diagnosis.join()
+    assert changed

@@ -1,6 +1,5 @@
 """Training by several processes, as `examples/data_parallel.py` does, even if one is killed."""
 
-import importlib
 import json
 import os
 import pathlib
@@ -9,16 +8,8 @@ import shutil
 import subprocess
 import sys
 
-import equinox as eqx
-import jax
-import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
-import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
-
-from .helpers import assert_close
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -73,40 +64,6 @@ assert jax.device_count() == 3 and jax.grad(f)(2.0) == 1
 def test_neither_the_import_nor_a_decorator_starts_jax(tmp_path):
     result = _python("-c", IMPORT, cwd=tmp_path, JAX_PLATFORMS="cpu")
     assert result.returncode == 0, result.stderr
-
-
-def _step_on(devices, example, units=8):
-    """For a small model, the compiled step, the state, and the text of a batch."""
-    mesh = jax.make_mesh((devices,), ("batch",), axis_types=(AxisType.Auto,))
-    model = example.CharacterModel(11, units, layers=1, key=jr.key(0))
-    params, static = eqx.partition(model, eqx.is_array)
-    optimizer = optax.sgd(0.1)
-    state = (jnp.int32(0), params, optimizer.init(params), jnp.zeros(3))
-    text = np.asarray(jr.randint(jr.key(1), (8, 7), 0, 11, "int32"))
-    state = jax.device_put(state, NamedSharding(mesh, Spec()))
-    text = jax.device_put(text, NamedSharding(mesh, Spec("batch")))
-    step = example.make_step(static, optimizer, mesh)
-    return step.lower(state, text).compile(), state, text
-
-
-@pytest.mark.slow
-def test_devices_that_share_a_batch_sum_the_gradients_once(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    example = importlib.import_module("data_parallel")
-    ends = []
-    for devices in (1, 4):
-        step, state, text = _step_on(devices, example)
-        for _ in range(3):
-            state = step(state, text)
-        ends.append(jax.device_get(state))
-    # After the backward pass, in no loop.
-    everywhere, outside = (
-        re.findall(r" (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", text)
-        for text in (step.as_text(), step.as_text().split("\nENTRY ")[1])
-    )
-    assert everywhere == outside
-    assert set(everywhere) == {"all-reduce"}
-    assert_close(ends[1], ends[0])
 
 
 @pytest.mark.slow

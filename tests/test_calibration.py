@@ -1,0 +1,107 @@
+"""Calibration by `nn.quantize_model`: one callback for all that runs at once, and warnings."""
+
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from eqx_grads import nn
+
+
+RULES = {eqx.nn.Linear: (nn.LSQ(4), nn.LSQ(4))}
+
+
+class Tokens(eqx.Module):
+    """A layer for each token, as in a transformer."""
+
+    layer: eqx.nn.Linear
+
+    def __call__(self, tokens):
+        return jax.vmap(self.layer)(tokens)
+
+
+@pytest.mark.slow
+def test_a_vmap_inside_of_a_model_is_one_callback(getkey, monkeypatch):
+    """And the program does not grow with the batch."""
+    calls, callback = [], jax.pure_callback
+
+    def spy(fn, shape, *args, **options):
+        counted = lambda *args: (calls.append(np.shape(args[1])), fn(*args))[1]
+        return callback(counted, shape, *args, **options)
+
+    monkeypatch.setattr(jax, "pure_callback", spy)
+    model = Tokens(eqx.nn.Linear(2, 3, key=getkey()))
+    batch = jr.normal(getkey(), (9, 6, 2))
+    by_vmap = {"call": lambda model, batch: jax.vmap(model)(batch)}
+    for n, options, shapes in (
+        (2, {}, [(6, 2)] * 2),
+        (9, {}, [(6, 2)] * 9),
+        (9, by_vmap, [(9, 6, 2)]),
+    ):
+        calls.clear()
+        got, _ = nn.quantize_model(model, RULES, calibrate=batch[:n], **options)
+        want = 2 * jnp.mean(jnp.abs(batch[:n])) / 7**0.5
+        np.testing.assert_allclose(got.layer.input_quantizer.scale, want, rtol=1e-5)
+        assert calls == shapes
+
+
+@pytest.mark.thorough
+def test_calibration_by_the_default_is_that_by_a_vmap(getkey):
+    model = eqx.nn.MLP(3, 2, 4, 1, key=getkey())
+    options = {"calibrate": jr.normal(getkey(), (5, 3))}
+    rules = {"*": (nn.LSQ(4), nn.FakeQuantize(8, learn_scale=True))}
+    got, _ = nn.quantize_model(model, rules, **options)
+    call = lambda model, batch: jax.vmap(model)(batch)
+    want, _ = nn.quantize_model(model, rules, call=call, **options)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if eqx.is_array(a):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+class Energy(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __call__(self, x):
+        return jax.grad(lambda x: jnp.sum(jnp.tanh(self.layer(x))))(x)
+
+
+def test_calibration_of_a_model_that_differentiates(getkey):
+    model = Energy(eqx.nn.Linear(2, 3, key=getkey()))
+    batch = jr.normal(getkey(), (7, 2))
+    got, _ = nn.quantize_model(model, RULES, calibrate=batch)
+    want = 2 * jnp.mean(jnp.abs(batch)) / 7**0.5
+    np.testing.assert_allclose(got.layer.input_quantizer.scale, want, rtol=1e-5)
+    # A function of the weight may stand for a pair.
+    new, _ = nn.quantize_model([model.layer], {eqx.nn.Linear: jnp.abs})
+    np.testing.assert_array_equal(new[0].quantized_weight(), jnp.abs(model.layer.weight))
+
+
+def test_negative_inputs_of_an_unsigned_quantizer():
+    model = eqx.nn.MLP(4, 2, 8, 1, key=jr.key(0))
+    rules = {eqx.nn.Linear: (nn.LSQ(bits=4), nn.LSQ(bits=4, signed=False))}
+    batch = jr.normal(jr.key(1), (20, 4))
+    with pytest.warns(UserWarning, match=r"become zero, in `layers\[0\]` \(\d\d%\)\.") as found:
+        nn.quantize_model(model, rules, calibrate=batch)
+    assert len(found) == 1  # not of the layer behind the `relu`
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nn.quantize_model(model, rules, calibrate=jnp.abs(batch))
+        # A zero point represents negative inputs.
+        inputs = nn.FakeQuantize(4, signed=False, asymmetric=True, learn_scale=True)
+        nn.quantize_model(model, {"*": (None, inputs)}, calibrate=batch)
+
+
+def test_calibration_of_a_model_with_more_arguments():
+    class Stateful(eqx.Module):
+        layer: eqx.nn.Linear
+
+        def __call__(self, x, state):
+            return self.layer(x), state
+
+    model = Stateful(eqx.nn.Linear(4, 2, key=jr.key(0)))
+    with pytest.raises(TypeError, match="'state'") as error:
+        nn.quantize_model(model, RULES, calibrate=jnp.ones((3, 4)))
+    assert "`call=lambda model, batch: ...`" in "".join(error.value.__notes__)
