@@ -7,7 +7,7 @@
 #
 # Options of `make test`, which can be combined:
 #
-#     TESTS=tests/test_scan.py   only these files
+#     TESTS=tests/test_loops.py   only these files
 #     MARK=slow                  other tests: thorough, conformance, cost, slow, or several with commas
 #     VERSIONS=oldest            other versions, in an environment of its own: oldest, newest, nightly
 #     X64=1                      in double precision
