@@ -146,7 +146,7 @@ _DEFAULTS = {"decay": 0.0, "scale": 1.0, "state": 0.0}
 def _fit(**given):
     """The arguments with all of their axes. The state has the dtype of all sums."""
     is_given = {name for name, x in given.items() if x is not None}
-    given = {name: x if name in is_given else _DEFAULTS[name] for name, x in given.items()}
+    given = {name: _DEFAULTS.get(name) if x is None else x for name, x in given.items()}
     given = as_arrays("gated_delta_rule", given, real=True)
     wide = promote([*given.values(), jnp.float32])
     float_ = lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(wide)
