@@ -195,6 +195,42 @@ def test_batched_configuration_and_closures():
 # ---------------------------------------------------------------- a decorated function
 
 
+@jax.tree_util.register_pytree_node_class
+class Tagged:
+    def __init__(self, x, tag):
+        self.x, self.tag = x, tag
+
+    def tree_flatten(self):
+        return (self.x,), self.tag
+
+    @classmethod
+    def tree_unflatten(cls, tag, children):
+        return cls(*children, tag)
+
+
+OTHER_OUTPUTS = [  # what the function returns, what the batching rule returns, and the lines
+    (lambda x: (x, "s"), lambda x: (x, "t"), ["out[1]: `f` would return str ('s'), and"]),
+    (lambda x: (x, x), lambda x: (x, None), ["out[1]: `f` would return float32[2], and"]),
+    (lambda x: (x, None), lambda x: (x, x), ["out[1]: `f` would return None, and"]),
+    (lambda x: Tagged(x, "s"), lambda x: Tagged(x, "t"), ["(Tagged[s], [*])), and"]),
+]
+
+
+@pytest.mark.parametrize(("returned", "by_rule", "lines"), OTHER_OUTPUTS)
+def test_an_error_lists_only_the_outputs_that_differ(returned, by_rule, lines):
+    @eqg.custom_jvp
+    def f(x):
+        return returned(x)
+
+    f.def_jvp(lambda primals, tangents: (f(*primals), f(*tangents)))
+    f.def_vmap(lambda size, batched, x: (by_rule(x), True))
+    with pytest.raises(eqg.RuleError, match="returned another output") as error:
+        jax.vmap(f)(jnp.ones(2))
+    found = re.findall(r"^  at (.*)$", str(error.value), re.MULTILINE)
+    assert len(found) == len(lines)
+    assert all(line in at for line, at in zip(lines, found, strict=True))
+
+
 def test_effects_happen_once(capfd):
     f = eqg.custom_jvp(lambda x: (jax.debug.print("seen {}", x), jnp.sin(x))[1])
     f.def_jvp(lambda p, t: (f(*p), jnp.cos(p[0]) * t[0]))

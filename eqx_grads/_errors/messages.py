@@ -202,9 +202,10 @@ def unlike(
 ) -> list[str]:
     """Where two trees differ, up to five lines: `text` with the types of both leaves, whose
     `kind` is not the same. `name` is what the user calls the trees."""
-    leaves = jax.tree_util.tree_leaves_with_path
+    # `None` is a leaf here: where a tree has one instead of an array, it is named.
+    leaves = ft.partial(jax.tree_util.tree_leaves_with_path, is_leaf=lambda x: x is None)
     wants, has = dict(leaves(wanted)), dict(leaves(given))
-    kind_of = lambda leaves, path: kind(leaves[path]) if path in leaves else None
+    kind_of = lambda leaves, path: None if leaves.get(path) is None else kind(leaves[path])
     shown = lambda leaves, path: type_of(leaves[path]) if path in leaves else "not there"
     lines = [
         f"at {name}{show_path(path)}: " + text.format(shown(wants, path), shown(has, path))
@@ -230,4 +231,8 @@ def _first_difference(a: Any, b: Any) -> tuple[str, str, str]:
             x, y = (repr(getattr(tree, field.name, None)) for tree in (a, b))
             if field.name not in map(name_of_key, keys) and x != y:
                 return f".{field.name}", f"{x:.60}", f"{y:.60}, a static field"
-    return "", show_tree(a), show_tree(b)
+    shown = show_tree(a), show_tree(b)
+    if shown[0] == shown[1]:  # a class of the user's with other static data, which JAX writes
+        treedefs = (getattr(x, "_treedef", jax.tree.structure(x)) for x in (a, b))
+        shown = tuple(f"{treedef!s:.200}" for treedef in treedefs)
+    return "", *shown

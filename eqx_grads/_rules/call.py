@@ -214,9 +214,10 @@ def _expected(primal, axis_data, batched, operands, out_batched) -> OutputSpec |
     if traced is None:
         return None
     outputs, types = traced
+    flags = [*out_batched, *[True] * len(types)]  # the rule may have returned fewer arrays
     batched_types = [
         jax.ShapeDtypeStruct(t.shape if flag else t.shape[1:], t.dtype)
-        for t, flag in zip(types, out_batched, strict=False)
+        for t, flag in zip(types, flags, strict=False)
     ]
     return OutputSpec(outputs.split, tuple(batched_types))
 

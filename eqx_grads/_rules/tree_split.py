@@ -411,7 +411,8 @@ class _Kind:
     """The kind of a leaf: the shape and the dtype of an array, or the leaf, for `same`."""
 
     def __init__(self, x: Any, same: Callable[[Any, Any], bool]):
-        self.x = (x.shape, x.dtype) if is_type(x) else x
+        is_array = is_type(x) or isinstance(x, jax.ShapeDtypeStruct)
+        self.x = (x.shape, x.dtype) if is_array else x
         self.same = same
 
     def __eq__(self, other):
