@@ -51,7 +51,8 @@ def where_valid(valid: Array | None, new: PyTree, old: PyTree) -> PyTree:
 
 def zero_padding(xs: PyTree, valid: Array | None) -> PyTree:
     """The arrays, with zeros at the steps that do not count."""
-    return where_valid(valid, xs, jax.tree.map(jnp.zeros_like, xs))
+    zeros = None if valid is None else jax.tree.map(jnp.zeros_like, xs)  # as large as `xs`
+    return where_valid(valid, xs, zeros)
 
 
 def show_batch(xs: Array, is_batch: bool) -> str:
