@@ -231,8 +231,8 @@ def _first_difference(a: Any, b: Any) -> tuple[str, str, str]:
             x, y = (repr(getattr(tree, field.name, None)) for tree in (a, b))
             if field.name not in map(name_of_key, keys) and x != y:
                 return f".{field.name}", f"{x:.60}", f"{y:.60}, a static field"
-    shown = show_tree(a), show_tree(b)
-    if shown[0] == shown[1]:  # a class of the user's with other static data, which JAX writes
+    want, have = show_tree(a), show_tree(b)
+    if want == have:  # a class of the user's with other static data, which JAX writes
         treedefs = (getattr(x, "_treedef", jax.tree.structure(x)) for x in (a, b))
-        shown = tuple(f"{treedef!s:.200}" for treedef in treedefs)
-    return "", *shown
+        want, have = (f"{treedef!s:.200}" for treedef in treedefs)
+    return "", want, have
