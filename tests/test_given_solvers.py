@@ -68,7 +68,7 @@ CASES = {
 def test_a_solver_of_another_equation_is_wrong(name):
     make, args = CASES[name]
     eqgt.check_rule(make(1.0), *args, checks=CHECKS)
-    with pytest.raises(eqgt.RuleCheckError, match="twice the expected one"):
+    with pytest.raises(eqgt.RuleCheckError, match=r"1. forward(?s:.*)relative error (1|0.3)"):
         eqgt.check_rule(make(2.0), *args, checks=CHECKS)
     loss = lambda solve: lambda *args: jnp.sum(solve(*args) ** 2)
     eqgt.check_gradients(loss(make(1.0)), *args)
