@@ -91,24 +91,6 @@ def test_each_call_overwrites_the_last(rules, options):
             assert_close(transform(got)(x, y), expected(x, y), tolerance=tolerance)
 
 
-def test_a_linear_map():
-    w = Workspace()
-    matrix = np.array([[1, -2, 0.5], [0.3, 1, 2]], np.complex64) * np.complex64(1 + 2j)
-    forward, adjoint = lambda x: w("", matrix @ x), lambda y: w("", matrix.conj().T @ y)
-    f = eqg.linear_host_function(forward, adjoint, out=jnp.zeros(2, matrix.dtype))
-    x = jnp.array([1.0, 2.0, -1.0], matrix.dtype)
-    loss = lambda f: lambda x: jnp.sum(jnp.abs(f(x)) ** 4)
-    derivatives = lambda f: (
-        jax.vmap(f)(jnp.stack([x, 2 * x])),
-        jax.linearize(f, x)[1](x),
-        jax.jvp(jax.grad(loss(f)), (x,), (x,)),
-        jax.linear_transpose(f, x)(f(x)),
-    )
-    expected = derivatives(lambda x: jnp.asarray(matrix) @ x)
-    for transform in BOTH:
-        assert_close(transform(lambda: derivatives(f))(), expected, tolerance=1e-4)
-
-
 def test_an_array_of_c():
     """NumPy shares the memory of what it makes an array of."""
     memory = (ctypes.c_double * 3)()

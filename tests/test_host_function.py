@@ -96,19 +96,6 @@ def test_the_step_of_each_leaf():
     assert np.isclose(scale, 1.0)
 
 
-def test_vectorized_differences_take_as_many_calls_as_one_example():
-    calls = []
-
-    def square(x):
-        calls.append(x.shape)
-        return x**2
-
-    f = eqg.host_function(square, out=like, **CENTRAL, **BATCH)
-    xs = jnp.arange(12.0).reshape(4, 3)
-    assert_close(jax.jit(jax.vmap(jax.grad(total(f))))(xs), 2 * xs, tolerance=1e-3)
-    assert calls == [(4, 3)] * 6
-
-
 def test_it_is_traced_without_a_call_and_once():
     f = eqg.host_function(lambda x: 1 / 0, out=like, **CENTRAL)
     jax.make_jaxpr(jax.hessian(total(f)))(jnp.ones(2))

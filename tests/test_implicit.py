@@ -93,9 +93,8 @@ def test_empty():
 
 @pytest.mark.slow
 def test_solvers_of_others():
-    """SciPy, which sees numbers in eager mode and a callback else, and Optimistix."""
+    """SciPy, which sees numbers in eager mode and a callback else."""
     optimize = pytest.importorskip("scipy.optimize")
-    optx = pytest.importorskip("optimistix")
     residual = lambda y, a: y**3 + y - a
     brentq = lambda a: np.asarray(
         optimize.brentq(residual, -10.0, 10.0, args=(float(a),)), a.dtype
@@ -108,14 +107,6 @@ def test_solvers_of_others():
     )
     slopes = jax.jit(jax.vmap(jax.grad(by_callback)))(jnp.array([2.0, 10.0]))
     assert_close(slopes, jnp.array([1 / 4, 1 / 13]))
-
-    @eqg.implicit(lambda y, a: residual(y, a), has_aux=True)
-    def by_optimistix(a):
-        solver = optx.Newton(rtol=1e-6, atol=1e-6)
-        solution = optx.root_find(residual, solver, jnp.ones_like(a), a)
-        return solution.value, solution.stats
-
-    assert_close(jax.jit(jax.hessian(lambda a: by_optimistix(a)[0]))(2.0), -6 / 64, eps=50)
 
 
 @pytest.mark.slow
