@@ -189,12 +189,7 @@ def test_kinds_of_leaves():
             "`solver` of `fixed_point` is not one of Optimistix",
         ),
         (lambda: solvers.NeumannAdjoint(True), "`k` of `NeumannAdjoint` is not an integer"),
-        (lambda: solvers.NeumannAdjoint(-1), "`k` of `NeumannAdjoint` is not an integer"),
         (lambda: solvers.PhantomAdjoint(2, 0), "`tau` of `PhantomAdjoint` is not a damping"),
-        (
-            lambda: eqg.nn.FixedPoint(lambda x, z: z, 4, throw="no"),
-            "`throw` of `FixedPoint` is not a bool",
-        ),
     ],
 )
 def test_errors(call, text):

@@ -220,21 +220,13 @@ def test_a_promise_of_what_has_a_shape_and_a_dtype():
     fails("NumPy has no keys", eqg.host_function(lambda x: x, out=key), x)
 
 
-@pytest.mark.parametrize(
-    "returned",
-    [
-        lambda x: {"a": x[:2]},
-        lambda x: {"a": x * 1j},
-        lambda x: {"a": x > 0},
-        lambda x: {"a": np.arange(3)},
-        lambda x: {"b": x},
-        lambda x: None,
-    ],
-)
-def test_what_was_returned_is_compared_with_what_was_promised(returned):
-    f = eqg.host_function(lambda x: returned(x), out=lambda x: {"a": x})
-    fails("`<lambda>` returned another", f, jnp.ones(3))
-    in_program("`<lambda>` returned another", jax.jit(f), jnp.ones(3))
+def test_what_was_returned_is_compared_with_what_was_promised():
+    x = np.ones(3)
+    wrong = {"a": x[:2]}, {"a": x * 1j}, {"a": x > 0}, {"a": np.arange(3)}, {"b": x}, None
+    for returned in wrong:
+        f = eqg.host_function(lambda x, returned=returned: returned, out=lambda x: {"a": x})
+        fails("`<lambda>` returned another", f, x)
+        in_program("`<lambda>` returned another", jax.jit(f), x)
 
 
 def test_an_out_is_given_the_keywords_that_it_has_parameters_for():
