@@ -176,12 +176,12 @@ def test_small_at_all_scales(a):
     ("residual", "match"),
     [
         (lambda y, a: (y[0] - a,), r"at residual\[1\]: the solution is float\d\d\[\],"),
-        (lambda y, a: (y[0], 1j * y[1]), r"float\d\d\[\], the residual complex\d+\[\]"),
-        (lambda y, a: [y[0] - a, y[1] - a], "the containers differ"),
+        (lambda y, a: (y[0], 1j * y[1], y[2]), r"float\d\d\[\], the residual complex\d+\[\]"),
+        (lambda y, a: [y[0] - a, y[1] - a, 3], "the containers differ"),
     ],
 )
 def test_a_residual_of_another_structure(residual, match):
-    solve = eqg.implicit(residual)(lambda a: (jnp.ones(2) * a, a))
+    solve = eqg.implicit(residual)(lambda a: (jnp.ones(2) * a, a, 3))
     with pytest.raises(RuleError, match=match):
         jax.grad(lambda a: solve(a)[1])(1.0)
 
