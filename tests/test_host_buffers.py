@@ -37,27 +37,20 @@ class Workspace:
         return buffer[1, ...]  # a view
 
 
-def _jax(x, y):
-    return {"a": jnp.sin(x) * y, "b": jnp.cos(x * y)}
-
-
 def make(*rules, residuals=None, **options):
+    """`sin(x) * y`, with these rules."""
     w = Workspace()
-    out = lambda x, y: {"a": w("0", np.sin(x) * y), "b": w("1", np.cos(x * y))}
-    f = eqg.host_function(out, out=lambda x, y: {"a": x, "b": x}, **options)
-    fwd = lambda x, y: (out(x, y), {"x": w("x", x), "y": [w("y", y)], "sin": np.sin(x)})
+    value = lambda x, y: w("0", np.sin(x) * y)
+    f = eqg.host_function(value, out=lambda x, y: x, **options)
+    fwd = lambda x, y: (value(x, y), {"x": w("x", x), "y": [w("y", y)], "cos": np.cos(x)})
 
     def bwd(residuals, ct):
         x, y = residuals if type(residuals) is tuple else (residuals["x"], *residuals["y"])
-        of_product = -np.sin(x * y) * ct["b"]
-        ct_x = ct["a"] * np.cos(x) * y + of_product * y
-        return w("0", ct_x), w("1", ct["a"] * np.sin(x) + of_product * x)
+        return w("0", ct * np.cos(x) * y), w("1", ct * np.sin(x))
 
     def jvp(primals, tangents):
         (x, y), (t_x, t_y) = primals, tangents
-        t_b = -np.sin(x * y) * (t_x * y + x * t_y)
-        t_a = np.cos(x) * y * t_x + np.sin(x) * t_y
-        return out(x, y), {"a": w("0", t_a), "b": w("1", t_b)}
+        return value(x, y), w("0", np.cos(x) * y * t_x + np.sin(x) * t_y)
 
     if "fwd" in rules:
         f.def_fwd(fwd, residuals=residuals)
@@ -76,17 +69,17 @@ def make(*rules, residuals=None, **options):
         ("jvp", {}),
         ("bwd", {}),
         ("fwd bwd", {}),
-        ("fwd bwd", {"residuals": lambda x, y: {"x": x, "y": [x], "sin": x}}),
+        ("fwd bwd", {"residuals": lambda x, y: {"x": x, "y": [x], "cos": x}}),
         ("fwd bwd jvp", {}),
     ],
 )
 def test_each_call_overwrites_the_last(rules, options):
     f = make(*rules.split(), **options)
     x, y = jnp.linspace(-1.1, 1.4, 3), jnp.linspace(0.6, -0.8, 3)
-    loss = lambda f: lambda x, y: sum(jnp.sum(leaf**3) for leaf in f(x, y).values())
+    loss = lambda f: lambda x, y: jnp.sum(f(x, y) ** 3)
     ways = lambda f: [jax.jacfwd(f, (0, 1)), jax.jacrev(f, (0, 1)), jax.grad(loss(f), (0, 1))]
     tolerance = 2e-4 if "central" in options.values() else 2e-6
-    for got, expected in zip(ways(f), ways(_jax), strict=True):
+    for got, expected in zip(ways(f), ways(lambda x, y: jnp.sin(x) * y), strict=True):
         for transform in BOTH:
             assert_close(transform(got)(x, y), expected(x, y), tolerance=tolerance)
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.sparse
 
 from .helpers import assert_close
 from .test_host_function import fails, like, make, product, product_jvp, total
@@ -223,17 +222,6 @@ def test_jax_30401_a_rule_applies_it_to_its_tangents():
     got, expected = make(linear), make(lambda x: jnp.asarray(MATRIX, x.dtype) @ x)
     for derivative in (jax.grad, jax.hessian, lambda f: jax.jacrev(jax.grad(f))):
         assert_close(jax.jit(derivative(got))(POINT), derivative(expected)(POINT), eps=500)
-
-
-def test_complex_maps_are_given_by_their_adjoint():
-    """As SciPy's, whose methods are passed as they are."""
-    with jax.enable_x64(True):
-        matrix = jnp.asarray(MATRIX + 1j * MATRIX[::-1, ::-1])
-        operator = scipy.sparse.linalg.aslinearoperator(np.asarray(matrix))
-        out = jnp.zeros(2, jnp.complex128)
-        f = eqg.linear_host_function(operator.matvec, operator.rmatvec, out=out)
-        z, ct = jnp.array([1.0 + 2.0j, 0.3, -1.0j]), jnp.array([1.0 + 1.0j, 2.0 - 1.0j])
-        assert_close(jax.vjp(f, z)[1](ct)[0], ct @ matrix)
 
 
 def test_errors_of_linear_maps():
