@@ -174,7 +174,7 @@ def test_rules_that_do_not_fit(rules, match):
 
 def test_a_rule_that_returns_none():
     f = make(bwd=lambda _, ct: (None, ct))
-    assert jnp.array_equal(grad(f)(X, X), jnp.zeros(2))
+    assert not jnp.any(grad(f)(X, X))
     fails("`keep` of `def_fwd` is not an integer", lambda: f.def_fwd(product, keep=-1))
 
 
@@ -228,7 +228,9 @@ def test_errors_of_linear_maps():
     parameter = "`matvec` was differentiated with respect to a parameter(?s:.*)the others have"
     fails(parameter, jax.grad(lambda scale: jnp.sum(linear(POINT, scale))), 2.0)
     fails(parameter, pushed(lambda scale: linear(POINT, scale)), 2.0)
-    transpose = lambda a: jax.linear_transpose(lambda x: linear(x, a), POINT)(X)[0].sum()
+    transpose = lambda a: jax.linear_transpose(lambda x: linear(x, a), POINT)(POINT[:2])[
+        0
+    ].sum()
     fails("adjoint `rmatvec` of `matvec`, which reverse", jax.grad(transpose), 2.0)
     fails(r"`matvec` returned another shape", eqg.linear_host_function(matvec, rmatvec), POINT)
     wrong = eqg.linear_host_function(matvec, lambda y: y, out=jnp.zeros(2))
