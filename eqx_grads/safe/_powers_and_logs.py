@@ -433,9 +433,8 @@ def log_expm1(x: Numbers) -> Array:
 
     **Derivative:**
 
-    $\dot y = \dot x / (1 - e^{-x})$. The derivative is zero at zero, where
-    this is infinite, and below zero. Both modes and all orders; the second derivative is NaN at
-    zero.
+    $\dot y = \dot x / (1 - e^{-x})$. The derivative is zero below zero, and at zero, where this
+    formula is infinite. Both modes and all orders. The second derivative is NaN at zero.
     """
     return x + _log_one_minus_exp(x)
 
