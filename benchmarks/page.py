@@ -109,8 +109,7 @@ SECTIONS = {
             ),
             "The table is for the gradient with respect to all arguments: milliseconds, "
             "speed relative to `jax.lax.scan` of one step and to the same chunks with the "
-            "derivative of JAX, and the temporary megabytes of each. There are no measurements "
-            "on a GPU.",
+            "derivative of JAX, and the temporary megabytes of each. No figure is from a GPU.",
         ),
     ),
     "Scans": (
@@ -134,8 +133,8 @@ SECTIONS = {
             "auto",
             (Table(speeds="speed"),),
             "The constants of the cost model were chosen without these cells. The table is for "
-            "an earlier rule. The current rule replays one more shape, at 0.92 to 1.02 of the "
-            "speed.",
+            "an earlier rule. The current rule replays other shapes too, one of them at 0.92 "
+            "to 1.02 of the speed.",
         ),
         Claim(
             "Online learning",
@@ -196,8 +195,8 @@ SECTIONS = {
                     without="without its check|by hand",
                 ),
             ),
-            "Time relative to a hand-written rule around the same solver, in two runs on a busy "
-            "machine. The check of the residual costs 0.05 ms.",
+            "Time relative to a hand-written rule around the same solver, in two runs on a "
+            "busy machine. The check of the residual costs 0.05 ms.",
         ),
         Claim("Events", "events", (Table(),)),
     ),
@@ -376,8 +375,8 @@ def page() -> str:
             tables = "\n\n".join(written(table, result) for table in claim.tables)
             parts.append(f"### {claim.heading}\n\n{' '.join(text).strip()}\n\n{tables}\n")
     parts.append(
-        "## How each was measured\n\nThe results have all shapes, and more remarks. The machine "
-        "was two shared cores of an AMD EPYC, x86-64, except for the GPU.\n"
+        "## How each was measured\n\nThe results have all shapes, and more remarks. The "
+        "machine was two shared cores of an AMD EPYC, x86-64, except for the GPU.\n"
     )
     parts.append("| result of `benchmarks/` | versions | clock |\n|---|---|---|")
     for name in dict.fromkeys(claim.script for claims in SECTIONS.values() for claim in claims):

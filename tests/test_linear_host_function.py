@@ -91,10 +91,10 @@ def test_errors():
         RuleError, match=r"linear in its first argument.*\n *at `x`: int32\[3\]"
     ):
         linear(jnp.arange(3, dtype=jnp.int32))
-    with pytest.raises(RuleError, match=r"`matvec` returned another shape.*\n.*promised was"):
+    with pytest.raises(RuleError, match=r"`matvec` returned a different shape.*\n.*promised "):
         eqg.linear_host_function(matvec, rmatvec)(x)  # the output is not like `x`
     wrong = eqg.linear_host_function(matvec, lambda y: y, out=like_out)
-    with pytest.raises(RuleError, match="`<lambda>` returned another shape"):
+    with pytest.raises(RuleError, match="`<lambda>` returned a different shape"):
         jax.grad(lambda x: jnp.sum(wrong(x)))(x)
     with pytest.raises(RuleError, match="`rmatvec` of `linear_host_function`"):
         eqg.linear_host_function(matvec, None)

@@ -67,8 +67,8 @@ def expm1_ratio(x: Numbers) -> Array:
 
     **Returns:**
 
-    An array like `x`. It overflows where the quotient does, and not already where `expm1(x)`
-    does.
+    An array like `x`. It overflows where the quotient overflows, not where `expm1(x)`
+    overflows.
 
     **Derivative:**
 
@@ -107,8 +107,7 @@ def sinhc(x: Numbers) -> Array:
 
     **Returns:**
 
-    An array like `x`. It overflows where the quotient does, and not already where `sinh(x)`
-    does.
+    An array like `x`. It overflows where the quotient overflows, not where `sinh(x)` overflows.
 
     **Derivative:**
 

@@ -88,17 +88,17 @@ def explain_nan(
     - `model`: any PyTree. The gradient is taken with respect to all its inexact arrays.
     - `threshold`: also report where a cotangent exceeds this number. A gradient of 1e24 is
         finite, but as harmful.
-    - `seconds`: the time to look for the causes, besides the compilations. After that, the report
-        has the causes that are known, and the call of `zero_safe` that helps.
+    - `seconds`: the time to look for the causes, without the compilations. After that, the
+        report has the causes that are known, and the call of `zero_safe` that helps.
 
     **Returns:**
 
-    A report. Print it for a table; it is false if everything is finite. `found` are records with
-    the fields `file`, `line`, `primitive`, `path`, `step`, `kind`, `cure` and others: first the
-    operations that make the loss not finite, then the operations that make its gradient not
-    finite, in the order of the backward pass. `explain_nan` finds each of them, even if one alone
-    makes everything NaN. In a loop, `step` is the first such step. In the backward pass, the last
-    step comes first.
+    A report. Print it for a table; it is false if everything is finite. `found` are records
+    with the fields `file`, `line`, `primitive`, `path`, `step`, `kind`, `cure` and others:
+    first the operations that make the loss not finite, then the operations that make its
+    gradient not finite, in the order of the backward pass. `explain_nan` finds each of them,
+    even if one alone makes everything NaN. In a loop, `step` is the first such step. In the
+    backward pass, the last step comes first.
 
     The kinds are `"dead branch"` (`mask` is what did not select it), `"zero mask"` (as a
     factor), `"zero times infinity"` (`mask` is the operation that makes the zero),
