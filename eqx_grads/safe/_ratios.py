@@ -74,8 +74,8 @@ def expm1_ratio(x: Numbers) -> Array:
 
     $\dot y = \frac{1}{x}\bigl(e^x - y\bigr)\,\dot x$. The derivative of order $n$ is the mean
     of $s^n e^{xs}$ for $s$ between zero and one. It is computed by parts from the derivative
-    before, and by its series for $|x| < 1$, where differences cancel. It is infinite where it
-    is out of range, and zero at infinity. Both modes and all orders.
+    of order $n - 1$, and by its series for $|x| < 1$, where differences cancel. It is infinite
+    where it is out of range, and zero at infinity. Both modes and all orders.
     """
     return jnp.where(x == jnp.inf, x, _moment(0, False)(x))
 
