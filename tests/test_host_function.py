@@ -225,8 +225,8 @@ def test_what_was_returned_is_compared_with_what_was_promised():
     wrong = {"a": x[:2]}, {"a": x * 1j}, {"a": x > 0}, {"a": np.arange(3)}, {"b": x}, None
     for returned in wrong:
         f = eqg.host_function(lambda x, returned=returned: returned, out=lambda x: {"a": x})
-        fails("`<lambda>` returned another", f, x)
-        in_program("`<lambda>` returned another", jax.jit(f), x)
+        fails("`<lambda>` returned a different", f, x)
+        in_program("`<lambda>` returned a different", jax.jit(f), x)
 
 
 def test_an_out_is_given_the_keywords_that_it_has_parameters_for():
@@ -244,7 +244,7 @@ def test_an_out_is_given_the_keywords_that_it_has_parameters_for():
     twice = eqg.host_function(power, out=lambda x, *, repeat=1: repeated(x, repeat))
     assert twice(x, n=2, repeat=2).shape == (6,)
     forgotten = eqg.host_function(power, out=lambda x: x)
-    fails("returned another shape than was promised", lambda: forgotten(x, repeat=2))
+    fails("returned a different shape than promised", lambda: forgotten(x, repeat=2))
     needed = eqg.host_function(power, out=lambda x, *, repeat: repeated(x, repeat))
     fails("`out` of `power` has other parameters", lambda: needed(x, n=2))
 
@@ -308,7 +308,7 @@ def test_a_compiled_program_logs_the_exception_once(caplog):
 
     for fn, text in (
         (solve, "ZeroDivisionError: none"),
-        (lambda x: x[:1], "another shape than was"),
+        (lambda x: x[:1], "a different shape than"),
     ):
         caplog.clear()
         in_program(text, jax.jit(eqg.host_function(fn, out=like)), jnp.ones(3))
@@ -333,7 +333,7 @@ def test_differences_at_the_edge_of_a_domain(derivative):
     (note,) = [note for note in caught.value.__notes__ if "smaller `step`" in note]
     assert "`root` was called for a finite difference" in note
     in_program("give a smaller `step`", jax.jit(of(root)), 0.0)
-    with pytest.raises(RuleError, match="another shape than was promised") as caught:
+    with pytest.raises(RuleError, match="a different shape than promised") as caught:
         of(lambda x: x if x == 0 else np.append(x, x))(0.0)
     assert "was called for a finite difference" in caught.value.__notes__[0]
 

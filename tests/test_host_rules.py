@@ -153,12 +153,12 @@ def test_too_many_calls_of_a_rule():
     [
         ({"bwd": lambda _, ct: ct}, "one cotangent for each argument(?s:.*)Return a tuple"),
         ({"bwd": lambda _, ct: (ct,)}, "one cotangent for each argument"),
-        ({"bwd": lambda _, ct: (ct[:1], ct)}, r"at the cotangent of `x`: promised was float32"),
+        ({"bwd": lambda _, ct: (ct[:1], ct)}, r"at the cotangent of `x`: promised float32"),
         ({"bwd": lambda _, ct: ({"a": ct}, ct)}, "a cotangent that does not have the struct"),
         ({"jvp": lambda p, t: (p[0], p[0][:1])}, "at the tangent of out: promised was"),
         (
             {"fwd": lambda x, y: (x, (x,)), "residuals": lambda x, y: {"x": x}},
-            "residuals of another structure than was promised",
+            "residuals of a different structure than promised",
         ),
         (
             {"fwd": lambda x, y: (x, {"x": x[:1]}), "residuals": lambda x, y: {"x": x}},
@@ -230,9 +230,11 @@ def test_errors_of_linear_maps():
     fails(parameter, pushed(lambda scale: linear(POINT, scale)), 2.0)
     of_scale = lambda a: jax.linear_transpose(lambda x: linear(x, a), POINT)(POINT[:2])[0]
     fails("adjoint `rmatvec` of `matvec`, which reverse", grad(of_scale), 2.0)
-    fails(r"`matvec` returned another shape", eqg.linear_host_function(matvec, rmatvec), POINT)
+    fails(
+        r"`matvec` returned a different shape", eqg.linear_host_function(matvec, rmatvec), POINT
+    )
     wrong = eqg.linear_host_function(matvec, lambda y: y, out=jnp.zeros(2))
-    fails("`<lambda>` returned another shape", grad(wrong), POINT)
+    fails("`<lambda>` returned a different shape", grad(wrong), POINT)
     closing = lambda a: eqg.linear_host_function(lambda x: a * x, lambda y: a * y)(a)
     fails("closes over a traced value", jax.jit(closing), 1.0)
 

@@ -177,7 +177,10 @@ def test_small_at_all_scales(a):
     [
         (lambda y, a: (y[0] - a,), r"at residual\[1\]: the solution is float\d\d\[\],"),
         (lambda y, a: (y[0], 1j * y[1], y[2]), r"float\d\d\[\], the residual complex\d+\[\]"),
-        (lambda y, a: [y[0] - a, y[1] - a, 3], r"float32\[2\], float32\[\], None\), the residual \["),
+        (
+            lambda y, a: [y[0] - a, y[1] - a, 3],
+            r"float32\[2\], float32\[\], None\), the residual \[",
+        ),
     ],
 )
 def test_a_residual_of_another_structure(residual, match):
