@@ -81,7 +81,7 @@ SECTIONS = {
             "Small layers",
             "sizes",
             (Table(speeds="8 steps of one sequence with 4 units"),),
-            "The last column is a program of 11 to 20 microseconds.",
+            "The program of the last column takes 11 to 20 microseconds.",
         ),
         Claim(
             "Linear recurrences",
@@ -107,10 +107,9 @@ SECTIONS = {
                     speeds="over plain|over chunks",
                 ),
             ),
-            "The gradient of `gated_delta_rule` with respect to all arguments: milliseconds, "
-            "its speed relative to `jax.lax.scan` of one step and to the same chunks with the "
-            "derivative of JAX, and the temporary megabytes of each. It was not measured on a "
-            "GPU.",
+            "The table is for the gradient with respect to all arguments: milliseconds, "
+            "speed relative to `jax.lax.scan` of one step and to the same chunks with the "
+            "derivative of JAX, and the temporary megabytes of each. No figure is from a GPU.",
         ),
     ),
     "Scans": (
@@ -133,9 +132,9 @@ SECTIONS = {
             'What `"auto"` chooses, on 20 other cells',
             "auto",
             (Table(speeds="speed"),),
-            "No constant of the cost model was chosen by these cells. The table was measured "
-            "with an earlier rule; one shape that it replays since then has 0.92 to 1.02 of "
-            "the speed.",
+            "The constants of the cost model were chosen without these cells. The table is for "
+            "an earlier rule. The current rule replays other shapes too, one of them at 0.92 "
+            "to 1.02 of the speed.",
         ),
         Claim(
             "Online learning",
@@ -176,7 +175,7 @@ SECTIONS = {
                     without="alone",
                 ),
             ),
-            "Where the matrix products take most of the time, only memory is saved.",
+            "Where the matrix products take most of the time, it saves memory only.",
         ),
     ),
     "Solvers": (
@@ -196,8 +195,8 @@ SECTIONS = {
                     without="without its check|by hand",
                 ),
             ),
-            "Time relative to a rule by hand around the same solver, in two runs on a busy "
-            "machine. The check of the residual costs 0.05 ms.",
+            "Time relative to a hand-written rule around the same solver, in two runs on a "
+            "busy machine. The check of the residual costs 0.05 ms.",
         ),
         Claim("Events", "events", (Table(),)),
     ),
@@ -376,8 +375,8 @@ def page() -> str:
             tables = "\n\n".join(written(table, result) for table in claim.tables)
             parts.append(f"### {claim.heading}\n\n{' '.join(text).strip()}\n\n{tables}\n")
     parts.append(
-        "## How each was measured  The results have all shapes, and more remarks. The machine "
-        "was two shared cores of an AMD EPYC, x86-64, except for the GPU."
+        "## How each was measured\n\nThe results have all shapes, and more remarks. The "
+        "machine was two shared cores of an AMD EPYC, x86-64, except for the GPU.\n"
     )
     parts.append("| result of `benchmarks/` | versions | clock |\n|---|---|---|")
     for name in dict.fromkeys(claim.script for claims in SECTIONS.values() for claim in claims):

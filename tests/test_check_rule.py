@@ -586,7 +586,8 @@ class Affine(eqx.Module):
 
     @__call__.def_bwd
     def _bwd(residuals, ct):
-        return eqg.tangents.of(residuals[0], bias=ct), ct * residuals[0].weight
+        affine, _ = residuals
+        return eqg.tangents.of(affine, bias=ct), ct * affine.weight
 
 
 AFFINE, POINT = Affine(jnp.array([2.0, -0.5]), jnp.ones(2)), jnp.array([0.5, 3.0])

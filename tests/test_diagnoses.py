@@ -21,6 +21,9 @@ from .test_explain_nan import lines_of, PLANTED
 from .test_explain_zero import CUTS, VALUES
 
 
+pytestmark = pytest.mark.versions
+
+
 PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "api" / "diagnosis.md").read_text()
 KEY, X, NAN = jax.random.key(0), jnp.array([1.3, 0.0]), jnp.nan
 Y = jnp.array([0.5, 2.0])

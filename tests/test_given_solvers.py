@@ -15,6 +15,14 @@ import pytest
 
 MATRIX = jnp.array([[3.0, 1.0], [0.5, 2.0]], "float32")
 SIDE = jnp.array([1.0, 2.0], "float32")
+CHECKS = ("primal", "forward", "reverse")
+
+
+def failure(loss, *args):
+    """The report of a gradient that is wrong."""
+    report = eqgt.check_gradients(loss, *args, raises=False)
+    assert not report.passed
+    return " ".join(str(report).split())
 
 
 @eqg.host_function(out=lambda matrix, side: side)
@@ -59,23 +67,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_solver_of_another_equation_is_wrong(name):
     make, args = CASES[name]
-    checks = ("primal", "forward", "reverse")
-    eqgt.check_rule(make(1.0), *args, checks=checks)
-    with pytest.raises(eqgt.RuleCheckError, match=r"relative error 1, tolerance 1e-0"):
-        eqgt.check_rule(make(2.0), *args, checks=checks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_a_gradient_through_such_a_solver(name):
-    make, args = CASES[name]
+    eqgt.check_rule(make(1.0), *args, checks=CHECKS)
+    with pytest.raises(eqgt.RuleCheckError, match=r"1. forward(?s:.*)relative error (1|0.3)"):
+        eqgt.check_rule(make(2.0), *args, checks=CHECKS)
     loss = lambda solve: lambda *args: jnp.sum(solve(*args) ** 2)
     eqgt.check_gradients(loss(make(1.0)), *args)
-    report = eqgt.check_gradients(loss(make(2.0)), *args, raises=False)
-    assert not report.passed
-    text = " ".join(str(report).split())
-    assert "The derivative of the solver at test_given_solvers.py:" in text
-    assert "is that of its equation. It is wrong if it solves another one" in text
+    text = "derivative of a solver is wrong if it solves another equation"
+    assert text in failure(loss(make(2.0)), *args)
 
 
 @pytest.mark.slow
@@ -86,7 +84,7 @@ def test_a_solver_with_other_outputs():
             lambda x: matrix @ x, side, solver(matrix), solver(matrix.T), has_aux=True
         )[0]
 
-    eqgt.check_rule(solve, MATRIX, SIDE, checks=("primal", "forward", "reverse"))
+    eqgt.check_rule(solve, MATRIX, SIDE, checks=CHECKS)
     in_float32 = lambda matrix: jnp.sum(solve(matrix.astype("float32"), SIDE) ** 2)
     assert eqgt.check_gradients(in_float32, MATRIX).passed
 
@@ -116,13 +114,10 @@ def _square(factor):
 
 @pytest.mark.slow
 def test_a_rule_inside_the_operator_of_a_solver():
-    checks = ("primal", "forward", "reverse")
-    eqgt.check_rule(_square(1.0), MATRIX, SIDE, checks=checks)
+    eqgt.check_rule(_square(1.0), MATRIX, SIDE, checks=CHECKS)
     with pytest.raises(eqgt.RuleCheckError, match="twice the expected one"):
-        eqgt.check_rule(_square(2.0), MATRIX, SIDE, checks=checks)
-    loss = lambda matrix: jnp.sum(_square(2.0)(matrix, SIDE) ** 2)
-    report = eqgt.check_gradients(loss, MATRIX, raises=False)
-    text = " ".join(str(report).split())
+        eqgt.check_rule(_square(2.0), MATRIX, SIDE, checks=CHECKS)
+    text = failure(lambda matrix: jnp.sum(_square(2.0)(matrix, SIDE) ** 2), MATRIX)
     assert "The gradient is right without the rule of `operator`" in text
 
 
@@ -130,30 +125,20 @@ def test_a_rule_inside_the_operator_of_a_solver():
 def test_a_wrong_rule_after_a_solver_of_lineax():
     """One operand of its primitive has no derivative, the others have one."""
     lineax = pytest.importorskip("lineax")
-
-    @jax.custom_jvp
-    def twice(x):
-        return jnp.sin(x)
-
-    twice.defjvp(lambda primals, ts: (twice(*primals), 2 * jnp.cos(primals[0]) * ts[0]))
+    twice = _by_custom_gradient()
 
     def loss(matrix):
         operator = lineax.MatrixLinearOperator(matrix)
         return jnp.sum(twice(lineax.linear_solve(operator, SIDE.astype(matrix.dtype)).value))
 
-    report = eqgt.check_gradients(loss, MATRIX, raises=False)
-    text = " ".join(str(report).split())
-    assert "The gradient is right without the rule of `twice`" in text
+    assert "The gradient is right without the rule of" in failure(loss, MATRIX)
 
 
 # ---------------------------------------------------------------- whose rule is it?
 
 
 RULE = """
-@jax.custom_jvp
-def activation(x):
-    return jnp.sin(x)
-
+activation = jax.custom_jvp(jnp.sin)
 activation.defjvp(lambda primals, ts: (activation(*primals), 2 * jnp.cos(primals[0]) * ts[0]))
 """
 
@@ -174,6 +159,5 @@ def test_rules_that_look_like_those_of_jax(make):
     activation, x = make(), jnp.array([0.5, 0.3], "float32")
     with pytest.raises(eqgt.RuleCheckError, match="twice the expected one"):
         eqgt.check_rule(lambda x: 3 * activation(x), x, checks=("primal", "reverse"))
-    loss = lambda x: jnp.sum(activation(x))
-    report = eqgt.check_gradients(loss, x, raises=False)
-    assert "The gradient is right without the rule of" in " ".join(str(report).split())
+    text = failure(lambda x: jnp.sum(activation(x)), x)
+    assert "The gradient is right without the rule of" in text

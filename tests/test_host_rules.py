@@ -1,4 +1,4 @@
-"""The arguments that the rules of host functions are given, their complex convention, and host
+"""The rules of host functions: what they are given and may return, linear maps, and host
 functions of tangents."""
 
 import re
@@ -7,36 +7,40 @@ import eqx_grads as eqg
 import eqx_grads.testing as eqgt
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
 import pytest
-from eqx_grads import RuleError
 
 from .helpers import assert_close
+from .test_host_function import fails, like, make, product, product_jvp, total
 
 
-pytestmark = pytest.mark.x64
-
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
 
 X = jnp.array([1.0, 2.0], jnp.float32)
 
 
-def _shifted(x, shift=None, scale=2.0):
+def grad(f):
+    return jax.grad(total(f))
+
+
+def pushed(f):
+    return lambda x: jax.jvp(f, (x,), (x,))[1]
+
+
+# ---------------------------------------------------------------- what a rule is given
+
+
+def shifted(x, shift=None, scale=2.0):
     return scale * x if shift is None else scale * x + shift
-
-
-def _like_x(x, *_):
-    return x
 
 
 class TestDefaults:
     """Rules get positional arguments with their defaults, as the rules of `custom_vjp` do. The
     function and `out` get what the caller gave."""
 
-    @pytest.mark.slow
-    def test_def_bwd(self):
+    def test_of_a_backward_rule(self):
         seen = []
-        h = eqg.host_function(_shifted, out=lambda x, shift=None: x)
+        h = eqg.host_function(shifted, out=lambda x, shift=None: x)
 
         @h.def_bwd
         def h_bwd(residuals, ct, *, perturbed):
@@ -44,51 +48,60 @@ class TestDefaults:
             x, shift, scale = residuals
             return scale * ct, None if shift is None else ct, (ct * x).sum()
 
-        np.testing.assert_allclose(jax.grad(lambda x: h(x).sum())(X), 2.0)
+        assert jnp.all(grad(h)(X) == 2.0)
         (_, shift, scale), perturbed = seen[0]
-        assert shift is None
+        assert (shift, scale.dtype) == (None, jnp.result_type(float))
         assert isinstance(scale, np.ndarray)
-        assert scale.dtype == jnp.result_type(float)
         assert perturbed == (True, None, False)
-        by_shift = jax.jit(jax.grad(lambda s: h(X, s).sum()))
-        np.testing.assert_allclose(by_shift(X), 1.0)
-        eqgt.check_rule(h, X, order=1, checks=("reverse", "forward", "transforms"))
+        assert jnp.all(jax.jit(grad(lambda s: h(X, s)))(X) == 1.0)
 
     @pytest.mark.parametrize("vmap_method", ["sequential", "expand_dims"])
-    def test_def_jvp(self, vmap_method):
+    def test_of_a_forward_rule(self, vmap_method):
         seen = []
-        h = eqg.host_function(_shifted, out=_like_x, vmap_method=vmap_method)
+        h = eqg.host_function(shifted, out=like, vmap_method=vmap_method)
 
         @h.def_jvp
         def h_jvp(primals, tangents):
             (x, shift, scale), (t_x, t_shift, t_scale) = primals, tangents
             seen.append((t_shift, t_scale))
-            return _shifted(x, shift, scale), scale * t_x + t_scale * x
+            return shifted(x, shift, scale), scale * t_x + t_scale * x
 
-        assert jnp.array_equal(jax.jvp(h, (X,), (X,))[1], 2 * X)
+        assert jnp.array_equal(pushed(h)(X), 2 * X)
         assert seen[0] == (None, 0.0)
-        pushed = jax.jit(jax.vmap(lambda x: jax.jvp(h, (x,), (x,))[1]))(jnp.stack([X, X]))
-        assert jnp.array_equal(pushed, jnp.stack([2 * X, 2 * X]))
+        xs = jnp.stack([X, X])
+        assert jnp.array_equal(jax.jit(jax.vmap(pushed(h)))(xs), 2 * xs)
+
+    def test_of_keywords(self):
+        """If the rule has a parameter for them."""
+
+        @eqg.host_function(out=lambda x, **_: x)
+        def power(x, *, n=3, unused=1):
+            return x**n
+
+        power.def_fwd(lambda x, *, n: (x**n, x))
+        power.def_bwd(lambda x, ct, *, n: (ct * n * x ** (n - 1),))
+        for of_power in (jax.grad(power), jax.jit(jax.grad(power))):
+            assert (of_power(2.0), of_power(2.0, n=2)) == (12.0, 4.0)
+        power.def_jvp(lambda p, t, *, n: (p[0] ** n, t[0] * n * p[0] ** (n - 1)))
+        assert jax.jvp(power, (2.0,), (1.0,)) == (8.0, 12.0)
 
     def test_what_has_no_defaults(self):
         """A ufunc and `*args` get what was given; a default that is not an array stays."""
-        h = eqg.host_function(np.add, out=lambda x, y: x)
-        h.def_bwd(lambda residuals, ct: (ct,) * len(residuals))
-        np.testing.assert_allclose(jax.grad(lambda x: h(x, x).sum())(X), 2.0)
-        h = eqg.host_function(lambda x, *rest: x, out=_like_x)
-        h.def_bwd(lambda residuals, ct: (ct,) + (None,) * (len(residuals) - 1))
-        np.testing.assert_allclose(jax.grad(lambda x: h(x, x, x).sum())(X), 1.0)
-        h = eqg.host_function(lambda x, mode=("a", 1): x, out=_like_x)
+        for fn in (np.add, lambda x, *rest: x + rest[0]):
+            h = eqg.host_function(fn, out=like)
+            h.def_bwd(lambda residuals, ct: (ct,) * len(residuals))
+            assert jnp.all(grad(lambda x, h=h: h(x, x))(X) == 2.0)
+        h = eqg.host_function(lambda x, mode=("a", 1): x, out=like)
 
         @h.def_bwd
         def h_bwd(residuals, ct):
             assert residuals[1] == ("a", 1)
             return ct, None
 
-        np.testing.assert_allclose(jax.grad(lambda x: h(x).sum())(X), 1.0)
+        assert jnp.all(grad(h)(X) == 1.0)
 
     def test_a_tuple_that_is_unpacked(self):
-        h = eqg.host_function(_shifted, out=_like_x)
+        h = eqg.host_function(shifted, out=like)
 
         @h.def_jvp
         def h_jvp(primals, tangents):
@@ -100,44 +113,148 @@ class TestDefaults:
             (x,) = residuals
             return (x * ct,)
 
-        forward = lambda x: jax.jvp(h, (x,), (x,))
-        for derive, given in ((forward, "`h_jvp` gets `primals`"), (_grad(h), "`h_bwd`")):
+        for derive, given in ((pushed(h), "`h_jvp` gets `primals`"), (grad(h), "`h_bwd`")):
             with pytest.raises(ValueError, match="to unpack") as caught:
                 derive(X)
-            notes = "\n".join(caught.value.__notes__)
-            assert "`x`, `shift`, `scale`" in notes
-            assert given in notes
-            assert "_host_call" not in notes
+            assert re.search(f"{given}.*`x`, `shift`, `scale`", "".join(caught.value.__notes__))
         with pytest.raises(jax.errors.JaxRuntimeError, match="`x`, `shift`, `scale`"):
-            jax.jit(forward)(X)[1].block_until_ready()
+            jax.jit(pushed(h))(X).block_until_ready()
 
 
-def _grad(f):
-    return jax.grad(lambda *args: f(*args).sum())
+def test_none_among_the_cotangents_is_explained():
+    @eqg.host_function(out=lambda x: (x, jax.ShapeDtypeStruct((), jnp.int32)))
+    def count(x):
+        return np.sin(x), np.int32(x.size)
+
+    @count.def_bwd
+    def _count_bwd(residuals, cts):
+        return (cts[0] * np.cos(residuals[0]) + cts[1] * 1.0,)
+
+    with pytest.raises(TypeError, match="NoneType") as caught:
+        jax.grad(lambda x: count(x)[0])(1.0)
+    assert any("`None` is the tangent or cotangent" in n for n in caught.value.__notes__)
 
 
-class TestTheNumberOfCotangents:
-    """The advice to return a tuple is for a rule that returned none."""
-
-    @pytest.mark.parametrize(("ct", "is_tuple"), [(X, False), ((X,), True)])
-    def test_of_a_host_function(self, ct, is_tuple):
-        h = eqg.host_function(lambda x, y: x, out=_like_x)
-        h.def_bwd(lambda residuals, _: ct)
-        with pytest.raises(RuleError, match="one cotangent for each argument") as caught:
-            _grad(h)(X, X)
-        assert ("Return a tuple" in str(caught.value)) == (not is_tuple)
+# ---------------------------------------------------------------- what a rule returns
 
 
-# ------------------------------------------------------------ host functions of tangents
+def test_too_many_calls_of_a_rule():
+    x = jnp.ones(20)
+    f = make(max_rule_calls=19)
+    fails("20 calls of the rule `product_bwd`; `max_rule_calls` is 19", jax.jacfwd(f), x, x)
+    jax.jacfwd(make(max_rule_calls=20))(x, x)
+    f = make(bwd=None, jvp=product_jvp, max_rule_calls=39)
+    fails("takes 40 calls of the rule `product_jvp`", jax.jacrev(f, (0, 1)), x, x)
+    jax.jacrev(f, 0)(x, x)  # one argument is half of them
 
-_sine = eqg.host_function(np.sin, out=_like_x)
+
+@pytest.mark.parametrize(
+    ("rules", "match"),
+    [
+        ({"bwd": lambda _, ct: ct}, "one cotangent for each argument(?s:.*)Return a tuple"),
+        ({"bwd": lambda _, ct: (ct,)}, "one cotangent for each argument"),
+        ({"bwd": lambda _, ct: (ct[:1], ct)}, r"at the cotangent of `x`: promised float32"),
+        ({"bwd": lambda _, ct: ({"a": ct}, ct)}, "a cotangent that does not have the struct"),
+        ({"jvp": lambda p, t: (p[0], p[0][:1])}, "at the tangent of out: promised "),
+        (
+            {"fwd": lambda x, y: (x, (x,)), "residuals": lambda x, y: {"x": x}},
+            "residuals of a different structure than promised",
+        ),
+        (
+            {"fwd": lambda x, y: (x, {"x": x[:1]}), "residuals": lambda x, y: {"x": x}},
+            r"at residuals\['x'\]: promised ",
+        ),
+    ],
+)
+def test_rules_that_do_not_fit(rules, match):
+    f = make(**rules)
+    of_x = lambda x: f(x, X)
+    fails(match, pushed(of_x) if "jvp" in rules else grad(of_x), X)
+
+
+def test_a_rule_that_returns_none():
+    f = make(bwd=lambda _, ct: (None, ct))
+    assert not jnp.any(grad(f)(X, X))
+    fails("`keep` of `def_fwd` is not an integer", lambda: f.def_fwd(product, keep=-1))
+
+
+def test_complex_steps_need_a_function_of_complex_numbers():
+    f = eqg.host_function(np.abs, out=like, finite_difference="complex")
+    fails("returned a real array for a complex argument", jax.grad(f), 1.0)
+    f = eqg.host_function(np.conj, out=like, finite_difference="complex")
+    fails("complex steps were asked for", jax.jacrev(f, holomorphic=True), 1.0 + 1.0j)
+
+
+# ---------------------------------------------------------------- linear maps
+
+
+MATRIX = np.array([[0.5, -1.0, 0.3], [0.2, 0.7, -0.4]])
+
+
+def matvec(x, scale=1.0):
+    return scale * (MATRIX @ x)
+
+
+def rmatvec(y, scale=1.0):
+    return scale * (MATRIX.T @ y)
+
+
+linear = eqg.linear_host_function(matvec, rmatvec, out=lambda x, *_: jnp.zeros(2, x.dtype))
+POINT = jnp.array([1.0, -0.5, 2.0])
+
+
+@pytest.mark.slow
+def test_jax_30401_a_rule_applies_it_to_its_tangents():
+    """jax#30401: a `pure_callback` there fails, here or in the Hessian."""
+
+    def make(f):
+        @jax.custom_jvp
+        def squared(x):
+            return f(x) ** 2
+
+        @squared.defjvp
+        def squared_jvp(primals, tangents):
+            (x,), (t_x,) = primals, tangents
+            return squared(x), 2 * f(x) * f(t_x)
+
+        return lambda x: jnp.sum(jnp.cos(squared(x)))
+
+    got, expected = make(linear), make(lambda x: jnp.asarray(MATRIX, x.dtype) @ x)
+    for derivative in (jax.grad, jax.hessian, lambda f: jax.jacrev(jax.grad(f))):
+        assert_close(jax.jit(derivative(got))(POINT), derivative(expected)(POINT), eps=500)
+
+
+def test_errors_of_linear_maps():
+    parameter = "`matvec` was differentiated with respect to a parameter(?s:.*)the others have"
+    fails(parameter, jax.grad(lambda scale: jnp.sum(linear(POINT, scale))), 2.0)
+    fails(parameter, pushed(lambda scale: linear(POINT, scale)), 2.0)
+    of_scale = lambda a: jax.linear_transpose(lambda x: linear(x, a), POINT)(POINT[:2])[0]
+    fails("adjoint `rmatvec` of `matvec`, which reverse", grad(of_scale), 2.0)
+    fails(
+        r"`matvec` returned a different shape", eqg.linear_host_function(matvec, rmatvec), POINT
+    )
+    wrong = eqg.linear_host_function(matvec, lambda y: y, out=jnp.zeros(2))
+    fails("`<lambda>` returned a different shape", grad(wrong), POINT)
+    closing = lambda a: eqg.linear_host_function(lambda x: a * x, lambda y: a * y)(a)
+    fails("closes over a traced value", jax.jit(closing), 1.0)
+
+
+# ---------------------------------------------------------------- tangents on the host
+
+_sine = eqg.host_function(np.sin, out=like)
 
 
 def _callback(t):
     return jax.pure_callback(np.asarray, t, t, vmap_method="sequential")
 
 
-def _of_host(x, called):
+def _padded(t):
+    return _sine(jnp.concatenate([t, jnp.ones(1, t.dtype)]))[:2]
+
+
+def of_host(called):
+    """A function whose rule calls one of its tangents."""
+
     @eqg.custom_jvp
     def f(x):
         return 2 * x
@@ -146,11 +263,7 @@ def _of_host(x, called):
     def f_jvp(primals, tangents):
         return f(*primals), 2 * called(tangents[0])
 
-    return f(x)
-
-
-def _padded(t):
-    return _sine(jnp.concatenate([t, jnp.ones(1, t.dtype)]))[:2]
+    return f
 
 
 class TestATangentOnTheHost:
@@ -158,12 +271,10 @@ class TestATangentOnTheHost:
         ("called", "name"), [(_sine, "`sin`"), (_callback, "`asarray`"), (_padded, "`sin`")]
     )
     def test_reverse_mode(self, called, name):
-        f = lambda x: _of_host(x, called)
-        match = rf"(?s)rule `\S*f_jvp` of `\S*f`.*{name} on the host.*test_host_rules"
-        for grad in (_grad(f), jax.jit(_grad(f)), _grad(jax.jit(f)), _grad(jax.checkpoint(f))):
-            with pytest.raises(RuleError, match=match) as caught:
-                grad(X)
-            assert "linear_host_function" in str(caught.value)
+        f = of_host(called)
+        match = rf"(?s)rule `\S*f_jvp` of `\S*f`.*{name} on the host.*test_host_rules.*"
+        for derive in (grad(f), jax.jit(grad(f)), grad(jax.jit(f)), grad(jax.checkpoint(f))):
+            fails(match + "linear_host_function", derive, X)
         report = eqgt.check_rule(f, X, checks=("reverse",), raises=False)
         assert "no reverse mode" not in str(report)
         assert re.search(r"rule `\S*f_jvp`", str(report))
@@ -179,12 +290,9 @@ class TestATangentOnTheHost:
         def f_jvp(primals, tangents):
             return f(*primals), (_callback(tangents[0]), 3 * tangents[1])
 
-        of_second = jax.grad(lambda y: f(X, y)[1].sum())
-        np.testing.assert_allclose(of_second(X), 3.0)
-        both = jax.grad(lambda x, y: f(x, y)[1].sum(), (0, 1))
-        np.testing.assert_allclose(both(X, X)[1], 3.0)
-        with pytest.raises(RuleError, match="on the host"):
-            jax.grad(lambda x: f(x, x)[0].sum())(X)
+        assert jnp.all(grad(lambda y: f(X, y)[1])(X) == 3.0)
+        assert jnp.all(jax.grad(lambda x, y: f(x, y)[1].sum(), (0, 1))(X, X)[1] == 3.0)
+        fails("on the host", grad(lambda x: f(x, x)[0]), X)
 
     def test_a_constant_that_a_loop_carries(self):
         """Only the tangent of the second output comes from one."""
@@ -195,20 +303,7 @@ class TestATangentOnTheHost:
             )
             return jax.pure_callback(np.asarray, three, three) * same
 
-        np.testing.assert_allclose(_pushed(called)(X), 6 * X)
-
-    def test_a_backward_rule(self):
-        """The way out that the error gives."""
-        f = eqg.custom_vjp(lambda x: 2 * x)
-        f.def_fwd(lambda x: (f(x), None))
-        f.def_bwd(lambda _, ct: (2 * ct,))
-        f.def_jvp(lambda primals, tangents: (f(*primals), 2 * _callback(tangents[0])))
-        np.testing.assert_allclose(_grad(f)(X), 2.0)
-        np.testing.assert_allclose(jax.jvp(f, (X,), (X,))[1], 2 * X)
-
-
-def _pushed(called):
-    return lambda x: jax.jvp(lambda x: _of_host(x, called), (x,), (x,))[1]
+        assert_close(pushed(of_host(called))(X), 6 * X)
 
 
 class TestAValueOfTangents:
@@ -224,12 +319,11 @@ class TestAValueOfTangents:
 
         loss = lambda x: f(x)[1]["a"].sum()
         match = r"(?s)`\S*f_jvp` of `\S*f` returned a value that depends on its tangents.*"
+        match += r"at out\[1\]\['a'\].*test_host_rules"
         for run in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
-            with pytest.raises(RuleError, match=match + r"at out\[1\]\['a'\].*test_host_rules"):
-                run(X)
-        np.testing.assert_allclose(jax.jvp(loss, (X,), (X,))[1], (jnp.cos(X) * X).sum(), 1e-6)
-        with pytest.raises(RuleError, match=match):
-            jax.hessian(loss)(X)
+            fails(match, run, X)
+        assert_close(pushed(loss)(X), (jnp.cos(X) * X).sum())
+        fails(match, jax.hessian(loss), X)
         report = eqgt.check_rule(f, X, checks=("reverse",), raises=False)
         assert "no reverse mode" not in str(report)
         assert "must not depend on the tangents" in str(report)
@@ -239,126 +333,6 @@ class TestAValueOfTangents:
         f = eqg.custom_jvp(lambda x: jnp.sin(x))
         loop = lambda x: jax.lax.while_loop(lambda y: y[0] < 0.9, jax.jit(jnp.sin), x)
         f.def_jvp(lambda primals, tangents: jax.jvp(jax.jit(jnp.sin), primals, tangents))
-        np.testing.assert_allclose(_grad(f)(X), jnp.cos(X), 1e-6)
+        assert_close(grad(f)(X), jnp.cos(X))
         f.def_jvp(lambda primals, tangents: (loop(primals[0]), 3 * tangents[0]))
-        np.testing.assert_allclose(_grad(f)(X), 3.0)
-
-
-# ------------------------------------------------------------ complex numbers
-
-
-# ------------------------------------------------------------ whose function it was
-
-
-def _scale(x, a):
-    return a * x
-
-
-def _scale_adjoint(y, a):
-    return a * y
-
-
-def test_a_parameter_of_a_linear_map():
-    scale = eqg.linear_host_function(_scale, _scale_adjoint)
-    with pytest.raises(RuleError, match="function `_scale` was differentiated with respect"):
-        jax.grad(lambda a: scale(X, a).sum())(2.0)
-    transpose = lambda a: jax.linear_transpose(lambda x: scale(x, a), X)(X)[0].sum()
-    with pytest.raises(RuleError, match="adjoint `_scale_adjoint` of `_scale`, which reverse"):
-        jax.grad(transpose)(2.0)
-
-
-def test_numpy_in_a_residual():
-    def residual(y, a):
-        return np.asarray(y) ** 2 - a
-
-    root = eqg.implicit(residual)(lambda a: jnp.sqrt(a))
-    with pytest.raises(jax.errors.TracerArrayConversionError, match="traced") as caught:
-        jax.grad(root)(2.0)
-    (note,) = (note for note in caught.value.__notes__ if "`jnp`" in note)
-    assert "residual` (in" in note
-    assert "test_host_rules" in note
-
-
-def test_a_rule_that_is_given_anew():
-    """What JAX kept of the calls of the earlier rule is not used."""
-    h = eqg.host_function(lambda x: 3 * x, out=_like_x)
-    for factor in (3.0, 5.0):
-        h.def_bwd(lambda _, ct, factor=factor: (factor * ct,))
-        h.def_jvp(lambda p, t, factor=factor: (3 * p[0], factor * t[0]))
-        for derivative in (jax.grad, jax.jacfwd):
-            np.testing.assert_allclose(derivative(h)(X[0]), factor)
-            np.testing.assert_allclose(jax.vmap(derivative(h))(X), factor)
-
-
-# ---------------------------------------------------------------- broadcast arguments
-
-
-def _out(x, y):
-    return jax.ShapeDtypeStruct(np.broadcast_shapes(x.shape, y.shape), x.dtype)
-
-
-def _product(x, y):
-    return x * y
-
-
-def _product_bwd(residuals, ct):
-    x, y = residuals
-    return ct * y, ct * x
-
-
-def _make(**options):
-    function = eqg.host_function(_product, out=_out, **options)
-    function.def_bwd(_product_bwd)
-    return function
-
-
-@pytest.mark.parametrize("method", ["sequential", "expand_dims", "legacy_vectorized"])
-@pytest.mark.parametrize(
-    "shapes", [((5,), ()), ((2, 3), (3,)), ((2, 1), (1, 3))], ids=["scalar", "row", "ones"]
-)
-def test_cotangents_are_summed_over_broadcast_axes(shapes, method, getkey):
-    x, y = (jr.normal(getkey(), shape) for shape in shapes)
-    product = _make(vmap_method=method)
-    gradients = lambda fn: jax.grad(lambda x, y: jnp.sum(jnp.sin(fn(x, y))), (0, 1))
-    with jax.numpy_rank_promotion("allow"):
-        expected = gradients(_product)(x, y)
-        assert_close(gradients(product)(x, y), expected)
-        assert_close(jax.jit(gradients(product))(x, y), expected)
-        xs = jnp.stack([x, 2 * x])
-        batched = lambda fn: jax.jit(jax.vmap(gradients(fn), (0, None)))(xs, y)
-        # With an axis in front, a `y` without it has to broadcast as it does without `vmap`.
-        if method == "sequential" or len(shapes[0]) > 1 or shapes[1] == ():
-            assert_close(batched(product), batched(_product))
-
-
-def test_half_precision_is_summed_in_single():
-    product = _make()
-    x = jnp.ones(4096, jnp.float16)
-    ct_y = jax.grad(lambda y: product(x, y)[:].sum().astype(jnp.float32))(jnp.float16(1))
-    assert ct_y == 4096
-
-
-def test_a_cotangent_that_no_broadcast_explains():
-    function = eqg.host_function(_product, out=_out)
-    function.def_bwd(lambda residuals, ct: (ct[:2], ct[0]))
-    with pytest.raises(
-        eqg.RuleError,
-        match=r"(?s)at the cotangent of `x`: promised was float32\[3\], returned was "
-        r"float32\[2\].*Return a cotangent of the shape of its argument",
-    ):
-        jax.grad(lambda x: jnp.sum(function(x, 2.0)))(jnp.ones(3, jnp.float32))
-
-
-def test_none_among_the_cotangents_is_explained():
-    @eqg.host_function(out=lambda x: (x, jax.ShapeDtypeStruct((), jnp.int32)))
-    def count(x):
-        return np.sin(x), np.int32(x.size)
-
-    @count.def_bwd
-    def _count_bwd(residuals, cts):
-        ct, ct_size = cts
-        return (ct * np.cos(residuals[0]) + ct_size * 1.0,)
-
-    with pytest.raises(TypeError, match="NoneType") as caught:
-        jax.grad(lambda x: count(x)[0])(1.0)
-    assert any("`None` is the tangent or cotangent" in n for n in caught.value.__notes__)
+        assert jnp.all(grad(f)(X) == 3.0)

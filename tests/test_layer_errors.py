@@ -174,7 +174,7 @@ class Leaky(eqx.Module):
 def test_errors_of_a_cell():
     """They speak of the cell and its state, not of a step and a carry."""
     layer = nn.Recurrent(lambda x, state: state[:1], initial_state=jnp.zeros(2))
-    match = r"(?s)The cell of `Recurrent` returned another.*float..\[2\]\n.*float..\[1\]\n"
+    match = r"(?s)The cell of `Recurrent` returned a different.*float..\[2\]\n.*float..\[1\]\n"
     with raises(match) as info:
         layer(XS)
     assert not any(word in str(info.value) for word in ("carry", "`init`", "`step`"))

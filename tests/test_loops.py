@@ -521,7 +521,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: _map(H, chunk=0), "`chunk` of `filter_map` is not an integer"),
     (lambda: _map(H, checkpoint="sqrt"), "`checkpoint` of `filter_map` is not a bool"),
     (lambda: eqg.linear_recurrence(0.5, H, method="fast"), "`method` of .*\n.*is 'fast'"),
-    (lambda: _cond(lambda: Model(H), lambda: Model(H, "b")), "name: .*'a', .*'b', a static"),
+    (lambda: _cond(lambda: [Model(H)], lambda: [Model(H, "b")]), "0..name: .*'a', .*'b', a st"),
     (lambda: _cond(lambda: (jnp.sin,), lambda: (jnp.cos,)), r"(?s)out\[0\]: .*not an array is"),
     (lambda: _cond(lambda: 1, lambda: 2.0), r"(?s)at out: .*int.*float.*one dtype"),
 ]

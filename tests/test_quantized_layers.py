@@ -434,7 +434,7 @@ def test_the_report_of_to_integers(getkey):
     )
     assert report.sizes == (nbytes(stored), nbytes(model))
     assert str(report).endswith(f"{nbytes(stored)} bytes, {nbytes(model)} before")
-    grads = eqx.filter_grad(lambda model: jnp.sum(model["b"](jnp.ones(3))))(stored)
+    grads = eqx.filter_grad(lambda model: jnp.sum(model["b"](jnp.ones(3, "float32"))))(stored)
     assert grads["b"].weight is None
     assert jnp.any(grads["b"].bias != 0)
 

@@ -61,9 +61,9 @@ def linear_recurrence(
         the state after the last.
     - `method`: `"scan"` is one step after another. `"associative"` runs chunks of about 16
         unrolled steps in parallel, and then the states between the chunks in the same way: in
-        $O(\log T)$ steps, with twice the work. The two agree to rounding. `"auto"` is `"scan"`
-        if JAX's default backend is a CPU, and `"associative"` otherwise. A symbolic number of
-        steps (see `jax.export`) is always run by `"scan"`.
+        $O(\log T)$ steps, with twice the work. The two agree up to rounding. `"auto"` is
+        `"scan"` if JAX's default backend is a CPU, and `"associative"` otherwise. A symbolic
+        number of steps (see `jax.export`) is always run by `"scan"`.
 
     **Returns:**
 

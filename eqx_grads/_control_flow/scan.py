@@ -117,19 +117,19 @@ def filter_scan(
     | `"replay"` | all carries | all steps, 16 to 64 at once | $T c + 64 r$ | small batches |
     | `"auto"` | as `"replay"` or `None` | | | to try first |
 
-    `"replay"` recomputes steps in parallel, by `jax.vmap` over time, and forms the gradients of
-    the weights in a few large matrix products. Some steps can't be replayed: steps with side
-    effects, calls of the host, or an operation without a batching rule. The same holds for
-    random bits of another generator than threefry, and for a `while_loop` in a `cond` or in
-    another `while_loop`. `"replay"` then raises an error. It also checks the derivative of the
-    step, when a derivative is taken.
+    `"replay"` recomputes steps in parallel, by `jax.vmap` over time, and forms the gradients
+    of the weights in a few large matrix products. Some steps can't be replayed: steps with
+    side effects, calls of the host, or an operation without a batching rule. The same holds
+    for random bits of a generator other than threefry, and for a `while_loop` in a `cond` or
+    in another `while_loop`. `"replay"` then raises an error. It also checks the derivative of
+    the step, when a derivative is taken.
 
     `"auto"` is `"replay"` where that is possible, needs less memory than `None`, and is likely
-    to be faster. If JAX's default backend is not a CPU, it is always likely. On a CPU it is
+    to be faster. If JAX's default backend is not a CPU, this is always likely. On a CPU, it is
     likely if each weight has a gradient, and the matrix products of a step multiply it with at
     most 20 rows (of the batch). It is not likely in a step with a convolution or a look-up. A
-    step with branches or a `jax.checkpoint` is never replayed. The logger `"eqx_grads"` reports
-    the choice at the level `DEBUG`, when the derivative is traced.
+    step with branches or a `jax.checkpoint` is never replayed. The logger `"eqx_grads"`
+    reports the choice at the level `DEBUG`, when the derivative is traced.
 
     $T c / k + k r$ is smallest at $k = \sqrt{T c / r}$, which [`eqx_grads.explain_memory`][]
     finds. The compiled program needs some more memory, so differences of a few percent

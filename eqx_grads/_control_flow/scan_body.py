@@ -86,7 +86,7 @@ class ScanBody:
         what = f"`{name_of(self._f)}`, a step of `filter_scan`,"
         do = "Return `carry, y`; `y` may be `None`."
         new, y = pair_of(result, what, place_of(self._f), do)
-        error = f"{what} returned another carry than it was given."
+        error = f"{what} returned a different carry than it was given."
         new_carry = self._carry.arrays(new, carry, self._f, error)
         y, ys = TreeSplit.split(y, is_number)
         self._y[:] = [y]
@@ -106,7 +106,9 @@ class ScanBody:
 
     def _check_carry_gradient(self, fn: Callable[..., Any], carry: Sequence[Any]) -> None:
         """Raise if `fn` returns anything but the arrays that it gets."""
-        error = "`carry_gradient` of `filter_scan` returned another carry than it was given."
+        error = (
+            "`carry_gradient` of `filter_scan` returned a different carry than it was given."
+        )
 
         def flat(arrays):
             return self._carry.arrays(fn(self._carry.tree(arrays)), arrays, fn, error)

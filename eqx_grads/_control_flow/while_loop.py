@@ -133,8 +133,8 @@ def _steps_per_chunk(max_steps: int, checkpoint: int | str | None) -> int:
 @compile_eager_calls
 def _run(cond_fun, body_fun, init, max_steps, chunk, is_saved):
     error = (
-        f"`{name_of(body_fun)}`, the body of `filter_while_loop`, returned another carry than "
-        "it was given."
+        f"`{name_of(body_fun)}`, the body of `filter_while_loop`, returned a different carry "
+        "than it was given."
     )
 
     def parts(becomes_array):

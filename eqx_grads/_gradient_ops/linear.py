@@ -271,7 +271,7 @@ def _mask_of_each_leaf(mask, x) -> list[Any]:
     leaves = jax.tree_util.tree_leaves_with_path(x)
     if len(masks) != len(leaves):
         raise rule_error(
-            "`mask_gradient` was given a `mask` of another structure than `x`.",
+            "`mask_gradient` was given a `mask` with a different structure than `x`.",
             f"`x` is {show_tree(x)}",
             f"`mask` is {show_tree(mask)}",
             do="Give it one bool or array for all leaves, or a tree with the structure of `x` "

@@ -372,7 +372,8 @@ def cast_gradient(x: PyTree, dtype: Any) -> PyTree:
     Forward mode is the identity. Backward, $\bar x$ is $\bar y$ rounded to the nearest number
     of `dtype`, and cast to the dtype of `x`, as JAX requires. Subnormal numbers are kept. An
     overflow is infinite, or NaN if `dtype` has no infinity. XLA may remove a cast to `dtype`
-    and back; it does not remove this rounding. Higher orders take the rounding as the identity.
+    and back; it does not remove this rounding. Higher orders treat the rounding as the
+    identity.
 
     **Raises:**
 

@@ -188,7 +188,7 @@ def _check_static(call: HostCall, operands, others) -> None:
                 f"`{call.name}` was given an argument that is not an array and has no hash.",
                 f"at argument {show_path(call.split.path(i)[1:])}: {type_of(x)}",
                 call.place,
-                do="JAX keeps compiled programs by what is static in them. Pass arrays, or "
+                do="JAX looks up compiled programs by their static data. Pass arrays, or "
                 "give the object's class `__hash__` and `__eq__`. For a SciPy sparse matrix, "
                 'pass the entries, and build it on the host: see "A sparse solve" in the guide '
                 '"Host code".',

@@ -274,7 +274,7 @@ def _check_options(fn, *, out, finite_difference, step, max_rule_calls, vmap_met
     check_vmap_method(name, vmap_method)
     if step is not None and finite_difference is None:
         do = "Say `finite_difference='central'`, too."
-        raise bad_argument(name, "step", "of any use without differences", step, do)
+        raise bad_argument(name, "step", "useful without `finite_difference`", step, do)
     for x in jax.tree.leaves(step):
         if not is_number(x) or not 0 < x < math.inf:
             raise bad_argument(name, "step", "positive", x, "Give a positive number.")

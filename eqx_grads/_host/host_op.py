@@ -111,7 +111,7 @@ class HostOp(Opaque):
         do: str = "Return an array of the promised shape, or promise another one.",
     ) -> np.ndarray:
         """Output number `i`, given the inputs, as an array with the axes of `vmap`; raises if
-        it has another shape than was promised."""
+        it has a different shape than promised."""
         batch, shape = self.batch(arrays), self.out_types[i].shape
         if x.shape == batch + shape:
             return x
@@ -153,9 +153,8 @@ class HostOp(Opaque):
 
     def _misfit(self, i, what, got, promised, do) -> RuleError:
         return rule_error(
-            f"{self.described} returned another {what} than was promised.",
-            f"at {self.out_path(i)}: promised was {type_of(promised)}, returned was "
-            f"{type_of(got)}",
+            f"{self.described} returned a different {what} than promised.",
+            f"at {self.out_path(i)}: promised {type_of(promised)}, returned {type_of(got)}",
             self.place,
             do=do,
         )
@@ -166,9 +165,9 @@ class HostOp(Opaque):
         leaves, returned = jax.tree.flatten(out)
         if returned != treedef:
             raise rule_error(
-                f"{self.described} returned {of}another structure than was promised.",
-                f"promised was {show_tree(mirror_of(treedef, types))}",
-                f"returned was {show_tree(out)}",
+                f"{self.described} returned {of}a different structure than promised.",
+                f"promised {show_tree(mirror_of(treedef, types))}",
+                f"returned {show_tree(out)}",
                 self.place,
                 do=f"Return the promised structure, or promise another one in {option}.",
             )

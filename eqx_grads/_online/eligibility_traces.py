@@ -298,7 +298,7 @@ _OF_EQUINOX = "fn_wrapped"
 
 def _not_linear(names: str, reason: str, where: str):
     return rule_error(
-        "A rule for reverse mode can't be followed online, as it is not linear in its "
+        "A rule for reverse mode can't be followed online, because it is not linear in its "
         "cotangent.",
         f"the backward rule {'of ' if names else ''}{names or 'in a step'}: {reason}",
         where,

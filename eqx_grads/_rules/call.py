@@ -228,7 +228,7 @@ def _check(fn, rule, axis_data, expected, outputs, prefix) -> None:
     name = name_of(fn)
     text = f"`{name}` would return {{}}, and `{rule.name}` returns {{}}"
     raise rule_error(
-        f"The batching rule `{rule.name}` of `{name}` returned another output than "
+        f"The batching rule `{rule.name}` of `{name}` returned a different output than "
         f"`{name}` does for a batch of {axis_data.size}.",
         *expected.unlike(outputs, text),
         f"the batch axis is in front where `out_batched` says so, which is {prefix}",

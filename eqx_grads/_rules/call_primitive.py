@@ -49,8 +49,8 @@ def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
 
 def invalid_tracer(name: str) -> RuleError:
     return rule_error(
-        f"`{name}`, or one of its rules, holds a traced value that was not found, and that is "
-        "no longer valid.",
+        f"`{name}`, or one of its rules, holds a traced value that is no longer valid, where "
+        "the library can't find it.",
         "closures, default arguments, attributes, containers and Modules were searched",
         do="Pass this value as an argument.",
     )

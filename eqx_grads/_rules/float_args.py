@@ -170,7 +170,7 @@ def as_axes(
     if is_missing or len(set(axes)) < len(axes):
         raise rule_error(
             f"`{name}` was given an axis that `{argument}` "
-            + ("does not have." if is_missing else "has but once."),
+            + ("does not have." if is_missing else "has only once."),
             f"`axis` is {axis}, `{argument}` is {type_of(x)}",
             do=do,
         )
@@ -256,8 +256,8 @@ def as_bits(name: str, bits: Any, signed: bool, narrow: bool = False) -> int:
         raise rule_error(
             f"`{name}` can't quantize to this number of bits.",
             f"`bits` is {bits!r:.80}, `signed` is {signed}" + ", `narrow` is True" * narrow,
-            do=f"Give it an integer from {fewest} to 24: single precision is exact for no "
-            "more. For a single signed bit, use `eqx_grads.ste.binary_sign`.",
+            do=f"Give it an integer from {fewest} to 24: single precision is exact up "
+            "to 24 bits. For a single signed bit, use `eqx_grads.ste.binary_sign`.",
         )
     return known
 

@@ -373,7 +373,7 @@ def check_outputs(
         name = name_of(call.fn)
         text = f"`{name}` returns {{}}, and `{rule.name}` {{}}"
         raise rule_error(
-            f"The rule `{rule.name}` of `{name}` returned another output than `{name}` does.",
+            f"The rule `{rule.name}` of `{name}` returned a different output than `{name}`.",
             *expected.unlike(outputs, text),
             rule.place,
             do=f"The first result of the rule is the value: return `{name}(...)`, or what "

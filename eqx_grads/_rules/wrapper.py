@@ -258,7 +258,7 @@ def unwrap_method(fn: Any) -> tuple[Callable[..., Any], str]:
         return fn.__func__, "class"
     if not callable(fn):
         raise rule_error(
-            "A rule was asked for something that can't be called.",
+            "A decorator for rules was given something that can't be called.",
             f"`fn` is {type_of(fn)}",
             do="Decorate a function, a method or a callable Module.",
         )

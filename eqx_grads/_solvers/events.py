@@ -67,8 +67,8 @@ def event_time(
         `jax.vmap`.
     - `where`: whether there is an event: `event_mask` of a Diffrax solution, or, in a scan,
         whether the sign has changed in this step. If not, `t` and `y` are returned with their
-        own derivatives. `condition` and `f` are evaluated all the same, and have to be finite
-        with finite derivatives there; the rate of change of the condition may be zero.
+        own derivatives. `condition` and `f` are evaluated in any case, and must be finite
+        there, with finite derivatives; the rate of change of the condition may be zero.
 
     `condition` and `f` may be Modules, and may close over anything; their parameters are
     differentiated. They are called only if something is differentiated.

@@ -82,10 +82,10 @@ def linear_solver(
     of_entries |= {lx.lower_triangular_tag, lx.upper_triangular_tag}
     if domain.has_complex and tags & of_entries:
         raise rule_error(
-            f"`{user}` was given a tag that says where the entries of a matrix are, of complex "
-            "unknowns.",
+            f"`{user}` was given a tag about the entries of the matrix, but the unknowns are "
+            "complex.",
             f"the unknowns are {show_tree(like)}",
-            do="A complex unknown is solved for as two real ones. Leave the tag out.",
+            do="`lineax` solves for a complex unknown as two real ones. Leave the tag out.",
         )
     if type(solver) is lx.LU and n == codomain.size:
         return factorize(matvec, domain, codomain, messages[0])
@@ -95,7 +95,7 @@ def linear_solver(
 
     if any(varying_axes(x) or any(explicit_spec(x)) for x in jax.tree.leaves((rhs_like, like))):
         raise rule_error(
-            f"`{user}` can't solve a linear system by `lineax` where the types of arrays say "
+            f"`{user}` can't solve a linear system with `lineax` where the types of arrays say "
             "how they differ between the devices of a mesh.",
             f"there are {n} unknowns, the solver is {solver!r:.60}",
             do="Pass `check_vma=False` to `jax.shard_map`, or use `jax.sharding.auto_axes` for "

@@ -46,8 +46,8 @@ def chunked(
     *,
     reduction: str = "sum",
 ) -> Callable[..., Array]:
-    r"""Compute a loss that is a sum over an axis of its arguments for one chunk of the axis at
-    a time. Its gradient needs the memory of one chunk.
+    r"""Compute a loss chunk by chunk, if it is a sum over an axis of its arguments. Its
+    gradient needs the memory of one chunk.
 
     For the cross-entropy of a linear layer there is
     [`eqx_grads.losses.linear_cross_entropy`][], which is faster.

@@ -203,8 +203,8 @@ def arcsin(x: Numbers) -> Array:
 
     **Derivative:**
 
-    $\dot y = \dot x / \sqrt{(1 - x)(1 + x)}$. The derivative is zero at 1 and -1, where this is
-    infinite, and outside of [-1, 1]. Both modes and all orders; the second derivative is NaN at
-    the ends.
+    $\dot y = \dot x / \sqrt{(1 - x)(1 + x)}$. The derivative is zero outside of [-1, 1], and
+    at 1 and -1, where this formula is infinite. Both modes and all orders; the second
+    derivative is NaN at the ends.
     """
     return jnp.arcsin(x)

@@ -173,12 +173,12 @@ def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
 
     **Derivative:**
 
-    With $P = U^\dagger \dot A V$, $H = (P + P^\dagger)/2$ and $K = (P - P^\dagger)/2$:
-    $\dot s_i = \operatorname{Re} P_{ii}$, and with $X_{ij} = H_{ij} / (s_j - s_i)$ for
-    $i \ne j$ and $Y_{ij} = K_{ij} / (s_i + s_j)$, $U^\dagger \dot U = X + Y$ and
-    $V^\dagger \dot V = X - Y$. If $m > n$, $\dot U$ has the component
-    $(1 - U U^\dagger) \dot A V S^{-1}$, and likewise $\dot V$ if $m < n$. No square is taken,
-    so that nothing overflows. Precision, modes and orders are as for [`eqx_grads.safe.eigh`][].
+    With $P = U^\dagger \dot A V$, $H = (P + P^\dagger)/2$ and $K = (P - P^\dagger)/2$: $\dot
+    s_i = \operatorname{Re} P_{ii}$, and with $X_{ij} = H_{ij} / (s_j - s_i)$ for $i \ne j$ and
+    $Y_{ij} = K_{ij} / (s_i + s_j)$, $U^\dagger \dot U = X + Y$ and $V^\dagger \dot V = X - Y$.
+    If $m > n$, $\dot U$ has the component $(1 - U U^\dagger) \dot A V S^{-1}$, and likewise
+    $\dot V$ if $m < n$. The formula takes no squares, so nothing overflows. Precision, modes
+    and orders are as for [`eqx_grads.safe.eigh`][].
 
     **Raises:**
 

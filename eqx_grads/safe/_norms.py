@@ -385,10 +385,10 @@ def std(
 
     **Derivative:**
 
-    With $c = x - \operatorname{mean}(x)$ and $m$ for the divisor:
-    $\dot y = c^\top \dot x / (\lVert c \rVert \sqrt m)$, the reverse rule being its transpose.
-    Zero where $c$ is, which is the minimum. Both modes and all orders; second derivatives are
-    NaN there, except for a single number, whose deviation is a constant.
+    With $c = x - \operatorname{mean}(x)$ and $m$ for the divisor: $\dot y = c^\top \dot x /
+    (\lVert c \rVert \sqrt m)$, and the reverse rule is its transpose. The derivative is zero
+    where $c$ is zero, at the minimum. Both modes and all orders. Second derivatives are NaN
+    there, except for a single number, whose deviation is a constant.
 
     **Raises:**
 

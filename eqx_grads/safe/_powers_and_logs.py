@@ -402,7 +402,9 @@ def log_cosh(x: Numbers) -> Array:
 @real_function(lambda x: corner(_weight(x), x == 0, x))
 def log_expm1(x: Numbers) -> Array:
     r"""Return `log(exp(x) - 1)` for positive `x`, without overflow: the inverse of
-    `jax.nn.softplus`, for the parameter of a positive number.
+    `jax.nn.softplus`.
+
+    Use it to compute the parameter of a positive number.
 
     !!! example
 
@@ -433,9 +435,8 @@ def log_expm1(x: Numbers) -> Array:
 
     **Derivative:**
 
-    $\dot y = \dot x / (1 - e^{-x})$. The derivative is zero at zero, where
-    this is infinite, and below zero. Both modes and all orders; the second derivative is NaN at
-    zero.
+    $\dot y = \dot x / (1 - e^{-x})$. The derivative is zero below zero, and at zero, where
+    this formula is infinite. Both modes and all orders. The second derivative is NaN at zero.
     """
     return x + _log_one_minus_exp(x)
 

@@ -67,15 +67,15 @@ def expm1_ratio(x: Numbers) -> Array:
 
     **Returns:**
 
-    An array like `x`. It overflows where the quotient does, and not already where `expm1(x)`
-    does.
+    An array like `x`. It overflows where the quotient overflows, not where `expm1(x)`
+    overflows.
 
     **Derivative:**
 
     $\dot y = \frac{1}{x}\bigl(e^x - y\bigr)\,\dot x$. The derivative of order $n$ is the mean
     of $s^n e^{xs}$ for $s$ between zero and one. It is computed by parts from the derivative
-    before, and by its series for $|x| < 1$, where differences cancel. It is infinite where it
-    is out of range, and zero at infinity. Both modes and all orders.
+    of order $n - 1$, and by its series for $|x| < 1$, where differences cancel. It is infinite
+    where it is out of range, and zero at infinity. Both modes and all orders.
     """
     return jnp.where(x == jnp.inf, x, _moment(0, False)(x))
 
@@ -107,8 +107,7 @@ def sinhc(x: Numbers) -> Array:
 
     **Returns:**
 
-    An array like `x`. It overflows where the quotient does, and not already where `sinh(x)`
-    does.
+    An array like `x`. It overflows where the quotient overflows, not where `sinh(x)` overflows.
 
     **Derivative:**
 

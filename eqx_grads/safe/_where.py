@@ -63,7 +63,7 @@ def where(
     - `otherwise`: the result where `cond` does not hold: a number, or an array that
         broadcasts to `fn(x)`.
     - `substitute`: the argument of `fn` there. The default is in the domain of `log`, `sqrt`,
-        `arccos`, `arctanh` and the like. For `jnp.arccosh`, say, give it `2.0`.
+        `arccos`, `arctanh` and similar functions. For `jnp.arccosh`, say, give it `2.0`.
 
     **Returns:**
 

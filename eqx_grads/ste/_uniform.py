@@ -113,7 +113,7 @@ def _check_zero_point(zero_point, low, high):
         raise rule_error(
             "`ste.fake_quantize` was given a zero point that is not an integer in its range.",
             f"`zero_point` is {zero_point!r:.60}, the integers are from {low} to {high}",
-            do="Give it a zero point in the range. Were `signed` or `bits` meant to be others?",
+            do="Give it a zero point in the range. Are `signed` and `bits` right?",
         )
 
 

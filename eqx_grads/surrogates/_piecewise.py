@@ -6,7 +6,7 @@ from ._steps import ramp, relu, tent
 
 
 class triangle(AbstractFormula):
-    r"""A triangle.
+    r"""A triangle with its peak at the threshold.
 
     $$g(v) = \text{peak} \cdot \max(0,\ 1 - |v| / \text{width})$$
 
@@ -53,7 +53,7 @@ class triangle(AbstractFormula):
 
 
 class rectangle(AbstractFormula):
-    r"""A rectangle.
+    r"""A rectangle around the threshold.
 
     $$g(v) = \text{peak} \ \text{ where } |v| < \text{width} / 2$$
 

@@ -83,7 +83,7 @@ class AbstractSurrogate(eqx.Module):
 
 @custom_jvp
 def spike(v: ArrayLike, surrogate: AbstractSurrogate | Callable[..., Any]) -> Array:
-    r"""Return one where a neuron is over its threshold, zero elsewhere; with a surrogate
+    r"""Return one where a neuron is over its threshold and zero elsewhere, with a surrogate
     gradient.
 
     !!! example

@@ -129,11 +129,13 @@ def check_gradients(
     - `order`: 1, or 2 to check the second derivative: the product of the Hessian with a random
         direction, against differences of the gradient. Check the gradient itself first.
     - `skip`: the paths of leaves not to check, such as `"layers[0].weight"`; the path of a
-        layer means all leaves in it, and `*` matches anything. For gradients that are not
-        derivatives on purpose: leaves before a straight-through estimator or a surrogate.
-    - `tolerance`: the largest relative error that passes, besides the estimated error of the
-        differences. By default 1e-6, or what rounding explains in the dtype of a host function,
-        or of the numbers in a half-precision program. Raise it for iterative solvers.
+        layer means all leaves in it, and `*` matches anything. For gradients that are
+        deliberately not derivatives: leaves before a straight-through estimator or a
+        surrogate.
+    - `tolerance`: the largest relative error that passes, in addition to the estimated error
+        of the differences. By default 1e-6, or what rounding explains in the dtype of a host
+        function, or of the numbers in a half-precision program. Raise it for iterative
+        solvers.
     - `seed`: the seed of the random directions.
     - `raises`: whether to raise when the gradient is wrong.
 

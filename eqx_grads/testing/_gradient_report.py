@@ -53,14 +53,14 @@ class LeafVerdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientFault(AbstractRecord):
-    """A fault of the gradient.
+    """A fault of the gradient that [`eqx_grads.testing.check_gradients`][] found.
 
-    It has the fields of all records; `step` is empty. `primitive` is the function without whose
-    rule the gradient is right. `file, line` is where it is called, and `path` the layer that it
-    is called in. If no function is known, `path` is the layer of the leaf. The kinds are
-    `"wrong"`, `"cut"` (the gradient is zero, and the differences are not), `"not a derivative"`
-    (the differences are zero, and the gradient is not), `"not finite"`, `"modes disagree"` and
-    `"random"`. Also:
+    It has the fields of all records; `step` is empty. `primitive` is the function at fault:
+    without its rule, the gradient is right. `file, line` is where it is called, and `path` the
+    layer that it is called in. If no function is known, `path` is the layer of the leaf. The
+    kinds are `"wrong"`, `"cut"` (the gradient is zero, and the differences are not), `"not a
+    derivative"` (the differences are zero, and the gradient is not), `"not finite"`, `"modes
+    disagree"` and `"random"`. Also:
 
     - `detail`: what the numbers look like: a factor, a transposed array, one wrong entry.
     """

@@ -54,7 +54,7 @@ class FlatFunction:
             raise rule_error(
                 f"`{name_of(fn)}` can't be called with these arguments: {mismatch}.",
                 f"{len(by_position)} by position, and by keyword {given}",
-                do="Pass them as to the function itself: "
+                do="Pass them as you pass them to the function itself: "
                 f"`check_rule({name_of(fn)}, ..., v=...)`.",
             ) from None
         # Not the defaults: a reference need not have those parameters.

@@ -58,7 +58,7 @@ def integer_leaf_of_the_value(bug):
     return jax_vjp(lambda x: (jnp.max(x), jnp.argmax(x)), bwd, fwd), (sample(4),)
 
 
-@fault("primal", "returned another output")
+@fault("primal", "returned a different output")
 def shape_of_the_value_seen_by_eqx_grads(bug):
     fwd = lambda x: (jnp.sum(x**2, keepdims=bug), x)
     bwd = lambda x, ct: (2 * x * ct,)

@@ -92,8 +92,9 @@ ZEROS = {
         arrays(a=[-1, -2]), arrays(a=[1, -2])),
     "a underflow: mul": (lambda m, of: total(m["a"] * m["s"] * m["s"]) + m["s"],
         arrays(a=[1, 1], s=1e-30), arrays(a=[1, 1], s=1)),
-    "b underflow: mul": (lambda m, of: total((m["b"].astype("float16") * jnp.float16(1e-5)).astype(
-        "float32")) * m["s"], arrays(b=[1, 2], s=1e-4), arrays(b=[1, 2], s=1)),
+    "b underflow: mul": (lambda m, of: total((m["b"].astype("float16") *
+        jnp.float16(1e-5)).astype("float32")) * m["s"], arrays(b=[1, 2],
+        s=1e-4), arrays(b=[1, 2], s=1)),
     "a rule without a derivative: zero_rule, by structure": (lambda m, of: total(of(
         m["a"], zero_rule) * m["b"]), AB, AB),
 }  # fmt: skip

@@ -88,8 +88,8 @@ def explain_nan(
     - `model`: any PyTree. The gradient is taken with respect to all its inexact arrays.
     - `threshold`: also report where a cotangent exceeds this number. A gradient of 1e24 is
         finite, but as harmful.
-    - `seconds`: the time to look for the causes, besides the compilations. When it is over, the
-        report has what is known, and the call of `zero_safe` that helps.
+    - `seconds`: the time to look for the causes, without the compilations. After that, the
+        report has the causes that are known, and the call of `zero_safe` that helps.
 
     **Returns:**
 
@@ -97,8 +97,8 @@ def explain_nan(
     with the fields `file`, `line`, `primitive`, `path`, `step`, `kind`, `cure` and others:
     first the operations that make the loss not finite, then the operations that make its
     gradient not finite, in the order of the backward pass. `explain_nan` finds each of them,
-    even if one alone makes everything NaN. In a loop, `step` is the first such step; the
-    backward pass begins at the end.
+    even if one alone makes everything NaN. In a loop, `step` is the first such step. In the
+    backward pass, the last step comes first.
 
     The kinds are `"dead branch"` (`mask` is what did not select it), `"zero mask"` (as a
     factor), `"zero times infinity"` (`mask` is the operation that makes the zero),

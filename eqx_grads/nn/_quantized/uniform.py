@@ -296,11 +296,11 @@ class LSQ(AbstractUniform):
     r"""Learned step size quantization: the scale is a parameter.
 
     [Esser et al. (2020)](https://arxiv.org/abs/1902.08153). `fit` chooses the published scale
-    $2\,\operatorname{mean}|x| / \sqrt{q_{\max}}$. It is a start for training: with many bits,
-    it uses only some of the integers. Before training, the error of an
-    [`eqx_grads.nn.FakeQuantize`][] with `learn_scale` is 0.14 to 0.28 times as large at 8 bits,
-    0.6 to 1.2 times at 4 bits, and 1.5 to 2.1 times at 2 bits. This holds for 64 to a million
-    normally distributed numbers that share the scale.
+    $2\,\operatorname{mean}|x| / \sqrt{q_{\max}}$. It is a starting point for training: with
+    many bits, it uses only some of the integers. Before training, the error of an
+    [`eqx_grads.nn.FakeQuantize`][] with `learn_scale` is 0.14 to 0.28 times as large at 8
+    bits, 0.6 to 1.2 times at 4 bits, and 1.5 to 2.1 times at 2 bits. This holds for 64 to a
+    million normally distributed numbers that share the scale.
 
     !!! example
 

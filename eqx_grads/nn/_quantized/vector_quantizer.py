@@ -62,13 +62,14 @@ class VectorQuantizer(AbstractCodebook):
         True
         ```
 
-    There are two ways to learn the codebook. By moving averages, which is the default (appendix
-    A.1 of the paper): the codebook has no gradient, and in `updated` each entry follows the
-    mean of the vectors that are nearest to it. Call `updated` after each step of the optimizer,
-    or the codebook stays as it is. By gradient (`ema=False`): add `codebook_loss` to the loss.
+    There are two ways to learn the codebook. By default, it follows moving averages (appendix
+    A.1 of the paper), and has no gradient: `updated` moves each entry towards the mean of the
+    vectors that are nearest to it. Call `updated` after each step of the optimizer, or the
+    codebook does not change. With `ema=False`, the codebook has a gradient: add
+    `codebook_loss` to the loss.
 
-    A codebook collapses where few entries are near the vectors, as an entry that is never the
-    nearest is never learned. So `updated` replaces unused entries by vectors of the batch.
+    A codebook collapses if few entries are near the vectors, because an entry that is never
+    the nearest never learns. So `updated` replaces unused entries by vectors of the batch.
     Begin with `fit`, so that the entries start where the data are. In an autoencoder of the
     digits of scikit-learn, with 32 entries, the perplexity is then 28 to 31, with or without
     `fit` and keys. With `ema=False` it is 26 to 29. With `dead_below=0` it is 11 to 21.

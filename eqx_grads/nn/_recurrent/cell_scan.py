@@ -115,7 +115,7 @@ def _first_state(
         if types_of(new) == types_of(leaves):
             return jax.tree.unflatten(treedef, leaves)
     raise rule_error(
-        "The cell of `Recurrent` returned another state than it was given.",
+        "The cell of `Recurrent` returned a different state than it was given.",
         f"it was given {show_tree(of_one(state))}",
         f"it returned {show_tree(mirror_of(found[0], map(without_batch, new)))}",
         place_of(cell),

@@ -170,7 +170,7 @@ class AbstractRecurrent(AbstractCellLayer):
             raise rule_error(
                 f"`{name}.step` was called on a layer of two directions.",
                 "the cell that runs backward in time starts at the last step",
-                do="Call the layer with the whole sequence, or make it not `bidirectional`.",
+                do="Call the layer with the whole sequence, or leave out `bidirectional`.",
             )
         if not (_is_array(x) and x.ndim in (axes, axes + 1)):
             raise rule_error(
