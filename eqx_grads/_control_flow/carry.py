@@ -43,7 +43,7 @@ def common_length(
             where = f"{where} says {found}, {name} is {type_of(x)}"
             raise rule_error(f"{caller} was given lengths that differ.", where, do=_SLICES)
     if found is None:
-        do = "Pass `length=` to `filter_scan`, or an array, such as `jnp.arange(n)`."
+        do = "Pass an array, such as `jnp.arange(n)`; `filter_scan` also takes `length=`."
         raise rule_error(f"{caller} can't tell its length.", "`xs` has no array", do=do)
     return found
 
