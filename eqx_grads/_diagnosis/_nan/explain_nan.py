@@ -241,4 +241,4 @@ def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:
     for i, r in enumerate(records):
         if r.is_forward or (place(r), r.primitive) not in known:
             found.setdefault((place(r), r.kind, r.derivative_of or i), r)
-    return list(dict.fromkeys(found.values()))
+    return list(found.values())
