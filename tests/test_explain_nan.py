@@ -424,6 +424,25 @@ def test_the_cause_inside_of_a_shard_map():
     psum = lambda x: jax.lax.psum(total(sqrt(x)), "i")
     record = only(jax.shard_map(psum, mesh=mesh, in_specs=P("i"), out_specs=P()), X2)
     assert (record.kind, record.primitive) == (POLE, "sqrt")
+    # And of one that splits an axis over the axes of the mesh in another order.
+    mesh, spec = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("a", "b")), P(("b", "a"))
+    masked = jax.shard_map(
+        lambda x: where(x > 0, sqrt(x), 0.0), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    record = only(lambda x: total(masked(x)), jnp.tile(X2, 4))
+    assert (record.kind, record.primitive, record.n_bad) == (DEAD, "sqrt", 4)
+
+
+def test_an_index_out_of_range():
+    """jax#26328: `jnp.take` fills in NaN, and a mask drops it."""
+    taken = lambda x, i: jnp.take(x, i, axis=0)
+    loss = lambda x, i: total(where(i < 3, x[0] * taken(x, i) ** 2, 0.0))
+    record = only(loss, X3, jnp.array([0, 7]))
+    assert (record.kind, record.primitive) == (DEAD, "gather")
+    assert "An index is out of range" in record.cure
+    assert "eqg.zero_safe(loss)" in record.cure
+    gradient = jax.grad(eqg.zero_safe(loss))(X3, jnp.array([0, 7]))
+    np.testing.assert_array_equal(gradient, jax.grad(lambda x: x[0] ** 3)(X3))
 
 
 @pytest.mark.slow

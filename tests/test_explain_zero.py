@@ -263,6 +263,12 @@ def test_jax_19727():
     shifted = lambda m, x: -jnp.mean(jax.nn.log_softmax(x @ m["w"] + m["b"])[:, 0])
     report = eqg.explain_zero(shifted, {"w": of(3)["w"], "b": jnp.array(0.7)}, x)
     assert set(report.noise) == {"['b']"}
+    # A shift of each row. That of the last row is zero, without units that are dead.
+    logits = jnp.zeros((5, 2)).at[:4].set(jax.random.normal(KEY, (4, 2)) * 3)
+    shifts = lambda b: jnp.sum(jax.nn.softmax(logits + b[:, None])[:, 0])
+    report = eqg.explain_zero(shifts, jnp.ones(5))
+    assert set(report.noise) == {"model"}
+    assert not any("Dead units" in remark for remark in report.remarks)
 
 
 def test_gpjax_508():

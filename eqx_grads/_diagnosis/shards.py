@@ -1,6 +1,7 @@
 """A `jax.shard_map` in a program, run as a `jax.vmap` over its shards."""
 
 import functools as ft
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +20,13 @@ def enter_shard_map(
     known, params = structure(eqn), eqn.params
     assert isinstance(known, ShardMap)
     manual = params["manual_axes"] if "manual_axes" in params else params["newly_manual_axes"]
-    sizes = {name: n for name, n in params["mesh"].shape.items() if name in manual}
     specs = params["in_specs"], params["out_specs"]
-    for names in (x for each in specs for spec in each for x in spec if isinstance(x, tuple)):
-        if list(names) != [name for name in sizes if name in names]:
-            raise NotImplementedError  # an axis that is split in another order
+    tuples = [x for each in specs for spec in each for x in spec if isinstance(x, tuple)]
+    # An array that is split over several axes is split over the first one first.
+    order = dict.fromkeys([*itertools.chain(*tuples), *params["mesh"].shape])
+    sizes = {name: params["mesh"].shape[name] for name in order if name in manual}
+    if any(list(names) != [name for name in sizes if name in names] for names in tuples):
+        raise NotImplementedError  # two arrays are split in two orders
     fn = lambda *values: tuple(run(*known.programs, values))
     for name in reversed(sizes):
         fn = _over(fn, name, sizes[name], *([_axis(x, name) for x in each] for each in specs))

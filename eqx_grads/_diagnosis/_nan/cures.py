@@ -68,6 +68,10 @@ _OF_ROWS = (
     "Use {safe}`jnp.where(ok, x, other)` on the operand of `{op}`, with numbers `other` at "
     "which its derivative is finite."
 )
+_OF_INDICES = (
+    "An index is out of range there, and JAX fills in NaN. Use {safe}an index in range, as of "
+    '`jnp.take(x, i, axis=0, mode="clip")`.'
+)
 _OF_OPERATIONS = {
     **dict.fromkeys(
         _SOLVES, "The matrix of `{op}` is singular there. Use `a + eps * jnp.eye(n)`."
@@ -147,6 +151,8 @@ def cure_of(
 
 def _of_operation(kind, op, is_value, calls, is_rule) -> str:
     """Advice that is special to an operation, or an empty string."""
+    if op == "gather" and kind in (Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT, Kind.DOMAIN):
+        return _OF_INDICES
     if kind == Kind.DEAD_BRANCH:
         return "" if op in ELEMENTWISE or is_rule else _OF_ROWS
     if kind == Kind.OVERFLOW and is_value and op in ("exp", "exp2", "expm1", "cosh", "sinh"):

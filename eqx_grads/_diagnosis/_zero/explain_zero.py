@@ -3,7 +3,7 @@
 import dataclasses
 import functools as ft
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -143,11 +143,11 @@ def explain_zero(
     return dataclasses.replace(report, found=found, remarks=remarks)
 
 
-def _dead_units(traced: TracedLoss, gradient: Gradient) -> list[str]:
+def _dead_units(traced: TracedLoss, gradient: Gradient, noise: Collection[str]) -> list[str]:
     """Vectors that have a gradient, but not for some units."""
     remarks = []
     for leaf, g in zip(traced.leaves, gradient.gradients, strict=True):
-        units = np.flatnonzero(g == 0) if g.ndim == 1 else ()
+        units = np.flatnonzero(g == 0) if g.ndim == 1 and leaf not in noise else ()
         if 0 < len(units) < g.size:
             which = show_list(list(map(str, units)), 8)
             remarks.append(
@@ -168,6 +168,7 @@ def explain_traced(
         assert error is not None
         raise no_gradient(loss, traced, error) from error
     sized = [i for i in range(len(traced.leaves)) if traced.values[i].size]
+    noise = {traced.leaves[i]: x for i, x in rounding_errors(traced, gradient).items()}
     remarks = []
     if gradient.error is not None:
         why = ": ".join([type(gradient.error).__name__, *str(gradient.error).splitlines()[:1]])
@@ -176,14 +177,13 @@ def explain_traced(
             "forward mode were used."
         )
     else:
-        remarks += _dead_units(traced, gradient)
+        remarks += _dead_units(traced, gradient, noise)
     bad = [i for i in sized if not np.all(np.isfinite(gradient.gradients[i]))]
     zero = [i for i in sized if i not in bad and not np.any(gradient.gradients[i])]
     explanation, found = _Explanation(traced, gradient, zero), []
     for i in zero:
         doing("looking at leaf", i, len(traced.leaves))
         found += explanation.records(i)
-    noise = {traced.leaves[i]: x for i, x in rounding_errors(traced, gradient).items()}
     not_finite = [traced.leaves[i] for i in bad]
     return ZeroReport(found, len(sized), remarks, noise, not_finite)
 
