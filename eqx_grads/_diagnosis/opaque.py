@@ -17,7 +17,7 @@ def no_gradient(loss: Callable[..., Any], traced: TracedLoss, error: Exception) 
     if isinstance(error, jax.errors.JaxRuntimeError):
         return raised_error(loss, error)
     opaque = _opaque_operations(NumberedLoss(traced))
-    return no_derivative_error(loss, opaque) if opaque else error
+    return no_derivative_error(loss, opaque, error) if opaque else error
 
 
 def _opaque_operations(numbered: NumberedLoss) -> list[Origin]:

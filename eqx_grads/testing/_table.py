@@ -95,11 +95,13 @@ def _linear(case: Case, what: str, row: str, drawn, names) -> Iterator[Finding]:
         ("of a sum", "the rule is not linear: of a sum it is not the sum", 2, -3),
     ):
         mixed = [(k * x + m * y).astype(x.dtype) for x, y in zip(a, b, strict=True)]
-        terms = [(k * x, m * y) for x, y in zip(of_a, of_b, strict=True)]
+        with np.errstate(invalid="ignore"):  # a derivative may be infinite
+            terms = [(k * x, m * y) for x, y in zip(of_a, of_b, strict=True)]
+            expected = [x + y for x, y in terms]
         # The terms may cancel; of zero, the error is relative to the derivative of `a`.
         sizes = [_norm_of_all(pair) for pair in terms] if m else 0.0
         finding = compare(
-            "linear", f"in the {what}: {where}", [x + y for x, y in terms],
+            "linear", f"in the {what}: {where}", expected,
             case.derivative(row, mixed), names,
             max(case.admitted(), case.own.tolerance if m else 0.0),
             cause=cause, scale=sizes if k else max(_norm_of_all(of_a), 1e-30),
