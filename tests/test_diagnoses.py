@@ -298,7 +298,7 @@ def test_errors_of_the_loss_and_of_where_it_is_called():
 @pytest.mark.parametrize("tool", list(TOOLS)[:5])
 @pytest.mark.parametrize(("loss", "name"), [(host, "pure_callback"), (mystery, "mystery")])
 def test_an_operation_without_a_derivative(tool, loss, name):
-    match = rf"(?s)`{loss.__name__}` has no derivative.*`{name}` at test_diag.*:\d+\n  JAX says: \w"
+    match = rf"(?s)`{loss.__name__}` has no derivative.*`{name}` at test_di.*:\d+\n  JAX says:"
     if tool == "explain_memory":
         match = "has no derivative in reverse mode"
     with pytest.raises(eqg.RuleError, match=match):

@@ -395,7 +395,7 @@ WRONG = [
     (returns(lambda h: (h[0], line(1, 3)), (X, line(1, 2))), "at carry[1]"),
     (cond({"a": X}, {"a": "no"}), "float32[3], and `other` str ('no')"),
     (scan(xs={"a": XS, "b": XS[:3]}), "`xs['b']` is float32[3,3]"), (scan(xs=None),
-     "Pass `length=`"), (scan(online=True, checkpoint=2), "is 2, `truncate` is None"),
+     "takes `length=`"), (scan(online=True, checkpoint=2), "is 2, `truncate` is None"),
     (scan(online="e-prop", truncate=3), "is None, `truncate` is 3"), (scan(checkpoint="replay",
      unroll=2), "`unroll` is given"), (scan(PRINTS, checkpoint="replay"),
      "can't replay these steps"), (scan(PRINTS, online=True), "These steps can't run in an"),
