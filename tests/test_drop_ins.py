@@ -426,3 +426,9 @@ def test_needs_input_grad():
     for wanted, products in ((0, 2), (1, 1), (2, 1)):
         program = jax.make_jaxpr(jax.grad(total, wanted))(X, w, b)
         assert str(program).count("dot_general") == products
+
+
+def test_attributes_of_jax():
+    f = eqg.jax_custom_jvp(jnp.sin)
+    rule = f.defjvp(lambda primals, tangents: (jnp.sin(primals[0]), None), symbolic_zeros=True)
+    assert (f.jvp, f.symbolic_zeros) == (rule, True)

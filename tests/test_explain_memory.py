@@ -276,3 +276,10 @@ def test_a_python_number_in_the_carry():
 
     report = explain(loss, jnp.array(0.5), jnp.ones((8, 400)))
     assert [a for a in report.advice if a.kind == "loop"]
+
+
+def test_the_bytes_of_all_inputs_are_added():
+    """Both factors of a product are kept, 1 KiB and 2 KiB."""
+    loss = lambda ab, _: jnp.sum(jnp.sum(ab[0] * ab[1], axis=1) ** 2)
+    report = str(eqg.explain_memory(loss, (jnp.ones((1, 2, 128)), jnp.ones((4, 1, 128))), 0))
+    assert "besides 3 KiB of inputs" in report

@@ -299,3 +299,17 @@ def test_small_numbers_keep_their_digits(getkey):
     np.testing.assert_allclose(value, written, rtol=1e-6)
     slope = written * (1 - written)
     np.testing.assert_allclose(parts(grad)[0], [-slope, slope, written], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(nn.GRU, nn.LSTM, nn.RNN, nn.MinGRU, nn.MinLSTM),
+        ft.partial(nn.GatedDeltaNet, heads=2, key_size=2),
+        ft.partial(nn.SelectiveSSM, channels=3, state_size=2),
+    ],
+)
+def test_all_parameters_have_the_dtype(make, getkey):
+    layer = make(2, 4, dtype="float16", key=getkey())
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(eqx.filter(layer, eqx.is_inexact_array))}
+    assert dtypes == {"float16"}
