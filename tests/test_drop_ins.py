@@ -132,6 +132,9 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_same_as_jax(program):
+    switches = ("jax_custom_jvp3", "jax_custom_vjp3")
+    if "values" in program.__name__ and any(getattr(jax.config, s, False) for s in switches):
+        pytest.skip("with these switches, JAX traces integers")
     expected = program(jax.custom_jvp, jax.custom_vjp)
     assert_close(program(eqg.jax_custom_jvp, eqg.jax_custom_vjp), expected)
 
