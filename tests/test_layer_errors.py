@@ -62,8 +62,8 @@ REFUSED = {
     ],
     "`cell` of `Recurrent` is not a function": [lambda: nn.Recurrent(eqx.nn.GRUCell)],
     r"`max_phase` is -1(?s:.)*a positive phase": [lambda: STACKS["LRU"](max_phase=-1.0)],
-    "(?s)`keep` is 'all'.*'states'": [lambda: GRU(keep="all")],
-    "`method` is 'fft'(?s:.)*'associative'": [lambda: STACKS["S5"](method="fft")],
+    "(?s)`keep` of .* is 'all'.*'states'": [lambda: GRU(keep="all")],
+    "`method` of .*\n  it is 'fft'(?s:.)*'associative'": [lambda: STACKS["S5"](method="fft")],
     r"slot that does not fit(?s:.)*float..\[3\]": [
         lambda: nn.GradientProbe(jnp.zeros(4))(jnp.ones(3))
     ],

@@ -26,7 +26,7 @@ def enter_shard_map(
     order = dict.fromkeys([*itertools.chain(*tuples), *params["mesh"].shape])
     sizes = {name: params["mesh"].shape[name] for name in order if name in manual}
     if any(list(names) != [name for name in sizes if name in names] for names in tuples):
-        raise NotImplementedError  # two arrays are split in two orders
+        raise NotImplementedError("two arrays are split in two orders")  # stays one operation
     fn = lambda *values: tuple(run(*known.programs, values))
     for name in reversed(sizes):
         fn = _over(fn, name, sizes[name], *([_axis(x, name) for x in each] for each in specs))

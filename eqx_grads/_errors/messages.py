@@ -6,7 +6,7 @@ import importlib
 import inspect
 import pathlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -59,7 +59,7 @@ def bad_argument(caller: str, argument: str, wanted: str, x: Any, do: str) -> Ru
     return rule_error(what, f"it is {x!r:.60}", do=do)
 
 
-def check_option(caller: str, option: str, x: Any, known: Sequence[str]) -> None:
+def check_option(caller: str, option: str, x: Any, known: Collection[str]) -> None:
     """Raise unless `x` is one of the words that an option of a public function takes."""
     if not isinstance(x, str) or x not in known:
         do = f"Give one of {', '.join(map(repr, known))}."

@@ -1,6 +1,5 @@
 """Checks of arguments that layers of several kinds have."""
 
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -42,15 +41,6 @@ def check_numbers(layer: str, **numbers: Any) -> None:
                 f"it is {number!r:.60}",
                 do="Give a real number.",
             )
-
-
-def check_option(layer: str, name: str, option: Any, known: Collection[str]) -> None:
-    if not isinstance(option, str) or option not in known:
-        raise rule_error(
-            f"`{layer}` was given an unknown `{name}`.",
-            f"`{name}` is {option!r:.60}",
-            do=f"Give one of {', '.join(map(repr, known))}.",
-        )
 
 
 def check_callable(layer: str, name: str, fn: Any, such_as: str = "jax.nn.gelu") -> None:

@@ -11,9 +11,10 @@ import jax.random as jr
 from jaxtyping import Array, Complex, Float
 
 from ..._control_flow.linear_recurrence import METHODS
+from ..._errors import check_option
 from ..._rules.explicit_sharding import gathered
 from ..._tangent_spaces import promote
-from .._argument_checks import check_callable, check_option, check_real
+from .._argument_checks import check_callable, check_real
 from .._recurrent.layer import AbstractRecurrent
 from .._recurrent.stack import make_cells, Stack, StackOptions
 from .gates import matmul_f32, run_recurrence

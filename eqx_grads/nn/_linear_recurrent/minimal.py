@@ -9,9 +9,9 @@ import jax
 from jaxtyping import Array, Float, Key
 
 from ..._control_flow.linear_recurrence import METHODS
-from ..._errors import check_flags
+from ..._errors import check_flags, check_option
 from ..._tangent_spaces import promote
-from .._argument_checks import check_option, check_real
+from .._argument_checks import check_real
 from .._recurrent.layer import AbstractRecurrent
 from .._recurrent.stack import Stack, StackOptions
 from .gates import gate_inputs, LinearGates, run_recurrence

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from ..._control_flow.linear_recurrence import METHODS
 from ..._control_flow.selective_scan import selective_scan
+from ..._errors import check_option
 from ..._tangent_spaces import promote
-from .._argument_checks import check_option
 from .._recurrent.stack import Stack, StackOptions
 from .delta_net import AbstractConvolved, bias_of_steps
 from .gates import matmul_f32

@@ -8,8 +8,8 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Key, PyTree
 
-from ..._errors import check_flags, rule_error
-from .._argument_checks import as_sizes, check_option, check_real
+from ..._errors import check_flags, check_option, rule_error
+from .._argument_checks import as_sizes, check_real
 from .cell_scan import run_cell
 from .gated_cells import ProjectedLSTMCell, RNNCell
 from .layer import AbstractRecurrent

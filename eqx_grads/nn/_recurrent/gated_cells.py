@@ -9,8 +9,8 @@ import jax.random as jr
 from jaxtyping import Array, Inexact, Key
 
 from ..._control_flow.accelerators import kept_of_cells
-from ..._errors import check_flags
-from .._argument_checks import as_sizes, check_option, check_step
+from ..._errors import check_flags, check_option
+from .._argument_checks import as_sizes, check_step
 from .._dtypes import common_dtype, layer_dtype
 from .cell_scan import fast_path
 from .formulas import ACTIVATIONS, GRU, LSTM, RNN

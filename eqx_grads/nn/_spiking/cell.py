@@ -12,12 +12,12 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Key, Num
 
-from ..._errors import bad_argument, check_flags, rule_error, type_of
+from ..._errors import bad_argument, check_flags, check_option, rule_error, type_of
 from ..._rules.float_args import check_parameter
 from ..._rules.replace_gradient import replace_gradient
 from ..._tangent_spaces import broadcasts_to, dtype_of_array
 from ...surrogates import AbstractSurrogate, atan
-from .._argument_checks import as_sizes, check_callable, check_option, is_size
+from .._argument_checks import as_sizes, check_callable, is_size
 from .._dtypes import common_dtype, layer_dtype
 from .dynamics import Dynamics, LIFState, Reset, step
 
