@@ -225,7 +225,7 @@ def test_an_error_lists_only_the_outputs_that_differ(returned, by_rule, lines):
     f.def_jvp(lambda primals, tangents: (f(*primals), f(*tangents)))
     f.def_vmap(lambda size, batched, x: (by_rule(x), True))
     with pytest.raises(eqg.RuleError, match="batching rule") as error:
-        jax.vmap(f)(jnp.ones(2))
+        jax.vmap(f)(jnp.ones(2, jnp.float32))
     found = re.findall(r"^  at (.*)$", str(error.value), re.MULTILINE)
     assert len(found) == len(lines)
     assert all(line in at for line, at in zip(lines, found, strict=True))
