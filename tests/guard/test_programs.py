@@ -49,7 +49,16 @@ def test_all_productions():
     "batch", chosen_batches(SEEDS), ids=lambda batch: f"{len(batch.cases)}"
 )
 def test_quick(batch):
-    assert not judge(batch)
+    cases = tuple(case for case in batch.cases if not _is_wrong_with_remat3(case))
+    assert not judge(dataclasses.replace(batch, cases=cases))
+
+
+def _is_wrong_with_remat3(case):
+    """With `jax_remat3`, JAX itself is wrong (`REMAT3_HAS_NO_SECOND_ORDER` in `helpers.py`)."""
+    program = case.program
+    is_checkpointed = isinstance(program, Scan) and program.checkpoint is not None
+    has_own = program.function.is_raw or program.function.has_own_derivative
+    return getattr(jax.config, "jax_remat3", False) and is_checkpointed and has_own
 
 
 @pytest.mark.slow
