@@ -131,15 +131,11 @@ def conds_keep_keys():
     return True
 
 
-# Both with JAX 0.12. `jax.linear_transpose` of a `jax.checkpoint` fails as well, and the second
-# derivative is as wrong with a `jax.custom_vjp`. No upstream issues were found.
+# With JAX 0.12; `jax.linear_transpose` of a `jax.checkpoint` fails as well. No upstream issue was
+# found.
 REMAT3_HAS_NO_TRANSPOSE = (
     "With the experimental `jax_remat3`, a `jax.checkpoint` of a linear function has no "
     "transpose."
-)
-REMAT3_HAS_NO_SECOND_ORDER = (
-    "With the experimental `jax_remat3`, the second derivative of a `jax.checkpoint` is wrong "
-    "if a rule in it is not the derivative of its value."
 )
 
 

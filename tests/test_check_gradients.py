@@ -147,8 +147,6 @@ stable = jnp.array([1.0, 2.0], "float32")
 KINKS = jnp.array([0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.5])
 # A loss, its model, the verdict, the kind of the fault, and words of the report.
 VERDICTS = {
-    "kink": (lambda x: jnp.where(x < 1, x, 1.0), jnp.array(1.0), "kink", "",
-             "(the slopes of its sides are 1 and 0)"),
     "kinks": (one_sided_kink(-1.4), jnp.zeros(5), "kink", "", ""),
     "a slope outside": (one_sided_kink(-0.9), jnp.zeros(5), "WRONG", "wrong", ""),
     "a slope of zero": (one_sided_kink(0.0), jnp.zeros(1), "WRONG", "cut", ""),
@@ -163,22 +161,19 @@ VERDICTS = {
     "stopped in a scan": (stopped_in_a_scan, jnp.array([0.3, 0.2]), "stopped", "",
                           "is called at test_check_gradients.py:"),
     "loss is NaN": (jnp.log, jnp.array(-1.0), "not measured", "not finite", "explain_nan"),
-    "infinite rule": (infinite_rule, jnp.ones(2), "WRONG", "not finite", "are infinite"),
     "zero in half": (lambda w: jnp.sum(w * 1e-5) * 1e-4, jnp.ones(3, "float16"), "WRONG", "cut",
                      "In float16, the gradient is zero"),
     # Its derivative has the number 2 / sqrt(pi), with three digits.
     "numbers in half": (lambda w: jnp.sum(jax.lax.erf(w)), jnp.array([0.3, -1.1], "bfloat16"),
                         "right", "", ""),
-    "small error": (lambda m: jnp.sum(wrong_square(2 * (1 + 1e-5))(m)),
-                    jnp.array([1.0, 2.0, -3.0]), "WRONG", "wrong",
-                    "every entry is 1 + 1e-05 times the expected one"),
     "huge far away": (lambda x: jnp.sum(jnp.exp(wrong_square(2.04)(x))), jnp.array([0.3, 1.2]),
                       "WRONG", "wrong", ""),
     # A step that is short for the second entry leads far below zero in the first one.
     "raises, wrong": (lambda x: raises_close_by(eqg.scale_gradient(x, 1.1)),
                       jnp.array([1e-4, 1e3]), "WRONG", "wrong", ""),
-    "only in float32": (only_in_single, stable, "right", "", ""),
     "on the host": (lambda x: square_on_host(jnp.sum(x)), stable, "right", "", ""),
+    "an index in half": (lambda w: jnp.sum(jnp.sin(w[np.array([0, 2, 0, 0, 1])])),
+        jnp.array([0.1, 0.2, 0.3], "bfloat16"), "right", "", ""),
     "determinant": (determinant, jr.normal(jr.key(2), (3, 3), "float32"), "right", "", ""),
 }  # fmt: skip
 
@@ -353,15 +348,3 @@ def test_an_algorithm_for_bfloat16_is_not_used_in_float64():
     with jax.enable_x64(True):
         (got,) = evaluate_in_float64(program, [jnp.array([1 / 3, 1 / 7])])
     np.testing.assert_allclose(got, 1 / 9 + 1 / 49, rtol=1e-14)
-
-
-@pytest.mark.parametrize("op", ["add", "multiply", "max"])
-def test_numbers_that_meet_in_a_scatter_meet_in_float64(op):
-    i = np.array([0, 2, 0, 0, 1])
-    at, half = np.ones(3, jnp.bfloat16), np.ones(5, jnp.bfloat16)
-    program = jax.make_jaxpr(lambda x, u: getattr(x.at[i], op)(u))(jnp.asarray(at), half)
-    x, u = np.array([0.1, 0.2, 0.3]), np.linspace(0.7, 1.3, 5) + 1e-6
-    with jax.enable_x64(True):
-        (got,) = evaluate_in_float64(program, [jnp.asarray(x), jnp.asarray(u)])
-    getattr(np, {"max": "maximum"}.get(op, op)).at(x, i, u)
-    np.testing.assert_allclose(got, x, rtol=1e-14)

@@ -35,15 +35,7 @@ def test_check_rule(name):
 
 # ---------------------------------------------------------------- compiled once
 
-QUICK = (
-    "linear_recurrence",
-    "filter_scan",
-    "filter_checkpoint",
-    "losses.chunked",
-    "nn.GRU",
-    "nn.Recurrent",
-    "nn.LIF",
-)
+QUICK = ("linear_recurrence", "losses.chunked", "nn.GRU")
 # JAX itself compiles each operation of an eager `jax.shard_map`; and what is never a gradient.
 # The branches, and the step that calls the rule, are made in each call.
 LEFT_OUT = ("psum_gradient", "nondifferentiable", "filter_cond", "custom_jvp")

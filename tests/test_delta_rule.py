@@ -156,24 +156,12 @@ def test_memory_grows_with_the_number_of_chunks():
     assert temporary(ours) < 0.2 * temporary(plain)
 
 
-RULE = {
-    "decay": lambda x: eqg.gated_delta_rule(x, x, x, 1.0, 1j),
-    "`beta` is float64.3,1.": lambda x: eqg.gated_delta_rule(x, x, x, jnp.ones((3, 1))),
-    "`v` is float64.2.": lambda x: eqg.gated_delta_rule(x, x, x[0], 1.0),
-    "`lengths` are from 9 to 9": lambda x: eqg.selective_scan(
-        *2 * (x[:, None],), x[:2], *2 * (x[:, None],), lengths=[9]
-    ),
-    r"`beta` is float64\[\]\n`q` and": lambda x: eqg.gated_delta_rule(x, x, x[0], 1.0),
-    "state": lambda x: eqg.gated_delta_rule(x, x, x, 1.0, state=jnp.ones((3, 2))),
-    "`step` of": lambda x: eqg.selective_scan(x, "x", x, x, x),
-    "of `selective_scan` do": lambda x: eqg.selective_scan(x, x, x[:1], x, x),
-}
-
-
-@pytest.mark.parametrize("text", RULE)
-def test_errors(text):
-    with pytest.raises(eqg.RuleError, match=text):
-        RULE[text](jnp.ones((3, 2)))
+def test_errors():
+    x = jnp.ones((3, 2))
+    with pytest.raises(eqg.RuleError, match=r"`beta` is float64\[\]\n`q` and"):
+        eqg.gated_delta_rule(x, x, x[0], 1.0)
+    with pytest.raises(eqg.RuleError, match="of `selective_scan` do"):
+        eqg.selective_scan(x, x, x[:1], x, x)
 
 
 def test_no_numbers_and_no_steps():

@@ -46,16 +46,9 @@ def repeated(w, h):
 SYMPTOMS = {
     "NaN": (lambda m, xs: jnp.mean(jnp.sqrt(0.0 * jax.vmap(m)(xs))), mlp(), XS,
         "not finite", "true singularity", "explain_nan"),
-    "zero": (lambda m, xs: mean_square(lambda x: jnp.round(m(x)), xs), LINEAR, XS,
-        "zero", "rounding", "explain_zero"),
     "noise": (normalized, LINEAR, XS, "rounding noise", "", "explain_zero"),
-    "exploding": (repeated, 3 * jnp.eye(4), ONES, "exploding", "", "gradient_flow"),
-    "vanishing": (lambda m, x: jnp.sum(m[0] * x) * 1e-9 + jnp.sum(m[1] ** 2), [ONES] * 2, ONES,
-        "vanishing", "", "gradient_flow"),
-    "number": (mean_square, Numbered(LINEAR), XS, "no array", "the Python number 0.5", ""),
     "number in a layer of Equinox": (mean_square, eqx.tree_at(lambda m: m.layers[1].bias, mlp(),
         0.5), XS, "no array", "the Python number 0.5", ""),
-    "kink": (lambda w, x: jnp.sum(jnp.abs(w - x) + w), ONES, ONES, "kink", "", ""),
 }  # fmt: skip
 
 

@@ -68,27 +68,6 @@ def used_by_pullback(loss, model, *args) -> int:
 # ---------------------------------------------------------------- what is kept
 
 
-@pytest.mark.slow
-def test_what_is_kept_and_what_the_advice_saves():
-    """Against JAX's pullback, and measured in the compiled gradient."""
-    report = eqg.explain_memory(*gru())
-    computed = used_by_pullback(*gru())
-    assert report.total == sum(r.bytes for r in report.found) == computed
-    assert sum(report.by_path().values()) == sum(report.by_line().values()) == computed
-    assert [r.bytes for r in report.found] == sorted(r.bytes for r in report.found)[::-1]
-    verified = report.verify()
-    assert sorted(a.cure for a in verified.advice) == sorted(a.cure for a in report.advice)
-    measured = [a.measured for a in verified.advice]
-    assert measured
-    assert measured == sorted(measured)
-    assert verified.found == report.found
-    for advice in verified.advice:
-        if not advice.is_undone and advice.kind != "map":
-            assert advice.saves == pytest.approx(report.compiled - advice.measured, rel=0.2)
-    text = " ".join(str(verified).split())
-    assert sum(f"advice: {a.cure}" in text for a in verified.advice) == 1  # one thing to do
-
-
 def test_a_layer_with_its_own_backward_pass():
     """With wrapped cells, it ran a plain scan: the sizes and the advice belonged to the plain
     scan."""

@@ -142,16 +142,6 @@ def equinox_725_method_in_a_scan(ruled):
 
 
 @both
-def equinox_745_with_respect_to_the_module(ruled):
-    """Not zero, as it is with `nondiff_argnums`."""
-    f = ruled(lambda fun, x, y: fun.value(x) * y)
-    loss = lambda fun, x: scanned(lambda x, y: f(fun, x, y), x)
-    layer = Layer(jnp.array(1.3))
-    gradients = eqx.filter_jit(eqx.filter_grad(loss)), eqx.filter_grad(eqx.filter_jit(loss))
-    return [gradient(layer, X).weight for gradient in (*gradients, eqx.filter_grad(loss))]
-
-
-@both
 def equinox_964_shortcut_of_an_inner_optimization(ruled):
     """With integer counts in the optimizer's state, and an auxiliary output."""
     optimizer = optax.adam(1e-1)
