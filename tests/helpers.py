@@ -4,7 +4,7 @@ import contextlib
 import gc
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -21,6 +21,11 @@ from jax import monitoring
 # of the other tests are those of float32, so `make bench VERSIONS=gpu` runs them with
 # `jax_default_matmul_precision` "highest", which does not round.
 MATMUL_EPS = {"float32": 2.0**-23, "tensorfloat32": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def quick_only(values: Iterable[Any], quick: Container[Any], mark: Any) -> list[Any]:
+    """The values as parameters of a test. Those that are not in `quick` have a mark."""
+    return [pytest.param(x, marks=() if x in quick else mark) for x in values]
 
 
 def unwrapped(report: Any) -> str:
@@ -131,7 +136,7 @@ def conds_keep_keys():
     return True
 
 
-# With JAX 0.12; `jax.linear_transpose` of a `jax.checkpoint` fails as well. No upstream issue was
+# With JAX 0.12. `jax.linear_transpose` of a `jax.checkpoint` fails too. No upstream issue was
 # found.
 REMAT3_HAS_NO_TRANSPOSE = (
     "With the experimental `jax_remat3`, a `jax.checkpoint` of a linear function has no "

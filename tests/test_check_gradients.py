@@ -11,6 +11,7 @@ import pytest
 from eqx_grads._diagnosis.in_float64 import evaluate_in_float64
 from eqx_grads.testing._lowest_precision import lowest_precisions
 
+from .helpers import quick_only
 from .model_faults import DATA, dense_stack, FAULTS, with_rule
 from .right_models import RIGHT
 
@@ -31,11 +32,7 @@ QUICK = {
 UNMEASURABLE = {"batch_norm_with_state", "chaotic_map_of_60_steps"}
 
 
-def names(cases):
-    return [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in cases]
-
-
-@pytest.mark.parametrize("name", names(FAULTS))
+@pytest.mark.parametrize("name", quick_only(FAULTS, QUICK, pytest.mark.slow))
 def test_fault_is_found(name):
     fault = FAULTS[name]
     fn, model, *args = fault.make()
@@ -58,7 +55,7 @@ def test_fault_is_found(name):
             assert f"model_faults.py:{found.line}" in text
 
 
-@pytest.mark.parametrize("name", names(RIGHT))
+@pytest.mark.parametrize("name", quick_only(RIGHT, QUICK, pytest.mark.slow))
 def test_right_model_is_not_accused(name):
     fn, model, *args = RIGHT[name]()
     report = eqgt.check_gradients(fn, model, *args)

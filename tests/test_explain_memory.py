@@ -12,6 +12,7 @@ import pytest
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval as pe
 
+from .helpers import quick_only
 from .test_explain_nan import lines_of
 
 
@@ -203,7 +204,10 @@ def by_filter_vmap(model, xs):
     return jnp.mean(eqx.filter_vmap(model)(xs) ** 2)
 
 
-@pytest.mark.parametrize("loss", [by_vmap, by_other_axes, by_filter_vmap])
+LOSSES = [by_vmap, by_other_axes, by_filter_vmap]
+
+
+@pytest.mark.parametrize("loss", quick_only(LOSSES, [by_vmap], pytest.mark.thorough))
 def test_jax_26263(loss):
     """A large `vmap` in chunks saves what a loss written so saves."""
     xs, vmap = jr.normal(KEY, (1024, 3)), jax.vmap

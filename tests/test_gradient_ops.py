@@ -15,7 +15,7 @@ import pytest
 from eqx_grads import GradientStatistics
 from jax.sharding import AxisType, PartitionSpec as Spec
 
-from .helpers import assert_close
+from .helpers import assert_close, quick_only
 
 
 pytestmark = pytest.mark.x64
@@ -94,9 +94,10 @@ def test_statistics_of_noise_over_many_keys(getkey):
 
 
 FORMATS = ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz"]
+QUICK = ("bfloat16", "float8_e4m3fn")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", quick_only(FORMATS, QUICK, pytest.mark.thorough))
 def test_casts_as_ml_dtypes(name):
     """Every exponent, subnormal numbers, halfway cases and overflow; also compiled, where XLA
     would drop a pair of casts."""

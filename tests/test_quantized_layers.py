@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from eqx_grads import RuleError, ste
 
-from .helpers import assert_close
+from .helpers import assert_close, quick_only
 
 
 pytestmark = pytest.mark.x64
@@ -107,7 +107,10 @@ def test_a_scale_that_is_zero():
     eqx.filter_eval_shape(lambda zero: nn.Quantized(zero, nn.Ternary()), zero)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+DTYPES = quick_only(("float16", "bfloat16", "float32"), ("float16",), pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_numbers_of_a_dtype(dtype):
     """`LSQ` has the scale of the paper, at most the largest number; all results are finite, and
     so is the derivative."""
