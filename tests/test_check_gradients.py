@@ -98,11 +98,6 @@ def raises_close_by(x):
     return jnp.sum(jnp.log(eqx.error_if(x, jnp.any(x < 0), "negative")))
 
 
-def only_in_single(x):
-    assert x.dtype == jnp.float32
-    return jnp.sum(jnp.sin(x))
-
-
 @jax.custom_jvp
 def square_on_host(x):
     return jax.pure_callback(np.square, jax.ShapeDtypeStruct((), jnp.float32), x)
@@ -114,17 +109,6 @@ square_on_host.defjvp(lambda p, t: (square_on_host(*p), 2 * p[0] * t[0]))
 def stopped_in_a_scan(w):
     step = lambda c, x: (jnp.sin(w[0] * jax.lax.stop_gradient(c) + x), None)
     return jax.lax.scan(step, w[1], jnp.array([0.1, 1.0]))[0]
-
-
-def exp_sum(x):
-    return jnp.sum(jnp.exp(x))
-
-
-infinite_rule = with_rule(
-    exp_sum,
-    lambda x: (exp_sum(x), x),
-    lambda x, ct: (ct * jnp.array([jnp.inf, -jnp.inf], x.dtype),),
-)
 
 
 def kinks_beside(k):

@@ -35,7 +35,6 @@ TOOLS = {
     "check_gradients": eqgt.check_gradients,
     "gradient_flow": eqg.gradient_flow,
 }
-OF_EACH = pytest.mark.parametrize("tool", TOOLS)
 FOUR = pytest.mark.parametrize("tool", list(TOOLS)[1:5])
 
 

@@ -10,16 +10,6 @@ import pytest
 
 KEY = jax.random.key(0)
 XS = jax.random.normal(jax.random.key(1), (16, 4))
-ONES = jnp.ones(4)
-
-
-class Numbered(eqx.Module):
-    linear: eqx.nn.Linear
-    scale: float = 0.5
-    steps: int = 3
-
-    def __call__(self, x):
-        return self.scale * self.linear(x)
 
 
 def mean_square(model, xs):
@@ -38,8 +28,6 @@ def normalized(linear, xs):
     return jnp.mean(((h - h.mean(1, keepdims=True)) / h.std(1, keepdims=True) - 0.3) ** 2)
 
 
-def repeated(w, h):
-    return jnp.sum(jax.lax.scan(lambda h, _: (w @ h, None), h, None, 30)[0])
 
 
 # A loss, a model, an argument, and the kind, the detail and the tool that are named.

@@ -469,7 +469,6 @@ def test_a_quantizer_of_your_own_that_claims_too_few_bits():
 
 # ---------------------------------------------------------------- errors
 
-make_vq = ft.partial(nn.VectorQuantizer, 4, 3, key=KEY)
 LINEAR, RULE = eqx.nn.Linear(2, 3, key=KEY), {"*": nn.LSQ(2)}
 MANY = [eqx.nn.Linear(1, 1, key=KEY) for _ in range(13)]
 ERRORS = [

@@ -79,7 +79,6 @@ def _largest(x, y):
     return max(abs(x), abs(y), 1)
 
 
-OTHER = [0.8, -0.6]
 # The function of a row, the truth, the points, the scale of the value, and for each order of
 # derivatives its scale and, where the function changes on another scale than each coordinate,
 # the step of differences.

@@ -29,16 +29,12 @@ def multiply(x, y):
     return x * y
 
 
-
-
 def multiply_cotangents(x, y, ct):
     return y * ct, x * ct
 
 
 def matvec(w, x):
     return w @ x
-
-
 
 
 # Complex numbers
