@@ -28,8 +28,6 @@ def normalized(linear, xs):
     return jnp.mean(((h - h.mean(1, keepdims=True)) / h.std(1, keepdims=True) - 0.3) ** 2)
 
 
-
-
 # A loss, a model, an argument, and the kind, the detail and the tool that are named.
 SYMPTOMS = {
     "NaN": (lambda m, xs: jnp.mean(jnp.sqrt(0.0 * jax.vmap(m)(xs))), mlp(), XS,

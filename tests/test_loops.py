@@ -56,9 +56,10 @@ def test_chunks_of_a_loop_without_xs(checkpoint):
     assert jax.grad(lambda x: last(x)[0])(1.0) == 2.0**12
 
 
-@pytest.mark.parametrize("unroll", [0, True, False, np.int32(0), np.int64(2)])
-def test_unroll_is_as_for_jax(unroll):
-    for options in ({}, {"checkpoint": 1}, {"checkpoint": "sqrt"}, {"truncate": 12}):
+def test_unroll_is_as_for_jax():
+    """A bool, nothing, and integers of NumPy."""
+    given = {0: {}, True: {"checkpoint": "sqrt"}, np.int64(2): {"truncate": 12}}
+    for unroll, options in given.items():
         assert_close(gradient(tanh_step, unroll=unroll, **options), gradient(tanh_step))
 
 
@@ -473,8 +474,8 @@ def _by_scan(a, b, h0, reverse=False):
     return jax.lax.scan(step, h0, (jnp.broadcast_to(a, b.shape), b), reverse=reverse)[1]
 
 
-@pytest.mark.parametrize("steps", [29, 100])  # a prime, and chunks of 20
-@pytest.mark.parametrize("reverse", [False, True])
+# A prime, and chunks of 20.
+@pytest.mark.parametrize(("steps", "reverse"), [(29, True), (100, False)])
 def test_chunks_of_unrolled_steps(steps, reverse, getkey):
     with jax.enable_x64(True):
         normal = lambda *shape: jr.normal(getkey(), shape, "float64")
