@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from eqx_grads.testing._differences import directional
 
+from .helpers import quick_only
+
 
 pytestmark = pytest.mark.x64
 
@@ -181,7 +183,7 @@ COMPLEX = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COMPLEX)
+@pytest.mark.parametrize("name", quick_only(COMPLEX, ("z |z|",), pytest.mark.thorough))
 def test_complex_rules_of_host_functions(name):
     fn, out, pull, x = COMPLEX[name]
 
@@ -316,7 +318,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", quick_only(MAKERS, ("host",), pytest.mark.thorough))
 def test_rules_of_functions_that_round(name, fault):
     """A right rule of the host failed for one in 15 seeds, and for the first four here."""
     rule, seeds = MAKERS[name](FAULTS[fault]), (4, 24, 35, 43, 5)

@@ -91,6 +91,7 @@ def test_decays(decay):
         assert_same(ours, plain, args)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("delta", [True, False])
 def test_betas_and_repeated_keys(delta):
     for beta in ("zero", "one"):
@@ -98,6 +99,7 @@ def test_betas_and_repeated_keys(delta):
         assert_same(ft.partial(ours, delta=delta), ft.partial(plain, delta=delta), args)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reverse", [False, True])
 def test_any_chunk(reverse):
     for chunk in (33,) if reverse else (1, 33, 1000):
@@ -166,6 +168,7 @@ def test_errors():
         eqg.selective_scan(x, x, x[:1], x, x)
 
 
+@pytest.mark.thorough
 def test_no_numbers_and_no_steps():
     for shape in ((5, 0, 2), (5, 1, 0)):
         x = jnp.ones(shape)
@@ -228,6 +231,7 @@ def test_single_steps(name, time_major):
     assert_close(one, in_layout(ys)[0, 0], tolerance=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["GatedDeltaNet", "SelectiveSSM"])
 def test_empty_sequences(name):
     layer = LAYERS[name](bidirectional=True)
