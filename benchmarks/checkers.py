@@ -6,7 +6,7 @@ right one. The peers have their strictest options, in single and in double preci
 needs double precision. They are given configuration as constants, arguments that are not to be
 perturbed too, and all orders and modes that the rule offers. Chex and PyTorch are measured if
 they are installed. Prints a Markdown table, which `--write` saves. The saved results are of 142
-faults: 66 of them are left, one of each kind at each place.
+faults: 42 of them are left, of each kind.
 
     python benchmarks/checkers.py [--quick] [--write] [--check NAME]
 """

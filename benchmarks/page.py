@@ -238,7 +238,7 @@ SECTIONS = {
             "checkers",
             (Table(),),
             "Its authors planted them, and some are of kinds that the others do not look for. "
-            "The repository keeps 66 of them, one of each kind at each place. "
+            "The repository keeps 42 of them, of each kind. "
             "A fault counts if the wrong rule is rejected and the right one is not.",
         ),
     ),

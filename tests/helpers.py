@@ -4,7 +4,7 @@ import contextlib
 import gc
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -21,6 +21,11 @@ from jax import monitoring
 # of the other tests are those of float32, so `make bench VERSIONS=gpu` runs them with
 # `jax_default_matmul_precision` "highest", which does not round.
 MATMUL_EPS = {"float32": 2.0**-23, "tensorfloat32": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def quick_only(values: Iterable[Any], quick: Container[Any], mark: Any) -> list[Any]:
+    """The values as parameters of a test. Those that are not in `quick` have a mark."""
+    return [pytest.param(x, marks=() if x in quick else mark) for x in values]
 
 
 def unwrapped(report: Any) -> str:
@@ -131,15 +136,11 @@ def conds_keep_keys():
     return True
 
 
-# Both with JAX 0.12. `jax.linear_transpose` of a `jax.checkpoint` fails as well, and the second
-# derivative is as wrong with a `jax.custom_vjp`. No upstream issues were found.
+# With JAX 0.12. `jax.linear_transpose` of a `jax.checkpoint` fails too. No upstream issue was
+# found.
 REMAT3_HAS_NO_TRANSPOSE = (
     "With the experimental `jax_remat3`, a `jax.checkpoint` of a linear function has no "
     "transpose."
-)
-REMAT3_HAS_NO_SECOND_ORDER = (
-    "With the experimental `jax_remat3`, the second derivative of a `jax.checkpoint` is wrong "
-    "if a rule in it is not the derivative of its value."
 )
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from .model_faults import _affine_with, between, DATA, Dense, loss, normal, scaled, Stack
+from .model_faults import between, DATA, Dense
 
 
 KEY = jr.key(5)
@@ -63,42 +63,6 @@ def filter_scan_auto():
     return fn, Dense(1), jnp.asarray(DATA)
 
 
-def branches_and_a_loop_without_gradient():
-    def fn(x):
-        n = jax.lax.while_loop(lambda n: n < 3, lambda n: n + 1, jnp.asarray(0))
-        return jax.lax.cond(n > 2, jnp.sin, jnp.cos, x)
-
-    return between(fn)
-
-
-def while_loop_in_forward_mode():
-    def power(scale, x):
-        body = lambda c: (c[0] + 1, c[1] * scale)
-        return jax.lax.while_loop(lambda c: c[0] < 3, body, (jnp.asarray(0), x))[1]
-
-    return scaled(power)
-
-
-def reverse_rule_without_forward_mode():
-    raw = jax.custom_vjp(jnp.sin)
-    raw.defvjp(lambda x: (raw(x), x), lambda x, ct: (ct * jnp.cos(x),))
-    return between(raw)
-
-
-def complex_parameters():
-    def fn(m, x):
-        z = m @ jax.lax.complex(x, jnp.zeros_like(x))
-        return jnp.sum(jnp.real(z * jnp.conj(z)) ** 2) + jnp.sum(jnp.imag(z) ** 3)
-
-    return fn, jax.lax.complex(normal(1, 3, 3), normal(2, 3, 3)), X0
-
-
-def bfloat16_leaves():
-    fn, model, data = between(jnp.sin)
-    model = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
-    return fn, model, jnp.asarray(data, jnp.bfloat16)
-
-
 def float32_only():
     """The type of the state does not admit float64."""
 
@@ -146,22 +110,11 @@ def parameters_of_very_different_size():
     return fn, {"a": 1e9 * ONES, "b": 1e-6 * ONES, "n": 3}, X0
 
 
-def _right_rule():
-    layer = Dense(1, _affine_with(jnp.outer, lambda ct: ct))
-    return loss, Stack((Dense(0), layer)), DATA
-
-
 RIGHT: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "right_rule": _right_rule,
     "lasso_at_zero": lambda: (
         lambda m, x: jnp.mean((x @ m - 1.0) ** 2) + jnp.sum(jnp.abs(m)),
         jnp.zeros(3),
         DATA,
-    ),
-    "gru_of_ours": lambda: (
-        lambda m, x: jnp.sum(m(x)[0] ** 2),
-        eqg.nn.GRU(3, 4, key=KEY),
-        jnp.asarray(DATA),
     ),
     # The gradient is zero, and so are the differences.
     "rounded_then_unused": lambda: between(lambda x: jnp.round(x * 3)),
@@ -179,11 +132,6 @@ RIGHT: dict[str, Callable[[], tuple[Any, ...]]] = {
             max_pool_with_ties,
             batch_norm_with_state,
             filter_scan_auto,
-            branches_and_a_loop_without_gradient,
-            while_loop_in_forward_mode,
-            reverse_rule_without_forward_mode,
-            complex_parameters,
-            bfloat16_leaves,
             float32_only,
             stiff_equation_by_implicit_euler,
             exponential_growth,

@@ -8,7 +8,6 @@ import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
 
 from .faults.registry import Case
@@ -16,10 +15,8 @@ from .rules.arguments import away_from_zero, normals, well_apart
 from .rules.formulas import (
     abs_squared,
     abs_squared_cotangents,
-    sin_times,
-    sin_times_cotangents,
 )
-from .rules.ways import eqg_jvp, eqg_vjp, jax_jvp, jax_vjp
+from .rules.ways import eqg_jvp, eqg_vjp, jax_vjp
 
 
 tangents = eqg.tangents
@@ -59,50 +56,6 @@ def raw_nondiff_argnums(dtype, key):
     f = jax.custom_jvp(apply, nondiff_argnums=(0,))
     f.defjvp(lambda fn, primals, tans: jax.jvp(fn, primals, tans))
     return f, (jnp.tanh, *normals(key, dtype, (3,)))
-
-
-@right
-def equinox_vjp_that_looks_at_perturbed(dtype, key):
-    f = eqx.filter_custom_vjp(lambda pair: sin_times(*pair))
-    f.def_fwd(lambda perturbed, pair: (sin_times(*pair), None))
-
-    @f.def_bwd
-    def bwd(residuals, ct, perturbed, pair):
-        cts = sin_times_cotangents(*pair, ct)
-        return tuple(c if p else None for c, p in zip(cts, perturbed, strict=True))
-
-    return f, (normals(key, dtype, (2, 2), (2, 2)),)
-
-
-@right
-def eqg_vjp_with_perturbed(dtype, key):
-    f = eqg.custom_vjp(sin_times)
-    f.def_fwd(lambda x, y: (sin_times(x, y), (x, y)))
-
-    @f.def_bwd
-    def bwd(residuals, ct, *, perturbed):
-        cts = sin_times_cotangents(*residuals, ct)
-        return tuple(c if p else None for c, p in zip(cts, perturbed, strict=True))
-
-    return f, normals(key, dtype, (4,), (4,))
-
-
-@right
-def elementwise_that_broadcasts(dtype, key):
-    f = eqg.elementwise(sin_times, lambda out, x, y: (jnp.cos(x) * y, jnp.sin(x)))
-    return f, normals(key, dtype, (2, 1), (1, 3))
-
-
-@right
-def rule_deep_inside_a_model(dtype, key):
-    """In a scan, under `checkpoint`, and with plain functions around it."""
-    tanh = eqg_vjp(jnp.tanh, lambda x, ct: ((1 - jnp.tanh(x) ** 2) * ct,))
-
-    def model(w, x):
-        step = lambda h, x: (jax.checkpoint(tanh)(w * h + x), h)
-        return jnp.mean(jax.lax.scan(step, jnp.zeros_like(w), x)[1] ** 2)
-
-    return model, normals(key, dtype, (), (4,))
 
 
 # Kinds of arguments
@@ -161,29 +114,6 @@ class Affine(eqx.Module):
 def method_with_a_missing_leaf(dtype, key):
     weight, x = normals(key, dtype, (2, 3), (3,))
     return Affine.__call__, (Affine(weight, None), x)
-
-
-@right
-def bound_method(dtype, key):
-    weight, bias, x = normals(key, dtype, (2, 2), (2,), (2,))
-    return Affine(weight, bias).activate, (x,), {"times": 3}
-
-
-@right
-def closed_over_array(dtype, key):
-    x, scale = normals(key, dtype, (3,), (3,))
-
-    @eqg.custom_jvp
-    def scaled_sin(x):
-        return scale * jnp.sin(x)
-
-    scaled_sin.def_jvp(
-        lambda primals, tans: (
-            scaled_sin(*primals),
-            scale * jnp.cos(primals[0]) * tans[0],
-        )
-    )
-    return scaled_sin, (x,)
 
 
 @right
@@ -249,50 +179,10 @@ def output_without_entries(dtype, key):
 # No rule at all
 
 
-@right
-def gated_recurrent_unit(dtype, key):
-    cell = eqx.nn.GRUCell(2, 3, dtype=dtype, key=key)
-    x, h = normals(key, dtype, (2,), (3,))
-    return (lambda cell, x, h: cell(x, h)), (cell, x, h)
-
-
 # Wrong on purpose
 
 
-@right
-def straight_through(dtype, key):
-    def straight_through_round(x):
-        return eqg.replace_gradient(jnp.round(x), x)
-
-    x = jnp.round(2 * away_from_zero(key, dtype, 5)) + 0.25
-    return straight_through_round, (x,), {"reference": lambda x: x}
-
-
-@right
-def not_differentiable_in_one_argument(dtype, key):
-    def descend(x, rate):
-        return jnp.sin(x) * eqg.nondifferentiable(rate, "the rate")
-
-    x, rate = normals(key, dtype, (3,), ())
-    return descend, (x, rate), {"nondifferentiable": ("rate",)}
-
-
 # Algorithms
-
-
-@right
-def host_function(dtype, key):
-    def on_host(fn):
-        def call(x):
-            host = lambda x: fn(np.asarray(x, np.float64)).astype(x.dtype)
-            return jax.pure_callback(host, x, x, vmap_method="expand_dims")
-
-        return call
-
-    sin, cos = (eqg.custom_jvp(on_host(fn)) for fn in (np.sin, np.cos))
-    sin.def_jvp(lambda primals, tans: (sin(*primals), cos(*primals) * tans[0]))
-    cos.def_jvp(lambda primals, tans: (cos(*primals), -sin(*primals) * tans[0]))
-    return sin, normals(key, dtype, (3,))
 
 
 @right
@@ -370,28 +260,3 @@ def scales_side_by_side(dtype, key):
     """Entries from 1e-6 to 1e6 in one array."""
     x = away_from_zero(key, dtype, 5) * 10 ** jnp.linspace(-6.0, 6.0, 5).astype(dtype)
     return eqg_jvp(lambda x: x**2 / 2, lambda x, t: x * t), (x,)
-
-
-@right
-def more_exact_than_autodiff(dtype, key):
-    """log(1 + exp(x)) as it is written loses digits; the rule does not."""
-    x = -4 - 2 * jr.uniform(key, (3,), dtype)
-    rule = jax_jvp(lambda x: jnp.log(1 + jnp.exp(x)), lambda x, t: jax.nn.sigmoid(x) * t)
-    return rule, (x,)
-
-
-@right
-def autodiff_of_softplus(dtype, key):
-    """In the rule, JAX has its own zeros: a tangent for the constant of `logaddexp(x, 0.0)`."""
-
-    @eqg.custom_jvp
-    def f(w, x):
-        return w * jax.nn.softplus(x)
-
-    @f.def_jvp
-    def _(primals, tangents):
-        (w, x), (t_w, t_x) = primals, tangents
-        y, t_y = jax.jvp(jax.nn.softplus, (x,), (t_x,))
-        return w * y, t_w * y + w * t_y
-
-    return f, normals(key, dtype, (), (3,))

@@ -18,7 +18,7 @@ import pytest
 from jaxtyping import Array
 
 from .faults import FAULTS
-from .helpers import compilations, unwrapped
+from .helpers import unwrapped
 from .right_rules import RIGHT
 
 
@@ -63,9 +63,7 @@ def _check_right(name, dtype, **options):
 
 
 @pytest.mark.conformance
-@pytest.mark.parametrize(
-    "name", ["nested_containers_with_none", "straight_through", "implicit_derivative"]
-)
+@pytest.mark.parametrize("name", ["nested_containers_with_none", "implicit_derivative"])
 def test_right_rule_is_not_accused(name):
     _check_right(name, "float32")
 
@@ -222,12 +220,8 @@ no_term_of_y = lambda: jvp_rule(
 no_influence_at_first = lambda factor: jvp_rule(
     lambda x: jnp.sum(x**2), lambda p, t: factor * jnp.sum(p[0] * t[0])
 )
-slogdet = lambda a: jnp.linalg.slogdet(a)[1]
-log_determinant = lambda change: jvp_rule(
-    slogdet, lambda p, t: jnp.sum(change(jnp.linalg.inv(p[0])) * t[0])
-)
 CLIPPED = {**REVERSE, "nonlinear": True, "reference": identity(clip(5.0))}
-AT_ZERO, SYMMETRIC = jnp.zeros(3), jnp.array([[2.0, 1.0], [1.0, 3.0]])
+AT_ZERO = jnp.zeros(3)
 P, N = pytest.param, pytest.mark.slow
 # A wrong rule, its arguments, options, what the report says, and what it does not say. A number
 # before a text is how often it is there.
@@ -235,9 +229,6 @@ REPORTS = {
     "an integer has no tangent": (lambda: Repeated(jnp.array(1.5), jnp.array(3)), (2.0,),
         {"checks": "forward"}, ["1. forward, the tangents", (1, "it raised TypeError: unsupp"),
         "`None` is the tangent or cotangent of a leaf that can't be"], ["inf of"]),
-    "an error of a host function": (lambda: eqg.elementwise(eqg.host_function(np.sin,
-        out=lambda x: "float32"), lambda out, x: out), (1.0,), {},
-        ["it raised RuleError: `out` of `sin` does not say"], ["raised below"]),
     "a loose solver": (lambda: eqg.implicit(residual)(bisection), (2.0,), BOTH,
         ["a solver that stops at a tolerance", "is it zero at the solution?"], ["influence"]),
     "an infinite argument": (lambda: bounded(1.0), BOUNDED, BOTH,
@@ -263,10 +254,6 @@ REPORTS = {
     "the primal": (affine_of_primal, (LAYER, jnp.array([1.0, 2.0, 3.0])), {},
         [(1, "it is the value of `layer.bias`: the rule returns the primal"), "and so: "],
         ["it clips", "of a sum it is not", "the sign is wrong"]),
-    "another value": (lambda: sine(value=lambda x: 2 * jnp.sin(x)), (1.0,), {},
-        ["1. primal", "and so: transforms"], ["right eagerly"]),
-    "a first derivative": (no_term_of_y, (1.0, 0.5), {}, ["the term of `y` is missing",
-        "and so: reverse, order"], ["no influence"]),
     "a NaN of a rule": (lambda: root_of(lambda y, t: jnp.where(y > 0, t / (2 * y), 0.0)),
         (jnp.array([0.0, 2.0]),), {"checks": "finite"}, ["a `where` on its"], []),
     "a value by a formula": (lambda: sine(value=lambda x: stopped(jnp.sin(x))), (A,),
@@ -276,10 +263,6 @@ REPORTS = {
         ["constant in `s`. Is its rule constant"], [by_formula, "`order=1`"]),
     "right at zero only": (lambda: no_influence_at_first(10.0), (AT_ZERO,), {"checks":
         ("reverse", "order")}, ["1. order", "a term that is 0 here"], ["order=1"]),
-    "right for a symmetric matrix only": (lambda: log_determinant(lambda a: a), (SYMMETRIC,),
-        {"checks": ("reverse", "order")}, ["1. order"], []),
-    "an odd function at zero": (lambda: jvp_rule(jnp.tanh, lambda p, t: t[0]), (np.zeros(3),),
-        {"checks": ("reverse", "order")}, ["a term that is 0 here"], []),
 }  # fmt: skip
 QUICK = {
     *("a constant", "a tiny output", "no clip", "a number", "a term is missing"),
@@ -305,10 +288,7 @@ NORM = lambda: identity(lambda _, ct: (ct / jnp.sqrt(jnp.sum(ct * ct)),))
 # Rules that are right.
 RIGHT_RULES = {
     "an infinite argument": (lambda: bounded(0.0), BOUNDED, {}),
-    "a constant that is meant": (constant, (A,), {"checks": "forward",
-        "reference": lambda x: x}),
     "a step that is learned": (straight_through_step, STEP, {**OF_STEP, "order": 1}),
-    "clipped": (lambda: identity(clip(5.0)), (CLIP_X,), CLIPPED),
     "a norm in half precision": (NORM, (CLIP_X.astype("float16"),), {**CLIPPED,
         "reference": NORM()}),
     "a NaN of a rule": (lambda: root_of(lambda y, t: eqg.safe.where(y > 0, lambda y: t /
@@ -316,9 +296,6 @@ RIGHT_RULES = {
     "a derivative out of the range": (lambda: sine_of_log(), (jnp.float32(1e-20),),
         {"checks": "finite"}),
     "at zero": (lambda: no_influence_at_first(2.0), (AT_ZERO,), {}),
-    "of a symmetric matrix": (lambda: log_determinant(jnp.transpose), (SYMMETRIC,), {}),
-    "a stopped gradient": (lambda: jvp_rule(lambda x: x * stopped(jnp.sin(x)), lambda p, t:
-        stopped(jnp.sin(p[0])) * t[0]), (X,), {"checks": "order"}),
     # `softplus` of JAX, which `log_sigmoid` is made of, makes arrays of zero tangents.
     "dense tangents of JAX": (lambda: lambda x, y: jax.nn.log_sigmoid(x) -
         jax.nn.log_sigmoid(y), (A, B), {"checks": "zeros"}),
@@ -440,41 +417,6 @@ def test_single_checks_are_that_check():
     for name in checks:
         report = getattr(eqgt, f"check_{name}")(jnp.sin, jnp.array([0.5, 1.0]))
         assert {finding.check for finding in report.findings} == {name}
-
-
-def test_a_container_that_is_not_perturbed():
-    f = vjp_rule(lambda p, x: p["a"][0] * x, lambda r, ct: (None, ct * r[0]["a"][0]))
-    check = lambda name: eqgt.check_rule(f, {"a": [A]}, B, **REVERSE, nondifferentiable=name)
-    for name in ("p", "p['a']", 'p["a"]'):
-        check(name)
-    with pytest.raises(eqgt.RuleCheckError, match=r"the term of `p\['a'\]\[0\]` is missing"):
-        check("x")
-
-
-@pytest.mark.slow
-def test_L5_programs_are_shared_between_the_checks():
-    def times_sin(factor):
-        bwd = lambda r, ct: (jnp.cos(r[0]) * r[1] * factor * ct, jnp.sin(r[0]) * factor * ct)
-        return vjp_rule(lambda x, y: factor * jnp.sin(x) * y, bwd)
-
-    args = jnp.float32(0.7), jnp.float32(1.3)
-    eqgt.check_rule(times_sin(1.0), *args)  # compiles single operations as well
-    with compilations() as found:
-        eqgt.check_rule(times_sin(2.0), *args)
-    assert len(found) <= 13
-
-
-@pytest.mark.parametrize("fn", [lambda x: jnp.log(1 + 1e-9 * x) ** 2, jnp.float32])
-def test_L2_rounding_of_the_reference_in_float64(fn):
-    """log(1 + x) loses half of its digits here, and log1p none."""
-    slope = lambda x: 2e-9 * jnp.log1p(1e-9 * x) / (1 + 1e-9 * x)
-    slope = slope if fn is not jnp.float32 else jnp.ones_like
-    with jax.enable_x64(True):
-        x = jnp.asarray(np.array([0.3, -1.2, 2.1, 0.7]))
-        rule = jvp_rule(fn, lambda p, t: (slope(p[0]) * t[0]).astype(fn(p[0]).dtype))
-        eqgt.check_rule(rule, x, checks="forward")
-        wrong = jvp_rule(fn, lambda p, t: (1.001 * slope(p[0]) * t[0]).astype(fn(p[0]).dtype))
-        assert not eqgt.check_rule(wrong, x, checks="forward", raises=False).passed
 
 
 def test_L6_an_argument_that_is_never_read_is_said_not_to_be_counted():
@@ -600,8 +542,10 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("is_given", [False, True])
+GIVEN = [(form, form == "compiled method") for form in FORMS] + [("Module", True)]
+
+
+@pytest.mark.parametrize(("form", "is_given"), GIVEN)
 def test_the_arrays_of_a_module_are_perturbed_however_it_is_called(form, is_given):
     right, wrong, reference = FORMS[form]
     options = {"checks": "reverse", "reference": reference if is_given else None}

@@ -16,7 +16,7 @@ from eqx_grads.testing._subject import FlatFunction
 from jax.sharding import AxisType, PartitionSpec as Spec
 
 from .cases import CASES
-from .helpers import compilations
+from .helpers import compilations, quick_only
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +35,7 @@ def test_check_rule(name):
 
 # ---------------------------------------------------------------- compiled once
 
-QUICK = (
-    "linear_recurrence",
-    "filter_scan",
-    "filter_checkpoint",
-    "losses.chunked",
-    "nn.GRU",
-    "nn.Recurrent",
-    "nn.LIF",
-)
+QUICK = ("linear_recurrence", "losses.chunked", "nn.GRU")
 # JAX itself compiles each operation of an eager `jax.shard_map`; and what is never a gradient.
 # The branches, and the step that calls the rule, are made in each call.
 LEFT_OUT = ("psum_gradient", "nondifferentiable", "filter_cond", "custom_jvp")
@@ -62,14 +54,10 @@ def call_and_differentiate(fn, args, i):
     eqx.filter_grad(lambda fn_and_args: total(fn_and_args[0](*fn_and_args[1])))((fn, args))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in CASES
-        if name not in LEFT_OUT
-    ],
-)
+NAMES = quick_only([n for n in CASES if n not in LEFT_OUT], QUICK, pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_everything_is_compiled_once(name):
     fn, args = CASES[name].make()
     for i in range(3):

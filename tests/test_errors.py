@@ -121,27 +121,6 @@ def test_a_rule_without_a_transpose(match, around):
     assert jnp.allclose(jax.grad(lambda x: jnp.sum(f(x)))(X), 2 * X)
 
 
-LINEAR = [
-    lambda x, t: jnp.where(x > 1, t, jnp.zeros(3)) / x, lambda x, t: None,
-    lambda x, t: jnp.zeros(3).at[jnp.array([0, 1])].add(t[:2]), lambda x, t: jnp.zeros_like(x),
-    lambda x, t: jnp.cumsum(t) - jnp.flip(t) + jnp.roll(t, 1),
-    lambda x, t: jax.lax.scan(lambda c, s: (c + s, c * 2), jnp.zeros(()), t)[1],
-    lambda x, t: jax.lax.cond(x[0] > 0, lambda t: 2 * t, lambda t: t * x, t),
-    lambda x, t: jnp.linalg.solve(jnp.ones((3, 3)) + jnp.eye(3), t),
-    lambda x, t: jnp.real(jnp.fft.ifft(jnp.fft.fft(t))).astype(t.dtype),
-    lambda x, t: jnp.convolve(t, x, mode="same"),
-    lambda x, t: jax.lax.fori_loop(0, 3, lambda i, t: t * x, t),
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tangent", LINEAR)
-def test_linear_rules_are_not_accused(tangent):
-    f = forward(tangent)
-    jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(X)
-    jax.grad(lambda x: jnp.sum(f(x)))(X)
-
-
 def test_a_rule_that_differentiates_its_own_function():
     class Scaled(eqx.Module):
         weight: jax.Array

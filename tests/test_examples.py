@@ -1,15 +1,12 @@
 """Every example runs, as a reader would run it."""
 
 import ast
-import importlib
-import importlib.util
 import json
 import os
 import pathlib
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 
@@ -65,35 +62,6 @@ def test_example_runs(path, tmp_path):
     picture = out / f"{path.stem.replace('_', '-')}.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert json.loads((out / "result.json").read_text())
-
-
-@pytest.mark.slow
-def test_the_yin_yang_points_are_the_published_ones(monkeypatch):
-    """The points in `publication_data` of github.com/lkriener/yin_yang_data_set, and their
-    sums."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    yin_yang = importlib.import_module("yin_yang").yin_yang
-    points, labels = yin_yang(1000, seed=40)
-    first = [[0.23409665, 0.40172498], [0.75132902, 0.46824252], [0.13832531, 0.57095397]]
-    np.testing.assert_allclose(points[:3], first, rtol=1e-6)
-    np.testing.assert_allclose(points.sum(0), [498.25698935, 488.78023568], rtol=1e-6)
-    assert list(labels[:8]) == [2, 2, 1, 1, 1, 2, 2, 0]
-    assert list(np.bincount(labels)) == [350, 316, 334]
-
-
-@pytest.mark.slow
-def test_expected_transitions_sum_to_the_number_of_steps(monkeypatch):
-    """Of every utterance, in a left-right model: in the example, JAX's are NaN."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    example = importlib.import_module("hidden_markov")
-    training = example.load("TRAIN")
-    model = jax.tree.map(lambda x: x[0], example.first_guess(training))
-    expect = jax.jit(jax.vmap(example.expect, (None, 0, 0)))
-    _, (transitions, states) = expect(model, training.frames, training.lengths)
-    steps = np.asarray(training.lengths) - 1
-    np.testing.assert_allclose(transitions.sum((1, 2)), steps, rtol=1e-6)
-    np.testing.assert_allclose(states.sum((1, 2)), steps + 1, rtol=1e-6)
-    assert (transitions[:, np.tri(5, k=-1, dtype=bool)] == 0).all()
 
 
 @pytest.mark.slow

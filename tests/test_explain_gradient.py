@@ -10,16 +10,6 @@ import pytest
 
 KEY = jax.random.key(0)
 XS = jax.random.normal(jax.random.key(1), (16, 4))
-ONES = jnp.ones(4)
-
-
-class Numbered(eqx.Module):
-    linear: eqx.nn.Linear
-    scale: float = 0.5
-    steps: int = 3
-
-    def __call__(self, x):
-        return self.scale * self.linear(x)
 
 
 def mean_square(model, xs):
@@ -38,24 +28,13 @@ def normalized(linear, xs):
     return jnp.mean(((h - h.mean(1, keepdims=True)) / h.std(1, keepdims=True) - 0.3) ** 2)
 
 
-def repeated(w, h):
-    return jnp.sum(jax.lax.scan(lambda h, _: (w @ h, None), h, None, 30)[0])
-
-
 # A loss, a model, an argument, and the kind, the detail and the tool that are named.
 SYMPTOMS = {
     "NaN": (lambda m, xs: jnp.mean(jnp.sqrt(0.0 * jax.vmap(m)(xs))), mlp(), XS,
         "not finite", "true singularity", "explain_nan"),
-    "zero": (lambda m, xs: mean_square(lambda x: jnp.round(m(x)), xs), LINEAR, XS,
-        "zero", "rounding", "explain_zero"),
     "noise": (normalized, LINEAR, XS, "rounding noise", "", "explain_zero"),
-    "exploding": (repeated, 3 * jnp.eye(4), ONES, "exploding", "", "gradient_flow"),
-    "vanishing": (lambda m, x: jnp.sum(m[0] * x) * 1e-9 + jnp.sum(m[1] ** 2), [ONES] * 2, ONES,
-        "vanishing", "", "gradient_flow"),
-    "number": (mean_square, Numbered(LINEAR), XS, "no array", "the Python number 0.5", ""),
     "number in a layer of Equinox": (mean_square, eqx.tree_at(lambda m: m.layers[1].bias, mlp(),
         0.5), XS, "no array", "the Python number 0.5", ""),
-    "kink": (lambda w, x: jnp.sum(jnp.abs(w - x) + w), ONES, ONES, "kink", "", ""),
 }  # fmt: skip
 
 

@@ -105,12 +105,9 @@ PLANTED = {
     "attention": (DEAD, {"primitive": "sub"}, [jnp.eye(3), HALF],
         lambda q, mask: softmax(q @ q.T + where(mask, 0.0, -INF), axis=-1),
         lambda weights, q, mask: total(where(mask, weights, 0.0))),
-    "cbrt": (POLE, {"primitive": "cbrt", "index": (1,)}, [X3], lambda x: total(jnp.cbrt(x))),
     "power": ("overflow", {"primitive": "integer_pow", "index": (0,)}, [X3 * X3[::-1] + 1e-9],
         lambda x: total((1e7 * x) ** 50)),
-    "entropy": (POLE, {"primitive": "log"}, [X2], lambda p: -total(p * log(p))),
     "branches of JAX": (POLE, {"primitive": "lgamma"}, [X2[::-1]], lambda p: betaln(*p)),
-    "tie": (POLE, {"primitive": "sqrt"}, [-ONE], lambda x: sqrt(jnp.maximum(x + 1, 0.0)) + 0.0),
     "matrix": (ZERO, {"primitive": "custom_linear_solve"}, [jnp.ones((2, 2))],
         lambda a: total(jnp.linalg.solve(a, jnp.ones(2)))),
     "library": (ZERO, {}, [jnp.zeros(3)],
@@ -476,19 +473,12 @@ def masked_rows(x):
     return where(EMPTY_ROW, x, -INF)
 
 
-def attend(x):
-    return total(softmax(masked_rows(x)) ** 2)
-
-
 def shifted(x):
     return masked_rows(x) - jnp.max(masked_rows(x), 1, keepdims=True)
 
 
 # A loss, its argument, words of the first cure, and a word that is in none.
 TEXTS = {
-    "softmax": (attend, ROWS, "`eqg.safe.softmax(x)`", "logsumexp"),
-    "log_softmax": (lambda x: total(exp(jax.nn.log_softmax(masked_rows(x)))), ROWS,
-        "`eqg.safe.log_softmax(x)`", "logsumexp"),
     "no softmax": (lambda x: total(jnp.tanh(shifted(x))), ROWS, "", "softmax"),
     "other maximum": (lambda x: total(exp(masked_rows(x) - jnp.max(masked_rows(x + 1), 1,
         keepdims=True))), ROWS, "", "softmax"),

@@ -113,7 +113,7 @@ CONTEXTS = {
     ),
     "filter_scan": lambda fn, w: looped(eqg.filter_scan, fn, w, length=4, checkpoint=2),
 }
-IN_ALL = ("round", "bernoulli", "our_rule", "counted")
+IN_ALL = ("our_rule", "counted")
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ UNARY = [
 BINARY = [jnp.add, jnp.multiply, lambda x, y: jnp.where(x > 0, x, y), lambda x, y: x[0] * y]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_programs(seed):
     """Programs of three leaves; each may be used in several places."""
     rng = np.random.default_rng(seed)

@@ -197,11 +197,6 @@ def test_kinds_of_leaves():
             lambda: eqg.fixed_point(lambda y: y, 0.0, backward=solvers.OneStepAdjoint),
             r"`backward` of `fixed_point` is not known[\s\S]*'implicit', 'fixed_point'",
         ),
-        (
-            lambda: eqg.fixed_point(lambda y: y, 0.0, solver="anderson"),
-            "`solver` of `fixed_point` is not one of Optimistix",
-        ),
-        (lambda: solvers.NeumannAdjoint(True), "`k` of `NeumannAdjoint` is not an integer"),
         (lambda: solvers.PhantomAdjoint(2, 0), "`tau` of `PhantomAdjoint` is not a damping"),
     ],
 )

@@ -105,14 +105,6 @@ MORE_SUMS = {
 }
 
 
-def _some_are_slow(names):
-    """Two thirds of the functions that are not layers: most work element by element,
-    which XLA distributes in one way."""
-    functions = [n for n in names if not n.startswith("nn.")]
-    quick = {*functions[::3], *(n for n in names if n.startswith("nn."))}
-    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
-
-
 def _over_batch(fn, args):
     """The op and its derivatives in both modes of eight examples of the first argument, one on
     each device; the arguments of the program, where they are, and how many are replicated."""
@@ -137,10 +129,8 @@ def _over_batch(fn, args):
 
 
 @pytest.mark.thorough
-@pytest.mark.every(4)
-@pytest.mark.parametrize(
-    "name", _some_are_slow([n for n in CASES if not re.match(LEFT_OUT, n)])
-)
+@pytest.mark.every(6)
+@pytest.mark.parametrize("name", [n for n in CASES if not re.match(LEFT_OUT, n)])
 def test_each_device_has_its_examples(name):
     """Nothing is gathered or moved, and the gradient of a parameter is summed once."""
     fn, args = CASES[name].make()

@@ -101,28 +101,13 @@ def _shifts_the_carry(h, x):
     return 0.5 * same + 0.4 * shifted + x
 
 
-# A step of the carry and an input, by a parameter of this shape; and words of the error.
-ERRORS = {
-    "permuted": (lambda w, h, x: jnp.roll(h, 1) * w + x, (IN,), "other elements of carry, by"),
-    "shifted": (lambda w, h, x: _shifts_the_carry(h, w * x), (IN,), "other elements of carry"),
-    "a lookup": (
-        lambda w, h, x: 0.9 * h + w[jnp.argmax(x)],
-        (5, IN),
-        r"an array float\d\d\[5,3\] enters it by `",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_steps_that_have_no_traces(name):
-    step, shape, match = ERRORS[name]
-
+def test_a_step_that_has_no_traces():
     def loss(w):
-        run = lambda h, x: (step(w, h, x), None)
+        run = lambda h, x: (_shifts_the_carry(h, w * x), None)
         return jnp.sum(eqg.filter_scan(run, jnp.zeros(IN), XS, online=True)[0])
 
-    with pytest.raises(eqg.RuleError, match=match):
-        jax.grad(loss)(jnp.ones(shape, XS.dtype))
+    with pytest.raises(eqg.RuleError, match="other elements of carry"):
+        jax.grad(loss)(jnp.ones(IN, XS.dtype))
 
 
 # ---------------------------------------------------------------- rules in a step
@@ -163,13 +148,6 @@ def _product_bwd(residuals, cts):
     (w, x), (ct, ct_sum) = residuals, cts
     first = jnp.array([0.7, 0.0, 0.0])
     return 0.5 * jnp.outer(ct, x) + jnp.outer(first, ct_sum), 0.3 * w.T @ ct + ct_sum
-
-
-def _sine(x):
-    return jnp.sin(x)
-
-
-_sine = _ours(_sine, lambda x, ct: eqg.scale_gradient(jnp.cos(x) * ct, 0.5))
 
 
 def _spiking(spike):
@@ -266,15 +244,6 @@ def test_rules_that_are_not_linear(rule, online):
     )
     with pytest.raises(eqg.RuleError, match=message + "  in `<lambda>`, file"):
         jax.grad(_loss_of_rules(_NOT_FOLLOWED[rule], online))(_args_of_rules())
-
-
-def test_a_backward_rule_that_applies_a_rule_to_its_cotangent():
-    """The second derivative comes from the inner rule; a transpose would not have it."""
-    step = _same(lambda w, h, x: _sine(h * w) + x)
-    with pytest.raises(
-        eqg.RuleError, match="of `_sine`: it applies `_scale_gradient`, which has"
-    ):
-        jax.grad(_loss_of_rules(step))(_args_of_rules())
 
 
 # ---------------------------------------------------------------- layouts

@@ -107,17 +107,6 @@ def test_the_gate_passes_only_if_every_step_ran_and_passed(make, steps, outcome,
     assert all(step in last for step in steps)
 
 
-@pytest.mark.parametrize("versions", ["oldest", "newest"])
-def test_a_step_fails_without_its_python(versions, tmp_path):
-    """A missing interpreter is not a reason to pass."""
-    for name in ("sh", "make", "sed"):
-        (tmp_path / name).symlink_to(shutil.which(name))
-    command = ["make", "--no-print-directory", "test", f"VERSIONS={versions}"]
-    done = run(command, PATH=str(tmp_path))
-    assert done.returncode != 0
-    assert "This step needs Python 3.1" in done.stderr
-
-
 # ---------------------------------------------------------------- plots and benchmarks
 
 

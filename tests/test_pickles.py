@@ -1,4 +1,5 @@
-"""Pickles and cloudpickles between processes."""
+"""Pickles of layers and reports, and cloudpickles between processes. The guard pickles
+functions that have rules."""
 
 import os
 import pathlib
@@ -9,9 +10,13 @@ import textwrap
 
 import equinox as eqx
 import eqx_grads as eqg
+import eqx_grads.nn as nn
+import eqx_grads.testing as eqgt
+import jax
+import jax.numpy as jnp
+import jax.random as jr
 import pytest
-
-from .rules.pickled import LAYERS, OBJECTS
+from eqx_grads import surrogates
 
 
 pytestmark = pytest.mark.versions
@@ -34,20 +39,54 @@ def run(python, *args):
     return process.stdout
 
 
+OPTIONS = {"key": jr.key(0), "dtype": jnp.float32}
+LAYERS = {
+    "FakeQuantize": lambda: nn.FakeQuantize(4, scale=0.2, learn_scale=True),
+    "FixedPoint": lambda: nn.FixedPoint(eqx.nn.GRUCell(3, 2, **OPTIONS), 2),
+    "GRU": lambda: nn.GRU(3, 2, dropout=0.5, num_layers=2, **OPTIONS),
+    "LIF": lambda: nn.LIF(3, 2, 0.9, surrogate=surrogates.atan(), **OPTIONS),
+    "LRU": lambda: nn.LRU(3, 2, 2, bidirectional=True, **OPTIONS),
+    "Quantized": lambda: nn.Quantized(eqx.nn.Linear(3, 2, **OPTIONS), nn.LSQ(4, scale=0.2)),
+    "QuantizationReport": lambda: nn.quantize_model(
+        eqx.nn.Linear(3, 2, **OPTIONS), {eqx.nn.Linear: (nn.FakeQuantize(4), None)}
+    )[1],
+    "VectorQuantizer": lambda: nn.VectorQuantizer(4, 3, **OPTIONS),
+}
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_leaves_and_structure(name):
-    x = OBJECTS[name]()
+    x = LAYERS[name]()
     assert eqx.tree_equal(pickle.loads(pickle.dumps(x)), x)
 
 
-@pytest.mark.slow
-def test_in_another_process(tmp_path):
-    """Both are processes of their own: the tests change promotion and precision."""
-    file = tmp_path / "objects"
-    writes = "import pathlib, sys; from tests.rules.pickled import write; "
-    writes += "pathlib.Path(sys.argv[1]).write_bytes(write())"
-    run(sys.executable, "-c", writes, str(file))
-    run(sys.executable, "-m", "tests.rules.pickled", str(file))
+def _error():
+    f = eqg.custom_jvp(lambda x: x)
+    f.def_jvp(lambda primals, tangents: (f(*primals), jnp.ones(2)))
+    try:
+        jax.grad(f)(1.0)
+    except eqg.RuleError as error:
+        return error
+    raise AssertionError
+
+
+_dead = lambda m: jnp.sum(jnp.where(m.weight > 9, jnp.sqrt(m.weight - 3), 0.0))
+LINEAR = eqx.nn.Linear(3, 2, **OPTIONS)
+REPORTS = {
+    "NaNReport": lambda: eqg.explain_nan(_dead, LINEAR),
+    "ZeroReport": lambda: eqg.explain_zero(lambda m: jnp.sum(jnp.round(m.weight)), LINEAR),
+    "MemoryReport": lambda: eqg.explain_memory(lambda m: jnp.sum(jnp.sin(m.weight)), LINEAR),
+    "GradientReport": lambda: eqgt.check_gradients(lambda m: jnp.sum(m.weight), LINEAR),
+    "Report": lambda: eqgt.check_rule(jnp.sin, 0.3, checks=("primal",), raises=False),
+    "RuleError": _error,
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", REPORTS)
+def test_texts_of_reports(name):
+    x = REPORTS[name]()
+    assert str(pickle.loads(pickle.dumps(x))) == str(x)
 
 
 BY_VALUE = """

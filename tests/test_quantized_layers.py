@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from eqx_grads import RuleError, ste
 
-from .helpers import assert_close
+from .helpers import assert_close, quick_only
 
 
 pytestmark = pytest.mark.x64
@@ -107,7 +107,10 @@ def test_a_scale_that_is_zero():
     eqx.filter_eval_shape(lambda zero: nn.Quantized(zero, nn.Ternary()), zero)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+DTYPES = quick_only(("float16", "bfloat16", "float32"), ("float16",), pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_numbers_of_a_dtype(dtype):
     """`LSQ` has the scale of the paper, at most the largest number; all results are finite, and
     so is the derivative."""
@@ -384,8 +387,10 @@ def test_the_product_is_the_output_of_the_quantizer(quantizer, getkey):
     assert low <= int(integers.min()) <= int(integers.max()) < low + 2**bits
 
 
-@pytest.mark.parametrize("shape", [(4, 6, 3, 3), (5, 8), (3, 5)])
-@pytest.mark.parametrize("quantizer", [nn.FakeQuantize(4), nn.Binary(), nn.LSQ(2)])
+@pytest.mark.parametrize(
+    ("shape", "quantizer"),
+    [((4, 6, 3, 3), nn.FakeQuantize(4)), ((5, 8), nn.Binary()), ((3, 5), nn.LSQ(2))],
+)
 def test_integers_of_four_bits_are_two_in_a_byte(quantizer, shape, getkey):
     """The halves of the last axis of even size, by NumPy."""
     weight = jr.normal(getkey(), shape)
@@ -464,31 +469,13 @@ def test_a_quantizer_of_your_own_that_claims_too_few_bits():
 
 # ---------------------------------------------------------------- errors
 
-make_vq = ft.partial(nn.VectorQuantizer, 4, 3, key=KEY)
 LINEAR, RULE = eqx.nn.Linear(2, 3, key=KEY), {"*": nn.LSQ(2)}
 MANY = [eqx.nn.Linear(1, 1, key=KEY) for _ in range(13)]
-# Options that are refused: the error names the class and the option.
-REFUSED = [
-    *[(kind, "bits", x) for kind in (nn.FakeQuantize, nn.LSQ) for x in (2.5, None, True, 1)],
-    (ft.partial(nn.FakeQuantize, signed=False, narrow=True), "bits", 1),
-    *[(nn.LSQ, "group_size", x) for x in (0, 2.0, True)],
-    *[(nn.FakeQuantize, "scale", x) for x in (0.0, np.inf, jnp.array([1.0, -2.0]))],
-    *[(nn.LSQ, "gradient_scale", x) for x in ("a", -1, np.nan)],
-    *[(nn.FSQ, "levels", x) for x in (8, (8, 2.5), (8, True), (1, 5))],
-    *[(make_vq, name, x) for name in ("commitment", "dead_below") for x in (-1, "a", np.inf)],
-    *[(make_vq, "decay", x) for x in (-0.1, None, 1.0)],
-    *[(nn.Ternary, "threshold", x) for x in (-1, "median", np.nan)],
-]
 ERRORS = [
-    (lambda: nn.LSQ(2).fit([1.0, 2.0]), "`LSQ.fit` was given (?s:.)*`x` is list"),
     (lambda: nn.LSQ(2).fit(jnp.array([-np.inf, 1.0])), "its largest magnitude is inf"),
     (lambda: nn.LSQ(4, scale=jnp.ones((4, 1))).encode(jnp.ones(3)), "does not broadcast"),
-    (lambda: nn.Quantized(LINEAR, nn.LSQ), "`weight_quantizer` of `Quantized` is not a"),
     (lambda: nn.quantize_model([LINEAR], {"*": nn.LSQ(2), "[0]": None}), "never used: rule 1"),
-    (lambda: nn.quantize_model(LINEAR, {3: nn.LSQ(2)}), "which layers it is for: rule 0, 3"),
-    (lambda: nn.quantize_model(LINEAR, nn.LSQ(2)), "not a dictionary or a list of pairs"),
     (lambda: nn.quantize_model([nn.Quantized(LINEAR)], RULE), "that are quantized alr"),
-    (lambda: make_vq().decode(1.0), "`VectorQuantizer.decode` was given"),
     # Lists say what they leave out.
     (lambda: nn.quantize_model(MANY, {eqx.nn.Conv: nn.LSQ(4)}), r"is `\[9\]`, Linear\n  and 3"),
     (lambda: nn.quantize_model([jnp.ones(2)] * 7, {"[?]": nn.LSQ(4)}), r"`\[1\]`, an array\nA"),
@@ -498,10 +485,6 @@ ERRORS = [
 
 @pytest.mark.usefixtures("without_type_checks")
 def test_errors():
-    for make, option, value in REFUSED:
-        with raises(rf"`{getattr(make, 'func', make).__name__}`") as caught:
-            make(**{option: value})
-        assert option in str(caught.value)
     for call, match in ERRORS:
         with raises(match):
             call()

@@ -22,7 +22,7 @@ from eqx_grads import RuleError
 from eqx_grads._jaxprs.structure import equations, holds, inner_programs, Scan, structure
 from eqx_grads.nn._linear_recurrent.s5 import hippo_normal
 
-from .helpers import assert_close
+from .helpers import assert_close, quick_only
 from .rules.recurrent import loss, losses_of_one_output, reference
 
 
@@ -68,7 +68,7 @@ def test_one_weight_gradient_for_the_batch(name, getkey):
         assert f"[{shape}] = dot_general" in jaxpr
 
 
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("name", quick_only(GATED, ("GRU",), pytest.mark.thorough))
 def test_no_example_and_no_step(name, getkey):
     """The witness of the shapes is a batch of one example, and a batch of one inside."""
     layer = LAYERS[name](key=getkey())

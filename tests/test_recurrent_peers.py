@@ -20,9 +20,9 @@ from .fixtures.record_recurrent import (
     LENGTHS,
     TORCH,
 )
+from .helpers import quick_only
 
 
-slow = pytest.mark.slow
 QUICK = ("GRU, 2 layers, bidirectional, packed", "LSTM", "RNN")
 
 
@@ -101,9 +101,7 @@ def check(ours, theirs):
         np.testing.assert_allclose(ours[name], expected, rtol=1e-12, atol=1e-13, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind in QUICK else pytest.param(kind, marks=slow) for kind in TORCH]
-)
+@pytest.mark.parametrize("kind", quick_only(TORCH, QUICK, pytest.mark.slow))
 def test_torch(kind):
     with jax.enable_x64(True):
         ours, theirs = our_numbers(TORCH[kind]), recorded("torch", kind)
@@ -111,9 +109,7 @@ def test_torch(kind):
     check(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "GRUCell" else pytest.param(kind, marks=slow) for kind in FLAX]
-)
+@pytest.mark.parametrize("kind", quick_only(FLAX, ("GRUCell",), pytest.mark.slow))
 def test_flax(kind):
     with jax.enable_x64(True):
         case = Case(FLAX[kind])

@@ -252,9 +252,7 @@ def test_what_a_batch_computes_otherwise(fn, monkeypatch):
     grad = lambda *args, **options: jax.jit(jax.grad(keyed_loss(fn, keys, *args, **options)))(
         WEIGHTS["w"]
     )
-    expected = grad(jax.lax.scan)
-    for checkpoint in ("auto", "sqrt"):
-        assert_close(grad(eqg.filter_scan, checkpoint=checkpoint), expected, eps=500)
+    assert_close(grad(eqg.filter_scan, checkpoint="auto"), grad(jax.lax.scan), eps=500)
     with pytest.raises(RuleError, match=rf"can't replay these steps.*\n  {reason}"):
         grad(eqg.filter_scan, checkpoint="replay")
 

@@ -7,6 +7,8 @@ import jax.random as jr
 import numpy as np
 import pytest
 
+from .helpers import quick_only
+
 
 eigh, svd = eqg.safe.eigh, eqg.safe.svd
 
@@ -68,7 +70,10 @@ MATRICES = {
 }
 
 
-@pytest.mark.parametrize("name", MATRICES)
+QUICK = ("eigh: pairs", "eigh: closer", "svd: zero", "svd: tall")
+
+
+@pytest.mark.parametrize("name", quick_only(MATRICES, QUICK, pytest.mark.thorough))
 def test_functions_of_a_matrix_have_the_right_derivative(name):
     functions, make = MATRICES[name]
     with jax.enable_x64():

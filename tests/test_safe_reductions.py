@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from . import mpmath_grid as grid
+from .helpers import quick_only
 
 
 pytestmark = pytest.mark.x64
@@ -78,7 +79,6 @@ def _largest(x, y):
     return max(abs(x), abs(y), 1)
 
 
-OTHER = [0.8, -0.6]
 # The function of a row, the truth, the points, the scale of the value, and for each order of
 # derivatives its scale and, where the function changes on another scale than each coordinate,
 # the step of differences.
@@ -105,7 +105,8 @@ CASES: dict[str, Any] = {
         {(1, 0): (lambda p, q: max(abs(mp.log(p)), 1), None), (2, 0): (None, None)},
     ),
 }
-DTYPES = ["float32", "bfloat16", *[pytest.param("float64", marks=pytest.mark.slow)]]
+DTYPES = quick_only(("float32", "bfloat16"), ("float32",), pytest.mark.thorough)
+DTYPES += quick_only(("float64",), (), pytest.mark.slow)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,7 +135,10 @@ def test_std_is_right_at_all_magnitudes():
     _check_partial(std, _std_truth, (1, 0, 0), points, "float32", _one, largest)
 
 
-@pytest.mark.parametrize("ord", [-INF, -3, -0.5, 0, 0.3, 1, 1.5, 3, INF])
+ORDERS = [-INF, -3, -0.5, 0, 0.3, 1, 1.5, 3, INF]
+
+
+@pytest.mark.parametrize("ord", quick_only(ORDERS, (-3, 0, 0.3, INF), pytest.mark.thorough))
 def test_norms_of_any_order(ord):
     """The values of NumPy, also at zero and at infinity; the derivatives of the formula."""
     rng = np.random.default_rng(0)

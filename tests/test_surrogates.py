@@ -116,12 +116,13 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_the_table_of_the_documentation(name):
-    theirs, ours = ELSEWHERE[name]
+def test_the_table_of_the_documentation():
     v = np.linspace(-2, 2, 98)
-    got = jax.vmap(jax.grad(lambda v: spike(v, ours)))(v.astype("float32"))
-    np.testing.assert_allclose(got, theirs(v), rtol=2e-5, atol=1e-6)
+    slopes = lambda v, ours: jax.vmap(jax.grad(lambda v: spike(v, ours)))(v)
+    every = jax.jit(lambda v: {n: slopes(v, ours) for n, (_, ours) in ELSEWHERE.items()})
+    for name, got in every(v.astype("float32")).items():
+        want = ELSEWHERE[name][0](v)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
 def test_half_precision_is_single_precision_rounded():

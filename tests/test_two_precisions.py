@@ -148,8 +148,10 @@ def capturing(name):
 NAMES = ("scattered", "gathered", "multiplied", "in a program", "in function and rule")
 
 
-@pytest.mark.parametrize("name", [*NAMES, "in the rule only"])
-@pytest.mark.parametrize("is_compiled_before", [False, True])
+@pytest.mark.parametrize(
+    ("name", "is_compiled_before"),
+    [*zip(NAMES, [False, True, False, True, True], strict=True), ("in the rule only", False)],
+)
 def test_captured_arrays(name, is_compiled_before):
     with jax.numpy_dtype_promotion("standard"):  # as users have it
         fn = capturing(name)

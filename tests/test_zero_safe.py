@@ -213,17 +213,16 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", ENDS)
-def test_at_the_end_of_a_closed_domain(name, dtype):
+def test_at_the_end_of_a_closed_domain(name):
     """In double precision, one minus the smallest step that matters is one."""
     fn, end = ENDS[name]
-    with jax.enable_x64(dtype == "float64"):
-        x = jnp.array(end, dtype)
+    with jax.enable_x64(True):
+        x = jnp.array(end)
         loss = lambda x: jnp.where(x != end, fn(x), 0 * x)
         assert not np.isfinite(jax.grad(loss)(x))
         assert jax.grad(eqg.zero_safe(loss))(x) == 0
-        inside = jnp.array(0.5 * end, dtype)
+        inside = jnp.array(0.5 * end)
         assert jax.grad(eqg.zero_safe(loss))(inside) == jax.grad(fn)(inside)
 
 

@@ -1,7 +1,5 @@
 """Rules that are right until something happens: a transformation, an edge, a second call."""
 
-import itertools
-
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
@@ -10,22 +8,12 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from ..rules.arguments import sample, two
-from ..rules.formulas import multiply, multiply_cotangents
-from ..rules.ways import eqg_jvp, eqg_vjp, eqx_jvp, eqx_vjp, jax_jvp, jax_vjp
+from ..rules.arguments import sample
+from ..rules.ways import eqx_jvp, jax_jvp, jax_vjp
 from .registry import fault
 
 
 # transforms
-
-
-@fault("transforms", "right eagerly, wrong under jit")
-def wrong_when_traced(bug):
-    def tangent(x, t):
-        factor = 1.5 if bug and isinstance(x, Tracer) else 1.0
-        return factor * jnp.cos(x) * t
-
-    return jax_jvp(jnp.sin, tangent), (sample(4),)
 
 
 @fault("transforms", "wrong under vmap")
@@ -50,33 +38,6 @@ def batching_rule_of_jax(bug):
 
     bwd = lambda p, ct: (p * (ct - jnp.dot(p, ct)),)
     return jax_vjp(softmax, bwd, fwd), (sample(4),)
-
-
-@fault("transforms", "wrong under (.* of )?vmap, over `y`")
-def batching_rule_of_eqx_grads(bug):
-    rule = eqg_vjp(multiply, multiply_cotangents)
-
-    @rule.def_vmap
-    def batched(axis_size, is_batched, x, y):
-        if is_batched != (False, True):
-            return NotImplemented
-        return rule(jnp.broadcast_to(x, y.shape), y[::-1] if bug else y), True
-
-    return rule, two(3)
-
-
-@fault("transforms", "wrong under derivative of vmap(?s:.)*zero everywhere")
-def derivative_lost_by_batching(bug):
-    """The value is right under `vmap`; its derivative is zero."""
-
-    rule = eqg_jvp(jnp.sin, lambda x, t: jnp.cos(x) * t)
-
-    @rule.def_vmap
-    def batched(axis_size, is_batched, x):
-        out = rule(x)
-        return jax.lax.stop_gradient(out) if bug else out, True
-
-    return rule, (sample(4),)
 
 
 @fault("transforms", "fails under (jit|scan)")
@@ -136,23 +97,6 @@ def residual_never_read(bug):
     return jax_vjp(jnp.sin, lambda saved, ct: (saved[0] * ct,), fwd), (sample(100),)
 
 
-@fault("residuals", "10000 bytes are kept|20000 bytes are kept")
-def jacobian_kept(bug):
-    """All of a Jacobian where a vector would do."""
-
-    def softmax(x):
-        return jax.nn.softmax(x)
-
-    def fwd(x):
-        p = softmax(x)
-        return p, jnp.diag(p) - jnp.outer(p, p) if bug else p
-
-    def bwd(saved, ct):
-        return (saved @ ct if bug else saved * (ct - jnp.dot(saved, ct)),)
-
-    return jax_vjp(softmax, bwd, fwd), (sample(50),), {"max_residual_bytes": 50 * 8}
-
-
 # finite
 
 
@@ -189,14 +133,6 @@ def value_at_zero(bug):
     value = (lambda x: jnp.sin(x) / x) if bug else _sinc
     slope = lambda out, x: _sinc_slope(x)
     return eqg.elementwise(value, slope), (sample(4),), {"at": [(jnp.zeros(2),)]}
-
-
-@fault("finite", r"at\[0\].*(debug_nans|second)(?s:.)*nan")
-def second_order_at_zero(bug):
-    """The slope of sin(x) / x: masked where it is 0 / 0, and so only once differentiable."""
-
-    rule = jax_jvp(_sinc, lambda x, t: _sinc_slope(x, masked_once=bug) * t)
-    return rule, (sample(4),), {"at": [(jnp.zeros(2),)]}
 
 
 @fault("finite", "debug_nans")
@@ -247,9 +183,3 @@ def noise_of_numpy(bug):
         return (1 + 0.01 * float(noise)) * jnp.cos(x) * t
 
     return eqx_jvp(jnp.sin, tangent), (sample(4),)
-
-
-@fault("deterministic", "differs: call 2")
-def every_second_call(bug):
-    factors = itertools.cycle([1.0, 1.5 if bug else 1.0])
-    return eqx_vjp(jnp.sin, lambda x, ct: next(factors) * jnp.cos(x) * ct), (sample(4),)

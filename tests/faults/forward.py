@@ -5,15 +5,13 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 
-from ..rules.arguments import complex_sample, matrix_and_vector, sample, two
+from ..rules.arguments import complex_sample, matrix_and_vector, sample
 from ..rules.formulas import (
     abs_squared,
     matvec,
-    multiply,
-    multiply_tangent,
     sin_and_cos,
 )
-from ..rules.ways import eqg_jvp, eqg_vjp, jax_jvp
+from ..rules.ways import eqg_jvp, jax_jvp
 from .registry import fault
 
 
@@ -23,22 +21,6 @@ from .registry import fault
 @fault("forward", "every entry is twice")
 def twice(bug):
     return jax_jvp(jnp.sin, lambda x, t: (2 if bug else 1) * jnp.cos(x) * t), (sample(5),)
-
-
-@fault("forward", r"1\.001 times")
-def one_in_a_thousand(bug):
-    factor = 1.001 if bug else 1.0
-    return eqg_jvp(jnp.exp, lambda x, t: factor * jnp.exp(x) * t), (sample(4),)
-
-
-@fault("forward", r"57\.3 times")
-def degrees(bug):
-    def sin_of_degrees(x):
-        return jnp.sin(x * (jnp.pi / 180))
-
-    unit = 1 if bug else jnp.pi / 180
-    rule = lambda x, t: jnp.cos(x * (jnp.pi / 180)) * unit * t
-    return jax_jvp(sin_of_degrees, rule), (sample(3, low=10.0, high=80.0),)
 
 
 @fault("forward", "every entry is twice")
@@ -79,12 +61,6 @@ def conjugate(bug):
     return jax_jvp(abs_squared, tangent), (complex_sample(3),)
 
 
-@fault("forward", "term of `y` is missing")
-def term_of_y(bug):
-    without_y = lambda x, y, t_x, t_y: t_x * y
-    return eqg_jvp(multiply, without_y if bug else multiply_tangent), two(3)
-
-
 @fault("forward", r"at `tree\['a'\]`(?s:.)*also wrong: `tree\['b'\]`")
 def leaves_of_a_dict_swapped(bug):
     def weigh(tree):
@@ -103,12 +79,6 @@ def second_output(bug):
 
 
 # Wrong in a region only
-
-
-@fault("forward", "wrong only where `x` is negative|entries are wrong")
-def negative_inputs(bug):
-    slope = lambda out, x: jnp.where(x > 0, 1.0, 0.01 if bug else 0.1).astype(x.dtype)
-    return eqg.elementwise(lambda x: jnp.where(x > 0, x, 0.1 * x), slope), (sample(6),)
 
 
 # Arguments that are not arrays of floats
@@ -148,25 +118,6 @@ def module_leaf(bug):
 
 
 # Rules that are wrong on purpose, and then wrong
-
-
-@fault("forward", "at `a`")
-def straight_through(bug):
-    surrogate = jnp.tanh if bug else (lambda x: x)
-    rule = eqg.with_gradient_of(jnp.round, surrogate)
-    return rule, (sample(5),), {"reference": lambda x: x}
-
-
-@fault("forward", "at `x`")
-def forward_half_of_a_reverse_rule(bug):
-    rule = eqg_vjp(jnp.sin, lambda x, ct: (jnp.cos(x) * ct,))
-    rule.def_jvp(
-        lambda primals, tangents: (
-            jnp.sin(primals[0]),
-            (1.0 if bug else jnp.cos(primals[0])) * tangents[0],
-        )
-    )
-    return rule, (sample(4),)
 
 
 # Precision and errors

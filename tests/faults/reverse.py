@@ -1,19 +1,13 @@
 """Backward rules with a wrong number in them."""
 
-from typing import NamedTuple
-
 import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from ..rules.arguments import complex_sample, matrix_and_vector, sample, two
+from ..rules.arguments import sample, two
 from ..rules.formulas import (
-    abs_squared,
-    abs_squared_cotangents,
-    matvec,
-    matvec_cotangents,
     multiply,
     multiply_cotangents,
 )
@@ -33,12 +27,6 @@ def mean_not_divided_by_n(bug):
     return jax_vjp(mean_square, cotangents), (sample(5),)
 
 
-@fault("reverse", "zero everywhere: the term of `x`")
-def nothing_at_1000(bug):
-    cotangents = lambda x, ct: (jnp.zeros_like(x) if bug else jnp.cos(x) * ct,)
-    return jax_vjp(jnp.sin, cotangents), (sample(1000),)
-
-
 @fault("reverse", "at `x`(?s:.)*entries are wrong")
 def dropout_of_another_key(bug):
     def dropout(x, key):
@@ -49,32 +37,6 @@ def dropout_of_another_key(bug):
 
 
 # Transposes and conjugates
-
-
-@fault("reverse", "at `x`(?s:.)*transposed")
-def not_transposed(bug):
-    not_transposed = lambda w, x, ct: (jnp.outer(ct, x), w @ ct)
-    return jax_vjp(matvec, not_transposed if bug else matvec_cotangents), matrix_and_vector(4)
-
-
-@fault("reverse", "complex conjugate")
-def not_conjugated(bug):
-    """PyTorch's convention is the conjugate of JAX's."""
-
-    not_conjugated = lambda z, ct: (2 * z * ct.astype(z.dtype),)
-    return jax_vjp(abs_squared, not_conjugated if bug else abs_squared_cotangents), (
-        complex_sample(3),
-    )
-
-
-@fault("reverse", "at `x`")
-def reversed_along_time(bug):
-    @eqg.custom_gradient
-    def discount(x):
-        weights = 0.5 ** jnp.arange(x.size, dtype=x.dtype)
-        return weights * x, lambda ct: (weights[::-1] if bug else weights) * ct
-
-    return discount, (sample(5),)
 
 
 # The wrong argument, leaf, axis or place
@@ -115,21 +77,6 @@ def field_of_self(bug):
     return LeakyLinear.step, (cell, sample(3, seed=1), sample(2, seed=2))
 
 
-class State(NamedTuple):
-    position: jax.Array
-    velocity: jax.Array
-
-
-@fault("reverse", r"at `state\.velocity`(?s:.)*what belongs to `state\.position`")
-def leaf_of_a_named_tuple(bug):
-    def drift(state):
-        return state.position + 0.1 * state.velocity
-
-    bwd = lambda _, ct: (State(ct, (1.0 if bug else 0.1) * ct),)
-    fwd = lambda state: (drift(state), None)
-    return eqg_vjp(drift, bwd, fwd), (State(*two(3)),)
-
-
 @fault("reverse", "at `x`(?s:.)*off by one")
 def index_off_by_one(bug):
     """The cotangent of `x[i]`, with an integer argument."""
@@ -163,25 +110,6 @@ def clipped_elsewhere(bug):
 
 
 # Types and errors
-
-
-@fault("reverse", "float16")
-def cotangent_in_half_precision(bug):
-    def cotangents(x, ct):
-        ct_x = 2 * x * ct
-        return (ct_x.astype("float16") if bug else ct_x,)
-
-    return jax_vjp(lambda x: x**2, cotangents), (jnp.array([0.5, 1.0, -2.0]),)
-
-
-@fault("reverse", "complex")
-def complex_cotangent_of_a_real_array(bug):
-    def cotangents(angle, ct):
-        ct = jax.lax.complex(-jnp.sin(angle), jnp.cos(angle)) * ct
-        return (ct if bug else jnp.real(ct),)
-
-    to_circle = lambda x: jax.lax.complex(jnp.cos(x), jnp.sin(x))
-    return jax_vjp(to_circle, cotangents), (sample(3),)
 
 
 @fault("reverse", "TypeError: .*bwd rule")

@@ -4,17 +4,15 @@ linearity, adjoint, zeros and higher orders."""
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from ..rules.arguments import matrix_and_vector, sample, two
 from ..rules.formulas import (
     matvec,
     multiply,
-    multiply_tangent,
     sin_and_cos,
     square,
 )
-from ..rules.ways import eqg_jvp, eqg_vjp, eqx_jvp, eqx_vjp, jax_jvp, jax_vjp
+from ..rules.ways import eqg_vjp, eqx_jvp, eqx_vjp, jax_jvp, jax_vjp
 from .registry import fault
 
 
@@ -28,15 +26,6 @@ tangents = eqg.tangents
 def value_of_a_forward_rule(bug):
     value = (lambda x: jnp.sin(x) + 0.01) if bug else jnp.sin
     return jax_jvp(jnp.sin, lambda x, t: jnp.cos(x) * t, value), (sample(5),)
-
-
-@fault("primal", "float16")
-def dtype_of_the_value(bug):
-    def fwd(x):
-        return square(x).astype("float16") if bug else square(x), x
-
-    bwd = lambda x, ct: (2 * x * ct.astype(x.dtype),)
-    return jax_vjp(square, bwd, fwd), (jnp.array([0.5, 1.0, -2.0]),)
 
 
 @fault("primal", "'fast'")
@@ -58,13 +47,6 @@ def integer_leaf_of_the_value(bug):
     return jax_vjp(lambda x: (jnp.max(x), jnp.argmax(x)), bwd, fwd), (sample(4),)
 
 
-@fault("primal", "returned a different output")
-def shape_of_the_value_seen_by_eqx_grads(bug):
-    fwd = lambda x: (jnp.sum(x**2, keepdims=bug), x)
-    bwd = lambda x, ct: (2 * x * ct,)
-    return eqg_vjp(lambda x: jnp.sum(x**2), bwd, fwd), (sample(3),)
-
-
 # linear: in the tangent, and in the cotangent
 
 
@@ -80,14 +62,6 @@ def tangent_squared(bug):
     return jax_jvp(jnp.sin, lambda x, t: jnp.cos(x) * (t**2 if bug else t)), (sample(4),)
 
 
-@fault("linear", "RuleError: .*not linear in its tangents")
-def product_of_tangents(bug):
-    """`eqx_grads` sees this by itself."""
-
-    with_product = lambda x, y, t_x, t_y: multiply_tangent(x, y, t_x, t_y) + t_x * t_y
-    return eqg_jvp(multiply, with_product if bug else multiply_tangent), two(3)
-
-
 @fault("linear", "cotangent(?s:.)*not linear")
 def clipping_not_declared(bug):
     clip = (lambda ct: jnp.clip(ct, -0.5, 0.5)) if bug else (lambda ct: ct)
@@ -96,15 +70,6 @@ def clipping_not_declared(bug):
 
 
 # adjoint: the forward half against the reverse half
-
-
-@fault("adjoint", "not the same linear map")
-def halves_of_a_shift(bug):
-    shift = lambda x: jnp.roll(x, 1)
-    bwd = lambda _, ct: (jnp.roll(ct, 1 if bug else -1),)
-    rule = eqg_vjp(shift, bwd, lambda x: (shift(x), None))
-    rule.def_jvp(lambda primals, tangents: (shift(*primals), shift(*tangents)))
-    return rule, (sample(5),)
 
 
 @fault("adjoint", "not the same linear map")
@@ -133,25 +98,6 @@ def term_dropped_with_the_other(bug):
         return tangents.add(tangents.scale(t_x, y), tangents.scale(t_y, x))
 
     return eqx_jvp(multiply, tangent), two(3)
-
-
-@fault("zeros", "only `x` is perturbed")
-def factor_forgotten_alone(bug):
-    """Right together, but the short cut for `x` alone is not."""
-    f = jax.custom_jvp(multiply)
-
-    def rule(primals, tans):
-        (x, y), (t_x, t_y) = primals, tans
-        if isinstance(t_y, SymbolicZero):
-            t = t_x if bug else t_x * y
-        elif isinstance(t_x, SymbolicZero):
-            t = x * t_y
-        else:
-            t = t_x * y + x * t_y
-        return x * y, t
-
-    f.defjvp(rule, symbolic_zeros=True)
-    return f, two(3)
 
 
 @fault("zeros", "only `[xy]` is perturbed")

@@ -278,7 +278,6 @@ _SPIKES = d.optional(d.either(d.function, d.of_type(eqg.surrogates.AbstractSurro
 of("nn", "surrogate", eqg.surrogates.atan(), _SPIKES)
 of("nn.LIFCell() nn.LIFCell-all()", "x", X, d.shaped(REAL, 3))
 _STATES = d.of_type(eqg.nn.LIFState)
-_ALL = eqg.nn.LIFCell(3, 0.9, alpha=0.5, rho=0.8)
 of("nn.LIFCell()", "state", eqg.nn.LIFCell(3, 0.9).initial_state(), _STATES)
 of(
     "nn.LIFCell-all()",

@@ -1,6 +1,5 @@
 """Sample rules, each written once: `formulas`, and the `ways` to make rules of them.
 
 The other collections use these rules: `ops` (one rule in every kind), `right_rules` (over all
-kinds of arguments), `faults` (with one thing wrong), `leaks` (in programs that leak), `cases`
-(public ops). `ports` are the rules of other systems, as they are written there.
+kinds of arguments), `faults` (with one thing wrong).
 """

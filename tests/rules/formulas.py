@@ -29,20 +29,12 @@ def multiply(x, y):
     return x * y
 
 
-def multiply_tangent(x, y, t_x, t_y):
-    return t_x * y + x * t_y
-
-
 def multiply_cotangents(x, y, ct):
     return y * ct, x * ct
 
 
 def matvec(w, x):
     return w @ x
-
-
-def matvec_cotangents(w, x, ct):
-    return jnp.outer(ct, x), w.T @ ct
 
 
 # Complex numbers
