@@ -96,15 +96,9 @@ def test_a_scale_that_is_zero():
     linear = eqx.nn.Linear(4, 3, key=KEY)
     zero = eqx.tree_at(lambda layer: layer.weight, linear, jnp.zeros((3, 4)))
     gradient = eqx.filter_grad(lambda layer: jnp.sum((layer(jnp.ones(4)) - 1) ** 2))
-    text = r"The scale of a `Ternary` is zero(?s:.)*\(3, 4\)(?s:.)*scale=False"
-    with pytest.warns(UserWarning, match=text):
-        assert not np.any(gradient(nn.Quantized(zero, nn.Ternary())).weight)
+    assert not np.any(gradient(nn.Quantized(zero, nn.Ternary())).weight)
     for quantizer in (nn.Ternary(scale=False), nn.Binary()):
         assert np.all(gradient(nn.Quantized(zero, quantizer)).weight != 0)
-    with pytest.warns(UserWarning, match="`threshold` is 3.0(?s:.)*smaller"):
-        nn.Quantized(linear, nn.Ternary(threshold=3.0))
-    # Nothing is known of a weight.
-    eqx.filter_eval_shape(lambda zero: nn.Quantized(zero, nn.Ternary()), zero)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -245,8 +239,7 @@ def test_shared_layers(getkey):
     assert new["a"] is new["b"][0] is new["c"]
     assert [row.note for row in report.swapped] == ["", *2 * ["shared with ['a']"]]
     new, report = nn.quantize_model(model, {"['b']": nn.LSQ(2), "['c']": nn.LSQ(4)})
-    was = "was shared with ['a'], and is not any more"
-    assert [row.note for row in report.swapped] == [was, was]
+    assert (new["b"][0].weight_quantizer.bits, new["c"].weight_quantizer.bits) == (2, 4)
     # A weight that is shared is left, and in a call both are arrays.
     model, _ = nn.quantize_model([linear, eqx.nn.Linear(2, 2, key=getkey())], {"*": nn.LSQ(2)})
     shared = eqx.nn.Shared(model, lambda model: model[1].weight, lambda model: model[0].weight)
@@ -330,7 +323,7 @@ def test_calibration_errors(getkey):
     with raises(r"has no scale(?s:.)*from a file(?s:.)*=1.0`"):
         nn.quantize_model(model, {"*": QUANTIZERS})
     make = lambda: nn.quantize_model(model["a"], {"*": QUANTIZERS}, calibrate=jnp.ones((6, 3)))
-    match = r"can't calibrate while JAX traces(?s:.)*outside of it(?s:.)*`scale=1.0`: the file"
+    match = r"no inputs to calibrate(?s:.)*outside of `jax.jit`(?s:.)*a file is read"
     for run in (eqx.filter_eval_shape, lambda make: eqx.filter_jit(make)()):
         with raises(match):
             run(make)
@@ -487,7 +480,7 @@ ERRORS = [
     (lambda: nn.quantize_model([LINEAR], {"*": nn.LSQ(2), "[0]": None}), "never used: rule 1"),
     (lambda: nn.quantize_model(LINEAR, {3: nn.LSQ(2)}), "which layers it is for: rule 0, 3"),
     (lambda: nn.quantize_model(LINEAR, nn.LSQ(2)), "not a dictionary or a list of pairs"),
-    (lambda: nn.quantize_model([nn.Quantized(LINEAR)], RULE), "that are quantized alr"),
+    (lambda: nn.quantize_model([nn.Quantized(LINEAR)], RULE), r"`\[0\]`: quantized alr"),
     (lambda: make_vq().decode(1.0), "`VectorQuantizer.decode` was given"),
     # Lists say what they leave out.
     (lambda: nn.quantize_model(MANY, {eqx.nn.Conv: nn.LSQ(4)}), r"is `\[9\]`, Linear\n  and 3"),

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike
+from jaxtyping import ArrayLike
 
-from .._errors import bad_argument, check_flags, rule_error, type_of
-from .._rules.float_args import as_count, as_floats, as_integer, is_number
+from .._errors import bad_argument, check_flags, check_option, rule_error, type_of
+from .._rules.float_args import as_count, as_floats, is_number
 from .._rules.nondifferentiable import nondifferentiable
 from .._tangent_spaces import dtype_of, promote, sum_dtype
 from ._explicit_axes import on_explicit_axes
@@ -26,7 +26,6 @@ from ._linear_cross_entropy_rules import (
 
 
 NAME = "losses.linear_cross_entropy"
-REDUCTIONS = ("mean", "sum", "none")
 
 
 def linear_cross_entropy(
@@ -168,18 +167,15 @@ def linear_cross_entropy(
         arXiv:2204.02311.
     """
     chunk = None if chunk is None else as_count(NAME, "chunk", chunk)
-    given, ignore_index = ignore_index, as_integer(ignore_index)
-    if given is not None and ignore_index is None:
+    if ignore_index is not None:
         do = "Give the label of tokens that do not count, or `None`."
-        raise bad_argument(NAME, "ignore_index", "an integer", given, do)
+        ignore_index = as_count(NAME, "ignore_index", ignore_index, least=-(2**31), do=do)
     _check_number("label_smoothing", label_smoothing, 0, 1)
     _check_number("z_loss", z_loss, 0, math.inf)
     if soft_cap is not None:
         _check_number("soft_cap", soft_cap, math.ulp(0.0), math.inf)
     check_flags(NAME, return_z_loss=return_z_loss)
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        one_of = f"one of {', '.join(map(repr, REDUCTIONS))}"
-        raise bad_argument(NAME, "reduction", one_of, reduction, f"Give {one_of}.")
+    check_option(NAME, "reduction", reduction, ("mean", "sum", "none"))
     arrays = _as_arrays(x, weight, labels, bias, class_weight)
     cap = None if soft_cap is None else float(soft_cap)
     numbers = float(label_smoothing), float(z_loss), cap
@@ -199,7 +195,8 @@ def _losses(x, weight, bias, class_weight, labels, *, options):
         is_counted = is_valid = jnp.ones(shape, bool)
         labels = labels.reshape(-1, n)
     else:
-        is_counted = _is_counted(labels, options.ignore_index)
+        is_ignored = options.ignore_index is not None and labels == options.ignore_index
+        is_counted = jnp.broadcast_to(~jnp.asarray(is_ignored), shape)
         is_valid = (labels >= 0) & (labels < size)
         labels = jnp.where(is_counted & is_valid, labels, 0).reshape(-1)
     # An ignored token has the factor zero, and zero times NaN would be NaN.
@@ -237,17 +234,12 @@ def _as_axes(axis_name) -> tuple[Hashable, ...]:
         return ()
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
-        are_different = len(set(axes)) == len(axes)
         jax.lax.axis_index(axes)
     except (NameError, KeyError, TypeError, ValueError):
-        are_different = False
-    if not are_different:
-        raise rule_error(
-            f"`{NAME}` was given the name of an axis that does not exist here.",
-            f"`axis_name` is {axis_name!r:.60}",
-            do="Call it inside a `jax.shard_map` over a mesh with this axis, which distributes "
-            "the rows of `weight`. Elsewhere, leave `axis_name` out.",
-        )
+        do = "Call it inside a `jax.shard_map` over a mesh with this axis, which distributes "
+        do += "the rows of `weight`. Elsewhere, leave `axis_name` out."
+        what = "the name of an axis that exists here"
+        raise bad_argument(NAME, "axis_name", what, axis_name, do) from None
     return axes
 
 
@@ -258,20 +250,17 @@ def _as_arrays(x, weight, labels, bias, class_weight):
         class_weight = as_floats(NAME, class_weight, "class_weight")
         class_weight = nondifferentiable(class_weight, f"The `class_weight` of `{NAME}`")
     dtype = dtype_of(labels)
-    is_index = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
-    if not is_index and not (dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
-        raise rule_error(
-            f"`{NAME}` was given labels that are neither integers nor probabilities.",
-            f"`labels` is {type_of(labels)}",
-            do="A label is the index of a row of `weight`, or a row of probabilities.",
-        )
-    labels = jnp.asarray(labels)
+    is_index, is_soft = (
+        dtype is not None and jnp.issubdtype(dtype, kind)
+        for kind in (jnp.integer, jnp.floating)
+    )
     of_label = x.shape[:-1] + (() if is_index else weight.shape[:1])
     fits = (
-        x.ndim >= 1
+        (is_index or is_soft)
+        and x.ndim >= 1
         and weight.ndim == 2
         and weight.shape[1] == x.shape[-1]
-        and labels.shape == of_label
+        and jnp.shape(labels) == of_label
         and all(b is None or b.shape == weight.shape[:1] for b in (bias, class_weight))
     )
     if not fits or weight.shape[0] == 0:
@@ -280,28 +269,20 @@ def _as_arrays(x, weight, labels, bias, class_weight):
         raise rule_error(
             f"The arguments of `{NAME}` do not fit together.",
             ", ".join(f"`{n}` is {type_of(a)}" for n, a in zip(names, arrays, strict=True)),
-            do="Give `x` of shape `(..., features)`, labels of shape `(...)`, or probabilities "
-            "of shape `(..., vocabulary)`, a weight of shape `(vocabulary, features)`, and a "
+            do="Give `x` of shape `(..., features)`, labels that are integers of shape `(...)` "
+            "or probabilities of shape `(..., vocabulary)`, a weight of shape `(vocabulary, features)`, and a "
             "bias and class weights of shape `(vocabulary,)`.",
         )
-    dtype = promote([x, weight])
-    if is_index:
-        # Small integers can't hold every index of a vocabulary, nor -100.
-        bits = jnp.iinfo(labels.dtype).bits
-        labels = labels.astype(jnp.int32) if bits < 32 else labels
-    else:
+    dtype, labels = promote([x, weight]), jnp.asarray(labels)
+    if is_soft:
         labels = nondifferentiable(labels, f"The `labels` of `{NAME}`")
         labels = labels.astype(sum_dtype(dtype))
+    elif labels.dtype != jnp.int64:
+        # Others can't hold every index of a vocabulary, or not -100.
+        labels = labels.astype(jnp.int32)
     if class_weight is not None:
         class_weight = class_weight.astype(sum_dtype(dtype))
     return x.astype(dtype), weight.astype(dtype), bias, class_weight, labels
-
-
-def _is_counted(labels, ignore_index) -> Array:
-    known = jnp.iinfo(labels.dtype)
-    if ignore_index is None or not known.min <= ignore_index <= known.max:
-        return jnp.ones(labels.shape, bool)
-    return labels != ignore_index
 
 
 def _check_number(option: str, value: Any, least: float, most: float) -> None:

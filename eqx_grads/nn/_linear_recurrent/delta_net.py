@@ -1,6 +1,5 @@
 """Gated DeltaNet, as a layer over time."""
 
-import abc
 from typing import Any, Unpack
 
 import equinox as eqx
@@ -12,10 +11,10 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from ..._control_flow.delta_rule import gated_delta_rule
 from ..._tangent_spaces import promote
-from .._argument_checks import as_sizes, check_real
+from .._arguments import as_sizes, check_real
 from .._recurrent.layer import AbstractRecurrent
 from .._recurrent.stack import Stack, StackOptions
-from .gates import matmul_f32
+from .recurrence import matmul_f32
 from .short_convolution import convolve, make_convolution, time_order
 
 
@@ -52,7 +51,7 @@ class GatedDeltaCell(eqx.Module):
         matrix = jnp.zeros((heads, self.key_size, self.gain.shape[0]), dtype)
         return matrix, jnp.zeros((size[0] - 1, size[1]), dtype)
 
-    def run(self, xs, state, valid, chunk):
+    def run(self, xs, state, valid, layer):
         """All outputs and the last state, from the first step to the last."""
         matrix, window = state
         steps, batch, heads = *xs.shape[:2], self.log_rate.shape[0]
@@ -76,7 +75,7 @@ class GatedDeltaCell(eqx.Module):
             -jnp.exp(rate) * jax.nn.softplus(step + bias),
             state=matrix.astype(wide),
             lengths=None if valid is None else jnp.sum(valid, 0),
-            chunk=chunk,
+            chunk=layer.chunk,
             scale=self.key_size**-0.5,
         )
         norm = jax.lax.rsqrt(jnp.mean(out**2, -1, keepdims=True) + 1e-5)
@@ -101,16 +100,12 @@ class AbstractConvolved(AbstractRecurrent):
     forward, and reversing its inputs runs it backward."""
 
     def _run_cell(self, cell, xs, state, valid, reverse):
-        check_real(type(self).__name__, cell, xs, *state)
+        check_real(type(self).__name__, xs)
         order, dtype = time_order(reverse, valid), promote([xs, cell.weight_in])
         if xs.shape[0] == 0:
             return jnp.zeros((0, xs.shape[1], cell.weight_out.shape[0]), dtype), state
-        ys, state = cell.run(order(xs.astype(dtype)), state, valid, **self._options())
+        ys, state = cell.run(order(xs.astype(dtype)), state, valid, self)
         return order(ys).astype(dtype), state
-
-    @abc.abstractmethod
-    def _options(self) -> dict[str, Any]:
-        """How the recurrence runs."""
 
 
 class GatedDeltaNet(AbstractConvolved):
@@ -218,6 +213,3 @@ class GatedDeltaNet(AbstractConvolved):
             (chunk,) = as_sizes("GatedDeltaNet", chunk=chunk)
         self._set_cells(GatedDeltaCell, sizes, dtype, key, options)
         self.chunk = chunk
-
-    def _options(self):
-        return {"chunk": self.chunk}

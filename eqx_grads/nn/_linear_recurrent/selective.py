@@ -14,7 +14,7 @@ from ..._errors import check_option
 from ..._tangent_spaces import promote
 from .._recurrent.stack import Stack, StackOptions
 from .delta_net import AbstractConvolved, bias_of_steps
-from .gates import matmul_f32
+from .recurrence import matmul_f32
 from .short_convolution import convolve, make_convolution
 
 
@@ -49,7 +49,7 @@ class SelectiveCell(eqx.Module):
         dtype, (size, channels) = promote([self.log_rate, jnp.float32]), self.convolution.shape
         return jnp.zeros(self.log_rate.shape, dtype), jnp.zeros((size - 1, channels), dtype)
 
-    def run(self, xs, state, valid, method):
+    def run(self, xs, state, valid, layer):
         """All outputs and the last state, from the first step to the last."""
         h, window = state
         wide = promote([xs, self.weight_in, jnp.float32, *state])
@@ -63,7 +63,7 @@ class SelectiveCell(eqx.Module):
         lengths = None if valid is None else jnp.sum(valid, 0)
         rates, step = -jnp.exp(cast(self.log_rate)), jax.nn.softplus(step)
         y, h = selective_scan(
-            x, step, rates, b, c, state=cast(h), lengths=lengths, method=method
+            x, step, rates, b, c, state=cast(h), lengths=lengths, method=layer.method
         )
         y = (y + cast(self.skip)[None, None] * x) * jax.nn.silu(gate)
         return matmul_f32(y, cast(self.weight_out)), (h, window)
@@ -168,6 +168,3 @@ class SelectiveSSM(AbstractConvolved):
         check_option("SelectiveSSM", "method", method, METHODS)
         self._set_cells(SelectiveCell, sizes, dtype, key, options)
         self.method = method
-
-    def _options(self):
-        return {"method": self.method}

@@ -73,28 +73,18 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
     a weight is NaN.
     """
     is_layer = lambda x: isinstance(x, Quantized | Layer)
-    reasons = []
-
-    def choose(path, layer):
-        how = _reason_to_leave(layer)
-        reasons.append((path, how))
-        return how
-
+    choose = lambda path, layer: _reason_to_leave(layer)
     new, swapped, left = map_layers(model, is_layer, choose, _with_integers)
-    if all(how not in (None, _HAS_INTEGERS) for _, how in reasons):
+    if not swapped:
         raise rule_error(
             "`to_integers` was given a model without a weight that can be stored as integers.",
-            f"it is a `{type(model).__name__}` with {len(reasons)} layers",
-            *first_of([f"{place_of(path)}: {how}" for path, how in reasons], 8),
+            *first_of([f"{place_of(row.path)}: {row.note}" for row in left], 8),
             do="Give it a model whose layers `eqx_grads.nn.quantize_model` has replaced, with "
             "weights quantized by `eqx_grads.nn.FakeQuantize`, `eqx_grads.nn.LSQ`, "
             "`eqx_grads.nn.Binary`, `eqx_grads.nn.Ternary`, or by an "
             "`eqx_grads.nn.AbstractQuantizer` of your own.",
         )
     return new, QuantizationReport(swapped, left, (_size(new), _size(model)))
-
-
-_HAS_INTEGERS = "has integers"
 
 
 def _reason_to_leave(layer):
@@ -105,7 +95,7 @@ def _reason_to_leave(layer):
         return f"its weight is a `{type(layer.layer.weight).__name__}`"
     quantizer = layer.weight_quantizer
     if isinstance(quantizer, Stored):
-        return _HAS_INTEGERS
+        return "has integers"
     if quantizer is None:
         return "its weight is not quantized"
     if not isinstance(quantizer, AbstractQuantizer):

@@ -206,16 +206,12 @@ def _check_all_used(rules: list[_Rule], found: dict[str, _Found], arrays: list[s
     for rule in rules:
         if any(rule is layer.rule for layer in found.values()):
             continue
-        matched = {path: x.layer for path, x in found.items() if rule in x.matching}
-        if any(map(rule.is_for, matched.values())):
-            what, where = "is never used", ["each of its layers is matched by a rule before it"]
-            do = "The first rule that matches wins: put this one first, or leave it out."
-        elif matched:
-            path, layer = next(iter(matched.items()))
-            what = "matches only layers that are quantized already"
-            where = [f"{place_of(path)} is a quantized `{kind_of(layer)}`"]
-            do = "Leave the rule out, or give `quantize_model` the model that it was before. "
-            do += "Write `(None, quantizer)` to quantize only the inputs of a layer."
+        matched = [(place_of(p), x.rule) for p, x in found.items() if rule in x.matching]
+        if matched:
+            what, do = "is never used", "The first rule that matches a layer is used. In a "
+            do += "layer that is quantized already, `(None, quantizer)` quantizes the inputs."
+            used = [f"{place}: {r.name if r else 'quantized already'}" for place, r in matched]
+            where = first_of(used, 10)
         else:
             what, kinds = "matches no layer", {p: kind_of(x.layer) for p, x in found.items()}
             kinds |= dict.fromkeys(arrays, "an array")
@@ -224,8 +220,7 @@ def _check_all_used(rules: list[_Rule], found: dict[str, _Found], arrays: list[s
             where = first_of([f"there is {place_of(p)}, {kinds[p]}" for p in paths], 10)
             do = (
                 "A layer of `model` is an `equinox.nn.Linear`, an `equinox.nn.Conv`, or of a "
-                "type with a `weight` that a rule names. Rules name it by its type or path, or "
-                "by the type or path of a node around it. Paths are written as in Python: "
+                "type with a `weight` that a rule names. Paths are written as in Python: "
                 "`encoder.layers[0]`. For another array, as in an `equinox.nn.GRUCell`, call a "
                 "quantizer where the model uses it, or in the loss."
             )
@@ -245,10 +240,8 @@ def _calibrated(model, found, batch, call):
         what = "`call`, and no batch" if batch is None else "batch, and nothing to calibrate"
         raise rule_error(
             f"`quantize_model` was given a {what}.",
-            f"{len(uncalibrated)} layers have an input quantizer whose scale is to be fitted",
-            do="Leave `calibrate` and `call` out, or give a batch, and rules with an input "
-            "quantizer whose scale is fitted: an `eqg.nn.LSQ`, or an `eqg.nn.FakeQuantize` "
-            "with `learn_scale=True`. Without it, a `FakeQuantize` computes its scale in each "
-            "call.",
+            do="Give both `calibrate` and rules with an input quantizer whose scale is fitted: "
+            "an `eqg.nn.LSQ`, or an `eqg.nn.FakeQuantize` with `learn_scale=True`. Without it, "
+            "a `FakeQuantize` computes its scale in each call: leave `calibrate` out.",
         )
     return fit_to_inputs(model, uncalibrated, batch, call)

@@ -14,7 +14,6 @@ from .quantizer import (
     needs_fit,
     Quantizer,
     Stored,
-    without_function_leaf,
 )
 
 
@@ -97,7 +96,10 @@ class Quantized(eqx.Module):
             of_weight = weight_quantizer
             if isinstance(of_weight, AbstractQuantizer):
                 of_weight = of_weight.fit(weight)
-            return without_function_leaf(of_weight), without_function_leaf(input_quantizer)
+            # A scan over layers, as in `equinox.nn.MLP`, takes no leaf that is a function.
+            is_leaf = lambda q: jax.tree_util.all_leaves([q])
+            wrap = lambda q: jax.tree_util.Partial(q) if is_leaf(q) else q
+            return wrap(of_weight), wrap(input_quantizer)
 
         for _ in ensemble_shape(layer):
             quantizers = eqx.filter_vmap(quantizers)

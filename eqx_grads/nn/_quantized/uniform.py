@@ -10,16 +10,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Integer, Key
 
 from ... import ste
-from ..._errors import check_flags, rule_error, type_of
+from ..._errors import bad_argument, check_flags, rule_error, type_of
 from ..._rules.float_args import (
     as_bits,
+    as_count,
     as_floats,
+    as_integer,
     broadcast_parameter,
     is_number,
     widen,
 )
-from .argument_checks import as_number, as_scale, check_examples, check_no_nan, optional_integer
-from .quantizer import AbstractQuantizer, Encoded, Floats, spread
+from .quantizer import (
+    AbstractQuantizer,
+    as_number,
+    as_scale,
+    check_examples,
+    Encoded,
+    Floats,
+    spread,
+)
 
 
 FloatsLike: TypeAlias = Float[ArrayLike, "..."]
@@ -47,8 +56,12 @@ class AbstractUniform(AbstractQuantizer):
         if is_number(scale) and not learn_scale:
             self.scale, self.constant = None, float(scale)
         self.bits, self.signed = as_bits(name, bits, signed, narrow), bool(signed)
-        self.channel_axis = optional_integer(name, "channel_axis", channel_axis)
-        self.group_size = optional_integer(name, "group_size", group_size, least=1)
+        if channel_axis is not None and as_integer(channel_axis) is None:
+            do = "Give one integer, or `None`."
+            raise bad_argument(name, "channel_axis", "an axis", channel_axis, do)
+        self.channel_axis = as_integer(channel_axis)
+        is_one = group_size is None
+        self.group_size = None if is_one else as_count(name, "group_size", group_size)
         self.learn_scale = bool(learn_scale)
 
     @abc.abstractmethod
@@ -82,7 +95,7 @@ class AbstractUniform(AbstractQuantizer):
         given, x = x, as_floats(name, x)
         if not self.needs_fit:
             return self
-        check_examples(name, given, x.dtype)
+        check_examples(name, given)
         info = jnp.finfo(x.dtype)
         scale = jnp.clip(self._scale_of_all(x), float(info.tiny), float(info.max))
         scale = scale.astype(x.dtype)
@@ -127,7 +140,7 @@ class AbstractUniform(AbstractQuantizer):
         """
         name = f"{type(self).__name__}.encode"
         floats = as_floats(name, x)
-        check_no_nan(name, floats)
+        check_examples(name, x)
         wide = widen(floats)
         scale = jnp.asarray(self._scale_in_use(floats)).astype(wide.dtype)
         steps = broadcast_parameter(name, "scale", spread(scale, wide), wide)
@@ -358,11 +371,7 @@ class LSQ(AbstractUniform):
         self.gradient_scale = gradient_scale
 
     def _scale_for(self, x, axes):
-        sharing = max(math.prod(x.shape[i] for i in axes), 1)
-        # The sum may be out of range, and by a power of two it is not rounded.
-        power = 2.0 ** math.ceil(math.log2(sharing))
-        total = jnp.sum(jnp.abs(x) / power, axes, keepdims=True)
-        return total * (2 * power / (sharing * self._largest**0.5))
+        return jnp.mean(jnp.abs(x), axes, keepdims=True) * (2 / self._largest**0.5)
 
     def _zero_for(self, x, scale):
         return jnp.zeros((), x.dtype)

@@ -5,11 +5,10 @@ import functools as ft
 from typing import Any, Unpack
 
 import equinox as eqx
-import jax
 from jaxtyping import Array, Key, PyTree
 
-from ..._errors import check_flags, check_option, rule_error
-from .._argument_checks import as_sizes, check_real
+from ..._errors import check_flags, check_option
+from .._arguments import as_sizes, check_real
 from .cell_scan import run_cell
 from .gated_cells import ProjectedLSTMCell, RNNCell
 from .layer import AbstractRecurrent
@@ -28,7 +27,7 @@ class AbstractGated(AbstractRecurrent):
     keep: eqx.AbstractVar[str]
 
     def _run_cell(self, cell, xs, state, valid, reverse):
-        check_real(type(self).__name__, cell, xs, *jax.tree.leaves(state))
+        check_real(type(self).__name__, xs)
         return run_cell(cell, xs, state, valid, reverse, self.keep)
 
 
@@ -187,9 +186,8 @@ class LSTM(AbstractGated):
     ):
         """**Arguments:**
 
-        - `proj_size`: the size of the hidden state and of the output, less than `hidden_size`,
-            which is then the size of the cell state only. By default, the layer has no
-            projection.
+        - `proj_size`: the size of the hidden state and of the output. Then `hidden_size` is the
+            size of the cell state only. By default, the layer has no projection.
 
         All others as for [`eqx_grads.nn.GRU`][]. With `keep="states"`, the residuals need half
         of the memory.
@@ -198,7 +196,7 @@ class LSTM(AbstractGated):
         check_option("LSTM", "keep", keep, KEEP)
         make, output_size = ft.partial(eqx.nn.LSTMCell, use_bias=bool(use_bias)), None
         if proj_size is not None:
-            output_size = _as_projection(proj_size, hidden_size)
+            (output_size,) = as_sizes("LSTM", proj_size=proj_size)
             make = ft.partial(ProjectedLSTMCell, use_bias=use_bias, proj_size=output_size)
         sizes = {"input_size": input_size, "hidden_size": hidden_size}
         self._set_cells(make, sizes, dtype, key, options, output_size)
@@ -263,15 +261,3 @@ class RNN(AbstractGated):
         sizes = {"input_size": input_size, "hidden_size": hidden_size}
         self._set_cells(make, sizes, dtype, key, options)
         self.keep = "states"
-
-
-def _as_projection(proj_size: Any, hidden_size: Any) -> int:
-    """The size of a projected state, which is smaller than the cell."""
-    known, hidden_size = as_sizes("LSTM", proj_size=proj_size, hidden_size=hidden_size)
-    if known >= hidden_size:
-        raise rule_error(
-            "`LSTM` was given a projection that is not smaller than its cell.",
-            f"`proj_size` is {known}, `hidden_size` is {hidden_size}",
-            do="Choose a smaller `proj_size`, or leave it out.",
-        )
-    return known

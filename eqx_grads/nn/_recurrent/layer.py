@@ -11,12 +11,13 @@ import numpy as np
 from jaxtyping import Array, Integer, Key, Num, PyTree
 
 from ..._control_flow.visible_steps import AbstractCellLayer
-from ..._errors import check_flags, rule_error, type_of
+from ..._errors import bad_argument, check_flags, rule_error, type_of
 from ..._rules.explicit_sharding import explicit_spec, gathered_leaves
 from ..._rules.float_args import check_key
 from ..._tangent_spaces import holds_numbers
+from .._arguments import check_features
 from .padding import valid_steps, zero_padding
-from .stack import check_cells, make_cells, Stack
+from .stack import make_cells, Stack
 from .states import first_states, last_states, zero_states
 
 
@@ -124,13 +125,18 @@ class AbstractRecurrent(AbstractCellLayer):
                 "`ys, state` of another recurrent layer, as in `equinox.nn.Sequential`, pass "
                 "on the outputs only: `eqx_grads.nn.Outputs` of that layer returns them.",
             )
-        check_cells(name, self.cells)
         is_batch = self._is_batch(xs)
         if inference is not None:
             check_flags(name, inference=inference)
         if len(self.cells) > 1 and self.stack.drops(inference):
-            _check_dropout_key(name, self.dropout.p, key)
+            if key is None:
+                do = "To train, call `layer(xs, key=key)` with another key in each step. "
+                do += "Without dropout, `layer(xs, inference=True)`, or "
+                do += "`equinox.nn.inference_mode(model)`."
+                raise bad_argument(name, "key", "given, and `dropout` needs it", key, do)
+            check_key(name, key)
         xs = self.stack.time_first(xs, is_batch)
+        check_features(name, self.cells[0][0], xs)
         valid = valid_steps(name, lengths, xs, is_batch)
         xs = zero_padding(xs, valid)  # which may hold anything, NaN included
         first, cells = gathered_leaves(self.initial_state), self.cells
@@ -163,9 +169,7 @@ class AbstractRecurrent(AbstractCellLayer):
 
         [`eqx_grads.RuleError`][] if the layer is `bidirectional`.
         """
-        name = type(self).__name__
-        check_cells(name, self.cells)
-        axes = _input_axes(self.cells[0][0])
+        name, axes = type(self).__name__, _input_axes(self.cells[0][0])
         if any(len(directions) > 1 for directions in self.cells):
             raise rule_error(
                 f"`{name}.step` was called on a layer of two directions.",
@@ -193,14 +197,3 @@ def _input_axes(cell: Any) -> int:
     """The number of axes of the input of one step."""
     size = getattr(cell, "input_size", None)
     return len(size) if isinstance(size, tuple) else 1
-
-
-def _check_dropout_key(layer, probability, key):
-    if key is None:
-        raise rule_error(
-            f"A call of `{layer}` with dropout was given no random key.",
-            f"`dropout` is {probability}, and `key` of the call is None",
-            do="To train, call `layer(xs, key=key)` with another key in each step. Without "
-            "dropout, call `layer(xs, inference=True)`, or `equinox.nn.inference_mode(model)`.",
-        )
-    check_key(layer, key)

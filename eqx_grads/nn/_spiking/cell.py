@@ -1,6 +1,5 @@
 """Leaky integrate-and-fire neurons: one step of a layer of neurons, as a cell."""
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -13,12 +12,11 @@ import numpy as np
 from jaxtyping import Array, Float, Key, Num
 
 from ..._errors import bad_argument, check_flags, check_option, rule_error, type_of
-from ..._rules.float_args import check_parameter
+from ..._rules.float_args import as_count, check_parameter
 from ..._rules.replace_gradient import replace_gradient
-from ..._tangent_spaces import broadcasts_to, dtype_of_array
+from ..._tangent_spaces import broadcasts_to
 from ...surrogates import AbstractSurrogate, atan
-from .._argument_checks import as_sizes, check_callable, is_size
-from .._dtypes import common_dtype, layer_dtype
+from .._arguments import check_callable, check_step, common_dtype, layer_dtype
 from .dynamics import Dynamics, LIFState, Reset, step
 
 
@@ -174,7 +172,9 @@ class LIFCell(eqx.Module):
         [`eqx_grads.RuleError`][] if an argument is not valid. If a constant is a JAX array,
         only its shape and dtype are checked.
         """
-        shape = _shape_of_layer(hidden_size)
+        is_shape = isinstance(hidden_size, tuple) and hidden_size
+        shape = hidden_size if is_shape else (hidden_size,)
+        shape = tuple(as_count("LIFCell", "hidden_size", size) for size in shape)
         check_flags(
             "LIFCell", recurrent=recurrent, use_bias=use_bias, detach_reset=detach_reset
         )
@@ -189,14 +189,14 @@ class LIFCell(eqx.Module):
             is_learned = name in self.learn
             setattr(self, name, jnp.asarray(value, self.dtype) if is_learned else value)
         if threshold is None and (recurrent or rho is not None):
-            raise rule_error(
-                "`LIFCell` was given no threshold, and an option of neurons that spike.",
-                f"`threshold` is None, `recurrent` is {recurrent}, `rho` is {rho!r:.60}",
-                do="Neurons without a threshold do not spike. Leave `recurrent` and `rho` out.",
-            )
+            do = "Neurons without a threshold do not spike. Leave `recurrent` and `rho` out."
+            raise bad_argument("LIFCell", "threshold", "a number", threshold, do)
         self.reset = "none" if threshold is None else reset
         self.detach_reset = bool(detach_reset)
-        self.surrogate = _as_surrogate(surrogate)
+        if not isinstance(surrogate, AbstractSurrogate):
+            # A class is callable, too: somebody wrote `atan` for `atan()`.
+            check_callable("LIFCell", "surrogate", surrogate, "eqx_grads.surrogates.atan()")
+        self.surrogate = atan() if surrogate is None else surrogate
         self.hidden_size = hidden_size
         self.weight_hh = self.weight_ih = self.bias = None
         if not recurrent and input_size is None:
@@ -211,7 +211,7 @@ class LIFCell(eqx.Module):
         if recurrent:
             self.weight_hh = self._uniform(key1, hidden_size, hidden_size)
         if input_size is not None:
-            (size,) = as_sizes("LIFCell", input_size=input_size)
+            size = as_count("LIFCell", "input_size", input_size)
             key1, key2 = jr.split(key2)
             self.weight_ih = self._uniform(key1, hidden_size, size)
             self.bias = self._uniform(key2, hidden_size, inputs=size) if use_bias else None
@@ -289,43 +289,18 @@ class LIFCell(eqx.Module):
         return jax.tree.map(lambda new, s: new.astype(s.dtype), new, state)
 
     def _check(self, x, state):
-        parts = {"spikes": self.threshold, "membrane": 0.0}
-        parts |= {"current": self.alpha, "adaptation": self.rho}
-        given = {name: getattr(state, name, None) for name in parts}
-        missing = [name for name in parts if (given[name] is None) != (parts[name] is None)]
-        if missing or not isinstance(state, LIFState):
+        if jax.tree.structure(state) != jax.tree.structure(self.initial_state()):
             do = "Pass `cell.initial_state()`, or what the cell returned for the step before."
             raise bad_argument("LIFCell", "state", "a state of these neurons", state, do)
         as_shape = lambda size: size if isinstance(size, tuple) else (size,)
-        arrays = [("x", x, as_shape(self.input_size))]
-        for name, s in given.items():
-            if s is not None:
-                arrays.append((f"state.{name}", s, as_shape(self.hidden_size)))
-        for argument, array, shape in arrays:
-            dtype = dtype_of_array(array)
-            # An input may also be of integers, which is a count of spikes.
-            kinds = [jnp.floating, *[jnp.integer, jnp.bool_] * (argument == "x")]
-            is_real = dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
-            if not is_real or getattr(array, "shape", None) != shape:
-                raise rule_error(
-                    "`LIFCell` was given something that does not fit its neurons.",
-                    f"`{argument}` is {type_of(array)}, and has to be an array of "
-                    f"{'real numbers' if argument == 'x' else 'floats'} of shape {shape}",
-                    do="A cell takes one step of one example: use `jax.vmap` for a batch, and "
-                    "a scan for time.",
-                )
+        parts = {f"state.{name}": s for name, s in vars(state).items() if s is not None}
+        hidden = as_shape(self.hidden_size)
+        # An input may also be of integers, which is a count of spikes.
+        check_step("LIFCell", "real numbers", {"x": (x, as_shape(self.input_size))})
+        check_step("LIFCell", "floats", {name: (s, hidden) for name, s in parts.items()})
 
 
 # ---------------------------------------------------------------- arguments
-
-
-def _shape_of_layer(hidden_size) -> tuple[int, ...]:
-    shape = hidden_size if isinstance(hidden_size, tuple) else (hidden_size,)
-    if not shape or not all(map(is_size, shape)):
-        wanted = "a positive integer, or a tuple of positive integers"
-        do = "Give the number of neurons, or the shape of the layer as a tuple."
-        raise bad_argument("LIFCell", "hidden_size", wanted, hidden_size, do)
-    return shape
 
 
 def _as_learned(learn, constants) -> tuple[str, ...]:
@@ -340,10 +315,7 @@ def _as_learned(learn, constants) -> tuple[str, ...]:
 
 def _as_constant(name, value, shape) -> Any:
     """A number, or an array that broadcasts to the neurons. A list becomes an array."""
-    if isinstance(value, list | tuple):
-        # A value that can't become a NumPy array is not a number to `check_parameter`.
-        with contextlib.suppress(TypeError, ValueError):
-            value = np.asarray(value)
+    value = np.asarray(value) if isinstance(value, list | tuple) else value
     check_parameter("LIFCell", f"`{name}`", value)
     if np.ndim(value) and not (
         np.ndim(value) == len(shape) and broadcasts_to(np.shape(value), shape)
@@ -360,14 +332,4 @@ def _as_constant(name, value, shape) -> Any:
     if name in DECAYS and not np.all((numbers >= 0) & (numbers <= 1)):
         do = "It is the decay factor per step: `exp(-dt / tau)` for a time constant `tau`."
         raise bad_argument("LIFCell", name, "from zero to one", value, do)
-    if np.any(np.isnan(numbers)):
-        do = "Is there a division by zero where it comes from?"
-        raise bad_argument("LIFCell", name, "a number", value, do)
     return value
-
-
-def _as_surrogate(surrogate) -> Surrogate:
-    if not isinstance(surrogate, AbstractSurrogate):
-        # A class is callable, too: somebody wrote `atan` for `atan()`.
-        check_callable("LIFCell", "surrogate", surrogate, "eqx_grads.surrogates.atan()")
-    return atan() if surrogate is None else surrogate
