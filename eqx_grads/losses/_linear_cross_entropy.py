@@ -270,8 +270,8 @@ def _as_arrays(x, weight, labels, bias, class_weight):
             f"The arguments of `{NAME}` do not fit together.",
             ", ".join(f"`{n}` is {type_of(a)}" for n, a in zip(names, arrays, strict=True)),
             do="Give `x` of shape `(..., features)`, labels that are integers of shape `(...)` "
-            "or probabilities of shape `(..., vocabulary)`, a weight of shape `(vocabulary, features)`, and a "
-            "bias and class weights of shape `(vocabulary,)`.",
+            "or probabilities of shape `(..., vocabulary)`, a weight of shape `(vocabulary, "
+            "features)`, and a bias and class weights of shape `(vocabulary,)`.",
         )
     dtype, labels = promote([x, weight]), jnp.asarray(labels)
     if is_soft:
