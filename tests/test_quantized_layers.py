@@ -481,7 +481,7 @@ ERRORS = [
     (lambda: nn.quantize_model(LINEAR, {3: nn.LSQ(2)}), "which layers it is for: rule 0, 3"),
     (lambda: nn.quantize_model(LINEAR, nn.LSQ(2)), "not a dictionary or a list of pairs"),
     (lambda: nn.quantize_model([nn.Quantized(LINEAR)], RULE), r"`\[0\]`: quantized alr"),
-    (lambda: make_vq().decode(1.0), "`VectorQuantizer.decode` was given"),
+    (lambda: make_vq().decode(1.0), "`indices` of `VectorQuantizer.decode`"),
     # Lists say what they leave out.
     (lambda: nn.quantize_model(MANY, {eqx.nn.Conv: nn.LSQ(4)}), r"is `\[9\]`, Linear\n  and 3"),
     (lambda: nn.quantize_model([jnp.ones(2)] * 7, {"[?]": nn.LSQ(4)}), r"`\[1\]`, an array\nA"),

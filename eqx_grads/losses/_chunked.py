@@ -179,15 +179,10 @@ def _split_of(loss, options, args) -> tuple[list[int | None], Size]:
             of_arrays.append(axis)
         if axis is None or not is_arraylike(x):
             continue
+        is_there = -jnp.ndim(x) <= axis < jnp.ndim(x)
         where = f"args{show_path(path)} is {type_of(x)}, its axis is {axis}"
-        if not -jnp.ndim(x) <= axis < jnp.ndim(x):
-            raise error(
-                "an axis that an argument does not have",
-                where,
-                do="Give `None` for an argument that every chunk gets whole.",
-            )
-        lengths[where] = jnp.shape(x)[axis]
-    if len(set(lengths.values())) != 1:
+        lengths[where] = jnp.shape(x)[axis] if is_there else None
+    if len(set(lengths.values())) != 1 or None in lengths.values():
         raise error(
             "arguments that can't be split together",
             *(lengths or ["no array has an axis"]),

@@ -245,10 +245,8 @@ def _as_axes(axis_name) -> tuple[Hashable, ...]:
 
 def _as_arrays(x, weight, labels, bias, class_weight):
     x, weight = as_floats(NAME, x), as_floats(NAME, weight, "weight")
-    bias = None if bias is None else as_floats(NAME, bias, "bias")
-    if class_weight is not None:
-        class_weight = as_floats(NAME, class_weight, "class_weight")
-        class_weight = nondifferentiable(class_weight, f"The `class_weight` of `{NAME}`")
+    optional = lambda x, argument: None if x is None else as_floats(NAME, x, argument)
+    bias, class_weight = optional(bias, "bias"), optional(class_weight, "class_weight")
     dtype = dtype_of(labels)
     is_index, is_soft = (
         dtype is not None and jnp.issubdtype(dtype, kind)
@@ -281,6 +279,7 @@ def _as_arrays(x, weight, labels, bias, class_weight):
         # Others can't hold every index of a vocabulary, or not -100.
         labels = labels.astype(jnp.int32)
     if class_weight is not None:
+        class_weight = nondifferentiable(class_weight, f"The `class_weight` of `{NAME}`")
         class_weight = class_weight.astype(sum_dtype(dtype))
     return x.astype(dtype), weight.astype(dtype), bias, class_weight, labels
 

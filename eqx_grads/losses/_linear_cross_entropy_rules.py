@@ -103,6 +103,7 @@ def _gradients(
         logits, losses = _logits(x, weight, bias, options), None
         if normalizer is None:
             *losses, normalizer = _losses(logits, labels, scales, class_weight, options)
+            losses = tuple(losses)
         d = _cotangent(logits, normalizer, labels, scales, class_weight, options)
         return losses, *_pull_back(d, x, weight, live)
 

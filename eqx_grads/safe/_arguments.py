@@ -29,10 +29,7 @@ T = TypeVar("T")
 
 
 def on_arrays(
-    *names: str,
-    real: bool = False,
-    broadcast: bool = True,
-    check: Callable[..., None] | None = None,
+    *names: str, real: bool = False, broadcast: bool = True
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function of the arrays `names`. All other parameters are options.
 
@@ -40,7 +37,7 @@ def on_arrays(
     half, and one shape if they are `broadcast`. An `axis` is a tuple of numbers from zero up,
     and `where` has the shape of the first array. The result is rounded once, to the dtype of
     the arguments. A function with an option `keepdims` keeps the axes that it reduces, and they
-    are squeezed here. `check` is called with the same arguments, of the user's dtypes.
+    are squeezed here.
     """
 
     def decorate(fn: Callable[P, T]) -> Callable[P, T]:
@@ -57,29 +54,24 @@ def on_arrays(
             out: Any = body(**given | wide)
             if not given.get("keepdims", True):
                 out = jax.tree.map(lambda y: jnp.squeeze(y, given["axis"]), out)
-            return jax.tree.map(lambda y: _rounded(y, dtype), out)
+            # A real result of complex numbers is of the real dtype of theirs.
+            of = lambda y: dtype if jnp.iscomplexobj(y) else jnp.finfo(dtype).dtype
+            return jax.tree.map(lambda y: y.astype(of(y)), out)
 
         @ft.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                bound = signature.bind(*args, **kwargs)
-            except TypeError as error:  # which does not name the function
-                raise TypeError(f"`{name}` {error}") from None
+            bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
             is_left_out = lambda n: given[n] is None and signature.parameters[n].default is None
             xs = {n: given[n] for n in names if not is_left_out(n)}
             given |= _as_arrays(name, xs, real, broadcast)
-            # As errors name them.
-            own = {n: _with_dtype_of(x, given[n]) for n, x in xs.items()}
-            x = own[names[0]]
+            x = given[names[0]]
             for option in options:
                 parameter = signature.parameters[option]
                 given[option] = _as_option(name, parameter, given[option], x, names[0])
             if given.get("where") is not None:
                 given["where"] = _as_mask(name, given["where"], x)
-            if check is not None:
-                check(**given | own)
             return compiled(**given)
 
         return checked
@@ -110,7 +102,7 @@ def _as_arrays(name, xs, real, broadcast) -> dict[str, Array]:
     dtype = arrays[0].dtype if len({x.dtype for x in arrays}) == 1 else promote(arrays)
     if not jnp.issubdtype(dtype, jnp.inexact):
         dtype = jnp.zeros(()).dtype
-    arrays = [_cast(x, dtype) for x in arrays]
+    arrays = [x if x.dtype == dtype else x.astype(dtype) for x in arrays]
     if broadcast and len({x.shape for x in arrays}) > 1:
         try:
             shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
@@ -124,21 +116,6 @@ def _as_arrays(name, xs, real, broadcast) -> dict[str, Array]:
     return dict(zip(xs, arrays, strict=True))
 
 
-def _with_dtype_of(x, array) -> Any:
-    """The type of what the user passed, with the shape of the array that it became."""
-    dtype = dtype_of_array(x)
-    return array if dtype == array.dtype else jax.ShapeDtypeStruct(array.shape, dtype)
-
-
-def _cast(x, dtype):
-    return x if x.dtype == dtype else x.astype(dtype)
-
-
-def _rounded(x, dtype):
-    """A result in the dtype of the arguments, or in the real dtype of that if it is real."""
-    return _cast(x, dtype if jnp.iscomplexobj(x) else jnp.finfo(dtype).dtype)
-
-
 def _as_mask(name, where, x) -> Array:
     if dtype_of_array(where) != jnp.bool_ or not broadcasts_to(jnp.shape(where), x.shape):
         raise rule_error(
@@ -146,15 +123,13 @@ def _as_mask(name, where, x) -> Array:
             f"the array is {type_of(x)}, `where` is {type_of(where)}",
             do="Pass `True` for each element to be included.",
         )
-    if jnp.shape(where) == x.shape and isinstance(where, jax.Array):
-        return where
     return jnp.broadcast_to(jnp.asarray(where), x.shape)
 
 
 # For options that are numbers: the smallest and the largest, and what to do.
 _LARGEST = float(np.finfo(np.float64).max)
 _NUMBERS = {
-    "ord": (-math.inf, math.inf, "Give a number, or leave it out for 2."),
+    "ord": (math.ulp(0.0), math.inf, "Give a positive number, or leave it out for 2."),
     "ddof": (-_LARGEST, _LARGEST, "Give a number of Python: 1 for the unbiased variance."),
     "tolerance": (0, _LARGEST, "Give a finite number from zero: `1e-5`, or `None`."),
 }

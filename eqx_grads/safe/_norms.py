@@ -15,18 +15,7 @@ from ._arguments import Axis, Numbers, on_arrays
 from ._elementwise import corner, inverse, quotient, with_slopes
 
 
-def _check_vector(x, ord, axis, **_):
-    if ord is not None and len(axis) > 1:
-        raise rule_error(
-            "`safe.norm` was given an `ord` and several axes, which is the norm of a matrix "
-            "in NumPy.",
-            f"`x` is {type_of(x)}, `ord` is {ord!r}, the axes are {axis}",
-            do="For the norm of all the elements, leave out `ord`, or reshape `x` to a vector. "
-            "For norms of rows, pass `axis=-1`.",
-        )
-
-
-@on_arrays("x", check=_check_vector)
+@on_arrays("x")
 def norm(
     x: Numbers,
     ord: float | int | None = None,
@@ -60,22 +49,21 @@ def norm(
     **Arguments:**
 
     - `x`: an array of numbers, real or complex. Half precision is summed in single precision.
-    - `ord`: the order $p$ of the norm, any number, as for vectors in NumPy; 2 by default. It
-        is $(\sum_i |x_i|^p)^{1/p}$, the largest magnitude for `jnp.inf`, the smallest for
-        `-jnp.inf`, and for 0 the number of elements that are not zero.
+    - `ord`: the order $p$ of the norm, a positive number; 2 by default. The norm is
+        $(\sum_i |x_i|^p)^{1/p}$, and the largest magnitude for `jnp.inf`.
     - `axis`: the axis of the vectors. Several axes together have the 2-norm of all their
         elements, the Frobenius norm; `None` takes all axes.
     - `keepdims`: whether the axes that were reduced are kept, with length one.
 
     **Returns:**
 
-    The norms, real. The norm of an empty vector is zero for a positive `ord`.
+    The norms, real. The norm of an empty vector is zero.
 
     **Derivative:**
 
-    With $u = x / y$ for the norm $y$, $\dot y = \sum_i u_i |u_i|^{p-2} \dot x_i$. For `jnp.inf`
-    and `-jnp.inf`, the mean of $\operatorname{sign}(x_i) \dot x_i$ over the elements of that
-    magnitude; for 0, zero. At the zero vector, which is the minimum, the derivative is zero,
+    With $u = x / y$ for the norm $y$, $\dot y = \sum_i u_i |u_i|^{p-2} \dot x_i$. For
+    `jnp.inf`, the mean of $\operatorname{sign}(x_i) \dot x_i$ over the elements of that
+    magnitude. At the zero vector, which is the minimum, the derivative is zero,
     and so is the derivative by an element that is zero. An infinite element outweighs all
     finite ones if $p > 1$. Both modes and all orders.
 
@@ -84,8 +72,8 @@ def norm(
     derivatives of `norm(x)**2`, which is smooth, are NaN too: write `jnp.sum(x**2)`. For
     kernels of a distance, see
     [NaN](../guides/my-gradient-is/nan.md#how-do-i-write-a-kernel-of-a-distance). By an element
-    that is zero they are NaN unless $2 \le p < \infty$, and for `jnp.inf` and `-jnp.inf` where
-    several elements are the largest, or the smallest.
+    that is zero they are NaN unless $2 \le p < \infty$, and for `jnp.inf` if several elements
+    are the largest.
 
     **Raises:**
 
@@ -93,6 +81,14 @@ def norm(
     if `ord` is not a number, or if it is given together with several axes: in NumPy, this is
     the norm of a matrix.
     """
+    if ord is not None and len(axis) > 1:
+        raise rule_error(
+            "`safe.norm` was given an `ord` and several axes, which is the norm of a matrix "
+            "in NumPy.",
+            f"`x` is {type_of(x)}, `ord` is {ord!r}, the axes are {axis}",
+            do="For the norm of all the elements, leave out `ord`, or reshape `x` to a vector. "
+            "For norms of rows, pass `axis=-1`.",
+        )
     return _norm(x, ord, axis)
 
 
@@ -104,12 +100,10 @@ def _norm(x, ord, axes):
         axes = tuple(i for i in axes if i not in own)
     if ord in (None, 2):
         return _polar(x, axes=axes)[0]
-    if ord == 0:
-        return jnp.sum((x != 0).astype(x.dtype), axes, keepdims=True)
     if ord == 1:
         return jnp.sum(_abs(x), axes, keepdims=True)
     if math.isinf(ord):
-        return _extremum(_abs(x), axes=axes, is_largest=ord > 0)
+        return _largest(_abs(x), axes=axes)
     return _p_norm(x, p=ord, axes=axes)
 
 
@@ -117,20 +111,17 @@ _abs = with_slopes(jnp.abs, lambda x: corner(jnp.sign(x), x == 0, x))
 
 
 @custom_jvp
-def _extremum(x, *, axes, is_largest):
-    """The largest or smallest of magnitudes, with the mean of the derivatives of equal ones."""
-    if is_largest:
-        return jnp.max(x, axes, keepdims=True, initial=0.0)
-    return jnp.min(x, axes, keepdims=True, initial=jnp.inf)
+def _largest(x, *, axes):
+    """The largest of magnitudes, with the mean of the derivatives of equal ones."""
+    return jnp.max(x, axes, keepdims=True, initial=0.0)
 
 
-@_extremum.def_jvp
-def _extremum_jvp(primals, tangents, *, axes, is_largest):
+@_largest.def_jvp
+def _largest_jvp(primals, tangents, *, axes):
     (x,) = primals
-    out = _extremum(x, axes=axes, is_largest=is_largest)
+    out = _largest(x, axes=axes)
     # Not `x == out`: XLA may compute `x` once more for the comparison, and round it otherwise.
-    rounding = 4 * float(jnp.finfo(x.dtype).eps)
-    is_equal = x >= out * (1 - rounding) if is_largest else x <= out * (1 + rounding)
+    is_equal = x >= out * (1 - 4 * float(jnp.finfo(x.dtype).eps))
     count = jnp.sum(is_equal, axes, keepdims=True)
     share = is_equal.astype(x.dtype) / count.astype(x.dtype)
     share = corner(share, is_equal & (count > 1), x, axes=axes)
@@ -140,22 +131,18 @@ def _extremum_jvp(primals, tangents, *, axes, is_largest):
 # With u for the elements divided by the norm, the slopes are sign(u) |u|^(p - 1).
 @custom_jvp
 def _p_norm(x, *, p, axes):
-    """The norm of another order, not zero. Neither overflows nor underflows on the way."""
+    """The norm of another order. It neither overflows nor underflows on the way."""
     size = jnp.abs(x)
-    if p > 0:
-        end = jnp.max(size, axes, keepdims=True, initial=0.0)
-    else:
-        end = jnp.min(size, axes, keepdims=True, initial=jnp.inf)
-    scale = _power_of_two(end)
+    largest = jnp.max(size, axes, keepdims=True, initial=0.0)
+    scale = _power_of_two(largest)
     n = scale * jnp.sum((size / scale) ** p, axes, keepdims=True) ** (1 / p)
-    return jnp.where(end == jnp.inf, end, n)
+    return jnp.where(largest == jnp.inf, largest, n)
 
 
 @_p_norm.def_jvp
 def _p_norm_jvp(primals, tangents, *, p, axes):
     (x,), (t_x,) = primals, tangents
-    if p > 0:
-        x = _finite(x, jnp.any(jnp.isinf(x), axes, keepdims=True))
+    x = _finite(x, jnp.any(jnp.isinf(x), axes, keepdims=True))
     n = jnp.broadcast_to(_p_norm(x, p=p, axes=axes), x.shape)
     u = quotient(x, n)
     size = jnp.abs(u) if p > 1 else jnp.where(u == 0, 1, jnp.abs(u))
@@ -313,21 +300,17 @@ def pairwise_distance(
     return _pairwise_distance(x, None if y is x else y, ord=ord)
 
 
-def _check_points(x, y=None, **_):
-    y = x if y is None else y
-    sizes = zip(reversed(x.shape[:-2]), reversed(y.shape[:-2]), strict=False)
-    fit = x.shape[-1:] == y.shape[-1:] and all(1 in (m, n) or m == n for m, n in sizes)
-    if min(x.ndim, y.ndim) < 2 or not fit:
+@on_arrays("x", "y", broadcast=False)
+def _pairwise_distance(x, y=None, *, ord=None):
+    others = x if y is None else y
+    sizes = zip(reversed(x.shape[:-2]), reversed(others.shape[:-2]), strict=False)
+    fit = x.shape[-1:] == others.shape[-1:] and all(1 in (m, n) or m == n for m, n in sizes)
+    if min(x.ndim, others.ndim) < 2 or not fit:
         raise rule_error(
             "`safe.pairwise_distance` was not given points of one dimension.",
             f"`x` is {type_of(x)}, `y` is {type_of(y)}",
             do="Pass arrays `(..., n, d)` and `(..., m, d)` whose batches broadcast together.",
         )
-
-
-@on_arrays("x", "y", broadcast=False, check=_check_points)
-def _pairwise_distance(x, y=None, *, ord=None):
-    others = x if y is None else y
     n_axes = max(x.ndim, others.ndim)
     first, second = (jnp.expand_dims(z, range(n_axes - z.ndim)) for z in (x, others))
     gaps = first[..., :, None, :] - second[..., None, :, :]

@@ -42,12 +42,8 @@ class AbstractCodebook(eqx.Module):
         dtype = dtype_of_array(indices)
         is_integer = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
         if not is_integer or jnp.ndim(indices) + 1 < -self.axis:
-            raise rule_error(
-                f"`{type(self).__name__}.decode` was given something that is not an array of "
-                "indices.",
-                f"`indices` is {type_of(indices)}, `axis` is {self.axis}",
-                do=f"Give it integers, with {-self.axis - 1} axes or more.",
-            )
+            name, do = type(self).__name__, f"Give integers of {-self.axis - 1} axes or more."
+            raise bad_argument(f"{name}.decode", "indices", "an array of them", indices, do)
         indices = jnp.asarray(indices)
         if jnp.iinfo(indices.dtype).bits < 32:  # the size may be too large for their dtype
             indices = indices.astype(jnp.int32)

@@ -25,11 +25,10 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
             f"`{layer}` was given `lengths` that do not fit `xs`.",
             f"`lengths` is {type_of(lengths)}: {lengths!r:.60}",
             f"`xs` is {show_batch(xs, is_batch)}",
-            do=f"Pass integers of shape {(batch,)}, one for each example: for a mask, "
-            "`mask.sum(-1)`. Did you swap the time axis and the batch axis? See `time_major`."
-            if is_batch
-            else "Pass one integer. In a `jax.vmap` over sequences, map their lengths as well: "
-            "`jax.vmap(lambda x, n: layer(x, lengths=n))(xs, lengths)`.",
+            do="Pass one integer for each sequence: for a mask, `mask.sum(-1)`. In a "
+            "`jax.vmap` over sequences, map their lengths as well: `jax.vmap(lambda x, n: "
+            "layer(x, lengths=n))(xs, lengths)`. Did you swap the time axis and the batch axis? See "
+            "`time_major`.",
         )
     times = jnp.arange(steps)[:, None]
     return times < jnp.asarray(lengths).astype(times.dtype).reshape(1, batch)

@@ -182,7 +182,10 @@ class LIFCell(eqx.Module):
         self.dtype = layer_dtype("LIFCell", dtype)
         constants = {"beta": beta, "alpha": alpha, "rho": rho, "threshold": threshold}
         constants["strength"] = None if rho is None else strength
-        self.learn = _as_learned(learn, constants)
+        known = [name for name, value in constants.items() if value is not None]
+        self.learn = tuple(learn) if isinstance(learn, tuple | list) else (learn,)
+        for name in self.learn:
+            check_option("LIFCell", "learn", name, known)
         for name, value in constants.items():
             if value is not None or name == "beta" or (name == "strength" and rho is not None):
                 value = _as_constant(name, value, shape)
@@ -301,16 +304,6 @@ class LIFCell(eqx.Module):
 
 
 # ---------------------------------------------------------------- arguments
-
-
-def _as_learned(learn, constants) -> tuple[str, ...]:
-    names = (learn,) if isinstance(learn, str) else learn
-    known = [name for name, value in constants.items() if value is not None]
-    if not isinstance(names, tuple | list) or not all(name in known for name in names):
-        wanted = "names of constants that these neurons have"
-        do = f"Give a tuple of names: of {', '.join(map(repr, known))}."
-        raise bad_argument("LIFCell", "learn", wanted, learn, do)
-    return tuple(names)
 
 
 def _as_constant(name, value, shape) -> Any:
