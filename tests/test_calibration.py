@@ -83,7 +83,7 @@ def test_negative_inputs_of_an_unsigned_quantizer():
     model = eqx.nn.MLP(4, 2, 8, 1, key=jr.key(0))
     rules = {eqx.nn.Linear: (nn.LSQ(bits=4), nn.LSQ(bits=4, signed=False))}
     batch = jr.normal(jr.key(1), (20, 4))
-    with pytest.warns(UserWarning, match=r"of `layers\[0\]` is unsigned, and \d\d% of") as found:
+    with pytest.warns(UserWarning, match=r"`layers\[0\]` is unsigned, and \d\d% of") as found:
         nn.quantize_model(model, rules, calibrate=batch)
     assert len(found) == 1  # not of the layer behind the `relu`
     with warnings.catch_warnings():

@@ -135,7 +135,10 @@ LRU_BOTH_WAYS = STACKS["LRU"](bidirectional=True)
 ERRORS = [
     (lambda: GRU5(jr.split(KEY, (2, 5, 3))), r"does not fit\.\n  `xs` is key<"),
     (lambda: ONE(XS[0]), r"A sequence of numbers is `xs\[\.\.\., None\]`"),
-    (lambda: GRU5(XS, np.ones((2, 5), "complex64")), r"it is complex64\[2,5\], and has to be float32\[2,5\]"),
+    (
+        lambda: GRU5(XS, np.ones((2, 5), "complex64")),
+        r"complex64\[2,5\], and has to be float",
+    ),
     (lambda: LSTM(XS, (jnp.ones((2, 5)), jnp.ones((2, 4)))), LSTM_STATE),
     # In the shape of the state, this was taken for zeros and ones.
     (lambda: GRU5(XS, ON), r"bool\[2,5\], and has to be float32\[2,5\](?s:.)*lengths="),
@@ -145,11 +148,11 @@ ERRORS = [
     (lambda: GRU5.step([1.0, 2.0]), r"`GRU` was given `x` that does not fit"),
     (lambda: GRU5.step(XS), r"`x` is float32\[2,5,3\](?s:.)*call the layer itself"),
     (lambda: LRU_BOTH_WAYS.step(X), "`LRU.step` was called on a"),
-    (lambda: GRU5(XS, lengths=[2, 6]), r"array\(\[2, 6\]\)\n.* 2 sequences of 5 steps\n.*time_major"),
+    (lambda: GRU5(XS, lengths=[2, 6]), r"\[2, 6\]\)\n.* 2 sequences of 5 steps\n.*time_major"),
     (lambda: jax.vmap(lambda x: GRU5(x, lengths=LENGTHS))(XS), ONE_INTEGER),
     (lambda: GRU5(XS, lengths=[1] * 5), r"`lengths` is int..\[5\]: (?s:.)*Did you swap"),
     (lambda: GRU5(XS, lengths=ON), r"`lengths` is bool\[2,5\]: (?s:.)*`mask\.sum\(-1\)`"),
-    (lambda: eqx.nn.Sequential([GRU5, GRU5])(XS[0]), "(?s)`xs` is tuple.*`eqx_grads.nn.Outputs"),
+    (lambda: eqx.nn.Sequential([GRU5, GRU5])(XS[0]), "(?s)is tuple.*`eqx_grads.nn.Outputs"),
     (lambda: nn.Outputs(GRU_CELL), r"(?s)it is GRUCell.*`eqx_grads.nn.Recurrent\("),
 ]
 
@@ -175,7 +178,7 @@ def test_errors_of_a_cell():
     layer = nn.Recurrent(lambda x, state: state[:1], initial_state=jnp.zeros(2))
     with raises(r"float..\[2,2\](?s:.)*float..\[2,1\]") as info:
         layer(XS)
-    assert "it has to return a state like that" in info.value.__notes__[-1]
+    assert "it has to return a state like that" in "".join(info.value.__notes__)
     for sizes in ((2, 4), (3, 5)):
         weight, state = jnp.ones((4, sizes[0]), "float32"), jnp.zeros(sizes[1], "float32")
         with pytest.raises(TypeError, match="shape") as info:

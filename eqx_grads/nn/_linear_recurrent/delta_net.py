@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Float, Key
 
 from ..._control_flow.delta_rule import gated_delta_rule
 from ..._tangent_spaces import promote
 from .._arguments import as_sizes, check_real
-from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import Stack, StackOptions
+from .._recurrent.layer import AbstractStacked
+from .._recurrent.stack import StackOptions
 from .recurrence import matmul_f32
 from .short_convolution import convolve, make_convolution, time_order
 
@@ -95,7 +95,7 @@ def bias_of_steps(key, size, dtype, low=0.001, high=0.1):
     return (step + jnp.log(-jnp.expm1(-step))).astype(dtype)
 
 
-class AbstractConvolved(AbstractRecurrent):
+class AbstractConvolved(AbstractStacked):
     """A layer of cells that see the last inputs through a short convolution. A cell runs
     forward, and reversing its inputs runs it backward."""
 
@@ -175,9 +175,6 @@ class GatedDeltaNet(AbstractConvolved):
         ```
     """
 
-    cells: tuple[tuple[GatedDeltaCell, ...], ...]
-    initial_state: PyTree
-    stack: Stack
     chunk: int | None = eqx.field(static=True)
 
     def __init__(

@@ -14,8 +14,8 @@ from ..._control_flow.linear_recurrence import METHODS
 from ..._errors import check_flags, check_option
 from ..._tangent_spaces import promote
 from .._arguments import check_real, common_dtype
-from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import Stack, StackOptions
+from .._recurrent.layer import AbstractStacked
+from .._recurrent.stack import StackOptions
 from .recurrence import matmul_f32, run_recurrence
 
 
@@ -48,13 +48,10 @@ def gate_inputs(cell: LinearGates, xs: Array) -> list[Array]:
     return jnp.split(out, weight.shape[0] // cell.hidden_size, -1)
 
 
-class AbstractMinimal(AbstractRecurrent):
+class AbstractMinimal(AbstractStacked):
     """A layer over the recurrence $h' = a\\,h + b$, with $a$ and $b$ functions of the input."""
 
     _n_gates: eqx.AbstractClassVar[int]
-    cells: tuple[tuple[LinearGates, ...], ...]
-    initial_state: Float[Array, "..."] | None
-    stack: Stack
     method: str = eqx.field(static=True)
 
     def __init__(

@@ -6,13 +6,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Float, Key
 
 from ..._control_flow.linear_recurrence import METHODS
 from ..._control_flow.selective_scan import selective_scan
 from ..._errors import check_option
 from ..._tangent_spaces import promote
-from .._recurrent.stack import Stack, StackOptions
+from .._recurrent.stack import StackOptions
 from .delta_net import AbstractConvolved, bias_of_steps
 from .recurrence import matmul_f32
 from .short_convolution import convolve, make_convolution
@@ -135,9 +135,6 @@ class SelectiveSSM(AbstractConvolved):
         ```
     """
 
-    cells: tuple[tuple[SelectiveCell, ...], ...]
-    initial_state: PyTree
-    stack: Stack
     method: str = eqx.field(static=True)
 
     def __init__(

@@ -91,9 +91,9 @@ def _reason_to_leave(layer):
     """Why a layer keeps its floats; `None` if it does not."""
     if not isinstance(layer, Quantized):
         return "not quantized"
-    if not isinstance(layer.layer.weight, jax.Array | np.ndarray):
-        return f"its weight is a `{type(layer.layer.weight).__name__}`"
-    quantizer = layer.weight_quantizer
+    quantizer, weight = layer.weight_quantizer, layer.layer.weight
+    if not isinstance(weight, jax.Array | np.ndarray):
+        return f"its weight is a `{type(weight).__name__}`"
     if isinstance(quantizer, Stored):
         return "has integers"
     if quantizer is None:

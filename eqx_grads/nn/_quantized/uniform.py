@@ -1,6 +1,7 @@
 """Uniform quantizers, whose scale is given, computed in each call, or learned."""
 
 import abc
+import functools as ft
 import math
 from typing import Any, ClassVar, TypeAlias
 
@@ -10,12 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Integer, Key
 
 from ... import ste
-from ..._errors import bad_argument, check_flags, rule_error, type_of
+from ..._errors import check_flags, rule_error, type_of
 from ..._rules.float_args import (
     as_bits,
     as_count,
     as_floats,
-    as_integer,
     broadcast_parameter,
     is_number,
     widen,
@@ -56,12 +56,10 @@ class AbstractUniform(AbstractQuantizer):
         if is_number(scale) and not learn_scale:
             self.scale, self.constant = None, float(scale)
         self.bits, self.signed = as_bits(name, bits, signed, narrow), bool(signed)
-        if channel_axis is not None and as_integer(channel_axis) is None:
-            do = "Give one integer, or `None`."
-            raise bad_argument(name, "channel_axis", "an axis", channel_axis, do)
-        self.channel_axis = as_integer(channel_axis)
-        is_one = group_size is None
-        self.group_size = None if is_one else as_count(name, "group_size", group_size)
+        count = ft.partial(as_count, name, do="Give an integer, or `None`.")
+        optional = lambda what, x, least: None if x is None else count(what, x, least=least)
+        self.channel_axis = optional("channel_axis", channel_axis, -64)
+        self.group_size = optional("group_size", group_size, 1)
         self.learn_scale = bool(learn_scale)
 
     @abc.abstractmethod
@@ -180,10 +178,8 @@ class AbstractUniform(AbstractQuantizer):
         has_channel = channel is None or -x.ndim <= channel < x.ndim
         if not has_channel or (size is not None and (x.ndim == 0 or x.shape[-1] % size)):
             raise rule_error(
-                f"`{type(self).__name__}` was given an array without the axis of its channels, "
-                "or one that can't be divided into groups.",
-                f"the array is {type_of(x)}, `channel_axis` is {channel}, `group_size` is "
-                f"{size}",
+                f"`{type(self).__name__}` was given an array without its channels or groups.",
+                f"it is {type_of(x)}, `channel_axis` is {channel}, `group_size` is {size}",
                 do="Give a `channel_axis` that the array has, and a `group_size` that divides "
                 "its last axis, or `None` for one scale for all.",
             )

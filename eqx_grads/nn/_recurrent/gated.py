@@ -5,26 +5,29 @@ import functools as ft
 from typing import Any, Unpack
 
 import equinox as eqx
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key
 
 from ..._errors import check_flags, check_option
 from .._arguments import as_sizes, check_real
 from .cell_scan import run_cell
 from .gated_cells import ProjectedLSTMCell, RNNCell
-from .layer import AbstractRecurrent
-from .stack import Stack, StackOptions
+from .layer import AbstractStacked
+from .stack import StackOptions
 
 
-KEEP = ("auto", "gates", "states")
-
-
-class AbstractGated(AbstractRecurrent):
+class AbstractGated(AbstractStacked):
     """Cells with the fast path of gated cells, and what that keeps for its backward pass."""
 
-    cells: tuple[tuple[Any, ...], ...]
-    initial_state: PyTree
-    stack: Stack
-    keep: eqx.AbstractVar[str]
+    keep: str = eqx.field(static=True)
+
+    def _set_gated(self, make, sizes, use_bias, keep, dtype, key, options, output_size=None):
+        """Set all fields, in `__init__`."""
+        check_flags(type(self).__name__, use_bias=use_bias)
+        check_option(type(self).__name__, "keep", keep, ("auto", "gates", "states"))
+        make = ft.partial(make, use_bias=bool(use_bias))
+        sizes = dict(zip(("input_size", "hidden_size"), sizes, strict=True))
+        self._set_cells(make, sizes, dtype, key, options, output_size)
+        self.keep = keep
 
     def _run_cell(self, cell, xs, state, valid, reverse):
         check_real(type(self).__name__, xs)
@@ -74,8 +77,6 @@ class GRU(AbstractGated):
     differentiation), all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
 
-    keep: str = eqx.field(static=True)
-
     def __init__(
         self,
         input_size: int,
@@ -111,12 +112,8 @@ class GRU(AbstractGated):
         - `reverse`: run from the last step to the first.
         - `time_major`: whether a batch is `(time, batch, in)`.
         """
-        check_flags("GRU", use_bias=use_bias)
-        check_option("GRU", "keep", keep, KEEP)
-        make = ft.partial(eqx.nn.GRUCell, use_bias=bool(use_bias))
-        sizes = {"input_size": input_size, "hidden_size": hidden_size}
-        self._set_cells(make, sizes, dtype, key, options)
-        self.keep = keep
+        make, sizes = eqx.nn.GRUCell, (input_size, hidden_size)
+        self._set_gated(make, sizes, use_bias, keep, dtype, key, options)
 
 
 class LSTM(AbstractGated):
@@ -170,8 +167,6 @@ class LSTM(AbstractGated):
     computes one gradient for the batch.
     """
 
-    keep: str = eqx.field(static=True)
-
     def __init__(
         self,
         input_size: int,
@@ -192,15 +187,11 @@ class LSTM(AbstractGated):
         All others as for [`eqx_grads.nn.GRU`][]. With `keep="states"`, the residuals need half
         of the memory.
         """
-        check_flags("LSTM", use_bias=use_bias)
-        check_option("LSTM", "keep", keep, KEEP)
-        make, output_size = ft.partial(eqx.nn.LSTMCell, use_bias=bool(use_bias)), None
+        make, sizes = eqx.nn.LSTMCell, (input_size, hidden_size)
         if proj_size is not None:
-            (output_size,) = as_sizes("LSTM", proj_size=proj_size)
-            make = ft.partial(ProjectedLSTMCell, use_bias=use_bias, proj_size=output_size)
-        sizes = {"input_size": input_size, "hidden_size": hidden_size}
-        self._set_cells(make, sizes, dtype, key, options, output_size)
-        self.keep = keep
+            (proj_size,) = as_sizes("LSTM", proj_size=proj_size)
+            make = ft.partial(ProjectedLSTMCell, proj_size=proj_size)
+        self._set_gated(make, sizes, use_bias, keep, dtype, key, options, proj_size)
 
 
 class RNN(AbstractGated):
@@ -237,8 +228,6 @@ class RNN(AbstractGated):
     all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
 
-    keep: str = eqx.field(static=True)
-
     def __init__(
         self,
         input_size: int,
@@ -256,8 +245,5 @@ class RNN(AbstractGated):
 
         All others as for [`eqx_grads.nn.GRU`][].
         """
-        check_flags("RNN", use_bias=use_bias)
-        make = ft.partial(RNNCell, use_bias=use_bias, activation=activation)
-        sizes = {"input_size": input_size, "hidden_size": hidden_size}
-        self._set_cells(make, sizes, dtype, key, options)
-        self.keep = "states"
+        make, sizes = ft.partial(RNNCell, activation=activation), (input_size, hidden_size)
+        self._set_gated(make, sizes, use_bias, "states", dtype, key, options)

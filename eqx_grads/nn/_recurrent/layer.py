@@ -33,12 +33,6 @@ class AbstractRecurrent(AbstractCellLayer):
     initial_state: eqx.AbstractVar[PyTree]
     stack: eqx.AbstractVar[Stack]
 
-    def _set_cells(self, make, sizes, dtype, key, options, output_size=None):
-        """Set the fields that all have, in `__init__`: see `make_cells`."""
-        name = type(self).__name__
-        made = make_cells(name, make, sizes, dtype, key, output_size, **options)
-        self.cells, self.initial_state, self.stack = made
-
     @abc.abstractmethod
     def _run_cell(
         self, cell: Any, xs: Array, state: PyTree, valid: Array | None, reverse: bool
@@ -177,3 +171,17 @@ class AbstractRecurrent(AbstractCellLayer):
         axis = int(self._is_batch(x, "x") and not self.time_major)
         ys, state = self(jnp.expand_dims(x, axis), state, **options)
         return jax.tree.map(lambda y: jnp.squeeze(y, axis), ys), state
+
+
+class AbstractStacked(AbstractRecurrent):
+    """A layer over time with the fields that most have."""
+
+    cells: tuple[tuple[Any, ...], ...]
+    initial_state: PyTree
+    stack: Stack
+
+    def _set_cells(self, make, sizes, dtype, key, options, output_size=None):
+        """Set these fields, in `__init__`: see `make_cells`."""
+        name = type(self).__name__
+        made = make_cells(name, make, sizes, dtype, key, output_size, **options)
+        self.cells, self.initial_state, self.stack = made

@@ -27,8 +27,8 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
             f"`xs` is {show_batch(xs, is_batch)}",
             do="Pass one integer for each sequence: for a mask, `mask.sum(-1)`. In a "
             "`jax.vmap` over sequences, map their lengths as well: `jax.vmap(lambda x, n: "
-            "layer(x, lengths=n))(xs, lengths)`. Did you swap the time axis and the batch axis? See "
-            "`time_major`.",
+            "layer(x, lengths=n))(xs, lengths)`. Did you swap the time axis and the batch "
+            "axis? See `time_major`.",
         )
     times = jnp.arange(steps)[:, None]
     return times < jnp.asarray(lengths).astype(times.dtype).reshape(1, batch)

@@ -12,12 +12,12 @@ from ..._control_flow.scan import named_method
 from ..._errors import bad_argument, check_flags, check_function
 from .._arguments import check_callable
 from .cell_scan import run_cell
-from .layer import AbstractRecurrent
+from .layer import AbstractStacked
 from .stack import Stack
 from .states import zero_states
 
 
-class Recurrent(AbstractRecurrent):
+class Recurrent(AbstractStacked):
     r"""Any recurrent cell over time and batch.
 
     !!! example
@@ -63,9 +63,6 @@ class Recurrent(AbstractRecurrent):
     [`eqx_grads.nn.GRU`][], [`eqx_grads.nn.LSTM`][] and [`eqx_grads.nn.RNN`][].
     """
 
-    cells: tuple[tuple[Any, ...], ...]
-    initial_state: PyTree
-    stack: Stack
     output: Callable[[PyTree], Any] | None
     checkpoint: int | str | None = eqx.field(static=True)
 

@@ -113,8 +113,8 @@ CHANNELS = 2
 def make_stack(
     layer: str,
     make: Callable[..., Any],
-    input_size: int,
-    output_size: int,
+    input_size: Any,
+    output_size: Any,
     key: Array | None,
     *,
     num_layers: int = 1,

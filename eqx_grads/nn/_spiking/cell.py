@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key, Num
 
 from ..._errors import bad_argument, check_flags, check_option, rule_error, type_of
-from ..._rules.float_args import as_count, check_parameter
+from ..._rules.float_args import as_count, check_parameter, Parameter as Number
 from ..._rules.replace_gradient import replace_gradient
 from ..._tangent_spaces import broadcasts_to
 from ...surrogates import AbstractSurrogate, atan
@@ -20,9 +20,7 @@ from .._arguments import check_callable, check_step, common_dtype, layer_dtype
 from .dynamics import Dynamics, LIFState, Reset, step
 
 
-Parameter: TypeAlias = (
-    float | int | np.floating | np.ndarray | Array | list[Any] | tuple[Any, ...]
-)
+Parameter: TypeAlias = Number | list[Any] | tuple[Any, ...]
 Surrogate: TypeAlias = AbstractSurrogate | Callable[[Array], Any]
 CONSTANTS = ("beta", "alpha", "rho", "strength", "threshold")
 DECAYS = ("beta", "alpha", "rho")

@@ -4,12 +4,12 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key
 
 from .._arguments import check_real, common_dtype
 from .._recurrent.cell_scan import FAST_PATHS, run_cell
-from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import make_stack, Stack, StackOptions
+from .._recurrent.layer import AbstractStacked
+from .._recurrent.stack import make_stack, StackOptions
 from .cell import LIFCell, Parameter
 from .spiking_scan import spiking_scan
 
@@ -28,13 +28,10 @@ def _run_neurons(cell, xs, state, valid, reverse, keep):
 FAST_PATHS[LIFCell] = _run_neurons
 
 
-class AbstractNeurons(AbstractRecurrent):
+class AbstractNeurons(AbstractStacked):
     """Neurons over time, whose cells have some options by default."""
 
     _of_cells: eqx.AbstractClassVar[dict[str, Any]]
-    cells: tuple[tuple[LIFCell, ...], ...]
-    initial_state: PyTree
-    stack: Stack
 
     def __init__(
         self,
