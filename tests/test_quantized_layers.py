@@ -209,7 +209,7 @@ def test_rules():
     # What was not swapped is the object that it was.
     assert new["heads"]["a"] is model["heads"]["a"]
     assert new["heads"]["b"].weight is model["heads"]["b"].weight
-    with raises(r"(?s)matches no layer: rule 0, 'heads.a'.*`\['heads'\]\['a'\]`.*as in Python"):
+    with raises(r"(?s)not used: rule 0, 'heads.a'.*`\['heads'\]\['a'\]`.*as in Python"):
         nn.quantize_model(model, {"heads.a": nn.LSQ(2)})
 
 
@@ -476,14 +476,17 @@ ERRORS = [
     (lambda: nn.LSQ(2).fit(jnp.array([-np.inf, 1.0])), "its largest magnitude is inf"),
     (lambda: nn.LSQ(4, scale=jnp.ones((4, 1))).encode(jnp.ones(3)), "does not broadcast"),
     (lambda: nn.Quantized(LINEAR, nn.LSQ), "`weight_quantizer` of `Quantized` is not a"),
-    (lambda: nn.quantize_model([LINEAR], {"*": nn.LSQ(2), "[0]": None}), "never used: rule 1"),
+    (lambda: nn.quantize_model([LINEAR], {"*": nn.LSQ(2), "[0]": None}), "not used: rule 1"),
     (lambda: nn.quantize_model(LINEAR, {3: nn.LSQ(2)}), "which layers it is for: rule 0, 3"),
     (lambda: nn.quantize_model(LINEAR, nn.LSQ(2)), "not a dictionary or a list of pairs"),
-    (lambda: nn.quantize_model([nn.Quantized(LINEAR)], RULE), r"`\[0\]`: quantized alr"),
+    (lambda: nn.quantize_model([nn.Quantized(LINEAR)], RULE), ": Linear, quantized alr"),
     (lambda: make_vq().decode(1.0), "`indices` of `VectorQuantizer.decode`"),
     # Lists say what they leave out.
-    (lambda: nn.quantize_model(MANY, {eqx.nn.Conv: nn.LSQ(4)}), r"is `\[9\]`, Linear\n  and 3"),
-    (lambda: nn.quantize_model([jnp.ones(2)] * 7, {"[?]": nn.LSQ(4)}), r"`\[1\]`, an array\nA"),
+    (
+        lambda: nn.quantize_model(MANY, {eqx.nn.Conv: nn.LSQ(4)}),
+        r"`\[9\]`: Linear, no rule\n  and 3",
+    ),
+    (lambda: nn.quantize_model([jnp.ones(2)] * 7, {"[?]": nn.LSQ(4)}), r"`\[1\]`: an array\n"),
     (lambda: nn.to_integers([nn.Quantized(x) for x in MANY]), r"(?s)`\[7\]`: its.*and 5 more"),
 ]
 

@@ -564,7 +564,7 @@ WRONG = [
     (run(fsq((3, 5)), XS), "is -1, and the size is 2"), (run(layer("VectorQuantizer", 5, 3,
      decay=1.0), XS), "`decay` of `VectorQuantizer`"),
     (model({eqx.nn.Linear: (None, nn.LSQ(4))}), "`['a']`"), (model({eqx.nn.Conv: nn.LSQ(4)}),
-     "`['a']`, Linear"), (model({"['b'][0]": nn.LSQ(4)}), "there is `['b'][0]`, an array"),
+     "`['a']`: Linear"), (model({"['b'][0]": nn.LSQ(4)}), "there is `['b'][0]`: an array"),
     (model({eqx.nn.Linear: nn.LSQ}), "does not say how to quantize: rule 0, Linear"),
     (model({eqx.nn.Linear: nn.LSQ(4)}, call=square), "a `call`, and no batch"),
     (model({eqx.nn.Linear: nn.LSQ(4)}, calibrate=X), "a batch, and nothing to calibrate"),

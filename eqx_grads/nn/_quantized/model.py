@@ -203,28 +203,27 @@ def _found(rules, keys, layer):
 
 
 def _check_all_used(rules: list[_Rule], found: dict[str, _Found], arrays: list[str]) -> None:
+    def describe(layer, _, used):
+        no_rule = "quantized already" if isinstance(layer, Quantized) else "no rule"
+        return f"{kind_of(layer)}, {used.name if used else no_rule}"
+
+    all_of = {path: describe(*x) for path, x in found.items()}
+    all_of |= dict.fromkeys(arrays, "an array")
     for rule in rules:
-        if any(rule is layer.rule for layer in found.values()):
+        if any(rule is x.rule for x in found.values()):
             continue
-        matched = [(place_of(p), x.rule) for p, x in found.items() if rule in x.matching]
-        if matched:
-            what, do = "is never used", "The first rule that matches a layer is used. In a "
-            do += "layer that is quantized already, `(None, quantizer)` quantizes the inputs."
-            used = [f"{place}: {r.name if r else 'quantized already'}" for place, r in matched]
-            where = first_of(used, 10)
-        else:
-            what, kinds = "matches no layer", {p: kind_of(x.layer) for p, x in found.items()}
-            kinds |= dict.fromkeys(arrays, "an array")
-            near = difflib.get_close_matches(str(rule.which), kinds, n=5, cutoff=0.4)
-            paths = [*near, *(path for path in kinds if path not in near)]
-            where = first_of([f"there is {place_of(p)}, {kinds[p]}" for p in paths], 10)
-            do = (
-                "A layer of `model` is an `equinox.nn.Linear`, an `equinox.nn.Conv`, or of a "
-                "type with a `weight` that a rule names. Paths are written as in Python: "
-                "`encoder.layers[0]`. For another array, as in an `equinox.nn.GRUCell`, call a "
-                "quantizer where the model uses it, or in the loss."
-            )
-        raise rule_error(f"A rule of `quantize_model` {what}: {rule.name}.", *where, do=do)
+        paths = [path for path, x in found.items() if rule in x.matching]
+        paths += difflib.get_close_matches(str(rule.which), all_of, n=5, cutoff=0.4)
+        paths = list(dict.fromkeys([*paths, *all_of]))
+        raise rule_error(
+            f"A rule of `quantize_model` is not used: {rule.name}.",
+            *first_of([f"there is {place_of(path)}: {all_of[path]}" for path in paths], 10),
+            do="For each layer, the first rule that matches is used; if it is quantized "
+            "already, a rule for its inputs, `(None, quantizer)`. A layer of `model` is an "
+            "`equinox.nn.Linear`, an `equinox.nn.Conv`, or of a type with a `weight` that a "
+            "rule names. Paths are written as in Python: `encoder.layers[0]`. For another array, as "
+            "in an `equinox.nn.GRUCell`, call a quantizer where the model uses it.",
+        )
 
 
 def _calibrated(model, found, batch, call):
