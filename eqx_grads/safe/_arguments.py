@@ -85,18 +85,12 @@ def _as_arrays(name, xs, real, broadcast) -> dict[str, Array]:
     show = lambda argument: f"`{argument}` is {type_of(xs[argument])}"
     for argument, x in xs.items():
         dtype = dtype_of_array(x)
-        if dtype is None or not jnp.issubdtype(dtype, np.number):
-            raise rule_error(
-                f"`{name}` was given something that is not an array of numbers.",
-                show(argument),
-                do="Pass an array of floats, or a number.",
-            )
-        if real and jnp.issubdtype(dtype, jnp.complexfloating):
-            raise rule_error(
-                f"`{name}` was given complex numbers, and takes real numbers only.",
-                show(argument),
-                do="Use the function of `jax.numpy`, or pass the real and the imaginary part.",
-            )
+        is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+        if dtype is None or not jnp.issubdtype(dtype, np.number) or (real and is_complex):
+            what = f"something that is not an array of {'real ' * real}numbers"
+            do = "Pass an array of floats, or a number. For complex numbers, use a function "
+            do += "of `jax.numpy`, or pass the real and the imaginary part."
+            raise rule_error(f"`{name}` was given {what}.", show(argument), do=do)
     # `asarray` and `promote` take longer than the computation of a small array.
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in xs.values()]
     dtype = arrays[0].dtype if len({x.dtype for x in arrays}) == 1 else promote(arrays)

@@ -500,7 +500,7 @@ WRONG = [
     # safe, ste, surrogates
     (lambda: safe.pairwise_distance(XS, XS[:, :2]), "`y` is float32[4,2]"),
     (lambda: safe.arctan2(X, XS[:, 0]), "do not broadcast together"), (lambda: safe.arctan2(X,
-     Z), "was given complex numbers"), (lambda: safe.eigh(XS), "`a` is float32[4,3]"),
+     Z), "not an array of real numbers"), (lambda: safe.eigh(XS), "`a` is float32[4,3]"),
     (lambda: safe.svd(X), "`a` is float32[3]"), (lambda: safe.logsumexp(X, b=W[:, :2]),
      "`b` is float32[5,2]"), (lambda: safe.norm(XS, ord=1), "is 1.0, the axes are (0, 1)"),
     (lambda: safe.norm(X, ord="fro"), "`ord` is str ('fro')"),
