@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike
 
 from .._errors import bad_argument, name_of, rule_error, show_path
 from .._rules.custom_jvp import custom_jvp
-from .._rules.float_args import as_floats, broadcast_parameter
+from .._rules.float_args import as_floats, broadcast_parameter, check_parameter
 from ..tangents import add, is_zero
 
 
@@ -154,9 +154,14 @@ def _spike_jvp(primals, tangents):
     t_v, t_surrogate = tangents
     has_primitive, terms = isinstance(surrogate, AbstractSurrogate), []
     name = name_of(surrogate)
+
+    def like_v(what, x):
+        check_parameter(name, what, x)
+        return broadcast_parameter(name, what, x, v)
+
     if not is_zero(t_v):
         derivative = surrogate.derivative if has_primitive else surrogate
-        terms.append(broadcast_parameter(name, "derivative", derivative(v), v) * t_v)
+        terms.append(like_v("derivative", derivative(v)) * t_v)
     if not is_zero(t_surrogate):
         if not has_primitive:
             paths = jax.tree_util.tree_leaves_with_path(t_surrogate)
@@ -168,6 +173,6 @@ def _spike_jvp(primals, tangents):
                 "arrays, subclass `eqx_grads.surrogates.AbstractSurrogate`; otherwise pass "
                 "`jax.lax.stop_gradient` of them.",
             )
-        primitive = lambda s: broadcast_parameter(name, "primitive", s.primitive(v), v)
+        primitive = lambda s: like_v("primitive", s.primitive(v))
         terms.append(eqx.filter_jvp(primitive, (surrogate,), (t_surrogate,))[1])
     return spike(v, surrogate), add(*terms)
