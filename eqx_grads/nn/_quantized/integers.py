@@ -70,7 +70,7 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
     **Raises:**
 
     [`eqx_grads.RuleError`][] if no layer has a quantized weight that integers represent, or if
-    a weight is NaN.
+    a weight is not finite.
     """
     is_layer = lambda x: isinstance(x, Quantized | Layer)
     choose = lambda path, layer: _reason_to_leave(layer)
