@@ -176,9 +176,10 @@ class Leaky(eqx.Module):
 def test_errors_of_a_cell():
     """They say what the cell was called with."""
     layer = nn.Recurrent(lambda x, state: state[:1], initial_state=jnp.zeros(2))
-    with raises(r"float..\[2,2\](?s:.)*float..\[2,1\]") as info:
+    match = r"(?s)The cell of `Recurrent` returned a different.*float..\[2\].*float..\[1\]\n"
+    with raises(match) as info:
         layer(XS)
-    assert "it has to return a state like that" in "".join(info.value.__notes__)
+    assert not any(word in str(info.value) for word in ("carry", "`init`", "`step`"))
     for sizes in ((2, 4), (3, 5)):
         weight, state = jnp.ones((4, sizes[0]), "float32"), jnp.zeros(sizes[1], "float32")
         with pytest.raises(TypeError, match="shape") as info:

@@ -11,8 +11,8 @@ from jaxtyping import Array, PyTree
 from ..._control_flow import compile_eager_calls
 from ..._control_flow.scan import filter_scan
 from ..._control_flow.visible_steps import cells_are_called
-from ..._errors import place_of, show_tree
-from ..._errors.trees import mirror
+from ..._errors import place_of, rule_error, show_tree
+from ..._errors.trees import mirror, mirror_of
 from ..._rules.explicit_sharding import explicit_spec, gathered_leaves, sharding_like
 from ..._tangent_spaces import promote
 from .padding import where_valid
@@ -66,15 +66,18 @@ def _scan_cell(cell, output, xs, state, valid, reverse, checkpoint):
         state = _widened(lambda *args: step(*args)[0], state, (xs, valid))
         last, ys = filter_scan(step, state, (xs, valid), reverse=reverse, checkpoint=checkpoint)
     except Exception as error:
-        of_one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
         error.add_note(
             f"It was raised in a step of a recurrent layer, {place_of(cell)}. The cell was "
-            f"called with one input, {show_tree(of_one(xs[0]))}, and one state, "
-            f"{show_tree(mirror(of_one, state))}: the last axis of `xs` and the first state "
-            "have to be of the sizes that it takes, and it has to return a state like that."
+            f"called with one input, {show_tree(_of_one(_type_of_step(xs)))}, and one state, "
+            f"{show_tree(mirror(_of_one, state))}: the last axis of `xs` and the first state "
+            "have to be of the sizes that it takes."
         )
         raise
     return ys, last
+
+
+def _of_one(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
 def _type_of_step(x: Array) -> jax.ShapeDtypeStruct:
@@ -84,11 +87,22 @@ def _type_of_step(x: Array) -> jax.ShapeDtypeStruct:
 
 def _widened(next_state: Callable[..., PyTree], state: PyTree, inputs: PyTree) -> PyTree:
     """The first state in the dtypes of the next one, which the inputs may have widened."""
-    leaves_of_next = lambda *args: jax.tree.leaves(next_state(*args))
+    found: list[Any] = []
+
+    def leaves_of_next(*args):
+        leaves, treedef = jax.tree.flatten(next_state(*args))
+        found[:] = [treedef]
+        return leaves
+
     new = jax.eval_shape(leaves_of_next, state, jax.tree.map(_type_of_step, inputs))
     leaves, treedef = jax.tree.flatten(state)
-    if len(new) != len(leaves):
-        return state  # an error in the scan
+    if found[0] != treedef or [x.shape for x in new] != [x.shape for x in leaves]:
+        returned = show_tree(mirror_of(found[0], map(_of_one, new)))
+        raise rule_error(
+            "The cell of `Recurrent` returned a different state than it was given.",
+            f"it was given {show_tree(mirror(_of_one, state))}, and returned {returned}",
+            do="Return a state like the first one, or give the layer another `initial_state`.",
+        )
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     pairs = zip(leaves, new, strict=True)
     leaves = [s.astype(t.dtype) if is_float(s) and is_float(t) else s for s, t in pairs]
