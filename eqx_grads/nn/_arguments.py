@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._errors import bad_argument, rule_error, type_of
 from .._rules.float_args import as_count, as_dtype
@@ -76,8 +76,8 @@ def layer_dtype(layer: str, dtype: Any = None) -> Any:
     return known
 
 
-def common_dtype(*xs: Array | None) -> list[Any]:
+def common_dtype(*trees: PyTree) -> Any:
     """All arrays in one inexact dtype. With float32 inputs, a bfloat16 weight is float32 here,
     and its gradient is bfloat16."""
-    dtype = promote([x for x in xs if x is not None])
-    return [None if x is None else x.astype(dtype) for x in xs]
+    dtype = promote(jax.tree.leaves(trees))
+    return jax.tree.map(lambda x: x.astype(dtype), trees)

@@ -132,17 +132,10 @@ def run_gated_cell(cell, xs, state, valid, reverse, keep):
     if isinstance(cell, RNNCell):
         formulas = RNN[cell.activation]
     names = ("weight_ih", "weight_hh", "bias", "bias_n", "weight_hr")
-    weights = [getattr(cell, name, None) for name in names]
-    xs, *arrays = common_dtype(xs, *weights, *(state if is_lstm else (state,)))
-    ys, last = split_scan(
-        Weights(*arrays[:5]),
-        xs,
-        tuple(arrays[5:]),
-        valid,
-        formulas=formulas,
-        reverse=reverse,
-        keep=kept_of_cells() if keep == "auto" else keep,
-    )
+    weights = Weights(*(getattr(cell, name, None) for name in names))
+    args = common_dtype(weights, xs, tuple(state) if is_lstm else (state,))
+    keep = kept_of_cells() if keep == "auto" else keep
+    ys, last = split_scan(*args, valid, formulas=formulas, reverse=reverse, keep=keep)
     return ys, last if is_lstm else last[0]
 
 

@@ -123,16 +123,8 @@ class Recurrent(AbstractStacked):
 
     def _run_cell(self, cell, xs, state, valid, reverse):
         keep = {None: "gates", "replay": "states", "auto": "auto"}.get(self.checkpoint)
-        return run_cell(
-            cell,
-            xs,
-            state,
-            valid,
-            reverse,
-            keep,
-            output=self.output,
-            checkpoint=self.checkpoint,
-        )
+        options = {"output": self.output, "checkpoint": self.checkpoint}
+        return run_cell(cell, xs, state, valid, reverse, keep, **options)
 
 
 def _as_stages(cell: Any) -> tuple[tuple[Any, ...], ...]:

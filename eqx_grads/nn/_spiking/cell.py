@@ -170,9 +170,8 @@ class LIFCell(eqx.Module):
         [`eqx_grads.RuleError`][] if an argument is not valid. If a constant is a JAX array,
         only its shape and dtype are checked.
         """
-        is_shape = isinstance(hidden_size, tuple) and hidden_size
-        shape = hidden_size if is_shape else (hidden_size,)
-        shape = tuple(as_count("LIFCell", "hidden_size", size) for size in shape)
+        shape = hidden_size if isinstance(hidden_size, tuple) else (hidden_size,)
+        shape = tuple(as_count("LIFCell", "hidden_size", size) for size in shape or [0])
         check_flags(
             "LIFCell", recurrent=recurrent, use_bias=use_bias, detach_reset=detach_reset
         )
@@ -277,11 +276,8 @@ class LIFCell(eqx.Module):
         layer, if `x` is complex, or if the state does not hold floats.
         """
         self._check(x, state)
-        arrays, of_state = jax.tree.flatten(state)
-        x, weight_ih, bias, weight_hh, *wide = common_dtype(
-            x, self.weight_ih, self.bias, self.weight_hh, *arrays
-        )
-        wide = jax.tree.unflatten(of_state, wide)
+        weights = self.weight_ih, self.bias, self.weight_hh
+        x, (weight_ih, bias, weight_hh), wide = common_dtype(x, weights, state)
         if weight_ih is not None:
             x = weight_ih @ x if bias is None else weight_ih @ x + bias
         if weight_hh is not None:

@@ -3,7 +3,6 @@
 from typing import Any, ClassVar
 
 import equinox as eqx
-import jax
 from jaxtyping import Array, Key
 
 from .._arguments import check_real, common_dtype
@@ -14,15 +13,10 @@ from .cell import LIFCell, Parameter
 from .spiking_scan import spiking_scan
 
 
-def _run_neurons(cell, xs, state, valid, reverse, keep):
-    del keep
-    leaves, treedef = jax.tree.flatten(state)
-    xs, w_in, bias, w_state, *leaves = common_dtype(
-        xs, cell.weight_ih, cell.bias, cell.weight_hh, *leaves
-    )
-    state = jax.tree.unflatten(treedef, leaves)
-    args = (w_in, bias, w_state, cell._dynamics(xs.dtype), xs, state, valid)
-    return spiking_scan(*args, reverse=reverse)
+def _run_neurons(cell, xs, state, valid, reverse, _):
+    weights = cell.weight_ih, cell.bias, cell.weight_hh
+    weights, xs, state = common_dtype(weights, xs, state)
+    return spiking_scan(*weights, cell._dynamics(xs.dtype), xs, state, valid, reverse=reverse)
 
 
 FAST_PATHS[LIFCell] = _run_neurons
