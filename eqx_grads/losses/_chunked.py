@@ -148,9 +148,9 @@ def _call(loss, options, args, kwargs):
     axes, length = _split_of(loss, options, args)
     call, operands = ClosedTree.split((loss, args, kwargs), is_numeric_array)
     of_loss = len(TreeSplit.split(loss, is_numeric_array)[1])
-    rest = len(operands) - of_loss - len(axes)
-    axes = (*of_loss * [None], *axes, *rest * [None])
-    chunks = _Chunks(call, axes, length, options.chunk, options.mean)
+    axes = [None] * of_loss + axes
+    axes += [None] * (len(operands) - len(axes))
+    chunks = _Chunks(call, tuple(axes), length, options.chunk, options.mean)
     return _sum_over_chunks(operands, chunks=chunks)
 
 

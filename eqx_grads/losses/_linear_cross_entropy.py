@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec, reshard
 from jaxtyping import ArrayLike
 
 from .._errors import bad_argument, check_flags, check_option, rule_error, type_of
+from .._rules.explicit_sharding import gathered
 from .._rules.float_args import as_count, as_floats, is_number
 from .._rules.nondifferentiable import nondifferentiable
 from .._tangent_spaces import dtype_of, promote, sum_dtype
-from ._explicit_axes import on_explicit_axes
 from ._linear_cross_entropy_rules import (
     at_labels,
     is_soft,
@@ -21,7 +22,6 @@ from ._linear_cross_entropy_rules import (
     summed_loss,
     token_losses,
     vary_over_tokens,
-    vocabulary_size,
 )
 
 
@@ -170,17 +170,16 @@ def linear_cross_entropy(
     if ignore_index is not None:
         do = "Give the label of tokens that do not count, or `None`."
         ignore_index = as_count(NAME, "ignore_index", ignore_index, least=-(2**31), do=do)
-    _check_number("label_smoothing", label_smoothing, 0, 1)
-    _check_number("z_loss", z_loss, 0, math.inf)
+    smoothing = _as_number("label_smoothing", label_smoothing, 0, 1)
+    z_loss = _as_number("z_loss", z_loss, 0, math.inf)
     if soft_cap is not None:
-        _check_number("soft_cap", soft_cap, math.ulp(0.0), math.inf)
+        soft_cap = _as_number("soft_cap", soft_cap, math.ulp(0.0), math.inf)
     check_flags(NAME, return_z_loss=return_z_loss)
     check_option(NAME, "reduction", reduction, ("mean", "sum", "none"))
     arrays = _as_arrays(x, weight, labels, bias, class_weight)
-    cap = None if soft_cap is None else float(soft_cap)
-    numbers = float(label_smoothing), float(z_loss), cap
-    options = Options(chunk, ignore_index, reduction, *numbers, _as_axes(axis_name))
-    loss, z = on_explicit_axes(_losses, *arrays, options=options)
+    numbers, axes = (smoothing, z_loss, soft_cap), _as_axes(axis_name)
+    options = Options(chunk, ignore_index, reduction, *numbers, axes)
+    loss, z = _on_explicit_axes(_losses, *arrays, options=options)
     if not return_z_loss:
         return loss
     return loss, jnp.zeros_like(loss) if z is None else jax.lax.stop_gradient(z)
@@ -190,7 +189,7 @@ def _losses(x, weight, bias, class_weight, labels, *, options):
     """The loss and its z-loss: the sum over tokens, or an array with an element for each."""
     reduction, smoothing, z_loss = options.reduction, options.label_smoothing, options.z_loss
     n, shape = weight.shape[0], x.shape[:-1]
-    size = vocabulary_size(n, options)
+    size = n * jax.lax.psum(1, options.axes)  # of the vocabulary, on all devices
     if is_soft(labels):
         is_counted = is_valid = jnp.ones(shape, bool)
         labels = labels.reshape(-1, n)
@@ -210,9 +209,8 @@ def _losses(x, weight, bias, class_weight, labels, *, options):
         of_label = scale * at_labels(take, n, labels, options)
     z_scale = scale
     if reduction == "mean":
-        count, total = (
-            options.total_of_tokens(jnp.sum(jnp.nan_to_num(x))) for x in (scale, of_label)
-        )
+        sums = [jnp.sum(jnp.nan_to_num(x)) for x in (scale, of_label)]
+        count, total = jax.lax.psum(sums, options.token_axes)
         z_scale = scale / jnp.where(count == 0, 1, count)
         total = jnp.where(total == 0, 1, total)
         scale, of_label = scale / total, of_label / total
@@ -227,6 +225,49 @@ def _losses(x, weight, bias, class_weight, labels, *, options):
         return summed_loss(*tokens, options=options)
     losses = token_losses(*tokens, options=options)
     return jax.tree.map(lambda y: y.reshape(shape), losses)
+
+
+def _on_explicit_axes(fn, *args, options: Options) -> Any:
+    """`fn(*args, options=options)`: sums over tokens, or arrays with an element for each.
+
+    If the type of `x` or of `weight` is sharded over explicit axes, each device calls `fn` on
+    its tokens and its part of the vocabulary, in a `jax.shard_map`. So the gradient of the
+    weight is summed over the devices once, and not once for each chunk. Along an axis that
+    shards both the tokens and the vocabulary, the weight is gathered. So are features.
+    """
+    (x, weight, _, _, labels), is_sum = args, options.reduction != "none"
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+    if not explicit:
+        return fn(*args, options=options)
+    batch = _axes_by_dimension(x, explicit)[:-1]
+    of_tokens = tuple(name for names in batch for name in names)
+    rows = _axes_by_dimension(weight, explicit)[0]
+    vocabulary = tuple(name for name in rows if name not in of_tokens)
+    if not of_tokens and not vocabulary:
+        return fn(*jax.tree.map(gathered, args), options=options)
+    rows = PartitionSpec(vocabulary)
+    each = PartitionSpec(*batch)
+    columns = each if labels.ndim < x.ndim else PartitionSpec(*batch, vocabulary)
+    specs = (PartitionSpec(*batch, None), PartitionSpec(vocabulary, None), rows, rows, columns)
+    pairs = zip(args, specs, strict=True)
+    args = [None if arg is None else reshard(arg, spec) for arg, spec in pairs]
+
+    def local(*args):
+        out = fn(*args, options=options._replace(axes=vocabulary, token_axes=of_tokens))
+        return jax.lax.psum(out, of_tokens) if is_sum and of_tokens else out
+
+    out_specs = PartitionSpec() if is_sum else each
+    return jax.shard_map(local, in_specs=specs, out_specs=out_specs, axis_names=explicit)(*args)
+
+
+def _axes_by_dimension(x: jax.Array, explicit: set[Any]) -> list[tuple[Any, ...]]:
+    """The explicit axes of the mesh over which each dimension of `x` is sharded."""
+    spec = jax.typeof(x).sharding.spec
+    entries = [*spec, *([None] * (x.ndim - len(spec)))]
+    as_tuple = lambda e: e if isinstance(e, tuple) else () if e is None else (e,)
+    return [tuple(name for name in as_tuple(e) if name in explicit) for e in entries]
 
 
 def _as_axes(axis_name) -> tuple[Hashable, ...]:
@@ -262,11 +303,11 @@ def _as_arrays(x, weight, labels, bias, class_weight):
         and all(b is None or b.shape == weight.shape[:1] for b in (bias, class_weight))
     )
     if not fits or weight.shape[0] == 0:
-        names = ("x", "weight", "labels", "bias", "class_weight")
-        arrays = (x, weight, labels, bias, class_weight)
+        given = {"x": x, "weight": weight, "labels": labels, "bias": bias}
+        given["class_weight"] = class_weight
         raise rule_error(
             f"The arguments of `{NAME}` do not fit together.",
-            ", ".join(f"`{n}` is {type_of(a)}" for n, a in zip(names, arrays, strict=True)),
+            ", ".join(f"`{name}` is {type_of(a)}" for name, a in given.items()),
             do="Give `x` of shape `(..., features)`, labels that are integers of shape `(...)` "
             "or probabilities of shape `(..., vocabulary)`, a weight of shape `(vocabulary, "
             "features)`, and a bias and class weights of shape `(vocabulary,)`.",
@@ -284,8 +325,9 @@ def _as_arrays(x, weight, labels, bias, class_weight):
     return x.astype(dtype), weight.astype(dtype), bias, class_weight, labels
 
 
-def _check_number(option: str, value: Any, least: float, most: float) -> None:
+def _as_number(option: str, value: Any, least: float, most: float) -> float:
     if not (is_number(value) and least <= value <= most and math.isfinite(value)):
         wanted = f"a number {'above' if least else 'from'} zero"
         wanted += " to one" if most == 1 else ""
         raise bad_argument(NAME, option, wanted, value, f"Give {wanted}.")
+    return float(value)

@@ -37,11 +37,7 @@ class Options(NamedTuple):
 
     def total(self, x: jax.Array) -> jax.Array:
         """The sum over the devices; each device has a part of the vocabulary."""
-        return jax.lax.psum(x, self.axes) if self.axes else x
-
-    def total_of_tokens(self, x: jax.Array) -> jax.Array:
-        """The sum over the devices; each device has a part of the tokens."""
-        return jax.lax.psum(x, self.token_axes) if self.token_axes else x
+        return jax.lax.psum(x, self.axes)
 
 
 class Scales(NamedTuple):
@@ -281,11 +277,6 @@ def _first_label(n, labels, options: Options):
     return n * jax.lax.axis_index(options.axes).astype(labels.dtype) if options.axes else 0
 
 
-def vocabulary_size(n: int, options: Options) -> int:
-    """The number of rows of the weight on all devices; each device has `n`."""
-    return n * jax.lax.psum(1, options.axes) if options.axes else n
-
-
 def _cotangent(
     logits, normalizer, labels, scales: Scales, class_weight, options: Options
 ) -> jax.Array:
@@ -329,17 +320,6 @@ def _pull_back(d, x, weight, live) -> tuple[jax.Array | None, ...]:
     return ct_x, ct_weight_t, ct_bias
 
 
-def default_chunk(features: int, vocabulary: int) -> int:
-    """The number of tokens of a chunk.
-
-    The gradient of the weight is read and written once for each chunk, which takes little time
-    beside the matrix products if there are as many tokens as features. The logits of a chunk
-    then are as large as that gradient. A small vocabulary has larger chunks, of 4 MiB of
-    logits on a CPU, in which a chunk takes long beside a step of a loop.
-    """
-    return max(128, features, logits_of_chunk() // vocabulary)
-
-
 def _over_chunks(
     fn: Callable[[Any, Any], tuple[Any, Any]],
     carry: Any,
@@ -352,8 +332,12 @@ def _over_chunks(
     The tokens of a chunk are not adjacent: of `n` chunks, each takes every `n`-th token. So
     each chunk of sharded tokens is sharded as all of them are.
     """
-    size, vocabulary = tokens[0].shape[0], weight.shape[0]
-    chunk = options.chunk or default_chunk(weight.shape[1], vocabulary)
+    size, (vocabulary, features) = tokens[0].shape[0], weight.shape
+    # The gradient of the weight is read and written once for each chunk, which takes little
+    # time beside the matrix products if there are as many tokens as features. The logits of a
+    # chunk then are as large as that gradient. A small vocabulary has larger chunks, of 4 MiB
+    # of logits on a CPU, in which a chunk takes long beside a step of a loop.
+    chunk = options.chunk or max(128, features, logits_of_chunk() // vocabulary)
     n = _number_of_chunks(size, chunk)
     if size_or(n, 2) <= 1:
         return fn(carry, tokens)
