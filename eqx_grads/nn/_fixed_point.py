@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
-from .._errors import check_flags, check_function
+from .._errors import check_flags, check_function, name_of
 from .._rules.float_args import as_count
 from .._solvers.fixed_point import fixed_point
 from .._tangent_spaces import promote
