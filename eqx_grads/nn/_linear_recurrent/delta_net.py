@@ -1,6 +1,6 @@
 """Gated DeltaNet, as a layer over time."""
 
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
@@ -99,6 +99,8 @@ class AbstractConvolved(AbstractStacked):
     """A layer of cells that see the last inputs through a short convolution. A cell runs
     forward, and reversing its inputs runs it backward."""
 
+    _cell: eqx.AbstractClassVar[Any]
+
     def _run_cell(self, cell, xs, state, valid, reverse):
         check_real(type(self).__name__, xs)
         order, dtype = time_order(reverse, valid), promote([xs, cell.weight_in])
@@ -175,6 +177,7 @@ class GatedDeltaNet(AbstractConvolved):
         ```
     """
 
+    _cell: ClassVar[Any] = GatedDeltaCell
     chunk: int | None = eqx.field(static=True)
 
     def __init__(
@@ -208,5 +211,5 @@ class GatedDeltaNet(AbstractConvolved):
         sizes |= {"key_size": key_size, "value_size": value_size, "conv_size": conv_size}
         if chunk is not None:
             (chunk,) = as_sizes("GatedDeltaNet", chunk=chunk)
-        self._set_cells(GatedDeltaCell, sizes, dtype, key, options)
+        self._set_cells(self._cell, sizes, dtype, key, options)
         self.chunk = chunk

@@ -49,7 +49,7 @@ class AbstractDiagonal(AbstractRecurrent):
     initial_parts: Float[Array, "2 ..."] | None
     stack: Stack
     activation: Callable[[Array], Array] | None
-    method: str = eqx.field(static=True)
+    method: eqx.AbstractVar[str]
 
     def _set(self, make, sizes, activation, method, dtype, key, options):
         """Set all fields, in `__init__`: see `make_cells`."""

@@ -132,6 +132,8 @@ class LRU(AbstractDiagonal):
         ```
     """
 
+    method: str = eqx.field(static=True)
+
     def __init__(
         self,
         input_size: int,

@@ -150,6 +150,8 @@ class S5(AbstractDiagonal):
         ```
     """
 
+    method: str = eqx.field(static=True)
+
     def __init__(
         self,
         input_size: int,

@@ -1,6 +1,6 @@
 """A selective state space model (S6, Mamba), as a layer over time."""
 
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
@@ -135,6 +135,7 @@ class SelectiveSSM(AbstractConvolved):
         ```
     """
 
+    _cell: ClassVar[Any] = SelectiveCell
     method: str = eqx.field(static=True)
 
     def __init__(
@@ -163,5 +164,5 @@ class SelectiveSSM(AbstractConvolved):
         sizes = {"input_size": input_size, "output_size": output_size, "channels": channels}
         sizes |= {"state_size": state_size, "conv_size": conv_size}
         check_option("SelectiveSSM", "method", method, METHODS)
-        self._set_cells(SelectiveCell, sizes, dtype, key, options)
+        self._set_cells(self._cell, sizes, dtype, key, options)
         self.method = method

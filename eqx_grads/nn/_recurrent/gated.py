@@ -18,7 +18,7 @@ from .stack import StackOptions
 class AbstractGated(AbstractStacked):
     """Cells with the fast path of gated cells, and what that keeps for its backward pass."""
 
-    keep: str = eqx.field(static=True)
+    keep: eqx.AbstractVar[str]
 
     def _set_gated(self, make, sizes, use_bias, keep, dtype, key, options, output_size=None):
         """Set all fields, in `__init__`."""
@@ -76,6 +76,8 @@ class GRU(AbstractGated):
     for a chunk, and is not computed for frozen weights. Both modes (forward mode by plain
     differentiation), all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
+
+    keep: str = eqx.field(static=True)
 
     def __init__(
         self,
@@ -167,6 +169,8 @@ class LSTM(AbstractGated):
     computes one gradient for the batch.
     """
 
+    keep: str = eqx.field(static=True)
+
     def __init__(
         self,
         input_size: int,
@@ -227,6 +231,8 @@ class RNN(AbstractGated):
     the recurrence. The gradient of each weight is one matrix product for a chunk. Both modes,
     all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
+
+    keep: str = eqx.field(static=True)
 
     def __init__(
         self,

@@ -199,8 +199,11 @@ class LIFCell(eqx.Module):
         self.surrogate = atan() if surrogate is None else surrogate
         self.hidden_size = hidden_size
         self.weight_hh = self.weight_ih = self.bias = None
-        if not recurrent and input_size is None:
-            return
+        if recurrent or input_size is not None:
+            self._set_weights(recurrent, input_size, use_bias, key)
+
+    def _set_weights(self, recurrent, input_size, use_bias, key):
+        hidden_size = self.hidden_size
         if isinstance(hidden_size, tuple):
             do = "Give a number: neurons with weights are a vector."
             raise bad_argument("LIFCell", "hidden_size", "a number of neurons", hidden_size, do)
