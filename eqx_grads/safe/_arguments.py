@@ -60,7 +60,10 @@ def on_arrays(
 
         @ft.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            bound = signature.bind(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:  # which does not name the function
+                raise TypeError(f"`{name}` {error}") from None
             bound.apply_defaults()
             given = bound.arguments
             is_left_out = lambda n: given[n] is None and signature.parameters[n].default is None
@@ -123,7 +126,7 @@ def _as_mask(name, where, x) -> Array:
 # For options that are numbers: the smallest and the largest, and what to do.
 _LARGEST = float(np.finfo(np.float64).max)
 _NUMBERS = {
-    "ord": (math.ulp(0.0), math.inf, "Give a positive number, or leave it out for 2."),
+    "ord": (-math.inf, math.inf, "Give a number, or leave it out for 2."),
     "ddof": (-_LARGEST, _LARGEST, "Give a number of Python: 1 for the unbiased variance."),
     "tolerance": (0, _LARGEST, "Give a finite number from zero: `1e-5`, or `None`."),
 }

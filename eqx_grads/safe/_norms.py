@@ -49,21 +49,22 @@ def norm(
     **Arguments:**
 
     - `x`: an array of numbers, real or complex. Half precision is summed in single precision.
-    - `ord`: the order $p$ of the norm, a positive number; 2 by default. The norm is
-        $(\sum_i |x_i|^p)^{1/p}$, and the largest magnitude for `jnp.inf`.
+    - `ord`: the order $p$ of the norm, any number, as for vectors in NumPy; 2 by default. It
+        is $(\sum_i |x_i|^p)^{1/p}$, the largest magnitude for `jnp.inf`, the smallest for
+        `-jnp.inf`, and for 0 the number of elements that are not zero.
     - `axis`: the axis of the vectors. Several axes together have the 2-norm of all their
         elements, the Frobenius norm; `None` takes all axes.
     - `keepdims`: whether the axes that were reduced are kept, with length one.
 
     **Returns:**
 
-    The norms, real. The norm of an empty vector is zero.
+    The norms, real. The norm of an empty vector is zero for a positive `ord`.
 
     **Derivative:**
 
-    With $u = x / y$ for the norm $y$, $\dot y = \sum_i u_i |u_i|^{p-2} \dot x_i$. For
-    `jnp.inf`, the mean of $\operatorname{sign}(x_i) \dot x_i$ over the elements of that
-    magnitude. At the zero vector, which is the minimum, the derivative is zero,
+    With $u = x / y$ for the norm $y$, $\dot y = \sum_i u_i |u_i|^{p-2} \dot x_i$. For `jnp.inf`
+    and `-jnp.inf`, the mean of $\operatorname{sign}(x_i) \dot x_i$ over the elements of that
+    magnitude; for 0, zero. At the zero vector, which is the minimum, the derivative is zero,
     and so is the derivative by an element that is zero. An infinite element outweighs all
     finite ones if $p > 1$. Both modes and all orders.
 
@@ -72,8 +73,8 @@ def norm(
     derivatives of `norm(x)**2`, which is smooth, are NaN too: write `jnp.sum(x**2)`. For
     kernels of a distance, see
     [NaN](../guides/my-gradient-is/nan.md#how-do-i-write-a-kernel-of-a-distance). By an element
-    that is zero they are NaN unless $2 \le p < \infty$, and for `jnp.inf` if several elements
-    are the largest.
+    that is zero they are NaN unless $2 \le p < \infty$, and for `jnp.inf` and `-jnp.inf` where
+    several elements are the largest, or the smallest.
 
     **Raises:**
 
@@ -100,10 +101,12 @@ def _norm(x, ord, axes):
         axes = tuple(i for i in axes if i not in own)
     if ord in (None, 2):
         return _polar(x, axes=axes)[0]
+    if ord == 0:
+        return jnp.sum((x != 0).astype(x.dtype), axes, keepdims=True)
     if ord == 1:
         return jnp.sum(_abs(x), axes, keepdims=True)
     if math.isinf(ord):
-        return _largest(_abs(x), axes=axes)
+        return _extremum(_abs(x), axes=axes, is_largest=ord > 0)
     return _p_norm(x, p=ord, axes=axes)
 
 
@@ -111,17 +114,20 @@ _abs = with_slopes(jnp.abs, lambda x: corner(jnp.sign(x), x == 0, x))
 
 
 @custom_jvp
-def _largest(x, *, axes):
-    """The largest of magnitudes, with the mean of the derivatives of equal ones."""
-    return jnp.max(x, axes, keepdims=True, initial=0.0)
+def _extremum(x, *, axes, is_largest):
+    """The largest or smallest of magnitudes, with the mean of the derivatives of equal ones."""
+    if is_largest:
+        return jnp.max(x, axes, keepdims=True, initial=0.0)
+    return jnp.min(x, axes, keepdims=True, initial=jnp.inf)
 
 
-@_largest.def_jvp
-def _largest_jvp(primals, tangents, *, axes):
+@_extremum.def_jvp
+def _extremum_jvp(primals, tangents, *, axes, is_largest):
     (x,) = primals
-    out = _largest(x, axes=axes)
+    out = _extremum(x, axes=axes, is_largest=is_largest)
     # Not `x == out`: XLA may compute `x` once more for the comparison, and round it otherwise.
-    is_equal = x >= out * (1 - 4 * float(jnp.finfo(x.dtype).eps))
+    rounding = 4 * float(jnp.finfo(x.dtype).eps)
+    is_equal = x >= out * (1 - rounding) if is_largest else x <= out * (1 + rounding)
     count = jnp.sum(is_equal, axes, keepdims=True)
     share = is_equal.astype(x.dtype) / count.astype(x.dtype)
     share = corner(share, is_equal & (count > 1), x, axes=axes)
@@ -131,18 +137,22 @@ def _largest_jvp(primals, tangents, *, axes):
 # With u for the elements divided by the norm, the slopes are sign(u) |u|^(p - 1).
 @custom_jvp
 def _p_norm(x, *, p, axes):
-    """The norm of another order. It neither overflows nor underflows on the way."""
+    """The norm of another order, not zero. Neither overflows nor underflows on the way."""
     size = jnp.abs(x)
-    largest = jnp.max(size, axes, keepdims=True, initial=0.0)
-    scale = _power_of_two(largest)
+    if p > 0:
+        end = jnp.max(size, axes, keepdims=True, initial=0.0)
+    else:
+        end = jnp.min(size, axes, keepdims=True, initial=jnp.inf)
+    scale = _power_of_two(end)
     n = scale * jnp.sum((size / scale) ** p, axes, keepdims=True) ** (1 / p)
-    return jnp.where(largest == jnp.inf, largest, n)
+    return jnp.where(end == jnp.inf, end, n)
 
 
 @_p_norm.def_jvp
 def _p_norm_jvp(primals, tangents, *, p, axes):
     (x,), (t_x,) = primals, tangents
-    x = _finite(x, jnp.any(jnp.isinf(x), axes, keepdims=True))
+    if p > 0:
+        x = _finite(x, jnp.any(jnp.isinf(x), axes, keepdims=True))
     n = jnp.broadcast_to(_p_norm(x, p=p, axes=axes), x.shape)
     u = quotient(x, n)
     size = jnp.abs(u) if p > 1 else jnp.where(u == 0, 1, jnp.abs(u))
