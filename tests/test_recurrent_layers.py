@@ -177,7 +177,7 @@ def test_states_of_any_shape(getkey):
     assert_close(layer(xs[1], lengths=3)[0], ys[1], tolerance=1e-5)
     ends = nn.Outputs(layer, last=True)(xs[0])
     assert_close(ends, jnp.concatenate([ys[0, -1, :2], ys[0, 0, 2:]]), tolerance=1e-6)
-    with pytest.raises(RuleError, match=r"`xs` with 2 axes(?s:.)*\(time, \*input_size\)"):
+    with pytest.raises(RuleError, match=r"`xs` that does not fit(?s:.)*\(time, \*input_size\)"):
         layer(xs[0, 0, 0])
 
 

@@ -196,7 +196,7 @@ def test_errors():
         with pytest.raises(RuleError, match=r"not a surrogate(?s:.)*atan\(\)"):
             inspect.unwrap(spike)(1.0, surrogate)  # no run-time type checks
     for wrong in (lambda v: None, lambda v: v * (1 + 1j), lambda v: (v, v)):
-        with pytest.raises(RuleError, match="does not fit `v`"):
+        with pytest.raises(RuleError, match=r"(not a number|does not broadcast)"):
             jax.grad(lambda v, wrong=wrong: spike(v, wrong))(1.0)
     assert jax.grad(spike)(0.0, Bump(jnp.array(2.0))) == 2.0
     match = r"`Bump`, which has no primitive.\n  at surrogate.slope"

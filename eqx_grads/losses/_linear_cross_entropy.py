@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike
+from jax.sharding import AxisType, PartitionSpec, reshard
+from jaxtyping import ArrayLike
 
-from .._errors import bad_argument, check_flags, rule_error, type_of
-from .._rules.float_args import as_count, as_floats, as_integer, is_number
+from .._errors import bad_argument, check_flags, check_option, rule_error, type_of
+from .._rules.explicit_sharding import gathered
+from .._rules.float_args import as_count, as_floats, is_number
 from .._rules.nondifferentiable import nondifferentiable
 from .._tangent_spaces import dtype_of, promote, sum_dtype
-from ._explicit_axes import on_explicit_axes
 from ._linear_cross_entropy_rules import (
     at_labels,
     is_soft,
@@ -21,12 +22,10 @@ from ._linear_cross_entropy_rules import (
     summed_loss,
     token_losses,
     vary_over_tokens,
-    vocabulary_size,
 )
 
 
 NAME = "losses.linear_cross_entropy"
-REDUCTIONS = ("mean", "sum", "none")
 
 
 def linear_cross_entropy(
@@ -168,23 +167,19 @@ def linear_cross_entropy(
         arXiv:2204.02311.
     """
     chunk = None if chunk is None else as_count(NAME, "chunk", chunk)
-    given, ignore_index = ignore_index, as_integer(ignore_index)
-    if given is not None and ignore_index is None:
+    if ignore_index is not None:
         do = "Give the label of tokens that do not count, or `None`."
-        raise bad_argument(NAME, "ignore_index", "an integer", given, do)
-    _check_number("label_smoothing", label_smoothing, 0, 1)
-    _check_number("z_loss", z_loss, 0, math.inf)
+        ignore_index = as_count(NAME, "ignore_index", ignore_index, least=-(2**31), do=do)
+    smoothing = _as_number("label_smoothing", label_smoothing, 0, 1)
+    z_loss = _as_number("z_loss", z_loss, 0, math.inf)
     if soft_cap is not None:
-        _check_number("soft_cap", soft_cap, math.ulp(0.0), math.inf)
+        soft_cap = _as_number("soft_cap", soft_cap, math.ulp(0.0), math.inf)
     check_flags(NAME, return_z_loss=return_z_loss)
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        one_of = f"one of {', '.join(map(repr, REDUCTIONS))}"
-        raise bad_argument(NAME, "reduction", one_of, reduction, f"Give {one_of}.")
+    check_option(NAME, "reduction", reduction, ("mean", "sum", "none"))
     arrays = _as_arrays(x, weight, labels, bias, class_weight)
-    cap = None if soft_cap is None else float(soft_cap)
-    numbers = float(label_smoothing), float(z_loss), cap
-    options = Options(chunk, ignore_index, reduction, *numbers, _as_axes(axis_name))
-    loss, z = on_explicit_axes(_losses, *arrays, options=options)
+    numbers, axes = (smoothing, z_loss, soft_cap), _as_axes(axis_name)
+    options = Options(chunk, ignore_index, reduction, *numbers, axes)
+    loss, z = _on_explicit_axes(_losses, *arrays, options=options)
     if not return_z_loss:
         return loss
     return loss, jnp.zeros_like(loss) if z is None else jax.lax.stop_gradient(z)
@@ -194,12 +189,13 @@ def _losses(x, weight, bias, class_weight, labels, *, options):
     """The loss and its z-loss: the sum over tokens, or an array with an element for each."""
     reduction, smoothing, z_loss = options.reduction, options.label_smoothing, options.z_loss
     n, shape = weight.shape[0], x.shape[:-1]
-    size = vocabulary_size(n, options)
+    size = n * jax.lax.psum(1, options.axes)  # of the vocabulary, on all devices
     if is_soft(labels):
         is_counted = is_valid = jnp.ones(shape, bool)
         labels = labels.reshape(-1, n)
     else:
-        is_counted = _is_counted(labels, options.ignore_index)
+        is_ignored = options.ignore_index is not None and labels == options.ignore_index
+        is_counted = jnp.broadcast_to(~jnp.asarray(is_ignored), shape)
         is_valid = (labels >= 0) & (labels < size)
         labels = jnp.where(is_counted & is_valid, labels, 0).reshape(-1)
     # An ignored token has the factor zero, and zero times NaN would be NaN.
@@ -213,9 +209,8 @@ def _losses(x, weight, bias, class_weight, labels, *, options):
         of_label = scale * at_labels(take, n, labels, options)
     z_scale = scale
     if reduction == "mean":
-        count, total = (
-            options.total_of_tokens(jnp.sum(jnp.nan_to_num(x))) for x in (scale, of_label)
-        )
+        sums = [jnp.sum(jnp.nan_to_num(x)) for x in (scale, of_label)]
+        count, total = jax.lax.psum(sums, options.token_axes)
         z_scale = scale / jnp.where(count == 0, 1, count)
         total = jnp.where(total == 0, 1, total)
         scale, of_label = scale / total, of_label / total
@@ -232,80 +227,107 @@ def _losses(x, weight, bias, class_weight, labels, *, options):
     return jax.tree.map(lambda y: y.reshape(shape), losses)
 
 
+def _on_explicit_axes(fn, *args, options: Options) -> Any:
+    """`fn(*args, options=options)`: sums over tokens, or arrays with an element for each.
+
+    If the type of `x` or of `weight` is sharded over explicit axes, each device calls `fn` on
+    its tokens and its part of the vocabulary, in a `jax.shard_map`. So the gradient of the
+    weight is summed over the devices once, and not once for each chunk. Along an axis that
+    shards both the tokens and the vocabulary, the weight is gathered. So are features.
+    """
+    (x, weight, _, _, labels), is_sum = args, options.reduction != "none"
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+    if not explicit:
+        return fn(*args, options=options)
+    batch = _axes_by_dimension(x, explicit)[:-1]
+    of_tokens = tuple(name for names in batch for name in names)
+    rows = _axes_by_dimension(weight, explicit)[0]
+    vocabulary = tuple(name for name in rows if name not in of_tokens)
+    if not of_tokens and not vocabulary:
+        return fn(*jax.tree.map(gathered, args), options=options)
+    rows = PartitionSpec(vocabulary)
+    each = PartitionSpec(*batch)
+    columns = each if labels.ndim < x.ndim else PartitionSpec(*batch, vocabulary)
+    specs = (PartitionSpec(*batch, None), PartitionSpec(vocabulary, None), rows, rows, columns)
+    pairs = zip(args, specs, strict=True)
+    args = [None if arg is None else reshard(arg, spec) for arg, spec in pairs]
+
+    def local(*args):
+        out = fn(*args, options=options._replace(axes=vocabulary, token_axes=of_tokens))
+        return jax.lax.psum(out, of_tokens) if is_sum and of_tokens else out
+
+    out_specs = PartitionSpec() if is_sum else each
+    return jax.shard_map(local, in_specs=specs, out_specs=out_specs, axis_names=explicit)(*args)
+
+
+def _axes_by_dimension(x: jax.Array, explicit: set[Any]) -> list[tuple[Any, ...]]:
+    """The explicit axes of the mesh over which each dimension of `x` is sharded."""
+    spec = jax.typeof(x).sharding.spec
+    entries = [*spec, *([None] * (x.ndim - len(spec)))]
+    as_tuple = lambda e: e if isinstance(e, tuple) else () if e is None else (e,)
+    return [tuple(name for name in as_tuple(e) if name in explicit) for e in entries]
+
+
 def _as_axes(axis_name) -> tuple[Hashable, ...]:
     if axis_name is None:
         return ()
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
-        are_different = len(set(axes)) == len(axes)
         jax.lax.axis_index(axes)
     except (NameError, KeyError, TypeError, ValueError):
-        are_different = False
-    if not are_different:
-        raise rule_error(
-            f"`{NAME}` was given the name of an axis that does not exist here.",
-            f"`axis_name` is {axis_name!r:.60}",
-            do="Call it inside a `jax.shard_map` over a mesh with this axis, which distributes "
-            "the rows of `weight`. Elsewhere, leave `axis_name` out.",
-        )
+        do = "Call it inside a `jax.shard_map` over a mesh with this axis, which distributes "
+        do += "the rows of `weight`. Elsewhere, leave `axis_name` out."
+        what = "the name of an axis that exists here"
+        raise bad_argument(NAME, "axis_name", what, axis_name, do) from None
     return axes
 
 
 def _as_arrays(x, weight, labels, bias, class_weight):
     x, weight = as_floats(NAME, x), as_floats(NAME, weight, "weight")
-    bias = None if bias is None else as_floats(NAME, bias, "bias")
-    if class_weight is not None:
-        class_weight = as_floats(NAME, class_weight, "class_weight")
-        class_weight = nondifferentiable(class_weight, f"The `class_weight` of `{NAME}`")
+    optional = lambda x, argument: None if x is None else as_floats(NAME, x, argument)
+    bias, class_weight = optional(bias, "bias"), optional(class_weight, "class_weight")
     dtype = dtype_of(labels)
-    is_index = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
-    if not is_index and not (dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
-        raise rule_error(
-            f"`{NAME}` was given labels that are neither integers nor probabilities.",
-            f"`labels` is {type_of(labels)}",
-            do="A label is the index of a row of `weight`, or a row of probabilities.",
-        )
-    labels = jnp.asarray(labels)
+    is_index, is_soft = (
+        dtype is not None and jnp.issubdtype(dtype, kind)
+        for kind in (jnp.integer, jnp.floating)
+    )
     of_label = x.shape[:-1] + (() if is_index else weight.shape[:1])
     fits = (
-        x.ndim >= 1
+        (is_index or is_soft)
+        and x.ndim >= 1
         and weight.ndim == 2
         and weight.shape[1] == x.shape[-1]
-        and labels.shape == of_label
+        and jnp.shape(labels) == of_label
         and all(b is None or b.shape == weight.shape[:1] for b in (bias, class_weight))
     )
     if not fits or weight.shape[0] == 0:
-        names = ("x", "weight", "labels", "bias", "class_weight")
-        arrays = (x, weight, labels, bias, class_weight)
+        given = {"x": x, "weight": weight, "labels": labels, "bias": bias}
+        given["class_weight"] = class_weight
         raise rule_error(
             f"The arguments of `{NAME}` do not fit together.",
-            ", ".join(f"`{n}` is {type_of(a)}" for n, a in zip(names, arrays, strict=True)),
-            do="Give `x` of shape `(..., features)`, labels of shape `(...)`, or probabilities "
-            "of shape `(..., vocabulary)`, a weight of shape `(vocabulary, features)`, and a "
-            "bias and class weights of shape `(vocabulary,)`.",
+            ", ".join(f"`{name}` is {type_of(a)}" for name, a in given.items()),
+            do="Give `x` of shape `(..., features)`, labels that are integers of shape `(...)` "
+            "or probabilities of shape `(..., vocabulary)`, a weight of shape `(vocabulary, "
+            "features)`, and a bias and class weights of shape `(vocabulary,)`.",
         )
-    dtype = promote([x, weight])
-    if is_index:
-        # Small integers can't hold every index of a vocabulary, nor -100.
-        bits = jnp.iinfo(labels.dtype).bits
-        labels = labels.astype(jnp.int32) if bits < 32 else labels
-    else:
+    dtype, labels = promote([x, weight]), jnp.asarray(labels)
+    if is_soft:
         labels = nondifferentiable(labels, f"The `labels` of `{NAME}`")
         labels = labels.astype(sum_dtype(dtype))
+    elif labels.dtype != jnp.int64:
+        # Others can't hold every index of a vocabulary, or not -100.
+        labels = labels.astype(jnp.int32)
     if class_weight is not None:
+        class_weight = nondifferentiable(class_weight, f"The `class_weight` of `{NAME}`")
         class_weight = class_weight.astype(sum_dtype(dtype))
     return x.astype(dtype), weight.astype(dtype), bias, class_weight, labels
 
 
-def _is_counted(labels, ignore_index) -> Array:
-    known = jnp.iinfo(labels.dtype)
-    if ignore_index is None or not known.min <= ignore_index <= known.max:
-        return jnp.ones(labels.shape, bool)
-    return labels != ignore_index
-
-
-def _check_number(option: str, value: Any, least: float, most: float) -> None:
+def _as_number(option: str, value: Any, least: float, most: float) -> float:
     if not (is_number(value) and least <= value <= most and math.isfinite(value)):
         wanted = f"a number {'above' if least else 'from'} zero"
         wanted += " to one" if most == 1 else ""
         raise bad_argument(NAME, option, wanted, value, f"Give {wanted}.")
+    return float(value)

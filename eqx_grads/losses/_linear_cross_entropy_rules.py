@@ -37,11 +37,7 @@ class Options(NamedTuple):
 
     def total(self, x: jax.Array) -> jax.Array:
         """The sum over the devices; each device has a part of the vocabulary."""
-        return jax.lax.psum(x, self.axes) if self.axes else x
-
-    def total_of_tokens(self, x: jax.Array) -> jax.Array:
-        """The sum over the devices; each device has a part of the tokens."""
-        return jax.lax.psum(x, self.token_axes) if self.token_axes else x
+        return jax.lax.psum(x, self.axes)
 
 
 class Scales(NamedTuple):
@@ -84,35 +80,43 @@ def summed_loss(x, weight, bias, class_weight, labels, scales, *, options: Optio
 @summed_loss.def_jvp(symbolic_zeros=True)
 def _summed_loss_jvp(primals, tangents, *, options):
     live = [t is not None for t in tangents[:3]]
-    out, cts = _summed_loss_and_gradients(*primals, live=live, options=options)
+    terms, cts = _gradients(*primals, None, live=live, options=options)
+    # The losses are summed after the loop: of sharded tokens, that is one sum over the devices.
+    out = jax.tree.map(jnp.sum, terms)
     return out, (options.total(inner_product(cts, tangents[:3])), None)
 
 
 @compile_eager_calls
-def _summed_loss_and_gradients(x, weight, bias, class_weight, labels, scales, *, live, options):
+def _gradients(
+    x, weight, bias, class_weight, labels, scales, normalizer, *, live, options
+) -> Any:
+    """The loss of each token and its z-loss, which are not computed if the normalizer is known;
+    the cotangents of `x`, of the weight and of the bias."""
+
     # For the second derivative of a chunk, its logits are computed again.
-    of_chunk = jax.checkpoint(
-        ft.partial(_losses_and_gradients, live=live, options=options), prevent_cse=False
-    )
+    @ft.partial(jax.checkpoint, prevent_cse=False)
+    def of_chunk(x, labels, scales, normalizer, weight, bias, class_weight):
+        logits, losses = _logits(x, weight, bias, options), None
+        if normalizer is None:
+            *losses, normalizer = _losses(logits, labels, scales, class_weight, options)
+            losses = tuple(losses)
+        d = _cotangent(logits, normalizer, labels, scales, class_weight, options)
+        return losses, *_pull_back(d, x, weight, live)
 
     def chunk(sums, tokens):
-        terms, ct_x, *cts = of_chunk(*tokens, weight, bias, class_weight)
-        return add(sums, tuple(cts)), (terms, ct_x)
+        losses, ct_x, *cts = of_chunk(*tokens, weight, bias, class_weight)
+        return add(sums, cts), (losses, ct_x)
 
-    # The losses are summed after the loop: of sharded tokens, that is one sum over the devices.
-    primals = x, weight, bias, class_weight, labels, scales
-    (ct_weight_t, ct_bias), (terms, ct_x) = _over_chunks(
-        chunk, _zero_gradients(primals, live), (x, labels, scales), weight, options
+    args = x, weight, bias, class_weight, labels, scales
+    zeros = [
+        zero_sum(weight.shape[::-1], x.dtype, args) if live[1] else None,
+        zero_sum(bias.shape, x.dtype, args) if live[2] else None,
+    ]
+    (ct_weight_t, ct_bias), (losses, ct_x) = _over_chunks(
+        chunk, zeros, (x, labels, scales, normalizer), weight, options
     )
-    cts = ct_x, None if ct_weight_t is None else ct_weight_t.T, ct_bias
-    return jax.tree.map(jnp.sum, terms), cts
-
-
-def _losses_and_gradients(x, labels, scales, weight, bias, class_weight, *, live, options):
-    logits = _logits(x, weight, bias, options)
-    losses, z, normalizer = _losses(logits, labels, scales, class_weight, options)
-    d = _cotangent(logits, normalizer, labels, scales, class_weight, options)
-    return (losses, z), *_pull_back(d, x, weight, live)
+    ct_weight = None if ct_weight_t is None else ct_weight_t.T
+    return losses, (ct_x, ct_weight, ct_bias)
 
 
 @summed_loss.def_vmap
@@ -151,33 +155,17 @@ def _token_losses_fwd(x, weight, bias, class_weight, labels, scales, *, options)
 # The cotangent of each token is known here only, so that the gradients can't be formed in the
 # forward pass. With the normalizer, the softmax of a chunk is one exponential of its logits.
 @token_losses.def_bwd
-@compile_eager_calls
 def _token_losses_bwd(residuals, cts, *, options, perturbed: tuple[Any, ...]):
-    x, weight, bias, class_weight, labels, scales, normalizer = residuals
-    live = [p is True for p in perturbed[:3]]
+    *args, scales, normalizer = residuals
     ct, _ = cts
-
-    @ft.partial(jax.checkpoint, prevent_cse=False)
-    def of_chunk(x, labels, scales, normalizer, weight, bias, class_weight):
-        logits = _logits(x, weight, bias, options)
-        d = _cotangent(logits, normalizer, labels, scales, class_weight, options)
-        return _pull_back(d, x, weight, live)
-
-    def chunk(sums, tokens):
-        ct_x, *cts = of_chunk(*tokens, weight, bias, class_weight)
-        return add(sums, tuple(cts)), ct_x
-
     if options.axes:
         # The loss is a sum over the devices.
-        (part,) = vary_alike([jnp.zeros(ct.shape, ct.dtype)], ct, weight)
+        (part,) = vary_alike([jnp.zeros(ct.shape, ct.dtype)], ct, args[1])
         (ct,) = jax.linear_transpose(options.total, part)(ct)
     scales = jax.tree.map(lambda scale: _times(scale, ct), scales)
-    zeros = _zero_gradients((*residuals, ct), live)
-    (ct_weight_t, ct_bias), ct_x = _over_chunks(
-        chunk, zeros, (x, labels, scales, normalizer), weight, options
-    )
-    ct_weight = None if ct_weight_t is None else ct_weight_t.T
-    return ct_x, ct_weight, ct_bias, None, None, None
+    live = [p is True for p in perturbed[:3]]
+    _, cts = _gradients(*args, scales, normalizer, live=live, options=options)
+    return *cts, None, None, None
 
 
 # Labels and losses do not vary over the axes of the vocabulary: `vary_over_tokens` casts.
@@ -223,15 +211,9 @@ def _matmul(a: jax.Array, b: jax.Array, contracted=((1,), (0,))) -> jax.Array:
     )
 
 
-class _Normalizer(NamedTuple):
-    """`lse = highest + log_sum`, in two parts: it is rounded by more than a small loss is."""
-
-    highest: jax.Array
-    log_sum: jax.Array
-
-
 def _losses(logits, labels, scales: Scales, class_weight, options: Options):
-    """The loss of each token, its z-loss, and the logarithm of its sum of exponentials."""
+    """The loss of each token, its z-loss, and the normalizer `lse = highest + log_sum`, as two
+    numbers: it is rounded by more than a small loss is."""
     # The result does not depend on the number that is subtracted.
     highest = jax.lax.stop_gradient(jnp.max(logits, 1))
     if options.axes:
@@ -257,7 +239,7 @@ def _losses(logits, labels, scales: Scales, class_weight, options: Options):
     if scales.z is not None:
         z = _times(scales.z, (highest + log_sum) ** 2)
         losses = losses + z
-    return losses, z, _Normalizer(highest, log_sum)
+    return losses, z, (highest, log_sum)
 
 
 def _times(scale, x):
@@ -295,13 +277,8 @@ def _first_label(n, labels, options: Options):
     return n * jax.lax.axis_index(options.axes).astype(labels.dtype) if options.axes else 0
 
 
-def vocabulary_size(n: int, options: Options) -> int:
-    """The number of rows of the weight on all devices; each device has `n`."""
-    return n * jax.lax.psum(1, options.axes) if options.axes else n
-
-
 def _cotangent(
-    logits, normalizer: _Normalizer, labels, scales: Scales, class_weight, options: Options
+    logits, normalizer, labels, scales: Scales, class_weight, options: Options
 ) -> jax.Array:
     """The cotangent of `W x + b`, if the cotangent of each token's loss is one."""
     # The barrier keeps XLA from writing `logits - highest`, which the loss needs too, to
@@ -343,17 +320,6 @@ def _pull_back(d, x, weight, live) -> tuple[jax.Array | None, ...]:
     return ct_x, ct_weight_t, ct_bias
 
 
-def default_chunk(features: int, vocabulary: int) -> int:
-    """The number of tokens of a chunk.
-
-    The gradient of the weight is read and written once for each chunk, which takes little time
-    beside the matrix products if there are as many tokens as features. The logits of a chunk
-    then are as large as that gradient. A small vocabulary has larger chunks, of 4 MiB of
-    logits on a CPU, in which a chunk takes long beside a step of a loop.
-    """
-    return max(128, features, logits_of_chunk() // vocabulary)
-
-
 def _over_chunks(
     fn: Callable[[Any, Any], tuple[Any, Any]],
     carry: Any,
@@ -366,8 +332,12 @@ def _over_chunks(
     The tokens of a chunk are not adjacent: of `n` chunks, each takes every `n`-th token. So
     each chunk of sharded tokens is sharded as all of them are.
     """
-    size, vocabulary = tokens[0].shape[0], weight.shape[0]
-    chunk = options.chunk or default_chunk(weight.shape[1], vocabulary)
+    size, (vocabulary, features) = tokens[0].shape[0], weight.shape
+    # The gradient of the weight is read and written once for each chunk, which takes little
+    # time beside the matrix products if there are as many tokens as features. The logits of a
+    # chunk then are as large as that gradient. A small vocabulary has larger chunks, of 4 MiB
+    # of logits on a CPU, in which a chunk takes long beside a step of a loop.
+    chunk = options.chunk or max(128, features, logits_of_chunk() // vocabulary)
     n = _number_of_chunks(size, chunk)
     if size_or(n, 2) <= 1:
         return fn(carry, tokens)
@@ -411,14 +381,6 @@ def _number_of_chunks(size: Size, chunk: int) -> Size:
     equal = [n for n in range(fewest, 2 * fewest + 1) if n > 0 and size % n == 0]
     power_of_two = lambda n: (size // n) & -(size // n)
     return max(equal, key=power_of_two, default=fewest)
-
-
-def _zero_gradients(args, live):
-    x, weight, bias, *_ = args
-    return (
-        zero_sum(weight.shape[::-1], x.dtype, args) if live[1] else None,
-        zero_sum(bias.shape, x.dtype, args) if live[2] else None,
-    )
 
 
 def _fold(size, x, is_batched):

@@ -10,7 +10,7 @@ from ._linear_recurrent.lru import LRU as LRU
 from ._linear_recurrent.minimal import MinGRU as MinGRU, MinLSTM as MinLSTM
 from ._linear_recurrent.s5 import S5 as S5
 from ._linear_recurrent.selective import SelectiveSSM as SelectiveSSM
-from ._quantized.finite_scalar import FSQ as FSQ
+from ._quantized.codebook import FSQ as FSQ
 from ._quantized.integers import to_integers as to_integers
 from ._quantized.model import quantize_model as quantize_model
 from ._quantized.quantized import Quantized as Quantized

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
-from .._errors import check_flags, check_function, name_of, rule_error
+from .._errors import check_flags, check_function, name_of
+from .._rules.float_args import as_count
 from .._solvers.fixed_point import fixed_point
 from .._tangent_spaces import promote
-from ._argument_checks import is_size
 
 
 class FixedPoint(eqx.Module):
@@ -91,16 +91,10 @@ class FixedPoint(eqx.Module):
         [`eqx_grads.RuleError`][] if `shape` does not consist of positive integers.
         """
         check_function(cell, "cell", "FixedPoint")
-        sizes = shape if isinstance(shape, tuple) else (shape,)
-        if not all(map(is_size, sizes)):
-            raise rule_error(
-                "`FixedPoint` was given a shape that does not consist of positive integers.",
-                f"`shape` is {shape!r:.60}",
-                do="Give the shape of the state `z`, without an axis for the batch.",
-            )
         check_flags("FixedPoint", throw=throw)
         self.cell = cell
-        self.shape = tuple(int(size) for size in sizes)
+        sizes = shape if isinstance(shape, tuple) else (shape,)
+        self.shape = tuple(as_count("FixedPoint", "shape", size) for size in sizes)
         self.solver = solver
         self.backward = backward
         self.max_steps = max_steps

@@ -29,10 +29,7 @@ T = TypeVar("T")
 
 
 def on_arrays(
-    *names: str,
-    real: bool = False,
-    broadcast: bool = True,
-    check: Callable[..., None] | None = None,
+    *names: str, real: bool = False, broadcast: bool = True
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function of the arrays `names`. All other parameters are options.
 
@@ -40,7 +37,7 @@ def on_arrays(
     half, and one shape if they are `broadcast`. An `axis` is a tuple of numbers from zero up,
     and `where` has the shape of the first array. The result is rounded once, to the dtype of
     the arguments. A function with an option `keepdims` keeps the axes that it reduces, and they
-    are squeezed here. `check` is called with the same arguments, of the user's dtypes.
+    are squeezed here.
     """
 
     def decorate(fn: Callable[P, T]) -> Callable[P, T]:
@@ -57,7 +54,9 @@ def on_arrays(
             out: Any = body(**given | wide)
             if not given.get("keepdims", True):
                 out = jax.tree.map(lambda y: jnp.squeeze(y, given["axis"]), out)
-            return jax.tree.map(lambda y: _rounded(y, dtype), out)
+            # A real result of complex numbers is of the real dtype of theirs.
+            of = lambda y: dtype if jnp.iscomplexobj(y) else jnp.finfo(dtype).dtype
+            return jax.tree.map(lambda y: y.astype(of(y)), out)
 
         @ft.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -70,16 +69,12 @@ def on_arrays(
             is_left_out = lambda n: given[n] is None and signature.parameters[n].default is None
             xs = {n: given[n] for n in names if not is_left_out(n)}
             given |= _as_arrays(name, xs, real, broadcast)
-            # As errors name them.
-            own = {n: _with_dtype_of(x, given[n]) for n, x in xs.items()}
-            x = own[names[0]]
+            x = given[names[0]]
             for option in options:
                 parameter = signature.parameters[option]
                 given[option] = _as_option(name, parameter, given[option], x, names[0])
             if given.get("where") is not None:
                 given["where"] = _as_mask(name, given["where"], x)
-            if check is not None:
-                check(**given | own)
             return compiled(**given)
 
         return checked
@@ -93,24 +88,18 @@ def _as_arrays(name, xs, real, broadcast) -> dict[str, Array]:
     show = lambda argument: f"`{argument}` is {type_of(xs[argument])}"
     for argument, x in xs.items():
         dtype = dtype_of_array(x)
-        if dtype is None or not jnp.issubdtype(dtype, np.number):
-            raise rule_error(
-                f"`{name}` was given something that is not an array of numbers.",
-                show(argument),
-                do="Pass an array of floats, or a number.",
-            )
-        if real and jnp.issubdtype(dtype, jnp.complexfloating):
-            raise rule_error(
-                f"`{name}` was given complex numbers, and takes real numbers only.",
-                show(argument),
-                do="Use the function of `jax.numpy`, or pass the real and the imaginary part.",
-            )
+        is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+        if dtype is None or not jnp.issubdtype(dtype, np.number) or (real and is_complex):
+            what = f"something that is not an array of {'real ' * real}numbers"
+            do = "Pass an array of floats, or a number. For complex numbers, use a function "
+            do += "of `jax.numpy`, or pass the real and the imaginary part."
+            raise rule_error(f"`{name}` was given {what}.", show(argument), do=do)
     # `asarray` and `promote` take longer than the computation of a small array.
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in xs.values()]
     dtype = arrays[0].dtype if len({x.dtype for x in arrays}) == 1 else promote(arrays)
     if not jnp.issubdtype(dtype, jnp.inexact):
         dtype = jnp.zeros(()).dtype
-    arrays = [_cast(x, dtype) for x in arrays]
+    arrays = [x if x.dtype == dtype else x.astype(dtype) for x in arrays]
     if broadcast and len({x.shape for x in arrays}) > 1:
         try:
             shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
@@ -124,21 +113,6 @@ def _as_arrays(name, xs, real, broadcast) -> dict[str, Array]:
     return dict(zip(xs, arrays, strict=True))
 
 
-def _with_dtype_of(x, array) -> Any:
-    """The type of what the user passed, with the shape of the array that it became."""
-    dtype = dtype_of_array(x)
-    return array if dtype == array.dtype else jax.ShapeDtypeStruct(array.shape, dtype)
-
-
-def _cast(x, dtype):
-    return x if x.dtype == dtype else x.astype(dtype)
-
-
-def _rounded(x, dtype):
-    """A result in the dtype of the arguments, or in the real dtype of that if it is real."""
-    return _cast(x, dtype if jnp.iscomplexobj(x) else jnp.finfo(dtype).dtype)
-
-
 def _as_mask(name, where, x) -> Array:
     if dtype_of_array(where) != jnp.bool_ or not broadcasts_to(jnp.shape(where), x.shape):
         raise rule_error(
@@ -146,8 +120,6 @@ def _as_mask(name, where, x) -> Array:
             f"the array is {type_of(x)}, `where` is {type_of(where)}",
             do="Pass `True` for each element to be included.",
         )
-    if jnp.shape(where) == x.shape and isinstance(where, jax.Array):
-        return where
     return jnp.broadcast_to(jnp.asarray(where), x.shape)
 
 

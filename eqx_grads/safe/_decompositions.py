@@ -30,20 +30,7 @@ class SVDResult(NamedTuple):
     Vh: Inexact[Array, "... k n"]
 
 
-def _check_square(a, **_):
-    if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
-        do = "Pass an array `(..., n, n)`. For others, use `safe.svd`."
-        where = f"`a` is {type_of(a)}"
-        raise rule_error("`safe.eigh` was not given square matrices.", where, do=do)
-
-
-def _check_matrix(a, **_):
-    if a.ndim < 2:
-        where, do = f"`a` is {type_of(a)}", "Pass an array `(..., m, n)`."
-        raise rule_error("`safe.svd` was not given matrices.", where, do=do)
-
-
-@on_arrays("a", check=_check_square)
+@on_arrays("a")
 def eigh(
     a: Numbers,
     *,
@@ -121,6 +108,10 @@ def eigh(
     [`eqx_grads.RuleError`][] if the matrices are not square, or if `tolerance` is not a
     finite number from zero.
     """
+    if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
+        do = "Pass an array `(..., n, n)`. For others, use `safe.svd`."
+        where = f"`a` is {type_of(a)}"
+        raise rule_error("`safe.eigh` was not given square matrices.", where, do=do)
     if symmetrize_input:
         a = (a + _adjoint(a)) / 2
     else:
@@ -128,7 +119,7 @@ def eigh(
     return EighResult(*_of_hermitian(a, tolerance=_tolerance(tolerance, a)))
 
 
-@on_arrays("a", check=_check_matrix)
+@on_arrays("a")
 def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
     r"""Return the thin singular value decomposition, with derivatives at equal or zero singular
     values.
@@ -185,6 +176,9 @@ def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
     [`eqx_grads.RuleError`][] if `a` has less than two dimensions, or if `tolerance` is not a
     finite number from zero.
     """
+    if a.ndim < 2:
+        where, do = f"`a` is {type_of(a)}", "Pass an array `(..., m, n)`."
+        raise rule_error("`safe.svd` was not given matrices.", where, do=do)
     return SVDResult(*_thin(a, tolerance=_tolerance(tolerance, a)))
 
 

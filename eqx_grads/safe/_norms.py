@@ -15,18 +15,7 @@ from ._arguments import Axis, Numbers, on_arrays
 from ._elementwise import corner, inverse, quotient, with_slopes
 
 
-def _check_vector(x, ord, axis, **_):
-    if ord is not None and len(axis) > 1:
-        raise rule_error(
-            "`safe.norm` was given an `ord` and several axes, which is the norm of a matrix "
-            "in NumPy.",
-            f"`x` is {type_of(x)}, `ord` is {ord!r}, the axes are {axis}",
-            do="For the norm of all the elements, leave out `ord`, or reshape `x` to a vector. "
-            "For norms of rows, pass `axis=-1`.",
-        )
-
-
-@on_arrays("x", check=_check_vector)
+@on_arrays("x")
 def norm(
     x: Numbers,
     ord: float | int | None = None,
@@ -93,6 +82,14 @@ def norm(
     if `ord` is not a number, or if it is given together with several axes: in NumPy, this is
     the norm of a matrix.
     """
+    if ord is not None and len(axis) > 1:
+        raise rule_error(
+            "`safe.norm` was given an `ord` and several axes, which is the norm of a matrix "
+            "in NumPy.",
+            f"`x` is {type_of(x)}, `ord` is {ord!r}, the axes are {axis}",
+            do="For the norm of all the elements, leave out `ord`, or reshape `x` to a vector. "
+            "For norms of rows, pass `axis=-1`.",
+        )
     return _norm(x, ord, axis)
 
 
@@ -313,21 +310,17 @@ def pairwise_distance(
     return _pairwise_distance(x, None if y is x else y, ord=ord)
 
 
-def _check_points(x, y=None, **_):
-    y = x if y is None else y
-    sizes = zip(reversed(x.shape[:-2]), reversed(y.shape[:-2]), strict=False)
-    fit = x.shape[-1:] == y.shape[-1:] and all(1 in (m, n) or m == n for m, n in sizes)
-    if min(x.ndim, y.ndim) < 2 or not fit:
+@on_arrays("x", "y", broadcast=False)
+def _pairwise_distance(x, y=None, *, ord=None):
+    others = x if y is None else y
+    sizes = zip(reversed(x.shape[:-2]), reversed(others.shape[:-2]), strict=False)
+    fit = x.shape[-1:] == others.shape[-1:] and all(1 in (m, n) or m == n for m, n in sizes)
+    if min(x.ndim, others.ndim) < 2 or not fit:
         raise rule_error(
             "`safe.pairwise_distance` was not given points of one dimension.",
             f"`x` is {type_of(x)}, `y` is {type_of(y)}",
             do="Pass arrays `(..., n, d)` and `(..., m, d)` whose batches broadcast together.",
         )
-
-
-@on_arrays("x", "y", broadcast=False, check=_check_points)
-def _pairwise_distance(x, y=None, *, ord=None):
-    others = x if y is None else y
     n_axes = max(x.ndim, others.ndim)
     first, second = (jnp.expand_dims(z, range(n_axes - z.ndim)) for z in (x, others))
     gaps = first[..., :, None, :] - second[..., None, :, :]

@@ -110,21 +110,16 @@ def _select(cond, x, name, argument, other):
     """`x` where the condition holds, and the other elsewhere. A substitute has the dtype of
     `x`."""
     is_substitute = argument == "substitute"
-    is_kind = holds_numbers(other) and (jnp.iscomplexobj(x) or not jnp.iscomplexobj(other))
-    if not is_kind if is_substitute else not holds_numbers(other):
-        raise rule_error(
-            f"The `{argument}` of `safe.where` is not a number or an array that fits {name}.",
-            f"`{argument}` is {type_of(other)}, {name} is {type_of(x)}",
-            do="Give a number, or an array that broadcasts to the result.",
-        )
+    is_other = is_substitute and jnp.iscomplexobj(other) and not jnp.iscomplexobj(x)
     for what, value in (("cond", cond), (argument, other)):
-        if not broadcasts_to(shape_of(value), shape_of(x)):
+        is_number = holds_numbers(value) and not (is_other and what == argument)
+        if not is_number or not broadcasts_to(shape_of(value), shape_of(x)):
             raise rule_error(
                 f"The `{what}` of `safe.where` does not broadcast to {name}.",
                 f"`{what}` is {type_of(value)}, {name} is {type_of(x)}",
-                do=f"Broadcast {name} to the shape of `{what}`, or give `{what}` axes of "
-                f"size one: `{what}[..., None]` has a number for each row. For a function of "
-                "rows, such as a norm, use `jax.vmap` around `safe.where`.",
+                do=f"Give a number, or an array that broadcasts: `{what}[..., None]` has a "
+                "number for each row. For a function of rows, such as a norm, use `jax.vmap` "
+                "around `safe.where`.",
             )
     dtype = promote([x] if is_substitute else [x, other])
     x, other = (jnp.broadcast_to(jnp.asarray(y).astype(dtype), shape_of(x)) for y in (x, other))

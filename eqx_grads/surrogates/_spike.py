@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from .._errors import name_of, rule_error, show_path, type_of
+from .._errors import bad_argument, name_of, rule_error, show_path
 from .._rules.custom_jvp import custom_jvp
-from .._rules.float_args import as_floats
-from .._tangent_spaces import is_arraylike
+from .._rules.float_args import as_floats, broadcast_parameter, check_parameter
 from ..tangents import add, is_zero
 
 
@@ -142,12 +141,8 @@ def spike(v: ArrayLike, surrogate: AbstractSurrogate | Callable[..., Any]) -> Ar
     v = as_floats("surrogates.spike", v, "v")
     is_class = isinstance(surrogate, type)  # callable too: `atan` in place of `atan()`
     if is_class or not (isinstance(surrogate, AbstractSurrogate) or callable(surrogate)):
-        raise rule_error(
-            "`spike` was given something that is not a surrogate.",
-            f"it is {surrogate!r:.80}",
-            do="Give it a surrogate, like `eqx_grads.surrogates.atan()`, or a function "
-            "`derivative(v)`.",
-        )
+        do = "Give `eqx_grads.surrogates.atan()`, say, or a function `derivative(v)`."
+        raise bad_argument("surrogates.spike", "surrogate", "a surrogate", surrogate, do)
     # Not `v > 0` alone, so that NaN is propagated, nor `jnp.heaviside`, which takes more
     # operations and on JAX 0.10.0 does not propagate it.
     return jnp.where(jnp.isnan(v), v, (v > 0).astype(v.dtype))
@@ -157,52 +152,27 @@ def spike(v: ArrayLike, surrogate: AbstractSurrogate | Callable[..., Any]) -> Ar
 def _spike_jvp(primals, tangents):
     v, surrogate = primals
     t_v, t_surrogate = tangents
-    terms = []
+    has_primitive, terms = isinstance(surrogate, AbstractSurrogate), []
+    name = name_of(surrogate)
+
+    def like_v(what, x):
+        check_parameter(name, what, x)
+        return broadcast_parameter(name, what, x, v)
+
     if not is_zero(t_v):
-        terms.append(_derivative_at(surrogate, v) * t_v)
+        derivative = surrogate.derivative if has_primitive else surrogate
+        terms.append(like_v("derivative", derivative(v)) * t_v)
     if not is_zero(t_surrogate):
-        terms.append(_tangent_of_fields(surrogate, t_surrogate, v))
+        if not has_primitive:
+            paths = jax.tree_util.tree_leaves_with_path(t_surrogate)
+            raise rule_error(
+                f"`spike` was differentiated with respect to the arrays in `{name}`, which has "
+                "no primitive.",
+                *(f"at surrogate{show_path(path)}" for path, _ in paths),
+                do="A function gives the derivative with respect to `v` only. To learn the "
+                "arrays, subclass `eqx_grads.surrogates.AbstractSurrogate`; otherwise pass "
+                "`jax.lax.stop_gradient` of them.",
+            )
+        primitive = lambda s: like_v("primitive", s.primitive(v))
+        terms.append(eqx.filter_jvp(primitive, (surrogate,), (t_surrogate,))[1])
     return spike(v, surrogate), add(*terms)
-
-
-def _derivative_at(surrogate, v):
-    if isinstance(surrogate, AbstractSurrogate):
-        derivative = surrogate.derivative(v)
-    else:
-        derivative = surrogate(v)
-    return _as_array_like(v, derivative, "derivative", surrogate)
-
-
-def _as_array_like(v, x, what, surrogate):
-    """`x` as an array like `v`, or an error."""
-    is_real = is_arraylike(x) and not jnp.iscomplexobj(x)
-    if not is_real or jnp.shape(x) not in ((), v.shape):
-        raise rule_error(
-            f"The {what} of the surrogate `{name_of(surrogate)}` does not fit `v`.",
-            f"`v` is {type_of(v)}, the {what} is {type_of(x)}",
-            do="Return an array of floats of the shape of `v`. A slope or a width that is an "
-            "array has to broadcast to that shape.",
-        )
-    return jnp.broadcast_to(jnp.asarray(x).astype(v.dtype), v.shape)
-
-
-def _tangent_of_fields(surrogate, t_surrogate, v):
-    """The tangent of the primitive with respect to the fields of the surrogate."""
-    if not isinstance(surrogate, AbstractSurrogate):
-        paths = [
-            show_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(t_surrogate)
-        ]
-        raise rule_error(
-            f"`spike` was differentiated with respect to the arrays in `{name_of(surrogate)}`, "
-            "which has no primitive.",
-            *(f"at surrogate{path}" for path in paths),
-            do="A function gives the derivative with respect to `v` only. To learn the arrays, "
-            "subclass `eqx_grads.surrogates.AbstractSurrogate`; otherwise pass "
-            "`jax.lax.stop_gradient` of them.",
-        )
-    _, t_out = eqx.filter_jvp(_primitive_at, (surrogate, v), (t_surrogate, None))
-    return t_out
-
-
-def _primitive_at(surrogate, v):
-    return _as_array_like(v, surrogate.primitive(v), "primitive", surrogate)

@@ -1,21 +1,20 @@
 """Gated DeltaNet, as a layer over time."""
 
-import abc
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Float, Key
 
 from ..._control_flow.delta_rule import gated_delta_rule
 from ..._tangent_spaces import promote
-from .._argument_checks import as_sizes, check_real
-from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import Stack, StackOptions
-from .gates import matmul_f32
+from .._arguments import as_sizes, check_real
+from .._recurrent.layer import AbstractStacked
+from .._recurrent.stack import StackOptions
+from .recurrence import matmul_f32
 from .short_convolution import convolve, make_convolution, time_order
 
 
@@ -52,7 +51,7 @@ class GatedDeltaCell(eqx.Module):
         matrix = jnp.zeros((heads, self.key_size, self.gain.shape[0]), dtype)
         return matrix, jnp.zeros((size[0] - 1, size[1]), dtype)
 
-    def run(self, xs, state, valid, chunk):
+    def run(self, xs, state, valid, layer):
         """All outputs and the last state, from the first step to the last."""
         matrix, window = state
         steps, batch, heads = *xs.shape[:2], self.log_rate.shape[0]
@@ -76,7 +75,7 @@ class GatedDeltaCell(eqx.Module):
             -jnp.exp(rate) * jax.nn.softplus(step + bias),
             state=matrix.astype(wide),
             lengths=None if valid is None else jnp.sum(valid, 0),
-            chunk=chunk,
+            chunk=layer.chunk,
             scale=self.key_size**-0.5,
         )
         norm = jax.lax.rsqrt(jnp.mean(out**2, -1, keepdims=True) + 1e-5)
@@ -96,21 +95,19 @@ def bias_of_steps(key, size, dtype, low=0.001, high=0.1):
     return (step + jnp.log(-jnp.expm1(-step))).astype(dtype)
 
 
-class AbstractConvolved(AbstractRecurrent):
+class AbstractConvolved(AbstractStacked):
     """A layer of cells that see the last inputs through a short convolution. A cell runs
     forward, and reversing its inputs runs it backward."""
 
+    _cell: eqx.AbstractClassVar[Any]
+
     def _run_cell(self, cell, xs, state, valid, reverse):
-        check_real(type(self).__name__, cell, xs, *state)
+        check_real(type(self).__name__, xs)
         order, dtype = time_order(reverse, valid), promote([xs, cell.weight_in])
         if xs.shape[0] == 0:
             return jnp.zeros((0, xs.shape[1], cell.weight_out.shape[0]), dtype), state
-        ys, state = cell.run(order(xs.astype(dtype)), state, valid, **self._options())
+        ys, state = cell.run(order(xs.astype(dtype)), state, valid, self)
         return order(ys).astype(dtype), state
-
-    @abc.abstractmethod
-    def _options(self) -> dict[str, Any]:
-        """How the recurrence runs."""
 
 
 class GatedDeltaNet(AbstractConvolved):
@@ -180,9 +177,7 @@ class GatedDeltaNet(AbstractConvolved):
         ```
     """
 
-    cells: tuple[tuple[GatedDeltaCell, ...], ...]
-    initial_state: PyTree
-    stack: Stack
+    _cell: ClassVar[Any] = GatedDeltaCell
     chunk: int | None = eqx.field(static=True)
 
     def __init__(
@@ -216,8 +211,5 @@ class GatedDeltaNet(AbstractConvolved):
         sizes |= {"key_size": key_size, "value_size": value_size, "conv_size": conv_size}
         if chunk is not None:
             (chunk,) = as_sizes("GatedDeltaNet", chunk=chunk)
-        self._set_cells(GatedDeltaCell, sizes, dtype, key, options)
+        self._set_cells(self._cell, sizes, dtype, key, options)
         self.chunk = chunk
-
-    def _options(self):
-        return {"chunk": self.chunk}

@@ -14,10 +14,10 @@ from ..._control_flow.linear_recurrence import METHODS
 from ..._errors import check_option
 from ..._rules.explicit_sharding import gathered
 from ..._tangent_spaces import promote
-from .._argument_checks import check_callable, check_real
+from .._arguments import check_callable, check_real
 from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import make_cells, Stack, StackOptions
-from .gates import matmul_f32, run_recurrence
+from .._recurrent.stack import make_cells, Stack
+from .recurrence import matmul_f32, run_recurrence
 
 
 class AbstractDiagonalCell(eqx.Module):
@@ -51,6 +51,17 @@ class AbstractDiagonal(AbstractRecurrent):
     activation: Callable[[Array], Array] | None
     method: eqx.AbstractVar[str]
 
+    def _set(self, make, sizes, activation, method, dtype, key, options):
+        """Set all fields, in `__init__`: see `make_cells`."""
+        name = type(self).__name__
+        check_option(name, "method", method, METHODS)
+        check_callable(name, "activation", activation)
+        self.cells, first, self.stack = make_cells(name, make, sizes, dtype, key, **options)
+        if first is not None:
+            dtype = self.cells[0][0].skip.dtype
+            first = jnp.stack([jnp.real(first), jnp.imag(first)]).astype(dtype)
+        self.initial_parts, self.activation, self.method = first, activation, method
+
     @property
     def initial_state(self) -> Complex[Array, "..."] | None:
         """The first state, if it is learned."""
@@ -60,7 +71,7 @@ class AbstractDiagonal(AbstractRecurrent):
         return jax.lax.complex(*parts.astype(promote([parts, jnp.float32])))
 
     def _run_cell(self, cell, xs, state, valid, reverse):
-        check_real(type(self).__name__, cell, xs)
+        check_real(type(self).__name__, xs)
         dtype = promote([xs, cell.weight_in])
         wide = promote([dtype, jnp.float32, jnp.real(state)])
         a, scale, factor = cell.factors(wide)
@@ -84,22 +95,3 @@ def make_skip(key, input_size, output_size, dtype):
     if input_size == output_size:
         return jr.normal(key, (output_size,), dtype)
     return jr.normal(key, (output_size, input_size), dtype) * input_size**-0.5
-
-
-def make_diagonal(
-    layer: str,
-    make: Callable[..., AbstractDiagonalCell],
-    sizes: dict[str, Any],
-    activation: Callable[[Array], Array] | None,
-    method: str,
-    dtype: Any,
-    key: Array,
-    options: StackOptions,
-) -> tuple[Any, Float[Array, "2 ..."] | None, Stack]:
-    """The cells, the real and imaginary parts of a first state that is learned, the stack."""
-    check_option(layer, "method", method, METHODS)
-    check_callable(layer, "activation", activation)
-    cells, first, stack = make_cells(layer, make, sizes, dtype, key, **options)
-    if first is not None:
-        first = jnp.stack([jnp.real(first), jnp.imag(first)]).astype(cells[0][0].skip.dtype)
-    return cells, first, stack

@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from ..._errors import rule_error
+from ..._rules.float_args import is_number
 from ..._tangent_spaces import promote
-from .._argument_checks import check_numbers
 from .._recurrent.stack import StackOptions
-from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_diagonal, make_skip
+from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_skip
 
 
 class LRUCell(AbstractDiagonalCell):
@@ -164,8 +164,8 @@ class LRU(AbstractDiagonal):
         All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,
         its real and its imaginary part.
         """
-        check_numbers("LRU", r_min=r_min, r_max=r_max, max_phase=max_phase)
-        if not (0 <= r_min < r_max <= 1 and max_phase > 0):
+        are_numbers = all(map(is_number, (r_min, r_max, max_phase)))
+        if not (are_numbers and 0 <= r_min < r_max <= 1 and 0 < max_phase < np.inf):
             raise rule_error(
                 "`LRU` needs `0 <= r_min < r_max <= 1` and `max_phase > 0`.",
                 f"`r_min` is {r_min}, `r_max` is {r_max}, `max_phase` is {max_phase}",
@@ -173,8 +173,4 @@ class LRU(AbstractDiagonal):
             )
         make = ft.partial(LRUCell, ring=(r_min, r_max), max_phase=float(max_phase))
         sizes = {"input_size": input_size, "output_size": output_size, "state_size": state_size}
-        self.cells, self.initial_parts, self.stack = make_diagonal(
-            "LRU", make, sizes, activation, method, dtype, key, options
-        )
-        self.activation = activation
-        self.method = method
+        self._set(make, sizes, activation, method, dtype, key, options)

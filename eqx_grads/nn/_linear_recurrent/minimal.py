@@ -6,24 +6,52 @@ from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import jax.random as jr
 from jaxtyping import Array, Float, Key
 
 from ..._control_flow.linear_recurrence import METHODS
 from ..._errors import check_flags, check_option
 from ..._tangent_spaces import promote
-from .._argument_checks import check_real
-from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import Stack, StackOptions
-from .gates import gate_inputs, LinearGates, run_recurrence
+from .._arguments import check_real, common_dtype
+from .._recurrent.layer import AbstractStacked
+from .._recurrent.stack import StackOptions
+from .recurrence import matmul_f32, run_recurrence
 
 
-class AbstractMinimal(AbstractRecurrent):
+class LinearGates(eqx.Module):
+    """The parameters of gates that are functions of the input, and not of the state."""
+
+    weight: Float[Array, "gates in"]
+    bias: Float[Array, " gates"] | None
+    input_size: int = eqx.field(static=True)
+    hidden_size: int = eqx.field(static=True)
+
+    def __init__(self, input_size, *, hidden_size, n_gates, use_bias, dtype, key):
+        limit = input_size**-0.5
+        keys = jr.split(key)
+        shape = (n_gates * hidden_size, input_size)
+        self.weight = jr.uniform(keys[0], shape, dtype, -limit, limit)
+        self.bias = jr.uniform(keys[1], shape[:1], dtype, -limit, limit) if use_bias else None
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+
+    def initial_state(self) -> Array:
+        return jnp.zeros(self.hidden_size, self.weight.dtype)
+
+
+def gate_inputs(cell: LinearGates, xs: Array) -> list[Array]:
+    """The arguments of each gate for all steps, in single precision at least."""
+    xs, weight, bias = common_dtype(xs, cell.weight, cell.bias)
+    out = matmul_f32(xs, weight)
+    out = out if bias is None else out + bias.astype(out.dtype)[None, None]
+    return jnp.split(out, weight.shape[0] // cell.hidden_size, -1)
+
+
+class AbstractMinimal(AbstractStacked):
     """A layer over the recurrence $h' = a\\,h + b$, with $a$ and $b$ functions of the input."""
 
     _n_gates: eqx.AbstractClassVar[int]
-    cells: tuple[tuple[LinearGates, ...], ...]
-    initial_state: Float[Array, "..."] | None
-    stack: Stack
     method: str = eqx.field(static=True)
 
     def __init__(
@@ -58,7 +86,7 @@ class AbstractMinimal(AbstractRecurrent):
         """`a` and `b`, given the arguments of the gates."""
 
     def _run_cell(self, cell, xs, state, valid, reverse):
-        check_real(type(self).__name__, cell, xs, state)
+        check_real(type(self).__name__, xs)
         a, b = self._coefficients(gate_inputs(cell, xs))
         hs, last = run_recurrence(a, b, state, valid, reverse, self.method)
         return hs.astype(promote([xs, cell.weight])), last

@@ -11,11 +11,12 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from ..._errors import rule_error
+from ..._errors import bad_argument, rule_error
+from ..._rules.float_args import is_number
 from ..._tangent_spaces import promote
-from .._argument_checks import as_sizes, check_numbers
+from .._arguments import as_sizes
 from .._recurrent.stack import StackOptions
-from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_diagonal, make_skip
+from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_skip
 
 
 class S5Cell(AbstractDiagonalCell):
@@ -183,13 +184,12 @@ class S5(AbstractDiagonal):
         """
         state_size, blocks = as_sizes("S5", state_size=state_size, blocks=blocks)
         if state_size % (2 * blocks) != 0:
-            raise rule_error(
-                "`S5` can't pair its eigenvalues.",
-                f"`state_size` is {state_size}, `blocks` is {blocks}",
-                do="Choose a `state_size` that is a multiple of `2 * blocks`.",
+            do = "The eigenvalues of each of the `blocks` are pairs."
+            raise bad_argument(
+                "S5", "state_size", f"a multiple of {2 * blocks}", state_size, do
             )
-        check_numbers("S5", min_step=min_step, max_step=max_step)
-        if not 0 < min_step <= max_step:
+        are_numbers = is_number(min_step) and is_number(max_step)
+        if not (are_numbers and 0 < min_step <= max_step < np.inf):
             raise rule_error(
                 "`S5` needs `0 < min_step <= max_step`.",
                 f"`min_step` is {min_step}, `max_step` is {max_step}",
@@ -197,8 +197,4 @@ class S5(AbstractDiagonal):
             )
         make = ft.partial(S5Cell, blocks=blocks, steps=(float(min_step), float(max_step)))
         sizes = {"input_size": input_size, "output_size": output_size, "state_size": state_size}
-        self.cells, self.initial_parts, self.stack = make_diagonal(
-            "S5", make, sizes, activation, method, dtype, key, options
-        )
-        self.activation = activation
-        self.method = method
+        self._set(make, sizes, activation, method, dtype, key, options)

@@ -1,20 +1,20 @@
 """A selective state space model (S6, Mamba), as a layer over time."""
 
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Float, Key
 
 from ..._control_flow.linear_recurrence import METHODS
 from ..._control_flow.selective_scan import selective_scan
 from ..._errors import check_option
 from ..._tangent_spaces import promote
-from .._recurrent.stack import Stack, StackOptions
+from .._recurrent.stack import StackOptions
 from .delta_net import AbstractConvolved, bias_of_steps
-from .gates import matmul_f32
+from .recurrence import matmul_f32
 from .short_convolution import convolve, make_convolution
 
 
@@ -49,7 +49,7 @@ class SelectiveCell(eqx.Module):
         dtype, (size, channels) = promote([self.log_rate, jnp.float32]), self.convolution.shape
         return jnp.zeros(self.log_rate.shape, dtype), jnp.zeros((size - 1, channels), dtype)
 
-    def run(self, xs, state, valid, method):
+    def run(self, xs, state, valid, layer):
         """All outputs and the last state, from the first step to the last."""
         h, window = state
         wide = promote([xs, self.weight_in, jnp.float32, *state])
@@ -63,7 +63,7 @@ class SelectiveCell(eqx.Module):
         lengths = None if valid is None else jnp.sum(valid, 0)
         rates, step = -jnp.exp(cast(self.log_rate)), jax.nn.softplus(step)
         y, h = selective_scan(
-            x, step, rates, b, c, state=cast(h), lengths=lengths, method=method
+            x, step, rates, b, c, state=cast(h), lengths=lengths, method=layer.method
         )
         y = (y + cast(self.skip)[None, None] * x) * jax.nn.silu(gate)
         return matmul_f32(y, cast(self.weight_out)), (h, window)
@@ -135,9 +135,7 @@ class SelectiveSSM(AbstractConvolved):
         ```
     """
 
-    cells: tuple[tuple[SelectiveCell, ...], ...]
-    initial_state: PyTree
-    stack: Stack
+    _cell: ClassVar[Any] = SelectiveCell
     method: str = eqx.field(static=True)
 
     def __init__(
@@ -166,8 +164,5 @@ class SelectiveSSM(AbstractConvolved):
         sizes = {"input_size": input_size, "output_size": output_size, "channels": channels}
         sizes |= {"state_size": state_size, "conv_size": conv_size}
         check_option("SelectiveSSM", "method", method, METHODS)
-        self._set_cells(SelectiveCell, sizes, dtype, key, options)
+        self._set_cells(self._cell, sizes, dtype, key, options)
         self.method = method
-
-    def _options(self):
-        return {"method": self.method}

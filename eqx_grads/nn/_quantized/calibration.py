@@ -15,14 +15,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from ..._errors import rule_error
 from ..._rules.replace_gradient import replace_gradient
 from .quantized import ensemble_shape, Quantized, with_input_quantizer
 from .quantizer import AbstractQuantizer
-from .report import first_of, place_of
+from .report import place_of
 
 
 def fit_to_inputs(
@@ -42,28 +41,9 @@ def fit_to_inputs(
         is_leaf=is_pending,
     )
     run = eqx.filter_jit(jax.lax.map) if call is None else call
-    try:
-        outputs = run(eqx.nn.inference_mode(recording), batch)
-    except TypeError as error:
-        if call is None:
-            error.add_note(
-                "`quantize_model` calls the model with one example of `calibrate` after "
-                "another. If the model takes more, such as a state, say how: "
-                "`call=lambda model, batch: ...`."
-            )
-        raise
-    jax.block_until_ready(list(filter(eqx.is_array, jax.tree.leaves(outputs))))
-    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(outputs))
-    if is_traced and not inputs:
-        raise rule_error(
-            "`quantize_model` can't calibrate while JAX traces it: no inputs have values yet.",
-            "it is inside of `jax.jit`, `equinox.filter_eval_shape` or the like",
-            do="Calibrate outside of it. To make the model that a file is read into, leave "
-            "`calibrate` out and give the input quantizer `scale=1.0`: the file has the scale.",
-        )
-    fitted = {key: _fit_members(key, *layer, inputs) for key, layer in layers.items()}
-    _warn_of_negative(layers, inputs)
-    return fitted
+    outputs = run(eqx.nn.inference_mode(recording), batch)
+    jax.block_until_ready(eqx.filter(outputs, eqx.is_array))
+    return {key: _fit_members(key, *layer, inputs) for key, layer in layers.items()}
 
 
 class _Recorder(eqx.Module):
@@ -105,39 +85,30 @@ def _fit_members(key, layer, path, quantizer, inputs):
             "`quantize_model` has no inputs to calibrate a layer with.",
             f"{place_of(path)} is not called when the model is run on `calibrate`, or nothing "
             "that is returned depends on it",
-            do="Give its input quantizer a scale, or run the part of the model that calls it: "
-            "`call=lambda model, batch: ...`.",
+            do="Run the part of the model that calls it, `call=lambda model, batch: ...`, "
+            "outside of `jax.jit`, where inputs have values. Or give its input quantizer a "
+            "scale: `scale=1.0` if a file is read into the model, which has the scale.",
+        )
+    negative = np.mean([np.mean(x < 0) for xs in members for x in xs if x.size] or [0])
+    is_signed = getattr(quantizer, "signed", True) or getattr(quantizer, "asymmetric", False)
+    if negative > 0.01 and not is_signed:
+        warnings.warn(
+            f"The input quantizer of {place_of(path)} is unsigned, and {negative:.0%} of its "
+            "inputs are negative: they become zero. Give it a signed one, by its own rule.",
+            stacklevel=5,
         )
     fitted = [_fit(quantizer, stacks) for stacks in members]
     stack = lambda *leaves: jnp.stack(leaves).reshape(*shape, *jnp.shape(leaves[0]))
     return jax.tree.map(stack, *fitted)
 
 
-def _warn_of_negative(layers, inputs):
-    """One warning for all layers whose unsigned quantizer met negative inputs."""
-    names = []
-    for key, (_, path, quantizer) in layers.items():
-        stacks = [x for of_key, xs in inputs.items() if of_key[0] == key for x in xs]
-        share = sum(np.sum(x < 0) for x in stacks) / max(1, sum(x.size for x in stacks))
-        has_zero_point = getattr(quantizer, "asymmetric", False)
-        if share > 0.01 and not (getattr(quantizer, "signed", True) or has_zero_point):
-            names.append(f"{place_of(path)} ({share:.0%})")
-    if names:
-        warnings.warn(
-            "Negative inputs of layers whose input quantizer is unsigned become zero, in "
-            f"{', '.join(first_of(names, 20))}. Give these layers a signed quantizer, by "
-            "a rule of their own.",
-            stacklevel=4,
-        )
-
-
 def _fit(quantizer, stacks):
     """The quantizer with a scale for these inputs, in the layout of one of them."""
     axis = getattr(quantizer, "channel_axis", None)
     if getattr(quantizer, "group_size", None) is not None:
+        # Its scale would have a group for each of the inputs that it is fitted to.
         raise rule_error(
             "`quantize_model` can't fit an input quantizer with a `group_size`.",
-            "its scale would have a group for each of the inputs that it is fitted to",
             do="Give it a `channel_axis`, or leave out `learn_scale`: then each call computes "
             "the scales.",
         )

@@ -70,22 +70,15 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
     **Raises:**
 
     [`eqx_grads.RuleError`][] if no layer has a quantized weight that integers represent, or if
-    a weight is NaN.
+    a weight is not finite.
     """
     is_layer = lambda x: isinstance(x, Quantized | Layer)
-    reasons = []
-
-    def choose(path, layer):
-        how = _reason_to_leave(layer)
-        reasons.append((path, how))
-        return how
-
+    choose = lambda path, layer: _reason_to_leave(layer)
     new, swapped, left = map_layers(model, is_layer, choose, _with_integers)
-    if all(how not in (None, _HAS_INTEGERS) for _, how in reasons):
+    if not swapped:
         raise rule_error(
             "`to_integers` was given a model without a weight that can be stored as integers.",
-            f"it is a `{type(model).__name__}` with {len(reasons)} layers",
-            *first_of([f"{place_of(path)}: {how}" for path, how in reasons], 8),
+            *first_of([f"{place_of(row.path)}: {row.note}" for row in left], 8),
             do="Give it a model whose layers `eqx_grads.nn.quantize_model` has replaced, with "
             "weights quantized by `eqx_grads.nn.FakeQuantize`, `eqx_grads.nn.LSQ`, "
             "`eqx_grads.nn.Binary`, `eqx_grads.nn.Ternary`, or by an "
@@ -94,18 +87,15 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
     return new, QuantizationReport(swapped, left, (_size(new), _size(model)))
 
 
-_HAS_INTEGERS = "has integers"
-
-
 def _reason_to_leave(layer):
     """Why a layer keeps its floats; `None` if it does not."""
     if not isinstance(layer, Quantized):
         return "not quantized"
-    if not isinstance(layer.layer.weight, jax.Array | np.ndarray):
-        return f"its weight is a `{type(layer.layer.weight).__name__}`"
-    quantizer = layer.weight_quantizer
+    quantizer, weight = layer.weight_quantizer, layer.layer.weight
+    if not isinstance(weight, jax.Array | np.ndarray):
+        return f"its weight is a `{type(weight).__name__}`"
     if isinstance(quantizer, Stored):
-        return _HAS_INTEGERS
+        return "has integers"
     if quantizer is None:
         return "its weight is not quantized"
     if not isinstance(quantizer, AbstractQuantizer):

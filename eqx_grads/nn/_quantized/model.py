@@ -203,33 +203,27 @@ def _found(rules, keys, layer):
 
 
 def _check_all_used(rules: list[_Rule], found: dict[str, _Found], arrays: list[str]) -> None:
+    def describe(layer, _, used):
+        no_rule = "quantized already" if isinstance(layer, Quantized) else "no rule"
+        return f"{kind_of(layer)}, {used.name if used else no_rule}"
+
+    all_of = {path: describe(*x) for path, x in found.items()}
+    all_of |= dict.fromkeys(arrays, "an array")
     for rule in rules:
-        if any(rule is layer.rule for layer in found.values()):
+        if any(rule is x.rule for x in found.values()):
             continue
-        matched = {path: x.layer for path, x in found.items() if rule in x.matching}
-        if any(map(rule.is_for, matched.values())):
-            what, where = "is never used", ["each of its layers is matched by a rule before it"]
-            do = "The first rule that matches wins: put this one first, or leave it out."
-        elif matched:
-            path, layer = next(iter(matched.items()))
-            what = "matches only layers that are quantized already"
-            where = [f"{place_of(path)} is a quantized `{kind_of(layer)}`"]
-            do = "Leave the rule out, or give `quantize_model` the model that it was before. "
-            do += "Write `(None, quantizer)` to quantize only the inputs of a layer."
-        else:
-            what, kinds = "matches no layer", {p: kind_of(x.layer) for p, x in found.items()}
-            kinds |= dict.fromkeys(arrays, "an array")
-            near = difflib.get_close_matches(str(rule.which), kinds, n=5, cutoff=0.4)
-            paths = [*near, *(path for path in kinds if path not in near)]
-            where = first_of([f"there is {place_of(p)}, {kinds[p]}" for p in paths], 10)
-            do = (
-                "A layer of `model` is an `equinox.nn.Linear`, an `equinox.nn.Conv`, or of a "
-                "type with a `weight` that a rule names. Rules name it by its type or path, or "
-                "by the type or path of a node around it. Paths are written as in Python: "
-                "`encoder.layers[0]`. For another array, as in an `equinox.nn.GRUCell`, call a "
-                "quantizer where the model uses it, or in the loss."
-            )
-        raise rule_error(f"A rule of `quantize_model` {what}: {rule.name}.", *where, do=do)
+        paths = [path for path, x in found.items() if rule in x.matching]
+        paths += difflib.get_close_matches(str(rule.which), all_of, n=5, cutoff=0.4)
+        paths = list(dict.fromkeys([*paths, *all_of]))
+        raise rule_error(
+            f"A rule of `quantize_model` is not used: {rule.name}.",
+            *first_of([f"there is {place_of(path)}: {all_of[path]}" for path in paths], 10),
+            do="For each layer, the first rule that matches is used; if it is quantized "
+            "already, a rule for its inputs, `(None, quantizer)`. A layer of `model` is an "
+            "`equinox.nn.Linear`, an `equinox.nn.Conv`, or of a type with a `weight` that a "
+            "rule names. Paths are written as in Python: `encoder.layers[0]`. For another "
+            "array, as in an `equinox.nn.GRUCell`, call a quantizer where the model uses it.",
+        )
 
 
 def _calibrated(model, found, batch, call):
@@ -245,10 +239,8 @@ def _calibrated(model, found, batch, call):
         what = "`call`, and no batch" if batch is None else "batch, and nothing to calibrate"
         raise rule_error(
             f"`quantize_model` was given a {what}.",
-            f"{len(uncalibrated)} layers have an input quantizer whose scale is to be fitted",
-            do="Leave `calibrate` and `call` out, or give a batch, and rules with an input "
-            "quantizer whose scale is fitted: an `eqg.nn.LSQ`, or an `eqg.nn.FakeQuantize` "
-            "with `learn_scale=True`. Without it, a `FakeQuantize` computes its scale in each "
-            "call.",
+            do="Give both `calibrate` and rules with an input quantizer whose scale is fitted: "
+            "an `eqg.nn.LSQ`, or an `eqg.nn.FakeQuantize` with `learn_scale=True`. Without it, "
+            "a `FakeQuantize` computes its scale in each call: leave `calibrate` out.",
         )
     return fit_to_inputs(model, uncalibrated, batch, call)

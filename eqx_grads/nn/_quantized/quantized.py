@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..._errors import name_of, rule_error, type_of
+from ..._errors import bad_argument, name_of, rule_error, type_of
 from .quantizer import (
     AbstractQuantizer,
     needs_fit,
     Quantizer,
     Stored,
-    without_function_leaf,
 )
 
 
@@ -97,7 +96,10 @@ class Quantized(eqx.Module):
             of_weight = weight_quantizer
             if isinstance(of_weight, AbstractQuantizer):
                 of_weight = of_weight.fit(weight)
-            return without_function_leaf(of_weight), without_function_leaf(input_quantizer)
+            # A scan over layers, as in `equinox.nn.MLP`, takes no leaf that is a function.
+            is_leaf = lambda q: jax.tree_util.all_leaves([q])
+            wrap = lambda q: jax.tree_util.Partial(q) if is_leaf(q) else q
+            return wrap(of_weight), wrap(input_quantizer)
 
         for _ in ensemble_shape(layer):
             quantizers = eqx.filter_vmap(quantizers)
@@ -144,18 +146,16 @@ def ensemble_shape(layer: Any) -> tuple[int, ...]:
 
 
 def _check_quantizer(what, quantizer):
-    is_function = callable(quantizer) and not isinstance(quantizer, type)
-    is_unfit = what == "input" and needs_fit(quantizer)
-    if is_unfit or not (quantizer is None or is_function):
-        fault = "has no scale" if is_unfit else "is not a quantizer"
-        raise rule_error(
-            f"The `{what}_quantizer` of `Quantized` {fault}.",
-            f"it is {quantizer!r:.80}",
-            do="Give it a function of an array, such as `eqx_grads.nn.LSQ(bits=4)`. A "
-            "quantizer of an input needs its scale: `quantize_model(..., calibrate=batch)` "
-            "fits all scales of a model, `quantizer.fit(x)` one. To read a calibrated "
-            "model from a file, no batch is needed: make the same quantizer with `scale=1.0`.",
+    is_quantizer = callable(quantizer) and not isinstance(quantizer, type)
+    if (what == "input" and needs_fit(quantizer)) or not (quantizer is None or is_quantizer):
+        do = (
+            "Give a function of an array, such as `eqx_grads.nn.LSQ(bits=4)`. A quantizer of "
+            "an input needs its scale: `quantize_model(..., calibrate=batch)` fits all scales "
+            "of a model, `quantizer.fit(x)` one. To read a calibrated model from a file, no "
+            "batch is needed: make the same quantizer with `scale=1.0`."
         )
+        wanted = "a quantizer that has its scale" if what == "input" else "a quantizer"
+        raise bad_argument("Quantized", f"{what}_quantizer", wanted, quantizer, do)
 
 
 def _quantize(what, quantizer, x):

@@ -1,17 +1,17 @@
 """A quantizer encodes an array as integers and a scale."""
 
 import abc
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, Key
 
-from ..._errors import name_of, rule_error
-from ..._rules.float_args import is_known
+from ..._errors import bad_argument, name_of, rule_error, type_of
+from ..._rules.float_args import as_floats, is_known, is_number
 
 
 Floats: TypeAlias = Float[Array, "..."]
@@ -119,10 +119,43 @@ def describe(quantizer: Quantizer | None) -> str:
     return text if signed is None else f"{text} {'signed' if signed else 'unsigned'}"
 
 
-def without_function_leaf(quantizer: Any) -> Any:
-    """A quantizer whose leaves are arrays: `jax.lax.scan` over layers, as in `equinox.nn.MLP`,
-    takes no others."""
-    leaves = jax.tree.leaves(quantizer)
-    if not leaves or any(map(eqx.is_array_like, leaves)):
-        return quantizer
-    return jax.tree_util.Partial(quantizer)
+# ---------------------------------------------------------------- arguments
+
+
+def as_number(
+    layer: str, what: str, x: Any, *, positive: bool = False, less_than: float = math.inf
+) -> float:
+    if is_number(x) and (x > 0 if positive else x >= 0) and x < less_than:
+        return float(x)
+    wanted = "a positive number" if positive else "a number, zero or positive"
+    wanted += ", that is finite" if less_than == math.inf else f", less than {less_than}"
+    raise bad_argument(layer, what, wanted, x, do=f"Give {wanted}.")
+
+
+def as_scale(layer: str, scale: Any) -> Array | None:
+    if scale is None:
+        return None
+    # The given array, and not JAX's version, which is traced inside of `jit`.
+    given, scale = scale, jnp.asarray(scale, float) if is_number(scale) else scale
+    scale = as_floats(layer, scale, "scale")
+    values = np.asarray(given, np.float64) if is_known(given) else np.ones(())
+    if not np.all((values > 0) & np.isfinite(values)):
+        raise rule_error(
+            f"`{layer}` was given a scale that is not positive and finite.",
+            f"the smallest is {np.min(values)}, the largest {np.max(values)}",
+            do="Give it a positive scale.",
+        )
+    return scale
+
+
+def check_examples(name: str, x: Any) -> None:
+    """Check that a scale can be computed from numbers, as far as these are known."""
+    known = np.asarray(x, np.float64) if is_known(x) else np.ones(1)
+    if np.size(x) == 0 or not np.all(np.isfinite(known)):
+        raise rule_error(
+            f"`{name}` was given no numbers, or numbers that are not finite.",
+            f"`x` is {type_of(x)}, and its largest magnitude is "
+            f"{np.max(np.abs(known), initial=0.0)}",
+            do="Give it finite numbers like the ones that it will quantize. "
+            "`eqx_grads.explain_nan` finds the origin of others.",
+        )

@@ -85,42 +85,37 @@ def map_layers(
     """A model with its layers changed, and the rows of what was changed and what was left.
 
     `choose(path, layer)` is the reason to leave a layer, a string, or how to change it, and
-    `make(layer, how)` the new layer with a note. A layer in several places stays one, if it is
-    changed in the same way everywhere.
+    `make(layer, how)` the new layer with a note. A layer in several places stays one where it
+    is changed in the same way.
     """
     new, swapped, left = [], [], []
-    seen: dict[int, tuple[str, Any, Any]] = {}
+    seen: dict[Any, tuple[str, Any]] = {}
     nodes, treedef = jtu.tree_flatten_with_path(model, is_leaf=is_layer)
     for keys, node in nodes:
-        new.append(node)
-        path = path_of(keys)
-        if not is_layer(node):
-            if isinstance(node, jax.Array | np.ndarray) and is_differentiable(node):
-                dtype = str(node.dtype)
-                left.append(LayerReport(path, dtype, "", "", node.shape, "of no layer"))
-            continue
-        how = choose(path, node)
-        is_left = isinstance(how, str)
-        first, how_of_first, result = seen.get(id(node), (path, how, None))
-        note = "" if result is None else f"shared with {first}"
-        if how != how_of_first:
-            result, note = None, f"was shared with {first}, and is not any more"
-        if is_left:
-            result, note = node, note or how
-        elif result is None:
-            try:
-                result, own_note = make(node, how)
-            except Exception as error:
-                error.add_note(f"It is about {place_of(path)}.")
-                raise
-            note = note or own_note
-        seen.setdefault(id(node), (path, how, result))
-        new[-1] = result
-        weights = "" if is_left else describe(result.weight_quantizer)
-        inputs = "" if is_left else describe(result.input_quantizer)
-        shape = getattr(node.weight, "shape", ())
-        row = LayerReport(path, kind_of(node), weights, inputs, shape, note)
-        (left if is_left else swapped).append(row)
+        path, result = path_of(keys), node
+        if is_layer(node):
+            how = choose(path, node)
+            if isinstance(how, str):
+                note = how
+            elif (id(node), how) in seen:
+                first, result = seen[id(node), how]
+                note = f"shared with {first}"
+            else:
+                try:
+                    result, note = make(node, how)
+                except Exception as error:
+                    error.add_note(f"It is about {place_of(path)}.")
+                    raise
+                seen[id(node), how] = path, result
+            of = () if result is node else (result.weight_quantizer, result.input_quantizer)
+            weights, inputs = map(describe, of or (None, None))
+            shape = getattr(node.weight, "shape", ())
+            row = LayerReport(path, kind_of(node), weights, inputs, shape, note)
+            (left if result is node else swapped).append(row)
+        elif isinstance(node, jax.Array | np.ndarray) and is_differentiable(node):
+            row = LayerReport(path, str(node.dtype), "", "", node.shape, "of no layer")
+            left.append(row)
+        new.append(result)
     return jax.tree.unflatten(treedef, new), swapped, left
 
 

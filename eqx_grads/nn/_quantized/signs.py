@@ -2,20 +2,17 @@
 
 import abc
 import math
-import warnings
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Key
 
 from ... import ste
 from ..._errors import check_flags
-from ..._rules.float_args import as_floats, is_known, widen
-from .argument_checks import as_number, check_no_nan
-from .quantizer import AbstractQuantizer, Encoded, Floats
+from ..._rules.float_args import as_floats, widen
+from .quantizer import AbstractQuantizer, as_number, check_examples, Encoded, Floats
 
 
 class AbstractSigns(AbstractQuantizer):
@@ -26,6 +23,11 @@ class AbstractSigns(AbstractQuantizer):
     @abc.abstractmethod
     def _signs(self, x: Array) -> Array:
         """-1, 0 or 1, straight through."""
+
+    def fit(self, x: Array) -> "AbstractSigns":
+        """Return this quantizer: there is nothing to fit."""
+        del x
+        return self
 
     def __call__(self, x: Floats, *, key: Key[Array, ""] | None = None) -> Floats:
         """**Arguments:**
@@ -43,7 +45,7 @@ class AbstractSigns(AbstractQuantizer):
 
     def encode(self, x: Floats) -> Encoded:
         """The signs as `int8`, and the scale: their product is this quantizer's output."""
-        check_no_nan(f"{type(self).__name__}.encode", as_floats(type(self).__name__, x))
+        check_examples(f"{type(self).__name__}.encode", x)
         signs, scale = self._factors(x)
         return signs.astype(jnp.int8), scale
 
@@ -103,11 +105,6 @@ class Binary(AbstractSigns):
         check_flags("Binary", scale=scale)
         self.scale, self.bits = bool(scale), 1
 
-    def fit(self, x: Array) -> "Binary":
-        """Return this quantizer: there is nothing to fit."""
-        del x
-        return self
-
     def _signs(self, x):
         return ste.binary_sign(x)
 
@@ -158,23 +155,6 @@ class Ternary(AbstractSigns):
         is_mean = isinstance(threshold, str) and threshold == "mean"
         self.threshold = "mean" if is_mean else as_number("Ternary", "threshold", threshold)
         self.scale, self.bits = bool(scale), math.log2(3)
-
-    def fit(self, x: Array) -> "Ternary":
-        """Return this quantizer. Warn if all of `x` is within the threshold: then the scale is
-        zero, and so is the gradient."""
-        if self.scale and is_known(x):
-            largest = float(np.max(np.abs(np.asarray(x)), initial=0.0))
-            # The threshold of "mean" is less than the largest number.
-            if largest <= (0.0 if isinstance(self.threshold, str) else self.threshold):
-                warnings.warn(
-                    "The scale of a `Ternary` is zero, and so is its gradient: it will not "
-                    f"learn. Its weight is of shape {x.shape}, its largest |w| is "
-                    f"{largest:.3g}, and `threshold` is {self.threshold!r}. Begin with other "
-                    "weights, with a smaller `threshold`, or without a scale: "
-                    "`eqg.nn.Ternary(scale=False)`.",
-                    stacklevel=2,
-                )
-        return self
 
     def _signs(self, x):
         threshold: Any = self.threshold

@@ -1,6 +1,7 @@
 """Uniform quantizers, whose scale is given, computed in each call, or learned."""
 
 import abc
+import functools as ft
 import math
 from typing import Any, ClassVar, TypeAlias
 
@@ -13,13 +14,21 @@ from ... import ste
 from ..._errors import check_flags, rule_error, type_of
 from ..._rules.float_args import (
     as_bits,
+    as_count,
     as_floats,
     broadcast_parameter,
     is_number,
     widen,
 )
-from .argument_checks import as_number, as_scale, check_examples, check_no_nan, optional_integer
-from .quantizer import AbstractQuantizer, Encoded, Floats, spread
+from .quantizer import (
+    AbstractQuantizer,
+    as_number,
+    as_scale,
+    check_examples,
+    Encoded,
+    Floats,
+    spread,
+)
 
 
 FloatsLike: TypeAlias = Float[ArrayLike, "..."]
@@ -47,8 +56,10 @@ class AbstractUniform(AbstractQuantizer):
         if is_number(scale) and not learn_scale:
             self.scale, self.constant = None, float(scale)
         self.bits, self.signed = as_bits(name, bits, signed, narrow), bool(signed)
-        self.channel_axis = optional_integer(name, "channel_axis", channel_axis)
-        self.group_size = optional_integer(name, "group_size", group_size, least=1)
+        count = ft.partial(as_count, name, do="Give an integer, or `None`.")
+        optional = lambda what, x, least: None if x is None else count(what, x, least=least)
+        self.channel_axis = optional("channel_axis", channel_axis, -64)
+        self.group_size = optional("group_size", group_size, 1)
         self.learn_scale = bool(learn_scale)
 
     @abc.abstractmethod
@@ -82,7 +93,7 @@ class AbstractUniform(AbstractQuantizer):
         given, x = x, as_floats(name, x)
         if not self.needs_fit:
             return self
-        check_examples(name, given, x.dtype)
+        check_examples(name, given)
         info = jnp.finfo(x.dtype)
         scale = jnp.clip(self._scale_of_all(x), float(info.tiny), float(info.max))
         scale = scale.astype(x.dtype)
@@ -127,7 +138,7 @@ class AbstractUniform(AbstractQuantizer):
         """
         name = f"{type(self).__name__}.encode"
         floats = as_floats(name, x)
-        check_no_nan(name, floats)
+        check_examples(name, x)
         wide = widen(floats)
         scale = jnp.asarray(self._scale_in_use(floats)).astype(wide.dtype)
         steps = broadcast_parameter(name, "scale", spread(scale, wide), wide)
@@ -167,10 +178,8 @@ class AbstractUniform(AbstractQuantizer):
         has_channel = channel is None or -x.ndim <= channel < x.ndim
         if not has_channel or (size is not None and (x.ndim == 0 or x.shape[-1] % size)):
             raise rule_error(
-                f"`{type(self).__name__}` was given an array without the axis of its channels, "
-                "or one that can't be divided into groups.",
-                f"the array is {type_of(x)}, `channel_axis` is {channel}, `group_size` is "
-                f"{size}",
+                f"`{type(self).__name__}` was given an array without its channels or groups.",
+                f"it is {type_of(x)}, `channel_axis` is {channel}, `group_size` is {size}",
                 do="Give a `channel_axis` that the array has, and a `group_size` that divides "
                 "its last axis, or `None` for one scale for all.",
             )
@@ -358,11 +367,7 @@ class LSQ(AbstractUniform):
         self.gradient_scale = gradient_scale
 
     def _scale_for(self, x, axes):
-        sharing = max(math.prod(x.shape[i] for i in axes), 1)
-        # The sum may be out of range, and by a power of two it is not rounded.
-        power = 2.0 ** math.ceil(math.log2(sharing))
-        total = jnp.sum(jnp.abs(x) / power, axes, keepdims=True)
-        return total * (2 * power / (sharing * self._largest**0.5))
+        return jnp.mean(jnp.abs(x), axes, keepdims=True) * (2 / self._largest**0.5)
 
     def _zero_for(self, x, scale):
         return jnp.zeros((), x.dtype)

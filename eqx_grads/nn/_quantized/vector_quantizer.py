@@ -13,11 +13,9 @@ from ..._errors import check_flags
 from ..._rules.explicit_sharding import add_rows, gathered, rows
 from ..._rules.float_args import widen
 from ..._tangent_spaces import promote
-from .._argument_checks import as_sizes
-from .._dtypes import layer_dtype
-from .argument_checks import as_number
+from .._arguments import as_sizes, layer_dtype
 from .codebook import AbstractCodebook, as_axis
-from .quantizer import Floats
+from .quantizer import as_number, Floats
 
 
 class VectorQuantized(NamedTuple):

@@ -18,19 +18,9 @@ from ..._tangent_spaces import promote
 from .padding import where_valid
 
 
-_FAST_PATHS: dict[type, Callable[..., tuple[Array, PyTree]]] = {}
-
-
-def fast_path(*types: type) -> Callable[[Any], Any]:
-    """Register `run(cell, xs, state, valid, reverse, keep)` for cells of exactly these types:
-    a subclass may have another step."""
-
-    def register(run):
-        for kind in types:
-            _FAST_PATHS[kind] = run
-        return run
-
-    return register
+# Functions `run(cell, xs, state, valid, reverse, keep)` for cells of exactly these types: a
+# subclass may have another step.
+FAST_PATHS: dict[type, Callable[..., tuple[Array, PyTree]]] = {}
 
 
 def run_cell(
@@ -48,7 +38,7 @@ def run_cell(
     it has one. `keep` is what that path keeps for its backward pass: "gates", "states", or
     "auto"; with `None` the cell is called at each step, and so it is with an `output`, which is
     a function of the state, by default its first array."""
-    fast = _FAST_PATHS.get(type(cell))
+    fast = FAST_PATHS.get(type(cell))
     arrays = list(filter(eqx.is_inexact_array, jax.tree.leaves((cell, xs, state))))
     is_complex, called = any(map(jnp.iscomplexobj, arrays)), cells_are_called()
     if called and not is_complex:
@@ -72,9 +62,22 @@ def _scan_cell(cell, output, xs, state, valid, reverse, checkpoint):
             return new, jax.tree.leaves(new)[0]
         return new, jax.vmap(output)(new)
 
-    state = _first_state(cell, step, state, (xs, valid))
-    last, ys = filter_scan(step, state, (xs, valid), reverse=reverse, checkpoint=checkpoint)
+    try:
+        state = _widened(lambda *args: step(*args)[0], state, (xs, valid))
+        last, ys = filter_scan(step, state, (xs, valid), reverse=reverse, checkpoint=checkpoint)
+    except Exception as error:
+        error.add_note(
+            f"It was raised in a step of a recurrent layer, {place_of(cell)}. The cell was "
+            f"called with one input, {show_tree(_of_one(_type_of_step(xs)))}, and one state, "
+            f"{show_tree(mirror(_of_one, state))}: the last axis of `xs` and the first state "
+            "have to be of the sizes that it takes."
+        )
+        raise
     return ys, last
+
+
+def _of_one(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
 def _type_of_step(x: Array) -> jax.ShapeDtypeStruct:
@@ -82,42 +85,25 @@ def _type_of_step(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
-def _first_state(
-    cell: Callable[..., Any], step: Callable[..., Any], state: PyTree, inputs: PyTree
-) -> PyTree:
+def _widened(next_state: Callable[..., PyTree], state: PyTree, inputs: PyTree) -> PyTree:
     """The first state in the dtypes of the next one, which the inputs may have widened."""
-    without_batch = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-    of_one = lambda tree: mirror(without_batch, tree)
-    types = jax.tree.map(_type_of_step, inputs)
     found: list[Any] = []
 
-    def leaves_of_next(state, inputs):
-        leaves, treedef = jax.tree.flatten(step(state, inputs)[0])
+    def leaves_of_next(*args):
+        leaves, treedef = jax.tree.flatten(next_state(*args))
         found[:] = [treedef]
         return leaves
 
-    try:
-        new = jax.eval_shape(leaves_of_next, state, types)
-    except Exception as error:
-        error.add_note(
-            f"It was raised in a step of a recurrent layer, {place_of(cell)}. The cell was "
-            f"called with one input, {show_tree(of_one(types[0]))}, and one state, "
-            f"{show_tree(of_one(state))}: the last axis of `xs` and the first state have to be "
-            "of the sizes that it takes."
-        )
-        raise
+    new = jax.eval_shape(leaves_of_next, state, jax.tree.map(_type_of_step, inputs))
     leaves, treedef = jax.tree.flatten(state)
-    if found[0] == treedef:
-        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-        pairs = zip(leaves, new, strict=True)
-        leaves = [s.astype(t.dtype) if is_float(s) and is_float(t) else s for s, t in pairs]
-        types_of = lambda leaves: [(x.shape, x.dtype) for x in leaves]
-        if types_of(new) == types_of(leaves):
-            return jax.tree.unflatten(treedef, leaves)
-    raise rule_error(
-        "The cell of `Recurrent` returned a different state than it was given.",
-        f"it was given {show_tree(of_one(state))}",
-        f"it returned {show_tree(mirror_of(found[0], map(without_batch, new)))}",
-        place_of(cell),
-        do="Return a state like the first one, or give the layer another `initial_state`.",
-    )
+    if found[0] != treedef or [x.shape for x in new] != [x.shape for x in leaves]:
+        returned = show_tree(mirror_of(found[0], map(_of_one, new)))
+        raise rule_error(
+            "The cell of `Recurrent` returned a different state than it was given.",
+            f"it was given {show_tree(mirror(_of_one, state))}, and returned {returned}",
+            do="Return a state like the first one, or give the layer another `initial_state`.",
+        )
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    pairs = zip(leaves, new, strict=True)
+    leaves = [s.astype(t.dtype) if is_float(s) and is_float(t) else s for s, t in pairs]
+    return jax.tree.unflatten(treedef, leaves)

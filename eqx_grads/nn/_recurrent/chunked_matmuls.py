@@ -95,14 +95,9 @@ def add_gradients(
 ) -> list[jax.Array | None]:
     """Add a gradient `fn(*args)` to each sum, sharded as the sum is. Without a sum, it is not
     computed."""
-
-    def add(total, fn, *args):
-        return total + distribute_like(fn(*args), total, explicit_spec(total))
-
-    return [
-        None if total is None else add(total, *gradient)
-        for total, gradient in zip(sums, gradients, strict=True)
-    ]
+    pairs = zip(sums, gradients, strict=True)
+    like = lambda total, g: total + distribute_like(g, total, explicit_spec(total))
+    return [None if total is None else like(total, fn(*args)) for total, (fn, *args) in pairs]
 
 
 def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:

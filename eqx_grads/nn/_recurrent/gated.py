@@ -5,30 +5,32 @@ import functools as ft
 from typing import Any, Unpack
 
 import equinox as eqx
-import jax
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key
 
-from ..._errors import check_flags, check_option, rule_error
-from .._argument_checks import as_sizes, check_real
+from ..._errors import check_flags, check_option
+from .._arguments import as_sizes, check_real
 from .cell_scan import run_cell
 from .gated_cells import ProjectedLSTMCell, RNNCell
-from .layer import AbstractRecurrent
-from .stack import Stack, StackOptions
+from .layer import AbstractStacked
+from .stack import StackOptions
 
 
-KEEP = ("auto", "gates", "states")
-
-
-class AbstractGated(AbstractRecurrent):
+class AbstractGated(AbstractStacked):
     """Cells with the fast path of gated cells, and what that keeps for its backward pass."""
 
-    cells: tuple[tuple[Any, ...], ...]
-    initial_state: PyTree
-    stack: Stack
     keep: eqx.AbstractVar[str]
 
+    def _set_gated(self, make, sizes, use_bias, keep, dtype, key, options, output_size=None):
+        """Set all fields, in `__init__`."""
+        check_flags(type(self).__name__, use_bias=use_bias)
+        check_option(type(self).__name__, "keep", keep, ("auto", "gates", "states"))
+        make = ft.partial(make, use_bias=bool(use_bias))
+        sizes = dict(zip(("input_size", "hidden_size"), sizes, strict=True))
+        self._set_cells(make, sizes, dtype, key, options, output_size)
+        self.keep = keep
+
     def _run_cell(self, cell, xs, state, valid, reverse):
-        check_real(type(self).__name__, cell, xs, *jax.tree.leaves(state))
+        check_real(type(self).__name__, xs)
         return run_cell(cell, xs, state, valid, reverse, self.keep)
 
 
@@ -112,12 +114,8 @@ class GRU(AbstractGated):
         - `reverse`: run from the last step to the first.
         - `time_major`: whether a batch is `(time, batch, in)`.
         """
-        check_flags("GRU", use_bias=use_bias)
-        check_option("GRU", "keep", keep, KEEP)
-        make = ft.partial(eqx.nn.GRUCell, use_bias=bool(use_bias))
-        sizes = {"input_size": input_size, "hidden_size": hidden_size}
-        self._set_cells(make, sizes, dtype, key, options)
-        self.keep = keep
+        make, sizes = eqx.nn.GRUCell, (input_size, hidden_size)
+        self._set_gated(make, sizes, use_bias, keep, dtype, key, options)
 
 
 class LSTM(AbstractGated):
@@ -187,22 +185,17 @@ class LSTM(AbstractGated):
     ):
         """**Arguments:**
 
-        - `proj_size`: the size of the hidden state and of the output, less than `hidden_size`,
-            which is then the size of the cell state only. By default, the layer has no
-            projection.
+        - `proj_size`: the size of the hidden state and of the output. Then `hidden_size` is the
+            size of the cell state only. By default, the layer has no projection.
 
         All others as for [`eqx_grads.nn.GRU`][]. With `keep="states"`, the residuals need half
         of the memory.
         """
-        check_flags("LSTM", use_bias=use_bias)
-        check_option("LSTM", "keep", keep, KEEP)
-        make, output_size = ft.partial(eqx.nn.LSTMCell, use_bias=bool(use_bias)), None
+        make, sizes = eqx.nn.LSTMCell, (input_size, hidden_size)
         if proj_size is not None:
-            output_size = _as_projection(proj_size, hidden_size)
-            make = ft.partial(ProjectedLSTMCell, use_bias=use_bias, proj_size=output_size)
-        sizes = {"input_size": input_size, "hidden_size": hidden_size}
-        self._set_cells(make, sizes, dtype, key, options, output_size)
-        self.keep = keep
+            (proj_size,) = as_sizes("LSTM", proj_size=proj_size)
+            make = ft.partial(ProjectedLSTMCell, proj_size=proj_size)
+        self._set_gated(make, sizes, use_bias, keep, dtype, key, options, proj_size)
 
 
 class RNN(AbstractGated):
@@ -258,20 +251,5 @@ class RNN(AbstractGated):
 
         All others as for [`eqx_grads.nn.GRU`][].
         """
-        check_flags("RNN", use_bias=use_bias)
-        make = ft.partial(RNNCell, use_bias=use_bias, activation=activation)
-        sizes = {"input_size": input_size, "hidden_size": hidden_size}
-        self._set_cells(make, sizes, dtype, key, options)
-        self.keep = "states"
-
-
-def _as_projection(proj_size: Any, hidden_size: Any) -> int:
-    """The size of a projected state, which is smaller than the cell."""
-    known, hidden_size = as_sizes("LSTM", proj_size=proj_size, hidden_size=hidden_size)
-    if known >= hidden_size:
-        raise rule_error(
-            "`LSTM` was given a projection that is not smaller than its cell.",
-            f"`proj_size` is {known}, `hidden_size` is {hidden_size}",
-            do="Choose a smaller `proj_size`, or leave it out.",
-        )
-    return known
+        make, sizes = ft.partial(RNNCell, activation=activation), (input_size, hidden_size)
+        self._set_gated(make, sizes, use_bias, "states", dtype, key, options)

@@ -10,9 +10,8 @@ from jaxtyping import Array, Inexact, Key
 
 from ..._control_flow.accelerators import kept_of_cells
 from ..._errors import check_flags, check_option
-from .._argument_checks import as_sizes, check_step
-from .._dtypes import common_dtype, layer_dtype
-from .cell_scan import fast_path
+from .._arguments import as_sizes, check_step, common_dtype, layer_dtype
+from .cell_scan import FAST_PATHS
 from .formulas import ACTIVATIONS, GRU, LSTM, RNN
 from .split_scan import split_scan, Weights
 
@@ -75,7 +74,8 @@ class RNNCell(eqx.Module):
 
         The next state.
         """
-        check_step("RNNCell", x=(x, self.input_size), h=(h, self.hidden_size))
+        shapes = {"x": (x, (self.input_size,)), "h": (h, (self.hidden_size,))}
+        check_step("RNNCell", "numbers", shapes)
         h = self.weight_ih @ x + self.weight_hh @ h
         return ACTIVATIONS[self.activation](h if self.bias is None else h + self.bias)
 
@@ -126,22 +126,18 @@ class ProjectedLSTMCell(eqx.Module):
         return self.weight_hr @ (jax.nn.sigmoid(o) * jnp.tanh(c)), c
 
 
-@fast_path(eqx.nn.GRUCell, eqx.nn.LSTMCell, RNNCell, ProjectedLSTMCell)
 def run_gated_cell(cell, xs, state, valid, reverse, keep):
     is_lstm = isinstance(cell, eqx.nn.LSTMCell | ProjectedLSTMCell)
     formulas = LSTM if is_lstm else GRU
     if isinstance(cell, RNNCell):
         formulas = RNN[cell.activation]
     names = ("weight_ih", "weight_hh", "bias", "bias_n", "weight_hr")
-    weights = [getattr(cell, name, None) for name in names]
-    xs, *arrays = common_dtype(xs, *weights, *(state if is_lstm else (state,)))
-    ys, last = split_scan(
-        Weights(*arrays[:5]),
-        xs,
-        tuple(arrays[5:]),
-        valid,
-        formulas=formulas,
-        reverse=reverse,
-        keep=kept_of_cells() if keep == "auto" else keep,
-    )
+    weights = Weights(*(getattr(cell, name, None) for name in names))
+    args = common_dtype(weights, xs, tuple(state) if is_lstm else (state,))
+    keep = kept_of_cells() if keep == "auto" else keep
+    ys, last = split_scan(*args, valid, formulas=formulas, reverse=reverse, keep=keep)
     return ys, last if is_lstm else last[0]
+
+
+CELLS = (eqx.nn.GRUCell, eqx.nn.LSTMCell, RNNCell, ProjectedLSTMCell)
+FAST_PATHS.update(dict.fromkeys(CELLS, run_gated_cell))

@@ -11,12 +11,13 @@ import numpy as np
 from jaxtyping import Array, Integer, Key, Num, PyTree
 
 from ..._control_flow.visible_steps import AbstractCellLayer
-from ..._errors import check_flags, rule_error, type_of
+from ..._errors import bad_argument, check_flags, rule_error, type_of
 from ..._rules.explicit_sharding import explicit_spec, gathered_leaves
 from ..._rules.float_args import check_key
 from ..._tangent_spaces import holds_numbers
+from .._arguments import check_features
 from .padding import valid_steps, zero_padding
-from .stack import check_cells, make_cells, Stack
+from .stack import make_cells, Stack
 from .states import first_states, last_states, zero_states
 
 
@@ -31,12 +32,6 @@ class AbstractRecurrent(AbstractCellLayer):
     cells: eqx.AbstractVar[tuple[tuple[Any, ...], ...]]
     initial_state: eqx.AbstractVar[PyTree]
     stack: eqx.AbstractVar[Stack]
-
-    def _set_cells(self, make, sizes, dtype, key, options, output_size=None):
-        """Set the fields that all have, in `__init__`: see `make_cells`."""
-        name = type(self).__name__
-        made = make_cells(name, make, sizes, dtype, key, output_size, **options)
-        self.cells, self.initial_state, self.stack = made
 
     @abc.abstractmethod
     def _run_cell(
@@ -60,18 +55,26 @@ class AbstractRecurrent(AbstractCellLayer):
         """Whether a batch is `(time, batch, in)`."""
         return self.stack.time_major
 
-    def _is_batch(self, xs: Array) -> bool:
-        """Whether these are the inputs of a batch, and not of one sequence."""
-        axes = _input_axes(self.cells[0][0])
-        if xs.ndim not in (axes + 1, axes + 2):
-            step = "in" if axes == 1 else "*input_size"
+    def _is_batch(self, xs: Any, name: str = "xs") -> bool:
+        """Whether these are the inputs of a batch: of sequences, or of one step `x`."""
+        size, is_step = getattr(self.cells[0][0], "input_size", None), name == "x"
+        axes = (len(size) if isinstance(size, tuple) else 1) + (not is_step)
+        is_array = isinstance(xs, jax.Array | np.ndarray) and holds_numbers(xs)
+        if not is_array or xs.ndim not in (axes, axes + 1):
+            step = "*input_size" if isinstance(size, tuple) else "in"
             raise rule_error(
-                f"`{type(self).__name__}` was given `xs` with {xs.ndim} axes.",
-                f"`xs` is {type_of(xs)}",
-                do=f"Pass `(time, {step})` or a batch of sequences, and `jax.vmap` for more "
-                "axes. One step is `xs[None]`, and a sequence of numbers `xs[:, None]`.",
+                f"`{type(self).__name__}` was given `{name}` that does not fit.",
+                f"`{name}` is {type_of(xs)}",
+                do=f"Pass an array `({step},)` or a batch of them. For a sequence, call the "
+                "layer itself."
+                if is_step
+                else f"Pass an array `(time, {step})` or a batch of them, and `jax.vmap` for "
+                "more axes. A sequence of numbers is `xs[:, None]`, a list of steps "
+                "`jnp.stack(xs)`, and one step is for `layer.step(x)`. If it is the pair `ys, "
+                "state` of another recurrent layer, as in `equinox.nn.Sequential`, pass on the "
+                "outputs only: `eqx_grads.nn.Outputs` of that layer returns them.",
             )
-        return xs.ndim == axes + 2
+        return xs.ndim == axes + 1
 
     def __call__(
         self,
@@ -115,22 +118,18 @@ class AbstractRecurrent(AbstractCellLayer):
         the cell that runs backward. In `equinox.nn.Sequential`, where the next layer takes an
         array, use [`eqx_grads.nn.Outputs`][] of this layer, which returns `ys` only.
         """
-        name = type(self).__name__
-        if not _is_array(xs):
-            raise rule_error(
-                f"`{name}` was given `xs` that are not an array of numbers.",
-                f"`xs` is a `{type(xs).__name__}`",
-                do="Pass one array, `jnp.stack(xs)` for a list of steps. If it is the pair "
-                "`ys, state` of another recurrent layer, as in `equinox.nn.Sequential`, pass "
-                "on the outputs only: `eqx_grads.nn.Outputs` of that layer returns them.",
-            )
-        check_cells(name, self.cells)
-        is_batch = self._is_batch(xs)
+        name, is_batch = type(self).__name__, self._is_batch(xs)
         if inference is not None:
             check_flags(name, inference=inference)
         if len(self.cells) > 1 and self.stack.drops(inference):
-            _check_dropout_key(name, self.dropout.p, key)
+            if key is None:
+                do = "To train, call `layer(xs, key=key)` with another key in each step. "
+                do += "Without dropout, `layer(xs, inference=True)`, or "
+                do += "`equinox.nn.inference_mode(model)`."
+                raise bad_argument(name, "key", "given, and `dropout` needs it", key, do)
+            check_key(name, key)
         xs = self.stack.time_first(xs, is_batch)
+        check_features(name, self.cells[0][0], xs)
         valid = valid_steps(name, lengths, xs, is_batch)
         xs = zero_padding(xs, valid)  # which may hold anything, NaN included
         first, cells = gathered_leaves(self.initial_state), self.cells
@@ -163,44 +162,26 @@ class AbstractRecurrent(AbstractCellLayer):
 
         [`eqx_grads.RuleError`][] if the layer is `bidirectional`.
         """
-        name = type(self).__name__
-        check_cells(name, self.cells)
-        axes = _input_axes(self.cells[0][0])
         if any(len(directions) > 1 for directions in self.cells):
             raise rule_error(
-                f"`{name}.step` was called on a layer of two directions.",
+                f"`{type(self).__name__}.step` was called on a layer of two directions.",
                 "the cell that runs backward in time starts at the last step",
                 do="Call the layer with the whole sequence, or leave out `bidirectional`.",
             )
-        if not (_is_array(x) and x.ndim in (axes, axes + 1)):
-            raise rule_error(
-                f"`{name}.step` was given an `x` that is not one step.",
-                f"`x` is {type_of(x)}",
-                do="Pass an array of the shape `input_size`, or with one more axis in front "
-                "for a batch. For a sequence, call the layer itself.",
-            )
-        is_batch = x.ndim > axes
-        axis = int(is_batch and not self.time_major)
+        axis = int(self._is_batch(x, "x") and not self.time_major)
         ys, state = self(jnp.expand_dims(x, axis), state, **options)
         return jax.tree.map(lambda y: jnp.squeeze(y, axis), ys), state
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray) and holds_numbers(x)
+class AbstractStacked(AbstractRecurrent):
+    """A layer over time with the fields that most have."""
 
+    cells: tuple[tuple[Any, ...], ...]
+    initial_state: PyTree
+    stack: Stack
 
-def _input_axes(cell: Any) -> int:
-    """The number of axes of the input of one step."""
-    size = getattr(cell, "input_size", None)
-    return len(size) if isinstance(size, tuple) else 1
-
-
-def _check_dropout_key(layer, probability, key):
-    if key is None:
-        raise rule_error(
-            f"A call of `{layer}` with dropout was given no random key.",
-            f"`dropout` is {probability}, and `key` of the call is None",
-            do="To train, call `layer(xs, key=key)` with another key in each step. Without "
-            "dropout, call `layer(xs, inference=True)`, or `equinox.nn.inference_mode(model)`.",
-        )
-    check_key(layer, key)
+    def _set_cells(self, make, sizes, dtype, key, options, output_size=None):
+        """Set these fields, in `__init__`: see `make_cells`."""
+        name = type(self).__name__
+        made = make_cells(name, make, sizes, dtype, key, output_size, **options)
+        self.cells, self.initial_state, self.stack = made

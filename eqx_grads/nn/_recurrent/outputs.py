@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, Num
 
-from ..._errors import check_flags, rule_error
+from ..._errors import bad_argument, check_flags
 from .layer import AbstractRecurrent
 from .stack import CHANNELS
 
@@ -62,12 +62,9 @@ class Outputs(eqx.Module):
             steps, for each direction.
         """
         if not isinstance(layer, AbstractRecurrent):
-            raise rule_error(
-                "`Outputs` was given something that is not a recurrent layer.",
-                f"it is a `{type(layer).__name__}`",
-                do="Give it a layer such as `eqx_grads.nn.GRU`; `eqx_grads.nn.Recurrent` makes "
-                "one from a cell.",
-            )
+            do = "Give a layer such as `eqx_grads.nn.GRU`, or make one from a cell: "
+            do += "`eqx_grads.nn.Recurrent(cell)`."
+            raise bad_argument("Outputs", "layer", "a recurrent layer", layer, do)
         check_flags("Outputs", last=last)
         self.layer = layer
         self.last = bool(last)

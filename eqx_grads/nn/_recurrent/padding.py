@@ -15,26 +15,20 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
     """The `(time, batch)` mask of the steps that count, or `None` if all do."""
     if lengths is None:
         return None
-    if not isinstance(lengths, Tracer):
-        lengths = _as_numpy(lengths)
+    lengths = lengths if isinstance(lengths, Tracer) else np.asarray(lengths)
     steps, batch = xs.shape[:2]
-    is_integer, where = jnp.issubdtype(lengths.dtype, jnp.integer), None
-    if lengths.shape != ((batch,) if is_batch else ()) or not is_integer:
-        where = f"`lengths` is {type_of(lengths)}"
-    elif isinstance(lengths, np.ndarray) and lengths.size > 0:
-        longest, shortest = int(np.max(lengths)), int(np.min(lengths))
-        if longest > steps or shortest < 0:
-            where = f"`lengths` are from {shortest} to {longest}"
-    if where is not None:
+    known = lengths if isinstance(lengths, np.ndarray) else np.zeros(1)
+    fits = lengths.shape == ((batch,) if is_batch else ())
+    fits = fits and jnp.issubdtype(lengths.dtype, jnp.integer)
+    if not fits or np.any((known < 0) | (known > steps)):
         raise rule_error(
             f"`{layer}` was given `lengths` that do not fit `xs`.",
-            where,
+            f"`lengths` is {type_of(lengths)}: {lengths!r:.60}",
             f"`xs` is {show_batch(xs, is_batch)}",
-            do=f"Pass integers of shape {(batch,)}, one for each example: for a mask, "
-            "`mask.sum(-1)`. Did you swap the time axis and the batch axis? See `time_major`."
-            if is_batch
-            else "Pass one integer. In a `jax.vmap` over sequences, map their lengths as well: "
-            "`jax.vmap(lambda x, n: layer(x, lengths=n))(xs, lengths)`.",
+            do="Pass one integer for each sequence: for a mask, `mask.sum(-1)`. In a "
+            "`jax.vmap` over sequences, map their lengths as well: `jax.vmap(lambda x, n: "
+            "layer(x, lengths=n))(xs, lengths)`. Did you swap the time axis and the batch "
+            "axis? See `time_major`.",
         )
     times = jnp.arange(steps)[:, None]
     return times < jnp.asarray(lengths).astype(times.dtype).reshape(1, batch)
@@ -59,11 +53,3 @@ def show_batch(xs: Array, is_batch: bool) -> str:
     steps, batch = xs.shape[:2]
     of_sequences = f"a batch of {batch} sequences" if is_batch else "one sequence"
     return f"{of_sequences} of {steps} steps"
-
-
-def _as_numpy(x: Any) -> np.ndarray:
-    """A list of integers or an array. Anything else becomes an array of an object."""
-    try:
-        return np.asarray(x)
-    except (TypeError, ValueError):
-        return np.asarray(None)

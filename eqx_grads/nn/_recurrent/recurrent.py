@@ -9,15 +9,15 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..._control_flow.scan import named_method
-from ..._errors import check_function
-from .._argument_checks import check_callable, check_features, check_stack
+from ..._errors import bad_argument, check_flags, check_function
+from .._arguments import check_callable
 from .cell_scan import run_cell
-from .layer import AbstractRecurrent
-from .stack import check_cells, Stack
+from .layer import AbstractStacked
+from .stack import Stack
 from .states import zero_states
 
 
-class Recurrent(AbstractRecurrent):
+class Recurrent(AbstractStacked):
     r"""Any recurrent cell over time and batch.
 
     !!! example
@@ -63,9 +63,6 @@ class Recurrent(AbstractRecurrent):
     [`eqx_grads.nn.GRU`][], [`eqx_grads.nn.LSTM`][] and [`eqx_grads.nn.RNN`][].
     """
 
-    cells: tuple[tuple[Any, ...], ...]
-    initial_state: PyTree
-    stack: Stack
     output: Callable[[PyTree], Any] | None
     checkpoint: int | str | None = eqx.field(static=True)
 
@@ -107,41 +104,27 @@ class Recurrent(AbstractRecurrent):
         - `time_major`: whether a batch is `(time, batch, in)`.
         """
         cells = _as_stages(cell)
-        check_cells("Recurrent", cells)
+        if not cells or not all(len(stage) in (1, 2) for stage in cells):
+            do = "Give a cell, a list of cells, or a list of pairs of cells for two directions."
+            raise bad_argument("Recurrent", "cell", "a cell, or layers of cells", cell, do)
         for one in itertools.chain(*cells):
             check_function(one, "cell", "Recurrent")  # which `None` is not
             check_callable("Recurrent", "cell", one)
         check_callable("Recurrent", "output", output)
-        check_stack(
-            "Recurrent",
-            num_layers=len(cells),
-            dropout=dropout,
-            learn_initial_state=learn_initial_state,
-            reverse=reverse,
-            time_major=time_major,
-        )
+        check_flags("Recurrent", learn_initial_state=learn_initial_state)
         self.cells = cells
         if initial_state is None and learn_initial_state:
             initial_state = zero_states("Recurrent", cells)
         self.initial_state = initial_state
-        self.stack = Stack(dropout, reverse, time_major)
+        self.stack = Stack("Recurrent", len(cells), dropout, reverse, time_major)
         self.output = output
         named_method(checkpoint, 1)  # checks it
         self.checkpoint = int(checkpoint) if isinstance(checkpoint, np.integer) else checkpoint
 
     def _run_cell(self, cell, xs, state, valid, reverse):
-        check_features("Recurrent", cell, xs)
         keep = {None: "gates", "replay": "states", "auto": "auto"}.get(self.checkpoint)
-        return run_cell(
-            cell,
-            xs,
-            state,
-            valid,
-            reverse,
-            keep,
-            output=self.output,
-            checkpoint=self.checkpoint,
-        )
+        options = {"output": self.output, "checkpoint": self.checkpoint}
+        return run_cell(cell, xs, state, valid, reverse, keep, **options)
 
 
 def _as_stages(cell: Any) -> tuple[tuple[Any, ...], ...]:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, PyTree
 
-from ..._errors import rule_error
-from .._argument_checks import as_sizes, check_stack
-from .._dtypes import layer_dtype
+from ..._errors import bad_argument, check_flags
+from ..._rules.float_args import is_number
+from .._arguments import as_sizes, layer_dtype
 from .padding import zero_padding
 from .states import zero_states
 
@@ -40,7 +40,17 @@ class Stack(eqx.Module):
     reverse: bool = eqx.field(static=True)
     time_major: bool = eqx.field(static=True)
 
-    def __init__(self, dropout: float, reverse: bool, time_major: bool):
+    def __init__(
+        self, layer: str, num_layers: int, dropout: float, reverse: bool, time_major: bool
+    ):
+        check_flags(layer, reverse=reverse, time_major=time_major)
+        if not (is_number(dropout) and 0 <= dropout <= 1):
+            do = "Give a number from zero to one."
+            raise bad_argument(layer, "dropout", "a probability", dropout, do)
+        if dropout > 0 and num_layers == 1:
+            do = "Dropout is applied between two layers: put an `equinox.nn.Dropout` before or "
+            do += "after this layer, or leave `dropout` out."
+            raise bad_argument(layer, "dropout", "zero, and there is one layer", dropout, do)
         # Equinox draws with `1 - dropout`, and JAX refuses an integer there.
         self.dropout = eqx.nn.Dropout(float(dropout))
         self.reverse = bool(reverse)
@@ -79,6 +89,7 @@ class Stack(eqx.Module):
         `run_cell(cell, xs, state, valid, reverse)` returns all outputs and the last state.
         """
         remaining, last = iter(states), []
+        join = lambda *ys: jax.tree.map(lambda *y: jnp.concatenate(y, CHANNELS), *ys)
         for i, directions in enumerate(cells):
             if i > 0:
                 key, subkey = (None, None) if key is None else jr.split(key)
@@ -90,7 +101,7 @@ class Stack(eqx.Module):
                 ys, end = run_cell(cell, xs, next(remaining), valid, reverse)
                 outputs.append(zero_padding(ys, valid))
                 last.append(end)
-            xs = outputs[0] if len(outputs) == 1 else jax.tree.map(_join, *outputs)
+            xs = outputs[0] if len(outputs) == 1 else join(*outputs)
         return xs, last
 
 
@@ -99,21 +110,11 @@ class Stack(eqx.Module):
 CHANNELS = 2
 
 
-def _join(*ys: Array) -> Array:
-    if ys[0].ndim == CHANNELS:
-        raise rule_error(
-            "`Recurrent` can't join the outputs of two directions.",
-            f"the output of a step is one number, {ys[0].dtype}",
-            do="The outputs are joined along their first axis: return `y[None]`.",
-        )
-    return jnp.concatenate(ys, CHANNELS)
-
-
 def make_stack(
     layer: str,
     make: Callable[..., Any],
-    input_size: int,
-    output_size: int,
+    input_size: Any,
+    output_size: Any,
     key: Array | None,
     *,
     num_layers: int = 1,
@@ -125,15 +126,9 @@ def make_stack(
 ) -> tuple[tuple[tuple[Any, ...], ...], PyTree, Stack]:
     """The cells, each of them `make(input_size, key=key)`, the initial state if it is learned,
     and the stack. Without a key, `make` gets `None`."""
-    check_stack(
-        layer,
-        num_layers=num_layers,
-        dropout=dropout,
-        bidirectional=bidirectional,
-        learn_initial_state=learn_initial_state,
-        reverse=reverse,
-        time_major=time_major,
-    )
+    (num_layers,) = as_sizes(layer, num_layers=num_layers)
+    check_flags(layer, bidirectional=bidirectional, learn_initial_state=learn_initial_state)
+    stack = Stack(layer, num_layers, dropout, reverse, time_major)
     directions = 2 if bidirectional else 1
     n = num_layers * directions
     keys = iter(n * (None,) if key is None else jr.split(key, n))
@@ -145,7 +140,7 @@ def make_stack(
         for i in range(num_layers)
     )
     first = zero_states(layer, cells) if learn_initial_state else None
-    return cells, first, Stack(dropout, reverse, time_major)
+    return cells, first, stack
 
 
 def make_cells(
@@ -163,13 +158,3 @@ def make_cells(
     by_name = dict(zip(list(sizes)[1:], others, strict=True))
     make = ft.partial(make, **by_name, dtype=layer_dtype(layer, dtype))
     return make_stack(layer, make, first, output_size or others[0], key, **options)
-
-
-def check_cells(layer: str, cells: Any) -> None:
-    """Check the layout of the cells of a layer, which may have been replaced."""
-    of_one = lambda stage: isinstance(stage, tuple | list) and len(stage) in (1, 2)
-    if not (isinstance(cells, tuple | list) and len(cells) > 0 and all(map(of_one, cells))):
-        raise rule_error(
-            f"The `cells` of `{layer}` are not a tuple of tuples.",
-            do="`cells[i]` is a tuple of the cells of layer `i`, one for each direction.",
-        )

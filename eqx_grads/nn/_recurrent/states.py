@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from ..._errors import rule_error, show_path, type_of
+from ..._errors import rule_error, show_tree
 from ..._errors.trees import mirror
 from ..._rules.explicit_sharding import distribute_like, explicit_spec
-from ..._rules.float_args import is_key_array
-from ..._tangent_spaces import holds_numbers
+from ..._tangent_spaces import dtype_of_array
 from .padding import show_batch
 
 
@@ -54,7 +53,7 @@ def first_states(
 ) -> list[PyTree]:
     """The first state of each cell, with a batch axis."""
     axis = 0 if n_cells == 1 else 1
-    add_batch = lambda tree: jax.tree.map(lambda s: jnp.expand_dims(s, axis), tree)
+    add_batch = lambda s: jnp.expand_dims(s, axis)
     if default is None and state is None:
         raise rule_error(
             f"`{layer}` does not know the first state of its cell.",
@@ -65,63 +64,35 @@ def first_states(
         )
     expected = jax.tree.map(jnp.asarray, default)
     if is_batch:
-        expected = jax.tree.map(lambda s: jnp.repeat(s, xs.shape[1], axis), add_batch(expected))
-    if state is not None:
-        where = _why_it_does_not_fit(state, expected, axis, xs.shape[1] if is_batch else None)
-        if where is not None:
-            raise rule_error(
-                f"`{layer}` was given a `state` that does not fit.",
-                where,
-                f"`xs` is {show_batch(xs, is_batch)}",
-                do="Pass what an earlier call returned, with a state for each example of a "
-                "batch, or `None`. Lengths and keys are passed by name, as in "
-                "`layer(xs, lengths=lengths)` and `layer(xs, key=key)`; the lengths of a mask "
-                "are `mask.sum(-1)`.",
-            )
+        expected = jax.tree.map(lambda s: jnp.repeat(add_batch(s), xs.shape[1], axis), expected)
     if state is None:
         state = expected
-    elif expected is None:
-        state = jax.tree.map(jnp.asarray, state)
-    else:
-        state = jax.tree.map(_as_floats_like, state, expected)
+    elif expected is not None and _kinds(state) != _kinds(expected):
+        raise rule_error(
+            f"`{layer}` was given a `state` that does not fit.",
+            f"it is {show_tree(state)}, and has to be {show_tree(expected)}",
+            f"`xs` is {show_batch(xs, is_batch)}",
+            do="Pass what an earlier call returned, with a state for each example of a batch, "
+            "or `None`. Lengths and keys are passed by name, as in `layer(xs, lengths=lengths)`"
+            " and `layer(xs, key=key)`; the lengths of a mask are `mask.sum(-1)`.",
+        )
+    state = jax.tree.map(jnp.asarray, state)
     if not is_batch:
-        state = add_batch(state)
+        state = jax.tree.map(add_batch, state)
     state = jax.tree.map(lambda s: _varying_like(xs, _sharded_like(xs, s, axis)), state)
     if n_cells == 1:
         return [state]
     return [jax.tree.map(lambda s, i=i: s[i], state) for i in range(n_cells)]
 
 
-def _as_floats_like(state: Any, like: Array) -> Array:
-    """A state that was given. Integers are floats where the state of the cell is of floats, as
-    a step returns its state in the dtype that it was given."""
-    state, of_floats = jnp.asarray(state), jnp.issubdtype(like.dtype, jnp.inexact)
-    is_exact = of_floats and not jnp.issubdtype(state.dtype, jnp.inexact)
-    return state.astype(like.dtype) if is_exact else state
-
-
-def _why_it_does_not_fit(
-    state: PyTree, expected: PyTree, axis: int, batch: int | None
-) -> str | None:
-    places = dict(jax.tree_util.tree_leaves_with_path(expected))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        # A cell may have random keys in its state, but only where its first state has them.
-        if not (holds_numbers(leaf) or (is_key_array(leaf) and is_key_array(places.get(path)))):
-            return (
-                f"state{show_path(path)} is {type_of(leaf)}, which is not an array of numbers"
-            )
-    shapes = lambda tree: mirror(jnp.shape, tree)
-    if expected is None:  # then the cell may have a state of any shape
-        sizes = {jnp.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(state)}
-        if batch is None or sizes <= {(batch,)}:
-            return None
-        return f"its shape is {shapes(state)}, without an axis of size {batch} for the batch"
-    if shapes(state) != shapes(expected):
-        return f"its shape is {shapes(state)}, and has to be {shapes(expected)}"
-    for leaf, like in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
-        if jnp.issubdtype(like.dtype, jnp.inexact) and jnp.result_type(leaf) == jnp.bool_:
-            return f"it is {type_of(leaf)}, as masks are"
-    return None
+def _kinds(state: PyTree) -> Any:
+    """What a state has in common with the first one: structure, shapes, kinds of numbers."""
+    leaves, treedef = jax.tree.flatten(state)
+    # Integers would be rounded, and a mask would be taken for zeros and ones.
+    kinds = (jnp.floating, jnp.complexfloating, jax.dtypes.extended)
+    dtypes = map(dtype_of_array, leaves)
+    of_dtype = lambda dtype: dtype and [jnp.issubdtype(dtype, kind) for kind in kinds]
+    return treedef, [*map(jnp.shape, leaves)], [*map(of_dtype, dtypes)]
 
 
 def last_states(states: Sequence[PyTree], is_batch: bool) -> PyTree:

@@ -1,6 +1,5 @@
 """Leaky integrate-and-fire neurons: one step of a layer of neurons, as a cell."""
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -13,18 +12,15 @@ import numpy as np
 from jaxtyping import Array, Float, Key, Num
 
 from ..._errors import bad_argument, check_flags, check_option, rule_error, type_of
-from ..._rules.float_args import check_parameter
+from ..._rules.float_args import as_count, check_parameter, Parameter as Number
 from ..._rules.replace_gradient import replace_gradient
-from ..._tangent_spaces import broadcasts_to, dtype_of_array
+from ..._tangent_spaces import broadcasts_to
 from ...surrogates import AbstractSurrogate, atan
-from .._argument_checks import as_sizes, check_callable, is_size
-from .._dtypes import common_dtype, layer_dtype
+from .._arguments import check_callable, check_step, common_dtype, layer_dtype
 from .dynamics import Dynamics, LIFState, Reset, step
 
 
-Parameter: TypeAlias = (
-    float | int | np.floating | np.ndarray | Array | list[Any] | tuple[Any, ...]
-)
+Parameter: TypeAlias = Number | list[Any] | tuple[Any, ...]
 Surrogate: TypeAlias = AbstractSurrogate | Callable[[Array], Any]
 CONSTANTS = ("beta", "alpha", "rho", "strength", "threshold")
 DECAYS = ("beta", "alpha", "rho")
@@ -174,7 +170,8 @@ class LIFCell(eqx.Module):
         [`eqx_grads.RuleError`][] if an argument is not valid. If a constant is a JAX array,
         only its shape and dtype are checked.
         """
-        shape = _shape_of_layer(hidden_size)
+        shape = hidden_size if isinstance(hidden_size, tuple) else (hidden_size,)
+        shape = tuple(as_count("LIFCell", "hidden_size", size) for size in shape or [0])
         check_flags(
             "LIFCell", recurrent=recurrent, use_bias=use_bias, detach_reset=detach_reset
         )
@@ -182,25 +179,31 @@ class LIFCell(eqx.Module):
         self.dtype = layer_dtype("LIFCell", dtype)
         constants = {"beta": beta, "alpha": alpha, "rho": rho, "threshold": threshold}
         constants["strength"] = None if rho is None else strength
-        self.learn = _as_learned(learn, constants)
+        known = [name for name, value in constants.items() if value is not None]
+        self.learn = tuple(learn) if isinstance(learn, tuple | list) else (learn,)
+        for name in self.learn:
+            check_option("LIFCell", "learn", name, known)
         for name, value in constants.items():
             if value is not None or name == "beta" or (name == "strength" and rho is not None):
                 value = _as_constant(name, value, shape)
             is_learned = name in self.learn
             setattr(self, name, jnp.asarray(value, self.dtype) if is_learned else value)
         if threshold is None and (recurrent or rho is not None):
-            raise rule_error(
-                "`LIFCell` was given no threshold, and an option of neurons that spike.",
-                f"`threshold` is None, `recurrent` is {recurrent}, `rho` is {rho!r:.60}",
-                do="Neurons without a threshold do not spike. Leave `recurrent` and `rho` out.",
-            )
+            do = "Neurons without a threshold do not spike. Leave `recurrent` and `rho` out."
+            raise bad_argument("LIFCell", "threshold", "a number", threshold, do)
         self.reset = "none" if threshold is None else reset
         self.detach_reset = bool(detach_reset)
-        self.surrogate = _as_surrogate(surrogate)
+        if not isinstance(surrogate, AbstractSurrogate):
+            # A class is callable, too: somebody wrote `atan` for `atan()`.
+            check_callable("LIFCell", "surrogate", surrogate, "eqx_grads.surrogates.atan()")
+        self.surrogate = atan() if surrogate is None else surrogate
         self.hidden_size = hidden_size
         self.weight_hh = self.weight_ih = self.bias = None
-        if not recurrent and input_size is None:
-            return
+        if recurrent or input_size is not None:
+            self._set_weights(recurrent, input_size, use_bias, key)
+
+    def _set_weights(self, recurrent, input_size, use_bias, key):
+        hidden_size = self.hidden_size
         if isinstance(hidden_size, tuple):
             do = "Give a number: neurons with weights are a vector."
             raise bad_argument("LIFCell", "hidden_size", "a number of neurons", hidden_size, do)
@@ -211,7 +214,7 @@ class LIFCell(eqx.Module):
         if recurrent:
             self.weight_hh = self._uniform(key1, hidden_size, hidden_size)
         if input_size is not None:
-            (size,) = as_sizes("LIFCell", input_size=input_size)
+            size = as_count("LIFCell", "input_size", input_size)
             key1, key2 = jr.split(key2)
             self.weight_ih = self._uniform(key1, hidden_size, size)
             self.bias = self._uniform(key2, hidden_size, inputs=size) if use_bias else None
@@ -276,11 +279,8 @@ class LIFCell(eqx.Module):
         layer, if `x` is complex, or if the state does not hold floats.
         """
         self._check(x, state)
-        arrays, of_state = jax.tree.flatten(state)
-        x, weight_ih, bias, weight_hh, *wide = common_dtype(
-            x, self.weight_ih, self.bias, self.weight_hh, *arrays
-        )
-        wide = jax.tree.unflatten(of_state, wide)
+        weights = self.weight_ih, self.bias, self.weight_hh
+        x, (weight_ih, bias, weight_hh), wide = common_dtype(x, weights, state)
         if weight_ih is not None:
             x = weight_ih @ x if bias is None else weight_ih @ x + bias
         if weight_hh is not None:
@@ -289,61 +289,23 @@ class LIFCell(eqx.Module):
         return jax.tree.map(lambda new, s: new.astype(s.dtype), new, state)
 
     def _check(self, x, state):
-        parts = {"spikes": self.threshold, "membrane": 0.0}
-        parts |= {"current": self.alpha, "adaptation": self.rho}
-        given = {name: getattr(state, name, None) for name in parts}
-        missing = [name for name in parts if (given[name] is None) != (parts[name] is None)]
-        if missing or not isinstance(state, LIFState):
+        if jax.tree.structure(state) != jax.tree.structure(self.initial_state()):
             do = "Pass `cell.initial_state()`, or what the cell returned for the step before."
             raise bad_argument("LIFCell", "state", "a state of these neurons", state, do)
         as_shape = lambda size: size if isinstance(size, tuple) else (size,)
-        arrays = [("x", x, as_shape(self.input_size))]
-        for name, s in given.items():
-            if s is not None:
-                arrays.append((f"state.{name}", s, as_shape(self.hidden_size)))
-        for argument, array, shape in arrays:
-            dtype = dtype_of_array(array)
-            # An input may also be of integers, which is a count of spikes.
-            kinds = [jnp.floating, *[jnp.integer, jnp.bool_] * (argument == "x")]
-            is_real = dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
-            if not is_real or getattr(array, "shape", None) != shape:
-                raise rule_error(
-                    "`LIFCell` was given something that does not fit its neurons.",
-                    f"`{argument}` is {type_of(array)}, and has to be an array of "
-                    f"{'real numbers' if argument == 'x' else 'floats'} of shape {shape}",
-                    do="A cell takes one step of one example: use `jax.vmap` for a batch, and "
-                    "a scan for time.",
-                )
+        parts = {f"state.{name}": s for name, s in vars(state).items() if s is not None}
+        hidden = as_shape(self.hidden_size)
+        # An input may also be of integers, which is a count of spikes.
+        check_step("LIFCell", "real numbers", {"x": (x, as_shape(self.input_size))})
+        check_step("LIFCell", "floats", {name: (s, hidden) for name, s in parts.items()})
 
 
 # ---------------------------------------------------------------- arguments
 
 
-def _shape_of_layer(hidden_size) -> tuple[int, ...]:
-    shape = hidden_size if isinstance(hidden_size, tuple) else (hidden_size,)
-    if not shape or not all(map(is_size, shape)):
-        wanted = "a positive integer, or a tuple of positive integers"
-        do = "Give the number of neurons, or the shape of the layer as a tuple."
-        raise bad_argument("LIFCell", "hidden_size", wanted, hidden_size, do)
-    return shape
-
-
-def _as_learned(learn, constants) -> tuple[str, ...]:
-    names = (learn,) if isinstance(learn, str) else learn
-    known = [name for name, value in constants.items() if value is not None]
-    if not isinstance(names, tuple | list) or not all(name in known for name in names):
-        wanted = "names of constants that these neurons have"
-        do = f"Give a tuple of names: of {', '.join(map(repr, known))}."
-        raise bad_argument("LIFCell", "learn", wanted, learn, do)
-    return tuple(names)
-
-
 def _as_constant(name, value, shape) -> Any:
     """A number, or an array that broadcasts to the neurons. A list becomes an array."""
-    if isinstance(value, list | tuple):
-        # A value that can't become a NumPy array is not a number to `check_parameter`.
-        with contextlib.suppress(TypeError, ValueError):
-            value = np.asarray(value)
+    value = np.asarray(value) if isinstance(value, list | tuple) else value
     check_parameter("LIFCell", f"`{name}`", value)
     if np.ndim(value) and not (
         np.ndim(value) == len(shape) and broadcasts_to(np.shape(value), shape)
@@ -360,14 +322,4 @@ def _as_constant(name, value, shape) -> Any:
     if name in DECAYS and not np.all((numbers >= 0) & (numbers <= 1)):
         do = "It is the decay factor per step: `exp(-dt / tau)` for a time constant `tau`."
         raise bad_argument("LIFCell", name, "from zero to one", value, do)
-    if np.any(np.isnan(numbers)):
-        do = "Is there a division by zero where it comes from?"
-        raise bad_argument("LIFCell", name, "a number", value, do)
     return value
-
-
-def _as_surrogate(surrogate) -> Surrogate:
-    if not isinstance(surrogate, AbstractSurrogate):
-        # A class is callable, too: somebody wrote `atan` for `atan()`.
-        check_callable("LIFCell", "surrogate", surrogate, "eqx_grads.surrogates.atan()")
-    return atan() if surrogate is None else surrogate

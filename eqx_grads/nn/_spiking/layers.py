@@ -3,35 +3,29 @@
 from typing import Any, ClassVar
 
 import equinox as eqx
-import jax
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key
 
-from .._argument_checks import as_sizes, check_real
-from .._dtypes import common_dtype
-from .._recurrent.cell_scan import fast_path, run_cell
-from .._recurrent.layer import AbstractRecurrent
-from .._recurrent.stack import make_stack, Stack, StackOptions
+from .._arguments import check_real, common_dtype
+from .._recurrent.cell_scan import FAST_PATHS, run_cell
+from .._recurrent.layer import AbstractStacked
+from .._recurrent.stack import make_stack, StackOptions
 from .cell import LIFCell, Parameter
 from .spiking_scan import spiking_scan
 
 
-@fast_path(LIFCell)
-def _run_neurons(cell, xs, state, valid, reverse, keep):
-    del keep
-    xs, w_in, bias, w_state, *_ = common_dtype(
-        xs, cell.weight_ih, cell.bias, cell.weight_hh, *jax.tree.leaves(state)
-    )
-    args = (w_in, bias, w_state, cell._dynamics(xs.dtype), xs, state, valid)
-    return spiking_scan(*args, reverse=reverse)
+def _run_neurons(cell, xs, state, valid, reverse, _):
+    weights = cell.weight_ih, cell.bias, cell.weight_hh
+    weights, xs, state = common_dtype(weights, xs, state)
+    return spiking_scan(*weights, cell._dynamics(xs.dtype), xs, state, valid, reverse=reverse)
 
 
-class AbstractNeurons(AbstractRecurrent):
+FAST_PATHS[LIFCell] = _run_neurons
+
+
+class AbstractNeurons(AbstractStacked):
     """Neurons over time, whose cells have some options by default."""
 
     _of_cells: eqx.AbstractClassVar[dict[str, Any]]
-    cells: tuple[tuple[LIFCell, ...], ...]
-    initial_state: PyTree
-    stack: Stack
 
     def __init__(
         self,
@@ -57,13 +51,20 @@ class AbstractNeurons(AbstractRecurrent):
             and `time_major` of [`eqx_grads.nn.GRU`][]. All layers of a stack have the same
             constants.
         """
-        name, options = type(self).__name__, {**self._of_cells, **options}
-        self.cells, self.initial_state, self.stack = _make_cells(
-            name, input_size, hidden_size, beta, key, options
+        options = {**self._of_cells, **options}
+        of_stack = StackOptions.__annotations__.keys() & options
+        of_stack = {name: options.pop(name) for name in of_stack}
+
+        def make(size, *, key):
+            size = None if input_size is None else size
+            return LIFCell(hidden_size, beta, input_size=size, key=key, **options)
+
+        self.cells, self.initial_state, self.stack = make_stack(
+            type(self).__name__, make, input_size, hidden_size, key, **of_stack
         )
 
     def _run_cell(self, cell, xs, state, valid, reverse):
-        check_real(type(self).__name__, cell, xs)
+        check_real(type(self).__name__, xs)
         return run_cell(cell, xs, state, valid, reverse)
 
 
@@ -151,18 +152,3 @@ class LI(AbstractNeurons):
 
     _of_cells: ClassVar[dict[str, Any]] = {"threshold": None}
     __init__ = AbstractNeurons.__init__  # a type checker sees no inherited one
-
-
-def _make_cells(layer, input_size, hidden_size, beta, key, options):
-    """The result of `make_stack`. The options belong to the stack and to the cells."""
-    of_stack = {name: options[name] for name in StackOptions.__annotations__ if name in options}
-    of_cells = {name: option for name, option in options.items() if name not in of_stack}
-    n_in = n_out = 1  # not used
-    if input_size is not None:
-        n_in, n_out = as_sizes(layer, input_size=input_size, hidden_size=hidden_size)
-
-    def make(size, *, key):
-        size = None if input_size is None else size
-        return LIFCell(hidden_size, beta, input_size=size, key=key, **of_cells)
-
-    return make_stack(layer, make, n_in, n_out, key, **of_stack)

@@ -73,15 +73,13 @@ def _forward(w_in, bias, w_state, d, xs, state, valid, reverse, keeps_potentials
 
     def one(state, inputs):
         x, valid = inputs
-        wide = jax.tree.map(lambda s: s.astype(x.dtype), state)
         if w_state is not None:
-            x = x + wide.spikes @ w_state.T
+            x = x + state.spikes @ w_state.T
         # By `vmap`, as a surrogate of the user may be a function of the neurons of one example.
-        new = jax.vmap(step, (None, 0, 0))(d, x, wide)
-        new = jax.tree.map(lambda n, s: n.astype(s.dtype), new, state)
+        new = jax.vmap(step, (None, 0, 0))(d, x, state)
         new = where_valid(valid, new, state)
         outputs = new.membrane if d.threshold is None else new.spikes
-        return new, (outputs, _less_adaptation(d, new, x.dtype) if keeps_potentials else None)
+        return new, (outputs, _less_adaptation(d, new) if keeps_potentials else None)
 
     def chunk(state, inputs, _):
         x, valid = inputs
@@ -97,14 +95,12 @@ def _forward(w_in, bias, w_state, d, xs, state, valid, reverse, keeps_potentials
     return kept, last
 
 
-def _less_adaptation(d, state, dtype):
+def _less_adaptation(d, state):
     """By how much the potential exceeds the adaptation. The spike depends on nothing else, so
     that the backward pass need not compute the adaptation if no constant is learned."""
     if d.rho is None:
         return state.membrane
-    wide = lambda u: u.astype(dtype)
-    less = lambda u, a: (wide(u) - d.strength * wide(a)).astype(u.dtype)
-    return jax.vmap(less)(state.membrane, state.adaptation)
+    return jax.vmap(lambda u, a: u - d.strength * a)(state.membrane, state.adaptation)
 
 
 @spiking_scan.def_fwd
@@ -132,9 +128,8 @@ def spiking_scan_fwd(w_in, bias, w_state, dynamics, xs, state, valid, *, reverse
 def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
     w_in, bias, w_state, d, xs, first, valid, ys, potentials, entries = residuals
     ct_ys, ct_last = cts
-    dtype, weights = xs.dtype, (w_in, bias, w_state)
-    potentials = ys if potentials is None else potentials
-    last = _last_cotangents(d, w_state, first, ct_last, dtype)
+    weights, potentials = (w_in, bias, w_state), ys if potentials is None else potentials
+    last = _last_cotangents(d, w_state, first, ct_last)
     carries_spikes = last.spikes is not None
     # A surrogate that is a function is a leaf, too.
     zero_of = lambda p, c: zero_sum(c, p, ys) if p is True else None
@@ -146,11 +141,8 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
     def chunk(carry, inputs, entry):
         ct_state, sums, constant_sums = carry
         x, y, potential, ct_y, valid = inputs
-        ct_y = None if ct_y is None else ct_y.astype(dtype)
-        before, after = _states_of_chunk(d, y, potential, entry, first, valid, dtype, reverse)
-        slope = None
-        if d.threshold is not None:
-            slope = _of_each(_slope)(d, potential.astype(dtype))
+        before, after = _states_of_chunk(d, y, potential, entry, first, valid, reverse)
+        slope = None if d.threshold is None else _of_each(_slope)(d, potential)
         ct_spikes = None if d.threshold is None or ct_y is None else zero_padding(ct_y, valid)
         loop_ct = ct_y
         if d.threshold is not None and not carries_spikes:
@@ -179,7 +171,7 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
     length = chunk_length(xs, math.prod(ys.shape[2:]))
     init = ft.partial(chunk_init, chunk=length, reverse=reverse)
     starts = None if first.spikes is None else init(ys, first.spikes)
-    entries = (starts, init(potentials, _less_adaptation(d, first, dtype)), *entries)
+    entries = (starts, init(potentials, _less_adaptation(d, first)), *entries)
     sums = [zero_sum(w, p, ys) for w, p in zip(weights, perturbed[:3], strict=True)]
     (ct_state, sums, constant_sums), ct_xs = scan_in_chunks(
         chunk,
@@ -193,20 +185,16 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
     return (*sums, constant_sums, ct_xs, ct_state, None)
 
 
-def _last_cotangents(d, w_state, first, ct_last, dtype):
+def _last_cotangents(d, w_state, first, ct_last):
     """The cotangents of the last state, as the loop carries them. The spikes have `None` if
     nothing after a step depends on them but the output and a reset that is detached."""
     through_reset = d.reset != "none" and not d.detach_reset
     depends = through_reset or w_state is not None or d.rho is not None
     if d.threshold is None or not (depends or ct_last.spikes is not None):
         first = dataclasses.replace(first, spikes=None)
-    zero = jnp.zeros_like(first.membrane, dtype)
-    return jax.tree.map(
-        lambda s, ct: None if s is None else zero if ct is None else ct.astype(dtype),
-        first,
-        ct_last,
-        is_leaf=lambda x: x is None,
-    )
+    zero = jnp.zeros_like(first.membrane)
+    cotangent = lambda s, ct: None if s is None else zero if ct is None else ct
+    return jax.tree.map(cotangent, first, ct_last, is_leaf=lambda x: x is None)
 
 
 def _backward_step(d, w_state, learns, ct, inputs):
@@ -248,17 +236,13 @@ def _of_each(fn):
     return jax.vmap(jax.vmap(fn, (None, 0)), (None, 0))
 
 
-def _states_of_chunk(d, y, potential, entry, first, valid, dtype, reverse):
-    """The states before and after each step, in the dtype of the computation. Unused parts are
-    not computed."""
+def _states_of_chunk(d, y, potential, entry, first, valid, reverse):
+    """The states before and after each step. Unused parts are not computed."""
     spikes, potential_before, current_before, adaptation_before = entry
-
-    def shift(s, first):
-        return shift_in(s.astype(dtype), first.astype(dtype), reverse=reverse)
-
+    shift = ft.partial(shift_in, reverse=reverse)
     spikes = None if d.threshold is None else shift(y, spikes)
     before = LIFState(spikes, shift(potential, potential_before))
-    after = LIFState(None, potential.astype(dtype))
+    after = LIFState(None, potential)
     if d.rho is not None:
 
         def one(a, inputs):
@@ -270,14 +254,14 @@ def _states_of_chunk(d, y, potential, entry, first, valid, dtype, reverse):
             added = _of_each(lambda d, a: d.strength * a)(d, a)
             return LIFState(state.spikes, state.membrane + added, None, a)
 
-        start = adaptation_before.astype(dtype)
-        adaptation = jax.lax.scan(one, start, (spikes, valid), reverse=reverse)[1]
-        before, after = add(before, shift(adaptation, start)), add(after, adaptation)
+        adaptation = jax.lax.scan(one, adaptation_before, (spikes, valid), reverse=reverse)[1]
+        before = add(before, shift(adaptation, adaptation_before))
+        after = add(after, adaptation)
     if d.alpha is not None:
         # The number added to the potential, from the potentials before and after the step.
         without = dataclasses.replace(d, alpha=None, rho=None)
         current = after.membrane - _of_each(_without_input)(without, before).membrane
-        current = where_valid(valid, current, first.current.astype(dtype)[None])
+        current = where_valid(valid, current, first.current[None])
         before = dataclasses.replace(before, current=shift(current, current_before))
     return before, after
 
