@@ -24,7 +24,7 @@ from .jacobian import (
     product,
     transposed_product,
 )
-from .rules import cotangent_op, forward_op, run_bwd, run_fwd, tangent_op
+from .rules import cotangent_op, forward_op, tangent_op
 
 
 @custom_jvp
@@ -36,13 +36,11 @@ def host_call(op: HostOp, leaves: list[Any]) -> list[jax.Array]:
 def _host_call_jvp(primals, tangents):
     op, leaves = primals
     call, ts = op.call, tangents[1]
-    # A forward rule has the derivative of its function. Its residuals have none: second
-    # derivatives are with respect to the arguments, from which residuals are computed.
-    is_call = not op.parts or op.run is run_fwd
-    function = call.op if is_call else op
+    # A forward rule has the derivative of its function.
+    function = op if op.parts else call.op
     with outside_of_linearization(leaves):
-        run = forward_op(call) if is_call and call.code.fwd is not None else op
-        values = host_call(run, leaves)
+        has_forward_rule = not op.parts and call.code.fwd is not None
+        values = host_call(forward_op(call) if has_forward_rule else op, leaves)
     live = tuple(i for i, t in enumerate(ts) if t is not None)
     for i in live:
         if call.n_args <= i < len(call.in_types):
@@ -53,11 +51,8 @@ def _host_call_jvp(primals, tangents):
                 do="Keyword-only arguments are configuration. Make it a positional parameter "
                 "to give it a derivative, or pass `jax.lax.stop_gradient` of it.",
             )
-    n = len(function.out_types)
-    t_live = iter(_tangents(function, live, [*leaves, *values[n:]], [ts[i] for i in live]))
-    t_out = [next(t_live) if is_inexact(t) else None for t in function.out_types]
-    n = len(op.out_types)
-    return values[:n], t_out + [None] * (n - len(t_out))
+    t_live = iter(_tangents(function, live, leaves, [ts[i] for i in live]))
+    return values, [next(t_live) if is_inexact(t) else None for t in op.out_types]
 
 
 # Linear by construction, so that nothing need be traced to see it.
@@ -66,8 +61,8 @@ host_call._rules.set_jvp(Rule(_host_call_jvp, symbolic_zeros=True, surely_linear
 
 def _tangents(op: HostOp, live: tuple[int, ...], operands, ts) -> list[Any]:
     """The tangents of the inexact outputs of `op`, with a transpose that may be transposed
-    again. `operands` are the inputs of `op`, and then residuals."""
-    call, code, n = op.call, op.call.code, len(op.in_types)
+    again. `operands` are the inputs of `op`."""
+    call, code = op.call, op.call.code
     sources, targets = tuple(op.in_types[i] for i in live), inexact(op.out_types)
     has_rules = not op.parts
     push = tangent_op(call, live) if has_rules and code.jvp is not None else None
@@ -80,9 +75,9 @@ def _tangents(op: HostOp, live: tuple[int, ...], operands, ts) -> list[Any]:
 
     def forward(operands, ts):
         if push is not None:
-            return host_call(push, [*operands[:n], *ts])
+            return host_call(push, [*operands, *ts])
         if differences is not None:
-            return product(host_call(differences, operands[:n]), targets, ts)
+            return product(host_call(differences, operands), targets, ts)
         columns = host_call(_basis_op(pull, targets, "forward", "def_jvp"), operands)
         return transposed_product(columns, targets, sources, ts)
 
@@ -90,7 +85,7 @@ def _tangents(op: HostOp, live: tuple[int, ...], operands, ts) -> list[Any]:
         if pull is not None:
             return host_call(pull, [*operands, *cts])
         columns_op = differences or _basis_op(push, sources, "reverse", "def_bwd")
-        columns = host_call(columns_op, operands[:n])
+        columns = host_call(columns_op, operands)
         return transposed_product(columns, sources, targets, cts)
 
     types_of = lambda types: varying_types(map(tangent_type, types), operands, ts)
@@ -104,8 +99,6 @@ def tangent_type(t: Any) -> ShapedArray:
 
 def _difference_op(op: HostOp, live, sources, targets) -> HostOp:
     call = op.call
-    if op.run is run_bwd:
-        op = cotangent_op(call, op.parts[1], recompute=True)
     if call.code.finite_difference == "complex" and not op.parts:
         if any(map(is_complex, (*sources, *targets))):
             raise rule_error(

@@ -53,11 +53,7 @@ class HostFunction(eqx.Module):
         return f"<eqx_grads.host_function of {self._code.name}>"
 
     def def_fwd(
-        self,
-        rule: Callable[..., Any] | None = None,
-        *,
-        residuals: PyTree | Callable[..., PyTree] = None,
-        keep: int = 8,
+        self, rule: Callable[..., Any] | None = None, *, keep: int = 8
     ) -> Callable[..., Any]:
         """Give the rule for the forward pass, which runs on the host. Use it as a decorator,
         with or without options. Without this rule, the residuals are the tuple of the
@@ -66,26 +62,22 @@ class HostFunction(eqx.Module):
         **Arguments:**
 
         - `rule`: called as `rule(*args, **kwargs)`, like the function, with the defaults of
-            positional arguments. Returns `out, residuals`.
-        - `residuals`: the types of the residuals, in the forms of `out` of
-            [`eqx_grads.host_function`][]. Then they are arrays, and JAX keeps them for the
-            backward pass. By default they may be anything (a factorization, a graph), and stay
-            on the host. The library keeps the residuals of the last `keep` calls, and finds
-            them by a digest of the arguments. The backward pass of an earlier call computes
-            them again. The library copies NumPy arrays in any PyTree of residuals, and keeps
-            other objects as they are. If two calls return the same object, it belongs to the
-            later call, and the residuals of the earlier call are computed again.
-        - `keep`: the number of calls whose residuals stay on the host.
+            positional arguments. Returns `out, residuals`. The residuals may be anything
+            (arrays, a factorization, a graph), and stay on the host. The library finds them by
+            a digest of the arguments. It copies NumPy arrays in any PyTree of residuals, and
+            keeps other objects as they are. If two calls return the same object, it belongs to
+            the later call, and the residuals of the earlier call are computed again.
+        - `keep`: the number of calls whose residuals are kept. The backward pass of an earlier
+            call computes them again.
 
         **Returns:**
 
         `rule`.
         """
         if rule is None:
-            return ft.partial(self.def_fwd, residuals=residuals, keep=keep)
+            return ft.partial(self.def_fwd, keep=keep)
         as_count("def_fwd", "keep", keep, least=0)
         self._code.fwd = Rule(rule, conventions=_CONVENTIONS)
-        self._code.residuals = residuals
         self._code.kept = ResidualCache(keep)
         return rule
 
