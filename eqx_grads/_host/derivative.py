@@ -140,29 +140,23 @@ def _basis_op(op: Any, types: Types, mode: str, missing: str) -> HostOp:
 
 
 def _no_derivative(op: HostOp):
-    call, code = op.call, op.call.code
-    if code.is_linear:
-        what = f"The linear host function `{call.name}`"
-        if code.adjoint_of:
-            what = (
-                f"The adjoint `{call.name}` of `{code.adjoint_of}`, which reverse mode calls,"
-            )
-        what += " was differentiated with respect to a parameter: it is linear in its first "
-        what += "argument, and the others have no derivative."
+    name = op.call.name
+    if op.call.code.is_linear:
+        what = f"The linear host function `{name}` was differentiated with respect to a "
+        what += "parameter: it is linear in its first argument, the others have no derivative."
         do = "Pass `jax.lax.stop_gradient` of the parameter; or use `eqx_grads.host_function`, "
         do += f"or write the derivative with `eqx_grads.custom_jvp`. {_LINEAR_SOLVE}"
-    elif not op.parts:
-        what = f"`{call.name}` was differentiated, and has no derivative."
-        do = "It runs on the host, where JAX can't see it. Give a rule with "
-        do += f"`@{call.name}.def_bwd` or `@{call.name}.def_jvp`, or "
-        do += "`finite_difference='central'`; or pass `jax.lax.stop_gradient` of its arguments."
+    elif op.parts:
+        what = f"The rule `{op.name}` was differentiated: a second derivative of `{name}` was "
+        what += "asked for."
+        do = "The rule runs on the host, where JAX can't see it. Give "
+        do += "`finite_difference='central'`. Or write the rule in JAX, and call host functions "
+        do += f"in it that have derivatives of their own. {_LINEAR_SOLVE}"
     else:
-        what = f"The rule `{op.name}` of `{call.name}` was differentiated: a second derivative "
-        what += f"of `{call.name}` was asked for."
-        do = "The rule runs on the host, where JAX can't see it. With "
-        do += "`finite_difference='central'` its derivative is taken by differences. Or write "
-        do += "the rule in JAX, and call host functions in it that have derivatives of their "
-        do += f"own. {_LINEAR_SOLVE}"
+        what = f"`{name}` was differentiated, and has no derivative."
+        do = "It runs on the host, where JAX can't see it. Give a rule with "
+        do += f"`@{name}.def_bwd` or `@{name}.def_jvp`, or `finite_difference='central'`; or "
+        do += "pass `jax.lax.stop_gradient` of its arguments."
     return rule_error(what, op.place, do=do)
 
 

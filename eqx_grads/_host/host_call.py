@@ -26,7 +26,6 @@ class HostCode(Opaque):
     identity. A rule may be given, or replaced, at any time.
 
     - `is_linear`: in its first argument, which has its derivative elsewhere.
-    - `adjoint_of`: the name of the map, if this is its adjoint.
     """
 
     fn: Callable[..., Any]
@@ -36,7 +35,6 @@ class HostCode(Opaque):
     step: Any = None
     max_rule_calls: int = 0
     is_linear: bool = False
-    adjoint_of: str = ""
     fwd: Rule | None = None
     bwd: Rule | None = None
     jvp: Rule | None = None

@@ -1,7 +1,6 @@
 """The one place that calls NumPy code from a JAX program, and passes on its exceptions."""
 
 import dataclasses
-import pathlib
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._errors import bad_argument, RuleError, type_of
+from .._errors import RuleError, type_of
 from .._jaxprs.current_trace import is_staged, outside_of_linearization
 from .._jaxprs.varying import vary_alike
 from . import bits
@@ -25,12 +24,6 @@ VMAP_METHODS = (
     "broadcast_all",
     "legacy_vectorized",
 )
-
-
-def check_vmap_method(caller: str, method: Any) -> None:
-    if not isinstance(method, str) or method not in VMAP_METHODS:
-        do = f"Use one of {', '.join(map(repr, VMAP_METHODS))}."
-        raise bad_argument(caller, "vmap_method", "one of `jax.pure_callback`", method, do)
 
 
 def call_on_host(op: HostOp, leaves: Sequence[Any]) -> list[jax.Array]:
@@ -91,10 +84,7 @@ class _Callback:
 
 
 def _describe(op, leaves, error) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARY)]
-    lines = "".join(traceback.format_list(own or frames))
-    text = "".join(traceback.format_exception_only(error)).rstrip()
+    text = "".join(traceback.format_exception(error)).rstrip()
     do = (
         "The program is compiled, and so can't raise the exception itself. Call the function "
         "outside of `jax.jit` and `jax.vmap` to catch it, or to debug it."
@@ -106,11 +96,8 @@ def _describe(op, leaves, error) -> str:
         )
     return (
         f"`{op.name}` raised an exception on the host.\n"
-        f"  {op.place}\n  called with {_given(op, leaves)}\n{lines}{text}\n{do}"
+        f"  {op.place}\n  called with {_given(op, leaves)}\n{text}\n{do}"
     )
-
-
-_LIBRARY = str(pathlib.Path(__file__).parents[1])
 
 
 def _given(op, leaves) -> str:

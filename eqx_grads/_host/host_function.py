@@ -9,13 +9,13 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .._errors import bad_argument, name_of, place_of, rule_error
+from .._errors import bad_argument, check_option, name_of, place_of, rule_error
 from .._rules.float_args import as_count, is_number
 from .._rules.rule import Rule
 from .._rules.wrapper import reduce_by_name, set_metadata, unwrap_method
 from .derivative import host_call
 from .host_call import host_call_of, HostCode
-from .host_callback import check_vmap_method
+from .host_callback import VMAP_METHODS
 from .residual_cache import ResidualCache
 
 
@@ -258,12 +258,9 @@ def _check_options(fn, *, out, finite_difference, step, max_rule_calls, vmap_met
             "`out=lambda x: x` for the types of `x`; or an array like it, such as "
             "the result of one call of the function.",
         )
-    differences = "central", "complex"
-    is_known = isinstance(finite_difference, str) and finite_difference in differences
-    if not (is_known or finite_difference is None):
-        do = "Use `'central'` or `'complex'`."
-        raise bad_argument(name, "finite_difference", "known", finite_difference, do)
-    check_vmap_method(name, vmap_method)
+    if finite_difference is not None:
+        check_option(name, "finite_difference", finite_difference, ("central", "complex"))
+    check_option(name, "vmap_method", vmap_method, VMAP_METHODS)
     if step is not None and finite_difference is None:
         do = "Say `finite_difference='central'`, too."
         raise bad_argument(name, "step", "useful without `finite_difference`", step, do)

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import check_function, name_of, rule_error, show_path, type_of
+from .._errors import check_function, check_option, rule_error, show_path, type_of
 from .._errors.trees import mirror_of
 from .._jaxprs.varying import vary_alike, varying_types
 from .._rules.linear_primitive import apply_side, Side
 from .._rules.wrapper import reduce_by_name, set_metadata
 from .derivative import host_call, tangent_type
 from .host_call import host_call_of, HostCode
-from .host_callback import check_vmap_method
+from .host_callback import VMAP_METHODS
 from .host_op import is_inexact
 from .promised_types import is_array_leaf, without_memory
 
@@ -150,10 +150,10 @@ def linear_host_function(
     """
     check_function(matvec, "matvec", "linear_host_function")
     check_function(rmatvec, "rmatvec", "linear_host_function")
-    check_vmap_method("linear_host_function", vmap_method)
+    check_option("linear_host_function", "vmap_method", vmap_method, VMAP_METHODS)
     function = LinearHostFunction(
         HostCode(matvec, vmap_method, out, is_linear=True),
-        HostCode(rmatvec, vmap_method, is_linear=True, adjoint_of=name_of(matvec)),
+        HostCode(rmatvec, vmap_method, is_linear=True),
     )
     set_metadata(function, matvec)
     return function

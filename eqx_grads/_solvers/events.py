@@ -161,10 +161,9 @@ def _event_time_jvp(primals, tangents):
         (t_event, y_event),
         (jnp.ones_like(t_event), field(t_event, y_event)),
     )
-    if rate is None:
-        raise _does_not_change(condition.fn)
     happens = happens & jnp.isfinite(t)
     # Exactly zero without an event: the rate may be zero there.
+    rate = 0.0 if rate is None else rate  # of a condition that does not change
     per_rate = jnp.where(happens, -1 / jnp.where(happens, rate, 1), 0)
     otherwise = jnp.zeros_like(t) if t_t is None else t_t
     if t_value is None:  # of a condition on the time alone
@@ -185,16 +184,6 @@ def _value(closure, t, y):
         place_of(condition),
         do="Return the number that crosses zero at the event: the height, and not whether it "
         "is below zero. For several events, use `jax.vmap`.",
-    )
-
-
-def _does_not_change(condition):
-    return rule_error(
-        f"`{name_of(condition)}`, the `condition` of `event_time`, depends neither on the time "
-        "nor on the state.",
-        "it has no derivative with respect to them",
-        place_of(condition),
-        do="Return the number that crosses zero at the event, computed from `t` and `y`.",
     )
 
 

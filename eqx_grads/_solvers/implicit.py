@@ -171,22 +171,8 @@ def implicit(
         do = "Give a number such as `1e-2`, or `None` for no check."
         raise bad_argument("implicit", "tolerance", "a number from zero", tolerance, do)
     tags = as_tags(tags, "implicit")
-    return ft.partial(
-        _decorated, residual=residual, options=Options(solver, tags, has_aux, known)
-    )
-
-
-def _decorated(fn: Any, *, residual: Callable[..., Any], options: Options) -> Any:
-    if not (callable(fn) or isinstance(fn, staticmethod | classmethod)):
-        raise rule_error(
-            f"`implicit` was given `{name_of(residual)}` as the residual, and no function that "
-            "solves it.",
-            f"what it should decorate is {type_of(fn)}",
-            place_of(residual),
-            do="To decorate a solver, write `@eqg.implicit(residual)`, with the equation that "
-            "it solves.",
-        )
-    return ImplicitFunction(fn, residual, options)
+    options = Options(solver, tags, has_aux, known)
+    return ft.partial(ImplicitFunction, residual=residual, options=options)
 
 
 class ImplicitFunction(AbstractWrapper[P, T]):
@@ -232,20 +218,11 @@ class ImplicitFunction(AbstractWrapper[P, T]):
 
 
 def _solution(fn, out, options):
-    """The solution that a solver returned, which may have been left without a `return`, and
-    what else."""
-    y, aux = out, None
-    if options.has_aux and out is not None:
-        do = "Return `y, aux`, as `has_aux=True` says: the solution and anything else."
-        y, aux = pair_of(out, f"`{name_of(fn)}`", place_of(fn), do)
-    if y is None:
-        raise rule_error(
-            f"`{name_of(fn)}` returned no solution.",
-            "it returned `None`" if out is None else "the first of what it returned is `None`",
-            place_of(fn),
-            do="Return the solution of the equation: is a `return` missing?",
-        )
-    return y, aux
+    """The solution that a solver returned, and what else."""
+    if not options.has_aux:
+        return out, None
+    do = "Return `y, aux`, as `has_aux=True` says: the solution and anything else."
+    return pair_of(out, f"`{name_of(fn)}`", place_of(fn), do)
 
 
 def _config(residual, args, kwargs, solve):
