@@ -113,12 +113,12 @@ def test_one_object_that_all_calls_return(transform):
         counts["fwd"] += 1
         solver.inverse = np.linalg.inv(matrix)
         x = solver.inverse @ b
-        return x, {"solver": solver, 0: x}
+        return x, {"solver": solver, "x": x}
 
     @f.def_bwd
     def f_bwd(residuals, ct):
         ct_b = residuals["solver"].inverse.T @ ct
-        return -np.outer(ct_b, residuals[0]), ct_b
+        return -np.outer(ct_b, residuals["x"]), ct_b
 
     def loss(solve):
         def run(matrices, b):

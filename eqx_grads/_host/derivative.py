@@ -13,6 +13,7 @@ from .._jaxprs.varying import varying_types
 from .._rules.custom_jvp import custom_jvp
 from .._rules.linear_primitive import apply_side, Side
 from .._rules.rule import Rule
+from .._rules.signature import OURS
 from .host_call import HostCall
 from .host_callback import call_on_host
 from .host_op import HostOp, inexact, is_complex, is_inexact, Types
@@ -44,13 +45,9 @@ def _host_call_jvp(primals, tangents):
     live = tuple(i for i, t in enumerate(ts) if t is not None)
     for i in live:
         if call.n_args <= i < len(call.in_types):
-            raise rule_error(
-                f"`{call.name}` was differentiated with respect to a keyword-only argument.",
-                f"at {call.in_path(i)}",
-                call.place,
-                do="Keyword-only arguments are configuration. Make it a positional parameter "
-                "to give it a derivative, or pass `jax.lax.stop_gradient` of it.",
-            )
+            kind, do = OURS.configuration
+            what = f"`{call.name}` was differentiated with respect to {kind}."
+            raise rule_error(what, f"at {call.in_path(i)}", call.place, do=do)
     t_live = iter(_tangents(function, live, leaves, [ts[i] for i in live]))
     return values, [next(t_live) if is_inexact(t) else None for t in op.out_types]
 
@@ -99,14 +96,8 @@ def tangent_type(t: Any) -> ShapedArray:
 
 def _difference_op(op: HostOp, live, sources, targets) -> HostOp:
     call = op.call
-    if call.code.finite_difference == "complex" and not op.parts:
-        if any(map(is_complex, (*sources, *targets))):
-            raise rule_error(
-                f"`{call.name}` has complex arguments or outputs, and complex steps were asked "
-                "for.",
-                call.place,
-                do="Use `finite_difference='central'`, or give a rule.",
-            )
+    is_real = not any(map(is_complex, (*sources, *targets)))
+    if call.code.finite_difference == "complex" and is_real and not op.parts:
         return difference_op(op, live, (None,) * len(live))
     n = n_differences(op)
     return difference_op(op, live, tuple(_step(call, n, i, op.in_types[i]) for i in live))
@@ -150,8 +141,8 @@ def _no_derivative(op: HostOp):
         what = f"The rule `{op.name}` was differentiated: a second derivative of `{name}` was "
         what += "asked for."
         do = "The rule runs on the host, where JAX can't see it. Give "
-        do += "`finite_difference='central'`. Or write the rule in JAX, and call host functions "
-        do += f"in it that have derivatives of their own. {_LINEAR_SOLVE}"
+        do += "`finite_difference='central'`. Or write the rule in JAX, and call host "
+        do += f"functions in it that have derivatives of their own. {_LINEAR_SOLVE}"
     else:
         what = f"`{name}` was differentiated, and has no derivative."
         do = "It runs on the host, where JAX can't see it. Give a rule with "

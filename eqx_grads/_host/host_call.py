@@ -203,8 +203,7 @@ def _steps(code: HostCode, args) -> tuple[float | None, ...]:
             f"the steps are {show_tree(step)}",
             f"the arguments are {show_tree(args)}",
             code.place,
-            do="Give one number, or a tuple with one entry for each argument: a number or "
-            "`None` for the whole argument, or a tree of numbers and `None`.",
+            do="Give one number, or a tuple with a number, `None` or a tree for each argument.",
         ) from error
     leaves = zip(steps, jax.tree.leaves(tuple(args)), strict=True)
     return tuple(step for step, x in leaves if is_array_leaf(x))

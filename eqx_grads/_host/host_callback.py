@@ -17,13 +17,7 @@ from . import bits
 from .host_op import BROADCAST_ARGUMENTS, HostOp
 
 
-VMAP_METHODS = (
-    "sequential",
-    "sequential_unrolled",
-    "expand_dims",
-    "broadcast_all",
-    "legacy_vectorized",
-)
+VMAP_METHODS = ("sequential", "sequential_unrolled", "expand_dims", "broadcast_all")
 
 
 def call_on_host(op: HostOp, leaves: Sequence[Any]) -> list[jax.Array]:
@@ -103,6 +97,5 @@ def _describe(op, leaves, error) -> str:
 def _given(op, leaves) -> str:
     """The types of the arrays, and those without the axes of `vmap` if there are any."""
     given, own = (", ".join(map(type_of, xs)) for xs in (leaves, op.in_types))
-    if not given:
-        return "no arrays"
+    given = given or "no arrays"
     return f"{given}, under `vmap` of {own}" if any(op.own_axes(leaves)) else given

@@ -118,10 +118,8 @@ class HostOp(Opaque):
             do += (
                 f" With `vmap_method={self.vmap_method!r}` the function is given the axes of "
                 "`jax.vmap` in front, and returns them; with `'sequential'` it is not. With "
-                "`'broadcast_all'`, each argument has all of them."
+                f"`'broadcast_all'`, each argument has all of them. {BROADCAST_ARGUMENTS}"
             )
-            if len(set(self.in_ranks)) > 1:
-                do += f" {BROADCAST_ARGUMENTS}"
         promised = jax.ShapeDtypeStruct(batch + shape, self.out_types[i].dtype)
         raise self._misfit(i, "shape", x, promised, do)
 

@@ -43,8 +43,8 @@ class LinearHostFunction(eqx.Module):
         The output of `matvec`, as JAX arrays of the promised types.
         """
         _check_inexact(self._matvec, x)
-        out = _like if self._matvec.out is None else self._matvec.out
-        call, operands = host_call_of(self._matvec, (x, *args), {}, out, [self._rmatvec.fn])
+        others = [self._rmatvec.fn]
+        call, operands = host_call_of(self._matvec, (x, *args), {}, others=others)
         leaves, treedef = jax.tree.flatten(x)
         n = len(leaves)
         in_types = call.in_types[:n]
@@ -76,9 +76,6 @@ class LinearHostFunction(eqx.Module):
 
     def __repr__(self):
         return f"<eqx_grads.linear_host_function of {self._matvec.name}>"
-
-
-_like = lambda x, *_: x
 
 
 def _check_inexact(code: HostCode, x: Any) -> None:
@@ -151,6 +148,7 @@ def linear_host_function(
     check_function(matvec, "matvec", "linear_host_function")
     check_function(rmatvec, "rmatvec", "linear_host_function")
     check_option("linear_host_function", "vmap_method", vmap_method, VMAP_METHODS)
+    out = (lambda x, *_: x) if out is None else out
     function = LinearHostFunction(
         HostCode(matvec, vmap_method, out, is_linear=True),
         HostCode(rmatvec, vmap_method, is_linear=True),
