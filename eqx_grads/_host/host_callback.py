@@ -1,6 +1,7 @@
 """The one place that calls NumPy code from a JAX program, and passes on its exceptions."""
 
 import dataclasses
+import pathlib
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -78,7 +79,9 @@ class _Callback:
 
 
 def _describe(op, leaves, error) -> str:
-    text = "".join(traceback.format_exception(error)).rstrip()
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARY)]
+    text = "".join([*traceback.format_list(own), *traceback.format_exception_only(error)])
     do = (
         "The program is compiled, and so can't raise the exception itself. Call the function "
         "outside of `jax.jit` and `jax.vmap` to catch it, or to debug it."
@@ -90,8 +93,11 @@ def _describe(op, leaves, error) -> str:
         )
     return (
         f"`{op.name}` raised an exception on the host.\n"
-        f"  {op.place}\n  called with {_given(op, leaves)}\n{text}\n{do}"
+        f"  {op.place}\n  called with {_given(op, leaves)}\n{text.rstrip()}\n{do}"
     )
+
+
+_LIBRARY = str(pathlib.Path(__file__).parents[1])
 
 
 def _given(op, leaves) -> str:
