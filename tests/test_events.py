@@ -377,14 +377,14 @@ def too_many(t, y):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"t": 1}, r"`event_time` was given a time that is not one real"),
-        ({"t": jnp.array(True)}, r"`event_time` was given a time that is not one real"),
-        ({"t": 1j}, r"`event_time` was given a time that is not one real"),
+        ({"t": 1}, r"`t` of `event_time` is not one real"),
+        ({"t": jnp.array(True)}, r"`t` of `event_time` is not one real"),
+        ({"t": 1j}, r"`t` of `event_time` is not one real"),
         ({"condition": is_low}, r"`is_low`, the `condition` of `event_time`.*\n.*bool\[\]"),
         ({"condition": lambda t, y: None}, r"(?s)the `condition`.*None\n.*below zero"),
         ({"f": too_many}, r"`too_many`, the `f` of `event_time`.*\n.*at y"),
         ({"f": lambda t, y: jnp.array([1, 2])}, r"(?s)the `f`.*int.*array of floats"),
-        ({"where": jnp.ones(2, "float32")}, r"`where` is float32\[2\]"),
+        ({"where": jnp.ones(2, "float32")}, r"`where` of `event_time` is not one boolean"),
     ],
 )
 def test_errors(options, text):

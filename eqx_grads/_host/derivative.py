@@ -40,8 +40,7 @@ def _host_call_jvp(primals, tangents):
     # A forward rule has the derivative of its function.
     function = op if op.parts else call.op
     with outside_of_linearization(leaves):
-        has_forward_rule = not op.parts and call.code.fwd is not None
-        values = host_call(forward_op(call) if has_forward_rule else op, leaves)
+        values = host_call(forward_op(call) if call.code.fwd and not op.parts else op, leaves)
     live = tuple(i for i, t in enumerate(ts) if t is not None)
     for i in live:
         if call.n_args <= i < len(call.in_types):

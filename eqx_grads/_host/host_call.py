@@ -12,6 +12,7 @@ from .._errors import name_of, place_of, rule_error, show_path, show_tree, type_
 from .._errors.trees import leaf_paths, mirror_of, prefix_leaves
 from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import captured_tracer, Opaque
+from .._rules.float_args import is_key_array
 from .._rules.rule import Rule
 from .._rules.signature import Signature
 from .._rules.tree_split import TreeSplit
@@ -75,8 +76,7 @@ class HostCall(Opaque):
     @ft.cached_property
     def op(self) -> HostOp:
         """The function, of flat arrays."""
-        types = self.in_types, self.out_types
-        return HostOp(_run, self, (), self.code, *types, self.out_path)
+        return HostOp(_run, self, (), self.code, self.in_types, self.out_types, self.out_path)
 
     def flat_out(self, op: HostOp, out: Any) -> list[Any]:
         """The leaves of the output that `op` returned: the function, or a rule for it."""
@@ -134,11 +134,11 @@ def _run(op, arrays):
 
 
 def host_call_of(
-    code: HostCode, args: Any, kwargs: Any, out: Any = None, others: Sequence[Any] = ()
+    code: HostCode, args: Any, kwargs: Any, out: Any = None
 ) -> tuple[HostCall, list[jax.Array]]:
     """A call of the user's function, and its operands. `out` replaces what was promised.
 
-    Raises if the call can't be static data of a program; so may `others` not.
+    Raises if the call can't be static data of a program.
     """
     # The arguments of the caller: who promises the type of `np.cumsum(x)` need not know of its
     # `axis`.
@@ -154,7 +154,12 @@ def host_call_of(
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands),
         _steps(code, args),
     )
-    _check_static(call, operands, others)
+    for i, x in enumerate(operands):
+        if is_key_array(x):
+            what = f"`{call.name}` runs on the host, and was given a random key."
+            do = "Pass `jax.random.key_data(key)`, an array of integers."
+            raise rule_error(what, f"at {call.in_path(i)}: {type_of(x)}", call.place, do=do)
+    _check_static(call, operands)
     # With types instead of the arrays.
     args, kwargs = call.split.mirror(call.in_types, arrays=without_memory(call.in_types))
     spec = code.out if out is None else out
@@ -162,7 +167,7 @@ def host_call_of(
     return dataclasses.replace(call, out_types=types, out_treedef=out_treedef), operands
 
 
-def _check_static(call: HostCall, operands, others) -> None:
+def _check_static(call: HostCall, operands) -> None:
     code = call.code
     for i, x in enumerate(call.split.static):
         try:
@@ -180,7 +185,7 @@ def _check_static(call: HostCall, operands, others) -> None:
     if is_eager() and not any(isinstance(x, Tracer) for x in operands):
         return
     rules = [rule.fn for rule in (code.fwd, code.bwd, code.jvp) if rule is not None]
-    found = captured_tracer([code.fn, *rules, *others, *call.split.static])
+    found = captured_tracer([code.fn, *rules, *call.split.static])
     if found is not None:
         raise rule_error(
             f"`{call.name}` runs on the host, and closes over a traced value.",

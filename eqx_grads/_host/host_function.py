@@ -242,7 +242,6 @@ def host_function(
         return ft.partial(host_function, **options)
     fn, _ = unwrap_method(fn)
     _check_options(fn, **options)
-    options["max_rule_calls"] = int(max_rule_calls)
     function = HostFunction(HostCode(fn, **options))
     set_metadata(function, fn)
     return function

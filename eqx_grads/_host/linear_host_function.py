@@ -43,8 +43,7 @@ class LinearHostFunction(eqx.Module):
         The output of `matvec`, as JAX arrays of the promised types.
         """
         _check_inexact(self._matvec, x)
-        others = [self._rmatvec.fn]
-        call, operands = host_call_of(self._matvec, (x, *args), {}, others=others)
+        call, operands = host_call_of(self._matvec, (x, *args), {})
         leaves, treedef = jax.tree.flatten(x)
         n = len(leaves)
         in_types = call.in_types[:n]

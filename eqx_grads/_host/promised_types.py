@@ -84,7 +84,8 @@ def _called(spec: Callable[..., Any], code: Any, args: Any, kwargs: Any) -> Any:
 def _problem(x: Any) -> str | None:
     """The advice for a leaf that is not the type of an array."""
     dtype = getattr(x, "dtype", None)
-    if _is_dtype(x) or not (is_array_leaf(x) or (hasattr(x, "shape") and _is_dtype(dtype))):
+    is_number = isinstance(x, float | complex)
+    if _is_dtype(x) or not (is_number or (hasattr(x, "shape") and _is_dtype(dtype))):
         return _FORMS
     is_known = lambda n: not isinstance(n, Tracer | jax.ShapeDtypeStruct)
     return None if all(map(is_known, np.shape(x))) else _VALUES_IN_SHAPES

@@ -282,7 +282,7 @@ class Equation(Opaque):
         unknowns, residuals = _unknowns(y), _unknowns(out)
         if self._options.solver is not None:
             return residuals
-        text = "the solution is {}, the residual {}"
+        text = "the solution is {}, the residual (its floats) {}"
         kind = lambda x: (x.shape, jnp.iscomplexobj(x))
         where = unlike(unknowns, residuals, "residual", text, kind)
         if not where:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._jaxprs.varying import varying_axes, vary_over
+from .._jaxprs.varying import vary_over, varying_axes
 
 
 def branched_error_if(
@@ -23,8 +23,7 @@ def branched_error_if(
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves((x, is_error))))
     if not axes:
         return eqx.branched_error_if(x, is_error, index, messages)
-    index = vary_over(jnp.where(is_error, index, -1), axes)
-    index = jax.lax.pmax(index, tuple(axes))
+    index = jax.lax.pmax(vary_over(jnp.where(is_error, index, -1), axes), tuple(axes))
     one = jnp.ones((), jnp.float32)
     one = eqx.branched_error_if(one, index >= 0, jnp.maximum(index, 0), messages)
     scaled = lambda x: x * one.astype(x.dtype) if eqx.is_inexact_array(x) else x

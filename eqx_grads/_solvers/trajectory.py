@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .._errors import check_function, name_of, place_of, rule_error, type_of
+from .._errors import bad_argument, check_function, name_of, place_of, rule_error
 from .._errors.trees import filter_jvp, floating_only, mirrored, unmirror
 from .._rules.custom_vjp import custom_vjp
 from .._rules.tree_split import ClosedTree
@@ -83,11 +83,8 @@ def _not_a_rate(f, caller, *where, do):
 def as_time(t: Any, caller: str) -> Float[Array, ""]:
     if is_differentiable(t) and shape_of(t) == () and not jnp.iscomplexobj(t):
         return jnp.asarray(t)
-    raise rule_error(
-        f"`{caller}` was given a time that is not one real number.",
-        f"`t` is {type_of(t)}",
-        do="Pass a floating scalar. For several events at once, use `jax.vmap`.",
-    )
+    do = "Pass a floating scalar. For several events at once, use `jax.vmap`."
+    raise bad_argument(caller, "t", "one real number", t, do)
 
 
 def finite(t: Float[Array, ""]) -> Float[Array, ""]:
