@@ -282,7 +282,7 @@ class Equation(Opaque):
         unknowns, residuals = _unknowns(y), _unknowns(out)
         if self._options.solver is not None:
             return residuals
-        text = "the solution is {}, the residual (its floats) {}"
+        text = "the solution is {}, the residual {}"
         kind = lambda x: (x.shape, jnp.iscomplexobj(x))
         where = unlike(unknowns, residuals, "residual", text, kind)
         if not where:
@@ -294,8 +294,8 @@ class Equation(Opaque):
             f"The residual `{self._name}` of `{self._solve}` is not like the solution.",
             *where,
             self._place,
-            do=f"{objective}Return one equation for each unknown, a float that is zero at the "
-            "solution, in a tree like the solution. For more or fewer equations than unknowns, "
+            do=f"{objective}Return one equation for each unknown, in a tree like the solution, "
+            "as a float: other leaves are `None`. For more or fewer equations than unknowns, "
             "pass a least-squares solver, such as `solver=lineax.SVD()`.",
         )
 

@@ -149,7 +149,9 @@ def _by_differences(
         scale=[10 * e / tolerance for e in slope.errors],
     )  # fmt: skip
     is_told = case.options.reference is not None
-    is_right = other.verdict != FAILED and (is_refuted or not (is_told or first.is_wrong_nearby))
+    is_right = other.verdict != FAILED and (
+        is_refuted or not (is_told or first.is_wrong_nearby)
+    )
     return other if finding.verdict != FAILED or is_right else finding
 
 

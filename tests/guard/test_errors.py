@@ -466,7 +466,7 @@ WRONG = [
     (solved(fn=lambda a: (a, a, a), has_aux=True), "did not return a pair"),
     (solved(lambda y: y), "included: 1 | @"), (solved(lambda y, a: y[:2]), "float32[2] | @"),
     (solved(lambda y, a: jnp.sum(y)), "Is this an objective? Give"),
-    (solved(lambda y, a: y > a), "residual (its floats) None | @"), (fixed(lambda y: (y, y, y),
+    (solved(lambda y, a: y > a), "the residual None | @"), (fixed(lambda y: (y, y, y),
      has_aux=True), "`fn` did not return a | @"), (fixed(has_aux=True), "float32[3]"),
     (fixed(lambda y: y["a"], {"a": X}), "and returned float32[3] | @"),
     (fixed(lambda y: {"a": y["a"][:2]}, {"a": X}), "and returned float32[2] | @"), (fixed(y0=[X,
