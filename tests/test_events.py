@@ -375,7 +375,7 @@ def is_low(t, y):
     [
         ({"condition": is_low}, r"`is_low`, the `condition` of `event_time`.*\n.*bool\[\]"),
         ({"condition": lambda t, y: None}, r"(?s)the `condition`.*None\n.*below zero"),
-        ({"where": jnp.ones(2, "float32")}, r"`where` is float32\[2\]"),
+        ({"where": jnp.ones(2, "float32")}, r"`where` of `event_time` is not one boolean"),
     ],
 )
 def test_errors(options, text):

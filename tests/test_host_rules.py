@@ -156,14 +156,6 @@ def test_too_many_calls_of_a_rule():
         ({"bwd": lambda _, ct: (ct[:1], ct)}, r"at the cotangent of `x`: promised float32"),
         ({"bwd": lambda _, ct: ({"a": ct}, ct)}, "a cotangent that does not have the struct"),
         ({"jvp": lambda p, t: (p[0], p[0][:1])}, "at the tangent of out: promised "),
-        (
-            {"fwd": lambda x, y: (x, (x,)), "residuals": lambda x, y: {"x": x}},
-            "residuals of a different structure than promised",
-        ),
-        (
-            {"fwd": lambda x, y: (x, {"x": x[:1]}), "residuals": lambda x, y: {"x": x}},
-            r"at residuals\['x'\]: promised ",
-        ),
     ],
 )
 def test_rules_that_do_not_fit(rules, match):
@@ -181,8 +173,10 @@ def test_a_rule_that_returns_none():
 def test_complex_steps_need_a_function_of_complex_numbers():
     f = eqg.host_function(np.abs, out=like, finite_difference="complex")
     fails("returned a real array for a complex argument", jax.grad(f), 1.0)
-    f = eqg.host_function(np.conj, out=like, finite_difference="complex")
-    fails("complex steps were asked for", jax.jacrev(f, holomorphic=True), 1.0 + 1.0j)
+    # Of complex arguments, differences are central ones.
+    f = eqg.host_function(np.exp, out=like, finite_difference="complex")
+    z = jnp.array(1.0 + 1.0j)
+    assert_close(jax.jacrev(f, holomorphic=True)(z), jnp.exp(z), tolerance=1e-3)
 
 
 # ---------------------------------------------------------------- linear maps
@@ -229,7 +223,7 @@ def test_errors_of_linear_maps():
     fails(parameter, jax.grad(lambda scale: jnp.sum(linear(POINT, scale))), 2.0)
     fails(parameter, pushed(lambda scale: linear(POINT, scale)), 2.0)
     of_scale = lambda a: jax.linear_transpose(lambda x: linear(x, a), POINT)(POINT[:2])[0]
-    fails("adjoint `rmatvec` of `matvec`, which reverse", grad(of_scale), 2.0)
+    fails("linear host function `rmatvec` was differentiated", grad(of_scale), 2.0)
     fails(
         r"`matvec` returned a different shape", eqg.linear_host_function(matvec, rmatvec), POINT
     )

@@ -79,9 +79,6 @@ def test_aux():
     assert (y, aux["steps"], aux["value"], aux["name"]) == (2.0, 3, 8.0, "sqrt")
     value, slope = jax.value_and_grad(lambda a: root(a)[0] + root(a)[1]["value"])(4.0)
     assert (value, slope) == (10.0, 0.25)
-    forgets = eqg.implicit(lambda y, a: y - a, has_aux=True)(lambda a: (None, a))
-    with pytest.raises(RuleError, match="returned no solution"):
-        jax.jit(forgets)(1.0)
 
 
 def test_empty():
@@ -367,6 +364,7 @@ def test_matrix_free_failure_is_an_error(getkey):
 
 
 def test_tags_of_complex_unknowns():
+    """The matrix of the real and imaginary parts has other entries."""
     root = eqg.implicit(lambda z, c: z**2 - c, tags=lx.diagonal_tag)(jnp.sqrt)
-    with pytest.raises(RuleError, match="about the entries of the matrix, but"):
-        jax.jvp(root, (1j,), (1.0 + 0j,))
+    c = jnp.array([1j, 2.0 - 1j])
+    assert_close(jax.jvp(root, (c,), (c,))[1], c / (2 * jnp.sqrt(c)))

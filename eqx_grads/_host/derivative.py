@@ -13,6 +13,7 @@ from .._jaxprs.varying import varying_types
 from .._rules.custom_jvp import custom_jvp
 from .._rules.linear_primitive import apply_side, Side
 from .._rules.rule import Rule
+from .._rules.signature import OURS
 from .host_call import HostCall
 from .host_callback import call_on_host
 from .host_op import HostOp, inexact, is_complex, is_inexact, Types
@@ -24,7 +25,7 @@ from .jacobian import (
     product,
     transposed_product,
 )
-from .rules import cotangent_op, forward_op, run_bwd, run_fwd, tangent_op
+from .rules import cotangent_op, forward_op, tangent_op
 
 
 @custom_jvp
@@ -36,28 +37,18 @@ def host_call(op: HostOp, leaves: list[Any]) -> list[jax.Array]:
 def _host_call_jvp(primals, tangents):
     op, leaves = primals
     call, ts = op.call, tangents[1]
-    # A forward rule has the derivative of its function. Its residuals have none: second
-    # derivatives are with respect to the arguments, from which residuals are computed.
-    is_call = not op.parts or op.run is run_fwd
-    function = call.op if is_call else op
+    # A forward rule has the derivative of its function.
+    function = op if op.parts else call.op
     with outside_of_linearization(leaves):
-        run = forward_op(call) if is_call and call.code.fwd is not None else op
-        values = host_call(run, leaves)
+        values = host_call(forward_op(call) if call.code.fwd and not op.parts else op, leaves)
     live = tuple(i for i, t in enumerate(ts) if t is not None)
     for i in live:
         if call.n_args <= i < len(call.in_types):
-            raise rule_error(
-                f"`{call.name}` was differentiated with respect to a keyword-only argument.",
-                f"at {call.in_path(i)}",
-                call.place,
-                do="Keyword-only arguments are configuration. Make it a positional parameter "
-                "to give it a derivative, or pass `jax.lax.stop_gradient` of it.",
-            )
-    n = len(function.out_types)
-    t_live = iter(_tangents(function, live, [*leaves, *values[n:]], [ts[i] for i in live]))
-    t_out = [next(t_live) if is_inexact(t) else None for t in function.out_types]
-    n = len(op.out_types)
-    return values[:n], t_out + [None] * (n - len(t_out))
+            kind, do = OURS.configuration
+            what = f"`{call.name}` was differentiated with respect to {kind}."
+            raise rule_error(what, f"at {call.in_path(i)}", call.place, do=do)
+    t_live = iter(_tangents(function, live, leaves, [ts[i] for i in live]))
+    return values, [next(t_live) if is_inexact(t) else None for t in op.out_types]
 
 
 # Linear by construction, so that nothing need be traced to see it.
@@ -66,8 +57,8 @@ host_call._rules.set_jvp(Rule(_host_call_jvp, symbolic_zeros=True, surely_linear
 
 def _tangents(op: HostOp, live: tuple[int, ...], operands, ts) -> list[Any]:
     """The tangents of the inexact outputs of `op`, with a transpose that may be transposed
-    again. `operands` are the inputs of `op`, and then residuals."""
-    call, code, n = op.call, op.call.code, len(op.in_types)
+    again. `operands` are the inputs of `op`."""
+    call, code = op.call, op.call.code
     sources, targets = tuple(op.in_types[i] for i in live), inexact(op.out_types)
     has_rules = not op.parts
     push = tangent_op(call, live) if has_rules and code.jvp is not None else None
@@ -80,9 +71,9 @@ def _tangents(op: HostOp, live: tuple[int, ...], operands, ts) -> list[Any]:
 
     def forward(operands, ts):
         if push is not None:
-            return host_call(push, [*operands[:n], *ts])
+            return host_call(push, [*operands, *ts])
         if differences is not None:
-            return product(host_call(differences, operands[:n]), targets, ts)
+            return product(host_call(differences, operands), targets, ts)
         columns = host_call(_basis_op(pull, targets, "forward", "def_jvp"), operands)
         return transposed_product(columns, targets, sources, ts)
 
@@ -90,7 +81,7 @@ def _tangents(op: HostOp, live: tuple[int, ...], operands, ts) -> list[Any]:
         if pull is not None:
             return host_call(pull, [*operands, *cts])
         columns_op = differences or _basis_op(push, sources, "reverse", "def_bwd")
-        columns = host_call(columns_op, operands[:n])
+        columns = host_call(columns_op, operands)
         return transposed_product(columns, sources, targets, cts)
 
     types_of = lambda types: varying_types(map(tangent_type, types), operands, ts)
@@ -104,16 +95,8 @@ def tangent_type(t: Any) -> ShapedArray:
 
 def _difference_op(op: HostOp, live, sources, targets) -> HostOp:
     call = op.call
-    if op.run is run_bwd:
-        op = cotangent_op(call, op.parts[1], recompute=True)
-    if call.code.finite_difference == "complex" and not op.parts:
-        if any(map(is_complex, (*sources, *targets))):
-            raise rule_error(
-                f"`{call.name}` has complex arguments or outputs, and complex steps were asked "
-                "for.",
-                call.place,
-                do="Use `finite_difference='central'`, or give a rule.",
-            )
+    is_real = not any(map(is_complex, (*sources, *targets)))
+    if call.code.finite_difference == "complex" and is_real and not op.parts:
         return difference_op(op, live, (None,) * len(live))
     n = n_differences(op)
     return difference_op(op, live, tuple(_step(call, n, i, op.in_types[i]) for i in live))
@@ -147,29 +130,23 @@ def _basis_op(op: Any, types: Types, mode: str, missing: str) -> HostOp:
 
 
 def _no_derivative(op: HostOp):
-    call, code = op.call, op.call.code
-    if code.is_linear:
-        what = f"The linear host function `{call.name}`"
-        if code.adjoint_of:
-            what = (
-                f"The adjoint `{call.name}` of `{code.adjoint_of}`, which reverse mode calls,"
-            )
-        what += " was differentiated with respect to a parameter: it is linear in its first "
-        what += "argument, and the others have no derivative."
+    name = op.call.name
+    if op.call.code.is_linear:
+        what = f"The linear host function `{name}` was differentiated with respect to a "
+        what += "parameter: it is linear in its first argument, the others have no derivative."
         do = "Pass `jax.lax.stop_gradient` of the parameter; or use `eqx_grads.host_function`, "
         do += f"or write the derivative with `eqx_grads.custom_jvp`. {_LINEAR_SOLVE}"
-    elif not op.parts:
-        what = f"`{call.name}` was differentiated, and has no derivative."
-        do = "It runs on the host, where JAX can't see it. Give a rule with "
-        do += f"`@{call.name}.def_bwd` or `@{call.name}.def_jvp`, or "
-        do += "`finite_difference='central'`; or pass `jax.lax.stop_gradient` of its arguments."
+    elif op.parts:
+        what = f"The rule `{op.name}` was differentiated: a second derivative of `{name}` was "
+        what += "asked for."
+        do = "The rule runs on the host, where JAX can't see it. Give "
+        do += "`finite_difference='central'`. Or write the rule in JAX, and call host "
+        do += f"functions in it that have derivatives of their own. {_LINEAR_SOLVE}"
     else:
-        what = f"The rule `{op.name}` of `{call.name}` was differentiated: a second derivative "
-        what += f"of `{call.name}` was asked for."
-        do = "The rule runs on the host, where JAX can't see it. With "
-        do += "`finite_difference='central'` its derivative is taken by differences. Or write "
-        do += "the rule in JAX, and call host functions in it that have derivatives of their "
-        do += f"own. {_LINEAR_SOLVE}"
+        what = f"`{name}` was differentiated, and has no derivative."
+        do = "It runs on the host, where JAX can't see it. Give a rule with "
+        do += f"`@{name}.def_bwd` or `@{name}.def_jvp`, or `finite_difference='central'`; or "
+        do += "pass `jax.lax.stop_gradient` of its arguments."
     return rule_error(what, op.place, do=do)
 
 

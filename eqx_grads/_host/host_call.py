@@ -9,7 +9,7 @@ import jax
 from jax.core import Tracer
 
 from .._errors import name_of, place_of, rule_error, show_path, show_tree, type_of
-from .._errors.trees import leaf_paths, prefix_leaves
+from .._errors.trees import leaf_paths, mirror_of, prefix_leaves
 from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import captured_tracer, Opaque
 from .._rules.float_args import is_key_array
@@ -27,8 +27,6 @@ class HostCode(Opaque):
     identity. A rule may be given, or replaced, at any time.
 
     - `is_linear`: in its first argument, which has its derivative elsewhere.
-    - `adjoint_of`: the name of the map, if this is its adjoint.
-    - `residuals`: what `def_fwd` was told about them.
     """
 
     fn: Callable[..., Any]
@@ -38,11 +36,9 @@ class HostCode(Opaque):
     step: Any = None
     max_rule_calls: int = 0
     is_linear: bool = False
-    adjoint_of: str = ""
     fwd: Rule | None = None
     bwd: Rule | None = None
     jvp: Rule | None = None
-    residuals: Any = None
     kept: ResidualCache = dataclasses.field(default_factory=lambda: ResidualCache(0))
 
     def __post_init__(self):
@@ -55,16 +51,14 @@ class HostCall(Opaque):
     """A call of the user's function.
 
     - `split`: the tree `(args, kwargs)` without its arrays; `tree`: what it is compared by.
-        `args` are all positional arguments, defaults included, as rules get them. The function
-        is called with the first `n_given`, which the caller gave.
+        `args` are all positional arguments, defaults included.
     - `n_args`: how many of the arrays are in `args`, and can be differentiated.
-    - `steps`: the relative step of each array that was given, for differences.
+    - `steps`: the relative step of each of these, for differences.
     """
 
     code: HostCode
     split: TreeSplit = dataclasses.field(compare=False)
     tree: tuple[Any, ...]
-    n_given: int
     n_args: int
     in_types: Types
     steps: tuple[float | None, ...] = ()
@@ -79,20 +73,23 @@ class HostCall(Opaque):
     def place(self) -> str:
         return self.code.place
 
-    @property
-    def given_types(self) -> Types:
-        """The types of the arrays that the caller gave."""
-        return self.in_types[: len(self.steps)] + self.in_types[self.n_args :]
-
     @ft.cached_property
     def op(self) -> HostOp:
         """The function, of flat arrays."""
-        types = self.in_types, self.out_types
-        return HostOp(_run, self, (), self.code, *types, self.out_path)
+        return HostOp(_run, self, (), self.code, self.in_types, self.out_types, self.out_path)
 
     def flat_out(self, op: HostOp, out: Any) -> list[Any]:
         """The leaves of the output that `op` returned: the function, or a rule for it."""
-        return op.leaves(out, self.out_treedef, self.out_types, "", "`out`")
+        leaves, returned = jax.tree.flatten(out)
+        if returned != self.out_treedef:
+            raise rule_error(
+                f"{op.described} returned a different structure than promised.",
+                f"promised {show_tree(mirror_of(self.out_treedef, self.out_types))}",
+                f"returned {show_tree(out)}",
+                op.place,
+                do="Return the promised structure, or promise another one in `out`.",
+            )
+        return leaves
 
     def out_path(self, i: int) -> str:
         return "out" + show_path(leaf_paths(self.out_treedef)[i])
@@ -102,12 +99,6 @@ class HostCall(Opaque):
         part, first, *rest = self.split.path(self.split.indices[i])
         name = first.key if part.idx else self.code.signature.names[first.idx]
         return f"`{name}{show_path(tuple(rest))}`"
-
-    def types(self) -> Any:
-        """`args` and `kwargs` as the caller gave them, with types instead of the arrays."""
-        like = without_memory(self.in_types)
-        args, kwargs = self.split.mirror(self.in_types, arrays=like)
-        return args[: self.n_given], kwargs
 
     def rule_arguments(self, arrays: Sequence[Any], rule: Rule) -> Any:
         """`args` and `kwargs` as a rule gets them, with these arrays. Default values of
@@ -139,15 +130,15 @@ class HostCall(Opaque):
 def _run(op, arrays):
     call = op.call
     args, kwargs = call.split.tree(arrays)
-    return call.flat_out(op, call.code.fn(*args[: call.n_given], **kwargs))
+    return call.flat_out(op, call.code.fn(*args, **kwargs))
 
 
 def host_call_of(
-    code: HostCode, args: Any, kwargs: Any, out: Any = None, others: Sequence[Any] = ()
+    code: HostCode, args: Any, kwargs: Any, out: Any = None
 ) -> tuple[HostCall, list[jax.Array]]:
     """A call of the user's function, and its operands. `out` replaces what was promised.
 
-    Raises if the call can't be static data of a program; so may `others` not.
+    Raises if the call can't be static data of a program.
     """
     # The arguments of the caller: who promises the type of `np.cumsum(x)` need not know of its
     # `axis`.
@@ -159,26 +150,24 @@ def host_call_of(
         code,
         split,
         (split.treedef, tuple(split.static)),
-        len(given),
         sum(map(is_array_leaf, jax.tree.leaves(args))),
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands),
-        _steps(code, given),
+        _steps(code, args),
     )
     for i, x in enumerate(operands):
         if is_key_array(x):
-            raise rule_error(
-                f"`{call.name}` runs on the host, and was given a random key.",
-                f"at {call.in_path(i)}: {type_of(x)}",
-                call.place,
-                do="Pass `jax.random.key_data(key)`, an array of integers.",
-            )
-    _check_static(call, operands, others)
+            what = f"`{call.name}` runs on the host, and was given a random key."
+            do = "Pass `jax.random.key_data(key)`, an array of integers."
+            raise rule_error(what, f"at {call.in_path(i)}: {type_of(x)}", call.place, do=do)
+    _check_static(call, operands)
+    # With types instead of the arrays.
+    args, kwargs = call.split.mirror(call.in_types, arrays=without_memory(call.in_types))
     spec = code.out if out is None else out
-    types, out_treedef = promised_types(spec, "out", code, *call.types())
+    types, out_treedef = promised_types(spec, code, args[: len(given)], kwargs)
     return dataclasses.replace(call, out_types=types, out_treedef=out_treedef), operands
 
 
-def _check_static(call: HostCall, operands, others) -> None:
+def _check_static(call: HostCall, operands) -> None:
     code = call.code
     for i, x in enumerate(call.split.static):
         try:
@@ -196,7 +185,7 @@ def _check_static(call: HostCall, operands, others) -> None:
     if is_eager() and not any(isinstance(x, Tracer) for x in operands):
         return
     rules = [rule.fn for rule in (code.fwd, code.bwd, code.jvp) if rule is not None]
-    found = captured_tracer([code.fn, *rules, *others, *call.split.static])
+    found = captured_tracer([code.fn, *rules, *call.split.static])
     if found is not None:
         raise rule_error(
             f"`{call.name}` runs on the host, and closes over a traced value.",
@@ -219,8 +208,7 @@ def _steps(code: HostCode, args) -> tuple[float | None, ...]:
             f"the steps are {show_tree(step)}",
             f"the arguments are {show_tree(args)}",
             code.place,
-            do="Give one number, or a tuple with one entry for each argument: a number or "
-            "`None` for the whole argument, or a tree of numbers and `None`.",
+            do="Give one number, or a tuple with a number, `None` or a tree for each argument.",
         ) from error
     leaves = zip(steps, jax.tree.leaves(tuple(args)), strict=True)
     return tuple(step for step, x in leaves if is_array_leaf(x))

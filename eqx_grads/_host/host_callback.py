@@ -11,26 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._errors import bad_argument, RuleError, type_of
+from .._errors import RuleError, type_of
 from .._jaxprs.current_trace import is_staged, outside_of_linearization
 from .._jaxprs.varying import vary_alike
 from . import bits
 from .host_op import BROADCAST_ARGUMENTS, HostOp
 
 
-VMAP_METHODS = (
-    "sequential",
-    "sequential_unrolled",
-    "expand_dims",
-    "broadcast_all",
-    "legacy_vectorized",
-)
-
-
-def check_vmap_method(caller: str, method: Any) -> None:
-    if not isinstance(method, str) or method not in VMAP_METHODS:
-        do = f"Use one of {', '.join(map(repr, VMAP_METHODS))}."
-        raise bad_argument(caller, "vmap_method", "one of `jax.pure_callback`", method, do)
+VMAP_METHODS = ("sequential", "sequential_unrolled", "expand_dims", "broadcast_all")
 
 
 def call_on_host(op: HostOp, leaves: Sequence[Any]) -> list[jax.Array]:
@@ -93,8 +81,7 @@ class _Callback:
 def _describe(op, leaves, error) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARY)]
-    lines = "".join(traceback.format_list(own or frames))
-    text = "".join(traceback.format_exception_only(error)).rstrip()
+    text = "".join([*traceback.format_list(own), *traceback.format_exception_only(error)])
     do = (
         "The program is compiled, and so can't raise the exception itself. Call the function "
         "outside of `jax.jit` and `jax.vmap` to catch it, or to debug it."
@@ -106,7 +93,7 @@ def _describe(op, leaves, error) -> str:
         )
     return (
         f"`{op.name}` raised an exception on the host.\n"
-        f"  {op.place}\n  called with {_given(op, leaves)}\n{lines}{text}\n{do}"
+        f"  {op.place}\n  called with {_given(op, leaves)}\n{text.rstrip()}\n{do}"
     )
 
 
@@ -116,6 +103,5 @@ _LIBRARY = str(pathlib.Path(__file__).parents[1])
 def _given(op, leaves) -> str:
     """The types of the arrays, and those without the axes of `vmap` if there are any."""
     given, own = (", ".join(map(type_of, xs)) for xs in (leaves, op.in_types))
-    if not given:
-        return "no arrays"
+    given = given or "no arrays"
     return f"{given}, under `vmap` of {own}" if any(op.own_axes(leaves)) else given

@@ -9,13 +9,13 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .._errors import bad_argument, name_of, place_of, rule_error
+from .._errors import bad_argument, check_option, name_of, place_of, rule_error
 from .._rules.float_args import as_count, is_number
 from .._rules.rule import Rule
 from .._rules.wrapper import reduce_by_name, set_metadata, unwrap_method
 from .derivative import host_call
 from .host_call import host_call_of, HostCode
-from .host_callback import check_vmap_method
+from .host_callback import VMAP_METHODS
 from .residual_cache import ResidualCache
 
 
@@ -53,11 +53,7 @@ class HostFunction(eqx.Module):
         return f"<eqx_grads.host_function of {self._code.name}>"
 
     def def_fwd(
-        self,
-        rule: Callable[..., Any] | None = None,
-        *,
-        residuals: PyTree | Callable[..., PyTree] = None,
-        keep: int = 8,
+        self, rule: Callable[..., Any] | None = None, *, keep: int = 8
     ) -> Callable[..., Any]:
         """Give the rule for the forward pass, which runs on the host. Use it as a decorator,
         with or without options. Without this rule, the residuals are the tuple of the
@@ -66,26 +62,22 @@ class HostFunction(eqx.Module):
         **Arguments:**
 
         - `rule`: called as `rule(*args, **kwargs)`, like the function, with the defaults of
-            positional arguments. Returns `out, residuals`.
-        - `residuals`: the types of the residuals, in the forms of `out` of
-            [`eqx_grads.host_function`][]. Then they are arrays, and JAX keeps them for the
-            backward pass. By default they may be anything (a factorization, a graph), and stay
-            on the host. The library keeps the residuals of the last `keep` calls, and finds
-            them by a digest of the arguments. The backward pass of an earlier call computes
-            them again. The library copies NumPy arrays in any PyTree of residuals, and keeps
-            other objects as they are. If two calls return the same object, it belongs to the
-            later call, and the residuals of the earlier call are computed again.
-        - `keep`: the number of calls whose residuals stay on the host.
+            positional arguments. Returns `out, residuals`. The residuals may be anything
+            (arrays, a factorization, a graph), and stay on the host. The library finds them by
+            a digest of the arguments. It copies NumPy arrays in any PyTree of residuals, and
+            keeps other objects as they are. If two calls return the same object, it belongs to
+            the later call, and the residuals of the earlier call are computed again.
+        - `keep`: the number of calls whose residuals are kept. The backward pass of an earlier
+            call computes them again.
 
         **Returns:**
 
         `rule`.
         """
         if rule is None:
-            return ft.partial(self.def_fwd, residuals=residuals, keep=keep)
+            return ft.partial(self.def_fwd, keep=keep)
         as_count("def_fwd", "keep", keep, least=0)
         self._code.fwd = Rule(rule, conventions=_CONVENTIONS)
-        self._code.residuals = residuals
         self._code.kept = ResidualCache(keep)
         return rule
 
@@ -250,7 +242,6 @@ def host_function(
         return ft.partial(host_function, **options)
     fn, _ = unwrap_method(fn)
     _check_options(fn, **options)
-    options["max_rule_calls"] = int(max_rule_calls)
     function = HostFunction(HostCode(fn, **options))
     set_metadata(function, fn)
     return function
@@ -266,12 +257,9 @@ def _check_options(fn, *, out, finite_difference, step, max_rule_calls, vmap_met
             "`out=lambda x: x` for the types of `x`; or an array like it, such as "
             "the result of one call of the function.",
         )
-    differences = "central", "complex"
-    is_known = isinstance(finite_difference, str) and finite_difference in differences
-    if not (is_known or finite_difference is None):
-        do = "Use `'central'` or `'complex'`."
-        raise bad_argument(name, "finite_difference", "known", finite_difference, do)
-    check_vmap_method(name, vmap_method)
+    if finite_difference is not None:
+        check_option(name, "finite_difference", finite_difference, ("central", "complex"))
+    check_option(name, "vmap_method", vmap_method, VMAP_METHODS)
     if step is not None and finite_difference is None:
         do = "Say `finite_difference='central'`, too."
         raise bad_argument(name, "step", "useful without `finite_difference`", step, do)

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import rule_error, RuleError, show_tree, type_of
-from .._errors.trees import mirror_of
+from .._errors import rule_error, RuleError, type_of
 from .._rules.closure_convert import Opaque
 
 
@@ -115,39 +114,24 @@ class HostOp(Opaque):
         batch, shape = self.batch(arrays), self.out_types[i].shape
         if x.shape == batch + shape:
             return x
-        own = x.shape[: x.ndim - len(shape)]
-        is_zero = self.parts and not np.any(x)  # a cotangent
-        # NumPy aligns an axis of `vmap` with another axis where the ranks differ.
-        are_aligned = len({len(t.shape) for t in self.call.given_types}) == 1
-        if len(own) <= len(batch) and x.shape[len(own) :] == shape and (is_zero or are_aligned):
-            # It may depend only on arguments that are not batched in an axis.
-            pad = lambda axes: (1,) * (len(batch) - len(axes)) + tuple(axes)
-            given = zip(*map(pad, self.own_axes(arrays)), strict=True)
-            axes = zip(pad(own), batch, given, strict=True)
-            if all(n == m or (n == 1 and (is_zero or 1 in sizes)) for n, m, sizes in axes):
-                return np.broadcast_to(x.reshape(pad(own) + shape), batch + shape)
         if batch:
             do += (
                 f" With `vmap_method={self.vmap_method!r}` the function is given the axes of "
-                "`jax.vmap` in front, and returns them; with `'sequential'` it is not."
+                "`jax.vmap` in front, and returns them; with `'sequential'` it is not. With "
+                f"`'broadcast_all'`, each argument has all of them. {BROADCAST_ARGUMENTS}"
             )
-            if len(set(self.in_ranks)) > 1:
-                do += f" {BROADCAST_ARGUMENTS}"
         promised = jax.ShapeDtypeStruct(batch + shape, self.out_types[i].dtype)
         raise self._misfit(i, "shape", x, promised, do)
 
     def _cast(self, i, x, dtype) -> np.ndarray:
-        both = lambda kind: all(jnp.issubdtype(d, kind) for d in (x.dtype, dtype))
-        is_narrower = np.iscomplexobj(x) and not both(jnp.complexfloating)
-        with np.errstate(over="ignore"):  # as JAX: what float32 can't hold is infinite
-            cast = x.astype(dtype) if not is_narrower else x
-        if (both(jnp.inexact) and not is_narrower) or x.dtype == dtype:
-            return cast
-        if both(jnp.integer) and np.array_equal(cast, x):
-            return cast
+        if np.can_cast(x.dtype, dtype, "same_kind"):
+            with np.errstate(over="ignore"):  # as JAX: what float32 can't hold is infinite
+                cast = x.astype(dtype)
+            if is_inexact(cast) or np.array_equal(cast, x):
+                return cast
         do = (
             "Floats are cast to the promised precision, and integers that fit to the promised "
-            "width. Nothing else is cast: return what you promised, or promise what you return."
+            "width. Complex numbers are not cast to real ones, or floats to integers."
         )
         raise self._misfit(i, "dtype", x, jax.ShapeDtypeStruct(x.shape, dtype), do)
 
@@ -158,20 +142,6 @@ class HostOp(Opaque):
             self.place,
             do=do,
         )
-
-    def leaves(self, out: Any, treedef: Any, types: Types, of: str, option: str) -> list[Any]:
-        """The leaves of what the user's code returned, which has to be of this structure.
-        `of`: what it is, and `option`: where it is promised, to the user."""
-        leaves, returned = jax.tree.flatten(out)
-        if returned != treedef:
-            raise rule_error(
-                f"{self.described} returned {of}a different structure than promised.",
-                f"promised {show_tree(mirror_of(treedef, types))}",
-                f"returned {show_tree(out)}",
-                self.place,
-                do=f"Return the promised structure, or promise another one in {option}.",
-            )
-        return leaves
 
 
 BROADCAST_ARGUMENTS = (

@@ -94,11 +94,9 @@ def _basis(batch, types) -> Iterator[list[np.ndarray]]:
     zeros = [read_only(np.zeros(batch + t.shape, t.dtype)) for t in types]
     for i, t in enumerate(types):
         for direction in (1, 1j) if is_complex(t) else (1,):
-            for k in range(t.size):
-                vector = np.zeros((*batch, t.size), t.dtype)
-                vector[..., k] = direction
-                vector = read_only(vector.reshape(batch + t.shape))
-                yield [*zeros[:i], vector, *zeros[i + 1 :]]
+            for row in np.eye(t.size, dtype=t.dtype) * direction:
+                vector = np.broadcast_to(row.reshape(t.shape), batch + t.shape).copy()
+                yield [*zeros[:i], read_only(vector), *zeros[i + 1 :]]
 
 
 def run_differences(op, leaves):
@@ -140,7 +138,8 @@ def _differences(op: HostOp, leaves, i: int, step: float | None) -> list[list[An
                     "`step` or a rule, or return NaN there."
                 )
             raise
-        return element, [y for y, t in out if is_inexact(t)]
+        wide = lambda y: y.astype(np.result_type(y.dtype, np.float64))
+        return element, [wide(y) for y, t in out if is_inexact(t)]
 
     def central(k, direction):
         h = step * np.maximum(np.abs(flat[..., k]), 1) * direction
@@ -148,7 +147,9 @@ def _differences(op: HostOp, leaves, i: int, step: float | None) -> list[list[An
         above, up = outputs(k, h)
         below, down = outputs(k, -h)
         distance = ((above - below) / direction).real.astype(np.float64)
-        return [_quotient(a, b, distance) for a, b in zip(up, down, strict=True)]
+        # The axes of the batch are in front.
+        fit = lambda y: distance.reshape(distance.shape + (1,) * (y.ndim - distance.ndim))
+        return [(a - b) / fit(a) for a, b in zip(up, down, strict=True)]
 
     def complex_step(k, _):
         # Far below the resolution of the dtype, and far above the smallest number.
@@ -167,11 +168,3 @@ def _differences(op: HostOp, leaves, i: int, step: float | None) -> list[list[An
     column = complex_step if step is None else central
     directions = (1.0, 1.0j) if np.iscomplexobj(x) else (1.0,)
     return [column(k, d) for d in directions for k in range(flat.shape[-1])]
-
-
-def _quotient(above, below, distance: Any):
-    wide = np.result_type(above.dtype, np.float32)  # not in half precision
-    difference = above.astype(wide) - below.astype(wide)
-    # The axes of the batch are in front.
-    distance = distance.reshape(distance.shape + (1,) * (difference.ndim - distance.ndim))
-    return difference / distance.astype(wide)

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import check_function, name_of, rule_error, show_path, type_of
+from .._errors import check_function, check_option, rule_error, show_path, type_of
 from .._errors.trees import mirror_of
 from .._jaxprs.varying import vary_alike, varying_types
 from .._rules.linear_primitive import apply_side, Side
 from .._rules.wrapper import reduce_by_name, set_metadata
 from .derivative import host_call, tangent_type
 from .host_call import host_call_of, HostCode
-from .host_callback import check_vmap_method
+from .host_callback import VMAP_METHODS
 from .host_op import is_inexact
 from .promised_types import is_array_leaf, without_memory
 
@@ -43,8 +43,7 @@ class LinearHostFunction(eqx.Module):
         The output of `matvec`, as JAX arrays of the promised types.
         """
         _check_inexact(self._matvec, x)
-        out = _like if self._matvec.out is None else self._matvec.out
-        call, operands = host_call_of(self._matvec, (x, *args), {}, out, [self._rmatvec.fn])
+        call, operands = host_call_of(self._matvec, (x, *args), {})
         leaves, treedef = jax.tree.flatten(x)
         n = len(leaves)
         in_types = call.in_types[:n]
@@ -76,9 +75,6 @@ class LinearHostFunction(eqx.Module):
 
     def __repr__(self):
         return f"<eqx_grads.linear_host_function of {self._matvec.name}>"
-
-
-_like = lambda x, *_: x
 
 
 def _check_inexact(code: HostCode, x: Any) -> None:
@@ -150,10 +146,11 @@ def linear_host_function(
     """
     check_function(matvec, "matvec", "linear_host_function")
     check_function(rmatvec, "rmatvec", "linear_host_function")
-    check_vmap_method("linear_host_function", vmap_method)
+    check_option("linear_host_function", "vmap_method", vmap_method, VMAP_METHODS)
+    out = (lambda x, *_: x) if out is None else out
     function = LinearHostFunction(
         HostCode(matvec, vmap_method, out, is_linear=True),
-        HostCode(rmatvec, vmap_method, is_linear=True, adjoint_of=name_of(matvec)),
+        HostCode(rmatvec, vmap_method, is_linear=True),
     )
     set_metadata(function, matvec)
     return function

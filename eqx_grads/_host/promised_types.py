@@ -31,23 +31,22 @@ def type_in_jax(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(dtype))
 
 
-def promised_types(spec: Any, what: str, code: Any, args: Any, kwargs: Any):
+def promised_types(spec: Any, code: Any, args: Any, kwargs: Any):
     """The promised types, flat, and their tree.
 
     - `spec`: a tree of types or arrays, or a function of the arguments that returns one.
-    - `what`: the name of the option that it was given as.
     - `args`, `kwargs`: the arguments, with types instead of arrays.
     """
     if callable(spec) and not isinstance(spec, eqx.Module) and not _is_dtype(spec):
-        spec = _called(spec, what, code, args, kwargs)
+        spec = _called(spec, code, args, kwargs)
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         problem = _problem(leaf)
         if problem is not None:
             raise rule_error(
-                f"`{what}` of `{code.name}` does not say what is returned.",
-                f"at {what}{show_path(path)}: {type_of(leaf)}",
+                f"`out` of `{code.name}` does not say what is returned.",
+                f"at out{show_path(path)}: {type_of(leaf)}",
                 code.place,
-                do=problem.format(what=what),
+                do=problem,
             )
     leaves, treedef = jax.tree.flatten(spec)
     types = tuple(map(type_in_jax, leaves))
@@ -56,13 +55,13 @@ def promised_types(spec: Any, what: str, code: Any, args: Any, kwargs: Any):
     return types, jax.tree.structure(out)
 
 
-def _called(spec: Callable[..., Any], what: str, code: Any, args: Any, kwargs: Any) -> Any:
+def _called(spec: Callable[..., Any], code: Any, args: Any, kwargs: Any) -> Any:
     # Most types depend on none of the keyword-only arguments.
     kwargs, mismatch = accepted_keywords(spec, args, kwargs)
     if mismatch:
         raise rule_error(
-            f"`{what}` of `{code.name}` has other parameters than the function.",
-            f"`{what}` is called with the same arguments: {mismatch}",
+            f"`out` of `{code.name}` has other parameters than the function.",
+            "`out` is called with the same arguments: {mismatch}",
             code.place,
             do="Give it the parameters of the function, with the same default values.",
         )
@@ -73,7 +72,7 @@ def _called(spec: Callable[..., Any], what: str, code: Any, args: Any, kwargs: A
         if not is_traced and "ShapeDtypeStruct" not in str(error):
             raise
         raise rule_error(
-            f"`{what}` of `{code.name}` computes with its arguments.",
+            f"`out` of `{code.name}` computes with its arguments.",
             f"{type(error).__name__}: {first_line(error)}",
             code.place,
             do="It gets shapes and dtypes, and no values. Return a "
@@ -85,12 +84,8 @@ def _called(spec: Callable[..., Any], what: str, code: Any, args: Any, kwargs: A
 def _problem(x: Any) -> str | None:
     """The advice for a leaf that is not the type of an array."""
     dtype = getattr(x, "dtype", None)
-    if getattr(dtype, "type", None) is jax.dtypes.prng_key:
-        return (
-            "NumPy has no keys. Promise the integers, and call `jax.random.wrap_key_data` on "
-            "them."
-        )
-    if _is_dtype(x) or not (is_array_leaf(x) or (hasattr(x, "shape") and _is_dtype(dtype))):
+    is_number = isinstance(x, float | complex)
+    if _is_dtype(x) or not (is_number or (hasattr(x, "shape") and _is_dtype(dtype))):
         return _FORMS
     is_known = lambda n: not isinstance(n, Tracer | jax.ShapeDtypeStruct)
     return None if all(map(is_known, np.shape(x))) else _VALUES_IN_SHAPES
@@ -104,7 +99,7 @@ _VALUES_IN_SHAPES = (
 _FORMS = (
     "A shape or a dtype alone is not enough, and a Python integer is not an array. Give a "
     "`jax.ShapeDtypeStruct(shape, dtype)`, an array, a float (for one number), or any tree of "
-    "these; or a function of the arguments that returns one, as `{what}=lambda x: x` for the "
+    "these; or a function of the arguments that returns one, as `out=lambda x: x` for the "
     "type of `x`, which has to be a float or an array then."
 )
 

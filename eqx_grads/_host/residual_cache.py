@@ -70,14 +70,11 @@ def _copied(residuals: Any, objects: set[int]) -> Any:
     def copied(x):
         if isinstance(x, np.ndarray):
             return read_only(x.copy())
-        if type(x) is dict:  # JAX sorts the keys, which may be anything here
-            return {key: _copied(value, objects) for key, value in x.items()}
         if not isinstance(x, _CONSTANT):
             objects.add(id(x))
         return x
 
-    leaves, treedef = jax.tree.flatten(residuals, lambda x: type(x) is dict)
-    return treedef.unflatten(map(copied, leaves))
+    return jax.tree.map(copied, residuals)
 
 
 _CONSTANT = (

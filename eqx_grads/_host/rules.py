@@ -1,45 +1,30 @@
 """The rules of a host function as functions of flat arrays."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from .._errors import pair_of, rule_error, RuleError, show_path, show_tree
-from .._errors.trees import leaf_paths
+from .._errors import pair_of, rule_error, RuleError, show_tree
 from .._rules.rule import advice_on_cotangents
 from .._tangent_spaces import broadcasts_to, is_none, match_leaves, sum_dtype
 from .host_call import HostCall
 from .host_op import HostOp, inexact, is_complex, is_inexact, read_only
-from .promised_types import is_array_leaf, promised_types
+from .promised_types import is_array_leaf
 from .residual_cache import digest_key
 
 
 def forward_op(call: HostCall) -> HostOp:
-    """The forward rule: the outputs, then the residuals that are passed through (their
-    structure is `None` if they stay on the host)."""
-    treedef, types = None, ()
-    if call.code.residuals is not None:
-        args = call.types()
-        types, treedef = promised_types(call.code.residuals, "residuals", call.code, *args)
-    n = len(call.out_types)
-    residual = lambda i: "residuals" + show_path(leaf_paths(treedef)[i])
-    out_path = lambda i: call.out_path(i) if i < n else residual(i - n)
-    out_types = call.out_types + types
-    parts = (treedef, types)
-    return HostOp(run_fwd, call, parts, call.code.fwd, call.in_types, out_types, out_path)
+    """The forward rule. Its residuals stay on the host."""
+    return dataclasses.replace(call.op, run=run_fwd, source=call.code.fwd)
 
 
 def run_fwd(op, leaves):
-    call, (treedef, types) = op.call, op.parts
     out, residuals = _forward(op, leaves)
-    flat = call.flat_out(op, out)
-    if treedef is None:
-        call.code.kept.put(digest_key(call, leaves), residuals)
-        return flat
-    option = "`def_fwd(residuals=...)`, or leave that out: then the residuals may be anything"
-    return [*flat, *op.leaves(residuals, treedef, types, "residuals of ", option)]
+    op.call.code.kept.put(digest_key(op.call, leaves), residuals)
+    return op.call.flat_out(op, out)
 
 
 def _forward(op, leaves) -> tuple[Any, Any]:
@@ -86,57 +71,41 @@ def run_jvp(op, leaves):
     return [zeros(t) if t_leaf is None else t_leaf for t_leaf, t in pairs]
 
 
-def cotangent_op(call: HostCall, live: tuple[int, ...], recompute: bool = False) -> HostOp:
-    """The rule of `def_bwd`. Its inputs are the inputs of the function, then the residuals that
-    JAX kept, then the cotangents of the inexact outputs. Its outputs are the cotangents of the
-    inputs `live`.
-
-    With `recompute`, the op computes the residuals again. Then the op depends on the arguments
-    only, and its differences are its derivative.
-    """
-    forward = None if call.code.fwd is None else forward_op(call)
-    residual_types = () if forward is None else forward.parts[1]
+def cotangent_op(call: HostCall, live: tuple[int, ...]) -> HostOp:
+    """The rule of `def_bwd`. Its inputs are the inputs of the function, then the cotangents of
+    the inexact outputs. Its outputs are the cotangents of the inputs `live`."""
     return HostOp(
         run_bwd,
         call,
-        (forward, live, recompute),
+        (live,),
         call.code.bwd,
-        call.in_types + residual_types + inexact(call.out_types),
+        call.in_types + inexact(call.out_types),
         tuple(call.in_types[i] for i in live),
         lambda i: "the cotangent of " + call.in_path(live[i]),
     )
 
 
 def run_bwd(op, leaves):
-    call, rule, (forward, live, _) = op.call, op.source, op.parts
-    n = len(call.in_types)
-    m = len(leaves) - len(inexact(call.out_types))
-    primals, cts = list(leaves[:n]), iter(leaves[m:])
+    call, rule, live, n = op.call, op.source, op.parts[0], len(op.call.in_types)
+    primals, cts = list(leaves[:n]), iter(leaves[n:])
     ct = [next(cts) if is_inexact(t) else None for t in call.out_types]
     ct = jax.tree.unflatten(call.out_treedef, ct)
     args, kwargs = call.rule_arguments(primals, rule)
-    residuals = args if forward is None else _residuals(op, primals, leaves[n:m])
+    residuals = args
+    if call.code.fwd is not None:
+        compute = lambda: _forward(forward_op(call), primals)[1]
+        residuals = call.code.kept.get(digest_key(call, primals), compute)
     if "perturbed" in rule.keyword_only:
         flags = [i in live for i in range(call.n_args)]
         kwargs = {"perturbed": call.flags(flags, primals), **kwargs}
     try:
         result = rule.of_tangents(residuals, ct, **rule.asked_for(kwargs))
     except ValueError as error:
-        if forward is None:  # the residuals are the arguments
+        if call.code.fwd is None:  # the residuals are the arguments
             rule.note_defaults(error, "`residuals`", call.names)
         raise
     cts = _flat_cotangents(op, result, args)
     return [_fit(op, k, cts[i], leaves) for k, i in enumerate(live)]
-
-
-def _residuals(op, primals, passed):
-    forward, _, recompute = op.parts
-    compute = lambda: _forward(forward, primals)[1]
-    if recompute:  # at another point each time, so that nothing is kept
-        return compute()
-    if forward.parts[0] is not None:
-        return jax.tree.unflatten(forward.parts[0], passed)
-    return op.call.code.kept.get(digest_key(op.call, primals), compute)
 
 
 def _flat_cotangents(op, result, args) -> list[Any]:
@@ -172,11 +141,9 @@ def _fit(op, i, ct, leaves):
 
 def _summed(ct: np.ndarray, batch: Sequence[int], shape: Sequence[int]) -> np.ndarray:
     """A cotangent summed over the axes that its argument was broadcast over. The axes of `vmap`
-    come first, unless the cotangent already has the right shape."""
+    come first."""
     own = ct.shape[len(batch) :]
-    if ct.shape[ct.ndim - len(shape) :] == shape and ct.ndim <= len(batch) + len(shape):
-        return ct
-    if not broadcasts_to(shape, own) or not is_inexact(ct):
+    if own == shape or not broadcasts_to(shape, own) or not is_inexact(ct):
         return ct
     padded = (1,) * (len(own) - len(shape)) + tuple(shape)
     pairs = enumerate(zip(padded, own, strict=True), len(batch))

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._errors import check_function
@@ -20,10 +21,10 @@ class _State(eqx.Module):
     overwritten."""
 
     step: Int[Array, ""]
-    f: PyTree[Array]  # the value of the function
-    g: PyTree[Array]  # the value minus the argument
-    delta_f: PyTree[Array]  # with an axis of `history` in front
-    delta_g: PyTree[Array]
+    f: Array  # the value of the function, as a vector
+    g: Array  # the value minus the argument
+    delta_f: Array  # with an axis of `history` in front
+    delta_g: Array
     relative_error: Float[Array, ""]
 
 
@@ -91,25 +92,24 @@ class Anderson(optx.AbstractFixedPointSolver):
 
     def init(self, fn, y, args, options, f_struct, aux_struct, tags):
         """As for `optimistix.AbstractIterativeSolver`."""
-        zeros = jax.tree.map(jnp.zeros_like, y)
-        history = jax.tree.map(lambda y: jnp.zeros((self.history, *y.shape), y.dtype), y)
+        zeros = jnp.zeros_like(ravel_pytree(y)[0])
+        history = jnp.zeros((self.history, zeros.size), zeros.dtype)
         return _State(jnp.array(0), zeros, zeros, history, history, jnp.array(jnp.inf))
 
     def step(self, fn, y, args, options, state, tags):
         """As for `optimistix.AbstractIterativeSolver`."""
-        f, aux = fn(y, args)
-        g = jax.tree.map(jnp.subtract, f, y)
-        delta_f = _push(state.delta_f, f, state.f, state.step)
-        delta_g = _push(state.delta_g, g, state.g, state.step)
-        gamma = _least_squares(delta_g, g, self.ridge)
-        best_f = _minus_combination(f, delta_f, gamma)
-        best_g = _minus_combination(g, delta_g, gamma)
-        new_y = jax.tree.map(lambda f, g: f - (1 - self.mixing) * g, best_f, best_g)
-        scaled = jax.tree.map(lambda f, g: g / (self.atol + self.rtol * jnp.abs(f)), f, g)
-        error = self.norm(scaled).astype(state.relative_error.dtype)
+        value, aux = fn(y, args)
+        f, unravel = ravel_pytree(value)
+        g = f - ravel_pytree(y)[0]
+        delta_f = _push(state.delta_f, f - state.f, state.step)
+        delta_g = _push(state.delta_g, g - state.g, state.step)
+        gamma = _least_squares(delta_g, g, self.ridge).astype(f.dtype)
+        best_f, best_g = f - gamma @ delta_f, g - gamma @ delta_g
+        scaled = g / (self.atol + self.rtol * jnp.abs(f))
+        error = self.norm(unravel(scaled)).astype(state.relative_error.dtype)
         # At the end, the differences are as small as their rounding errors.
-        new_y = jax.tree.map(lambda f, new: jnp.where(error < 1, f, new), f, new_y)
-        return new_y, _State(state.step + 1, f, g, delta_f, delta_g, error), aux
+        new_y = jnp.where(error < 1, f, best_f - (1 - self.mixing) * best_g)
+        return unravel(new_y), _State(state.step + 1, f, g, delta_f, delta_g, error), aux
 
     def terminate(self, fn, y, args, options, state, tags):
         """As for `optimistix.AbstractIterativeSolver`."""
@@ -120,39 +120,21 @@ class Anderson(optx.AbstractFixedPointSolver):
         return y, aux, {}
 
 
-def _push(history, new, old, step):
+def _push(history, delta, step):
     """Replace the oldest difference by the newest, if there is a step before this one."""
-
-    def leaf(history, new, old):
-        delta = jnp.where(step > 0, new - old, jnp.zeros_like(new))
-        # In the first step, zeros are written where the second step writes.
-        return history.at[jnp.maximum(step - 1, 0) % len(history)].set(delta)
-
-    return jax.tree.map(leaf, history, new, old)
-
-
-def _inner(xs, ys):
-    """Inner products over all leaves of two stacks: real, and in single precision at least."""
-
-    def leaf(xs, ys):
-        dtype = promote([xs, jnp.zeros((), jnp.float32)])
-        xs, ys = (z.reshape(len(z), -1).astype(dtype) for z in (xs, ys))
-        return jnp.real(xs.conj() @ ys.T)
-
-    return jax.tree.reduce(jnp.add, jax.tree.map(leaf, xs, ys))
+    delta = jnp.where(step > 0, delta, jnp.zeros_like(delta))
+    # In the first step, zeros are written where the second step writes.
+    return history.at[jnp.maximum(step - 1, 0) % len(history)].set(delta)
 
 
 def _least_squares(columns, target, ridge):
-    """The coefficients of the combination of columns that is nearest to the target."""
-    gram = _inner(columns, columns)
-    right = _inner(columns, jax.tree.map(lambda x: x[None], target))[:, 0]
+    """The coefficients of the combination of columns that is nearest to the target. Inner
+    products are real, and in single precision at least."""
+    dtype = promote([columns, jnp.zeros((), jnp.float32)])
+    columns, target = columns.astype(dtype), target.astype(dtype)
+    gram, right = jnp.real(columns.conj() @ columns.T), jnp.real(columns.conj() @ target)
     squares = jnp.diagonal(gram)
     scale = jnp.where(squares > 0, jax.lax.rsqrt(squares), 0)  # no difference there, so far
     gram = gram * scale[:, None] * scale[None] + ridge * jnp.eye(len(gram), dtype=gram.dtype)
     operator = lx.MatrixLinearOperator(gram, lx.positive_semidefinite_tag)
     return lx.linear_solve(operator, right * scale, lx.Cholesky(), throw=False).value * scale
-
-
-def _minus_combination(x, columns, coefficients):
-    combine = lambda c: jnp.tensordot(coefficients.astype(c.dtype), c, axes=1)
-    return jax.tree.map(lambda x, c: x - combine(c), x, columns)

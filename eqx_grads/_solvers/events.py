@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from .._errors import check_function, name_of, place_of, rule_error, show_tree, type_of
+from .._errors import bad_argument, check_function, name_of, place_of, rule_error, type_of
 from .._errors.trees import filter_jvp, mirrored, unmirror
 from .._rules.custom_jvp import custom_jvp
 from .._tangent_spaces import dtype_of, shape_of
@@ -127,11 +127,8 @@ def event_time(
 def _as_flag(where):
     if dtype_of(where) == jnp.bool_ and shape_of(where) == ():
         return jnp.asarray(where)
-    raise rule_error(
-        "`event_time` was given a `where` that is not one boolean.",
-        f"`where` is {type_of(where)}",
-        do="Pass whether there is an event. For several events at once, use `jax.vmap`.",
-    )
+    do = "Pass whether there is an event. For several events at once, use `jax.vmap`."
+    raise bad_argument("event_time", "where", "one boolean", where, do)
 
 
 @custom_jvp
@@ -162,7 +159,10 @@ def _event_time_jvp(primals, tangents):
         (jnp.ones_like(t_event), field(t_event, y_event)),
     )
     if rate is None:
-        raise _does_not_change(condition.fn)
+        what = f"`{name_of(condition.fn)}`, the `condition` of `event_time`, depends neither "
+        what += "on the time nor on the state: it has no derivative with respect to them."
+        do = "Return the number that crosses zero at the event, computed from `t` and `y`."
+        raise rule_error(what, place_of(condition.fn), do=do)
     happens = happens & jnp.isfinite(t)
     # Exactly zero without an event: the rate may be zero there.
     per_rate = jnp.where(happens, -1 / jnp.where(happens, rate, 1), 0)
@@ -181,20 +181,10 @@ def _value(closure, t, y):
     raise rule_error(
         f"`{name_of(condition)}`, the `condition` of `event_time`, did not return one real "
         "number.",
-        f"it returned {show_tree(value) if array is None else type_of(array)}",
+        f"it returned {type_of(value if array is None else array)}",
         place_of(condition),
         do="Return the number that crosses zero at the event: the height, and not whether it "
         "is below zero. For several events, use `jax.vmap`.",
-    )
-
-
-def _does_not_change(condition):
-    return rule_error(
-        f"`{name_of(condition)}`, the `condition` of `event_time`, depends neither on the time "
-        "nor on the state.",
-        "it has no derivative with respect to them",
-        place_of(condition),
-        do="Return the number that crosses zero at the event, computed from `t` and `y`.",
     )
 
 

@@ -17,16 +17,12 @@ from .._errors import (
     pair_of,
     place_of,
     rule_error,
-    show_path,
-    type_of,
     unlike,
 )
-from .._jaxprs.current_trace import is_eager
-from .._rules.closure_convert import ClosureTemplate, contains_tracer, lift_tracers, Opaque
+from .._rules.closure_convert import ClosureTemplate, lift_tracers, Opaque
 from .._rules.float_args import as_number
 from .._rules.nondifferentiable import nondifferentiable
 from .._rules.signature import accepted_keywords, Signature
-from .._rules.tree_split import as_arrays
 from .._rules.without_tangents import call_without_tangents
 from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 from .linear_solve import as_tags, check_linear_solver, linear_solver
@@ -171,22 +167,8 @@ def implicit(
         do = "Give a number such as `1e-2`, or `None` for no check."
         raise bad_argument("implicit", "tolerance", "a number from zero", tolerance, do)
     tags = as_tags(tags, "implicit")
-    return ft.partial(
-        _decorated, residual=residual, options=Options(solver, tags, has_aux, known)
-    )
-
-
-def _decorated(fn: Any, *, residual: Callable[..., Any], options: Options) -> Any:
-    if not (callable(fn) or isinstance(fn, staticmethod | classmethod)):
-        raise rule_error(
-            f"`implicit` was given `{name_of(residual)}` as the residual, and no function that "
-            "solves it.",
-            f"what it should decorate is {type_of(fn)}",
-            place_of(residual),
-            do="To decorate a solver, write `@eqg.implicit(residual)`, with the equation that "
-            "it solves.",
-        )
-    return ImplicitFunction(fn, residual, options)
+    options = Options(solver, tags, has_aux, known)
+    return ft.partial(ImplicitFunction, residual=residual, options=options)
 
 
 class ImplicitFunction(AbstractWrapper[P, T]):
@@ -197,12 +179,7 @@ class ImplicitFunction(AbstractWrapper[P, T]):
     _binding: str = eqx.field(static=True)
     _options: Options = eqx.field(static=True)
 
-    def __init__(
-        self,
-        fn: Callable[P, T] | staticmethod | classmethod,
-        residual: Callable[..., Any],
-        options: Options,
-    ):
+    def __init__(self, fn: Any, residual: Callable[..., Any], options: Options):
         self.fn, self._binding = unwrap_method(fn)
         self.residual = residual
         self._options = options
@@ -214,12 +191,11 @@ class ImplicitFunction(AbstractWrapper[P, T]):
     def _call(self, args: Any, kwargs: dict[str, Any]) -> Any:
         # Numbers inside of an argument stay as they are: a module may scan over its arrays.
         args = tuple(jnp.asarray(x) if isinstance(x, float | complex) else x for x in args)
-        if is_eager() and not contains_tracer(self.fn, args, kwargs):
-            y, aux = _solution(self.fn, self.fn(*args, **kwargs), self._options)
-            return as_arrays((y, aux) if self._options.has_aux else y)
-        out = call_without_tangents(self.fn, args, kwargs)
-        y, aux = _solution(self.fn, out, self._options)
+        y, aux = call_without_tangents(self.fn, args, kwargs), None
         solve = name_of(self.fn)
+        if self._options.has_aux:
+            do = "Return `y, aux`, as `has_aux=True` says: the solution and anything else."
+            y, aux = pair_of(y, f"`{solve}`", place_of(self.fn), do)
         config = _config(self.residual, args, kwargs, solve)
         # The derivative of whatever is traced: the arguments, and what the residual or a
         # function among the arguments closes over.
@@ -229,23 +205,6 @@ class ImplicitFunction(AbstractWrapper[P, T]):
             rules = {"residual": equation.residual, "solver": equation.solver}
             y = differentiable_solution(y, operands, **rules)
         return (y, aux) if self._options.has_aux else y
-
-
-def _solution(fn, out, options):
-    """The solution that a solver returned, which may have been left without a `return`, and
-    what else."""
-    y, aux = out, None
-    if options.has_aux and out is not None:
-        do = "Return `y, aux`, as `has_aux=True` says: the solution and anything else."
-        y, aux = pair_of(out, f"`{name_of(fn)}`", place_of(fn), do)
-    if y is None:
-        raise rule_error(
-            f"`{name_of(fn)}` returned no solution.",
-            "it returned `None`" if out is None else "the first of what it returned is `None`",
-            place_of(fn),
-            do="Return the solution of the equation: is a `return` missing?",
-        )
-    return y, aux
 
 
 def _config(residual, args, kwargs, solve):
@@ -316,34 +275,16 @@ class Equation(Opaque):
     def _like_solution(self, out: PyTree, y: PyTree) -> PyTree[Array]:
         """The inexact arrays of a residual, with `None` in the place of the other leaves.
 
-        A leaf of `y` that can't be differentiated is not solved for, and what the residual has
-        in its place is left out. Raises if the rest is not like the solution, with one equation
-        for each unknown, unless the user chose a solver, which may accept another number.
+        A leaf of `y` that can't be differentiated is not solved for. Raises if the rest is not
+        like the solution, with one equation for each unknown, unless the user chose a solver,
+        which may accept another number.
         """
-        unknowns = jax.tree.map(lambda x: _as_array(x) if _is_unknown(x) else None, y)
-        leaves = jax.tree_util.tree_leaves_with_path(y)
-        others = {path for path, x in leaves if not _is_unknown(x)}
-
-        def leaf(path, x):
-            if _is_unknown(x):
-                return _as_array(x)
-            if path in others or not eqx.is_array_like(x):
-                return None
-            raise rule_error(
-                f"The residual `{self._name}` of `{self._solve}` has no derivative.",
-                f"at residual{show_path(path)}: it is {type_of(x)}",
-                self._place,
-                do="Return floats, which are zero at the solution, and `None` for the leaves "
-                "that are not solved for.",
-            )
-
-        residuals = jax.tree_util.tree_map_with_path(leaf, out)
+        unknowns, residuals = _unknowns(y), _unknowns(out)
         if self._options.solver is not None:
             return residuals
         text = "the solution is {}, the residual {}"
-        where = unlike(
-            unknowns, residuals, "residual", text, lambda x: (x.shape, jnp.iscomplexobj(x))
-        )
+        kind = lambda x: (x.shape, jnp.iscomplexobj(x))
+        where = unlike(unknowns, residuals, "residual", text, kind)
         if not where:
             return residuals
         objective = ""
@@ -353,16 +294,15 @@ class Equation(Opaque):
             f"The residual `{self._name}` of `{self._solve}` is not like the solution.",
             *where,
             self._place,
-            do=f"{objective}Return one equation for each unknown, in a tree like the "
-            "solution. For more or fewer equations than unknowns, pass a least-squares solver, "
-            "such as `solver=lineax.SVD()`.",
+            do=f"{objective}Return one equation for each unknown, in a tree like the solution, "
+            "as a float: other leaves are `None`. For more or fewer equations than unknowns, "
+            "pass a least-squares solver, such as `solver=lineax.SVD()`.",
         )
 
 
-def _is_unknown(x) -> bool:
-    return isinstance(x, float | complex) or eqx.is_inexact_array(x)
-
-
-def _as_array(x) -> Array:
+def _unknowns(tree: PyTree) -> PyTree[Array]:
+    """The inexact arrays, with `None` in the place of the other leaves."""
     # While something is linearized, each conversion takes as long as an operation.
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    as_array = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
+    is_unknown = lambda x: isinstance(x, float | complex) or eqx.is_inexact_array(x)
+    return jax.tree.map(lambda x: as_array(x) if is_unknown(x) else None, tree)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._errors import bad_argument, optional_import, rule_error, show_tree
+from .._errors import bad_argument, optional_import, rule_error
 from .._jaxprs.diagonal import has_diagonal_jacobian
 from .._jaxprs.varying import vary_alike, varying_axes
 from .._rules.explicit_sharding import explicit_spec
@@ -80,13 +80,8 @@ def linear_solver(
     lx = optional_import("lineax", user)
     of_entries = {lx.diagonal_tag, lx.tridiagonal_tag}
     of_entries |= {lx.lower_triangular_tag, lx.upper_triangular_tag}
-    if domain.has_complex and tags & of_entries:
-        raise rule_error(
-            f"`{user}` was given a tag about the entries of the matrix, but the unknowns are "
-            "complex.",
-            f"the unknowns are {show_tree(like)}",
-            do="`lineax` solves for a complex unknown as two real ones. Leave the tag out.",
-        )
+    if domain.has_complex:  # is two real unknowns, and the matrix has other entries
+        tags -= of_entries
     if type(solver) is lx.LU and n == codomain.size:
         return factorize(matvec, domain, codomain, messages[0])
     if solver is None and lx.diagonal_tag in tags:

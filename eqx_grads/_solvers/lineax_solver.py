@@ -2,7 +2,6 @@
 the user. Imports `lineax`: to be imported where it is used."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import lineax as lx
 
@@ -63,8 +62,5 @@ class CheckedSolver(lx.AbstractLinearSolver):
         return self.solver.assume_full_rank()
 
 
-def _is_bad(tree):
-    # As Lineax does it, so that equal values are computed, and communicated, once.
-    return jnp.any(
-        jnp.stack([jnp.any(jnp.invert(jnp.isfinite(x))) for x in jax.tree.leaves(tree)])
-    )
+def _is_bad(x):
+    return jnp.any(~jnp.isfinite(x))

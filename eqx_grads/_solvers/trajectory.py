@@ -10,7 +10,7 @@ call `state_at` for them, and are right to all orders.
 """
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .._errors import check_function, name_of, place_of, rule_error, type_of
+from .._errors import bad_argument, check_function, name_of, place_of, rule_error
 from .._errors.trees import filter_jvp, floating_only, mirrored, unmirror
-from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_vjp import custom_vjp
-from .._rules.tree_split import TreeSplit
+from .._rules.tree_split import ClosedTree
 from .._tangent_spaces import (
     fit_leaves,
     is_array,
@@ -38,24 +37,18 @@ class Closure(eqx.Module):
     so that it can be differentiated with respect to them."""
 
     parts: PyTree
-    captured: Sequence[Array]
-    template: tuple[TreeSplit, ClosureTemplate] | None = eqx.field(static=True)
+    tree: ClosedTree | None = eqx.field(static=True)
 
     def __init__(self, fn: Callable[..., Any]):
-        split, arrays = TreeSplit.split(fn, is_array)
-        template, self.captured = lift_tracers(split.static)
-        # A template is kept only if something was captured: each call makes a new one, by
-        # which what JAX caches of an earlier call of the same function would not be found.
-        self.parts, self.template = fn, None
-        if self.captured:
-            self.parts, self.template = arrays, (split.without_static(), template)
+        tree, operands = ClosedTree.split(fn, is_array)
+        # A tree is kept only if something was captured: each call makes a new one, by which
+        # what JAX caches of an earlier call of the same function would not be found.
+        captures = len(operands) > sum(map(is_array, jax.tree.leaves(fn)))
+        self.parts, self.tree = (operands, tree) if captures else (fn, None)
 
     @property
     def fn(self) -> Callable[..., Any]:
-        if self.template is None:
-            return self.parts
-        split, template = self.template
-        return split.tree(self.parts, template.substitute(self.captured)[0])
+        return self.parts if self.tree is None else self.tree.tree(self.parts)
 
 
 class VectorField(eqx.Module):
@@ -79,10 +72,7 @@ class VectorField(eqx.Module):
         leaves, treedef = jax.tree.flatten(y, is_leaf=is_none)
         t_y = mirrored(f(finite(t), unmirror(y)))
         rates = fit_leaves(tangent_leaf, "derivative", t_y, y, leaves, "y", fail)
-        is_zero = lambda rate, leaf: rate is None and is_differentiable(leaf)
-        pairs = zip(rates, leaves, strict=True)
-        rates = [jnp.zeros_like(x) if is_zero(rate, x) else rate for rate, x in pairs]
-        return jax.tree.unflatten(treedef, rates)
+        return _arrays(jax.tree.unflatten(treedef, rates), y)
 
 
 def _not_a_rate(f, caller, *where, do):
@@ -93,11 +83,8 @@ def _not_a_rate(f, caller, *where, do):
 def as_time(t: Any, caller: str) -> Float[Array, ""]:
     if is_differentiable(t) and shape_of(t) == () and not jnp.iscomplexobj(t):
         return jnp.asarray(t)
-    raise rule_error(
-        f"`{caller}` was given a time that is not one real number.",
-        f"`t` is {type_of(t)}",
-        do="Pass a floating scalar. For several events at once, use `jax.vmap`.",
-    )
+    do = "Pass a floating scalar. For several events at once, use `jax.vmap`."
+    raise bad_argument(caller, "t", "one real number", t, do)
 
 
 def finite(t: Float[Array, ""]) -> Float[Array, ""]:
@@ -172,16 +159,14 @@ class _CotangentField(eqx.Module):
 
     def __call__(self, t, state):
         y, ct_y, _ = state
-        split, arrays = TreeSplit.split((self.field, y), eqx.is_inexact_array)
 
-        def call(arrays):
-            field, y = split.tree(arrays)
+        def call(field_and_y):
+            field, y = field_and_y
             y_rate = field(t, y)
-            return list(filter(eqx.is_inexact_array, jax.tree.leaves(y_rate))), y_rate
+            return floating_only(y_rate), y_rate
 
-        _, pull_back, y_rate = jax.vjp(call, arrays, has_aux=True)
-        (cts,) = pull_back(jax.tree.leaves(ct_y))
-        ct_field, ct_y = split.dynamic_tree([-ct for ct in cts])
+        _, pull_back, y_rate = eqx.filter_vjp(call, (self.field, y), has_aux=True)
+        ((ct_field, ct_y),) = pull_back(jax.tree.map(jnp.negative, ct_y))
         return y_rate, ct_y, ct_field
 
 

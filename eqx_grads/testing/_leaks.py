@@ -33,7 +33,7 @@ def leaks(case: Case) -> Iterator[Finding]:
         where = f"{name}, under `jax.checking_leaks`"
         error = first if (name, mode) == ("jit of the gradient", "vjp") else _leak(run)
         cause = _KEEPS if error is not None and _is_leak(error) else ""
-        if cause and "linear_solve" not in known and _leak(plain[name]) is not None:
+        if cause and "linear_solve" not in known and _is_leak(_leak(plain[name])):
             cause = "the function, without its rule, keeps a tracer"
         elif cause and known & {"linear_solve", "_differentiable_solution"}:
             # `lineax.linear_solve` does so: in a run-time check, and from JAX 0.11 on for each
@@ -83,7 +83,7 @@ def _leak(run) -> Exception | None:
     return own if is_hidden else error
 
 
-def _is_leak(error: Exception) -> bool:
+def _is_leak(error: Exception | None) -> bool:
     # Before Python 3.13, JAX's report of some leaks crashes: equinox#997.
     crashes = isinstance(error, IndexError) and "list index out of range" in str(error)
     is_known = isinstance(error, jax.errors.UnexpectedTracerError)

@@ -113,7 +113,7 @@ class Source:
 
 _USE_SCAN = (
     "Only reverse mode keeps anything for a backward pass. A `while_loop` has no reverse "
-    "mode: use a `scan`."
+    "mode: use a `scan`, or `eqg.filter_while_loop` with `max_steps`."
 )
 _SAME_ERROR = "`jax.grad` of the loss raises this error as well: fix it first."
 _NO_COPY = ("reshape", "squeeze", "expand_dims")

@@ -109,7 +109,7 @@ class NaNReport(AbstractReport):
         notes = cures_of(self.found)
         if self.bad_leaves and self.n_leaves > 1:
             notes.append(("leaves", f"The gradient is bad in {show_list(self.bad_leaves, 8)}."))
-        if self.found and not self.is_reverse:
+        if not self.is_reverse:
             notes.append(("note", _FORWARD))
         return notes
 

@@ -174,7 +174,8 @@ def explain_traced(
         why = ": ".join([type(gradient.error).__name__, *str(gradient.error).splitlines()[:1]])
         remarks.append(
             f"The gradient of this loss raises {why.rstrip('.')}. Directional derivatives in "
-            "forward mode were used."
+            "forward mode were used. For a `while_loop`, use `eqg.filter_while_loop` with "
+            "`max_steps`; for a solver, `eqg.implicit`."
         )
     else:
         remarks += _dead_units(traced, gradient, noise)

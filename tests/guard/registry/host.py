@@ -36,14 +36,14 @@ def tangent(primals, tangents):
     return in_numpy(x, y), np.cos(x) * t_x * y[..., ::-1] + np.sin(x) * t_y[..., ::-1] + total
 
 
-def host(*rules, residuals=None, keep=8, **options):
+def host(*rules, keep=8, **options):
     """A host function with the rules that are named."""
     options = {"out": lambda x, y: x} | options
 
     def fn(x, y):
         function = eqg.host_function(in_numpy, **options)
         if "fwd" in rules:
-            function.def_fwd(fwd, residuals=residuals, keep=keep)
+            function.def_fwd(fwd, keep=keep)
             function.def_bwd(bwd)
         if "bwd" in rules:
             function.def_bwd(lambda args, ct: bwd(fwd(*args)[1], ct))
@@ -58,7 +58,6 @@ BATCH = {"vmap_method": "broadcast_all"}
 # The modes without a rule take the rows or columns of the Jacobian.
 entry("host_function", host("fwd"), X, Y, plain=in_jax, orders=OPTION["orders"], costs=False)
 for _name, _fn in {
-    "residuals that JAX keeps": host("fwd", residuals=lambda x, y: (x, x, x, y)),
     "no residuals kept": host("fwd", keep=0), "backward rule": host("bwd"),
     "forward rule": host("jvp"), "both rules": host("jvp", "bwd"),
     "complex steps": host(finite_difference="complex"),
@@ -96,26 +95,12 @@ for _method in ("sequential", "sequential_unrolled", "expand_dims", "broadcast_a
     for _name, _fn in {
         "rules": host("fwd", "jvp", vmap_method=_method),
         "differences": host(finite_difference="complex", vmap_method=_method),
-        "residuals": host("fwd", residuals=lambda x, y: (x, x, x, y), vmap_method=_method),
     }.items():
         if _name != "rules" and _method not in ("sequential", "broadcast_all"):
             continue
         entry(f"host_function: {_method}, {_name}", batched(_fn), X, Y, plain=batched(in_jax),
             precisions=("float64",), **OPTION)
 
-
-_sin = eqg.host_function(lambda x, y: np.sin(x), out=lambda x, y: x, vmap_method="expand_dims")
-_sin.def_bwd(lambda args, ct: (np.cos(args[0]) * ct, 0 * args[1]))
-
-
-def in_two_batches(sin):
-    """The result depends on no argument of the inner batch."""
-    inner = lambda x, ys: jax.vmap(lambda y: sin(x, y))(ys)
-    return lambda x, y: jax.vmap(inner, (0, None))(jnp.stack([x, 0.3 * y]), jnp.stack([y, x]))
-
-
-entry("host_function: a result without the inner batch", *(in_two_batches(_sin), X, Y),
-    plain=in_two_batches(lambda x, y: jnp.sin(x)), **OPTION)
 
 # ---------------------------------------------------------------- trees and buffers
 
