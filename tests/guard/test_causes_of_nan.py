@@ -417,12 +417,15 @@ def test_the_budget():
     assert "zero_safe" in " ".join(report.remarks)
 
 
-@pytest.mark.parametrize("checkpoint", [None, "replay"])
-def test_the_cure_is_tried_on_the_loss_as_it_runs(checkpoint):
-    """In the rule of a replayed scan, `zero_safe` may not reach what is not finite."""
+@pytest.mark.parametrize(("checkpoint", "b"), [(None, 1.0), (None, 0.0), ("replay", 1.0)])
+def test_the_cure_is_tried_on_the_loss_as_it_runs(checkpoint, b):
+    """In the rule of a replayed scan, `zero_safe` may not reach what is not finite; and it has
+    to help all leaves."""
     step = lambda w: lambda c, x: (c + jnp.where(x > 0, sqrt(w * x), 0.0), None)
-    loss = lambda w, xs: eqg.filter_scan(step(w), 0.0, xs, checkpoint=checkpoint)[0]
+    scan = lambda w, xs: eqg.filter_scan(step(w), 0.0, xs, checkpoint=checkpoint)[0]
+    loss, m = lambda m, xs: scan(m["a"], xs) + sqrt(m["b"]), arrays(a=1.0, b=b)
     xs = np.array([1.0, 0.0, 2.0], "float32")
-    helps = bool(np.isfinite(jax.grad(eqg.zero_safe(loss))(ONE, xs)))
-    (record,) = eqg.explain_nan(loss, ONE, xs).found
-    assert ("`eqg.zero_safe(loss)`" in record.cure) == helps
+    helps = np.isfinite(jax.tree.leaves(jax.grad(eqg.zero_safe(loss))(m, xs))).all()
+    found = eqg.explain_nan(loss, m, xs).found
+    assert len(found) == 1 + (b == 0)
+    assert any("`eqg.zero_safe(loss)`" in record.cure for record in found) == helps

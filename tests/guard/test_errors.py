@@ -12,6 +12,7 @@ import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 import pytest
 from eqx_grads import nn, safe, solvers, ste, surrogates, tangents
@@ -218,6 +219,16 @@ def solved(residual=lambda y, a: y - a, fn=lambda a: a, **options):
     return grad(eqg.implicit(named("residual", residual), **options)(named("solve", fn)))
 
 
+def failing(steps):
+    """The solution is finite, and the solver says whether it failed."""
+    gmres = lx.GMRES(1e-5, 1e-5, max_steps=steps)
+    matrix = SPIN + np.diag(X)
+    solve = eqg.implicit(lambda y, a: matrix @ y - a, solver=gmres)(
+        lambda a: np.linalg.solve(matrix, X)
+    )
+    return lambda: jax.grad(lambda a: jnp.sum(solve(a)))(X)
+
+
 def fixed(fn=lambda y: y / 2, y0=X, **options):
     return types(lambda y0: eqg.fixed_point(named("fn", fn), y0, **options), y0)
 
@@ -238,6 +249,8 @@ def host(fn=np.sin, options=None, **rules):
 
 
 pulled = lambda **rules: lambda: jax.grad(lambda x: jnp.sum(host(**rules)(x)))(X)
+COSINES = lambda p, t: (np.sin(p[0]), np.cos(p[0]) * t[0])
+by_columns = lambda n: pulled(options={"max_rule_calls": n}, jvp=COSINES)
 pushed = lambda rule: lambda: jax.jvp(host(jvp=rule), (X,), (X,))
 double = lambda x, *args: 2 * x
 linear_host = eqg.linear_host_function(named("double", double), double)
@@ -466,6 +479,7 @@ WRONG = [
      "`solve` returned no | @"), (solved(has_aux=True), "float32[3] | @"),
     (solved(fn=lambda a: (a, a, a), has_aux=True), "did not return a pair"),
     (solved(lambda y: y), "included: 1 | @"), (solved(lambda y, a: y[:2]), "float32[2] | @"),
+    (failing(1), "did not reach its"),
     (solved(lambda y, a: jnp.sum(y)), "Is this an objective? Give"),
     (solved(lambda y, a: y > a), "at residual: it is bool[3] | @"), (fixed(lambda y: (y, y, y),
      has_aux=True), "`fn` did not return a | @"), (fixed(has_aux=True), "float32[3]"),
@@ -488,6 +502,10 @@ WRONG = [
     (types(eqg.host_function(square, out=lambda: X), X), "`out` of `square` has | @"),
     (types(host(options={"out": lambda x: x + 1}), X), "`out` of `host` computes | @"),
     (types(host(options={"out": lambda x: KEY}), X), "NumPy has no keys"),
+    *((types(host(options={"out": kind}), X), "`host` does not say what | dtype alone")
+      for kind in (int, float, complex, np.float32, jnp.float32, np.dtype("float32"),
+      lambda x: x.shape)),
+    (by_columns(2), "takes 3 calls | `max_rule_calls` is 2"),
     (types(lambda a: host(lambda x: x * a)(X), ONE), "at `a`"),
     (lambda: host(lambda x: {"a": x})(X), "promised float32[3] | {'a'"),
     (lambda: host(lambda x: x[:2])(X), "returned float32[2]"),
@@ -646,7 +664,9 @@ RIGHT = [
      "n": 3}), fixed(lambda y: [y / 2, N], has_aux=True, max_steps=1),
     lambda: solvers.PhantomAdjoint(1, tau=1.0), event(t=ONE, where=np.bool_(True)),
     event(lambda t, y: t), jump(f=lambda t, y: {"a": y["a"], "n": None}, y={"a": X, "n": 3}),
-    types(host(), X),
+    failing(9), types(host(), X), by_columns(3), types(host(options={"out": 1.0}), X),
+    types(host(options={"out": Holder}), X),
+    types(lambda x: host(options={"out": lambda x, **n: np.ones(n["n"])})(x, n=3), X),
     grad(lambda s: host(bwd=lambda r, ct: (ct,))(X * s, scale=X), ONE),
     pulled(bwd=lambda r, ct: [ct], fwd=lambda x: [x, None]), grad(linear_host, X, N),
     # safe, ste, surrogates

@@ -38,20 +38,15 @@ def tangent(primals, tangents):
 
 def host(*rules, residuals=None, keep=8, **options):
     """A host function with the rules that are named."""
-    options = {"out": lambda x, y: x} | options
-
-    def fn(x, y):
-        function = eqg.host_function(in_numpy, **options)
-        if "fwd" in rules:
-            function.def_fwd(fwd, residuals=residuals, keep=keep)
-            function.def_bwd(bwd)
-        if "bwd" in rules:
-            function.def_bwd(lambda args, ct: bwd(fwd(*args)[1], ct))
-        if "jvp" in rules:
-            function.def_jvp(tangent)
-        return function(x, y)
-
-    return fn
+    function = eqg.host_function(in_numpy, **{"out": lambda x, y: x} | options)
+    if "fwd" in rules:
+        function.def_fwd(fwd, residuals=residuals, keep=keep)
+        function.def_bwd(bwd)
+    if "bwd" in rules:
+        function.def_bwd(lambda args, ct: bwd(fwd(*args)[1], ct))
+    if "jvp" in rules:
+        function.def_jvp(tangent)
+    return function
 
 
 BATCH = {"vmap_method": "broadcast_all"}
@@ -104,6 +99,19 @@ for _method in ("sequential", "sequential_unrolled", "expand_dims", "broadcast_a
             precisions=("float64",), **OPTION)
 
 
+def in_rows(fn):
+    """Each axis of a batch is known, though all have the same values."""
+
+    def run(x, y):
+        xs, ys = jnp.stack([x, 0.7 * x, y, 2 * y]), jnp.stack([y, x, 1.2 * y, x])
+        nested = jax.vmap(jax.vmap(fn))(xs.reshape(2, 2, 3), ys.reshape(2, 2, 3))
+        return jax.vmap(fn)(xs, ys), nested
+
+    return run
+
+
+entry("host_function: residuals of batches", in_rows(host("fwd", **BATCH)), X, Y,
+    plain=in_rows(in_jax), precisions=("float64",), **OPTION)
 _sin = eqg.host_function(lambda x, y: np.sin(x), out=lambda x, y: x, vmap_method="expand_dims")
 _sin.def_bwd(lambda args, ct: (np.cos(args[0]) * ct, 0 * args[1]))
 
@@ -136,12 +144,13 @@ def trees(params, x, n, *, power):
 
 def trees_jax(params, x, n, *, power):
     total = jnp.sum(x["z"] * x["a"].astype(x["z"].dtype)) * params.gain.astype(x["z"].dtype)
-    return {"y": params.gain * x["a"] ** power, "n": n + 1, "total": total}
+    n = (n + 1).astype("int32")
+    return {"y": params.gain * x["a"] ** power, "n": n, "total": total}
 
 
 def trees_out(params, x, n):
-    z = x["z"]
-    return {"y": x["a"], "n": n, "total": jax.ShapeDtypeStruct((), z.dtype)}
+    n, total = np.empty(2, "int32"), jax.ShapeDtypeStruct((), x["z"].dtype)
+    return {"y": x["a"], "n": n, "total": total}
 
 
 def trees_bwd(residuals, ct, *, power, perturbed):
