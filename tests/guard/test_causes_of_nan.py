@@ -9,9 +9,11 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optimistix as optx
 import pytest
 from jax import lax, nn
 from jax.scipy import special
+from jax.sharding import AxisType, PartitionSpec as P
 
 
 Z2, M2 = np.zeros(2, "float32"), np.zeros((2, 2), "float32")
@@ -104,6 +106,9 @@ root_rule.def_fwd(lambda x: (root_rule(x), root_rule(x)))
 root_rule.def_bwd(lambda y, ct: (ct / (2 * y),))
 
 
+MESH = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+
+
 def last_of(step, init, xs):
     return lax.scan(lambda c, x: (step(c, x), None), init, xs)[0]
 
@@ -160,6 +165,9 @@ KINDS = {
     "outside of the domain: sqrt[0] forward | x": (lambda m: total(jax.jit(jax.vmap(lambda x:
         lax.cond(total(x) < 10.0, sqrt, lambda x: x, x)))(m["x"])), arrays(x=[-1, 4]),
         arrays(x=[1, 4])),
+    "outside of the domain: log[0, 1, 2] forward": (lambda m: total(jax.shard_map(lambda x:
+        log(x) - lax.psum(x, "i"), mesh=MESH, in_specs=P("i"), out_specs=P("i"))(m["x"])),
+        arrays(x=[[1, 2, 3], [1, 2, -1], [1, 2, 3], [1, 2, 4]]), arrays(x=np.ones((4, 3)))),
     "true singularity: root_rule[0] | x": (lambda m: total(root_rule(m["x"])) * m["y"],
         arrays(x=[0, 1], y=2), arrays(x=[0.5, 1], y=2)),
     "inf - inf: sub[] at [1] forward; true singularity: log[] at [1] forward | w x": (lambda m:
@@ -209,6 +217,11 @@ def test_where_a_cause_is():
     found = eqg.explain_nan(loss, jnp.asarray(Z2)).found
     assert {r.code for r in found} == {"return 2.0 * jnp.sqrt(x)"}
     assert [r.caller for r in found if "in `loss`" in r.caller]
+    # In a library that calls a function of yours, it is a line of this function.
+    solver = optx.Newton(1e-5, 1e-5)
+    loss = lambda x: optx.root_find(lambda y, x: y - 3 * sqrt(x), solver, x, args=x).value
+    (record,) = eqg.explain_nan(loss, 0 * ONE).found
+    assert (record.primitive, "3 * sqrt(x)" in record.code) == ("sqrt", True)
     (record,) = eqg.explain_nan(lambda x: jax.grad(sqrt)(x[0]), jnp.asarray(Z2)).found
     assert (record.primitive, record.derivative_of) == ("div", "sqrt")
 

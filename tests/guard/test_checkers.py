@@ -6,6 +6,7 @@ it from the library.
 """
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Callable
 from typing import Any
@@ -220,12 +221,16 @@ def _enter_factors():
 _enter_factors()
 
 
-@row("forward", "", 0.5, 2.5)
-def conversions_inside(k):
-    """The function rounds to `bfloat16`, and its rule is compared without that."""
-    fn = lambda x: (x.astype("bfloat16") ** 3).astype(x.dtype)
+def conversions_inside(dtype, k):
+    """The function rounds to another dtype, and its rule is compared without that."""
+    fn = lambda x: x.astype(dtype).astype(x.dtype) ** 3
     factor = lambda t: np.asarray(1 + k * 8e-3, t.dtype)
     return jvp_rule(fn, lambda p, t: 3 * p[0] ** 2 * t[0] * factor(p[0])), (x_of("float32"),)
+
+
+for _dtype in ("bfloat16", "float8_e4m3fn"):
+    _enter = row("forward", "", 0.5, 2.5, name=f"conversions to {_dtype}")
+    _enter(ft.partial(conversions_inside, _dtype))
 
 
 @row("forward", "y", 0.5, 2.0)
@@ -401,6 +406,16 @@ def asymmetric_hessian(k):
     first.def_jvp(lambda p, t: (first(*p), t[1] if not k else jnp.zeros_like(p[0])))
     f = jvp_rule(lambda x, y: x * y, lambda p, t: first(*p) * t[0] + p[0] * t[1])
     return f, (jnp.float32(1.5), jnp.float32(0.7))
+
+
+@row("order", "reverse over forward", 0.0, 0.1)
+def backward_pass_of_a_tangent(k):
+    wrong = lambda xs, ct: (6 * xs[0] * ct * np.asarray(1 + k, ct.dtype),)
+    slope = vjp_rule(lambda x: 3 * x**2, wrong)
+    slope.def_jvp(lambda p, t: (slope(*p), 6 * p[0] * t[0]))
+    f = cube_backward(constant(0.0))
+    f.def_jvp(lambda p, t: (f(*p), slope(*p) * t[0]))
+    return f, (x_of("float32"),)
 
 
 @row("order", "right at these arguments", 1.0, 0.0)
@@ -1010,8 +1025,11 @@ def _relu(slope, above=1.0):
 def _noise(size):
     rng = np.random.default_rng(0)
 
+    def host(x):
+        assert x.dtype == np.float32
+        return np.float32(1 + size * rng.uniform(-1, 1))
+
     def call(x):
-        host = lambda x: np.asarray(1 + size * rng.uniform(-1, 1), x.dtype)
         out = jax.ShapeDtypeStruct((), x.dtype)
         return jnp.sin(x) * jax.pure_callback(host, out, jax.lax.stop_gradient(x[0]))
 

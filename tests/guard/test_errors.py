@@ -4,6 +4,7 @@ must have; and calls that are just right, which must raise nothing.
 Words are separated by ` | `; `@` stands for the file and the line of the user's function.
 """
 
+import copy
 import functools as ft
 from types import SimpleNamespace
 from unittest import mock
@@ -436,6 +437,7 @@ WRONG = [
     (lambda: eqg.clip_gradient(X, jnp.array([0.0, 2.0, 0.0]), 1.0), "that exceeds `max`"),
     (lambda: eqg.nn.FixedPoint(lambda x, z: z, (3, 0)), "`shape` is (3, 0)"),
     (lambda: eqg.testing.check_rule(jnp.sin, ONE, tolerance=-1.0), "of `check_rule` is not"),
+    (lambda: eqg.testing.check_rule(jnp.sin, ONE, reference=3), "`reference` of `check_rule`"),
     (lambda: eqg.clip_gradient({"a": X}, 0.0, XS), "x['a']"),
     (lambda: eqg.clip_gradient_norm({"a": XS, "b": X}, 1.0, axis=1),
      "that `x['b']` does not have"), (lambda: eqg.reversal_schedule(-0.1),
@@ -506,6 +508,13 @@ WRONG = [
       for kind in (int, float, complex, np.float32, jnp.float32, np.dtype("float32"),
       lambda x: x.shape)),
     (by_columns(2), "takes 3 calls | `max_rule_calls` is 2"),
+    *((ft.partial(host, options=options), words) for options, words in (
+        ({"finite_difference": "forward"}, "`finite_difference` of"),
+        ({"step": 1e-3}, "useful without `finite_difference`"),
+        *(({"finite_difference": "central", "step": step}, "`step` of `host_function` is not")
+          for step in (0.0, "no", (1e-3, np.inf))))),
+    (pulled(options={"finite_difference": "complex"}, fn=np.abs), "a real array for a complex"),
+    (grad(host(options={"finite_difference": "complex"}), Z), "`host` has complex arguments"),
     (types(lambda a: host(lambda x: x * a)(X), ONE), "at `a`"),
     (lambda: host(lambda x: {"a": x})(X), "promised float32[3] | {'a'"),
     (lambda: host(lambda x: x[:2])(X), "returned float32[2]"),
@@ -515,6 +524,8 @@ WRONG = [
     (pulled(bwd=lambda r, ct: (ct,), fwd=lambda x: x), "`fwd` of `host` did not"),
     (pushed(lambda p, t: p[0]), "`jvp` of `host` did not"), (lambda: linear_host(N),
      "at `x`: int | @"), (grad(linear_host, X, X), "`double` was | @"),
+    (lambda: copy.copy(eqg.explain_memory(jnp.sum, X, compiled=False)).verify(),
+     "on a copy of a report"),
     # safe, ste, surrogates
     (lambda: safe.pairwise_distance(XS, XS[:, :2]), "`y` is float32[4,2]"),
     (lambda: safe.arctan2(X, XS[:, 0]), "do not broadcast together"), (lambda: safe.arctan2(X,
@@ -663,8 +674,10 @@ RIGHT = [
      has_aux=True), solved(lambda y, a: {"y": y["y"] - a, "n": None}, lambda a: {"y": a,
      "n": 3}), fixed(lambda y: [y / 2, N], has_aux=True, max_steps=1),
     lambda: solvers.PhantomAdjoint(1, tau=1.0), event(t=ONE, where=np.bool_(True)),
+    grad(lambda t: eqg.event_time(lambda t, y: y[0], X, lambda t, y: -y, t)[0], np.float16(1)),
     event(lambda t, y: t), jump(f=lambda t, y: {"a": y["a"], "n": None}, y={"a": X, "n": 3}),
     failing(9), types(host(), X), by_columns(3), types(host(options={"out": 1.0}), X),
+    pulled(options={"finite_difference": "central", "step": (1e-3,)}),
     types(host(options={"out": Holder}), X),
     types(lambda x: host(options={"out": lambda x, **n: np.ones(n["n"])})(x, n=3), X),
     grad(lambda s: host(bwd=lambda r, ct: (ct,))(X * s, scale=X), ONE),

@@ -7,6 +7,7 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optimistix as optx
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -100,6 +101,19 @@ def root_plain(w, xs):
     return xs
 
 
+def balance(w, xs):
+    """With the checks of a solver."""
+    fn = lambda z: 0.1 * jnp.sum(w) * jnp.tanh(jnp.roll(z, 1, 1)) + xs
+    return eqg.fixed_point(fn, xs, solver=optx.FixedPointIteration(1e-7, 1e-7)).value
+
+
+def balance_plain(w, xs):
+    z = xs
+    for _ in range(15):
+        z = 0.1 * jnp.sum(w) * jnp.tanh(jnp.roll(z, 1, 1)) + xs
+    return z
+
+
 LOCAL = {
     "nn.GRU": (gru, gru_plain, (9, 3)), **{
         f"filter_scan: {method}": (
@@ -107,6 +121,7 @@ LOCAL = {
         )
         for method in (None, 2, "replay")
     }, "filter_while_loop": (root, root_plain, (2,)),
+    "fixed_point": (balance, balance_plain, (1,)),
 }  # fmt: skip
 
 

@@ -146,3 +146,26 @@ def test_the_residual_of_a_solution(factor, is_right):
         return
     with pytest.raises(RuntimeError, match="more than 1 %"):
         jax.grad(solve)(2.0)
+
+
+@pytest.mark.parametrize(
+    ("keep", "kind", "n_calls"),
+    [(0, "array", 6), (1, "array", 5), (2, "array", 4), (3, "array", 3), (3, "objects", 3),
+     (3, "one object", 5)],
+)  # fmt: skip
+def test_residuals_on_the_host(keep, kind, n_calls):
+    """What is not kept, or belongs to a later call, is computed again."""
+    calls, one = [], types.SimpleNamespace()
+
+    def fwd(x):
+        calls.append(x)
+        kept = one if kind == "one object" else types.SimpleNamespace()
+        kept.cos = np.cos(x)
+        return np.sin(x), kept.cos if kind == "array" else kept
+
+    sin = eqg.host_function(np.sin, out=lambda x: x)
+    sin.def_fwd(fwd, keep=keep)
+    sin.def_bwd(lambda kept, ct: (getattr(kept, "cos", kept) * ct,))
+    got, want = (jax.grad(lambda x, f=f: f(f(f(x))))(1.0) for f in (sin, jnp.sin))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert len(calls) == n_calls
