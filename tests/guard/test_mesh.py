@@ -101,17 +101,15 @@ def root_plain(w, xs):
     return xs
 
 
-def balance(w, xs):
+def balance(solve):
     """With the checks of a solver."""
-    fn = lambda z: 0.1 * jnp.sum(w) * jnp.tanh(jnp.roll(z, 1, 1)) + xs
-    return eqg.fixed_point(fn, xs, solver=optx.FixedPointIteration(1e-7, 1e-7)).value
+    step = lambda w, xs: lambda z: 0.1 * jnp.sum(w) * jnp.tanh(jnp.roll(z, 1, 1)) + xs
+    return lambda w, xs: solve(step(w, xs), xs)
 
 
-def balance_plain(w, xs):
-    z = xs
-    for _ in range(15):
-        z = 0.1 * jnp.sum(w) * jnp.tanh(jnp.roll(z, 1, 1)) + xs
-    return z
+solver = optx.FixedPointIteration(1e-7, 1e-7)
+of_steps = lambda fn, xs: ft.reduce(lambda z, _: fn(z), range(15), xs)
+of_solver = lambda fn, xs: eqg.fixed_point(fn, xs, solver=solver).value
 
 
 LOCAL = {
@@ -121,7 +119,7 @@ LOCAL = {
         )
         for method in (None, 2, "replay")
     }, "filter_while_loop": (root, root_plain, (2,)),
-    "fixed_point": (balance, balance_plain, (1,)),
+    "fixed_point": (balance(of_solver), balance(of_steps), (1,)),
 }  # fmt: skip
 
 
