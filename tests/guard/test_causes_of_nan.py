@@ -17,12 +17,10 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 
 Z2, M2 = np.zeros(2, "float32"), np.zeros((2, 2), "float32")
-ONES2, EMPTY = np.ones((2, 2), "float32"), np.full(2, -np.inf, "float32")
 BIG = np.array([9e3, 0.0], "float32")
 INF, IN_DATA = np.float32([np.inf, 1.0]), np.float32([1.0, np.nan, 1.0])
 ONE, X_OR_0 = np.float32(1), np.array([1.0, 0.0], np.float32)
 DEAD, SINGULAR, DOMAIN = "dead branch", "true singularity", "outside of the domain"
-ZERO_BY_INF = "zero times infinity"
 sqrt, log, exp, total = jnp.sqrt, jnp.log, jnp.exp, jnp.sum
 norm, mean = jnp.linalg.norm, jnp.mean
 
@@ -33,10 +31,6 @@ def rms(x, axis=None):
 
 def over(x, y):
     return exp(x) / total(exp(y))
-
-
-def clamped(x):
-    return sqrt(jnp.maximum(x, 0.0))
 
 
 # ---------------------------------------------------------------- cures

@@ -314,14 +314,8 @@ def _two(k_none_y=0.0, k_none_x=0.0):
     return rule, (x_of("float32"), 2 + x_of("float32"))
 
 
-@row("zeros", "only x perturbed, forward", 0.5, 2.0)
-def only_x_perturbed(k):
-    return _two(k_none_y=k)
-
-
-@row("zeros", "only y perturbed", 0.5, 2.0)
-def only_y_perturbed(k):
-    return _two(k_none_x=k)
+row("zeros", "only x perturbed, forward", 0.5, 2.0, name="only x")(lambda k: _two(k_none_y=k))
+row("zeros", "only y perturbed", 0.5, 2.0, name="only y")(lambda k: _two(k_none_x=k))
 
 
 @row("zeros", "equations", 0, 1)
@@ -391,9 +385,8 @@ def _enter_tolerances():
 _enter_tolerances()
 
 
-@row("order", "order 3", 2, 3)
-def third_order(order):
-    return _second(0.0, third=0.5), (x_of("float32"),), {"order": order}
+_third = lambda order: (_second(0.0, third=0.5), (x_of("float32"),), {"order": order})
+row("order", "order 3", 2, 3, name="third order")(_third)
 
 
 @row("order", "right to first order", 0, 1)
@@ -528,14 +521,10 @@ def cast_missing(dtype):
     return f, (x_of("float16"),)
 
 
-@row("finite", "at[0]", 0.1, 0.0)
-def finite_at(x):
-    return jnp.sqrt, (jnp.float32(1.0),), {"at": [(jnp.float32(x),)]}
-
-
-@row("finite", "the arguments, value", 0.5, -0.5)
-def finite_value(x):
-    return jnp.log, (jnp.float32(x),)
+_at = lambda x: (jnp.sqrt, (jnp.float32(1.0),), {"at": [(jnp.float32(x),)]})
+row("finite", "at[0]", 0.1, 0.0, name="finite at")(_at)
+_log = lambda x: (jnp.log, (jnp.float32(x),))
+row("finite", "the arguments, value", 0.5, -0.5, name="finite value")(_log)
 
 
 @row("finite", "second derivative", 2.5, 1.5)
@@ -730,7 +719,7 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     "off by one": (W, np.roll(W, 1, 0), "off by one along axis 0", {}),
     "off by two": (W, np.roll(W, 2, 0), "", {}),
     "known mistake": (W, W**2, "squared", {"mistakes": [Mistake("squared", W**2)]}),
-    "one entry": (W, _with(1), "1 of 12 entries", {}),
+    "one entry": (W, _with(1), "1 of 12 entries", {"primal": W}),
     "half of zeros": (W * (W > 0), W * (W > 0) + _with(6) - W, "6 of 12 entries", {}),
     "all entries": (W, W**3 + 7, "", {}),
     "where negative": (W, np.where(W < 0, W**2, W), "negative", {"primal": W}),

@@ -48,7 +48,6 @@ def grad(f, *args):
 
 
 jvp = lambda f, x=X: types(lambda x: jax.jvp(f, (x,), (x,)), x)
-jvps = lambda f, *xs: lambda: [jvp(f, x)() for x in xs]  # the first is right
 
 # ---------------------------------------------------------------- rules
 
@@ -221,6 +220,12 @@ def solved(residual=lambda y, a: y - a, fn=lambda a: a, **options):
     return grad(eqg.implicit(named("residual", residual), **options)(named("solve", fn)))
 
 
+def singular(f, tags):
+    """All is a solution, so that the equation does not determine one."""
+    solve = eqg.implicit(lambda y, a: f(y) - f(a), tags=tags)(lambda a: a)
+    return lambda: jax.grad(lambda a: jnp.sum(solve(a)))(X)
+
+
 near = lambda k: lambda: jax.grad(eqg.implicit(lambda y, a: y - a)(lambda a: k * a))(2.0)
 
 
@@ -317,8 +322,6 @@ WRONG = [
     (jvp(forward(lambda p, t: p[0]), X[:2]), "float32[2]"),
     (grad(tangent(lambda y, t: jnp.sum(t))), "the tangent is float32[] | @"),
     (grad(tangent(lambda y, t: t.astype("float16"))), "the tangent is float16[3]"),
-    (jvps(tangent(lambda y, t: X * t[0]), X, X[:2]), "float32[2]"),
-    (jvps(tangent(lambda y, t: t.astype("float32")), X, X.astype("float16")), "float16[3]"),
     (grad(forward(lambda p, t: (pair(*p), {"total": t[1]}), pair), *TREE),
      "'pair', 'sum': float32[]}"), (grad(forward(lambda p, t: ((p[0], N), (t[0], t[0])),
      lambda x: (x, N))), "at out[1]:"), (jvp(tangent(lambda y, t: t**2)), "power 2 | @"),
@@ -487,7 +490,10 @@ WRONG = [
      "`solve` returned no | @"), (solved(has_aux=True), "float32[3] | @"),
     (solved(fn=lambda a: (a, a, a), has_aux=True), "did not return a pair"),
     (solved(lambda y: y), "included: 1 | @"), (solved(lambda y, a: y[:2]), "float32[2] | @"),
-    (near(1.03), "more than 1 %"), (failing(1), "did not reach its"),
+    (near(1.03), "more than 1 %"), (fixed(solver=3), "The `solver` of `fixed_point`"),
+    *((singular(f, tags), "is singular at the solution to") for f, tags in (
+      (lambda y: TWO[0] * jnp.sum(y), ()), (lambda y: TWO[0] * jnp.sum(y), lx.symmetric_tag),
+      (lambda y: X * y - y, ()))), (failing(1), "did not reach its"),
     (solved(lambda y, a: jnp.sum(y)), "Is this an objective? Give"),
     (solved(lambda y, a: y > a), "at residual: it is bool[3] | @"), (fixed(lambda y: (y, y, y),
      has_aux=True), "`fn` did not return a | @"), (fixed(has_aux=True), "float32[3]"),
@@ -563,6 +569,9 @@ WRONG = [
      "`v` is float32[3], the"), (grad(lambda a: surrogates.spike(X, Holder(a)), ONE),
      "at surrogate.weight"),
     # layers
+    (run(layer("GRU", dtype="int32")), "The `dtype` of `GRU`"),
+    (lambda: nn.Recurrent(eqx.nn.GRUCell), "The `cell` of `Recurrent`"),
+    (types(lambda x: eqg.explain_nan(lambda m: jnp.sum(m * x), X, x), X), "a transformed"),
     (run(GRU, X), "was given `xs` with 1 axes"), (run(GRU, [XS, XS]),
      "`GRU` was given `xs` that are"), (run(GRU, XS[:, :2]), "and `input_size` is 3"),
     (run(layer("RNN"), XS.astype("complex64")), "`xs` is complex64"), (run(GRU, BATCH,
@@ -685,7 +694,8 @@ RIGHT = [
     lambda: solvers.PhantomAdjoint(1, tau=1.0), event(t=ONE, where=np.bool_(True)),
     grad(lambda t: eqg.event_time(lambda t, y: y[0], X, lambda t, y: -y, t)[0], np.float16(1)),
     event(lambda t, y: t), jump(f=lambda t, y: {"a": y["a"], "n": None}, y={"a": X, "n": 3}),
-    near(1.005), failing(9), types(host(), X), by_columns(3), types(host(options={"out": 1.0}), X),
+    near(1.005), failing(9), types(host(), X), by_columns(3),
+    types(host(options={"out": 1.0}), X),
     pulled(options={"finite_difference": "central", "step": (1e-3,)}),
     types(host(options={"out": Holder}), X),
     types(lambda x: host(options={"out": lambda x, **n: np.ones(n["n"])})(x, n=3), X),
