@@ -9,18 +9,18 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optimistix as optx
 import pytest
 from jax import lax, nn
 from jax.scipy import special
+from jax.sharding import AxisType, PartitionSpec as P
 
 
 Z2, M2 = np.zeros(2, "float32"), np.zeros((2, 2), "float32")
-ONES2, EMPTY = np.ones((2, 2), "float32"), np.full(2, -np.inf, "float32")
 BIG = np.array([9e3, 0.0], "float32")
 INF, IN_DATA = np.float32([np.inf, 1.0]), np.float32([1.0, np.nan, 1.0])
 ONE, X_OR_0 = np.float32(1), np.array([1.0, 0.0], np.float32)
 DEAD, SINGULAR, DOMAIN = "dead branch", "true singularity", "outside of the domain"
-ZERO_BY_INF = "zero times infinity"
 sqrt, log, exp, total = jnp.sqrt, jnp.log, jnp.exp, jnp.sum
 norm, mean = jnp.linalg.norm, jnp.mean
 
@@ -31,10 +31,6 @@ def rms(x, axis=None):
 
 def over(x, y):
     return exp(x) / total(exp(y))
-
-
-def clamped(x):
-    return sqrt(jnp.maximum(x, 0.0))
 
 
 # ---------------------------------------------------------------- cures
@@ -104,6 +100,9 @@ root_rule.def_fwd(lambda x: (root_rule(x), root_rule(x)))
 root_rule.def_bwd(lambda y, ct: (ct / (2 * y),))
 
 
+MESH = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+
+
 def last_of(step, init, xs):
     return lax.scan(lambda c, x: (step(c, x), None), init, xs)[0]
 
@@ -160,6 +159,9 @@ KINDS = {
     "outside of the domain: sqrt[0] forward | x": (lambda m: total(jax.jit(jax.vmap(lambda x:
         lax.cond(total(x) < 10.0, sqrt, lambda x: x, x)))(m["x"])), arrays(x=[-1, 4]),
         arrays(x=[1, 4])),
+    "outside of the domain: log[0, 1, 2] forward": (lambda m: total(jax.shard_map(lambda x:
+        log(x) - lax.psum(x, "i"), mesh=MESH, in_specs=P("i"), out_specs=P("i"))(m["x"])),
+        arrays(x=[[1, 2, 3], [1, 2, -1], [1, 2, 3], [1, 2, 4]]), arrays(x=np.ones((4, 3)))),
     "true singularity: root_rule[0] | x": (lambda m: total(root_rule(m["x"])) * m["y"],
         arrays(x=[0, 1], y=2), arrays(x=[0.5, 1], y=2)),
     "inf - inf: sub[] at [1] forward; true singularity: log[] at [1] forward | w x": (lambda m:
@@ -209,6 +211,11 @@ def test_where_a_cause_is():
     found = eqg.explain_nan(loss, jnp.asarray(Z2)).found
     assert {r.code for r in found} == {"return 2.0 * jnp.sqrt(x)"}
     assert [r.caller for r in found if "in `loss`" in r.caller]
+    # In a library that calls a function of yours, it is a line of this function.
+    solver = optx.Newton(1e-5, 1e-5)
+    loss = lambda x: optx.root_find(lambda y, x: y - 3 * sqrt(x), solver, x, args=x).value
+    (record,) = eqg.explain_nan(loss, 0 * ONE).found
+    assert (record.primitive, "3 * sqrt(x)" in record.code) == ("sqrt", True)
     (record,) = eqg.explain_nan(lambda x: jax.grad(sqrt)(x[0]), jnp.asarray(Z2)).found
     assert (record.primitive, record.derivative_of) == ("div", "sqrt")
 
@@ -417,12 +424,15 @@ def test_the_budget():
     assert "zero_safe" in " ".join(report.remarks)
 
 
-@pytest.mark.parametrize("checkpoint", [None, "replay"])
-def test_the_cure_is_tried_on_the_loss_as_it_runs(checkpoint):
-    """In the rule of a replayed scan, `zero_safe` may not reach what is not finite."""
+@pytest.mark.parametrize(("checkpoint", "b"), [(None, 1.0), (None, 0.0), ("replay", 1.0)])
+def test_the_cure_is_tried_on_the_loss_as_it_runs(checkpoint, b):
+    """In the rule of a replayed scan, `zero_safe` may not reach what is not finite; and it has
+    to help all leaves."""
     step = lambda w: lambda c, x: (c + jnp.where(x > 0, sqrt(w * x), 0.0), None)
-    loss = lambda w, xs: eqg.filter_scan(step(w), 0.0, xs, checkpoint=checkpoint)[0]
+    scan = lambda w, xs: eqg.filter_scan(step(w), 0.0, xs, checkpoint=checkpoint)[0]
+    loss, m = lambda m, xs: scan(m["a"], xs) + sqrt(m["b"]), arrays(a=1.0, b=b)
     xs = np.array([1.0, 0.0, 2.0], "float32")
-    helps = bool(np.isfinite(jax.grad(eqg.zero_safe(loss))(ONE, xs)))
-    (record,) = eqg.explain_nan(loss, ONE, xs).found
-    assert ("`eqg.zero_safe(loss)`" in record.cure) == helps
+    helps = np.isfinite(jax.tree.leaves(jax.grad(eqg.zero_safe(loss))(m, xs))).all()
+    found = eqg.explain_nan(loss, m, xs).found
+    assert len(found) == 1 + (b == 0)
+    assert any("`eqg.zero_safe(loss)`" in record.cure for record in found) == helps

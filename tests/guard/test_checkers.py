@@ -6,6 +6,7 @@ it from the library.
 """
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Callable
 from typing import Any
@@ -220,12 +221,16 @@ def _enter_factors():
 _enter_factors()
 
 
-@row("forward", "", 0.5, 2.5)
-def conversions_inside(k):
-    """The function rounds to `bfloat16`, and its rule is compared without that."""
-    fn = lambda x: (x.astype("bfloat16") ** 3).astype(x.dtype)
+def conversions_inside(dtype, k):
+    """The function rounds to another dtype, and its rule is compared without that."""
+    fn = lambda x: x.astype(dtype).astype(x.dtype) ** 3
     factor = lambda t: np.asarray(1 + k * 8e-3, t.dtype)
     return jvp_rule(fn, lambda p, t: 3 * p[0] ** 2 * t[0] * factor(p[0])), (x_of("float32"),)
+
+
+for _dtype in ("bfloat16", "float8_e4m3fn"):
+    _enter = row("forward", "", 0.5, 2.5, name=f"conversions to {_dtype}")
+    _enter(ft.partial(conversions_inside, _dtype))
 
 
 @row("forward", "y", 0.5, 2.0)
@@ -309,14 +314,8 @@ def _two(k_none_y=0.0, k_none_x=0.0):
     return rule, (x_of("float32"), 2 + x_of("float32"))
 
 
-@row("zeros", "only x perturbed, forward", 0.5, 2.0)
-def only_x_perturbed(k):
-    return _two(k_none_y=k)
-
-
-@row("zeros", "only y perturbed", 0.5, 2.0)
-def only_y_perturbed(k):
-    return _two(k_none_x=k)
+row("zeros", "only x perturbed, forward", 0.5, 2.0, name="only x")(lambda k: _two(k_none_y=k))
+row("zeros", "only y perturbed", 0.5, 2.0, name="only y")(lambda k: _two(k_none_x=k))
 
 
 @row("zeros", "equations", 0, 1)
@@ -386,9 +385,8 @@ def _enter_tolerances():
 _enter_tolerances()
 
 
-@row("order", "order 3", 2, 3)
-def third_order(order):
-    return _second(0.0, third=0.5), (x_of("float32"),), {"order": order}
+_third = lambda order: (_second(0.0, third=0.5), (x_of("float32"),), {"order": order})
+row("order", "order 3", 2, 3, name="third order")(_third)
 
 
 @row("order", "right to first order", 0, 1)
@@ -401,6 +399,16 @@ def asymmetric_hessian(k):
     first.def_jvp(lambda p, t: (first(*p), t[1] if not k else jnp.zeros_like(p[0])))
     f = jvp_rule(lambda x, y: x * y, lambda p, t: first(*p) * t[0] + p[0] * t[1])
     return f, (jnp.float32(1.5), jnp.float32(0.7))
+
+
+@row("order", "reverse over forward", 0.0, 0.1)
+def backward_pass_of_a_tangent(k):
+    wrong = lambda xs, ct: (6 * xs[0] * ct * np.asarray(1 + k, ct.dtype),)
+    slope = vjp_rule(lambda x: 3 * x**2, wrong)
+    slope.def_jvp(lambda p, t: (slope(*p), 6 * p[0] * t[0]))
+    f = cube_backward(constant(0.0))
+    f.def_jvp(lambda p, t: (f(*p), slope(*p) * t[0]))
+    return f, (x_of("float32"),)
 
 
 @row("order", "right at these arguments", 1.0, 0.0)
@@ -513,14 +521,10 @@ def cast_missing(dtype):
     return f, (x_of("float16"),)
 
 
-@row("finite", "at[0]", 0.1, 0.0)
-def finite_at(x):
-    return jnp.sqrt, (jnp.float32(1.0),), {"at": [(jnp.float32(x),)]}
-
-
-@row("finite", "the arguments, value", 0.5, -0.5)
-def finite_value(x):
-    return jnp.log, (jnp.float32(x),)
+_at = lambda x: (jnp.sqrt, (jnp.float32(1.0),), {"at": [(jnp.float32(x),)]})
+row("finite", "at[0]", 0.1, 0.0, name="finite at")(_at)
+_log = lambda x: (jnp.log, (jnp.float32(x),))
+row("finite", "the arguments, value", 0.5, -0.5, name="finite value")(_log)
 
 
 @row("finite", "second derivative", 2.5, 1.5)
@@ -715,7 +719,7 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     "off by one": (W, np.roll(W, 1, 0), "off by one along axis 0", {}),
     "off by two": (W, np.roll(W, 2, 0), "", {}),
     "known mistake": (W, W**2, "squared", {"mistakes": [Mistake("squared", W**2)]}),
-    "one entry": (W, _with(1), "1 of 12 entries", {}),
+    "one entry": (W, _with(1), "1 of 12 entries", {"primal": W}),
     "half of zeros": (W * (W > 0), W * (W > 0) + _with(6) - W, "6 of 12 entries", {}),
     "all entries": (W, W**3 + 7, "", {}),
     "where negative": (W, np.where(W < 0, W**2, W), "negative", {"primal": W}),
@@ -1010,8 +1014,11 @@ def _relu(slope, above=1.0):
 def _noise(size):
     rng = np.random.default_rng(0)
 
+    def host(x):
+        assert x.dtype == np.float32
+        return np.float32(1 + size * rng.uniform(-1, 1))
+
     def call(x):
-        host = lambda x: np.asarray(1 + size * rng.uniform(-1, 1), x.dtype)
         out = jax.ShapeDtypeStruct((), x.dtype)
         return jnp.sin(x) * jax.pure_callback(host, out, jax.lax.stop_gradient(x[0]))
 

@@ -65,8 +65,8 @@ ZEROS = {
     # An operation after the first cut need not be corrected first: `sign` has no record.
     "a rounding: floor, by structure": (lambda m, of: total(m["b"] * of(m["a"], lambda x:
         jnp.sign(jnp.floor(x)))), AB, AB),
-    "a never used: , by structure": (lambda m, of: total(m["b"]) + of(total(m["a"]), lambda x:
-        0.0), AB, AB),
+    "a never used: , by structure; b rounding: round, by structure": (lambda m, of: total(of(
+        m["b"], jnp.round)) + total(of(m, lambda m: {"a": 0.0})["a"]), AB, AB),
     "a multiplied by zero: mul, convert_element_type; b comparison: gt, by structure": (lambda
         m, of: total(of(1 + m["b"], lambda x: (x > 9).astype("float32")) * m["a"]), AB, AB),
     "a branch not taken: cond": (lambda m, of: jax.lax.cond(m["b"] > 0, lambda a: total(
@@ -117,6 +117,7 @@ def test_explain_zero(name):
     for record in report.found:
         assert record.code in SOURCE
         assert bool(record.code) == bool(record.primitive)
+        assert not record.code or f".py:{record.line}" in str(report)
     assert not eqg.explain_zero(lambda m: loss(m, lambda x, fn: x), good)
 
 

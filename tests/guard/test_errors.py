@@ -4,6 +4,7 @@ must have; and calls that are just right, which must raise nothing.
 Words are separated by ` | `; `@` stands for the file and the line of the user's function.
 """
 
+import copy
 import functools as ft
 from types import SimpleNamespace
 from unittest import mock
@@ -12,6 +13,7 @@ import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 import pytest
 from eqx_grads import nn, safe, solvers, ste, surrogates, tangents
@@ -218,6 +220,23 @@ def solved(residual=lambda y, a: y - a, fn=lambda a: a, **options):
     return grad(eqg.implicit(named("residual", residual), **options)(named("solve", fn)))
 
 
+def singular(f, tags):
+    """All is a solution, so that the equation does not determine one."""
+    solve = eqg.implicit(lambda y, a: f(y) - f(a), tags=tags)(lambda a: a)
+    return lambda: jax.grad(lambda a: jnp.sum(solve(a)))(X)
+
+
+near = lambda k: lambda: jax.grad(eqg.implicit(lambda y, a: y - a)(lambda a: k * a))(2.0)
+
+
+def failing(steps):
+    """The solution is finite, and the solver says whether it failed."""
+    matrix, gmres = SPIN + np.diag(X), lx.GMRES(1e-5, 1e-5, max_steps=steps)
+    decorate = eqg.implicit(lambda y, a: matrix @ y - a, solver=gmres)
+    solve = decorate(lambda a: np.linalg.solve(matrix, X))
+    return lambda: jax.grad(lambda a: jnp.sum(solve(a)))(X)
+
+
 def fixed(fn=lambda y: y / 2, y0=X, **options):
     return types(lambda y0: eqg.fixed_point(named("fn", fn), y0, **options), y0)
 
@@ -238,6 +257,8 @@ def host(fn=np.sin, options=None, **rules):
 
 
 pulled = lambda **rules: lambda: jax.grad(lambda x: jnp.sum(host(**rules)(x)))(X)
+COSINES = lambda p, t: (np.sin(p[0]), np.cos(p[0]) * t[0])
+by_columns = lambda n: pulled(options={"max_rule_calls": n}, jvp=COSINES)
 pushed = lambda rule: lambda: jax.jvp(host(jvp=rule), (X,), (X,))
 double = lambda x, *args: 2 * x
 linear_host = eqg.linear_host_function(named("double", double), double)
@@ -335,6 +356,8 @@ WRONG = [
      "`refs['a']` is Ref"), (types(lambda t: jax.linear_transpose(tangent(lambda y, t: t),
      X)(t), X), "`square` was transposed, and"), (calls_itself_compiled, "`Holder` inside a"),
     (grad(lambda x: eqg.nondifferentiable({"a": N, "b": [x]})["b"]), "at x['b'][0]"),
+    *((of(lambda x: eqg.nondifferentiable(x, "the rate")), "the rate was differentiated")
+      for of in (grad, jvp)),
     (lambda: jax.jvp(reverse(fn=lambda x: jax.pure_callback(np.sin, x, x)), (X,), (X,)),
      "Forward mode of | @"), (lambda: eqg.explain_zero(lambda x: jax.pure_callback(np.sin, x,
      x), ONE), "`<lambda>` has no derivative | `pure_callback`"),
@@ -423,6 +446,7 @@ WRONG = [
     (lambda: eqg.clip_gradient(X, jnp.array([0.0, 2.0, 0.0]), 1.0), "that exceeds `max`"),
     (lambda: eqg.nn.FixedPoint(lambda x, z: z, (3, 0)), "`shape` of `FixedPoint` | it is 0"),
     (lambda: eqg.testing.check_rule(jnp.sin, ONE, tolerance=-1.0), "of `check_rule` is not"),
+    (lambda: eqg.testing.check_rule(jnp.sin, ONE, reference=3), "`reference` of `check_rule`"),
     (lambda: eqg.clip_gradient({"a": X}, 0.0, XS), "x['a']"),
     (lambda: eqg.clip_gradient_norm({"a": XS, "b": X}, 1.0, axis=1),
      "that `x['b']` does not have"), (lambda: eqg.reversal_schedule(-0.1),
@@ -465,6 +489,10 @@ WRONG = [
     (lambda: eqg.implicit(square)(3), "is int (3)"), (solved(has_aux=True), "float32[3] | @"),
     (solved(fn=lambda a: (a, a, a), has_aux=True), "did not return a pair"),
     (solved(lambda y: y), "included: 1 | @"), (solved(lambda y, a: y[:2]), "float32[2] | @"),
+    (near(1.03), "more than 1 %"), (fixed(solver=3), "The `solver` of `fixed_point`"),
+    *((singular(f, tags), "is singular at the solution to") for f, tags in (
+      (lambda y: TWO[0] * jnp.sum(y), ()), (lambda y: TWO[0] * jnp.sum(y), lx.symmetric_tag),
+      (lambda y: X * y - y, ()))), (failing(1), "did not reach its"),
     (solved(lambda y, a: jnp.sum(y)), "Is this an objective? Give"),
     (solved(lambda y, a: y > a), "the residual None | @"), (fixed(lambda y: (y, y, y),
      has_aux=True), "`fn` did not return a | @"), (fixed(has_aux=True), "float32[3]"),
@@ -489,6 +517,15 @@ WRONG = [
     (types(eqg.host_function(square, out=lambda: X), X), "`out` of `square` has | @"),
     (types(host(options={"out": lambda x: x + 1}), X), "`out` of `host` computes | @"),
     (types(host(options={"out": lambda x: KEY}), X), "does not say what is returned"),
+    *((types(host(options={"out": kind}), X), "`host` does not say what | dtype alone")
+      for kind in (int, float, complex, np.float32, jnp.float32, np.dtype("float32"),
+      lambda x: x.shape)),
+    (by_columns(2), "takes 3 calls | `max_rule_calls` is 2"),
+    *((ft.partial(host, options=options), words) for options, words in (
+        ({"finite_difference": "forward"}, "`finite_difference` of"),
+        ({"step": 1e-3}, "useful without `finite_difference`"),
+        *(({"finite_difference": "central", "step": step}, "`step` of `host_function` is not")
+          for step in (0.0, "no", (1e-3, np.inf))))),
     (types(lambda a: host(lambda x: x * a)(X), ONE), "at `a`"),
     (lambda: host(lambda x: {"a": x})(X), "promised float32[3] | {'a'"),
     (lambda: host(lambda x: x[:2])(X), "returned float32[2]"),
@@ -496,8 +533,12 @@ WRONG = [
     (pulled(bwd=lambda r, ct: ct), "`host` has 1: `args[0]`"),
     (pulled(bwd=lambda r, ct: (ct[:2],)), "`bwd` of `host` | float32[2]"),
     (pulled(bwd=lambda r, ct: (ct,), fwd=lambda x: x), "`fwd` of `host` did not"),
+    (lambda: jax.vmap(host(lambda x: x / "x", options={"vmap_method": "expand_dims"}))(TWO),
+     "called with float32[2,3], under `vmap` of float32[3]"),
     (pushed(lambda p, t: p[0]), "`jvp` of `host` did not"), (lambda: linear_host(N),
      "at `x`: int | @"), (grad(linear_host, X, X), "`double` was | @"),
+    (lambda: copy.copy(eqg.explain_memory(jnp.sum, X, compiled=False)).verify(),
+     "on a copy of a report"),
     # safe, ste, surrogates
     (lambda: safe.pairwise_distance(XS, XS[:, :2]), "`y` is float32[4,2]"),
     (lambda: safe.arctan2(X, XS[:, 0]), "do not broadcast together"), (lambda: safe.arctan2(X,
@@ -528,6 +569,9 @@ WRONG = [
      "array is float32[3], the"), (grad(lambda a: surrogates.spike(X, Holder(a)), ONE),
      "at surrogate.weight"),
     # layers
+    (run(layer("GRU", dtype="int32")), "The `dtype` of `GRU`"),
+    (lambda: nn.Recurrent(eqx.nn.GRUCell), "The `cell` of `Recurrent`"),
+    (types(lambda x: eqg.explain_nan(lambda m: jnp.sum(m * x), X, x), X), "a transformed"),
     (run(GRU, X), "`xs` is float32[3]"), (run(GRU, [XS, XS]),
      "`xs` is list | jnp.stack"), (run(GRU, XS[:, :2]), "and `input_size` is 3"),
     (run(layer("RNN"), XS.astype("complex64")), "`xs` is complex64"), (run(GRU, BATCH,
@@ -582,6 +626,7 @@ RIGHT = [
     # reverse rules
     grad(reverse(fwd=lambda x: [square(x), x])), grad(reverse(lambda r, ct: [ct])),
     grad(reverse(lambda r, ct: (ct.astype("float16"),))),
+    grad(lambda x: x * reverse(fn=jnp.argmax)(x).astype(x.dtype)),
     grad(reverse(lambda r, ct: (jnp.stack([ct, ct]),))), grad(reverse(lambda r, ct: (ct, N),
      fn=lambda x, n: x), X, N), grad(reverse(lambda r, ct: (ct, "m"), fn=lambda x, name: x), X,
      "n"), lambda: eqg.custom_vjp(square).def_bwd(lambda residuals, ct, *, perturbed: (ct,)),
@@ -646,13 +691,19 @@ RIGHT = [
      has_aux=True), solved(lambda y, a: {"y": y["y"] - a, "n": None}, lambda a: {"y": a,
      "n": 3}), fixed(lambda y: [y / 2, N], has_aux=True, max_steps=1),
     lambda: solvers.PhantomAdjoint(1, tau=1.0), event(t=ONE, where=np.bool_(True)),
+    grad(lambda t: eqg.event_time(lambda t, y: y[0], X, lambda t, y: -y, t)[0], np.float16(1)),
     event(lambda t, y: t), jump(f=lambda t, y: {"a": y["a"], "n": None}, y={"a": X, "n": 3}),
-    types(host(), X),
+    near(1.005), failing(9), types(host(), X), by_columns(3),
+    types(host(options={"out": 1.0}), X),
+    pulled(options={"finite_difference": "central", "step": (1e-3,)}),
+    types(host(options={"out": Holder}), X),
+    types(lambda x: host(options={"out": lambda x, **n: np.ones(n["n"])})(x, n=3), X),
     grad(lambda s: host(bwd=lambda r, ct: (ct,))(X * s, scale=X), ONE),
     pulled(bwd=lambda r, ct: [ct], fwd=lambda x: [x, None]), grad(linear_host, X, N),
     # safe, ste, surrogates
     lambda: safe.eigh(SPIN), lambda: safe.svd(XS), lambda: safe.norm(XS, axis=-1, ord=np.inf),
-    lambda: safe.where(XS[:, :1] > 0, jnp.log, XS, XS[:1]), lambda: ste.fsq(X, (2, 2,
+    lambda: safe.where(XS[:, :1] > 0, jnp.log, XS, XS[:1]), lambda: safe.where(X > 0, jnp.log,
+     X, np.float16(0), substitute=np.float16(1)), lambda: ste.fsq(X, (2, 2,
      2**29 - 1)), lambda: ste.clip(X, 1.0, 1.0), lambda: ste.top_k(X, 3),
     lambda: ste.fake_quantize(X, ONE, zero_point=127.0),
     grad(lambda v: surrogates.spike(v, lambda v: jnp.float16(1))),

@@ -7,6 +7,7 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optimistix as optx
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -100,6 +101,17 @@ def root_plain(w, xs):
     return xs
 
 
+def balance(solve):
+    """With the checks of a solver."""
+    step = lambda w, xs: lambda z: 0.1 * jnp.sum(w) * jnp.tanh(jnp.roll(z, 1, 1)) + xs
+    return lambda w, xs: solve(step(w, xs), xs)
+
+
+solver = optx.FixedPointIteration(1e-7, 1e-7)
+of_steps = lambda fn, xs: ft.reduce(lambda z, _: fn(z), range(15), xs)
+of_solver = lambda fn, xs: eqg.fixed_point(fn, xs, solver=solver).value
+
+
 LOCAL = {
     "nn.GRU": (gru, gru_plain, (9, 3)), **{
         f"filter_scan: {method}": (
@@ -107,6 +119,7 @@ LOCAL = {
         )
         for method in (None, 2, "replay")
     }, "filter_while_loop": (root, root_plain, (2,)),
+    "fixed_point": (balance(of_solver), balance(of_steps), (1,)),
 }  # fmt: skip
 
 

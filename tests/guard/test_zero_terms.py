@@ -348,6 +348,8 @@ def test_terms_of_zeros_are_dropped():
     (lambda x, t: jax.lax.cond(x[0] > 9, lambda t: jnp.tanh(t), lambda t: t, t),
      "applies `tanh`"), (lambda x, t: jax.jit(jnp.abs)(t), "applies `abs`"),
     (lambda x, t: jnp.sort(t), "applies `sort`"),
+    (lambda x, t: jax.lax.while_loop(lambda c: c[0] < jnp.sum(x),
+     lambda c: (c[0] + 1, 2 * c[1]), (0, t))[1], "transpose"),
 ])  # fmt: skip
 def test_a_rule_that_is_not_linear(tangent, why):
     f = eqg.custom_jvp(jnp.sin)

@@ -38,20 +38,15 @@ def tangent(primals, tangents):
 
 def host(*rules, keep=8, **options):
     """A host function with the rules that are named."""
-    options = {"out": lambda x, y: x} | options
-
-    def fn(x, y):
-        function = eqg.host_function(in_numpy, **options)
-        if "fwd" in rules:
-            function.def_fwd(fwd, keep=keep)
-            function.def_bwd(bwd)
-        if "bwd" in rules:
-            function.def_bwd(lambda args, ct: bwd(fwd(*args)[1], ct))
-        if "jvp" in rules:
-            function.def_jvp(tangent)
-        return function(x, y)
-
-    return fn
+    function = eqg.host_function(in_numpy, **{"out": lambda x, y: x} | options)
+    if "fwd" in rules:
+        function.def_fwd(fwd, keep=keep)
+        function.def_bwd(bwd)
+    if "bwd" in rules:
+        function.def_bwd(lambda args, ct: bwd(fwd(*args)[1], ct))
+    if "jvp" in rules:
+        function.def_jvp(tangent)
+    return function
 
 
 BATCH = {"vmap_method": "broadcast_all"}
@@ -79,13 +74,14 @@ for _name, _fn, _precision, _tolerance, _orders in (
 
 
 def batched(fn):
-    """With a captured argument, and with both batched."""
+    """With both batched, in two batches whose arrays have the same bytes, and with a captured
+    argument."""
 
     def run(x, y):
         xs, ys = jnp.stack([x, 0.7 * x, y]), jnp.stack([y, x, 1.2 * y])
         return (
-            jax.vmap(fn)(xs, ys), jax.vmap(fn, (0, None))(xs, y),
-            jax.vmap(fn, (None, 0))(x, ys),
+            jax.vmap(fn)(xs, ys), jax.vmap(jax.vmap(fn))(xs[:, None], ys[:, None]),
+            jax.vmap(fn, (0, None))(xs, y), jax.vmap(fn, (None, 0))(x, ys),
         )
 
     return run
@@ -121,12 +117,13 @@ def trees(params, x, n, *, power):
 
 def trees_jax(params, x, n, *, power):
     total = jnp.sum(x["z"] * x["a"].astype(x["z"].dtype)) * params.gain.astype(x["z"].dtype)
-    return {"y": params.gain * x["a"] ** power, "n": n + 1, "total": total}
+    n = (n + 1).astype("int32")
+    return {"y": params.gain * x["a"] ** power, "n": n, "total": total}
 
 
 def trees_out(params, x, n):
-    z = x["z"]
-    return {"y": x["a"], "n": n, "total": jax.ShapeDtypeStruct((), z.dtype)}
+    n, total = np.empty(2, "int32"), jax.ShapeDtypeStruct((), x["z"].dtype)
+    return {"y": x["a"], "n": n, "total": total}
 
 
 def trees_bwd(residuals, ct, *, power, perturbed):

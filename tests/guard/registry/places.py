@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify  # noqa: TID251  an interpreter of others
 
+from ..test_core import Plain
 from .entry import entry
 
 
@@ -89,30 +90,14 @@ entry("custom_vjp: checkify", *(checked, X, W),
 # ---------------------------------------------------------------- closures
 
 
-@jax.tree_util.register_pytree_node_class
-class Scaled:
-    """A class of users that computes when it is made."""
-
-    def __init__(self, factor):
-        self.factor = factor
-        self.double = 2 * factor
-
-    def tree_flatten(self):
-        return (self.factor,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
-
-
 def of_captured(x, w):
     """The rule holds a traced value in an object, in a container, and in itself. The residual
     of the other one is a function."""
-    kept = {"a": [Scaled(jnp.sum(jax.lax.stop_gradient(w)))]}
+    kept = {"a": [Plain(jnp.sum(jax.lax.stop_gradient(w)), None)]}
     fn = eqg.custom_jvp(lambda x: jnp.sin(x) * kept["a"][0].double)
     fn.def_jvp(lambda p, t: (fn(*p), jnp.cos(p[0]) * t[0] * kept["a"][0].double))
     body = eqg.custom_vjp(lambda x: jnp.sin(x) * later)
-    later = kept["a"][0].factor
+    later = kept["a"][0].mean
     body.def_fwd(lambda x: (body(x), lambda: jnp.cos(x) * later))
     body.def_bwd(lambda slope, ct: (slope() * ct,))
     again = eqg.filter_scan(lambda h, x: (h + fn(x), fn(h)), jnp.zeros_like(x[0]), x)
@@ -126,4 +111,4 @@ def of_captured_plain(x, w):
 
 
 entry("custom_jvp: objects of users' classes are captured", of_captured, *(X, W),
-    plain=of_captured_plain, **ONCE | {"orders": SHORT})
+    plain=of_captured_plain, own_rule=True, **ONCE | {"orders": SHORT})

@@ -386,7 +386,8 @@ def calibrated(x):
     """Scales that are fitted to the inputs of each layer."""
     with jax.ensure_compile_time_eval():
         weights = [jnp.asarray(w, x.dtype) for w in WEIGHTS]
-        rules = {eqx.nn.Linear: (None, nn.FakeQuantize(5, learn_scale=True))}
+        of = lambda axis: (None, nn.FakeQuantize(5, learn_scale=True, channel_axis=axis))
+        rules = {"layers[0]": of(0), "layers[3]": of(-1), eqx.nn.Linear: of(None)}
         batch = jnp.asarray(BATCH, x.dtype)
         quantized, _ = nn.quantize_model(network(weights, x.dtype), rules, calibrate=batch)
     layers = quantized.layers
@@ -397,7 +398,7 @@ def calibrated_plain(x):
     w1, b1, w2, b2, w3, b3 = (jnp.asarray(w, x.dtype) for w in WEIGHTS)
     xs, scales = jnp.asarray(BATCH, x.dtype), []
     for w, b, fn in ((w1, b1, jnp.tanh), (w2, b2, lambda x: x), (w3, b3, lambda x: x)):
-        scales.append(absmax(xs, 15))
+        scales.append(absmax(xs, 15) if len(scales) == 1 else absmax(xs, 15, 0)[0])
         x = fn(w @ fake_quantize(x, scales[-1], -16, 15) + b)
         xs = fn(xs @ w.T + b[None])
     return x, scales

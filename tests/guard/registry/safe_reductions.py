@@ -41,10 +41,8 @@ def dirty(x, mask=MASK):
 
 def norm(x, ord=2, axis=None, keepdims=False):
     size = jnp.abs(x)
-    if ord == 2:
-        return jnp.sqrt(jnp.sum(size**2, axis, keepdims=keepdims))
-    if ord == 1:
-        return jnp.sum(size, axis, keepdims=keepdims)
+    if ord < INF:
+        return jnp.sum(size**ord, axis, keepdims=keepdims) ** (1 / ord)
     return jnp.take_along_axis(size, jnp.argmax(size, axis, keepdims=True), axis).squeeze(axis)
 
 
@@ -109,7 +107,10 @@ X, Z = normal(3, 5), complex_normal(3, 5)
 BLOCK, HALF, ONE_D = normal(2, 3, 5), (normal(2, 1000),), normal(7)
 VECTORS = np.array([[3e-200, 4e-200], [0, 0], [3e200, -4e200], [INF, -2], [1e-300, 1e9]])
 SLOPES = [[0.6, 0.8], [0, 0], [0.6, -0.8], [1, 0], [1e-309, 1]]
+N3 = 91 ** (1 / 3)
+THIRDS = np.array([[9, 16], [0, 0], [9, -16], [N3**2, 0]]) / N3**2
 NASTY = {
+    3: [nasty(VECTORS[:4], [1e-200 * N3, 0, 1e200 * N3, INF], THIRDS)],
     2: [nasty(VECTORS, [5e-200, 0, 5e200, INF, 1e9], SLOPES)],
     1: [nasty([[2, -5, 5, 0]], [12], [[1, -1, 1, 0]], [[0, 0, 0, NAN]])], INF: [
         nasty([[2, -5, 5]], [5], [[0, -0.5, 0.5]], [[0, NAN, NAN]]),

@@ -222,25 +222,26 @@ entry("fixed_point: aux", with_aux, A, W, plain=with_aux_plain, tolerance=1e-8, 
 def flight(y, g, t, t0=0.0):
     """From the state at `t0` to the state at `t`."""
     h, v = y
+    t, t0 = (jnp.asarray(x, g.dtype) for x in (t, t0))
     dt = t - t0
     return h + v * dt - g * (dt**3 / 6 + t0 * dt**2 / 2), v - g * (t**2 - t0**2) / 2
 
 
 def landing(y, g, floor):
     """When the height, above a floor that rises, is zero: by Newton from a time nearby."""
-    t = 2.5 + 0 * g
+    t = 2.5 + 0 * jnp.real(g)
 
     def step(t, _):
-        h, v = flight(y, g, t)
+        h, v = map(jnp.real, flight(y, g, t))
         return t - (h - floor * t) / (v - floor), None
 
     return jax.lax.scan(step, t, None, length=9)[0]
 
 
 def hit(h, v, g, floor):
-    fall = lambda t, y: (y[1], -g * t)
+    fall = lambda t, y: (y[1], -g * jnp.asarray(t, g.dtype))
     t = solved(landing((h, v), g, floor))
-    condition = lambda t, y: 3.0 * (y[0] - floor * t) * (1 + t)
+    condition = lambda t, y: 3.0 * (jnp.real(y[0]) - floor * t) * (1 + t)
     return eqg.event_time(condition, flight((h, v), g, t), fall, t)
 
 
@@ -265,7 +266,8 @@ def bounce_plain(h, v, g, floor):
 
 
 _start = np.array(1.5), np.array(0.7), np.array(0.9), np.array(0.2)
-entry("event_time", hit, *_start, plain=hit_plain, **OPTION | {"leaks": True})
+entry("event_time", hit, *_start, plain=hit_plain, **OPTION | {"leaks": True},
+    complex_args=(_start[0] + 0.3j, _start[1] - 0.2j, _start[2] + 0.1j, _start[3]))
 _orders = {"leaks": True, "orders": ("value", "jvp", "vjp", "FR", "RR")}
 entry("jump", bounce, *_start, plain=bounce_plain, **OPTION | _orders)
 
