@@ -211,7 +211,7 @@ class _Chunks:
     def join(self, whole, parts):
         """The inverse of `split`, even for one chunk."""
         return [
-            x if part is None else jnp.moveaxis(part, 0, a)
+            x if part is None or a is None else jnp.moveaxis(part, 0, a)
             for x, part, a in zip(whole, parts, self.axes, strict=True)
         ]
 

@@ -80,7 +80,8 @@ def summed_loss(x, weight, bias, class_weight, labels, scales, *, options: Optio
 @summed_loss.def_jvp(symbolic_zeros=True)
 def _summed_loss_jvp(primals, tangents, *, options):
     live = [t is not None for t in tangents[:3]]
-    terms, cts = _gradients(*primals, None, live=live, options=options)
+    args: Any = (*primals, None)
+    terms, cts = _gradients(*args, live=live, options=options)
     # The losses are summed after the loop: of sharded tokens, that is one sum over the devices.
     out = jax.tree.map(jnp.sum, terms)
     return out, (options.total(inner_product(cts, tangents[:3])), None)
@@ -164,7 +165,8 @@ def _token_losses_bwd(residuals, cts, *, options, perturbed: tuple[Any, ...]):
         (ct,) = jax.linear_transpose(options.total, part)(ct)
     scales = jax.tree.map(lambda scale: _times(scale, ct), scales)
     live = [p is True for p in perturbed[:3]]
-    _, cts = _gradients(*args, scales, normalizer, live=live, options=options)
+    terms: Any = (*args, scales, normalizer)
+    _, cts = _gradients(*terms, live=live, options=options)
     return *cts, None, None, None
 
 

@@ -133,9 +133,9 @@ def run_gated_cell(cell, xs, state, valid, reverse, keep):
         formulas = RNN[cell.activation]
     names = ("weight_ih", "weight_hh", "bias", "bias_n", "weight_hr")
     weights = Weights(*(getattr(cell, name, None) for name in names))
-    args = common_dtype(weights, xs, tuple(state) if is_lstm else (state,))
+    args: Any = (*common_dtype(weights, xs, tuple(state) if is_lstm else (state,)), valid)
     keep = kept_of_cells() if keep == "auto" else keep
-    ys, last = split_scan(*args, valid, formulas=formulas, reverse=reverse, keep=keep)
+    ys, last = split_scan(*args, formulas=formulas, reverse=reverse, keep=keep)
     return ys, last if is_lstm else last[0]
 
 

@@ -129,10 +129,11 @@ class AbstractRecurrent(AbstractCellLayer):
                 raise bad_argument(name, "key", "given, and `dropout` needs it", key, do)
             check_key(name, key)
         xs = self.stack.time_first(xs, is_batch)
-        check_features(name, self.cells[0][0], xs)
+        cells = list(self.cells)
+        check_features(name, cells[0][0], xs)
         valid = valid_steps(name, lengths, xs, is_batch)
         xs = zero_padding(xs, valid)  # which may hold anything, NaN included
-        first, cells = gathered_leaves(self.initial_state), self.cells
+        first = gathered_leaves(self.initial_state)
         if any(explicit_spec(xs)):
             # The batch and the units can't share a mesh axis.
             cells = gathered_leaves(cells)

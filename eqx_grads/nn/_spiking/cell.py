@@ -180,7 +180,8 @@ class LIFCell(eqx.Module):
         constants = {"beta": beta, "alpha": alpha, "rho": rho, "threshold": threshold}
         constants["strength"] = None if rho is None else strength
         known = [name for name, value in constants.items() if value is not None]
-        self.learn = tuple(learn) if isinstance(learn, tuple | list) else (learn,)
+        names: Any = learn
+        self.learn = tuple(names) if isinstance(names, tuple | list) else (names,)
         for name in self.learn:
             check_option("LIFCell", "learn", name, known)
         for name, value in constants.items():

@@ -16,7 +16,8 @@ from .spiking_scan import spiking_scan
 def _run_neurons(cell, xs, state, valid, reverse, _):
     weights = cell.weight_ih, cell.bias, cell.weight_hh
     weights, xs, state = common_dtype(weights, xs, state)
-    return spiking_scan(*weights, cell._dynamics(xs.dtype), xs, state, valid, reverse=reverse)
+    args: Any = (*weights, cell._dynamics(xs.dtype), xs, state, valid)
+    return spiking_scan(*args, reverse=reverse)
 
 
 FAST_PATHS[LIFCell] = _run_neurons
