@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
@@ -138,28 +137,11 @@ def _as_numbers(arrays):
 
 
 def _not_differentiable(fn, flat, i):
-    what, places = "a value that it closes over", [place_of(fn)]
-    do = _MODULE_WAY_OUT if isinstance(fn, eqx.Module) else WAY_OUT
+    what, do = "a value that it closes over", WAY_OUT
     if i < flat.n_args + flat.n_kwargs:
         what, do = flat.rules.convention.configuration
-    elif (holder := flat.holder(i)) is not None:
-        what, (function, argument, by_position) = _OF_AN_ARGUMENT, holder
-        places.insert(0, place_of(function))
-        do = _HOLDER_WAY_OUT.format(argument) if by_position else WAY_OUT
     what = f"`{name_of(fn)}` was differentiated with respect to {what}."
-    return rule_error(what, f"at {flat.path(i)}", *places, do=do)
-
-
-_OF_AN_ARGUMENT = "a value that a function among its arguments closes over"
-_HOLDER_WAY_OUT = (
-    "A rule gives derivatives with respect to the leaves of its arguments. Make {} an "
-    "`eqx.Module` or an `eqx.Partial` that has the value as a leaf, or close over "
-    "`jax.lax.stop_gradient` of it."
-)
-_MODULE_WAY_OUT = (
-    "A rule gives derivatives with respect to arguments. Pass the Module as an argument: "
-    "decorate a function that takes it, or its method `__call__`, whose argument is `self`."
-)
+    return rule_error(what, f"at {flat.path(i)}", place_of(fn), do=do)
 
 
 def apply_vmap_rule(

@@ -148,8 +148,9 @@ def _jvp(primals, tangents, **params):
 
 
 WAY_OUT = (
-    "A rule gives derivatives with respect to arguments. Make the value a positional "
-    "parameter, or close over `jax.lax.stop_gradient` of it."
+    "A rule gives derivatives with respect to the leaves of its arguments. Make the value a "
+    "positional parameter, or a leaf of one, as in an `eqx.Partial` or an `eqx.Module` "
+    "(decorate its method: `self` is an argument), or close over `jax.lax.stop_gradient` of it."
 )
 
 
@@ -159,10 +160,8 @@ def _closed_over(call: Call) -> RuleError:
     return rule_error(what, where, do=WAY_OUT)
 
 
-# The rules of the calls that are being transposed, and of the calls that are checked to see
-# whether they are the same for all examples: a rule may call its own function.
+# The rules of the calls that are being transposed: a rule may call its own function.
 _transposed = contextvars.ContextVar[frozenset[Any]]("transposed", default=frozenset())
-_looked_at = contextvars.ContextVar[frozenset[Any]]("looked_at", default=frozenset())
 
 
 def _transpose(cts, *operands, **params):
@@ -220,13 +219,6 @@ def _batch(axis_data, operands, dims, **params):
         if not _uses_axis(axis_data.name, call, call_jaxpr, operands[n_consts:]):
             out = call_p.bind(*operands, **params)
             return out, [None] * len(out)
-        is_inner = call.rules_key in _looked_at.get()
-        if is_inner or _is_same_for_all(axis_data, call, operands[n_consts:]):
-            of_batch, _ = batched_call(
-                call, axis_data, [False] * len(dims), call_jaxpr, n_consts
-            )
-            out = bind_call(of_batch, operands)
-            return out, [None] * len(out)
         copies = jax.vmap(lambda x: x, None, axis_size=axis_data.size)
         operands = [*operands[:n_consts], *map(copies, operands[n_consts:])]
         dims = [None if i < n_consts else 0 for i in range(len(operands))]
@@ -242,63 +234,14 @@ def _batch(axis_data, operands, dims, **params):
     return list(out), [0 if b else None for b in out_batched]
 
 
-def _uses_axis(name: Any, call: Call, call_jaxpr: Any, operands: Sequence[Any]) -> bool:
-    """Whether the function or a rule uses the named axis of a `vmap`, by a collective or
-    `axis_index`. Then each example has its own value or derivative, although no operand has
-    the batch dimension; and the name exists only here, not where a derivative runs later."""
-    if type(name) is object:  # what JAX names an axis for which the user gave no name
+def _uses_axis(name: Any, call: Call, call_jaxpr: ClosedJaxpr | None, operands: Any) -> bool:
+    """Whether the function uses the axis of a `vmap`, for example its index."""
+    if type(name) is object:  # as JAX does where the user gave no name
         return False
-    types = [jax.typeof(x) for x in operands]
-
-    def gradient(*xs):
-        out, _, pull_back = _vjp_of_call(call, xs)
-        return out, pull_back(out)  # for the types, any cotangents do
-
-    value = try_to_trace(_trace, call, types) if call_jaxpr is None else call_jaxpr
-    # Nobody has differentiated yet, so an error in a rule must not surface here.
-    programs = value, try_to_trace(jax.make_jaxpr(gradient), *types)
-    return any(program is not None and _has_effect(program, name) for program in programs)
-
-
-def _is_same_for_all(axis_data: Any, call: Call, operands: Sequence[Any]) -> bool:
-    """Whether all examples have the same value and derivative, as the sum over the axis of a
-    value without the batch dimension, and the backward pass does not use the axis."""
-    varies: list[bool] = []
-
-    def one(*xs):
-        out, others, pull_back = _vjp_of_call(call, xs)
-        # A backward rule that fails says nothing here: it fails again where it is used.
-        program = try_to_trace(jax.make_jaxpr(pull_back), out)
-        cts = [] if program is None else pull_back(out)
-        uses_axis = program is not None and _has_effect(program, axis_data.name)
-        varies.append(uses_axis or any(map(is_of_innermost_trace, [*out, *others, *cts])))
-
-    def of_batch(*xs):
-        size, name = axis_data.size, axis_data.name
-        jax.vmap(one, [None] * len(xs), None, axis_size=size, axis_name=name)(*xs)
-
-    with setting(_looked_at, _looked_at.get() | {call.rules_key}):
-        try_to_trace(jax.make_jaxpr(of_batch), *map(jax.typeof, operands))
-    return varies == [False]
-
-
-def _vjp_of_call(call: Call, xs: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:
-    """The differentiable outputs, the others, and the function that pulls cotangents back."""
-    places = [i for i, x in enumerate(xs[: call.n_args]) if is_differentiable(x)]
-
-    def of_differentiable(*live):
-        out = bind_call(call, fill(xs, places, live))
-        return (
-            [y for y in out if is_differentiable(y)],
-            [y for y in out if not is_differentiable(y)],
-        )
-
-    out, pull_back, others = jax.vjp(of_differentiable, *at(xs, places), has_aux=True)
-    return out, others, pull_back
-
-
-def _has_effect(program: ClosedJaxpr, name: Any) -> bool:
-    return name in [getattr(effect, "name", None) for effect in program.effects]
+    if call_jaxpr is None:
+        call_jaxpr = try_to_trace(_trace, call, list(map(jax.typeof, operands)))
+    effects = () if call_jaxpr is None else call_jaxpr.effects
+    return name in [getattr(effect, "name", None) for effect in effects]
 
 
 call_p.def_impl(_impl)

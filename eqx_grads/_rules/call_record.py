@@ -89,31 +89,25 @@ def batched_call(
     traced = None if call_jaxpr is None else jaxpr_as_fun(call_jaxpr)
     axes = [0 if b else None for b in batched]
     out_batched: list[bool] = []
-    vmap = ft.partial(vmap_over(axis_data), out_axes=0 if any(batched) else None)
+    vmap = vmap_over(axis_data)
 
     def decide(out):
         out_batched[:] = [is_differentiable(x) or is_of_innermost_trace(x) for x in out]
+        return out
 
     def as_decided(out):
-        if not any(batched):
-            return list(out)
         return [x if b else x[0] for x, b in zip(out, out_batched, strict=True)]
 
     def primal(operands):
-        def one(*xs):
-            out = call.primal(xs[n_consts:]) if traced is None else traced(*xs)
-            decide(out)
-            return out
-
-        return as_decided(vmap(one, axes)(*operands))
+        run = traced or (lambda *xs: call.primal(xs[n_consts:]))
+        return as_decided(vmap(lambda *xs: decide(run(*xs)), axes)(*operands))
 
     def jvp(primals, tangents):
         t_axes = [None if t is None else a for t, a in zip(tangents, axes, strict=True)]
 
         def one(xs, ts):
             out, t_out = call.jvp(xs[n_consts:], ts[n_consts:])
-            decide(out)
-            return out, t_out
+            return decide(out), t_out
 
         out, t_out = vmap(one, (axes, t_axes))(list(primals), list(tangents))
         return as_decided(out), t_out

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._errors import name_of, place_of, rule_error
+from .._errors import name_of, rule_error
 from .object_parts import (
     attributes,
     children_of,
@@ -60,15 +60,15 @@ class ClosureTemplate:
 
     - `items`, `holder`: as they were given to `lift_tracers`, free of tracers.
     - `names`: how the user would name each tracer.
-    - `item_of`: the index in `items` of the item that captured it, for the first tracers. The
-        others are reachable from `holder` only.
+    - `n_of_items`: how many tracers, the first ones, are reachable from the items. The others
+        are reachable from `holder` only.
     """
 
-    def __init__(self, items: list[Any], holder: Any, names: list[str], item_of: list[int]):
+    def __init__(self, items: list[Any], holder: Any, names: list[str], n_of_items: int):
         self.items = items
         self.holder = holder
         self.names = names
-        self.item_of = item_of
+        self.n_of_items = n_of_items
         self._owners: set[int] = set()
 
     def blank(self, tracers: Sequence[Any], owners: set[int]) -> None:
@@ -94,18 +94,17 @@ def lift_tracers(
     """All tracers that are reachable from `items` and `holder`, each once, and the template
     that is left without them."""
     if not contains_tracer(*items, holder):
-        return ClosureTemplate(list(items), holder, [], []), []
+        return ClosureTemplate(list(items), holder, [], 0), []
     search = _Search()
     # A path back to the holder (a function that names itself) is not followed there.
     search.seen[id(holder)] = holder
-    item_of: list[int] = []
-    for i, item in enumerate(items):
+    for item in items:
         search.visit(item, (), None, False)
-        item_of += [i] * (len(search.found) - len(item_of))
+    n_of_items = len(search.found)
     for step, part in parts_of(holder) or []:
         search.visit(part, ((holder, step),), holder, False)
     tracers, names = [tracer for tracer, _ in search.found], [name for _, name in search.found]
-    template = ClosureTemplate(list(items), holder, names, item_of)
+    template = ClosureTemplate(list(items), holder, names, n_of_items)
     if tracers:
         template.blank(tracers, search.owners())
     return template, tracers
@@ -136,10 +135,7 @@ def contains_tracer(*roots: Any) -> bool:
             kind = type(x)
             if kind in PLAIN or id(x) in seen:
                 continue
-            if kind is types.FunctionType:
-                if _traced_global(x) is not None:
-                    return True
-            elif issubclass(kind, Tracer):
+            if issubclass(kind, Tracer):
                 return True
             seen.add(id(x))
             reached.extend(_references(x, kind))
@@ -202,7 +198,6 @@ class _Search:
             self.found.append((x, _format_path(trail)))
             return
         if isinstance(x, types.FunctionType):
-            _check_globals(x)
             for name, value in attributes(x).items():
                 self.visit(value, (*trail, (x, name)), x, True)
         parts = parts_of(x)
@@ -253,26 +248,6 @@ def _opaque_parts(x) -> list[tuple[Any, Any]]:
     named = {id(part) for _, part in parts}
     unnamed = [part for part in _references(x, type(x)) if id(part) not in named]
     return [*parts, *(("{...}", part) for part in unnamed)]
-
-
-def _traced_global(fn: types.FunctionType) -> str | None:
-    """The name of a global variable that the function reads and that is a tracer."""
-    values = fn.__globals__
-    for name in fn.__code__.co_names:
-        if isinstance(values.get(name), Tracer):
-            return name
-    return None
-
-
-def _check_globals(fn):
-    name = _traced_global(fn)
-    if name is not None:
-        raise rule_error(
-            f"`{name_of(fn)}` reads a traced value from the global variable `{name}`.",
-            place_of(fn),
-            do="A global outlives the trace that made its value. "
-            f"Pass `{name}` as an argument instead.",
-        )
 
 
 def _cannot_lift(trail):

@@ -162,14 +162,7 @@ def _run(rule, call, indices, given):
     ts = fill([None] * len(call.tangents), indices, given)
     t_args = call.flat.args.dynamic_tree(ts)
     with running_rule(call.fn, call.rules):
-        try:
-            result = rule.of_tangents(
-                call.args, t_args, **rule.keywords(call.kwargs, call.flat.filled)
-            )
-        except ValueError as error:
-            names = [call.flat.names[i] for i in range(len(call.args))]
-            rule.note_defaults(error, "`primals` and `tangents`", names)
-            raise
+        result = rule(call.args, t_args, **rule.keywords(call.kwargs, call.flat.filled))
     return _take_result(call, rule, result)
 
 

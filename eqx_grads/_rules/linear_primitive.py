@@ -29,7 +29,6 @@ class LinearMap:
     - `transpose(residuals, cotangents)` returns the list of input cotangents, `None` for
         zero; so may be the cotangents that it gets. It need not be linear.
     - `out_types` are the types of the output tangents.
-    - `note` is added to an error of the derivative with respect to the residuals.
 
     None of them may hold a tracer: JAX keeps them for as long as it keeps the program.
     """
@@ -38,7 +37,6 @@ class LinearMap:
     _forward: Callable[[list[Any], list[Any]], Sequence[Any]]
     _transpose: Callable[[list[Any], list[Any]], Sequence[Any]]
     out_types: Sequence[Any]
-    note: str | None = None
 
     def __post_init__(self):
         self._precision = CONFIG.jax_default_matmul_precision
@@ -117,12 +115,7 @@ def _jvp(primals, tangents, **params):
     if live:
         # The map itself moves with its residuals: the second-order part.
         of_live = restricted(ft.partial(_impl, **params), primals, live)
-        try:
-            _, moved = jax.jvp(of_live, at(primals, live), at(tangents, live))
-        except Exception as error:
-            if linear_map.note is not None:
-                error.add_note(linear_map.note)
-            raise
+        _, moved = jax.jvp(of_live, at(primals, live), at(tangents, live))
         t_out = moved if t_out is None else [a + b for a, b in zip(t_out, moved, strict=True)]
     if t_out is None:
         t_out = [ad.Zero(t.to_tangent_aval()) for t in linear_map.out_types]
@@ -187,7 +180,7 @@ def _vmap(linear_map, axis_data, residual_axes, linear_axes):
 
     size, mesh_axis = axis_data.size, axis_data.explicit_mesh_axis
     out_types = [unmapped_aval(size, 0, t, mesh_axis) for t in linear_map.out_types]
-    return LinearMap(linear_map.name, forward, transpose, out_types, linear_map.note)
+    return LinearMap(linear_map.name, forward, transpose, out_types)
 
 
 def _structure(eqn) -> LinearCall:
@@ -216,7 +209,6 @@ class Side(NamedTuple):
     name: str
     run: Callable[[list[Any], list[Any]], Sequence[Any]]
     types: Sequence[Any]
-    note: str | None = None  # for errors of the derivative with respect to the parameters
 
 
 def apply_side(
@@ -230,5 +222,5 @@ def apply_side(
         cts = [ad.zeros_like_aval(t) if ct is None else ct for ct, t in pairs]
         return apply_side(transpose, side, parameters, cts)
 
-    linear_map = LinearMap(side.name, side.run, pull_back, side.types, side.note)
+    linear_map = LinearMap(side.name, side.run, pull_back, side.types)
     return list(linear_call(linear_map, parameters, xs))

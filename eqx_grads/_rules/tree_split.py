@@ -244,10 +244,9 @@ class FlatCall:
         return call, [*arrays, *captured]
 
     def _error_of_reference(self, i, x):
-        holder = self.holder(i)
         return rule_error(
             f"`{name_of(self.fn)}`, a function with a rule, was given a reference.",
-            f"{self.path(i) if holder is None else holder[1]} is {jax.typeof(x)}",
+            f"{self.path(i)} is {jax.typeof(x)}",
             do="Pass the value, `ref[...]`, and write to the reference outside of the "
             "function.",
         )
@@ -255,7 +254,7 @@ class FlatCall:
     @property
     def n_not_differentiable(self) -> int:
         """How many operands after the positional ones the function itself depends on."""
-        return self.n_kwargs + len(self._closures.item_of)
+        return self.n_kwargs + self._closures.n_of_items
 
     def restore(self, operands: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
         """`fn, rules, args, kwargs` with these operands."""
@@ -297,31 +296,9 @@ class FlatCall:
         """The operand number `i`, which is of no positional argument, as the user would write
         it."""
         i -= self.n_args
-        if i < self.n_kwargs:
-            return self._keyword_path(self.kwargs.indices[i])
-        i -= self.n_kwargs
-        name, holder = self._closures.names[i], self.holder(i + self.n_args + self.n_kwargs)
-        if holder is None:
-            return name
-        function, leaf, _ = holder
-        return f"{name.removesuffix(f', held by `{name_of(function)}`')}, held by {leaf}"
-
-    def holder(self, i: int) -> tuple[Any, str, bool] | None:
-        """The function among the arguments that captured the operand number `i`, where it is,
-        and whether it was passed by position. `None` if it is the function with the rules that
-        captured the operand."""
-        item = self._closures.item_of[i - self.n_args - self.n_kwargs]
-        if item == 0:
-            return None
-        function, n = self._closures.items[item], len(self.args.static)
-        if item > n:
-            return function, self._keyword_path(item - 1 - n), False
-        path = self.args.path(item - 1)
-        name = f"`{self.names[path[0].idx]}{show_path(path[1:])}`"
-        return function, name, True
-
-    def _keyword_path(self, i: int) -> str:
-        path = self.kwargs.path(i)
+        if i >= self.n_kwargs:
+            return self._closures.names[i - self.n_kwargs]
+        path = self.kwargs.path(self.kwargs.indices[i])
         return f"`{path[0].key}{show_path(path[1:])}`"
 
 

@@ -144,18 +144,6 @@ def calls_itself_compiled():
     return grad(jax.tree.map(lambda x: x + 1, f))()
 
 
-GLOBAL = ONE  # a traced value, for as long as `with_traced_global` runs
-
-
-def reads_global(x):
-    return x * GLOBAL
-
-
-def with_traced_global(a):
-    with mock.patch.dict(globals(), GLOBAL=a):
-        return grad(tangent(lambda y, t: t, reads_global))()
-
-
 closes_over = lambda a: tangent(lambda y, t: t, lambda x: x * a)(X)
 holds = lambda kept, get: types(lambda a: grad(tangent(lambda y, t: t, get(kept(a))))(), ONE)
 reads_reference = named("reads_reference", lambda refs: refs["a"][...] * 2)
@@ -291,10 +279,10 @@ WRONG = [
      "`fn` is int (3)"), (lambda: eqg.custom_jvp(square, nondiff_argnums=(0,)),
      "`custom_jvp` was given an"), (lambda: eqg.custom_jvp(square).defjvp,
      "no attribute `defjvp`"), (lambda: eqg.custom_vjp(square).defvjp, "`custom_vjp` has no"),
-    (grad(reverse(fwd=lambda perturbed, x: (x, x))), "`fwd` can't be called | @"),
+    (grad(reverse(fwd=lambda perturbed, x: (x, x))), "the rule `fwd` | `perturbed` if"),
     (grad(reverse(lambda residuals, ct, perturbed: (ct,))), "'perturbed' | as Equinox does"),
     (grad(lambda x: forward(lambda p, t: p, keyword)(x,
-     options={"scale": ONE}), X), "2 by position, `options` | @"),
+     options={"scale": ONE}), X), "the rule `jvp` | `options`"),
     # forward rules
     (grad(forward(lambda p, t: p[0])), "a pair | float32[3]"),
     (grad(forward(lambda p, t: (p[0], t[0], 1))), "`out, t_out`"),
@@ -330,7 +318,6 @@ WRONG = [
     (grad(held_by_argument, ONE), "at `a` | @"), (holds(lambda a: SimpleNamespace(a=a),
      lambda space: lambda x: x * space.a), "at `space.a`"), (holds(lambda a: type("Config", (),
      {"a": a}), lambda config: lambda x: x * config.a), "at `config.a`"),
-    (types(with_traced_global, ONE), "`reads_global` reads a | @"),
     (types(lambda x: forward(lambda p, t: p, reads_reference)({"a": jax.new_ref(x)}), X),
      "`refs['a']` is Ref"), (types(lambda t: jax.linear_transpose(tangent(lambda y, t: t),
      X)(t), X), "`square` was transposed, and"), (calls_itself_compiled, "`Holder` inside a"),
@@ -349,12 +336,11 @@ WRONG = [
      X), "tangent to a real output"), (lambda: eqg.replace_gradient({"a": X}, [X]),
      "the surrogate is ["), (lambda: eqg.replace_gradient({"a": X}, {"a": X[:2]}),
      "the surrogate float32[2]"), (lambda: linear(None)(X), "`double` has no adjoint. | @"),
-    (lambda: linear(argnum=1, fn=lambda a, x=ONE: x)(X), "and there are 1 arguments | @"),
     (lambda: linear()({"a": N}), "at `x['a']`: int | @"), (grad(linear(fn=lambda x: (x, N))),
      "at out[1]: int | @"), (grad(linear(lambda ct: {"a": ct})),
-     "`x` is float32[3] | {'a': | @"), (grad(linear(fn=lambda x: x + 1)),
-     "`double` is not linear in | @"), (grad(linear(lambda ct: ct**2)),
-     "`rmatvec` is not linear in"), (lambda: eqg.linear_function(square, argnum=-1),
+     "value is float32[3] | {'a': | @"), (grad(linear(fn=lambda x: x + 1)),
+     "`double` is not linear in | @"), 
+     (lambda: eqg.linear_function(square, argnum=-1),
      "`argnum` of | it is -1"), (batched(lambda size, flags, x: x), "float32[2,3] | @"),
     (batched(lambda size, flags, x: (x, True, x)), "`vmap` of `square` did not"),
     (batched(lambda size, flags, x: (x, (True, False))), "`vmap` of `square` did | @"),
@@ -372,15 +358,13 @@ WRONG = [
      "`fwd` of `square` did not"), (grad(jax_reverse(lambda r, ct: ct), X[:1]),
      "did not return one cotangent"), (grad(jax_reverse(lambda r, ct: ({"b": ct},),
      lambda x: (x["a"], x), lambda x: x["a"]), {"a": X}), "is {'a': float32[3]} | @"),
-    (grad(jax_reverse(lambda r, ct: (SYMBOLIC(jax.typeof(ONE)),))),
-     "argument is float32[3] | @"), (grad(lambda p: jax_reverse(lambda p, r, ct: (ct, ct),
+    (grad(lambda p: jax_reverse(lambda p, r, ct: (ct, ct),
      fn=scaled, nondiff_argnums=2)(X, X, p), ONE), "with respect to an argument"),
-    (lambda: filter_reverse()(x=X), "`square` was called | @"),
     (grad(filter_reverse(fn=lambda x, tree: x), X, {"a": [N, X]}), "at `tree['a'][1]`"),
     (grad(lambda s: filter_reverse(fn=keyword_only)(X, scale=s), ONE), "`scale`"),
     (grad(filter_reverse(fwd=lambda perturbed, x: (x,) * 3)), "did not return a pair"),
-    (grad(filter_reverse(fwd=lambda x: (x, x))), "given 2 by position"),
-    (grad(filter_reverse(bwd=lambda r, ct: ct)), "given 4"),
+    (grad(filter_reverse(fwd=lambda x: (x, x))), "fwd(perturbed, vjp_arg"),
+    (grad(filter_reverse(bwd=lambda r, ct: ct)), "grad_out, perturbed, vjp_arg"),
     # control flow
     (scan(lambda h, x: h), "float32[3] | @"), (scan(lambda h, x: (h, x, x)), "`carry, y`"),
     (scan(lambda h, x: h, X[:2]), "it returned float32[2]"), (returns(lambda h: {"a": h}),
