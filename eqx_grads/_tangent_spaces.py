@@ -92,11 +92,7 @@ def zip_trees(fn: Callable[..., Any], trees: Sequence[PyTree]) -> PyTree:
     present = [t for t in trees if t is not None]
     if not present:
         return None
-    if len({jax.tree.structure(t, is_leaf=is_none) for t in present}) == 1 and (
-        len(present) == len(trees)
-    ):
-        return jax.tree.map(fn, *trees, is_leaf=is_none)
-    # Somewhere one tree has `None` where another has a branch: go down one level.
+    # One level at a time, as one tree may have `None` where another has a branch.
     flat = [jax.tree.flatten(t, is_leaf=lambda x, t=t: x is not t) for t in present]
     treedef = flat[0][1]
     if any(other != treedef for _, other in flat):

@@ -261,7 +261,6 @@ _WAY_OUT = (
 )
 _CONVENTION = EQUINOX._replace(
     outputs=is_numeric_array,
-    returns_numbers=False,
     configuration=("an argument that was passed by keyword", _WAY_OUT),
 )
 _CONVENTIONS = (

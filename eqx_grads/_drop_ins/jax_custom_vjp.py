@@ -8,7 +8,7 @@ import jax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.interpreters import ad
 
-from .._errors import check_function, is_pair, name_of
+from .._errors import check_flags, check_function, is_pair, name_of
 from .._errors.trees import mirror, prefix_leaves
 from .._rules.closure_convert import Opaque
 from .._rules.custom_vjp import ReverseRules
@@ -120,6 +120,8 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         """
         check_function(fwd, "fwd", "defvjp")
         check_function(bwd, "bwd", "defvjp")
+        flags = {"optimize_remat": optimize_remat, "generic_batching": generic_batching}
+        check_flags("defvjp", symbolic_zeros=symbolic_zeros, **flags)
         fwd_rule = ft.partial(_fwd_rule, fwd, self.nondiff_argnums, symbolic_zeros)
         zero = SymbolicZero if symbolic_zeros else ad.zeros_like_aval
         bwd_rule = ft.partial(_bwd_rule, bwd, zero)

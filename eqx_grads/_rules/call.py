@@ -87,9 +87,6 @@ class _OfArrays:
         except jax.errors.UnexpectedTracerError as error:
             raise invalid_tracer(name_of(self._flat.fn)) from error
         self.outputs, arrays, t_arrays = differentiated
-        are_numbers = all(isinstance(x, float | complex) for x in primals)
-        if call.rules.convention.returns_numbers and are_numbers:
-            return _as_numbers(arrays), _as_numbers(t_arrays)
         return arrays, t_arrays
 
     def vmap(self, axis_data, batched, operands):
@@ -103,12 +100,7 @@ class _OfArrays:
         return arrays, out_batched
 
     def _primal(self, operands) -> tuple[OutputSpec, list[Any]]:
-        try:
-            outputs, arrays = self._flat.call(as_array_list(operands))
-        except jax.errors.TracerArrayConversionError as error:
-            if _NUMPY_NOTE not in getattr(error, "__notes__", ()):
-                error.add_note(_NUMPY_NOTE)
-            raise
+        outputs, arrays = self._flat.call(as_array_list(operands))
         check_static_outputs(self._flat.fn, outputs)
         return outputs, arrays
 
@@ -122,18 +114,6 @@ class _OfArrays:
             if ts[i] is not None:
                 raise _not_differentiable(call.fn, flat, i)
         return call
-
-
-_NUMPY_NOTE = (
-    "NumPy can't compute with a traced array. Use the function of `jax.numpy`, or let NumPy "
-    "run on the host: `eqx_grads.host_function`."
-)
-
-
-def _as_numbers(arrays):
-    """Python's numbers again, of what an eager rule computed from them."""
-    is_number = lambda x: isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.weak_type
-    return [x.item() if is_number(x) and x.ndim == 0 else x for x in arrays]
 
 
 def _not_differentiable(fn, flat, i):

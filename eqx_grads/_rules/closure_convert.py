@@ -99,10 +99,10 @@ def lift_tracers(
     # A path back to the holder (a function that names itself) is not followed there.
     search.seen[id(holder)] = holder
     for item in items:
-        search.visit(item, (), None, False)
+        search.visit(item, (), None)
     n_of_items = len(search.found)
     for step, part in parts_of(holder) or []:
-        search.visit(part, ((holder, step),), holder, False)
+        search.visit(part, ((holder, step),), holder)
     tracers, names = [tracer for tracer, _ in search.found], [name for _, name in search.found]
     template = ClosureTemplate(list(items), holder, names, n_of_items)
     if tracers:
@@ -114,7 +114,7 @@ def captured_tracer(items: Sequence[Any]) -> tuple[int, str] | None:
     """The index of the first item that captures a tracer, and the name of the tracer."""
     for i, item in enumerate(items if contains_tracer(*items) else ()):
         search = _Search()
-        search.visit(item, (), None, False)
+        search.visit(item, (), None)
         if search.found:
             return i, search.found[0][1]
     return None
@@ -184,7 +184,7 @@ class _Search:
         self.seen: dict[int, Any] = {}
         self._parents: dict[int, list[int]] = collections.defaultdict(list)
 
-    def visit(self, x, trail, parent, inside_opaque):
+    def visit(self, x, trail, parent):
         if not isinstance(x, type) and is_closed(x):
             return
         if parent is not None:
@@ -193,22 +193,15 @@ class _Search:
             return
         self.seen[id(x)] = x
         if isinstance(x, Tracer):
-            if inside_opaque:
-                raise _cannot_lift(trail)
             self.found.append((x, _format_path(trail)))
             return
-        if isinstance(x, types.FunctionType):
-            for name, value in attributes(x).items():
-                self.visit(value, (*trail, (x, name)), x, True)
-        parts = parts_of(x)
-        if parts is None or isinstance(x, _CONTAINERS):
-            if not contains_tracer(x):
-                return
-        if parts is None:
-            inside_opaque = True
-            parts = _opaque_parts(x)
+        parts, is_function = parts_of(x), isinstance(x, types.FunctionType)
+        if (parts is None or isinstance(x, _CONTAINERS)) and not contains_tracer(x):
+            return
+        if parts is None or (is_function and contains_tracer(*attributes(x).values())):
+            raise _cannot_lift(x, trail)
         for step, part in parts:
-            self.visit(part, (*trail, (x, step)), x, inside_opaque)
+            self.visit(part, (*trail, (x, step)), x)
 
     def owners(self) -> set[int]:
         """The objects from which a tracer is reachable."""
@@ -231,40 +224,13 @@ def is_closed(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def _opaque_parts(x) -> list[tuple[Any, Any]]:
-    """The parts of an object that can't be put together again, as (step, part)."""
-    if isinstance(x, type):
-        attributes = _class_attributes(x)
-        return [(k, v) for k, v in vars(x).items() if any(v is a for a in attributes)]
-    if isinstance(x, Mapping):
-        return [((k,), v) for k, v in x.items()]
-    parts = [*getattr(x, "__dict__", {}).items(), ("__class__", type(x))]
-    for cls in type(x).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            if slot not in ("__dict__", "__weakref__") and hasattr(x, slot):
-                parts.append((slot, getattr(x, slot)))
-    # Sets, deques and other objects that are written in C have no names for their parts.
-    named = {id(part) for _, part in parts}
-    unnamed = [part for part in _references(x, type(x)) if id(part) not in named]
-    return [*parts, *(("{...}", part) for part in unnamed)]
-
-
-def _cannot_lift(trail):
-    opaque = [owner for owner, _ in trail if parts_of(owner) is None]
-    owner = opaque[-1] if opaque else trail[-1][0]  # an attribute of a function
-    is_class = isinstance(owner, type)
-    kind = (owner if is_class else type(owner)).__qualname__
-    way_out = (
-        "define the class outside the function"
-        if is_class
-        else f"make `{kind}` an `eqx.Module`"
-    )
+def _cannot_lift(x, trail):
+    kind = (x if isinstance(x, type) else type(x)).__qualname__
     return rule_error(
         f"A function with a rule holds a traced value inside a `{kind}`, "
         "where it can't be replaced.",
         f"at {_format_path(trail)}",
-        do=f"Pass the value as an argument, or {way_out}.",
+        do="Pass the value as an argument, or hold it in an `eqx.Module`.",
     )
 
 

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import name_of, place_of, rule_error, RuleError
-from .._jaxprs.current_trace import unknown_to_linearization
 from .._jaxprs.dependence import needed
-from .._jaxprs.linearity import output_statuses, why_nonlinear, why_not_transposable
+from .._jaxprs.linearity import DEPENDS, output_statuses, why_nonlinear, why_not_transposable
 from .._jaxprs.operands import at, fill, flagged
 from .._tangent_spaces import fit_leaves, is_differentiable, is_none, tangent_leaf
 from .linear_primitive import linear_call, LinearMap
@@ -128,7 +127,6 @@ class ForwardRules(AbstractRules):
     def differentiate(self, call, expected):
         assert self.jvp_rule is not None
         outputs, arrays, t_arrays = apply_forward_rule(self.jvp_rule, call)
-        _check_value(self.jvp_rule, call, outputs, arrays)
         check_outputs(call, self.jvp_rule, outputs, expected)
         return outputs, arrays, t_arrays
 
@@ -179,23 +177,6 @@ def _trace(rule, call, indices) -> tuple[Any, Any]:
     return trace_rule(of_tangents, *types), found[0]
 
 
-def _check_value(rule, call, outputs, arrays) -> None:
-    """Raise if the value is not known where JAX linearizes, before the tangents exist.
-    JAX's own error does not say whose value it is."""
-    unknown = unknown_to_linearization(arrays, call.operands)
-    if unknown:
-        name = name_of(call.fn)
-        raise rule_error(
-            f"The forward rule `{rule.name}` of `{name}` returned a value that depends on its "
-            "tangents, and was used in reverse mode.",
-            f"at out{outputs.static_path(outputs.split.indices[unknown[0]])}",
-            rule.place,
-            do="The value must not depend on the tangents: reverse mode computes it before "
-            f"they exist. Return `{name}(*primals)`, or a value computed from the primals "
-            "alone.",
-        )
-
-
 def _not_transposable(rule, call, ts, reasons):
     """The tangents `ts`, where transposing a tangent that has a reason is an error.
     JAX's own error does not say whose tangent it is."""
@@ -241,7 +222,17 @@ def _reasons_and_ignored(rule, call, indices, traced: TracedRule | None):
         return {}, []
     program, n = traced.program, traced.n // 2  # as many tangents as values
     live = [i for i in traced.live if i < n]
-    statuses = output_statuses(program)[: len(live)]
+    statuses = output_statuses(program)
+    if any(status.rank in DEPENDS for status in statuses[len(live) :]):
+        name = name_of(call.fn)
+        raise rule_error(
+            f"The forward rule `{rule.name}` of `{name}` returned a value that depends on its "
+            "tangents.",
+            rule.place,
+            do=f"Return `{name}(*primals)`, or a value computed from the primals alone: "
+            "reverse mode computes it before the tangents exist.",
+        )
+    statuses = statuses[: len(live)]
     reason = why_nonlinear(statuses)
     if reason is None:
         reasons = why_not_transposable(program, statuses)

@@ -25,6 +25,7 @@ from .._errors import (
     place_of,
     rule_error,
     RuleError,
+    show_path,
     type_of,
     unpartial,
 )
@@ -353,7 +354,7 @@ def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:
         raise rule_error(
             f"`{name_of(fn)}` returned a function, or another object that is not an array, "
             "which holds a traced value.",
-            f"at out{outputs.static_path(found[0])}: {found[1]}",
+            f"at out{show_path(outputs.split.path(found[0]))}: {found[1]}",
             place_of(fn),
             do="The output of a function with a rule leaves the trace it was made in. Return "
             "the value as an array, for instance in an `eqx.Module` or `eqx.Partial`.",

@@ -19,7 +19,6 @@ class Convention(NamedTuple):
     - `binds`: whether arguments are bound to the parameters of the function, and numbers are
         arrays even if nothing is transformed. If not, the arguments stay as they were given.
     - `fills_defaults`: whether a rule gets the positional arguments that were left out.
-    - `returns_numbers`: whether `jax.jvp` of Python numbers returns Python numbers.
     - `configuration`: for errors, what can't be differentiated, and what to do.
     """
 
@@ -28,7 +27,6 @@ class Convention(NamedTuple):
     outputs: Callable[[Any], bool] = is_dynamic
     binds: bool = True
     fills_defaults: bool = True
-    returns_numbers: bool = False
     configuration: tuple[str, str] = (
         "a keyword-only argument",
         "Keyword-only arguments are configuration. Make it a positional parameter to give it a "
@@ -53,7 +51,6 @@ EQUINOX = Convention(
     kwargs=is_numeric_array,
     binds=False,
     fills_defaults=False,
-    returns_numbers=True,
     configuration=(
         "an argument that was passed by keyword",
         "Pass it by position to give it a derivative, or pass `jax.lax.stop_gradient` of it.",

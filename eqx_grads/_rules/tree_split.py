@@ -354,14 +354,6 @@ class OutputSpec(NamedTuple):
     def tree(self, arrays: Sequence[Any]) -> Any:
         return self.split.tree(arrays)
 
-    def describe(self) -> Any:
-        """The tree of types, for messages."""
-        return self.split.mirror(self.types)
-
-    def static_path(self, i: int) -> str:
-        """Where the leaf number `i` is in the tree."""
-        return show_path(self.split.path(i))
-
     def inexact(self) -> list[int]:
         """The indices of the arrays that can have a tangent."""
         return [i for i, t in enumerate(self.types) if is_differentiable(t)]
@@ -381,7 +373,8 @@ class OutputSpec(NamedTuple):
         """Where another function's outputs differ: `text` with the types of both leaves. `same`
         compares leaves that are not arrays."""
         kind = lambda x: _Kind(x, same or _same_static)
-        return unlike(self.describe(), other.describe(), "out", text, kind)
+        trees = (outputs.split.mirror(outputs.types) for outputs in (self, other))
+        return unlike(*trees, "out", text, kind)
 
 
 class _Kind:

@@ -231,16 +231,15 @@ _HINT = (
 
 def check_options(decorator: str, options: dict[str, Any]) -> None:
     """Raise if the user passed an option, such as an option of JAX's decorators."""
-    for name in options:
-        do = (
-            "Pass values that can't be differentiated (functions, strings, integers, ...) "
+    if options:
+        raise rule_error(
+            f"`{decorator}` was given an option that it does not have.",
+            f"it is `{next(iter(options))}`",
+            do="Pass values that can't be differentiated (functions, strings, integers, ...) "
             "unchanged; configuration is a keyword-only parameter of the function; "
-            "`symbolic_zeros` is an option of `def_jvp` and `def_bwd`."
+            "`symbolic_zeros` is an option of `def_jvp` and `def_bwd`. "
+            f"`eqx_grads.jax_{decorator}` has JAX's `nondiff_argnums`.",
         )
-        if name.startswith("nondiff_arg"):
-            do += f" JAX's `{name}` is an option of `eqx_grads.jax_{decorator}`."
-        what = f"`{decorator}` was given an option that it does not have."
-        raise rule_error(what, f"it is `{name}`", do=do)
 
 
 def decorate(wrapper: Any, fn: Any, rules: AbstractRules) -> None:

@@ -6,7 +6,6 @@ Words are separated by ` | `; `@` stands for the file and the line of the user's
 
 import functools as ft
 from types import SimpleNamespace
-from unittest import mock
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -294,7 +293,7 @@ WRONG = [
      lambda x: (x, N))), "at out[1]:"), (jvp(tangent(lambda y, t: t**2)), "power 2 | @"),
     (jvp(tangent(lambda y, t: y * t + 1)), "adds something that no"),
     (grad(tangent(lambda y, t: jax.lax.stop_gradient(t))), "`jvp` of `square` was | @"),
-    (grad(forward(lambda p, t: (p[0] ** 2 + t[0], t[0]))), "at out | @ | `square("),
+    (grad(forward(lambda p, t: (p[0] ** 2 + t[0], t[0]))), "depends on its | @ | `square("),
     (grad(forward(lambda p, t: ((p[0] ** 2,), (t[0],)))), "`jvp` of `square` | @"),
     (grad(forward(lambda p, t: (jnp.sum(p[0]), jnp.sum(t[0])))), "`square` returns float32[3]"),
     (grad(forward(lambda p, t: (eqx.Partial(lambda: p), None), lambda x: lambda: x)),
@@ -316,8 +315,8 @@ WRONG = [
     (grad(lambda s: reverse(fn=keyword)(X, options={"scale": s}), ONE),
      "at `options['scale']` | @"), (grad(closes_over, ONE), "at `a`, held by `<lambda>` | @"),
     (grad(held_by_argument, ONE), "at `a` | @"), (holds(lambda a: SimpleNamespace(a=a),
-     lambda space: lambda x: x * space.a), "at `space.a`"), (holds(lambda a: type("Config", (),
-     {"a": a}), lambda config: lambda x: x * config.a), "at `config.a`"),
+     lambda space: lambda x: x * space.a), "at `space`"), (holds(lambda a: type("Config", (),
+     {"a": a}), lambda config: lambda x: x * config.a), "at `config`"),
     (types(lambda x: forward(lambda p, t: p, reads_reference)({"a": jax.new_ref(x)}), X),
      "`refs['a']` is Ref"), (types(lambda t: jax.linear_transpose(tangent(lambda y, t: t),
      X)(t), X), "`square` was transposed, and"), (calls_itself_compiled, "`Holder` inside a"),
@@ -352,9 +351,8 @@ WRONG = [
     (lambda: jax_reverse(nondiff_argnums=(1, 4), fn=lambda *args: args[0])(X, X),
      "and there are 2 arguments | @"), (lambda: jax_forward(fn=scaled)(X),
      "to the | 'scale' | @"), (lambda: jax_forward(fn=keyword_only)(X, scale=ONE),
-     "@ | `eqx_grads.custom_jvp`"), (lambda: eqg.jax_custom_jvp(square, 0).defjvps(None),
-     "`square` has | `defjvp`"), (grad(jax_terms(lambda t, out, x: t, None)),
-     "and there are 1 arguments | @"), (grad(jax_reverse(fwd=lambda x: (x, x, x))),
+     "@ | `eqx_grads.custom_jvp`"), 
+     (grad(jax_reverse(fwd=lambda x: (x, x, x))),
      "`fwd` of `square` did not"), (grad(jax_reverse(lambda r, ct: ct), X[:1]),
      "did not return one cotangent"), (grad(jax_reverse(lambda r, ct: ({"b": ct},),
      lambda x: (x["a"], x), lambda x: x["a"]), {"a": X}), "is {'a': float32[3]} | @"),
@@ -497,14 +495,14 @@ WRONG = [
      "float32[4,3]"), (lambda: safe.where(XS > 0, jnp.log, X, 0.0), "bool[4,3]"),
     (lambda: ste.vector_quantize(XS, W[:, :2]), "`codebook` is float32[5,2]"),
     (lambda: ste.vector_quantize(XS, W[:0]), "`codebook` is float32[0,3]"), (lambda: ste.fsq(XS,
-     (8, 5)), "`levels` is (8, 5)"), (lambda: ste.fsq(X, (8, 5, 1)), "`levels` is (8, 5, 1)"),
+     (8, 5)), "`levels` is (8, 5)"), (lambda: ste.fsq(X, (8, 5, 1)), "`levels` of | it is (8, 5, 1)"),
     (lambda: ste.bernoulli(X, key=KEY), "is 1.0, the largest 3.0"), (lambda: ste.clip(X, 2.0,
      1.0), "`min` is 2.0, `max` is 1.0"), (lambda: ste.clip(X, XS, 5.0),
      "float32[3] | float32[4,3]"), (lambda: ste.top_k(X, 4),
      "and `x` has 3 along its axis"), (lambda: ste.top_k(X, 0), "`k` is 0, and `x` has 3"),
     (lambda: ste.fake_quantize(X, ONE, zero_point=128.0), "integers are from -128 to 127"),
-    (lambda: ste.fake_quantize(X, ONE, bits=25), "`bits` is 25, `signed` is True"),
-    (lambda: ste.fake_quantize(X, ONE, bits=1), "`bits` is 1, `signed` is True"),
+    (lambda: ste.fake_quantize(X, ONE, bits=25), "`bits` of | it is 25"),
+    (lambda: ste.fake_quantize(X, ONE, bits=1), "`bits` of | it is 1"),
     (grad(lambda v: surrogates.spike(v, surrogates.atan(XS))),
      "`v` is float32[3]"), (grad(lambda v: surrogates.spike(v, named("mine", lambda v: v[:2]))),
      "`v` is float32[3], the"), (grad(lambda a: surrogates.spike(X, Holder(a)), ONE),
