@@ -215,29 +215,16 @@ def match_leaves(
     ]
 
 
-def field_names(module: Any, keys: Sequence[Any], children: Sequence[Any]) -> list[str | None]:
-    """The attributes that the children are; `None` for a child that is not an attribute."""
-    if all(isinstance(key, jax.tree_util.GetAttrKey) for key in keys):
-        return [key.name for key in keys]
-    # A class that was registered without keys. Two attributes that are the same object are
-    # not told apart.
-    attributes = getattr(module, "__dict__", {})
-    found = [[name for name, x in attributes.items() if x is child] for child in children]
-    return [names[0] if len(names) == 1 else None for names in found]
-
-
-def check_field_names(
-    module: Any, names: Sequence[Any], children: Sequence[Any], fields: Iterable[str]
-) -> None:
+def check_field_names(module: Any, names: Sequence[Any], fields: Iterable[str]) -> None:
     """Raise unless `fields` are among the names of the children of a module."""
-    known = [n for n, x in zip(names, children, strict=False) if n and jax.tree.leaves(x)]
     for name in fields:
         if name not in names:
             kind = "a static" if name in getattr(module, "__dict__", ()) else "not a"
+            known = ", ".join(str(name) for name in names if name is not None)
             raise rule_error(
                 f"`tangents.of` was given `{name}`, which is {kind} field of "
                 f"`{type(module).__qualname__}`.",
-                f"the fields with a derivative are: {', '.join(sorted(known)) or 'none'}",
+                f"its fields are: {known or 'none'}",
                 do="Name fields of a PyTree whose children are its attributes: a Module, say. "
                 "A static field has no derivative: leave it out.",
             )

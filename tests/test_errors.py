@@ -183,7 +183,7 @@ def host_sum(x):
 
 @pytest.mark.parametrize(
     ("fn", "reason"),
-    [(kernel_sum, (AssertionError, "")), (host_sum, (ValueError, "Pure callb"))],
+    [(kernel_sum, (AssertionError, None)), (host_sum, (ValueError, "Pure callb"))],
 )
 def test_forward_mode_of_a_function_that_has_none(fn, reason):
     f, x = eqg.custom_vjp(fn), jnp.arange(4.0)
@@ -199,9 +199,8 @@ def test_forward_mode_of_a_function_that_has_none(fn, reason):
     for derivative in forward_modes:
         with pytest.raises(kind, match=message) as caught:
             derivative(x)
-        [note] = caught.value.__notes__
-        assert f"Forward mode of `{fn.__name__}` diff" in note
-        assert "`def_jvp` of `eqx_grads" in note
+        notes = "\n".join(caught.value.__notes__)
+        assert re.search(f"Forward mode of `{fn.__name__}` diff.*`def_jvp` of `eqx_gr", notes)
     f.def_jvp(lambda primals, tangents: (f(*primals), jnp.sum(*tangents, keepdims=True)))
     for derivative in forward_modes:
         derivative(x)

@@ -201,9 +201,9 @@ class Tagged:
 
 
 OTHER_OUTPUTS = [  # what the function returns, what the batching rule returns, and the lines
-    (lambda x: (x, "s"), lambda x: (x, "t"), ["out[1]: `f` would return str ('s'), and"]),
-    (lambda x: (x, x), lambda x: (x, None), ["out[1]: `f` would return float32[2], and"]),
-    (lambda x: (x, None), lambda x: (x, x), ["out[1]: `f` would return None, and"]),
+    (lambda x: (x, "s"), lambda x: (x, "t"), ["out[1]: `f` returns str ('s'), and"]),
+    (lambda x: (x, x), lambda x: (x, None), ["out[1]: `f` returns float32[], and"]),
+    (lambda x: (x, None), lambda x: (x, x), ["out[1]: `f` returns None, and"]),
     (lambda x: Tagged(x, "s"), lambda x: Tagged(x, "t"), ["(Tagged[s], [*])), and"]),
 ]
 

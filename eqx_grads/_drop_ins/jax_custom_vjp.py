@@ -90,9 +90,6 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
     ):
         rules = ReverseRules(JAX)
         AbstractJaxDecorated.__init__(self, fun, nondiff_argnums, nondiff_argnames, rules)
-        self.fwd: Callable[..., Any] | None = None
-        self.bwd: Callable[..., Any] | None = None
-        self.optimize_remat = False
 
     def defvjp(
         self,
@@ -127,8 +124,7 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         bwd_rule = ft.partial(_bwd_rule, bwd, zero)
         self._rules.fwd_rule = Rule(fwd_rule, name=name_of(fwd), source=fwd)
         self._rules.bwd_rule = Rule(bwd_rule, symbolic_zeros, name=name_of(bwd), source=bwd)
-        self.fwd, self.bwd, self.symbolic_zeros = fwd, bwd, symbolic_zeros
-        self.optimize_remat, self._has_rules = optimize_remat, True
+        self.symbolic_zeros, self._has_rules = symbolic_zeros, True
 
 
 class _Types(Opaque):

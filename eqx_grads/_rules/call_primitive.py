@@ -21,10 +21,10 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .._errors import code_of, rule_error, RuleError
-from .._jaxprs.current_trace import is_of_innermost_trace, is_staged, is_valid, setting
+from .._jaxprs.current_trace import is_staged, is_valid, setting
 from .._jaxprs.dependence import consts_as_inputs
 from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
-from .._jaxprs.operands import at, fill, flagged
+from .._jaxprs.operands import fill, flagged
 from .._jaxprs.structure import CallWithRule, read_call, register
 from .._tangent_spaces import is_differentiable
 from .call_record import batched_call, Call, with_batch_in_front

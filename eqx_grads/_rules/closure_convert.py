@@ -13,7 +13,7 @@ import collections
 import functools as ft
 import gc
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax

@@ -160,15 +160,9 @@ class ReverseRules(AbstractRules):
         if self.fwd_rule is not None and self.bwd_rule is not None:
             return
         name, rules = name_of(fn), {"def_fwd": self.fwd_rule, "def_bwd": self.bwd_rule}
-        missing = [of for of, rule in rules.items() if rule is None]
-        given = [of for of, rule in rules.items() if rule is not None]
-        raise rule_error(
-            f"`{name}` has `{given[0]}`, but no `{missing[0]}`."
-            if given
-            else f"`{name}` has no reverse rule.",
-            place_of(fn),
-            do=f"Define it with {' and '.join(f'`@{name}.{of}`' for of in missing)}.",
-        )
+        missing = " and ".join(f"`@{name}.{of}`" for of, rule in rules.items() if rule is None)
+        do = f"Define it with {missing}."
+        raise rule_error(f"`{name}` has no complete reverse rule.", place_of(fn), do=do)
 
     def differentiate(self, call, expected):
         rule, perturbed = self.fwd_rule, call.perturbed()

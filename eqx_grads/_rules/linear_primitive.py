@@ -71,16 +71,11 @@ def linear_call(
     linear_map: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]
 ) -> list[Any]:
     """Apply `linear_map`. Its transpose is used wherever JAX transposes the call."""
-    # An array that serves twice is passed, and so kept for the backward pass, once.
-    operands: dict[int, Any] = {id(r): r for r in residuals}
-    order = {key: i for i, key in enumerate(operands)}
-    places = tuple(order[id(r)] for r in residuals)
     return linear_p.bind(
-        *operands.values(),
+        *residuals,
         *tangents,
         linear_map=linear_map,
-        n_residuals=len(operands),
-        places=places,
+        n_residuals=len(residuals),
         lifetime=lifetime(),
     )
 
@@ -89,14 +84,10 @@ linear_p = Primitive("eqg_linear")
 linear_p.multiple_results = True
 
 
-def _split(operands, n_residuals, places):
-    return [operands[i] for i in places], list(operands[n_residuals:])
-
-
-def _impl(*operands, linear_map, n_residuals, places, lifetime=None):
+def _impl(*operands, linear_map, n_residuals, lifetime=None):
     del lifetime
-    residuals, tangents = _split(as_array_list(operands), n_residuals, places)
-    return list(linear_map.forward(residuals, tangents))
+    operands = as_array_list(operands)
+    return list(linear_map.forward(operands[:n_residuals], operands[n_residuals:]))
 
 
 def _abstract_eval(*operands, linear_map, **params):
@@ -122,12 +113,12 @@ def _jvp(primals, tangents, **params):
     return out, t_out
 
 
-def _transpose(cts, *operands, linear_map, n_residuals, places, lifetime):
+def _transpose(cts, *operands, linear_map, n_residuals, lifetime):
     del lifetime
-    if any(map(ad.is_undefined_primal, operands[:n_residuals])):
-        run = ft.partial(_impl, linear_map=linear_map, n_residuals=n_residuals, places=places)
+    residuals, linear = list(operands[:n_residuals]), operands[n_residuals:]
+    if any(map(ad.is_undefined_primal, residuals)):
+        run = ft.partial(_impl, linear_map=linear_map, n_residuals=n_residuals)
         return transpose_of(run, operands, cts)
-    residuals, linear = _split(operands, n_residuals, places)
     # Called right here, not staged: JAX and XLA see through it, it can be differentiated
     # again, and it may be non-linear.
     cts = [None if type(ct) is ad.Zero else ct for ct in cts]
@@ -152,10 +143,8 @@ def _batch(axis_data, operands, dims, *, linear_map, **params):
     if all(dim is None for dim in dims):
         out = linear_p.bind(*operands, linear_map=linear_map, **params)
         return out, [None] * len(out)
-    axes = [None if dim is None else 0 for dim in dims]
-    of_batch = _vmap(
-        linear_map, axis_data, *_split(axes, params["n_residuals"], params["places"])
-    )
+    axes, n = [None if dim is None else 0 for dim in dims], params["n_residuals"]
+    of_batch = _vmap(linear_map, axis_data, axes[:n], axes[n:])
     operands = with_batch_in_front(operands, dims)
     out = linear_p.bind(*operands, linear_map=of_batch, **params)
     return out, [0] * len(out)

@@ -36,7 +36,7 @@ from .._tangent_spaces import is_differentiable
 from .closure_convert import captured_tracer, Opaque
 from .object_parts import Rebuildable
 from .signature import Convention, OURS, Signature, signature_of
-from .tree_split import OutputSpec, RuleCall
+from .tree_split import FlatCall, OutputSpec, RuleCall
 
 
 class _Running(NamedTuple):
@@ -133,7 +133,7 @@ class Rule(Rebuildable):
             return self.fn(*args, **kwargs)
         except Exception as error:
             note = f"It was raised in the rule `{self.name}`. "
-            note += _HINTS.get(type(error)) or self._conventions
+            note += _HINTS.get(type(error)) or f"{self._conventions} {_ENTRIES}"
             known = getattr(error, "__notes__", ())
             if not (self._is_of_library or isinstance(error, RuleError) or note in known):
                 error.add_note(note)
@@ -170,10 +170,12 @@ def advice_on_cotangents(result: Any) -> str:
 _CONVENTIONS = (
     "Rules are called as `jvp(primals, tangents, **kwargs)`, `fwd(*args, **kwargs)`, "
     "`bwd(residuals, ct)` and `vmap(axis_size, batched, *args, **kwargs)`, with `perturbed` if "
-    "it is keyword-only. `primals` and `tangents` have an entry for each positional argument, "
+    "it is keyword-only. `eqx_grads.filter_custom_vjp` calls rules as Equinox does."
+)
+_ENTRIES = (
+    "A tuple of arguments, or of their tangents, has an entry for each positional argument, "
     "even for a default. `None` is the tangent or cotangent of a leaf that can't be "
-    "differentiated, and with `symbolic_zeros=True` of any leaf for which it is zero. "
-    "`eqx_grads.filter_custom_vjp` calls rules as Equinox does."
+    "differentiated, and with `symbolic_zeros=True` of any leaf for which it is zero."
 )
 _HINTS = {
     RecursionError: "A rule that differentiates its own function is called inside itself. Move "
@@ -303,48 +305,51 @@ def check_outputs(
     `expected` is what the function was seen to return; `None` if it was not called yet.
     """
     check_static_outputs(rule.fn, outputs)
-    if expected is None:
-        compute = ft.partial(_outputs, call)
-        expected = call.rules.cache.get(call, "outputs", compute)
-        if expected is None or expected.agrees(outputs):
-            return
-        # A function may depend on more than its arguments (the size of a named axis, a global
-        # variable), and so on more than was remembered.
-        expected = compute()
+    do = "The first result of the rule is the value: return what the function returns."
+    check = ft.partial(require_same, rule, "The rule", call.fn, outputs, do=do)
+    if expected is not None:
+        return check(expected)
+    compute = ft.partial(outputs_of_function, call.flat, call.operands)
+    known = call.rules.cache.get(call, "outputs", compute)
+    # A function may depend on more than its arguments (the size of a named axis, a global
+    # variable), and so on more than was remembered.
+    if known is not None and not known.agrees(outputs):
+        check(compute())
+
+
+def require_same(
+    rule: Rule,
+    kind: str,
+    fn: Any,
+    outputs: OutputSpec,
+    expected: OutputSpec | None,
+    *where: str,
+    do: str,
+) -> None:
+    """Raise if the outputs are not the `expected` ones of `fn`."""
     if expected is not None and not expected.agrees(outputs):
-        name = name_of(call.fn)
-        text = f"`{name}` returns {{}}, and `{rule.name}` {{}}"
+        name = name_of(fn)
         raise rule_error(
-            f"The rule `{rule.name}` of `{name}` returned a different output than `{name}`.",
-            *expected.unlike(outputs, text),
+            f"{kind} `{rule.name}` of `{name}` returned a different output than `{name}`.",
+            *expected.unlike(outputs, f"`{name}` returns {{}}, and `{rule.name}` {{}}"),
+            *where,
             rule.place,
-            do=f"The first result of the rule is the value: return `{name}(...)`, or what "
-            "it computes.",
+            do=do,
         )
 
 
-def _outputs(call: RuleCall) -> OutputSpec | None:
-    """The outputs of the function itself; `None` if it can't be traced."""
-    traced = trace_outputs(call.flat.call, lambda one: one, call.operands)
-    return None if traced is None else traced[0]
-
-
-def trace_outputs(
-    primal: Callable[..., tuple[OutputSpec, list[Any]]],
-    transform: Callable[[Callable[..., Any]], Callable[..., Any]],
-    operands: Sequence[Any],
-) -> tuple[OutputSpec, Sequence[Any]] | None:
-    """The outputs of a function of operands, and the types of its arrays after a
-    transformation. `None` if it can't be traced."""
+def outputs_of_function(flat: FlatCall, operands: Sequence[Any]) -> OutputSpec | None:
+    """The outputs of the function itself for operands, or for their types; `None` if it can't
+    be traced."""
     found: list[OutputSpec] = []
 
-    def one(*xs):
-        outputs, arrays = primal(xs)
+    def run(*xs):
+        outputs, arrays = flat.call(xs)
         found.append(outputs)
         return arrays
 
-    types = try_to_trace(jax.eval_shape, transform(one), *operands)
-    return None if types is None else (found[0], types)
+    try_to_trace(jax.eval_shape, run, *operands)
+    return found[0] if found else None
 
 
 def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:

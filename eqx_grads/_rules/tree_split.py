@@ -8,7 +8,6 @@ and so may live as long as JAX keeps the program.
 import abc
 import dataclasses
 import functools as ft
-import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from .._errors import name_of, rule_error, show_path, unlike
 from .._errors.trees import leaf_paths, mirror_of
@@ -229,9 +227,6 @@ class FlatCall:
         kwargs_split, kwargs_arrays = TreeSplit(_NO_KWARGS, (), []), []
         if kwargs:
             kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, convention.kwargs)
-        if convention.fills_defaults:
-            # The default values are arguments by now, and may be differentiated as such.
-            fn = _without_traced_defaults(fn)
         statics = [*args_split.static, *kwargs_split.static]
         closures, captured = lift_tracers([fn, *statics], rules)
         n = 1 + len(args_split.static)
@@ -300,17 +295,6 @@ class FlatCall:
             return self._closures.names[i - self.n_kwargs]
         path = self.kwargs.path(self.kwargs.indices[i])
         return f"`{path[0].key}{show_path(path[1:])}`"
-
-
-def _without_traced_defaults(fn: Any) -> Any:
-    """`fn` without its default values, if there are tracers among them. For a function that is
-    called with all of its arguments."""
-    if not isinstance(fn, types.FunctionType) or not (fn.__defaults__ or fn.__kwdefaults__):
-        return fn
-    defaults = jax.tree.leaves((fn.__defaults__, fn.__kwdefaults__))
-    if not any(isinstance(x, Tracer) for x in defaults):
-        return fn
-    return types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, fn.__closure__)
 
 
 class RuleCall(NamedTuple):

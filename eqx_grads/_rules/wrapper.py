@@ -41,12 +41,6 @@ class AbstractWrapper(eqx.Module, Generic[P, T]):
             return _bind(self, owner if instance is None else type(instance))
         return _bind(self, instance)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "__isabstractmethod__":  # `@abc.abstractmethod` above the decorator
-            object.__setattr__(self, name, value)
-        else:
-            eqx.Module.__setattr__(self, name, value)
-
     def __reduce__(self):
         return reduce_by_name(self, self.fn)
 
