@@ -248,7 +248,7 @@ def host_function(
     }
     if fn is None:
         return ft.partial(host_function, **options)
-    fn, _ = unwrap_method(fn)
+    fn, _ = unwrap_method(fn, "fn", "host_function")
     _check_options(fn, **options)
     options["max_rule_calls"] = int(max_rule_calls)
     function = HostFunction(HostCode(fn, **options))

@@ -18,8 +18,7 @@ from .._errors.trees import prefix_leaves
 from .._jaxprs.current_trace import CONFIG, in_precision, is_eager
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
-from .call_primitive import bind_call, invalid_tracer, WAY_OUT
-from .call_record import Call
+from .call_primitive import bind_call, Call, invalid_tracer, WAY_OUT
 from .rule import (
     AbstractRules,
     check_static_outputs,

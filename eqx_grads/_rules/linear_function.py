@@ -262,9 +262,7 @@ def linear_function(
     """
     if matvec is None:
         return lambda matvec: linear_function(matvec, rmatvec, argnum=argnum)
-    if not isinstance(matvec, staticmethod | classmethod):
-        check_function(matvec, "matvec", "linear_function")
-    fn, binding = unwrap_method(matvec)
+    fn, binding = unwrap_method(matvec, "matvec", "linear_function")
     rules = _Adjoint(fn, _as_argnum(argnum))
     function = LinearFunction(fn=fn, _rules=rules, _binding=binding)
     set_metadata(function, fn)

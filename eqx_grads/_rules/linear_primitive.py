@@ -18,7 +18,6 @@ from .._jaxprs.current_trace import CONFIG, in_precision
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._jaxprs.structure import LinearCall, register
 from .._tangent_spaces import as_array_list, is_differentiable
-from .call_record import vmap_over, with_batch_in_front
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -137,6 +136,21 @@ def transpose_of(
     of_linear = restricted(lambda *xs: at(run(*xs), used), operands, linear)
     transpose = jax.linear_transpose(of_linear, *(operands[i].aval for i in linear))
     return fill([None] * len(operands), linear, transpose(at(cts, used)))
+
+
+def vmap_over(axis_data: Any) -> Callable[..., Any]:
+    """The `jax.vmap` for which JAX calls a batching rule with `axis_data`."""
+    return ft.partial(
+        jax.vmap,
+        axis_size=axis_data.size,
+        axis_name=axis_data.name,
+        spmd_axis_name=axis_data.spmd_name,
+    )
+
+
+def with_batch_in_front(operands: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    pairs = zip(operands, dims, strict=True)
+    return [x if dim in (None, 0) else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
 
 
 def _batch(axis_data, operands, dims, *, linear_map, **params):

@@ -235,16 +235,13 @@ class FlatCall:
         arrays = [*arrays, *kwargs_arrays]
         for i, x in enumerate(captured, len(arrays)):
             if is_reference(jax.typeof(x)):
-                raise call._error_of_reference(i, x)
+                raise rule_error(
+                    f"`{name_of(call.fn)}`, a function with a rule, was given a reference.",
+                    f"{call.path(i)} is {jax.typeof(x)}",
+                    do="Pass the value, `ref[...]`, and write to the reference outside of the "
+                    "function.",
+                )
         return call, [*arrays, *captured]
-
-    def _error_of_reference(self, i, x):
-        return rule_error(
-            f"`{name_of(self.fn)}`, a function with a rule, was given a reference.",
-            f"{self.path(i)} is {jax.typeof(x)}",
-            do="Pass the value, `ref[...]`, and write to the reference outside of the "
-            "function.",
-        )
 
     @property
     def n_not_differentiable(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import equinox as eqx
 
-from .._errors import name_of, rule_error, type_of
+from .._errors import check_function, name_of, rule_error
 from .call import call_with_rules
 from .rule import AbstractRules, Rule
 
@@ -238,23 +238,18 @@ def check_options(decorator: str, options: dict[str, Any]) -> None:
 
 def decorate(wrapper: Any, fn: Any, rules: AbstractRules) -> None:
     """Make `wrapper` stand in the place of a function."""
-    wrapper.fn, wrapper._binding = unwrap_method(fn)
+    wrapper.fn, wrapper._binding = unwrap_method(fn, "fn", type(wrapper).__name__)
     wrapper._rules = rules
     set_metadata(wrapper, wrapper.fn)
 
 
-def unwrap_method(fn: Any) -> tuple[Callable[..., Any], str]:
+def unwrap_method(fn: Any, argument: str, caller: str) -> tuple[Callable[..., Any], str]:
     """The function, and how it binds as an attribute of a class."""
     if isinstance(fn, staticmethod):
         return fn.__func__, "static"
     if isinstance(fn, classmethod):
         return fn.__func__, "class"
-    if not callable(fn):
-        raise rule_error(
-            "A decorator for rules was given something that can't be called.",
-            f"`fn` is {type_of(fn)}",
-            do="Decorate a function, a method or a callable Module.",
-        )
+    check_function(fn, argument, caller)
     return fn, "method"
 
 

@@ -275,7 +275,7 @@ WRONG = [
     (lambda: eqg.custom_jvp(square)(ONE), "`square` has no forward | @"), (half(),
      "`square` has no complete | @"), (half(fwd=lambda x: x), "with `@square.def_bwd`."),
     (half(bwd=lambda r: r), "with `@square.def_fwd`."), (lambda: eqg.custom_jvp(3),
-     "`fn` is int (3)"), (lambda: eqg.custom_jvp(square, nondiff_argnums=(0,)),
+     "`fn` of `custom_jvp` | it is int (3)"), (lambda: eqg.custom_jvp(square, nondiff_argnums=(0,)),
      "`custom_jvp` was given an"), (lambda: eqg.custom_jvp(square).defjvp,
      "no attribute `defjvp`"), (lambda: eqg.custom_vjp(square).defvjp, "`custom_vjp` has no"),
     (grad(reverse(fwd=lambda perturbed, x: (x, x))), "the rule `fwd` | `perturbed` if"),
