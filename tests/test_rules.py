@@ -298,9 +298,7 @@ def test_a_copy_of_a_decorated_module_has_its_own_arrays_in_its_rules(linear):
     loop = lambda x, f: jnp.sum(jax.lax.scan(lambda h, _: (f(h), None), x, None, 2)[0])
     value, grad = eqx.filter_jit(jax.value_and_grad(loop))(x, moved)
     assert_close((value, grad), (loop(x, moved.__wrapped__), jnp.full(2, 9.0)), eps=1000)
-    with pytest.raises(
-        eqg.RuleError, match=r"closes over(?s:.)*decorate its method"
-    ):
+    with pytest.raises(eqg.RuleError, match=r"closes over(?s:.)*decorate its method"):
         eqx.filter_grad(lambda f: jnp.sum(f(x)))(linear)
 
 

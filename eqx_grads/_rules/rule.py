@@ -306,15 +306,14 @@ def check_outputs(
     """
     check_static_outputs(rule.fn, outputs)
     do = "The first result of the rule is the value: return what the function returns."
-    check = ft.partial(require_same, rule, "The rule", call.fn, outputs, do=do)
-    if expected is not None:
-        return check(expected)
-    compute = ft.partial(outputs_of_function, call.flat, call.operands)
-    known = call.rules.cache.get(call, "outputs", compute)
-    # A function may depend on more than its arguments (the size of a named axis, a global
-    # variable), and so on more than was remembered.
-    if known is not None and not known.agrees(outputs):
-        check(compute())
+    if expected is None:
+        compute = ft.partial(outputs_of_function, call.flat, call.operands)
+        expected = call.rules.cache.get(call, "outputs", compute)
+        # A function may depend on more than its arguments (the size of a named axis, a global
+        # variable), and so on more than was remembered.
+        if expected is not None and not expected.agrees(outputs):
+            expected = compute()
+    require_same(rule, "The rule", call.fn, outputs, expected, do=do)
 
 
 def require_same(
