@@ -316,14 +316,14 @@ class TestAValueOfTangents:
         @f.def_jvp
         def f_jvp(primals, tangents):
             x, t = primals[0], tangents[0]
-            return (x, {"a": jnp.sin(x + 0 * t)}), (t, {"a": jnp.cos(x) * t})
+            return (x, {"a": jnp.sin(x + t)}), (t, {"a": jnp.cos(x) * t})
 
         loss = lambda x: f(x)[1]["a"].sum()
         match = r"(?s)`\S*f_jvp` of `\S*f` returned a value that depends on its tangents.*"
         match += r"at out\[1\]\['a'\].*test_host_rules"
         for run in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
             fails(match, run, X)
-        assert_close(pushed(loss)(X), (jnp.cos(X) * X).sum())
+        fails(match, pushed(loss), X)
         fails(match, jax.hessian(loss), X)
         report = eqgt.check_rule(f, X, checks=("reverse",), raises=False)
         assert "no reverse mode" not in str(report)

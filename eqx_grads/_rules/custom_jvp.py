@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._errors import name_of, place_of, rule_error, RuleError
+from .._errors import name_of, place_of, rule_error, RuleError, show_path
 from .._jaxprs.dependence import needed
 from .._jaxprs.linearity import DEPENDS, output_statuses, why_nonlinear, why_not_transposable
 from .._jaxprs.operands import at, fill, flagged
@@ -209,7 +209,7 @@ def _check_linear(rule, call, indices, trace) -> dict[int, str]:
     one that it must not. Returns why output tangents are not transposable, by index."""
     if rule.surely_linear:
         return {}
-    check = lambda: _reasons_and_ignored(rule, call, indices, trace()[0])
+    check = lambda: _reasons_and_ignored(rule, call, indices, *trace())
     reasons, ignored = call.rules.cache.get(call, ("linear", *indices), check)
     ignored = [i for i in ignored if call.tangents[i] is not None]
     if ignored:
@@ -217,21 +217,24 @@ def _check_linear(rule, call, indices, trace) -> dict[int, str]:
     return reasons
 
 
-def _reasons_and_ignored(rule, call, indices, traced: TracedRule | None):
+def _reasons_and_ignored(rule, call, indices, traced: TracedRule | None, outputs):
     if traced is None:  # of an eager rule that looks at values, nothing is seen
         return {}, []
     program, n = traced.program, traced.n // 2  # as many tangents as values
     live = [i for i in traced.live if i < n]
     statuses = output_statuses(program)
-    if any(status.rank in DEPENDS for status in statuses[len(live) :]):
-        name = name_of(call.fn)
-        raise rule_error(
-            f"The forward rule `{rule.name}` of `{name}` returned a value that depends on its "
-            "tangents.",
-            rule.place,
-            do=f"Return `{name}(*primals)`, or a value computed from the primals alone: "
-            "reverse mode computes it before the tangents exist.",
-        )
+    for i, status in zip(traced.live[len(live) :], statuses[len(live) :], strict=True):
+        if status.rank in DEPENDS:
+            path = outputs.split.path(outputs.split.indices[i - n])
+            raise rule_error(
+                f"The forward rule `{rule.name}` of `{name_of(call.fn)}` returned a value that "
+                "depends on its tangents.",
+                f"at out{show_path(path)}",
+                rule.place,
+                do="The value must not depend on the tangents: reverse mode computes it before "
+                f"they exist. Return `{name_of(call.fn)}(*primals)`, or a value computed from "
+                "the primals alone.",
+            )
     statuses = statuses[: len(live)]
     reason = why_nonlinear(statuses)
     if reason is None:

@@ -294,7 +294,7 @@ WRONG = [
      lambda x: (x, N))), "at out[1]:"), (jvp(tangent(lambda y, t: t**2)), "power 2 | @"),
     (jvp(tangent(lambda y, t: y * t + 1)), "adds something that no"),
     (grad(tangent(lambda y, t: jax.lax.stop_gradient(t))), "`jvp` of `square` was | @"),
-    (grad(forward(lambda p, t: (p[0] ** 2 + t[0], t[0]))), "depends on its | @ | `square("),
+    (grad(forward(lambda p, t: (p[0] ** 2 + t[0], t[0]))), "at out | @ | `square("),
     (grad(forward(lambda p, t: ((p[0] ** 2,), (t[0],)))), "`jvp` of `square` | @"),
     (grad(forward(lambda p, t: (jnp.sum(p[0]), jnp.sum(t[0])))), "`square` returns float32[3]"),
     (grad(forward(lambda p, t: (eqx.Partial(lambda: p), None), lambda x: lambda: x)),
