@@ -58,6 +58,9 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         are not used. JAX multiplies these terms by zeros, and the product is NaN where the
         factor is NaN.
     - Python and NumPy integers stay what they are; in JAX they are arrays under `jit`.
+    - A call without a rule raises [`eqx_grads.RuleError`][], not an `AttributeError`.
+    - Under `jax.vmap`, a rule may use the name of the axis if the function uses it too, or if
+        an argument is batched. A function that uses it has batched outputs.
     - A cotangent is summed over the axes along which its argument would have broadcast. In
         JAX its shape is an error.
 

@@ -126,7 +126,7 @@ class custom_vjp(AbstractDecorated[P, T]):
             and cast to its dtype. The rule may have keyword-only parameters: `perturbed`, a
             tree of Python bools that says which leaves are being differentiated, and the
             keyword-only arguments of the function. A rule may use the name of the axis of a
-            `jax.vmap` if an argument is batched.
+            `jax.vmap` if the function uses it too, or if an argument is batched.
         - `symbolic_zeros`: by default the cotangents of outputs that are not used are
             arrays of zeros. With `True`, they are `None`.
 
