@@ -132,7 +132,30 @@ def test_rules_that_use_the_axis_if_some_arguments_are_perturbed():
     assert jax.grad(lambda a: jnp.sum(batch(a, 3.0, xs)))(2.0) == 42.0
 
 
-def test_a_constant_of_a_value_without_the_batch():
+@pytest.mark.parametrize("use", ["forward", "backward", "sum"])
+def test_only_the_rules_use_the_axis(use):
+    index = lambda: 1.0 + jax.lax.axis_index("i")
+    f = eqg.custom_vjp(lambda w: w * 1.0)
+    f.def_fwd(lambda w: (f(w), index() if use == "forward" else None))
+    of_example = {"forward": lambda r, ct: r * ct, "backward": lambda r, ct: index() * ct}
+    bwd = of_example.get(use, lambda _, ct: jax.lax.psum(ct, "i"))
+    f.def_bwd(lambda r, ct: (bwd(r, ct),))
+    xs = jnp.array([1.0, 2.0, 3.0])
+    mapped = jax.vmap(lambda w, x: f(w) * x, (None, 0), axis_name="i")
+    for transform in (lambda f: f, jax.jit):
+        gradient = jax.grad(lambda w, t=transform: jnp.sum(t(mapped)(w, xs)))(2.0)
+        assert gradient == (18.0 if use == "sum" else 14.0)
+
+
+def test_a_collective_or_a_constant_of_a_value_without_the_batch():
+    """A sum over the axis has no batch dimension: a test of JAX's own."""
+    f = eqg.custom_vjp(lambda w: jax.lax.psum(w, "i"))
+    f.def_fwd(lambda w: (f(w), None))
+    f.def_bwd(lambda _, ct: (2 * ct,))
+    for fn in (f, jax.jit(f)):
+        mapped = jax.vmap(lambda _, w, fn=fn: fn(w), (0, None), out_axes=None, axis_name="i")
+        for run in (mapped, jax.jit(mapped)):
+            assert jax.value_and_grad(run, 1)(jnp.arange(4.0), 2.0) == (8.0, 2.0)
     g = eqg.custom_jvp(lambda a: (a * 1.0, jnp.ones((), int)))
     g.def_jvp(lambda primals, tangents: (g(*primals), (tangents[0], None)))
     added = jax.vmap(lambda x: g(2.0)[1].at[()].add(1), axis_name="i", out_axes=None)

@@ -50,9 +50,6 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
     - The library does not compute the terms of arguments that are not being differentiated.
         JAX multiplies these terms by zeros, and the product is NaN where the factor is NaN.
     - Python and NumPy integers stay what they are; in JAX they are arrays under `jit`.
-    - A call without a rule raises [`eqx_grads.RuleError`][], not an `AttributeError`.
-    - Under `jax.vmap`, a rule may use the name of the axis if the function uses it too, or if
-        an argument is batched.
 
     These work too: traced values that the function, its rules or the arguments of
     `nondiff_argnums` close over. Arguments may have leaves that are not arrays, such as an

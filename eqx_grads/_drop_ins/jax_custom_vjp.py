@@ -58,9 +58,6 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         are not used. JAX multiplies these terms by zeros, and the product is NaN where the
         factor is NaN.
     - Python and NumPy integers stay what they are; in JAX they are arrays under `jit`.
-    - A call without a rule raises [`eqx_grads.RuleError`][], not an `AttributeError`.
-    - Under `jax.vmap`, a rule may use the name of the axis if the function uses it too, or if
-        an argument is batched. A function that uses it has batched outputs.
     - A cotangent is summed over the axes along which its argument would have broadcast. In
         JAX its shape is an error.
 
@@ -93,6 +90,9 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
     ):
         rules = ReverseRules(JAX)
         AbstractJaxDecorated.__init__(self, fun, nondiff_argnums, nondiff_argnames, rules)
+        self.fwd: Callable[..., Any] | None = None
+        self.bwd: Callable[..., Any] | None = None
+        self.optimize_remat = False
 
     def defvjp(
         self,
@@ -127,7 +127,8 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         bwd_rule = ft.partial(_bwd_rule, bwd, zero)
         self._rules.fwd_rule = Rule(fwd_rule, name=name_of(fwd), source=fwd)
         self._rules.bwd_rule = Rule(bwd_rule, symbolic_zeros, name=name_of(bwd), source=bwd)
-        self.symbolic_zeros, self._has_rules = symbolic_zeros, True
+        self.fwd, self.bwd, self.symbolic_zeros = fwd, bwd, symbolic_zeros
+        self.optimize_remat, self._has_rules = optimize_remat, True
 
 
 class _Types(Opaque):

@@ -15,13 +15,17 @@ from typing import Any, ClassVar, Generic
 import jax
 from jax.core import Tracer
 
-from .._errors import check_function, name_of, place_of, rule_error
+from .._errors import check_function, name_of, place_of, rule_error, RuleError
 from .._rules.call import call_with_rules
 from .._rules.float_args import as_integer
 from .._rules.object_parts import Rebuildable
 from .._rules.rule import AbstractRules
 from .._rules.signature import Signature, signature_of
 from .._rules.wrapper import P, reduce_by_name, T
+
+
+class MissingRuleError(RuleError, AttributeError):
+    """The error of a call of a function without rules: JAX raises an `AttributeError`."""
 
 
 class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
@@ -59,11 +63,10 @@ class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self._has_rules:
             name, mode = name_of(self.fun), self.mode
-            raise rule_error(
+            raise MissingRuleError(  # after the sentence of JAX
                 f"No {mode} defined for {_in_jax(self)} function {name} using "
-                f"def{mode.lower()}.",
-                place_of(self.fun),
-                do=f"Define one with `{self.how.format(name)}`.",
+                f"def{mode.lower()}.\n  {place_of(self.fun)}\n"
+                f"Define one with `{self.how.format(name)}`."
             )
         values = _by_position(self, args, kwargs)
         if not self.nondiff_argnums:
@@ -78,6 +81,12 @@ class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
         names = map(Signature(self.fun).names.__getitem__, self.nondiff_argnums)
         nondiff = collections.OrderedDict(zip(names, fixed, strict=True))
         return call_with_rules(self._fn, self._rules, diff, {"nondiff": nondiff})
+
+    def __getattr__(self, name: str) -> Any:
+        # As in JAX: `f.def_vmap`, if the function is a `jax.custom_batching.custom_vmap`.
+        if name.startswith("def"):
+            return getattr(self.fun, name)
+        raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`.")
 
     def __reduce__(self):
         return reduce_by_name(self, self.fun)
@@ -156,7 +165,8 @@ def _by_position(decorated, args, kwargs) -> tuple[Any, ...]:
     try:
         values, by_keyword, filled = signature.bind(args, kwargs, True)
         if passed := [name for name in by_keyword if name not in filled]:
-            raise TypeError(f"keyword-only: {', '.join(passed)}")
+            what = "The following keyword arguments could not be resolved to positions"
+            raise TypeError(f"{what}: {', '.join(passed)}")
         if any(i >= len(values) for i in nondiff):
             what = f"`nondiff_argnums` is {nondiff}"
             raise TypeError(f"{what}, and there are {len(values)} arguments")

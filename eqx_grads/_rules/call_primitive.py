@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import zero_from_primal
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -25,8 +26,14 @@ from .._errors import code_of, name_of, rule_error, RuleError
 from .._jaxprs.current_trace import is_of_innermost_trace, is_staged, is_valid, setting
 from .._jaxprs.dependence import consts_as_inputs
 from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
-from .._jaxprs.operands import fill, flagged
-from .._jaxprs.structure import CallWithRule, read_call, register
+from .._jaxprs.operands import at, fill, flagged, restricted
+from .._jaxprs.structure import (
+    CallWithRule,
+    equations,
+    inner_programs,
+    read_call,
+    register,
+)
 from .._tangent_spaces import is_differentiable
 from .linear_primitive import transpose_of, vmap_over, with_batch_in_front
 from .rule import try_to_trace
@@ -267,20 +274,24 @@ def batched_call(
 
     An output that can have a tangent has the batch dimension: its tangent may have it although
     its value does not. (The value of `replace_gradient` depends on one operand, and its tangent
-    on the other.) Other outputs have the batch dimension if `jax.vmap` gives it to them.
+    on the other.) Other outputs have the batch dimension if `jax.vmap` gives it to them. No
+    output has it if no operand has it: then the axis is there only for its name.
     """
     # The function of one example, where it was traced before.
     traced = None if call_jaxpr is None else jaxpr_as_fun(call_jaxpr)
     axes = [0 if b else None for b in batched]
     out_batched: list[bool] = []
-    vmap = vmap_over(axis_data)
+    is_mapped = any(batched)
+    vmap = ft.partial(vmap_over(axis_data), out_axes=0 if is_mapped else None)
 
     def decide(out):
-        out_batched[:] = [is_differentiable(x) or is_of_innermost_trace(x) for x in out]
+        may_vary = lambda x: is_differentiable(x) or is_of_innermost_trace(x)
+        out_batched[:] = [is_mapped and may_vary(x) for x in out]
         return out
 
     def as_decided(out):
-        return [x if b else x[0] for x, b in zip(out, out_batched, strict=True)]
+        pairs = zip(out, out_batched, strict=True)
+        return [x if b or not is_mapped else x[0] for x, b in pairs]
 
     def primal(operands):
         run = traced or (lambda *xs: call.primal(xs[n_consts:]))
@@ -302,16 +313,18 @@ def batched_call(
 def _batch(axis_data, operands, dims, **params):
     call, call_jaxpr, n_consts = params["call"], params["call_jaxpr"], params["n_consts"]
     if all(dim is None for dim in dims):
-        if not _uses_axis(axis_data.name, call, call_jaxpr, operands[n_consts:]):
+        uses = _uses_of_axis(axis_data.name, call, call_jaxpr, operands[n_consts:])
+        if not any(uses):
             out = call_p.bind(*operands, **params)
             return out, [None] * len(out)
-        copies = jax.vmap(lambda x: x, None, axis_size=axis_data.size)
-        operands = [*operands[:n_consts], *map(copies, operands[n_consts:])]
-        dims = [None if i < n_consts else 0 for i in range(len(operands))]
+        if uses[1] or not uses[0] <= _REDUCTIONS:
+            copies = jax.vmap(lambda x: x, None, axis_size=axis_data.size)
+            operands = [*operands[:n_consts], *map(copies, operands[n_consts:])]
+            dims = [None if i < n_consts else 0 for i in range(len(operands))]
     operands = with_batch_in_front(operands, dims)
     batched = [dim is not None for dim in dims]
     result = None
-    if not any(batched[:n_consts]):
+    if any(batched) and not any(batched[:n_consts]):
         result = call.vmap(axis_data, batched[n_consts:], operands[n_consts:])
     if result is None:
         of_batch, out_batched = batched_call(call, axis_data, batched, call_jaxpr, n_consts)
@@ -320,14 +333,35 @@ def _batch(axis_data, operands, dims, **params):
     return list(out), [0 if b else None for b in out_batched]
 
 
-def _uses_axis(name: Any, call: Call, call_jaxpr: ClosedJaxpr | None, operands: Any) -> bool:
-    """Whether the function uses the axis of a `vmap`, for example its index."""
+# Of operands without the batch dimension, their results have none.
+_REDUCTIONS = {"psum", "pmax", "pmin"}
+
+
+def _uses_of_axis(
+    name: Any, call: Call, call_jaxpr: ClosedJaxpr | None, operands: Sequence[Any]
+) -> tuple[set[str], set[str]]:
+    """The primitives that use the axis of a `vmap`: in the function and the forward pass of its
+    rules, and in the backward pass, where each example has its own cotangent."""
     if type(name) is object:  # as JAX does where the user gave no name
-        return False
-    if call_jaxpr is None:
-        call_jaxpr = try_to_trace(_trace, call, list(map(jax.typeof, operands)))
-    effects = () if call_jaxpr is None else call_jaxpr.effects
-    return name in [getattr(effect, "name", None) for effect in effects]
+        return set(), set()
+    types, backward = list(map(jax.typeof, operands)), []
+
+    def forward(*xs):
+        live = flagged(map(is_differentiable, xs[: call.n_args]))
+        of_live = restricted(lambda *ys: bind_call(call, ys), xs, live)
+        out, pull_back = jax.vjp(of_live, *at(xs, live))
+        cts = list(map(zero_from_primal, out))
+        backward.append(jax.make_jaxpr(lambda: pull_back(cts))())
+        return out, pull_back  # which holds the residuals
+
+    def uses(*programs):
+        eqns = [eqn for p in programs if p is not None for eqn in equations(p)]
+        has_name = lambda eqn: any(getattr(e, "name", None) == name for e in eqn.effects)
+        return {e.primitive.name for e in eqns if has_name(e) and not inner_programs(e)}
+
+    value = call_jaxpr or try_to_trace(_trace, call, types)
+    # Nobody has differentiated yet, so an error in a rule must not surface here.
+    return uses(value, try_to_trace(jax.make_jaxpr(forward), *types)), uses(*backward)
 
 
 call_p.def_impl(_impl)

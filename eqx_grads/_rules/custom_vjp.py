@@ -125,8 +125,8 @@ class custom_vjp(AbstractDecorated[P, T]):
             cotangent is summed over the axes along which the argument would have broadcast,
             and cast to its dtype. The rule may have keyword-only parameters: `perturbed`, a
             tree of Python bools that says which leaves are being differentiated, and the
-            keyword-only arguments of the function. A rule may use the name of the axis of a
-            `jax.vmap` if the function uses it too, or if an argument is batched.
+            keyword-only arguments of the function. Under `jax.vmap`, a rule that uses the
+            name of the axis runs for each example, even if no argument is batched.
         - `symbolic_zeros`: by default the cotangents of outputs that are not used are
             arrays of zeros. With `True`, they are `None`.
 
