@@ -219,14 +219,16 @@ def check_field_names(module: Any, names: Sequence[Any], fields: Iterable[str]) 
     """Raise unless `fields` are among the names of the children of a module."""
     for name in fields:
         if name not in names:
-            kind = "a static" if name in getattr(module, "__dict__", ()) else "not a"
             known = ", ".join(str(name) for name in names if name is not None)
+            is_attribute = name in getattr(module, "__dict__", ())
+            kind = "a static" if known and is_attribute else "not a"
             raise rule_error(
                 f"`tangents.of` was given `{name}`, which is {kind} field of "
                 f"`{type(module).__qualname__}`.",
                 f"its fields are: {known or 'none'}",
-                do="Name fields of a PyTree whose children are its attributes: a Module, say. "
-                "A static field has no derivative: leave it out.",
+                do="A Module has fields, and so has a class that JAX knows with their names "
+                "(`jax.tree_util.register_dataclass` or `register_pytree_with_keys`). A static "
+                "field has no derivative: leave it out.",
             )
 
 

@@ -134,7 +134,7 @@ def test_rules_that_use_the_axis_if_some_arguments_are_perturbed():
 
 @pytest.mark.parametrize("use", ["forward", "backward", "sum"])
 def test_only_the_rules_use_the_axis(use):
-    index = lambda: 1.0 + jax.lax.axis_index("i")
+    index = lambda: 1.0 + jax.lax.axis_index("i").astype(float)
     f = eqg.custom_vjp(lambda w: w * 1.0)
     f.def_fwd(lambda w: (f(w), index() if use == "forward" else None))
     of_example = {"forward": lambda r, ct: r * ct, "backward": lambda r, ct: index() * ct}

@@ -131,6 +131,16 @@ class Holder(eqx.Module):
         return x * self.weight
 
 
+class Keyless:
+    def __init__(self, a):
+        self.a = a
+
+
+jax.tree_util.register_pytree_node(
+    Keyless, lambda x: ((x.a,), None), lambda _, children: Keyless(*children)
+)
+
+
 def held_by_argument(a):
     f = forward(lambda p, t: (p[0](p[1]), t[1]), lambda fn, x: fn(x))
     return f(lambda x: x * a, X)
@@ -427,6 +437,7 @@ WRONG = [
     (lambda: tangents.of(Holder(X), bias=X), "`bias`, which is not a field"),
     (lambda: tangents.of(ONE, leaf=X), "`leaf`, which is not a field | are: none"),
     (lambda: tangents.of(Holder(X), size=3), "`size`, which is a static"),
+    (lambda: tangents.of(Keyless(X), a=X), "`a`, which is not a | `register_pytree_with_keys`"),
     (lambda: tangents.project(X[:2], X), "the cotangent is float32[2]"),
     (lambda: tangents.project(T, {"a": X, "b": [XS, N]}), "the value is float32[4,3]"),
     (lambda: tangents.project(X, N), "can't be differentiated:"),
