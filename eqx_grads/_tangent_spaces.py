@@ -92,11 +92,7 @@ def zip_trees(fn: Callable[..., Any], trees: Sequence[PyTree]) -> PyTree:
     present = [t for t in trees if t is not None]
     if not present:
         return None
-    if len({jax.tree.structure(t, is_leaf=is_none) for t in present}) == 1 and (
-        len(present) == len(trees)
-    ):
-        return jax.tree.map(fn, *trees, is_leaf=is_none)
-    # Somewhere one tree has `None` where another has a branch: go down one level.
+    # One level at a time, as one tree may have `None` where another has a branch.
     flat = [jax.tree.flatten(t, is_leaf=lambda x, t=t: x is not t) for t in present]
     treedef = flat[0][1]
     if any(other != treedef for _, other in flat):
@@ -219,31 +215,20 @@ def match_leaves(
     ]
 
 
-def field_names(module: Any, keys: Sequence[Any], children: Sequence[Any]) -> list[str | None]:
-    """The attributes that the children are; `None` for a child that is not an attribute."""
-    if all(isinstance(key, jax.tree_util.GetAttrKey) for key in keys):
-        return [key.name for key in keys]
-    # A class that was registered without keys. Two attributes that are the same object are
-    # not told apart.
-    attributes = getattr(module, "__dict__", {})
-    found = [[name for name, x in attributes.items() if x is child] for child in children]
-    return [names[0] if len(names) == 1 else None for names in found]
-
-
-def check_field_names(
-    module: Any, names: Sequence[Any], children: Sequence[Any], fields: Iterable[str]
-) -> None:
+def check_field_names(module: Any, names: Sequence[Any], fields: Iterable[str]) -> None:
     """Raise unless `fields` are among the names of the children of a module."""
-    known = [n for n, x in zip(names, children, strict=False) if n and jax.tree.leaves(x)]
     for name in fields:
         if name not in names:
-            kind = "a static" if name in getattr(module, "__dict__", ()) else "not a"
+            known = ", ".join(str(name) for name in names if name is not None)
+            is_attribute = name in getattr(module, "__dict__", ())
+            kind = "a static" if known and is_attribute else "not a"
             raise rule_error(
                 f"`tangents.of` was given `{name}`, which is {kind} field of "
                 f"`{type(module).__qualname__}`.",
-                f"the fields with a derivative are: {', '.join(sorted(known)) or 'none'}",
-                do="Name fields of a PyTree whose children are its attributes: a Module, say. "
-                "A static field has no derivative: leave it out.",
+                f"its fields are: {known or 'none'}",
+                do="A Module has fields, and so has a class that JAX knows with their names "
+                "(`jax.tree_util.register_dataclass` or `register_pytree_with_keys`). A static "
+                "field has no derivative: leave it out.",
             )
 
 

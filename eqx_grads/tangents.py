@@ -51,7 +51,6 @@ from ._tangent_spaces import (
     check_field_names,
     check_shapes,
     dtype_of_array,
-    field_names,
     is_arraylike,
     is_none,
     is_zero_leaf,
@@ -458,7 +457,7 @@ def of(module: Any, **fields: PyTree) -> Any:
     **Arguments:**
 
     - `module`: an `eqx.Module`, an `nnx.Module`, or an object of any other class that is a
-        PyTree whose children are its attributes: a dataclass or a named tuple, say.
+        PyTree that JAX knows with the names of its fields: a dataclass or a named tuple, say.
     - `**fields`: tangents of the named fields. For a field with a single array in it, such as
         an `nnx.Param`, you may pass the tangent of the array. For a field that has fields, you
         may pass a mapping, such as an `nnx.State`: `tangents.of(module, **state)`.
@@ -472,8 +471,8 @@ def of(module: Any, **fields: PyTree) -> Any:
     [`eqx_grads.RuleError`][] for a name that is not a field, or is a static one.
     """
     keys, children, treedef = one_level(module)
-    names = field_names(module, keys, children)
-    check_field_names(module, names, children, fields)
+    names = [getattr(key, "name", None) for key in keys]
+    check_field_names(module, names, fields)
     ts = [
         _tangent_of_field(fields[name], child) if name in fields else zeros_like(child)
         for name, child in zip(names, children, strict=True)

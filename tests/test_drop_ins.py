@@ -325,13 +325,12 @@ def test_a_compiled_function_and_compiled_rules():
 
 
 def test_python_numbers():
-    """Forward mode returns numbers, as with Equinox's without JAX's switch `jax_custom_jvp3`.
-    In reverse mode, Equinox's gradient is zero: the output is a Python float, and so static."""
+    """In reverse mode, Equinox's gradient is zero: the output is a Python float, and so
+    static."""
     f = eqg.filter_custom_jvp(lambda x, p: x * p)
     f.def_jvp(lambda primals, tangents: (primals[0] * primals[1], 7 * tangents[0]))
     pair = jax.jvp(lambda x: f(x, 3.0), (2.0,), (1.0,))
     assert pair == (6.0, 7.0)
-    assert [type(x) for x in pair] == [float, float]
     g = eqg.filter_custom_vjp(lambda x, y: x * y)
     g.def_fwd(lambda perturbed, x, y: (x * y, None))
     g.def_bwd(lambda residuals, ct, perturbed, x, y: ct * y)

@@ -161,7 +161,8 @@ def host_sum(x):
 
 
 @pytest.mark.parametrize(
-    ("fn", "reason"), [(kernel_sum, "AssertionError"), (host_sum, "ValueError: Pure callb")]
+    ("fn", "reason"),
+    [(kernel_sum, (AssertionError, None)), (host_sum, (ValueError, "Pure callb"))],
 )
 def test_forward_mode_of_a_function_that_has_none(fn, reason):
     f, x = eqg.custom_vjp(fn), jnp.arange(4.0)
@@ -173,10 +174,12 @@ def test_forward_mode_of_a_function_that_has_none(fn, reason):
         jax.jit(jax.jacfwd(f)),
         jax.hessian(lambda x: jnp.sum(f(x) ** 2)),
     )
-    match = rf"(?s)Forward mode of `{fn.__name__}` diff.*{reason}.*`def_jvp` of `eqx_grads"
+    kind, message = reason
     for derivative in forward_modes:
-        with pytest.raises(RuleError, match=match):
+        with pytest.raises(kind, match=message) as caught:
             derivative(x)
+        notes = "\n".join(caught.value.__notes__)
+        assert re.search(f"Forward mode of `{fn.__name__}` diff.*`def_jvp` of `eqx_gr", notes)
     f.def_jvp(lambda primals, tangents: (f(*primals), jnp.sum(*tangents, keepdims=True)))
     for derivative in forward_modes:
         derivative(x)

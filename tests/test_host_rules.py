@@ -113,11 +113,12 @@ class TestDefaults:
             (x,) = residuals
             return (x * ct,)
 
-        for derive, given in ((pushed(h), "`h_jvp` gets `primals`"), (grad(h), "`h_bwd`")):
+        for derive, rule in ((pushed(h), "`h_jvp`"), (grad(h), "`h_bwd`")):
             with pytest.raises(ValueError, match="to unpack") as caught:
                 derive(X)
-            assert re.search(f"{given}.*`x`, `shift`, `scale`", "".join(caught.value.__notes__))
-        with pytest.raises(jax.errors.JaxRuntimeError, match="`x`, `shift`, `scale`"):
+            note = "".join(caught.value.__notes__)
+            assert re.search(f"in the rule {rule}.*an entry for each positional", note)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="entry for each positional"):
             jax.jit(pushed(h))(X).block_until_ready()
 
 
@@ -309,14 +310,14 @@ class TestAValueOfTangents:
         @f.def_jvp
         def f_jvp(primals, tangents):
             x, t = primals[0], tangents[0]
-            return (x, {"a": jnp.sin(x + 0 * t)}), (t, {"a": jnp.cos(x) * t})
+            return (x, {"a": jnp.sin(x + t)}), (t, {"a": jnp.cos(x) * t})
 
         loss = lambda x: f(x)[1]["a"].sum()
         match = r"(?s)`\S*f_jvp` of `\S*f` returned a value that depends on its tangents.*"
         match += r"at out\[1\]\['a'\].*test_host_rules"
         for run in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
             fails(match, run, X)
-        assert_close(pushed(loss)(X), (jnp.cos(X) * X).sum())
+        fails(match, pushed(loss), X)
         fails(match, jax.hessian(loss), X)
         report = eqgt.check_rule(f, X, checks=("reverse",), raises=False)
         assert "no reverse mode" not in str(report)

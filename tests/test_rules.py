@@ -132,6 +132,21 @@ def test_rules_that_use_the_axis_if_some_arguments_are_perturbed():
     assert jax.grad(lambda a: jnp.sum(batch(a, 3.0, xs)))(2.0) == 42.0
 
 
+@pytest.mark.parametrize("use", ["forward", "backward", "sum"])
+def test_only_the_rules_use_the_axis(use):
+    index = lambda: 1.0 + jax.lax.axis_index("i").astype(float)
+    f = eqg.custom_vjp(lambda w: w * 1.0)
+    f.def_fwd(lambda w: (f(w), index() if use == "forward" else None))
+    of_example = {"forward": lambda r, ct: r * ct, "backward": lambda r, ct: index() * ct}
+    bwd = of_example.get(use, lambda _, ct: jax.lax.psum(ct, "i"))
+    f.def_bwd(lambda r, ct: (bwd(r, ct),))
+    xs = jnp.array([1.0, 2.0, 3.0])
+    mapped = jax.vmap(lambda w, x: f(w) * x, (None, 0), axis_name="i")
+    for transform in (lambda f: f, jax.jit):
+        gradient = jax.grad(lambda w, t=transform: jnp.sum(t(mapped)(w, xs)))(2.0)
+        assert gradient == (18.0 if use == "sum" else 14.0)
+
+
 def test_a_collective_or_a_constant_of_a_value_without_the_batch():
     """A sum over the axis has no batch dimension: a test of JAX's own."""
     f = eqg.custom_vjp(lambda w: jax.lax.psum(w, "i"))
@@ -209,9 +224,9 @@ class Tagged:
 
 
 OTHER_OUTPUTS = [  # what the function returns, what the batching rule returns, and the lines
-    (lambda x: (x, "s"), lambda x: (x, "t"), ["out[1]: `f` would return str ('s'), and"]),
-    (lambda x: (x, x), lambda x: (x, None), ["out[1]: `f` would return float32[2], and"]),
-    (lambda x: (x, None), lambda x: (x, x), ["out[1]: `f` would return None, and"]),
+    (lambda x: (x, "s"), lambda x: (x, "t"), ["out[1]: `f` returns str ('s'), and"]),
+    (lambda x: (x, x), lambda x: (x, None), ["out[1]: `f` returns float32[], and"]),
+    (lambda x: (x, None), lambda x: (x, x), ["out[1]: `f` returns None, and"]),
     (lambda x: Tagged(x, "s"), lambda x: Tagged(x, "t"), ["(Tagged[s], [*])), and"]),
 ]
 
@@ -241,24 +256,20 @@ def test_effects_happen_once(capfd):
 
 
 def test_d9_abstract_methods():
-    """The outer decorator sets an attribute, or the inner one has set it."""
-    decorators = abc.abstractmethod, eqg.custom_jvp
-    for outer, inner in (decorators, decorators[::-1]):
+    class Abstract(eqx.Module):
+        apply = eqg.custom_jvp(abc.abstractmethod(lambda self, x: x))
 
-        class Abstract(eqx.Module):
-            apply = outer(inner(lambda self, x: x))
+    with pytest.raises(TypeError, match="abstract"):
+        Abstract()
 
-        with pytest.raises(TypeError, match="abstract"):
-            Abstract()
+    class Concrete(Abstract):
+        @eqg.custom_jvp
+        def apply(self, x):
+            return x
 
-        class Concrete(Abstract):
-            @eqg.custom_jvp
-            def apply(self, x):
-                return x
+        apply.def_jvp(lambda p, t: (p[1], 2 * t[1]))
 
-            apply.def_jvp(lambda p, t: (p[1], 2 * t[1]))
-
-        assert jax.grad(Concrete().apply)(1.0) == 2.0
+    assert jax.grad(Concrete().apply)(1.0) == 2.0
 
 
 def test_def_with_and_without_options():
@@ -310,9 +321,7 @@ def test_a_copy_of_a_decorated_module_has_its_own_arrays_in_its_rules(linear):
     loop = lambda x, f: jnp.sum(jax.lax.scan(lambda h, _: (f(h), None), x, None, 2)[0])
     value, grad = eqx.filter_jit(jax.value_and_grad(loop))(x, moved)
     assert_close((value, grad), (loop(x, moved.__wrapped__), jnp.full(2, 9.0)), eps=1000)
-    with pytest.raises(
-        eqg.RuleError, match=r"closes over(?s:.)*Pass the Module as an argument"
-    ):
+    with pytest.raises(eqg.RuleError, match=r"closes over(?s:.)*decorate its method"):
         eqx.filter_grad(lambda f: jnp.sum(f(x)))(linear)
 
 
@@ -339,9 +348,6 @@ def test_elementwise():
     assert jax.grad(eqg.elementwise(jnp.abs, lambda out, x: 3))(1.0) == 3.0
     f = eqg.elementwise(np.sin, lambda out, x: jnp.cos(x))  # eagerly, and in its derivative
     assert_close(jax.grad(f)(1.0), jnp.cos(1.0))
-    with pytest.raises(jax.errors.TracerArrayConversionError, match="traced array") as caught:
-        jax.jit(f)(1.0)
-    assert sum("`eqx_grads.host_function`" in note for note in caught.value.__notes__) == 1
 
 
 SHORTHANDS = [
@@ -474,7 +480,7 @@ def test_a_complex_value_of_a_real_argument():
 
 
 def test_notes_of_linear_functions():
-    """A method is linear in `self`, which was not meant; a parameter has no derivative."""
+    """A method is linear in `self`, which was not meant."""
 
     class Forgotten(eqx.Module):
         matrix: jax.Array
@@ -488,15 +494,5 @@ def test_notes_of_linear_functions():
             return self.matrix.T @ y
 
     with pytest.raises(AttributeError, match="matrix") as caught:
-        jax.jit(lambda x: Forgotten(jnp.asarray(MATRIX, X.dtype))(x))(X)
+        jax.grad(lambda m: jnp.sum(Forgotten(m)(X)))(jnp.asarray(MATRIX, X.dtype))
     assert "or another by `argnum`" in caught.value.__notes__[0]
-
-    def on_host(x, scale):
-        call = lambda x, scale: np.asarray(scale) * np.asarray(x)
-        return jax.pure_callback(call, x, x, scale, vmap_method="sequential")
-
-    f = eqg.linear_function(on_host, on_host)
-    assert_close(jax.grad(lambda x: jnp.sum(f(x, 2.0)))(X), 2 * jnp.ones(3))
-    with pytest.raises(ValueError, match="do not support JVP") as caught:
-        jax.grad(lambda scale: jnp.sum(f(X, scale)))(2.0)
-    assert "is linear in `x`. With respect to all else" in caught.value.__notes__[0]

@@ -3,22 +3,21 @@
 import functools as ft
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
 
 from .._errors import check_function, is_pair, name_of, place_of, rule_error, show_path
-from .._rules.call import call_with_rules
 from .._rules.custom_jvp import ForwardRules
 from .._rules.custom_vjp import ReverseRules
 from .._rules.rule import Rule
 from .._rules.signature import EQUINOX, Signature
-from .._rules.wrapper import AbstractWrapper, decorate, P, T
+from .._rules.wrapper import AbstractDecorated, decorate, P, T
 from .._tangent_spaces import is_numeric_array
 
 
-class filter_custom_jvp(AbstractWrapper[P, T]):
+class filter_custom_jvp(AbstractDecorated[P, T]):
     """Replace `equinox.filter_custom_jvp`, with the rules of this library: change the import,
     and nothing else.
 
@@ -71,13 +70,9 @@ class filter_custom_jvp(AbstractWrapper[P, T]):
     fn: Callable[..., Any]
     _rules: ForwardRules = eqx.field(static=True)
     _binding: str = eqx.field(static=True)
-    _has_rules: ClassVar[bool] = True
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod):
         decorate(self, fn, ForwardRules(EQUINOX))
-
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return call_with_rules(self.fn, self._rules, args, kwargs)
 
     def def_jvp(self, fn_jvp: Callable[..., Any]) -> Callable[..., Any]:
         """Give the forward rule. Use it as a decorator.
@@ -110,7 +105,7 @@ class filter_custom_jvp(AbstractWrapper[P, T]):
         return fn_jvp
 
 
-class filter_custom_vjp(AbstractWrapper[P, T]):
+class filter_custom_vjp(AbstractDecorated[P, T]):
     """Replace `equinox.filter_custom_vjp`, with the rules of this library: change the import,
     and nothing else.
 
@@ -165,20 +160,9 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
     fn: Callable[..., Any]
     _rules: ReverseRules = eqx.field(static=True)
     _binding: str = eqx.field(static=True)
-    _has_rules: ClassVar[bool] = True
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod):
         decorate(self, fn, ReverseRules(_CONVENTION))
-
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if not args:
-            raise rule_error(
-                f"`{name_of(self)}` was called without an argument by position.",
-                f"it was given {', '.join(f'`{name}`' for name in kwargs) or 'nothing'}",
-                place_of(self.fn),
-                do="Pass the argument that is differentiated first, and by position.",
-            )
-        return call_with_rules(self.fn, self._rules, args, kwargs)
 
     def def_fwd(self, fn_fwd: Callable[..., Any]) -> Callable[..., Any]:
         """Give the rule for the forward pass. Use it as a decorator.
@@ -277,7 +261,6 @@ _WAY_OUT = (
 )
 _CONVENTION = EQUINOX._replace(
     outputs=is_numeric_array,
-    returns_numbers=False,
     configuration=("an argument that was passed by keyword", _WAY_OUT),
 )
 _CONVENTIONS = (

@@ -8,7 +8,7 @@ import jax
 from jax.custom_derivatives import zero_from_primal
 
 from .. import tangents
-from .._errors import check_function, name_of, place_of, rule_error
+from .._errors import check_function, name_of
 from .._rules.custom_jvp import ForwardRules
 from .._rules.rule import Rule
 from .._rules.signature import JAX
@@ -114,32 +114,15 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
         - `*jvps`: called as `jvp(t, out, *primals)`, where `t` is the tangent of one
             argument; each returns a term of the tangent of the output. `None` is zero.
         """
-        if self.nondiff_argnums:
-            raise rule_error(
-                f"`{name_of(self.fun)}` has `nondiff_argnums`, and was given `defjvps`.",
-                place_of(self.fun),
-                do="Use `defjvp`.",
-            )
-        for jvp in jvps:
-            if jvp is not None:
-                check_function(jvp, "jvps", "defjvps")
         fn: Any = self
-        name = f"{name_of(self)}.defjvps"
 
         def sum_of_terms(primals, ts):
-            if len(jvps) != len(primals):
-                raise rule_error(
-                    f"`{name}` was not given one function for each argument.",
-                    f"it was given {len(jvps)}, and there are {len(primals)} arguments",
-                    place_of(self.fun),
-                    do="Give `None` for an argument whose derivative is zero.",
-                )
             out = fn(*primals)
             pairs = zip(jvps, ts, strict=True)
             terms = [term(t, out, *primals) for term, t in pairs if term is not None]
             return out, tangents.add(*terms) if terms else None
 
-        sum_of_terms.__qualname__ = name
+        sum_of_terms.__qualname__ = f"{name_of(self)}.defjvps"
         self.defjvp(sum_of_terms)
 
 

@@ -8,15 +8,7 @@ import jax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.interpreters import ad
 
-from .._errors import (
-    check_flags,
-    check_function,
-    is_pair,
-    name_of,
-    place_of,
-    rule_error,
-    type_of,
-)
+from .._errors import check_flags, check_function, is_pair, name_of
 from .._errors.trees import mirror, prefix_leaves
 from .._rules.closure_convert import Opaque
 from .._rules.custom_vjp import ReverseRules
@@ -128,12 +120,8 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         """
         check_function(fwd, "fwd", "defvjp")
         check_function(bwd, "bwd", "defvjp")
-        check_flags(
-            "defvjp",
-            symbolic_zeros=symbolic_zeros,
-            optimize_remat=optimize_remat,
-            generic_batching=generic_batching,
-        )
+        flags = {"optimize_remat": optimize_remat, "generic_batching": generic_batching}
+        check_flags("defvjp", symbolic_zeros=symbolic_zeros, **flags)
         fwd_rule = ft.partial(_fwd_rule, fwd, self.nondiff_argnums, symbolic_zeros)
         zero = SymbolicZero if symbolic_zeros else ad.zeros_like_aval
         bwd_rule = ft.partial(_bwd_rule, bwd, zero)
@@ -188,29 +176,15 @@ def _bwd_rule(bwd, zero, kept, ct, *, nondiff=None):
     args = kept.types.ct_args
     if not isinstance(result, tuple | list) or len(result) != len(args):
         return result  # an error
-    return tuple(_expand(bwd, ct, *arg) for ct, arg in zip(result, args, strict=True))
+    return tuple(_expand(ct, *arg) for ct, arg in zip(result, args, strict=True))
 
 
-def _expand(bwd, ct, types, treedef):
+def _expand(ct, types, treedef):
     """The cotangent of an argument. As in JAX, one leaf may be the cotangent of all leaves of a
     part of the argument, and the cotangent of an integer is dropped."""
     try:
         cts = prefix_leaves(ct, types, is_leaf=is_none)
     except ValueError:  # another structure, which is an error
         return ct
-    leaves = map(ft.partial(_leaf, bwd), cts, jax.tree.leaves(types))
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def _leaf(bwd, ct, type_):
-    if type_ is False or not isinstance(ct, SymbolicZero):
-        return None if type_ is False else ct
-    if ct.shape != type_.shape:
-        raise rule_error(
-            f"The backward rule `{name_of(bwd)}` returned a zero that does not fit its "
-            "argument.",
-            f"the zero is {type_of(ct)}, the argument is {type_of(type_)}",
-            place_of(bwd),
-            do="Return `None` for zero. Are two cotangents in the wrong order?",
-        )
-    return None
+    pairs = zip(cts, jax.tree.leaves(types), strict=True)
+    return jax.tree.unflatten(treedef, [None if t is False else ct for ct, t in pairs])

@@ -62,7 +62,12 @@ class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self._has_rules:
-            raise _missing_rule(self)
+            name, mode = name_of(self.fun), self.mode
+            raise MissingRuleError(  # after the sentence of JAX
+                f"No {mode} defined for {_in_jax(self)} function {name} using "
+                f"def{mode.lower()}.\n  {place_of(self.fun)}\n"
+                f"Define one with `{self.how.format(name)}`."
+            )
         values = _by_position(self, args, kwargs)
         if not self.nondiff_argnums:
             return call_with_rules(self._fn, self._rules, values, {})
@@ -189,13 +194,3 @@ def _anything(*args, **kwargs):
 
 def _in_jax(decorated: AbstractJaxDecorated) -> str:
     return type(decorated).__name__.removeprefix("jax_")
-
-
-def _missing_rule(decorated: AbstractJaxDecorated) -> MissingRuleError:
-    """The error of a call without rules; its first sentence is the sentence of JAX."""
-    name, mode = name_of(decorated.fun), decorated.mode
-    what = (
-        f"No {mode} defined for {_in_jax(decorated)} function {name} using def{mode.lower()}."
-    )
-    how = decorated.how.format(name)
-    return MissingRuleError(f"{what}\n  {place_of(decorated.fun)}\nDefine one with `{how}`.")

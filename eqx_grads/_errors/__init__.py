@@ -4,7 +4,6 @@ from .messages import (
     bad_argument as bad_argument,
     check_flags as check_flags,
     check_function as check_function,
-    check_name as check_name,
     check_option as check_option,
     code_of as code_of,
     first_line as first_line,

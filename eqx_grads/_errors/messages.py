@@ -56,7 +56,8 @@ def rule_error(what: str, *where: str, do: str) -> RuleError:
 def bad_argument(caller: str, argument: str, wanted: str, x: Any, do: str) -> RuleError:
     """The error of an argument of a public function that is not what the function takes."""
     what = f"The `{argument}` of `{caller}` is not {wanted}."
-    return rule_error(what, f"it is {x!r:.60}", do=do)
+    shown = type_of(x) if hasattr(x, "dtype") else f"{x!r:.60}"
+    return rule_error(what, f"it is {shown}", do=do)
 
 
 def check_option(caller: str, option: str, x: Any, known: Collection[str]) -> None:
@@ -64,14 +65,6 @@ def check_option(caller: str, option: str, x: Any, known: Collection[str]) -> No
     if not isinstance(x, str) or x not in known:
         do = f"Give one of {', '.join(map(repr, known))}."
         raise bad_argument(caller, option, "known", x, do)
-
-
-def check_name(caller: str, name: Any) -> None:
-    """Raise unless the name that an error of `caller` shows is a string."""
-    if not isinstance(name, str):
-        raise bad_argument(
-            caller, "name", "a string", name, "Give the name that the error should show."
-        )
 
 
 def is_pair(result: Any) -> bool:

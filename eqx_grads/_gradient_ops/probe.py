@@ -14,7 +14,6 @@ from .._errors import (
     bad_argument,
     check_flags,
     check_function,
-    check_name,
     rule_error,
     show_path,
     type_of,
@@ -30,7 +29,6 @@ from .._tangent_spaces import (
     is_none,
     is_zero_leaf,
     match_leaves,
-    shape_of,
     tangents_match,
 )
 from ..tangents import add
@@ -361,15 +359,11 @@ def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = 
     the backward pass waits for the check, so that no later point is named first. The host is
     called only if the gradient is not finite; under `vmap`, for every example.
     """
-    check_name("watch_gradient", name)
     dtype = dtype_of_array(step)
     is_integer = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
-    if step is not None and not (is_integer and shape_of(step) == ()):
-        raise rule_error(
-            "The `step` of `watch_gradient` is not an integer.",
-            f"it is {type_of(step)}",
-            do="Give it the index of the step, which may be traced.",
-        )
+    if step is not None and not (is_integer and np.shape(step) == ()):
+        do = "Give the index of the step, which may be traced."
+        raise bad_argument("watch_gradient", "step", "an integer", step, do)
     return on_backward(x, ft.partial(_watch, name, step))
 
 

@@ -240,7 +240,7 @@ def host_function(
     }
     if fn is None:
         return ft.partial(host_function, **options)
-    fn, _ = unwrap_method(fn)
+    fn, _ = unwrap_method(fn, "fn", "host_function")
     _check_options(fn, **options)
     function = HostFunction(HostCode(fn, **options))
     set_metadata(function, fn)

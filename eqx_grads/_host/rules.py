@@ -54,11 +54,7 @@ def run_jvp(op, leaves):
     zero = lambda x: read_only(np.zeros_like(x)) if is_inexact(x) else None
     ts = [given.get(i, zero(x)) for i, x in enumerate(primals[: call.n_args])]
     args, kwargs = call.rule_arguments(primals, rule)
-    try:
-        result = rule.of_tangents(args, call.tangents(ts), **kwargs)
-    except ValueError as error:
-        rule.note_defaults(error, "`primals` and `tangents`", call.names)
-        raise
+    result = rule(args, call.tangents(ts), **kwargs)
     do = "Return `out, t_out`: the value and its tangent."
     value, tangent = pair_of(result, f"The rule {op.described}", op.place, do)
     call.flat_out(op, value)
@@ -98,12 +94,7 @@ def run_bwd(op, leaves):
     if "perturbed" in rule.keyword_only:
         flags = [i in live for i in range(call.n_args)]
         kwargs = {"perturbed": call.flags(flags, primals), **kwargs}
-    try:
-        result = rule.of_tangents(residuals, ct, **rule.asked_for(kwargs))
-    except ValueError as error:
-        if call.code.fwd is None:  # the residuals are the arguments
-            rule.note_defaults(error, "`residuals`", call.names)
-        raise
+    result = rule(residuals, ct, **rule.asked_for(kwargs))
     cts = _flat_cotangents(op, result, args)
     return [_fit(op, k, cts[i], leaves) for k, i in enumerate(live)]
 

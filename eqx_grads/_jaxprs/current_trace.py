@@ -126,16 +126,6 @@ def outside_of_linearization(values: Sequence[Any]) -> contextlib.AbstractContex
 _NOTHING = contextlib.nullcontext()
 
 
-def unknown_to_linearization(outputs: Sequence[Any], values: Sequence[Any]) -> list[int]:
-    """Which outputs JAX does not know while it linearizes a function of `values`: they depend
-    on tangents."""
-    trace = _linearization(values)
-    if trace is None:
-        return []
-    is_unknown = lambda x: isinstance(x, pe.JaxprTracer) and not x.is_known()
-    return [i for i, x in enumerate(outputs) if is_unknown(x) and x._trace is trace]
-
-
 def _linearization(values: Sequence[Any]) -> Any:
     """The partial evaluation under which `jax.grad` runs a rule at `values`; `None` outside."""
     trace = find_top_trace(())

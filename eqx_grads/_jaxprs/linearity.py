@@ -38,6 +38,10 @@ DEPENDENT = _Status(3)  # depends on them, and perhaps adds something that does 
 UNKNOWN = _Status(4)
 
 
+# The ranks of a value that certainly depends on the arguments.
+DEPENDS = (LINEAR.rank, DEPENDENT.rank, 5)
+
+
 def _nonlinear(reason: str) -> _Status:
     return _Status(5, reason)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
@@ -19,15 +18,14 @@ from .._errors.trees import prefix_leaves
 from .._jaxprs.current_trace import CONFIG, in_precision, is_eager
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
-from .call_primitive import bind_call, invalid_tracer, WAY_OUT
-from .call_record import Call, vmap_over
+from .call_primitive import bind_call, Call, invalid_tracer, WAY_OUT
 from .rule import (
     AbstractRules,
     check_static_outputs,
     copy_in_use,
-    Rule,
+    outputs_of_function,
+    require_same,
     running_rule,
-    trace_outputs,
 )
 from .tree_split import as_arrays, FlatCall, OutputSpec, RuleCall
 
@@ -77,7 +75,8 @@ class _OfArrays:
     # others are checked against it.
 
     def primal(self, operands):
-        self.outputs, arrays = self._primal(operands)
+        self.outputs, arrays = self._flat.call(as_array_list(operands))
+        check_static_outputs(self._flat.fn, self.outputs)
         return arrays
 
     def jvp(self, primals, tangents):
@@ -88,30 +87,17 @@ class _OfArrays:
         except jax.errors.UnexpectedTracerError as error:
             raise invalid_tracer(name_of(self._flat.fn)) from error
         self.outputs, arrays, t_arrays = differentiated
-        are_numbers = all(isinstance(x, float | complex) for x in primals)
-        if call.rules.convention.returns_numbers and are_numbers:
-            return _as_numbers(arrays), _as_numbers(t_arrays)
         return arrays, t_arrays
 
     def vmap(self, axis_data, batched, operands):
         with in_precision(self._precision):
-            result = apply_vmap_rule(self._flat, self._primal, axis_data, batched, operands)
+            result = apply_vmap_rule(self._flat, axis_data, batched, operands)
         if result is None:
             return None
         outputs, arrays, out_batched = result
         if self.outputs is None:  # otherwise they are those of one example, for the rules
             self.outputs = outputs
         return arrays, out_batched
-
-    def _primal(self, operands) -> tuple[OutputSpec, list[Any]]:
-        try:
-            outputs, arrays = self._flat.call(as_array_list(operands))
-        except jax.errors.TracerArrayConversionError as error:
-            if _NUMPY_NOTE not in getattr(error, "__notes__", ()):
-                error.add_note(_NUMPY_NOTE)
-            raise
-        check_static_outputs(self._flat.fn, outputs)
-        return outputs, arrays
 
     def _rule_call(self, operands, tangents) -> RuleCall:
         flat = self._flat
@@ -125,77 +111,34 @@ class _OfArrays:
         return call
 
 
-_NUMPY_NOTE = (
-    "NumPy can't compute with a traced array. Use the function of `jax.numpy`, or let NumPy "
-    "run on the host: `eqx_grads.host_function`."
-)
-
-
-def _as_numbers(arrays):
-    """Python's numbers again, of what an eager rule computed from them."""
-    is_number = lambda x: isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.weak_type
-    return [x.item() if is_number(x) and x.ndim == 0 else x for x in arrays]
-
-
 def _not_differentiable(fn, flat, i):
-    what, places = "a value that it closes over", [place_of(fn)]
-    do = _MODULE_WAY_OUT if isinstance(fn, eqx.Module) else WAY_OUT
+    what, do = "a value that it closes over", WAY_OUT
     if i < flat.n_args + flat.n_kwargs:
         what, do = flat.rules.convention.configuration
-    elif (holder := flat.holder(i)) is not None:
-        what, (function, argument, by_position) = _OF_AN_ARGUMENT, holder
-        places.insert(0, place_of(function))
-        do = _HOLDER_WAY_OUT.format(argument) if by_position else WAY_OUT
     what = f"`{name_of(fn)}` was differentiated with respect to {what}."
-    return rule_error(what, f"at {flat.path(i)}", *places, do=do)
-
-
-_OF_AN_ARGUMENT = "a value that a function among its arguments closes over"
-_HOLDER_WAY_OUT = (
-    "A rule gives derivatives with respect to the leaves of its arguments. Make {} an "
-    "`eqx.Module` or an `eqx.Partial` that has the value as a leaf, or close over "
-    "`jax.lax.stop_gradient` of it."
-)
-_MODULE_WAY_OUT = (
-    "A rule gives derivatives with respect to arguments. Pass the Module as an argument: "
-    "decorate a function that takes it, or its method `__call__`, whose argument is `self`."
-)
+    return rule_error(what, f"at {flat.path(i)}", place_of(fn), do=do)
 
 
 def apply_vmap_rule(
-    flat: FlatCall,
-    primal: Callable[..., tuple[OutputSpec, list[Any]]],
-    axis_data: Any,
-    batched: Sequence[bool],
-    operands: Sequence[Any],
+    flat: FlatCall, axis_data: Any, batched: Sequence[bool], operands: Sequence[Any]
 ) -> tuple[OutputSpec, list[Any], list[bool]] | None:
     """The outputs, their arrays and which arrays are batched; `None` without a rule for this
-    batch. `primal` is the function of one example's operands."""
+    batch."""
     operands = as_array_list(operands)
     fn, rules, args, kwargs = flat.restore(operands)
-    n = flat.n_args
-    # The user's rule knows of positional arguments only.
-    if rules.vmap_rule is None or any(batched[n:]):
-        return None
     rule = rules.vmap_rule
-    flags = flat.flags(batched[:n], operands)
+    # The user's rule knows of positional arguments only.
+    if rule is None or any(batched[flat.n_args :]):
+        return None
+    flags = flat.flags(batched[: flat.n_args], operands)
     with running_rule(fn, rules):
         result = rule(axis_data.size, flags, *args, **kwargs)
     if result is NotImplemented:
         return None
-    result = rule.pair(result, "The batching rule", fn, "Return `out, out_batched`.")
-    outputs, arrays = OutputSpec.of(result[0], rules.convention.outputs)
-    out_batched = _out_batched(fn, rule, outputs, *result)
-    expected = _expected(primal, axis_data, batched, operands, out_batched)
-    if expected is not None:
-        _check(fn, rule, axis_data, expected, outputs, result[1])
-    return outputs, arrays, out_batched
-
-
-def _out_batched(fn, rule: Rule, outputs: OutputSpec, out, prefix) -> list[bool]:
-    """A flag for each array. The user may give a prefix of the tree."""
+    do = "Return `out, out_batched`."
+    out, prefix = rule.pair(result, "The batching rule", fn, do)
     try:
-        flags = prefix_leaves(prefix, out)
+        leaves = prefix_leaves(prefix, out)  # the user may give a prefix of the tree
     except ValueError as error:
         raise rule_error(
             f"The batching rule `{rule.name}` of `{name_of(fn)}` did not say which of its "
@@ -204,34 +147,17 @@ def _out_batched(fn, rule: Rule, outputs: OutputSpec, out, prefix) -> list[bool]
             rule.place,
             do="`out_batched` is a bool, or a tree of bools that is a prefix of the output.",
         ) from error
-    return [bool(flags[i]) for i in outputs.split.indices]
+    outputs, arrays = OutputSpec.of(out, rules.convention.outputs)
+    out_batched = [bool(leaves[i]) for i in outputs.split.indices]
+    example = outputs_of_function(flat, list(map(_of_one, operands, batched)))
+    of_one = OutputSpec(outputs.split, tuple(map(_of_one, arrays, out_batched)))
+    where = f"without the batch axis, which is in front where `out_batched`, {prefix}, says so"
+    do = f"Return what `jax.vmap({name_of(fn)})` would."
+    require_same(rule, "The batching rule", fn, of_one, example, where, do=do)
+    return outputs, arrays, out_batched
 
 
-def _expected(primal, axis_data, batched, operands, out_batched) -> OutputSpec | None:
-    """The outputs of the function for a batch; `None` if the function can't be traced."""
-    axes = [0 if b else None for b in batched]
-    traced = trace_outputs(primal, lambda one: vmap_over(axis_data)(one, axes), operands)
-    if traced is None:
-        return None
-    outputs, types = traced
-    flags = [*out_batched, *[True] * len(types)]  # the rule may have returned fewer arrays
-    batched_types = [
-        jax.ShapeDtypeStruct(t.shape if flag else t.shape[1:], t.dtype)
-        for t, flag in zip(types, flags, strict=False)
-    ]
-    return OutputSpec(outputs.split, tuple(batched_types))
-
-
-def _check(fn, rule, axis_data, expected, outputs, prefix) -> None:
-    if expected.agrees(outputs):
-        return
-    name = name_of(fn)
-    text = f"`{name}` would return {{}}, and `{rule.name}` returns {{}}"
-    raise rule_error(
-        f"The batching rule `{rule.name}` of `{name}` returned a different output than "
-        f"`{name}` does for a batch of {axis_data.size}.",
-        *expected.unlike(outputs, text),
-        f"the batch axis is in front where `out_batched` says so, which is {prefix}",
-        rule.place,
-        do=f"Return what `jax.vmap({name})` would.",
-    )
+def _of_one(x, is_batched):
+    """The type for one example."""
+    shape = x.shape[1:] if is_batched else x.shape
+    return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=getattr(x, "weak_type", False))

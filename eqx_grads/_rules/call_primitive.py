@@ -9,27 +9,76 @@ the function, not from the rule. A `jax.custom_vjp` has no forward mode, and
 """
 
 import contextvars
+import dataclasses
 import functools as ft
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CellType, FunctionType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import zero_from_primal
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._errors import code_of, rule_error, RuleError
+from .._errors import code_of, name_of, rule_error, RuleError
 from .._jaxprs.current_trace import is_of_innermost_trace, is_staged, is_valid, setting
 from .._jaxprs.dependence import consts_as_inputs
 from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
-from .._jaxprs.operands import at, fill, flagged
-from .._jaxprs.structure import CallWithRule, read_call, register
+from .._jaxprs.operands import at, fill, flagged, restricted
+from .._jaxprs.structure import (
+    CallWithRule,
+    equations,
+    inner_programs,
+    read_call,
+    register,
+)
 from .._tangent_spaces import is_differentiable
-from .call_record import batched_call, Call, with_batch_in_front
-from .linear_primitive import transpose_of
+from .linear_primitive import transpose_of, vmap_over, with_batch_in_front
 from .rule import try_to_trace
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """A function of arrays with rules. Hashed by identity; no tracers, as JAX keeps it for as
+    long as it keeps the program.
+
+    - `primal(operands)` returns the list of outputs.
+    - `jvp(primals, tangents)` returns the outputs and their tangents. `None` is zero, in both
+        lists of tangents.
+    - `vmap(axis_data, batched, operands)` returns the outputs by the user's batching rule, and
+        which of them are batched; `None` without a rule. The batch dimension is the first.
+    - `fn` is the function that the user wrote, for errors. It may have placeholders.
+    - `n_operands`: the number of operands. Only the first `n_args` can have a tangent.
+    - `rules_key`: the same object for all calls with the same rules.
+    """
+
+    fn: Any
+    n_operands: int
+    n_args: int
+    rules_key: Any
+    primal: Callable[[Sequence[Any]], list[Any]]
+    jvp: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+    vmap: Callable[..., tuple[list[Any], list[bool]] | None]
+
+    @property
+    def name(self) -> str:
+        return name_of(self.fn)
+
+    def __repr__(self) -> str:  # what a jaxpr shows
+        return self.name
+
+    def with_more_operands(self, n: int, primal: Any, jvp: Any) -> "Call":
+        """A call with `n` more operands in front, whose batching rule was tried before."""
+        return dataclasses.replace(
+            self,
+            n_operands=n + self.n_operands,
+            n_args=n + self.n_args,
+            primal=primal,
+            jvp=jvp,
+            vmap=lambda axis_data, batched, operands: None,
+        )
 
 
 def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
@@ -148,8 +197,9 @@ def _jvp(primals, tangents, **params):
 
 
 WAY_OUT = (
-    "A rule gives derivatives with respect to arguments. Make the value a positional "
-    "parameter, or close over `jax.lax.stop_gradient` of it."
+    "A rule gives derivatives with respect to the leaves of its arguments. Make the value a "
+    "positional parameter, or a leaf of one, as in an `eqx.Partial` or an `eqx.Module` "
+    "(decorate its method: `self` is an argument), or close over `jax.lax.stop_gradient` of it."
 )
 
 
@@ -159,10 +209,8 @@ def _closed_over(call: Call) -> RuleError:
     return rule_error(what, where, do=WAY_OUT)
 
 
-# The rules of the calls that are being transposed, and of the calls that are checked to see
-# whether they are the same for all examples: a rule may call its own function.
+# The rules of the calls that are being transposed: a rule may call its own function.
 _transposed = contextvars.ContextVar[frozenset[Any]]("transposed", default=frozenset())
-_looked_at = contextvars.ContextVar[frozenset[Any]]("looked_at", default=frozenset())
 
 
 def _transpose(cts, *operands, **params):
@@ -214,26 +262,69 @@ def _check_linear(call, call_jaxpr, operands, used):
         )
 
 
+def batched_call(
+    call: Call,
+    axis_data: Any,
+    batched: Sequence[bool],
+    call_jaxpr: ClosedJaxpr | None,
+    n_consts: int,
+) -> tuple[Call, list[bool]]:
+    """A call for a whole batch: `vmap` of the function, and `vmap` of its rule. And which
+    outputs have the batch dimension, a list that is filled when the function or the rule runs.
+
+    An output that can have a tangent has the batch dimension: its tangent may have it although
+    its value does not. (The value of `replace_gradient` depends on one operand, and its tangent
+    on the other.) Other outputs have the batch dimension if `jax.vmap` gives it to them. No
+    output has it if no operand has it: then the axis is there only for its name.
+    """
+    # The function of one example, where it was traced before.
+    traced = None if call_jaxpr is None else jaxpr_as_fun(call_jaxpr)
+    axes = [0 if b else None for b in batched]
+    out_batched: list[bool] = []
+    is_mapped = any(batched)
+    vmap = ft.partial(vmap_over(axis_data), out_axes=0 if is_mapped else None)
+
+    def decide(out):
+        may_vary = lambda x: is_differentiable(x) or is_of_innermost_trace(x)
+        out_batched[:] = [is_mapped and may_vary(x) for x in out]
+        return out
+
+    def as_decided(out):
+        pairs = zip(out, out_batched, strict=True)
+        return [x if b or not is_mapped else x[0] for x, b in pairs]
+
+    def primal(operands):
+        run = traced or (lambda *xs: call.primal(xs[n_consts:]))
+        return as_decided(vmap(lambda *xs: decide(run(*xs)), axes)(*operands))
+
+    def jvp(primals, tangents):
+        t_axes = [None if t is None else a for t, a in zip(tangents, axes, strict=True)]
+
+        def one(xs, ts):
+            out, t_out = call.jvp(xs[n_consts:], ts[n_consts:])
+            return decide(out), t_out
+
+        out, t_out = vmap(one, (axes, t_axes))(list(primals), list(tangents))
+        return as_decided(out), t_out
+
+    return call.with_more_operands(n_consts, primal, jvp), out_batched
+
+
 def _batch(axis_data, operands, dims, **params):
     call, call_jaxpr, n_consts = params["call"], params["call_jaxpr"], params["n_consts"]
     if all(dim is None for dim in dims):
-        if not _uses_axis(axis_data.name, call, call_jaxpr, operands[n_consts:]):
+        uses = _uses_of_axis(axis_data.name, call, call_jaxpr, operands[n_consts:])
+        if not any(uses):
             out = call_p.bind(*operands, **params)
             return out, [None] * len(out)
-        is_inner = call.rules_key in _looked_at.get()
-        if is_inner or _is_same_for_all(axis_data, call, operands[n_consts:]):
-            of_batch, _ = batched_call(
-                call, axis_data, [False] * len(dims), call_jaxpr, n_consts
-            )
-            out = bind_call(of_batch, operands)
-            return out, [None] * len(out)
-        copies = jax.vmap(lambda x: x, None, axis_size=axis_data.size)
-        operands = [*operands[:n_consts], *map(copies, operands[n_consts:])]
-        dims = [None if i < n_consts else 0 for i in range(len(operands))]
+        if uses[1] or not uses[0] <= _REDUCTIONS:
+            copies = jax.vmap(lambda x: x, None, axis_size=axis_data.size)
+            operands = [*operands[:n_consts], *map(copies, operands[n_consts:])]
+            dims = [None if i < n_consts else 0 for i in range(len(operands))]
     operands = with_batch_in_front(operands, dims)
     batched = [dim is not None for dim in dims]
     result = None
-    if not any(batched[:n_consts]):
+    if any(batched) and not any(batched[:n_consts]):
         result = call.vmap(axis_data, batched[n_consts:], operands[n_consts:])
     if result is None:
         of_batch, out_batched = batched_call(call, axis_data, batched, call_jaxpr, n_consts)
@@ -242,63 +333,35 @@ def _batch(axis_data, operands, dims, **params):
     return list(out), [0 if b else None for b in out_batched]
 
 
-def _uses_axis(name: Any, call: Call, call_jaxpr: Any, operands: Sequence[Any]) -> bool:
-    """Whether the function or a rule uses the named axis of a `vmap`, by a collective or
-    `axis_index`. Then each example has its own value or derivative, although no operand has
-    the batch dimension; and the name exists only here, not where a derivative runs later."""
-    if type(name) is object:  # what JAX names an axis for which the user gave no name
-        return False
-    types = [jax.typeof(x) for x in operands]
+# Of operands without the batch dimension, their results have none.
+_REDUCTIONS = {"psum", "pmax", "pmin"}
 
-    def gradient(*xs):
-        out, _, pull_back = _vjp_of_call(call, xs)
-        return out, pull_back(out)  # for the types, any cotangents do
 
-    value = try_to_trace(_trace, call, types) if call_jaxpr is None else call_jaxpr
+def _uses_of_axis(
+    name: Any, call: Call, call_jaxpr: ClosedJaxpr | None, operands: Sequence[Any]
+) -> tuple[set[str], set[str]]:
+    """The primitives that use the axis of a `vmap`: in the function and the forward pass of its
+    rules, and in the backward pass, where each example has its own cotangent."""
+    if type(name) is object:  # as JAX does where the user gave no name
+        return set(), set()
+    types, backward = list(map(jax.typeof, operands)), []
+
+    def forward(*xs):
+        live = flagged(map(is_differentiable, xs[: call.n_args]))
+        of_live = restricted(lambda *ys: bind_call(call, ys), xs, live)
+        out, pull_back = jax.vjp(of_live, *at(xs, live))
+        cts = list(map(zero_from_primal, out))
+        backward.append(jax.make_jaxpr(lambda: pull_back(cts))())
+        return out, pull_back  # which holds the residuals
+
+    def uses(*programs):
+        eqns = [eqn for p in programs if p is not None for eqn in equations(p)]
+        has_name = lambda eqn: any(getattr(e, "name", None) == name for e in eqn.effects)
+        return {e.primitive.name for e in eqns if has_name(e) and not inner_programs(e)}
+
+    value = call_jaxpr or try_to_trace(_trace, call, types)
     # Nobody has differentiated yet, so an error in a rule must not surface here.
-    programs = value, try_to_trace(jax.make_jaxpr(gradient), *types)
-    return any(program is not None and _has_effect(program, name) for program in programs)
-
-
-def _is_same_for_all(axis_data: Any, call: Call, operands: Sequence[Any]) -> bool:
-    """Whether all examples have the same value and derivative, as the sum over the axis of a
-    value without the batch dimension, and the backward pass does not use the axis."""
-    varies: list[bool] = []
-
-    def one(*xs):
-        out, others, pull_back = _vjp_of_call(call, xs)
-        # A backward rule that fails says nothing here: it fails again where it is used.
-        program = try_to_trace(jax.make_jaxpr(pull_back), out)
-        cts = [] if program is None else pull_back(out)
-        uses_axis = program is not None and _has_effect(program, axis_data.name)
-        varies.append(uses_axis or any(map(is_of_innermost_trace, [*out, *others, *cts])))
-
-    def of_batch(*xs):
-        size, name = axis_data.size, axis_data.name
-        jax.vmap(one, [None] * len(xs), None, axis_size=size, axis_name=name)(*xs)
-
-    with setting(_looked_at, _looked_at.get() | {call.rules_key}):
-        try_to_trace(jax.make_jaxpr(of_batch), *map(jax.typeof, operands))
-    return varies == [False]
-
-
-def _vjp_of_call(call: Call, xs: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:
-    """The differentiable outputs, the others, and the function that pulls cotangents back."""
-    places = [i for i, x in enumerate(xs[: call.n_args]) if is_differentiable(x)]
-
-    def of_differentiable(*live):
-        out = bind_call(call, fill(xs, places, live))
-        return (
-            [y for y in out if is_differentiable(y)],
-            [y for y in out if not is_differentiable(y)],
-        )
-
-    out, pull_back, others = jax.vjp(of_differentiable, *at(xs, places), has_aux=True)
-    return out, others, pull_back
-
-
-def _has_effect(program: ClosedJaxpr, name: Any) -> bool:
-    return name in [getattr(effect, "name", None) for effect in program.effects]
+    return uses(value, try_to_trace(jax.make_jaxpr(forward), *types)), uses(*backward)
 
 
 call_p.def_impl(_impl)

@@ -13,14 +13,14 @@ import collections
 import functools as ft
 import gc
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._errors import name_of, place_of, rule_error
+from .._errors import name_of, rule_error
 from .object_parts import (
     attributes,
     children_of,
@@ -60,15 +60,15 @@ class ClosureTemplate:
 
     - `items`, `holder`: as they were given to `lift_tracers`, free of tracers.
     - `names`: how the user would name each tracer.
-    - `item_of`: the index in `items` of the item that captured it, for the first tracers. The
-        others are reachable from `holder` only.
+    - `n_of_items`: how many tracers, the first ones, are reachable from the items. The others
+        are reachable from `holder` only.
     """
 
-    def __init__(self, items: list[Any], holder: Any, names: list[str], item_of: list[int]):
+    def __init__(self, items: list[Any], holder: Any, names: list[str], n_of_items: int):
         self.items = items
         self.holder = holder
         self.names = names
-        self.item_of = item_of
+        self.n_of_items = n_of_items
         self._owners: set[int] = set()
 
     def blank(self, tracers: Sequence[Any], owners: set[int]) -> None:
@@ -94,18 +94,17 @@ def lift_tracers(
     """All tracers that are reachable from `items` and `holder`, each once, and the template
     that is left without them."""
     if not contains_tracer(*items, holder):
-        return ClosureTemplate(list(items), holder, [], []), []
+        return ClosureTemplate(list(items), holder, [], 0), []
     search = _Search()
     # A path back to the holder (a function that names itself) is not followed there.
     search.seen[id(holder)] = holder
-    item_of: list[int] = []
-    for i, item in enumerate(items):
-        search.visit(item, (), None, False)
-        item_of += [i] * (len(search.found) - len(item_of))
+    for item in items:
+        search.visit(item, (), None)
+    n_of_items = len(search.found)
     for step, part in parts_of(holder) or []:
-        search.visit(part, ((holder, step),), holder, False)
+        search.visit(part, ((holder, step),), holder)
     tracers, names = [tracer for tracer, _ in search.found], [name for _, name in search.found]
-    template = ClosureTemplate(list(items), holder, names, item_of)
+    template = ClosureTemplate(list(items), holder, names, n_of_items)
     if tracers:
         template.blank(tracers, search.owners())
     return template, tracers
@@ -115,7 +114,7 @@ def captured_tracer(items: Sequence[Any]) -> tuple[int, str] | None:
     """The index of the first item that captures a tracer, and the name of the tracer."""
     for i, item in enumerate(items if contains_tracer(*items) else ()):
         search = _Search()
-        search.visit(item, (), None, False)
+        search.visit(item, (), None)
         if search.found:
             return i, search.found[0][1]
     return None
@@ -136,10 +135,7 @@ def contains_tracer(*roots: Any) -> bool:
             kind = type(x)
             if kind in PLAIN or id(x) in seen:
                 continue
-            if kind is types.FunctionType:
-                if _traced_global(x) is not None:
-                    return True
-            elif issubclass(kind, Tracer):
+            if issubclass(kind, Tracer):
                 return True
             seen.add(id(x))
             reached.extend(_references(x, kind))
@@ -188,7 +184,7 @@ class _Search:
         self.seen: dict[int, Any] = {}
         self._parents: dict[int, list[int]] = collections.defaultdict(list)
 
-    def visit(self, x, trail, parent, inside_opaque):
+    def visit(self, x, trail, parent):
         if not isinstance(x, type) and is_closed(x):
             return
         if parent is not None:
@@ -197,23 +193,15 @@ class _Search:
             return
         self.seen[id(x)] = x
         if isinstance(x, Tracer):
-            if inside_opaque:
-                raise _cannot_lift(trail)
             self.found.append((x, _format_path(trail)))
             return
-        if isinstance(x, types.FunctionType):
-            _check_globals(x)
-            for name, value in attributes(x).items():
-                self.visit(value, (*trail, (x, name)), x, True)
-        parts = parts_of(x)
-        if parts is None or isinstance(x, _CONTAINERS):
-            if not contains_tracer(x):
-                return
-        if parts is None:
-            inside_opaque = True
-            parts = _opaque_parts(x)
+        parts, is_function = parts_of(x), isinstance(x, types.FunctionType)
+        if (parts is None or isinstance(x, _CONTAINERS)) and not contains_tracer(x):
+            return
+        if parts is None or (is_function and contains_tracer(*attributes(x).values())):
+            raise _cannot_lift(x, trail)
         for step, part in parts:
-            self.visit(part, (*trail, (x, step)), x, inside_opaque)
+            self.visit(part, (*trail, (x, step)), x)
 
     def owners(self) -> set[int]:
         """The objects from which a tracer is reachable."""
@@ -236,60 +224,13 @@ def is_closed(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def _opaque_parts(x) -> list[tuple[Any, Any]]:
-    """The parts of an object that can't be put together again, as (step, part)."""
-    if isinstance(x, type):
-        attributes = _class_attributes(x)
-        return [(k, v) for k, v in vars(x).items() if any(v is a for a in attributes)]
-    if isinstance(x, Mapping):
-        return [((k,), v) for k, v in x.items()]
-    parts = [*getattr(x, "__dict__", {}).items(), ("__class__", type(x))]
-    for cls in type(x).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            if slot not in ("__dict__", "__weakref__") and hasattr(x, slot):
-                parts.append((slot, getattr(x, slot)))
-    # Sets, deques and other objects that are written in C have no names for their parts.
-    named = {id(part) for _, part in parts}
-    unnamed = [part for part in _references(x, type(x)) if id(part) not in named]
-    return [*parts, *(("{...}", part) for part in unnamed)]
-
-
-def _traced_global(fn: types.FunctionType) -> str | None:
-    """The name of a global variable that the function reads and that is a tracer."""
-    values = fn.__globals__
-    for name in fn.__code__.co_names:
-        if isinstance(values.get(name), Tracer):
-            return name
-    return None
-
-
-def _check_globals(fn):
-    name = _traced_global(fn)
-    if name is not None:
-        raise rule_error(
-            f"`{name_of(fn)}` reads a traced value from the global variable `{name}`.",
-            place_of(fn),
-            do="A global outlives the trace that made its value. "
-            f"Pass `{name}` as an argument instead.",
-        )
-
-
-def _cannot_lift(trail):
-    opaque = [owner for owner, _ in trail if parts_of(owner) is None]
-    owner = opaque[-1] if opaque else trail[-1][0]  # an attribute of a function
-    is_class = isinstance(owner, type)
-    kind = (owner if is_class else type(owner)).__qualname__
-    way_out = (
-        "define the class outside the function"
-        if is_class
-        else f"make `{kind}` an `eqx.Module`"
-    )
+def _cannot_lift(x, trail):
+    kind = (x if isinstance(x, type) else type(x)).__qualname__
     return rule_error(
         f"A function with a rule holds a traced value inside a `{kind}`, "
         "where it can't be replaced.",
         f"at {_format_path(trail)}",
-        do=f"Pass the value as an argument, or {way_out}.",
+        do="Pass the value as an argument, or hold it in an `eqx.Module`.",
     )
 
 

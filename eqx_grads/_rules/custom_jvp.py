@@ -8,10 +8,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._errors import name_of, place_of, rule_error, RuleError
-from .._jaxprs.current_trace import unknown_to_linearization
+from .._errors import name_of, place_of, rule_error, RuleError, show_path
 from .._jaxprs.dependence import needed
-from .._jaxprs.linearity import output_statuses, why_nonlinear, why_not_transposable
+from .._jaxprs.linearity import DEPENDS, output_statuses, why_nonlinear, why_not_transposable
 from .._jaxprs.operands import at, fill, flagged
 from .._tangent_spaces import fit_leaves, is_differentiable, is_none, tangent_leaf
 from .linear_primitive import linear_call, LinearMap
@@ -128,7 +127,6 @@ class ForwardRules(AbstractRules):
     def differentiate(self, call, expected):
         assert self.jvp_rule is not None
         outputs, arrays, t_arrays = apply_forward_rule(self.jvp_rule, call)
-        _check_value(self.jvp_rule, call, outputs, arrays)
         check_outputs(call, self.jvp_rule, outputs, expected)
         return outputs, arrays, t_arrays
 
@@ -162,14 +160,7 @@ def _run(rule, call, indices, given):
     ts = fill([None] * len(call.tangents), indices, given)
     t_args = call.flat.args.dynamic_tree(ts)
     with running_rule(call.fn, call.rules):
-        try:
-            result = rule.of_tangents(
-                call.args, t_args, **rule.keywords(call.kwargs, call.flat.filled)
-            )
-        except ValueError as error:
-            names = [call.flat.names[i] for i in range(len(call.args))]
-            rule.note_defaults(error, "`primals` and `tangents`", names)
-            raise
+        result = rule(call.args, t_args, **rule.keywords(call.kwargs, call.flat.filled))
     return _take_result(call, rule, result)
 
 
@@ -184,23 +175,6 @@ def _trace(rule, call, indices) -> tuple[Any, Any]:
 
     types = [jax.typeof(call.operands[i]).to_tangent_aval() for i in indices]
     return trace_rule(of_tangents, *types), found[0]
-
-
-def _check_value(rule, call, outputs, arrays) -> None:
-    """Raise if the value is not known where JAX linearizes, before the tangents exist.
-    JAX's own error does not say whose value it is."""
-    unknown = unknown_to_linearization(arrays, call.operands)
-    if unknown:
-        name = name_of(call.fn)
-        raise rule_error(
-            f"The forward rule `{rule.name}` of `{name}` returned a value that depends on its "
-            "tangents, and was used in reverse mode.",
-            f"at out{outputs.static_path(outputs.split.indices[unknown[0]])}",
-            rule.place,
-            do="The value must not depend on the tangents: reverse mode computes it before "
-            f"they exist. Return `{name}(*primals)`, or a value computed from the primals "
-            "alone.",
-        )
 
 
 def _not_transposable(rule, call, ts, reasons):
@@ -235,7 +209,7 @@ def _check_linear(rule, call, indices, trace) -> dict[int, str]:
     one that it must not. Returns why output tangents are not transposable, by index."""
     if rule.surely_linear:
         return {}
-    check = lambda: _reasons_and_ignored(rule, call, indices, trace()[0])
+    check = lambda: _reasons_and_ignored(rule, call, indices, *trace())
     reasons, ignored = call.rules.cache.get(call, ("linear", *indices), check)
     ignored = [i for i in ignored if call.tangents[i] is not None]
     if ignored:
@@ -243,12 +217,25 @@ def _check_linear(rule, call, indices, trace) -> dict[int, str]:
     return reasons
 
 
-def _reasons_and_ignored(rule, call, indices, traced: TracedRule | None):
+def _reasons_and_ignored(rule, call, indices, traced: TracedRule | None, outputs):
     if traced is None:  # of an eager rule that looks at values, nothing is seen
         return {}, []
     program, n = traced.program, traced.n // 2  # as many tangents as values
     live = [i for i in traced.live if i < n]
-    statuses = output_statuses(program)[: len(live)]
+    statuses = output_statuses(program)
+    for i, status in zip(traced.live[len(live) :], statuses[len(live) :], strict=True):
+        if status.rank in DEPENDS:
+            path = outputs.split.path(outputs.split.indices[i - n])
+            raise rule_error(
+                f"The forward rule `{rule.name}` of `{name_of(call.fn)}` returned a value that "
+                "depends on its tangents.",
+                f"at out{show_path(path)}",
+                rule.place,
+                do="The value must not depend on the tangents: reverse mode computes it before "
+                f"they exist. Return `{name_of(call.fn)}(*primals)`, or a value computed from "
+                "the primals alone.",
+            )
+    statuses = statuses[: len(live)]
     reason = why_nonlinear(statuses)
     if reason is None:
         reasons = why_not_transposable(program, statuses)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from .._errors import first_line, name_of, place_of, rule_error, RuleError, show_tree
+from .._errors import name_of, place_of, rule_error, show_tree
 from .._jaxprs.current_trace import outside_of_linearization
 from .._jaxprs.linearity import output_statuses, surely_linear
 from .._jaxprs.operands import at, fill, restricted
@@ -160,15 +160,9 @@ class ReverseRules(AbstractRules):
         if self.fwd_rule is not None and self.bwd_rule is not None:
             return
         name, rules = name_of(fn), {"def_fwd": self.fwd_rule, "def_bwd": self.bwd_rule}
-        missing = [of for of, rule in rules.items() if rule is None]
-        given = [of for of, rule in rules.items() if rule is not None]
-        raise rule_error(
-            f"`{name}` has `{given[0]}`, but no `{missing[0]}`."
-            if given
-            else f"`{name}` has no reverse rule.",
-            place_of(fn),
-            do=f"Define it with {' and '.join(f'`@{name}.{of}`' for of in missing)}.",
-        )
+        missing = " and ".join(f"`@{name}.{of}`" for of, rule in rules.items() if rule is None)
+        do = f"Define it with {missing}."
+        raise rule_error(f"`{name}` has no complete reverse rule.", place_of(fn), do=do)
 
     def differentiate(self, call, expected):
         rule, perturbed = self.fwd_rule, call.perturbed()
@@ -240,7 +234,13 @@ class _VjpSpec:
         try:
             return jax.jvp(of_live, at(operands, self.perturbed), list(live_ts))[1]
         except Exception as error:
-            _explain_forward_mode(self.flat.fn, error)
+            fn = self.flat.fn
+            # JAX's own error does not mention forward mode, or the function.
+            error.add_note(
+                f"Forward mode of `{name_of(fn)}` differentiates the function itself "
+                f"({place_of(fn)}), which failed. Its backward rule is for reverse mode. Give "
+                "forward mode a rule of its own: `def_jvp` of `eqx_grads.custom_vjp`."
+            )
             raise
 
     def transpose(self, residuals, cts):
@@ -269,7 +269,7 @@ class _VjpSpec:
     def _run_bwd(self, call, rule, kept, ct):
         args = call.args
         kwargs = _with_perturbed(call, rule, self.perturbed, call.kwargs)
-        result = rule.of_tangents(kept, ct, **rule.asked_for(kwargs))
+        result = rule(kept, ct, **rule.asked_for(kwargs))
         if not isinstance(result, tuple | list) or len(result) != len(args):
             name = name_of(call.fn)
             names = ", ".join(f"`{self.flat.names[i]}`" for i in range(len(args)))
@@ -288,21 +288,6 @@ class _VjpSpec:
         for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
             cts.extend(_project(call.fn, rule, ct_arg, arg, type_, self.flat.names, i))
         return [cts[i] for i in self.perturbed]
-
-
-def _explain_forward_mode(fn: Any, error: Exception) -> None:
-    """JAX's own error does not mention forward mode, or the function."""
-    what = f"Forward mode of `{name_of(fn)}` differentiates the function itself, which failed"
-    way_out = (
-        "Its backward rule is for reverse mode. Give forward mode a rule of its own: `def_jvp` "
-        "of `eqx_grads.custom_vjp`."
-    )
-    if not isinstance(error, RuleError | jax.errors.JAXTypeError | jax.errors.JAXIndexError):
-        reason = f"{type(error).__name__}: {first_line(error)}" if str(error) else repr(error)
-        raise rule_error(f"{what}: {reason}", place_of(fn), do=way_out) from error
-    note = f"{what}. {way_out}"
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
 
 
 def _project(fn, rule, ct, arg, types, names, i):

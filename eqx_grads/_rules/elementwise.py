@@ -86,11 +86,6 @@ def elementwise(
     """
     if derivative is None:  # `@elementwise(lambda out, x: ...)`
         fn, derivative = None, fn
-    if derivative is None:
-        raise rule_error(
-            "`elementwise` was given no derivative.",
-            do="Write `elementwise(fn, lambda out, x: ...)`.",
-        )
     if fn is None:
         return lambda fn: elementwise(fn, derivative, setup=setup)
     decorated = custom_jvp(fn)

@@ -38,11 +38,8 @@ def as_floats(name: str, x: Any, argument: str = "x") -> Array:
     if _is(x, jnp.complexfloating):
         raise _is_complex(name, f"`{argument}` is {type_of(x)}")
     if not _is(x, jnp.floating):
-        raise rule_error(
-            f"`{name}` was given something that is not an array of floats.",
-            f"`{argument}` is {type_of(x)}",
-            do=f"Only floats have a gradient: pass `jnp.asarray({argument}, float)`.",
-        )
+        do = f"Only floats have a gradient: pass `jnp.asarray({argument}, float)`."
+        raise bad_argument(name, argument, "an array of floats", x, do)
     return jnp.asarray(x)
 
 
@@ -160,11 +157,8 @@ def as_axes(
     given = tuple(axis) if is_several else (axis,)
     known = [i for i in map(as_integer, given) if i is not None]
     if len(known) < len(given):
-        raise rule_error(
-            f"`{name}` was given an axis that is not an integer.",
-            f"`axis` is {axis!r:.60}",
-            do="Give an integer, a tuple of integers, or `None` for all axes.",
-        )
+        do = "Give an integer, a tuple of integers, or `None` for all axes."
+        raise bad_argument(name, "axis", "an integer", axis, do)
     is_missing = any(not -ndim <= i < ndim for i in known)
     axes = tuple(i + ndim if i < 0 else i for i in known)
     if is_missing or len(set(axes)) < len(axes):
@@ -180,11 +174,7 @@ def as_axes(
 def as_axis(name: str, axis: Any, x: Array, argument: str = "x") -> int:
     """One axis of `x`, as a number from zero up."""
     if as_integer(axis) is None:
-        raise rule_error(
-            f"`{name}` was not given one axis.",
-            f"`axis` is {axis!r:.60}",
-            do="Give one integer.",
-        )
+        raise bad_argument(name, "axis", "one axis", axis, "Give one integer.")
     return as_axes(name, axis, x, argument)[0]
 
 
@@ -211,11 +201,8 @@ def check_key(name: str, key: Any) -> None:
     else:
         is_key = dtype_of_array(key) == jnp.uint32 and np.shape(key) in ((2,), (4,))
     if not is_key:
-        raise rule_error(
-            f"The `key` of `{name}` is not a random key.",
-            f"it is {type_of(key)}",
-            do="Give it `jax.random.key(0)`, or one key of what `jax.random.split` returns.",
-        )
+        do = "Give it `jax.random.key(0)`, or one key of what `jax.random.split` returns."
+        raise bad_argument(name, "key", "a random key", key, do)
 
 
 def is_number(x: Any) -> TypeGuard[int | float]:
@@ -240,11 +227,8 @@ def check_nonnegative_number(name: str, **numbers: Any) -> None:
     """Raise unless each is one real number, zero or positive, or an array that is traced."""
     for argument, x in numbers.items():
         if not (is_number(x) or (holds_numbers(x) and np.shape(x) == ())):
-            raise rule_error(
-                f"The `{argument}` of `{name}` is not a number.",
-                f"it is {type_of(x)}",
-                do="Give one real number: under `jax.vmap`, one for each example.",
-            )
+            do = "Give one real number: under `jax.vmap`, one for each example."
+            raise bad_argument(name, argument, "a number", x, do)
         check_positive(name, f"`{argument}`", x, or_zero=True)
 
 
@@ -253,27 +237,18 @@ def as_bits(name: str, bits: Any, signed: bool, narrow: bool = False) -> int:
     fewest = 2 if signed or narrow else 1
     known = as_integer(bits)
     if known is None or not fewest <= known <= 24:
-        raise rule_error(
-            f"`{name}` can't quantize to this number of bits.",
-            f"`bits` is {bits!r:.80}, `signed` is {signed}" + ", `narrow` is True" * narrow,
-            do=f"Give it an integer from {fewest} to 24: single precision is exact up "
-            "to 24 bits. For a single signed bit, use `eqx_grads.ste.binary_sign`.",
-        )
+        do = "Single precision is exact up to 24 bits. For a single signed bit, use "
+        do += "`eqx_grads.ste.binary_sign`."
+        raise bad_argument(name, "bits", f"an integer from {fewest} to 24", bits, do)
     return known
 
 
 def as_levels(name: str, levels: Any) -> tuple[int, ...]:
     """The numbers of levels of finite scalar quantization."""
-    is_keys = isinstance(levels, jax.Array) and not jnp.issubdtype(levels.dtype, jnp.integer)
     is_several = hasattr(levels, "__iter__") and getattr(levels, "ndim", 1) > 0
-    given = tuple(levels) if is_several and not is_keys else ()
-    known = tuple(count for count in map(as_integer, given) if count is not None)
-    all_known = bool(known) and len(known) == len(given)
-    if not all_known or min(known) < 2 or math.prod(known) >= 2**31:
-        raise rule_error(
-            f"`{name}` can't quantize to these levels.",
-            f"`levels` is {levels!r:.80}",
-            do="Give it a sequence of integers, each two or more, whose product is less than "
-            "2^31: `(8, 5, 5)`.",
-        )
-    return known
+    known = tuple(map(as_integer, levels)) if is_several else ()
+    counts = [count for count in known if count is not None and count >= 2]
+    if not known or len(counts) < len(known) or math.prod(counts) >= 2**31:
+        what, do = "a sequence of integers of at least 2", "Their product is less than 2^31."
+        raise bad_argument(name, "levels", what, levels, f"{do} For example, `(8, 5, 5)`.")
+    return tuple(counts)

@@ -16,7 +16,6 @@ from .._errors import (
     place_of,
     rule_error,
     show_path,
-    show_tree,
     type_of,
 )
 from .._jaxprs.current_trace import is_eager
@@ -26,9 +25,9 @@ from .._tangent_spaces import is_differentiable, is_none, project_leaves
 from .float_args import as_integer
 from .linear_primitive import apply_side, Side
 from .object_parts import Rebuildable
-from .rule import CheckCache, Rule
+from .rule import Rule
 from .signature import AS_CALLED, Signature
-from .tree_split import as_arrays, FlatCall, OutputSpec, RuleCall, TreeSplit
+from .tree_split import as_arrays, FlatCall, OutputSpec, TreeSplit
 from .wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 
 
@@ -55,7 +54,6 @@ class LinearFunction(AbstractWrapper[P, T]):
         """
         check_function(rmatvec, "rmatvec", "linear_function")
         self._rules.rmatvec = Rule(rmatvec, conventions=_CONVENTIONS)
-        self._rules.cache = CheckCache()
         return rmatvec
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -81,7 +79,6 @@ class _Adjoint(Rebuildable):
         self.matvec = matvec
         self.argnum = argnum
         self.rmatvec: Rule | None = None
-        self.cache = CheckCache()
 
     def check_call(self, args, names) -> None:
         name, place = name_of(self.matvec), place_of(self.matvec)
@@ -91,13 +88,6 @@ class _Adjoint(Rebuildable):
                 place,
                 do=f"Define one with `@{name}.def_rmatvec`. Without one, remove the decorator, "
                 "and JAX transposes the function.",
-            )
-        if len(args) <= self.argnum:
-            raise rule_error(
-                f"`{name}` was called without the argument in which it is linear.",
-                f"`argnum` is {self.argnum}, and there are {len(args)} arguments",
-                place,
-                do="Pass it, or give another `argnum`.",
             )
         what = f"`{name}` is linear in an argument, and was given one that"
         do = (
@@ -128,33 +118,19 @@ class _Call:
         self._argnum = rules.argnum
         self._name = name_of(flat.fn)
         self._x_name = flat.names[rules.argnum]
-        self._paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(x)]
-        self._x_tree = jax.tree.structure(x, is_leaf=is_none)
-        self._x_arrays = [leaf is not None for leaf in jax.tree.leaves(x, is_leaf=is_none)]
         self._first = len(TreeSplit.split(args[: rules.argnum], rules.convention.args)[1])
-        self._last = self._first + len(self._paths)
+        self._last = self._first + len(jax.tree.leaves(x))
         types = list(map(jax.typeof, operands))
         self._x_types = [t.to_tangent_aval() for t in types[self._first : self._last]]
         flags = [self._first <= i < self._last for i in range(len(types))]
         program = jax.make_jaxpr(lambda *xs: self._matvec(*self._split(xs)))(*types)
-        _check_linear(program, flags, flat.fn, self._name, f"`{self._x_name}`")
+        _check_linear(program, flags, flat.fn, f"`{self._x_name}`")
         self._out_types = program.out_avals
-        # Once for each type: neither mode needs both functions.
-        call = RuleCall(rules, flat.fn, args, kwargs, list(operands), [], flat)
-        rules.cache.get(call, "adjoint", lambda: self._check_adjoint(types))
 
     def apply(self, operands):
-        matvec = Side(self._name, self._matvec, self._out_types, self._note)
-        rmatvec = Side(self._flat.rules.rmatvec.name, self._rmatvec, self._x_types, self._note)
+        matvec = Side(self._name, self._matvec, self._out_types)
+        rmatvec = Side(self._flat.rules.rmatvec.name, self._rmatvec, self._x_types)
         return self._outputs.tree(apply_side(matvec, rmatvec, *self._split(operands)))
-
-    @property
-    def _note(self):
-        return (
-            f"`{self._name}` is linear in `{self._x_name}`. With respect to all else, JAX "
-            "differentiates it. Where JAX can't, pass `jax.lax.stop_gradient` of the "
-            f"parameter, or call `{self._name}` in the rules of an `eqx_grads.custom_vjp`."
-        )
 
     def _split(self, operands):
         x = operands[self._first : self._last]
@@ -178,61 +154,31 @@ class _Call:
 
     def _rmatvec(self, parameters, cts):
         """The transpose, which is the conjugate of the adjoint of the conjugate."""
-        nothing = [None] * len(self._paths)
-        _, rules, args, kwargs = self._restore(parameters, nothing)
-        args = list(args)
+        zeros = list(map(ad.zeros_like_aval, self._x_types))
+        _, rules, args, kwargs = self._restore(parameters, zeros)
+        x, args, rule = args[self._argnum], list(args), rules.rmatvec
         args[self._argnum] = self._outputs.tree(list(map(jnp.conj, cts)))
-        rule = rules.rmatvec
-        result = rule.of_tangents(*args, **rule.keywords(kwargs, self._flat.filled))
-        return list(map(jnp.conj, self._as_argument(result, rule)))
-
-    def _as_argument(self, result, rule):
-        """What `rmatvec` returned, as arrays with the types of the linear argument."""
+        result = rule(*args, **rule.keywords(kwargs, self._flat.filled))
 
         def fail(*where, do):
-            return rule_error(
-                f"The adjoint `{rule.name}` of `{self._name}` returned a value unlike "
-                f"`{self._x_name}`.",
-                *where,
-                rule.place,
-                do=do,
-            )
+            what = f"The adjoint `{rule.name}` of `{self._name}` returned a value unlike"
+            return rule_error(f"{what} `{self._x_name}`.", *where, rule.place, do=do)
 
-        leaves, treedef = jax.tree.flatten(result, is_leaf=is_none)
-        if treedef != self._x_tree:
-            leaves = zip(self._paths, self._x_types, strict=True)
-            places = (f"`{self._x_name}{show_path(p)}` is {type_of(t)}" for p, t in leaves)
-            raise fail(
-                *places,
-                f"what was returned is {show_tree(result)}",
-                do="The adjoint takes a value like the output, and returns a value like "
-                f"`{self._x_name}`.",
-            )
-        leaves = [leaf for leaf, flag in zip(leaves, self._x_arrays, strict=True) if flag]
-        arrays = []
-        for path, leaf, t in zip(self._paths, leaves, self._x_types, strict=True):
-            name = self._x_name + show_path(path)
-            (array,) = project_leaves(leaf, t, [t], name=name, fail=fail)
-            arrays.append(ad.zeros_like_aval(t) if array is None else array)
-        return arrays
-
-    def _check_adjoint(self, types):
-        parameters, _ = self._split(types)
-        rule = self._flat.rules.rmatvec
-        run = lambda parameters, cts: self._rmatvec(parameters, cts)
-        program = jax.make_jaxpr(run)(parameters, list(self._out_types))
-        flags = [i >= len(parameters) for i in range(len(program.in_avals))]
-        _check_linear(program, flags, rule.fn, rule.name, "its argument")
+        types, leaves = iter(self._x_types), jax.tree.leaves(x, is_leaf=is_none)
+        types = [leaf if leaf is None else next(types) for leaf in leaves]
+        found = project_leaves(result, x, types, name=self._x_name, fail=fail)
+        pairs = [pair for pair in zip(found, types, strict=True) if pair[1] is not None]
+        return [jnp.conj(ad.zeros_like_aval(t) if y is None else y) for y, t in pairs]
 
 
-def _check_linear(program, flags, fn, name, x) -> None:
-    """Raise if a function is seen not to be linear in the flagged inputs."""
+def _check_linear(program, flags, fn, x) -> None:
+    """Raise if the function is seen not to be linear in the flagged inputs."""
     reason = why_nonlinear(linear_in(program, flags))
     if reason is not None:
         # The words are those for a function of tangents.
         reason = reason.replace("no tangent multiplies", f"{x} does not multiply")
         raise rule_error(
-            f"`{name}` is not linear in {x}: {reason.replace('a tangent', x)}.",
+            f"`{name_of(fn)}` is not linear in {x}: {reason.replace('a tangent', x)}.",
             place_of(fn),
             do="Add constants outside of the function. Give a function that is not linear a "
             "rule with `eqx_grads.custom_vjp`.",
@@ -311,14 +257,12 @@ def linear_function(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the linear argument or the output is not floating or complex.
-    A transformation raises it if one of the functions is not linear, or if `rmatvec` returns a
-    structure or shape other than the linear argument has.
+    A transformation raises it if `matvec` is not linear, or if `rmatvec` returns a structure or
+    shape other than the linear argument has.
     """
     if matvec is None:
         return lambda matvec: linear_function(matvec, rmatvec, argnum=argnum)
-    if not isinstance(matvec, staticmethod | classmethod):
-        check_function(matvec, "matvec", "linear_function")
-    fn, binding = unwrap_method(matvec)
+    fn, binding = unwrap_method(matvec, "matvec", "linear_function")
     rules = _Adjoint(fn, _as_argnum(argnum))
     function = LinearFunction(fn=fn, _rules=rules, _binding=binding)
     set_metadata(function, fn)

@@ -18,7 +18,6 @@ from .._jaxprs.current_trace import CONFIG, in_precision
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._jaxprs.structure import LinearCall, register
 from .._tangent_spaces import as_array_list, is_differentiable
-from .call_record import vmap_over, with_batch_in_front
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -29,7 +28,6 @@ class LinearMap:
     - `transpose(residuals, cotangents)` returns the list of input cotangents, `None` for
         zero; so may be the cotangents that it gets. It need not be linear.
     - `out_types` are the types of the output tangents.
-    - `note` is added to an error of the derivative with respect to the residuals.
 
     None of them may hold a tracer: JAX keeps them for as long as it keeps the program.
     """
@@ -38,7 +36,6 @@ class LinearMap:
     _forward: Callable[[list[Any], list[Any]], Sequence[Any]]
     _transpose: Callable[[list[Any], list[Any]], Sequence[Any]]
     out_types: Sequence[Any]
-    note: str | None = None
 
     def __post_init__(self):
         self._precision = CONFIG.jax_default_matmul_precision
@@ -73,16 +70,11 @@ def linear_call(
     linear_map: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]
 ) -> list[Any]:
     """Apply `linear_map`. Its transpose is used wherever JAX transposes the call."""
-    # An array that serves twice is passed, and so kept for the backward pass, once.
-    operands: dict[int, Any] = {id(r): r for r in residuals}
-    order = {key: i for i, key in enumerate(operands)}
-    places = tuple(order[id(r)] for r in residuals)
     return linear_p.bind(
-        *operands.values(),
+        *residuals,
         *tangents,
         linear_map=linear_map,
-        n_residuals=len(operands),
-        places=places,
+        n_residuals=len(residuals),
         lifetime=lifetime(),
     )
 
@@ -91,14 +83,10 @@ linear_p = Primitive("eqg_linear")
 linear_p.multiple_results = True
 
 
-def _split(operands, n_residuals, places):
-    return [operands[i] for i in places], list(operands[n_residuals:])
-
-
-def _impl(*operands, linear_map, n_residuals, places, lifetime=None):
+def _impl(*operands, linear_map, n_residuals, lifetime=None):
     del lifetime
-    residuals, tangents = _split(as_array_list(operands), n_residuals, places)
-    return list(linear_map.forward(residuals, tangents))
+    operands = as_array_list(operands)
+    return list(linear_map.forward(operands[:n_residuals], operands[n_residuals:]))
 
 
 def _abstract_eval(*operands, linear_map, **params):
@@ -117,24 +105,19 @@ def _jvp(primals, tangents, **params):
     if live:
         # The map itself moves with its residuals: the second-order part.
         of_live = restricted(ft.partial(_impl, **params), primals, live)
-        try:
-            _, moved = jax.jvp(of_live, at(primals, live), at(tangents, live))
-        except Exception as error:
-            if linear_map.note is not None:
-                error.add_note(linear_map.note)
-            raise
+        _, moved = jax.jvp(of_live, at(primals, live), at(tangents, live))
         t_out = moved if t_out is None else [a + b for a, b in zip(t_out, moved, strict=True)]
     if t_out is None:
         t_out = [ad.Zero(t.to_tangent_aval()) for t in linear_map.out_types]
     return out, t_out
 
 
-def _transpose(cts, *operands, linear_map, n_residuals, places, lifetime):
+def _transpose(cts, *operands, linear_map, n_residuals, lifetime):
     del lifetime
-    if any(map(ad.is_undefined_primal, operands[:n_residuals])):
-        run = ft.partial(_impl, linear_map=linear_map, n_residuals=n_residuals, places=places)
+    residuals, linear = list(operands[:n_residuals]), operands[n_residuals:]
+    if any(map(ad.is_undefined_primal, residuals)):
+        run = ft.partial(_impl, linear_map=linear_map, n_residuals=n_residuals)
         return transpose_of(run, operands, cts)
-    residuals, linear = _split(operands, n_residuals, places)
     # Called right here, not staged: JAX and XLA see through it, it can be differentiated
     # again, and it may be non-linear.
     cts = [None if type(ct) is ad.Zero else ct for ct in cts]
@@ -155,14 +138,27 @@ def transpose_of(
     return fill([None] * len(operands), linear, transpose(at(cts, used)))
 
 
+def vmap_over(axis_data: Any) -> Callable[..., Any]:
+    """The `jax.vmap` for which JAX calls a batching rule with `axis_data`."""
+    return ft.partial(
+        jax.vmap,
+        axis_size=axis_data.size,
+        axis_name=axis_data.name,
+        spmd_axis_name=axis_data.spmd_name,
+    )
+
+
+def with_batch_in_front(operands: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    pairs = zip(operands, dims, strict=True)
+    return [x if dim in (None, 0) else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
+
+
 def _batch(axis_data, operands, dims, *, linear_map, **params):
     if all(dim is None for dim in dims):
         out = linear_p.bind(*operands, linear_map=linear_map, **params)
         return out, [None] * len(out)
-    axes = [None if dim is None else 0 for dim in dims]
-    of_batch = _vmap(
-        linear_map, axis_data, *_split(axes, params["n_residuals"], params["places"])
-    )
+    axes, n = [None if dim is None else 0 for dim in dims], params["n_residuals"]
+    of_batch = _vmap(linear_map, axis_data, axes[:n], axes[n:])
     operands = with_batch_in_front(operands, dims)
     out = linear_p.bind(*operands, linear_map=of_batch, **params)
     return out, [0] * len(out)
@@ -187,7 +183,7 @@ def _vmap(linear_map, axis_data, residual_axes, linear_axes):
 
     size, mesh_axis = axis_data.size, axis_data.explicit_mesh_axis
     out_types = [unmapped_aval(size, 0, t, mesh_axis) for t in linear_map.out_types]
-    return LinearMap(linear_map.name, forward, transpose, out_types, linear_map.note)
+    return LinearMap(linear_map.name, forward, transpose, out_types)
 
 
 def _structure(eqn) -> LinearCall:
@@ -216,7 +212,6 @@ class Side(NamedTuple):
     name: str
     run: Callable[[list[Any], list[Any]], Sequence[Any]]
     types: Sequence[Any]
-    note: str | None = None  # for errors of the derivative with respect to the parameters
 
 
 def apply_side(
@@ -230,5 +225,5 @@ def apply_side(
         cts = [ad.zeros_like_aval(t) if ct is None else ct for ct, t in pairs]
         return apply_side(transpose, side, parameters, cts)
 
-    linear_map = LinearMap(side.name, side.run, pull_back, side.types, side.note)
+    linear_map = LinearMap(side.name, side.run, pull_back, side.types)
     return list(linear_call(linear_map, parameters, xs))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jaxtyping import PyTree
 
-from .._errors import check_name, rule_error
+from .._errors import rule_error
 from .._tangent_spaces import is_dynamic
 from .custom_jvp import custom_jvp
 from .tree_split import ClosedTree
@@ -41,7 +41,6 @@ def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:
     gives the derivative; the error is raised if the rule returns `None` for an argument that
     the function passes to `nondifferentiable`.
     """
-    check_name("nondifferentiable", name)
     # A function in `x` can't be returned by a rule, but the values that it closes over can.
     tree, values = ClosedTree.split(x, is_dynamic)
     return tree.tree(_nondifferentiable(values, name=name, places=tuple(tree.places("x"))))

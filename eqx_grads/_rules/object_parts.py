@@ -109,10 +109,6 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def _partial_parts(x):
-    return [("func", x.func), ("args", x.args), ("keywords", x.keywords)]
-
-
 def _copy_partial(x, copy):
     keywords = {k: copy(v) for k, v in x.keywords.items()}
     return type(x)(copy(x.func), *map(copy, x.args), **keywords)
@@ -120,10 +116,6 @@ def _copy_partial(x, copy):
 
 def unjitted(fn):
     return inspect.unwrap(fn, stop=lambda f: not isinstance(f, JITTED))
-
-
-def _object_parts(x):
-    return [*attributes(x).items(), ("__class__", type(x))]
 
 
 def _copy_object(x, copy):
@@ -135,14 +127,6 @@ def _copy_object(x, copy):
 
 
 # Lists and dicts by hand, as JAX sorts the keys of a dict, which need not be possible.
-
-
-def _list_parts(x):
-    return [] if set(map(type, x)) <= PLAIN else list(enumerate(x))
-
-
-def _dict_parts(x):
-    return [] if set(map(type, x.values())) <= PLAIN else [((k,), v) for k, v in x.items()]
 
 
 def _copy_dict(x, copy):
@@ -163,10 +147,6 @@ def children_of(x):
     return children
 
 
-def _tree_parts(x):
-    return [(show_path(path), part) for path, part in children_of(x) or ()]
-
-
 def _copy_tree(x, copy):
     """A user's class is unflattened with arrays and tracers only: a `_Node` replaces it while
     it has placeholders."""
@@ -175,9 +155,9 @@ def _copy_tree(x, copy):
 
 
 # For each kind of object: its parts as (step, part), and its copy with other parts.
-_LIST = (_list_parts, lambda x, copy: type(x)(list(map(copy, x))))
-_DICT = (_dict_parts, _copy_dict)
-_TREE = (_tree_parts, _copy_tree)
+_LIST = (lambda x: list(enumerate(x)), lambda x, copy: type(x)(list(map(copy, x))))
+_DICT = (lambda x: [((k,), v) for k, v in x.items()], _copy_dict)
+_TREE = (lambda x: [(show_path(path), y) for path, y in children_of(x) or ()], _copy_tree)
 KINDS: dict[type, tuple[Callable[[Any], list[tuple[Any, Any]]], Callable[..., Any]]] = {
     types.FunctionType: (_function_parts, _copy_function),
     types.MethodType: (
@@ -195,10 +175,13 @@ KINDS: dict[type, tuple[Callable[[Any], list[tuple[Any, Any]]], Callable[..., An
     ),
 }
 _KINDS_WITH_SUBCLASSES = {
-    ft.partial: (_partial_parts, _copy_partial),
+    ft.partial: (
+        lambda x: [("func", x.func), ("args", x.args), ("keywords", x.keywords)],
+        _copy_partial,
+    ),
     # We are inside a trace, where `jit` changes nothing but the program's layout.
     JITTED: (lambda x: [("__wrapped__", unjitted(x))], lambda x, copy: copy(unjitted(x))),
-    REBUILDABLE: (_object_parts, _copy_object),
+    REBUILDABLE: (lambda x: [*attributes(x).items(), ("__class__", type(x))], _copy_object),
 }
 
 

@@ -10,7 +10,6 @@ import abc
 import contextlib
 import contextvars
 import functools as ft
-import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +25,7 @@ from .._errors import (
     place_of,
     rule_error,
     RuleError,
+    show_path,
     type_of,
     unpartial,
 )
@@ -36,7 +36,7 @@ from .._tangent_spaces import is_differentiable
 from .closure_convert import captured_tracer, Opaque
 from .object_parts import Rebuildable
 from .signature import Convention, OURS, Signature, signature_of
-from .tree_split import OutputSpec, RuleCall
+from .tree_split import FlatCall, OutputSpec, RuleCall
 
 
 class _Running(NamedTuple):
@@ -116,80 +116,32 @@ class Rule(Rebuildable):
         # For errors: what the user calls the rule, and the function of the user's it is in.
         self.name = name_of(self.fn) if name is None else name
         self.place = place_of(self.fn if source is None else source)
-        # The rules of this library call functions of the user's that have other conventions.
         module = getattr(unpartial(self.fn), "__module__", None) or ""
-        self._is_the_users = module.split(".")[0] != __name__.split(".")[0]
+        self._is_of_library = module.split(".")[0] == __name__.split(".")[0]
         self.symbolic_zeros = symbolic_zeros
         self.surely_linear = surely_linear  # of a forward rule: nothing to check
         parameters = signature_of(self.fn).parameters.values()
-        self.by_position = tuple(p.name for p in parameters if p.kind in _BY_POSITION)
         self.keyword_only = frozenset(p.name for p in parameters if p.kind == p.KEYWORD_ONLY)
         anything = any(p.kind == p.VAR_KEYWORD for p in parameters)
         # `None` is anything.
         self._accepted = None if anything else frozenset(p.name for p in parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the rule. A call that does not match its parameters is an error that says so."""
+        """Call the rule. A note on the errors that a user's rule raises says how rules are
+        called."""
         try:
             return self.fn(*args, **kwargs)
-        except RecursionError as error:
-            note = (
-                f"The rule `{self.name}` is called inside itself if it differentiates its own "
-                "function. Move the body into a function without a rule, and differentiate "
-                "that function."
-            )
-            _add_note_once(error, note)
-            raise
-        except NameError as error:
-            if "unbound axis name" in str(error):
-                _add_note_once(error, f"The rule `{self.name}` {_OUTSIDE_OF_VMAP}")
-            raise
-        except TypeError as error:
-            try:
-                signature_of(self.fn).bind(*args, **kwargs)
-            except TypeError as mismatch:
-                given = [f"{len(args)} by position"] if args else []
-                given += [f"`{name}`" for name in kwargs]
-                raise rule_error(
-                    f"The rule `{self.name}` can't be called as rules are: {mismatch}.",
-                    f"it was given {', '.join(given)}",
-                    self.place,
-                    do=self._conventions,
-                ) from error
-            raise
-
-    def of_tangents(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the rule with tangents or cotangents. If it fails because of a `None` among
-        them, the error says what `None` means."""
-        try:
-            return self(*args, **kwargs)
-        except (TypeError, AttributeError) as error:
-            if "NoneType" in str(error):
-                error.add_note(
-                    f"In the rule `{self.name}`, `None` is the tangent or cotangent of a leaf "
-                    "that can't be differentiated (an integer, a key), and with "
-                    "`symbolic_zeros=True` of any leaf for which it is zero."
-                )
-            elif isinstance(error, AttributeError) and self._is_the_users:
-                # Such as of two arguments that were exchanged.
-                error.add_note(f"It was raised in the rule `{self.name}`. {self._conventions}")
+        except Exception as error:
+            note = f"It was raised in the rule `{self.name}`. "
+            note += _HINTS.get(type(error)) or f"{self._conventions} {_ENTRIES}"
+            known = getattr(error, "__notes__", ())
+            if not (self._is_of_library or isinstance(error, RuleError) or note in known):
+                error.add_note(note)
             raise
 
     def pair(self, result: Any, kind: str, fn: Any, do: str) -> tuple[Any, Any]:
         """The pair that a rule of `fn` returned, or an error. `kind` is the kind of rule."""
-        if isinstance(result, tuple | list) and len(result) == 2:
-            return result[0], result[1]
         return pair_of(result, f"{kind} `{self.name}` of `{name_of(fn)}`", self.place, do)
-
-    def note_defaults(self, error: ValueError, given: str, names: Sequence[str]) -> None:
-        """If `error` is about a tuple of another length, add what the rule is `given`."""
-        if "to unpack" in str(error) and self._is_the_users:
-            error.add_note(
-                f"The rule `{self.name}` gets {given} with an entry for each positional "
-                "argument, even for a default: "
-                + ", ".join(f"`{name}`" for name in names)
-                + "."
-            )
 
     def keywords(self, kwargs: dict[str, Any], filled: frozenset[str]) -> dict[str, Any]:
         """The keyword-only arguments of the function: all that were given, and the defaults
@@ -215,24 +167,23 @@ def advice_on_cotangents(result: Any) -> str:
     return "Return a tuple, even for a single argument: `return (ct,)`. `None` is zero."
 
 
-_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _CONVENTIONS = (
     "Rules are called as `jvp(primals, tangents, **kwargs)`, `fwd(*args, **kwargs)`, "
     "`bwd(residuals, ct)` and `vmap(axis_size, batched, *args, **kwargs)`, with `perturbed` if "
     "it is keyword-only. `eqx_grads.filter_custom_vjp` calls rules as Equinox does."
 )
-
-
-_OUTSIDE_OF_VMAP = (
-    "uses an axis that does not exist where the rule runs. If it is the axis of a `vmap`, no "
-    "argument of the call has the batch dimension, and so the call is differentiated outside "
-    "of the `vmap`. Give an argument the batch dimension: add `0 * jax.lax.axis_index(name)`."
+_ENTRIES = (
+    "A tuple of arguments, or of their tangents, has an entry for each positional argument, "
+    "even for a default. `None` is the tangent or cotangent of a leaf that can't be "
+    "differentiated, and with `symbolic_zeros=True` of any leaf for which it is zero."
 )
-
-
-def _add_note_once(error: Exception, note: str) -> None:
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
+_HINTS = {
+    RecursionError: "A rule that differentiates its own function is called inside itself. Move "
+    "the body into a function without a rule, and differentiate that function.",
+    NameError: "If the name is an axis of a `vmap`: no argument of the call has the batch "
+    "dimension, and so the call is differentiated outside of the `vmap`. Give an argument the "
+    "batch dimension: add `0 * jax.lax.axis_index(name)`.",
+}
 
 
 class CheckCache(Opaque):
@@ -250,22 +201,15 @@ class CheckCache(Opaque):
         """`compute()`, but only once for arguments of the same type."""
         try:
             key = call.flat.key(call.operands), check
-            # One look-up, as another thread may clear the results at any time. `None` is a
-            # result.
-            found = self._results.get(key, _MISSING)
+            hash(key)
         except TypeError:  # the call has no key
-            key = found = None
-        if key is None:  # not above, or an error of `compute` would show the `TypeError` first
             return compute()
-        if found is _MISSING:
-            found = compute()
-            if len(self._results) >= self.most:
-                self._results.clear()
-            self._results[key] = found
-        return found
-
-
-_MISSING = object()
+        results = self._results
+        if key not in results:
+            if len(results) >= self.most:
+                results = self._results = {}  # another thread may read the old ones
+            results[key] = compute()
+        return results[key]
 
 
 class AbstractRules(Rebuildable, abc.ABC):
@@ -361,48 +305,50 @@ def check_outputs(
     `expected` is what the function was seen to return; `None` if it was not called yet.
     """
     check_static_outputs(rule.fn, outputs)
+    do = "The first result of the rule is the value: return what the function returns."
     if expected is None:
-        compute = ft.partial(_outputs, call)
+        compute = ft.partial(outputs_of_function, call.flat, call.operands)
         expected = call.rules.cache.get(call, "outputs", compute)
-        if expected is None or expected.agrees(outputs):
-            return
         # A function may depend on more than its arguments (the size of a named axis, a global
         # variable), and so on more than was remembered.
-        expected = compute()
+        if expected is not None and not expected.agrees(outputs):
+            expected = compute()
+    require_same(rule, "The rule", call.fn, outputs, expected, do=do)
+
+
+def require_same(
+    rule: Rule,
+    kind: str,
+    fn: Any,
+    outputs: OutputSpec,
+    expected: OutputSpec | None,
+    *where: str,
+    do: str,
+) -> None:
+    """Raise if the outputs are not the `expected` ones of `fn`."""
     if expected is not None and not expected.agrees(outputs):
-        name = name_of(call.fn)
-        text = f"`{name}` returns {{}}, and `{rule.name}` {{}}"
+        name = name_of(fn)
         raise rule_error(
-            f"The rule `{rule.name}` of `{name}` returned a different output than `{name}`.",
-            *expected.unlike(outputs, text),
+            f"{kind} `{rule.name}` of `{name}` returned a different output than `{name}`.",
+            *expected.unlike(outputs, f"`{name}` returns {{}}, and `{rule.name}` {{}}"),
+            *where,
             rule.place,
-            do=f"The first result of the rule is the value: return `{name}(...)`, or what "
-            "it computes.",
+            do=do,
         )
 
 
-def _outputs(call: RuleCall) -> OutputSpec | None:
-    """The outputs of the function itself; `None` if it can't be traced."""
-    traced = trace_outputs(call.flat.call, lambda one: one, call.operands)
-    return None if traced is None else traced[0]
-
-
-def trace_outputs(
-    primal: Callable[..., tuple[OutputSpec, list[Any]]],
-    transform: Callable[[Callable[..., Any]], Callable[..., Any]],
-    operands: Sequence[Any],
-) -> tuple[OutputSpec, Sequence[Any]] | None:
-    """The outputs of a function of operands, and the types of its arrays after a
-    transformation. `None` if it can't be traced."""
+def outputs_of_function(flat: FlatCall, operands: Sequence[Any]) -> OutputSpec | None:
+    """The outputs of the function itself for operands, or for their types; `None` if it can't
+    be traced."""
     found: list[OutputSpec] = []
 
-    def one(*xs):
-        outputs, arrays = primal(xs)
+    def run(*xs):
+        outputs, arrays = flat.call(xs)
         found.append(outputs)
         return arrays
 
-    types = try_to_trace(jax.eval_shape, transform(one), *operands)
-    return None if types is None else (found[0], types)
+    try_to_trace(jax.eval_shape, run, *operands)
+    return found[0] if found else None
 
 
 def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:
@@ -412,7 +358,7 @@ def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:
         raise rule_error(
             f"`{name_of(fn)}` returned a function, or another object that is not an array, "
             "which holds a traced value.",
-            f"at out{outputs.static_path(found[0])}: {found[1]}",
+            f"at out{show_path(outputs.split.path(found[0]))}: {found[1]}",
             place_of(fn),
             do="The output of a function with a rule leaves the trace it was made in. Return "
             "the value as an array, for instance in an `eqx.Module` or `eqx.Partial`.",
@@ -435,25 +381,22 @@ def check_function_of_zeros(
     rule: str, fn: Any, of_zeros: Callable[..., Any], primals: Sequence[Any]
 ) -> None:
     """The same for `of_zeros`, which is `fn` as a function of its primals only."""
-    errors: list[RuleError] = []
 
     def inexact_outputs(*xs):
         return [y for y in jax.tree.leaves(of_zeros(*xs)) if is_differentiable(y)]
 
     def backward(*xs):
-        try:
-            out, pull_back = jax.vjp(inexact_outputs, *xs)
-            return pull_back(out)  # for the types, any cotangents do
-        except RuleError as error:
-            if error.forbids_derivative:
-                errors.append(error)
-            raise
+        out, pull_back = jax.vjp(inexact_outputs, *xs)
+        return pull_back(out)  # for the types, any cotangents do
 
-    try_to_trace(jax.eval_shape, backward, *primals)
-    if errors:
-        errors[0].add_note(
+    try:
+        jax.eval_shape(backward, *primals)
+    except Exception as error:  # of any kind: the function may look at values
+        if not getattr(error, "forbids_derivative", False):
+            return
+        error.add_note(
             f"`{name_of(fn)}` passes it to `nondifferentiable`, and the rule `{rule}` returns "
             "no derivative for it, which would be a silent zero. Return the derivative, or an "
             "array of zeros if zero is meant."
         )
-        raise errors[0]
+        raise

@@ -1,13 +1,12 @@
 """The parameters of a function, how a call is bound to them, and what can be differentiated."""
 
-import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._errors import name_of
+from .._errors import name_of, unpartial
 from .._tangent_spaces import is_array, is_arraylike, is_dynamic, is_numeric_array
 from .closure_convert import contains_tracer, Opaque
 
@@ -20,7 +19,6 @@ class Convention(NamedTuple):
     - `binds`: whether arguments are bound to the parameters of the function, and numbers are
         arrays even if nothing is transformed. If not, the arguments stay as they were given.
     - `fills_defaults`: whether a rule gets the positional arguments that were left out.
-    - `returns_numbers`: whether `jax.jvp` of Python numbers returns Python numbers.
     - `configuration`: for errors, what can't be differentiated, and what to do.
     """
 
@@ -29,7 +27,6 @@ class Convention(NamedTuple):
     outputs: Callable[[Any], bool] = is_dynamic
     binds: bool = True
     fills_defaults: bool = True
-    returns_numbers: bool = False
     configuration: tuple[str, str] = (
         "a keyword-only argument",
         "Keyword-only arguments are configuration. Make it a positional parameter to give it a "
@@ -54,7 +51,6 @@ EQUINOX = Convention(
     kwargs=is_numeric_array,
     binds=False,
     fills_defaults=False,
-    returns_numbers=True,
     configuration=(
         "an argument that was passed by keyword",
         "Pass it by position to give it a derivative, or pass `jax.lax.stop_gradient` of it.",
@@ -76,12 +72,17 @@ class ParameterNames:
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
-    """The signature of `fn`. A builtin without one, or a ufunc before NumPy 2.4, counts as
-    `(*args, **kwargs)`."""
+    """The signature of `fn`. A builtin without one counts as `(*args, **kwargs)`, and so does a
+    ufunc: NumPy 2.4 names its many options (`out`, `casting`, ...), some of which exclude each
+    other even with their default values."""
+    inner = inspect.unwrap(unpartial(fn)) if callable(fn) else fn
     try:
-        return inspect.signature(fn)
+        return _ANYTHING if isinstance(inner, np.ufunc) else inspect.signature(fn)
     except ValueError:
-        return inspect.signature(lambda *args, **kwargs: None)
+        return _ANYTHING
+
+
+_ANYTHING = inspect.signature(lambda *args, **kwargs: None)
 
 
 def accepted_keywords(
@@ -102,15 +103,6 @@ def accepted_keywords(
     return kwargs, ""
 
 
-def _is_ufunc(fn) -> bool:
-    """Whether `fn` is a ufunc of NumPy or SciPy, perhaps wrapped."""
-    while True:
-        fn = inspect.unwrap(fn, stop=lambda f: hasattr(f, "__signature__"))
-        if not isinstance(fn, ft.partial):
-            return isinstance(fn, np.ufunc)
-        fn = fn.func
-
-
 class Signature(Opaque):
     """The parameters of a function, in two kinds.
 
@@ -120,9 +112,6 @@ class Signature(Opaque):
 
     def __init__(self, fn: Callable[..., Any]):
         self._signature = signature_of(fn)
-        # A ufunc has many options (`out`, `casting`, `order`, ...), which no rule knows of, and
-        # some of which exclude each other even with their default values.
-        self._has_defaults = not _is_ufunc(fn)
         parameters = self._signature.parameters.values()
         by_position = (
             inspect.Parameter.POSITIONAL_ONLY,
@@ -139,7 +128,7 @@ class Signature(Opaque):
         self._keyword_defaults = {
             p.name: p.default
             for p in parameters
-            if p.kind == p.KEYWORD_ONLY and p.default is not p.empty and self._has_defaults
+            if p.kind == p.KEYWORD_ONLY and p.default is not p.empty
         }
 
     def holds_tracer(self) -> bool:
@@ -152,8 +141,7 @@ class Signature(Opaque):
         """The arguments by position, the keyword-only ones, and the names of the
         keyword-only arguments that were filled in from defaults.
 
-        Without `fills_defaults`, the last arguments by position may be missing. A ufunc gets
-        only the arguments that the caller passed.
+        Without `fills_defaults`, the last arguments by position may be missing.
         """
         if self.is_by_position and not kwargs and len(args) == len(self.by_position):
             return args, kwargs, frozenset()
@@ -161,8 +149,6 @@ class Signature(Opaque):
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:  # which does not name the function
             raise TypeError(f"{error} in the call of `{self._call}`") from None
-        if not self._has_defaults:
-            return bound.args, bound.kwargs, frozenset()
         if fills_defaults or any(name in bound.kwargs for name in self.by_position):
             bound.apply_defaults()
         else:
@@ -170,9 +156,3 @@ class Signature(Opaque):
                 {k: v for k, v in self._keyword_defaults.items() if k not in bound.arguments}
             )
         return bound.args, bound.kwargs, frozenset(bound.kwargs) - frozenset(kwargs)
-
-    def left_out(self, n: int) -> tuple[Any, ...]:
-        """The default values of the positional arguments after the first `n`."""
-        if not self._has_defaults:
-            return ()
-        return tuple(self._signature.parameters[name].default for name in self.by_position[n:])

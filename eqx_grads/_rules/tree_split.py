@@ -8,7 +8,6 @@ and so may live as long as JAX keeps the program.
 import abc
 import dataclasses
 import functools as ft
-import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from .._errors import name_of, rule_error, show_path, unlike
 from .._errors.trees import leaf_paths, mirror_of
@@ -229,9 +227,6 @@ class FlatCall:
         kwargs_split, kwargs_arrays = TreeSplit(_NO_KWARGS, (), []), []
         if kwargs:
             kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, convention.kwargs)
-        if convention.fills_defaults:
-            # The default values are arguments by now, and may be differentiated as such.
-            fn = _without_traced_defaults(fn)
         statics = [*args_split.static, *kwargs_split.static]
         closures, captured = lift_tracers([fn, *statics], rules)
         n = 1 + len(args_split.static)
@@ -240,22 +235,18 @@ class FlatCall:
         arrays = [*arrays, *kwargs_arrays]
         for i, x in enumerate(captured, len(arrays)):
             if is_reference(jax.typeof(x)):
-                raise call._error_of_reference(i, x)
+                raise rule_error(
+                    f"`{name_of(call.fn)}`, a function with a rule, was given a reference.",
+                    f"{call.path(i)} is {jax.typeof(x)}",
+                    do="Pass the value, `ref[...]`, and write to the reference outside of the "
+                    "function.",
+                )
         return call, [*arrays, *captured]
-
-    def _error_of_reference(self, i, x):
-        holder = self.holder(i)
-        return rule_error(
-            f"`{name_of(self.fn)}`, a function with a rule, was given a reference.",
-            f"{self.path(i) if holder is None else holder[1]} is {jax.typeof(x)}",
-            do="Pass the value, `ref[...]`, and write to the reference outside of the "
-            "function.",
-        )
 
     @property
     def n_not_differentiable(self) -> int:
         """How many operands after the positional ones the function itself depends on."""
-        return self.n_kwargs + len(self._closures.item_of)
+        return self.n_kwargs + self._closures.n_of_items
 
     def restore(self, operands: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
         """`fn, rules, args, kwargs` with these operands."""
@@ -297,43 +288,10 @@ class FlatCall:
         """The operand number `i`, which is of no positional argument, as the user would write
         it."""
         i -= self.n_args
-        if i < self.n_kwargs:
-            return self._keyword_path(self.kwargs.indices[i])
-        i -= self.n_kwargs
-        name, holder = self._closures.names[i], self.holder(i + self.n_args + self.n_kwargs)
-        if holder is None:
-            return name
-        function, leaf, _ = holder
-        return f"{name.removesuffix(f', held by `{name_of(function)}`')}, held by {leaf}"
-
-    def holder(self, i: int) -> tuple[Any, str, bool] | None:
-        """The function among the arguments that captured the operand number `i`, where it is,
-        and whether it was passed by position. `None` if it is the function with the rules that
-        captured the operand."""
-        item = self._closures.item_of[i - self.n_args - self.n_kwargs]
-        if item == 0:
-            return None
-        function, n = self._closures.items[item], len(self.args.static)
-        if item > n:
-            return function, self._keyword_path(item - 1 - n), False
-        path = self.args.path(item - 1)
-        name = f"`{self.names[path[0].idx]}{show_path(path[1:])}`"
-        return function, name, True
-
-    def _keyword_path(self, i: int) -> str:
-        path = self.kwargs.path(i)
+        if i >= self.n_kwargs:
+            return self._closures.names[i - self.n_kwargs]
+        path = self.kwargs.path(self.kwargs.indices[i])
         return f"`{path[0].key}{show_path(path[1:])}`"
-
-
-def _without_traced_defaults(fn: Any) -> Any:
-    """`fn` without its default values, if there are tracers among them. For a function that is
-    called with all of its arguments."""
-    if not isinstance(fn, types.FunctionType) or not (fn.__defaults__ or fn.__kwdefaults__):
-        return fn
-    defaults = jax.tree.leaves((fn.__defaults__, fn.__kwdefaults__))
-    if not any(isinstance(x, Tracer) for x in defaults):
-        return fn
-    return types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, fn.__closure__)
 
 
 class RuleCall(NamedTuple):
@@ -377,14 +335,6 @@ class OutputSpec(NamedTuple):
     def tree(self, arrays: Sequence[Any]) -> Any:
         return self.split.tree(arrays)
 
-    def describe(self) -> Any:
-        """The tree of types, for messages."""
-        return self.split.mirror(self.types)
-
-    def static_path(self, i: int) -> str:
-        """Where the leaf number `i` is in the tree."""
-        return show_path(self.split.path(i))
-
     def inexact(self) -> list[int]:
         """The indices of the arrays that can have a tangent."""
         return [i for i, t in enumerate(self.types) if is_differentiable(t)]
@@ -404,7 +354,8 @@ class OutputSpec(NamedTuple):
         """Where another function's outputs differ: `text` with the types of both leaves. `same`
         compares leaves that are not arrays."""
         kind = lambda x: _Kind(x, same or _same_static)
-        return unlike(self.describe(), other.describe(), "out", text, kind)
+        trees = (outputs.split.mirror(outputs.types) for outputs in (self, other))
+        return unlike(*trees, "out", text, kind)
 
 
 class _Kind:

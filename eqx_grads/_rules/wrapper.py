@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import equinox as eqx
 
-from .._errors import name_of, rule_error, type_of
+from .._errors import check_function, name_of, rule_error
 from .call import call_with_rules
 from .rule import AbstractRules, Rule
 
@@ -40,12 +40,6 @@ class AbstractWrapper(eqx.Module, Generic[P, T]):
         if self._binding == "class":
             return _bind(self, owner if instance is None else type(instance))
         return _bind(self, instance)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "__isabstractmethod__":  # `@abc.abstractmethod` above the decorator
-            object.__setattr__(self, name, value)
-        else:
-            eqx.Module.__setattr__(self, name, value)
 
     def __reduce__(self):
         return reduce_by_name(self, self.fn)
@@ -231,37 +225,31 @@ _HINT = (
 
 def check_options(decorator: str, options: dict[str, Any]) -> None:
     """Raise if the user passed an option, such as an option of JAX's decorators."""
-    for name in options:
-        do = (
-            "Pass values that can't be differentiated (functions, strings, integers, ...) "
+    if options:
+        raise rule_error(
+            f"`{decorator}` was given an option that it does not have.",
+            f"it is `{next(iter(options))}`",
+            do="Pass values that can't be differentiated (functions, strings, integers, ...) "
             "unchanged; configuration is a keyword-only parameter of the function; "
-            "`symbolic_zeros` is an option of `def_jvp` and `def_bwd`."
+            "`symbolic_zeros` is an option of `def_jvp` and `def_bwd`. "
+            f"`eqx_grads.jax_{decorator}` has JAX's `nondiff_argnums`.",
         )
-        if name.startswith("nondiff_arg"):
-            do += f" JAX's `{name}` is an option of `eqx_grads.jax_{decorator}`."
-        what = f"`{decorator}` was given an option that it does not have."
-        raise rule_error(what, f"it is `{name}`", do=do)
 
 
 def decorate(wrapper: Any, fn: Any, rules: AbstractRules) -> None:
     """Make `wrapper` stand in the place of a function."""
-    wrapper.fn, wrapper._binding = unwrap_method(fn)
+    wrapper.fn, wrapper._binding = unwrap_method(fn, "fn", type(wrapper).__name__)
     wrapper._rules = rules
     set_metadata(wrapper, wrapper.fn)
 
 
-def unwrap_method(fn: Any) -> tuple[Callable[..., Any], str]:
+def unwrap_method(fn: Any, argument: str, caller: str) -> tuple[Callable[..., Any], str]:
     """The function, and how it binds as an attribute of a class."""
     if isinstance(fn, staticmethod):
         return fn.__func__, "static"
     if isinstance(fn, classmethod):
         return fn.__func__, "class"
-    if not callable(fn):
-        raise rule_error(
-            "A decorator for rules was given something that can't be called.",
-            f"`fn` is {type_of(fn)}",
-            do="Decorate a function, a method or a callable Module.",
-        )
+    check_function(fn, argument, caller)
     return fn, "method"
 
 

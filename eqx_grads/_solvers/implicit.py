@@ -180,7 +180,7 @@ class ImplicitFunction(AbstractWrapper[P, T]):
     _options: Options = eqx.field(static=True)
 
     def __init__(self, fn: Any, residual: Callable[..., Any], options: Options):
-        self.fn, self._binding = unwrap_method(fn)
+        self.fn, self._binding = unwrap_method(fn, "fn", "implicit")
         self.residual = residual
         self._options = options
         set_metadata(self, self.fn)

@@ -128,7 +128,7 @@ def check_rule(
         `reference`, cotangents are also compared at 4096 times larger and smaller ones.
     - `nondifferentiable`: names of parts that are not perturbed: positional parameters, or
         parts of them as the report names them, such as `"self.frozen"` or `"params['scale']"`.
-        NumPy names the parameters of a ufunc `x`, or `x1`, `x2` and so on.
+        The arguments of a ufunc are `args[0]`, `args[1]` and so on.
     - `tangents`, `cotangents`: additional directions, trees like `args` and like the output.
     - `order`: the highest order of derivatives to check.
     - `at`: further points for `finite`, such as kinks and singularities, each a tuple of the

@@ -178,7 +178,6 @@ ARITHMETIC = {
         (t.of(Pair((F,), F), first=G), Pair((G,), None)),
         (t.of(Pair({"a": F}, F), first={"a": G}), Pair({"a": G}, None)),
         (t.of(Keyed(F, (G, 1)), mean=G).double, 2 * G),
-        (t.of(Plain(F, (G, 1)), rest=(F, None)).rest, (F, None)),
         (t.of(Keyed(F, G)).mean, None),
     ],
 }  # fmt: skip

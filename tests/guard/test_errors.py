@@ -7,7 +7,6 @@ Words are separated by ` | `; `@` stands for the file and the line of the user's
 import copy
 import functools as ft
 from types import SimpleNamespace
-from unittest import mock
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -134,6 +133,16 @@ class Holder(eqx.Module):
         return x * self.weight
 
 
+class Keyless:
+    def __init__(self, a):
+        self.a = a
+
+
+jax.tree_util.register_pytree_node(
+    Keyless, lambda x: ((x.a,), None), lambda _, children: Keyless(*children)
+)
+
+
 def held_by_argument(a):
     f = forward(lambda p, t: (p[0](p[1]), t[1]), lambda fn, x: fn(x))
     return f(lambda x: x * a, X)
@@ -144,18 +153,6 @@ def calls_itself_compiled():
     inner = jax.jit(lambda x: f(x))
     f.def_jvp(lambda p, t: (inner(*p), 3 * t[0]))
     return grad(jax.tree.map(lambda x: x + 1, f))()
-
-
-GLOBAL = ONE  # a traced value, for as long as `with_traced_global` runs
-
-
-def reads_global(x):
-    return x * GLOBAL
-
-
-def with_traced_global(a):
-    with mock.patch.dict(globals(), GLOBAL=a):
-        return grad(tangent(lambda y, t: t, reads_global))()
 
 
 closes_over = lambda a: tangent(lambda y, t: t, lambda x: x * a)(X)
@@ -307,15 +304,16 @@ one_step = lambda x: run(lambda key: at_rest, x, at_rest.initial_state())
 WRONG = [
     # no rules, or other methods
     (lambda: eqg.custom_jvp(square)(ONE), "`square` has no forward | @"), (half(),
-     "`square` has no reverse | @"), (half(fwd=lambda x: x), "`square` has `def_fwd`, but"),
-    (half(bwd=lambda r: r), "`square` has `def_bwd`, but"), (lambda: eqg.custom_jvp(3),
-     "`fn` is int (3)"), (lambda: eqg.custom_jvp(square, nondiff_argnums=(0,)),
-     "`custom_jvp` was given an"), (lambda: eqg.custom_jvp(square).defjvp,
-     "no attribute `defjvp`"), (lambda: eqg.custom_vjp(square).defvjp, "`custom_vjp` has no"),
-    (grad(reverse(fwd=lambda perturbed, x: (x, x))), "`fwd` can't be called | @"),
+     "`square` has no complete | @"), (half(fwd=lambda x: x), "with `@square.def_bwd`."),
+    (half(bwd=lambda r: r), "with `@square.def_fwd`."), (lambda: eqg.custom_jvp(3),
+     "`fn` of `custom_jvp` | it is int (3)"), (lambda: eqg.custom_jvp(square,
+     nondiff_argnums=(0,)), "`custom_jvp` was given an"),
+    (lambda: eqg.custom_jvp(square).defjvp, "no attribute `defjvp`"),
+    (lambda: eqg.custom_vjp(square).defvjp, "`custom_vjp` has no"),
+    (grad(reverse(fwd=lambda perturbed, x: (x, x))), "the rule `fwd` | `perturbed` if"),
     (grad(reverse(lambda residuals, ct, perturbed: (ct,))), "'perturbed' | as Equinox does"),
     (grad(lambda x: forward(lambda p, t: p, keyword)(x,
-     options={"scale": ONE}), X), "2 by position, `options` | @"),
+     options={"scale": ONE}), X), "the rule `jvp` | 'options'"),
     # forward rules
     (grad(forward(lambda p, t: p[0])), "a pair | float32[3]"),
     (grad(forward(lambda p, t: (p[0], t[0], 1))), "`out, t_out`"),
@@ -349,17 +347,16 @@ WRONG = [
     (grad(lambda s: reverse(fn=keyword)(X, options={"scale": s}), ONE),
      "at `options['scale']` | @"), (grad(closes_over, ONE), "at `a`, held by `<lambda>` | @"),
     (grad(held_by_argument, ONE), "at `a` | @"), (holds(lambda a: SimpleNamespace(a=a),
-     lambda space: lambda x: x * space.a), "at `space.a`"), (holds(lambda a: type("Config", (),
-     {"a": a}), lambda config: lambda x: x * config.a), "at `config.a`"),
-    (types(with_traced_global, ONE), "`reads_global` reads a | @"),
+     lambda space: lambda x: x * space.a), "at `space`"), (holds(lambda a: type("Config", (),
+     {"a": a}), lambda config: lambda x: x * config.a), "at `config`"),
     (types(lambda x: forward(lambda p, t: p, reads_reference)({"a": jax.new_ref(x)}), X),
-     "`refs['a']` is Ref"), (types(lambda t: jax.linear_transpose(tangent(lambda y, t: t),
-     X)(t), X), "`square` was transposed, and"), (calls_itself_compiled, "`Holder` inside a"),
+     "was given a reference | is Ref"), (types(lambda t: jax.linear_transpose(
+     tangent(lambda y, t: t), X)(t), X), "`square` was transposed, and"),
+    (calls_itself_compiled, "`Holder` inside a"),
     (grad(lambda x: eqg.nondifferentiable({"a": N, "b": [x]})["b"]), "at x['b'][0]"),
     *((of(lambda x: eqg.nondifferentiable(x, "the rate")), "the rate was differentiated")
       for of in (grad, jvp)),
-    (lambda: jax.jvp(reverse(fn=lambda x: jax.pure_callback(np.sin, x, x)), (X,), (X,)),
-     "Forward mode of | @"), (lambda: eqg.explain_zero(lambda x: jax.pure_callback(np.sin, x,
+    (lambda: eqg.explain_zero(lambda x: jax.pure_callback(np.sin, x,
      x), ONE), "`<lambda>` has no derivative | `pure_callback`"),
     # shorthands, batching rules
     (grad(eqg.custom_gradient(square)), "it returned float32[3] | @"),
@@ -372,16 +369,15 @@ WRONG = [
      X), "tangent to a real output"), (lambda: eqg.replace_gradient({"a": X}, [X]),
      "the surrogate is ["), (lambda: eqg.replace_gradient({"a": X}, {"a": X[:2]}),
      "the surrogate float32[2]"), (lambda: linear(None)(X), "`double` has no adjoint. | @"),
-    (lambda: linear(argnum=1, fn=lambda a, x=ONE: x)(X), "and there are 1 arguments | @"),
     (lambda: linear()({"a": N}), "at `x['a']`: int | @"), (grad(linear(fn=lambda x: (x, N))),
-     "at out[1]: int | @"), (grad(linear(lambda ct: {"a": ct})),
-     "`x` is float32[3] | {'a': | @"), (grad(linear(fn=lambda x: x + 1)),
-     "`double` is not linear in | @"), (grad(linear(lambda ct: ct**2)),
-     "`rmatvec` is not linear in"), (lambda: eqg.linear_function(square, argnum=-1),
-     "`argnum` of | it is -1"), (batched(lambda size, flags, x: x), "float32[2,3] | @"),
+     "at out[1]: int | @"), (lambda: jax.grad(lambda x: jnp.sum(
+     linear(lambda ct: {"a": ct})(x)))(X), "value is float32[3] | {'a': | @"),
+    (grad(linear(fn=lambda x: x + 1)), "`double` is not linear in | @"),
+    (lambda: eqg.linear_function(square, argnum=-1), "`argnum` of | it is -1"),
+    (batched(lambda size, flags, x: x), "float32[2,3] | @"),
     (batched(lambda size, flags, x: (x, True, x)), "`vmap` of `square` did not"),
     (batched(lambda size, flags, x: (x, (True, False))), "`vmap` of `square` did | @"),
-    (batched(lambda size, flags, x: (jnp.sum(x, 1), True)), "for a batch of 2. | @"),
+    (batched(lambda size, flags, x: (jnp.sum(x, 1), True)), "without the batch axis | @"),
     # the conventions of others
     (lambda: eqg.jax_custom_jvp(square)(X), "@ | `@square.defjvp`"),
     (lambda: eqg.jax_custom_vjp(square)(X), "@ | `square.defvjp(fwd, b"),
@@ -389,21 +385,18 @@ WRONG = [
     (lambda: jax_reverse(nondiff_argnums=(1, 4), fn=lambda *args: args[0])(X, X),
      "and there are 2 arguments | @"), (lambda: jax_forward(fn=scaled)(X),
      "to the | 'scale' | @"), (lambda: jax_forward(fn=keyword_only)(X, scale=ONE),
-     "@ | `eqx_grads.custom_jvp`"), (lambda: eqg.jax_custom_jvp(square, 0).defjvps(None),
-     "`square` has | `defjvp`"), (grad(jax_terms(lambda t, out, x: t, None)),
-     "and there are 1 arguments | @"), (grad(jax_reverse(fwd=lambda x: (x, x, x))),
+     "@ | `eqx_grads.custom_jvp`"),
+     (grad(jax_reverse(fwd=lambda x: (x, x, x))),
      "`fwd` of `square` did not"), (grad(jax_reverse(lambda r, ct: ct), X[:1]),
      "did not return one cotangent"), (grad(jax_reverse(lambda r, ct: ({"b": ct},),
      lambda x: (x["a"], x), lambda x: x["a"]), {"a": X}), "is {'a': float32[3]} | @"),
-    (grad(jax_reverse(lambda r, ct: (SYMBOLIC(jax.typeof(ONE)),))),
-     "argument is float32[3] | @"), (grad(lambda p: jax_reverse(lambda p, r, ct: (ct, ct),
+    (grad(lambda p: jax_reverse(lambda p, r, ct: (ct, ct),
      fn=scaled, nondiff_argnums=2)(X, X, p), ONE), "with respect to an argument"),
-    (lambda: filter_reverse()(x=X), "`square` was called | @"),
     (grad(filter_reverse(fn=lambda x, tree: x), X, {"a": [N, X]}), "at `tree['a'][1]`"),
     (grad(lambda s: filter_reverse(fn=keyword_only)(X, scale=s), ONE), "`scale`"),
     (grad(filter_reverse(fwd=lambda perturbed, x: (x,) * 3)), "did not return a pair"),
-    (grad(filter_reverse(fwd=lambda x: (x, x))), "given 2 by position"),
-    (grad(filter_reverse(bwd=lambda r, ct: ct)), "given 4"),
+    (grad(filter_reverse(fwd=lambda x: (x, x))), "fwd(perturbed, vjp_arg"),
+    (grad(filter_reverse(bwd=lambda r, ct: ct)), "grad_out, perturbed, vjp_arg"),
     # control flow
     (scan(lambda h, x: h), "float32[3] | @"), (scan(lambda h, x: (h, x, x)), "`carry, y`"),
     (scan(lambda h, x: h, X[:2]), "it returned float32[2]"), (returns(lambda h: {"a": h}),
@@ -468,6 +461,7 @@ WRONG = [
     (lambda: tangents.of(Holder(X), bias=X), "`bias`, which is not a field"),
     (lambda: tangents.of(ONE, leaf=X), "`leaf`, which is not a field | are: none"),
     (lambda: tangents.of(Holder(X), size=3), "`size`, which is a static"),
+    (lambda: tangents.of(Keyless(X), a=X), "`a`, which is not a | `register_pytree_with_keys`"),
     (lambda: tangents.project(X[:2], X), "the cotangent is float32[2]"),
     (lambda: tangents.project(T, {"a": X, "b": [XS, N]}), "the value is float32[4,3]"),
     (lambda: tangents.project(X, N), "can't be differentiated:"),
@@ -555,14 +549,15 @@ WRONG = [
      "float32[4,3]"), (lambda: safe.where(XS > 0, jnp.log, X, 0.0), "bool[4,3]"),
     (lambda: ste.vector_quantize(XS, W[:, :2]), "`codebook` is float32[5,2]"),
     (lambda: ste.vector_quantize(XS, W[:0]), "`codebook` is float32[0,3]"), (lambda: ste.fsq(XS,
-     (8, 5)), "`levels` is (8, 5)"), (lambda: ste.fsq(X, (8, 5, 1)), "`levels` is (8, 5, 1)"),
+     (8, 5)), "`levels` is (8, 5)"), (lambda: ste.fsq(X, (8, 5, 1)),
+     "`levels` of | it is (8, 5, 1)"),
     (lambda: ste.bernoulli(X, key=KEY), "is 1.0, the largest 3.0"), (lambda: ste.clip(X, 2.0,
      1.0), "`min` is 2.0, `max` is 1.0"), (lambda: ste.clip(X, XS, 5.0),
      "float32[3] | float32[4,3]"), (lambda: ste.top_k(X, 4),
      "and `x` has 3 along its axis"), (lambda: ste.top_k(X, 0), "`k` is 0, and `x` has 3"),
     (lambda: ste.fake_quantize(X, ONE, zero_point=128.0), "integers are from -128 to 127"),
-    (lambda: ste.fake_quantize(X, ONE, bits=25), "`bits` is 25, `signed` is True"),
-    (lambda: ste.fake_quantize(X, ONE, bits=1), "`bits` is 1, `signed` is True"),
+    (lambda: ste.fake_quantize(X, ONE, bits=25), "`bits` of | it is 25"),
+    (lambda: ste.fake_quantize(X, ONE, bits=1), "`bits` of | it is 1"),
     (grad(lambda v: surrogates.spike(v, surrogates.atan(XS))),
      "array is float32[3]"),
     (grad(lambda v: surrogates.spike(v, named("mine", lambda v: v[:2]))),
