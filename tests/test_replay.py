@@ -231,7 +231,7 @@ DIFFER = {
         "the backward pass of a step has a `while_loop` in a branch",
     ),
     nested_loops: ("threefry2x32", "a step has a `while_loop` in another"),
-    ragged: ("threefry2x32", "the backward pass of a step has an operation that JAX can't vec"),
+    ragged: ("threefry2x32", "a step has an operation that JAX can't vectorize"),
 }
 
 

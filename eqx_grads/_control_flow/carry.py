@@ -142,7 +142,7 @@ class Carry:
 
         dynamic = set(old.indices)
         for i, (before, after) in enumerate(zip(old.static, leaves, strict=True)):
-            if i in dynamic or same_static(before, after):
+            if i in dynamic or is_equal(before, after):
                 continue
             can_vary = isinstance(before, bool | int) and is_number(after)
             if not can_vary or self._varying is None:
@@ -162,8 +162,8 @@ class Carry:
 
 
 _STATIC = (
-    "A leaf that is not an array is static: it must not change. Store a value that varies as "
-    "an array, or choose with `jax.lax.cond`."
+    "A leaf that is not an array is static: it must not change, and a function is one object. "
+    "Store a value that varies as an array, or choose with `jax.lax.cond`."
 )
 
 
@@ -182,28 +182,3 @@ def _advice(before, after) -> str:
             f"{before.dtype}."
         )
     return f"Give `init` the shape {after.shape}, or return the shape {before.shape}."
-
-
-def same_static(a: Any, b: Any) -> bool:
-    """Whether two static leaves are the same.
-
-    Two functions are, if they were made by the same line of code, and their closures and
-    default values hold the same values.
-    """
-    code = getattr(a, "__code__", None)
-    if a is not b and code is not None and code == getattr(b, "__code__", None):
-        held_by_a, held_by_b = _held_by(a), _held_by(b)
-        return len(held_by_a) == len(held_by_b) and all(map(is_equal, held_by_a, held_by_b))
-    return is_equal(a, b)
-
-
-def _held_by(fn: Any) -> list[Any]:
-    """The values that a function closes over, and its default values."""
-    held = []
-    for cell in fn.__closure__ or ():
-        try:
-            held.append(cell.cell_contents)
-        except ValueError:  # a name that is not bound yet: the same only if the cell is
-            held.append(cell)
-    keywords = fn.__kwdefaults__ or {}
-    return [*held, *(fn.__defaults__ or ()), *(keywords[name] for name in sorted(keywords))]

@@ -43,11 +43,9 @@ def why_never_better(body: TracedBody) -> str | None:
     return None
 
 
-def why_not_better(
-    body: TracedBody, vjp: ClosedJaxpr, steps: int, perturbed: Sequence[bool]
-) -> str | None:
-    """Why plain scan is better for this batch, if these `consts` are differentiated. `vjp` is
-    the derivative of a step (`TracedBody.trace_vjp`)."""
+def why_not_better(body: TracedBody, vjp: ClosedJaxpr, steps: int) -> str | None:
+    """Why plain scan is better for this batch. `vjp` is the derivative of a step
+    (`TracedBody.trace_vjp`)."""
     inputs = body.input_types
     of_ct = depends(vjp, [i >= len(inputs) for i in range(len(vjp.in_avals))])
     varying = depends(vjp, [*body.varies, *(True for _ in vjp.in_avals[len(inputs) :])])
@@ -63,10 +61,7 @@ def why_not_better(
     if not on_cpu():
         return None
     flops, rows = _products(body.program)
-    differentiable = [
-        p for p, t in zip(perturbed, inputs, strict=False) if is_differentiable(t)
-    ]
-    cts = [v for v, p in zip(vjp.jaxpr.outvars, differentiable, strict=False) if p]
+    cts = vjp.jaxpr.outvars[: sum(map(is_differentiable, body.const_types))]
     weights = sum(v.aval.size for v in variables(cts) if v in varying)
     if 0 < flops <= 2 * weights * min(_ROWS, _USES_OF_A_WEIGHT * rows):
         return None

@@ -1,20 +1,18 @@
 """The scan body: the user's step as a function of lists of arrays."""
 
-import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import mapped_aval
 
-from .._errors import name_of, pair_of, place_of, rule_error, type_of
+from .._errors import name_of, pair_of, place_of
 from .._jaxprs.current_trace import is_jit_disabled
-from .._jaxprs.interpret import Domain, interpret
-from .._jaxprs.structure import Scan, ShardMap, While
 from .._jaxprs.varying import cast_carry, is_in_shard_map, vary_alike
 from .._rules.closure_convert import lift_tracers
+from .._rules.replace_gradient import replace_gradient
 from .._rules.tree_split import TreeSplit
-from .._tangent_spaces import as_array_list
+from .._tangent_spaces import as_array_list, is_differentiable
 from .carry import Carry, is_number, is_sliced
 
 
@@ -78,11 +76,9 @@ class ScanBody:
         return arrays[:n], arrays[n:m]
 
     def __call__(self, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        carry_tree = self._carry.tree(carry)
         if self._carry_gradient is not None:
-            self._check_carry_gradient(self._carry_gradient, carry)
-            carry_tree = self._carry_gradient(carry_tree)
-        result = self._f(carry_tree, self._x.tree(as_array_list(x)))
+            carry = self._with_carry_gradient(self._carry_gradient, carry)
+        result = self._f(self._carry.tree(carry), self._x.tree(as_array_list(x)))
         what = f"`{name_of(self._f)}`, a step of `filter_scan`,"
         do = "Return `carry, y`; `y` may be `None`."
         new, y = pair_of(result, what, place_of(self._f), do)
@@ -104,51 +100,13 @@ class ScanBody:
         """What `filter_scan` returns."""
         return self._carry.tree(carry), self._y[0].tree(ys)
 
-    def _check_carry_gradient(self, fn: Callable[..., Any], carry: Sequence[Any]) -> None:
-        """Raise if `fn` returns anything but the arrays that it gets."""
+    def _with_carry_gradient(self, fn: Callable[..., Any], carry: Sequence[Any]) -> list[Any]:
+        """The carry, with the derivative of `fn`."""
         error = (
             "`carry_gradient` of `filter_scan` returned a different carry than it was given."
         )
-
-        def flat(arrays):
-            return self._carry.arrays(fn(self._carry.tree(arrays)), arrays, fn, error)
-
-        program = jax.make_jaxpr(flat)(carry)
-        sources = interpret(program, range(len(carry)), _SOURCES).outs
-        for i, source in enumerate(sources):
-            if source != i:
-                where = self._carry.paths()[i]
-                raise rule_error(
-                    "`carry_gradient` of `filter_scan` does not return the carry that it was "
-                    "given.",
-                    f"at {where}: it returns a {type_of(carry[i])} that it computes, and "
-                    "that may be another value",
-                    place_of(fn),
-                    do="It may change the derivative only, for example by "
-                    "`eqx_grads.clip_gradient`. To give the carry the derivative of any "
-                    "function, return `eqx_grads.replace_gradient(carry, fn(carry))`.",
-                )
-
-
-# Equations whose outputs are their first operands.
-_IDENTITIES = ("stop_gradient", "copy", "copy_p", "optimization_barrier")
-
-
-def _agreed(a: int | None, b: int | None) -> int | None:
-    return a if a == b else None
-
-
-def _apply(eqn: Any, sources: Sequence[int | None], _) -> list[int | None]:
-    if eqn.primitive.name == "select_n":
-        return [ft.reduce(_agreed, sources[1:])]
-    is_identity = eqn.primitive.name in _IDENTITIES
-    return list(sources[: len(eqn.outvars)]) if is_identity else [None] * len(eqn.outvars)
-
-
-# Which input a value is; `None` if that is not known.
-_SOURCES = Domain[int | None](
-    constant=lambda x: None,
-    join=_agreed,
-    apply=_apply,
-    enters=lambda known: not isinstance(known, Scan | While | ShardMap),
-)
+        surrogate = self._carry.arrays(fn(self._carry.tree(carry)), carry, fn, error)
+        return [
+            replace_gradient(x, s) if is_differentiable(x) else x
+            for x, s in zip(carry, surrogate, strict=True)
+        ]

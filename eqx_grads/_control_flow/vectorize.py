@@ -3,12 +3,12 @@
 The reasons are predicates: "a step has side effects".
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, unmapped_aval
+from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.structure import Cond, equations, found, holds, inner_programs, While
 
@@ -41,6 +41,8 @@ def why_not_vectorized(program: ClosedJaxpr) -> str | None:
     `None` if it does."""
     if holds(program, "pure_callback"):
         return "calls the host (`jax.pure_callback`)"
+    if holds(program, *_NOT_BATCHED):
+        return "has an operation that JAX can't vectorize"
     if any(map(_draws_bits_of_a_batch, list(equations(program)))):
         return "draws random bits that are different under `jax.vmap`"
     # Under `vmap` all branches run, and the body of a loop runs for all elements until the
@@ -51,6 +53,10 @@ def why_not_vectorized(program: ClosedJaxpr) -> str | None:
             where = "another" if eqn.primitive.name == "while" else "a branch of a `cond`"
             return f"has a `while_loop` in {where}"
     return None
+
+
+# The gradient of the second one has no batching rule in JAX 0.10 to 0.12.
+_NOT_BATCHED = ("ffi_call", "ragged_dot_general")
 
 
 def _draws_bits_of_a_batch(eqn: Any) -> bool:
@@ -69,23 +75,3 @@ def _is_other_key(v: Any) -> bool:
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return False
     return dtype != jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
-
-
-def why_not_batched(program: ClosedJaxpr, flags: Sequence[bool]) -> str | None:
-    """Why JAX can't trace `jax.vmap` of a program over the flagged inputs, or `None`."""
-    axes = [0 if flag else None for flag in flags]
-    types = [
-        unmapped_aval(2, 0, t) if flag else t
-        for t, flag in zip(program.in_avals, flags, strict=True)
-    ]
-    try:
-        jax.make_jaxpr(jax.vmap(jaxpr_as_fun(program), axes, axis_size=2))(*types)
-    except Exception as error:  # a batching rule may raise anything
-        return no_batching_rule(error)
-    return None
-
-
-def no_batching_rule(error: Exception) -> str:
-    """What JAX's error about an operation under `jax.vmap` says, as a predicate."""
-    message = str(error).strip().partition("\n")[0] or type(error).__name__
-    return f"has an operation that JAX can't vectorize ({message:.200})"

@@ -32,14 +32,13 @@ ZERO = _Status(0)  # does not depend on them, and is known to be zero
 CONSTANT = _Status(1)  # does not depend on them
 MAYBE_ZERO = _Status(1, may_be_zero=True)
 LINEAR = _Status(2)
-DEPENDENT = _Status(3)  # depends on them, and perhaps adds something that does not
-# May depend on them in a way that this file does not know. The reason, if there is one, is why
-# JAX can't transpose it, linear or not.
-UNKNOWN = _Status(4)
+# May depend on them in a way that this file does not know, or adds something that may not be
+# zero. The reason, if there is one, is why JAX can't transpose it, linear or not.
+UNKNOWN = _Status(3)
 
 
 def _nonlinear(reason: str) -> _Status:
-    return _Status(5, reason)
+    return _Status(4, reason)
 
 
 def output_statuses(program: ClosedJaxpr) -> Sequence[_Status]:
@@ -57,7 +56,7 @@ def linear_in(
 def why_nonlinear(statuses: Sequence[_Status]) -> str | None:
     """The reason why an output is non-linear, or affine; `None` if all outputs are linear."""
     for status in statuses:
-        if status.rank == 5:
+        if status.rank == 4:
             return status.reason
         if status == CONSTANT:
             return "it returns something that no tangent multiplies"
@@ -105,10 +104,7 @@ _CALLBACKS = ("pure_callback", "io_callback")
 def _apply(eqn: Any, ins: Sequence[_Status], _) -> list[_Status]:
     if kind_of(eqn).identity:
         return list(ins)
-    status = _one(eqn, eqn.primitive.name, ins)
-    if eqn.primitive.name == "while" and status.rank == DEPENDENT.rank:
-        status = UNKNOWN  # of any one output
-    return [status] * len(eqn.outvars)
+    return [_one(eqn, eqn.primitive.name, ins)] * len(eqn.outvars)
 
 
 def _one(eqn, name, ins) -> _Status:
@@ -122,11 +118,11 @@ def _one(eqn, name, ins) -> _Status:
         may_keep_zero = kind.linear is None and set(ins) == {ZERO}
         return MAYBE_ZERO if may_keep_zero or MAYBE_ZERO in ins else CONSTANT
     worst = max(ins, key=lambda status: status.rank)
-    if name in _CALLBACKS and worst.rank <= DEPENDENT.rank:
+    if name in _CALLBACKS and not worst.reason:
         name = name_on_host(eqn)
         called = f"`{name}`" if name else "a function"
         return _Status(UNKNOWN.rank, f"it calls {called} on the host with a tangent")
-    if worst.rank >= DEPENDENT.rank:
+    if worst.rank >= UNKNOWN.rank:
         return worst
     dependent = [i for i, status in enumerate(ins) if status == LINEAR]
     if name == "select_n":
@@ -153,8 +149,6 @@ def _one(eqn, name, ins) -> _Status:
         return _nonlinear(f"it applies `{name}` to a tangent")
     if name == "stop_gradient":
         return _Status(UNKNOWN.rank, "it applies `stop_gradient` to a tangent")
-    if name == "bitcast_convert_type":  # before a callback, see `_host/bits.py`
-        return DEPENDENT
     return UNKNOWN
 
 
@@ -172,7 +166,7 @@ def _joint(name, ins) -> _Status:
         return LINEAR
     if name in ("add", "sub", "add_any"):
         return _nonlinear("it adds something that no tangent multiplies")
-    return DEPENDENT  # a constant part, which may well be zero
+    return UNKNOWN  # a constant part, which may well be zero
 
 
 def _join(a: _Status, b: _Status) -> _Status:

@@ -25,7 +25,6 @@ class Range(NamedTuple):
     - `low`, `high`: bounds for the finite elements.
     - `finite`: whether all are.
     - `active`: whether some may depend on what is being differentiated.
-    - `mixed`: whether others may not.
 
     This is interval analysis: a range holds for all runs of an equation in a loop.
     """
@@ -34,7 +33,6 @@ class Range(NamedTuple):
     high: float = INF
     finite: bool = True
     active: bool = True
-    mixed: bool = False
 
     def join(self, other: "Range") -> "Range":
         return Range(
@@ -42,7 +40,6 @@ class Range(NamedTuple):
             max(self.high, other.high),
             self.finite and other.finite,
             self.active or other.active,
-            self.mixed or other.mixed or self.active != other.active,
         )
 
     def widened_to(self, other: "Range") -> "Range":
@@ -50,7 +47,7 @@ class Range(NamedTuple):
         both = self.join(other)
         low = self.low if both.low == self.low else -INF
         high = self.high if both.high == self.high else INF
-        return Range(low, high, both.finite, both.active, both.mixed)
+        return Range(low, high, both.finite, both.active)
 
 
 def inexact_indices(variables: Sequence[Any]) -> list[int]:
@@ -79,45 +76,24 @@ def range_of_constant(x: Any) -> Range:
 
 def _outputs(eqn: Any, ins: Sequence[Range], _) -> list[Range]:
     """The ranges of the outputs of an equation that is not entered."""
-    if isinstance(structure(eqn), While):
-        active = any(ins[i].active for i in inexact_indices(eqn.invars))
-        return [Range(finite=False, active=active, mixed=True)] * len(eqn.outvars)
-    if kind_of(eqn).identity:
+    kind = kind_of(eqn)
+    if kind.identity:
         return list(ins)
-    active, mixed = _dependence(eqn, ins)
-    outs = _ranges_of_outputs(eqn, ins)
-    return [r._replace(active=active, mixed=mixed) for r in outs]
+    active = kind.derivative != "zero" and _is_active(eqn, ins)
+    if isinstance(structure(eqn), While):
+        return [Range(finite=False, active=active)] * len(eqn.outvars)
+    return [r._replace(active=active) for r in _ranges_of_outputs(eqn, ins)]
+
+
+def _is_active(eqn: Any, ins: Sequence[Range]) -> bool:
+    return any(ins[i].active for i in inexact_indices(eqn.invars))
 
 
 def _finish(eqn: Any, ins: Sequence[Range], outs: Sequence[Range]) -> Sequence[Range]:
-    if not any(ins[i].active for i in inexact_indices(eqn.invars)):
-        return [r._replace(active=False) for r in outs]
-    if isinstance(structure(eqn), CallWithRule):  # which may multiply a tangent by zero
-        return [r._replace(active=True, mixed=True) for r in outs]
-    return outs
-
-
-def _dependence(eqn: Any, ins: Sequence[Range]) -> tuple[bool, bool]:
-    """Whether the outputs are `active`, and whether they are `mixed`."""
-    kind, case = kind_of(eqn), decided_case(eqn, ins)
-    if case is not None:
-        return ins[case].active, ins[case].mixed
-    moving = [ins[i] for i in inexact_indices(eqn.invars)]
-    if kind.derivative == "zero" or not any(r.active for r in moving):
-        return False, False
-    any_mixed = any(r.mixed for r in moving)
-    if kind.linear != "each" and (kind.selects or kind.bounds == "operands"):
-        return True, any_mixed or not all(r.active for r in moving)
-    if any(r.active and not r.mixed for r in moving):
-        return True, any_mixed and not kind.elementwise and kind.linear != "each"
-    return True, True
-
-
-def decided_case(eqn: Any, ins: Sequence[Range]) -> int | None:
-    """The operand that a selection takes, if that is known."""
-    if eqn.primitive.name != "select_n" or ins[0].low != ins[0].high:
-        return None
-    return 1 + int(ins[0].low)
+    is_active = _is_active(eqn, ins)
+    if is_active and not isinstance(structure(eqn), CallWithRule):
+        return outs
+    return [r._replace(active=is_active) for r in outs]
 
 
 def has_risk(eqn: Any, ins: Sequence[Range]) -> bool:
@@ -147,18 +123,12 @@ def _is_singular(eqn, ins: Sequence[Range]) -> bool:
             return not (y.low >= small or y.high <= -small)
         case "exp" | "exp2" | "expm1":
             return not x.high <= large
-        case "sinh" | "cosh":
-            return not (x.high <= large and x.low >= -large)
         case "integer_pow":
             return eqn.params["y"] < 0 and not (x.low >= small or x.high <= -small)
         case "pow":
             is_integer = y.low == y.high and float(y.low).is_integer() and y.low >= 0
             bounded = x.high < INF and y.low > -INF and y.high < INF
             return y.active or not (is_integer or (x.low >= small and bounded))
-        case "asin" | "acos" | "atanh" | "erf_inv":
-            return not (x.low >= near_one - 1 and x.high <= 1 - near_one)
-        case "acosh":
-            return not x.low >= 1 + 2 * near_one
     return True
 
 
@@ -172,16 +142,11 @@ def _limits(dtype) -> tuple[float, float, float]:
 
 
 def _ranges_of_outputs(eqn: Any, ins: Sequence[Range]) -> list[Range]:
-    """The ranges of the outputs of a primitive, but for what `_dependence` tells."""
-    case = decided_case(eqn, ins)
-    if case is not None:
-        return [ins[case]]
-    if not inexact_indices(eqn.outvars):
-        return [_range_of_integers(eqn, ins)] * len(eqn.outvars)
+    """The ranges of the outputs of a primitive, but for whether they are active."""
     moving = [ins[i] for i in inexact_indices(eqn.invars)]
     finite = all(r.finite for r in moving) and _is_finite(eqn, ins)
     bounds = _bounds(eqn, ins, moving or ins)
-    # The positions that `sort` and `top_k` return are not within the bounds of the values.
+    # Integers may wrap around, and the positions that `sort` returns are no values.
     return [
         Range(*(_rounded(b, v.aval.dtype) for b in bounds), finite=finite)
         if is_inexact(v.aval)
@@ -203,8 +168,8 @@ def _rounded(bound: float, dtype: Any) -> float:
 
 def _is_finite(eqn, ins: Sequence[Range]) -> bool:
     """Whether the values at finite operands are finite."""
-    if eqn.primitive.name == "gather":
-        return not _may_fill(eqn, ins)
+    if _may_fill(eqn):
+        return False
     if eqn.primitive.name == "sqrt":  # NaN for negative numbers
         return ins[0].low >= 0
     if eqn.primitive.name in ("cbrt", "atan2"):  # only their derivatives are not
@@ -213,50 +178,14 @@ def _is_finite(eqn, ins: Sequence[Range]) -> bool:
     return not _is_singular(eqn, ins) if derivative == "singular" else derivative is not None
 
 
-def _range_of_integers(eqn, ins: Sequence[Range]) -> Range:
-    name = eqn.primitive.name
-    if name in _COMPARISONS and all(r.finite for r in ins):
-        x, y = ins if name in ("gt", "ge") else ins[::-1]
-        if x.low > y.high or (x.low == y.high and name in ("ge", "le")):
-            return Range(1.0, 1.0)
-        if x.high < y.low or (x.high == y.low and name in ("gt", "lt")):
-            return Range(0.0, 0.0)
-    if name == "convert_element_type":
-        return _as_integers(ins[0], eqn.params["new_dtype"])
-    if name not in ("add", "sub", "mul", "neg") and kind_of(eqn).bounds != "operand":
-        return Range()
-    low, high = _bounds(eqn, ins, ins)
-    # Integers may wrap around.
-    return Range(low, high) if -INF < low <= high < INF else Range()
-
-
-_COMPARISONS = ("gt", "ge", "lt", "le")
-
-
-def _may_fill(eqn, ins: Sequence[Range]) -> bool:
-    """Whether a `gather` may return something else than elements of its operand, usually NaN,
-    as an index may be out of bounds."""
-    if eqn.params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
-        return False
-    shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
-    axes = eqn.params["dimension_numbers"].start_index_map
-    return not (ins[1].low >= 0 and all(ins[1].high <= shape[i] - sizes[i] for i in axes))
-
-
-def _as_integers(r: Range, dtype: Any) -> Range:
-    """The range of numbers that are cast to integers, which may wrap around."""
-    if dtype == np.bool_:
-        is_zero = not (r.low > 0 or r.high < 0)
-        return Range(0.0 if is_zero else 1.0, 1.0)
-    info = jnp.iinfo(dtype)
-    if not (r.finite and info.min <= r.low and r.high <= info.max):
-        return Range()
-    return Range(float(math.trunc(r.low)), float(math.trunc(r.high)))
+def _may_fill(eqn) -> bool:
+    """Whether a `gather` returns NaN, usually, for an index that is out of bounds."""
+    return eqn.params.get("mode") == jax.lax.GatherScatterMode.FILL_OR_DROP
 
 
 def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, float]:
     name = eqn.primitive.name
-    if not moving or _is_complex(eqn.outvars[0]):
+    if not moving or _is_complex(eqn.outvars[0]) or _may_fill(eqn):
         return -INF, INF
     x, y = moving[0], moving[-1]
     match name:
@@ -290,8 +219,6 @@ def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, 
         case "sqrt":
             return math.sqrt(max(x.low, 0.0)), math.sqrt(max(x.high, 0.0))
     bounds = kind_of(eqn).bounds
-    if name == "gather" and _may_fill(eqn, ins):
-        return -INF, INF
     if bounds == "operand":
         return x.low, x.high
     if bounds == "operands":

@@ -12,10 +12,10 @@ from .._errors import check_function, check_option, first_line, name_of, place_o
 from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import evaluate
 from .._rules.tree_split import AbstractTransformed, call_on_arrays
-from .analysis import analyze
-from .ranges import is_inexact, Range
+from .analysis import Analysis, analyze
+from .ranges import Range
 from .transform import evaluate_zero_safe
-from .zero_wins import zero_wins_program
+from .zero_wins import evaluate_zero_wins
 
 
 def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callable[..., PyTree]:
@@ -78,6 +78,9 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     At the boundary of a mask, you get the derivative of the branch that is taken there. For
     `where(x == 0, 0, x**2 / x)` at 0 it is 0, as with two `where` calls, though the slope is 1.
 
+    In forward mode, a constant has a tangent of zero, which stays NaN where the derivative is
+    infinite: `sqrt(where(x > 0, x, 0))`. Select the result as well, or use reverse mode.
+
     [`eqx_grads.explain_nan`][] of a `zero_safe` loss says what was dropped. `jax.debug_nans`
     still stops at it: the product of zero and infinity is computed before it is dropped.
 
@@ -130,8 +133,9 @@ class ZeroSafe(AbstractTransformed):
     def __call__(self, /, *args, **kwargs):
         def transform(run, arrays):
             program = zero_safe_program(_trace(self._eqg_fn, run, arrays), arrays)
-            wins = self._policy == "zero"
-            return (zero_wins_program if wins else evaluate)(program, arrays)
+            if self._policy == "zero":
+                return evaluate_zero_wins(_analyze(program), arrays)
+            return evaluate(program, arrays)
 
         return call_on_arrays(transform, self._eqg_fn, args, kwargs)
 
@@ -149,14 +153,18 @@ def _trace(fn, run, arrays) -> ClosedJaxpr:
         ) from error
 
 
+def _analyze(program: ClosedJaxpr) -> Analysis:
+    return analyze(program, [Range()] * len(program.in_avals))
+
+
 def zero_safe_program(program: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxpr:
     """The program, with the derivative of `zero_safe`."""
-    n = len(program.out_avals)
+    analysis = _analyze(program)
+    if not analysis.has_risk:
+        return program
 
     def run(*values):
-        analysis = analyze(program, [Range()] * len(values))
-        moved = list(map(is_inexact, values))
-        return evaluate_zero_safe(analysis, values, moved, [True] * n, [False] * n)
+        return evaluate_zero_safe(analysis, values, [True] * len(program.out_avals))
 
     # The parts of a mask are computed where the mask is used, and nowhere else.
     return without_unused(jax.make_jaxpr(run)(*values))

@@ -405,7 +405,6 @@ WRONG = [
      "enters it by `cumsum` | @"), (grad_scan(lambda w, h, x: (clipped(h * w, 1), None),
      online=True), "the backward rule of | @"), (grad_scan(
      lambda w, h, x: (halved(h * w), None), online=True), "scale_gradient`, which has a rule"),
-    (scan(carry_gradient=named("clip", lambda h: h * 2)), "it returns a float32[3] | @"),
     (scan(carry_gradient=lambda h: h[:2]), "`carry_gradient` of"), (loop(lambda h: h[:2]),
      "and is float32[2] | @"), (cond({"a": X},
      {"b": X}), "at out['b']: | @"), (cond({"a": (X, X)}, {"a": (X,)}),
