@@ -19,11 +19,17 @@ from .._rules.custom_vjp import custom_vjp
 from .._rules.rule import try_to_trace
 from .._tangent_spaces import as_array_list, sum_dtype
 from .chunked_scan import chunk_init, scan_in_chunks, shift_in
-from .replay_cost import log_choice, replay_chunk, why_never_better, why_not_better
+from .replay_choice import (
+    log_choice,
+    replay_chunk,
+    why_never_better,
+    why_not_better,
+    why_not_recomputed,
+    why_not_vectorized,
+)
 from .replay_split import cannot_replay, SplitVjp
 from .scan_backward import AbstractMethod, Loop
 from .traced_body import TracedBody
-from .vectorize import why_not_recomputed, why_not_vectorized
 
 
 @dataclasses.dataclass(frozen=True)

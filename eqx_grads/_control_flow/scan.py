@@ -13,10 +13,10 @@ from .._errors import bad_argument, check_flags, check_function, rule_error
 from .._jaxprs.current_trace import is_jit_disabled
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._rules.float_args import as_count, as_integer
-from .carry import as_array_if_varying, common_length, is_sliced, settle_integers
+from .carry import as_array_if_varying, common_length, is_sliced
 from .chunked_scan import near_divisor
 from .replay import Replayed
-from .replay_cost import log_choice
+from .replay_choice import log_choice
 from .replay_split import cannot_replay
 from .scan_backward import AbstractMethod, Checkpointed, cut_loop, Loop, Online, Plain
 from .scan_body import ScanBody
@@ -178,10 +178,8 @@ def _run(f, carry_gradient, init, xs, steps, reverse, unroll, options):
         truncate = None  # there is only one window
     method = named_method(checkpoint, steps if truncate is None else truncate)
     method = _online_method(online, checkpoint, truncate) or method
-    body = settle_integers(
-        lambda becomes_array: ScanBody(f, init, xs, carry_gradient, becomes_array),
-        lambda body: body.integers_that_vary(init, xs),
-    )
+    body = ScanBody(f, xs, carry_gradient)
+    init = body.settle(init, xs)
     # A rule gets operands that all vary alike.
     is_call = isinstance(method, Replayed | Online)
     arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)

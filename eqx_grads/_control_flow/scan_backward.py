@@ -18,8 +18,8 @@ from .._jaxprs.dependence import consts_as_inputs
 from .._jaxprs.symbolic_sizes import as_length, is_symbolic
 from .._tangent_spaces import as_array_list, is_differentiable
 from .chunked_scan import scan_in_chunks
+from .replay_choice import why_not_recomputed
 from .traced_body import trace_body, TracedBody
-from .vectorize import why_not_recomputed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,21 +24,15 @@ class ScanBody:
     """`f` of a scan as a function of lists of arrays: `carry, x` to `carry, y`.
 
     It holds no arrays except the ones that `f` closes over, so it serves for all arrays of the
-    same types.
-    `becomes_array` are the indices of the Python integers in the carry that are arrays.
+    same types. First, `settle` takes the structure of the carry from `init`.
     """
 
     def __init__(
-        self,
-        f: Callable[..., Any],
-        init: Any,
-        xs: Any,
-        carry_gradient: Callable[..., Any] | None,
-        becomes_array: frozenset[int],
+        self, f: Callable[..., Any], xs: Any, carry_gradient: Callable[..., Any] | None
     ):
         self._f = f
         self._carry_gradient = carry_gradient
-        self._carry = Carry(init, becomes_array)
+        self._carry = Carry(())
         self._x, _ = TreeSplit.split(xs, is_sliced)
         # The structure and the static leaves of `y`, set whenever the body is traced.
         self._y: list[TreeSplit] = []
@@ -47,13 +41,20 @@ class ScanBody:
         """The arrays that the loop starts from, and the arrays that it slices."""
         return self._carry.first(init), TreeSplit.split(xs, is_sliced)[1]
 
-    def integers_that_vary(self, init: Any, xs: Any) -> frozenset[int]:
-        """The indices of the Python integers in the carry that a step changes."""
-        carry, arrays = self.arrays(init, xs)
-        if is_jit_disabled() and not all(x.shape[0] for x in arrays):
-            return frozenset()  # without `jit`, JAX raises an error for a scan of no steps
-        one = [x[0] for x in arrays] if is_jit_disabled() else _slice_types(arrays)
-        return self._carry.integers_that_vary(self, carry, one)
+    def settle(self, init: Any, xs: Any) -> Any:
+        """`init`, with an array for each Python integer that a step changes."""
+        arrays = TreeSplit.split(xs, is_sliced)[1]
+
+        def step_of(carry, init):
+            self._carry = carry
+            if not is_jit_disabled():
+                return self, carry.first(init), _slice_types(arrays)
+            if not all(x.shape[0] for x in arrays):
+                return (lambda: None,)  # JAX raises an error for a scan of no steps
+            return self, carry.first(init), [x[0] for x in arrays]
+
+        self._carry, init = Carry.settled(init, step_of)
+        return init
 
     def cast_arrays(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         """The same, with the first carry cast to the type on the mesh that later ones have."""

@@ -11,6 +11,7 @@ be an array is `None`.
 
 import contextlib
 import functools as ft
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -27,10 +28,37 @@ from .._jaxprs.operands import at, fill
 from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import Call, Checkpoint, Scan
 from .._jaxprs.symbolic_sizes import as_length
-from .._jaxprs.varying import vary_alike
+from .._jaxprs.varying import cast_to, vary_alike
 from .analysis import Analysis, AnalyzedEquation
-from .mask import both, dense, either, Mask, of_type
-from .ranges import is_inexact
+from .ranges import decided_case, is_inexact
+
+
+Mask: TypeAlias = Any  # `True`, `False`, an array of booleans, or `None`
+Values: TypeAlias = Any  # a list for some variables, or `None` if nothing is computed
+
+
+def either(*masks: Mask) -> Mask:
+    if any(mask is True for mask in masks):
+        return True
+    arrays = [mask for mask in masks if mask is not False]
+    if any(mask is None for mask in arrays):
+        return None
+    return ft.reduce(operator.or_, arrays) if arrays else False
+
+
+def both(a: Mask, b: Mask) -> Mask:
+    if a is True or b is False:
+        return b
+    return a if b is True or a is False else a & b
+
+
+def dense(mask: Mask, shape: Sequence[int]) -> jax.Array:
+    return jnp.broadcast_to(jnp.asarray(mask), shape)
+
+
+def of_type(t: Any, mask: Mask) -> jax.Array:
+    """A mask as an array that has the shape of a type, and is on the devices as its values."""
+    return cast_to(dense(mask, t.shape), t)
 
 
 def stopped(x: Any) -> Any:
@@ -45,8 +73,6 @@ def raw_outputs(eqn: Any, values: Sequence[Any]) -> list[Any]:
     with equation_context(eqn):
         return bind(eqn, [stopped(x) for x in values])
 
-
-Values: TypeAlias = Any  # a list for some variables, or `None` if nothing is computed
 
 # ---------------------------------------------------------------- programs
 
@@ -132,6 +158,8 @@ def transfer(
             found: Sequence[Mask] = [True] * len(target)
         elif e.has_rule:
             return _rule(e, values, given)
+        elif e.name == "select_n" and (case := decided_case(e.eqn, e.ins)) is not None:
+            found = [i == case and given[0] for i in target]
         elif all(m is True for m in given) and not kind.selects:
             found = [True] * len(target)
         elif values is None:

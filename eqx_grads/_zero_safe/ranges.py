@@ -96,6 +96,13 @@ def _finish(eqn: Any, ins: Sequence[Range], outs: Sequence[Range]) -> Sequence[R
     return [r._replace(active=is_active) for r in outs]
 
 
+def decided_case(eqn: Any, ins: Sequence[Range]) -> int | None:
+    """The operand that a selection takes, if that is known, as in `jnp.var`."""
+    if eqn.primitive.name != "select_n" or ins[0].low != ins[0].high:
+        return None
+    return 1 + int(ins[0].low)
+
+
 def has_risk(eqn: Any, ins: Sequence[Range]) -> bool:
     """Whether a factor of the derivative, of any order, may be infinite or NaN."""
     kind = kind_of(eqn)
@@ -143,10 +150,15 @@ def _limits(dtype) -> tuple[float, float, float]:
 
 def _ranges_of_outputs(eqn: Any, ins: Sequence[Range]) -> list[Range]:
     """The ranges of the outputs of a primitive, but for whether they are active."""
+    case = decided_case(eqn, ins)
+    if case is not None:
+        return [ins[case]]
+    if not inexact_indices(eqn.outvars):
+        return [_truth(eqn, ins)] * len(eqn.outvars)
     moving = [ins[i] for i in inexact_indices(eqn.invars)]
     finite = all(r.finite for r in moving) and _is_finite(eqn, ins)
     bounds = _bounds(eqn, ins, moving or ins)
-    # Integers may wrap around, and the positions that `sort` returns are no values.
+    # The positions that `sort` returns are not within the bounds of the values.
     return [
         Range(*(_rounded(b, v.aval.dtype) for b in bounds), finite=finite)
         if is_inexact(v.aval)
@@ -176,6 +188,16 @@ def _is_finite(eqn, ins: Sequence[Range]) -> bool:
         return True
     derivative = kind_of(eqn).derivative
     return not _is_singular(eqn, ins) if derivative == "singular" else derivative is not None
+
+
+def _truth(eqn, ins: Sequence[Range]) -> Range:
+    """The range of a comparison, if its result is known. Of nothing else that is no number with
+    a derivative: integers may wrap around."""
+    if eqn.primitive.name in ("gt", "ge", "lt", "le") and all(r.finite for r in ins):
+        x, y = ins if eqn.primitive.name in ("gt", "ge") else ins[::-1]
+        if x.low > y.high or x.high < y.low:
+            return Range(*[float(x.low > y.high)] * 2)
+    return Range()
 
 
 def _may_fill(eqn) -> bool:

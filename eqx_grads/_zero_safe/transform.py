@@ -21,8 +21,7 @@ from .._jaxprs.structure import Cond, Scan
 from .._jaxprs.varying import cast_to
 from .._rules.replace_gradient import replace_gradient
 from .analysis import Analysis, AnalyzedEquation
-from .mask import dense, Mask
-from .masks import backward, masks_of_scan, raw_outputs, read, transfer
+from .masks import backward, dense, Mask, masks_of_scan, raw_outputs, read, transfer
 
 
 def _guarded(analysis: Analysis, outs: Sequence[bool | None]) -> set[int]:
