@@ -77,23 +77,15 @@ def raw_outputs(eqn: Any, values: Sequence[Any]) -> list[Any]:
 # ---------------------------------------------------------------- programs
 
 
-def masks_of_inputs(
-    analysis: Analysis,
-    values: Values,
-    outs: Sequence[Mask],
-    wanted: Sequence[bool] | None = None,
-) -> list[Mask]:
-    """The masks of the wanted inputs of a program, by default of all that hold numbers with a
-    derivative; `False` for the others."""
-    jaxpr = analysis.program.jaxpr
-    wanted = [is_inexact(v.aval) for v in jaxpr.invars] if wanted is None else wanted
+def masks_of_inputs(analysis: Analysis, values: Values, outs: Sequence[Mask]) -> list[Mask]:
+    """The masks of the inputs of a program; `False` for those without a derivative."""
+    inputs = analysis.program.jaxpr.invars
+    wanted = [r.active and is_inexact(v.aval) for v, r in zip(inputs, analysis.ins, strict=True)]
     env = None if values is None else _raw_values(analysis, values)
     dependent = depends(analysis.program, wanted)
     eqns = [e for e in analysis.eqns if any(v in dependent for v in e.eqn.outvars)]
     masks = backward(analysis, env, outs, eqns)
-    return [
-        masks.get(v, False) if w else False for v, w in zip(jaxpr.invars, wanted, strict=True)
-    ]
+    return [masks.get(v, False) if w else False for v, w in zip(inputs, wanted, strict=True)]
 
 
 def backward(
@@ -293,8 +285,7 @@ def _rule(e, values, given) -> list[Mask]:
         primals = None
         if values is not None:
             primals = [*values, *(jnp.zeros_like(values[i]) for i in e.moving)]
-        wanted = [False] * n + [True] * len(e.moving)
-        found = masks_of_inputs(e.tangent_map, primals, given, wanted)[n:]
+        found = masks_of_inputs(e.tangent_map, primals, given)[n:]
     elif values is None:
         found = [is_taken or None] * len(e.moving)
     elif not is_taken and _is_elementwise_rule(e):
