@@ -40,6 +40,7 @@ class Replayed(AbstractMethod):
     only_if_better: bool = False
 
     def unsupported(self, loop: Loop) -> str | None:
+        """Why the loop can't be replayed, or is not; `None` if it is."""
         reason = loop.why_not_again
         if reason is not None:
             return reason

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from .._errors import type_of
-from .._jaxprs.dependence import depends, free_variables, variables
+from .._jaxprs.dependence import depends, free_variables
 from .._jaxprs.structure import (
     Checkpoint,
     Cond,
@@ -32,7 +32,6 @@ from .._jaxprs.structure import (
     structure,
     While,
 )
-from .._tangent_spaces import is_differentiable
 from .accelerators import on_cpu
 from .chunked_scan import near_divisor
 from .traced_body import TracedBody
@@ -45,23 +44,10 @@ def why_not_recomputed(effects: Iterable[Any], mesh_axes: bool = False) -> str |
     """Why a program with these effects must run once and as it is; `None` if it may be run
     again, or in part. Sums over the axes of the mesh are allowed if `mesh_axes`."""
     allowed = jax.sharding.get_abstract_mesh().axis_names if mesh_axes else ()
-    names = [getattr(effect, "name", None) for effect in effects]
-    names = [name for name in names if name not in allowed]
-    if not names:
+    names = {getattr(effect, "name", None) for effect in effects}
+    if names.issubset(allowed):
         return None
-    for name in names:
-        if _is_axis(name):
-            return f"communicates over the named axis {name!r}"
-    return "has side effects, which have to happen once each"
-
-
-def _is_axis(name: Any) -> bool:
-    """Whether an effect is named after an axis. The effect of a `jax.new_ref` is not."""
-    try:
-        jax.lax.axis_size(name)
-    except (NameError, TypeError):
-        return False
-    return True
+    return "has side effects, which have to happen once each, or works across a named axis"
 
 
 def why_not_vectorized(program: ClosedJaxpr) -> str | None:
@@ -110,7 +96,6 @@ def _is_other_key(v: Any) -> bool:
 
 _ROWS = 20
 _SLOW_IN_A_CHUNK = ("conv_general_dilated", "gather", "dynamic_slice")
-_USES_OF_A_WEIGHT = 2  # of a weight, in a step: plain scan sums once for all
 _COPIES_IN_CHUNK = 3  # of the residuals, while a chunk is replayed: 2 to 4 for the cells there
 
 
@@ -145,9 +130,7 @@ def why_not_better(body: TracedBody, vjp: ClosedJaxpr, steps: int) -> str | None
     if not on_cpu():
         return None
     flops, rows = _products(body.program)
-    cts = vjp.jaxpr.outvars[: sum(map(is_differentiable, body.const_types))]
-    weights = sum(v.aval.size for v in variables(cts) if v in varying)
-    if 0 < flops <= 2 * weights * min(_ROWS, _USES_OF_A_WEIGHT * rows):
+    if flops > 0 and rows <= _ROWS:
         return None
     return "it is estimated to be as fast"
 

@@ -236,7 +236,7 @@ def _choose(
     says why. Truncation is part of the body. Each window is run again, unless no step may be.
     """
     if isinstance(method, Online) and loop.steps != 0:
-        reason = method.unsupported(loop)
+        reason = loop.why_not_again
         if reason is not None:
             raise rule_error(
                 "These steps can't run in an online `filter_scan`.",

@@ -1,7 +1,6 @@
 """How the backward pass of a scan gets its residuals: saved, or recomputed.
 
-A method is a frozen class: `unsupported` says what it can't do, and `run` does the rest.
-`Replayed` is in `replay.py`, and all others are here.
+A method is a frozen class. `Replayed` is in `replay.py`, and all others are here.
 """
 
 import abc
@@ -72,10 +71,6 @@ class AbstractMethod(abc.ABC):
     """How a scan prepares its backward pass: what it saves, and what it computes again."""
 
     @abc.abstractmethod
-    def unsupported(self, loop: Loop) -> str | None:
-        """Why this method can't run the loop, in one sentence; `None` if it can."""
-
-    @abc.abstractmethod
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         """The last carry, and all `ys`."""
 
@@ -88,9 +83,6 @@ class Plain(AbstractMethod):
     handled there.
     """
 
-    def unsupported(self, loop: Loop) -> str | None:
-        return None
-
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         return loop.run()
 
@@ -102,9 +94,6 @@ class Checkpointed(AbstractMethod):
 
     every: int
     inner: AbstractMethod = Plain()
-
-    def unsupported(self, loop: Loop) -> str | None:
-        return self.inner.unsupported(loop)
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         # Within a loop, XLA can't undo the recomputation by common subexpression elimination.
@@ -139,16 +128,12 @@ class Online(AbstractMethod):
 
     approximate: bool
 
-    def unsupported(self, loop: Loop) -> str | None:
-        return loop.why_not_again
-
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         from .._online.online_scan import online_scan, OnlineOptions  # only if asked for
 
         body, consts, init = loop.traced
-        step: Any = loop.body  # of the user
-        for_errors = tuple(step.carry_paths()), step.place()
-        options = OnlineOptions(self.approximate, *for_errors, loop.reverse, loop.unroll)
+        names = loop.body.names_for_errors()  # pyright: ignore[reportFunctionMemberAccess]
+        options = OnlineOptions(self.approximate, *names, loop.reverse, loop.unroll)
         return online_scan(consts, init, loop.xs, loop.step_index, body=body, options=options)
 
 

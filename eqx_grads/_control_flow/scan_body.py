@@ -89,13 +89,9 @@ class ScanBody:
         self._y[:] = [y]
         return new_carry, ys
 
-    def carry_paths(self) -> list[str]:
-        """Where each array of the carry is, as the user would write it."""
-        return self._carry.paths()
-
-    def place(self) -> str:
-        """The user's function, as an error names it."""
-        return place_of(self._f)
+    def names_for_errors(self) -> tuple[tuple[str, ...], str]:
+        """Where each array of the carry is, as the user would write it, and the step."""
+        return tuple(self._carry.paths()), place_of(self._f)
 
     def outputs(self, carry: Sequence[Any], ys: Sequence[Any]) -> tuple[Any, Any]:
         """What `filter_scan` returns."""

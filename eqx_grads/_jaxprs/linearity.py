@@ -43,14 +43,14 @@ def _nonlinear(reason: str) -> Status:
 
 def output_statuses(program: ClosedJaxpr) -> Sequence[Status]:
     """How each output depends on the inputs; all inputs count as arguments."""
-    return _statuses(program, [LINEAR] * len(program.in_avals))
+    return linear_in(program, [True] * len(program.in_avals))
 
 
 def linear_in(
     program: ClosedJaxpr, flags: Sequence[bool], others: Status = CONSTANT
 ) -> Sequence[Status]:
     """How each output depends on the flagged inputs."""
-    return _statuses(program, [LINEAR if f else others for f in flags])
+    return interpret(program, [LINEAR if f else others for f in flags], LINEARITY).outs
 
 
 def why_nonlinear(statuses: Sequence[Status]) -> str | None:
@@ -199,7 +199,3 @@ LINEARITY = Domain(
     decide=_decide,
     finish=_finish,
 )
-
-
-def _statuses(program: ClosedJaxpr, args: Sequence[Status]) -> Sequence[Status]:
-    return interpret(program, args, LINEARITY).outs

@@ -18,7 +18,8 @@ class Primitive(NamedTuple):
         axes of length one.
     - `layout`: moves elements, or makes constants.
     - `sums`: an element of an output is an element of the operands, or a sum of some. So a
-        cotangent of ones is pulled back to a positive number wherever an element is used.
+        cotangent of ones is pulled back to a positive number wherever an element is used. A
+        product along an axis does this where all factors are one.
     - `identity`: output `i` is operand `i`.
     - `selects`: some elements of the operands are not used.
     - `linear`: in all operands together, in each operand while the others are fixed, in the
@@ -135,8 +136,9 @@ _rows("cummax cummin reduce_max reduce_min", _order, derivative="smooth", bounds
 _rows("select_and_gather_add", Primitive(derivative="smooth"))
 
 _rows("argmax argmin", Primitive(linear="no", derivative="zero"))
-_rows("cumprod reduce_prod", Primitive(linear="no", derivative="smooth", along="axis"))
-_rows("cumlogsumexp", Primitive(linear="no", along="axis"))
+_products = Primitive(sums=True, linear="no", along="axis")
+_rows("cumprod reduce_prod", _products, derivative="smooth")
+_rows("cumlogsumexp", _products)
 _matrices = Primitive(along="matrices")
 _rows("cholesky cholesky_update eig eigh geqrf hessenberg householder_product", _matrices)
 _rows("lu qr schur svd", _matrices)

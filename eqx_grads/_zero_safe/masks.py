@@ -80,7 +80,8 @@ def raw_outputs(eqn: Any, values: Sequence[Any]) -> list[Any]:
 def masks_of_inputs(analysis: Analysis, values: Values, outs: Sequence[Mask]) -> list[Mask]:
     """The masks of the inputs of a program; `False` for those without a derivative."""
     inputs = analysis.program.jaxpr.invars
-    wanted = [r.active and is_inexact(v.aval) for v, r in zip(inputs, analysis.ins, strict=True)]
+    pairs = zip(inputs, analysis.ins, strict=True)
+    wanted = [r.active and is_inexact(v.aval) for v, r in pairs]
     env = None if values is None else _raw_values(analysis, values)
     dependent = depends(analysis.program, wanted)
     eqns = [e for e in analysis.eqns if any(v in dependent for v in e.eqn.outvars)]
@@ -238,8 +239,8 @@ def _extremum(e, x, extremum, mask) -> Mask:
 
 def _sums(e, values, given) -> list[Mask]:
     """Sums of elements that are taken: no derivative is negative. A product takes each term
-    with either factor, whatever the other factor is."""
-    is_product = kind_of(e.eqn).linear == "each"
+    with either factor, whatever the other factor is, as if they were all one."""
+    is_product = kind_of(e.eqn).linear == "each" or kind_of(e.eqn).along == "axis"
     full = [jnp.ones_like(x) if is_product else jnp.asarray(x) for x in values]
     full = vary_alike(full, values)  # the type of ones does not say that they vary
     cts: list[Any] = []
@@ -252,20 +253,13 @@ def _sums(e, values, given) -> list[Mask]:
 
 
 def _opaque(e, given, target) -> list[Mask]:
-    """Each element of an output may depend on all elements of the operands: of the same matrix,
-    or along the same axis."""
+    """Each element of an output may depend on all elements of the operands, or of the same
+    matrix."""
     if any(mask is True for mask in given):
         return [True] * len(target)
     outs, ins = at(e.eqn.outvars, e.inexact_outs), at(e.eqn.invars, target)
     given = [dense(mask, v.aval.shape) for mask, v in zip(given, outs, strict=True)]
-    along = kind_of(e.eqn).along
-    if along == "axis":
-        [mask], [v] = given, ins
-        axes = e.eqn.params.get("axes", e.eqn.params.get("axis"))
-        is_reduced = mask.ndim < v.aval.ndim
-        mask = jnp.expand_dims(mask, axes) if is_reduced else jnp.any(mask, axes, keepdims=True)
-        return [dense(mask, v.aval.shape)]
-    n_batch = _n_matrix_axes(e.eqn) if along == "matrices" else 0
+    n_batch = _n_matrix_axes(e.eqn) if kind_of(e.eqn).along == "matrices" else 0
     some = either(*(jnp.any(mask, tuple(range(n_batch, mask.ndim))) for mask in given))
     return [jax.lax.broadcast_in_dim(some, v.aval.shape, range(n_batch)) for v in ins]
 

@@ -172,10 +172,8 @@ def _rounded(bound: float, dtype: Any) -> float:
     info = jnp.finfo(dtype)
     if abs(bound) < float(info.tiny):  # the device may round these to zero
         return 0.0
-    largest = float(info.max)
-    if math.isinf(bound):
-        return bound
-    return float(np.asarray(min(max(bound, -largest), largest)).astype(info.dtype))
+    with np.errstate(over="ignore"):
+        return float(np.asarray(bound).astype(info.dtype))
 
 
 def _is_finite(eqn, ins: Sequence[Range]) -> bool:
@@ -234,8 +232,6 @@ def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, 
             return (0.0 if x.low >= 0 else -INF), (0.0 if x.high <= 0 else INF)
         case "integer_pow":
             return (0.0 if x.low >= 0 or eqn.params["y"] % 2 == 0 else -INF), INF
-        case "pow" | "log1p":
-            return (0.0 if x.low >= 0 else -INF), INF
         case "exp":
             return 0.0, math.exp(x.high) if x.high < 700 else INF
         case "sqrt":

@@ -8,7 +8,7 @@ it is computed before; the derivative of the result is one that JAX knows.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -88,7 +88,7 @@ def evaluate_zero_safe(
 
     def visit(e, ins, given):
         if id(e.eqn) in guarded:
-            alive[id(e.eqn)] = _Alive(ins, given)
+            alive[id(e.eqn)] = ins, given
 
     affected = [e for e in analysis.eqns if id(e.eqn) in touched]
     backward(analysis, raw, outs, affected, visit)
@@ -98,11 +98,8 @@ def evaluate_zero_safe(
     return read(env, program.jaxpr.outvars)
 
 
-class _Alive(NamedTuple):
-    """From which elements of operands and outputs a taken path leads to the result."""
-
-    ins: Sequence[Mask]
-    outs: Sequence[Mask]
+# From which elements of operands and outputs a taken path leads to the result.
+_Alive = tuple[Sequence[Mask], Sequence[Mask]]
 
 
 def _run(e: AnalyzedEquation, values, alive: _Alive | None = None) -> list[Any]:
@@ -110,29 +107,30 @@ def _run(e: AnalyzedEquation, values, alive: _Alive | None = None) -> list[Any]:
     eqn, kind = e.eqn, kind_of(e.eqn)
     with equation_context(eqn):
         if alive is not None:
+            ins, outs = alive
             if e.is_entered:
-                return _enter(e, values, alive.outs)
-            values, ins = _broadcast(e, values, alive)
+                return _enter(e, values, outs)
+            values, ins = _broadcast(e, values, ins, outs)
             values = _guard(values, ins)
             out = bind(eqn, values)
             if kind.linear == "each" and not kind.elementwise:
                 out = [_without_dead_factors(eqn, values, out[0], ins)]
-            return _guard(out, alive.outs)
+            return _guard(out, outs)
         if _selects_by_product(eqn):
             out = bind(eqn, values)
             values = _guard(values, transfer(e, values, out, [True] * len(out)))
         return bind(eqn, values)
 
 
-def _broadcast(e: AnalyzedEquation, values, alive: _Alive) -> tuple[list[Any], Sequence[Mask]]:
+def _broadcast(e: AnalyzedEquation, values, ins, outs) -> tuple[list[Any], Sequence[Mask]]:
     """The operands, and their masks. The operands of an elementwise operation get the shape of
     the result. One that it broadcasts itself, such as a scalar, gets a cotangent that is a sum
     over elements of the result, of which some may be dead."""
     out = e.eqn.outvars[0].aval
     if not kind_of(e.eqn).elementwise or all(jnp.shape(x) == out.shape for x in values):
-        return list(values), alive.ins
+        return list(values), ins
     values = [cast_to(jnp.broadcast_to(x, out.shape), out) for x in values]
-    return values, transfer(e, values, (), alive.outs)
+    return values, transfer(e, values, (), outs)
 
 
 def _without_dead_factors(eqn, values, out, alive) -> Any:

@@ -133,8 +133,8 @@ class ZeroSafe(AbstractTransformed):
     def __call__(self, /, *args, **kwargs):
         def transform(run, arrays):
             program = zero_safe_program(_trace(self._eqg_fn, run, arrays), arrays)
-            if self._policy == "zero":
-                return evaluate_zero_wins(_analyze(program), arrays)
+            if self._policy == "zero" and (analysis := _analyze(program)).has_risk:
+                return evaluate_zero_wins(analysis, arrays)
             return evaluate(program, arrays)
 
         return call_on_arrays(transform, self._eqg_fn, args, kwargs)

@@ -21,12 +21,6 @@ from .ranges import inexact_indices
 
 def evaluate_zero_wins(analysis: Analysis, values: Sequence[Any]) -> list[Any]:
     """The outputs of a program."""
-    if not analysis.has_risk:
-        return evaluate(analysis.program, values)
-    return _evaluate(analysis, values)
-
-
-def _evaluate(analysis: Analysis, values: Sequence[Any]) -> list[Any]:
     by_id = {id(e.eqn): e for e in analysis.eqns}
 
     def hook(eqn, values):
@@ -34,7 +28,7 @@ def _evaluate(analysis: Analysis, values: Sequence[Any]) -> list[Any]:
         if not e.is_entered:
             return [_bind_zero_wins(eqn, values)] if _has_factors(e) else bind(eqn, values)
         inner = {id(a.program.jaxpr): a for a in e.inner}
-        run = lambda program, values, _: _evaluate(inner[id(program.jaxpr)], values)
+        run = lambda program, values, _: evaluate_zero_wins(inner[id(program.jaxpr)], values)
         return list(enter(eqn, values, run))
 
     return evaluate(analysis.program, values, hook)
