@@ -95,9 +95,7 @@ def test_derivatives_of_what_is_taken():
     for (name, (_, x, truth)), got in zip(CASES.items(), found, strict=True):
         with mpmath.workdps(40):
             first, second = (float(mpmath.diff(truth, x, n)) for n in (1, 2))
-        # In forward mode, the tangent of the constant zero meets the infinite slope of the norm.
-        forward = np.nan if name == "MJX, rotation" else first
-        want = [first, forward, second, second]
+        want = [first, first, second, second]
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
@@ -215,17 +213,16 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", ENDS)
-def test_at_the_end_of_a_closed_domain(name, dtype):
+def test_at_the_end_of_a_closed_domain(name):
     """In double precision, one minus the smallest step that matters is one."""
     fn, end = ENDS[name]
-    with jax.enable_x64(dtype == "float64"):
-        x = jnp.array(end, dtype)
+    with jax.enable_x64(True):
+        x = jnp.array(end)
         loss = lambda x: jnp.where(x != end, fn(x), 0 * x)
         assert not np.isfinite(jax.grad(loss)(x))
         assert jax.grad(eqg.zero_safe(loss))(x) == 0
-        inside = jnp.array(0.5 * end, dtype)
+        inside = jnp.array(0.5 * end)
         assert jax.grad(eqg.zero_safe(loss))(inside) == jax.grad(fn)(inside)
 
 

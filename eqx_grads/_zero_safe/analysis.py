@@ -89,6 +89,12 @@ class AnalyzedEquation:
                 return not self.known.by_platform
         return isinstance(self.known, Checkpoint | Scan)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether an element of an operand may not depend on what is being differentiated,
+        while others do."""
+        return any(self.ins[i].mixed for i in self.moving)
+
     @ft.cached_property
     def is_risky(self) -> bool:
         """Whether a factor of its derivative, of any order, may be infinite or NaN."""

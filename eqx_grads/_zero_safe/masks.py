@@ -1,12 +1,16 @@
-"""From which elements of a value a taken path leads to the result.
+"""Through which elements of a value a taken path leads.
 
-A mask is `True` (all elements), `False` (none), or an array of booleans. An element is in the
-mask of a value if a taken path leads from it to the result. Masks go backward through a
-program, as cotangents do: an equation relates elements of its outputs to elements of its
-operands.
+A mask is `True` (all elements), `False` (none), or an array of booleans. Backward, an element
+is in the mask of a value if a taken path leads from it to the result. Forward, it is if one
+leads to it from the inputs.
 
-Without the values, masks say what is known without running anything. There, a mask that would
-be an array is `None`.
+This is a dependence analysis of elements, and it is the same in both directions. An equation
+relates elements of its operands to elements of its outputs. A mask passes along that relation,
+or back, as a tangent passes through a Jacobian, and a cotangent through its transpose. So one
+function, `transfer`, has both directions of each case.
+
+Without the values, backward masks say what is known without running anything. There, a mask
+that would be an array is `None`.
 """
 
 import contextlib
@@ -18,6 +22,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from .._jaxprs.dependence import depends
@@ -30,7 +35,7 @@ from .._jaxprs.structure import Call, Checkpoint, Scan
 from .._jaxprs.symbolic_sizes import as_length
 from .._jaxprs.varying import cast_to, vary_alike
 from .analysis import Analysis, AnalyzedEquation
-from .ranges import decided_case, is_inexact
+from .ranges import decided_case, is_inexact, Range
 
 
 Mask: TypeAlias = Any  # `True`, `False`, an array of booleans, or `None`
@@ -65,8 +70,10 @@ def stopped(x: Any) -> Any:
     return jax.lax.stop_gradient(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x
 
 
-def read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
-    return [v.val if isinstance(v, Literal) else env[v] for v in atoms]
+def read(env: dict[Any, Any], atoms: Sequence[Any], literal: Any = None) -> list[Any]:
+    """The values of variables. A literal is its own value, or the given one."""
+    of_literal = lambda v: v.val if literal is None else literal
+    return [of_literal(v) if isinstance(v, Literal) else env[v] for v in atoms]
 
 
 def raw_outputs(eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -87,6 +94,12 @@ def masks_of_inputs(analysis: Analysis, values: Values, outs: Sequence[Mask]) ->
     eqns = [e for e in analysis.eqns if any(v in dependent for v in e.eqn.outvars)]
     masks = backward(analysis, env, outs, eqns)
     return [masks.get(v, False) if w else False for v, w in zip(inputs, wanted, strict=True)]
+
+
+def masks_of_outputs(analysis: Analysis, values: Values, ins: Sequence[Mask]) -> list[Mask]:
+    """Forward: the masks of the outputs of a program."""
+    masks = forward(analysis, _raw_values(analysis, values), ins)
+    return read(masks, analysis.program.jaxpr.outvars, False)
 
 
 def backward(
@@ -114,9 +127,24 @@ def backward(
         given = [masks.get(v, False) for v in e.eqn.outvars]
         ends = (e.eqn.invars, e.eqn.outvars)
         values, results = (None, None) if env is None else (read(env, vs) for vs in ends)
-        ins = transfer(e, values, results, given)
+        ins = transfer(e, values, results, given, is_forward=False)
         add(e.eqn.invars, ins)
         visit(e, ins, given)
+    return masks
+
+
+def forward(analysis: Analysis, env: dict[Any, Any], ins: Sequence[Mask]) -> dict[Any, Mask]:
+    """The masks of all variables, given the masks of the inputs."""
+    program = analysis.program
+    masks: dict[Any, Mask] = dict(zip(program.jaxpr.invars, ins, strict=True))
+    for v, x in zip(program.jaxpr.constvars, program.consts, strict=True):
+        # Values that a function closes over may be differentiated.
+        masks[v] = isinstance(x, Tracer) and is_inexact(v.aval)
+    for e in analysis.eqns:
+        given = read(masks, e.eqn.invars, False)
+        values, results = read(env, e.eqn.invars), [env.get(v) for v in e.eqn.outvars]
+        outs = transfer(e, values, results, given, is_forward=True)
+        masks.update(zip(e.eqn.outvars, outs, strict=True))
     return masks
 
 
@@ -134,41 +162,49 @@ def _raw_values(analysis: Analysis, values: Sequence[Any]) -> dict[Any, Any]:
 
 
 def transfer(
-    e: AnalyzedEquation, values: Values, results: Values, masks: Sequence[Mask]
+    e: AnalyzedEquation,
+    values: Values,
+    results: Values,
+    masks: Sequence[Mask],
+    *,
+    is_forward: bool,
 ) -> list[Mask]:
-    """The masks of the operands of an equation from the masks of its outputs.
+    """The masks of the outputs of an equation from the masks of its operands, or the reverse.
 
     - `values`, `results`: its operands and outputs.
     """
-    kind, target = kind_of(e.eqn), e.inexact_ins
-    given, nothing = at(masks, e.inexact_outs), [False] * len(e.eqn.invars)
+    kind = kind_of(e.eqn)
+    source, target = _ends(e, is_forward)
+    given, nothing = at(masks, source), [False] * len(_variables(e, is_forward)[1])
     if not target or all(m is False for m in given) or kind.derivative == "zero":
         return nothing
+    is_all = all(m is True for m in given)
+    if is_forward and kind.linear == "each":
+        is_all = any(m is True for m in given)
     with contextlib.nullcontext() if values is None else equation_context(e.eqn):
         if e.is_entered:
-            return _inner(e, values, masks)
+            return _inner(e, values, masks, is_forward)
         if _is_collective(e.eqn):
             found: Sequence[Mask] = [True] * len(target)
         elif e.has_rule:
-            return _rule(e, values, given)
+            return _rule(e, values, masks, is_forward)
         elif e.name == "select_n" and (case := decided_case(e.eqn, e.ins)) is not None:
-            found = [i == case and given[0] for i in target]
-        elif all(m is True for m in given) and not kind.selects:
+            found = [masks[case]] if is_forward else [i == case and given[0] for i in target]
+        elif is_all and (is_forward or not kind.selects):
             found = [True] * len(target)
         elif values is None:
             is_opaque = not (kind.selects or kind.elementwise or kind.sums)
             found = [(is_opaque and True in given) or None] * len(target)
         elif kind.elementwise:
-            taken = lambda i: both(masks[0], taken_by(e.name, values, i))
-            found = [_unbroadcast(taken(i), jnp.shape(values[i])) for i in target]
+            found = _elementwise(e, values, masks, is_forward)
         elif e.name == "dot_general":
-            found = _dot(e.eqn, masks[0])
+            found = _dot(e.eqn, masks, is_forward)
         elif e.name in ("reduce_max", "reduce_min"):
-            found = [_extremum(e, values[0], results[0], masks[0])]
+            found = [_extremum(e, values[0], results[0], given[0], is_forward)]
         elif kind.sums:
-            found = _sums(e, values, given)
+            found = _sums(e, values, given, is_forward)
         else:
-            found = _opaque(e, given, target)
+            found = _opaque(e.eqn, given, *_variables_at(e, source, target, is_forward))
     return fill(nothing, target, found)
 
 
@@ -179,6 +215,16 @@ def _is_collective(eqn: Any) -> bool:
     return "axis_name" in eqn.params or any(
         not isinstance(axis, int | np.integer) for axis in axes
     )
+
+
+def _ends(e: AnalyzedEquation, is_forward: bool) -> tuple[list[int], list[int]]:
+    """The operands and outputs that may have a tangent. The ends with known masks are first."""
+    return (e.inexact_ins, e.inexact_outs) if is_forward else (e.inexact_outs, e.inexact_ins)
+
+
+def _variables(e: AnalyzedEquation, is_forward: bool) -> tuple[list[Any], list[Any]]:
+    ins, outs = e.eqn.invars, e.eqn.outvars
+    return (ins, outs) if is_forward else (outs, ins)
 
 
 def taken_by(name: str, values: Sequence[Any], i: int) -> Mask:
@@ -196,6 +242,15 @@ def taken_by(name: str, values: Sequence[Any], i: int) -> Mask:
     return True
 
 
+def _elementwise(e, values, masks, is_forward) -> list[Mask]:
+    taken = {i: taken_by(e.name, values, i) for i in e.inexact_ins}
+    if is_forward:
+        mask = either(*(both(taken[i], masks[i]) for i in taken))
+        return [mask if isinstance(mask, bool) else dense(mask, e.eqn.outvars[0].aval.shape)]
+    (out,) = e.inexact_outs
+    return [_unbroadcast(both(masks[out], taken[i]), jnp.shape(values[i])) for i in taken]
+
+
 def _unbroadcast(mask: Mask, shape: Sequence[int]) -> Mask:
     """The mask of an operand of an elementwise operation: it may be a scalar, or have axes of
     length one."""
@@ -209,7 +264,7 @@ def _unbroadcast(mask: Mask, shape: Sequence[int]) -> Mask:
     return jnp.any(mask, axes, keepdims=True)
 
 
-def _dot(eqn, mask) -> list[Mask]:
+def _dot(eqn, masks, is_forward) -> list[Mask]:
     """A product of matrices takes each element of a row, and each of a column."""
     contracted, batch = eqn.params["dimension_numbers"]
     shapes, n_batch = [v.aval.shape for v in eqn.invars], len(batch[0])
@@ -217,51 +272,76 @@ def _dot(eqn, mask) -> list[Mask]:
         [i for i in range(len(shapes[k])) if i not in (*batch[k], *contracted[k])]
         for k in (0, 1)
     ]
-    first = n_batch + len(free[0])
-    others = range(first, first + len(free[1])), range(n_batch, first)
-    found = []
-    for k in [k for k in (0, 1) if is_inexact(eqn.invars[k].aval)]:
-        axes = [*batch[k], *free[k]]  # those of the operand that the output has
-        kept = jnp.any(mask, tuple(others[k]))
-        kept = jnp.transpose(kept, sorted(range(len(axes)), key=axes.__getitem__))
-        found.append(jax.lax.broadcast_in_dim(kept, shapes[k], sorted(axes)))
-    return found
+    first, last = n_batch + len(free[0]), n_batch + len(free[0]) + len(free[1])
+    found: list[Mask] = []
+    for k, others in enumerate([range(first, last), range(n_batch, first)]):
+        # The axes of the operand: first the axes of the output, then the axes of the sum.
+        order = [*batch[k], *free[k], *contracted[k]]
+        summed = range(n_batch + len(free[k]), len(order))
+        if not is_inexact(eqn.invars[k].aval):
+            continue
+        if is_forward:
+            mask = jnp.transpose(dense(masks[k], shapes[k]), order)
+            kept = jnp.expand_dims(jnp.any(mask, tuple(summed)), tuple(others))
+            found.append(dense(kept, eqn.outvars[0].aval.shape))
+        else:
+            kept = jnp.any(dense(masks[0], eqn.outvars[0].aval.shape), tuple(others))
+            full = dense(jnp.expand_dims(kept, tuple(summed)), [shapes[k][i] for i in order])
+            found.append(jnp.transpose(full, [order.index(i) for i in range(len(order))]))
+    return [either(*found)] if is_forward else found
 
 
-def _extremum(e, x, extremum, mask) -> Mask:
+def _extremum(e, x, extremum, mask, is_forward) -> Mask:
     """As `taken_by`. JAX divides by the number of elements that are equal to the extremum, and
     if that is NaN, by zero."""
     axes = e.eqn.params["axes"]
     extremum = jnp.expand_dims(extremum, axes)
     taken = ~(x < extremum if e.name == "reduce_max" else x > extremum)
+    if is_forward:
+        return jnp.any(taken & mask, axes)
     return taken & jnp.expand_dims(dense(mask, e.eqn.outvars[0].aval.shape), axes)
 
 
-def _sums(e, values, given) -> list[Mask]:
+def _sums(e, values, given, is_forward) -> list[Mask]:
     """Sums of elements that are taken: no derivative is negative. A product takes each term
     with either factor, whatever the other factor is, as if they were all one."""
     is_product = kind_of(e.eqn).linear == "each" or kind_of(e.eqn).along == "axis"
     full = [jnp.ones_like(x) if is_product else jnp.asarray(x) for x in values]
     full = vary_alike(full, values)  # the type of ones does not say that they vary
-    cts: list[Any] = []
-    for part in [[i] for i in e.inexact_ins] if is_product else [e.inexact_ins]:
+    parts = [[i] for i in e.inexact_ins] if is_product else [e.inexact_ins]
+    masks = iter(given)
+    found: list[list[Any]] = []
+    for part in parts:
         function = function_of(e.eqn, full, part, e.inexact_outs)
-        outs, pull = jax.vjp(function, *at(full, part))
-        pairs = zip(outs, given, strict=True)
-        cts += pull([of_type(jax.typeof(x), m).astype(x.dtype) for x, m in pairs])
-    return [ct != 0 for ct in cts]
+        primals = [full[i] for i in part]
+        numbers = lambda xs, ms: [
+            of_type(jax.typeof(x), m).astype(x.dtype) for x, m in zip(xs, ms, strict=True)
+        ]
+        if is_forward:
+            tangents = numbers(primals, [next(masks) for _ in part])
+            found.append(jax.jvp(function, primals, tangents)[1])
+        else:
+            outs, pull = jax.vjp(function, *primals)
+            found.append(pull(numbers(outs, given)))
+    if is_forward:
+        return [either(*(t != 0 for t in ts)) for ts in zip(*found, strict=True)]
+    return [ct != 0 for cts in found for ct in cts]
 
 
-def _opaque(e, given, target) -> list[Mask]:
+def _opaque(eqn, given, sources, targets) -> list[Mask]:
     """Each element of an output may depend on all elements of the operands, or of the same
     matrix."""
     if any(mask is True for mask in given):
-        return [True] * len(target)
-    outs, ins = at(e.eqn.outvars, e.inexact_outs), at(e.eqn.invars, target)
-    given = [dense(mask, v.aval.shape) for mask, v in zip(given, outs, strict=True)]
-    n_batch = _n_matrix_axes(e.eqn) if kind_of(e.eqn).along == "matrices" else 0
+        return [True] * len(targets)
+    given = [dense(mask, v.aval.shape) for mask, v in zip(given, sources, strict=True)]
+    n_batch = _n_matrix_axes(eqn) if kind_of(eqn).along == "matrices" else 0
     some = either(*(jnp.any(mask, tuple(range(n_batch, mask.ndim))) for mask in given))
-    return [jax.lax.broadcast_in_dim(some, v.aval.shape, range(n_batch)) for v in ins]
+    return [jax.lax.broadcast_in_dim(some, v.aval.shape, range(n_batch)) for v in targets]
+
+
+def _variables_at(e, source, target, is_forward) -> list[list[Any]]:
+    pairs = zip(_variables(e, is_forward), (source, target), strict=True)
+    return [[vs[i] for i in indices] for vs, indices in pairs]
 
 
 def _n_matrix_axes(eqn: Any) -> int:
@@ -271,22 +351,27 @@ def _n_matrix_axes(eqn: Any) -> int:
     return n_batch if all(shape[:n_batch] == shapes[0][:n_batch] for shape in shapes) else 0
 
 
-def _rule(e, values, given) -> list[Mask]:
+def _rule(e, values, masks, is_forward) -> list[Mask]:
     """A rule takes the values that its tangents depend on. A backward rule does not show them,
     but it may be elementwise."""
-    n, is_taken = len(e.eqn.invars), any(mask is True for mask in given)
+    source, target = e.moving, e.inexact_outs
+    source, target = (source, target) if is_forward else (target, source)
+    given, n = at(masks, source), len(e.eqn.invars)
     if e.tangent_map is not None:
-        primals = None
+        still, primals = [False] * n, None
         if values is not None:
             primals = [*values, *(jnp.zeros_like(values[i]) for i in e.moving)]
-        found = masks_of_inputs(e.tangent_map, primals, given)[n:]
+        if is_forward:
+            found = masks_of_outputs(e.tangent_map, primals, [*still, *given])
+        else:
+            found = masks_of_inputs(e.tangent_map, primals, given)[n:]
     elif values is None:
-        found = [is_taken or None] * len(e.moving)
-    elif not is_taken and _is_elementwise_rule(e):
-        found = [either(*given)] * len(e.moving)
+        found = [any(mask is True for mask in given) or None] * len(target)
+    elif not any(mask is True for mask in given) and _is_elementwise_rule(e):
+        found = [either(*given)] * len(target)
     else:
-        found = _opaque(e, given, e.moving)
-    return fill([False] * n, e.moving, found)
+        found = _opaque(e.eqn, given, *_variables_at(e, source, target, is_forward))
+    return fill([False] * len(_variables(e, is_forward)[1]), target, found)
 
 
 def _is_elementwise_rule(e: AnalyzedEquation) -> bool:
@@ -306,75 +391,97 @@ def _is_elementwise_rule(e: AnalyzedEquation) -> bool:
     return program is not None and is_elementwise(program, shapes.pop())
 
 
-def _inner(e, values, masks) -> list[Mask]:
+def _inner(e, values, masks, is_forward) -> list[Mask]:
     """An equation with inner programs."""
     if isinstance(e.known, Call | Checkpoint):
-        return masks_of_inputs(e.inner[0], values, masks)
+        return _through(e.inner[0], values, masks, is_forward)
     if isinstance(e.known, Scan):
         if values is not None:
-            return masks_of_scan(e, values, masks)[0]
+            return masks_of_scan(e, values, masks, is_forward)[0]
         masks = [*_static_carry(e, masks), *masks[e.known.n_carry :]]
-        return masks_of_inputs(e.inner[0], None, masks)
+        return _through(e.inner[0], None, masks, is_forward)
     if values is None:
-        of_branches = [masks_of_inputs(analysis, None, masks) for analysis in e.inner]
+        of_branches = [_through(analysis, None, masks, is_forward) for analysis in e.inner]
         same = lambda *masks: masks[0] if len(set(masks)) == 1 else None
         return [False, *map(same, *of_branches)]
+    # The index of a branch is the first operand, and none of the branch.
+    masks, offset = (masks[1:], 0) if is_forward else (masks, 1)
+    target, variables = _ends(e, is_forward)[1], _variables(e, is_forward)[1]
 
     def branch(analysis, values):
-        found = masks_of_inputs(analysis, values, masks)
-        # The index of a branch is the first operand, and none of the branch.
-        return [of_type(e.eqn.invars[i].aval, found[i - 1]) for i in e.inexact_ins]
+        found = _through(analysis, values, masks, is_forward)
+        return [of_type(variables[i].aval, found[i - offset]) for i in target]
 
     branches = [ft.partial(branch, analysis) for analysis in e.inner]
     found = jax.lax.switch(values[0], branches, [stopped(x) for x in values[1:]])
-    return fill([False] * len(e.eqn.invars), e.inexact_ins, found)
+    return fill([False] * len(variables), target, found)
+
+
+def _through(analysis, values, masks, is_forward) -> list[Mask]:
+    return (masks_of_outputs if is_forward else masks_of_inputs)(analysis, values, masks)
 
 
 def masks_of_scan(
-    e: AnalyzedEquation, values: Sequence[Any], outs: Sequence[Mask]
+    e: AnalyzedEquation, values: Sequence[Any], masks: Sequence[Mask], is_forward: bool
 ) -> tuple[list[Mask], list[Mask]]:
-    """The masks of the operands of a scan. And the masks of the carry after each step: an array
-    has a leading axis of time.
+    """The masks of the outputs of a scan, or the masks of its operands. And the masks of the
+    carry before each step, or after each step: an array has a leading axis of time.
 
-    The steps run once to record the carry, and then the masks go through them in reverse.
+    Forward, the masks go through the steps together with the values. Backward, the steps run
+    once to record the carry, and then the masks go through them in reverse.
     """
     scan, body = e.known, e.inner[0]
     assert isinstance(scan, Scan)
     n_carry, n, m = scan.n_carry, scan.n_consts, scan.n_consts + scan.n_carry
     values = [stopped(x) for x in values]
     consts, init, xs = values[:n], values[n:m], values[m:]
-    types = [v.aval for v in body.program.jaxpr.invars]
-    of_ys = dict(enumerate(outs[n_carry:]))
-    static = _static_carry(e, [x if isinstance(x, bool) else None for x in outs])
-    is_open = lambda i: static[i] is None and is_inexact(types[n + i])
-    arrays = {i: of_type(types[n + i], outs[i]) for i in range(n_carry) if is_open(i)}
+    inputs, outputs = body.program.jaxpr.invars, body.program.jaxpr.outvars
+    # Each step has the masks of the constants, or adds to them.
+    fixed, masks = (masks[:n], masks[n:]) if is_forward else ([], masks)
+    of_start, of_slices = masks[:n_carry], dict(enumerate(masks[n_carry:]))
+    static: list[bool | None] = (
+        [static_mask(r) for r in body.ins[n:m]]
+        if is_forward
+        else _static_carry(e, [x if isinstance(x, bool) else None for x in masks])
+    )
+    is_open = lambda i, v: static[i] is None and is_inexact(v.aval)
+    opened = [(i, v) for i, v in enumerate(inputs[n:m]) if is_open(i, v)]
+    arrays = {i: of_type(v.aval, of_start[i]) for i, v in opened}
     all_carried = lambda arrays: [arrays.get(i, bool(static[i])) for i in range(n_carry)]
 
-    def record(carry, x):
-        return evaluate(body.program, [*consts, *carry, *x])[:n_carry], carry
+    def after(carry, x):
+        return evaluate(body.program, [*consts, *carry, *x])[:n_carry]
 
     def step(state, now):
-        of_consts, arrays = state
-        carry, x, of_y = now
-        given = [*all_carried(arrays), *{**of_ys, **of_y}.values()]
-        found = masks_of_inputs(body, [*consts, *carry, *x], given)
+        carry, of_consts, arrays = state
+        recorded, x, of_x = now
+        carry = carry if is_forward else recorded
+        given = [*fixed, *all_carried(arrays), *{**of_slices, **of_x}.values()]
+        found = _through(body, [*consts, *carry, *x], given, is_forward)
+        types = [v.aval for v in (outputs if is_forward else inputs)]
         found = list(map(of_type, types, found))
-        # Each step adds to the masks of the constants.
-        of_consts = list(map(jnp.logical_or, of_consts, found[:n]))
-        return (of_consts, {i: found[n + i] for i in arrays}), (arrays, found[m:])
+        k = len(of_consts)
+        of_consts = list(map(jnp.logical_or, of_consts, found))
+        new = after(carry, x) if is_forward else ()
+        state = new, of_consts, {i: found[k + i] for i in arrays}
+        return state, (arrays, found[k + n_carry :])
 
     run = ft.partial(jax.lax.scan, length=as_length(scan.length))
-    _, carries = run(record, init, xs, reverse=scan.reverse)
-    sliced = {i: mask for i, mask in of_ys.items() if not isinstance(mask, bool)}
-    start = [of_type(t, False) for t in types[:n]], arrays
-    (of_consts, first), (arrays, of_xs) = run(
-        step, start, (carries, xs, sliced), reverse=not scan.reverse
+    recorded, start, nothing = None, init, []
+    if not is_forward:
+        record = lambda carry, x: (after(carry, x), carry)
+        recorded, start = run(record, init, xs, reverse=scan.reverse)[1], ()
+        nothing = [of_type(v.aval, False) for v in inputs[:n]]
+    sliced = {i: mask for i, mask in of_slices.items() if not isinstance(mask, bool)}
+    (_, of_consts, last), (arrays, found) = run(
+        step,
+        (start, nothing, arrays),
+        (recorded, xs, sliced),
+        reverse=scan.reverse == is_forward,
     )
-    found = [*of_consts, *all_carried(first), *of_xs]
-    return (
-        fill([False] * len(found), e.inexact_ins, at(found, e.inexact_ins)),
-        all_carried(arrays),
-    )
+    found = [*of_consts, *all_carried(last), *found]
+    target = _ends(e, is_forward)[1]
+    return fill([False] * len(found), target, at(found, target)), all_carried(arrays)
 
 
 def _static_carry(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[Mask]:
@@ -384,8 +491,13 @@ def _static_carry(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[Mask
     n, m = scan.n_carry, scan.n_consts
 
     def before_a_step(carry):  # a mask that is known becomes one that is not, once
-        ins = masks_of_inputs(e.inner[0], None, [*carry, *outs[n:]])
+        ins = _through(e.inner[0], None, [*carry, *outs[n:]], is_forward=False)
         pairs = zip(carry, ins[m : m + n], strict=True)
         return [a if a is b else None for a, b in pairs]
 
     return fixed_point(before_a_step, list(outs[:n]))
+
+
+def static_mask(r: Range) -> bool | None:
+    """A forward mask as far as it is known without running anything."""
+    return False if not r.active else (None if r.mixed else True)

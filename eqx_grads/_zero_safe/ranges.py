@@ -25,6 +25,7 @@ class Range(NamedTuple):
     - `low`, `high`: bounds for the finite elements.
     - `finite`: whether all are.
     - `active`: whether some may depend on what is being differentiated.
+    - `mixed`: whether others may not.
 
     This is interval analysis: a range holds for all runs of an equation in a loop.
     """
@@ -33,6 +34,7 @@ class Range(NamedTuple):
     high: float = INF
     finite: bool = True
     active: bool = True
+    mixed: bool = False
 
     def join(self, other: "Range") -> "Range":
         return Range(
@@ -40,6 +42,7 @@ class Range(NamedTuple):
             max(self.high, other.high),
             self.finite and other.finite,
             self.active or other.active,
+            self.mixed or other.mixed or self.active != other.active,
         )
 
     def widened_to(self, other: "Range") -> "Range":
@@ -47,7 +50,7 @@ class Range(NamedTuple):
         both = self.join(other)
         low = self.low if both.low == self.low else -INF
         high = self.high if both.high == self.high else INF
-        return Range(low, high, both.finite, both.active)
+        return Range(low, high, both.finite, both.active, both.mixed)
 
 
 def inexact_indices(variables: Sequence[Any]) -> list[int]:
@@ -76,24 +79,37 @@ def range_of_constant(x: Any) -> Range:
 
 def _outputs(eqn: Any, ins: Sequence[Range], _) -> list[Range]:
     """The ranges of the outputs of an equation that is not entered."""
-    kind = kind_of(eqn)
-    if kind.identity:
+    if kind_of(eqn).identity:
         return list(ins)
-    active = kind.derivative != "zero" and _is_active(eqn, ins)
+    active, mixed = _dependence(eqn, ins)
     if isinstance(structure(eqn), While):
-        return [Range(finite=False, active=active)] * len(eqn.outvars)
-    return [r._replace(active=active) for r in _ranges_of_outputs(eqn, ins)]
-
-
-def _is_active(eqn: Any, ins: Sequence[Range]) -> bool:
-    return any(ins[i].active for i in inexact_indices(eqn.invars))
+        return [Range(finite=False, active=active, mixed=True)] * len(eqn.outvars)
+    outs = _ranges_of_outputs(eqn, ins)
+    return [r._replace(active=active, mixed=mixed) for r in outs]
 
 
 def _finish(eqn: Any, ins: Sequence[Range], outs: Sequence[Range]) -> Sequence[Range]:
-    is_active = _is_active(eqn, ins)
-    if is_active and not isinstance(structure(eqn), CallWithRule):
-        return outs
-    return [r._replace(active=is_active) for r in outs]
+    if not any(ins[i].active for i in inexact_indices(eqn.invars)):
+        return [r._replace(active=False) for r in outs]
+    if isinstance(structure(eqn), CallWithRule):  # which may multiply a tangent by zero
+        return [r._replace(active=True, mixed=True) for r in outs]
+    return outs
+
+
+def _dependence(eqn: Any, ins: Sequence[Range]) -> tuple[bool, bool]:
+    """Whether the outputs are `active`, and whether they are `mixed`."""
+    kind, case = kind_of(eqn), decided_case(eqn, ins)
+    if case is not None:
+        return ins[case].active, ins[case].mixed
+    moving = [ins[i] for i in inexact_indices(eqn.invars)]
+    if kind.derivative == "zero" or not any(r.active for r in moving):
+        return False, False
+    any_mixed = any(r.mixed for r in moving)
+    if kind.linear != "each" and (kind.selects or kind.bounds == "operands"):
+        return True, any_mixed or not all(r.active for r in moving)
+    if any(r.active and not r.mixed for r in moving):
+        return True, any_mixed and not kind.elementwise and kind.linear != "each"
+    return True, True
 
 
 def decided_case(eqn: Any, ins: Sequence[Range]) -> int | None:
@@ -130,12 +146,18 @@ def _is_singular(eqn, ins: Sequence[Range]) -> bool:
             return not (y.low >= small or y.high <= -small)
         case "exp" | "exp2" | "expm1":
             return not x.high <= large
+        case "sinh" | "cosh":
+            return not (x.high <= large and x.low >= -large)
         case "integer_pow":
             return eqn.params["y"] < 0 and not (x.low >= small or x.high <= -small)
         case "pow":
             is_integer = y.low == y.high and float(y.low).is_integer() and y.low >= 0
             bounded = x.high < INF and y.low > -INF and y.high < INF
             return y.active or not (is_integer or (x.low >= small and bounded))
+        case "asin" | "acos" | "atanh" | "erf_inv":
+            return not (x.low >= near_one - 1 and x.high <= 1 - near_one)
+        case "acosh":
+            return not x.low >= 1 + 2 * near_one
     return True
 
 

@@ -8,7 +8,7 @@ it is computed before; the derivative of the result is one that JAX knows.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -21,7 +21,17 @@ from .._jaxprs.structure import Cond, Scan
 from .._jaxprs.varying import cast_to
 from .._rules.replace_gradient import replace_gradient
 from .analysis import Analysis, AnalyzedEquation
-from .masks import backward, dense, Mask, masks_of_scan, raw_outputs, read, transfer
+from .masks import (
+    backward,
+    both,
+    dense,
+    forward,
+    Mask,
+    masks_of_scan,
+    raw_outputs,
+    read,
+    transfer,
+)
 
 
 def _guarded(analysis: Analysis, outs: Sequence[bool | None]) -> set[int]:
@@ -32,7 +42,8 @@ def _guarded(analysis: Analysis, outs: Sequence[bool | None]) -> set[int]:
     def is_guarded(e: AnalyzedEquation) -> bool:
         alive = [known.get(v, False) for v in e.eqn.outvars]
         if not e.is_entered:
-            return e.is_risky and any(alive[i] is not True for i in e.inexact_outs)
+            is_dead = any(alive[i] is not True for i in e.inexact_outs)
+            return e.is_risky and (e.is_mixed or is_dead)
         n = 0
         if isinstance(e.known, Scan):  # the step after uses the carry
             n = e.known.n_carry
@@ -64,10 +75,14 @@ def _selects_by_product(eqn: Any) -> bool:
 
 
 def evaluate_zero_safe(
-    analysis: Analysis, values: Sequence[Any], outs: Sequence[Mask]
+    analysis: Analysis, values: Sequence[Any], moved: Sequence[Mask], outs: Sequence[Mask]
 ) -> list[Any]:
     """The outputs of a program, or of a part of one, which may have a derivative that is not
-    finite. `outs`: from which elements of the outputs a taken path leads to the result."""
+    finite.
+
+    - `moved`: which elements of the inputs depend on what is being differentiated.
+    - `outs`: from which elements of the outputs a taken path leads to the result.
+    """
     guarded = _guarded(analysis, [m if isinstance(m, bool) else None for m in outs])
     touched = _touched(analysis.eqns, guarded)
     program = analysis.program
@@ -84,53 +99,62 @@ def evaluate_zero_safe(
         raw.update(zip(e.eqn.outvars, out, strict=True))
     if not touched:
         return read(env, program.jaxpr.outvars)
-    alive: dict[int, _Alive] = {}
+    from_inputs = forward(analysis, raw, moved)
+    masks: dict[int, _Masks] = {}
 
     def visit(e, ins, given):
         if id(e.eqn) in guarded:
-            alive[id(e.eqn)] = ins, given
+            ends = [read(from_inputs, vs, False) for vs in (e.eqn.invars, e.eqn.outvars)]
+            masks[id(e.eqn)] = _Masks(ins, given, *ends)
 
     affected = [e for e in analysis.eqns if id(e.eqn) in touched]
     backward(analysis, raw, outs, affected, visit)
     for e in affected:
-        out = _run(e, read(env, e.eqn.invars), alive.get(id(e.eqn)))
+        out = _run(e, read(env, e.eqn.invars), masks.get(id(e.eqn)))
         env.update(zip(e.eqn.outvars, out, strict=True))
     return read(env, program.jaxpr.outvars)
 
 
-# From which elements of operands and outputs a taken path leads to the result.
-_Alive = tuple[Sequence[Mask], Sequence[Mask]]
+class _Masks(NamedTuple):
+    """From which elements of operands and outputs a taken path leads to the result, and which
+    depend on the inputs."""
+
+    alive_ins: Sequence[Mask]
+    alive_outs: Sequence[Mask]
+    moved_ins: Sequence[Mask]
+    moved_outs: Sequence[Mask]
 
 
-def _run(e: AnalyzedEquation, values, alive: _Alive | None = None) -> list[Any]:
+def _run(e: AnalyzedEquation, values, masks: _Masks | None = None) -> list[Any]:
     """An equation, with guards if it has masks."""
     eqn, kind = e.eqn, kind_of(e.eqn)
     with equation_context(eqn):
-        if alive is not None:
-            ins, outs = alive
+        if masks is not None:
             if e.is_entered:
-                return _enter(e, values, outs)
-            values, ins = _broadcast(e, values, ins, outs)
-            values = _guard(values, ins)
+                return _enter(e, values, masks)
+            values, masks = _broadcast(e, values, masks)
+            values = _guard(values, masks.alive_ins, masks.moved_ins)
             out = bind(eqn, values)
             if kind.linear == "each" and not kind.elementwise:
-                out = [_without_dead_factors(eqn, values, out[0], ins)]
-            return _guard(out, outs)
+                out = [_without_dead_factors(eqn, values, out[0], masks.alive_ins)]
+            return _guard(out, masks.alive_outs, masks.moved_outs)
         if _selects_by_product(eqn):
             out = bind(eqn, values)
-            values = _guard(values, transfer(e, values, out, [True] * len(out)))
+            taken = transfer(e, values, out, [True] * len(out), is_forward=False)
+            values = _guard(values, taken, [True] * len(values))
         return bind(eqn, values)
 
 
-def _broadcast(e: AnalyzedEquation, values, ins, outs) -> tuple[list[Any], Sequence[Mask]]:
-    """The operands, and their masks. The operands of an elementwise operation get the shape of
-    the result. One that it broadcasts itself, such as a scalar, gets a cotangent that is a sum
-    over elements of the result, of which some may be dead."""
+def _broadcast(e: AnalyzedEquation, values, masks: _Masks) -> tuple[list[Any], _Masks]:
+    """The operands of an elementwise operation with the shape of the result. One that it
+    broadcasts itself, such as a scalar, gets a cotangent that is a sum over elements of the
+    result, of which some may be dead."""
     out = e.eqn.outvars[0].aval
     if not kind_of(e.eqn).elementwise or all(jnp.shape(x) == out.shape for x in values):
-        return list(values), ins
+        return list(values), masks
     values = [cast_to(jnp.broadcast_to(x, out.shape), out) for x in values]
-    return values, transfer(e, values, (), outs)
+    alive = transfer(e, values, (), masks.alive_outs, is_forward=False)
+    return values, masks._replace(alive_ins=alive)
 
 
 def _without_dead_factors(eqn, values, out, alive) -> Any:
@@ -143,8 +167,8 @@ def _without_dead_factors(eqn, values, out, alive) -> Any:
     return replace_gradient(out, bind(eqn, finite)[0])
 
 
-def _guard(values: Sequence[Any], alive: Sequence[Mask]) -> list[Any]:
-    return list(map(_guard_one, values, alive))
+def _guard(values: Sequence[Any], alive: Sequence[Mask], moved: Sequence[Mask]) -> list[Any]:
+    return [_guard_one(x, both(a, m)) for x, a, m in zip(values, alive, moved, strict=True)]
 
 
 def _guard_one(x: Any, mask: Mask) -> Any:
@@ -156,24 +180,32 @@ def _guard_one(x: Any, mask: Mask) -> Any:
     return jax.lax.select(dense(mask, jnp.shape(x)), jnp.asarray(x), jnp.asarray(constant))
 
 
-def _enter(e: AnalyzedEquation, values, outs: Sequence[Mask]) -> list[Any]:
+def _enter(e: AnalyzedEquation, values, masks: _Masks) -> list[Any]:
     """An equation with transformed inner programs, where a step or a branch has its own
     masks."""
-    outs = list(outs)
-    of_programs = [outs]
+    moved, outs = list(masks.moved_ins), list(masks.alive_outs)
+    fixed: Sequence[Mask] = ()
+    of_programs = [(moved, outs)]
     match e.known:
         case Scan() as scan:
-            outs[: scan.n_carry] = masks_of_scan(e, values, outs)[1]
+            n, m = scan.n_consts, scan.n_consts + scan.n_carry
+            moved[n:m] = masks_of_scan(e, values, moved, is_forward=True)[1]
+            outs[: scan.n_carry] = masks_of_scan(e, values, outs, is_forward=False)[1]
+            # Constants have no axis of time. Each step would get a slice.
+            fixed, moved[:n] = moved[:n], [False] * n
         case Cond():
-            full = list(map(dense, outs, [v.aval.shape for v in e.eqn.outvars]))
+            shapes = [v.aval.shape for v in e.eqn.outvars]
+            full = list(map(dense, outs, shapes))
             of_branch = lambda i: [(values[0] == i) & mask for mask in full]
-            of_programs = list(map(of_branch, range(len(e.inner))))
+            of_programs = [(moved[1:], of_branch(i)) for i in range(len(e.inner))]
     # Booleans stay what they are, and arrays pass through the equation.
     arrays, known = zip(*(eqx.partition(x, eqx.is_array) for x in of_programs), strict=True)
     inner = {id(a.program.jaxpr): (a, k) for a, k in zip(e.inner, known, strict=True)}
 
     def run(program, values, arrays):
         analysis, known = inner[id(program.jaxpr)]
-        return evaluate_zero_safe(analysis, values, eqx.combine(arrays, known))
+        moved, outs = eqx.combine(arrays, known)
+        moved[: len(fixed)] = fixed
+        return evaluate_zero_safe(analysis, values, moved, outs)
 
     return list(enter(e.eqn, values, run, arrays))

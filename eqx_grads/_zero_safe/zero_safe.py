@@ -13,7 +13,7 @@ from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import evaluate
 from .._rules.tree_split import AbstractTransformed, call_on_arrays
 from .analysis import Analysis, analyze
-from .ranges import Range
+from .ranges import is_inexact, Range
 from .transform import evaluate_zero_safe
 from .zero_wins import evaluate_zero_wins
 
@@ -77,9 +77,6 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     times an infinite derivative, is NaN: for example in `sqrt(x)**2` and `arctan2(x, x)` at 0.
     At the boundary of a mask, you get the derivative of the branch that is taken there. For
     `where(x == 0, 0, x**2 / x)` at 0 it is 0, as with two `where` calls, though the slope is 1.
-
-    In forward mode, a constant has a tangent of zero, which stays NaN where the derivative is
-    infinite: `sqrt(where(x > 0, x, 0))`. Select the result as well, or use reverse mode.
 
     [`eqx_grads.explain_nan`][] of a `zero_safe` loss says what was dropped. `jax.debug_nans`
     still stops at it: the product of zero and infinity is computed before it is dropped.
@@ -164,7 +161,8 @@ def zero_safe_program(program: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxp
         return program
 
     def run(*values):
-        return evaluate_zero_safe(analysis, values, [True] * len(program.out_avals))
+        outs = [True] * len(program.out_avals)
+        return evaluate_zero_safe(analysis, values, list(map(is_inexact, values)), outs)
 
     # The parts of a mask are computed where the mask is used, and nowhere else.
     return without_unused(jax.make_jaxpr(run)(*values))

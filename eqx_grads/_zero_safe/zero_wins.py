@@ -15,8 +15,8 @@ from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.operands import fill
 from .._jaxprs.primitives import kind_of
 from .._rules.linear_primitive import linear_call, LinearMap
-from .analysis import Analysis, AnalyzedEquation
-from .ranges import inexact_indices
+from .analysis import Analysis, analyze, AnalyzedEquation
+from .ranges import inexact_indices, Range
 
 
 def evaluate_zero_wins(analysis: Analysis, values: Sequence[Any]) -> list[Any]:
@@ -81,15 +81,29 @@ def _term(eqn, values, i, tangent, shape):
 
 
 def _factor(eqn, values, i, unit):
-    """The derivative with respect to operand `i` along `unit`, elementwise."""
-    of_operand = lambda x: bind(eqn, fill(values, [i], [x]))[0]
-    return jax.jvp(of_operand, [values[i]], [jnp.full_like(values[i], unit)])[1]
+    """The derivative with respect to operand `i` along `unit`, elementwise. It has the
+    derivative of this policy as well."""
+
+    def derivative(*values):
+        of_operand = lambda x: bind(eqn, fill(values, [i], [x]))[0]
+        return jax.jvp(of_operand, [values[i]], [jnp.full_like(values[i], unit)])[1]
+
+    program = jax.make_jaxpr(derivative)(*values)
+    (out,) = evaluate_zero_wins(analyze(program, [Range()] * len(values)), values)
+    return out
 
 
+@jax.custom_jvp
 def _product(factor: Any, tangent: Any) -> Any:
     """The product of two numbers that is zero if one of them is."""
     is_zero, product = (factor == 0) | (tangent == 0), factor * tangent
     return jax.lax.select(is_zero, jnp.zeros_like(product), product)
+
+
+@_product.defjvp
+def _product_jvp(primals, tangents):
+    one, other = map(_linear_product, primals, tangents[::-1])
+    return _product(*primals), one + other
 
 
 def _linear_product(factor, tangent):
