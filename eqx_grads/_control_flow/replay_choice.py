@@ -95,6 +95,7 @@ def _is_other_key(v: Any) -> bool:
 
 
 _ROWS = 20
+_USES_OF_A_WEIGHT = 2  # in a step
 _SLOW_IN_A_CHUNK = ("conv_general_dilated", "gather", "dynamic_slice")
 _COPIES_IN_CHUNK = 3  # of the residuals, while a chunk is replayed: 2 to 4 for the cells there
 
@@ -133,6 +134,15 @@ def why_not_better(body: TracedBody, vjp: ClosedJaxpr, steps: int) -> str | None
     if flops > 0 and rows <= _ROWS:
         return None
     return "it is estimated to be as fast"
+
+
+def why_not_for_gradients(body: TracedBody, perturbed: Sequence[bool]) -> str | None:
+    """Why plain scan is better if only these `consts` are differentiated."""
+    flops, rows = _products(body.program)
+    weights = sum(t.size for t, p in zip(body.const_types, perturbed, strict=True) if p)
+    if on_cpu() and flops > 2 * weights * min(_ROWS, _USES_OF_A_WEIGHT * rows):
+        return "many weights have no gradient"
+    return None
 
 
 def replay_chunk(body: TracedBody, steps: int) -> int:

@@ -18,7 +18,15 @@ from .chunked_scan import near_divisor
 from .replay import Replayed
 from .replay_choice import log_choice
 from .replay_split import cannot_replay
-from .scan_backward import AbstractMethod, Checkpointed, cut_loop, Loop, Online, Plain
+from .scan_backward import (
+    AbstractMethod,
+    Checkpointed,
+    cut_loop,
+    Loop,
+    Online,
+    Plain,
+    with_wide_sums,
+)
 from .scan_body import ScanBody
 from .visible_steps import steps_are_visible
 
@@ -116,10 +124,11 @@ def filter_scan(
 
     `"auto"` is `"replay"` where that is possible, needs less memory than `None`, and is likely
     to be faster. If JAX's default backend is not a CPU, this is always likely. On a CPU, it is
-    likely if the matrix products of a step multiply each weight with at most 20 rows (of the
-    batch). It is not likely in a step with a convolution or a look-up. A step with branches or
-    a `jax.checkpoint` is never replayed. The logger `"eqx_grads"` reports the choice at the
-    level `DEBUG`, when the scan is traced.
+    likely if each weight has a gradient, and the matrix products of a step multiply it with at
+    most 20 rows (of the batch). It is not likely in a step with a convolution or a look-up. A
+    step with branches or a `jax.checkpoint` is never replayed. The logger `"eqx_grads"`
+    reports the choice at the level `DEBUG`, when the scan is traced. It does so again when the
+    derivative is traced, if weights without a gradient change the choice.
 
     $T c / k + k r$ is smallest at $k = \sqrt{T c / r}$, which [`eqx_grads.explain_memory`][]
     finds. The compiled program needs some more memory, so differences of a few percent
@@ -257,6 +266,7 @@ def _choose(
     if loop.steps == 0 or is_jit_disabled():
         return plain, loop
     has_windows = window is not None and loop.why_not_again is None
+    loop = with_wide_sums(loop) if has_windows else loop
     part = dataclasses.replace(loop, steps=window) if has_windows else loop
     if isinstance(method, Replayed) and (reason := method.unsupported(part)) is not None:
         if not method.only_if_better:

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.dependence import consts_as_inputs
 from .._jaxprs.symbolic_sizes import as_length, is_symbolic
-from .._tangent_spaces import as_array_list, is_differentiable
+from .._tangent_spaces import as_array_list, is_differentiable, sum_dtype
 from .chunked_scan import scan_in_chunks
 from .replay_choice import why_not_recomputed
 from .traced_body import trace_body, TracedBody
@@ -150,6 +150,18 @@ def cut_loop(loop: Loop, window: int) -> Loop:
         return loop.body([_cut_where(cut, c) for c in carry], x)
 
     return dataclasses.replace(loop, body=body, xs=[loop.step_index, *loop.xs])
+
+
+def with_wide_sums(loop: Loop) -> Loop:
+    """The loop, where the cotangents of all that it closes over are summed in single precision,
+    also those of half precision."""
+    step, consts, init = loop.traced
+    wide = [c.astype(sum_dtype(c.dtype)) if is_differentiable(c) else c for c in consts]
+    if all(w.dtype == c.dtype for w, c in zip(wide, consts, strict=True)):
+        return loop
+    dtypes = [c.dtype for c in consts]
+    narrow = lambda: [w.astype(d) for w, d in zip(wide, dtypes, strict=True)]
+    return dataclasses.replace(loop, body=lambda *args: step(narrow(), *args), init=init)
 
 
 def _cut_where(cut, carry):
