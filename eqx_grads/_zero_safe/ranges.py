@@ -200,7 +200,7 @@ def _rounded(bound: float, dtype: Any) -> float:
 
 def _is_finite(eqn, ins: Sequence[Range]) -> bool:
     """Whether the values at finite operands are finite."""
-    if _may_fill(eqn):
+    if _may_fill(eqn, ins):
         return False
     if eqn.primitive.name == "sqrt":  # NaN for negative numbers
         return ins[0].low >= 0
@@ -211,23 +211,32 @@ def _is_finite(eqn, ins: Sequence[Range]) -> bool:
 
 
 def _truth(eqn, ins: Sequence[Range]) -> Range:
-    """The range of a comparison, if its result is known. Of nothing else that is no number with
-    a derivative: integers may wrap around."""
+    """The range of a comparison, if its result is known, and of integers that are moved. Others
+    may wrap around."""
     if eqn.primitive.name in ("gt", "ge", "lt", "le") and all(r.finite for r in ins):
         x, y = ins if eqn.primitive.name in ("gt", "ge") else ins[::-1]
-        if x.low > y.high or x.high < y.low:
-            return Range(*[float(x.low > y.high)] * 2)
-    return Range()
+        is_strict = eqn.primitive.name in ("gt", "lt")
+        if x.low > y.high or (x.low == y.high and not is_strict):
+            return Range(1.0, 1.0)
+        if x.high < y.low or (x.high == y.low and is_strict):
+            return Range(0.0, 0.0)
+    is_moved = kind_of(eqn).bounds == "operand" and eqn.primitive.name != "convert_element_type"
+    return Range(*_bounds(eqn, ins, ins)) if is_moved else Range()
 
 
-def _may_fill(eqn) -> bool:
-    """Whether a `gather` returns NaN, usually, for an index that is out of bounds."""
-    return eqn.params.get("mode") == jax.lax.GatherScatterMode.FILL_OR_DROP
+def _may_fill(eqn, ins: Sequence[Range]) -> bool:
+    """Whether a `gather` returns NaN, usually, for an index that may be out of bounds."""
+    mode = jax.lax.GatherScatterMode.FILL_OR_DROP
+    if eqn.primitive.name != "gather" or eqn.params["mode"] != mode:
+        return False
+    axes = eqn.params["dimension_numbers"].start_index_map
+    shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
+    return ins[1].low < 0 or any(ins[1].high > shape[i] - sizes[i] for i in axes)
 
 
 def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, float]:
     name = eqn.primitive.name
-    if not moving or _is_complex(eqn.outvars[0]) or _may_fill(eqn):
+    if not moving or _is_complex(eqn.outvars[0]) or _may_fill(eqn, ins):
         return -INF, INF
     x, y = moving[0], moving[-1]
     match name:
