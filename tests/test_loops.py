@@ -290,6 +290,19 @@ def test_carry_gradient(options):
         assert_close(gradient(tanh_step, carry_gradient=fn, **options), want)
 
 
+@pytest.mark.parametrize("checkpoint", [None, 4, "replay"])
+def test_windows_sum_half_precision_in_single_precision(checkpoint):
+    """One large term, and many that half precision would drop."""
+
+    def loss(w):
+        step = lambda h, x: (h, w * x)
+        xs = jnp.ones(2048, w.dtype).at[-1].set(4096.0)
+        options = {"truncate": 8, "checkpoint": checkpoint}
+        return jnp.sum(eqg.filter_scan(step, w, xs, **options)[1].astype(jnp.float32))
+
+    assert float(jax.grad(loss)(jnp.bfloat16(1.0))) == jnp.bfloat16(2047.0 + 4096.0)
+
+
 # ---------------------------------------------------------------- branches and checkpoints
 
 
