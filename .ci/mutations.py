@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 
 # Texts and pictures, what is for other versions of JAX, and which of two ways is faster.
-_NOT_MUTATED = re.compile(r"/(__init__|plot|progress|show_bytes|versions|replay_cost)\.py$")
+_NOT_MUTATED = re.compile(r"/(__init__|plot|progress|show_bytes|versions|replay_choice)\.py$")
 _TEXTS = re.compile(r"__repr__|__str__|message|_text|describe|phrase|warn")
 _CACHE = re.compile(r"cache|digest|__eq__|__hash__|^key|return key|(\.|def )_?key\(", re.I)
 _CHECK = re.compile(r"^_?(check|require|refuse|reject|validate)")

@@ -1,7 +1,7 @@
 """Scan carries: split into arrays and static leaves, and checked for a fixed type."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,34 +59,13 @@ def as_array_if_varying(x: Any) -> Any:
     return jnp.asarray(x) if is_arraylike(x) and not isinstance(x, bool | int) else x
 
 
-T = TypeVar("T")
-
-
-def settle_integers(
-    make: Callable[[frozenset[int]], T], that_vary: Callable[[T], frozenset[int]]
-) -> T:
-    """`make(becomes_array)` for the Python integers of a carry that vary. A step may show some
-    of them only where others are arrays."""
-    becomes_array: frozenset[int] = frozenset()
-    while True:
-        made = make(becomes_array)
-        more = that_vary(made)
-        if not more:
-            return made
-        becomes_array |= more
-
-
 class Carry:
     """The structure of a carry, without its arrays: the static leaves, and the indices of the
-    leaves that are arrays.
+    leaves that are arrays."""
 
-    `becomes_array` are the indices of the Python integers that vary from step to step.
-    """
-
-    def __init__(self, init: Any, becomes_array: frozenset[int]):
+    def __init__(self, init: Any):
         leaves, treedef = jax.tree.flatten(init)
-        varies = lambda i, x: is_sliced(x) or is_dynamic(x) or i in becomes_array
-        indices = [i for i, x in enumerate(leaves) if varies(i, x)]
+        indices = [i for i, x in enumerate(leaves) if is_sliced(x) or is_dynamic(x)]
         static = fill(leaves, indices, [None] * len(indices))
         self._split = TreeSplit(treedef, indices, static)
         # The integers that a step changes, while it is traced to find them.
@@ -97,22 +76,26 @@ class Carry:
         leaves = jax.tree.leaves(init)
         return as_array_list(leaves[i] for i in self._split.indices)
 
-    def integers_that_vary(self, step: Callable[..., Any], *args: Any) -> frozenset[int]:
-        """The indices of the Python integers that a step changes: they have to be arrays from
-        the start.
+    @staticmethod
+    def settled(init: Any, step_of: Callable[..., Any]) -> "tuple[Carry, Any]":
+        """The carry, and `init` with an array for each Python integer that a step changes.
 
-        A step is traced to find them, or run if there is no `jit`, where it may depend on
-        values. No exception may end that trace: JAX would keep its tracers, if it closes over
-        a tracer, for as long as the process lives.
+        `step_of(carry, init)` returns a step and its arguments. The step is traced to find the
+        integers, or run if there is no `jit`, where it may depend on values. It may show some
+        of them only where others are arrays. No exception may end that trace: JAX would keep
+        its tracers, if it closes over a tracer, for as long as the process lives.
         """
-        if not any(isinstance(x, bool | int) for x in self._split.static):
-            return frozenset()
-        self._varying = set()
-        try:
+        carry = Carry(init)
+        if any(isinstance(x, bool | int) for x in carry._split.static):
+            varying = carry._varying = set()
+            step, *args = step_of(carry, init)
             step(*args) if is_jit_disabled() else jax.make_jaxpr(step)(*args)
-            return frozenset(self._varying)
-        finally:
-            self._varying = None
+            carry._varying = None
+            if varying:
+                leaves, treedef = jax.tree.flatten(init)
+                leaves = fill(leaves, varying, [jnp.asarray(leaves[i]) for i in varying])
+                return Carry.settled(treedef.unflatten(leaves), step_of)
+        return carry, init
 
     def paths(self) -> list[str]:
         """Where each array is, as the user would write it."""
@@ -142,7 +125,7 @@ class Carry:
 
         dynamic = set(old.indices)
         for i, (before, after) in enumerate(zip(old.static, leaves, strict=True)):
-            if i in dynamic or same_static(before, after):
+            if i in dynamic or is_equal(before, after):
                 continue
             can_vary = isinstance(before, bool | int) and is_number(after)
             if not can_vary or self._varying is None:
@@ -162,8 +145,8 @@ class Carry:
 
 
 _STATIC = (
-    "A leaf that is not an array is static: it must not change. Store a value that varies as "
-    "an array, or choose with `jax.lax.cond`."
+    "A leaf that is not an array is static: it must not change, and a function is one object. "
+    "Store a value that varies as an array, or choose with `jax.lax.cond`."
 )
 
 
@@ -182,28 +165,3 @@ def _advice(before, after) -> str:
             f"{before.dtype}."
         )
     return f"Give `init` the shape {after.shape}, or return the shape {before.shape}."
-
-
-def same_static(a: Any, b: Any) -> bool:
-    """Whether two static leaves are the same.
-
-    Two functions are, if they were made by the same line of code, and their closures and
-    default values hold the same values.
-    """
-    code = getattr(a, "__code__", None)
-    if a is not b and code is not None and code == getattr(b, "__code__", None):
-        held_by_a, held_by_b = _held_by(a), _held_by(b)
-        return len(held_by_a) == len(held_by_b) and all(map(is_equal, held_by_a, held_by_b))
-    return is_equal(a, b)
-
-
-def _held_by(fn: Any) -> list[Any]:
-    """The values that a function closes over, and its default values."""
-    held = []
-    for cell in fn.__closure__ or ():
-        try:
-            held.append(cell.cell_contents)
-        except ValueError:  # a name that is not bound yet: the same only if the cell is
-            held.append(cell)
-    keywords = fn.__kwdefaults__ or {}
-    return [*held, *(fn.__defaults__ or ()), *(keywords[name] for name in sorted(keywords))]

@@ -11,9 +11,9 @@ from .._errors import check_function, name_of, place_of, rule_error, type_of
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.operands import at
 from .._jaxprs.varying import is_in_shard_map, vary_alike
-from .._rules.tree_split import OutputSpec
+from .._rules.tree_split import is_equal, OutputSpec
 from .._tangent_spaces import holds_numbers, shape_of
-from .carry import is_number, same_static
+from .carry import is_number
 
 
 def filter_cond(
@@ -56,8 +56,7 @@ def filter_cond(
 
     The output of the chosen branch. Arrays, floats and complex numbers may differ between the
     branches. Python integers and booleans may differ too, and then become arrays. All other
-    leaves (activation functions, strings, ...) must be the same. Two functions are the same if
-    they were made by the same code and close over the same values.
+    leaves (activation functions, strings, ...) must be equal.
 
     **Derivative:**
 
@@ -104,7 +103,7 @@ def _run(true_fun, false_fun, pred, operands):
     _, spec, numbers = branches[0]
     for i, number in enumerate(numbers):
         # A Python number that both branches return does not become an array.
-        if number is not None and all(same_static(number, b[2][i]) for b in branches):
+        if number is not None and all(is_equal(number, b[2][i]) for b in branches):
             arrays[i] = number
     return spec.tree(arrays)
 
@@ -122,7 +121,7 @@ def _check_predicate(pred: Any) -> None:
 def _check_alike(one, other) -> None:
     (f, out_f, _), (g, out_g, _) = one, other
     text = f"`{name_of(f)}` returns {{}}, and `{name_of(g)}` {{}}"
-    where = out_f.unlike(out_g, text, same_static)
+    where = out_f.unlike(out_g, text, is_equal)
     if where:
         raise rule_error(
             "The branches of `filter_cond` return different things.",

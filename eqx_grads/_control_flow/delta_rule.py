@@ -4,16 +4,16 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike, Integer
 
-from .._errors import bad_argument, check_flags, rule_error, type_of
+from .._errors import check_flags, rule_error, type_of
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic
 from .._rules.custom_vjp import custom_vjp
+from .._rules.float_args import as_count
 from .._tangent_spaces import promote
 from .accelerators import steps_of_delta_rule
-from .over_time import as_arrays, as_known, is_integer, zero_padding
+from .over_time import as_arrays, zero_padding
 
 
 def gated_delta_rule(
@@ -187,12 +187,11 @@ def _shape(q, k, v, beta, decay, state):
 
 
 def _chunk_of(chunk, steps):
-    known = steps_of_delta_rule() if chunk is None else as_known(chunk)
-    if chunk is not None and not (np.shape(known) == () and is_integer(known) and known > 0):
-        do = "Give a number of steps that is known while tracing, or `None`."
-        raise bad_argument("gated_delta_rule", "chunk", "a positive integer", chunk, do)
+    if chunk is None:
+        chunk = steps_of_delta_rule()
+    chunk = as_count("gated_delta_rule", "chunk", chunk)
     # Nothing but one is known to divide a symbolic number of steps.
-    return 1 if is_symbolic(steps) else max(1, min(int(known), steps))
+    return 1 if is_symbolic(steps) else max(1, min(chunk, steps))
 
 
 def _to_chunks(x, chunk, n_features):

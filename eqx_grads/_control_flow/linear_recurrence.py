@@ -103,8 +103,12 @@ def _fit(a, b, h0):
     dtype = promote([a, b, first])
     if not jnp.issubdtype(dtype, jnp.inexact):
         dtype = promote([dtype, jnp.float32])
-    shape = _common_shape(a.shape, b.shape)
-    if not shape or _common_shape(first.shape, shape[1:]) != shape[1:]:
+    try:
+        shape = jnp.broadcast_shapes(a.shape, b.shape)
+        fits = shape and jnp.broadcast_shapes(first.shape, shape[1:]) == shape[1:]
+    except ValueError:
+        shape, fits = (), False
+    if not fits:
         raise rule_error(
             "The arguments of `linear_recurrence` do not fit together.",
             f"`a` is {type_of(a)}, `b` is {type_of(b)}, `h0` is "
@@ -116,13 +120,6 @@ def _fit(a, b, h0):
     a = a.reshape((1,) * (len(shape) - a.ndim) + a.shape)
     b = jnp.broadcast_to(b.astype(dtype), shape)
     return _sharded_alike(a, b, jnp.broadcast_to(first.astype(dtype), shape[1:]))
-
-
-def _common_shape(*shapes):
-    try:
-        return jnp.broadcast_shapes(*shapes)
-    except ValueError:
-        return None
 
 
 def _sharded_alike(a, b, h0):
@@ -148,10 +145,14 @@ def _recurrence(a, b, s, *, reverse, in_chunks):
 def _run(a, b, s, reverse, in_chunks):
     if in_chunks:
         return _in_chunks(a, b, s, reverse)
-    step = lambda s, x: 2 * (x[0] * s + x[1],)
+    return _scan(lambda s, a_t, b_t: 2 * (a_t * s + b_t,), s, a, b, reverse)
+
+
+def _scan(step, init, a, b, reverse):
+    """The outputs of all steps. `a` may be the same for all of them."""
     if a.shape[0] == b.shape[0]:
-        return jax.lax.scan(step, s, (a, b), reverse=reverse)[1]
-    return jax.lax.scan(lambda s, b_t: step(s, (a[0], b_t)), s, b, reverse=reverse)[1]
+        return jax.lax.scan(lambda s, x: step(s, *x), init, (a, b), reverse=reverse)[1]
+    return jax.lax.scan(lambda s, b_t: step(s, a[0], b_t), init, b, reverse=reverse)[1]
 
 
 def _in_chunks(a, b, s, reverse):
@@ -217,22 +218,11 @@ def _recurrence_bwd(residuals, ct, *, reverse, in_chunks, perturbed):
         later = a if a.shape[0] == 1 else shift_in(a, jnp.ones_like(a[0]), reverse=not reverse)
         g = _recurrence(later, ct, zero, reverse=not reverse, in_chunks=True)
     else:
-        g = _adjoint_by_scan(a, ct, zero, not reverse)
+        # The carry is multiplied as it leaves a step, so that `a` need not be shifted.
+        step = lambda through, a_t, ct_t: (a_t * (ct_t + through), ct_t + through)
+        g = _scan(step, zero, a, ct, not reverse)
     ct_a = _sum_to(g * shift_in(out, s, reverse=reverse), a.shape)
     return ct_a, g, a[first] * g[first]
-
-
-def _adjoint_by_scan(a, ct, zero, reverse):
-    """All `g`. The carry is multiplied as it leaves a step, so that `a` need not be shifted."""
-
-    def step(through, x):
-        a_t, ct_t = x
-        g = ct_t + through
-        return a_t * g, g
-
-    if a.shape[0] == ct.shape[0]:
-        return jax.lax.scan(step, zero, (a, ct), reverse=reverse)[1]
-    return jax.lax.scan(lambda c, ct_t: step(c, (a[0], ct_t)), zero, ct, reverse=reverse)[1]
 
 
 def _pull_back_with_sums(a, s, out, ct, reverse, wants_b):

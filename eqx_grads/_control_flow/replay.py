@@ -8,7 +8,6 @@ of many small ones. Only the cotangent of the carry is computed step by step
 
 import dataclasses
 import functools as ft
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -22,29 +21,29 @@ from .._rules.custom_vjp import custom_vjp
 from .._rules.rule import try_to_trace
 from .._tangent_spaces import as_array_list, is_differentiable, sum_dtype
 from .chunked_scan import chunk_init, scan_in_chunks, shift_in
-from .replay_cost import log_choice, replay_chunk, why_never_better, why_not_better
+from .replay_choice import (
+    log_choice,
+    replay_chunk,
+    why_never_better,
+    why_not_better,
+    why_not_for_gradients,
+    why_not_recomputed,
+    why_not_vectorized,
+)
 from .replay_split import cannot_replay, SplitVjp
 from .scan_backward import AbstractMethod, Loop
 from .traced_body import TracedBody
-from .vectorize import why_not_batched, why_not_recomputed, why_not_vectorized
-
-
-# In the name stack of a scan for which `"auto"` chose plain scan. Nothing else in the program
-# of a derivative tells.
-PLAIN = "eqg_plain_scan"
 
 
 @dataclasses.dataclass(frozen=True)
 class Replayed(AbstractMethod):
-    """Save all carries and nothing else, and recompute many steps at once.
-
-    If `only_if_better`, what is saved is decided when the scan is differentiated, and is that
-    of `Plain` where this is estimated to be faster, or to need less memory.
-    """
+    """Save all carries and nothing else, and recompute many steps at once. If
+    `only_if_better`: where this is estimated to be faster, or to need less memory."""
 
     only_if_better: bool = False
 
     def unsupported(self, loop: Loop) -> str | None:
+        """Why the loop can't be replayed, or is not; `None` if it is."""
         reason = loop.why_not_again
         if reason is not None:
             return reason
@@ -53,11 +52,13 @@ class Replayed(AbstractMethod):
         reason = why_not_vectorized(loop.program[0])
         if reason is not None:
             return f"a step {reason}"
-        # A call with a rule would cost forward mode more than the plain scan.
-        return why_never_better(loop.traced[0]) if self.only_if_better else None
+        return _why_plain(loop.traced[0], loop.steps) if self.only_if_better else None
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         body, consts, init = loop.traced
+        if self.only_if_better:
+            choice = f"a replay, of {replay_chunk(body, loop.steps)} steps at once"
+            log_choice(loop.steps, body.carry_types, choice)
         how = _Replay(body, loop.reverse, self.only_if_better)
         return replayed_scan(consts, init, loop.xs, loop.step_index, how=how)
 
@@ -79,16 +80,18 @@ def _why_not_replayed(vjp: ClosedJaxpr) -> str | None:
     return why_not_recomputed(vjp.effects, mesh_axes=True) or why_not_vectorized(vjp)
 
 
-def _why_plain(body: TracedBody, steps: int, perturbed_consts: Sequence[bool]) -> str | None:
-    """Why `"auto"` does not replay a scan that is differentiated, in a batch of known size."""
+def _why_plain(body: TracedBody, steps: int) -> str | None:
+    """Why `"auto"` does not replay a scan of a batch of known size."""
+    reason = why_never_better(body)
+    if reason is not None:
+        return reason
     vjp = try_to_trace(body.trace_vjp)
     if vjp is None:  # plain scan raises the error, if somebody differentiates in that input
         return "a step has no reverse derivative in some of its inputs"
-    reason = why_not_better(body, vjp, steps, perturbed_consts)
+    reason = why_not_better(body, vjp, steps)
     if reason is not None:
         return reason
-    varies = [*body.varies, *(True for _ in vjp.in_avals[len(body.varies) :])]
-    reason = _why_not_replayed(vjp) or why_not_batched(vjp, varies)
+    reason = _why_not_replayed(vjp)
     return None if reason is None else f"a step {reason}"
 
 
@@ -106,20 +109,14 @@ replayed_scan._rules.varies_alike = False
 
 @replayed_scan.def_fwd
 def _replayed_scan_fwd(consts, init, xs, step_index, *, how, perturbed: tuple[Any, ...]):
-    *perturbed_args, _ = perturbed
-    body, steps, why_plain = how.body, step_index.shape[0], None
-    if how.only_if_better:
-        why_plain = _why_plain(body, steps, perturbed_args[0])
-        replay = f"a replay, of {replay_chunk(body, steps)} steps at once"
-        choice = replay if why_plain is None else f"plain scan, as {why_plain}"
-        log_choice(steps, body.carry_types, choice)
-    if why_plain is not None:
-        run = lambda consts, *args: how.scan(ft.partial(body, consts), *args, step_index)
-        with jax.named_scope(PLAIN):
-            out, residuals = _plain_vjp(run, (consts, init, xs), perturbed_args)
-        return out, (residuals, None)
-    y_of_carry = body.y_of_carry()
-    values = body.with_values_of_rules(*perturbed_args)
+    reason = why_not_for_gradients(how.body, perturbed[0]) if how.only_if_better else None
+    if reason is not None:
+        log_choice(len(step_index), how.body.carry_types, f"plain scan, as {reason}")
+        run = lambda consts, *args: how.scan(ft.partial(how.body, consts), *args, step_index)
+        out, plain = _plain_vjp(run, [consts, init, xs], list(perturbed[:-1]))
+        return out, (plain, None)
+    y_of_carry = how.body.y_of_carry()
+    values = how.body.with_values_of_rules(*perturbed[:-1])
 
     def saving_body(carry, x):
         new, y = values(consts, carry, x)
@@ -134,12 +131,11 @@ def _replayed_scan_fwd(consts, init, xs, step_index, *, how, perturbed: tuple[An
 
 def _plain_vjp(run, args, perturbed):
     """The outputs, and JAX's own derivative of them with respect to what is perturbed."""
-
-    moving, fixed = eqx.partition(list(args), perturbed)
+    moving, fixed = eqx.partition(args, perturbed)
 
     def outputs(moving):
         out = run(*eqx.combine(moving, fixed))
-        return jax.tree.map(lambda x: x if is_differentiable(x) else None, out), out
+        return eqx.filter(out, is_differentiable), out
 
     inexact, pull_back, out = jax.vjp(outputs, moving, has_aux=True)
     return out, (pull_back, inexact)
@@ -147,30 +143,15 @@ def _plain_vjp(run, args, perturbed):
 
 @replayed_scan.def_bwd(symbolic_zeros=True)
 def _replayed_scan_bwd(residuals, cts, *, how, perturbed: tuple[Any, ...]):
-    *perturbed_args, _ = perturbed
     plain, replayed = residuals
     if plain is not None:
-        pull_back, inexact = plain
-        return *_pull_back_plain(pull_back, inexact, cts, perturbed_args), None
-    return *_replay(how.body, replayed, cts, perturbed_args, how.reverse), None
-
-
-def _pull_back_plain(pull_back, inexact, cts, perturbed):
-    """JAX expects arrays of zeros where this library has `None`, and would compute with them:
-    a part of the carry that no result depends on would have a cotangent at every step."""
-    values, outputs = jax.tree.flatten(inexact)
-    of_dense = lambda *cts: jax.tree.leaves(pull_back(jax.tree.unflatten(outputs, cts)))
-    program = jax.make_jaxpr(of_dense)(*values)
-    cts = iter(evaluate_with_zeros(program, outputs.flatten_up_to(cts)))
-    return jax.tree.map(lambda flag: next(cts) if flag else None, perturbed)
-
-
-def _replay(body, residuals, cts, perturbed, reverse):
-    consts, init, xs, step_index, after = residuals
+        return *_pull_back_plain(*plain, cts, list(perturbed[:-1])), None
+    body, reverse = how.body, how.reverse
+    consts, init, xs, step_index, after = replayed
     ct_last, ct_ys = cts
-    perturbed_consts, _, perturbed_xs = perturbed
+    perturbed_consts, _, perturbed_xs, _ = perturbed
     is_there = lambda cts: [ct is not None for ct in cts]
-    carried = body.carried(*perturbed)
+    carried = body.carried(*perturbed[:-1])
     reached = body.with_cotangents(is_there(ct_last), is_there(ct_ys))
     carry_indices = [i for i in body.differentiable() if carried[i] and reached[i]]
     y_indices = flagged(is_there(ct_ys))
@@ -206,10 +187,30 @@ def _replay(body, residuals, cts, perturbed, reverse):
         fill([None] * len(consts), const_indices, sums),
         fill([None] * len(init), carry_indices, ct_carry),
         fill([None] * len(xs), flagged(perturbed_xs), ct_xs),
+        None,
     )
+
+
+def _pull_back_plain(pull_back, inexact, cts, perturbed):
+    """JAX expects arrays of zeros where this library has `None`, and would compute with them:
+    a part of the carry that no result depends on would have a cotangent at every step."""
+    values, outputs = jax.tree.flatten(inexact)
+    of_dense = lambda *cts: jax.tree.leaves(pull_back(jax.tree.unflatten(outputs, cts)))
+    program = jax.make_jaxpr(of_dense)(*values)
+    cts = iter(evaluate_with_zeros(program, outputs.flatten_up_to(cts)))
+    return jax.tree.map(lambda flag: next(cts) if flag else None, perturbed)
 
 
 @replayed_scan.def_vmap
 def _replayed_scan_vmap(size, batched, *args, how):
-    run = lambda *args, body: replayed_scan(*args, how=how._replace(body=body))
+    """`"auto"` decides again for the whole batch."""
+
+    def run(consts, init, xs, step_index, *, body):
+        steps = step_index.shape[0]
+        reason = _why_plain(body, steps) if how.only_if_better else None
+        if reason is None:
+            return replayed_scan(consts, init, xs, step_index, how=how._replace(body=body))
+        log_choice(steps, body.carry_types, f"plain scan, as {reason}")
+        return how.scan(ft.partial(body, consts), init, xs, step_index)
+
     return how.body.scan_of_batch(run, size, batched, *args)

@@ -44,7 +44,6 @@ from .._jaxprs.operands import flagged
 from .._jaxprs.structure import CallWithRule, Cond, holds
 from .._tangent_spaces import add_terms
 from .traced_body import inlined, TracedBody
-from .vectorize import no_batching_rule
 
 
 # Calls with rules, a linear map with a chosen transpose, and `cond`: JAX can't transpose one
@@ -170,7 +169,7 @@ class SplitVjp:
             return _run(self.residual_eqns, {**self._constants, **inputs}, self._residuals)
 
         axes = [0 if v in self._varying else None for v in self._residuals]
-        values = _over_time(of_step, 0, axes, steps)(carries, xs)
+        values = jax.vmap(of_step, 0, axes, axis_size=steps)(carries, xs)
         return dict(zip(self._residuals, values, strict=True))
 
     def _run_parallel_eqns(self, env, xs):
@@ -199,7 +198,8 @@ class SplitVjp:
         steps = cts[0].shape[0]
 
         def all_transposed(terms, ct_xs):
-            return _over_time(transposed, (0, None, 0), 0, steps)(varying, terms, ct_xs)
+            over_time = jax.vmap(transposed, (0, None, 0), axis_size=steps)
+            return over_time(varying, terms, ct_xs)
 
         terms = [v.aval for v in self._parallel_out[: self._n_consts]]
         x_types = [jax.typeof(xs[i]) for i in self._x_indices]
@@ -215,20 +215,6 @@ class SplitVjp:
 
     def _varying_env(self, variables, values):
         return dict(zip([v for v in variables if v in self._varying], values, strict=True))
-
-
-def _over_time(fn, in_axes, out_axes, steps):
-    vectorized = jax.vmap(fn, in_axes, out_axes, axis_size=steps)
-
-    def run(*args):
-        try:
-            return vectorized(*args)
-        except NotImplementedError as error:
-            raise cannot_replay(
-                f"the backward pass of a step {no_batching_rule(error)}"
-            ) from error
-
-    return run
 
 
 def cannot_replay(reason: str) -> RuleError:

@@ -13,10 +13,10 @@ from .._errors import bad_argument, check_flags, check_function, rule_error
 from .._jaxprs.current_trace import is_jit_disabled
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._rules.float_args import as_count, as_integer
-from .carry import as_array_if_varying, common_length, is_sliced, settle_integers
+from .carry import as_array_if_varying, common_length, is_sliced
 from .chunked_scan import near_divisor
 from .replay import Replayed
-from .replay_cost import log_choice
+from .replay_choice import log_choice
 from .replay_split import cannot_replay
 from .scan_backward import (
     AbstractMethod,
@@ -25,7 +25,7 @@ from .scan_backward import (
     Loop,
     Online,
     Plain,
-    Truncated,
+    with_wide_sums,
 )
 from .scan_body import ScanBody
 from .visible_steps import steps_are_visible
@@ -87,10 +87,10 @@ def filter_scan(
     - `unroll`: as for `jax.lax.scan`. Seldom worth it: measure.
     - `checkpoint`: what the backward pass saves, and what it recomputes: see the table below.
     - `truncate`: truncate backpropagation to windows of this many steps. No derivative of the
-        carry passes from one window to the previous one. The scan saves the first carry of
-        each window, and recomputes its steps; `checkpoint` says what it saves within a
-        window. Steps with side effects, or with collectives over a named axis, are not run
-        again: `checkpoint` then applies to the whole scan.
+        carry passes from one window to the previous one. The scan saves one carry for each
+        window, and recomputes its steps; `checkpoint` says what it saves within a window.
+        Steps with side effects, or with collectives over a named axis, are not run again:
+        `checkpoint` then applies to the whole scan.
     - `online`: `True` computes the derivative in the order of time, by real-time recurrent
         learning. It is exact, and saves the inputs only. Each element of the next carry may
         depend on the same element of the carry only, as in [`eqx_grads.nn.LRU`][],
@@ -98,11 +98,9 @@ def filter_scan(
         recurrences. `"e-prop"` accepts all steps, and drops the derivative of the carry that
         is not elementwise: an approximation, in reverse mode only. A gradient in `xs` is an
         error. See [Online learning](../guides/memory.md#online-learning).
-    - `carry_gradient`: a function of the carry that returns the same carry with another
-        derivative. It acts on the cotangent that leaves each step, and may clip it, for
-        example. It must not change the value: return the arrays that it was given, or pass
-        them through an op such as [`eqx_grads.clip_gradient`][]. A computed array, even
-        `1.0 * carry`, is an error.
+    - `carry_gradient`: a function of the carry, whose derivative replaces the identity's. It
+        acts on the cotangent that leaves each step, and may clip it, for example by
+        [`eqx_grads.clip_gradient`][]. The values that it returns are not used.
 
     **Choices of `checkpoint`:**
 
@@ -119,17 +117,18 @@ def filter_scan(
 
     `"replay"` recomputes steps in parallel, by `jax.vmap` over time, and forms the gradients
     of the weights in a few large matrix products. Some steps can't be replayed: steps with
-    side effects, calls of the host, or an operation without a batching rule. The same holds
-    for random bits of a generator other than threefry, and for a `while_loop` in a `cond` or
-    in another `while_loop`. `"replay"` then raises an error. It also checks the derivative of
-    the step, when a derivative is taken.
+    side effects, or calls of the host or of `jax.ffi`. The same holds for random bits of a
+    generator other than threefry, and for a `while_loop` in a `cond` or in another
+    `while_loop`. `"replay"` then raises an error. It also checks the derivative of the step,
+    when a derivative is taken.
 
     `"auto"` is `"replay"` where that is possible, needs less memory than `None`, and is likely
     to be faster. If JAX's default backend is not a CPU, this is always likely. On a CPU, it is
     likely if each weight has a gradient, and the matrix products of a step multiply it with at
     most 20 rows (of the batch). It is not likely in a step with a convolution or a look-up. A
     step with branches or a `jax.checkpoint` is never replayed. The logger `"eqx_grads"`
-    reports the choice at the level `DEBUG`, when the derivative is traced.
+    reports the choice at the level `DEBUG`, when the scan is traced. It does so again when the
+    derivative is traced, if weights without a gradient change the choice.
 
     $T c / k + k r$ is smallest at $k = \sqrt{T c / r}$, which [`eqx_grads.explain_memory`][]
     finds. The compiled program needs some more memory, so differences of a few percent
@@ -160,7 +159,7 @@ def filter_scan(
 
     - a step returns a carry with another structure, shape, dtype or static leaf;
     - `f` does not return a pair, or the arrays in `xs` have different lengths;
-    - `carry_gradient` changes the carry;
+    - `carry_gradient` returns another structure, shape or dtype than it was given;
     - `checkpoint` is `"replay"`, and the steps can't be replayed;
     - `online` is given, and the derivative can't be computed online.
     """
@@ -188,16 +187,13 @@ def _run(f, carry_gradient, init, xs, steps, reverse, unroll, options):
         truncate = None  # there is only one window
     method = named_method(checkpoint, steps if truncate is None else truncate)
     method = _online_method(online, checkpoint, truncate) or method
-    body = settle_integers(
-        lambda becomes_array: ScanBody(f, init, xs, carry_gradient, becomes_array),
-        lambda body: body.integers_that_vary(init, xs),
-    )
+    body = ScanBody(f, xs, carry_gradient)
+    init = body.settle(init, xs)
     # A rule gets operands that all vary alike.
-    is_call = truncate is not None or isinstance(method, Replayed | Online)
+    is_call = isinstance(method, Replayed | Online)
     arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
-    loop = Loop(body, *arrays, steps, reverse, unroll)
-    chosen, loop = _choose(method, loop, truncate)
-    return body.outputs(*chosen.run(loop))
+    method, loop = _choose(method, Loop(body, *arrays, steps, reverse, unroll), truncate)
+    return body.outputs(*method.run(loop))
 
 
 def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
@@ -245,11 +241,11 @@ def _choose(
 ) -> tuple[AbstractMethod, Loop]:
     """The method, and the loop that it runs.
 
-    If the method can't run the loop, `"auto"` becomes plain scan, and truncation becomes part
-    of the body, so that no step is run again. `"replay"` becomes an error that says why.
+    If the method can't run the loop, `"auto"` becomes plain scan, and `"replay"` an error that
+    says why. Truncation is part of the body. Each window is run again, unless no step may be.
     """
     if isinstance(method, Online) and loop.steps != 0:
-        reason = method.unsupported(loop)
+        reason = loop.why_not_again
         if reason is not None:
             raise rule_error(
                 "These steps can't run in an online `filter_scan`.",
@@ -259,26 +255,25 @@ def _choose(
         # The exact method has the derivative of the steps themselves.
         is_visible = steps_are_visible() and not method.approximate
         return (Plain() if is_visible else method), loop
-    in_the_steps = loop if window is None else cut_loop(loop, window)
-    visible = method if isinstance(method, Plain | Checkpointed) else Plain(), in_the_steps
+    if window is not None:
+        loop = cut_loop(loop, window)
+    plain = method if isinstance(method, Checkpointed) else Plain()
     if steps_are_visible():
         # One loop over the steps, and not over chunks of them.
-        method = Checkpointed(1) if isinstance(method, Checkpointed) else Plain()
-        return method, dataclasses.replace(in_the_steps, unroll=1)
+        plain = Plain() if isinstance(plain, Plain) else Checkpointed(1)
+        return plain, dataclasses.replace(loop, unroll=1)
     # Without `jit`, JAX's loops are written out, and there is nothing to trace.
     if loop.steps == 0 or is_jit_disabled():
-        return visible
-    in_windows = lambda inner: inner if window is None else Truncated(inner, window)
-    reason = in_windows(method).unsupported(loop)
-    if reason is None:
-        return in_windows(method), loop
-    if isinstance(method, Replayed):
+        return plain, loop
+    has_windows = window is not None and loop.why_not_again is None
+    loop = with_wide_sums(loop) if has_windows else loop
+    part = dataclasses.replace(loop, steps=window) if has_windows else loop
+    if isinstance(method, Replayed) and (reason := method.unsupported(part)) is not None:
         if not method.only_if_better:
             raise cannot_replay(reason)
         log_choice(loop.steps, loop.init, f"plain scan, as {reason}")
-        if in_windows(Plain()).unsupported(loop) is None:
-            return in_windows(Plain()), loop
-    return visible
+        method = Plain()
+    return (Checkpointed(window, method) if has_windows else method), loop
 
 
 def _as_unroll(unroll: Any) -> int | bool:

@@ -1,20 +1,18 @@
 """The scan body: the user's step as a function of lists of arrays."""
 
-import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import mapped_aval
 
-from .._errors import name_of, pair_of, place_of, rule_error, type_of
+from .._errors import name_of, pair_of, place_of
 from .._jaxprs.current_trace import is_jit_disabled
-from .._jaxprs.interpret import Domain, interpret
-from .._jaxprs.structure import Scan, ShardMap, While
 from .._jaxprs.varying import cast_carry, is_in_shard_map, vary_alike
 from .._rules.closure_convert import lift_tracers
+from .._rules.replace_gradient import replace_gradient
 from .._rules.tree_split import TreeSplit
-from .._tangent_spaces import as_array_list
+from .._tangent_spaces import as_array_list, is_differentiable
 from .carry import Carry, is_number, is_sliced
 
 
@@ -26,21 +24,15 @@ class ScanBody:
     """`f` of a scan as a function of lists of arrays: `carry, x` to `carry, y`.
 
     It holds no arrays except the ones that `f` closes over, so it serves for all arrays of the
-    same types.
-    `becomes_array` are the indices of the Python integers in the carry that are arrays.
+    same types. First, `settle` takes the structure of the carry from `init`.
     """
 
     def __init__(
-        self,
-        f: Callable[..., Any],
-        init: Any,
-        xs: Any,
-        carry_gradient: Callable[..., Any] | None,
-        becomes_array: frozenset[int],
+        self, f: Callable[..., Any], xs: Any, carry_gradient: Callable[..., Any] | None
     ):
         self._f = f
         self._carry_gradient = carry_gradient
-        self._carry = Carry(init, becomes_array)
+        self._carry = Carry(())
         self._x, _ = TreeSplit.split(xs, is_sliced)
         # The structure and the static leaves of `y`, set whenever the body is traced.
         self._y: list[TreeSplit] = []
@@ -49,13 +41,20 @@ class ScanBody:
         """The arrays that the loop starts from, and the arrays that it slices."""
         return self._carry.first(init), TreeSplit.split(xs, is_sliced)[1]
 
-    def integers_that_vary(self, init: Any, xs: Any) -> frozenset[int]:
-        """The indices of the Python integers in the carry that a step changes."""
-        carry, arrays = self.arrays(init, xs)
-        if is_jit_disabled() and not all(x.shape[0] for x in arrays):
-            return frozenset()  # without `jit`, JAX raises an error for a scan of no steps
-        one = [x[0] for x in arrays] if is_jit_disabled() else _slice_types(arrays)
-        return self._carry.integers_that_vary(self, carry, one)
+    def settle(self, init: Any, xs: Any) -> Any:
+        """`init`, with an array for each Python integer that a step changes."""
+        arrays = TreeSplit.split(xs, is_sliced)[1]
+
+        def step_of(carry, init):
+            self._carry = carry
+            if not is_jit_disabled():
+                return self, carry.first(init), _slice_types(arrays)
+            if not all(x.shape[0] for x in arrays):
+                return (lambda: None,)  # JAX raises an error for a scan of no steps
+            return self, carry.first(init), [x[0] for x in arrays]
+
+        self._carry, init = Carry.settled(init, step_of)
+        return init
 
     def cast_arrays(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         """The same, with the first carry cast to the type on the mesh that later ones have."""
@@ -78,11 +77,9 @@ class ScanBody:
         return arrays[:n], arrays[n:m]
 
     def __call__(self, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        carry_tree = self._carry.tree(carry)
         if self._carry_gradient is not None:
-            self._check_carry_gradient(self._carry_gradient, carry)
-            carry_tree = self._carry_gradient(carry_tree)
-        result = self._f(carry_tree, self._x.tree(as_array_list(x)))
+            carry = self._with_carry_gradient(self._carry_gradient, carry)
+        result = self._f(self._carry.tree(carry), self._x.tree(as_array_list(x)))
         what = f"`{name_of(self._f)}`, a step of `filter_scan`,"
         do = "Return `carry, y`; `y` may be `None`."
         new, y = pair_of(result, what, place_of(self._f), do)
@@ -92,63 +89,21 @@ class ScanBody:
         self._y[:] = [y]
         return new_carry, ys
 
-    def carry_paths(self) -> list[str]:
-        """Where each array of the carry is, as the user would write it."""
-        return self._carry.paths()
-
-    def place(self) -> str:
-        """The user's function, as an error names it."""
-        return place_of(self._f)
+    def names_for_errors(self) -> tuple[tuple[str, ...], str]:
+        """Where each array of the carry is, as the user would write it, and the step."""
+        return tuple(self._carry.paths()), place_of(self._f)
 
     def outputs(self, carry: Sequence[Any], ys: Sequence[Any]) -> tuple[Any, Any]:
         """What `filter_scan` returns."""
         return self._carry.tree(carry), self._y[0].tree(ys)
 
-    def _check_carry_gradient(self, fn: Callable[..., Any], carry: Sequence[Any]) -> None:
-        """Raise if `fn` returns anything but the arrays that it gets."""
+    def _with_carry_gradient(self, fn: Callable[..., Any], carry: Sequence[Any]) -> list[Any]:
+        """The carry, with the derivative of `fn`."""
         error = (
             "`carry_gradient` of `filter_scan` returned a different carry than it was given."
         )
-
-        def flat(arrays):
-            return self._carry.arrays(fn(self._carry.tree(arrays)), arrays, fn, error)
-
-        program = jax.make_jaxpr(flat)(carry)
-        sources = interpret(program, range(len(carry)), _SOURCES).outs
-        for i, source in enumerate(sources):
-            if source != i:
-                where = self._carry.paths()[i]
-                raise rule_error(
-                    "`carry_gradient` of `filter_scan` does not return the carry that it was "
-                    "given.",
-                    f"at {where}: it returns a {type_of(carry[i])} that it computes, and "
-                    "that may be another value",
-                    place_of(fn),
-                    do="It may change the derivative only, for example by "
-                    "`eqx_grads.clip_gradient`. To give the carry the derivative of any "
-                    "function, return `eqx_grads.replace_gradient(carry, fn(carry))`.",
-                )
-
-
-# Equations whose outputs are their first operands.
-_IDENTITIES = ("stop_gradient", "copy", "copy_p", "optimization_barrier")
-
-
-def _agreed(a: int | None, b: int | None) -> int | None:
-    return a if a == b else None
-
-
-def _apply(eqn: Any, sources: Sequence[int | None], _) -> list[int | None]:
-    if eqn.primitive.name == "select_n":
-        return [ft.reduce(_agreed, sources[1:])]
-    is_identity = eqn.primitive.name in _IDENTITIES
-    return list(sources[: len(eqn.outvars)]) if is_identity else [None] * len(eqn.outvars)
-
-
-# Which input a value is; `None` if that is not known.
-_SOURCES = Domain[int | None](
-    constant=lambda x: None,
-    join=_agreed,
-    apply=_apply,
-    enters=lambda known: not isinstance(known, Scan | While | ShardMap),
-)
+        surrogate = self._carry.arrays(fn(self._carry.tree(carry)), carry, fn, error)
+        return [
+            replace_gradient(x, s) if is_differentiable(x) else x
+            for x, s in zip(carry, surrogate, strict=True)
+        ]

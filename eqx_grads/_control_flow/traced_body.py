@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
-from .._jaxprs.dependence import are_in, consts_as_inputs, depends, needed, without_unused
+from .._jaxprs.dependence import are_in, depends, needed, without_unused
 from .._jaxprs.evaluate import bind, evaluate
 from .._jaxprs.interpret import fixed_point
 from .._jaxprs.operands import at, flagged, restricted
 from .._jaxprs.structure import Call, CallWithRule, holds, structure
 from .._jaxprs.versions import assigns_shardings
-from .._tangent_spaces import as_array_list, is_differentiable
+from .._tangent_spaces import is_differentiable
 
 
 class TracedBody:
@@ -32,7 +32,8 @@ class TracedBody:
 
     @staticmethod
     def of(fn: Callable[..., Any], consts: Any, carry: Any, x: Any) -> "TracedBody":
-        return TracedBody(_trace(fn, consts, carry, x), len(consts), len(carry))
+        program = jax.make_jaxpr(fn)(list(consts), list(carry), list(x))
+        return TracedBody(program, len(consts), len(carry))
 
     @property
     def input_types(self) -> list[Any]:
@@ -77,13 +78,9 @@ class TracedBody:
 
     def y_of_carry(self) -> list[int | None]:
         """For each part of the new carry, the index of the `y` that is the same value."""
-        outvars = self.program.jaxpr.outvars
-        n = len(self.carry_types)
-
-        def find(new):
-            return next((j for j, y in enumerate(outvars[n:]) if y is new), None)
-
-        return [None if isinstance(v, Literal) else find(v) for v in outvars[:n]]
+        outvars, n = self.program.jaxpr.outvars, len(self.carry_types)
+        index = {v: j for j, v in enumerate(outvars[n:]) if not isinstance(v, Literal)}
+        return [None if isinstance(v, Literal) else index.get(v) for v in outvars[:n]]
 
     def scan_of_batch(self, scan, size, batched, consts, init, xs, step_index, **options):
         """`scan` of the body for a whole batch, as its batching rule: the sum over the batch is
@@ -158,16 +155,6 @@ class TracedBody:
         return fixed_point(before_a_step, list(of_last))
 
 
-def _trace(fn: Callable[..., Any], consts, carry, x) -> ClosedJaxpr:
-    types, treedef = jax.tree.flatten((list(consts), list(carry), list(x)))
-
-    def flat(*args):
-        new, y = fn(*jax.tree.unflatten(treedef, args))
-        return [*new, *y]
-
-    return jax.make_jaxpr(flat)(*types)
-
-
 def trace_body(
     body: Callable[..., Any], carry: Sequence[Any], x: Sequence[Any]
 ) -> tuple[ClosedJaxpr, list[Any]]:
@@ -181,12 +168,6 @@ def trace_body(
         cast = [a.astype(b.dtype) for a, b in zip(carry, new, strict=True)]
         return trace_body(body, cast, x)
     return program, list(carry)
-
-
-def close_body(program: ClosedJaxpr, n_carry: int) -> tuple[TracedBody, list[Any]]:
-    """The traced body without constants, and these constants."""
-    consts = as_array_list(program.consts)
-    return TracedBody(consts_as_inputs(program), len(consts), n_carry), consts
 
 
 def inlined(program: ClosedJaxpr) -> ClosedJaxpr:

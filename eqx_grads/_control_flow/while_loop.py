@@ -12,7 +12,7 @@ from .._errors import check_function, name_of
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.varying import cast_carry, varying_axes
 from .._rules.float_args import as_count
-from .carry import as_array_if_varying, Carry, settle_integers
+from .carry import as_array_if_varying, Carry
 
 
 def filter_while_loop(
@@ -137,13 +137,12 @@ def _run(cond_fun, body_fun, init, max_steps, chunk, is_saved):
         "than it was given."
     )
 
-    def parts(becomes_array):
-        carry = Carry(init, becomes_array)
+    def step_of(carry, init):
         of_step = lambda xs: carry.arrays(body_fun(carry.tree(xs)), xs, body_fun, error)
-        return carry, carry.first(init), of_step
+        return of_step, carry.first(init)
 
-    vary = lambda parts: parts[0].integers_that_vary(parts[2], parts[1])
-    carry, first, body = settle_integers(parts, vary)
+    carry, init = Carry.settled(init, step_of)
+    body, first = step_of(carry, init)
     cond = lambda arrays: cond_fun(carry.tree(arrays))
     first = cast_carry(lambda arrays: jax.make_jaxpr(body)(arrays).out_avals, first)
     if max_steps is None:

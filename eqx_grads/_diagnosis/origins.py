@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -85,14 +85,10 @@ class NumberedLoss:
     `origins[i]` is equation `i`, in the order of the program; the equations of an inner program
     follow the equation around them. Called with the inputs of the program, it returns the loss.
     It can be differentiated, and `origin_of` tells where an equation of the result comes from.
-
-    - `plain`: the numbers of calls with a rule that is the derivative of their own program.
-        Their rule is dropped.
     """
 
     def __init__(self, traced: TracedLoss):
         self.traced = traced
-        self.plain: Set[int] = frozenset()
         self.origins: list[Origin] = []
         # By the number of the equation around it: JAX may call one program in two places.
         self._numbers: dict[tuple[int | None, int], int] = {}
@@ -170,7 +166,7 @@ class NumberedLoss:
             with jax.named_scope(f"eqg_equation_{number}"):
                 if (outs := of_shards(eqn, values)) is not None:
                     return outs
-                if not (_is_entered(eqn) or number in self.plain):
+                if not _is_entered(eqn):
                     return bind(eqn, values)
                 if not isinstance(structure(eqn), ShardMap):
                     return enter(eqn, values, run)

@@ -32,7 +32,17 @@ T = TypeVar("T")
 def compile_eager_calls(run: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function of the library. Any leaf of its arguments may be a function of the
     user."""
-    programs_of_run = _Programs()
+    programs: dict[Hashable, Callable[..., Any]] = {}
+
+    def compiled(leaves: Sequence[Any], treedef: Any) -> Callable[..., Any]:
+        key = treedef, tuple(map(_key, leaves))
+        if key not in programs:
+            if len(programs) >= _MOST:
+                programs.pop(next(iter(programs)))
+            programs[key] = _jit(run, treedef)
+            for x in filter(_is_function, leaves):
+                weakref.finalize(x, programs.pop, key, None)
+        return programs[key]
 
     @ft.wraps(run)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -40,7 +50,7 @@ def compile_eager_calls(run: Callable[P, T]) -> Callable[P, T]:
             return run(*args, **kwargs)
         leaves, treedef = jax.tree.flatten((args, kwargs))
         try:
-            jitted = programs_of_run.find(run, leaves, treedef)
+            jitted = compiled(leaves, treedef)
         except TypeError:  # something static can't be hashed, and may be changed in place
             return run(*args, **kwargs)
         _CALL.leaves = leaves
@@ -61,7 +71,7 @@ _LOOKS_AT_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-_MOST = 64  # programs of the same functions
+_MOST = 1024  # programs of a function of the library
 
 
 def _is_array(x: Any) -> bool:
@@ -70,30 +80,15 @@ def _is_array(x: Any) -> bool:
     return type(x) is np.ndarray and (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number))
 
 
-class _Programs:
-    """The compiled programs of some functions. `of[f]`: the programs of the same functions and
-    `f`."""
+def _is_function(x: Any) -> bool:
+    """Whether a leaf has an identity, as functions have, that a weak reference can follow."""
+    return not _is_array(x) and bool(type(x).__weakrefoffset__)
 
-    def __init__(self):
-        self.jitted: dict[Hashable, Callable[..., Any]] = {}
-        self.of: weakref.WeakKeyDictionary[Any, _Programs] = weakref.WeakKeyDictionary()
 
-    def find(self, run: Callable[..., Any], leaves: Sequence[Any], treedef: Any):
-        programs, static = self, []
-        for x in leaves:
-            key = None
-            if not _is_array(x):
-                if type(x).__weakrefoffset__:  # has an identity, as functions have
-                    programs = programs.of.setdefault(x, _Programs())
-                else:
-                    key = type(x), repr(x), x  # `0.0 == -0.0`, and `1 == True`
-            static.append(key)
-        key = treedef, tuple(static)
-        if key not in programs.jitted:
-            if len(programs.jitted) >= _MOST:
-                programs.jitted.clear()
-            programs.jitted[key] = _jit(run, treedef)
-        return programs.jitted[key]
+def _key(x: Any) -> Hashable:
+    if _is_function(x):
+        return id(x), hash(x)  # what has no hash may change in place
+    return None if _is_array(x) else (type(x), repr(x), x)  # `0.0 == -0.0`, and `1 == True`
 
 
 def _jit(run: Callable[..., Any], treedef: Any) -> Callable[..., Any]:
@@ -125,7 +120,7 @@ class _Static(eqx.Module):
         def kept(x):
             if _is_array(x):
                 return None
-            if not type(x).__weakrefoffset__:
+            if not _is_function(x):
                 return (x,)
             index = next((i for i, y in enumerate(given) if y is x), None)
             if index is None:

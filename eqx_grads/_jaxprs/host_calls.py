@@ -1,6 +1,5 @@
 """Which function an equation calls on the host."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from .structure import primal_program
@@ -13,17 +12,14 @@ def name_on_host(eqn: Any) -> str:
 
 def host_function_in(eqn: Any) -> str:
     """The name of the host function that an equation is the call of, or an empty string."""
-    return next(filter(None, map(_name_in_library, _equations_of_call(eqn))), "")
+    program = primal_program(eqn)
+    eqns = () if program is None else program.eqns
+    return next(filter(None, map(_name_in_library, eqns)), "")
 
 
 def is_without_derivative(eqn: Any) -> bool:
     """Whether an equation calls a host function that was given no derivative."""
     return not getattr(_op(eqn), "has_derivative", True)
-
-
-def _equations_of_call(eqn: Any) -> Sequence[Any]:
-    program = primal_program(eqn)
-    return () if program is None else program.eqns
 
 
 def _name_in_library(eqn: Any) -> str:

@@ -20,7 +20,7 @@ from .primitives import kind_of, linear_operands
 from .structure import CallWithRule, holds, structure, While
 
 
-class _Status(NamedTuple):
+class Status(NamedTuple):
     """How a value depends on the arguments; the statuses are ordered by `rank`."""
 
     rank: int
@@ -28,47 +28,46 @@ class _Status(NamedTuple):
     may_be_zero: bool = False  # of a constant: where it is added
 
 
-ZERO = _Status(0)  # does not depend on them, and is known to be zero
-CONSTANT = _Status(1)  # does not depend on them
-MAYBE_ZERO = _Status(1, may_be_zero=True)
-LINEAR = _Status(2)
-DEPENDENT = _Status(3)  # depends on them, and perhaps adds something that does not
-# May depend on them in a way that this file does not know. The reason, if there is one, is why
-# JAX can't transpose it, linear or not.
-UNKNOWN = _Status(4)
+ZERO = Status(0)  # does not depend on them, and is known to be zero
+CONSTANT = Status(1)  # does not depend on them
+MAYBE_ZERO = Status(1, may_be_zero=True)
+LINEAR = Status(2)
+# May depend on them in a way that this file does not know, or adds something that may not be
+# zero. The reason, if there is one, is why JAX can't transpose it, linear or not.
+UNKNOWN = Status(3)
+
+
+def _nonlinear(reason: str) -> Status:
+    return Status(4, reason)
 
 
 # The ranks of a value that certainly depends on the arguments.
-DEPENDS = (LINEAR.rank, DEPENDENT.rank, 5)
+DEPENDS = (LINEAR.rank, 4)
 
 
-def _nonlinear(reason: str) -> _Status:
-    return _Status(5, reason)
-
-
-def output_statuses(program: ClosedJaxpr) -> Sequence[_Status]:
+def output_statuses(program: ClosedJaxpr) -> Sequence[Status]:
     """How each output depends on the inputs; all inputs count as arguments."""
-    return _statuses(program, [LINEAR] * len(program.in_avals))
+    return linear_in(program, [True] * len(program.in_avals))
 
 
 def linear_in(
-    program: ClosedJaxpr, flags: Sequence[bool], others: _Status = CONSTANT
-) -> Sequence[_Status]:
+    program: ClosedJaxpr, flags: Sequence[bool], others: Status = CONSTANT
+) -> Sequence[Status]:
     """How each output depends on the flagged inputs."""
-    return _statuses(program, [LINEAR if f else others for f in flags])
+    return interpret(program, [LINEAR if f else others for f in flags], LINEARITY).outs
 
 
-def why_nonlinear(statuses: Sequence[_Status]) -> str | None:
+def why_nonlinear(statuses: Sequence[Status]) -> str | None:
     """The reason why an output is non-linear, or affine; `None` if all outputs are linear."""
     for status in statuses:
-        if status.rank == 5:
+        if status.rank == 4:
             return status.reason
         if status == CONSTANT:
             return "it returns something that no tangent multiplies"
     return None
 
 
-def why_not_transposable(program: ClosedJaxpr, statuses: Sequence[_Status]) -> dict[int, str]:
+def why_not_transposable(program: ClosedJaxpr, statuses: Sequence[Status]) -> dict[int, str]:
     """Why JAX can't transpose an output, by index. It is tried where that is not certain."""
     # JAX transposes no `jax.custom_vjp`, linear or not.
     is_certain = not holds(program, "custom_vjp_call")
@@ -93,11 +92,11 @@ def _failure_of_transpose(program: ClosedJaxpr, i: int) -> str | None:
     return None
 
 
-def surely_linear(statuses: Sequence[_Status]) -> bool:
+def surely_linear(statuses: Sequence[Status]) -> bool:
     return all(status in (ZERO, LINEAR) for status in statuses)
 
 
-def _status_of_constant(x) -> _Status:
+def _status_of_constant(x) -> Status:
     if isinstance(x, Tracer) or not jnp.issubdtype(jnp.result_type(x), jnp.number):
         return CONSTANT  # there is no number to look at
     return CONSTANT if np.any(np.asarray(x)) else ZERO
@@ -106,16 +105,13 @@ def _status_of_constant(x) -> _Status:
 _CALLBACKS = ("pure_callback", "io_callback")
 
 
-def _apply(eqn: Any, ins: Sequence[_Status], _) -> list[_Status]:
+def _apply(eqn: Any, ins: Sequence[Status], _) -> list[Status]:
     if kind_of(eqn).identity:
         return list(ins)
-    status = _one(eqn, eqn.primitive.name, ins)
-    if eqn.primitive.name == "while" and status.rank == DEPENDENT.rank:
-        status = UNKNOWN  # of any one output
-    return [status] * len(eqn.outvars)
+    return [_one(eqn, eqn.primitive.name, ins)] * len(eqn.outvars)
 
 
-def _one(eqn, name, ins) -> _Status:
+def _one(eqn, name, ins) -> Status:
     kind = kind_of(eqn)
     if kind.linear == "each" and ZERO in ins:
         return ZERO
@@ -126,11 +122,11 @@ def _one(eqn, name, ins) -> _Status:
         may_keep_zero = kind.linear is None and set(ins) == {ZERO}
         return MAYBE_ZERO if may_keep_zero or MAYBE_ZERO in ins else CONSTANT
     worst = max(ins, key=lambda status: status.rank)
-    if name in _CALLBACKS and worst.rank <= DEPENDENT.rank:
+    if name in _CALLBACKS and not worst.reason:
         name = name_on_host(eqn)
         called = f"`{name}`" if name else "a function"
-        return _Status(UNKNOWN.rank, f"it calls {called} on the host with a tangent")
-    if worst.rank >= DEPENDENT.rank:
+        return Status(UNKNOWN.rank, f"it calls {called} on the host with a tangent")
+    if worst.rank >= UNKNOWN.rank:
         return worst
     dependent = [i for i, status in enumerate(ins) if status == LINEAR]
     if name == "select_n":
@@ -156,9 +152,7 @@ def _one(eqn, name, ins) -> _Status:
     if kind.linear == "no":
         return _nonlinear(f"it applies `{name}` to a tangent")
     if name == "stop_gradient":
-        return _Status(UNKNOWN.rank, "it applies `stop_gradient` to a tangent")
-    if name == "bitcast_convert_type":  # before a callback, see `_host/bits.py`
-        return DEPENDENT
+        return Status(UNKNOWN.rank, "it applies `stop_gradient` to a tangent")
     return UNKNOWN
 
 
@@ -171,27 +165,27 @@ def _keeps_zero(eqn, name, ins) -> bool:
     return bool(decisive) and all(status == ZERO for status in decisive)
 
 
-def _joint(name, ins) -> _Status:
+def _joint(name, ins) -> Status:
     if all(status in (ZERO, LINEAR, MAYBE_ZERO) for status in ins):
         return LINEAR
     if name in ("add", "sub", "add_any"):
         return _nonlinear("it adds something that no tangent multiplies")
-    return DEPENDENT  # a constant part, which may well be zero
+    return UNKNOWN  # a constant part, which may well be zero
 
 
-def _join(a: _Status, b: _Status) -> _Status:
+def _join(a: Status, b: Status) -> Status:
     """The status of a value that is either the one or the other."""
     low, high = (a, b) if b.rank > a.rank else (b, a)  # of equals `a`, for loops to end
     return UNKNOWN if low.rank == CONSTANT.rank and high == LINEAR else high
 
 
-def _decide(eqn: Any, index: _Status, out: _Status) -> _Status:
+def _decide(eqn: Any, index: Status, out: Status) -> Status:
     if index.rank < LINEAR.rank:
         return out
     return index if index.rank > UNKNOWN.rank else UNKNOWN
 
 
-def _finish(eqn: Any, ins: Sequence[_Status], outs: Sequence[_Status]) -> Sequence[_Status]:
+def _finish(eqn: Any, ins: Sequence[Status], outs: Sequence[Status]) -> Sequence[Status]:
     known = structure(eqn)
     if not (isinstance(known, CallWithRule) and known.transposes):
         return outs
@@ -201,7 +195,7 @@ def _finish(eqn: Any, ins: Sequence[_Status], outs: Sequence[_Status]) -> Sequen
 
 
 # JAX has no transpose of a `while_loop`, so none is entered.
-_LINEARITY = Domain(
+LINEARITY = Domain(
     constant=_status_of_constant,
     join=_join,
     apply=_apply,
@@ -209,7 +203,3 @@ _LINEARITY = Domain(
     decide=_decide,
     finish=_finish,
 )
-
-
-def _statuses(program: ClosedJaxpr, args: Sequence[_Status]) -> Sequence[_Status]:
-    return interpret(program, args, _LINEARITY).outs

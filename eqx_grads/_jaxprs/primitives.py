@@ -1,4 +1,4 @@
-"""One table of primitives, with a row for each primitive of JAX.
+"""One table of primitives: what clients ask of each primitive of JAX.
 
 A primitive without a row is unknown, and each client assumes the worst case.
 """
@@ -18,7 +18,8 @@ class Primitive(NamedTuple):
         axes of length one.
     - `layout`: moves elements, or makes constants.
     - `sums`: an element of an output is an element of the operands, or a sum of some. So a
-        cotangent of ones is pulled back to a positive number wherever an element is used.
+        cotangent of ones is pulled back to a positive number wherever an element is used. A
+        product along an axis does this where all factors are one.
     - `identity`: output `i` is operand `i`.
     - `selects`: some elements of the operands are not used.
     - `linear`: in all operands together, in each operand while the others are fixed, in the
@@ -27,7 +28,6 @@ class Primitive(NamedTuple):
         `"smooth"` (all orders are finite at finite operands); or `"singular"` somewhere.
     - `bounds`: of the values, in any case; or they are among the values of the first operand
         (`"operand"`), or of all of them (`"operands"`).
-    - `cost`: of an elementwise operation that is not a few instructions.
     - `along`: a function of whole matrices, or of all elements along an axis.
     """
 
@@ -39,7 +39,6 @@ class Primitive(NamedTuple):
     linear: Literal["jointly", "each", "no"] | tuple[int, ...] | None = None
     derivative: Literal["zero", "constant", "smooth", "singular"] | None = None
     bounds: Literal["operand", "operands"] | tuple[float, float] | None = None
-    cost: Literal["expensive", "series"] | None = None
     along: Literal["matrices", "axis"] | None = None
 
 
@@ -62,34 +61,31 @@ _rows("stop_gradient", _f, derivative="zero", bounds="operand")
 _rows("convert_element_type", _f, derivative="constant", bounds="operand")
 _rows("select_n", _f, selects=True, derivative="constant", bounds="operands")
 _rows("mul", _f, linear="each", derivative="smooth")
-_rows("div", _f, linear=(0,), derivative="singular", cost="expensive")
-_rows("integer_pow", _f, derivative="singular")
-_rows("log2", _f, derivative="singular", cost="expensive")
+_rows("div", _f, linear=(0,), derivative="singular")
+_rows("integer_pow log2", _f, derivative="singular")
 _rows("bessel_i0e bessel_i1e", _f, derivative="smooth")
-_rows("igamma_grad_a random_gamma_grad regularized_incomplete_beta zeta", _f, cost="series")
+_rows("igamma_grad_a random_gamma_grad regularized_incomplete_beta zeta", _f)
 
 _linear = _f._replace(linear="jointly", derivative="constant")
 _rows("add add_any complex conj imag neg reduce_precision sub", _linear)
 _rows("copy pbroadcast pvary real reshard sharding_constraint", _linear, bounds="operand")
 
 _other = _f._replace(linear="no")
-_rows("digamma eq ge gt is_finite le lgamma lt ne", _other)
-_rows("igamma igammac polygamma", _other, cost="series")
-_rows("rem", _other, cost="expensive")
+_rows("digamma eq ge gt igamma igammac is_finite le lgamma lt ne polygamma rem", _other)
 _rows("ceil floor nextafter round", _other, derivative="zero")
 _rows("sign", _other, derivative="zero", bounds=(-1.0, 1.0))
 _rows("abs square", _other, derivative="smooth", bounds=(0.0, INF))
 _rows("max min", _other, derivative="smooth", selects=True)
 _rows("clamp", _other, derivative="constant", selects=True)
 
-_smooth = _other._replace(derivative="smooth", cost="expensive")
+_smooth = _other._replace(derivative="smooth")
 _rows("asinh tan", _smooth)
 _rows("cos erf sin tanh", _smooth, bounds=(-1.0, 1.0))
 _rows("atan", _smooth, bounds=(-1.6, 1.6))
 _rows("logistic", _smooth, bounds=(0.0, 1.0))
 _rows("erfc", _smooth, bounds=(0.0, 2.0))
 
-_singular = _other._replace(derivative="singular", cost="expensive")
+_singular = _other._replace(derivative="singular")
 _rows("acos acosh asin atan2 atanh cbrt erf_inv log log1p pow sinh", _singular)
 _rows("exp exp2 rsqrt sqrt", _singular, bounds=(0.0, INF))
 _rows("expm1", _singular, bounds=(-1.0, INF))
@@ -140,20 +136,14 @@ _rows("cummax cummin reduce_max reduce_min", _order, derivative="smooth", bounds
 _rows("select_and_gather_add", Primitive(derivative="smooth"))
 
 _rows("argmax argmin", Primitive(linear="no", derivative="zero"))
-_rows("cumprod reduce_prod", Primitive(linear="no", derivative="smooth", along="axis"))
-_rows("cumlogsumexp", Primitive(linear="no", along="axis"))
+_products = Primitive(sums=True, linear="no", along="axis")
+_rows("cumprod reduce_prod", _products, derivative="smooth")
+_rows("cumlogsumexp", _products)
 _matrices = Primitive(along="matrices")
 _rows("cholesky cholesky_update eig eigh geqrf hessenberg householder_product", _matrices)
 _rows("lu qr schur svd", _matrices)
 _rows("triangular_solve", _matrices, linear=(1,))
 _rows("tridiagonal_solve", Primitive(linear=(3,)))
-
-# Nothing that a client asks about, or inner programs (`structure.py`).
-_rows("after_all axis_index create_token dce_sink stage cond scan while", Primitive())
-_rows("custom_linear_solve lu_pivots_to_permutation ormqr pmax pmin", Primitive())
-_rows("ragged_all_to_all reduce reduce_and reduce_or reduce_xor reduce_window", Primitive())
-_rows("rng_bit_generator rng_uniform scatter-mul select_and_scatter", Primitive())
-_rows("symmetric_product tridiagonal", Primitive())
 
 
 _UNKNOWN = Primitive()

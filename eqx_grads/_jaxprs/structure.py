@@ -221,23 +221,17 @@ def _with_inner(eqn: Any) -> Iterator[Any]:
 
 
 def holds(part: ClosedJaxpr | Any, *kinds: str | type) -> bool:
-    """Whether a program, or an equation, has an equation, at any depth, of one of the kinds:
-    the name of a primitive, or a class of this file."""
-    return any(True for _ in _found(part, kinds))
+    """Whether a program, or an equation, has an equation of one of these kinds."""
+    return bool(found(part, *kinds))
 
 
 def found(part: ClosedJaxpr | Any, *kinds: str | type) -> list[Any]:
-    """All equations of the given kinds, at any depth."""
-    return list(_found(part, kinds))
-
-
-def _found(part: ClosedJaxpr | Any, kinds: tuple[str | type, ...]) -> Iterator[Any]:
-    names = {kind for kind in kinds if isinstance(kind, str)}
+    """All equations of the given kinds, at any depth: the name of a primitive, or a class of
+    this file."""
     types = tuple(kind for kind in kinds if isinstance(kind, type))
     eqns = equations(part) if isinstance(part, ClosedJaxpr) else _with_inner(part)
-    for eqn in eqns:
-        if eqn.primitive.name in names or isinstance(structure(eqn), types):
-            yield eqn
+    fits = lambda eqn: eqn.primitive.name in kinds or isinstance(structure(eqn), types)
+    return list(filter(fits, eqns))
 
 
 def primal_program(eqn: Any) -> ClosedJaxpr | None:

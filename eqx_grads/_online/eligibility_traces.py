@@ -9,7 +9,6 @@ which the traces approximate real-time recurrent learning (Williams and Zipser 1
 exact if the recurrence is elementwise (Zucchet et al. 2023, https://arxiv.org/abs/2305.15947).
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,11 +17,11 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._errors import rule_error, type_of
-from .._jaxprs.dependence import without_unused
-from .._jaxprs.interpret import Domain, fixed_point, interpret
+from .._jaxprs.dependence import are_in, depends, without_unused
+from .._jaxprs.interpret import fixed_point
 from .._jaxprs.linearity import output_statuses, surely_linear, why_nonlinear
 from .._jaxprs.operands import at, fill, flagged
-from .._jaxprs.structure import CallWithRule, found, inner_programs, structure
+from .._jaxprs.structure import CallWithRule, found, inner_programs
 from .._jaxprs.versions import function_name
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .elementwise_jacobian import Term, terms_of_outputs, View
@@ -250,7 +249,16 @@ def reverse_tangents(
     reason = _why_not_linear(backward)
     if reason is not None:
         names = [f"`{_name_of(eqn)}`" for eqn in found(step, CallWithRule)]
-        raise _not_linear(" or ".join(dict.fromkeys(names)), reason, where)
+        of = " or ".join(dict.fromkeys(names)) or "a step"
+        raise rule_error(
+            "A rule for reverse mode can't be followed online, because it is not linear in its "
+            "cotangent.",
+            f"the backward rule of {of}: {reason}",
+            where,
+            do="An online `filter_scan` computes the derivative of the carry before there is a "
+            "cotangent. Apply the function to what only the outputs use, or use `checkpoint` "
+            "or `truncate`.",
+        )
     transposed = jax.linear_transpose(jaxpr_as_fun(backward), *types)
     return without_unused(jax.make_jaxpr(lambda *ts: transposed(list(ts)))(*primals))
 
@@ -266,43 +274,13 @@ def _why_not_linear(backward: ClosedJaxpr) -> str | None:
         reason = why_nonlinear(statuses) or "it is not seen to be linear"
         return reason.replace("tangent", "cotangent")
     # A second derivative follows that rule, and would not find it in the transpose.
-    applied = _rules_applied(backward)
+    dependent = depends(backward, [True] * len(backward.in_avals))
+    eqns = [eqn for eqn in backward.eqns if any(are_in(eqn.invars, dependent))]
+    applied = [call for eqn in eqns for call in found(eqn, CallWithRule)]
     return f"it applies `{_name_of(applied[0])}`, which has a rule" if applied else None
-
-
-def _rules_applied(program: ClosedJaxpr) -> list[Any]:
-    """The calls with rules that are applied to what depends on an input."""
-    applied: list[Any] = []
-
-    def apply(eqn, depend, _):
-        if any(depend) and isinstance(structure(eqn), CallWithRule):
-            applied.append(eqn)
-        return [any(depend)] * len(eqn.outvars)
-
-    enters = lambda known: not isinstance(known, CallWithRule)
-    domain = Domain(lambda x: False, operator.or_, apply, enters)
-    interpret(program, [True] * len(program.in_avals), domain)
-    return applied
 
 
 def _name_of(eqn: Any) -> str:
     """The user's name for a function with a rule."""
     call = eqn.params.get("call")  # of `_rules/call_primitive.py`
-    name = function_name(*inner_programs(eqn)) if call is None else call.name
-    return "filter_custom_vjp" if name == _OF_EQUINOX else name
-
-
-# For a function that `eqx.filter_custom_vjp` decorates, the program has no other name.
-_OF_EQUINOX = "fn_wrapped"
-
-
-def _not_linear(names: str, reason: str, where: str):
-    return rule_error(
-        "A rule for reverse mode can't be followed online, because it is not linear in its "
-        "cotangent.",
-        f"the backward rule {'of ' if names else ''}{names or 'in a step'}: {reason}",
-        where,
-        do="An online `filter_scan` computes the derivative of the carry before there is a "
-        "cotangent. Apply the function to what only the outputs use, or use `checkpoint` or "
-        "`truncate`.",
-    )
+    return function_name(*inner_programs(eqn)) if call is None else call.name

@@ -15,6 +15,7 @@ that would be an array is `None`.
 
 import contextlib
 import functools as ft
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -32,10 +33,37 @@ from .._jaxprs.operands import at, fill
 from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import Call, Checkpoint, Scan
 from .._jaxprs.symbolic_sizes import as_length
-from .._jaxprs.varying import vary_alike
+from .._jaxprs.varying import cast_to, vary_alike
 from .analysis import Analysis, AnalyzedEquation
-from .mask import both, dense, either, Mask, of_type
 from .ranges import decided_case, is_inexact, Range
+
+
+Mask: TypeAlias = Any  # `True`, `False`, an array of booleans, or `None`
+Values: TypeAlias = Any  # a list for some variables, or `None` if nothing is computed
+
+
+def either(*masks: Mask) -> Mask:
+    if any(mask is True for mask in masks):
+        return True
+    arrays = [mask for mask in masks if mask is not False]
+    if any(mask is None for mask in arrays):
+        return None
+    return ft.reduce(operator.or_, arrays) if arrays else False
+
+
+def both(a: Mask, b: Mask) -> Mask:
+    if a is True or b is False:
+        return b
+    return a if b is True or a is False else a & b
+
+
+def dense(mask: Mask, shape: Sequence[int]) -> jax.Array:
+    return jnp.broadcast_to(jnp.asarray(mask), shape)
+
+
+def of_type(t: Any, mask: Mask) -> jax.Array:
+    """A mask as an array that has the shape of a type, and is on the devices as its values."""
+    return cast_to(dense(mask, t.shape), t)
 
 
 def stopped(x: Any) -> Any:
@@ -53,23 +81,19 @@ def raw_outputs(eqn: Any, values: Sequence[Any]) -> list[Any]:
         return bind(eqn, [stopped(x) for x in values])
 
 
-Values: TypeAlias = Any  # a list for some variables, or `None` if nothing is computed
-
 # ---------------------------------------------------------------- programs
 
 
-def masks_of_inputs(
-    analysis: Analysis, values: Values, outs: Sequence[Mask], wanted: Sequence[bool]
-) -> list[Mask]:
-    """Backward: the masks of the wanted inputs of a program; `False` for the others."""
-    jaxpr = analysis.program.jaxpr
+def masks_of_inputs(analysis: Analysis, values: Values, outs: Sequence[Mask]) -> list[Mask]:
+    """The masks of the inputs of a program; `False` for those without a derivative."""
+    inputs = analysis.program.jaxpr.invars
+    pairs = zip(inputs, analysis.ins, strict=True)
+    wanted = [r.active and is_inexact(v.aval) for v, r in pairs]
     env = None if values is None else _raw_values(analysis, values)
     dependent = depends(analysis.program, wanted)
     eqns = [e for e in analysis.eqns if any(v in dependent for v in e.eqn.outvars)]
     masks = backward(analysis, env, outs, eqns)
-    return [
-        masks.get(v, False) if w else False for v, w in zip(jaxpr.invars, wanted, strict=True)
-    ]
+    return [masks.get(v, False) if w else False for v, w in zip(inputs, wanted, strict=True)]
 
 
 def masks_of_outputs(analysis: Analysis, values: Values, ins: Sequence[Mask]) -> list[Mask]:
@@ -280,8 +304,8 @@ def _extremum(e, x, extremum, mask, is_forward) -> Mask:
 
 def _sums(e, values, given, is_forward) -> list[Mask]:
     """Sums of elements that are taken: no derivative is negative. A product takes each term
-    with either factor, whatever the other factor is."""
-    is_product = kind_of(e.eqn).linear == "each"
+    with either factor, whatever the other factor is, as if they were all one."""
+    is_product = kind_of(e.eqn).linear == "each" or kind_of(e.eqn).along == "axis"
     full = [jnp.ones_like(x) if is_product else jnp.asarray(x) for x in values]
     full = vary_alike(full, values)  # the type of ones does not say that they vary
     parts = [[i] for i in e.inexact_ins] if is_product else [e.inexact_ins]
@@ -305,21 +329,12 @@ def _sums(e, values, given, is_forward) -> list[Mask]:
 
 
 def _opaque(eqn, given, sources, targets) -> list[Mask]:
-    """Each element of an output may depend on all elements of the operands: of the same matrix,
-    or along the same axis."""
+    """Each element of an output may depend on all elements of the operands, or of the same
+    matrix."""
     if any(mask is True for mask in given):
         return [True] * len(targets)
     given = [dense(mask, v.aval.shape) for mask, v in zip(given, sources, strict=True)]
-    along = kind_of(eqn).along
-    if along == "axis":
-        [mask], [v] = given, targets
-        axes = eqn.params.get("axes", eqn.params.get("axis"))
-        if mask.ndim < v.aval.ndim:
-            mask = jnp.expand_dims(mask, axes)
-        else:
-            mask = jnp.any(mask, axes, keepdims=mask.ndim == v.aval.ndim)
-        return [dense(mask, v.aval.shape)]
-    n_batch = _n_matrix_axes(eqn) if along == "matrices" else 0
+    n_batch = _n_matrix_axes(eqn) if kind_of(eqn).along == "matrices" else 0
     some = either(*(jnp.any(mask, tuple(range(n_batch, mask.ndim))) for mask in given))
     return [jax.lax.broadcast_in_dim(some, v.aval.shape, range(n_batch)) for v in targets]
 
@@ -349,8 +364,7 @@ def _rule(e, values, masks, is_forward) -> list[Mask]:
         if is_forward:
             found = masks_of_outputs(e.tangent_map, primals, [*still, *given])
         else:
-            wanted = [*still, *(True for _ in e.moving)]
-            found = masks_of_inputs(e.tangent_map, primals, given, wanted)[n:]
+            found = masks_of_inputs(e.tangent_map, primals, given)[n:]
     elif values is None:
         found = [any(mask is True for mask in given) or None] * len(target)
     elif not any(mask is True for mask in given) and _is_elementwise_rule(e):
@@ -404,10 +418,7 @@ def _inner(e, values, masks, is_forward) -> list[Mask]:
 
 
 def _through(analysis, values, masks, is_forward) -> list[Mask]:
-    if is_forward:
-        return masks_of_outputs(analysis, values, masks)
-    wanted = [is_inexact(v.aval) for v in analysis.program.jaxpr.invars]
-    return masks_of_inputs(analysis, values, masks, wanted)
+    return (masks_of_outputs if is_forward else masks_of_inputs)(analysis, values, masks)
 
 
 def masks_of_scan(

@@ -79,12 +79,11 @@ def range_of_constant(x: Any) -> Range:
 
 def _outputs(eqn: Any, ins: Sequence[Range], _) -> list[Range]:
     """The ranges of the outputs of an equation that is not entered."""
-    if isinstance(structure(eqn), While):
-        active = any(ins[i].active for i in inexact_indices(eqn.invars))
-        return [Range(finite=False, active=active, mixed=True)] * len(eqn.outvars)
     if kind_of(eqn).identity:
         return list(ins)
     active, mixed = _dependence(eqn, ins)
+    if isinstance(structure(eqn), While):
+        return [Range(finite=False, active=active, mixed=True)] * len(eqn.outvars)
     outs = _ranges_of_outputs(eqn, ins)
     return [r._replace(active=active, mixed=mixed) for r in outs]
 
@@ -114,7 +113,7 @@ def _dependence(eqn: Any, ins: Sequence[Range]) -> tuple[bool, bool]:
 
 
 def decided_case(eqn: Any, ins: Sequence[Range]) -> int | None:
-    """The operand that a selection takes, if that is known."""
+    """The operand that a selection takes, if that is known, as in `jnp.var`."""
     if eqn.primitive.name != "select_n" or ins[0].low != ins[0].high:
         return None
     return 1 + int(ins[0].low)
@@ -172,16 +171,16 @@ def _limits(dtype) -> tuple[float, float, float]:
 
 
 def _ranges_of_outputs(eqn: Any, ins: Sequence[Range]) -> list[Range]:
-    """The ranges of the outputs of a primitive, but for what `_dependence` tells."""
+    """The ranges of the outputs of a primitive, but for whether they are active."""
     case = decided_case(eqn, ins)
     if case is not None:
         return [ins[case]]
     if not inexact_indices(eqn.outvars):
-        return [_range_of_integers(eqn, ins)] * len(eqn.outvars)
+        return [_truth(eqn, ins)] * len(eqn.outvars)
     moving = [ins[i] for i in inexact_indices(eqn.invars)]
     finite = all(r.finite for r in moving) and _is_finite(eqn, ins)
     bounds = _bounds(eqn, ins, moving or ins)
-    # The positions that `sort` and `top_k` return are not within the bounds of the values.
+    # The positions that `sort` returns are not within the bounds of the values.
     return [
         Range(*(_rounded(b, v.aval.dtype) for b in bounds), finite=finite)
         if is_inexact(v.aval)
@@ -195,16 +194,14 @@ def _rounded(bound: float, dtype: Any) -> float:
     info = jnp.finfo(dtype)
     if abs(bound) < float(info.tiny):  # the device may round these to zero
         return 0.0
-    largest = float(info.max)
-    if math.isinf(bound):
-        return bound
-    return float(np.asarray(min(max(bound, -largest), largest)).astype(info.dtype))
+    with np.errstate(over="ignore"):
+        return float(np.asarray(bound).astype(info.dtype))
 
 
 def _is_finite(eqn, ins: Sequence[Range]) -> bool:
     """Whether the values at finite operands are finite."""
-    if eqn.primitive.name == "gather":
-        return not _may_fill(eqn, ins)
+    if _may_fill(eqn, ins):
+        return False
     if eqn.primitive.name == "sqrt":  # NaN for negative numbers
         return ins[0].low >= 0
     if eqn.primitive.name in ("cbrt", "atan2"):  # only their derivatives are not
@@ -213,50 +210,33 @@ def _is_finite(eqn, ins: Sequence[Range]) -> bool:
     return not _is_singular(eqn, ins) if derivative == "singular" else derivative is not None
 
 
-def _range_of_integers(eqn, ins: Sequence[Range]) -> Range:
-    name = eqn.primitive.name
-    if name in _COMPARISONS and all(r.finite for r in ins):
-        x, y = ins if name in ("gt", "ge") else ins[::-1]
-        if x.low > y.high or (x.low == y.high and name in ("ge", "le")):
+def _truth(eqn, ins: Sequence[Range]) -> Range:
+    """The range of a comparison, if its result is known, and of integers that are moved. Others
+    may wrap around."""
+    if eqn.primitive.name in ("gt", "ge", "lt", "le") and all(r.finite for r in ins):
+        x, y = ins if eqn.primitive.name in ("gt", "ge") else ins[::-1]
+        is_strict = eqn.primitive.name in ("gt", "lt")
+        if x.low > y.high or (x.low == y.high and not is_strict):
             return Range(1.0, 1.0)
-        if x.high < y.low or (x.high == y.low and name in ("gt", "lt")):
+        if x.high < y.low or (x.high == y.low and is_strict):
             return Range(0.0, 0.0)
-    if name == "convert_element_type":
-        return _as_integers(ins[0], eqn.params["new_dtype"])
-    if name not in ("add", "sub", "mul", "neg") and kind_of(eqn).bounds != "operand":
-        return Range()
-    low, high = _bounds(eqn, ins, ins)
-    # Integers may wrap around.
-    return Range(low, high) if -INF < low <= high < INF else Range()
-
-
-_COMPARISONS = ("gt", "ge", "lt", "le")
+    is_moved = kind_of(eqn).bounds == "operand" and eqn.primitive.name != "convert_element_type"
+    return Range(*_bounds(eqn, ins, ins)) if is_moved else Range()
 
 
 def _may_fill(eqn, ins: Sequence[Range]) -> bool:
-    """Whether a `gather` may return something else than elements of its operand, usually NaN,
-    as an index may be out of bounds."""
-    if eqn.params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
+    """Whether a `gather` returns NaN, usually, for an index that may be out of bounds."""
+    mode = jax.lax.GatherScatterMode.FILL_OR_DROP
+    if eqn.primitive.name != "gather" or eqn.params["mode"] != mode:
         return False
-    shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
     axes = eqn.params["dimension_numbers"].start_index_map
-    return not (ins[1].low >= 0 and all(ins[1].high <= shape[i] - sizes[i] for i in axes))
-
-
-def _as_integers(r: Range, dtype: Any) -> Range:
-    """The range of numbers that are cast to integers, which may wrap around."""
-    if dtype == np.bool_:
-        is_zero = not (r.low > 0 or r.high < 0)
-        return Range(0.0 if is_zero else 1.0, 1.0)
-    info = jnp.iinfo(dtype)
-    if not (r.finite and info.min <= r.low and r.high <= info.max):
-        return Range()
-    return Range(float(math.trunc(r.low)), float(math.trunc(r.high)))
+    shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
+    return ins[1].low < 0 or any(ins[1].high > shape[i] - sizes[i] for i in axes)
 
 
 def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, float]:
     name = eqn.primitive.name
-    if not moving or _is_complex(eqn.outvars[0]):
+    if not moving or _is_complex(eqn.outvars[0]) or _may_fill(eqn, ins):
         return -INF, INF
     x, y = moving[0], moving[-1]
     match name:
@@ -283,15 +263,11 @@ def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, 
             return (0.0 if x.low >= 0 else -INF), (0.0 if x.high <= 0 else INF)
         case "integer_pow":
             return (0.0 if x.low >= 0 or eqn.params["y"] % 2 == 0 else -INF), INF
-        case "pow" | "log1p":
-            return (0.0 if x.low >= 0 else -INF), INF
         case "exp":
             return 0.0, math.exp(x.high) if x.high < 700 else INF
         case "sqrt":
             return math.sqrt(max(x.low, 0.0)), math.sqrt(max(x.high, 0.0))
     bounds = kind_of(eqn).bounds
-    if name == "gather" and _may_fill(eqn, ins):
-        return -INF, INF
     if bounds == "operand":
         return x.low, x.high
     if bounds == "operands":

@@ -15,65 +15,57 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxprs.dependence import variables
-from .._jaxprs.evaluate import bind, enter, equation_context, evaluate, values_of_inputs
-from .._jaxprs.operands import at, flagged
+from .._jaxprs.evaluate import bind, enter, equation_context, values_of_inputs
 from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import Cond, Scan
 from .._jaxprs.varying import cast_to
 from .._rules.replace_gradient import replace_gradient
 from .analysis import Analysis, AnalyzedEquation
-from .mask import both, dense, Mask
-from .masks import backward, forward, masks_of_scan, raw_outputs, read, transfer
+from .masks import (
+    backward,
+    both,
+    dense,
+    forward,
+    Mask,
+    masks_of_scan,
+    raw_outputs,
+    read,
+    transfer,
+)
 
 
-class Plan:
-    """The treatment of each equation, given the known masks of the outputs.
+def _guarded(analysis: Analysis, outs: Sequence[bool | None]) -> set[int]:
+    """The equations that get guards, or whose inner programs do, given the known masks of the
+    outputs."""
+    known = backward(analysis, None, outs, analysis.eqns)
 
-    - `guarded`: gets guards, or its inner programs are transformed.
-    - `local`: a selection that multiplies by zero what may be infinite.
-    """
+    def is_guarded(e: AnalyzedEquation) -> bool:
+        alive = [known.get(v, False) for v in e.eqn.outvars]
+        if not e.is_entered:
+            is_dead = any(alive[i] is not True for i in e.inexact_outs)
+            return e.is_risky and (e.is_mixed or is_dead)
+        n = 0
+        if isinstance(e.known, Scan):  # the step after uses the carry
+            n = e.known.n_carry
+        elif isinstance(e.known, Cond):  # `vmap` may make a selection of it
+            n = len(alive)
+        return any(
+            _guarded(a, [None] * n + alive[n:]) or any(map(_selects_by_product, a.program.eqns))
+            for a in e.inner
+        )
 
-    def __init__(self, analysis: Analysis, outs: Sequence[bool | None], steep: Sequence[bool]):
-        self.analysis = analysis
-        known = backward(analysis, None, outs, analysis.eqns)
-        is_steep = set(variables(at(analysis.program.jaxpr.outvars, flagged(steep))))
-        self.guarded: set[int] = set()
-        self.local: set[int] = set()
-        self.steep_outs: dict[int, list[bool]] = {}
-        for e in reversed(analysis.eqns):
-            self._decide(e, known, is_steep)
-        jaxpr = analysis.program.jaxpr
-        self.steep_inputs = [v in is_steep for v in jaxpr.invars]
+    return {id(e.eqn) for e in analysis.eqns if is_guarded(e)}
 
-    @property
-    def acts(self) -> bool:
-        return bool(self.guarded or self.local)
 
-    def _decide(self, e: AnalyzedEquation, known, is_steep) -> None:
-        eqn = e.eqn
-        steep = [v in is_steep for v in eqn.outvars]
-        alive = [known.get(v, False) for v in eqn.outvars]
-        if any(steep) or e.has_risk:
-            is_steep.update(variables(eqn.invars))
-        if e.is_entered:
-            steep = [any(steep) or e.has_risk] * len(steep)
-            if any(plan.acts for plan in _inner_plans(e, alive, steep)):
-                self.guarded.add(id(eqn))
-                self.steep_outs[id(eqn)] = steep
-        elif e.is_risky and (e.is_mixed or any(alive[i] is not True for i in e.inexact_outs)):
-            self.guarded.add(id(eqn))
-        elif any(steep) and _selects_by_product(eqn):
-            self.local.add(id(eqn))
-
-    def touched(self) -> set[int]:
-        """The equations that are guarded or depend on one that is."""
-        eqns: set[int] = set()
-        found: set[Any] = set()
-        for e in self.analysis.eqns:
-            if id(e.eqn) in self.guarded or any(v in found for v in variables(e.eqn.invars)):
-                eqns.add(id(e.eqn))
-                found.update(e.eqn.outvars)
-        return eqns
+def _touched(eqns: Sequence[AnalyzedEquation], guarded: set[int]) -> set[int]:
+    """The equations that are guarded or depend on one that is."""
+    touched: set[int] = set()
+    found: set[Any] = set()
+    for e in eqns:
+        if id(e.eqn) in guarded or any(v in found for v in variables(e.eqn.invars)):
+            touched.add(id(e.eqn))
+            found.update(e.eqn.outvars)
+    return touched
 
 
 def _selects_by_product(eqn: Any) -> bool:
@@ -82,58 +74,43 @@ def _selects_by_product(eqn: Any) -> bool:
     return kind.selects and kind.derivative == "smooth" and kind.linear != "each"
 
 
-def _inner_plans(e, alive, steep) -> list[Plan]:
-    n = 0
-    if isinstance(e.known, Scan):  # the step after uses the carry
-        n = e.known.n_carry
-    elif isinstance(e.known, Cond):  # `vmap` may make a selection of it
-        n = len(alive)
-    return [Plan(a, [None] * n + list(alive[n:]), steep) for a in e.inner]
-
-
 def evaluate_zero_safe(
-    analysis: Analysis,
-    values: Sequence[Any],
-    moved: Sequence[Mask],
-    outs: Sequence[Mask],
-    steep: Sequence[bool],
+    analysis: Analysis, values: Sequence[Any], moved: Sequence[Mask], outs: Sequence[Mask]
 ) -> list[Any]:
-    """The outputs of a program.
+    """The outputs of a program, or of a part of one, which may have a derivative that is not
+    finite.
 
     - `moved`: which elements of the inputs depend on what is being differentiated.
     - `outs`: from which elements of the outputs a taken path leads to the result.
-    - `steep`: for each output, whether its cotangent may not be finite.
     """
-    plan = Plan(analysis, [m if isinstance(m, bool) else None for m in outs], steep)
+    guarded = _guarded(analysis, [m if isinstance(m, bool) else None for m in outs])
+    touched = _touched(analysis.eqns, guarded)
     program = analysis.program
-    if not plan.acts:
-        return evaluate(program, values)
-    touched = plan.touched()
     env = values_of_inputs(program, values)
     raw = dict(env)
     for e in analysis.eqns:
         if id(e.eqn) not in touched:
-            out = _run(plan, e, read(env, e.eqn.invars))
+            out = _run(e, read(env, e.eqn.invars))
             env.update(zip(e.eqn.outvars, out, strict=True))
         elif e.eqn.effects and not e.eqn.outvars:  # happens once, below
             continue
         else:
             out = raw_outputs(e.eqn, read(raw, e.eqn.invars))
         raw.update(zip(e.eqn.outvars, out, strict=True))
+    if not touched:
+        return read(env, program.jaxpr.outvars)
     from_inputs = forward(analysis, raw, moved)
-    alive: dict[int, tuple[list[Mask], list[Mask]]] = {}
+    masks: dict[int, _Masks] = {}
 
     def visit(e, ins, given):
-        alive[id(e.eqn)] = ins, given
+        if id(e.eqn) in guarded:
+            ends = [read(from_inputs, vs, False) for vs in (e.eqn.invars, e.eqn.outvars)]
+            masks[id(e.eqn)] = _Masks(ins, given, *ends)
 
     affected = [e for e in analysis.eqns if id(e.eqn) in touched]
     backward(analysis, raw, outs, affected, visit)
     for e in affected:
-        masks = None
-        if id(e.eqn) in plan.guarded:
-            ends = [read(from_inputs, vs, False) for vs in (e.eqn.invars, e.eqn.outvars)]
-            masks = _Masks(*alive[id(e.eqn)], *ends)
-        out = _run(plan, e, read(env, e.eqn.invars), masks)
+        out = _run(e, read(env, e.eqn.invars), masks.get(id(e.eqn)))
         env.update(zip(e.eqn.outvars, out, strict=True))
     return read(env, program.jaxpr.outvars)
 
@@ -148,22 +125,20 @@ class _Masks(NamedTuple):
     moved_outs: Sequence[Mask]
 
 
-def _run(plan: Plan, e: AnalyzedEquation, values, masks: _Masks | None = None) -> list[Any]:
-    """An equation, with its guards."""
-    eqn = e.eqn
+def _run(e: AnalyzedEquation, values, masks: _Masks | None = None) -> list[Any]:
+    """An equation, with guards if it has masks."""
+    eqn, kind = e.eqn, kind_of(e.eqn)
     with equation_context(eqn):
-        if id(eqn) in plan.guarded:
-            assert masks is not None
+        if masks is not None:
             if e.is_entered:
-                return _enter(e, values, masks, plan.steep_outs[id(eqn)])
+                return _enter(e, values, masks)
             values, masks = _broadcast(e, values, masks)
             values = _guard(values, masks.alive_ins, masks.moved_ins)
             out = bind(eqn, values)
-            kind = kind_of(eqn)
             if kind.linear == "each" and not kind.elementwise:
                 out = [_without_dead_factors(eqn, values, out[0], masks.alive_ins)]
             return _guard(out, masks.alive_outs, masks.moved_outs)
-        if id(eqn) in plan.local:
+        if _selects_by_product(eqn):
             out = bind(eqn, values)
             taken = transfer(e, values, out, [True] * len(out), is_forward=False)
             values = _guard(values, taken, [True] * len(values))
@@ -205,7 +180,7 @@ def _guard_one(x: Any, mask: Mask) -> Any:
     return jax.lax.select(dense(mask, jnp.shape(x)), jnp.asarray(x), jnp.asarray(constant))
 
 
-def _enter(e: AnalyzedEquation, values, masks: _Masks, steep) -> list[Any]:
+def _enter(e: AnalyzedEquation, values, masks: _Masks) -> list[Any]:
     """An equation with transformed inner programs, where a step or a branch has its own
     masks."""
     moved, outs = list(masks.moved_ins), list(masks.alive_outs)
@@ -231,6 +206,6 @@ def _enter(e: AnalyzedEquation, values, masks: _Masks, steep) -> list[Any]:
         analysis, known = inner[id(program.jaxpr)]
         moved, outs = eqx.combine(arrays, known)
         moved[: len(fixed)] = fixed
-        return evaluate_zero_safe(analysis, values, moved, outs, steep)
+        return evaluate_zero_safe(analysis, values, moved, outs)
 
     return list(enter(e.eqn, values, run, arrays))

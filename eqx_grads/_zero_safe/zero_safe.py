@@ -12,10 +12,10 @@ from .._errors import check_function, check_option, first_line, name_of, place_o
 from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import evaluate
 from .._rules.tree_split import AbstractTransformed, call_on_arrays
-from .analysis import analyze
+from .analysis import Analysis, analyze
 from .ranges import is_inexact, Range
 from .transform import evaluate_zero_safe
-from .zero_wins import zero_wins_program
+from .zero_wins import evaluate_zero_wins
 
 
 def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callable[..., PyTree]:
@@ -130,8 +130,9 @@ class ZeroSafe(AbstractTransformed):
     def __call__(self, /, *args, **kwargs):
         def transform(run, arrays):
             program = zero_safe_program(_trace(self._eqg_fn, run, arrays), arrays)
-            wins = self._policy == "zero"
-            return (zero_wins_program if wins else evaluate)(program, arrays)
+            if self._policy == "zero" and (analysis := _analyze(program)).has_risk:
+                return evaluate_zero_wins(analysis, arrays)
+            return evaluate(program, arrays)
 
         return call_on_arrays(transform, self._eqg_fn, args, kwargs)
 
@@ -149,14 +150,19 @@ def _trace(fn, run, arrays) -> ClosedJaxpr:
         ) from error
 
 
+def _analyze(program: ClosedJaxpr) -> Analysis:
+    return analyze(program, [Range()] * len(program.in_avals))
+
+
 def zero_safe_program(program: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxpr:
     """The program, with the derivative of `zero_safe`."""
-    n = len(program.out_avals)
+    analysis = _analyze(program)
+    if not analysis.has_risk:
+        return program
 
     def run(*values):
-        analysis = analyze(program, [Range()] * len(values))
-        moved = list(map(is_inexact, values))
-        return evaluate_zero_safe(analysis, values, moved, [True] * n, [False] * n)
+        outs = [True] * len(program.out_avals)
+        return evaluate_zero_safe(analysis, values, list(map(is_inexact, values)), outs)
 
     # The parts of a mask are computed where the mask is used, and nowhere else.
     return without_unused(jax.make_jaxpr(run)(*values))

@@ -10,54 +10,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.dependence import variables
 from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.operands import at, flagged
+from .._jaxprs.operands import fill
 from .._jaxprs.primitives import kind_of
 from .._rules.linear_primitive import linear_call, LinearMap
 from .analysis import Analysis, analyze, AnalyzedEquation
 from .ranges import inexact_indices, Range
 
 
-def evaluate_zero_wins(
-    analysis: Analysis, values: Sequence[Any], steep: Sequence[bool]
-) -> list[Any]:
-    """The outputs of a program.
-
-    - `steep`: for each output, whether its cotangent may not be finite.
-    """
-    chosen = _choose(analysis, steep)
+def evaluate_zero_wins(analysis: Analysis, values: Sequence[Any]) -> list[Any]:
+    """The outputs of a program."""
     by_id = {id(e.eqn): e for e in analysis.eqns}
 
     def hook(eqn, values):
         e = by_id[id(eqn)]
-        if id(eqn) not in chosen:
-            return bind(eqn, values)
         if not e.is_entered:
-            return [_bind_zero_wins(eqn, values)]
+            return [_bind_zero_wins(eqn, values)] if _has_factors(e) else bind(eqn, values)
         inner = {id(a.program.jaxpr): a for a in e.inner}
-        # A cotangent may come from a later step, or from another part of the program.
-        run = lambda program, values, _: evaluate_zero_wins(
-            inner[id(program.jaxpr)], values, [True] * len(eqn.outvars)
-        )
+        run = lambda program, values, _: evaluate_zero_wins(inner[id(program.jaxpr)], values)
         return list(enter(eqn, values, run))
 
     return evaluate(analysis.program, values, hook)
-
-
-def _choose(analysis: Analysis, steep: Sequence[bool]) -> set[int]:
-    """The equations to change: equations with a factor that may not be finite, and equations
-    with factors that lead to such a cotangent."""
-    chosen: set[int] = set()
-    is_steep = set(variables(at(analysis.program.jaxpr.outvars, flagged(steep))))
-    for e in reversed(analysis.eqns):
-        if e.has_risk or any(v in is_steep for v in e.eqn.outvars):
-            is_steep.update(variables(e.eqn.invars))
-            if e.is_entered or _has_factors(e):
-                chosen.add(id(e.eqn))
-    return chosen
 
 
 def _has_factors(e: AnalyzedEquation) -> bool:
@@ -111,31 +85,25 @@ def _factor(eqn, values, i, unit):
     derivative of this policy as well."""
 
     def derivative(*values):
-        def of_operand(x):
-            return bind(eqn, [*values[:i], x, *values[i + 1 :]])[0]
-
+        of_operand = lambda x: bind(eqn, fill(values, [i], [x]))[0]
         return jax.jvp(of_operand, [values[i]], [jnp.full_like(values[i], unit)])[1]
 
     program = jax.make_jaxpr(derivative)(*values)
-    # It is a factor itself only where it is differentiated, so nothing is pruned.
-    (out,) = evaluate_zero_wins(analyze(program, [Range()] * len(values)), values, [True])
+    (out,) = evaluate_zero_wins(analyze(program, [Range()] * len(values)), values)
     return out
 
 
 @jax.custom_jvp
 def _product(factor: Any, tangent: Any) -> Any:
     """The product of two numbers that is zero if one of them is."""
-    is_zero = (factor == 0) | (tangent == 0)
-    product = factor * tangent
+    is_zero, product = (factor == 0) | (tangent == 0), factor * tangent
     return jax.lax.select(is_zero, jnp.zeros_like(product), product)
 
 
 @_product.defjvp
 def _product_jvp(primals, tangents):
-    factor, tangent = primals
-    t_factor, t_tangent = tangents
-    out = _linear_product(factor, t_tangent) + _linear_product(tangent, t_factor)
-    return _product(factor, tangent), out
+    one, other = map(_linear_product, primals, tangents[::-1])
+    return _product(*primals), one + other
 
 
 def _linear_product(factor, tangent):
@@ -151,9 +119,3 @@ def _multiply(residuals, tangents):
 
 def _multiply_transposed(residuals, cts):
     return cts if cts[0] is None else _multiply(residuals, cts)
-
-
-def zero_wins_program(program: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    """The outputs of a program, with the derivative of the policy "zero"."""
-    analysis = analyze(program, [Range()] * len(values))
-    return evaluate_zero_wins(analysis, values, [False] * len(program.out_avals))

@@ -421,7 +421,6 @@ WRONG = [
      "enters it by `cumsum` | @"), (grad_scan(lambda w, h, x: (clipped(h * w, 1), None),
      online=True), "the backward rule of | @"), (grad_scan(
      lambda w, h, x: (halved(h * w), None), online=True), "scale_gradient`, which has a rule"),
-    (scan(carry_gradient=named("clip", lambda h: h * 2)), "it returns a float32[3] | @"),
     (scan(carry_gradient=lambda h: h[:2]), "`carry_gradient` of"), (loop(lambda h: h[:2]),
      "and is float32[2] | @"), (cond({"a": X},
      {"b": X}), "at out['b']: | @"), (cond({"a": (X, X)}, {"a": (X,)}),
@@ -659,7 +658,6 @@ RIGHT = [
      length=np.int32(0)), scan(lambda h, x: ((h[0] + 1, *h[1:]), None), (1, jnp.sin, "a", X)),
     scan(lambda h, x: (h, None), (X, X), carry_gradient=lambda h: eqg.scale_gradient(h, 2.0)),
     scan(carry_gradient=lambda h: jax.lax.stop_gradient(h)), scan(online="e-prop"),
-    returns(lambda h: (h[0], line(1, 2)), (X, line(1, 2))),
     scan(checkpoint="replay", unroll=1), grad_scan(lambda w, h, x: (h * w + x, None),
      online=True), grad_scan(MATRIX, online="e-prop"),
     grad(lambda h: eqg.filter_scan(lambda h, x: (2 * h, x), h, XS, online=True)[0], X), cond((X,

@@ -125,9 +125,6 @@ def explain_memory(
     traced, maps = trace()
     numbered = NumberedLoss(traced)
     gradient = Gradient(numbered, traced, numbered.origin_of)
-    if calls := gradient.plain_calls():
-        numbered.plain = calls
-        gradient = Gradient(numbered, traced, numbered.origin_of)
     measure = lambda apply: lambda: _compiled_bytes(apply(), traced)
     measure_plain = measure(lambda: lambda *values: evaluate(traced.program, values)[0])
     is_large = compiled and gradient.n_equations > _MOST_COMPILED

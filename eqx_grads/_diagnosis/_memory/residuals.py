@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..._control_flow.replay import PLAIN, replayed_scan
 from ..._errors import first_line, rule_error, RuleError
 from ..._jaxprs.dependence import free_variables, without_unused
 from ..._jaxprs.evaluate import evaluate
@@ -168,14 +167,6 @@ class Gradient:
         self.sources = list({(s.made, s.steps): s for s in reversed(kept)}.values())[::-1]
         self.total = sum(s.bytes for s in self.sources if s.made.kind != "input")
         self.n_equations = sum(1 for _ in equations(needed))
-        self._program = program
-
-    def plain_calls(self) -> set[int]:
-        """The numbers of the equations of the loss that are a `filter_scan` with
-        `checkpoint="auto"`, which chose plain scan."""
-        inside = [e for e in equations(self._program) if PLAIN in str(e.source_info.name_stack)]
-        origins = filter(None, map(self._origin_of, inside))
-        return {o.number for o in origins if o.primitive == replayed_scan.__name__}
 
     def residuals(self) -> list[Residual]:
         """A record of each of `sources`."""
