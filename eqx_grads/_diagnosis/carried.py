@@ -64,13 +64,6 @@ class AbstractCarrier(abc.ABC, Generic[V]):
     def decide(self, by: V, outs: Sequence[V]) -> Sequence[V]:
         """The carry of a `while_loop`, given the value that it is decided `by`."""
 
-    @abc.abstractmethod
-    def skip(
-        self, place: Place, consts: Sequence[V], carry: Sequence[V], xs: Sequence[V]
-    ) -> tuple[Sequence[V], Sequence[Sequence[V]]]:
-        """Run the first steps of a scan at once: the carry after them, and the outputs of each.
-        No steps is an answer too: `(carry, [])`."""
-
 
 def walk(
     program: ClosedJaxpr,
@@ -106,9 +99,8 @@ def enter(place: Place, values: Sequence[V], carrier: AbstractCarrier[V]) -> Seq
 def _scan(place, loop: Scan, values, carrier):
     n, m = loop.n_consts, loop.n_consts + loop.n_carry
     consts, carry, xs = values[:n], values[n:m], values[m:]
-    carry, first = carrier.skip(place, consts, carry, xs)
-    ys = list(first)
-    for i in indices_of(loop)[len(ys) :]:
+    ys = []
+    for i in range(loop.length)[:: -1 if loop.reverse else 1]:
         now = [carrier.map(lambda x, i=i: on_host(x)[i], [x]) for x in xs]
         outs = walk(*loop.programs, [*consts, *carry, *now], carrier, place, i)
         carry = outs[: loop.n_carry]
@@ -134,11 +126,6 @@ def _while(place, loop: While, values, carrier):
             keep = ft.partial(_where_on, is_on)
             new = [carrier.map(keep, pair) for pair in zip(new, carry, strict=True)]
         carry, step = new, step + 1
-
-
-def indices_of(loop: Scan) -> range:
-    """The indices in `xs`, in the order of the steps."""
-    return range(loop.length)[:: -1 if loop.reverse else 1]
 
 
 def on_host(x: Any) -> Any:

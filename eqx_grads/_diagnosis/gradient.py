@@ -1,7 +1,7 @@
 """The gradient of a loss, compiled once; and whether it is a rounding error."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,16 +47,14 @@ class Gradient:
             return float("nan"), [np.full_like(g, np.nan) for g in self.gradients]
 
 
-def change_along(
-    traced: TracedLoss, gradient: Gradient, along: Mapping[int, Any]
-) -> Callable[[float], float]:
-    """How much the loss changes by a step along directions in some leaves."""
+def change_along(traced: TracedLoss, gradient: Gradient) -> Callable[[float], float]:
+    """How much the loss changes by a step along a random direction in its leaves."""
+    along, n = directions(traced), len(traced.leaves)
 
     def change(h):
-        values = list(traced.values)
-        for i, direction in along.items():
-            values[i] = (np.asarray(values[i]) + h * direction).astype(values[i].dtype)
-        return gradient.at(values)[0] - gradient.loss
+        pairs = zip(traced.values[:n], along, strict=True)
+        moved = [(np.asarray(x) + h * t).astype(x.dtype) for x, t in pairs]
+        return gradient.at([*moved, *traced.values[n:]])[0] - gradient.loss
 
     return change
 

@@ -221,17 +221,13 @@ def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
     if not is_differentiable(out) or jnp.shape(out) != () or jnp.iscomplexobj(out):
         name = name_of(loss)
         called = "loss" if "<" in name else name  # a lambda has no name to call it by
-        do = "Take the mean or the sum of the array."
-        if not is_differentiable(out) or jnp.iscomplexobj(out):
-            do = (
-                f"If it has other outputs, pass `lambda *a, **k: {called}(*a, **k)[0]`; if it "
-                "is decorated with `value_and_grad`, pass the function beneath."
-            )
         raise rule_error(
             f"The loss `{name}` did not return a real scalar.",
             f"it returned {show_tree(out)}",
             place_of(loss),
-            do=f"`{caller}` differentiates one real number. {do}",
+            do=f"`{caller}` differentiates one real number. Take the mean or the sum of an "
+            f"array. If it has other outputs, pass `lambda *a, **k: {called}(*a, **k)[0]`; if "
+            "it is decorated with `value_and_grad`, pass the function beneath.",
         )
     return out
 

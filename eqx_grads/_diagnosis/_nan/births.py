@@ -11,10 +11,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
 from ..._jaxprs.evaluate import bind
 from ..._jaxprs.interpret import Domain, interpret_equation
@@ -29,7 +27,7 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from ..carried import AbstractCarrier, enter, indices_of, on_host, Place, walk
+from ..carried import AbstractCarrier, enter, Place, walk
 from ..origins import equation_tag
 from ..pairs import is_inexact
 from .derivative import Derivative
@@ -231,24 +229,6 @@ class Births(AbstractCarrier[Value]):
         steps = known.length if isinstance(known, Scan) else 100
         return self.threshold is None and n * steps > _MOST_IN_DETAIL
 
-    def skip(self, place, consts, carry, xs):
-        """The steps of a long loop up to the first one with a value that is not finite."""
-        loop, values = structure(place.eqn), [*consts, *carry, *xs]
-        is_plain = not any(v.is_ct or v.nan is not None or is_nonfinite(v.x) for v in values)
-        if not is_plain or not self._is_long(place.eqn):
-            return carry, []
-        assert isinstance(loop, Scan)
-        outs = list(map(on_host, _all_steps(loop, [v.x for v in values])))
-        order = indices_of(loop)
-        is_bad = lambda i: any(is_nonfinite(x[i]) for x in outs)
-        n = next((k for k, i in enumerate(order) if is_bad(i)), loop.length)
-        active = any(v.is_active for v in values)
-        ys = [[Value(x[i], is_active=active) for x in outs[loop.n_carry :]] for i in order[:n]]
-        if n:
-            pairs = zip(carry, outs, strict=False)
-            carry = [v._replace(x=x[order[n - 1]]) for v, x in pairs]
-        return carry, ys
-
     # ------------------------------------------------------------ operations
 
     def _equation(self, place, values):
@@ -411,18 +391,3 @@ def _flagged(v: Value, flag: int) -> Value:
     if not is_inexact(v.x):
         return v
     return v._replace(is_ct=v.is_ct or bool(flag & 1), is_active=v.is_active or bool(flag & 2))
-
-
-def _all_steps(loop: Scan, values):
-    """The carry after each step of a scan, and the other outputs."""
-
-    def run(values):
-        n, m = loop.n_consts, loop.n_before_carry + loop.n_carry
-
-        def step(carry, x):
-            outs = jaxpr_as_fun(*loop.programs)(*values[:n], *carry, *x)
-            return outs[: loop.n_carry], outs
-
-        return jax.lax.scan(step, values[n:m], values[m:], loop.length, loop.reverse)[1]
-
-    return jax.jit(run)(values)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from ..._jaxprs.structure import CallWithRule, structure, While
+from ..._jaxprs.structure import CallWithRule, structure
 from ..carried import outward, Place
 from ..origins import NumberedLoss, Origin
 from ..source_lines import rule_line, SourceLine, UNKNOWN
@@ -41,17 +41,11 @@ class Derivative:
         found = []
         for inside in reversed(list(outward(place))):
             if inside.around is not None and inside.step is not None:
-                if self._is_of_library(inside.around):
+                origin = self.origin(inside.around)
+                if origin is None or isinstance(structure(origin.eqn), CallWithRule):
                     break
                 found.append(inside.step)
         return tuple(found)
-
-    def _is_of_library(self, loop: Place) -> bool:
-        """Whether a `while_loop` is in a rule that no code of the user's calls it in."""
-        origin = self.origin(loop)
-        is_in_rule = origin is None or isinstance(structure(origin.eqn), CallWithRule)
-        is_while = isinstance(structure(loop.eqn), While)
-        return is_while and is_in_rule and not rule_line(loop.eqn).file
 
 
 def differentiate(numbered: NumberedLoss) -> Derivative:

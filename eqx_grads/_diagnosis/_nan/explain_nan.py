@@ -32,16 +32,11 @@ _TRIALS = {
     "zero": '`eqg.zero_safe(loss, policy="zero")`',
 }
 
-_NOT_THESE = (
-    "`eqg.zero_safe(loss)` was tried, and does not make this gradient finite: a product "
-    "overflows, what is infinite is used elsewhere too, or the operation is inside a "
-    "`jax.custom_vjp`, as the loop of Diffrax is."
-)
 _ONLY_COMPILED = (
     "Operation by operation, all is finite. Compiled as a whole, XLA rounds differently: an "
-    "exact zero, such as `x - jnp.mean(x)` of equal numbers, may be a rounding error, which an "
-    "infinite derivative multiplies; and a rounding error may be zero."
+    "exact zero, such as `x - jnp.mean(x)` of equal numbers, may be a rounding error."
 )
+_FORWARD = "The loss has no gradient in reverse mode. This is its derivative in forward mode."
 _OUT_OF_TIME = (
     "After {:.0f} seconds, the evaluation operation by operation was stopped: there may be "
     "more causes. Give it more time with `seconds=`, or a smaller model."
@@ -143,13 +138,12 @@ def explain_nan(
     report = explain(loss, tries=False)
     below = explain(loss.__wrapped__, bool(report.bad_leaves))
     place = lambda r: (r.file, r.line, r.column, r.primitive)
-    is_left = {place(r) for r in report.found}
-    dropped = [r for r in below.found if place(r) not in is_left]
-    if report.bad_leaves and len(dropped) == len(below.found):
-        dropped = []  # not all of them, and it is not known which
-    found = [r for r in below.found if r not in dropped]
-    remarks = list(dict.fromkeys([*report.remarks, *below.remarks]))
-    remarks = remarks if report.bad_leaves else report.remarks
+    left = set(map(place, report.found))
+    found = [r for r in below.found if place(r) in left]
+    if report.bad_leaves and not found:
+        found = below.found  # not all of them, and it is not known which
+    dropped = [r for r in below.found if r not in found]
+    remarks = [*report.remarks, *below.remarks] if report.bad_leaves else report.remarks
     return dataclasses.replace(report, found=found, dropped=dropped, remarks=remarks)
 
 
@@ -177,7 +171,7 @@ def _explain(
     n = len(traced.leaves)
     if np.isfinite(value) and not bad and threshold is None:
         # A training meets the compiled program: there is nothing to look for.
-        return NaNReport([], value, [], n, error is None, None)
+        return NaNReport([], value, [], n, None)
     doing("looking for the places")
     if gradient is None and error is not None and not is_check:
         raise no_gradient(loss, traced, error) from error
@@ -198,27 +192,22 @@ def _explain(
     helps = ""
     if tries and bad and derivative.is_reverse and np.isfinite(value):
         is_finite_with = lambda policy: _is_finite_with(policy, loss, model, args, kwargs)
-        helps, said = _trial(causes, is_finite_with)
-        remarks += said
+        helps = _trial(causes, is_finite_with)
+        remarks += [f"{helps} makes this gradient finite."] if helps and not causes else []
     found = _without_consequences([record_of(births, cause, helps) for cause in causes])
-    is_reverse = derivative.is_reverse
-    return NaNReport(found, value, bad, n, is_reverse, threshold, is_check, remarks=remarks)
+    if found and not derivative.is_reverse:
+        remarks.append(_FORWARD)
+    return NaNReport(found, value, bad, n, threshold, remarks=remarks)
 
 
-def _trial(
-    causes: Sequence[Cause], is_finite_with: Callable[[str], bool]
-) -> tuple[str, list[str]]:
-    """The call of `zero_safe` that makes the gradient finite, and remarks on it."""
+def _trial(causes: Sequence[Cause], is_finite_with: Callable[[str], bool]) -> str:
+    """The call of `zero_safe` that makes the gradient finite."""
     if causes and not any(c.kind in DROPPABLE and c.birth.is_ct for c in causes):
-        return "", []
+        return ""
     is_dead = any(c.kind == Kind.DEAD_BRANCH for c in causes)
+    doing("trying `zero_safe`")
     policies = ["selected", "zero"] if is_dead or not causes else ["zero"]
-    for policy in policies:
-        doing("trying `zero_safe`")
-        if is_finite_with(policy):
-            call = _TRIALS[policy]
-            return call, [] if causes else [f"{call} makes this gradient finite."]
-    return "", [_NOT_THESE] if is_dead else []
+    return next((_TRIALS[policy] for policy in policies if is_finite_with(policy)), "")
 
 
 def _is_finite_with(policy: str, loss, *args) -> bool:
@@ -234,11 +223,7 @@ def _is_finite_with(policy: str, loss, *args) -> bool:
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:
     """Drop the derivative of an operation whose value is not finite already, and keep one of
     the operations that JAX makes of one derivative."""
-    place = lambda r: (r.file, r.line, r.column, r.caller, r.path)
-    values = [r for r in records if r.is_forward]
-    known = {(place(r), name) for r in values for name in (r.primitive, r.derivative_of)}
-    found: dict[Any, NonFinite] = {}
-    for i, r in enumerate(records):
-        if r.is_forward or (place(r), r.primitive) not in known:
-            found.setdefault((place(r), r.kind, r.derivative_of or i), r)
-    return list(found.values())
+    place = lambda r: (r.file, r.line, r.column, r.caller, r.path, r.primitive)
+    known = {place(r) for r in records if r.is_forward}
+    kept = [r for r in records if r.is_forward or place(r) not in known]
+    return list({(place(r), r.kind, r.cure): r for r in reversed(kept)}.values())[::-1]
