@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from .._zero_safe.zero_safe import ZeroSafe
 from ._nan.explain_nan import explain_nan
 from ._zero.explain_zero import explain_traced
-from .gradient import change_along, Gradient, trace_gradient
+from .gradient import trace_gradient
 from .nan_checks import without_nan_checks
 from .parameters import python_floats
 from .progress import showing_progress
@@ -31,9 +30,6 @@ from .traced_loss import TracedLoss
 
 # Relative to the weights of the layer, and relative to the gradient of another layer.
 _EXPLODING, _VANISHING = 1e4, 1e-6
-# The first is the smallest. For float32, its slopes are exact to a thousandth.
-_KINK_STEPS = (2.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3)
-_UNITS = 16
 _WHERE = "`eqg.gradient_flow(loss, model, *args)` says where."
 # What to do about each kind.
 _CURES = {
@@ -46,8 +42,6 @@ _CURES = {
     f"{_WHERE}",
     "no array": "A Python number has no gradient. To train it, make it an array, such as "
     "`self.scale = jnp.array(0.5)`.",
-    "kink": "These are slopes along a random direction. Start elsewhere, or use a smooth "
-    "function.",
 }
 
 
@@ -56,9 +50,9 @@ class Symptom(AbstractRecord):
     """Something that is wrong with a gradient.
 
     It has the fields of all records. The kinds are `"not finite"`, `"zero"`,
-    `"rounding noise"`, `"exploding"`, `"vanishing"`, `"no array"` and `"kink"`. Also:
+    `"rounding noise"`, `"exploding"`, `"vanishing"` and `"no array"`. Also:
 
-    - `detail`: the kind that the tool for this symptom reports; of a kink, its slopes.
+    - `detail`: the kind that the tool for this symptom reports.
     """
 
     detail: str = ""
@@ -151,8 +145,7 @@ def explain_gradient(
     - a gradient that is $10^4$ times as large as the weights of its layer, or a millionth of
         the gradient of another layer;
     - a Python float in a field of your own classes, or in a layer instead of an array: a Python
-        float has no gradient;
-    - a kink of the loss at this point.
+        float has no gradient.
 
     The loss and its gradient are compiled once. If nothing is wrong, that is all.
 
@@ -185,7 +178,6 @@ def explain_gradient(
     norms = _norms(traced, gradient.gradients)
     if not {symptom.kind for symptom in found} & {"not finite", "rounding noise"}:
         found += _sizes(traced, norms)
-        found += [] if zero.found else _kink(traced, gradient)
     return SymptomReport(found, gradient.loss, norms, zero.remarks)
 
 
@@ -222,23 +214,3 @@ def _sizes(traced: TracedLoss, norms: dict[str, float]) -> list[Symptom]:
         *(_own("exploding", layer) for layer in explodes),
         *(_own("vanishing", layer) for layer in vanishes if layer not in explodes),
     ]
-
-
-def _kink(traced: TracedLoss, gradient: Gradient) -> list[Symptom]:
-    """A kink along a random direction: the slopes on its sides differ at any step."""
-    if not gradient.can_move:
-        return []
-    change = change_along(traced, gradient)
-    slopes = lambda h: (change(h) / h, -change(-h) / h)
-    above, below = slopes(_KINK_STEPS[0])
-    jump = above - below
-    # A step changes a loss that is nearly stationary by a few units of rounding.
-    rounding = jnp.finfo(traced.program.out_avals[0].dtype).eps * abs(gradient.loss)
-    is_large = abs(jump) > max(
-        0.2 * max(abs(above), abs(below)), _UNITS * rounding / _KINK_STEPS[0]
-    )
-    # Of a loss in half precision, the slopes are rounding errors, and differ at each step.
-    others = (np.subtract(*slopes(h)) for h in _KINK_STEPS[1:])
-    if is_large and all(abs(other - jump) < 0.3 * abs(jump) for other in others):
-        return [_own("kink", detail=f"slopes of {below:.3g} and {above:.3g}")]
-    return []

@@ -47,18 +47,6 @@ class Gradient:
             return float("nan"), [np.full_like(g, np.nan) for g in self.gradients]
 
 
-def change_along(traced: TracedLoss, gradient: Gradient) -> Callable[[float], float]:
-    """How much the loss changes by a step along a random direction in its leaves."""
-    along, n = directions(traced), len(traced.leaves)
-
-    def change(h):
-        pairs = zip(traced.values[:n], along, strict=True)
-        moved = [(np.asarray(x) + h * t).astype(x.dtype) for x, t in pairs]
-        return gradient.at([*moved, *traced.values[n:]])[0] - gradient.loss
-
-    return change
-
-
 def directions(traced: TracedLoss) -> list[Any]:
     """A random direction in each leaf."""
     rng = np.random.default_rng(0)

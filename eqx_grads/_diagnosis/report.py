@@ -107,26 +107,22 @@ def count(n: int, noun: str, plural: str = "") -> str:
 
 def show_bytes(n: int | float) -> str:
     """Such as `1.5 MiB`."""
-    if abs(n) < 1024:
-        return f"{n:.0f} B"
-    for unit in ("KiB", "MiB"):
-        n /= 1024
+    for unit in ("B", "KiB", "MiB"):
         if abs(n) < 1000:
             return f"{n:.3g} {unit}"
-    return f"{n / 1024:.3g} GiB"
+        n /= 1024
+    return f"{n:.3g} GiB"
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
     """Rows of text below the names of columns. A column without content is not shown.
 
-    - `title`: a sentence above it, or empty.
     - `source`: the attribute of the report that has all records. Of many, the first are shown.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    title: str = ""
     source: str = "found"
 
     def text(self) -> str:
@@ -142,7 +138,7 @@ class Table:
             if sum(widths) + 2 * len(widths) - 2 <= _WIDEST_TABLE:
                 break
         rows.insert(1, [["-" * w] for w in widths])
-        lines = [self.title] if self.title else []
+        lines = []
         for row in rows:
             for texts in itertools.zip_longest(*row, fillvalue=""):
                 line = "  ".join(t.ljust(w) for t, w in zip(texts, widths, strict=True))

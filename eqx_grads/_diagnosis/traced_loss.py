@@ -30,7 +30,6 @@ from .._errors import (
 from .._jaxprs.evaluate import keeping_tracebacks
 from .._jaxprs.structure import holds, is_reference
 from .._tangent_spaces import is_differentiable
-from .._zero_safe.zero_safe import ZeroSafe
 from .layers import own_cells, wrap_layers
 
 
@@ -54,10 +53,6 @@ class TracedLoss:
     leaves: Sequence[str]
     inputs: Sequence[str]
     layers: Sequence[str]
-
-    def leaf_of(self, i: int) -> str:
-        """The path of input `i` of the program in the model, or empty."""
-        return self.leaves[i] if i < len(self.leaves) else ""
 
 
 def trace_loss(
@@ -210,10 +205,6 @@ def _around(checkpointed):
 
 
 _CALLS = itertools.count()
-
-
-def is_zero_safe(loss: Any) -> bool:
-    return isinstance(loss, ZeroSafe)
 
 
 def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:

@@ -129,16 +129,13 @@ SYMPTOMS = {
         0]), arrays(w=3 * np.eye(2), a=[1, 1])),
     "vanishing: ": (lambda m: total(m["a"]) * 1e-9 + total(m["b"] ** 2), AB),
     "no array: the Python number 0.5": (lambda m: total(m["b"] * m["a"]), AB | {"b": 0.5}),
-    "kink: slopes": (lambda m: total(jnp.abs(m["a"] - 1) + m["a"]), arrays(a=1)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SYMPTOMS)
 def test_explain_gradient(name):
     report = eqg.explain_gradient(*SYMPTOMS[name])
-    details = (s.detail.partition(" of ")[0] for s in report.found)
-    kinds = dict.fromkeys(f"{s.kind}: {d}" for s, d in zip(report.found, details, strict=True))
-    assert "; ".join(kinds) == name
+    assert "; ".join(dict.fromkeys(f"{s.kind}: {s.detail}" for s in report.found)) == name
     assert bool(report) == bool(name)
 
 

@@ -212,7 +212,7 @@ class Births(AbstractCarrier[Value]):
         flags = interpret_equation(place.eqn, flags, _FLAGS).outs
         n, m = known.n_before_carry, known.n_before_carry + known.n_carry
         values = [*values[:n], *map(_flagged, values[n:m], flags), *values[m:]]
-        if all(v.nan is None for v in values) and self._is_long(place.eqn):
+        if all(v.nan is None for v in values) and self._is_long(known):
             outs = self._bind(place.eqn, [v.x for v in values])
             # Why a cotangent is zero is not known of a loop that runs compiled.
             has_zeros = any(
@@ -222,9 +222,7 @@ class Births(AbstractCarrier[Value]):
                 return list(map(_flagged, map(Value, outs), flags))
         return enter(place, values, self)
 
-    def _is_long(self, eqn) -> bool:
-        known = structure(eqn)
-        assert isinstance(known, Scan | While)
+    def _is_long(self, known: Scan | While) -> bool:
         n = sum(1 for program in known.programs for _ in equations(program))
         steps = known.length if isinstance(known, Scan) else 100
         return self.threshold is None and n * steps > _MOST_IN_DETAIL
@@ -327,23 +325,16 @@ class Births(AbstractCarrier[Value]):
         pairs = zip(values, chosen, strict=True)
         labels = sorted({i for v, is_one in pairs if is_one for i in labels_of(v.nan)})
         groups = [labels] if len(labels) > _MOST_SETS else [[i] for i in labels]
-        changes = [lambda x: x]
-        if any(is_inexact(x) and np.isnan(np.asarray(x)).any() for x in outs):
-            # What is NaN anyway may be of a NaN too.
-            changes.append(lambda x: np.ones_like(x) if is_inexact(x) else x)
-        for change in changes:
-            calm = [change(v.x) for v in values]
-            base = self._bind(eqn, calm)
-            for group in groups:
-                births = union(self.sets[label] for label in group)
-                xs = [
-                    with_nan(x, np.isin(v.nan, group)) if is_one else x
-                    for x, v, is_one in zip(calm, values, chosen, strict=True)
-                ]
-                for k, (x, before) in enumerate(zip(self._bind(eqn, xs), base, strict=True)):
-                    if is_inexact(x):
-                        reached = np.isnan(np.asarray(x)) & ~np.isnan(np.asarray(before))
-                        found[k] = self._joined(found[k], reached, births)
+        for group in groups:
+            births = union(self.sets[label] for label in group)
+            xs = [
+                with_nan(v.x, np.isin(v.nan, group)) if is_one else v.x
+                for v, is_one in zip(values, chosen, strict=True)
+            ]
+            for k, (x, before) in enumerate(zip(self._bind(eqn, xs), outs, strict=True)):
+                if is_inexact(x):
+                    reached = np.isnan(np.asarray(x)) & ~np.isnan(np.asarray(before))
+                    found[k] = self._joined(found[k], reached, births)
         return found
 
     def _joined(self, labels, where, births: frozenset[int]):

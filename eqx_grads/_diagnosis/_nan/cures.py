@@ -7,7 +7,7 @@ from .causes import Kind
 
 
 _SAFE_WHERE = "Use `eqg.safe.where(ok, f, x, other)`, with this operation in `f`"
-_AWAY = "Keep the argument of `{op}` away from that point (`x + eps`)."
+_AWAY = "Keep the argument of `{op}` away from that point: `x + eps`, or a layer's `eps`."
 _INFINITIES = "`{op}` makes NaN of infinities. Replace them before it, with finite numbers."
 _MASK = "Mask what is computed from it once more: `jnp.where(mask, y, 0.0)`."
 _CLIP_GRADIENT = (
@@ -59,16 +59,13 @@ _POINTS = (Kind.SINGULARITY, Kind.INDETERMINATE, Kind.ZERO_TIMES_INFINITY, Kind.
 DROPPABLE = (*_POINTS[:3], Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT)
 
 # Other sentences for an operation that is not defined, or whose derivative is not, there.
-_MATRICES = ("custom_linear_solve", "triangular_solve", "tridiagonal_solve", "lu", "slogdet")
-_OF_OPERATIONS = {
-    **dict.fromkeys(
-        (*_MATRICES, "cholesky"),
-        "The matrix of `{op}` is singular, or not positive definite, there. Use "
-        "`a + eps * jnp.eye(n)`.",
-    ),
-    "rsqrt": "`rsqrt` is infinite at zero. Use `jax.lax.rsqrt(x + eps)`. In a normalization "
-    "layer, this is the argument `eps`.",
+_MATRICES = {
+    *["custom_linear_solve", "triangular_solve", "tridiagonal_solve", "lu", "slogdet", "cholesky"]
 }
+_OF_MATRICES = (
+    "The matrix of `{op}` is singular, or not positive definite, there. Use "
+    "`a + eps * jnp.eye(n)`."
+)
 _OF_VALUES_OF_OPERATIONS = {
     "div": "The divisor is zero. Add a small number, or, for a count, use `jnp.maximum(n, 1)`.",
     "log": "Use `jnp.log(x + eps)`. For a softmax or a sigmoid, use `jax.nn.log_softmax` or "
@@ -146,10 +143,10 @@ def _of_operation(kind, op, is_value, calls, is_rule) -> str:
         return _OF_RULES
     if kind not in (Kind.SINGULARITY, Kind.INDETERMINATE, Kind.DOMAIN):
         return ""
-    tables = [_OF_OPERATIONS]
-    if is_value and kind != Kind.DOMAIN:
-        tables.insert(0, _OF_VALUES_OF_OPERATIONS)
-    return next((t[name] for t in tables for name in (*calls, op) if name in t), "")
+    if not _MATRICES.isdisjoint((*calls, op)):
+        return _OF_MATRICES
+    is_point = is_value and kind != Kind.DOMAIN
+    return _OF_VALUES_OF_OPERATIONS.get(op, "") if is_point else ""
 
 
 def cure_of_input(kind: Kind, holder: str, leaf: str) -> str:

@@ -101,8 +101,8 @@ def explain_nan(
     `"overflow"`, `"constant infinity"` (of a `where`), `"exceeds the threshold"`,
     `"NaN in the input"` and `"inf in the input"`.
 
-    If the loss is decorated with [`eqx_grads.zero_safe`][], `dropped` lists the places where it
-    drops a term. This includes the terms that the policy `"zero"` drops.
+    If the loss is decorated with [`eqx_grads.zero_safe`][], a term that this drops is no cause.
+    `explain_nan` of the function inside finds these terms.
 
     A loss with a `while_loop` has no gradient. `explain_nan` looks at its derivative in forward
     mode.
@@ -128,36 +128,25 @@ def explain_nan(
     if time_limit is None or not time_limit >= 0:
         do = "Give the seconds that the search may take; `math.inf` removes the limit."
         raise bad_argument("explain_nan", "seconds", "a number from zero", seconds, do)
-    explain = lambda loss, tries=True: _explain(
-        loss, model, args, kwargs, limit, time_limit, tries
-    )
-    if not isinstance(loss, ZeroSafe):
-        return explain(loss)
-    # It evaluates the function with guards, which would be shown as masks. So the records are
-    # those of the function, and whether they are left is known from their places.
-    report = explain(loss, tries=False)
-    below = explain(loss.__wrapped__, bool(report.bad_leaves))
+    explain = lambda loss: _explain(loss, (model, args, kwargs), limit, time_limit)
+    report = explain(loss)
+    if not (report and isinstance(loss, ZeroSafe)):
+        return report
+    # Its guards are shown as masks. So the records are those of the function inside, and
+    # whether they are left is known from their places.
+    below = explain(loss.__wrapped__)
     place = lambda r: (r.file, r.line, r.column, r.primitive)
     left = set(map(place, report.found))
-    found = [r for r in below.found if place(r) in left]
-    if report.bad_leaves and not found:
-        found = below.found  # not all of them, and it is not known which
-    dropped = [r for r in below.found if r not in found]
-    remarks = [*report.remarks, *below.remarks] if report.bad_leaves else report.remarks
-    return dataclasses.replace(report, found=found, dropped=dropped, remarks=remarks)
+    found = [r for r in below.found if place(r) in left] or below.found
+    remarks = list(dict.fromkeys([*report.remarks, *below.remarks]))
+    return dataclasses.replace(report, found=found, remarks=remarks)
 
 
 def _explain(
-    loss: Callable[..., Any],
-    model: PyTree,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    limit: float,
-    seconds: float,
-    tries: bool,
+    loss: Callable[..., Any], given: tuple[Any, Any, Any], limit: float, seconds: float
 ) -> NaNReport:
-    """- `tries`: whether `zero_safe` is tried."""
-    traced, gradient, error = trace_gradient("explain_nan", loss, model, args, kwargs)
+    """- `given`: the model, and the other arguments of the loss."""
+    traced, gradient, error = trace_gradient("explain_nan", loss, *given)
     value, bad = float("nan"), list(traced.leaves)
     if gradient is not None:
         is_bad = lambda x: not np.all(np.isfinite(x)) or bool(np.any(np.abs(x) > limit))
@@ -190,9 +179,8 @@ def _explain(
     elif not causes and (bad or not np.isfinite(value)):
         remarks.append(_ONLY_COMPILED)
     helps = ""
-    if tries and bad and derivative.is_reverse and np.isfinite(value):
-        is_finite_with = lambda policy: _is_finite_with(policy, loss, model, args, kwargs)
-        helps = _trial(causes, is_finite_with)
+    if bad and derivative.is_reverse and np.isfinite(value):
+        helps = _trial(causes, loss, given)
         remarks += [f"{helps} makes this gradient finite."] if helps and not causes else []
     found = _without_consequences([record_of(births, cause, helps) for cause in causes])
     if found and not derivative.is_reverse:
@@ -200,24 +188,20 @@ def _explain(
     return NaNReport(found, value, bad, n, threshold, remarks=remarks)
 
 
-def _trial(causes: Sequence[Cause], is_finite_with: Callable[[str], bool]) -> str:
-    """The call of `zero_safe` that makes the gradient finite."""
+def _trial(causes: Sequence[Cause], loss: Callable[..., Any], given: Sequence[Any]) -> str:
+    """The call of `zero_safe` that makes the compiled gradient finite. It does not reach into
+    the rule of a `filter_scan`, so the steps are not visible here."""
     if causes and not any(c.kind in DROPPABLE and c.birth.is_ct for c in causes):
         return ""
-    is_dead = any(c.kind == Kind.DEAD_BRANCH for c in causes)
     doing("trying `zero_safe`")
-    policies = ["selected", "zero"] if is_dead or not causes else ["zero"]
-    return next((_TRIALS[policy] for policy in policies if is_finite_with(policy)), "")
-
-
-def _is_finite_with(policy: str, loss, *args) -> bool:
-    """Whether `zero_safe` with this policy makes the compiled gradient finite. It does not
-    reach into the rule of a `filter_scan`, so the steps are not visible here."""
-    safe = zero_safe(loss, policy=policy)
-    _, found, _ = trace_gradient("explain_nan", safe, *args, steps_are_visible=False)
-    if found is None or found.error is not None:
-        return False
-    return not any(map(is_nonfinite, found.gradients))
+    is_dead = not causes or any(c.kind == Kind.DEAD_BRANCH for c in causes)
+    for policy in ["selected", "zero"] if is_dead else ["zero"]:
+        safe = zero_safe(loss, policy=policy)
+        _, found, _ = trace_gradient("explain_nan", safe, *given, steps_are_visible=False)
+        is_known = found is not None and found.error is None
+        if is_known and not any(map(is_nonfinite, found.gradients)):
+            return _TRIALS[policy]
+    return ""
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:

@@ -30,7 +30,8 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     is_inner = origin is not None and is_in_derivative(numbered.origins, origin)
     primitive, leaf, holder = "", "", ""
     if source.number is not None:
-        leaf, holder = traced.leaf_of(source.number), traced.inputs[source.number]
+        leaf = dict(enumerate(traced.leaves)).get(source.number, "")
+        holder = traced.inputs[source.number]
         primitive = holder
     if is_inside and source.place is not None:
         primitive = differentiated(source.place.program.eqns, source.place.eqn)

@@ -55,7 +55,6 @@ class NaNReport(AbstractReport):
         the places in the gradient, in the order in which it is computed.
     - `loss`: its value.
     - `bad_leaves`: the paths of the leaves with a bad gradient, of `n_leaves`.
-    - `dropped`: the records of the terms that [`eqx_grads.zero_safe`][] drops.
     - `remarks`: further notes.
     """
 
@@ -64,7 +63,6 @@ class NaNReport(AbstractReport):
     bad_leaves: Sequence[str]
     n_leaves: int
     threshold: float | None
-    dropped: Sequence[NonFinite] = ()
     remarks: Sequence[str] = ()
 
     def __bool__(self) -> bool:
@@ -81,11 +79,7 @@ class NaNReport(AbstractReport):
         return f"The loss is {self.loss:.6g}, and its gradient is {bad} {where}: {causes}."
 
     def tables(self):
-        title = "`zero_safe` drops these, where the gradient of the function is not finite."
-        return [
-            Table(_COLUMNS, rows_by_leaf(map(_row, self.found))),
-            Table(_COLUMNS, rows_by_leaf(map(_row, self.dropped)), title, "dropped"),
-        ]
+        return [Table(_COLUMNS, rows_by_leaf(map(_row, self.found)))]
 
     def notes(self):
         notes = cures_of(self.found)

@@ -120,7 +120,7 @@ def explain_zero(
     do = "To train it, make it an array, such as `jnp.array(0.5)`."
     more = [f"It has no gradient: {show_list(numbers, 4)}. {do}"] if numbers else []
     if report.not_finite and below is not loss:
-        more.append("With `zero_safe`, it may be finite: it was left out here.")
+        more.append("`zero_safe` was left out here, and may drop what is not finite.")
     return dataclasses.replace(report, remarks=[*report.remarks, *more])
 
 
