@@ -141,12 +141,8 @@ def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
 
 
 def _moved_by_rounding(x: Any) -> Any:
-    if not _is_real(x):
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         return x
     rng = np.random.default_rng(0)
     move = 4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1, 1], np.shape(x))
     return (np.asarray(x) * (1 + move)).astype(x.dtype)
-
-
-def _is_real(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)

@@ -59,9 +59,8 @@ _POINTS = (Kind.SINGULARITY, Kind.INDETERMINATE, Kind.ZERO_TIMES_INFINITY, Kind.
 DROPPABLE = (*_POINTS[:3], Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT)
 
 # Other sentences for an operation that is not defined, or whose derivative is not, there.
-_MATRICES = {
-    *["custom_linear_solve", "triangular_solve", "tridiagonal_solve", "lu", "slogdet", "cholesky"]
-}
+_MATRICES = {"custom_linear_solve", "triangular_solve", "tridiagonal_solve"}
+_MATRICES |= {"lu", "slogdet", "cholesky"}
 _OF_MATRICES = (
     "The matrix of `{op}` is singular, or not positive definite, there. Use "
     "`a + eps * jnp.eye(n)`."
@@ -118,9 +117,11 @@ def cure_of(
     - `mask`: what makes the cotangent zero. `calls`: the functions of JAX that it is in.
     """
     text = _of_operation(kind, op, is_value, calls, is_rule)
-    safe = next((_SAFE[name] for name in (*calls, op) if name in _SAFE), "")
-    if safe and not text and kind in _POINTS:
-        text = f"Use `eqg.safe.{safe}`, whose first derivative is defined there."
+    named = next((name for name in (*calls, op) if name in _SAFE), op)
+    # A `where` around a function of several elements would drop all of them.
+    kinds = _POINTS if named == op else (*_POINTS, *DROPPABLE)
+    if named in _SAFE and not text and kind in kinds:
+        text = f"Use `eqg.safe.{_SAFE[named]}`, whose first derivative is defined there."
     text = text or (_OF_VALUES.get(kind) if is_value else "") or _OF_KINDS[kind]
     if helps and kind in DROPPABLE:
         text += f" In code that you can't edit, use {helps}."

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 
 from ..._jaxprs.structure import CallWithRule, structure
 from ..carried import outward, Place
-from ..origins import NumberedLoss, Origin
+from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..source_lines import rule_line, SourceLine, UNKNOWN
 
 
@@ -79,3 +79,12 @@ def line_in_rule(place: Place | None) -> SourceLine:
     `jnp.where` have the line of its first call only."""
     lines = (rule_line(p.eqn) for p in outward(place))
     return next((line for line in lines if line.file), UNKNOWN)
+
+
+def differentiated(numbered: NumberedLoss, origin: Origin) -> Origin:
+    """The operation itself, or, in a derivative that the loss takes, the operation whose
+    derivative it is in: the first one that was traced at the same place."""
+    if origin.primitive.startswith("safe.") or not is_in_derivative(numbered.origins, origin):
+        return origin
+    traceback = origin.eqn.source_info.traceback
+    return next(o for o in numbered.origins if o.eqn.source_info.traceback == traceback)

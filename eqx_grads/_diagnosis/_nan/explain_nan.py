@@ -205,9 +205,7 @@ def _trial(causes: Sequence[Cause], loss: Callable[..., Any], given: Sequence[An
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:
-    """Drop the derivative of an operation whose value is not finite already, and keep one of
-    the operations that JAX makes of one derivative."""
+    """Without the derivative of an operation whose value is not finite already."""
     place = lambda r: (r.file, r.line, r.column, r.caller, r.path, r.primitive)
     known = {place(r) for r in records if r.is_forward}
-    kept = [r for r in records if r.is_forward or place(r) not in known]
-    return list({(place(r), r.kind, r.cure): r for r in reversed(kept)}.values())[::-1]
+    return [r for r in records if r.is_forward or place(r) not in known]

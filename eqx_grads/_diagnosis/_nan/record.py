@@ -1,7 +1,6 @@
 """The record of one cause: its place, its operands, and what to do about it."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ..source_lines import called_functions, is_of_jax, rule_line, SourceLine, U
 from .births import Births
 from .causes import Cause, Kind
 from .cures import cure_of, cure_of_input
-from .derivative import line_in_rule
+from .derivative import differentiated, line_in_rule
 from .report import NonFinite
 from .zeros import ALIVE, CANCELS, Zero
 
@@ -34,11 +33,9 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
         holder = traced.inputs[source.number]
         primitive = holder
     if is_inside and source.place is not None:
-        primitive = differentiated(source.place.program.eqns, source.place.eqn)
-    elif is_inner and not (_has_rule(origin) or origin.primitive.startswith("safe.")):
-        primitive = differentiated([o.eqn for o in numbered.origins], origin.eqn)
+        primitive = first_of_rule(source.place)
     elif origin is not None:
-        primitive = origin.primitive
+        primitive = differentiated(numbered, origin).primitive
     rule = "" if is_inside else rule_of(*places)
     mask = _mask_fields(births, cause.zero) if _is_zero(cause) else {}
     is_masked = cause.kind in (Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT)
@@ -145,9 +142,10 @@ def names_of_calls(numbered: NumberedLoss, origin: Origin, *places: Place | None
     return [name.lstrip("_") for name in names]
 
 
-def differentiated(eqns: Sequence[Any], eqn: Any) -> str:
-    """The operation whose derivative has this equation. It is the first operation that was
-    traced at the same place, except for changes of the layout and the type."""
+def first_of_rule(place: Place) -> str:
+    """The operation whose derivative has this equation of a rule. It is the first operation
+    that was traced at the same place, except for changes of the layout and the type."""
+    traceback = place.eqn.source_info.traceback
     passes = lambda e: kind_of(e).layout or e.primitive.name == "convert_element_type"
-    same = (e for e in eqns if e.source_info.traceback == eqn.source_info.traceback)
-    return next((e for e in same if not passes(e)), eqn).primitive.name
+    same = (e for e in place.program.eqns if e.source_info.traceback == traceback)
+    return next((e for e in same if not passes(e)), place.eqn).primitive.name

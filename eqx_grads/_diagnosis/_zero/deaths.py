@@ -257,16 +257,10 @@ def push(eqn: Any, xs: Sequence[Any], ts: Sequence[Any]) -> list[Any]:
 
 
 def _paired(fn, at, along) -> list[Any]:
+    """The size of the cotangents along the directions, for random cotangents of all outputs."""
     outs, pull = jax.vjp(lambda *ys: list(fn(*ys)), *at)
-
-    def seed(x, is_one):
-        if not is_inexact(x):
-            return np.zeros(np.shape(x), jax.dtypes.float0)
-        return jnp.ones_like(x) if is_one else jnp.zeros_like(x)
-
-    def size(k):
-        cts = pull([seed(x, i == k) for i, x in enumerate(outs)])
-        total = sum(jnp.sum(jnp.abs(c * t)) for c, t in zip(cts, along, strict=True))
-        return jnp.full(jnp.shape(outs[k]), total, outs[k].dtype)
-
-    return [size(k) if is_inexact(x) else None for k, x in enumerate(outs)]
+    rng, none = np.random.default_rng(0), jax.dtypes.float0
+    draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)
+    cts = pull([draw(x) if is_inexact(x) else np.zeros(np.shape(x), none) for x in outs])
+    size = sum(jnp.sum(jnp.abs(c * t)) for c, t in zip(cts, along, strict=True))
+    return [jnp.full(x.shape, size, x.dtype) if is_inexact(x) else None for x in outs]
