@@ -398,9 +398,10 @@ def test_what_is_a_library():
     assert (record.file, record.path) == (__file__, "RMSNorm")
     assert "a layer's `eps`" in record.cure
     assert not explain(loss, rms(1e-5))
-    record = only(lambda x: total(optax.losses.cosine_distance(x, jnp.ones(3))), jnp.zeros(3))
-    assert record.library.startswith("optax/")
-    assert "is in a library" in record.cure
+    loss = lambda x: total(optax.losses.cosine_distance(x, jnp.ones(3)))
+    found = explain(loss, jnp.zeros(3)).found
+    assert all(record.library.startswith("optax/") for record in found)
+    assert any("is in a library" in record.cure for record in found)
     # But not a layer that calls the user's function.
     layer = eqx.nn.Lambda(lambda x: total(log(x)))
     assert only(lambda model: model[0](model[1] * 0), (layer, X3)).library == ""

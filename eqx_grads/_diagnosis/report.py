@@ -47,7 +47,7 @@ COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step")
 _MOST_ROWS = 12
 _WIDEST_TABLE = 100
 _WIDEST_CELL, _NARROWEST_CELL = 42, 9
-_WIDEST_CODE, _NARROWEST_CODE = 32, 19
+_WIDEST_CODE = 32
 _WIDEST_LINE = 96
 
 
@@ -150,9 +150,9 @@ class Table:
 
 
 def _fitted(column: str, text: str, limit: int) -> list[str]:
-    """The lines of a cell. Code is cut, and other text is wrapped."""
+    """The lines of a cell. Code is cut, and other text is wrapped, to less."""
     if column == "code":
-        return [_shortened(text, min(max(limit, _NARROWEST_CODE), _WIDEST_CODE))]
+        return [_shortened(text, min(limit + 10, _WIDEST_CODE))]
     return _wrap(text, limit)
 
 
