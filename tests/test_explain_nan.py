@@ -347,7 +347,7 @@ def test_a_nan_in_the_data_and_a_root_at_other_steps():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_long_loop_runs_compiled_up_to_the_first_bad_step(reverse):
+def test_the_first_bad_step_of_a_long_loop(reverse):
     """Its carry counts the steps, so that the first bad step depends on it."""
 
     def loss(w, xs):
