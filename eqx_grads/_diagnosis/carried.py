@@ -82,12 +82,17 @@ def walk(
     return evaluate(program, values, hook, constant=carrier.constant)
 
 
-def enter(place: Place, values: Sequence[V], carrier: AbstractCarrier[V]) -> Sequence[V]:
-    """The outputs of an equation, by a walk through its programs."""
+def enter(
+    place: Place, values: Sequence[V], carrier: AbstractCarrier[V], done: Any = None
+) -> Sequence[V]:
+    """The outputs of an equation, by a walk through its programs.
+
+    - `done`: the first steps of a scan: the carry after them, and the other outputs of each.
+    """
     known = structure(place.eqn)
     match known:
         case Scan():
-            return _scan(place, known, values, carrier)
+            return _scan(place, known, values, carrier, done)
         case While():
             return _while(place, known, values, carrier)
         case Cond():
@@ -96,11 +101,11 @@ def enter(place: Place, values: Sequence[V], carrier: AbstractCarrier[V]) -> Seq
     return walk(inner_programs(place.eqn)[0], values, carrier, place)
 
 
-def _scan(place, loop: Scan, values, carrier):
+def _scan(place, loop: Scan, values, carrier, done):
     n, m = loop.n_consts, loop.n_consts + loop.n_carry
-    consts, carry, xs = values[:n], values[n:m], values[m:]
-    ys = []
-    for i in range(loop.length)[:: -1 if loop.reverse else 1]:
+    consts, xs = values[:n], values[m:]
+    carry, ys = done or (values[n:m], [])
+    for i in indices_of(loop)[len(ys) :]:
         now = [carrier.map(lambda x, i=i: on_host(x)[i], [x]) for x in xs]
         outs = walk(*loop.programs, [*consts, *carry, *now], carrier, place, i)
         carry = outs[: loop.n_carry]
@@ -126,6 +131,11 @@ def _while(place, loop: While, values, carrier):
             keep = ft.partial(_where_on, is_on)
             new = [carrier.map(keep, pair) for pair in zip(new, carry, strict=True)]
         carry, step = new, step + 1
+
+
+def indices_of(loop: Scan) -> range:
+    """The indices in `xs`, in the order of the steps."""
+    return range(loop.length)[:: -1 if loop.reverse else 1]
 
 
 def on_host(x: Any) -> Any:

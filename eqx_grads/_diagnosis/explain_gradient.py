@@ -12,9 +12,9 @@ from jaxtyping import PyTree
 from .._zero_safe.zero_safe import ZeroSafe
 from ._nan.explain_nan import explain_nan
 from ._zero.explain_zero import explain_traced
-from .gradient import trace_gradient
+from .gradient import change_along, directions, kink, rounding_of, trace_gradient
 from .nan_checks import without_nan_checks
-from .parameters import python_floats
+from .parameters import no_parameters, remark_on
 from .progress import showing_progress
 from .report import (
     AbstractRecord,
@@ -40,8 +40,7 @@ _CURES = {
     f"the carry of a loop, or scale the loss down. {_WHERE}",
     "vanishing": "Normalize, add residual connections, or initialize with larger weights. "
     f"{_WHERE}",
-    "no array": "A Python number has no gradient. To train it, make it an array, such as "
-    "`self.scale = jnp.array(0.5)`.",
+    "kink": "Start elsewhere, or use a smooth function.",
 }
 
 
@@ -50,9 +49,9 @@ class Symptom(AbstractRecord):
     """Something that is wrong with a gradient.
 
     It has the fields of all records. The kinds are `"not finite"`, `"zero"`,
-    `"rounding noise"`, `"exploding"`, `"vanishing"` and `"no array"`. Also:
+    `"rounding noise"`, `"exploding"`, `"vanishing"`, `"no array"` and `"kink"`. Also:
 
-    - `detail`: the kind that the tool for this symptom reports.
+    - `detail`: the kind that the tool for this symptom reports, or the slopes at a kink.
     """
 
     detail: str = ""
@@ -145,7 +144,9 @@ def explain_gradient(
     - a gradient that is $10^4$ times as large as the weights of its layer, or a millionth of
         the gradient of another layer;
     - a Python float in a field of your own classes, or in a layer instead of an array: a Python
-        float has no gradient.
+        float has no gradient. A remark names integers and `None`;
+    - a kink at this point along a random direction. If the gradient is zero at a kink or on a
+        staircase, a remark says so.
 
     The loss and its gradient are compiled once. If nothing is wrong, that is all.
 
@@ -171,14 +172,22 @@ def explain_gradient(
     assert gradient is not None
     found += [_symptom(record, "zero") for record in zero.found]
     found += [_own("rounding noise", leaf) for leaf in zero.noise]
+    floats, others = [], []
+    for part in no_parameters(model):
+        (floats if isinstance(part.value, float) else others).append(part)
     found += [
-        _own("no array", path, f"the Python number {value}")
-        for path, value in python_floats(model).items()
+        Symptom(kind="no array", leaf=x.path, detail=x.what, file=x.file, line=x.line, cure=x.cure)
+        for x in floats
     ]
     norms = _norms(traced, gradient.gradients)
     if not {symptom.kind for symptom in found} & {"not finite", "rounding noise"}:
         found += _sizes(traced, norms)
-    return SymptomReport(found, gradient.loss, norms, zero.remarks)
+        along = {} if zero.found else dict(enumerate(directions(traced)))
+        change = change_along(traced, gradient, along)
+        if sides := kink(change, rounding_of(traced, gradient)):
+            found.append(_own("kink", detail=f"along a random direction, {sides}"))
+    remarks = [*zero.remarks, *remark_on(others)]
+    return SymptomReport(found, gradient.loss, norms, remarks)
 
 
 def _symptom(record: Any, kind: str) -> Symptom:

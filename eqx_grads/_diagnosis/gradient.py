@@ -1,7 +1,7 @@
 """The gradient of a loss, compiled once; and whether it is a rounding error."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,9 @@ from .traced_loss import check_no_references, trace_loss, TracedLoss
 _IS_NOISE = 0.7
 # A gradient is suspicious if it is so small relative to the loss, or if rounding changes it.
 _SMALL = 1e-4
+# At a kink, the slopes differ by the same at each step. For float32, those of the first are exact
+# to a thousandth.
+_KINK_STEPS = (2.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3)
 
 
 @dataclasses.dataclass
@@ -45,6 +48,48 @@ class Gradient:
             return float(loss), list(map(np.asarray, gradients))
         except Exception:  # JAX has no one type of error for it
             return float("nan"), [np.full_like(g, np.nan) for g in self.gradients]
+
+
+def change_along(
+    traced: TracedLoss, gradient: Gradient, along: Mapping[int, Any]
+) -> Callable[[float], float]:
+    """How much the loss changes by a step along directions in some leaves."""
+
+    def change(h):
+        values = list(traced.values)
+        for i, direction in along.items():
+            values[i] = (np.asarray(values[i]) + h * direction).astype(values[i].dtype)
+        return gradient.at(values)[0] - gradient.loss
+
+    return change if gradient.can_move else lambda h: 0.0
+
+
+def kink(change: Callable[[float], float], rounding: float) -> str:
+    """The slopes on the two sides, if they differ. `rounding`: of the loss."""
+    (above, below), *others = ((change(h) / h, -change(-h) / h) for h in _KINK_STEPS)
+    jump = above - below
+    # A step changes a loss that is nearly stationary by a few units of rounding.
+    least = max(0.2 * max(abs(above), abs(below)), 16 * rounding / _KINK_STEPS[0])
+    # Of a loss in half precision, the slopes are rounding errors, and differ at each step.
+    is_same = all(abs(a - b - jump) < 0.3 * abs(jump) for a, b in others)
+    return f"slope {above:.3g} above and {below:.3g} below" * (abs(jump) > least and is_same)
+
+
+def staircase(change: Callable[[float], float], rounding: float) -> str:
+    """The step after which a loss changes that is flat at a point, and not just smooth."""
+    least = 1000 * rounding + 1e-30
+    for step in (s * sign for s in (1e-3, 1e-2, 1e-1, 1.0) for sign in (1, -1)):
+        whole, half, near = (change(step / n) for n in (1, 2, 10))
+        if abs(whole) > least:
+            is_flat = abs(near) <= 4 * rounding
+            is_step = abs(half) < 0.1 * least or abs(whole) < 3 * abs(half)
+            text = f"a step of {step:.2g} changes the loss by {whole:.2g}"
+            return text * (is_flat and is_step)
+    return ""
+
+
+def rounding_of(traced: TracedLoss, gradient: Gradient) -> float:
+    return float(jnp.finfo(traced.program.out_avals[0].dtype).eps) * abs(gradient.loss)
 
 
 def directions(traced: TracedLoss) -> list[Any]:

@@ -1,36 +1,82 @@
-"""The parts of a model that look like parameters, and are Python numbers."""
+"""The parts of a model that look like parameters, and are not arrays of floats."""
 
 import dataclasses
+import inspect
 import re
-import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._errors import show_path
+from .report import show_list, show_place
 from .source_lines import is_users_file
 
 
-def python_floats(model: PyTree, path: str = "") -> dict[str, float]:
-    """The Python floats in a model, by path. In a class of a library, only those in fields that
-    are declared as arrays: the rate of a dropout is left out."""
-    found: dict[str, float] = {}
+class NoParameter(NamedTuple):
+    """A leaf that can't have a gradient: what it is, and the line of the class that sets it."""
+
+    path: str
+    value: Any
+    what: str
+    file: str
+    line: int
+
+    @property
+    def cure(self) -> str:
+        code = "x.astype(float)" if eqx.is_array(self.value) else "jnp.zeros(n)"
+        if isinstance(self.value, int | float | complex):
+            code = f"jnp.array({self.value * 1.0!r})"
+        name = re.sub(r".*\.(?=\w+$)", "", self.path)
+        return f"To train it, make it an array: `{name} = {code}`. It has no gradient."
+
+
+def no_parameters(model: PyTree, path: str = "") -> list[NoParameter]:
+    """Python numbers first, then `None` and arrays of integers. In a class of a library, only
+    numbers in fields that are declared as arrays: the rate of a dropout is left out."""
+    found: list[NoParameter] = []
     is_part = lambda x: isinstance(x, eqx.Module) and x is not model
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_part):
+    is_leaf = lambda x: x is None or is_part(x)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_leaf):
         name = show_path(keys)
         if is_part(leaf):
-            found |= python_floats(leaf, path + name)
-        elif isinstance(leaf, float) and _may_be_trained(model, name):
-            found[(path + name).removeprefix(".") or "model"] = leaf
-    return found
+            found += no_parameters(leaf, path + name)
+        elif what := _what(leaf):
+            place = _place_in_class(model, name, what)
+            full = (path + name).removeprefix(".") or "model"
+            found += [NoParameter(full, leaf, what, *place)] if place else []
+    return sorted(found, key=lambda one: "Python" not in one.what)
 
 
-def _may_be_trained(owner: Any, name: str) -> bool:
+def remark_on(parts: Sequence[NoParameter]) -> list[str]:
+    place = lambda x: f" at {show_place(x.file, x.line)}" if x.line else ""
+    names = [f"`{x.path}` ({x.what}{place(x)})" for x in parts]
+    return [f"No arrays of floats: {show_list(names, 4)}. {parts[0].cure}"] if parts else []
+
+
+def _what(leaf: Any) -> str:
+    if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool):
+        return f"the Python number {leaf!r}"
+    is_integer = eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
+    return f"an array of {leaf.dtype}" if is_integer else "`None`" if leaf is None else ""
+
+
+def _place_in_class(owner: Any, name: str, what: str) -> tuple[str, int] | None:
+    """The file and the line that set a field. `None` for a field that may hold what it has."""
     field = re.match(r"\.(\w+)", name)
     if not isinstance(owner, eqx.Module) or field is None:
-        return True
-    module = sys.modules.get(type(owner).__module__)
-    types = {f.name: str(f.type) for f in dataclasses.fields(owner)}
-    return is_users_file(getattr(module, "__file__", "") or "") or "Array" in types[field[1]]
+        return "", 0
+    try:
+        file = inspect.getfile(type(owner))
+        lines, first = inspect.getsourcelines(type(owner))
+    except (OSError, TypeError):
+        return "", 0
+    if not is_users_file(file):
+        types = {f.name: str(f.type) for f in dataclasses.fields(owner)}
+        return ("", 0) if "Python" in what and "Array" in types[field[1]] else None
+    sets = rf"self\.{field[1]}\s*=", rf"^\s*{field[1]}\s*[:=]"
+    at = [i for pattern in sets for i, line in enumerate(lines) if re.search(pattern, line)]
+    return (file, first + at[0]) if at else ("", 0)

@@ -7,14 +7,16 @@ to the loss or to a gradient is a cause; the rest do no harm.
 
 import dataclasses
 import functools as ft
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxprs.evaluate import bind
+from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.interpret import Domain, interpret_equation
 from ..._jaxprs.primitives import kind_of
 from ..._jaxprs.structure import (
@@ -27,7 +29,7 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from ..carried import AbstractCarrier, enter, Place, walk
+from ..carried import AbstractCarrier, enter, indices_of, on_host, Place, walk
 from ..origins import equation_tag
 from ..pairs import is_inexact
 from .derivative import Derivative
@@ -212,6 +214,7 @@ class Births(AbstractCarrier[Value]):
         flags = interpret_equation(place.eqn, flags, _FLAGS).outs
         n, m = known.n_before_carry, known.n_before_carry + known.n_carry
         values = [*values[:n], *map(_flagged, values[n:m], flags), *values[m:]]
+        done = None
         if all(v.nan is None for v in values) and self._is_long(known):
             outs = self._bind(place.eqn, [v.x for v in values])
             # Why a cotangent is zero is not known of a loop that runs compiled.
@@ -220,7 +223,9 @@ class Births(AbstractCarrier[Value]):
             )
             if not has_zeros and not any(map(is_nonfinite, outs)):
                 return list(map(_flagged, map(Value, outs), flags))
-        return enter(place, values, self)
+            is_plain = not any(v.is_ct or is_nonfinite(v.x) for v in values)
+            done = _good_steps(known, values) if is_plain and isinstance(known, Scan) else None
+        return enter(place, values, self, done)
 
     def _is_long(self, known: Scan | While) -> bool:
         n = sum(1 for program in known.programs for _ in equations(program))
@@ -382,3 +387,26 @@ def _flagged(v: Value, flag: int) -> Value:
     if not is_inexact(v.x):
         return v
     return v._replace(is_ct=v.is_ct or bool(flag & 1), is_active=v.is_active or bool(flag & 2))
+
+
+def _good_steps(loop: Scan, values):
+    """The steps of a scan up to the first one with a value that is not finite, compiled: the
+    carry after them, and the other outputs of each."""
+    n, m = loop.n_consts, loop.n_consts + loop.n_carry
+
+    @jax.jit
+    def all_steps(values):
+        def step(carry, x):
+            outs = evaluate(*loop.programs, [*values[:n], *carry, *x])
+            return outs[: loop.n_carry], outs
+
+        return jax.lax.scan(step, values[n:m], values[m:], loop.length, loop.reverse)[1]
+
+    outs = list(map(on_host, all_steps([v.x for v in values])))
+    is_bad = lambda i: any(is_nonfinite(x[i]) for x in outs)
+    good = list(itertools.takewhile(lambda i: not is_bad(i), indices_of(loop)))
+    carry, active = values[n:m], any(v.is_active for v in values)
+    ys = [[Value(x[i], is_active=active) for x in outs[loop.n_carry :]] for i in good]
+    if good:
+        carry = [v._replace(x=x[good[-1]]) for v, x in zip(carry, outs, strict=False)]
+    return carry, ys

@@ -16,12 +16,21 @@ from .._nan.births import Births, labels_of, Value
 from .._nan.derivative import differentiate
 from .._nan.zeros import CANCELS
 from ..carried import outward, Place, walk
-from ..gradient import directions, Gradient, rounding_errors, trace_gradient
+from ..gradient import (
+    change_along,
+    directions,
+    Gradient,
+    kink,
+    rounding_errors,
+    rounding_of,
+    staircase,
+    trace_gradient,
+)
 from ..nan_checks import without_nan_checks
 from ..opaque import no_gradient
 from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..pairs import is_inexact
-from ..parameters import python_floats
+from ..parameters import no_parameters, remark_on
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..source_lines import is_stop_gradient, safe_function
@@ -97,7 +106,8 @@ def explain_zero(
 
     - a vector, such as a bias, whose gradient is zero for some units;
     - a gradient that is as small as the rounding error of the backward pass;
-    - Python numbers in the model.
+    - parts of the model that are not arrays of floats, such as a Python number;
+    - what the loss does next to a leaf with a zero gradient, at a kink or on a staircase.
 
     The loss and its gradient are compiled once. If no gradient is zero, that is all. Otherwise,
     the loss is evaluated operation by operation up to the place where the tangents end. If the
@@ -116,9 +126,7 @@ def explain_zero(
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
     traced, gradient, error = trace_gradient("explain_zero", below, model, args, kwargs)
     report = explain_traced(below, traced, gradient, error)
-    numbers = [f"`{x}` is the Python number {v}" for x, v in python_floats(model).items()]
-    do = "To train it, make it an array, such as `jnp.array(0.5)`."
-    more = [f"It has no gradient: {show_list(numbers, 4)}. {do}"] if numbers else []
+    more = remark_on(no_parameters(model))
     if report.not_finite and below is not loss:
         more.append("`zero_safe` was left out here, and may drop what is not finite.")
     return dataclasses.replace(report, remarks=[*report.remarks, *more])
@@ -162,9 +170,15 @@ def explain_traced(
     bad = [i for i in sized if not np.all(np.isfinite(gradient.gradients[i]))]
     zero = [i for i in sized if i not in bad and not np.any(gradient.gradients[i])]
     explanation, found = _Explanation(traced, gradient, zero), []
+    rounding = rounding_of(traced, gradient)
     for i in zero:
         doing("looking at leaf", i, len(traced.leaves))
         found += explanation.records(i)
+        change = change_along(traced, gradient, {i: 1.0})
+        if sides := kink(change, rounding):
+            remarks.append(f"{traced.leaves[i]} is at a kink: the other side has a {sides}.")
+        elif far := staircase(change, rounding):
+            remarks.append(f"In {traced.leaves[i]}, the loss is flat here, but changes over longer steps: {far}.")
     not_finite = [traced.leaves[i] for i in bad]
     if bad:
         names = show_list(not_finite, 8)
