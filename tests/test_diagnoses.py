@@ -137,7 +137,7 @@ def test_wide_tables_are_wrapped_and_long_ones_are_cut():
 def test_the_kinds_and_records_are_documented():
     kinds = {kind for kind, *_ in PLANTED.values()} | {kind for _, kind in CUTS.values()}
     kinds |= {name.partition(":")[0] for name in VALUES}
-    kinds |= {"computed", "carry", "rule", "constant", "input", "loop", "layer"}
+    kinds |= {"computed", "carry", "rule", "constant", "input", "loop", "layer", "map"}
     assert kinds <= set(re.findall(r"^\| ([^|`]+?) \| [^|]* \|$", PAGE, re.MULTILINE))
     for record in ("NonFinite", "ZeroGradient", "Residual", "MemoryAdvice"):
         assert f"[`eqx_grads.{record}`][]" in PAGE

@@ -198,16 +198,40 @@ def test_no_advice_where_nothing_is_saved():
 WIDE = eqx.nn.MLP(3, "scalar", 64, 2, activation=jnp.tanh, key=KEY)
 
 
-@pytest.mark.parametrize("vmap", [jax.vmap, eqx.filter_vmap])
-def test_jax_26263(vmap):
-    """A large `vmap` in chunks saves what a loss written so saves, and the report names it."""
-    xs = jr.normal(KEY, (1024, 3))
-    report = eqg.explain_memory(lambda model, xs: jnp.mean(vmap(model)(xs) ** 2), WIDE, xs)
-    assert "`eqg.filter_map(f, xs, chunk=n)` keeps one chunk" in " ".join(str(report).split())
-    followed = lambda model, xs: jnp.mean(eqg.filter_map(model, xs, chunk=32) ** 2)
-    followed = eqg.explain_memory(followed, WIDE, xs)
-    assert followed.compiled < 0.15 * report.compiled
-    assert not followed.advice
+def by_vmap(model, xs):
+    return jnp.mean(jax.vmap(model)(xs) ** 2)  # VMAP
+
+
+def by_other_axes(model, xs):
+    f = lambda scale, x, params: params["w"] * model(x) * scale
+    mapped = jax.vmap(f, in_axes=(None, 1, {"w": None}))  # `scale` and `params` are one for all
+    return jnp.mean(mapped(2.0, xs.T, {"w": xs[0, 0]}) ** 2)
+
+
+def by_filter_vmap(model, xs):
+    return jnp.mean(eqx.filter_vmap(model)(xs) ** 2)
+
+
+@pytest.mark.parametrize("loss", [by_vmap, by_other_axes, by_filter_vmap])
+def test_jax_26263(loss):
+    """A large `vmap` in chunks saves what a loss written so saves."""
+    xs, vmap = jr.normal(KEY, (1024, 3)), jax.vmap
+    report = eqg.explain_memory(loss, WIDE, xs)
+    assert jax.vmap is vmap
+    best = report.advice[0]
+    assert (best.kind, best.primitive) == ("map", "vmap")
+    assert re.search(r"jax\.vmap\(|filter_vmap\(|mapped\(", best.code)
+    assert report.total - best.saves < 0.1 * report.total
+    chunk = int(re.search(r"`eqg.filter_map\(f, xs, chunk=(\d+)\)`", best.cure)[1])
+    if loss is by_vmap:
+        assert [best.line] == lines_of(loss, "VMAP")
+        followed = lambda model, xs: jnp.mean(eqg.filter_map(model, xs, chunk=chunk) ** 2)
+        followed = eqg.explain_memory(followed, WIDE, xs)
+        assert followed.compiled < 0.15 * report.compiled
+        assert not followed.advice
+        # What the advice leaves is what that keeps, and the chunk that is computed again.
+        left = followed.total + report.total * chunk / len(xs)
+        assert report.total - best.saves == pytest.approx(left, rel=0.1)
 
 
 # ---------------------------------------------------------------- advice on loops

@@ -191,8 +191,8 @@ def test_diffrax_event():
 
 
 def test_equinox_189():
-    """A Python number is named with what makes it an array. One in a library, such as a rate,
-    is not meant."""
+    """A Python number is named with the line that makes it an array. One in a library, such as
+    a rate, is not meant."""
 
     class WithNumbers(eqx.Module):
         scale: float
@@ -200,15 +200,16 @@ def test_equinox_189():
         weight: jax.Array
 
         def __init__(self):
-            self.scale = 0.5
+            self.scale = 0.5  # NUMBER
             self.dropout, self.weight = eqx.nn.Dropout(0.1), X
 
     loss, model = lambda m: jnp.sum(m.weight**2) * m.scale, WithNumbers()
     assert eqx.filter_grad(loss)(model).scale is None
     (remark,) = eqg.explain_zero(loss, model).remarks
-    assert "`scale` is the Python number 0.5" in remark
+    (line,) = lines_of(WithNumbers, "NUMBER")
+    assert f"`scale` (the Python number 0.5 at test_explain_zero.py:{line})" in remark
     assert "dropout" not in remark
-    code = re.search("such as `(.*?)`", remark)[1]
+    code = remark.rpartition(" = ")[2].partition("`")[0]
     fixed = eqx.tree_at(lambda m: m.scale, model, eval(code, {"jnp": jnp}))
     assert not eqg.explain_zero(loss, fixed).remarks
     assert eqx.filter_grad(loss)(fixed).scale == jnp.sum(X**2)
@@ -379,6 +380,16 @@ def test_a_cond_under_vmap():
     assert "as a `cond` under a `vmap` may" in record.cure
 
 
+def test_kinks_and_staircases():
+    remarks = lambda loss, x: eqg.explain_zero(loss, jnp.array(x)).remarks
+    (remark,) = remarks(lambda w: jnp.where(w < 1, w, 1.0), 1.0)
+    assert remark.endswith("the other side has a slope: 0 above and 1 below.")
+    (remark,) = remarks(lambda t: jnp.floor(100 * t), 0.1234)
+    assert "the loss is flat here, but changes over longer steps" in remark
+    for smooth in (lambda x: x**2, lambda x: 1 + x**3, jnp.cos, lambda x: 0.0 * x):
+        assert not remarks(smooth, 0.0)
+
+
 # ---------------------------------------------------------------- zero_safe
 
 
@@ -481,7 +492,13 @@ def test_random_programs(seed):
         assert record.line or record.kind == "never used"
 
 
-def test_leaves_that_are_complex():
+def test_leaves_that_are_complex_or_can_have_no_gradient():
     loss = lambda w: jnp.sum(jnp.real(w["a"]) ** 2) + jnp.sum(jnp.round(jnp.imag(w["b"])))
     (record,) = eqg.explain_zero(loss, dict.fromkeys("ab", jax.lax.complex(X, X))).found
     assert record.leaf == "['b']"
+    model = {"w": jnp.ones(2), "table": jnp.arange(3), "key": jax.random.key(0), "b": None}
+    for tool in (eqg.explain_zero, eqg.explain_gradient):
+        text = " ".join(str(tool(lambda m, i: m["w"][m["table"][i]], model, 1)).split())
+        assert "`['table']` (an array of int" in text
+        assert "`['b']` (`None`)" in text
+        assert "No arrays" not in str(tool(lambda w, i: w[i], X, 1))

@@ -185,7 +185,7 @@ def explain_gradient(
         along = {} if zero.found else dict(enumerate(directions(traced)))
         change = change_along(traced, gradient, along)
         if sides := kink(change, rounding_of(traced, gradient)):
-            found.append(_own("kink", detail=f"along a random direction, {sides}"))
+            found.append(_own("kink", detail=f"along a random direction, the slope is {sides}"))
     remarks = [*zero.remarks, *remark_on(others)]
     return SymptomReport(found, gradient.loss, norms, remarks)
 

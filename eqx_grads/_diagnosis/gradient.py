@@ -72,7 +72,7 @@ def kink(change: Callable[[float], float], rounding: float) -> str:
     least = max(0.2 * max(abs(above), abs(below)), 16 * rounding / _KINK_STEPS[0])
     # Of a loss in half precision, the slopes are rounding errors, and differ at each step.
     is_same = all(abs(a - b - jump) < 0.3 * abs(jump) for a, b in others)
-    return f"slope {above:.3g} above and {below:.3g} below" * (abs(jump) > least and is_same)
+    return f"{above:.3g} above and {below:.3g} below" * (abs(jump) > least and is_same)
 
 
 def staircase(change: Callable[[float], float], rounding: float) -> str:

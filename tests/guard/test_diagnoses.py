@@ -129,6 +129,8 @@ SYMPTOMS = {
         0]), arrays(w=3 * np.eye(2), a=[1, 1])),
     "vanishing: ": (lambda m: total(m["a"]) * 1e-9 + total(m["b"] ** 2), AB),
     "no array: the Python number 0.5": (lambda m: total(m["b"] * m["a"]), AB | {"b": 0.5}),
+    "kink: along a random direction": (lambda m: total(jnp.abs(m["a"] - 1) + m["a"]),
+        arrays(a=[1, 1])),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The advice of `explain_memory`: on loops and on layers.
+"""The advice of `explain_memory`: on loops, on layers and on a `vmap`.
 
 The sizes are counted by hand from the shapes in the loss.
 """
@@ -7,6 +7,7 @@ import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -66,3 +67,17 @@ def test_advice_on_layers_that_are_called_several_times(name):
         assert any(words in cure for cure in cures)
     for advice in report.advice:
         assert 0.1 * report.total < advice.saves < report.total
+
+
+@pytest.mark.parametrize("n", [15, 16, 64])
+def test_advice_on_a_vmap(n):
+    """A chunk of about the square root is computed twice, and no other is kept."""
+    layer = Layer(jnp.eye(8), 12)
+    report = explain(lambda m, x: jnp.sum(jax.vmap(m)(x)), layer, jnp.ones((n, 8)))
+    found = [a for a in report.advice if a.kind == "map"]
+    assert len(found) == (n >= 16)
+    for advice in found:
+        chunk = int(np.sqrt(n))
+        assert f"`eqg.filter_map(f, xs, chunk={chunk})`" in advice.cure
+        # The chunk that is computed again, and the inputs of all.
+        assert report.total - advice.saves < 3 * chunk / n * report.total

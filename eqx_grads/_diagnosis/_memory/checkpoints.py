@@ -1,7 +1,7 @@
-"""Candidates to compute twice in a loss: a loop, or a group of layers.
+"""Candidates to compute twice in a loss: a loop, a group of layers, or a `vmap`.
 
 A candidate is applied without the user's code. `filter_scan` runs the equations of a loop. For
-layers, the loss is traced once more, with checkpoints around them.
+layers and a `vmap`, the loss is traced once more, with what the advice says to write.
 """
 
 import dataclasses
@@ -18,13 +18,14 @@ from ..._jaxprs.structure import Scan, structure
 from ..layers import group_of
 from ..origins import NumberedLoss
 from ..traced_loss import layer_calls
+from .maps import map_call_of, MapCall
 from .report import MemoryAdvice
 from .residuals import bytes_of, Source
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A loop, or layers, to be computed twice.
+    """A loop, layers, or a `vmap`, to be computed twice.
 
     - `covers`: the indices of the residuals that are computed there. `again`: about how many of
         their bytes are computed again at one time.
@@ -39,14 +40,17 @@ class Candidate:
 
 
 Sources = Sequence[Source]
-# Traces the loss with checkpoints around these layers, and returns a function of the inputs of
-# the program.
-Again = Callable[[frozenset[int]], Callable[..., Any]]
+# Traces the loss with checkpoints around these layers, and with these calls in chunks, and
+# returns a function of the inputs of the program.
+Again = Callable[[frozenset[int], dict[MapCall, int]], Callable[..., Any]]
 
 
-def candidates(numbered: NumberedLoss, sources: Sources, again: Again) -> Iterator[Candidate]:
+def candidates(
+    numbered: NumberedLoss, sources: Sources, maps: Sequence[MapCall], again: Again
+) -> Iterator[Candidate]:
     yield from _loop_candidates(numbered, sources)
     yield from _layer_candidates(numbered, sources, again)
+    yield from _map_candidates(sources, maps, again)
 
 
 def _bytes(sources: Sources, indices: Iterable[int]) -> int:
@@ -115,7 +119,7 @@ def run_loop(eqn: Any, checkpoint: int | str | None, values: Sequence[Any]) -> l
     return [*carry, *ys]
 
 
-# ---------------------------------------------------------------- layers
+# ---------------------------------------------------------------- layers and maps
 
 
 def _layer_candidates(
@@ -145,5 +149,29 @@ def _layer_candidates(
             MemoryAdvice(kind="layer", cure=cure, path=name),
             covers,
             largest,
-            ft.partial(again, layers),
+            ft.partial(again, layers, {}),
+        )
+
+
+def _map_candidates(
+    sources: Sources, maps: Sequence[MapCall], again: Again
+) -> Iterator[Candidate]:
+    """For each line that calls a large `vmap`: the same function by `filter_map`."""
+    inside: dict[MapCall, set[int]] = {}
+    for i, source in enumerate(sources):
+        origin = source.made.origin
+        index = None if origin is None else map_call_of(origin.eqn)
+        if index is not None and maps[index].length >= 16 and maps[index].source.file:
+            inside.setdefault(maps[index], set()).add(i)
+    for call, covers in inside.items():
+        chunk = near_divisor(call.length, math.sqrt(call.length))
+        cure = (
+            f"Call `eqg.filter_map(f, xs, chunk={chunk})` instead of the `vmap` at "
+            f"{call.source}: it computes each chunk twice."
+        )
+        yield Candidate(
+            MemoryAdvice(**call.source.fields(), kind="map", cure=cure, primitive="vmap"),
+            frozenset(covers),
+            _bytes(sources, covers) * chunk / call.length,
+            ft.partial(again, frozenset(), {call: chunk}),
         )

@@ -14,6 +14,7 @@ from ..origins import NumberedLoss
 from ..progress import doing, showing_progress
 from ..traced_loss import trace_loss, TracedLoss
 from .checkpoints import Candidate, candidates
+from .maps import MapCall, seeing_maps
 from .report import MemoryReport
 from .residuals import Gradient
 
@@ -88,8 +89,8 @@ def explain_memory(
     compare `report.compiled`.
 
     The loss is traced, and not run. The advice is to run a loop by
-    [`eqx_grads.filter_scan`][], or to wrap layers in [`eqx_grads.filter_checkpoint`][]. If a
-    `jax.vmap` over many examples keeps the values, replace it by [`eqx_grads.filter_map`][].
+    [`eqx_grads.filter_scan`][], to wrap layers in [`eqx_grads.filter_checkpoint`][], or to
+    replace a `jax.vmap` by [`eqx_grads.filter_map`][].
 
     **Raises:**
 
@@ -102,11 +103,13 @@ def explain_memory(
         trace_loss, "explain_memory", loss, model, args, kwargs, steps_are_visible=False
     )
 
-    def again(layers: frozenset[int]) -> Callable[..., Any]:
-        program = trace(checkpointed=layers).program
+    def again(layers: frozenset[int], chunks: dict[MapCall, int]) -> Callable[..., Any]:
+        with seeing_maps(chunks):
+            program = trace(checkpointed=layers).program
         return lambda *values: evaluate(program, values)[0]
 
-    traced = trace()
+    with seeing_maps({}) as maps:
+        traced = trace()
     numbered = NumberedLoss(traced)
     gradient = Gradient(numbered, traced, numbered.origin_of)
     if calls := gradient.plain_calls():
@@ -115,7 +118,7 @@ def explain_memory(
     doing("compiling the gradient")
     needed = _compiled_bytes(traced) if compiled else None
     least = _LEAST_SAVING * max(gradient.total, needed or 0)
-    found = candidates(numbered, gradient.sources, again)
+    found = candidates(numbered, gradient.sources, maps, again)
     tried = _tried(found, gradient, traced, least)
     records = sorted(gradient.residuals(), key=lambda r: -r.bytes)
     return MemoryReport(

@@ -14,8 +14,8 @@ from .residuals import Residual
 class MemoryAdvice(AbstractRecord):
     """A place where you can compute values twice instead of keeping them.
 
-    It has the fields of all records. `kind` is `"loop"` or `"layer"`, and `cure` says what to
-    write and where. Also:
+    It has the fields of all records. `kind` is `"loop"`, `"layer"` or `"map"`, and `cure` says
+    what to write and where. Also:
 
     - `saves`: about how many kept bytes it frees at one time, by the shapes of the residuals.
     """
@@ -104,13 +104,12 @@ class MemoryReport(AbstractReport):
         compiled = f"The compiled gradient needs {show_bytes(self.compiled or 0)}."
         notes = [("temporary memory", compiled)] if self.compiled is not None else []
         notes += [("advice", str(advice)) for advice in self.advice[:1] or [_NO_ADVICE]]
-        is_loop = any(advice.kind == "loop" for advice in self.advice)
+        is_loop = any(advice.kind in ("loop", "map") for advice in self.advice)
         return notes if is_loop else [*notes, ("note", _CHUNKS)]
 
 
 _NO_ADVICE = "No checkpoint saves a tenth of it."
 _CHUNKS = (
-    "Before JAX 0.12, XLA on a CPU undoes checkpoints outside of loops. Of a `jax.vmap` over "
-    "many examples, `eqg.filter_map(f, xs, chunk=n)` keeps one chunk. If the loss is the mean "
+    "Before JAX 0.12, XLA on a CPU undoes checkpoints outside of loops. If the loss is the mean "
     "of many tokens, `eqg.losses.chunked` computes a few at a time."
 )

@@ -176,7 +176,7 @@ def explain_traced(
         found += explanation.records(i)
         change = change_along(traced, gradient, {i: 1.0})
         if sides := kink(change, rounding):
-            remarks.append(f"{traced.leaves[i]} is at a kink: the other side has a {sides}.")
+            remarks.append(f"{traced.leaves[i]} is at a kink, and the other side has a slope: {sides}.")
         elif far := staircase(change, rounding):
             remarks.append(f"In {traced.leaves[i]}, the loss is flat here, but changes over longer steps: {far}.")
     not_finite = [traced.leaves[i] for i in bad]
