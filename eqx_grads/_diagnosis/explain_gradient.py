@@ -176,7 +176,9 @@ def explain_gradient(
     for part in no_parameters(model):
         (floats if isinstance(part.value, float) else others).append(part)
     found += [
-        Symptom(kind="no array", leaf=x.path, detail=x.what, file=x.file, line=x.line, cure=x.cure)
+        dataclasses.replace(
+            _own("no array", x.path, x.what), file=x.file, line=x.line, cure=x.cure
+        )
         for x in floats
     ]
     norms = _norms(traced, gradient.gradients)
@@ -196,7 +198,7 @@ def _symptom(record: Any, kind: str) -> Symptom:
 
 
 def _own(kind: str, leaf: str = "", detail: str = "") -> Symptom:
-    return Symptom(kind=kind, leaf=leaf, detail=detail, cure=_CURES[kind])
+    return Symptom(kind=kind, leaf=leaf, detail=detail, cure=_CURES.get(kind, ""))
 
 
 def _layer_of(leaf: str) -> str:

@@ -20,8 +20,8 @@ from .traced_loss import check_no_references, trace_loss, TracedLoss
 _IS_NOISE = 0.7
 # A gradient is suspicious if it is so small relative to the loss, or if rounding changes it.
 _SMALL = 1e-4
-# At a kink, the slopes differ by the same at each step. For float32, those of the first are exact
-# to a thousandth.
+# At a kink, the slopes differ by the same at each step. Of the smallest step, the first, they
+# are exact to a thousandth for float32.
 _KINK_STEPS = (2.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3)
 
 

@@ -110,6 +110,6 @@ class MemoryReport(AbstractReport):
 
 _NO_ADVICE = "No checkpoint saves a tenth of it."
 _CHUNKS = (
-    "Before JAX 0.12, XLA on a CPU undoes checkpoints outside of loops. If the loss is the mean "
-    "of many tokens, `eqg.losses.chunked` computes a few at a time."
+    "Before JAX 0.12, XLA on a CPU undoes checkpoints outside of loops. If the loss is the "
+    "mean of many tokens, `eqg.losses.chunked` computes a few at a time."
 )

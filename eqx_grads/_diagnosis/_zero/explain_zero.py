@@ -175,10 +175,11 @@ def explain_traced(
         doing("looking at leaf", i, len(traced.leaves))
         found += explanation.records(i)
         change = change_along(traced, gradient, {i: 1.0})
-        if sides := kink(change, rounding):
-            remarks.append(f"{traced.leaves[i]} is at a kink, and the other side has a slope: {sides}.")
-        elif far := staircase(change, rounding):
-            remarks.append(f"In {traced.leaves[i]}, the loss is flat here, but changes over longer steps: {far}.")
+        if text := kink(change, rounding):
+            text = f" is at a kink, and the other side has a slope: {text}"
+        elif text := staircase(change, rounding):
+            text = f": the loss is flat here, but changes over longer steps: {text}"
+        remarks += [f"{traced.leaves[i]}{text}."] if text else []
     not_finite = [traced.leaves[i] for i in bad]
     if bad:
         names = show_list(not_finite, 8)
