@@ -201,8 +201,8 @@ def convolution_1d(size, hidden, *, key):
 COMMON = [(32, 8, 16, 8), (64, 64, 48, 1), (64, 16, 96, 32), (128, 32, 128, 64)]
 COMMON += [(1024, 1, 128, 128), (512, 8, 64, 32), (300, 1, 16, 8), (50, 256, 16, 16)]
 COMMON += [(128, 128, 256, 128)]
-# The constants of `replay_choice.py` are fitted to the first five, and its conditions were chosen
-# from measurements of all.
+# The constants of `replay_choice.py` are fitted to the first five, and its conditions were
+# chosen from measurements of all.
 CELLS = {
     "GRU": (of_cell(eqx.nn.GRUCell), [*COMMON, (96, 24, 96, 32), (512, 32, 256, 128)]),
     "RNN": (of_cell(nn.RNNCell), [*COMMON, (96, 24, 96, 32), (256, 16, 192, 48)]),

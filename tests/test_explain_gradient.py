@@ -20,7 +20,7 @@ def mlp(activation=jnp.tanh):
     return eqx.nn.MLP(4, 2, 8, 2, activation=activation, key=KEY)
 
 
-LINEAR = eqx.nn.Linear(4, 2, key=KEY)
+LINEAR, ONES = eqx.nn.Linear(4, 2, key=KEY), jnp.ones(4)
 
 
 def normalized(linear, xs):
@@ -31,10 +31,12 @@ def normalized(linear, xs):
 # A loss, a model, an argument, and the kind, the detail and the tool that are named.
 SYMPTOMS = {
     "NaN": (lambda m, xs: jnp.mean(jnp.sqrt(0.0 * jax.vmap(m)(xs))), mlp(), XS,
-        "not finite", "true singularity", "explain_nan"),
-    "noise": (normalized, LINEAR, XS, "rounding noise", "", "explain_zero"),
+        "not finite", "true singularity", ""),
+    "noise": (normalized, LINEAR, XS, "rounding noise", "", ""),
     "number in a layer of Equinox": (mean_square, eqx.tree_at(lambda m: m.layers[1].bias, mlp(),
         0.5), XS, "no array", "the Python number 0.5", ""),
+    "kink": (lambda w, x: jnp.sum(jnp.abs(w - x) + w), ONES, ONES, "kink",
+        "along a random direction, the slope is ", ""),
 }  # fmt: skip
 
 
@@ -42,8 +44,9 @@ SYMPTOMS = {
 def test_symptoms(name):
     loss, model, x, kind, detail, tool = SYMPTOMS[name]
     report = eqg.explain_gradient(loss, model, x)
-    assert {(s.kind, s.detail) for s in report.found} == {(kind, detail)}
-    assert all(f"eqg.{tool}(" in s.tool if tool else not s.tool for s in report.found)
+    assert {s.kind for s in report.found} == {kind}
+    assert all(s.detail.startswith(detail) for s in report.found)
+    assert tool in report.found[0].cure
     text = " ".join(str(report).split())
     assert text.startswith(f"What may keep the model from learning: {kind}.")
     assert all(s.cure in text for s in report.found)
@@ -68,11 +71,11 @@ def test_what_is_said_beside_symptoms():
     report = eqg.explain_gradient(mean_square, model, XS)
     assert not report
     assert "layers[0].bias is zero for 7 of 8 units" in str(report)
-    (symptom,) = eqg.explain_gradient(lambda t: jnp.floor(100 * t), jnp.array(0.1234)).found
-    assert "changes over longer steps" in symptom.elsewhere
+    report = str(eqg.explain_gradient(lambda t: jnp.floor(100 * t), jnp.array(0.1234)))
+    assert "flat here, but changes over longer steps" in " ".join(report.split())
     loss = lambda w: jax.lax.while_loop(lambda s: s < 9, lambda s: s * w, jnp.array(1.0))
     report = eqg.explain_gradient(loss, jnp.array(2.0))
-    assert not report
+    assert [s.kind for s in report.found] == ["no reverse mode"]
     assert any("forward mode" in remark for remark in report.remarks)
     safe = eqg.zero_safe(lambda w: jnp.sum(jnp.where(w > 0, jnp.sqrt(w), 0.0)))
     assert not eqg.explain_gradient(safe, jnp.array([1.0, 4.0]))

@@ -192,12 +192,9 @@ def by_vmap(model, xs):
 
 
 def by_other_axes(model, xs):
-    def f(scale, x, params):  # `scale` and `params` are the same for all
-        return params["w"] * model(x) * scale, params["w"]
-
-    mapped = jax.vmap(f, in_axes=(None, 1, {"w": None}), out_axes=(0, None))
-    out, w = mapped(2.0, xs.T, {"w": xs[0, 0]})
-    return jnp.mean(out**2) + w
+    f = lambda scale, x, params: params["w"] * model(x) * scale
+    mapped = jax.vmap(f, in_axes=(None, 1, {"w": None}))  # `scale` and `params` are one for all
+    return jnp.mean(mapped(2.0, xs.T, {"w": xs[0, 0]}) ** 2)
 
 
 def by_filter_vmap(model, xs):
@@ -211,19 +208,22 @@ LOSSES = [by_vmap, by_other_axes, by_filter_vmap]
 def test_jax_26263(loss):
     """A large `vmap` in chunks saves what a loss written so saves."""
     xs, vmap = jr.normal(KEY, (1024, 3)), jax.vmap
-    report = eqg.explain_memory(loss, WIDE, xs).verify()
+    report = eqg.explain_memory(loss, WIDE, xs)
     assert jax.vmap is vmap
     best = report.advice[0]
     assert (best.kind, best.primitive) == ("map", "vmap")
     assert re.search(r"jax\.vmap\(|filter_vmap\(|mapped\(", best.code)
-    assert best.measured < 0.15 * report.compiled
+    assert report.total - best.saves < 0.1 * report.total
     chunk = int(re.search(r"`eqg.filter_map\(f, xs, chunk=(\d+)\)`", best.cure)[1])
     if loss is by_vmap:
         assert [best.line] == lines_of(loss, "VMAP")
         followed = lambda model, xs: jnp.mean(eqg.filter_map(model, xs, chunk=chunk) ** 2)
-        report = eqg.explain_memory(followed, WIDE, xs)
-        assert report.compiled == best.measured
-        assert not report.advice
+        followed = eqg.explain_memory(followed, WIDE, xs)
+        assert followed.compiled < 0.15 * report.compiled
+        assert not followed.advice
+        # What the advice leaves is what that keeps, and the chunk that is computed again.
+        left = followed.total + report.total * chunk / len(xs)
+        assert report.total - best.saves == pytest.approx(left, rel=0.1)
 
 
 # ---------------------------------------------------------------- advice on loops

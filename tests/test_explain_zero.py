@@ -87,9 +87,9 @@ CUTS = {
     "searchsorted": (lambda w: jnp.searchsorted(BINS, w).astype(w.dtype), "number of a bin"),
     "index": (lambda w: X.astype(w.dtype)[jnp.abs(w).astype("int32")], "cast to an integer"),
     "categorical": (lambda w: jax.random.categorical(KEY, w).astype(w.dtype),
-        "sampled category"),
+        "argmax"),
     "bernoulli": (lambda w: jax.random.bernoulli(KEY, jax.nn.sigmoid(w)).astype(w.dtype),
-        "sampled bits"),
+        "comparison"),
     "raw_rule": (lambda w: raw_rule(w), RULE),
     "raw_forward_rule": (lambda w: raw_forward_rule(w), RULE),
     "our_rule": (lambda w: our_rule(w), RULE),
@@ -140,11 +140,11 @@ def test_argmin_is_chosen_with_the_opposite_sign():
     values = jnp.array([1.0, 2.0, 4.0])
     record = only(lambda d: values[jnp.argmin(d)], X)
     assert (record.kind, record.primitive) == ("argmax", "argmin")
-    chosen = re.search(r"`(eqg\.ste\.one_hot_argmax\(.*?\))`", record.cure)[1]
+    chosen = re.search(r"`(eqg\.ste\.one_hot_argmax\(-.*?\))`", record.cure)[1]
     cured = lambda x: jnp.sum(eval(chosen, {"eqg": eqg, "x": x}) * values)
     assert cured(X) == values[jnp.argmin(X)]
     assert jnp.any(jax.grad(cured)(X))
-    assert "one_hot_argmax(logits)" in only(lambda x: values[jnp.argmax(x)], X).cure
+    assert "one_hot_argmax(x)" in only(lambda x: values[jnp.argmax(x)], X).cure
 
 
 # ---------------------------------------------------------------- threads
@@ -310,7 +310,6 @@ def test_zero_by_values(name):
     assert (record.kind, record.by_structure) == (name.partition(":")[0], False)
     lines, first = inspect.getsourcelines(VALUES[name])
     assert record.line in range(first, first + len(lines))
-    assert "leaky_relu" not in record.cure  # they are no activations
 
 
 @pytest.mark.parametrize("factor", [jnp.array(0.0), jnp.array(False)])
@@ -321,7 +320,6 @@ def test_multiplied_by_zero_names_an_input_of_another_type(factor):
     loss = lambda w, factor: jnp.sum(jnp.tanh(w) * cast(factor))
     (record,) = eqg.explain_zero(loss, X, jnp.asarray(factor)).found
     assert (record.kind, record.detail) == ("multiplied by zero", "`factor`")
-    assert "last layer" not in record.cure
 
 
 def test_a_gradient_that_vanishes_over_the_steps():
@@ -362,7 +360,7 @@ def test_surrogates_and_safe_functions_where_their_derivative_is_zero():
     spike = lambda w, s: jnp.sum(eqg.surrogates.spike(w * X - 9.0, s))
     record = only(spike, ONE, eqg.surrogates.triangle())
     assert (record.kind, record.primitive) == ("zero derivative", "spike")
-    assert "stationary" not in record.cure
+    assert "wider surrogate, as `eqg.surrogates.atan()`" in record.cure
     assert not check(spike, ONE, eqg.surrogates.atan())  # as it says
     record = only(eqg.safe.norm, jnp.zeros(2))
     assert record.primitive == "safe.norm"
@@ -375,19 +373,21 @@ def test_surrogates_and_safe_functions_where_their_derivative_is_zero():
     assert not re.search("polar|inverse", str(report))
 
 
-def test_a_cond_under_vmap_is_no_relu():
+def test_a_cond_under_vmap():
     step = lambda w, x: jax.lax.cond(w * x > 100, lambda: (w * x) ** 2, lambda: 1.0)
     record = only(lambda w: jnp.sum(jax.vmap(step, (None, 0))(w, X)), ONE)
-    assert "the `cond` under a `vmap`, takes the other branch" in record.cure
+    assert (record.kind, record.primitive) == ("dead units", "select_n")
+    assert "as a `cond` under a `vmap` may" in record.cure
 
 
 def test_kinks_and_staircases():
-    record = only(lambda w: jnp.where(w < 1, 2 * w, 2.0), ONE)
-    assert record.elsewhere == "It is at a kink, with slope 0 above and 2 below."
-    record = only(lambda t: jnp.floor(100 * t), jnp.array(0.1234))
-    assert record.elsewhere.startswith("The loss is flat here, but changes over longer steps")
-    for smooth in (lambda x: x**2, jnp.cos, lambda x: 0.0 * x):
-        assert not only(smooth, jnp.array(0.0)).elsewhere
+    remarks = lambda loss, x: eqg.explain_zero(loss, jnp.array(x)).remarks
+    (remark,) = remarks(lambda w: jnp.where(w < 1, w, 1.0), 1.0)
+    assert remark.endswith("the other side has a slope: 0 above and 1 below.")
+    (remark,) = remarks(lambda t: jnp.floor(100 * t), 0.1234)
+    assert "the loss is flat here, but changes over longer steps" in remark
+    for smooth in (lambda x: x**2, lambda x: 1 + x**3, jnp.cos, lambda x: 0.0 * x):
+        assert not remarks(smooth, 0.0)
 
 
 # ---------------------------------------------------------------- zero_safe
@@ -397,8 +397,8 @@ def test_a_gradient_that_zero_safe_makes_finite():
     loss = lambda m: jnp.where(m["x"] > 0, jnp.sqrt(m["x"]), 0.0) * m["w"] + m["t"] * 0.0
     model = {"w": 2 * ONE, "t": 0.5 * ONE, "x": 0 * ONE}
     assert "['x'] is not finite" in str(eqg.explain_zero(loss, model))
-    report = str(eqg.explain_zero(eqg.zero_safe(loss), model))
-    assert "The gradient of ['x'] is not finite without `zero_safe`" in " ".join(report.split())
+    report = eqg.explain_zero(eqg.zero_safe(loss), model)
+    assert "`zero_safe` was left out here" in report.remarks[-1]
 
 
 @pytest.mark.thorough
@@ -412,9 +412,11 @@ def test_a_derivative_that_zero_safe_drops():
 
     safe = eqg.zero_safe(loss)
     assert jax.grad(safe)(lam) == 0
-    (record,) = eqg.explain_nan(safe, lam).dropped
+    (record,) = eqg.explain_nan(loss, lam).found
     assert record.kind == "dead branch"
-    assert only(safe, lam).kind == "dropped by zero_safe"
+    assert not eqg.explain_nan(safe, lam)
+    zero = eqg.explain_zero(safe, lam)
+    assert zero.remarks[0] == "The gradient of model is not finite: see `eqg.explain_nan`."
     report = eqgt.check_gradients(safe, lam, raises=False)
     assert not report.passed
     assert any("`zero_safe` drops" in remark for remark in report.remarks)
@@ -424,11 +426,6 @@ def test_a_derivative_that_zero_safe_drops():
     report = eqgt.check_gradients(mended, lam)
     assert report.passed
     assert not any("zero_safe" in remark for remark in report.remarks)
-    # Of two leaves, it is the one that `zero_safe` makes zero.
-    sin = lambda x: jnp.where(x == 0, x, jnp.sin(x) ** 0.5)
-    of_two = lambda m: loss(m["lam"]) + sin(m["scale"]) + m["shift"]
-    record = only(eqg.zero_safe(of_two), {"lam": lam, "scale": lam, "shift": ONE})
-    assert (record.leaf, record.kind) == ("['lam']", "dropped by zero_safe")
 
 
 # ---------------------------------------------------------------- models
@@ -495,11 +492,13 @@ def test_random_programs(seed):
         assert record.line or record.kind == "never used"
 
 
-def test_leaves_that_are_complex_or_integers():
+def test_leaves_that_are_complex_or_can_have_no_gradient():
     loss = lambda w: jnp.sum(jnp.real(w["a"]) ** 2) + jnp.sum(jnp.round(jnp.imag(w["b"])))
     (record,) = eqg.explain_zero(loss, dict.fromkeys("ab", jax.lax.complex(X, X))).found
     assert record.leaf == "['b']"
-    model = {"w": jnp.ones(2), "table": jnp.arange(3), "key": jax.random.key(0)}
-    loss = lambda m, i: m["w"][m["table"][i]]
-    assert "`['table']` (an array of int" in str(eqg.explain_zero(loss, model, jnp.array(1)))
-    assert "integers" not in str(eqg.explain_zero(lambda w, i: w[i], X, jnp.array(1)))
+    model = {"w": jnp.ones(2), "table": jnp.arange(3), "key": jax.random.key(0), "b": None}
+    for tool in (eqg.explain_zero, eqg.explain_gradient):
+        text = " ".join(str(tool(lambda m, i: m["w"][m["table"][i]], model, 1)).split())
+        assert "`['table']` (an array of int" in text
+        assert "`['b']` (`None`)" in text
+        assert "No arrays" not in str(tool(lambda w, i: w[i], X, 1))

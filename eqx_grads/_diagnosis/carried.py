@@ -64,13 +64,6 @@ class AbstractCarrier(abc.ABC, Generic[V]):
     def decide(self, by: V, outs: Sequence[V]) -> Sequence[V]:
         """The carry of a `while_loop`, given the value that it is decided `by`."""
 
-    @abc.abstractmethod
-    def skip(
-        self, place: Place, consts: Sequence[V], carry: Sequence[V], xs: Sequence[V]
-    ) -> tuple[Sequence[V], Sequence[Sequence[V]]]:
-        """Run the first steps of a scan at once: the carry after them, and the outputs of each.
-        No steps is an answer too: `(carry, [])`."""
-
 
 def walk(
     program: ClosedJaxpr,
@@ -89,12 +82,17 @@ def walk(
     return evaluate(program, values, hook, constant=carrier.constant)
 
 
-def enter(place: Place, values: Sequence[V], carrier: AbstractCarrier[V]) -> Sequence[V]:
-    """The outputs of an equation, by a walk through its programs."""
+def enter(
+    place: Place, values: Sequence[V], carrier: AbstractCarrier[V], done: Any = None
+) -> Sequence[V]:
+    """The outputs of an equation, by a walk through its programs.
+
+    - `done`: the first steps of a scan: the carry after them, and the other outputs of each.
+    """
     known = structure(place.eqn)
     match known:
         case Scan():
-            return _scan(place, known, values, carrier)
+            return _scan(place, known, values, carrier, done)
         case While():
             return _while(place, known, values, carrier)
         case Cond():
@@ -103,11 +101,10 @@ def enter(place: Place, values: Sequence[V], carrier: AbstractCarrier[V]) -> Seq
     return walk(inner_programs(place.eqn)[0], values, carrier, place)
 
 
-def _scan(place, loop: Scan, values, carrier):
+def _scan(place, loop: Scan, values, carrier, done):
     n, m = loop.n_consts, loop.n_consts + loop.n_carry
-    consts, carry, xs = values[:n], values[n:m], values[m:]
-    carry, first = carrier.skip(place, consts, carry, xs)
-    ys = list(first)
+    consts, xs = values[:n], values[m:]
+    carry, ys = done or (values[n:m], [])
     for i in indices_of(loop)[len(ys) :]:
         now = [carrier.map(lambda x, i=i: on_host(x)[i], [x]) for x in xs]
         outs = walk(*loop.programs, [*consts, *carry, *now], carrier, place, i)

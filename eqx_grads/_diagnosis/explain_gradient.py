@@ -6,41 +6,42 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from .._zero_safe.zero_safe import ZeroSafe
 from ._nan.explain_nan import explain_nan
 from ._zero.explain_zero import explain_traced
-from .gradient import change_along, directions, Gradient, trace_gradient
+from .gradient import change_along, directions, kink, rounding_of, trace_gradient
 from .nan_checks import without_nan_checks
-from .parameters import no_parameters
+from .parameters import no_parameters, remark_on
 from .progress import showing_progress
-from .report import AbstractRecord, AbstractReport, cells, COLUMNS, show_list, Table
+from .report import (
+    AbstractRecord,
+    AbstractReport,
+    cells,
+    COLUMNS,
+    rows_by_leaf,
+    Table,
+    with_detail,
+)
 from .traced_loss import TracedLoss
 
 
 # Relative to the weights of the layer, and relative to the gradient of another layer.
 _EXPLODING, _VANISHING = 1e4, 1e-6
-# The first is the smallest. For float32, its slopes are exact to a thousandth.
-_KINK_STEPS = (2.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3)
-_UNITS = 16
-# The tool that says more of a kind, and what to do.
-_TOOLS = {
-    "not finite": "explain_nan",
-    "zero": "explain_zero",
-    "rounding noise": "explain_zero",
-    "exploding": "gradient_flow",
-    "vanishing": "gradient_flow",
-}
+_WHERE = "`eqg.gradient_flow(loss, model, *args)` says where."
+# What to do about each kind.
 _CURES = {
+    "no reverse mode": "For a `while_loop`, use `eqg.filter_while_loop` with `max_steps`; for a "
+    "solver, `eqg.implicit`.",
     "not finite": "No single operation was found that makes it so. The notes say more.",
     "rounding noise": "Remove the leaf, if a normalization after it removes what it changes. "
     "Or an operation loses all digits, as `eigh` does where eigenvalues are equal.",
     "exploding": "Apply `eqg.clip_gradient_norm(x, 1.0)` where the gradient grows, such as to "
-    "the carry of a loop, or scale the loss down.",
-    "vanishing": "Normalize, add residual connections, or initialize with larger weights.",
+    f"the carry of a loop, or scale the loss down. {_WHERE}",
+    "vanishing": "Normalize, add residual connections, or initialize with larger weights. "
+    f"{_WHERE}",
     "kink": "Start elsewhere, or use a smooth function.",
 }
 
@@ -50,20 +51,13 @@ class Symptom(AbstractRecord):
     """Something that is wrong with a gradient.
 
     It has the fields of all records. The kinds are `"not finite"`, `"zero"`,
-    `"rounding noise"`, `"exploding"`, `"vanishing"`, `"no array"` and `"kink"`. Also:
+    `"rounding noise"`, `"exploding"`, `"vanishing"`, `"no array"`, `"kink"` and
+    `"no reverse mode"`. Also:
 
-    - `detail`: the kind that the tool for this symptom reports.
-    - `elsewhere`: what the loss does next to the point, at a kink or a staircase.
+    - `detail`: the kind that the tool for this symptom reports, or the slopes at a kink.
     """
 
     detail: str = ""
-    elsewhere: str = ""
-
-    @property
-    def tool(self) -> str:
-        """The call that says more, or empty."""
-        name = _TOOLS.get(self.kind)
-        return f"eqg.{name}(loss, model, *args)" if name else ""
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -89,25 +83,14 @@ class SymptomReport(AbstractReport):
         return f"What may keep the model from learning: {', '.join(kinds)}."
 
     def tables(self):
-        rows: dict[Any, list[str]] = {}
-        for symptom in self.found:
-            row = dataclasses.replace(symptom, leaf="", elsewhere="")
-            rows.setdefault(row, []).append(symptom.leaf)
-        kind = lambda s: ": ".join(filter(None, [s.kind, s.detail]))
-        shown = [
-            cells(s, leaf=show_list(leaves, 3), kind=kind(s)) for s, leaves in rows.items()
-        ]
+        rows = rows_by_leaf(cells(s, kind=with_detail(s)) for s in self.found)
         says_all = any(s.kind in ("not finite", "zero") for s in self.found)
         norms = () if says_all else [(x, f"{norm:.2g}") for x, norm in self.norms.items()]
-        return [Table(COLUMNS, shown), Table(("layer", "gradient norm"), norms, source="norms")]
+        return [Table(COLUMNS, rows), Table(("layer", "gradient norm"), norms, source="norms")]
 
     def notes(self):
-        first = {s.kind: s for s in reversed(self.found)}  # one thing to do about each kind
-        cures = [(kind, first[kind].cure) for kind in dict.fromkeys(s.kind for s in self.found)]
-        elsewhere = [(s.leaf or s.kind, s.elsewhere) for s in self.found if s.elsewhere]
-        tools = dict.fromkeys(f"`{s.tool}`" for s in self.found if s.tool)
-        more = [("more", f"{' and '.join(tools)}.")] if tools else []
-        return [*cures, *elsewhere[:1], *more]
+        # One thing to do about each kind: what the first one says.
+        return list({s.kind: s.cure for s in reversed(self.found)}.items())[::-1]
 
 
 @showing_progress("explain_gradient")
@@ -117,7 +100,7 @@ def explain_gradient(
 ) -> SymptomReport:
     r"""Say what is wrong with the gradient of a loss, or how large it is by layer.
 
-    Call it first if a model does not learn. It names the tool that says more.
+    Call it first if a model does not learn.
 
     !!! example
 
@@ -160,12 +143,14 @@ def explain_gradient(
     looks for
 
     - a loss or a gradient that is not finite: the first row of [`eqx_grads.explain_nan`][];
+    - a loss without a gradient in reverse mode, as of a `while_loop`;
     - a gradient that is zero, or a rounding error: the rows of [`eqx_grads.explain_zero`][];
     - a gradient that is $10^4$ times as large as the weights of its layer, or a millionth of
         the gradient of another layer;
     - a Python float in a field of your own classes, or in a layer instead of an array: a Python
-        float has no gradient;
-    - a kink of the loss at this point.
+        float has no gradient. A remark names integers and `None`;
+    - a kink at this point along a random direction. If the gradient is zero at a kink or on a
+        staircase, a remark says so.
 
     The loss and its gradient are compiled once. If nothing is wrong, that is all.
 
@@ -189,35 +174,36 @@ def explain_gradient(
             return SymptomReport(found, report.loss, {}, report.remarks)
     zero = explain_traced(below, traced, gradient, error)
     assert gradient is not None
+    found += [] if gradient.error is None else [_own("no reverse mode")]
     found += [_symptom(record, "zero") for record in zero.found]
     found += [_own("rounding noise", leaf) for leaf in zero.noise]
+    floats, others = [], []
+    for part in no_parameters(model):
+        (floats if isinstance(part.value, float) else others).append(part)
     found += [
-        Symptom(
-            kind="no array",
-            leaf=one.path,
-            detail=one.what,
-            file=one.file,
-            line=one.line,
-            cure=f"To train it, make it an array: `{one.code}`. It has no gradient.",
+        dataclasses.replace(
+            _own("no array", x.path, x.what), file=x.file, line=x.line, cure=x.cure
         )
-        for one in no_parameters(model)
-        if isinstance(one.value, float)
+        for x in floats
     ]
     norms = _norms(traced, gradient.gradients)
     if not {symptom.kind for symptom in found} & {"not finite", "rounding noise"}:
         found += _sizes(traced, norms)
-        found += [] if zero.found else _kink(traced, gradient)
-    return SymptomReport(found, gradient.loss, norms, zero.remarks)
+        along = {} if zero.found else dict(enumerate(directions(traced)))
+        change = change_along(traced, gradient, along)
+        if sides := kink(change, rounding_of(traced, gradient)):
+            found.append(_own("kink", detail=f"along a random direction, the slope is {sides}"))
+    remarks = [*zero.remarks, *remark_on(others)]
+    return SymptomReport(found, gradient.loss, norms, remarks)
 
 
 def _symptom(record: Any, kind: str) -> Symptom:
     shared = {f.name: getattr(record, f.name) for f in dataclasses.fields(AbstractRecord)}
-    elsewhere = getattr(record, "elsewhere", "")
-    return Symptom(**{**shared, "kind": kind}, detail=record.kind, elsewhere=elsewhere)
+    return Symptom(**{**shared, "kind": kind}, detail=record.kind)
 
 
-def _own(kind: str, leaf: str = "", elsewhere: str = "") -> Symptom:
-    return Symptom(kind=kind, leaf=leaf, cure=_CURES[kind], elsewhere=elsewhere)
+def _own(kind: str, leaf: str = "", detail: str = "") -> Symptom:
+    return Symptom(kind=kind, leaf=leaf, detail=detail, cure=_CURES.get(kind, ""))
 
 
 def _layer_of(leaf: str) -> str:
@@ -244,24 +230,3 @@ def _sizes(traced: TracedLoss, norms: dict[str, float]) -> list[Symptom]:
         *(_own("exploding", layer) for layer in explodes),
         *(_own("vanishing", layer) for layer in vanishes if layer not in explodes),
     ]
-
-
-def _kink(traced: TracedLoss, gradient: Gradient) -> list[Symptom]:
-    """A kink along a random direction: the slopes on its sides differ at any step."""
-    if not gradient.can_move:
-        return []
-    change = change_along(traced, gradient, dict(enumerate(directions(traced))))
-    slopes = lambda h: (change(h) / h, -change(-h) / h)
-    above, below = slopes(_KINK_STEPS[0])
-    jump = above - below
-    # A step changes a loss that is nearly stationary by a few units of rounding.
-    rounding = jnp.finfo(traced.program.out_avals[0].dtype).eps * abs(gradient.loss)
-    is_large = abs(jump) > max(
-        0.2 * max(abs(above), abs(below)), _UNITS * rounding / _KINK_STEPS[0]
-    )
-    # Of a loss in half precision, the slopes are rounding errors, and differ at each step.
-    others = (np.subtract(*slopes(h)) for h in _KINK_STEPS[1:])
-    if is_large and all(abs(other - jump) < 0.3 * abs(jump) for other in others):
-        sides = f"Along a random direction, the slopes are {below:.3g} and {above:.3g}."
-        return [_own("kink", elsewhere=sides)]
-    return []

@@ -20,6 +20,9 @@ from .traced_loss import check_no_references, trace_loss, TracedLoss
 _IS_NOISE = 0.7
 # A gradient is suspicious if it is so small relative to the loss, or if rounding changes it.
 _SMALL = 1e-4
+# At a kink, the slopes differ by the same at each step. Of the smallest step, the first, they
+# are exact to a thousandth for float32.
+_KINK_STEPS = (2.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3)
 
 
 @dataclasses.dataclass
@@ -58,7 +61,35 @@ def change_along(
             values[i] = (np.asarray(values[i]) + h * direction).astype(values[i].dtype)
         return gradient.at(values)[0] - gradient.loss
 
-    return change
+    return change if gradient.can_move else lambda h: 0.0
+
+
+def kink(change: Callable[[float], float], rounding: float) -> str:
+    """The slopes on the two sides, if they differ. `rounding`: of the loss."""
+    (above, below), *others = ((change(h) / h, -change(-h) / h) for h in _KINK_STEPS)
+    jump = above - below
+    # A step changes a loss that is nearly stationary by a few units of rounding.
+    least = max(0.2 * max(abs(above), abs(below)), 16 * rounding / _KINK_STEPS[0])
+    # Of a loss in half precision, the slopes are rounding errors, and differ at each step.
+    is_same = all(abs(a - b - jump) < 0.3 * abs(jump) for a, b in others)
+    return f"{above:.3g} above and {below:.3g} below" * (abs(jump) > least and is_same)
+
+
+def staircase(change: Callable[[float], float], rounding: float) -> str:
+    """The step after which a loss changes that is flat at a point, and not just smooth."""
+    least = 1000 * rounding + 1e-30
+    for step in (s * sign for s in (1e-3, 1e-2, 1e-1, 1.0) for sign in (1, -1)):
+        whole, half, near = (change(step / n) for n in (1, 2, 10))
+        if abs(whole) > least:
+            is_flat = abs(near) <= 4 * rounding
+            is_step = abs(half) < 0.1 * least or abs(whole) < 3 * abs(half)
+            text = f"a step of {step:.2g} changes the loss by {whole:.2g}"
+            return text * (is_flat and is_step)
+    return ""
+
+
+def rounding_of(traced: TracedLoss, gradient: Gradient) -> float:
+    return float(jnp.finfo(traced.program.out_avals[0].dtype).eps) * abs(gradient.loss)
 
 
 def directions(traced: TracedLoss) -> list[Any]:
@@ -155,12 +186,8 @@ def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
 
 
 def _moved_by_rounding(x: Any) -> Any:
-    if not _is_real(x):
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         return x
     rng = np.random.default_rng(0)
     move = 4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1, 1], np.shape(x))
     return (np.asarray(x) * (1 + move)).astype(x.dtype)
-
-
-def _is_real(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)

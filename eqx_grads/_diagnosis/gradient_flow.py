@@ -1,23 +1,25 @@
 """`gradient_flow`: the norm of the gradient at every layer and every step of a model.
 
 `probe` needs a slot for each step of a scan, which has to be scanned over, but the scan is in
-the user's code. So each layer marks its outputs with a primitive, and the loss is traced to a
-jaxpr. The jaxpr is then evaluated with a `probe` instead of each mark, and with the slots as
+the user's code. So each layer marks its outputs by `checkpoint_name`, and the loss is traced to
+a jaxpr. The jaxpr is then evaluated with a `probe` instead of each mark, and with the slots as
 additional inputs of the scans.
 """
 
+import functools as ft
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Float, PyTree
 
-from .._control_flow.visible_steps import AbstractCellLayer, called_cells, visible_steps
-from .._errors import check_function, place_of, rule_error, show_path
+from .._control_flow.visible_steps import called_cells, visible_steps
+from .._errors import check_function, place_of, rule_error
 from .._gradient_ops.probe import GradientStatistics, probe
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure
@@ -116,7 +118,7 @@ def gradient_flow(
     with visible_steps(), called_cells():
         program = jax.make_jaxpr(flat_loss)(values)
     sites = _sites(program, names)
-    called = {index for index, _ in sites}
+    called = {index for index, _, _ in sites}
     missing = [name for i, name in enumerate(names) if i not in called]
     if not called or (where is not None and missing):
         raise rule_error(
@@ -130,47 +132,31 @@ def gradient_flow(
     def probed_loss(slots, consts, values):
         return _eval_with_probes(ClosedJaxpr(program.jaxpr, consts), values, slots)[0]
 
-    slots = [GradientStatistics(shape) for _, shape in sites]
+    slots = [GradientStatistics(shape) for _, _, shape in sites]
     statistics = jax.jit(jax.grad(probed_loss))(slots, program.consts, values)
-    norms = [jnp.ravel(jnp.where(s.nonfinite > 0, jnp.nan, s.norm)) for s in statistics]
-    return {
-        name: jnp.concatenate([n for n, (i, _) in zip(norms, sites, strict=True) if i == index])
-        for index, name in enumerate(names)
-        if index in called
-    }
+    flow: dict[int, list[Any]] = {}
+    for (index, i, _), s in zip(sites, statistics, strict=True):
+        norm = jnp.ravel(jnp.where(s.nonfinite > 0, jnp.nan, s.norm))
+        calls = flow.setdefault(index, [])
+        calls.append(norm if i == 0 else jnp.hypot(calls.pop(), norm))
+    return {names[index]: jnp.concatenate(calls) for index, calls in sorted(flow.items())}
 
 
 # ---------------------------------------------------------------- marking the layers
 
-mark_p = Primitive("eqg_mark")
-mark_p.multiple_results = True
-
-
-def _mark_impl(*xs, layer):
-    del layer
-    return list(xs)
-
-
-def _mark_jvp(primals, tangents, *, layer):
-    # The loss itself may contain a derivative. The activation is the primal: mark only that.
-    return mark_p.bind(*primals, layer=layer), list(tangents)
-
-
-def _mark_batch(xs, dims, *, layer):
-    return mark_p.bind(*xs, layer=layer), dims
-
-
-mark_p.def_impl(_mark_impl)
-mark_p.def_abstract_eval(_mark_impl)
-ad.primitive_jvps[mark_p] = _mark_jvp
-batching.primitive_batchers[mark_p] = _mark_batch
-mlir.register_lowering(mark_p, mlir.lower_fun(_mark_impl, multiple_results=True))
-
 
 def _call_marked(layer, index, *args, **kwargs):
-    """Call a layer, and mark its output."""
+    """Call a layer, and name each array of its output by the layer and a number from zero."""
     split, arrays = TreeSplit.split(layer(*args, **kwargs), is_differentiable)
-    return split.tree(mark_p.bind(*arrays, layer=index) if arrays else [])
+    # A derivative in the loss keeps the name of the primal, and the tangent has none.
+    named = [checkpoint_name(x, f"eqg_flow_{index}_{i}") for i, x in enumerate(arrays)]
+    return split.tree(named)
+
+
+def _mark_of(eqn) -> tuple[int, int] | None:
+    """The layer and the number in the name of an equation."""
+    found = re.fullmatch(r"eqg_flow_(\d+)_(\d+)", str(eqn.params.get("name", "")))
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def _mark_layers(model, where) -> tuple[list[str], Any]:
@@ -193,30 +179,28 @@ def _mark_layers(model, where) -> tuple[list[str], Any]:
             do="A layer is a callable Module with an array as a direct child. Select others "
             "with `where`, which returns callable Modules of the model.",
         )
-    # A recurrent layer with a single cell has its own path.
-    layers = jax.tree_util.tree_leaves_with_path(
-        model, is_leaf=lambda node: isinstance(node, AbstractCellLayer)
-    )
-    single = [
-        show_path(path).removeprefix(".")
-        for path, node in layers
-        if isinstance(node, AbstractCellLayer) and len(cells_of(node)) == 1
-    ]
-    of_cell = {f"{path}.cells[0][0]": path for path in single if path}
-    return [of_cell.get(path, path) for path in paths], marked
+    return list(map(ft.partial(_without_single_cell, paths), paths)), marked
+
+
+def _without_single_cell(paths: Sequence[str], path: str) -> str:
+    """A recurrent layer with a single cell has its own path."""
+    layer, cells, rest = path.rpartition(".cells[")
+    is_single = rest == "0][0]" and sum(p.startswith(layer + cells) for p in paths) == 1
+    return layer if is_single else path
 
 
 # ---------------------------------------------------------------- evaluation with probes
 
-Site = tuple[int, tuple[int, ...]]  # index of a layer, lengths of the scans that call it
+# The index of a layer, the number of its output, and the lengths of the scans that call it.
+Site = tuple[int, int, tuple[int, ...]]
 
 
 def _sites(program: ClosedJaxpr, names: Sequence[str] = ()) -> list[Site]:
     """The layer and the number of steps of each mark in a program, in the program's order."""
     found = []
     for eqn in program.eqns:
-        if eqn.primitive is mark_p:
-            found.append((eqn.params["layer"], ()))
+        if mark := _mark_of(eqn):
+            found.append((*mark, ()))
             continue
         inner = [site for p in inner_programs(eqn) for site in _sites(p, names)]
         known = structure(eqn)
@@ -230,7 +214,7 @@ def _sites(program: ClosedJaxpr, names: Sequence[str] = ()) -> list[Site]:
                 do="Leave it out with `where`, or use `eqg.tap_gradient` in it.",
             )
         if isinstance(known, Scan):
-            inner = [(i, (known.length, *shape)) for i, shape in inner]
+            inner = [(*mark, (known.length, *shape)) for *mark, shape in inner]
         found.extend(inner)
     return found
 
@@ -242,8 +226,8 @@ def _eval_with_probes(
     remaining = iter(slots)
 
     def hook(eqn, values):
-        if eqn.primitive is mark_p:
-            return probe(values, next(remaining))
+        if _mark_of(eqn):
+            return [probe(*values, next(remaining))]
         parts = [[next(remaining) for _ in _sites(p)] for p in inner_programs(eqn)]
         return enter(eqn, values, _eval_with_probes, parts) if any(parts) else bind(eqn, values)
 

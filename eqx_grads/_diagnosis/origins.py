@@ -6,7 +6,6 @@ of the equation that it was made from. So each equation of the loss is evaluated
 """
 
 import dataclasses
-import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -125,19 +124,15 @@ class NumberedLoss:
         return [origin, *(self.origins[i] for i in reversed(origin.enclosing))]
 
     def caller_of(self, origin: Origin) -> str:
-        """The innermost call around the line of an equation that tells it from all equations
-        with other calls around the same line, such as "model.py:12, in `loss`"; otherwise
-        empty."""
+        """The innermost call around the line of an equation in which it differs from another
+        equation of this line, such as "model.py:12, in `loss`"; otherwise empty."""
         place = lambda o: (o.path, *o.source.calls[0])
-        calls = origin.source.callers
-        same = (o.source.callers for o in self.origins if place(o) == place(origin))
-        is_same = lambda pair: pair[0] == pair[1]
-        shared = lambda c: list(itertools.takewhile(is_same, zip(calls, c, strict=False)))
-        common = [len(shared(c)) for c in same if c != calls]
-        if not common or max(common) == len(calls):
-            return ""
-        file, line, function = calls[max(common)]
-        return f"{os.path.basename(file)}:{line}, in `{function.rpartition('<locals>.')[2]}`"
+        same = [o.source.callers for o in self.origins if place(o) == place(origin)]
+        for i, (file, line, function) in enumerate(origin.source.callers):
+            if any(calls[i : i + 1] != origin.source.callers[i : i + 1] for calls in same):
+                name = function.rpartition("<locals>.")[2]
+                return f"{os.path.basename(file)}:{line}, in `{name}`"
+        return ""
 
     def _number(self, program, path, loops, enclosing) -> None:
         around = [self.origins[i] for i in reversed(enclosing)]

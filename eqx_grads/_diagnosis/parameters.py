@@ -3,7 +3,8 @@
 import dataclasses
 import inspect
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,69 +16,55 @@ from .report import show_list, show_place
 from .source_lines import is_users_file
 
 
-@dataclasses.dataclass(frozen=True)
-class NoParameter:
-    """A leaf without a gradient.
-
-    - `path`, `value`, `what`: the leaf, such as "the Python number 0.5".
-    - `file`, `line`: where the class of the user sets it, if that is known.
-    - `code`: the line that makes it an array.
-    """
+class NoParameter(NamedTuple):
+    """A leaf that can't have a gradient: what it is, and the line of the class that sets it."""
 
     path: str
     value: Any
     what: str
-    code: str
-    file: str = ""
-    line: int = 0
+    file: str
+    line: int
+
+    @property
+    def cure(self) -> str:
+        code = "x.astype(float)" if eqx.is_array(self.value) else "jnp.zeros(n)"
+        if isinstance(self.value, int | float | complex):
+            code = f"jnp.array({self.value * 1.0!r})"
+        name = re.sub(r".*\.(?=\w+$)", "", self.path)
+        return f"To train it, make it an array: `{name} = {code}`. It has no gradient."
 
 
-def no_parameters(model: PyTree) -> list[NoParameter]:
-    """Python numbers first, then arrays of integers and `None`. In a class of a library, only
+def no_parameters(model: PyTree, path: str = "") -> list[NoParameter]:
+    """Python numbers first, then `None` and arrays of integers. In a class of a library, only
     numbers in fields that are declared as arrays: the rate of a dropout is left out."""
     found: list[NoParameter] = []
-    _collect(model, "", found)
+    is_part = lambda x: isinstance(x, eqx.Module) and x is not model
+    is_leaf = lambda x: x is None or is_part(x)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_leaf):
+        name = show_path(keys)
+        if is_part(leaf):
+            found += no_parameters(leaf, path + name)
+        elif what := _what(leaf):
+            place = _place_in_class(model, name, what)
+            full = (path + name).removeprefix(".") or "model"
+            found += [NoParameter(full, leaf, what, *place)] if place else []
     return sorted(found, key=lambda one: "Python" not in one.what)
 
 
-def remark_on_parameters(model: PyTree) -> list[str]:
-    found = no_parameters(model)
-    if not found:
-        return []
-    place = lambda one: f" at {show_place(one.file, one.line)}" if one.file else ""
-    names = [f"`{one.path}` ({one.what}{place(one)})" for one in found]
-    return [
-        f"No arrays of floats, and without a gradient: {show_list(names, 4)}. To train "
-        f"one, make it an array: `{found[0].code}`."
-    ]
+def remark_on(parts: Sequence[NoParameter]) -> list[str]:
+    place = lambda x: f" at {show_place(x.file, x.line)}" if x.line else ""
+    names = [f"`{x.path}` ({x.what}{place(x)})" for x in parts]
+    return [f"No arrays of floats: {show_list(names, 4)}. {parts[0].cure}"] if parts else []
 
 
-def _collect(owner: Any, path: str, found: list[NoParameter]) -> None:
-    is_part = lambda x: x is None or (isinstance(x, eqx.Module) and x is not owner)
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(owner, is_leaf=is_part):
-        name = show_path(keys)
-        if isinstance(leaf, eqx.Module) and leaf is not owner:
-            _collect(leaf, path + name, found)
-        elif what := _what(leaf):
-            place = _place_in_class(owner, name)
-            if place is not None:
-                full = (path + name).removeprefix(".") or "model"
-                code = f"{name.removeprefix('.') or 'model'} = {what[1]}"
-                found.append(NoParameter(full, leaf, what[0], code, *place))
-
-
-def _what(leaf: Any) -> tuple[str, str] | None:
-    """The kind of a leaf, and the array that it could be."""
+def _what(leaf: Any) -> str:
     if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool):
-        return f"the Python number {leaf!r}", f"jnp.array({leaf * 1.0!r})"
-    if leaf is None:
-        return "`None`", "jnp.zeros(n)"
-    if eqx.is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
-        return f"an array of {jnp.result_type(leaf)}", "x.astype(float)"
-    return None
+        return f"the Python number {leaf!r}"
+    is_integer = eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
+    return f"an array of {leaf.dtype}" if is_integer else "`None`" if leaf is None else ""
 
 
-def _place_in_class(owner: Any, name: str) -> tuple[str, int] | None:
+def _place_in_class(owner: Any, name: str, what: str) -> tuple[str, int] | None:
     """The file and the line that set a field. `None` for a field that may hold what it has."""
     field = re.match(r"\.(\w+)", name)
     if not isinstance(owner, eqx.Module) or field is None:
@@ -88,9 +75,8 @@ def _place_in_class(owner: Any, name: str) -> tuple[str, int] | None:
     except (OSError, TypeError):
         return "", 0
     if not is_users_file(file):
-        types = {f.name: f.type for f in dataclasses.fields(owner)}
-        is_number = isinstance(getattr(owner, field[1], None), int | float | complex)
-        return ("", 0) if is_number and "Array" in str(types.get(field[1])) else None
+        types = {f.name: str(f.type) for f in dataclasses.fields(owner)}
+        return ("", 0) if "Python" in what and "Array" in types[field[1]] else None
     sets = rf"self\.{field[1]}\s*=", rf"^\s*{field[1]}\s*[:=]"
     at = [i for pattern in sets for i, line in enumerate(lines) if re.search(pattern, line)]
-    return file, first + (at[0] if at else 0)
+    return (file, first + at[0]) if at else ("", 0)

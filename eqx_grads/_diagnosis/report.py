@@ -6,7 +6,8 @@ import itertools
 import os
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,17 +46,15 @@ COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step")
 
 _MOST_ROWS = 12
 _WIDEST_TABLE = 100
-_WIDEST_CELL = 42
-_WIDEST_CODE, _NARROWEST_CODE = 32, 19
+_WIDEST_CELL, _NARROWEST_CELL = 42, 9
+_WIDEST_CODE = 32
 _WIDEST_LINE = 96
 
 
-def cells(
-    record: AbstractRecord, *, leaf: str = "", kind: str = "", step: str = ""
-) -> tuple[str, ...]:
+def cells(record: AbstractRecord, *, kind: str = "", step: str = "") -> tuple[str, ...]:
     """The cells of a record in `COLUMNS`. A text that is given replaces the field."""
     return (
-        leaf or record.leaf,
+        record.leaf,
         kind or record.kind,
         record.primitive,
         show_place(record.file, record.line),
@@ -63,6 +62,19 @@ def cells(
         record.path,
         step or ", ".join(map(str, record.step)),
     )
+
+
+def with_detail(record: Any) -> str:
+    """The kind, and the detail if there is one."""
+    return f"{record.kind}: {record.detail}" if record.detail else record.kind
+
+
+def rows_by_leaf(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """One row for all that differ in the first cell only, which names their leaves."""
+    leaves: dict[tuple[str, ...], list[str]] = {}
+    for leaf, *rest in rows:
+        leaves.setdefault(tuple(rest), []).append(leaf)
+    return [(show_list(list(dict.fromkeys(of)), 4), *rest) for rest, of in leaves.items()]
 
 
 def _cut(code: str, column: int) -> str:
@@ -95,49 +107,38 @@ def count(n: int, noun: str, plural: str = "") -> str:
 
 def show_bytes(n: int | float) -> str:
     """Such as `1.5 MiB`."""
-    if abs(n) < 1024:
-        return f"{n:.0f} B"
-    for unit in ("KiB", "MiB"):
-        n /= 1024
+    for unit in ("B", "KiB", "MiB"):
         if abs(n) < 1000:
             return f"{n:.3g} {unit}"
-    return f"{n / 1024:.3g} GiB"
+        n /= 1024
+    return f"{n:.3g} GiB"
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
     """Rows of text below the names of columns. A column without content is not shown.
 
-    - `title`: a sentence above it, or empty.
     - `source`: the attribute of the report that has all records. Of many, the first are shown.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    title: str = ""
     source: str = "found"
 
     def text(self) -> str:
         kept = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
         shown = self.rows[:_MOST_ROWS]
-        cells = [[row[i] for i in kept] for row in (self.columns, *shown)]
-        is_code = [name == "code" for name in cells[0]]
-        longest = lambda i: max(len(word) for row in cells for word in _wrap(row[i], 1))
-        least = [_NARROWEST_CODE if code else longest(i) for i, code in enumerate(is_code)]
-        limits = [_WIDEST_CODE if code else _WIDEST_CELL for code in is_code]
-        while True:
-            wrap = lambda text, limit, code: (
-                [_shortened(text, limit)] if code else _wrap(text, limit)
-            )
-            rows = [list(map(wrap, row, limits, is_code)) for row in cells]
-            widths = [max(len(t) for row in rows for t in row[i]) for i in range(len(kept))]
-            # Wrap the widest cells to less. Where that is not enough, cut the code.
-            wide = [(is_code[i], -w, i) for i, w in enumerate(widths) if w > least[i]]
-            if sum(widths) + 2 * len(widths) - 2 <= _WIDEST_TABLE or not wide:
+        fitted = lambda row, limit: [_fitted(self.columns[i], row[i], limit) for i in kept]
+        for limit in range(_WIDEST_CELL, _NARROWEST_CELL, -1):
+            rows = [fitted(row, limit) for row in (self.columns, *shown)]
+            widths = [
+                max(len(t) for t in itertools.chain(*column))
+                for column in zip(*rows, strict=True)
+            ]
+            if sum(widths) + 2 * len(widths) - 2 <= _WIDEST_TABLE:
                 break
-            limits[min(wide)[2]] = -min(wide)[1] - 1
         rows.insert(1, [["-" * w] for w in widths])
-        lines = [self.title] if self.title else []
+        lines = []
         for row in rows:
             for texts in itertools.zip_longest(*row, fillvalue=""):
                 line = "  ".join(t.ljust(w) for t, w in zip(texts, widths, strict=True))
@@ -148,21 +149,18 @@ class Table:
         return "\n".join(lines)
 
 
+def _fitted(column: str, text: str, limit: int) -> list[str]:
+    """The lines of a cell. Code is cut, and other text is wrapped, to less."""
+    if column == "code":
+        return [_shortened(text, min(limit + 10, _WIDEST_CODE))]
+    return _wrap(text, limit)
+
+
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
-    """The lines of a text. Code in backticks, numbers of one thing, and an index are
-    kept on one line."""
-    text = re.sub(
-        r"`[^`]*`|\d+ of \d+|\d+ and \d+ more|\([\d, .]+( times)?\)|\[[\d, ]+\](, \.\.\.)?",
-        lambda code: code[0].replace(" ", "\0"),
-        text,
-    )
-    lines = textwrap.wrap(
-        text,
-        width,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    """The lines of a text. Code in backticks is kept on one line."""
+    text = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    lines = textwrap.wrap(text, width, subsequent_indent=indent, **options)
     return [line.replace("\0", " ") for line in lines] or [""]
 
 
@@ -208,17 +206,5 @@ class AbstractReport(abc.ABC):
 
 
 def cures_of(records: Sequence[AbstractRecord]) -> list[tuple[str, str]]:
-    """The notes on what to do about each kind. If a kind has several cures, each names its
-    places."""
-    places: dict[tuple[str, str], list[str]] = {}
-    for record in records:
-        if record.cure:
-            found = places.setdefault((record.kind, record.cure), [])
-            found.append(show_place(record.file, record.line))
-    kinds = [kind for kind, _ in places]
-    notes = []
-    for (kind, cure), of_cure in places.items():
-        known = list(dict.fromkeys(filter(None, of_cure)))
-        where = f" ({show_list(known, 3)})" if kinds.count(kind) > 1 and known else ""
-        notes.append((kind + where, cure))
-    return notes
+    """The notes on what to do about each kind."""
+    return list(dict.fromkeys((record.kind, record.cure) for record in records if record.cure))

@@ -80,11 +80,6 @@ _HIDDEN = (
     _PACKAGE,
 )
 _SAFE = os.path.join(_PACKAGE, "safe", "")
-_LAYERS = (
-    os.path.join(_folder(eqx.__file__), "nn", ""),
-    os.path.join(_folder(eqx.__file__), "internal", "_loop", ""),
-    os.path.join(_JAX, "_src", "scipy", "stats", ""),
-)
 _INSTALLED = tuple(
     {
         os.path.abspath(sysconfig.get_path(name)) + os.sep
@@ -204,18 +199,12 @@ def _line_at(traceback: Any, indices: Sequence[int], library: str = "") -> Sourc
 
 
 def _is_hidden(frame) -> bool:
-    name = frame.file_name
-    return name.startswith((*_HIDDEN, "<frozen")) and not is_layers_file(name)
+    return frame.file_name.startswith((*_HIDDEN, "<frozen"))
 
 
 def is_users_file(file: str) -> bool:
     """Whether a file is the user's, and not of Python or an installed package."""
     return not file.startswith((*_HIDDEN, *_INSTALLED, "<frozen"))
-
-
-def is_layers_file(file: str) -> bool:
-    """Whether a file has layers or loops of Equinox, or distributions of JAX."""
-    return file.startswith(_LAYERS)
 
 
 def _package_path(file: str) -> str:

@@ -30,7 +30,6 @@ from .._errors import (
 from .._jaxprs.evaluate import keeping_tracebacks
 from .._jaxprs.structure import holds, is_reference
 from .._tangent_spaces import is_differentiable
-from .._zero_safe.zero_safe import ZeroSafe
 from .layers import own_cells, wrap_layers
 
 
@@ -54,10 +53,6 @@ class TracedLoss:
     leaves: Sequence[str]
     inputs: Sequence[str]
     layers: Sequence[str]
-
-    def leaf_of(self, i: int) -> str:
-        """The path of input `i` of the program in the model, or empty."""
-        return self.leaves[i] if i < len(self.leaves) else ""
 
 
 def trace_loss(
@@ -212,26 +207,18 @@ def _around(checkpointed):
 _CALLS = itertools.count()
 
 
-def is_zero_safe(loss: Any) -> bool:
-    return isinstance(loss, ZeroSafe)
-
-
 def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
     """The value of a loss, if that is a real scalar."""
     if not is_differentiable(out) or jnp.shape(out) != () or jnp.iscomplexobj(out):
         name = name_of(loss)
         called = "loss" if "<" in name else name  # a lambda has no name to call it by
-        do = "Take the mean or the sum of the array."
-        if not is_differentiable(out) or jnp.iscomplexobj(out):
-            do = (
-                f"If it has other outputs, pass `lambda *a, **k: {called}(*a, **k)[0]`; if it "
-                "is decorated with `value_and_grad`, pass the function beneath."
-            )
         raise rule_error(
             f"The loss `{name}` did not return a real scalar.",
             f"it returned {show_tree(out)}",
             place_of(loss),
-            do=f"`{caller}` differentiates one real number. {do}",
+            do=f"`{caller}` differentiates one real number. Take the mean or the sum of an "
+            f"array. If it has other outputs, pass `lambda *a, **k: {called}(*a, **k)[0]`; if "
+            "it is decorated with `value_and_grad`, pass the function beneath.",
         )
     return out
 

@@ -78,7 +78,7 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     At the boundary of a mask, you get the derivative of the branch that is taken there. For
     `where(x == 0, 0, x**2 / x)` at 0 it is 0, as with two `where` calls, though the slope is 1.
 
-    [`eqx_grads.explain_nan`][] of a `zero_safe` loss says what was dropped. `jax.debug_nans`
+    [`eqx_grads.explain_nan`][] of the function inside says what is dropped. `jax.debug_nans`
     still stops at it: the product of zero and infinity is computed before it is dropped.
 
     `zero_safe` needs to know which elements are taken. Where it does not know, NaN stays:

@@ -13,8 +13,8 @@ from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.opaque import no_gradient
 from .._diagnosis.progress import doing, showing_progress
 from .._diagnosis.report import show_list
-from .._diagnosis.traced_loss import is_zero_safe
 from .._errors import bad_argument, check_flags, first_line, name_of, rule_error
+from .._zero_safe.zero_safe import ZeroSafe
 from ._compare import as_real, norm, tolerance_in_float64, tolerance_of
 from ._gradient_faults import EXPLAIN_NAN, fault_of_value, faults_of_leaves, layer_of_leaf
 from ._gradient_report import (
@@ -42,7 +42,7 @@ _LOST = 30.0  # times what rounding explains is worth a remark
 _DROPPED = (
     "`zero_safe` drops the derivative of what a `where` does not take. On the boundary of a "
     "mask, such as at `x == 0`, the function may have another derivative: "
-    "`eqg.explain_nan` of this loss says what is dropped."
+    "`eqg.explain_nan` of the function inside says what is dropped."
 )
 
 
@@ -209,7 +209,7 @@ def _report(loss, again, skip, tolerance, seed, order) -> GradientReport:
         )
     if any(leaf.verdict == STOPPED for leaf in leaves):
         remarks.append(f"`stop_gradient` is called at {', '.join(program.stops[:4])}.")
-    remarks += [_DROPPED] * (bool(found) and is_zero_safe(loss))
+    remarks += [_DROPPED] * (bool(found) and isinstance(loss, ZeroSafe))
     numbers["evaluations"] = program.evaluations
     return GradientReport(title, leaves, found, numbers, remarks)
 

@@ -130,14 +130,16 @@ SYMPTOMS = {
         0]), arrays(w=3 * np.eye(2), a=[1, 1])),
     "vanishing: ": (lambda m: total(m["a"]) * 1e-9 + total(m["b"] ** 2), AB),
     "no array: the Python number 0.5": (lambda m: total(m["b"] * m["a"]), AB | {"b": 0.5}),
-    "kink: ": (lambda m: total(jnp.abs(m["a"] - 1) + m["a"]), arrays(a=[1, 1])),
+    "kink: along a random direction": (lambda m: total(jnp.abs(m["a"] - 1) + m["a"]),
+        arrays(a=[1, 1])),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SYMPTOMS)
 def test_explain_gradient(name):
     report = eqg.explain_gradient(*SYMPTOMS[name])
-    assert "; ".join(dict.fromkeys(f"{s.kind}: {s.detail}" for s in report.found)) == name
+    text = "; ".join(dict.fromkeys(f"{s.kind}: {s.detail}" for s in report.found))
+    assert text.partition(", the slope")[0] == name
     assert bool(report) == bool(name)
 
 
@@ -239,14 +241,14 @@ def test_the_bytes_of_residuals_are_those_of_the_pullback():
     assert list(lines.values()) == sorted(lines.values(), reverse=True)
 
 
-def _loop(w, xs, n_tanh=1):
+def _loop(w, xs, n_tanh=1, run=scan):
     def step(h, x):
         h = w @ h + x
         for _ in range(n_tanh):
             h = jnp.tanh(h) * 2.0
         return h, None
 
-    return jnp.sum(scan(step, jnp.zeros(8), xs)[0])
+    return jnp.sum(run(step, jnp.zeros(8), xs)[0])
 
 
 W8 = jnp.eye(8)
@@ -286,7 +288,10 @@ def test_advice_on_loops(steps, n_tanh, checkpoint):
 def test_memory_is_measured():
     report = eqg.explain_memory(_loop, W8, jnp.ones((64, 8)))
     assert 0.7 * report.total < report.compiled < 1.3 * report.total
-    assert [a.measured for a in report.advice] == [None]
-    (advice,) = report.verify().advice
-    assert advice.measured < 0.5 * report.compiled
-    assert 0.8 * advice.saves < report.compiled - advice.measured < 1.2 * advice.saves
+    (advice,) = report.advice
+    checkpointed = lambda *args: eqg.filter_scan(*args, checkpoint=4)
+    followed = eqg.explain_memory(
+        lambda *args: _loop(*args, run=checkpointed), W8, jnp.ones((64, 8))
+    )
+    assert followed.compiled < 0.5 * report.compiled
+    assert 0.8 * advice.saves < report.compiled - followed.compiled < 1.2 * advice.saves

@@ -67,8 +67,6 @@ def test_advice_on_layers_that_are_called_several_times(name):
         assert any(words in cure for cure in cures)
     for advice in report.advice:
         assert 0.1 * report.total < advice.saves < report.total
-        assert not (advice.is_undone and advice.kind == "loop")
-    assert {r.cure for r in report.found} == ({report.advice[0].cure} if expected else {""})
 
 
 @pytest.mark.parametrize("n", [15, 16, 64])

@@ -10,16 +10,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
-
 from ..._control_flow.chunked_scan import near_divisor
 from ..._control_flow.scan import named_method
 from ..._control_flow.scan_backward import Loop
 from ..._jaxprs.evaluate import evaluate, with_fixed_dtypes
-from ..._jaxprs.structure import (
-    Scan,
-    structure,
-)
+from ..._jaxprs.structure import Scan, structure
 from ..layers import group_of
 from ..origins import NumberedLoss
 from ..traced_loss import layer_calls
@@ -45,9 +40,9 @@ class Candidate:
 
 
 Sources = Sequence[Source]
-# Traces the loss with checkpoints around these layers, or with a `vmap` in chunks, and returns
-# a function of the inputs of the program.
-Again = Callable[..., Callable[..., Any]]
+# Traces the loss with checkpoints around these layers, and with these calls in chunks, and
+# returns a function of the inputs of the program.
+Again = Callable[[frozenset[int], dict[MapCall, int]], Callable[..., Any]]
 
 
 def candidates(
@@ -132,61 +127,43 @@ def _layer_candidates(
 ) -> Iterator[Candidate]:
     """For each group of layers, such as `blocks[*].mlp`: a checkpoint around each call."""
     paths = numbered.traced.layers
-    # For each layer, the loops that each of its calls is in.
-    called: dict[int, dict[int, tuple[int, ...]]] = {}
-    for origin in numbered.origins:
-        for layer, call in layer_calls(origin.eqn):
-            calls = called.setdefault(layer, {})
-            calls[call] = min(calls.get(call, origin.loops), origin.loops, key=len)
-    groups: dict[str, list[int]] = {}
-    for layer in called:
-        groups.setdefault(group_of(paths[layer]), []).append(layer)
-    for name, layers in groups.items():
-        inside = [_inside(sources, paths[layer]) for layer in layers]
-        n_calls = [sum(_executions(numbered, x) for x in called[i].values()) for i in layers]
+    # By the layer and the call: the residuals in it, and the loops around the call.
+    groups: dict[str, dict[tuple[int, int], dict[int, tuple[int, ...]]]] = {}
+    for i, source in enumerate(sources):
+        origin = source.made.origin
+        around = [] if origin is None else numbered.around(origin)
+        for call, loops in {c: o.loops for o in around for c in layer_calls(o.eqn)}.items():
+            group = groups.setdefault(group_of(paths[call[0]]), {})
+            group.setdefault(call, {})[i] = loops
+    for name, calls in groups.items():
+        layers = frozenset(layer for layer, _ in calls)
+        covers = frozenset().union(*calls.values())
+        each = f"each call of `{name}`" if len(layers) > 1 else f"`{paths[min(layers)]}`"
         # A single call has to be computed again as a whole.
-        largest = max(_bytes(sources, x) / n for x, n in zip(inside, n_calls, strict=True))
-        covers = frozenset().union(*inside)
-        each = f"each call of `{name}`" if len(layers) > 1 else f"`{paths[layers[0]]}`"
-        in_loop = all(loops for layer in layers for loops in called[layer].values())
+        largest = max(
+            sum(sources[i].bytes / _executions(numbered, loops) for i, loops in inside.items())
+            for inside in calls.values()
+        )
+        cure = f"Wrap {each} in `eqg.filter_checkpoint`."
         yield Candidate(
-            MemoryAdvice(
-                kind="layer",
-                cure=f"Wrap {each} in `eqg.filter_checkpoint`.",
-                path=name,
-                is_undone=not in_loop and undoes_checkpoints(),
-            ),
+            MemoryAdvice(kind="layer", cure=cure, path=name),
             covers,
             largest,
-            ft.partial(again, checkpointed=frozenset(layers)),
+            ft.partial(again, layers, {}),
         )
-
-
-def _inside(sources: Sources, layer: str) -> frozenset[int]:
-    prefixes = layer + ".", layer + "["
-    is_inside = lambda path: path == layer or path.startswith(prefixes)
-    return frozenset(i for i, s in enumerate(sources) if is_inside(s.path))
-
-
-def undoes_checkpoints() -> bool:
-    """Whether XLA keeps what a checkpoint outside of a loop recomputes, as it finds that it is
-    the same. On a CPU it does, until JAX 0.12."""
-    return jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12)
 
 
 def _map_candidates(
     sources: Sources, maps: Sequence[MapCall], again: Again
 ) -> Iterator[Candidate]:
-    """For each line that calls a `vmap`: the same function by `filter_map`."""
+    """For each line that calls a large `vmap`: the same function by `filter_map`."""
     inside: dict[MapCall, set[int]] = {}
     for i, source in enumerate(sources):
         origin = source.made.origin
         index = None if origin is None else map_call_of(origin.eqn)
-        if index is not None:
+        if index is not None and maps[index].length >= 16 and maps[index].source.file:
             inside.setdefault(maps[index], set()).add(i)
     for call, covers in inside.items():
-        if call.length < 16 or not call.source.file:
-            continue
         chunk = near_divisor(call.length, math.sqrt(call.length))
         cure = (
             f"Call `eqg.filter_map(f, xs, chunk={chunk})` instead of the `vmap` at "
@@ -196,5 +173,5 @@ def _map_candidates(
             MemoryAdvice(**call.source.fields(), kind="map", cure=cure, primitive="vmap"),
             frozenset(covers),
             _bytes(sources, covers) * chunk / call.length,
-            ft.partial(again, chunked=call, chunk=chunk),
+            ft.partial(again, frozenset(), {call: chunk}),
         )

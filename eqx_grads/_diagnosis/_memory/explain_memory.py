@@ -1,6 +1,7 @@
 """`explain_memory`: what a loss keeps for its backward pass, and what to checkpoint."""
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,18 +14,12 @@ from ..origins import NumberedLoss
 from ..progress import doing, showing_progress
 from ..traced_loss import trace_loss, TracedLoss
 from .checkpoints import Candidate, candidates
-from .maps import seeing_maps
+from .maps import MapCall, seeing_maps
 from .report import MemoryReport
 from .residuals import Gradient
 
 
 _MOST_CANDIDATES = 4
-# XLA takes a minute for 30000 equations.
-_MOST_COMPILED = 5000
-_NOT_COMPILED = (
-    "The gradient has {} equations, and was not compiled: XLA would take long. "
-    "`report.verify()` compiles it."
-)
 # A smaller saving is not worth the recomputation.
 _LEAST_SAVING = 0.1
 
@@ -66,7 +61,7 @@ def explain_memory(
         report = eqg.explain_memory(loss, network, jnp.ones((8, 100, 3)))
         print(report.found[0].path, report.found[0].n_steps)
         print(textwrap.fill(report.advice[0].cure, 80))
-        print(report.verify().advice[0].measured < 0.2 * report.compiled)
+        print(report.advice[0].saves > 0.8 * report.total)
         ```
 
         ```text
@@ -82,19 +77,19 @@ def explain_memory(
     - `model`: any PyTree, usually an `eqx.Module`. The gradient is with respect to its
         inexact arrays.
     - `*args`, `**kwargs`: anything.
-    - `compiled`: whether to compile the gradient, and report its temporary memory. Only
-        [`eqx_grads.MemoryReport.verify`][] compiles a gradient of more than 5000 equations.
+    - `compiled`: whether to compile the gradient, and report its temporary memory. XLA takes
+        about a minute for a gradient of 30000 equations.
 
     **Returns:**
 
     An [`eqx_grads.MemoryReport`][], which prints as a table with the advice that saves most.
     The list is exact: it has every array of the pullback of `jax.vjp` that the backward pass
     uses, once. Each advice is tried. The saving is the bytes that the loss no longer keeps,
-    minus the bytes that it computes again at one time.
-    [`eqx_grads.MemoryReport.verify`][] measures it in the compiled gradient.
+    minus the bytes that it computes again at one time. To measure it, follow the advice, and
+    compare `report.compiled`.
 
     The loss is traced, and not run. The advice is to run a loop by
-    [`eqx_grads.filter_scan`][], to wrap layers in [`eqx_grads.filter_checkpoint`][], and to
+    [`eqx_grads.filter_scan`][], to wrap layers in [`eqx_grads.filter_checkpoint`][], or to
     replace a `jax.vmap` by [`eqx_grads.filter_map`][].
 
     **Raises:**
@@ -104,48 +99,30 @@ def explain_memory(
     """
     check_flags("explain_memory", compiled=compiled)
     doing("tracing the loss and its gradient")
+    trace = ft.partial(
+        trace_loss, "explain_memory", loss, model, args, kwargs, steps_are_visible=False
+    )
 
-    def trace(checkpointed: frozenset[int] = frozenset(), **options: Any):
-        with seeing_maps(**options) as seen:
-            traced = trace_loss(
-                "explain_memory",
-                loss,
-                model,
-                args,
-                kwargs,
-                steps_are_visible=False,
-                checkpointed=checkpointed,
-            )
-        return traced, seen.calls
-
-    def again(**options: Any) -> Callable[..., Any]:
-        program = trace(**options)[0].program
+    def again(layers: frozenset[int], chunks: dict[MapCall, int]) -> Callable[..., Any]:
+        with seeing_maps(chunks):
+            program = trace(checkpointed=layers).program
         return lambda *values: evaluate(program, values)[0]
 
-    traced, maps = trace()
+    with seeing_maps({}) as maps:
+        traced = trace()
     numbered = NumberedLoss(traced)
     gradient = Gradient(numbered, traced, numbered.origin_of)
-    measure = lambda apply: lambda: _compiled_bytes(apply(), traced)
-    measure_plain = measure(lambda: lambda *values: evaluate(traced.program, values)[0])
-    is_large = compiled and gradient.n_equations > _MOST_COMPILED
     doing("compiling the gradient")
-    needed = measure_plain() if compiled and not is_large else None
+    needed = _compiled_bytes(traced) if compiled else None
     least = _LEAST_SAVING * max(gradient.total, needed or 0)
     found = candidates(numbered, gradient.sources, maps, again)
     tried = _tried(found, gradient, traced, least)
-    cures = {i: c.advice.cure for c in reversed(tried) for i in c.covers}
-    records = [
-        dataclasses.replace(r, cure=cures.get(i, ""))
-        for i, r in enumerate(gradient.residuals())
-    ]
-    records.sort(key=lambda r: -r.bytes)
+    records = sorted(gradient.residuals(), key=lambda r: -r.bytes)
     return MemoryReport(
         [r for r in records if r.kind != "input"],
         [r for r in records if r.kind == "input"],
         needed,
         [c.advice for c in tried],
-        [_NOT_COMPILED.format(gradient.n_equations)] if is_large else [],
-        [measure_plain, *(measure(c.apply) for c in tried)],
     )
 
 
@@ -169,11 +146,11 @@ def _tried(
     return sorted(tried, key=lambda c: -c.advice.saves)
 
 
-def _compiled_bytes(fn: Callable[..., Any], traced: TracedLoss) -> int | None:
+def _compiled_bytes(traced: TracedLoss) -> int | None:
     """The temporary bytes of the compiled gradient; `None` where the platform does not tell."""
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.program.in_avals]
     n = len(traced.leaves)
-    gradient = lambda arrays, others: jax.value_and_grad(lambda x: fn(*x, *others))(arrays)
-    compiled = jax.jit(gradient).lower(types[:n], types[n:]).compile()
+    loss = lambda arrays, others: evaluate(traced.program, [*arrays, *others])[0]
+    compiled = jax.jit(jax.value_and_grad(loss)).lower(types[:n], types[n:]).compile()
     analysis = compiled.memory_analysis()
     return None if analysis is None else analysis.temp_size_in_bytes

@@ -5,9 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from ..._errors import rule_error
 from ..layers import group_of
-from ..progress import doing, showing_progress
 from ..report import AbstractRecord, AbstractReport, cells, COLUMNS, count, show_bytes, Table
 from .residuals import Residual
 
@@ -20,24 +18,12 @@ class MemoryAdvice(AbstractRecord):
     what to write and where. Also:
 
     - `saves`: about how many kept bytes it frees at one time, by the shapes of the residuals.
-    - `measured`: the temporary bytes of the compiled gradient with the advice applied, or
-        `None` before [`eqx_grads.MemoryReport.verify`][].
-    - `is_undone`: whether the compiler of this platform undoes the advice: it recomputes
-        nothing here, and saves nothing. XLA does so on a CPU, before JAX 0.12, outside of
-        loops.
     """
 
     saves: int = 0
-    measured: int | None = None
-    is_undone: bool = False
 
     def __str__(self) -> str:
-        text = f"{self.cure} It saves about {show_bytes(self.saves)}"
-        if self.measured is not None:
-            text += f" (measured: it leaves {show_bytes(self.measured)})"
-        if self.is_undone:
-            text += ". Not on this platform: its compiler undoes checkpoints outside of loops"
-        return text + "."
+        return f"{self.cure} It saves about {show_bytes(self.saves)}."
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -63,8 +49,6 @@ class MemoryReport(AbstractReport):
     compiled: int | None
     advice: Sequence[MemoryAdvice]
     remarks: Sequence[str] = ()
-    # The bytes of the gradient as it is, and then with each advice.
-    _measure: Sequence[Callable[[], int | None]] = ()
 
     @property
     def total(self) -> int:
@@ -84,41 +68,6 @@ class MemoryReport(AbstractReport):
         for r in self.found:
             sums[key(r)] += r.bytes
         return dict(sums.most_common())
-
-    @showing_progress("verify")
-    def verify(self) -> "MemoryReport":
-        """Return a new report, in which all advice is measured, and the advice that leaves the
-        fewest bytes comes first.
-
-        Each advice is applied to the program of the loss, and its gradient is compiled; so is
-        the gradient without advice, if it is not compiled yet. Nothing is computed. The old
-        report does not change.
-        """
-        if not self._measure:
-            raise rule_error(
-                "`verify` was called on a copy of a report.",
-                "the program of the loss can't be copied or pickled, so a copy lacks it",
-                do="Call `verify` on the report that `explain_memory` returned, and copy or "
-                "pickle the result.",
-            )
-        measure_plain, *measures = self._measure
-        doing("compiling the gradient")
-        compiled = measure_plain() if self.compiled is None else self.compiled
-        measured = []
-        for i, (advice, measure) in enumerate(zip(self.advice, measures, strict=True)):
-            doing("compiling the gradient with checkpoint", i, len(measures))
-            measured.append((dataclasses.replace(advice, measured=measure()), measure))
-        measured.sort(key=lambda pair: pair[0].measured or 0)
-        return dataclasses.replace(
-            self,
-            compiled=compiled,
-            advice=[advice for advice, _ in measured],
-            remarks=(),
-            _measure=[measure_plain, *(measure for _, measure in measured)],
-        )
-
-    def __getstate__(self):
-        return {**vars(self), "_measure": []}
 
     @property
     def headline(self) -> str:
@@ -154,8 +103,13 @@ class MemoryReport(AbstractReport):
             return []
         compiled = f"The compiled gradient needs {show_bytes(self.compiled or 0)}."
         notes = [("temporary memory", compiled)] if self.compiled is not None else []
-        nothing = (
-            "No checkpoint saves a tenth of it. If the loss is the mean of many tokens or "
-            "examples, `eqg.losses.chunked` computes a few of them at a time."
-        )
-        return [*notes, ("advice", str(self.advice[0]) if self.advice else nothing)]
+        notes += [("advice", str(advice)) for advice in self.advice[:1] or [_NO_ADVICE]]
+        is_loop = any(advice.kind in ("loop", "map") for advice in self.advice)
+        return notes if is_loop else [*notes, ("note", _CHUNKS)]
+
+
+_NO_ADVICE = "No checkpoint saves a tenth of it."
+_CHUNKS = (
+    "Before JAX 0.12, XLA on a CPU undoes checkpoints outside of loops. If the loss is the "
+    "mean of many tokens, `eqg.losses.chunked` computes a few at a time."
+)

@@ -17,14 +17,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from ..._errors import first_line, rule_error, RuleError
 from ..._jaxprs.dependence import free_variables, without_unused
 from ..._jaxprs.evaluate import evaluate
-from ..._jaxprs.structure import (
-    Call,
-    CallWithRule,
-    Checkpoint,
-    equations,
-    Scan,
-    structure,
-)
+from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, Scan, structure
 from ..origins import Origin
 from ..report import AbstractRecord
 from ..source_lines import UNKNOWN
@@ -112,9 +105,9 @@ class Source:
 
 _USE_SCAN = (
     "Only reverse mode keeps anything for a backward pass. A `while_loop` has no reverse "
-    "mode: use a `scan`, or `eqg.filter_while_loop` with `max_steps`."
+    "mode: use a `scan`, or `eqg.filter_while_loop` with `max_steps`. If `jax.grad` of the "
+    "loss raises the error too, fix it first."
 )
-_SAME_ERROR = "`jax.grad` of the loss raises this error as well: fix it first."
 _NO_COPY = ("reshape", "squeeze", "expand_dims")
 
 
@@ -146,9 +139,8 @@ class Gradient:
         except RuleError:
             raise  # it says what to do
         except (ValueError, NotImplementedError) as error:
-            do = _USE_SCAN if "while_loop" in str(error) else _SAME_ERROR
             what = "The loss has no derivative in reverse mode."
-            raise rule_error(what, first_line(error), do=do) from error
+            raise rule_error(what, first_line(error), do=_USE_SCAN) from error
         n_residuals = len(out[0])
         n_others = len(program.out_avals) - n_residuals
         # The program without the equations that only return the residuals.
@@ -166,7 +158,6 @@ class Gradient:
         ]
         self.sources = list({(s.made, s.steps): s for s in reversed(kept)}.values())[::-1]
         self.total = sum(s.bytes for s in self.sources if s.made.kind != "input")
-        self.n_equations = sum(1 for _ in equations(needed))
 
     def residuals(self) -> list[Residual]:
         """A record of each of `sources`."""

@@ -7,6 +7,7 @@ to the loss or to a gradient is a cause; the rest do no harm.
 
 import dataclasses
 import functools as ft
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,9 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
-from ..._jaxprs.evaluate import bind
+from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.interpret import Domain, interpret_equation
 from ..._jaxprs.primitives import kind_of
 from ..._jaxprs.structure import (
@@ -214,7 +214,8 @@ class Births(AbstractCarrier[Value]):
         flags = interpret_equation(place.eqn, flags, _FLAGS).outs
         n, m = known.n_before_carry, known.n_before_carry + known.n_carry
         values = [*values[:n], *map(_flagged, values[n:m], flags), *values[m:]]
-        if all(v.nan is None for v in values) and self._is_long(place.eqn):
+        done = None
+        if all(v.nan is None for v in values) and self._is_long(known):
             outs = self._bind(place.eqn, [v.x for v in values])
             # Why a cotangent is zero is not known of a loop that runs compiled.
             has_zeros = any(
@@ -222,32 +223,14 @@ class Births(AbstractCarrier[Value]):
             )
             if not has_zeros and not any(map(is_nonfinite, outs)):
                 return list(map(_flagged, map(Value, outs), flags))
-        return enter(place, values, self)
+            is_plain = not any(v.is_ct or is_nonfinite(v.x) for v in values)
+            done = _good_steps(known, values) if is_plain and isinstance(known, Scan) else None
+        return enter(place, values, self, done)
 
-    def _is_long(self, eqn) -> bool:
-        known = structure(eqn)
-        assert isinstance(known, Scan | While)
+    def _is_long(self, known: Scan | While) -> bool:
         n = sum(1 for program in known.programs for _ in equations(program))
         steps = known.length if isinstance(known, Scan) else 100
         return self.threshold is None and n * steps > _MOST_IN_DETAIL
-
-    def skip(self, place, consts, carry, xs):
-        """The steps of a long loop up to the first one with a value that is not finite."""
-        loop, values = structure(place.eqn), [*consts, *carry, *xs]
-        is_plain = not any(v.is_ct or v.nan is not None or is_nonfinite(v.x) for v in values)
-        if not is_plain or not self._is_long(place.eqn):
-            return carry, []
-        assert isinstance(loop, Scan)
-        outs = list(map(on_host, _all_steps(loop, [v.x for v in values])))
-        order = indices_of(loop)
-        is_bad = lambda i: any(is_nonfinite(x[i]) for x in outs)
-        n = next((k for k, i in enumerate(order) if is_bad(i)), loop.length)
-        active = any(v.is_active for v in values)
-        ys = [[Value(x[i], is_active=active) for x in outs[loop.n_carry :]] for i in order[:n]]
-        if n:
-            pairs = zip(carry, outs, strict=False)
-            carry = [v._replace(x=x[order[n - 1]]) for v, x in pairs]
-        return carry, ys
 
     # ------------------------------------------------------------ operations
 
@@ -347,23 +330,16 @@ class Births(AbstractCarrier[Value]):
         pairs = zip(values, chosen, strict=True)
         labels = sorted({i for v, is_one in pairs if is_one for i in labels_of(v.nan)})
         groups = [labels] if len(labels) > _MOST_SETS else [[i] for i in labels]
-        changes = [lambda x: x]
-        if any(is_inexact(x) and np.isnan(np.asarray(x)).any() for x in outs):
-            # What is NaN anyway may be of a NaN too.
-            changes.append(lambda x: np.ones_like(x) if is_inexact(x) else x)
-        for change in changes:
-            calm = [change(v.x) for v in values]
-            base = self._bind(eqn, calm)
-            for group in groups:
-                births = union(self.sets[label] for label in group)
-                xs = [
-                    with_nan(x, np.isin(v.nan, group)) if is_one else x
-                    for x, v, is_one in zip(calm, values, chosen, strict=True)
-                ]
-                for k, (x, before) in enumerate(zip(self._bind(eqn, xs), base, strict=True)):
-                    if is_inexact(x):
-                        reached = np.isnan(np.asarray(x)) & ~np.isnan(np.asarray(before))
-                        found[k] = self._joined(found[k], reached, births)
+        for group in groups:
+            births = union(self.sets[label] for label in group)
+            xs = [
+                with_nan(v.x, np.isin(v.nan, group)) if is_one else v.x
+                for v, is_one in zip(values, chosen, strict=True)
+            ]
+            for k, (x, before) in enumerate(zip(self._bind(eqn, xs), outs, strict=True)):
+                if is_inexact(x):
+                    reached = np.isnan(np.asarray(x)) & ~np.isnan(np.asarray(before))
+                    found[k] = self._joined(found[k], reached, births)
         return found
 
     def _joined(self, labels, where, births: frozenset[int]):
@@ -413,16 +389,24 @@ def _flagged(v: Value, flag: int) -> Value:
     return v._replace(is_ct=v.is_ct or bool(flag & 1), is_active=v.is_active or bool(flag & 2))
 
 
-def _all_steps(loop: Scan, values):
-    """The carry after each step of a scan, and the other outputs."""
+def _good_steps(loop: Scan, values):
+    """The steps of a scan up to the first one with a value that is not finite, compiled: the
+    carry after them, and the other outputs of each."""
+    n, m = loop.n_consts, loop.n_consts + loop.n_carry
 
-    def run(values):
-        n, m = loop.n_consts, loop.n_before_carry + loop.n_carry
-
+    @jax.jit
+    def all_steps(values):
         def step(carry, x):
-            outs = jaxpr_as_fun(*loop.programs)(*values[:n], *carry, *x)
+            outs = evaluate(*loop.programs, [*values[:n], *carry, *x])
             return outs[: loop.n_carry], outs
 
         return jax.lax.scan(step, values[n:m], values[m:], loop.length, loop.reverse)[1]
 
-    return jax.jit(run)(values)
+    outs = list(map(on_host, all_steps([v.x for v in values])))
+    is_bad = lambda i: any(is_nonfinite(x[i]) for x in outs)
+    good = list(itertools.takewhile(lambda i: not is_bad(i), indices_of(loop)))
+    carry, active = values[n:m], any(v.is_active for v in values)
+    ys = [[Value(x[i], is_active=active) for x in outs[loop.n_carry :]] for i in good]
+    if good:
+        carry = [v._replace(x=x[good[-1]]) for v, x in zip(carry, outs, strict=False)]
+    return carry, ys

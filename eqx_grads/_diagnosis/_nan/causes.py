@@ -14,7 +14,7 @@ from ..._jaxprs.evaluate import bind
 from ..._jaxprs.structure import CallWithRule, structure
 from ..pairs import is_inexact
 from .births import Birth, Births, is_nonfinite, Value
-from .derivative import line_in_rule
+from .derivative import differentiated, line_in_rule
 from .zeros import ALIVE, FACTOR, HEALED, NOT_SELECTED, UNUSED, Zero
 
 
@@ -112,7 +112,8 @@ def _number(births: Births, birth: Birth, source: Birth) -> Any:
     if origin is None:
         return id(place)
     inside = isinstance(structure(origin.eqn), CallWithRule) and line_in_rule(place)
-    return origin.number, inside and (inside.calls, inside.span)
+    of = differentiated(births.derivative.numbered, origin)
+    return of.number, inside and (inside.calls, inside.span)
 
 
 def _kind(births: Births, birth: Birth, source: Birth, zero: Zero) -> Kind:

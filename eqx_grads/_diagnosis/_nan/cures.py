@@ -6,37 +6,34 @@ from ..._jaxprs.primitives import ELEMENTWISE
 from .causes import Kind
 
 
+_SAFE_WHERE = "Use `eqg.safe.where(ok, f, x, other)`, with this operation in `f`"
+_AWAY = "Keep the argument of `{op}` away from that point: `x + eps`, or a layer's `eps`."
+_INFINITIES = "`{op}` makes NaN of infinities. Replace them before it, with finite numbers."
+_MASK = "Mask what is computed from it once more: `jnp.where(mask, y, 0.0)`."
 _CLIP_GRADIENT = (
     "Use `x = eqg.clip_gradient_norm(x, max_norm)` on the operand of this operation, or, in a "
     "loop, on the carry at the start of the step."
 )
-_INFINITIES = "`{op}` makes NaN of infinities. Replace them before it, with finite numbers."
-_SAFE_WHERE = "`eqg.safe.where(ok, f, x, other)`, with this operation in `f`"
 
-# For each kind, of a cotangent. `{op}` is the operation, and `{mask}` what drops the element.
+# What to do about each kind, for a cotangent. `{op}` is the operation, and `{mask}` what drops
+# the element.
 _OF_KINDS = {
-    Kind.DEAD_BRANCH: f"Use {{safe}}{_SAFE_WHERE}, and `ok` where the `{{mask}}` selects it.",
-    Kind.MASKED_PRODUCT: f"Use {_SAFE_WHERE}, and the mask as `ok`.",
-    Kind.ZERO_TIMES_INFINITY: "An infinity at `{op}` meets a cotangent that is zero. {use}",
-    Kind.SINGULARITY: "The derivative of `{op}` is infinite there. {use}",
-    Kind.INDETERMINATE: "The derivative of `{op}` is not defined there. {use}",
+    Kind.DEAD_BRANCH: f"{_SAFE_WHERE}, and `ok` where the `{{mask}}` selects it.",
+    Kind.MASKED_PRODUCT: f"{_SAFE_WHERE}, and the mask as `ok`.",
+    Kind.ZERO_TIMES_INFINITY: f"{_SAFE_WHERE}.",
+    Kind.SINGULARITY: _AWAY,
+    Kind.INDETERMINATE: _AWAY,
     Kind.DIFFERENCE: _INFINITIES,
     Kind.QUOTIENT: _INFINITIES,
-    Kind.DOMAIN: "The value of `{op}` is finite there, and its derivative is NaN. Use "
-    f"{_SAFE_WHERE}, and its value as `other`.",
-    Kind.OVERFLOW: f"The gradient explodes. {_CLIP_GRADIENT}",
-    Kind.INFINITE_CONSTANT: "A `jnp.where` selects a constant infinity, and it reaches the "
-    "loss. Mask what is computed from it once more: `jnp.where(mask, y, 0.0)`.",
+    Kind.DOMAIN: f"{_SAFE_WHERE}, and its value as `other`: only its derivative is NaN.",
+    Kind.OVERFLOW: _CLIP_GRADIENT,
+    Kind.INFINITE_CONSTANT: _MASK,
     Kind.LARGE: _CLIP_GRADIENT,
 }
-# The same, of a value.
+# The same, for a value.
 _OF_VALUES = {
     Kind.DOMAIN: "Clip the argument of `{op}` to its domain before the call{domain}.",
-    Kind.ZERO_TIMES_INFINITY: "Replace the factor that is infinite before the product: "
-    "`jnp.where(mask, y, 0.0)`.",
-    Kind.SINGULARITY: "`{op}` is not finite there. {use}",
-    Kind.INDETERMINATE: "`{op}` is not defined there. Keep its arguments away from that point "
-    "with a `where` around the arguments.",
+    Kind.ZERO_TIMES_INFINITY: _MASK,
     Kind.OVERFLOW: "The result of `{op}` is too large for its dtype. Scale its arguments down; "
     "in a loop, bound the state at each step, as by `jnp.tanh(x)`.",
 }
@@ -56,42 +53,36 @@ _SAFE = {
     "asin": "arcsin(x)",
     "atan2": "arctan2(y, x)",
 }
-# The kinds that these replacements are for. The sentences of the first say what to use.
-_POINTS = (Kind.SINGULARITY, Kind.INDETERMINATE, Kind.ZERO_TIMES_INFINITY)
+# The kinds that these replacements are for.
+_POINTS = (Kind.SINGULARITY, Kind.INDETERMINATE, Kind.ZERO_TIMES_INFINITY, Kind.DIFFERENCE)
 # The kinds that `zero_safe` may help with, which is tried.
-DROPPABLE = (*_POINTS, Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT)
-_AT_A_POINT = (*DROPPABLE, Kind.DIFFERENCE, Kind.DOMAIN)
+DROPPABLE = (*_POINTS[:3], Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT)
 
-# Other sentences for an operation at a point that is not in its domain or its derivative's.
-_SOLVES = ("custom_linear_solve", "triangular_solve", "tridiagonal_solve", "lu", "slogdet")
-_OF_ROWS = (
-    "Use {safe}`jnp.where(ok, x, other)` on the operand of `{op}`, with numbers `other` at "
-    "which its derivative is finite."
+# Other sentences for an operation that is not defined, or whose derivative is not, there.
+_MATRICES = {"custom_linear_solve", "triangular_solve", "tridiagonal_solve"}
+_MATRICES |= {"lu", "slogdet", "cholesky"}
+_OF_MATRICES = (
+    "The matrix of `{op}` is singular, or not positive definite, there. Use "
+    "`a + eps * jnp.eye(n)`."
 )
-_OF_INDICES = (
-    "An index is out of range there, and JAX fills in NaN. Use {safe}an index in range, as of "
-    '`jnp.take(x, i, axis=0, mode="clip")`.'
-)
-_OF_OPERATIONS = {
-    **dict.fromkeys(
-        _SOLVES, "The matrix of `{op}` is singular there. Use `a + eps * jnp.eye(n)`."
-    ),
-    "cholesky": "The matrix is not positive definite there. Symmetrize it, and use "
-    "`a + eps * jnp.eye(n)`.",
-    "rsqrt": "`rsqrt` is infinite at zero. Use `jax.lax.rsqrt(x + eps)`. In a normalization "
-    "layer, this is the argument `eps`.",
-    "host_call": "The host function, or its difference over a `step`, leaves its domain. "
-    "Keep its arguments inside, give a smaller `step`, or a rule.",
-}
 _OF_VALUES_OF_OPERATIONS = {
     "div": "The divisor is zero. Add a small number, or, for a count, use `jnp.maximum(n, 1)`.",
     "log": "Use `jnp.log(x + eps)`. For a softmax or a sigmoid, use `jax.nn.log_softmax` or "
     "`jax.nn.log_sigmoid`; for `x * log(y)`, `eqg.safe.xlogy(x, y)`.",
 }
+_OF_ROWS = (
+    "Use `jnp.where(ok, x, other)` on the operand of `{op}`, with numbers `other` at which its "
+    "derivative is finite."
+)
+_OF_INDICES = (
+    "An index is out of range there, and JAX fills in NaN. Use an index in range, as of "
+    '`jnp.take(x, i, axis=0, mode="clip")`.'
+)
 _OF_EXPONENTIALS = (
     "Subtract the maximum from the argument of `{op}`, or call the function that does, such as "
     "`jax.nn.softmax`, `jax.nn.logsumexp` or `jax.nn.softplus`."
 )
+_OF_DIVISORS = "Use `eqg.safe.divide(x, y)`, whose derivative needs no `y**-2`."
 _OF_RULES = (
     "The rule of `{op}` is not finite there. If the derivative has a limit, compute it in the "
     "rule, with a `jnp.where` on the arguments."
@@ -125,28 +116,18 @@ def cure_of(
     - `helps`: the call of `zero_safe` that was tried, and makes the gradient finite.
     - `mask`: what makes the cotangent zero. `calls`: the functions of JAX that it is in.
     """
-    is_dead = kind == Kind.DEAD_BRANCH
     text = _of_operation(kind, op, is_value, calls, is_rule)
-    is_general = not text
-    text = text or (_OF_VALUES.get(kind) if is_value else None) or _OF_KINDS[kind]
-    safe = next((_SAFE[name] for name in (*calls, op) if name in _SAFE), "")
-    has_end = kind != Kind.DOMAIN or (op in _DOMAINS and op != "log")
-    safe = safe if kind in _AT_A_POINT and has_end and not is_rule else ""
-    replacement = f"`eqg.safe.{safe}`, whose first derivative is defined there"
-    use = f"Use {replacement}, or k" if safe else "K"
-    use += "eep its argument away from that point (`x + eps`)."
-    if kind == Kind.ZERO_TIMES_INFINITY and not safe:
-        use = f"Use {_SAFE_WHERE}."
-    if op == "div" and kind == Kind.OVERFLOW and not is_value:
-        text += " Or use `eqg.safe.divide(x, y)`, whose derivative needs no `y**-2`."
-    elif safe and not (is_general and kind in _POINTS) and not (is_dead and helps):
-        text += f" {'At its ends,' if kind == Kind.DOMAIN else 'Or'} use {replacement}."
-    if helps and not is_value and kind in DROPPABLE and not is_dead:
+    named = next((name for name in (*calls, op) if name in _SAFE), op)
+    # A `where` around a function of several elements would drop all of them.
+    kinds = _POINTS if named == op else (*_POINTS, *DROPPABLE)
+    if named in _SAFE and not text and kind in kinds:
+        text = f"Use `eqg.safe.{_SAFE[named]}`, whose first derivative is defined there."
+    text = text or (_OF_VALUES.get(kind) if is_value else "") or _OF_KINDS[kind]
+    if helps and kind in DROPPABLE:
         text += f" In code that you can't edit, use {helps}."
     if is_in_derivative and (kind in DROPPABLE or op.startswith("safe.")):
         text += _OF_DERIVATIVES
-    tried, domain = f"{helps}, or " if helps else "", _DOMAINS.get(op, "")
-    return text.format(op=op, mask=mask or "where", safe=tried, use=use, domain=domain)
+    return text.format(op=op, mask=mask or "where", domain=_DOMAINS.get(op, ""))
 
 
 def _of_operation(kind, op, is_value, calls, is_rule) -> str:
@@ -157,14 +138,16 @@ def _of_operation(kind, op, is_value, calls, is_rule) -> str:
         return "" if op in ELEMENTWISE or is_rule else _OF_ROWS
     if kind == Kind.OVERFLOW and is_value and op in ("exp", "exp2", "expm1", "cosh", "sinh"):
         return _OF_EXPONENTIALS
+    if kind == Kind.OVERFLOW and op == "div" and not is_value:
+        return _OF_DIVISORS
+    if is_rule and kind in (*_POINTS, Kind.MASKED_PRODUCT):
+        return _OF_RULES
     if kind not in (Kind.SINGULARITY, Kind.INDETERMINATE, Kind.DOMAIN):
         return ""
-    if is_rule and kind != Kind.DOMAIN:
-        return _OF_RULES
-    tables = [_OF_OPERATIONS]
-    if is_value and kind != Kind.DOMAIN:
-        tables.insert(0, _OF_VALUES_OF_OPERATIONS)
-    return next((t[name] for t in tables for name in (*calls, op) if name in t), "")
+    if not _MATRICES.isdisjoint((*calls, op)):
+        return _OF_MATRICES
+    is_point = is_value and kind != Kind.DOMAIN
+    return _OF_VALUES_OF_OPERATIONS.get(op, "") if is_point else ""
 
 
 def cure_of_input(kind: Kind, holder: str, leaf: str) -> str:

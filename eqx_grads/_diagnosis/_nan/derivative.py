@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from ..._jaxprs.structure import CallWithRule, structure, While
+from ..._jaxprs.structure import CallWithRule, structure
 from ..carried import outward, Place
-from ..origins import NumberedLoss, Origin
+from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..source_lines import rule_line, SourceLine, UNKNOWN
 
 
@@ -41,17 +41,11 @@ class Derivative:
         found = []
         for inside in reversed(list(outward(place))):
             if inside.around is not None and inside.step is not None:
-                if self._is_of_library(inside.around):
+                origin = self.origin(inside.around)
+                if origin is None or isinstance(structure(origin.eqn), CallWithRule):
                     break
                 found.append(inside.step)
         return tuple(found)
-
-    def _is_of_library(self, loop: Place) -> bool:
-        """Whether a `while_loop` is in a rule that no code of the user's calls it in."""
-        origin = self.origin(loop)
-        is_in_rule = origin is None or isinstance(structure(origin.eqn), CallWithRule)
-        is_while = isinstance(structure(loop.eqn), While)
-        return is_while and is_in_rule and not rule_line(loop.eqn).file
 
 
 def differentiate(numbered: NumberedLoss) -> Derivative:
@@ -85,3 +79,12 @@ def line_in_rule(place: Place | None) -> SourceLine:
     `jnp.where` have the line of its first call only."""
     lines = (rule_line(p.eqn) for p in outward(place))
     return next((line for line in lines if line.file), UNKNOWN)
+
+
+def differentiated(numbered: NumberedLoss, origin: Origin) -> Origin:
+    """The operation itself, or, in a derivative that the loss takes, the operation whose
+    derivative it is in: the first one that was traced at the same place."""
+    if origin.primitive.startswith("safe.") or not is_in_derivative(numbered.origins, origin):
+        return origin
+    traceback = origin.eqn.source_info.traceback
+    return next(o for o in numbered.origins if o.eqn.source_info.traceback == traceback)

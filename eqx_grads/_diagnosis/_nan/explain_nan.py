@@ -32,16 +32,11 @@ _TRIALS = {
     "zero": '`eqg.zero_safe(loss, policy="zero")`',
 }
 
-_NOT_THESE = (
-    "`eqg.zero_safe(loss)` was tried, and does not make this gradient finite: a product "
-    "overflows, what is infinite is used elsewhere too, or the operation is inside a "
-    "`jax.custom_vjp`, as the loop of Diffrax is."
-)
 _ONLY_COMPILED = (
     "Operation by operation, all is finite. Compiled as a whole, XLA rounds differently: an "
-    "exact zero, such as `x - jnp.mean(x)` of equal numbers, may be a rounding error, which an "
-    "infinite derivative multiplies; and a rounding error may be zero."
+    "exact zero, such as `x - jnp.mean(x)` of equal numbers, may be a rounding error."
 )
+_FORWARD = "The loss has no gradient in reverse mode. This is its derivative in forward mode."
 _OUT_OF_TIME = (
     "After {:.0f} seconds, the evaluation operation by operation was stopped: there may be "
     "more causes. Give it more time with `seconds=`, or a smaller model."
@@ -106,8 +101,8 @@ def explain_nan(
     `"overflow"`, `"constant infinity"` (of a `where`), `"exceeds the threshold"`,
     `"NaN in the input"` and `"inf in the input"`.
 
-    If the loss is decorated with [`eqx_grads.zero_safe`][], `dropped` lists the places where it
-    drops a term. This includes the terms that the policy `"zero"` drops.
+    If the loss is decorated with [`eqx_grads.zero_safe`][], a term that this drops is no cause.
+    `explain_nan` of the function inside finds these terms.
 
     A loss with a `while_loop` has no gradient. `explain_nan` looks at its derivative in forward
     mode.
@@ -133,37 +128,25 @@ def explain_nan(
     if time_limit is None or not time_limit >= 0:
         do = "Give the seconds that the search may take; `math.inf` removes the limit."
         raise bad_argument("explain_nan", "seconds", "a number from zero", seconds, do)
-    explain = lambda loss, tries=True: _explain(
-        loss, model, args, kwargs, limit, time_limit, tries
-    )
-    if not isinstance(loss, ZeroSafe):
-        return explain(loss)
-    # It evaluates the function with guards, which would be shown as masks. So the records are
-    # those of the function, and whether they are left is known from their places.
-    report = explain(loss, tries=False)
-    below = explain(loss.__wrapped__, bool(report.bad_leaves))
+    explain = lambda loss: _explain(loss, (model, args, kwargs), limit, time_limit)
+    report = explain(loss)
+    if not (report and isinstance(loss, ZeroSafe)):
+        return report
+    # Its guards are shown as masks. So the records are those of the function inside, and
+    # whether they are left is known from their places.
+    below = explain(loss.__wrapped__)
     place = lambda r: (r.file, r.line, r.column, r.primitive)
-    is_left = {place(r) for r in report.found}
-    dropped = [r for r in below.found if place(r) not in is_left]
-    if report.bad_leaves and len(dropped) == len(below.found):
-        dropped = []  # not all of them, and it is not known which
-    found = [r for r in below.found if r not in dropped]
+    left = set(map(place, report.found))
+    found = [r for r in below.found if place(r) in left] or below.found
     remarks = list(dict.fromkeys([*report.remarks, *below.remarks]))
-    remarks = remarks if report.bad_leaves else report.remarks
-    return dataclasses.replace(report, found=found, dropped=dropped, remarks=remarks)
+    return dataclasses.replace(report, found=found, remarks=remarks)
 
 
 def _explain(
-    loss: Callable[..., Any],
-    model: PyTree,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    limit: float,
-    seconds: float,
-    tries: bool,
+    loss: Callable[..., Any], given: tuple[Any, Any, Any], limit: float, seconds: float
 ) -> NaNReport:
-    """- `tries`: whether `zero_safe` is tried."""
-    traced, gradient, error = trace_gradient("explain_nan", loss, model, args, kwargs)
+    """- `given`: the model, and the other arguments of the loss."""
+    traced, gradient, error = trace_gradient("explain_nan", loss, *given)
     value, bad = float("nan"), list(traced.leaves)
     if gradient is not None:
         is_bad = lambda x: not np.all(np.isfinite(x)) or bool(np.any(np.abs(x) > limit))
@@ -177,7 +160,7 @@ def _explain(
     n = len(traced.leaves)
     if np.isfinite(value) and not bad and threshold is None:
         # A training meets the compiled program: there is nothing to look for.
-        return NaNReport([], value, [], n, error is None, None)
+        return NaNReport([], value, [], n, None, remarks=[] if error is None else [_FORWARD])
     doing("looking for the places")
     if gradient is None and error is not None and not is_check:
         raise no_gradient(loss, traced, error) from error
@@ -196,49 +179,33 @@ def _explain(
     elif not causes and (bad or not np.isfinite(value)):
         remarks.append(_ONLY_COMPILED)
     helps = ""
-    if tries and bad and derivative.is_reverse and np.isfinite(value):
-        is_finite_with = lambda policy: _is_finite_with(policy, loss, model, args, kwargs)
-        helps, said = _trial(causes, is_finite_with)
-        remarks += said
+    if bad and derivative.is_reverse and np.isfinite(value):
+        helps = _trial(causes, loss, given)
+        remarks += [f"{helps} makes this gradient finite."] if helps and not causes else []
     found = _without_consequences([record_of(births, cause, helps) for cause in causes])
-    is_reverse = derivative.is_reverse
-    return NaNReport(found, value, bad, n, is_reverse, threshold, is_check, remarks=remarks)
+    if found and not derivative.is_reverse:
+        remarks.append(_FORWARD)
+    return NaNReport(found, value, bad, n, threshold, remarks=remarks)
 
 
-def _trial(
-    causes: Sequence[Cause], is_finite_with: Callable[[str], bool]
-) -> tuple[str, list[str]]:
-    """The call of `zero_safe` that makes the gradient finite, and remarks on it."""
+def _trial(causes: Sequence[Cause], loss: Callable[..., Any], given: Sequence[Any]) -> str:
+    """The call of `zero_safe` that makes the compiled gradient finite. It does not reach into
+    the rule of a `filter_scan`, so the steps are not visible here."""
     if causes and not any(c.kind in DROPPABLE and c.birth.is_ct for c in causes):
-        return "", []
-    is_dead = any(c.kind == Kind.DEAD_BRANCH for c in causes)
-    policies = ["selected", "zero"] if is_dead or not causes else ["zero"]
-    for policy in policies:
-        doing("trying `zero_safe`")
-        if is_finite_with(policy):
-            call = _TRIALS[policy]
-            return call, [] if causes else [f"{call} makes this gradient finite."]
-    return "", [_NOT_THESE] if is_dead else []
-
-
-def _is_finite_with(policy: str, loss, *args) -> bool:
-    """Whether `zero_safe` with this policy makes the compiled gradient finite. It does not
-    reach into the rule of a `filter_scan`, so the steps are not visible here."""
-    safe = zero_safe(loss, policy=policy)
-    _, found, _ = trace_gradient("explain_nan", safe, *args, steps_are_visible=False)
-    if found is None or found.error is not None:
-        return False
-    return not any(map(is_nonfinite, found.gradients))
+        return ""
+    doing("trying `zero_safe`")
+    is_dead = not causes or any(c.kind == Kind.DEAD_BRANCH for c in causes)
+    for policy in ["selected", "zero"] if is_dead else ["zero"]:
+        safe = zero_safe(loss, policy=policy)
+        _, found, _ = trace_gradient("explain_nan", safe, *given, steps_are_visible=False)
+        is_known = found is not None and found.error is None
+        if is_known and not any(map(is_nonfinite, found.gradients)):
+            return _TRIALS[policy]
+    return ""
 
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:
-    """Drop the derivative of an operation whose value is not finite already, and keep one of
-    the operations that JAX makes of one derivative."""
-    place = lambda r: (r.file, r.line, r.column, r.caller, r.path)
-    values = [r for r in records if r.is_forward]
-    known = {(place(r), name) for r in values for name in (r.primitive, r.derivative_of)}
-    found: dict[Any, NonFinite] = {}
-    for i, r in enumerate(records):
-        if r.is_forward or (place(r), r.primitive) not in known:
-            found.setdefault((place(r), r.kind, r.derivative_of or i), r)
-    return list(found.values())
+    """Without the derivative of an operation whose value is not finite already."""
+    place = lambda r: (r.file, r.line, r.column, r.caller, r.path, r.primitive)
+    known = {place(r) for r in records if r.is_forward}
+    return [r for r in records if r.is_forward or place(r) not in known]

@@ -9,17 +9,11 @@ from ..._jaxprs.primitives import kind_of
 from ..._jaxprs.structure import CallWithRule, structure
 from ..carried import outward, Place
 from ..origins import is_in_derivative, NumberedLoss, Origin
-from ..source_lines import (
-    called_functions,
-    is_of_jax,
-    rule_line,
-    SourceLine,
-    UNKNOWN,
-)
+from ..source_lines import called_functions, is_of_jax, rule_line, SourceLine, UNKNOWN
 from .births import Births
 from .causes import Cause, Kind
 from .cures import cure_of, cure_of_input
-from .derivative import line_in_rule
+from .derivative import differentiated, line_in_rule
 from .report import NonFinite
 from .zeros import ALIVE, CANCELS, Zero
 
@@ -32,17 +26,18 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     places = source.place, birth.place
     where = users_line(numbered, origin, *places) if origin else UNKNOWN
     is_inside = origin is not None and where != origin.source
-    primitive, leaf, holder = origin.primitive if origin else "", "", ""
+    is_inner = origin is not None and is_in_derivative(numbered.origins, origin)
+    primitive, leaf, holder = "", "", ""
     if source.number is not None:
-        leaf, holder = traced.leaf_of(source.number), traced.inputs[source.number]
-        primitive = primitive or holder
+        leaf = dict(enumerate(traced.leaves)).get(source.number, "")
+        holder = traced.inputs[source.number]
+        primitive = holder
     if is_inside and source.place is not None:
         primitive = first_of_rule(source.place)
+    elif origin is not None:
+        primitive = differentiated(numbered, origin).primitive
     rule = "" if is_inside else rule_of(*places)
-    bad = cause.bad
-    first = tuple(map(int, np.argwhere(bad)[0]))
     mask = _mask_fields(births, cause.zero) if _is_zero(cause) else {}
-    of = differentiated(numbered, origin) if origin and not is_inside else ""
     is_masked = cause.kind in (Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT)
     is_input = is_masked and source.is_outside and source.is_nan
     if is_input or cause.kind in (Kind.INPUT, Kind.INFINITE_INPUT):
@@ -50,13 +45,13 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     else:
         cure = cure_of(
             cause.kind,
-            next((x for x in (of, primitive) if x.startswith("safe.")), of or primitive),
+            primitive,
             helps,
-            is_value=cause.is_value and not of,
+            is_value=cause.is_value and not is_inner,
             mask=mask.get("mask", ""),
             calls=names_of_calls(numbered, origin, *places) if origin else (),
             is_rule=bool(rule) and origin is not None and _has_rule(origin),
-            is_in_derivative=origin is not None and is_in_derivative(numbered.origins, origin),
+            is_in_derivative=is_inner,
         )
     if where.library and not is_inside and not helps:
         cure += " The operation is in a library: change what you pass to it."
@@ -66,15 +61,12 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
         leaf=leaf if origin is None else "",
         caller=numbered.caller_of(origin) if origin and not is_inside else "",
         primitive=primitive,
-        derivative_of=of,
         path=origin.path if origin else "",
         step=derivative.steps_of(birth.place),
         count=len(cause.steps),
         is_forward=cause.is_value,
         rule=rule,
-        index=first,
-        shape=bad.shape,
-        n_bad=int(bad.sum()),
+        index=tuple(map(int, np.argwhere(cause.bad)[0])),
         cure=cure,
         **mask,
     )
@@ -111,8 +103,7 @@ def _mask_fields(births: Births, zero: Zero) -> dict[str, Any]:
     line = users_line(numbered, origin, zero.place) if origin else UNKNOWN
     name = zero.place.eqn.primitive.name
     if origin is not None and not _has_rule(origin):
-        is_clip = any(o.eqn.params.get("name") == "clip" for o in numbered.around(origin)[1:2])
-        name = "clamp" if is_clip else origin.primitive
+        name = origin.primitive
     elif origin is not None and origin.source.library and name not in _MASKS:
         return {}  # it is inside of the rule of a library
     name = "terms cancel, or underflow" if zero.why == CANCELS else _MASKS.get(name, name)
@@ -155,18 +146,6 @@ def first_of_rule(place: Place) -> str:
     """The operation whose derivative has this equation of a rule. It is the first operation
     that was traced at the same place, except for changes of the layout and the type."""
     traceback = place.eqn.source_info.traceback
-    same = [e for e in place.program.eqns if e.source_info.traceback == traceback]
     passes = lambda e: kind_of(e).layout or e.primitive.name == "convert_element_type"
-    computed = (e for e in same if not passes(e))
-    return next(computed, [*same, place.eqn][0]).primitive.name
-
-
-def differentiated(numbered: NumberedLoss, origin: Origin) -> str:
-    """The operation that an operation differentiates, where the loss takes a derivative
-    itself."""
-    if not is_in_derivative(numbered.origins, origin):
-        return ""
-    traceback = origin.eqn.source_info.traceback
-    same = (o for o in numbered.origins if o.eqn.source_info.traceback == traceback)
-    name = next(same, origin).primitive
-    return "" if name == origin.primitive else name
+    same = (e for e in place.program.eqns if e.source_info.traceback == traceback)
+    return next((e for e in same if not passes(e)), place.eqn).primitive.name

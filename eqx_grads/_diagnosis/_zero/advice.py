@@ -6,14 +6,7 @@ from ..._control_flow.scan_backward import TRUNCATION
 from ..._jaxprs.structure import CallWithRule, structure, While
 from ..._rules.without_tangents import WITHOUT_TANGENTS
 from ..origins import Origin
-from ..source_lines import is_of_jax
 
-
-_SEARCH = (
-    "A search has no derivative, but its result has one: decorate the search with "
-    "`eqg.implicit`, or, for the time of an event, use `eqg.event_time` or `diffrax.Event` "
-    "with a real-valued condition and a `root_finder`."
-)
 
 _INDEX = (
     "For an index, use `jnp.interp(x, jnp.arange(n, dtype=x.dtype), table)`. In a library, "
@@ -21,21 +14,24 @@ _INDEX = (
 )
 
 # By kind. `{name}` is the operation.
-CURES = {
+_CURES = {
     "never used": "The loss does not use this leaf. Look for an attribute that is not called, "
     "or for a value that is overwritten.",
     "closed over": "The loss uses this array from a closure. Use the model that it is given.",
-    "argmax": "Multiply by `eqg.ste.one_hot_argmax(logits)` instead of indexing.",
-    "sampled category": "Use `eqg.ste.gumbel_softmax(logits, key=key)`.",
-    "sampled bits": "Use `eqg.ste.bernoulli(p, key=key)`.",
+    "argmax": "Instead of indexing, multiply by `eqg.ste.one_hot_argmax(x)`, or, for an "
+    "`argmin`, by `eqg.ste.one_hot_argmax(-x)`. For a sample, use "
+    "`eqg.ste.gumbel_softmax(logits, key=key)`; for a codebook, `eqg.nn.VectorQuantizer`.",
     "order": "Use the sorted values; to choose, multiply by the mask `eqg.ste.top_k(x, k)`.",
     "number of a bin": "Interpolate between the entries: `jnp.interp(x, bins, entries)`.",
     "rounding": f"Use `eqg.ste.{{name}}(x)`: it has the derivative of the identity. {_INDEX}",
     "sign": "Use `eqg.ste.sign(x)`.",
     "comparison": "For a spike or a gate, use `eqg.surrogates.spike(x, "
-    "eqg.surrogates.atan())`. For a switch, use `jax.nn.sigmoid(x)`; for its time, "
-    "`eqg.event_time` and `eqg.jump`. For the first crossing in a table, interpolate to it.",
-    "comparison in a while_loop": _SEARCH,
+    "eqg.surrogates.atan())`; for a sample, `eqg.ste.bernoulli(p, key=key)`. For a switch, use "
+    "`jax.nn.sigmoid(x)`; for its time, `eqg.event_time` and `eqg.jump`. For the first "
+    "crossing in a table, interpolate to it.",
+    "comparison in a while_loop": "A search has no derivative, but its result has one: "
+    "decorate the search with `eqg.implicit`, or, for the time of an event, use "
+    "`eqg.event_time` or `diffrax.Event` with a real-valued condition and a `root_finder`.",
     "cast to an integer": "Keep the value a float, and use `eqg.ste.round(x)` or "
     f"`eqg.ste.floor(x)`. {_INDEX}",
     "stop_gradient": "Remove `stop_gradient` to train the leaf.",
@@ -43,17 +39,19 @@ CURES = {
     "use `eqg.replace_gradient(value, surrogate)`.",
     "initial guess": "The solution does not depend on it. To differentiate the iterations, "
     "use `optimistix.RecursiveCheckpointAdjoint`, or remove `eqg.implicit`.",
+    "truncated": "It is only used in steps before the last window. Use a larger `truncate`.",
     "no derivative": "Give it a derivative: `eqg.replace_gradient(value, surrogate)`. In a "
     "library, ask it to interpolate, as by `order=1`.",
-    "multiplied by zero": "Start the factor at another value, unless it is the last layer of "
-    "an adapter, which learns first.",
-    "dead units": "`{name}` selects its other operand for all these elements. Change the "
-    "initialization or the data. A hinge loss is at its minimum there.",
+    "multiplied by zero": "Start the factor at another value, or correct what makes it zero. "
+    "Leave it if it is the last layer of an adapter, which learns first.",
+    "dead units": "`{name}` selects its other operand for all these elements, as a `cond` "
+    "under a `vmap` may. Change the initialization or the data. For a ReLU, use "
+    "`jax.nn.leaky_relu(x)`; for a clip, `eqg.ste.clip(x, min, max)`.",
     "masked": "For these arguments, the mask selects no element. Check the mask.",
     "saturated": "Scale the inputs down. Compute a loss of probabilities from logits, as "
     "`optax.losses.sigmoid_binary_cross_entropy(logits, labels)` does.",
-    "zero derivative": "The value is at a stationary point of this operation. Start elsewhere.",
-    "kink": "The value is at a kink, where the derivative is defined as zero. Start elsewhere.",
+    "zero derivative": "`{name}` is at a stationary point or a kink, or its rule gives zero "
+    "there. Start elsewhere. For a spike, use a wider surrogate, as `eqg.surrogates.atan()`.",
     "underflow": "The product is too small for its dtype. Scale the loss, or see with "
     "`eqg.gradient_flow(loss, model)` where the gradient vanishes.",
     "branch not taken": "These arguments take another branch of the `cond`.",
@@ -62,26 +60,20 @@ CURES = {
     "canceled": "Terms of the gradient cancel exactly. If there is a rule or a "
     "`stop_gradient`, the loss may change all the same: for the remainder of a rounding, use "
     "`x - jnp.round(x)`. If there is a softmax, it may be saturated: scale its argument down.",
-    "dropped by zero_safe": "`zero_safe` drops the derivative of what a `where` does not take. "
-    "`eqg.explain_nan` of this loss says where.",
-    "truncated": "It is only used in steps before the last window. Use a larger `truncate`.",
 }
+_OF_SAFE = (
+    "`{name}` has a zero derivative where the true one does not exist, such as at zero. Keep "
+    "its argument away from that point, or write what is smooth there without it, as "
+    "`jnp.sum(x**2)`."
+)
 
-# The cures of a kind in special cases.
-SPECIAL = {
-    "argmin": "Multiply by `eqg.ste.one_hot_argmax(-x)` instead of indexing. For the nearest "
-    "entry of a codebook, use `eqg.nn.VectorQuantizer`.",
-    "activation": "Use `jax.nn.leaky_relu(x)`, or another initialization of the bias.",
-    "clip": "Use `eqg.ste.clip(x, min, max)`, or keep the value in the range.",
-    "select": "For these arguments, the `where`, or the `cond` under a `vmap`, takes the other "
-    "branch. If it is a ReLU, use `jax.nn.leaky_relu(x)`.",
-    "rule": "The rule of `{name}` gives zero for these arguments. Use a wider surrogate, as "
-    "`eqg.surrogates.atan()`, or larger inputs.",
-    "factor": "Start the factor at another value, or correct what makes it zero.",
-    "safe": "`{name}` has a zero derivative where the true one does not exist, such as at "
-    "zero. Keep its argument away from that point, or write what is smooth there without it, "
-    "as `jnp.sum(x**2)`.",
-}
+
+def cure_of(kind: str, name: str = "", safe: str = "") -> str:
+    """What to do. `safe`: the function of `eqx_grads.safe` whose derivative is zero."""
+    if safe and kind in ("multiplied by zero", "zero derivative"):
+        return _OF_SAFE.format(name=safe)
+    return _CURES[kind].format(name={"rint": "round", "fix": "trunc"}.get(name, name))
+
 
 # The kind of an operation without a derivative.
 _KINDS = {
@@ -98,51 +90,19 @@ _KINDS = {
 }
 
 
-def without_derivative(around: Sequence[Origin], is_random: bool) -> tuple[str, str]:
-    """The kind and the cure of an operation without a derivative.
+def kind_without_derivative(around: Sequence[Origin]) -> str:
+    """The kind of an operation without a derivative.
 
     - `around`: the operation, and the equations that it is in, innermost first.
     """
-    origin = around[0]
-    name, stack = origin.primitive, str(origin.eqn.source_info.name_stack)
-    kind, cure = _KINDS.get(name, "no derivative"), ""
-    if origin.source.library.startswith("optimistix") or WITHOUT_TANGENTS in stack:
-        kind = "initial guess"
-    elif isinstance(structure(origin.eqn), CallWithRule):
-        kind = "rule without a derivative"
-    elif is_random and kind in ("argmax", "number of a bin", "comparison"):
-        kind = "sampled bits" if kind == "comparison" else "sampled category"
-    elif kind == "comparison" and any(isinstance(structure(o.eqn), While) for o in around):
-        kind = "comparison in a while_loop"
-    elif name == "argmin":
-        cure = "argmin"
-    text = SPECIAL[cure] if cure else CURES[kind]
-    return kind, text.format(name={"rint": "round", "fix": "trunc"}.get(name, name))
-
-
-_ACTIVATIONS = ("relu", "relu6", "elu", "selu", "celu", "hard_tanh")
-_SELECTIONS = {"select_n": "select", "clip": "clip", "clamp": "clip"}
-
-
-def at_values(kind: str, origin: Origin, *, is_of_leaf: bool, safe: str) -> str:
-    """The cure of a kind that depends on the values.
-
-    - `is_of_leaf`: whether the factor that is zero is a leaf.
-    - `safe`: the function of `eqx_grads.safe` whose derivative is zero, if it is one.
-    """
-    case, name = "", origin.primitive
-    is_rule = isinstance(structure(origin.eqn), CallWithRule) and not is_of_jax(origin.eqn)
-    if safe and kind in ("multiplied by zero", "zero derivative", "kink"):
-        case, name = "safe", safe
-    elif kind == "multiplied by zero" and not is_of_leaf:
-        case = "factor"
-    elif kind == "dead units":
-        case = "activation" if name in _ACTIVATIONS else _SELECTIONS.get(name, "")
-    elif kind == "zero derivative" and is_rule:
-        case = "rule"
-    return (SPECIAL[case] if case else CURES[kind]).format(name=name)
-
-
-def is_truncation(origin: Origin) -> bool:
-    """Whether an equation cuts the derivative between two windows of a `filter_scan`."""
-    return TRUNCATION in str(origin.eqn.source_info.name_stack)
+    origin, kind = around[0], _KINDS.get(around[0].primitive, "no derivative")
+    is_in = lambda name, o: name in str(o.eqn.source_info.name_stack)
+    if any(is_in(TRUNCATION, o) for o in around):
+        return "truncated"  # between two windows of a `filter_scan`
+    if origin.source.library.startswith("optimistix") or is_in(WITHOUT_TANGENTS, origin):
+        return "initial guess"
+    if isinstance(structure(origin.eqn), CallWithRule):
+        return "rule without a derivative"
+    if kind == "comparison" and any(isinstance(structure(o.eqn), While) for o in around):
+        return "comparison in a while_loop"
+    return kind

@@ -57,14 +57,12 @@ class Fact(NamedTuple):
 
     - `t`: its tangent; `None` if that is zero. `died`: why it is zero.
     - `made`: the input or the operation that it is made by; of zeros, where they begin.
-    - `is_random`: whether random bits decide it.
     """
 
     x: Any
     t: Any = None
     died: Died = NONE
     made: Place | str = ""
-    is_random: bool = False
 
 
 class Deaths(AbstractCarrier[Fact]):
@@ -85,14 +83,10 @@ class Deaths(AbstractCarrier[Fact]):
             zeros = lambda f: np.zeros(np.shape(f.x), jnp.result_type(f.x))
             t = _alive(fn(*(zeros(f) if f.t is None else f.t for f in values)))
         died = _died(values) if t is None else NONE
-        is_random = any(f.is_random for f in values)
-        return Fact(fn(*(f.x for f in values)), t, died, values[0].made, is_random)
+        return Fact(fn(*(f.x for f in values)), t, died, values[0].made)
 
     def decide(self, by, outs):
         return [f if f.t is not None else f._replace(died=f.died | by.died) for f in outs]
-
-    def skip(self, place, consts, carry, xs):
-        return carry, []
 
     def visit(self, place, values):
         eqn, known = place.eqn, structure(place.eqn)
@@ -148,10 +142,8 @@ class Deaths(AbstractCarrier[Fact]):
         return death
 
     def _values(self, place, values) -> list[Fact]:
-        eqn, kind, name = place.eqn, kind_of(place.eqn), place.eqn.primitive.name
-        is_key = lambda f: jnp.issubdtype(jnp.result_type(f.x), jax.dtypes.extended)
-        is_random = name in _RANDOM_BITS or any(f.is_random or is_key(f) for f in values)
-        is_cast = name == "convert_element_type"
+        eqn, kind = place.eqn, kind_of(place.eqn)
+        is_cast = eqn.primitive.name == "convert_element_type"
         passes = is_cast or kind.linear not in (None, "no") or kind.layout or kind.identity
         facts = []
         for x in bind(eqn, [f.x for f in values]):
@@ -160,7 +152,7 @@ class Deaths(AbstractCarrier[Fact]):
                 of_input = is_cast and isinstance(values[0].made, str)
                 zeros = (f for f in values if of_input or is_inexact(f.x))
                 made = next((f.made for f in zeros if not np.any(f.x)), place)
-            facts.append(Fact(x, made=made, is_random=is_random))
+            facts.append(Fact(x, made=made))
         return facts
 
     def _push(self, place: Place, values) -> list[Any]:
@@ -211,9 +203,6 @@ class Deaths(AbstractCarrier[Fact]):
         )
         ins = [Fact(None, f.t is not None or None, f.died) for f in values]
         return list(interpret(program, ins, domain).outs)
-
-
-_RANDOM_BITS = ("random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32")
 
 
 def _is_solver(eqn) -> bool:
@@ -268,16 +257,10 @@ def push(eqn: Any, xs: Sequence[Any], ts: Sequence[Any]) -> list[Any]:
 
 
 def _paired(fn, at, along) -> list[Any]:
+    """The size of the cotangents along the directions, for random cotangents of all outputs."""
     outs, pull = jax.vjp(lambda *ys: list(fn(*ys)), *at)
-
-    def seed(x, is_one):
-        if not is_inexact(x):
-            return np.zeros(np.shape(x), jax.dtypes.float0)
-        return jnp.ones_like(x) if is_one else jnp.zeros_like(x)
-
-    def size(k):
-        cts = pull([seed(x, i == k) for i, x in enumerate(outs)])
-        total = sum(jnp.sum(jnp.abs(c * t)) for c, t in zip(cts, along, strict=True))
-        return jnp.full(jnp.shape(outs[k]), total, outs[k].dtype)
-
-    return [size(k) if is_inexact(x) else None for k, x in enumerate(outs)]
+    rng, none = np.random.default_rng(0), jax.dtypes.float0
+    draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)
+    cts = pull([draw(x) if is_inexact(x) else np.zeros(np.shape(x), none) for x in outs])
+    size = sum(jnp.sum(jnp.abs(c * t)) for c, t in zip(cts, along, strict=True))
+    return [jnp.full(x.shape, size, x.dtype) if is_inexact(x) else None for x in outs]

@@ -16,17 +16,26 @@ from .._nan.births import Births, labels_of, Value
 from .._nan.derivative import differentiate
 from .._nan.zeros import CANCELS
 from ..carried import outward, Place, walk
-from ..gradient import change_along, directions, Gradient, rounding_errors, trace_gradient
+from ..gradient import (
+    change_along,
+    directions,
+    Gradient,
+    kink,
+    rounding_errors,
+    rounding_of,
+    staircase,
+    trace_gradient,
+)
 from ..nan_checks import without_nan_checks
 from ..opaque import no_gradient
 from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..pairs import is_inexact
-from ..parameters import remark_on_parameters
+from ..parameters import no_parameters, remark_on
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..source_lines import is_stop_gradient, safe_function
 from ..traced_loss import TracedLoss
-from .advice import at_values, CURES, is_truncation, without_derivative
+from .advice import cure_of, kind_without_derivative
 from .deaths import Death, Deaths, Died, Fact
 from .kinds import kind_of_death, NO_DERIVATIVE
 from .report import ZeroGradient, ZeroReport
@@ -97,15 +106,15 @@ def explain_zero(
 
     - a vector, such as a bias, whose gradient is zero for some units;
     - a gradient that is as small as the rounding error of the backward pass;
-    - parts of the model that are not arrays of floats, such as a Python number.
+    - parts of the model that are not arrays of floats, such as a Python number;
+    - what the loss does next to a leaf with a zero gradient, at a kink or on a staircase.
 
     The loss and its gradient are compiled once. If no gradient is zero, that is all. Otherwise,
     the loss is evaluated operation by operation up to the place where the tangents end. If the
     gradient raises an error, as the gradient of a `while_loop` does, `explain_zero` uses
     directional derivatives in forward mode.
 
-    With an [`eqx_grads.zero_safe`][] loss, `explain_zero` inspects the function inside. If the
-    gradient of a leaf is zero because of `zero_safe`, the kind says so.
+    With an [`eqx_grads.zero_safe`][] loss, `explain_zero` inspects the function inside.
 
     **Raises:**
 
@@ -117,30 +126,10 @@ def explain_zero(
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
     traced, gradient, error = trace_gradient("explain_zero", below, model, args, kwargs)
     report = explain_traced(below, traced, gradient, error)
-    remarks, found = list(report.remarks), list(report.found)
-    bad, noise = (show_list(list(names), 8) for names in (report.not_finite, report.noise))
-    if bad:
-        safe = "" if below is loss else " without `zero_safe`"
-        remarks.append(f"The gradient of {bad} is not finite{safe}: see `eqg.explain_nan`.")
-    if bad and below is not loss:
-        options = {"steps_are_visible": False}  # what the loss itself does
-        _, dropping, _ = trace_gradient("explain_zero", loss, model, args, kwargs, **options)
-        gradients = [] if dropping is None else dropping.gradients
-        kind = "dropped by zero_safe"
-        found += [
-            ZeroGradient(leaf=leaf, kind=kind, cure=CURES[kind])
-            for leaf, g in zip(traced.leaves, gradients, strict=False)
-            if leaf in report.not_finite and not np.any(g)
-        ]
-    if noise:
-        remarks.append(
-            f"The gradient of {noise} is not exactly zero, but a rounding error "
-            f"of at most {max(report.noise.values()):.2g}. The loss does not depend on the "
-            "leaf, as on a bias before a BatchNorm, or is stationary in it, or an operation "
-            "loses all digits, as `eigh` does where eigenvalues are equal."
-        )
-    remarks += remark_on_parameters(model)
-    return dataclasses.replace(report, found=found, remarks=remarks)
+    more = remark_on(no_parameters(model))
+    if report.not_finite and below is not loss:
+        more.append("`zero_safe` was left out here, and may drop what is not finite.")
+    return dataclasses.replace(report, remarks=[*report.remarks, *more])
 
 
 def _dead_units(traced: TracedLoss, gradient: Gradient, noise: Collection[str]) -> list[str]:
@@ -182,10 +171,27 @@ def explain_traced(
     bad = [i for i in sized if not np.all(np.isfinite(gradient.gradients[i]))]
     zero = [i for i in sized if i not in bad and not np.any(gradient.gradients[i])]
     explanation, found = _Explanation(traced, gradient, zero), []
+    rounding = rounding_of(traced, gradient)
     for i in zero:
         doing("looking at leaf", i, len(traced.leaves))
         found += explanation.records(i)
+        change = change_along(traced, gradient, {i: 1.0})
+        if text := kink(change, rounding):
+            text = f" is at a kink, and the other side has a slope: {text}"
+        elif text := staircase(change, rounding):
+            text = f": the loss is flat here, but changes over longer steps: {text}"
+        remarks += [f"{traced.leaves[i]}{text}."] if text else []
     not_finite = [traced.leaves[i] for i in bad]
+    if bad:
+        names = show_list(not_finite, 8)
+        remarks.append(f"The gradient of {names} is not finite: see `eqg.explain_nan`.")
+    if noise:
+        remarks.append(
+            f"The gradient of {show_list(list(noise), 8)} is not exactly zero, but a rounding "
+            f"error of at most {max(noise.values()):.2g}. The loss does not depend on the "
+            "leaf, as on a bias before a BatchNorm, or an operation loses all digits, as "
+            "`eigh` does where eigenvalues are equal."
+        )
     return ZeroReport(found, len(sized), remarks, noise, not_finite)
 
 
@@ -212,15 +218,13 @@ class _Explanation:
             # Zero in reverse mode only. In forward mode, a rounding error or a number remains.
             kind = "underflow" if self._underflows(leaf) else "canceled"
             where = self._end_of_cotangent(leaf)
-            return [ZeroGradient(leaf=name, kind=kind, cure=CURES[kind], **where)]
+            return [ZeroGradient(leaf=name, kind=kind, cure=cure_of(kind), **where)]
         if leaf not in self._died:
             consts = self.traced.program.consts
             is_closed_over = any(x is self.traced.values[leaf] for x in consts)
             kind = "closed over" if is_closed_over else "never used"
-            return [ZeroGradient(leaf=name, kind=kind, by_structure=True, cure=CURES[kind])]
-        records = self._records_of(leaf, self._died[leaf])
-        note = other_side(self.traced, self._gradient, leaf)
-        return [dataclasses.replace(r, elsewhere=note) for r in records]
+            return [ZeroGradient(leaf=name, kind=kind, by_structure=True, cure=cure_of(kind))]
+        return self._records_of(leaf, self._died[leaf])
 
     def _records_of(self, leaf: int, died: Died) -> list[ZeroGradient]:
         last: dict[Any, Death] = {}
@@ -297,26 +301,17 @@ class _Explanation:
 
     def _record(self, leaf: int, death: Death) -> ZeroGradient:
         origin = self._origin_of(death.place)
-        around = self._numbered.around(origin)
         kind, factor = kind_of_death(death)
-        detail, by_structure = "", kind == NO_DERIVATIVE
-        if any(map(is_truncation, around)):
-            kind, by_structure = "truncated", False
-            cure = CURES[kind]
-        elif by_structure:
-            is_random = any(f.is_random for f in death.values)
-            kind, cure = without_derivative(around, is_random)
-        else:
-            made = origin if factor is None else self._made(factor)
-            if factor is not None and kind == "multiplied by zero":
-                detail = self._factor(made)
-            elif kind in ("dead units", "saturated"):
-                moves = (self._made(f) for f in death.values if f.t is not None)
-                before = next((x.path for x in moves if not isinstance(x, str)), "")
-                detail = f"after `{before}`" if before not in ("", origin.path) else ""
-            is_of_leaf = made in self.traced.inputs[: len(self.traced.leaves)]
-            safe = self._safe_function(origin, made)
-            cure = at_values(kind, origin, is_of_leaf=is_of_leaf, safe=safe)
+        detail, made, by_structure = "", origin, kind == NO_DERIVATIVE
+        if by_structure:
+            kind = kind_without_derivative(self._numbered.around(origin))
+        elif factor is not None and kind == "multiplied by zero":
+            made = self._made(factor)
+            detail = self._factor(made)
+        elif kind in ("dead units", "saturated"):
+            moves = (self._made(f) for f in death.values if f.t is not None)
+            before = next((x.path for x in moves if not isinstance(x, str)), "")
+            detail = f"after `{before}`" if before not in ("", origin.path) else ""
         return ZeroGradient(
             leaf=self.traced.leaves[leaf],
             kind=kind,
@@ -324,7 +319,7 @@ class _Explanation:
             step=() if by_structure else death.step,
             detail=detail,
             by_structure=by_structure,
-            cure=cure,
+            cure=cure_of(kind, origin.primitive, self._safe_function(origin, made)),
         )
 
     def _made(self, factor: Fact) -> Origin | str:
@@ -353,33 +348,3 @@ class _Explanation:
 def _is_stop_of_jax(death: Death) -> bool:
     eqn = death.place.eqn
     return eqn.primitive.name == "stop_gradient" and not is_stop_gradient(eqn)
-
-
-def other_side(traced: TracedLoss, gradient: Gradient, leaf: int) -> str:
-    """The change of the loss along a leaf with a zero gradient, in longer and longer steps."""
-    x = np.asarray(traced.values[leaf])
-    if not gradient.can_move or np.iscomplexobj(x):
-        return ""
-    scale = max(1.0, float(np.max(np.abs(x))))
-    least = 100 * float(jnp.finfo(x.dtype).eps) * max(abs(gradient.loss), 1e-30)
-
-    change = change_along(traced, gradient, {leaf: 1.0})
-    slopes = []
-    for h in (1e-3 * scale, -1e-3 * scale):
-        whole, half = change(h), change(h / 2)
-        is_slope = abs(whole) > least and abs(whole - 2 * half) < 0.1 * abs(whole)
-        if abs(half) > least and not is_slope:
-            return ""
-        slopes.append(whole / h if is_slope else 0.0)
-    above, below = slopes
-    if abs(above - below) > 0.1 * max(map(abs, slopes)):
-        return f"It is at a kink, with slope {above:.3g} above and {below:.3g} below."
-    if above:
-        return f"The loss itself has slope {above:.3g} here."
-    for step in (s * sign * scale for s in (1e-3, 1e-2, 1e-1, 1.0) for sign in (1, -1)):
-        whole, half = change(step), abs(change(step / 2))
-        if abs(whole) > 10 * least:
-            flat = "The loss is flat here, but changes over longer steps: a step of"
-            is_smooth = half > least and abs(whole) > 3 * half
-            return "" if is_smooth else f"{flat} {step:.2g} changes it by {whole:.2g}."
-    return ""

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ..report import (
     AbstractRecord,
@@ -11,8 +10,9 @@ from ..report import (
     COLUMNS,
     count,
     cures_of,
-    show_list,
+    rows_by_leaf,
     Table,
+    with_detail,
 )
 
 
@@ -26,12 +26,10 @@ class ZeroGradient(AbstractRecord):
 
     - `detail`: the factor that is zero, or the layer before dead units, if known.
     - `by_structure`: whether the gradient is zero for all values of model and arguments.
-    - `elsewhere`: what the loss does at a kink, on the other side, or over longer steps.
     """
 
     detail: str = ""
     by_structure: bool = False
-    elsewhere: str = ""
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -57,34 +55,14 @@ class ZeroReport(AbstractReport):
         n = len({record.leaf for record in self.found})
         if not n:
             return f"No leaf has a zero gradient, of {self.n_leaves} in the model."
-        causes = count(len(_by_cause(self.found)), "cause")
+        causes = count(len(self._rows()), "cause")
         return f"The gradient is zero in {n} of {self.n_leaves} leaves: {causes}."
 
+    def _rows(self):
+        return rows_by_leaf(cells(record, kind=with_detail(record)) for record in self.found)
+
     def tables(self):
-        rows = [
-            cells(
-                group[0],
-                leaf=show_list([record.leaf for record in group], 4),
-                kind=_describe(group[0]),
-            )
-            for group in _by_cause(self.found)
-        ]
-        return [Table(COLUMNS, rows)]
+        return [Table(COLUMNS, self._rows())]
 
     def notes(self):
-        groups = _by_cause([r for r in self.found if r.elsewhere])
-        elsewhere = [(group[0].leaf, group[0].elsewhere) for group in groups]
-        return [*cures_of(self.found), *elsewhere]
-
-
-def _by_cause(records: Sequence[ZeroGradient]) -> list[list[ZeroGradient]]:
-    """The records in groups that differ in the leaf only."""
-    groups: dict[Any, list[ZeroGradient]] = {}
-    for record in records:
-        groups.setdefault(dataclasses.replace(record, leaf="", elsewhere=""), []).append(record)
-    return list(groups.values())
-
-
-def _describe(record: ZeroGradient) -> str:
-    """The kind, and its details."""
-    return f"{record.kind}: {record.detail}" if record.detail else record.kind
+        return cures_of(self.found)
