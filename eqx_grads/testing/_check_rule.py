@@ -178,7 +178,7 @@ def check_rule(
         )
     findings: list[Finding] = []
     with showing_progress("check_rule"), without_nan_checks(), without_log():
-        for one in (case, *map(case.with_seed, seeds[1:])):
+        for one in (case, *(case.changed(seed=s) for s in seeds[1:])):
             for name in names if one is case else [n for n in names if n in _DIRECTED]:
                 doing(f"the check `{name}`,", names.index(name), len(names))
                 findings += _run(name, one)

@@ -1,7 +1,7 @@
 """The distance of two lists of arrays: a relative two-norm, independent of their sizes."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -60,6 +60,15 @@ def norm(x: Any) -> float:
         if scale == 0 or not np.isfinite(scale):
             return float(scale)
         return float(scale * np.linalg.norm((x / scale).ravel()))
+
+
+def size_of(x: Any) -> float:
+    """The two-norm of an array of numbers."""
+    return norm(as_real(x))
+
+
+def size_of_all(arrays: Iterable[Any]) -> float:
+    return norm(np.array(list(map(size_of, arrays))))
 
 
 def scale_of(x: Any, least: float = 0.0) -> np.ndarray:
@@ -133,6 +142,10 @@ def differences(
 def difference(*args: Any, **kwargs: Any) -> Difference:
     """The one of `differences` with the largest error."""
     return differences(*args, **kwargs)[0]
+
+
+def relative_error(expected: Sequence[Any], got: Sequence[Any], **options: Any) -> float:
+    return difference(expected, got, [""] * len(expected), **options).error
 
 
 def _finite(x):

@@ -7,7 +7,6 @@ user's precision, it is compared with itself, as only rounding is left to look a
 """
 
 import dataclasses
-import functools as ft
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from .._jaxprs.operands import fill
 from .._jaxprs.structure import holds
 from ._case import are_finite, Case
 from ._compare import as_real, difference, norm, pairing, SMALL_IN_FLOAT64
-from ._differences import FailsNearby
 from ._mistakes import Mistake
 from ._outcome import in_one_line, outcome
 from ._random_tangents import only
@@ -34,7 +32,7 @@ _LARGE = 2.0**12  # cotangents are so much larger than those that are drawn
 
 def forward(case: Case) -> Iterator[Finding]:
     """Forward mode against its reference."""
-    if why := case.why_no_forward():
+    if why := case.why_no_forward:
         yield skipped("forward", why)
     elif case.outputs:
         yield from _check(case, "forward")
@@ -86,14 +84,12 @@ class _Mode:
             given = fitted(option, given, values, names)
             self.directions.append((f"the {option} given", given))
 
-    def labels(self, names: Iterable[str], leaves: Sequence[str] = ()) -> list[str]:
+    def labels(self, names: Iterable[str], others: Sequence[str] = ()) -> list[str]:
         """The names of derivatives along these directions: the leaf, and the output if there
         are several."""
         outs = self.case.output_names
-        if self.is_forward:
-            pairs = [(name, out) for name in names for out in outs]
-        else:
-            pairs = [(leaf, name) for name in names for leaf in leaves or self.case.names]
+        others = others or (outs if self.is_forward else self.case.names)
+        pairs = ((a, b) if self.is_forward else (b, a) for a in names for b in others)
         return [f"{leaf} (in {out})" if len(outs) > 1 else leaf for leaf, out in pairs]
 
     def along(self, directions: Iterable[_Arrays], row: str = "") -> _Arrays:
@@ -153,9 +149,9 @@ class _Mode:
             return want, errors, self.labels(leaves), of
         ws = [w for _, w in self.directions]
         pair = lambda xs, ys: np.asarray(pairing(xs, ys))
+        size = lambda w: [norm(as_real(x)) for x in w]
         want = [pair(d.tangents_out, w) for w in ws for *_, d in found]
-        errors = [sum(e * norm(as_real(x)) for e, x in zip(d.errors, w, strict=True))
-                  for w in ws for *_, d in found]  # fmt: skip
+        errors = [float(np.dot(d.errors, size(w))) for w in ws for *_, d in found]
         of = lambda row: [
             pair(cts, t) for w in ws for cts in [self.along([w], row)] for _, t, _ in found
         ]  # fmt: skip
@@ -170,8 +166,6 @@ def judge(case: Case, check: str) -> tuple[Finding, bool]:
     mode, options = _Mode(case, check), case.options
     # A bound of an expected cotangent may lie far from the cotangents that are drawn.
     is_bounded = options.nonlinear and options.reference is not None and not mode.is_forward
-    found: Any = None
-    is_passed = False
     for factor in (1, _LARGE, 1 / _LARGE) if is_bounded else (1,):
         found = outcome(mode.compare, factor)
         is_passed = getattr(found, "verdict", "") == PASSED
@@ -186,13 +180,13 @@ def judge(case: Case, check: str) -> tuple[Finding, bool]:
             return skipped(check, f"`reference` has no {check} mode"), False
         return broke(check, "the derivative that is expected", found), False
     if mode.is_forward and case.forward_is_of_function:
-        cause = (
-            "forward mode is the derivative of the function, as of every `custom_vjp`\n"
-            "  without a `def_jvp`. Give it one, or skip what has forward mode:\n"
-            '  `skip=("forward", "adjoint", "order")`'
-        )
-        return dataclasses.replace(found, cause=cause), False
+        found = dataclasses.replace(found, cause=_OF_FUNCTION)
     return found, is_passed
+
+
+_OF_FUNCTION = """forward mode is the derivative of the function, as of every `custom_vjp`
+  without a `def_jvp`. Give it one, or skip what has forward mode:
+  `skip=("forward", "adjoint", "order")`"""
 
 
 def _against_differences(
@@ -204,23 +198,18 @@ def _against_differences(
 
     - `found`: the verdict of autodiff, or what it raises.
     """
-    error, autodiff = (found, None) if isinstance(found, Exception) else (None, found)
+    autodiff = None if isinstance(found, Exception) else found
     steps = outcome(mode.differences)
     # A derivative of zero may come from a `stop_gradient`, as in a solver.
     of_autodiff = [] if autodiff is None else mode.along(mode.drawn[:1], mode.expected)
     is_zero = autodiff is not None and not any(map(np.any, of_autodiff))
-    is_error = isinstance(steps, Exception)
-    doubts = [] if is_error else [d.why for *_, d in case.differences if not d.is_trusted]
-    if is_error or doubts:
+    known = [] if isinstance(steps, Exception) else [d for *_, d in case.differences]
+    doubts = [d.why for d in known if not d.is_trusted]
+    if doubts or not known:
         if autodiff is not None and not is_zero:
             return autodiff, True
-        why = [f"autodiff without the rule raises {type(error).__name__}"] if error else []
-        if isinstance(steps, FailsNearby):
-            why = [str(steps)]
-        elif is_error:
-            why += [f"finite differences raise {in_one_line(steps)}"]
-        why += doubts[:1]
-        return skipped(mode.check, f"{NO_REFERENCE}: {', and '.join(why)}"), False
+        why = doubts[0] if doubts else in_one_line(steps).removeprefix("FailsNearby: ")
+        return skipped(mode.check, f"{NO_REFERENCE}: {why}"), False
     want, errors, names, derivative = steps
     # Along one direction, a few entries may be off by more than all of them are.
     tolerance = case.admitted() * (1 if autodiff is None else 3)
@@ -230,7 +219,7 @@ def _against_differences(
         if gap.error <= tolerance:
             return autodiff, True
     have = derivative(mode.row)
-    is_rounded = any(d.is_rounded for *_, d in case.differences)
+    is_rounded = any(d.is_rounded for d in known)
     of = f"of values in {case.wide.rounded_to or 'float32'}" if is_rounded else "in float64"
     is_missing = any(not np.any(h) and np.any(w) for w, h in zip(want, have, strict=True))
     finding = compare(
@@ -269,22 +258,13 @@ def _in_own_precision(case: Case, mode: _Mode, is_expected: bool) -> Iterator[Fi
             if ct.dtype != x.dtype:
                 text = f"the cotangent of {name} has dtype {ct.dtype}, {name} has {x.dtype}"
                 yield failed("reverse", name, text)
-    if own is case.wide:
-        return
-    want = mode.along(directions)
-    if not are_finite(want):
-        yield skipped(mode.check, "no reference in your own precision")
+    if own is case.wide or not are_finite(want := mode.along(directions)):
         return
     names = case.output_names if mode.is_forward else case.names
-    row = mode.expected if is_expected else mode.row
-    noise = ft.cache(lambda: max(case.noise(row, d) for d in directions))
-    finding = compare(
-        mode.check, "in your own precision", want, have, names * len(directions), own.tolerance,
-        wider=lambda: case.measured(noise()),
+    noise = lambda row: max(case.noise(row, d) for d in directions)
+    wider = lambda: 10 * noise(mode.expected) if is_expected else case.measured(noise(mode.row))
+    yield compare(
+        mode.check, "in your own precision", want, have, names * len(directions),
+        own.tolerance, wider=wider,
         note=f"right in float64, wrong in {case.subject.leaves[0].dtype}",
     )  # fmt: skip
-    is_wrong = finding.verdict == FAILED
-    if is_wrong and is_expected and (finding.error or np.inf) <= 10 * noise():
-        why = f"rounding changes plain autodiff by {noise():.0e} of its size"
-        finding = skipped(mode.check, f"not compared in your own precision: {why}")
-    yield finding

@@ -29,23 +29,19 @@ def fault_of_value(loss: Any, program: LossProgram) -> GradientFault | None:
     if not np.all(np.isfinite(values)):
         detail = f"The loss itself is {values[0]}."
         return GradientFault(kind="not finite", detail=detail, cure=EXPLAIN_NAN)
-    if _same(values):
+    if max(values) - min(values) <= 1e-6 * max(map(abs, values)):
         return None
-    calls = [o for o in NumberedLoss(program.own).origins if "callback" in o.primitive]
+    origins = NumberedLoss(program.own).origins
+    call = next((o for o in origins if "callback" in o.primitive), None)
     return GradientFault(
-        **(calls[0].source if calls else UNKNOWN).fields(),
+        **(UNKNOWN if call is None else call.source).fields(),
         kind="random",
-        primitive=calls[0].primitive if calls else "",
-        path=calls[0].path if calls else "",
+        primitive="" if call is None else call.primitive,
+        path="" if call is None else call.path,
         detail=f"Two calls return different values: {values[0]:.9g} and {values[1]:.9g}.",
         cure="A callback reads something that is not an argument: a random number of NumPy, "
         f"the time, or a counter. Pass it as an argument ({place_of(loss)}).",
     )
-
-
-def _same(values: Sequence[float]) -> bool:
-    size = max(map(abs, values))
-    return not np.isfinite(size) or max(values) - min(values) <= 1e-6 * size
 
 
 def faults_of_leaves(

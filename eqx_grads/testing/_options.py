@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from .._errors import bad_argument, check_flags, check_function, rule_error
-from .._rules.float_args import as_integer, as_number
+from .._rules.float_args import as_count, as_integer, as_number
 
 
 def as_seeds(name: str, seed: Any) -> list[int]:
@@ -68,11 +68,12 @@ class Options:
             check_function(self.reference, "reference", "check_rule")
         check_tolerance("check_rule", self.tolerance)
         as_names("check_rule", "nondifferentiable", self.nondifferentiable)
-        most = 0 if self.max_residual_bytes is None else self.max_residual_bytes
-        for argument, x, least in (("order", self.order, 1), ("max_residual_bytes", most, 0)):
-            if (known := as_integer(x)) is None or known < least:
-                wanted = f"an integer from {least}"
-                raise bad_argument("check_rule", argument, wanted, x, "Give an integer.")
+        as_count("check_rule", "order", self.order)
+        most = as_integer(self.max_residual_bytes or 0)
+        if most is None or most < 0:
+            do = "Give a number of bytes, or leave it out."
+            given = self.max_residual_bytes
+            raise bad_argument("check_rule", "max_residual_bytes", "an integer", given, do)
         is_list = isinstance(self.at, tuple | list)
         if not is_list or not all(isinstance(point, tuple | list) for point in self.at):
             do = "Give a tuple of the arguments for each point, as in `at=[(x,), (y,)]`."

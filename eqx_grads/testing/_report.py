@@ -104,14 +104,13 @@ def compare(
     if isinstance(got, Exception):
         return broke(check, where, got, cause or "")
     found = differences(want, got, names, scale=scale, **options)
-    largest = found[0].error
-    if wider is not None and largest > tolerance:
+    if wider is not None and found[0].error > tolerance:
         tolerance += wider()
-    if largest <= tolerance:
-        return Finding(check, PASSED, where, largest, tolerance)
+    wrong = [d for d in found if not d.error <= tolerance]
+    if not wrong:
+        return Finding(check, PASSED, where, found[0].error, tolerance)
     # First entries that are not finite, then missing ones, then by size.
-    key = lambda d: (np.isfinite(d.error), not d.is_missing, -d.error)
-    worst, *others = sorted((d for d in found if not d.error <= tolerance), key=key)
+    worst, *others = sorted(wrong, key=lambda d: (np.isfinite(d.error), not d.is_missing))
     if cause is None:
         tried = outcome(lambda: list(mistakes()))
         known = [] if isinstance(tried, Exception) else tried  # a mode that there is not
@@ -123,13 +122,14 @@ def compare(
                              is_random=True)  # fmt: skip
     facts = [f"at {worst.name}: relative error {worst.error:.3g}, tolerance {tolerance:.3g}"]
     facts += [f"expected: {reference}"] * bool(reference) + [note] * bool(note)
-    rest = {d.name: d for d in reversed(others) if d.name != worst.name}
     size = lambda d: "missing" if d.is_missing else f"{d.error:.2g}"
-    also = [f"{name} ({size(d)})" for name, d in reversed(rest.items())]
-    details = [side_by_side(worst), *[f"  also wrong: {', '.join(also[:6])}"] * bool(also)]
+    also = {d.name: f"{d.name} ({size(d)})" for d in reversed(others) if d.name != worst.name}
+    details = side_by_side(worst)
+    if also:
+        details += f"\n  also wrong: {', '.join(list(also.values())[:-7:-1])}"
     where = f"{where}, {worst.name}" if where else worst.name
-    texts = cause, "\n".join(f"  {text}" for text in facts), "\n".join(details)
-    return Finding(check, FAILED, where, worst.error, tolerance, *texts)
+    text = "\n".join(f"  {fact}" for fact in facts)
+    return Finding(check, FAILED, where, worst.error, tolerance, cause, text, details)
 
 
 class RuleCheckError(AssertionError):
@@ -184,15 +184,14 @@ class Report:
             status = f"{PASSED}, without a reference for the derivative"
         lines = [f"The rule of `{self.name}`: {status} (seed {self.numbers.get('seed')})"]
         for number, (first, *others) in enumerate(self._grouped(), start=1):
-            text = f"{number}. {first.check}, {first.where}\n{first.text}"
-            lines += ["", *(part for line in text.splitlines() for part in _wrap_line(line))]
+            lines += ["", f"{number}. {first.check}, {first.where}", *first.text.splitlines()]
             same = list(dict.fromkeys(f.where for f in others if f.check == first.check))
-            more = f"; and {len(same) - _MOST_PLACES} more" if same[_MOST_PLACES:] else ""
-            rest = dict.fromkeys(f.check for f in others if f.check != first.check)
-            for words, found in (("also in: ", same[:_MOST_PLACES]), ("and so: ", rest)):
-                text = "; ".join(found) + more if found is not rest else ", ".join(found)
-                lines += _wrap(f"{words}{text}", "  ") if found else []
-        return "\n".join([*lines, "", *self._listed()])
+            more = [f"and {len(same) - _MOST_PLACES} more"] * (len(same) > _MOST_PLACES)
+            also = "; ".join([*same[:_MOST_PLACES], *more])
+            rest = ", ".join(dict.fromkeys(f.check for f in others if f.check != first.check))
+            lines += [f"  also in: {also}"] * bool(also) + [f"  and so: {rest}"] * bool(rest)
+        lines += ["", *self._listed()]
+        return "\n".join(part for line in lines for part in _wrap(line))
 
     __repr__ = __str__
 
@@ -220,21 +219,18 @@ class Report:
         for check in dict.fromkeys(f.check for f in self.findings if f.check not in failing):
             found = self[check]
             if all(f.verdict == SKIPPED for f in found):
-                lines += _wrap(f"{SKIPPED}: {check}, as {found[0].facts.splitlines()[0]}")
+                lines.append(f"{SKIPPED}: {check}, as {found[0].facts.splitlines()[0]}")
             else:
                 done.append(check)
-        of = [f for f in self.findings if f.check == "residuals" and not f.raised]
-        kept = [f.where for f in of if f.where]
-        lines = [*_wrap(f"{PASSED}: {', '.join(done)}"), *lines] if done else lines
-        return [*lines, *[f"residuals: {where}" for where in kept[:1]]]
+        kept = [f.where for f in self.findings if f.check == "residuals" and not f.raised]
+        lines = [f"{PASSED}: {', '.join(done)}"] * bool(done) + lines
+        return lines + [f"residuals: {where}" for where in filter(None, kept)][:1]
 
 
-def _wrap(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ",
-                         break_long_words=False, break_on_hyphens=False)  # fmt: skip
-
-
-def _wrap_line(line: str) -> list[str]:
+def _wrap(line: str) -> list[str]:
     """The line if it fits. Otherwise its parts; the later parts are indented."""
     text = line.lstrip()
-    return [line] if len(line) <= _WIDTH else _wrap(text, line[: len(line) - len(text)])
+    indent = line[: len(line) - len(text)]
+    parts = textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ",
+                          break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    return parts if len(line) > _WIDTH else [line]

@@ -11,6 +11,7 @@ from jax.extend.core import Literal
 # Public, if little known: the pass with which JAX itself drops dead equations.
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from .._diagnosis._memory.residuals import bytes_of
 from .._rules.custom_vjp import custom_vjp
 from ._case import Case
 from ._outcome import outcome
@@ -32,7 +33,8 @@ def residuals(case: Case) -> Iterator[Finding]:
     if not case.has_reverse:
         yield from [skipped("residuals", NO_REVERSE)] * bool(case.outputs)
         return
-    kept = outcome(_kept, case, case.own.f, isinstance(case.subject.fn, jax.custom_vjp))
+    fn, limit = case.subject.fn, case.options.max_residual_bytes
+    kept = outcome(_kept, case, case.own.f, isinstance(fn, jax.custom_vjp))
     if isinstance(kept, Exception):
         yield broke("residuals", "the residuals", kept)
         return
@@ -41,12 +43,9 @@ def residuals(case: Case) -> Iterator[Finding]:
     # And not `stop_gradient`, or rounding.
     if not isinstance(plain, Exception) and plain.is_derivative:
         where += f" (plain autodiff: {plain.total})"
-    limit = case.options.max_residual_bytes
     # Inside other functions, JAX and the wrappers of rules keep residuals of their own.
-    fn = case.subject.fn
-    has_rule = isinstance(getattr(fn, "__func__", fn), custom_vjp)
-    has_rule |= isinstance(fn, jax.custom_vjp | eqx.filter_custom_vjp)
-    if kept.unread and has_rule:
+    kinds = (custom_vjp, jax.custom_vjp, eqx.filter_custom_vjp)
+    if kept.unread and isinstance(getattr(fn, "__func__", fn), kinds):
         text = f"kept for the backward pass and never read: {', '.join(kept.unread[:4])}"
         cause = "the forward rule returns residuals that the backward rule ignores"
         yield failed("residuals", where, text, cause)
@@ -74,25 +73,21 @@ def _kept(case: Case, fn: Any, arguments_count: bool = False) -> Residuals:
     backward = jax.make_jaxpr(lambda res, cts: jax.tree.unflatten(treedef, res)(cts))
     closed = backward(kept, out)
     _, read = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    arguments = {id(v) for v in jaxpr.invars}
     # Also for a NumPy array, since JAX has a copy.
     is_held = lambda x: any(
         x is y or (isinstance(y, np.ndarray) and np.array_equal(x, y))
         for y in case.subject.constants
     )
     captured = zip(jaxpr.constvars, program.consts, strict=True)
-    arguments |= {id(v) for v, x in captured if is_held(x)}
-    # The outputs are not kept; they come first.
-    outvars = jaxpr.outvars[len(jax.tree.leaves(out)) :]
-    pairs = {
-        id(v): (v, r) for v, r in zip(outvars, read, strict=False) if not isinstance(v, Literal)
-    }
-    total, unread = 0, []
-    for key, (var, is_read) in pairs.items():
-        is_argument, aval = key in arguments, var.aval
-        if not is_argument:
-            total += int(np.prod(aval.shape)) * getattr(aval.dtype, "itemsize", 4)
-        if not is_read and aval.size > 0 and (arguments_count or not is_argument):
-            what = " (an argument, which is not in the bytes above)" if is_argument else ""
-            unread.append(f"{aval.dtype}{list(aval.shape)}{what}")
+    arguments = {*jaxpr.invars, *(v for v, x in captured if is_held(x))}
+    # The outputs are not kept; they come first. One array may be kept twice.
+    outvars = zip(jaxpr.outvars[len(jax.tree.leaves(out)) :], read, strict=False)
+    kept_vars = {v: is_read for v, is_read in outvars if not isinstance(v, Literal)}
+    unread = [
+        f"{v.aval.dtype}{list(v.aval.shape)}"
+        + " (an argument, which is not in the bytes above)" * (v in arguments)
+        for v, is_read in kept_vars.items()
+        if not is_read and v.aval.size > 0 and (arguments_count or v not in arguments)
+    ]
+    total = sum(bytes_of(v.aval) for v in kept_vars if v not in arguments)
     return Residuals(total, unread, any(read[len(kept) :]))

@@ -7,13 +7,14 @@ disagree with it, it is not the slope of a smooth function. The values are numbe
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ._compare import as_real, norm
+from ._compare import size_of
 
 
 # Rounding errors of the function itself, in units of the last place.
@@ -47,14 +48,14 @@ class Slope:
 
     @property
     def relative_error(self) -> float:
-        size = _size(self.value)
+        size = size_of(self.value)
         return self.error / size if size and math.isfinite(self.error) else math.inf
 
     @property
     def is_kink(self) -> bool:
         """Whether the one-sided slopes differ by more than their errors."""
-        gap = _size(self.right - self.left)
-        size = max(_size(self.right), _size(self.left))
+        gap = size_of(self.right - self.left)
+        size = max(size_of(self.right), size_of(self.left))
         return gap > 10 * self.one_sided_error and gap > 1e-6 * size
 
     def admits(self, value: float) -> bool:
@@ -64,25 +65,20 @@ class Slope:
         return low - margin <= value <= high + margin
 
 
-def _size(x: Any) -> float:
-    return abs(x) if isinstance(x, float) else norm(as_real(x))
-
-
 class Samples:
     """The values of a function at steps from zero, each computed once.
 
-    - `fn`: from a list of steps to the values there; NaN without a value.
+    - `fn`: the value at a step; NaN without a value.
     - `eps`: the relative rounding error of a value.
     """
 
-    def __init__(self, fn: Callable[[list[float]], Iterable[Any]], eps: float = _EPS):
-        self._fn = fn
-        self.eps = eps
+    def __init__(self, fn: Callable[[float], Any], eps: float = _EPS):
         self._known: dict[float, Any] = {}
+        self._fn, self.eps = fn, eps
 
     def __call__(self, h: float) -> Any:
         if h not in self._known:
-            (self._known[h],) = self._fn([h])
+            self._known[h] = self._fn(h)
         return self._known[h]
 
     def central(self, h: float) -> Any:
@@ -93,7 +89,7 @@ class Samples:
 
     def rounding(self, h: float) -> float:
         """The error of a slope with this step that rounding explains."""
-        return _ULPS * self.eps * max(_size(self(0.0)), _size(self(h))) / h
+        return _ULPS * self.eps * max(size_of(self(0.0)), size_of(self(h))) / abs(h)
 
 
 def central_slope(samples: Samples, size: float, accuracy: float = 1e-7) -> Slope:
@@ -113,22 +109,20 @@ def central_slope(samples: Samples, size: float, accuracy: float = 1e-7) -> Slop
 def confirmed_slope(samples: Samples, slope: Slope) -> Slope:
     """The same slope, unless shorter steps show another one: a function that oscillates, turns
     close to zero, or has many small kinks, has the slope of an average in long steps."""
-    size = lambda shorter: max(_size(shorter.value), _size(slope.value))
+
+    def error(shorter):  # relative to both: beyond a kink, the slope may be zero
+        return shorter.error / max(size_of(shorter.value), size_of(slope.value))
+
     others = [
         shorter
         for shorter in _estimates(samples, [2.0**-k for k in _ALL])
-        if (
-            shorter.relative_error <= _PLATEAU
-            # Zero, as beyond a kink; in the shortest steps, rounded values are equal.
-            or (shorter.step >= 2.0**-20 and shorter.error <= _PLATEAU * size(shorter))
-        )
-        and not shorter.step >= slope.step
-        and _size(shorter.value - slope.value) > _AGREE * (shorter.error + slope.error)
+        if not shorter.step >= slope.step
+        and size_of(shorter.value - slope.value) > _AGREE * (shorter.error + slope.error)
+        # In the shortest steps, rounded values are equal.
+        and (error(shorter) if shorter.step >= 2.0**-20 else shorter.relative_error) <= _PLATEAU
     ]
-    if not others:
-        return slope
     # Between two kinks, there may be others in still shorter steps.
-    return confirmed_slope(samples, min(others, key=lambda s: s.error / size(s)))
+    return confirmed_slope(samples, min(others, key=error)) if others else slope
 
 
 def is_settled(samples: Samples, slope: Slope) -> bool:
@@ -152,7 +146,7 @@ def _estimates(samples: Samples, steps: list[float]) -> list[Slope]:
         found = [samples.richardson(h) for h in steps]
         for i in range(1, len(steps) - 1):
             triple = found[i - 1 : i + 2]
-            gaps = (_size(a - b) for a, b in zip(triple, (*triple[1:], triple[0]), strict=True))
+            gaps = (size_of(a - b) for a, b in itertools.combinations(triple, 2))
             error = max(gaps, key=lambda x: (math.isnan(x), x)) + samples.rounding(steps[i])
             if math.isfinite(error):
                 slopes.append(Slope(found[i], error, steps[i]))
@@ -174,36 +168,26 @@ def with_sides(samples: Samples, slope: Slope) -> Slope:
     """
     found = [slope]
     for h in (2.0**-k for k in range(8, 34)):
-        with np.errstate(all="ignore"):
-            left, left_error = _side(samples, -h)
-            right, right_error = _side(samples, h)
-        error = left_error + right_error + 4 * samples.rounding(h)
-        if math.isfinite(error):
-            found.append(Slope(slope.value, slope.error, h, left, right, error))
+        left, right = _side(samples, -h), _side(samples, h)
+        if math.isfinite(error := left.error + right.error):
+            found.append(Slope(slope.value, slope.error, h, left.value, right.value, error))
     best = min(found, key=lambda s: s.one_sided_error)
-    kinks = [
-        s
-        for s in found
-        if s.step < best.step
-        and abs(s.right - s.left) > abs(best.right - best.left) + 100 * s.one_sided_error
-    ]
+    gap = lambda s: abs(s.right - s.left)
+    is_deeper = lambda s: gap(s) > gap(best) + 100 * s.one_sided_error
+    kinks = [s for s in found if s.step < best.step and is_deeper(s)]
     best = min(kinks, key=lambda s: s.one_sided_error, default=best)
     return dataclasses.replace(best, step=slope.step)
 
 
 def one_sided_slope(samples: Samples) -> Slope:
     """The slope on a side where the function is defined, if it is not on the other one."""
-    found = [Slope(math.nan, math.inf)]
+    steps = (sign * 2.0**-k for k in range(_LONGEST, 34) for sign in (1, -1))
+    found = [slope for h in steps if math.isfinite((slope := _side(samples, h)).error)]
+    return min(found, key=lambda s: s.error, default=Slope(math.nan, math.inf))
+
+
+def _side(samples: Samples, h: float) -> Slope:
     with np.errstate(all="ignore"):
-        for h in (sign * 2.0**-k for k in range(_LONGEST, 34) for sign in (1, -1)):
-            value, error = _side(samples, h)
-            error += 4 * samples.rounding(abs(h)) if math.isfinite(error) else 0.0
-            if math.isfinite(error):
-                found.append(Slope(value, error, h))
-    return min(found, key=lambda s: s.error)
-
-
-def _side(samples: Samples, h: float) -> tuple[Any, float]:
-    one, half, quarter = ((samples(step) - samples(0.0)) / step for step in (h, h / 2, h / 4))
-    coarse, fine = 2 * half - one, 2 * quarter - half
-    return fine, _size(fine - coarse)
+        one, half, quarter = ((samples(x) - samples(0.0)) / x for x in (h, h / 2, h / 4))
+        coarse, fine = 2 * half - one, 2 * quarter - half
+        return Slope(fine, size_of(fine - coarse) + 4 * samples.rounding(h), h)

@@ -5,6 +5,7 @@ these are, what the user calls them, and which leaves stay constant.
 """
 
 import contextlib
+import copy
 import types
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._diagnosis.report import show_list
 from .._errors import name_of, rule_error, show_path
 from .._jaxprs.operands import fill
 from .._rules.signature import Signature
@@ -135,22 +137,15 @@ class FlatFunction:
             names[:] = [f"output{show_path(path)}" for path, _ in flat]
             return [jnp.asarray(x) for _, x in flat]
 
-        try:
-            shapes = jax.eval_shape(run, *self.leaves)
-        except jax.errors.ConcretizationTypeError:  # looks at values: eager only
-            shapes = run(*self.leaves)
+        shapes = jax.eval_shape(run, *self.leaves)
         return list(zip(names, shapes, strict=True))
 
     def in_float64(self) -> "FlatFunction":
         """The same in float64. Make it and use it inside `double_precision`."""
-        args = jax.tree.map(_widen, self.args)
-        fn = jax.tree.map(_widen, self.fn) if isinstance(self.fn, eqx.Module) else self.fn
-        wide = object.__new__(FlatFunction)
-        vars(wide).update(vars(self))
-        wide.fn, wide.args = fn, args
+        wide = copy.copy(self)
         wide.kwargs = jax.tree.map(_widen, self.kwargs)
-        wide._all = [_widen(x) for x in self._all]
-        wide.leaves = [jnp.asarray(wide._all[i]) for i in self.indices]
+        wide._all = list(map(_widen, self._all))
+        wide.leaves = [wide._all[i] for i in self.indices]
         return wide
 
 
@@ -212,13 +207,12 @@ def is_part_of(path: str, name: str) -> bool:
 
 def _check_names(names, shown, paths, fn_name) -> None:
     for name in names:
-        if name not in shown and not any(is_part_of(path, name) for path in paths):
-            known = [f"`{name}`" for name in dict.fromkeys(shown)]
-            more = ["..."] if len(known) > _MOST_NAMES else []
+        if not any(is_part_of(path, name) for path in (*shown, *paths)):
+            known = [f"`{path}`" for path in dict.fromkeys(shown)]
             raise rule_error(
                 f"`nondifferentiable` names `{name}`, which is not a positional argument of "
                 f"`{fn_name}` and not a part of one.",
-                f"there are {', '.join([*known[:_MOST_NAMES], *more])}",
+                f"there are {show_list(known, _MOST_NAMES)}",
                 do="Name arguments, or parts of them as the report names them, such as "
                 "`self.frozen` or `params['scale']`.",
             )

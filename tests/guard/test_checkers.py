@@ -846,7 +846,7 @@ def test_differences_of_rounded_values(x):
 
 
 def _samples(fn):
-    return _slope.Samples(lambda hs: [fn(h) for h in hs])
+    return _slope.Samples(fn)
 
 
 SLOPES = {
@@ -918,7 +918,7 @@ def test_a_slope_of_long_steps_is_not_confirmed():
 
 def test_noise_is_not_settled():
     rng = np.random.default_rng(0)
-    noisy = _slope.Samples(lambda hs: [h * 1e-3 + 1e-6 * rng.normal() for h in hs])
+    noisy = _slope.Samples(lambda h: h * 1e-3 + 1e-6 * rng.normal())
     assert not _slope.is_settled(noisy, _slope.Slope(0.0, 1e-9, step=2.0**-10))
     smooth = _samples(lambda h: math.sin(h))
     assert _slope.is_settled(smooth, _slope.Slope(1.0, 1e-8, step=2.0**-10))
