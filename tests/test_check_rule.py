@@ -264,7 +264,7 @@ REPORTS = {
         [(1, "it is the value of `layer.bias`: the rule returns the primal"), "and so: "],
         ["it clips", "of a sum it is not", "the sign is wrong"]),
     "another value": (lambda: sine(value=lambda x: 2 * jnp.sin(x)), (1.0,), {},
-        ["1. primal", "and so: transforms"], ["right eagerly"]),
+        ["1. primal"], ["right eagerly", "and so: "]),
     "a first derivative": (no_term_of_y, (1.0, 0.5), {}, ["the term of `y` is missing",
         "and so: reverse, order"], ["no influence"]),
     "a NaN of a rule": (lambda: root_of(lambda y, t: jnp.where(y > 0, t / (2 * y), 0.0)),
@@ -461,7 +461,7 @@ def test_L5_programs_are_shared_between_the_checks():
     eqgt.check_rule(times_sin(1.0), *args)  # compiles single operations as well
     with compilations() as found:
         eqgt.check_rule(times_sin(2.0), *args)
-    assert len(found) <= 13
+    assert len(found) <= 7
 
 
 @pytest.mark.parametrize("fn", [lambda x: jnp.log(1 + 1e-9 * x) ** 2, jnp.float32])

@@ -73,9 +73,9 @@ class Case:
     def eager(self, mode: str, number: int = 0) -> "Call":
         """The eager call with this number: calls with two numbers are two calls."""
         if (mode, number) not in self._calls:
-            drawn = self.tangents if mode == "jvp" else self.cotangents
-            run = lambda: eager_call(self.subject, mode, [jnp.asarray(x) for x in drawn[0]])
-            self._calls[mode, number] = outcome(run)
+            drawn = self.tangents[0] if mode == "jvp" else self.cotangents[0]
+            direction = list(map(jnp.asarray, drawn))
+            self._calls[mode, number] = outcome(eager_call, self.subject, mode, direction)
         return unless_error(self._calls[mode, number])
 
     @ft.cached_property
@@ -103,13 +103,15 @@ class Case:
         return in_float64(self.own, self.options, at)
 
     @ft.cached_property
-    def _own_derivatives(self) -> dict[str, Any]:
+    def own_derivatives(self) -> dict[str, Any]:
+        """All rows in the user's precision, along the first directions."""
         return self.own.derive(self.tangents[0], self.cotangents[0])
 
     @ft.cached_property
     def why_no_forward(self) -> str:
         """Why forward mode does not work: a `jax.custom_vjp` does not support it."""
-        text = self._error("jvp")
+        found = self.own_derivatives["jvp"]
+        text = str(found) if isinstance(found, Exception) else ""
         if "`max_rule_calls` is" in text:
             return "it takes more calls of the backward rule than `max_rule_calls`"
         why = "reverse mode only, as for every `jax.custom_vjp`: see `eqx_grads.custom_vjp`"
@@ -117,12 +119,13 @@ class Case:
 
     @property
     def has_forward(self) -> bool:
-        return bool(self.outputs) and not self.why_no_forward
+        return not self.why_no_forward
 
     @property
     def has_reverse(self) -> bool:
         """JAX has no reverse mode for a `while_loop`."""
-        return bool(self.outputs) and "everse-mode" not in self._error("vjp")
+        found = self.own_derivatives["vjp"]
+        return not (isinstance(found, Exception) and "everse-mode" in str(found))
 
     @ft.cached_property
     def offered(self) -> dict[str, tuple[str, list[str]]]:
@@ -136,10 +139,6 @@ class Case:
         """Whether the rule is for reverse mode only; forward mode is autodiff then."""
         rules = getattr(getattr(self.subject.fn, "__func__", self.subject.fn), "_rules", None)
         return isinstance(rules, ReverseRules) and rules.jvp_rule is None
-
-    def _error(self, mode: str) -> str:
-        found = self._own_derivatives[mode]
-        return str(found) if isinstance(found, Exception) else ""
 
     # ------------------------------------------------------------ directions
 
@@ -180,17 +179,13 @@ class Case:
     def differences(self) -> list[tuple[str, list[Any], Difference]]:
         """The name of a direction, the direction, and the differences along it, without any
         rule: along each leaf, or along all of them together."""
-        n = len(self.scaled)
-        if n > _MAX_LEAVES_ALONE:
-            return [("all leaves", self.scaled, self.along(self.scaled))]
-        alone = [only(self.scaled, [i]) for i in range(n)]
-        return [(name, t, self.along(t)) for name, t in zip(self.names, alone, strict=True)]
-
-    def along(self, tangents: Sequence[Any]) -> Difference:
-        """Differences of the values in float64; rules change no values."""
-        leaves = list(map(as_double, self.x))
-        value = lambda *xs: self.wide.value(xs)
-        return directional(value, leaves, tangents, self.wide.rounded_to)
+        ways = [(name, only(self.scaled, [i])) for i, name in enumerate(self.names)]
+        if len(ways) > _MAX_LEAVES_ALONE:
+            ways = [("all leaves", self.scaled)]
+        # In float64; rules change no values.
+        leaves, side = list(map(as_double, self.x)), self.wide
+        value = lambda *xs: side.one("value", side.rows["f"], At(xs))
+        return [(name, t, directional(value, leaves, t, side.rounded_to)) for name, t in ways]
 
     # ------------------------------------------------------------ tolerances
 

@@ -12,23 +12,12 @@ from jaxtyping import PyTree
 from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.opaque import no_gradient
 from .._diagnosis.progress import doing, showing_progress
-from .._diagnosis.report import show_list
 from .._errors import bad_argument, check_flags, first_line, name_of, rule_error
-from ._compare import as_real, norm, tolerance_in_float64, tolerance_of
-from ._gradient_faults import EXPLAIN_NAN, fault_of_value, faults_of_leaves, layer_of_leaf
-from ._gradient_report import (
-    GradientFault,
-    GradientReport,
-    LeafVerdict,
-    RIGHT,
-    SKIPPED,
-    STOPPED,
-    UNMEASURED,
-    WRONG,
-)
+from ._compare import tolerance_in_float64
+from ._gradient_faults import fault_of_value, faults_in_own_precision, faults_of_leaves
+from ._gradient_report import GradientReport, LeafVerdict, RIGHT, SKIPPED, STOPPED, WRONG
 from ._judge_leaf import Judge
 from ._loss_program import CALLER, LossProgram, trace
-from ._lowest_precision import lowest_precisions
 from ._options import as_names, as_seed, check_tolerance
 from ._outcome import outcome
 from ._subject import is_part_of
@@ -36,7 +25,6 @@ from ._subject import is_part_of
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
-_LOST = 30.0  # times what rounding explains is worth a remark
 
 
 def check_gradients(
@@ -71,8 +59,8 @@ def check_gradients(
         `stop_gradient` of the loss constant. A leaf that is right then is `"stopped"`.
     - For each wrong leaf, the rules in the program are removed (`eqg.custom_*`,
         `jax.custom_*`). If the gradient is right without some rules, the report names them,
-        with the line and the layer of the call. If it is right at points nearby, the report
-        names a tie of `min` or `max`.
+        with the line and the layer of the call. If it is right at points nearby, as beside a
+        tie of `min` or `max`, the report says so.
 
     !!! example
 
@@ -174,13 +162,11 @@ def _report(loss, again, skip, tolerance, seed, order) -> GradientReport:
     numbers: dict[str, object] = {"seed": seed, "precision": str(low or "float64")}
     numbers["tolerance"] = tolerance
     if fault := fault_of_value(loss, program):
-        leaves = [LeafVerdict(path, UNMEASURED) for path in program.names]
+        leaves = [LeafVerdict(path) for path in program.names]
         return GradientReport(title, leaves, [fault], numbers, remarks)
     judge = Judge(program, tolerance, modes, seed)
-    faults: dict[int, GradientFault] = {}
-    if judge.gradient is not None:
-        faults, lost = _in_own_precision(program, judge.gradient, kept)
-        remarks += lost
+    faults, lost = faults_in_own_precision(program, judge.gradient, kept)
+    remarks += lost
     leaves = []
     for i, name in enumerate(program.names):
         doing("looking at leaf", i, len(program.names))
@@ -203,20 +189,15 @@ def _kept(skip: Collection[str], names: Sequence[str]) -> set[int]:
         glob = pattern.replace("[", "[[]")
         matches = lambda name, p=pattern, g=glob: is_part_of(name, p) or fnmatchcase(name, g)
         hits = {i for i, name in enumerate(names) if matches(name)}
-        if not hits:
+        kept -= hits
+        if not hits or not kept:
+            what = f"names a leaf that the model does not have: `{pattern}`"
             raise rule_error(
-                f"`skip` names a leaf that the model does not have: `{pattern}`.",
+                f"`skip` {'makes it skip all leaves' if hits else what}.",
                 f"its leaves are {', '.join(names[:20])}",
                 do="Name leaves by their paths, layers by the start of a path, or several with "
                 "`*`.",
             )
-        kept -= hits
-    if not kept:
-        raise rule_error(
-            "`check_gradients` was asked to skip all leaves.",
-            f"they are {', '.join(names[:20])}",
-            do="Leave some of them out of `skip`, or check the rule alone by `check_rule`.",
-        )
     return kept
 
 
@@ -239,44 +220,3 @@ def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:
         else:
             raise no_gradient(loss, program.traced, error) from error
     return modes, remarks
-
-
-def _in_own_precision(
-    program: LossProgram, gradient: Sequence[Any], kept: set[int]
-) -> tuple[dict[int, GradientFault], list[str]]:
-    """The faults of leaves whose gradient is not finite, in float64 or in the user's precision,
-    or is zero in half precision only, whatever the differences are; and remarks on leaves that
-    lose much there."""
-    value, own = program.own_gradient or (program.value(), gradient)
-    lowest = program.lowest_of_user or np.dtype(float)
-    rounding = lambda dtype: tolerance_of([np.zeros((), dtype or float)])
-    in_rules = lowest_precisions(program.programs["gradient"])
-    faults, lost = {}, []
-    for i in sorted(kept):
-        exact, of_user, cure = as_real(gradient[i]), as_real(own[i]), EXPLAIN_NAN
-        size, is_finite = norm(exact), bool(np.all(np.isfinite(exact)))
-        with np.errstate(invalid="ignore"):
-            error = norm(of_user - exact) / size if size else 0.0
-        if not (is_finite and np.all(np.isfinite(of_user))):
-            dtype, at = (lowest, float(value)) if is_finite else ("float64", program.value())
-            what = "NaN" if np.any(np.isnan(of_user)) else "infinite"
-            shown = "finite" if np.isfinite(at) else at
-            kind = "not finite"
-            text = f"In {dtype}, entries of the gradient are {what}, and the loss is {shown}."
-        elif lowest.itemsize < 4 and np.any(exact) and not np.any(of_user):
-            kind, text = "cut", f"In {lowest}, the gradient is zero; in float64, {size:.1g}."
-            cure = "Multiply the loss by a large number, and divide the gradient by it."
-        elif rounding(in_rules[i]) > rounding(lowest) and error > rounding(lowest):
-            kind, cure = "wrong", "Try `eqgt.check_rule`."
-            text = (
-                f"A rule rounds to {in_rules[i]}, and the loss to {lowest}: off by {error:.1g}."
-            )
-        else:
-            is_lost = error > _LOST * rounding(lowest)
-            lost += [(error, program.names[i])] * is_lost
-            continue
-        leaf, path = program.names[i], layer_of_leaf(program.names[i], program)
-        faults[i] = GradientFault(leaf=leaf, path=path, kind=kind, detail=text, cure=cure)
-    worst = [f"{name} ({error:.1g})" for error, name in sorted(lost, reverse=True)]
-    text = f"In {lowest}, rounding changes the gradient. Its relative error"
-    return faults, [f"{text}: {show_list(worst, 6)}."] * bool(lost)

@@ -7,6 +7,7 @@ user's precision, it is compared with itself, as only rounding is left to look a
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def forward(case: Case) -> Iterator[Finding]:
     """Forward mode against its reference."""
     if why := case.why_no_forward:
         yield skipped("forward", why)
-    elif case.outputs:
+    else:
         yield from _check(case, "forward")
 
 
@@ -42,7 +43,7 @@ def reverse(case: Case) -> Iterator[Finding]:
     """Reverse mode against its reference."""
     if case.has_reverse:
         yield from _check(case, "reverse")
-    elif case.outputs:
+    else:
         why = "JAX says that this function has no reverse mode"
         do = 'where that is meant, say `skip=("reverse",)`'
         yield failed("reverse", "reverse mode", f"{why}; {do}")
@@ -66,7 +67,7 @@ class _Mode:
     """
 
     def __init__(self, case: Case, check: str):
-        self.check, self.case, options = check, case, case.options
+        self.check, self.case = check, case
         self.is_forward = check == "forward"
         self.row = "jvp" if self.is_forward else "vjp"
         self.expected = f"{self.row} expected"
@@ -74,13 +75,13 @@ class _Mode:
             (case.tangents, case.names, case.subject.leaves, "tangents") if self.is_forward
             else (case.cotangents, case.output_names, case.outputs, "cotangents")
         )  # fmt: skip
-        self.directions = [("all", d) for d in self.drawn[:_RANDOM]]
-        if len(names) <= _ALONE:
-            self.directions = [
-                (name, only(self.drawn[k], [i])) for k in range(_RANDOM)
-                for i, name in enumerate(names) if k < values[i].size
-            ]  # fmt: skip
-        if (given := getattr(options, option)) is not None:
+        alone = [
+            (name, only(drawn, [i])) for k, drawn in enumerate(self.drawn[:_RANDOM])
+            for i, name in enumerate(names) if k < values[i].size
+        ]  # fmt: skip
+        together = [("all", d) for d in self.drawn[:_RANDOM]]
+        self.directions = alone if len(names) <= _ALONE else together
+        if (given := getattr(case.options, option)) is not None:
             given = fitted(option, given, values, names)
             self.directions.append((f"the {option} given", given))
 
@@ -125,16 +126,16 @@ class _Mode:
                 yield Mistake(f"the {along} was conjugated", x)
                 yield Mistake(f"what multiplies the {along} was conjugated", x.conj())
         # The results of the other mode for these directions, where the spaces are the same.
-        spaces = [[(x.shape, x.dtype)] for x in case.subject.leaves]
-        outputs = [(x.shape, x.dtype) for x in case.outputs]
-        for i in (i for i, space in enumerate(spaces) if space == outputs):
-            for d in directions:
-                if self.is_forward:
-                    x = case.derivative("vjp expected", [d[i]])[i]
-                else:
-                    tangents = fill(only(case.subject.leaves, []), [i], [d[0]])
-                    x = case.derivative("jvp expected", tangents)[0]
-                yield Mistake("transposed: a Jacobian and its transpose were confused", x)
+        space = lambda xs: [(x.shape, x.dtype) for x in xs]
+        leaves, outputs = case.subject.leaves, space(case.outputs)
+        same = [i for i, x in enumerate(leaves) if space([x]) == outputs]
+        for i, d in itertools.product(same, directions):
+            if self.is_forward:
+                x = case.derivative("vjp expected", [d[i]])[i]
+            else:
+                tangents = fill(only(case.subject.leaves, []), [i], [d[0]])
+                x = case.derivative("jvp expected", tangents)[0]
+            yield Mistake("transposed: a Jacobian and its transpose were confused", x)
 
     def differences(self) -> tuple[_Arrays, list[float], list[str], Callable[..., _Arrays]]:
         """The arrays from differences, their errors, their names, and a function that

@@ -11,8 +11,8 @@ from .._rules.float_args import as_count, as_integer, as_number
 
 def as_seeds(name: str, seed: Any) -> list[int]:
     """One seed or several, as a list."""
-    several = isinstance(seed, Iterable) and getattr(seed, "ndim", 1) > 0
-    given = list(seed) if several and not isinstance(seed, str | bytes) else [seed]
+    is_one = not isinstance(seed, Iterable) or getattr(seed, "ndim", 1) == 0
+    given = [seed] if is_one or isinstance(seed, str | bytes) else list(seed)
     seeds = [s for s in map(as_integer, given) if s is not None and s >= 0]
     if not seeds or len(seeds) < len(given):
         do = "Give an integer that is not negative, or where several are taken, a list."
@@ -21,10 +21,8 @@ def as_seeds(name: str, seed: Any) -> list[int]:
 
 
 def as_seed(name: str, seed: Any) -> int:
-    first = as_seeds(name, seed)[0]
-    if as_integer(seed) is None:
-        raise bad_argument(name, "seed", "one seed", seed, "Give an integer.")
-    return first
+    (one,) = as_seeds(name, [seed])
+    return one
 
 
 def check_tolerance(name: str, tolerance: Any) -> None:

@@ -95,28 +95,20 @@ def without_log() -> Iterator[None]:
 class Side:
     """A function with its rule and its references, in one precision.
 
-    - `traced_in`: the context of the user, or `double_precision`.
     - `is_exact`: whether its programs are evaluated in float64, whatever they cast to.
     - `f`, `plain`: the function with its rule and without, of leaves.
     - `expected`: the function whose derivative is expected.
     """
 
-    def __init__(
-        self,
-        subject: FlatFunction,
-        options: Options,
-        traced_in: Callable[[], Any] = contextlib.nullcontext,
-        traced: dict[str, Any] | None = None,
-        is_exact: bool = False,
-    ):
-        self.subject, self.is_exact = subject, is_exact
-        self._options, self._traced_in = options, traced_in
+    def __init__(self, subject: FlatFunction, options: Options, is_exact: bool = False):
+        self.subject, self.is_exact, self._options = subject, is_exact, options
+        self._traced_in = double_precision if subject.is_wide else contextlib.nullcontext
         is_decorated = isinstance(subject.fn, jax.custom_jvp | jax.custom_vjp)
         self.f = lambda *xs: list(subject.arrays(*xs))
         self.plain = without_rules(subject.arrays, is_decorated)
         given = options.reference
         self.expected = self.plain if given is None else as_reference(subject, given)
-        self._traced = {} if traced is None else traced
+        self._traced: dict[str, Any] = {}
         self._compiled: dict[tuple[str, ...], Any] = {}
 
     @ft.cached_property
@@ -195,9 +187,6 @@ class Side:
         """All of `rows` at the leaves, or at `x`."""
         return self.compute(self.rows, At(self.subject.leaves if x is None else x, t, w))
 
-    def value(self, x: Sequence[Any]) -> _Arrays:
-        return self.one("value", self.rows["f"], At(x))
-
     # ------------------------------------------------------------ precision
 
     @ft.cached_property
@@ -239,26 +228,20 @@ def in_float64(own: Side, options: Options, at: At) -> Side:
     if own.lowest is None and own.program is not None:
         return own  # the user's precision is double
     works = _working(own, at)
-    exact = Side(own.subject, options, own._traced_in, own._traced, True)
-    sides = [lambda: exact, lambda: _in_x64(own.subject, options)]
+    exact = Side(own.subject, options, True)
+    wide = Side(own.subject.in_float64(), options, True)
+    exact._traced = own._traced  # the same programs
     # First the one whose values no host function rounds.
-    for make in sides if exact.rounded_to is None else reversed(sides):
-        side = outcome(make)
-        if isinstance(side, Side) and works <= _working(side, at):
+    for side in (exact, wide) if exact.rounded_to is None else (wide, exact):
+        found = outcome(_working, side, at)  # it may be for single precision only
+        if not isinstance(found, Exception) and works <= found:
             return side
     return own  # as of Lineax, which can't be evaluated in another precision
 
 
-def _in_x64(subject: FlatFunction, options: Options) -> Side:
-    with double_precision():
-        wide = Side(subject.in_float64(), options, double_precision, None, True)
-    _ = wide.named_outputs  # it may be for single precision only
-    return wide
-
-
 def _working(side: Side, at: At) -> set[str]:
-    found = side.derive(at.t, at.w) if side.outputs else {}
-    return {name for name, result in found.items() if not isinstance(result, Exception)}
+    found = side.derive(at.t, at.w).items()
+    return {name for name, result in found if not isinstance(result, Exception)}
 
 
 def unless_error(result: Any) -> Any:

@@ -44,7 +44,7 @@ def order(case: Case) -> Iterator[Finding]:
         # If a gradient is not a derivative, the orders of the modes differ.
         yield skipped("order", "the backward rule is declared non-linear")
     elif not case.has_reverse:
-        yield skipped("order", NO_REVERSE if case.outputs else "no output has a derivative")
+        yield skipped("order", NO_REVERSE)
     elif options.order > 1:
         first = _First(case)
         for n in range(2, options.order + 1):
@@ -93,13 +93,12 @@ def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
             if not (isinstance(got, TypeError) and "forward-mode" in str(got)):
                 yield broke("order", where, got, _FAILS)
             continue
-        against = ft.partial(compare, "order", where, names=case.names, cause="")
         finding = skipped("order", f"no reference for {where}")
         if not isinstance(want, Exception) and are_finite(want):
-            tolerance = 10 * case.admitted()
-            finding = against(want, got, tolerance=tolerance, reference=case.reference)
+            finding = compare("order", where, want, got, case.names, 10 * case.admitted(),
+                              cause="", reference=case.reference)  # fmt: skip
         if finding.verdict != PASSED and n == 2:
-            finding = _by_differences(case, where, row, finding, first, against)
+            finding = _by_differences(case, where, row, finding, first)
         if finding.verdict == FAILED and first.is_right:
             cause = _ONLY_HERE if first.is_wrong_nearby else _cause(case, got)
             finding = dataclasses.replace(finding, cause=cause)
@@ -113,8 +112,7 @@ def _cause(case: Case, second: Any) -> str:
     at = At(case.wide.subject.leaves, w=case.cotangents[0])
     want = case.derivative("vjp")
     have = outcome(case.wide.one, "value of the rule", of_value, at)
-    is_error = isinstance(have, Exception)
-    if is_error or relative_error(want, have) > case.admitted():
+    if isinstance(have, Exception) or relative_error(want, have) > case.admitted():
         return _BY_FORMULA
     if not are_finite(second):
         return ""  # `finite` says why
@@ -123,7 +121,7 @@ def _cause(case: Case, second: Any) -> str:
 
 
 def _by_differences(
-    case: Case, where: str, row: Any, finding: Finding, first: _First, against: Any
+    case: Case, where: str, row: Row, finding: Finding, first: _First
 ) -> Finding:
     """The check of the first derivative has its own reference, so differences of the rule's
     gradient are a reference for the second, unless `reference` was given: the gradient of a
@@ -140,8 +138,9 @@ def _by_differences(
         return skipped("order", f"no reference for {where}") if is_refuted else finding
     is_rough = (finding.verdict == FAILED and is_refuted) or slope.is_rounded
     tolerance = max(10 * case.admitted(), _OF_SOLVERS if is_rough else 0.0)
-    other = against(
-        slope.tangents_out, got, tolerance=tolerance, reference="differences of the gradient",
+    other = compare(
+        "order", where, slope.tangents_out, got, case.names, tolerance, cause="",
+        reference="differences of the gradient",
         scale=[10 * e / tolerance for e in slope.errors],
     )  # fmt: skip
     is_right = other.verdict != FAILED and (is_refuted or not first.is_wrong_nearby)
@@ -170,9 +169,9 @@ def _gradient(fn, xs):
     return list(jax.grad(fn, argnums=tuple(range(len(xs))))(*xs))
 
 
-def _repeated(step, fn, n, t):
+def _repeated(step, fn, at: At, n):
     for _ in range(n - 1):
-        fn = step(fn, t)
+        fn = step(fn, at.t)
     return fn
 
 
@@ -186,16 +185,15 @@ def _slope(scalar, t):
 
 
 def forward_over_reverse(fn, n, at: At):
-    gradient = lambda *xs: _gradient(_loss(fn, at.w), xs)
-    return _repeated(_along, gradient, n, at.t)(*at.x)
+    return _repeated(_along, lambda *xs: _gradient(_loss(fn, at.w), xs), at, n)(*at.x)
 
 
 def reverse_over_reverse(fn, n, at: At):
-    return _gradient(_repeated(_slope, _loss(fn, at.w), n, at.t), at.x)
+    return _gradient(_repeated(_slope, _loss(fn, at.w), at, n), at.x)
 
 
 def _reverse_over_forward(fn, n, at: At):
-    return _gradient(_repeated(_along, _loss(fn, at.w), n, at.t), at.x)
+    return _gradient(_repeated(_along, _loss(fn, at.w), at, n), at.x)
 
 
 _KINDS = {

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ._compare import differences, side_by_side
-from ._mistakes import Compared, likely_cause, Mistake
+from ._mistakes import likely_cause, Mistake
 from ._outcome import outcome, raised
 
 
@@ -117,7 +117,7 @@ def compare(
         primal = None if primals is None else np.asarray(primals[list(names).index(worst.name)])
         # Along other directions, or elsewhere.
         same = [d for d in found if d.name == worst.name and d is not worst]
-        compared = [Compared(d.expected, d.got) for d in same or others]
+        compared = [(d.expected, d.got) for d in same or others]
         cause = likely_cause(worst.expected, worst.got, worst.name, known, primal, compared,
                              is_random=True)  # fmt: skip
     facts = [f"at {worst.name}: relative error {worst.error:.3g}, tolerance {tolerance:.3g}"]

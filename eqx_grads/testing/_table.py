@@ -70,7 +70,7 @@ def linear(case: Case) -> Iterator[Finding]:
         yield from _linear(case, "tangent", "jvp", case.tangents, case.output_names)
     if case.has_reverse and not case.options.nonlinear:
         yield from _linear(case, "cotangent", "vjp", case.cotangents, case.names)
-    elif not case.has_forward and case.outputs:
+    elif not case.has_forward:
         yield skipped("linear", "the backward rule is declared non-linear")
 
 
@@ -119,16 +119,22 @@ def zeros(case: Case) -> Iterator[Finding]:
         cause = f"wrong where {name} is perturbed, right where all leaves are"
         if case.has_forward:
             place = f"{name} perturbed, forward"
-            rows[place] = ft.partial(_pushed_alone, f, kept)
+            rows[place] = lambda at, kept=kept: jvp(
+                restricted(f, at.x, kept), pick(at.x, kept), pick(at.t, kept)
+            )
             want = case.derivative("jvp", only(t, kept))
             wanted[place] = want, case.output_names, cause
         if case.has_reverse:
             place = f"{name} perturbed, reverse"
-            rows[place] = ft.partial(_pulled_alone, f, kept)
+            rows[place] = lambda at, kept=kept: vjp(
+                restricted(f, at.x, kept), pick(at.x, kept), at.w
+            )
             wanted[place] = pick(case.derivative("vjp", w), kept), pick(case.names, kept), cause
     for kept in _subsets(n_outputs) if case.has_reverse else ():
         name = _label(kept, case.output_names)
-        rows[f"{name} used"] = ft.partial(_of_used, f, kept)
+        rows[f"{name} used"] = lambda at, kept=kept: vjp(
+            lambda *xs: pick(f(*xs), kept), at.x, pick(at.w, kept)
+        )
         cause = f"wrong where {name} is used, right where all outputs are"
         wanted[f"{name} used"] = case.derivative("vjp", only(w, kept)), case.names, cause
     found = case.wide.compute(rows, At(case.wide.subject.leaves, t, w))
@@ -148,18 +154,6 @@ def _subsets(n: int) -> list[tuple[int, ...]]:
 
 def _label(kept: Sequence[int], names: Sequence[str]) -> str:
     return f"only {', '.join(names[i] for i in kept[:3])}{', ...' if kept[3:] else ''}"
-
-
-def _pushed_alone(fn, kept, at: At):
-    return jvp(restricted(fn, at.x, kept), pick(at.x, kept), pick(at.t, kept))
-
-
-def _pulled_alone(fn, kept, at: At):
-    return vjp(restricted(fn, at.x, kept), pick(at.x, kept), at.w)
-
-
-def _of_used(fn, kept, at: At):
-    return vjp(lambda *xs: pick(fn(*xs), kept), at.x, pick(at.w, kept))
 
 
 def _is_given_none(fn: Any) -> bool:

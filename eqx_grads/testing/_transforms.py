@@ -7,7 +7,7 @@ arguments, and with the compiled derivative at the examples of a batch.
 import functools as ft
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 
 from .._jaxprs.operands import fill
 from ._case import Case
-from ._oracle import At, rows_of, unless_error
+from ._oracle import At, Row, rows_of, unless_error
 from ._outcome import outcome
 from ._report import broke, compare, Finding
 from ._subject import FlatFunction, is_output
@@ -31,12 +31,8 @@ _ALONG = (1.0, 0.5, 2.0)
 _ALL_SUBSETS = 3  # of the arguments, for `vmap`
 
 
-class _Trial(NamedTuple):
-    """A transformation: `run(at)` should return `want()`."""
-
-    name: str
-    run: Callable[[At], Any]
-    want: Callable[[], Any]
+# The name of a transformation, `run`, and `want`: `run(at)` should return `want()`.
+_Trial = tuple[str, Row, Callable[[], Any]]
 
 
 class _Examples:
@@ -61,9 +57,8 @@ class _Examples:
     @ft.cached_property
     def eager(self) -> list[Any]:
         calls = [self.case.eager(mode) for mode in list(self.case.offered)[1:]]
-        outputs = calls[-1].outputs if calls else self.f(*self.leaves)
         found = [d for call in calls for d in unless_error(call.derivative)]
-        return [np.asarray(x) for x in (*outputs, *found)]
+        return list(map(np.asarray, (*self.f(*self.leaves), *found)))
 
     def stacked(self, kept: Sequence[int], scales: Sequence[float] = (1.0,) * 3) -> list[Any]:
         """Where the leaves in `kept` and its directions belong to one example."""
@@ -93,17 +88,16 @@ def _scaled(x: Any, factor: float) -> np.ndarray:
 
 def transforms(case: Case) -> Iterator[Finding]:
     """Compare every transformation with the rule without one."""
-    if not case.outputs:
-        return
     e = _Examples(case)
     trials = [*_programs(case, e), *_batches(case, e)]
     names = [f"{kind} of {name}" for kind, of in case.offered.values() for name in of]
     # By number: two subsets of many leaves have the same name.
-    rows = {f"trial {i}": trial.run for i, trial in enumerate(trials)}
+    rows = {f"trial {i}": run for i, (_, run, _) in enumerate(trials)}
     ways = {"jvp expected": e.t, "vjp expected": e.w}
     wider = lambda: max(case.measured(case.noise(row, way)) for row, way in ways.items())
-    for trial, got in zip(trials, case.own.compute(rows, e.at).values(), strict=True):
-        name, want = trial.name, outcome(trial.want)
+    results = case.own.compute(rows, e.at).values()
+    for (name, _, expected), got in zip(trials, results, strict=True):
+        want = outcome(expected)
         if isinstance(got, Exception):
             yield broke("transforms", name, got, f"right eagerly, fails under {name}")
         elif isinstance(want, Exception):
@@ -127,7 +121,7 @@ def _programs(case: Case, e: _Examples) -> Iterator[_Trial]:
         "cond": lambda *xs: jax.lax.cond(is_true(), e.f, zeros, *xs),
     }
     for name, fn in ways.items():
-        yield _Trial(name, ft.partial(e.derive, fn), lambda: e.eager)
+        yield name, ft.partial(e.derive, fn), lambda: e.eager
 
 
 def _jitted(subject: FlatFunction):
@@ -163,13 +157,11 @@ def _batches(case: Case, e: _Examples) -> Iterator[_Trial]:
         outside = lambda at, kept=kept, axes=axes: e.derive(
             jax.vmap(e.f, in_axes=axes), _batch(at, kept)
         )
-        name = f"vmap of the derivative, over {label}"
-        yield _Trial(name, inside, ft.partial(e.stacked, kept))
-        yield _Trial(f"derivative of vmap, over {label}", outside, ft.partial(e.of_batch, kept))
+        yield f"vmap of the derivative, over {label}", inside, ft.partial(e.stacked, kept)
+        yield f"derivative of vmap, over {label}", outside, ft.partial(e.of_batch, kept)
     loop = lambda *many: jax.lax.map(lambda xs: e.f(*xs), many)
     every = range(len(e.t))
-    run = lambda at: e.derive(loop, _batch(at, every))
-    yield _Trial("scan", run, ft.partial(e.of_batch, every))
+    yield "scan", lambda at: e.derive(loop, _batch(at, every)), ft.partial(e.of_batch, every)
 
 
 def _batch(at: At, kept: Sequence[int]) -> At:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._diagnosis.report import count
 from ._case import are_finite, Case
 from ._compare import aligned
 from ._options import Options
@@ -57,8 +58,7 @@ def finite(case: Case) -> Iterator[Finding]:
     wrong = [finding for where, point in points for finding in _not_finite(where, point)]
     yield from wrong
     if not wrong:
-        n = len(points) - 1
-        further = f" and {n} further point{'s' if n > 1 else ''}" if n else ""
+        further = f" and {count(len(points) - 1, 'further point')}" * (len(points) > 1)
         yield passed("finite", f"the arguments{further}, under `jax.debug_nans`")
 
 
@@ -68,31 +68,32 @@ _CAUSE = (
 )
 
 
-def _not_finite(where: str, case: Case) -> Iterator[Finding]:
-    found, is_bad = case.own.derive(case.tangents[0], case.cotangents[0]), False
-    results = {kind: (found[row], names) for row, (kind, names) in case.offered.items()}
+def _not_finite(where: str, case: Case) -> list[Finding]:
+    results = {
+        kind: (case.own_derivatives[row], names) for row, (kind, names) in case.offered.items()
+    }
     if case.has_reverse:
         results[_SECOND] = _second_derivative(case, case.own), case.names
+    found = []
     for name, (arrays, names) in results.items():
-        if isinstance(arrays, Exception):
-            if name != _SECOND:  # which the check `order` reports
-                is_bad = True
-                yield broke("finite", f"{where}, {name}", arrays)
+        place = f"{where}, {name}"
+        if isinstance(arrays, Exception):  # of second order, the check `order` reports it
+            found += [broke("finite", place, arrays)] * (name != _SECOND)
         elif not are_finite(arrays) and not (name == _SECOND and _is_too_large(case, arrays)):
-            is_bad = True
             shown = [
                 f"{named} {str(np.asarray(x)).replace(chr(10), '')[:100]}"
                 for named, x in zip(names, arrays, strict=True)
                 if not are_finite([x])
             ]
             text = f"NaN or infinity in the {name}: {', '.join(shown[:3])}"
-            yield failed("finite", f"{where}, {name}", text, _CAUSE if name != "value" else "")
-    if not is_bad and case.outputs:
+            found.append(failed("finite", place, text, _CAUSE if name != "value" else ""))
+    if not found:
         error = outcome(_under_debug_nans, case)
         if isinstance(error, Exception):
             is_nan = isinstance(error, FloatingPointError)
             cause = "a NaN arises in an intermediate result" if is_nan else ""
-            yield broke("finite", f"{where}, under `jax.debug_nans`", error, cause)
+            found.append(broke("finite", f"{where}, under `jax.debug_nans`", error, cause))
+    return found
 
 
 _SECOND = "second derivative"
@@ -126,8 +127,6 @@ def _under_debug_nans(case: Case) -> None:
 
 def deterministic(case: Case) -> Iterator[Finding]:
     """Repeated calls return bitwise equal results."""
-    if not case.outputs:
-        return
     # Without a trace, which is a call as well.
     mode = "jvp" if "everse-mode" in str(outcome(case.eager, "vjp")) else "vjp"
     of = case.output_names if mode == "jvp" else case.names

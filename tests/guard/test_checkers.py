@@ -21,7 +21,7 @@ import pytest
 from eqx_grads.testing import _slope
 from eqx_grads.testing._compare import difference, scale_of
 from eqx_grads.testing._differences import directional
-from eqx_grads.testing._mistakes import Compared, likely_cause, Mistake
+from eqx_grads.testing._mistakes import likely_cause, Mistake
 
 
 # ---------------------------------------------------------------- assert_trees_close
@@ -702,10 +702,10 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     "one factor of one number": (np.array(2.0), np.array(5.0), "", {}),
     "the same factor elsewhere": (
         np.array(2.0), np.array(5.0), "2.5 times",
-        {"others": [Compared(np.array([1.0, 3.0]), np.array([2.5, 7.5]))]},
+        {"others": [(np.array([1.0, 3.0]), np.array([2.5, 7.5]))]},
     ), "another factor elsewhere": (
         np.array(2.0), np.array(5.0), "",
-        {"others": [Compared(np.array([1.0, 3.0]), np.array([2.6, 7.8]))]},
+        {"others": [(np.array([1.0, 3.0]), np.array([2.6, 7.8]))]},
     ), "conjugate": (Z, Z.conj(), "conjugate", {}),
     "transposed": (W[:3], W[:3].T, "transposed", {}),
     "transposed, nearly": (W[:3], W[:3].T + 0.8e-3 * np.linalg.norm(W[:3]) * np.eye(3) / 2,
