@@ -36,21 +36,17 @@ class Case:
     """A rule, its arguments, the options, and the random directions that a seed gives.
 
     - `own`, `wide`: the function in the user's precision, and in float64.
+    - `reference`: what computes the expected derivatives, in words.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        options: Options,
-        seed: int = 0,
-    ):
+    def __init__(self, fn: Any, args: Any, kwargs: Any, options: Options, seed: int = 0):
         self.options, self.seed = options, seed
-        # A `reference` is a function of arrays: there, a number is a static option.
         names = as_names("check_rule", "nondifferentiable", options.nondifferentiable)
-        own_numbers = options.reference is None
-        self.subject = FlatFunction(fn, args, kwargs, names, own_numbers=own_numbers)
+        is_plain = options.reference is None
+        of = "the function without its rule" if is_plain else "`reference`"
+        self.reference = f"expected: autodiff of {of}"
+        # A `reference` is a function of arrays: there, a number is a static option.
+        self.subject = FlatFunction(fn, args, kwargs, names, own_numbers=is_plain)
         self.own = Side(self.subject, options)
         self.names = self.subject.names
         self.x = self.subject.leaves
@@ -59,12 +55,6 @@ class Case:
     @property
     def outputs(self) -> list[Any]:
         return self.own.outputs
-
-    @property
-    def reference(self) -> str:
-        """What computes the expected derivatives, in words."""
-        is_given = self.options.reference is not None
-        return f"autodiff of {'`reference`' if is_given else 'the function without its rule'}"
 
     @property
     def output_names(self) -> list[str]:
@@ -77,11 +67,6 @@ class Case:
             direction = list(map(jnp.asarray, drawn))
             self._calls[mode, number] = outcome(eager_call, self.subject, mode, direction)
         return unless_error(self._calls[mode, number])
-
-    @ft.cached_property
-    def value(self) -> Any:
-        """The output of a call without derivatives."""
-        return self.subject.fn(*self.subject.args, **self.subject.kwargs)
 
     def changed(self, **changes: Any) -> "Case":
         """The same case with another `seed`, or at another point `x`. Compiled programs are

@@ -110,7 +110,7 @@ class _Mode:
             cause=None if factor == 1 else "as if a bound were missing or had another value",
             wider=wider if case.own is case.wide else None,
             mistakes=lambda: self._mistakes(directions, names, want),
-            reference=case.reference,
+            note=case.reference,
             primals=None if self.is_forward else case.subject.leaves * len(directions),
             small=SMALL_IN_FLOAT64,
         )  # fmt: skip
@@ -224,7 +224,7 @@ def _against_differences(
     of = f"of values in {case.wide.rounded_to or 'float32'}" if is_rounded else "in float64"
     is_missing = any(not np.any(h) and np.any(w) for w, h in zip(want, have, strict=True))
     finding = compare(
-        mode.check, "", want, have, names, tolerance, reference=f"finite differences {of}",
+        mode.check, "", want, have, names, tolerance, note=f"expected: finite differences {of}",
         scale=scale, cause=_OF_A_STOP if is_zero and not is_missing else None,
     )  # fmt: skip
     return finding, False

@@ -67,11 +67,11 @@ class Options:
         check_tolerance("check_rule", self.tolerance)
         as_names("check_rule", "nondifferentiable", self.nondifferentiable)
         as_count("check_rule", "order", self.order)
-        most = as_integer(self.max_residual_bytes or 0)
-        if most is None or most < 0:
+        limit = self.max_residual_bytes
+        known = 0 if limit is None else as_integer(limit)
+        if known is None or known < 0:
             do = "Give a number of bytes, or leave it out."
-            given = self.max_residual_bytes
-            raise bad_argument("check_rule", "max_residual_bytes", "an integer", given, do)
+            raise bad_argument("check_rule", "max_residual_bytes", "an integer", limit, do)
         is_list = isinstance(self.at, tuple | list)
         if not is_list or not all(isinstance(point, tuple | list) for point in self.at):
             do = "Give a tuple of the arguments for each point, as in `at=[(x,), (y,)]`."

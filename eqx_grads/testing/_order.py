@@ -22,8 +22,7 @@ _ONLY_FIRST = "To check the first order only, as of a straight-through rule, pas
 _FAILS = f"right to first order, fails at the next. {_ONLY_FIRST}"
 _NEXT = "right to first order, wrong at the next:"
 _BY_FORMULA = (
-    f"{_NEXT} does the rule return `f(*primals)` as the value, and not a formula, which has no "
-    f"rule? {_ONLY_FIRST}"
+    f"{_NEXT} does the rule return `f(*primals)` as the value, or a formula? {_ONLY_FIRST}"
 )
 _HELD = (
     f"{_NEXT} does the rule hold something constant (`stop_gradient`, NumPy), or call a "
@@ -96,7 +95,7 @@ def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
         finding = skipped("order", f"no reference for {where}")
         if not isinstance(want, Exception) and are_finite(want):
             finding = compare("order", where, want, got, case.names, 10 * case.admitted(),
-                              cause="", reference=case.reference)  # fmt: skip
+                              cause="", note=case.reference)  # fmt: skip
         if finding.verdict != PASSED and n == 2:
             finding = _by_differences(case, where, row, finding, first)
         if finding.verdict == FAILED and first.is_right:
@@ -140,7 +139,7 @@ def _by_differences(
     tolerance = max(10 * case.admitted(), _OF_SOLVERS if is_rough else 0.0)
     other = compare(
         "order", where, slope.tangents_out, got, case.names, tolerance, cause="",
-        reference="differences of the gradient",
+        note="expected: differences of the gradient",
         scale=[10 * e / tolerance for e in slope.errors],
     )  # fmt: skip
     is_right = other.verdict != FAILED and (is_refuted or not first.is_wrong_nearby)

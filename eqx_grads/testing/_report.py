@@ -85,7 +85,6 @@ def compare(
     cause: str | None = None,
     mistakes: Callable[[], Iterable[Mistake]] = tuple,
     primals: Sequence[Any] | None = None,
-    reference: str = "",
     scale: float | Sequence[float] = 0.0,
     note: str = "",
     **options: Any,
@@ -96,9 +95,8 @@ def compare(
     - `cause`: the likely cause, if it is known. Otherwise it is looked for in the numbers.
     - `mistakes`: makes what known mistakes would give; called on a failure only.
     - `primals`: the values that the arrays are cotangents of, to describe a pattern by sign.
-    - `reference`: what computed `want`, in words.
     - `scale`: for each array, what is added to the norm that its error is relative to.
-    - `note`: is said of a failure.
+    - `note`: is said of a failure, such as what computed `want`.
     - `options`: of `differences`.
     """
     if isinstance(got, Exception):
@@ -121,7 +119,7 @@ def compare(
         cause = likely_cause(worst.expected, worst.got, worst.name, known, primal, compared,
                              is_random=True)  # fmt: skip
     facts = [f"at {worst.name}: relative error {worst.error:.3g}, tolerance {tolerance:.3g}"]
-    facts += [f"expected: {reference}"] * bool(reference) + [note] * bool(note)
+    facts += [note] * bool(note)
     size = lambda d: "missing" if d.is_missing else f"{d.error:.2g}"
     also = {d.name: f"{d.name} ({size(d)})" for d in reversed(others) if d.name != worst.name}
     details = side_by_side(worst)
@@ -199,16 +197,12 @@ class Report:
         """The failures, those together that have one reason: the first one that is about
         numbers, or an exception that is raised once more."""
         groups: dict[str, list[Finding]] = {}
-        known: dict[str, str] = {}
         for failure in self.failures:
-            is_consequence = failure.check in _OF_NUMBERS and (failure.raised or failure.error)
-            key = "numbers" if is_consequence else failure.check
+            is_of_numbers = failure.check in _OF_NUMBERS and failure.error is not None
+            key = "numbers" if is_of_numbers else failure.check
             if failure.raised:
                 # An exception names the arrays of the precision in which it was raised.
-                text = failure.raised.replace("float64", "float32")
-                # A wrong number is not the reason for an exception.
-                is_other = key in groups and not groups[key][0].raised
-                key = known.setdefault(text, failure.check if is_other else key)
+                key = failure.raised.replace("float64", "float32")
             groups.setdefault(key, []).append(failure)
         return list(groups.values())
 

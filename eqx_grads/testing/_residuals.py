@@ -1,7 +1,7 @@
 """The check `residuals`: the arrays that are kept for the backward pass."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,15 +19,6 @@ from ._report import broke, failed, Finding, passed, skipped
 from ._table import NO_REVERSE
 
 
-class Residuals(NamedTuple):
-    """The bytes of the residuals without the arguments, the residuals never read, and whether
-    the cotangents that come out depend on the cotangents that go in."""
-
-    total: int
-    unread: list[str]
-    is_derivative: bool
-
-
 def residuals(case: Case) -> Iterator[Finding]:
     """Count the bytes of the residuals; fail if the backward pass never reads some of them."""
     if not case.has_reverse:
@@ -38,26 +29,29 @@ def residuals(case: Case) -> Iterator[Finding]:
     if isinstance(kept, Exception):
         yield broke("residuals", "the residuals", kept)
         return
-    where = f"{kept.total} bytes per call, without the arguments"
+    total, unread, _ = kept
+    where = f"{total} bytes per call, without the arguments"
     plain = outcome(_kept, case, case.own.plain)
     # And not `stop_gradient`, or rounding.
-    if not isinstance(plain, Exception) and plain.is_derivative:
-        where += f" (plain autodiff: {plain.total})"
+    if not isinstance(plain, Exception) and plain[2]:
+        where += f" (plain autodiff: {plain[0]})"
     # Inside other functions, JAX and the wrappers of rules keep residuals of their own.
     kinds = (custom_vjp, jax.custom_vjp, eqx.filter_custom_vjp)
-    if kept.unread and isinstance(getattr(fn, "__func__", fn), kinds):
-        text = f"kept for the backward pass and never read: {', '.join(kept.unread[:4])}"
+    if unread and isinstance(getattr(fn, "__func__", fn), kinds):
+        text = f"kept for the backward pass and never read: {', '.join(unread[:4])}"
         cause = "the forward rule returns residuals that the backward rule ignores"
         yield failed("residuals", where, text, cause)
-    elif limit is not None and kept.total > limit:
-        text = f"{kept.total} bytes are kept, and `max_residual_bytes` is {limit}"
+    elif limit is not None and total > limit:
+        text = f"{total} bytes are kept, and `max_residual_bytes` is {limit}"
         yield failed("residuals", where, text)
     else:
         yield passed("residuals", where)
 
 
-def _kept(case: Case, fn: Any, arguments_count: bool = False) -> Residuals:
-    """The residuals of `fn`. Arguments are not counted, as the caller holds them anyway.
+def _kept(case: Case, fn: Any, arguments_count: bool = False) -> tuple[int, list[str], bool]:
+    """The bytes of the residuals of `fn` without the arguments, which the caller holds anyway;
+    the residuals never read; and whether the cotangents that come out depend on the cotangents
+    that go in.
 
     `arguments_count`: whether an argument that is kept and never read is reported. It is not
     the rule's fault if the wrapper always keeps the arguments (Equinox's and ours do).
@@ -90,4 +84,4 @@ def _kept(case: Case, fn: Any, arguments_count: bool = False) -> Residuals:
         if not is_read and v.aval.size > 0 and (arguments_count or v not in arguments)
     ]
     total = sum(bytes_of(v.aval) for v in kept_vars if v not in arguments)
-    return Residuals(total, unread, any(read[len(kept) :]))
+    return total, unread, any(read[len(kept) :])

@@ -7,7 +7,7 @@ these are, what the user calls them, and which leaves stay constant.
 import contextlib
 import copy
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -39,14 +39,10 @@ class FlatFunction:
     is_wide = False  # whether all floats are in float64
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        nondifferentiable: Collection[str] = (),
-        own_numbers: bool = True,
+        self, fn: Any, args: Any, kwargs: Any, fixed: Any = (), own_numbers: bool = True
     ):
-        """- `own_numbers`: whether the Python numbers of a Module are perturbed, too."""
+        """- `fixed`: the names of parts that are not perturbed.
+        - `own_numbers`: whether the Python numbers of a Module are perturbed, too."""
         self.fn = fn = _as_tree(fn)
         self.name = name_of(fn)
         signature = Signature(fn)
@@ -66,7 +62,7 @@ class FlatFunction:
         # The arrays of a Module, or of a bound method, are arguments as well.
         flat, self._treedef = jax.tree_util.tree_flatten_with_path((fn, self.args))
         self._all = [leaf for _, leaf in flat]
-        fixed = [name.replace('"', "'") for name in nondifferentiable]
+        fixed = [name.replace('"', "'") for name in fixed]
         self.indices, self.names, self.groups, paths = [], [], [], []
         for index, (path, leaf) in enumerate(flat):
             argument = path[1].idx if path[0].idx == 1 else -1

@@ -49,7 +49,7 @@ def adjoint(case: Case) -> Iterator[Finding]:
         scale = max(norm(sizes) - norm(ahead), 0.0)
         yield compare(
             "adjoint", "<J v, w> = <v, J' w>", [ahead], [back], ["the product"],
-            10 * case.admitted(), reference="<J v, w> of forward mode", scale=scale,
+            10 * case.admitted(), note="expected: <J v, w> of forward mode", scale=scale,
             cause="forward and reverse mode are not the same linear map",
         )  # fmt: skip
 

@@ -52,10 +52,7 @@ def without_rules(
 
 
 def replaced(
-    program: ClosedJaxpr,
-    args: Sequence[Any],
-    is_replaced: Callable[[Any], bool],
-    replacement: Hook,
+    program: ClosedJaxpr, args: Any, is_replaced: Callable[[Any], bool], replacement: Hook
 ) -> list[Any]:
     """The outputs of a program in which some equations, at any depth, are replaced."""
 
