@@ -8,7 +8,7 @@ user's precision, it is compared with itself, as only rounding is left to look a
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from .._jaxprs.operands import fill
 from .._jaxprs.structure import holds
 from ._case import are_finite, Case
-from ._compare import as_real, difference, norm, pairing, SMALL_IN_FLOAT64
+from ._compare import difference, pairing, size_of, SMALL_IN_FLOAT64
 from ._mistakes import Mistake
 from ._outcome import in_one_line, outcome
 from ._random_tangents import only
@@ -85,13 +85,10 @@ class _Mode:
             given = fitted(option, given, values, names)
             self.directions.append((f"the {option} given", given))
 
-    def labels(self, names: Iterable[str], others: Sequence[str] = ()) -> list[str]:
-        """The names of derivatives along these directions: the leaf, and the output if there
-        are several."""
-        outs = self.case.output_names
-        others = others or (outs if self.is_forward else self.case.names)
-        pairs = ((a, b) if self.is_forward else (b, a) for a in names for b in others)
-        return [f"{leaf} (in {out})" if len(outs) > 1 else leaf for leaf, out in pairs]
+    def labels(self, pairs: Iterable[tuple[str, str]]) -> list[str]:
+        """The names of derivatives: the leaf, and the output if there are several."""
+        is_one = len(self.case.outputs) == 1
+        return [leaf if is_one else f"{leaf} (in {out})" for leaf, out in pairs]
 
     def along(self, directions: Iterable[_Arrays], row: str = "") -> _Arrays:
         """The derivative by the rule, or another row, in float64."""
@@ -101,7 +98,9 @@ class _Mode:
         """With what is expected. `factor`: multiplies the directions."""
         case = self.case
         directions = [[(x * factor).astype(x.dtype) for x in d] for _, d in self.directions]
-        names = self.labels(name for name, _ in self.directions)
+        ways = [name for name, _ in self.directions]
+        ends = itertools.product(ways, case.output_names if self.is_forward else case.names)
+        names = self.labels(ends if self.is_forward else ((b, a) for a, b in ends))
         want, got = (self.along(directions, row) for row in (self.expected, self.row))
         wider = lambda: case.measured(case.noise(self.expected, self.drawn[0]))
         return compare(
@@ -137,26 +136,17 @@ class _Mode:
                 x = case.derivative("jvp expected", tangents)[0]
             yield Mistake("transposed: a Jacobian and its transpose were confused", x)
 
-    def differences(self) -> tuple[_Arrays, list[float], list[str], Callable[..., _Arrays]]:
-        """The arrays from differences, their errors, their names, and a function that
-        returns a derivative in the same form: along the directions of differences, and in
-        reverse mode `<v, J' w>`."""
-        found = self.case.differences
-        leaves = [name for name, *_ in found]
-        if self.is_forward:
-            want = [x for *_, d in found for x in d.tangents_out]
-            errors = [error for *_, d in found for error in d.errors]
-            of = lambda row: self.along([t for _, t, _ in found], row)
-            return want, errors, self.labels(leaves), of
-        ws = [w for _, w in self.directions]
+    def differences(self) -> tuple[_Arrays, list[float], list[str], Callable[[str], _Arrays]]:
+        """`<w, J t>` by differences, for the cotangents `w` of reverse mode and the directions
+        `t` of differences: the numbers, their errors, their names, and the numbers of a row."""
+        found, ways = self.case.differences, _Mode(self.case, "reverse").directions
+        terms = [(w, t, d) for _, w in ways for _, t, d in found]
         pair = lambda xs, ys: np.asarray(pairing(xs, ys))
-        size = lambda w: [norm(as_real(x)) for x in w]
-        want = [pair(d.tangents_out, w) for w in ws for *_, d in found]
-        errors = [float(np.dot(d.errors, size(w))) for w in ws for *_, d in found]
-        of = lambda row: [
-            pair(cts, t) for w in ws for cts in [self.along([w], row)] for _, t, _ in found
-        ]  # fmt: skip
-        return want, errors, self.labels((name for name, _ in self.directions), leaves), of
+        want = [pair(d.tangents_out, w) for w, _, d in terms]
+        errors = [float(np.dot(d.errors, list(map(size_of, w)))) for w, _, d in terms]
+        names = self.labels((leaf, out) for out, _ in ways for leaf, *_ in found)
+        ends = [(t, w) if self.is_forward else (w, t) for w, t, _ in terms]
+        return want, errors, names, lambda row: [pair(self.along([a], row), b) for a, b in ends]
 
 
 # ---------------------------------------------------------------- in float64

@@ -167,14 +167,11 @@ def numerical_jacobian(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
             )
         jacobians = []
         for number, leaf in enumerate(subject.leaves):
-            columns = []
-            for i in range(leaf.size):
+            jacobian = np.zeros((*np.shape(out[0]), leaf.size))
+            for i, x in enumerate(leaf.ravel()):
                 tangents = [np.zeros(x.shape) for x in subject.leaves]
-                scale = abs(float(leaf.ravel()[i])) or 1.0
-                tangents[number].ravel()[i] = scale
+                tangents[number].flat[i] = scale = abs(float(x)) or 1.0
                 (column,), *_ = directional(subject.arrays, subject.leaves, tangents)
-                columns.append(column / scale)
-            shape = np.shape(out[0])
-            stacked = np.stack(columns, -1) if columns else np.zeros((*shape, 0))
-            jacobians.append(stacked.reshape((*shape, *leaf.shape)))
+                jacobian[..., i] = column / scale
+            jacobians.append(jacobian.reshape((*np.shape(out[0]), *leaf.shape)))
     return jacobians[0] if len(jacobians) == 1 else jacobians

@@ -16,7 +16,7 @@ from .._jaxprs.structure import holds
 from ._compare import as_double, norm, scale_of
 from ._gradient_report import DEAD, FLAT, KINK, LeafVerdict, RIGHT, STOPPED, UNMEASURED, WRONG
 from ._loss_program import along, LossProgram
-from ._slope import central_slope, confirmed_slope, is_settled, Samples, Slope, with_sides
+from ._slope import central_slope, confirmed_slope, is_settled, Samples, Sides, sides_of, Slope
 
 
 # How many times its estimated error a difference may be off.
@@ -51,8 +51,8 @@ class _Found(NamedTuple):
         return is_settled(self.samples, self.slope)
 
     @property
-    def sides(self) -> Slope:
-        return with_sides(self.samples, self.slope)
+    def sides(self) -> Sides:
+        return sides_of(self.samples)
 
 
 class Judge:

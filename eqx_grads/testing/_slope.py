@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,33 +35,40 @@ _OTHER_STEPS = (0.9, 0.8, 0.7, 0.6)
 class Slope:
     """- `value`, `error`: the slope, and an estimate of its absolute error.
     - `step`: the step that they are from.
-    - `left`, `right`: the one-sided slopes, if they were asked for.
-    - `one_sided_error`: an estimate of their errors.
     """
 
     value: Any
     error: float
     step: float = math.nan
-    left: Any = math.nan
-    right: Any = math.nan
-    one_sided_error: float = math.inf
 
     @property
     def relative_error(self) -> float:
         size = size_of(self.value)
         return self.error / size if size and math.isfinite(self.error) else math.inf
 
+
+class Sides(NamedTuple):
+    """The slopes on the two sides of zero, and an estimate of their errors."""
+
+    left: float
+    right: float
+    error: float
+    step: float = math.nan
+
+    @property
+    def gap(self) -> float:
+        return abs(self.right - self.left)
+
     @property
     def is_kink(self) -> bool:
-        """Whether the one-sided slopes differ by more than their errors."""
-        gap = size_of(self.right - self.left)
-        size = max(size_of(self.right), size_of(self.left))
-        return gap > 10 * self.one_sided_error and gap > 1e-6 * size
+        """Whether the slopes differ by more than their errors."""
+        size = max(abs(self.right), abs(self.left))
+        return self.gap > 10 * self.error and self.gap > 1e-6 * size
 
     def admits(self, value: float) -> bool:
-        """Whether a value is between the slopes on both sides of a kink."""
+        """Whether a value is between the slopes."""
+        margin = 10 * self.error + 1e-6 * self.gap
         low, high = sorted((self.left, self.right))
-        margin = 10 * self.one_sided_error + 1e-6 * (high - low)
         return low - margin <= value <= high + margin
 
 
@@ -161,22 +168,19 @@ def _best(slopes: list[Slope]) -> Slope:
     return min(slopes, key=lambda slope: slope.error)
 
 
-def with_sides(samples: Samples, slope: Slope) -> Slope:
-    """The same with one-sided slopes: of short steps, extrapolated to zero.
+def sides_of(samples: Samples) -> Sides:
+    """The slopes on both sides: of short steps, extrapolated to zero.
 
     A kink that is one of many is seen in still shorter steps only. They are taken then.
     """
-    found = [slope]
+    found = [Sides(math.nan, math.nan, math.inf)]
     for h in (2.0**-k for k in range(8, 34)):
         left, right = _side(samples, -h), _side(samples, h)
         if math.isfinite(error := left.error + right.error):
-            found.append(Slope(slope.value, slope.error, h, left.value, right.value, error))
-    best = min(found, key=lambda s: s.one_sided_error)
-    gap = lambda s: abs(s.right - s.left)
-    is_deeper = lambda s: gap(s) > gap(best) + 100 * s.one_sided_error
-    kinks = [s for s in found if s.step < best.step and is_deeper(s)]
-    best = min(kinks, key=lambda s: s.one_sided_error, default=best)
-    return dataclasses.replace(best, step=slope.step)
+            found.append(Sides(left.value, right.value, error, h))
+    best = min(found, key=lambda s: s.error)
+    kinks = [s for s in found if s.step < best.step and s.gap > best.gap + 100 * s.error]
+    return min(kinks, key=lambda s: s.error, default=best)
 
 
 def one_sided_slope(samples: Samples) -> Slope:

@@ -134,11 +134,10 @@ class FlatFunction:
         names: list[str] = []
 
         def run(*leaves):
-            out = self.call(leaves)
-            flat = jax.tree_util.tree_leaves_with_path(out)
-            flat = [(path, x) for path, x in flat if is_output(x)]
-            names[:] = [f"output{show_path(path)}" for path, _ in flat]
-            return [jnp.asarray(x) for _, x in flat]
+            flat = jax.tree_util.tree_leaves_with_path(self.call(leaves))
+            outputs = {f"output{show_path(path)}": x for path, x in flat if is_output(x)}
+            names[:] = outputs
+            return list(map(jnp.asarray, outputs.values()))
 
         shapes = jax.eval_shape(run, *self.leaves)
         return list(zip(names, shapes, strict=True))

@@ -868,7 +868,7 @@ def test_the_error_of_a_slope_is_estimated(name):
     assert least <= found.error
     assert abs(found.value - slope) <= 2 * found.error <= 1e-5 * max(abs(slope), abs(fn(0.0)))
     assert _slope.confirmed_slope(samples, found) == found
-    assert not _slope.with_sides(samples, found).is_kink
+    assert not _slope.sides_of(samples).is_kink
     assert _slope.is_settled(samples, found)
 
 
@@ -885,7 +885,7 @@ KINKS = {
 def test_kinks(name):
     fn, left, right, is_kink = KINKS[name]
     samples = _samples(fn)
-    found = _slope.with_sides(samples, _slope.central_slope(samples, 1.0))
+    found = _slope.sides_of(samples)
     np.testing.assert_allclose([found.left, found.right], [left, right], atol=1e-6)
     assert found.is_kink is is_kink
     if is_kink:
@@ -901,9 +901,7 @@ def test_kinks(name):
     [(1.0, 0.09, True), (1.0, 0.11, False), (2e-6, 0.0, True), (0.5e-6, 0.0, False)],
 )
 def test_what_is_a_kink(gap, error, is_kink):
-    assert (
-        _slope.Slope(0, 0, left=1.0 - gap, right=1.0, one_sided_error=error).is_kink is is_kink
-    )
+    assert _slope.Sides(1.0 - gap, 1.0, error).is_kink is is_kink
 
 
 def test_a_slope_of_long_steps_is_not_confirmed():
