@@ -19,7 +19,7 @@ from .._jaxprs.structure import holds
 from ._case import are_finite, Case
 from ._compare import difference, pairing, size_of, SMALL_IN_FLOAT64
 from ._mistakes import Mistake
-from ._outcome import in_one_line, outcome
+from ._outcome import outcome, raised
 from ._random_tangents import only
 from ._report import broke, compare, FAILED, failed, Finding, NO_REFERENCE, PASSED, skipped
 from ._subject import fitted
@@ -199,7 +199,7 @@ def _against_differences(
     if doubts or not known:
         if autodiff is not None and not is_zero:
             return autodiff, True
-        why = doubts[0] if doubts else in_one_line(steps).removeprefix("FailsNearby: ")
+        why = doubts[0] if doubts else raised(steps)[0].removeprefix("FailsNearby: ")
         return skipped(mode.check, f"{NO_REFERENCE}: {why}"), False
     want, errors, names, derivative = steps
     # Along one direction, a few entries may be off by more than all of them are.

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._errors import check_function
 from ._compare import as_double, norm, size_of, size_of_all
-from ._outcome import in_one_line, outcome
+from ._outcome import outcome, raised
 from ._slope import central_slope, one_sided_slope, Samples, Slope
 from ._subject import double_precision, FlatFunction
 
@@ -80,7 +80,7 @@ def directional(
     finite = [xs for xs in known.values() if np.isfinite(size_of_all(xs))]
     is_moved = lambda xs: not all(map(np.array_equal, xs, known[0.0]))
     if errors and not any(map(is_moved, finite)):
-        raise FailsNearby(f"the function raises nearby: {in_one_line(errors[-1])}")
+        raise FailsNearby(f"the function raises nearby: {raised(errors[-1])[0]}")
     found = [np.broadcast_to(s.value, x.shape) for s, x in zip(slopes, known[0.0], strict=True)]
     error = size_of_all(s.error for s in slopes)
     least = max(_TRUSTED * size_of_all(found), _ZERO * size_of_all(known[0.0]), 1e-300)

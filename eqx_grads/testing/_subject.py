@@ -80,9 +80,7 @@ class FlatFunction:
         arguments = [signature.names[i] for i in range(len(self.args))]
         for name in fixed:
             if not any(is_part_of(path, name) for path in (*arguments, *paths)):
-                pairs = zip(paths, self._all, strict=True)
-                arrays = (path for path, x in pairs if is_arraylike(x))
-                known = [f"`{path}`" for path in dict.fromkeys([*arguments, *arrays])]
+                known = [f"`{path}`" for path in dict.fromkeys([*arguments, *paths])]
                 raise rule_error(
                     f"`nondifferentiable` names `{name}`, which is not a positional argument "
                     f"of `{self.name}` and not a part of one.",
