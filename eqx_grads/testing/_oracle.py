@@ -229,10 +229,10 @@ def in_float64(own: Side, options: Options, at: At) -> Side:
         return own  # the user's precision is double
     works = _working(own, at)
     exact = Side(own.subject, options, True)
-    wide = Side(own.subject.in_float64(), options, True)
     exact._traced = own._traced  # the same programs
     # First the one whose values no host function rounds.
-    for side in (exact, wide) if exact.rounded_to is None else (wide, exact):
+    for is_wide in (False, True) if exact.rounded_to is None else (True, False):
+        side = Side(own.subject.in_float64(), options, True) if is_wide else exact
         found = outcome(_working, side, at)  # it may be for single precision only
         if not isinstance(found, Exception) and works <= found:
             return side
