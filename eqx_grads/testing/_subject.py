@@ -80,7 +80,8 @@ class FlatFunction:
         arguments = [signature.names[i] for i in range(len(self.args))]
         for name in fixed:
             if not any(is_part_of(path, name) for path in (*arguments, *paths)):
-                known = [f"`{path}`" for path in dict.fromkeys([*arguments, *paths])]
+                arrays = [paths[i] for i, x in enumerate(self._all) if is_arraylike(x)]
+                known = [f"`{path}`" for path in dict.fromkeys([*arguments, *arrays])]
                 raise rule_error(
                     f"`nondifferentiable` names `{name}`, which is not a positional argument "
                     f"of `{self.name}` and not a part of one.",
