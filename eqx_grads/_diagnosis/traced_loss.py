@@ -30,7 +30,6 @@ from .._errors import (
 from .._jaxprs.evaluate import keeping_tracebacks
 from .._jaxprs.structure import holds, is_reference
 from .._tangent_spaces import is_differentiable
-from .._zero_safe.zero_safe import ZeroSafe
 from .layers import own_cells, wrap_layers
 
 
@@ -210,10 +209,6 @@ def _around(checkpointed):
 
 
 _CALLS = itertools.count()
-
-
-def is_zero_safe(loss: Any) -> bool:
-    return isinstance(loss, ZeroSafe)
 
 
 def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:

@@ -26,7 +26,6 @@ from ._subject import is_part_of
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
 
-
 def check_gradients(
     loss: Callable[..., Any],
     model: PyTree,

@@ -20,9 +20,8 @@ from ._compare import size_of
 # Rounding errors of the function itself, in units of the last place.
 _ULPS = 8.0
 _EPS = float(np.finfo(np.float64).eps)
-_LONGEST, _SHORTEST = 3, 43
-_ALL = range(_LONGEST, _SHORTEST + 1)
-SHORTEST_STEP = 2.0**-_SHORTEST
+_LONGEST = 3
+_ALL = range(_LONGEST, 44)
 # Estimates with a smaller relative error are of something.
 _PLATEAU = 1e-2
 # How many times its error an estimate may be off.
