@@ -265,6 +265,10 @@ REPORTS = {
         ["it clips", "of a sum it is not", "the sign is wrong"]),
     "another value": (lambda: sine(value=lambda x: 2 * jnp.sin(x)), (1.0,), {},
         ["1. primal"], ["right eagerly", "and so: "]),
+    "a look at values": (lambda: jvp_rule(lambda x: x * x if x > 0 else x, lambda p, t:
+        (3 * p[0] if p[0] > 0 else 1) * t[0]), (1.5,), {}, ["1. forward, `x`", "reverse, order",
+        (1, "can't trace it, as it looks at the values of arguments: raised below"),
+        "and so: leaks, residuals", "passed: primal, adjoint, linear"], ["Tracer"]),
     "a first derivative": (no_term_of_y, (1.0, 0.5), {}, ["the term of `y` is missing",
         "and so: reverse, order"], ["no influence"]),
     "a NaN of a rule": (lambda: root_of(lambda y, t: jnp.where(y > 0, t / (2 * y), 0.0)),

@@ -58,8 +58,8 @@ def check_gradients(
         `stop_gradient` of the loss constant. A leaf that is right then is `"stopped"`.
     - For each wrong leaf, the rules in the program are removed (`eqg.custom_*`,
         `jax.custom_*`). If the gradient is right without some rules, the report names them,
-        with the line and the layer of the call. If it is right at points nearby, as beside a
-        tie of `min` or `max`, the report says so.
+        with the line and the layer of the call. If it is right at points nearby, the report
+        names a tie of `min` or `max`.
 
     !!! example
 

@@ -7,15 +7,18 @@ import numpy as np
 
 from .._diagnosis.origins import NumberedLoss, Origin
 from .._diagnosis.report import show_list
-from .._diagnosis.source_lines import UNKNOWN
+from .._diagnosis.source_lines import source_line, UNKNOWN
 from .._errors import place_of
+from .._jaxprs.evaluate import bind
 from ._compare import as_real, norm, tolerance_of
 from ._gradient_report import GradientFault, LeafVerdict
 from ._judge_leaf import Judge
 from ._loss_program import along, LossProgram
 from ._lowest_precision import lowest_precisions
 from ._mistakes import likely_cause
+from ._outcome import outcome
 from ._remove_rules import RuleRemoval
+from ._without_rules import replaced
 
 
 EXPLAIN_NAN = "`eqg.explain_nan` says where it becomes so."
@@ -111,12 +114,13 @@ def faults_of_leaves(
     by_leaf, removed = removal.culprits(wrong_without)
     faults = {}
     for i, kind in kinds.items():
-        reasons, details = by_leaf.get(i, []), []
+        reasons, details, tie = by_leaf.get(i, []), [], ""
         if kind == "wrong" and not reasons and judge.is_right_nearby(i):
-            details.append("right at points nearby, and not at this one")
+            tie = _tie(judge.program)
+            details.append(f"right at points nearby, and not at this one{tie}")
         if removed and i in reverse:
             details.append(_detail(judge, i, reverse, removal.gradient(removed)))
-        faults[i] = _fault(judge, leaves[i], kind, details, reasons, removal.kept)
+        faults[i] = _fault(judge, leaves[i], kind, details, reasons, removal.kept, tie)
     return faults
 
 
@@ -151,6 +155,7 @@ def _fault(
     details: Sequence[str] = (),
     reasons: Sequence[Origin] = (),
     kept: Sequence[Origin] = (),
+    tie: str = "",
 ) -> GradientFault:
     """- `reasons`: the rules that make it wrong. `kept`: the rules that can't be removed."""
     path, source = layer_of_leaf(leaf.leaf, judge.program), UNKNOWN
@@ -171,6 +176,11 @@ def _fault(
         )
     elif kind == "cut":
         cure = "`eqg.explain_zero` says where the gradient becomes zero."
+    elif tie:
+        cure = (
+            "Autodiff takes a half of each side at a tie. Move the point a little, or write "
+            "the function without the comparison."
+        )
     elif kept:
         cure = (
             f"The rule of `{kept[0].primitive}` at {kept[0].source} can't be removed, as JAX "
@@ -181,12 +191,26 @@ def _fault(
         cure = (
             "No rule that can be removed explains it: check the layers one by one. A small "
             "error is usual for an iterative solver and low precision: then pass a larger "
-            "`tolerance`. JAX takes a half of each side at a tie of `min` or `max`."
+            "`tolerance`."
         )
     return GradientFault(
         **source.fields(), leaf=leaf.leaf, kind=kind, primitive=", ".join(names), path=path,
         detail=f"{text[0].upper()}{text[1:]}." if text else "", cure=cure,
     )  # fmt: skip
+
+
+def _tie(program: LossProgram) -> str:
+    """The first comparison of numbers that are equal at this point, outside of loops."""
+    found: list[str] = []
+
+    def compared(eqn, values):
+        if outcome(lambda: bool(np.any(np.equal(*values)))) is True:
+            found.append(f": a tie of `{eqn.primitive.name}` at {source_line(eqn)}")
+        return bind(eqn, values)
+
+    is_compared = lambda eqn: eqn.primitive.name in ("min", "max")
+    replaced(program.own.program, program.own.values, is_compared, compared)
+    return next(iter(found), "")
 
 
 def layer_of_leaf(path: str, program: LossProgram) -> str:

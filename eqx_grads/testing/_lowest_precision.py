@@ -23,6 +23,7 @@ def lowest_precisions(program: ClosedJaxpr, *, opaque: bool = False) -> list[np.
     - `opaque`: count those equations only that `evaluate_in_float64` runs in the precision
         that they were traced with, such as a call of a host function.
     """
+
     def apply(eqn, ins, path):
         program = primal_program(eqn)
         if program is not None:

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from ._compare import differences, side_by_side
@@ -70,6 +71,9 @@ def failed(check: str, where: str, text: str, cause: str = "") -> Finding:
 def broke(check: str, where: str, error: BaseException, cause: str = "") -> Finding:
     """A failure that is an exception."""
     first, details = raised(error)
+    if isinstance(error, jax.errors.ConcretizationTypeError):
+        first = "JAX can't trace it, as it looks at the values of arguments"
+        cause, details = "", f"  {first}: {details.splitlines()[-1].strip()}"
     return Finding(check, FAILED, where, cause=cause, details=details, raised=first)
 
 

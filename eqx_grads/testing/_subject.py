@@ -138,7 +138,10 @@ class FlatFunction:
             names[:] = outputs
             return list(map(jnp.asarray, outputs.values()))
 
-        shapes = jax.eval_shape(run, *self.leaves)
+        try:
+            shapes = jax.eval_shape(run, *self.leaves)
+        except jax.errors.ConcretizationTypeError:  # it looks at values
+            shapes = run(*self.leaves)
         return list(zip(names, shapes, strict=True))
 
     def in_float64(self) -> "FlatFunction":

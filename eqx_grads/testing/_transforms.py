@@ -119,6 +119,9 @@ def _programs(case: Case, e: _Examples) -> Iterator[_Trial]:
         "jit around the function": _jitted(case.subject),
         "jax.checkpoint": jax.checkpoint(e.f, policy=jax.checkpoint_policies.nothing_saveable),
         "cond": lambda *xs: jax.lax.cond(is_true(), e.f, zeros, *xs),
+        "jit in a scan, closed over": lambda *xs: [
+            y[0] for y in jax.lax.map(lambda _: jax.jit(lambda: e.f(*xs))(), jnp.zeros(1))
+        ],
     }
     for name, fn in ways.items():
         yield name, ft.partial(e.derive, fn), lambda: e.eager
