@@ -251,7 +251,7 @@ def test_differences_keep_inside(fn, edge):
 
 
 NO_REFERENCE = {
-    _alone: (": x is another", "the function raises ValueError at arguments that are moved by"),
+    _alone: (": x is another", "the function raises nearby: ValueError"),
     _nan_nearby: ("", "the function is not finite at arguments close by"),
     np.sqrt: ("", "not smooth here"),
 }

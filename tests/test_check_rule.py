@@ -254,6 +254,10 @@ REPORTS = {
     "the primal": (affine_of_primal, (LAYER, jnp.array([1.0, 2.0, 3.0])), {},
         [(1, "it is the value of `layer.bias`: the rule returns the primal"), "and so: "],
         ["it clips", "of a sum it is not", "the sign is wrong"]),
+    "a look at values": (lambda: jvp_rule(lambda x: x * x if x > 0 else x, lambda p, t:
+        (3 * p[0] if p[0] > 0 else 1) * t[0]), (1.5,), {}, ["1. forward, `x`", "reverse, order",
+        (1, "can't trace it, as it looks at the values of arguments: raised below"),
+        "and so: leaks, residuals", "passed: primal, adjoint, linear"], ["Tracer"]),
     "a NaN of a rule": (lambda: root_of(lambda y, t: jnp.where(y > 0, t / (2 * y), 0.0)),
         (jnp.array([0.0, 2.0]),), {"checks": "finite"}, ["a `where` on its"], []),
     "a value by a formula": (lambda: sine(value=lambda x: stopped(jnp.sin(x))), (A,),

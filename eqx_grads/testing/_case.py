@@ -12,7 +12,7 @@ import numpy as np
 from jax import monitoring
 
 from .._rules.custom_vjp import ReverseRules
-from ._compare import as_double, as_real, difference, scale_of
+from ._compare import as_double, relative_error, scale_of, size_of
 from ._differences import Difference, directional
 from ._options import as_names, Options
 from ._oracle import At, in_float64, Side, unless_error
@@ -36,21 +36,17 @@ class Case:
     """A rule, its arguments, the options, and the random directions that a seed gives.
 
     - `own`, `wide`: the function in the user's precision, and in float64.
+    - `reference`: what computes the expected derivatives, in words.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        options: Options,
-        seed: int = 0,
-    ):
+    def __init__(self, fn: Any, args: Any, kwargs: Any, options: Options, seed: int = 0):
         self.options, self.seed = options, seed
-        # A `reference` is a function of arrays: there, a number is a static option.
         names = as_names("check_rule", "nondifferentiable", options.nondifferentiable)
-        own_numbers = options.reference is None
-        self.subject = FlatFunction(fn, args, kwargs, names, own_numbers=own_numbers)
+        is_plain = options.reference is None
+        of = "the function without its rule" if is_plain else "`reference`"
+        self.reference = f"expected: autodiff of {of}"
+        # A `reference` is a function of arrays: there, a number is a static option.
+        self.subject = FlatFunction(fn, args, kwargs, names, own_numbers=is_plain)
         self.own = Side(self.subject, options)
         self.names = self.subject.names
         self.x = self.subject.leaves
@@ -61,44 +57,30 @@ class Case:
         return self.own.outputs
 
     @property
-    def reference(self) -> str:
-        """What computes the expected derivatives, in words."""
-        is_given = self.options.reference is not None
-        return f"autodiff of {'`reference`' if is_given else 'the function without its rule'}"
-
-    @property
     def output_names(self) -> list[str]:
         return [name for name, _ in self.own.named_outputs]
 
     def eager(self, mode: str, number: int = 0) -> "Call":
         """The eager call with this number: calls with two numbers are two calls."""
         if (mode, number) not in self._calls:
-            drawn = self.tangents if mode == "jvp" else self.cotangents
-            run = lambda: eager_call(self.subject, mode, [jnp.asarray(x) for x in drawn[0]])
-            self._calls[mode, number] = outcome(run)
+            drawn = self.tangents[0] if mode == "jvp" else self.cotangents[0]
+            direction = list(map(jnp.asarray, drawn))
+            self._calls[mode, number] = outcome(eager_call, self.subject, mode, direction)
         return unless_error(self._calls[mode, number])
 
-    @ft.cached_property
-    def value(self) -> Any:
-        """The output of a call without derivatives."""
-        return self.subject.fn(*self.subject.args, **self.subject.kwargs)
-
-    def with_seed(self, seed: int) -> "Case":
-        """The same case with other random directions. Compiled programs are shared."""
+    def changed(self, **changes: Any) -> "Case":
+        """The same case with another `seed`, or at another point `x`. Compiled programs are
+        shared."""
         _ = outcome(lambda: self.wide)  # is shared; a check reports an error
         other = copy.copy(self)
-        other.seed = seed
         for name in ("tangents", "cotangents", "scaled", "differences"):
             vars(other).pop(name, None)
+        vars(other).update(changes)
         return other
 
     def nearby(self) -> "Case":
-        """The same case at a point nearby. Compiled programs are shared."""
-        other = copy.copy(self)
-        leaves = list(map(as_double, self.x))
-        other.x = [x + _NEARBY * t for x, t in zip(leaves, self.scaled, strict=True)]
-        vars(other).pop("differences", None)
-        return other
+        pairs = zip(self.x, self.scaled, strict=True)
+        return self.changed(x=[as_double(x) + _NEARBY * t for x, t in pairs])
 
     @ft.cached_property
     def wide(self) -> Side:
@@ -106,37 +88,42 @@ class Case:
         return in_float64(self.own, self.options, at)
 
     @ft.cached_property
-    def _own_derivatives(self) -> dict[str, Any]:
+    def own_derivatives(self) -> dict[str, Any]:
+        """All rows in the user's precision, along the first directions."""
         return self.own.derive(self.tangents[0], self.cotangents[0])
 
+    @ft.cached_property
     def why_no_forward(self) -> str:
         """Why forward mode does not work: a `jax.custom_vjp` does not support it."""
-        text = self._error("jvp")
+        found = self.own_derivatives["jvp"]
+        text = str(found) if isinstance(found, Exception) else ""
         if "`max_rule_calls` is" in text:
             return "it takes more calls of the backward rule than `max_rule_calls`"
-        if "forward-mode" in text:
-            why = "reverse mode only, as for every `jax.custom_vjp`"
-            return f"{why}; `eqx_grads.custom_vjp` has both modes"
-        return ""
+        why = "reverse mode only, as for every `jax.custom_vjp`: see `eqx_grads.custom_vjp`"
+        return why if "forward-mode" in text else ""
 
-    @ft.cached_property
+    @property
     def has_forward(self) -> bool:
-        return bool(self.outputs) and not self.why_no_forward()
+        return not self.why_no_forward
 
-    @ft.cached_property
+    @property
     def has_reverse(self) -> bool:
         """JAX has no reverse mode for a `while_loop`."""
-        return bool(self.outputs) and "everse-mode" not in self._error("vjp")
+        found = self.own_derivatives["vjp"]
+        return not (isinstance(found, Exception) and "everse-mode" in str(found))
+
+    @ft.cached_property
+    def offered(self) -> dict[str, tuple[str, list[str]]]:
+        """What there is to look at, by the rows of a `Side`: its kind, and its names."""
+        offered = {"f": ("value", self.output_names)}
+        offered |= {"jvp": ("tangent", self.output_names)} if self.has_forward else {}
+        return offered | ({"vjp": ("cotangent", self.names)} if self.has_reverse else {})
 
     @property
     def forward_is_of_function(self) -> bool:
         """Whether the rule is for reverse mode only; forward mode is autodiff then."""
         rules = getattr(getattr(self.subject.fn, "__func__", self.subject.fn), "_rules", None)
         return isinstance(rules, ReverseRules) and rules.jvp_rule is None
-
-    def _error(self, mode: str) -> str:
-        found = self._own_derivatives[mode]
-        return str(found) if isinstance(found, Exception) else ""
 
     # ------------------------------------------------------------ directions
 
@@ -177,30 +164,25 @@ class Case:
     def differences(self) -> list[tuple[str, list[Any], Difference]]:
         """The name of a direction, the direction, and the differences along it, without any
         rule: along each leaf, or along all of them together."""
-        n = len(self.scaled)
-        if n > _MAX_LEAVES_ALONE:
-            return [("all leaves", self.scaled, self.along(self.scaled))]
-        alone = [only(self.scaled, [i]) for i in range(n)]
-        return [(name, t, self.along(t)) for name, t in zip(self.names, alone, strict=True)]
-
-    def along(self, tangents: Sequence[Any]) -> Difference:
-        """Differences of the values in float64; rules change no values."""
-        leaves = list(map(as_double, self.x))
-        value = lambda *xs: self.wide.value(xs)
-        return directional(value, leaves, tangents, self.wide.rounded_to)
+        ways = [(name, only(self.scaled, [i])) for i, name in enumerate(self.names)]
+        if len(ways) > _MAX_LEAVES_ALONE:
+            ways = [("all leaves", self.scaled)]
+        # In float64; rules change no values.
+        leaves, side = list(map(as_double, self.x)), self.wide
+        value = lambda *xs: side.one("value", side.rows["f"], At(xs))
+        return [(name, t, directional(value, leaves, t, side.rounded_to)) for name, t in ways]
 
     # ------------------------------------------------------------ tolerances
 
-    def admitted(self, *, exact: bool = False, order: int = 1) -> float:
+    def admitted(self, *, exact: bool = False) -> float:
         """The relative error in float64 that rounding explains.
 
         - `exact`: whether the reference is autodiff, and good to 1e-15 in float64.
         """
-        tolerance = self.wide.tolerance
         is_double = all(jnp.finfo(x.dtype).bits == 64 for x in self.subject.leaves)
         if self.options.tolerance is None and is_double and self.wide.lowest is None:
-            tolerance = _STRICT if exact else _BY_DIFFERENCES
-        return tolerance * (10 if order > 1 else 1)
+            return _STRICT if exact else _BY_DIFFERENCES
+        return self.wide.tolerance
 
     def measured(self, noise: float) -> float:
         """The number to add to a tolerance for rounding errors of this size."""
@@ -210,13 +192,12 @@ class Case:
     def noise(self, row: str, direction: Any = None) -> float:
         """The rounding error of a row in the user's precision, relative to its size. If that
         is double, by how much it differs from a smooth function."""
+        at = lambda x=None, side=None: self.derivative(row, direction, x, side)
         if self.own is self.wide:
-            return self._roughness(lambda x: self.derivative(row, direction, x))
-        runs = [lambda s=s: self.derivative(row, direction, None, s) for s in (None, self.own)]
-        exact, rounded = map(outcome, runs)
-        if isinstance(exact, Exception) or isinstance(rounded, Exception):
-            return 0.0
-        return difference(exact, rounded, [""] * len(exact), entrywise=False).error
+            found = outcome(self._roughness, at)
+        else:
+            found = outcome(lambda: relative_error(at(), at(side=self.own), entrywise=False))
+        return 0.0 if isinstance(found, Exception) else found
 
     def _roughness(self, fn: Callable[[list[Any]], list[Any]]) -> float:
         """The relative error of a function that rounding explains, from second differences
@@ -225,19 +206,17 @@ class Case:
         leaves = list(map(as_double, self.x))
         signs = [rng.choice([-1.0, 1.0], x.shape) for x in leaves]
         at = lambda k: [x * (1 + k * 1e-6 * s) for x, s in zip(leaves, signs, strict=True)]
-        values = [outcome(fn, at(k)) for k in range(-2, 3)]
-        if any(isinstance(v, Exception) for v in values):
-            return 0.0
-        errors = []
-        with np.errstate(all="ignore"):
-            for before, here, after in zip(values, values[1:], values[2:], strict=False):
+        values = [fn(at(k)) for k in range(-2, 3)]
+        errors = [0.0]
+        for before, here, after in zip(values, values[1:], values[2:], strict=False):
+            with np.errstate(all="ignore"):
                 middle = [(a + b) / 2 for a, b in zip(before, after, strict=True)]
-                errors.append(difference(here, middle, [""] * len(here)).error)
-        return max((e for e in errors if np.isfinite(e)), default=0.0)
+                errors.append(relative_error(here, middle))
+        return max(e for e in errors if np.isfinite(e))
 
 
 def are_finite(arrays: Sequence[Any]) -> bool:
-    return all(np.all(np.isfinite(as_real(x))) for x in arrays)
+    return all(np.isfinite(size_of(x)) for x in arrays)
 
 
 # ---------------------------------------------------------------- eager calls
@@ -263,31 +242,27 @@ class Call(NamedTuple):
 
 def eager_call(subject: FlatFunction, mode: str, direction: Sequence[Any]) -> Call:
     """The call in forward mode (`"jvp"`) or reverse mode (`"vjp"`) along random directions."""
-    kept: dict[str, Any] = {}
+    static: list[Any] = []
+    compiled: list[str] = []
 
     def run(*leaves):
-        flat, kept["tree"] = jax.tree.flatten(subject.call(leaves))
-        outs, rest = eqx.partition(flat, is_output)
-        arrays, kept["static"] = eqx.partition(rest, lambda x: isinstance(x, jax.Array))
-        kept["at"] = [i for i, x in enumerate(outs) if x is not None]
-        return [outs[i] for i in kept["at"]], arrays
+        outputs, rest = eqx.partition(subject.call(leaves), is_output)
+        arrays, static[:] = eqx.partition([rest], lambda x: isinstance(x, jax.Array))
+        return outputs, arrays
 
-    compiled: list[str] = []
     count = lambda event, duration_secs, **_: compiled.extend([event] * (event == _COMPILED))
     monitoring.register_event_duration_secs_listener(count)
     try:
         if mode == "jvp":
-            out, derivative, rest = jax.jvp(run, subject.leaves, direction, has_aux=True)
+            out, moved, rest = jax.jvp(run, subject.leaves, direction, has_aux=True)
+            derivative = jax.tree.leaves(moved)
         else:
             out, pull, rest = jax.vjp(run, *subject.leaves, has_aux=True)
             # The rule may return another value than the function, which `primal` reports.
-            fits = [x.shape for x in out] == [w.shape for w in direction]
-            w = direction if fits else [x.at[...].set(1) for x in out]
-            derivative = outcome(lambda: list(pull(w)))
+            tree = jax.tree.structure(out)
+            derivative = outcome(lambda: list(pull(jax.tree.unflatten(tree, direction))))
         jax.block_until_ready((out, [] if isinstance(derivative, Exception) else derivative))
     finally:
         monitoring.unregister_event_duration_listener(count)
-    flat = eqx.combine(rest, kept["static"])
-    for i, x in zip(kept["at"], out, strict=True):
-        flat[i] = x
-    return Call(jax.tree.unflatten(kept["tree"], flat), list(out), derivative, len(compiled))
+    (value,) = eqx.combine([out], rest, static)
+    return Call(value, jax.tree.leaves(out), derivative, len(compiled))

@@ -12,38 +12,18 @@ from jaxtyping import PyTree
 from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.opaque import no_gradient
 from .._diagnosis.progress import doing, showing_progress
-from .._diagnosis.report import show_list
 from .._errors import bad_argument, check_flags, first_line, name_of, rule_error
-from .._zero_safe.zero_safe import ZeroSafe
-from ._compare import as_real, norm, tolerance_in_float64, tolerance_of
-from ._gradient_faults import EXPLAIN_NAN, fault_of_value, faults_of_leaves, layer_of_leaf
-from ._gradient_report import (
-    GradientFault,
-    GradientReport,
-    LeafVerdict,
-    RIGHT,
-    SKIPPED,
-    STOPPED,
-    UNMEASURED,
-    WRONG,
-)
+from ._compare import tolerance_in_float64
+from ._gradient_faults import fault_of_value, faults_in_own_precision, faults_of_leaves
+from ._gradient_report import GradientReport, LeafVerdict, RIGHT, SKIPPED, STOPPED, WRONG
 from ._judge_leaf import Judge
 from ._loss_program import CALLER, LossProgram, trace
-from ._lowest_precision import lowest_precisions
 from ._options import as_names, as_seed, check_tolerance
 from ._outcome import outcome
-from ._slope import SHORTEST_STEP
 from ._subject import is_part_of
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
-
-_LOST = 30.0  # times what rounding explains is worth a remark
-_DROPPED = (
-    "`zero_safe` drops the derivative of what a `where` does not take. On the boundary of a "
-    "mask, such as at `x == 0`, the function may have another derivative: "
-    "`eqg.explain_nan` of the function inside says what is dropped."
-)
 
 
 def check_gradients(
@@ -157,8 +137,7 @@ def check_gradients(
     """
     check_flags(CALLER, raises=raises)
     check_tolerance(CALLER, tolerance)
-    as_names(CALLER, "skip", skip)
-    seed = as_seed(CALLER, seed)
+    skip, seed = as_names(CALLER, "skip", skip), as_seed(CALLER, seed)
     if type(order) is not int or order not in (1, 2):
         do = "Use 1 for the gradient, or 2 for the second derivative."
         raise bad_argument(CALLER, "order", "1 or 2", order, do)
@@ -182,59 +161,42 @@ def _report(loss, again, skip, tolerance, seed, order) -> GradientReport:
     numbers: dict[str, object] = {"seed": seed, "precision": str(low or "float64")}
     numbers["tolerance"] = tolerance
     if fault := fault_of_value(loss, program):
-        leaves = [LeafVerdict(path, UNMEASURED) for path in program.names]
+        leaves = [LeafVerdict(path) for path in program.names]
         return GradientReport(title, leaves, [fault], numbers, remarks)
     judge = Judge(program, tolerance, modes, seed)
-    bad: dict[int, GradientFault] = {}
-    if judge.gradient is not None:
-        bad, more = _in_own_precision(program, judge.gradient, kept)
-        remarks += more
+    faults, lost = faults_in_own_precision(program, judge.gradient, kept)
+    remarks += lost
     leaves = []
     for i, name in enumerate(program.names):
         doing("looking at leaf", i, len(program.names))
-        if i not in kept or i in bad or judge.leaves[i].size == 0:
-            verdict = SKIPPED if i not in kept else WRONG if i in bad else RIGHT
-            leaves.append(LeafVerdict(name, verdict))
-        else:
-            leaves.append(judge.judge(i))
+        known = SKIPPED if i not in kept else WRONG if i in faults else ""
+        known = known or (RIGHT if judge.leaves[i].size == 0 else "")
+        leaves.append(LeafVerdict(name, known) if known else judge.judge(i))
     doing("looking for the rules that are wrong")
     wrong = {i for i, leaf in enumerate(leaves) if leaf.verdict == WRONG}
-    of_leaves = {**bad, **faults_of_leaves(judge, leaves, wrong - set(bad), again)}
-    found = [of_leaves[i] for i in sorted(of_leaves)]
-    if judge.unsettled:
-        remarks.append(
-            "The differences have no slope that the gradient could be compared with, down to "
-            f"{SHORTEST_STEP:.0e} of an entry: {show_list(judge.unsettled, 6)}. The loss is "
-            "chaotic, noisy, or turns within such a step."
-        )
+    faults |= faults_of_leaves(judge, leaves, wrong - set(faults), again)
     if any(leaf.verdict == STOPPED for leaf in leaves):
         remarks.append(f"`stop_gradient` is called at {', '.join(program.stops[:4])}.")
-    remarks += [_DROPPED] * (bool(found) and isinstance(loss, ZeroSafe))
     numbers["evaluations"] = program.evaluations
-    return GradientReport(title, leaves, found, numbers, remarks)
+    return GradientReport(title, leaves, [faults[i] for i in sorted(faults)], numbers, remarks)
 
 
 def _kept(skip: Collection[str], names: Sequence[str]) -> set[int]:
     """The leaves that are not skipped."""
     kept = set(range(len(names)))
-    for pattern in as_names(CALLER, "skip", skip):
+    for pattern in skip:
         glob = pattern.replace("[", "[[]")
         matches = lambda name, p=pattern, g=glob: is_part_of(name, p) or fnmatchcase(name, g)
         hits = {i for i, name in enumerate(names) if matches(name)}
-        if not hits:
+        kept -= hits
+        if not hits or not kept:
+            what = f"names a leaf that the model does not have: `{pattern}`"
             raise rule_error(
-                f"`skip` names a leaf that the model does not have: `{pattern}`.",
+                f"`skip` {'makes it skip all leaves' if hits else what}.",
                 f"its leaves are {', '.join(names[:20])}",
                 do="Name leaves by their paths, layers by the start of a path, or several with "
                 "`*`.",
             )
-        kept -= hits
-    if not kept:
-        raise rule_error(
-            "`check_gradients` was asked to skip all leaves.",
-            f"they are {', '.join(names[:20])}",
-            do="Leave some of them out of `skip`, or check the rule alone by `check_rule`.",
-        )
     return kept
 
 
@@ -250,56 +212,10 @@ def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:
         error = outcome(run)
         if not isinstance(error, Exception):
             modes.append(mode)
-        elif f"{mode}-mode" in str(error).lower():
+        elif f"{mode}-mode" in str(error).lower() and (modes or mode == "reverse"):
             remarks.append(f"There is no {mode} mode: {first_line(error)}")
+        elif isinstance(error, jax.errors.JaxRuntimeError):  # of the loss
+            raise error
         else:
-            is_of_loss = isinstance(error, jax.errors.JaxRuntimeError)
-            cause = error if is_of_loss else no_gradient(loss, program.traced, error)
-            raise cause from error
-    if not modes:
-        raise rule_error(
-            "`check_gradients` was given a loss without derivatives.",
-            *remarks,
-            do="See `eqg.custom_vjp` for a rule, and `eqg.filter_scan` for a loop.",
-        )
+            raise no_gradient(loss, program.traced, error) from error
     return modes, remarks
-
-
-def _in_own_precision(
-    program: LossProgram, gradient: Sequence[Any], kept: set[int]
-) -> tuple[dict[int, GradientFault], list[str]]:
-    """The faults of leaves whose gradient is not finite, in float64 or in the user's precision,
-    or is zero in half precision only, whatever the differences are; and remarks on leaves that
-    lose much there."""
-    value, own = program.own_gradient or (program.value(), gradient)
-    lowest = program.lowest_of_user or np.dtype(float)
-    rounding = lambda dtype: tolerance_of([np.zeros((), dtype or float)])
-    in_rules = lowest_precisions(program.programs["gradient"])
-    faults, lost = {}, []
-    for i in sorted(kept):
-        name, exact, of_user = program.names[i], as_real(gradient[i]), as_real(own[i])
-        fault = ft.partial(GradientFault, leaf=name, path=layer_of_leaf(name, program))
-        size, is_finite = norm(exact), bool(np.all(np.isfinite(exact)))
-        if not (is_finite and np.all(np.isfinite(of_user))):
-            dtype, at = (lowest, float(value)) if is_finite else ("float64", program.value())
-            what = "NaN" if np.any(np.isnan(of_user)) else "infinite"
-            shown = "finite" if np.isfinite(at) else at
-            text = f"In {dtype}, entries of the gradient are {what}, and the loss is {shown}."
-            faults[i] = fault(kind="not finite", detail=text, cure=EXPLAIN_NAN)
-            continue
-        if lowest.itemsize < 4 and np.any(exact) and not np.any(of_user):
-            text = f"In {lowest}, the gradient is zero; in float64, it is {size:.1g}."
-            cure = "Multiply the loss by a large number, and divide the gradient by it."
-            faults[i] = fault(kind="cut", detail=text, cure=cure)
-            continue
-        error = norm(of_user - exact) / size if size else 0.0
-        if rounding(in_rules[i]) > rounding(lowest) and error > rounding(lowest):
-            text = (
-                f"A rule rounds to {in_rules[i]}, and the loss to {lowest}: off by {error:.1g}."
-            )
-            faults[i] = fault(kind="wrong", detail=text, cure="Try `eqgt.check_rule`.")
-        elif error > _LOST * rounding(lowest):
-            lost.append((error, name))
-    worst = [f"{name} ({error:.1g})" for error, name in sorted(lost, reverse=True)]
-    text = f"In {lowest}, rounding changes the gradient. Its relative error"
-    return faults, [f"{text}: {show_list(worst, 6)}."] * bool(lost)

@@ -1,7 +1,8 @@
 """The distance of two lists of arrays: a relative two-norm, independent of their sizes."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -60,6 +61,15 @@ def norm(x: Any) -> float:
         if scale == 0 or not np.isfinite(scale):
             return float(scale)
         return float(scale * np.linalg.norm((x / scale).ravel()))
+
+
+def size_of(x: Any) -> float:
+    """The two-norm of an array of numbers."""
+    return norm(as_real(x))
+
+
+def size_of_all(arrays: Iterable[Any]) -> float:
+    return norm(np.array(list(map(size_of, arrays))))
 
 
 def scale_of(x: Any, least: float = 0.0) -> np.ndarray:
@@ -135,6 +145,10 @@ def difference(*args: Any, **kwargs: Any) -> Difference:
     return differences(*args, **kwargs)[0]
 
 
+def relative_error(expected: Sequence[Any], got: Sequence[Any], **options: Any) -> float:
+    return difference(expected, got, [""] * len(expected), **options).error
+
+
 def _finite(x):
     return np.where(np.isfinite(x), x, 0.0)
 
@@ -142,12 +156,11 @@ def _finite(x):
 def _error(want, have, entrywise, scale) -> float:
     odd = ~np.isfinite(want)
     if want.shape != have.shape or not np.array_equal(want[odd], have[odd], equal_nan=True):
-        return float("inf")
-    if not np.all(np.isfinite(have[~odd])):
-        return float("inf")
+        return math.inf
     want, have = _finite(want), np.where(odd, 0.0, have)
-    gap = have - want
-    size = norm(want) + scale
+    gap, size = have - want, norm(want) + scale
+    if not np.all(np.isfinite(gap)):
+        return math.inf
     if size == 0:
         return norm(gap)
     error = norm(gap) / size
@@ -246,13 +259,12 @@ def unlike(x: Any, y: Any) -> str | None:
     if is_number(x) != is_number(y):
         return f"got {type(x).__name__}, expected {type(y).__name__}"
     if is_number(x):
-        for what, of in (("shape", np.shape), ("dtype", jnp.result_type)):
-            if of(x) != of(y):
-                return f"got {what} {of(x)}, expected {of(y)}"
-        return None
+        one, other = ((np.shape(v), jnp.result_type(v)) for v in (x, y))
+        what = "shape" if one[0] != other[0] else "dtype"
+        i = int(what == "dtype")
+        return f"got {what} {one[i]}, expected {other[i]}" if one != other else None
     if isinstance(x, jax.Array) and isinstance(y, jax.Array):
-        one, other = map(jax.random.key_data, (x, y))
-        same = x.dtype == y.dtype and np.array_equal(one, other)
+        same = x.dtype == y.dtype and np.array_equal(*map(jax.random.key_data, (x, y)))
     else:
         same = x is y or bool(x == y)
     return None if same else f"got {x!r}, expected {y!r}"
@@ -263,31 +275,19 @@ _WIDTH = 13  # of a column of numbers, at least
 
 def side_by_side(worst: Difference, n: int = 4) -> str:
     """A table of the entries that differ most."""
-    want, have = np.atleast_1d(worst.expected), np.atleast_1d(worst.got)
+    want, have = (np.atleast_1d(as_double(x)) for x in (worst.expected, worst.got))
     if want.shape != have.shape:
         return f"  expected shape {want.shape}, got {have.shape}"
     with np.errstate(invalid="ignore", over="ignore"):
-        gap = np.abs(have.astype(complex) - want.astype(complex)).ravel()
-    gap = np.where(np.isnan(gap), np.inf, gap)
+        gap = np.nan_to_num(np.abs(have - want), nan=np.inf, posinf=np.inf)
     # Both may be infinite, or NaN.
-    gap[((want == have) | ((want != want) & (have != have))).ravel()] = 0.0
+    gap[(want == have) | (np.isnan(want) & np.isnan(have))] = 0.0
     rows = [("entry", "expected", "got")]
-    for i in np.argsort(-gap, kind="stable")[:n]:
+    for i in np.argsort(-gap.ravel(), kind="stable")[:n]:
         place = np.unravel_index(i, want.shape)
-        rows.append((str([int(k) for k in place]), *_numbers(want[place], have[place])))
+        # As many digits as show that they differ.
+        texts = [[f"{x[place]:.{digits}g}" for x in (want, have)] for digits in (7, 17)]
+        rows.append((str([int(k) for k in place]), *texts[texts[0][0] == texts[0][1]]))
     size = max(_WIDTH, *(len(text) for row in rows for text in row[1:]))
     entry = lambda text: f"  {text:>{_WIDTH + 1}}" if worst.expected.ndim else ""
     return "\n".join(f"{entry(e)}  {left:>{size}}  {right:>{size}}" for e, left, right in rows)
-
-
-def _numbers(want: Any, have: Any) -> tuple[str, str]:
-    """Two numbers, with as many digits as show that they differ."""
-    pairs = [(_short(want, digits), _short(have, digits)) for digits in (7, 17)]
-    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
-
-
-def _short(x: Any, digits: int) -> str:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return str(x)
-    # A scalar of `bfloat16` does not have its own format.
-    return f"{complex(x) if np.iscomplexobj(x) else float(x):.{digits}g}"

@@ -7,8 +7,8 @@ user's precision, it is compared with itself, as only rounding is left to look a
 """
 
 import dataclasses
-import functools as ft
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -17,10 +17,9 @@ import numpy as np
 from .._jaxprs.operands import fill
 from .._jaxprs.structure import holds
 from ._case import are_finite, Case
-from ._compare import as_real, difference, norm, pairing, SMALL_IN_FLOAT64
-from ._differences import FailsNearby
+from ._compare import difference, pairing, size_of, SMALL_IN_FLOAT64
 from ._mistakes import Mistake
-from ._outcome import in_one_line, outcome
+from ._outcome import outcome, raised
 from ._random_tangents import only
 from ._report import broke, compare, FAILED, failed, Finding, NO_REFERENCE, PASSED, skipped
 from ._subject import fitted
@@ -34,9 +33,9 @@ _LARGE = 2.0**12  # cotangents are so much larger than those that are drawn
 
 def forward(case: Case) -> Iterator[Finding]:
     """Forward mode against its reference."""
-    if why := case.why_no_forward():
+    if why := case.why_no_forward:
         yield skipped("forward", why)
-    elif case.outputs:
+    else:
         yield from _check(case, "forward")
 
 
@@ -44,7 +43,7 @@ def reverse(case: Case) -> Iterator[Finding]:
     """Reverse mode against its reference."""
     if case.has_reverse:
         yield from _check(case, "reverse")
-    elif case.outputs:
+    else:
         why = "JAX says that this function has no reverse mode"
         do = 'where that is meant, say `skip=("reverse",)`'
         yield failed("reverse", "reverse mode", f"{why}; {do}")
@@ -68,7 +67,7 @@ class _Mode:
     """
 
     def __init__(self, case: Case, check: str):
-        self.check, self.case, options = check, case, case.options
+        self.check, self.case = check, case
         self.is_forward = check == "forward"
         self.row = "jvp" if self.is_forward else "vjp"
         self.expected = f"{self.row} expected"
@@ -76,25 +75,20 @@ class _Mode:
             (case.tangents, case.names, case.subject.leaves, "tangents") if self.is_forward
             else (case.cotangents, case.output_names, case.outputs, "cotangents")
         )  # fmt: skip
-        self.directions = [("all", d) for d in self.drawn[:_RANDOM]]
-        if len(names) <= _ALONE:
-            self.directions = [
-                (name, only(self.drawn[k], [i])) for k in range(_RANDOM)
-                for i, name in enumerate(names) if k < values[i].size
-            ]  # fmt: skip
-        if (given := getattr(options, option)) is not None:
+        alone = [
+            (name, only(drawn, [i])) for k, drawn in enumerate(self.drawn[:_RANDOM])
+            for i, name in enumerate(names) if k < values[i].size
+        ]  # fmt: skip
+        together = [("all", d) for d in self.drawn[:_RANDOM]]
+        self.directions = alone if len(names) <= _ALONE else together
+        if (given := getattr(case.options, option)) is not None:
             given = fitted(option, given, values, names)
             self.directions.append((f"the {option} given", given))
 
-    def labels(self, names: Iterable[str], leaves: Sequence[str] = ()) -> list[str]:
-        """The names of derivatives along these directions: the leaf, and the output if there
-        are several."""
-        outs = self.case.output_names
-        if self.is_forward:
-            pairs = [(name, out) for name in names for out in outs]
-        else:
-            pairs = [(leaf, name) for name in names for leaf in leaves or self.case.names]
-        return [f"{leaf} (in {out})" if len(outs) > 1 else leaf for leaf, out in pairs]
+    def labels(self, pairs: Iterable[tuple[str, str]]) -> list[str]:
+        """The names of derivatives: the leaf, and the output if there are several."""
+        is_one = len(self.case.outputs) == 1
+        return [leaf if is_one else f"{leaf} (in {out})" for leaf, out in pairs]
 
     def along(self, directions: Iterable[_Arrays], row: str = "") -> _Arrays:
         """The derivative by the rule, or another row, in float64."""
@@ -104,7 +98,9 @@ class _Mode:
         """With what is expected. `factor`: multiplies the directions."""
         case = self.case
         directions = [[(x * factor).astype(x.dtype) for x in d] for _, d in self.directions]
-        names = self.labels(name for name, _ in self.directions)
+        ways = [name for name, _ in self.directions]
+        ends = itertools.product(ways, case.output_names if self.is_forward else case.names)
+        names = self.labels(ends if self.is_forward else ((b, a) for a, b in ends))
         want, got = (self.along(directions, row) for row in (self.expected, self.row))
         wider = lambda: case.measured(case.noise(self.expected, self.drawn[0]))
         return compare(
@@ -113,7 +109,7 @@ class _Mode:
             cause=None if factor == 1 else "as if a bound were missing or had another value",
             wider=wider if case.own is case.wide else None,
             mistakes=lambda: self._mistakes(directions, names, want),
-            reference=case.reference,
+            note=case.reference,
             primals=None if self.is_forward else case.subject.leaves * len(directions),
             small=SMALL_IN_FLOAT64,
         )  # fmt: skip
@@ -129,37 +125,28 @@ class _Mode:
                 yield Mistake(f"the {along} was conjugated", x)
                 yield Mistake(f"what multiplies the {along} was conjugated", x.conj())
         # The results of the other mode for these directions, where the spaces are the same.
-        spaces = [[(x.shape, x.dtype)] for x in case.subject.leaves]
-        outputs = [(x.shape, x.dtype) for x in case.outputs]
-        for i in (i for i, space in enumerate(spaces) if space == outputs):
-            for d in directions:
-                if self.is_forward:
-                    x = case.derivative("vjp expected", [d[i]])[i]
-                else:
-                    tangents = fill(only(case.subject.leaves, []), [i], [d[0]])
-                    x = case.derivative("jvp expected", tangents)[0]
-                yield Mistake("transposed: a Jacobian and its transpose were confused", x)
+        space = lambda xs: [(x.shape, x.dtype) for x in xs]
+        leaves, outputs = case.subject.leaves, space(case.outputs)
+        same = [i for i, x in enumerate(leaves) if space([x]) == outputs]
+        for i, d in itertools.product(same, directions):
+            if self.is_forward:
+                x = case.derivative("vjp expected", [d[i]])[i]
+            else:
+                tangents = fill(only(case.subject.leaves, []), [i], [d[0]])
+                x = case.derivative("jvp expected", tangents)[0]
+            yield Mistake("transposed: a Jacobian and its transpose were confused", x)
 
-    def differences(self) -> tuple[_Arrays, list[float], list[str], Callable[..., _Arrays]]:
-        """The arrays from differences, their errors, their names, and a function that
-        returns a derivative in the same form: along the directions of differences, and in
-        reverse mode `<v, J' w>`."""
-        found = self.case.differences
-        leaves = [name for name, *_ in found]
-        if self.is_forward:
-            want = [x for *_, d in found for x in d.tangents_out]
-            errors = [error for *_, d in found for error in d.errors]
-            of = lambda row: self.along([t for _, t, _ in found], row)
-            return want, errors, self.labels(leaves), of
-        ws = [w for _, w in self.directions]
+    def differences(self) -> tuple[_Arrays, list[float], list[str], Callable[[str], _Arrays]]:
+        """`<w, J t>` by differences, for the cotangents `w` of reverse mode and the directions
+        `t` of differences: the numbers, their errors, their names, and the numbers of a row."""
+        found, ways = self.case.differences, _Mode(self.case, "reverse").directions
+        terms = [(w, t, d) for _, w in ways for _, t, d in found]
         pair = lambda xs, ys: np.asarray(pairing(xs, ys))
-        want = [pair(d.tangents_out, w) for w in ws for *_, d in found]
-        errors = [sum(e * norm(as_real(x)) for e, x in zip(d.errors, w, strict=True))
-                  for w in ws for *_, d in found]  # fmt: skip
-        of = lambda row: [
-            pair(cts, t) for w in ws for cts in [self.along([w], row)] for _, t, _ in found
-        ]  # fmt: skip
-        return want, errors, self.labels((name for name, _ in self.directions), leaves), of
+        want = [pair(d.tangents_out, w) for w, _, d in terms]
+        errors = [float(np.dot(d.errors, list(map(size_of, w)))) for w, _, d in terms]
+        names = self.labels((leaf, out) for out, _ in ways for leaf, *_ in found)
+        ends = [(t, w) if self.is_forward else (w, t) for w, t, _ in terms]
+        return want, errors, names, lambda row: [pair(self.along([a], row), b) for a, b in ends]
 
 
 # ---------------------------------------------------------------- in float64
@@ -170,8 +157,6 @@ def judge(case: Case, check: str) -> tuple[Finding, bool]:
     mode, options = _Mode(case, check), case.options
     # A bound of an expected cotangent may lie far from the cotangents that are drawn.
     is_bounded = options.nonlinear and options.reference is not None and not mode.is_forward
-    found: Any = None
-    is_passed = False
     for factor in (1, _LARGE, 1 / _LARGE) if is_bounded else (1,):
         found = outcome(mode.compare, factor)
         is_passed = getattr(found, "verdict", "") == PASSED
@@ -186,13 +171,13 @@ def judge(case: Case, check: str) -> tuple[Finding, bool]:
             return skipped(check, f"`reference` has no {check} mode"), False
         return broke(check, "the derivative that is expected", found), False
     if mode.is_forward and case.forward_is_of_function:
-        cause = (
-            "forward mode is the derivative of the function, as of every `custom_vjp`\n"
-            "  without a `def_jvp`. Give it one, or skip what has forward mode:\n"
-            '  `skip=("forward", "adjoint", "order")`'
-        )
-        return dataclasses.replace(found, cause=cause), False
+        found = dataclasses.replace(found, cause=_OF_FUNCTION)
     return found, is_passed
+
+
+_OF_FUNCTION = """forward mode is the derivative of the function, as of every `custom_vjp`
+  without a `def_jvp`. Give it one, or skip what has forward mode:
+  `skip=("forward", "adjoint", "order")`"""
 
 
 def _against_differences(
@@ -204,23 +189,18 @@ def _against_differences(
 
     - `found`: the verdict of autodiff, or what it raises.
     """
-    error, autodiff = (found, None) if isinstance(found, Exception) else (None, found)
+    autodiff = None if isinstance(found, Exception) else found
     steps = outcome(mode.differences)
     # A derivative of zero may come from a `stop_gradient`, as in a solver.
     of_autodiff = [] if autodiff is None else mode.along(mode.drawn[:1], mode.expected)
     is_zero = autodiff is not None and not any(map(np.any, of_autodiff))
-    is_error = isinstance(steps, Exception)
-    doubts = [] if is_error else [d.why for *_, d in case.differences if not d.is_trusted]
-    if is_error or doubts:
+    known = [] if isinstance(steps, Exception) else [d for *_, d in case.differences]
+    doubts = [d.why for d in known if not d.is_trusted]
+    if doubts or not known:
         if autodiff is not None and not is_zero:
             return autodiff, True
-        why = [f"autodiff without the rule raises {type(error).__name__}"] if error else []
-        if isinstance(steps, FailsNearby):
-            why = [str(steps)]
-        elif is_error:
-            why += [f"finite differences raise {in_one_line(steps)}"]
-        why += doubts[:1]
-        return skipped(mode.check, f"{NO_REFERENCE}: {', and '.join(why)}"), False
+        why = doubts[0] if doubts else raised(steps)[0].removeprefix("FailsNearby: ")
+        return skipped(mode.check, f"{NO_REFERENCE}: {why}"), False
     want, errors, names, derivative = steps
     # Along one direction, a few entries may be off by more than all of them are.
     tolerance = case.admitted() * (1 if autodiff is None else 3)
@@ -230,11 +210,11 @@ def _against_differences(
         if gap.error <= tolerance:
             return autodiff, True
     have = derivative(mode.row)
-    is_rounded = any(d.is_rounded for *_, d in case.differences)
+    is_rounded = any(d.is_rounded for d in known)
     of = f"of values in {case.wide.rounded_to or 'float32'}" if is_rounded else "in float64"
     is_missing = any(not np.any(h) and np.any(w) for w, h in zip(want, have, strict=True))
     finding = compare(
-        mode.check, "", want, have, names, tolerance, reference=f"finite differences {of}",
+        mode.check, "", want, have, names, tolerance, note=f"expected: finite differences {of}",
         scale=scale, cause=_OF_A_STOP if is_zero and not is_missing else None,
     )  # fmt: skip
     return finding, False
@@ -269,22 +249,13 @@ def _in_own_precision(case: Case, mode: _Mode, is_expected: bool) -> Iterator[Fi
             if ct.dtype != x.dtype:
                 text = f"the cotangent of {name} has dtype {ct.dtype}, {name} has {x.dtype}"
                 yield failed("reverse", name, text)
-    if own is case.wide:
-        return
-    want = mode.along(directions)
-    if not are_finite(want):
-        yield skipped(mode.check, "no reference in your own precision")
+    if own is case.wide or not are_finite(want := mode.along(directions)):
         return
     names = case.output_names if mode.is_forward else case.names
-    row = mode.expected if is_expected else mode.row
-    noise = ft.cache(lambda: max(case.noise(row, d) for d in directions))
-    finding = compare(
-        mode.check, "in your own precision", want, have, names * len(directions), own.tolerance,
-        wider=lambda: case.measured(noise()),
+    noise = lambda row: max(case.noise(row, d) for d in directions)
+    wider = lambda: 10 * noise(mode.expected) if is_expected else case.measured(noise(mode.row))
+    yield compare(
+        mode.check, "in your own precision", want, have, names * len(directions),
+        own.tolerance, wider=wider,
         note=f"right in float64, wrong in {case.subject.leaves[0].dtype}",
     )  # fmt: skip
-    is_wrong = finding.verdict == FAILED
-    if is_wrong and is_expected and (finding.error or np.inf) <= 10 * noise():
-        why = f"rounding changes plain autodiff by {noise():.0e} of its size"
-        finding = skipped(mode.check, f"not compared in your own precision: {why}")
-    yield finding

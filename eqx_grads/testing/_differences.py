@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import check_function
-from ._compare import as_double, as_real, norm
-from ._outcome import in_one_line, outcome
+from ._compare import as_double, norm, size_of, size_of_all
+from ._outcome import outcome, raised
 from ._slope import central_slope, one_sided_slope, Samples, Slope
 from ._subject import double_precision, FlatFunction
 
 
-_NEAR = 2.0**-20  # how far `FailsNearby` says that the arguments were moved
 _TRUSTED = 1e-3  # the largest error of differences that are a reference, relative to them
 _ZERO = 1e-5  # or relative to the values: a smaller derivative may be zero
 
@@ -69,33 +68,23 @@ def directional(
         return known[h]
 
     slopes, is_rounded = [], False
-    for i in range(len(known[0.0])):
+    for i, x in enumerate(known[0.0]):
         at = lambda h, i=i: values_at(h)[i]
         eps = float(jnp.finfo(rounded_to or here[i].dtype).eps)
         if eps > np.finfo(float).eps:
             eps, is_rounded = max(eps, _grain(at)) / 8, True
-        slope = _slope(Samples(lambda steps, at=at: map(at, steps), eps))
-        values = [x[i] for x in known.values()]
-        if all(np.array_equal(x, values[0]) for x in values):
-            slope = Slope(0 * values[0], 0.0)  # what does not change at all has no error
+        slope = _slope(Samples(at, eps))
+        if all(np.array_equal(values[i], x) for values in known.values()):
+            slope = Slope(0 * x, 0.0)  # what does not change at all has no error
         slopes.append(slope)
-    finite = [xs for xs in known.values() if all(np.all(np.isfinite(x)) for x in xs)]
-    is_moved = lambda xs: any(np.any(x != y) for x, y in zip(xs, known[0.0], strict=True))
+    finite = [xs for xs in known.values() if np.isfinite(size_of_all(xs))]
+    is_moved = lambda xs: not all(map(np.array_equal, xs, known[0.0]))
     if errors and not any(map(is_moved, finite)):
-        kind, _, message = in_one_line(errors[-1]).partition(": ")
-        text = (
-            f"the function raises {kind} at arguments that are moved by {_NEAR:.0e} of their "
-        )
-        raise FailsNearby(f"{text}size{message and ': '}{message}")
-    found = [
-        np.broadcast_to(np.asarray(s.value), x.shape)
-        for s, x in zip(slopes, known[0.0], strict=True)
-    ]
-    error, size, size_of_values = (
-        norm(np.array([norm(as_real(x)) for x in xs]))
-        for xs in ([s.error for s in slopes], found, known[0.0])
-    )
-    is_trusted = bool(error <= max(_TRUSTED * size, _ZERO * size_of_values, 1e-300))
+        raise FailsNearby(f"the function raises nearby: {raised(errors[-1])[0]}")
+    found = [np.broadcast_to(s.value, x.shape) for s, x in zip(slopes, known[0.0], strict=True)]
+    error = size_of_all(s.error for s in slopes)
+    least = max(_TRUSTED * size_of_all(found), _ZERO * size_of_all(known[0.0]), 1e-300)
+    is_trusted = bool(error <= least)
     why = "" if is_trusted else "the function is not smooth here, or too rough for differences"
     if why and len(finite) < 2:
         why = "the function is not finite at arguments close by"
@@ -104,10 +93,9 @@ def directional(
 
 def _slope(samples: Samples) -> Slope:
     with np.errstate(all="ignore"):
-        rough = as_real(samples.central(2.0**-10))
-    size = norm(np.where(np.isfinite(rough), rough, 0))
-    size = max(size, 1e-4 * norm(as_real(samples(0.0))))
-    slope = central_slope(samples, size, accuracy=1e-8)
+        rough = samples.central(2.0**-10)
+    size = size_of(np.where(np.isfinite(rough), rough, 0))
+    slope = central_slope(samples, max(size, 1e-4 * size_of(samples(0.0))), accuracy=1e-8)
     return slope if np.isfinite(slope.error) else one_sided_slope(samples)
 
 
@@ -123,7 +111,7 @@ def _grain(at: Callable[[float], np.ndarray]) -> float:
         grain = np.where(grain == 0, change, grain)
         if np.all(grain > 0):
             break
-    size = norm(as_real(here))
+    size = size_of(here)
     return norm(grain) / size if size else 0.0
 
 
@@ -179,14 +167,11 @@ def numerical_jacobian(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
             )
         jacobians = []
         for number, leaf in enumerate(subject.leaves):
-            columns = []
-            for i in range(leaf.size):
+            jacobian = np.zeros((*np.shape(out[0]), leaf.size))
+            for i, x in enumerate(leaf.ravel()):
                 tangents = [np.zeros(x.shape) for x in subject.leaves]
-                scale = abs(float(leaf.ravel()[i])) or 1.0
-                tangents[number].ravel()[i] = scale
+                tangents[number].flat[i] = scale = abs(float(x)) or 1.0
                 (column,), *_ = directional(subject.arrays, subject.leaves, tangents)
-                columns.append(column / scale)
-            shape = np.shape(out[0])
-            stacked = np.stack(columns, -1) if columns else np.zeros((*shape, 0))
-            jacobians.append(stacked.reshape((*shape, *leaf.shape)))
+                jacobian[..., i] = column / scale
+            jacobians.append(jacobian.reshape((*np.shape(out[0]), *leaf.shape)))
     return jacobians[0] if len(jacobians) == 1 else jacobians

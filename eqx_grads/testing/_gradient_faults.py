@@ -6,18 +6,23 @@ from typing import Any
 import numpy as np
 
 from .._diagnosis.origins import NumberedLoss, Origin
+from .._diagnosis.report import show_list
 from .._diagnosis.source_lines import source_line, UNKNOWN
 from .._errors import place_of
-from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.structure import Call, structure
+from .._jaxprs.evaluate import bind
+from ._compare import as_real, norm, tolerance_of
 from ._gradient_report import GradientFault, LeafVerdict
 from ._judge_leaf import Judge
 from ._loss_program import along, LossProgram
-from ._mistakes import Compared, likely_cause
+from ._lowest_precision import lowest_precisions
+from ._mistakes import likely_cause
+from ._outcome import outcome
 from ._remove_rules import RuleRemoval
+from ._without_rules import replaced
 
 
 EXPLAIN_NAN = "`eqg.explain_nan` says where it becomes so."
+_LOST = 30.0  # times what rounding explains is worth a remark
 # For a smaller relative error, the text compares it with the error of the differences.
 _SMALL = 1e-2
 
@@ -29,23 +34,59 @@ def fault_of_value(loss: Any, program: LossProgram) -> GradientFault | None:
     if not np.all(np.isfinite(values)):
         detail = f"The loss itself is {values[0]}."
         return GradientFault(kind="not finite", detail=detail, cure=EXPLAIN_NAN)
-    if _same(values):
+    if max(values) - min(values) <= 1e-6 * max(map(abs, values)):
         return None
-    calls = [o for o in NumberedLoss(program.own).origins if "callback" in o.primitive]
+    origins = NumberedLoss(program.own).origins
+    call = next((o for o in origins if "callback" in o.primitive), None)
     return GradientFault(
-        **(calls[0].source if calls else UNKNOWN).fields(),
+        **(call.source if call else UNKNOWN).fields(),
         kind="random",
-        primitive=calls[0].primitive if calls else "",
-        path=calls[0].path if calls else "",
+        primitive=call.primitive if call else "",
+        path=call.path if call else "",
         detail=f"Two calls return different values: {values[0]:.9g} and {values[1]:.9g}.",
         cure="A callback reads something that is not an argument: a random number of NumPy, "
         f"the time, or a counter. Pass it as an argument ({place_of(loss)}).",
     )
 
 
-def _same(values: Sequence[float]) -> bool:
-    size = max(map(abs, values))
-    return not np.isfinite(size) or max(values) - min(values) <= 1e-6 * size
+def faults_in_own_precision(
+    program: LossProgram, gradient: Sequence[Any] | None, kept: set[int]
+) -> tuple[dict[int, GradientFault], list[str]]:
+    """The faults of leaves whose gradient is not finite, in float64 or in the user's precision,
+    or is zero in half precision only, whatever the differences are; and remarks on leaves that
+    lose much there."""
+    if gradient is None:
+        return {}, []
+    value, own = program.own_gradient or (program.value(), gradient)
+    lowest = program.lowest_of_user or np.dtype(float)
+    rounding = lambda dtype: tolerance_of([np.zeros((), dtype or float)])
+    in_rules = lowest_precisions(program.programs["gradient"])
+    faults, lost = {}, []
+    for i in sorted(kept):
+        exact, of_user, cure = as_real(gradient[i]), as_real(own[i]), EXPLAIN_NAN
+        size, is_finite = norm(exact), bool(np.all(np.isfinite(exact)))
+        with np.errstate(invalid="ignore"):
+            error = norm(of_user - exact) / size if size else 0.0
+        if not (is_finite and np.all(np.isfinite(of_user))):
+            dtype, at = (lowest, float(value)) if is_finite else ("float64", program.value())
+            what = "NaN" if np.any(np.isnan(of_user)) else "infinite"
+            shown = "finite" if np.isfinite(at) else at
+            kind = "not finite"
+            text = f"In {dtype}, entries of the gradient are {what}, and the loss is {shown}."
+        elif lowest.itemsize < 4 and np.any(exact) and not np.any(of_user):
+            kind, text = "cut", f"In {lowest}, the gradient is zero; in float64, {size:.1g}."
+            cure = "Multiply the loss by a large number, and divide the gradient by it."
+        elif rounding(in_rules[i]) > rounding(lowest) and error > rounding(lowest):
+            kind, cure = "wrong", "Try `eqgt.check_rule`."
+            text = f"A rule rounds to {in_rules[i]}, the loss to {lowest}: off by {error:.1g}."
+        else:
+            lost += [(error, program.names[i])] * (error > _LOST * rounding(lowest))
+            continue
+        leaf, path = program.names[i], layer_of_leaf(program.names[i], program)
+        faults[i] = GradientFault(leaf=leaf, path=path, kind=kind, detail=text, cure=cure)
+    worst = [f"{name} ({error:.1g})" for error, name in sorted(lost, reverse=True)]
+    text = f"In {lowest}, rounding changes the gradient. Its relative error"
+    return faults, [f"{text}: {show_list(worst, 6)}."] * bool(lost)
 
 
 def faults_of_leaves(
@@ -56,87 +97,31 @@ def faults_of_leaves(
 ) -> dict[int, GradientFault]:
     """- `with_steps`: traces the loss with the steps of `filter_scan` as equations."""
     kinds = {i: _kind(leaves[i]) for i in wrong}
-    finite = [i for i in wrong if kinds[i] != "not finite"]
-    by_leaf, reference, kept = {}, None, []
     # Where reverse mode is right, the fault is in a forward rule.
-    reverse = [i for i in finite if leaves[i].reverse is not None]
-    reverse = [i for i in reverse if kinds[i] != "modes disagree"]
-    if reverse:
-        removal = RuleRemoval(with_steps())
+    reverse = [
+        i
+        for i, kind in kinds.items()
+        if leaves[i].reverse is not None and kind not in ("not finite", "modes disagree")
+    ]
+    if not reverse:
+        return {i: _fault(judge, leaves[i], kind) for i, kind in kinds.items()}
+    removal = RuleRemoval(with_steps())
 
-        def wrong_without(removed):
-            slope = lambda tangents: along(removal.gradient(removed), tangents)
-            return {i for i in reverse if judge.is_wrong(i, slope)}
+    def wrong_without(removed):
+        slope = lambda tangents: along(removal.gradient(removed), tangents)
+        return {i for i in reverse if judge.is_wrong(i, slope)}
 
-        by_leaf, removed = removal.culprits(wrong_without)
-        reference = removal.gradient(removed) if removed else None
-        kept = removal.kept
-
-    def fault(i: int) -> GradientFault:
-        leaf, kind, reasons = leaves[i], kinds[i], by_leaf.get(i, [])
-        source, path = UNKNOWN, layer_of_leaf(leaf.leaf, judge.program)
-        if reasons:
-            source, path = reasons[0].source, reasons[0].path or path
-        names = list(dict.fromkeys(o.primitive for o in reasons))
-        is_forward = kind == "modes disagree" or leaf.reverse is None
-        details, cure = [], _cure(kind, is_forward, names, kept)
-        if leaf.relative_error < _SMALL:
-            details.append(f"it is off by {leaf.relative_error:.0e} of its size")
+    by_leaf, removed = removal.culprits(wrong_without)
+    faults = {}
+    for i, kind in kinds.items():
+        reasons, details, tie = by_leaf.get(i, []), [], ""
         if kind == "wrong" and not reasons and judge.is_right_nearby(i):
-            details.append("right at points nearby, and not at this one")
-            if tie := _tie(judge.program):
-                details[-1] += f": {tie}"
-                cure = _AT_A_TIE
-        if reference is not None:
-            both = list(zip(map(np.asarray, reference), judge.gradient or (), strict=True))
-            others = [Compared(*both[j]) for j in finite if j != i]
-            details.append(
-                likely_cause(*both[i], f"`{leaf.leaf}`", (), judge.leaves[i], others)
-                if np.any(both[i][0])
-                else f"the loss does not change with `{leaf.leaf}` near this point"
-            )
-        text = "; ".join(filter(None, details))
-        text = f"{text[0].upper()}{text[1:]}." if text else ""
-        return GradientFault(
-            **source.fields(),
-            leaf=leaf.leaf,
-            kind=kind,
-            primitive=", ".join(names),
-            path=path,
-            detail=text,
-            cure=cure,
-        )
-
-    return {i: fault(i) for i in wrong}
-
-
-_AT_A_TIE = (
-    "Autodiff takes a half of each side at a tie. Move the point a little, or write the "
-    "function without the comparison."
-)
-
-
-def layer_of_leaf(path: str, program: LossProgram) -> str:
-    """The innermost layer that a leaf belongs to."""
-    layers = program.traced.layers
-    around = [layer for layer in layers if path.startswith((layer + ".", layer + "["))]
-    return max(around, key=len, default="")
-
-
-def _tie(program: LossProgram) -> str:
-    """The first comparison of numbers that are equal at this point."""
-    found: list[str] = []
-
-    def hook(eqn, values):
-        name = eqn.primitive.name
-        if name in ("max", "min") and np.any(np.equal(*map(np.asarray, values))):
-            found.append(f"a tie of `{name}` at {source_line(eqn)}")
-        if isinstance(structure(eqn), Call):
-            return enter(eqn, values, lambda p, xs, _: evaluate(p, xs, hook))
-        return bind(eqn, values)
-
-    evaluate(program.own.program, list(program.own.values), hook)
-    return found[0] if found else ""
+            tie = _tie(judge.program)
+            details.append(f"right at points nearby, and not at this one{tie}")
+        if removed and i in reverse:
+            details.append(_detail(judge, i, reverse, removal.gradient(removed)))
+        faults[i] = _fault(judge, leaves[i], kind, details, reasons, removal.kept, tie)
+    return faults
 
 
 def _kind(leaf: LeafVerdict) -> str:
@@ -149,29 +134,87 @@ def _kind(leaf: LeafVerdict) -> str:
             return "modes disagree"
     if have == 0:
         return "cut"
-    if abs(leaf.differences) <= 10 * leaf.error or leaf.differences == 0:
-        return "not a derivative"
-    return "wrong"
+    is_zero = abs(leaf.differences) <= 10 * leaf.error or leaf.differences == 0
+    return "not a derivative" if is_zero else "wrong"
 
 
-def _cure(kind: str, is_forward: bool, names: Sequence[str], kept: Sequence[Origin]) -> str:
+def _detail(judge: Judge, i: int, wrong: Sequence[int], right: Sequence[Any]) -> str:
+    """What the gradient of a leaf looks like, beside the one without the wrong rules."""
+    both = list(zip(map(np.asarray, right), judge.gradient or (), strict=True))
+    name = f"`{judge.program.names[i]}`"
+    if not np.any(both[i][0]):
+        return f"the loss does not change with {name} near this point"
+    others = [both[j] for j in wrong if j != i]
+    return likely_cause(*both[i], name, (), judge.leaves[i], others)
+
+
+def _fault(
+    judge: Judge,
+    leaf: LeafVerdict,
+    kind: str,
+    details: Sequence[str] = (),
+    reasons: Sequence[Origin] = (),
+    kept: Sequence[Origin] = (),
+    tie: str = "",
+) -> GradientFault:
+    """- `reasons`: the rules that make it wrong. `kept`: the rules that can't be removed."""
+    path, source = layer_of_leaf(leaf.leaf, judge.program), UNKNOWN
+    if reasons:
+        source, path = reasons[0].source, reasons[0].path or path
+    names = list(dict.fromkeys(o.primitive for o in reasons))
+    small = f"it is off by {leaf.relative_error:.0e} of its size"
+    text = "; ".join(filter(None, [small * (leaf.relative_error < _SMALL), *details]))
     if kind == "not finite":
-        return EXPLAIN_NAN
-    if is_forward:
-        return "A forward rule in the loss is wrong: try `eqgt.check_rule`."
-    if names:
+        cure = EXPLAIN_NAN
+    elif kind == "modes disagree" or leaf.reverse is None:
+        cure = "A forward rule in the loss is wrong: try `eqgt.check_rule`."
+    elif names:
         shown = ", ".join(f"`{name}`" for name in names)
-        text = f"The gradient is right without the rule of {shown}: try `eqgt.check_rule`."
-        return text + " If it is another gradient on purpose, `skip` the leaves before it."
-    if kind == "cut":
-        return "`eqg.explain_zero` says where the gradient becomes zero."
-    if kept:
-        return (
+        cure = (
+            f"The gradient is right without the rule of {shown}: try `eqgt.check_rule`. If it "
+            "is another gradient on purpose, `skip` the leaves before it."
+        )
+    elif kind == "cut":
+        cure = "`eqg.explain_zero` says where the gradient becomes zero."
+    elif tie:
+        cure = (
+            "Autodiff takes a half of each side at a tie. Move the point a little, or write "
+            "the function without the comparison."
+        )
+    elif kept:
+        cure = (
             f"The rule of `{kept[0].primitive}` at {kept[0].source} can't be removed, as JAX "
             "can't differentiate what is beneath it: try `eqgt.check_rule`. The derivative of "
             "a solver is wrong if it solves another equation, or stops too early."
         )
-    return (
-        "No rule that can be removed explains it: check the layers one by one. A small error "
-        "is usual for an iterative solver and low precision: then pass a larger `tolerance`."
-    )
+    else:
+        cure = (
+            "No rule that can be removed explains it: check the layers one by one. A small "
+            "error is usual for an iterative solver and low precision: then pass a larger "
+            "`tolerance`."
+        )
+    return GradientFault(
+        **source.fields(), leaf=leaf.leaf, kind=kind, primitive=", ".join(names), path=path,
+        detail=f"{text[0].upper()}{text[1:]}." if text else "", cure=cure,
+    )  # fmt: skip
+
+
+def _tie(program: LossProgram) -> str:
+    """The first comparison of numbers that are equal at this point, outside of loops."""
+    found: list[str] = []
+
+    def compared(eqn, values):
+        if outcome(lambda: bool(np.any(np.equal(*values)))) is True:
+            found.append(f": a tie of `{eqn.primitive.name}` at {source_line(eqn)}")
+        return bind(eqn, values)
+
+    is_compared = lambda eqn: eqn.primitive.name in ("min", "max")
+    replaced(program.own.program, program.own.values, is_compared, compared)
+    return next(iter(found), "")
+
+
+def layer_of_leaf(path: str, program: LossProgram) -> str:
+    """The innermost layer that a leaf belongs to."""
+    layers = program.traced.layers
+    around = [layer for layer in layers if path.startswith((layer + ".", layer + "["))]
+    return max(around, key=len, default="")

@@ -41,7 +41,7 @@ class LeafVerdict:
     """
 
     leaf: str
-    verdict: str
+    verdict: str = UNMEASURED
     reverse: float | None = None
     forward: float | None = None
     differences: float | None = None
@@ -100,10 +100,7 @@ class GradientReport(AbstractReport):
 
     def __getitem__(self, path: str) -> LeafVerdict:
         """The verdict of one leaf."""
-        for leaf in self.leaves:
-            if leaf.leaf == path:
-                return leaf
-        raise KeyError(f"there is no leaf {path!r}")
+        return {leaf.leaf: leaf for leaf in self.leaves}[path]
 
     def raise_if_failed(self) -> None:
         """Raise a `GradientCheckError` with the whole report if a fault was found."""
@@ -125,7 +122,7 @@ class GradientReport(AbstractReport):
         return [Table(columns, list(map(self._row, self.found)))]
 
     def _row(self, fault: GradientFault) -> tuple[str, ...]:
-        leaf = next((x for x in self.leaves if x.leaf == fault.leaf), None)
+        leaf = self[fault.leaf] if fault.leaf else None
         if leaf is None or leaf.differences is None:
             return (*cells(fault), "", "")
         have = leaf.forward if leaf.reverse is None else leaf.reverse
@@ -138,13 +135,11 @@ class GradientReport(AbstractReport):
         notes = [(show_list(names, 4), text) for text, names in leaves.items() if text]
         rest = len(notes) - _MOST_DETAILS
         notes = notes[:_MOST_DETAILS] + [("note", f"{rest} more: see `found`.")] * (rest > 0)
-        return [*notes, *cures_of(self.found), *self._listed()]
-
-    def _listed(self):
+        notes += cures_of(self.found)
         for verdict, text in _LISTS.items():
-            leaves = [leaf for leaf in self.leaves if leaf.verdict == verdict]
-            if leaves:
-                yield verdict, f"{text}: {show_list(list(map(_with_sides, leaves)), 8)}."
+            shown = [_with_sides(leaf) for leaf in self.leaves if leaf.verdict == verdict]
+            notes += [(verdict, f"{text}: {show_list(shown, 8)}.")] * bool(shown)
+        return notes
 
 
 def _with_sides(leaf: LeafVerdict) -> str:

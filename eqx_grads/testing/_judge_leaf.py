@@ -16,7 +16,7 @@ from .._jaxprs.structure import holds
 from ._compare import as_double, norm, scale_of
 from ._gradient_report import DEAD, FLAT, KINK, LeafVerdict, RIGHT, STOPPED, UNMEASURED, WRONG
 from ._loss_program import along, LossProgram
-from ._slope import central_slope, confirmed_slope, is_settled, Samples, Slope, with_sides
+from ._slope import central_slope, confirmed_slope, is_settled, Samples, Sides, sides_of, Slope
 
 
 # How many times its estimated error a difference may be off.
@@ -51,8 +51,8 @@ class _Found(NamedTuple):
         return is_settled(self.samples, self.slope)
 
     @property
-    def sides(self) -> Slope:
-        return with_sides(self.samples, self.slope)
+    def sides(self) -> Sides:
+        return sides_of(self.samples)
 
 
 class Judge:
@@ -60,7 +60,6 @@ class Judge:
 
     - `tolerance`: the relative error that passes.
     - `modes`: which of `"reverse"` and `"forward"` there are.
-    - `unsettled`: the names of leaves whose slope depends on the step, down to the shortest.
     """
 
     def __init__(self, program: LossProgram, tolerance: float, modes: Sequence[str], seed: int):
@@ -75,7 +74,6 @@ class Judge:
         self._long_steps = _LONG_STEPS[:1] if waits else _LONG_STEPS
         self._tiny = 0.0 if program.lowest_of_user is None else _TINY
         self._measured: dict[int, tuple[np.ndarray, list[_Found]]] = {}
-        self.unsettled: list[str] = []
 
     def direction(self, leaf: int) -> np.ndarray:
         """A random direction of a leaf, relative to its entries, with a component along the
@@ -92,16 +90,14 @@ class Judge:
     def judge(self, leaf: int) -> LeafVerdict:
         t = self.direction(leaf)
         found = self._judge(leaf, t, is_held=False)
-        verdict = found.verdict
         self._measured[leaf] = t, [found]
-        if verdict.verdict == WRONG and self.program.stops:
-            found = self._judge(leaf, t, is_held=True)
-            self._measured[leaf][1].append(found)
-            if found.verdict.verdict in (RIGHT, DEAD):
-                return dataclasses.replace(found.verdict, verdict=STOPPED)
-            if found.verdict.verdict in (KINK, FLAT):
-                return found.verdict
-        return verdict
+        if found.verdict.verdict != WRONG or not self.program.stops:
+            return found.verdict
+        held = self._judge(leaf, t, is_held=True)
+        self._measured[leaf][1].append(held)
+        if held.verdict.verdict in (RIGHT, DEAD):
+            return dataclasses.replace(held.verdict, verdict=STOPPED)
+        return (held if held.verdict.verdict in (KINK, FLAT) else found).verdict
 
     def is_wrong(self, leaf: int, slope_along: Callable[[list[np.ndarray]], float]) -> bool:
         """Whether another derivative is wrong along the direction of a leaf that was judged."""
@@ -120,7 +116,6 @@ class Judge:
             verdict = self._unless_kink(leaf, t, found, is_held)
         if verdict.verdict == WRONG and not found.is_evidence:
             verdict = dataclasses.replace(verdict, verdict=UNMEASURED)
-            self.unsettled.append(verdict.leaf)
         return found._replace(verdict=verdict)
 
     def _only(self, leaf: int, t: np.ndarray) -> list[np.ndarray]:
@@ -149,18 +144,20 @@ class Judge:
             slope = confirmed_slope(samples, slope)
         gap, admitted = _gap(reverse, forward, slope), admits(slope)
         if not np.isfinite(gap):
-            verdict = WRONG if np.isfinite(slope.error) else UNMEASURED
+            is_known, known = np.isfinite(slope.error), WRONG
         elif gap > admitted + floor:
-            verdict = WRONG if gap > self._rounding(samples, t) else UNMEASURED
+            is_known, known = gap > self._rounding(samples, t), WRONG
         elif size <= floor:
-            is_zero = size == 0 and _SAFETY * slope.error <= 1e-6 * abs(samples(0.0))
-            verdict = self._of_zero(samples) if is_zero else UNMEASURED
+            is_known = size == 0 and _SAFETY * slope.error <= 1e-6 * abs(samples(0.0))
+            known = self._of_zero(samples)
         else:
-            is_useless = _SAFETY * slope.error > max(_USELESS, 2 * self.tolerance) * size
-            verdict = UNMEASURED if is_useless else RIGHT
+            is_known = _SAFETY * slope.error <= max(_USELESS, 2 * self.tolerance) * size
+            known = RIGHT
         relative = gap / max(size, abs(slope.value), np.finfo(float).tiny)
         numbers = reverse, forward, slope.value, slope.error, relative
-        verdict = LeafVerdict(self.program.names[leaf], verdict, *numbers)
+        verdict = LeafVerdict(
+            self.program.names[leaf], known if is_known else UNMEASURED, *numbers
+        )
         return _Found(verdict, samples, slope, admitted)
 
     def _far(self, samples: Samples) -> np.ndarray:

@@ -6,7 +6,7 @@ does not work, or a host function rounds its values, a model in float64 is trace
 
 import contextlib
 import functools as ft
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from .._diagnosis.in_float64 import evaluate_in_float64
 from .._diagnosis.source_lines import source_line
 from .._diagnosis.traced_loss import trace_loss, TracedLoss
 from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure, While
+from .._jaxprs.structure import Call, Checkpoint, Cond, found, holds, Scan, structure, While
 from .._rules.without_tangents import WITHOUT_TANGENTS
 from .._tangent_spaces import is_differentiable
 from ._compare import as_double, pairing
@@ -47,7 +47,7 @@ class LossProgram:
         types that they were traced with.
     - `rounded_to`: what the values are rounded to nonetheless, as by a host function.
     - `programs`: what was traced, by name.
-    - `stops`: the lines of the `stop_gradient`s in it, outside of functions with a rule.
+    - `stops`: the lines of the `stop_gradient`s in it.
     """
 
     evaluations = 0  # of the loss
@@ -146,21 +146,20 @@ class LossProgram:
         def at(h):
             return [x + h * t for x, t in zip(leaves, tangents, strict=True)]
 
-        run: tuple[Any, ...]
         run = ("held", self._held, leaves) if is_held else ("value", self.loss)
 
         def value(h):
             self.evaluations += 1
             with without_log():
-                found = outcome(lambda: float(self.call(*run, at(h))[0]))
-            if not isinstance(found, Exception):
-                return found
-            if h == 0 or not isinstance(found, RuntimeError | ValueError):
-                raise found
+                out = outcome(lambda: float(self.call(*run, at(h))[0]))
+            if not isinstance(out, Exception):
+                return out
+            if h == 0 or not isinstance(out, RuntimeError | ValueError):
+                raise out
             return np.nan
 
         eps = {} if self.rounded_to is None else {"eps": float(jnp.finfo(self.rounded_to).eps)}
-        return Samples(lambda steps: map(value, steps), **eps)
+        return Samples(value, **eps)
 
     def _held(self, here, there, others, _):
         """The loss at `there`, where each `stop_gradient` returns what it returns at `here`: of
@@ -173,33 +172,21 @@ class LossProgram:
     def _hold(self, eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
         if eqn.primitive.name == "stop_gradient" and str(source_line(eqn)) in self.stops:
             return [jax.lax.all_gather(jax.lax.stop_gradient(x), _PAIR)[0] for x in values]
-        if any(_stops(p) for p in _entered(eqn)):
+        # Not the rules: what is stopped inside of a function with a rule has the derivative of
+        # the rule.
+        is_entered = isinstance(structure(eqn), Call | Checkpoint | Cond | Scan | While)
+        if is_entered and holds(eqn, "stop_gradient"):
             return enter(eqn, values, lambda p, xs, _: evaluate(p, xs, self._hold))
         return bind(eqn, values)
-
-
-def _entered(eqn: Any) -> Sequence[ClosedJaxpr]:
-    """Not the rules: what is stopped inside of a function with a rule has the derivative of the
-    rule."""
-    is_entered = isinstance(structure(eqn), Call | Checkpoint | Cond | Scan | While)
-    return inner_programs(eqn) if is_entered else ()
 
 
 def _stops(program: ClosedJaxpr) -> list[str]:
     """The lines of the user's `stop_gradient`s. A solver's rule gives the derivative of what it
     runs without tangents."""
-
-    def all_stops(program) -> Iterator[tuple[str, bool]]:
-        for eqn in program.eqns:
-            if eqn.primitive.name == "stop_gradient":
-                scopes = str(eqn.source_info.name_stack)
-                yield str(source_line(eqn)), WITHOUT_TANGENTS in scopes
-            for inner in _entered(eqn):
-                yield from all_stops(inner)
-
-    found = list(all_stops(program))
-    of_solvers = {line for line, is_of_solver in found if is_of_solver}
-    return [line for line, _ in found if line not in of_solvers]
+    stops = found(program, "stop_gradient")
+    is_of_solver = lambda eqn: WITHOUT_TANGENTS in str(eqn.source_info.name_stack)
+    of_solvers = {str(source_line(eqn)) for eqn in stops if is_of_solver(eqn)}
+    return [line for line in map(str, map(source_line, stops)) if line not in of_solvers]
 
 
 def trace(

@@ -4,8 +4,6 @@ A constant in low precision does not count, nor does what no output is computed 
 is rounded there and depends on an input.
 """
 
-import functools as ft
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,55 +23,40 @@ def lowest_precisions(program: ClosedJaxpr, *, opaque: bool = False) -> list[np.
     - `opaque`: count those equations only that `evaluate_in_float64` runs in the precision
         that they were traced with, such as a call of a host function.
     """
-    domain = _rounding(is_opaque if opaque else _any_equation)
-    starts = [_PRECISE | (0 if opaque else _bit(v)) for v in program.jaxpr.invars]
-    return list(map(_lowest, interpret(program, starts, domain).outs))
-
-
-# From the highest precision to the lowest. Bit 0 says that a value depends on an input.
-_PRECISE = 1
-_DTYPES = tuple(jnp.dtype(name) for name in ("float32", "float16", "bfloat16"))
-
-
-def _bit(variable: Any) -> int:
-    """The bit of the precision of a variable, in which it is stored."""
-    if not is_inexact(variable):
-        return 0
-    dtype = jnp.finfo(variable.aval.dtype).dtype
-    if dtype == np.float64:
-        return 0
-    number = _DTYPES.index(dtype) if dtype in _DTYPES else len(_DTYPES) - 1
-    return 2 << number
-
-
-def _lowest(bits: int) -> np.dtype | None:
-    return next((d for i, d in reversed(list(enumerate(_DTYPES))) if bits & (2 << i)), None)
-
-
-def _rounding(counts: Callable[[Any], bool]) -> Domain[int]:
-    """A fact is the set of precisions on the way to a value, with bit 0 for any."""
 
     def apply(eqn, ins, path):
         program = primal_program(eqn)
         if program is not None:
             return interpret(program, ins, domain, (*path, eqn)).outs
-        bits = ft.reduce(int.__or__, ins, 0)
-        is_counted = bits and any(map(counts, (*path, eqn)))
+        eps = max(ins, default=0.0)
+        is_counted = eps > 0 and (not opaque or any(map(is_opaque, (*path, eqn))))
         if is_counted:
-            pairs = zip(eqn.invars, ins, strict=True)
-            bits = ft.reduce(int.__or__, (_bit(v) for v, x in pairs if x), bits)
+            eps = max(eps, *(_eps(v) for v, x in zip(eqn.invars, ins, strict=True) if x))
         # An integer has no rounding errors: it is piecewise constant.
-        own = lambda v: _bit(v) if is_counted else 0
-        return [bits | own(v) if is_inexact(v) else 0 for v in eqn.outvars]
+        own = lambda v: max(eps, _eps(v)) if is_counted else eps
+        return [own(v) if is_inexact(v) else 0.0 for v in eqn.outvars]
 
-    domain = Domain[int](
-        constant=lambda x: 0,
-        join=int.__or__,
+    # A fact is the unit of rounding of the lowest precision on the way to a value; 0 without an
+    # input on the way.
+    domain = Domain[float](
+        constant=lambda x: 0.0,
+        join=max,
         apply=apply,
         enters=lambda known: not isinstance(known, CallWithRule),
     )
-    return domain
+    starts = [_EXACT if opaque else max(_EXACT, _eps(v)) for v in program.jaxpr.invars]
+    outs = interpret(program, starts, domain).outs
+    return [
+        next((d for d in _DTYPES if float(jnp.finfo(d).eps) >= min(eps, _COARSEST)), None)
+        if eps > _EXACT
+        else None
+        for eps in outs
+    ]
 
 
-def _any_equation(eqn) -> bool:
-    return True
+_DTYPES = tuple(jnp.dtype(name) for name in ("float32", "float16", "bfloat16"))
+_EXACT, _COARSEST = float(np.finfo(np.float64).eps), float(jnp.finfo(jnp.bfloat16).eps)
+
+
+def _eps(variable: Any) -> float:
+    return float(jnp.finfo(variable.aval.dtype).eps) if is_inexact(variable) else 0.0

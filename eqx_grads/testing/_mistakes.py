@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._compare import as_real, norm
+from ._compare import as_double, size_of
 
 
 class Mistake(NamedTuple):
@@ -13,13 +13,6 @@ class Mistake(NamedTuple):
 
     cause: str
     array: Any
-
-
-class Compared(NamedTuple):
-    """Another wrong array."""
-
-    want: Any
-    have: Any
 
 
 _CLOSE = 1e-3
@@ -34,14 +27,14 @@ def likely_cause(
     name: str,
     mistakes: Sequence[Mistake] = (),
     primal: Any = None,
-    others: Sequence[Compared] = (),
+    others: Sequence[tuple[Any, Any]] = (),
     *,
     is_random: bool = False,
 ) -> str:
     """The likely cause in one sentence, or an empty string.
 
     - `primal`: the value that the array is a cotangent of.
-    - `others`: the other arrays that are wrong.
+    - `others`: the other arrays that are wrong: what is expected, and what is there.
     - `is_random`: whether the derivative is along a random direction: another gradient may be
         the value of its argument by chance.
     """
@@ -65,44 +58,47 @@ def likely_cause(
         )
     if not np.any(have):
         return f"zero everywhere: the term of {name} is missing"
-    error, size = (norm(as_real(x)) / np.sqrt(want.size) for x in (want - have, want))
-    error = error / size
+    size = size_of(want) / np.sqrt(want.size)
+    error = size_of(want - have) / size_of(want)
     factor = _factor(want, have, others)
     is_even = np.max(np.abs(have - want) / (np.abs(want) + size)) <= 10 * error
     if factor is None and is_even and error < max(_ROUNDED.values()):
         dtype = next(dtype for dtype, most in _ROUNDED.items() if error < most)
         return (
             f"a little off ({error:.0e} of the size of all): precision was lost, as by a cast "
-            f"to {dtype} or a difference of nearly equal numbers, or it is a derivative by "
-            "finite differences (`step=` of a host function), or a solver that stops at a "
-            "tolerance; if that is meant, pass `tolerance=`"
+            f"to {dtype} or a difference of nearly equal numbers, or {_MEANT}"
         )
     # A mistake that does not change the expected array explains nothing.
     for mistake in (*_rearranged(want), *mistakes):
         if _close(mistake.array, have) and not _close(mistake.array, want):
             return mistake.cause
-    return _of_factor(factor, want) if factor is not None else _of_entries(want, have, name,
-                                                                           primal)  # fmt: skip
+    return _of_entries(want, have, name, primal) if factor is None else _of_factor(factor, want)
+
+
+_MEANT = (
+    "it is a derivative by finite differences (`step=` of a host function), or a solver that "
+    "stops at a tolerance; if that is meant, pass `tolerance=`"
+)
 
 
 def _close(a, b) -> bool:
-    a, b = as_real(a), as_real(b)
-    return a.shape == b.shape and norm(a - b) <= _CLOSE * norm(a)
+    a, b = as_double(a), as_double(b)
+    return a.shape == b.shape and size_of(a - b) <= _CLOSE * size_of(a)
 
 
-def _factor(want, have, others: Sequence[Compared]) -> complex | None:
+def _factor(want, have, others: Sequence[tuple[Any, Any]]) -> complex | None:
     """By what an array is multiplied. Any number is a multiple of another one, so the other
     arrays have to be the same multiple where all entries are one number."""
     if _n_different(want) < 2:
-        others = [other for other in others if other.want.shape == other.have.shape]
-        want = np.concatenate([want.ravel(), *(other.want.ravel() for other in others)])
-        have = np.concatenate([have.ravel(), *(other.have.ravel() for other in others)])
+        pairs = [(want, have), *((w, h) for w, h in others if w.shape == h.shape)]
+        columns = zip(*pairs, strict=True)
+        want, have = (np.concatenate(list(map(np.ravel, xs))) for xs in columns)
     w, h = want.ravel().astype(complex), have.ravel().astype(complex)
     w, h = (x / np.max(np.abs(w)) for x in (w, h))
     factor = complex(np.vdot(w, h) / np.vdot(w, w))
     # A factor close to one must be larger than the noise to be recognized.
     slack = min(_CLOSE, abs(factor - 1) / 10)
-    is_one = norm(as_real(h - factor * w)) <= slack * norm(as_real(h))
+    is_one = size_of(h - factor * w) <= slack * size_of(h)
     is_known = _n_different(want) > 1 or abs(factor + 1) < _CLOSE
     return factor if is_one and is_known and abs(factor - 1) > 1e-6 else None
 
@@ -118,18 +114,15 @@ def _of_factor(factor: complex, want: Any) -> str:
     is_near = lambda value: abs(factor / value - 1) < _CLOSE
     if is_near(-1):
         return "the sign is wrong: every entry is minus the expected one"
-    word = next((word for value, word in _WORDS.items() if is_near(value)), "")
     if is_near(1):
         number = f"1 {'+' if factor.real > 1 else '-'} {abs(factor - 1):.0e} times"
-        more = (
-            ": a factor of the rule is a little wrong, or it is a derivative by finite "
-            "differences (`step=` of a host function); if that is meant, pass `tolerance=`"
-        )
+        more = f": a factor of the rule is a little wrong, or {_MEANT}"
     else:
         is_real = abs(factor.imag) <= _CLOSE * abs(factor)
-        number = word or f"{factor.real if is_real else factor:.4g} times"
-        n = next((n for n in {want.size, *want.shape} - {0, 1, 2, 3} if is_near(n)
-                  or is_near(1 / n)), 0)  # fmt: skip
+        number = f"{factor.real if is_real else factor:.4g} times"
+        number = next((word for value, word in _WORDS.items() if is_near(value)), number)
+        sizes = {want.size, *want.shape} - {0, 1, 2, 3}
+        n = next((n for n in sizes if is_near(n) or is_near(1 / n)), 0)
         more = f": a sum and a mean over {n} entries were confused" if n else ""
     return f"every entry is {number} the expected one{more}"
 
@@ -146,7 +139,7 @@ def _rearranged(want) -> Iterator[Mistake]:
 
 
 def _of_entries(want, have, name, primal) -> str:
-    wrong = np.abs(have - want) > _CLOSE * np.abs(want) + 1e-6 * norm(as_real(want))
+    wrong = np.abs(have - want) > _CLOSE * np.abs(want) + 1e-6 * size_of(want)
     # Most entries of a diagonal are zero, and right in any rule.
     if wrong.size < 2 or np.all(wrong | (want == 0)):
         return ""

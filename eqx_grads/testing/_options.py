@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from .._errors import bad_argument, check_flags, check_function, rule_error
-from .._rules.float_args import as_integer, as_number
+from .._rules.float_args import as_count, as_integer, as_number
 
 
 def as_seeds(name: str, seed: Any) -> list[int]:
     """One seed or several, as a list."""
-    several = isinstance(seed, Iterable) and getattr(seed, "ndim", 1) > 0
-    given = list(seed) if several and not isinstance(seed, str | bytes) else [seed]
+    is_one = not isinstance(seed, Iterable) or getattr(seed, "ndim", 1) == 0
+    given = [seed] if is_one or isinstance(seed, str | bytes) else list(seed)
     seeds = [s for s in map(as_integer, given) if s is not None and s >= 0]
     if not seeds or len(seeds) < len(given):
         do = "Give an integer that is not negative, or where several are taken, a list."
@@ -21,10 +21,8 @@ def as_seeds(name: str, seed: Any) -> list[int]:
 
 
 def as_seed(name: str, seed: Any) -> int:
-    first = as_seeds(name, seed)[0]
-    if as_integer(seed) is None:
-        raise bad_argument(name, "seed", "one seed", seed, "Give an integer.")
-    return first
+    (one,) = as_seeds(name, [seed])
+    return one
 
 
 def check_tolerance(name: str, tolerance: Any) -> None:
@@ -68,11 +66,12 @@ class Options:
             check_function(self.reference, "reference", "check_rule")
         check_tolerance("check_rule", self.tolerance)
         as_names("check_rule", "nondifferentiable", self.nondifferentiable)
-        most = 0 if self.max_residual_bytes is None else self.max_residual_bytes
-        for argument, x, least in (("order", self.order, 1), ("max_residual_bytes", most, 0)):
-            if (known := as_integer(x)) is None or known < least:
-                wanted = f"an integer from {least}"
-                raise bad_argument("check_rule", argument, wanted, x, "Give an integer.")
+        as_count("check_rule", "order", self.order)
+        limit = self.max_residual_bytes
+        known = 0 if limit is None else as_integer(limit)
+        if known is None or known < 0:
+            do = "Give a number of bytes, or leave it out."
+            raise bad_argument("check_rule", "max_residual_bytes", "an integer", limit, do)
         is_list = isinstance(self.at, tuple | list)
         if not is_list or not all(isinstance(point, tuple | list) for point in self.at):
             do = "Give a tuple of the arguments for each point, as in `at=[(x,), (y,)]`."

@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from .._diagnosis.in_float64 import evaluate_in_float64
 from .._errors import name_of, rule_error, type_of
 from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.structure import equations, holds, LinearCall, structure
+from .._jaxprs.structure import holds, LinearCall, structure
 from ._compare import as_double, tolerance_in_float64, tolerance_of
 from ._lowest_precision import lowest_precisions
 from ._options import Options
@@ -31,6 +31,7 @@ from ._without_rules import without_rules
 
 
 _Arrays = list[Any]
+_CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
 # The options of the flag `JAX_DISABLE_MOST_OPTIMIZATIONS`, on every platform.
 _UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Fusion emitters take most of the compilation time on a CPU. JAX 0.12 has no option for them.
@@ -62,19 +63,21 @@ def vjp(fn: Callable[..., Any], xs: Sequence[Any], ws: Sequence[Any]) -> _Arrays
     return list(jax.vjp(fn, *xs)[1](list(ws)))
 
 
+def rows_of(fn: Callable[..., Any]) -> dict[str, Row]:
+    """The value of a function, and its derivative in both modes."""
+    return {
+        "f": lambda at: fn(*at.x),
+        "jvp": lambda at: jvp(fn, at.x, at.t),
+        "vjp": lambda at: vjp(fn, at.x, at.w),
+    }
+
+
 @ft.cache
-def _compiler_options(platform: str) -> dict[str, Any]:
+def _compiler_options() -> dict[str, Any]:
     """Options for a short compilation that this version of XLA knows."""
-    for options in (_UNFUSED, _UNOPTIMIZED) if platform == "cpu" else (_UNOPTIMIZED,):
-        compiler = jax.jit(lambda x: x).lower(np.float32(0))
-        if not isinstance(outcome(compiler.compile, options), Exception):
-            return options
-    return {}
-
-
-def compiled(fn: Callable[..., Any]) -> Any:
-    """`jax.jit`, with a short compilation."""
-    return jax.jit(fn, compiler_options=_compiler_options(jax.default_backend()))
+    compiler = jax.jit(lambda x: x).lower(np.float32(0))
+    is_known = not isinstance(outcome(compiler.compile, _UNFUSED), Exception)
+    return _UNFUSED if is_known else _UNOPTIMIZED
 
 
 @contextlib.contextmanager
@@ -92,28 +95,20 @@ def without_log() -> Iterator[None]:
 class Side:
     """A function with its rule and its references, in one precision.
 
-    - `traced_in`: the context of the user, or `double_precision`.
     - `is_exact`: whether its programs are evaluated in float64, whatever they cast to.
     - `f`, `plain`: the function with its rule and without, of leaves.
     - `expected`: the function whose derivative is expected.
     """
 
-    def __init__(
-        self,
-        subject: FlatFunction,
-        options: Options,
-        traced_in: Callable[[], Any] = contextlib.nullcontext,
-        traced: dict[str, Any] | None = None,
-        is_exact: bool = False,
-    ):
-        self.subject, self.is_exact = subject, is_exact
-        self._options, self._traced_in = options, traced_in
+    def __init__(self, subject: FlatFunction, options: Options, is_exact: bool = False):
+        self.subject, self.is_exact, self._options = subject, is_exact, options
+        self._traced_in = double_precision if subject.is_wide else contextlib.nullcontext
         is_decorated = isinstance(subject.fn, jax.custom_jvp | jax.custom_vjp)
         self.f = lambda *xs: list(subject.arrays(*xs))
         self.plain = without_rules(subject.arrays, is_decorated)
         given = options.reference
         self.expected = self.plain if given is None else as_reference(subject, given)
-        self._traced = {} if traced is None else traced
+        self._traced: dict[str, Any] = {}
         self._compiled: dict[tuple[str, ...], Any] = {}
 
     @ft.cached_property
@@ -153,32 +148,29 @@ class Side:
         """
         found = {name: self.trace(name, row, at) for name, row in rows.items()}
         good = {n: p for n, p in found.items() if isinstance(p, ClosedJaxpr)}
-        looking = [n for n in found if isinstance(found[n], jax.errors.ConcretizationTypeError)]
         at = jax.tree.map(as_double, at) if self.is_exact else self._like(at)
         with double_precision() if self.is_exact else self._traced_in():
-            if any(map(_calls_host, good.values())):
-                for name, program in good.items():
-                    found |= self._run({name: program}, at)
-            elif good:
-                found |= self._run(good, at)
-            for name in looking:  # they look at values
-                run = lambda row=rows[name]: list(row(jax.tree.map(jnp.asarray, at)))
-                found[name] = outcome(lambda run=run: jax.device_get(run()))
+            for name, row in rows.items():
+                if isinstance(found[name], jax.errors.ConcretizationTypeError):  # runs eagerly
+                    run = lambda at, row=row: jax.device_get(list(row(at)))
+                    found[name] = outcome(run, jax.tree.map(jnp.asarray, at))
+            calls_host = any(holds(program, *_CALLBACKS) for program in good.values())
+            together = outcome(self._run, good, at) if not calls_host else None
+            if isinstance(together, list):
+                return found | dict(zip(good, together, strict=True))
+            for name, program in good.items():
+                found[name] = outcome(lambda p=program, n=name: self._run({n: p}, at)[0])
         return found
 
-    def _run(self, programs: Mapping[str, ClosedJaxpr], at: At) -> dict[str, Any]:
+    def _run(self, programs: Mapping[str, ClosedJaxpr], at: At) -> list[_Arrays]:
+        run = evaluate_in_float64 if self.is_exact else lambda p, xs: jaxpr_as_fun(p)(*xs)
         key = tuple(programs)
         if key not in self._compiled:
-            run = lambda p, xs: (
-                evaluate_in_float64(p, xs) if self.is_exact else jaxpr_as_fun(p)(*xs)
+            self._compiled[key] = jax.jit(
+                lambda xs: [run(p, xs) for p in programs.values()],
+                compiler_options=_compiler_options(),
             )
-            self._compiled[key] = compiled(lambda xs: [run(p, xs) for p in programs.values()])
-        results = outcome(lambda: jax.device_get(self._compiled[key](jax.tree.leaves(at))))
-        if not isinstance(results, Exception):
-            return dict(zip(key, map(list, results), strict=True))
-        if len(key) == 1:
-            return {key[0]: results}
-        return {k: v for n, p in programs.items() for k, v in self._run({n: p}, at).items()}
+        return list(map(list, jax.device_get(self._compiled[key](jax.tree.leaves(at)))))
 
     def one(self, name: str, row: Row, at: At) -> _Arrays:
         """The result of a row. It raises the row's exception."""
@@ -190,10 +182,7 @@ class Side:
     def rows(self) -> dict[str, Row]:
         """The values, the derivatives by the rule, and the expected derivatives."""
         return {
-            "f": lambda at: self.f(*at.x),
-            "plain": lambda at: self.plain(*at.x),
-            "jvp": lambda at: jvp(self.f, at.x, at.t),
-            "vjp": lambda at: vjp(self.f, at.x, at.w),
+            **rows_of(self.f),
             "jvp expected": lambda at: jvp(self.expected, at.x, at.t),
             "vjp expected": lambda at: vjp(self.expected, at.x, at.w),
         }
@@ -202,31 +191,25 @@ class Side:
         """All of `rows` at the leaves, or at `x`."""
         return self.compute(self.rows, At(self.subject.leaves if x is None else x, t, w))
 
-    def value(self, x: Sequence[Any] | None = None) -> _Arrays:
-        at = At(self.subject.leaves if x is None else x)
-        return self.one("value", lambda at: self.f(*at.x), at)
-
     # ------------------------------------------------------------ precision
 
     @ft.cached_property
     def program(self) -> ClosedJaxpr | None:
         """The program of the value; `None` if it can't be traced."""
-        found = self.trace("value", lambda at: self.f(*at.x), At(self.subject.leaves))
+        found = self.trace("value", self.rows["f"], At(self.subject.leaves))
         return found if isinstance(found, ClosedJaxpr) else None
 
     @ft.cached_property
     def lowest(self) -> np.dtype | None:
         """The dtype of lowest precision on the way to an output; `None` for float64."""
-        if self.program is None:
-            return _coarsest([jnp.finfo(x.dtype).dtype for x in self.outputs])
-        return lowest_of(self.program)
+        return None if self.program is None else lowest_of(self.program)
 
     @ft.cached_property
     def rounded_to(self) -> np.dtype | None:
         """The dtype that a host function rounds the values to, though evaluated in float64."""
-        if not self.is_exact:
+        if self.program is None or not self.is_exact:
             return self.lowest
-        return None if self.program is None else lowest_of(self.program, opaque=True)
+        return lowest_of(self.program, opaque=True)
 
     @ft.cached_property
     def tolerance(self) -> float:
@@ -240,12 +223,8 @@ class Side:
 
 def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
     """The lowest precision on the way to any output; see `lowest_precisions`."""
-    return _coarsest(lowest_precisions(program, opaque=opaque))
-
-
-def _coarsest(dtypes: Sequence[np.dtype | None]) -> np.dtype | None:
-    rounding = [dtype for dtype in dtypes if dtype is not None and dtype != np.float64]
-    return max(rounding, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
+    dtypes = [d for d in lowest_precisions(program, opaque=opaque) if d is not None]
+    return max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
 
 
 def in_float64(own: Side, options: Options, at: At) -> Side:
@@ -253,26 +232,20 @@ def in_float64(own: Side, options: Options, at: At) -> Side:
     if own.lowest is None and own.program is not None:
         return own  # the user's precision is double
     works = _working(own, at)
-    exact = Side(own.subject, options, own._traced_in, own._traced, True)
-    sides = [lambda: exact, lambda: _in_x64(own.subject, options)]
+    exact = Side(own.subject, options, True)
+    exact._traced = own._traced  # the same programs
     # First the one whose values no host function rounds.
-    for make in sides if exact.rounded_to is None else reversed(sides):
-        side = outcome(make)
-        if isinstance(side, Side) and works <= _working(side, at):
+    for is_wide in (False, True) if exact.rounded_to is None else (True, False):
+        side = Side(own.subject.in_float64(), options, True) if is_wide else exact
+        found = outcome(_working, side, at)  # it may be for single precision only
+        if not isinstance(found, Exception) and works <= found:
             return side
     return own  # as of Lineax, which can't be evaluated in another precision
 
 
-def _in_x64(subject: FlatFunction, options: Options) -> Side:
-    with double_precision():
-        wide = Side(subject.in_float64(), options, double_precision, None, True)
-    _ = wide.named_outputs  # it may be for single precision only
-    return wide
-
-
 def _working(side: Side, at: At) -> set[str]:
-    found = side.derive(at.t, at.w) if side.outputs else {}
-    return {name for name, result in found.items() if not isinstance(result, Exception)}
+    found = side.derive(at.t, at.w).items()
+    return {name for name, result in found if not isinstance(result, Exception)}
 
 
 def unless_error(result: Any) -> Any:
@@ -300,48 +273,14 @@ def expanded(run: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda *xs: evaluate(program, xs, hook))(*args)
 
 
-def _calls_host(program: ClosedJaxpr) -> bool:
-    return any("callback" in e.primitive.name for e in equations(program))
-
-
 # ---------------------------------------------------------------- `reference=`
-
-
-def _like(space, xs):
-    """In the dtypes of a space: the function may have fixed one, as of a spike in float32."""
-    return [
-        x.astype(like.dtype) if jnp.iscomplexobj(x) == jnp.iscomplexobj(like) else x
-        for like, x in zip(space, xs, strict=True)
-    ]
 
 
 def as_reference(
     subject: FlatFunction, reference: Callable[..., Any]
 ) -> Callable[..., _Arrays]:
-    unbound = _with_self(subject, reference)
-
-    def arrays(*leaves):
-        found = jax.tree.leaves(unbound(*subject.arguments(leaves), **subject.kwargs))
-        out = [x for x in found if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-        # The derivatives of the reference with the values of the function, as the second
-        # derivative of a loss depends on the values of its arguments.
-        values = jax.lax.stop_gradient(subject.arrays(*leaves))
-        if [jnp.shape(x) for x in out] != [jnp.shape(x) for x in values]:
-            show = lambda xs: ", ".join(map(type_of, xs)) or "no arrays of floats"
-            raise rule_error(
-                f"`reference` does not return what `{subject.name}` returns.",
-                f"`{subject.name}`: {show(values)}",
-                f"`reference`: {show(out)}",
-                do="Pass a function with the same outputs, and with another derivative.",
-            )
-        moved = _like(values, [x - jax.lax.stop_gradient(x) for x in out])
-        return [v + x for v, x in zip(values, moved, strict=True)]
-
-    return arrays
-
-
-def _with_self(subject: FlatFunction, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The reference as a function of the Module that is differentiated, too."""
+    """The derivatives of the reference with the values of the function, as the second
+    derivative of a loss depends on the values of its arguments."""
     unbound = subject.of_self(reference) if subject.has_self else reference
     if unbound is None:
         first = next(n for n, i in zip(subject.names, subject.groups, strict=True) if i < 0)
@@ -349,9 +288,25 @@ def _with_self(subject: FlatFunction, reference: Callable[..., Any]) -> Callable
             f"`reference` is not a function of {first}, in which `{subject.name}` is "
             "differentiated.",
             f"`reference` is `{name_of(reference)}`",
-            do="Pass another method of the same object as `reference`. Or check a function of "
-            "the object and the arguments, with a `reference` of both: "
-            "`check_rule(lambda layer, x: layer(x), layer, x, reference=...)`. To leave the "
-            "arrays of the object out, check `lambda x: layer(x)`.",
+            do="Pass another method of the same object as `reference`. To leave the arrays of "
+            "the object out, check `lambda x: layer(x)`.",
         )
-    return unbound
+    kind = lambda x: (jnp.shape(x), jnp.iscomplexobj(x))
+
+    def arrays(*leaves):
+        found = jax.tree.leaves(unbound(*subject.arguments(leaves), **subject.kwargs))
+        out = [x for x in found if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+        values = jax.lax.stop_gradient(subject.arrays(*leaves))
+        if list(map(kind, out)) != list(map(kind, values)):
+            show = lambda xs: ", ".join(map(type_of, xs)) or "no arrays of floats"
+            raise rule_error(
+                f"`reference` does not return what `{subject.name}` returns.",
+                f"`{subject.name}`: {show(values)}",
+                f"`reference`: {show(out)}",
+                do="Pass a function with the same outputs, and with another derivative.",
+            )
+        moved = [x - jax.lax.stop_gradient(x) for x in out]
+        # The function may have fixed the dtype of a value, as of a spike in float32.
+        return [v + x.astype(v.dtype) for v, x in zip(values, moved, strict=True)]
+
+    return arrays

@@ -2,17 +2,17 @@
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from ._case import are_finite, Case
-from ._compare import as_double, difference
+from ._compare import as_double, relative_error
 from ._derivatives import judge
 from ._differences import directional
-from ._oracle import At, jvp, vjp
+from ._oracle import At, jvp, Row, vjp
 from ._outcome import outcome
 from ._report import broke, compare, FAILED, failed, Finding, PASSED, skipped
 from ._table import NO_REVERSE
@@ -22,8 +22,7 @@ _ONLY_FIRST = "To check the first order only, as of a straight-through rule, pas
 _FAILS = f"right to first order, fails at the next. {_ONLY_FIRST}"
 _NEXT = "right to first order, wrong at the next:"
 _BY_FORMULA = (
-    f"{_NEXT} does the rule return `f(*primals)` as the value, and not a formula, which has no "
-    f"rule? {_ONLY_FIRST}"
+    f"{_NEXT} does the rule return `f(*primals)` as the value, or a formula? {_ONLY_FIRST}"
 )
 _HELD = (
     f"{_NEXT} does the rule hold something constant (`stop_gradient`, NumPy), or call a "
@@ -44,50 +43,48 @@ def order(case: Case) -> Iterator[Finding]:
         # If a gradient is not a derivative, the orders of the modes differ.
         yield skipped("order", "the backward rule is declared non-linear")
     elif not case.has_reverse:
-        yield skipped("order", NO_REVERSE if case.outputs else "no output has a derivative")
+        yield skipped("order", NO_REVERSE)
     elif options.order > 1:
         first = _First(case)
-        orders = range(2, options.order + 1)
-        findings = [finding for n in orders for finding in _one_order(case, n, first)]
-        yield from findings
-        is_refuted = any(f.verdict == FAILED for f in findings)
-        if not is_refuted and first.is_right and first.is_wrong_nearby:
+        for n in range(2, options.order + 1):
+            for finding in _one_order(case, n, first):
+                yield finding
+                if finding.verdict == FAILED:
+                    return
+        if first.is_wrong_nearby:
             # The odd functions are an example: `t_x` instead of `cos(x) * t_x`, at zero.
             text = "the first derivative is wrong at a point nearby"
             yield failed("order", "a point nearby", text, _ONLY_HERE)
 
 
 class _First:
-    """Known facts about the first derivative of a rule."""
+    """Known facts about the first derivative of a rule.
+
+    - `is_right`: whether the modes that are offered agree with autodiff.
+    - `is_wrong_nearby`: whether it is right here only. Where the arguments are zero, equal or
+        symmetric, a wrong rule may be right to first order, and differences of its gradient
+        agree with its wrong second derivative.
+    """
 
     def __init__(self, case: Case):
-        self.case = case
-
-    @ft.cached_property
-    def is_right(self) -> bool:
-        """Whether the modes that are offered agree with autodiff."""
-        modes = ["reverse", *["forward"] * self.case.has_forward]
-        found = [outcome(judge, self.case, mode) for mode in modes]
+        modes = ["reverse", *["forward"] * case.has_forward]
         agrees = lambda finding, is_expected: is_expected and finding.verdict != FAILED
-        return all(not isinstance(f, Exception) and agrees(*f) for f in found)
-
-    @ft.cached_property
-    def is_wrong_nearby(self) -> bool:
-        """Where the arguments are zero, equal or symmetric, a wrong rule may be right to first
-        order, and differences of its gradient agree with its wrong second derivative."""
-        found = outcome(lambda: judge(self.case.nearby(), "reverse"))
-        return not isinstance(found, Exception) and found[0].verdict == FAILED
+        self.is_right = True is outcome(
+            lambda: all(agrees(*judge(case, mode)) for mode in modes)
+        )
+        nearby = outcome(lambda: judge(case.nearby(), "reverse")[0].verdict)
+        self.is_wrong_nearby = self.is_right and nearby == FAILED
 
 
 def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
-    side, loss = case.wide, _scaled_loss(case)
-    at = At(side.subject.leaves, case.tangents[0], case.cotangents[0])
-    rows: dict[str, Callable[[At], Any]] = {
-        f"order {n}, {kind}": ft.partial(derive, side.f, loss, n)
+    side = case.wide
+    at = At(side.subject.leaves, case.tangents[0], _weights(case))
+    rows: dict[str, Row] = {
+        f"order {n}, {kind}": ft.partial(derive, side.f, n)
         for kind, derive in _KINDS.items()
         if case.has_forward or kind != "reverse over forward"
     }
-    expected = ft.partial(forward_over_reverse, side.expected, loss, n)
+    expected = ft.partial(forward_over_reverse, side.expected, n)
     *found, want = side.compute(rows | {f"expected {n}": expected}, at).values()
     for (where, row), got in zip(rows.items(), found, strict=True):
         if isinstance(got, Exception):
@@ -95,19 +92,16 @@ def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
             if not (isinstance(got, TypeError) and "forward-mode" in str(got)):
                 yield broke("order", where, got, _FAILS)
             continue
-        against = ft.partial(compare, "order", where, names=case.names, cause="")
         finding = skipped("order", f"no reference for {where}")
         if not isinstance(want, Exception) and are_finite(want):
-            tolerance = case.admitted(order=n)
-            finding = against(want, got, tolerance=tolerance, reference=case.reference)
+            finding = compare("order", where, want, got, case.names, 10 * case.admitted(),
+                              cause="", note=case.reference)  # fmt: skip
         if finding.verdict != PASSED and n == 2:
-            finding = _by_differences(case, where, row, finding, first, against)
+            finding = _by_differences(case, where, row, finding, first)
         if finding.verdict == FAILED and first.is_right:
             cause = _ONLY_HERE if first.is_wrong_nearby else _cause(case, got)
             finding = dataclasses.replace(finding, cause=cause)
         yield finding
-        if finding.verdict == FAILED:
-            return
 
 
 def _cause(case: Case, second: Any) -> str:
@@ -117,8 +111,7 @@ def _cause(case: Case, second: Any) -> str:
     at = At(case.wide.subject.leaves, w=case.cotangents[0])
     want = case.derivative("vjp")
     have = outcome(case.wide.one, "value of the rule", of_value, at)
-    is_error = isinstance(have, Exception)
-    if is_error or difference(want, have, case.names).error > case.admitted():
+    if isinstance(have, Exception) or relative_error(want, have) > case.admitted():
         return _BY_FORMULA
     if not are_finite(second):
         return ""  # `finite` says why
@@ -127,15 +120,15 @@ def _cause(case: Case, second: Any) -> str:
 
 
 def _by_differences(
-    case: Case, where: str, row: Any, finding: Finding, first: _First, against: Any
+    case: Case, where: str, row: Row, finding: Finding, first: _First
 ) -> Finding:
     """The check of the first derivative has its own reference, so differences of the rule's
     gradient are a reference for the second, unless `reference` was given: the gradient of a
     rule that is wrong on purpose need not be the gradient of any function."""
     is_refuted = case.options.reference is None and not first.is_right
-    side, w, scaled = case.wide, case.cotangents[0], case.scaled
-    loss, leaves = _scaled_loss(case), list(map(as_double, side.subject.leaves))
-    gradient = lambda at: _gradient(loss(side.f, at.w), at.x)
+    side, w, scaled = case.wide, _weights(case), case.scaled
+    leaves = list(map(as_double, side.subject.leaves))
+    gradient = lambda at: _gradient(_loss(side.f, at.w), at.x)
     values = lambda *xs: side.one("gradient", gradient, At(xs, scaled, w))
     slope = outcome(directional, values, leaves, scaled, side.rounded_to)
     got = outcome(side.one, where, row, At(leaves, scaled, w))
@@ -143,9 +136,10 @@ def _by_differences(
         # Autodiff without the rule is another one to first order.
         return skipped("order", f"no reference for {where}") if is_refuted else finding
     is_rough = (finding.verdict == FAILED and is_refuted) or slope.is_rounded
-    tolerance = max(case.admitted(order=2), _OF_SOLVERS if is_rough else 0.0)
-    other = against(
-        slope.tangents_out, got, tolerance=tolerance, reference="differences of the gradient",
+    tolerance = max(10 * case.admitted(), _OF_SOLVERS if is_rough else 0.0)
+    other = compare(
+        "order", where, slope.tangents_out, got, case.names, tolerance, cause="",
+        note="expected: differences of the gradient",
         scale=[10 * e / tolerance for e in slope.errors],
     )  # fmt: skip
     is_told = case.options.reference is not None
@@ -155,26 +149,21 @@ def _by_differences(
     return other if finding.verdict != FAILED or is_right else finding
 
 
-def loss_of(fn, cotangents, scales: Sequence[float] = ()):
-    """The quadratic `sum(r + r**2 / 2s)` with `r` the outputs weighted with the cotangents, so
-    that the cotangents of the outputs depend on the leaves as well."""
+def _weights(case: Case) -> list[Any]:
+    """The cotangents, so that both terms of the loss are about as large."""
+    products = zip(case.derivative("f"), case.cotangents[0], strict=True)
+    return [w / (1 + np.max(np.abs(x * w), initial=0)) for x, w in products]
+
+
+def _loss(fn, weights):
+    """The quadratic `sum(r + r**2 / 2)` with `r` the outputs times their weights, so that the
+    cotangents of the outputs depend on the leaves as well."""
 
     def loss(*xs):
-        total = 0.0
-        scale = scales or [1.0] * len(cotangents)
-        for out, w, s in zip(fn(*xs), cotangents, scale, strict=True):
-            r = (out * w).real
-            total = total + (r + r * r / (2 * s)).sum().astype(float)
-        return total
+        rs = [(out * w).real for out, w in zip(fn(*xs), weights, strict=True)]
+        return sum((r + r * r / 2).sum().astype(float) for r in rs)
 
     return loss
-
-
-def _scaled_loss(case: Case):
-    """The same, with weights that make both terms about as large."""
-    products = zip(case.derivative("f"), case.cotangents[0], strict=True)
-    scales = [float(1 + np.max(np.abs(x * w), initial=0)) for x, w in products]
-    return lambda fn, cotangents: loss_of(fn, cotangents, scales)
 
 
 def _gradient(fn, xs):
@@ -182,9 +171,9 @@ def _gradient(fn, xs):
     return list(jax.grad(fn, argnums=tuple(range(len(xs))))(*xs))
 
 
-def _repeated(step, fn, n, t):
+def _repeated(step, fn, at: At, n):
     for _ in range(n - 1):
-        fn = step(fn, t)
+        fn = step(fn, at.t)
     return fn
 
 
@@ -197,17 +186,16 @@ def _slope(scalar, t):
     return lambda *ys: sum((g * t).real.sum().astype(float) for g, t in terms(ys))
 
 
-def forward_over_reverse(fn, loss, n, at: At):
-    scalar = loss(fn, at.w)
-    return _repeated(_along, lambda *ys: _gradient(scalar, ys), n, at.t)(*at.x)
+def forward_over_reverse(fn, n, at: At):
+    return _repeated(_along, lambda *xs: _gradient(_loss(fn, at.w), xs), at, n)(*at.x)
 
 
-def reverse_over_reverse(fn, loss, n, at: At):
-    return _gradient(_repeated(_slope, loss(fn, at.w), n, at.t), at.x)
+def reverse_over_reverse(fn, n, at: At):
+    return _gradient(_repeated(_slope, _loss(fn, at.w), at, n), at.x)
 
 
-def _reverse_over_forward(fn, loss, n, at: At):
-    return _gradient(_repeated(_along, loss(fn, at.w), n, at.t), at.x)
+def _reverse_over_forward(fn, n, at: At):
+    return _gradient(_repeated(_along, _loss(fn, at.w), at, n), at.x)
 
 
 _KINDS = {

@@ -36,23 +36,18 @@ def raised(error: BaseException) -> tuple[str, str]:
     return first, "\n".join(lines)
 
 
-def in_one_line(error: BaseException) -> str:
-    """The type and the first line of an exception; if a callback raised it, the line of the
-    user's code."""
-    lines = str(error).strip().splitlines()
-    last = _without_traceback(lines)
-    kind = [type(error).__name__] if len(last) == len(lines) else []
-    return ": ".join([*kind, *last[:1]])
-
-
 def _message(error: BaseException) -> tuple[str, list[str]]:
-    """The kind of an exception and its message. For an `eqx.error_if`, it is the text that the
-    user wrote: the text around it depends on how the program was compiled."""
-    lines = _without_traceback(str(error).strip().splitlines()) or [type(error).__name__]
-    _, of_equinox, text = "\n".join(lines).rpartition(_EQUINOX)
-    if not of_equinox:
-        return type(error).__name__, lines
-    return _EQUINOX.rstrip(": "), text.partition("\n---")[0].rstrip().splitlines()
+    """The kind of an exception and its message. If a callback raised it, those of the user's
+    exception. For an `eqx.error_if`, it is the text that the user wrote: the text around it
+    depends on how the program was compiled."""
+    lines = str(error).strip().splitlines() or [""]
+    kind, own = type(error).__name__, _without_traceback(lines)
+    _, of_equinox, text = "\n".join(own).rpartition(_EQUINOX)
+    if of_equinox:
+        return _EQUINOX.rstrip(": "), text.partition("\n---")[0].rstrip().splitlines()
+    if len(own) < len(lines):
+        kind, _, own[0] = own[0].partition(": ")
+    return kind, own
 
 
 def _without_traceback(lines: list[str]) -> list[str]:

@@ -38,6 +38,7 @@ class RuleRemoval:
         self.kept: list[Origin] = []
         self._index: dict[int, int] = {}  # from the id of an equation
         self._known: dict[frozenset[int], list[np.ndarray]] = {}
+        numbers: dict[tuple[str, str], int] = {}
         for origin in NumberedLoss(program.traced).origins:
             if not is_rule(origin.eqn):
                 continue
@@ -46,11 +47,9 @@ class RuleRemoval:
                 self.kept.append(origin)
                 continue
             # A function is the same wherever a layer calls it.
-            same = [
-                o.primitive == origin.primitive and o.path == origin.path for o in self.suspects
-            ]
-            self._index[id(origin.eqn)] = [*same, True].index(True)
-            self.suspects += [] if any(same) else [origin]
+            number = numbers.setdefault((origin.primitive, origin.path), len(self.suspects))
+            self._index[id(origin.eqn)] = number
+            self.suspects += [origin] * (number == len(self.suspects))
 
     def _is_removable(self, eqn) -> bool:
         program = primal_program(eqn)
@@ -61,8 +60,7 @@ class RuleRemoval:
 
         def derivative(xs):
             run = lambda *xs: list(filter(is_differentiable, evaluate(program, xs)))
-            outputs, moved = restricted(run, xs, indices), [xs[i] for i in indices]
-            out, pull = jax.vjp(outputs, *moved)
+            out, pull = jax.vjp(restricted(run, xs, indices), *(xs[i] for i in indices))
             return pull(out)
 
         found = outcome(self.program.in_its_types, jax.eval_shape, derivative, inputs)
@@ -103,16 +101,14 @@ class RuleRemoval:
             # One of the functions may have no other derivative than its rule.
             removed = next(({i} for i in sorted(removed) if not wrong({i})), set())
         for i in sorted(removed):
-            if not wrong(removed - {i}):
-                removed = removed - {i}
+            removed -= {i} if not wrong(removed - {i}) else set()
+        # A rule inside another one can't be removed alone.
+        enclosing = {number for i in removed for number in self.suspects[i].enclosing}
         by_leaf: dict[int, list[Origin]] = {}
-        origins = {i: self.suspects[i] for i in sorted(removed)}
-        enclosing = {number for origin in origins.values() for number in origin.enclosing}
-        for i, origin in origins.items():
-            # A rule inside another one can't be removed alone.
-            if origin.number not in enclosing:
+        for i in sorted(removed):
+            if self.suspects[i].number not in enclosing:
                 for leaf in wrong(removed - {i}):
-                    by_leaf.setdefault(leaf, []).append(origin)
+                    by_leaf.setdefault(leaf, []).append(self.suspects[i])
         return by_leaf, removed
 
 
@@ -125,7 +121,7 @@ def _place(origin: Origin) -> SourceLine:
     """The line of the call. If no frame of the call is the user's, a line of the function."""
     program = primal_program(origin.eqn)
     inner = [] if program is None else map(source_line, equations(program))
-    return next((source for source in (origin.source, *inner) if source.file), origin.source)
+    return next((line for line in (origin.source, *inner) if line.file), origin.source)
 
 
 def _name(origin: Origin) -> str:

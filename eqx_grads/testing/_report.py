@@ -5,10 +5,11 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from ._compare import differences, side_by_side
-from ._mistakes import Compared, likely_cause, Mistake
+from ._mistakes import likely_cause, Mistake
 from ._outcome import outcome, raised
 
 
@@ -70,6 +71,9 @@ def failed(check: str, where: str, text: str, cause: str = "") -> Finding:
 def broke(check: str, where: str, error: BaseException, cause: str = "") -> Finding:
     """A failure that is an exception."""
     first, details = raised(error)
+    if isinstance(error, jax.errors.ConcretizationTypeError):
+        first = "JAX can't trace it, as it looks at the values of arguments"
+        cause, details = "", f"  {first}: {details.splitlines()[-1].strip()}"
     return Finding(check, FAILED, where, cause=cause, details=details, raised=first)
 
 
@@ -85,7 +89,6 @@ def compare(
     cause: str | None = None,
     mistakes: Callable[[], Iterable[Mistake]] = tuple,
     primals: Sequence[Any] | None = None,
-    reference: str = "",
     scale: float | Sequence[float] = 0.0,
     note: str = "",
     **options: Any,
@@ -96,40 +99,39 @@ def compare(
     - `cause`: the likely cause, if it is known. Otherwise it is looked for in the numbers.
     - `mistakes`: makes what known mistakes would give; called on a failure only.
     - `primals`: the values that the arrays are cotangents of, to describe a pattern by sign.
-    - `reference`: what computed `want`, in words.
     - `scale`: for each array, what is added to the norm that its error is relative to.
-    - `note`: is said of a failure.
+    - `note`: is said of a failure, such as what computed `want`.
     - `options`: of `differences`.
     """
     if isinstance(got, Exception):
         return broke(check, where, got, cause or "")
     found = differences(want, got, names, scale=scale, **options)
-    largest = found[0].error
-    if wider is not None and largest > tolerance:
+    if wider is not None and found[0].error > tolerance:
         tolerance += wider()
-    if largest <= tolerance:
-        return Finding(check, PASSED, where, largest, tolerance)
+    wrong = [d for d in found if not d.error <= tolerance]
+    if not wrong:
+        return Finding(check, PASSED, where, found[0].error, tolerance)
     # First entries that are not finite, then missing ones, then by size.
-    key = lambda d: (np.isfinite(d.error), not d.is_missing, -d.error)
-    worst, *others = sorted((d for d in found if not d.error <= tolerance), key=key)
+    worst, *others = sorted(wrong, key=lambda d: (np.isfinite(d.error), not d.is_missing))
     if cause is None:
         tried = outcome(lambda: list(mistakes()))
         known = [] if isinstance(tried, Exception) else tried  # a mode that there is not
         primal = None if primals is None else np.asarray(primals[list(names).index(worst.name)])
         # Along other directions, or elsewhere.
         same = [d for d in found if d.name == worst.name and d is not worst]
-        compared = [Compared(d.expected, d.got) for d in same or others]
+        compared = [(d.expected, d.got) for d in same or others]
         cause = likely_cause(worst.expected, worst.got, worst.name, known, primal, compared,
                              is_random=True)  # fmt: skip
     facts = [f"at {worst.name}: relative error {worst.error:.3g}, tolerance {tolerance:.3g}"]
-    facts += [f"expected: {reference}"] * bool(reference) + [note] * bool(note)
-    rest = {d.name: d for d in reversed(others) if d.name != worst.name}
+    facts += [note] * bool(note)
     size = lambda d: "missing" if d.is_missing else f"{d.error:.2g}"
-    also = [f"{name} ({size(d)})" for name, d in reversed(rest.items())]
-    details = [side_by_side(worst), *[f"  also wrong: {', '.join(also[:6])}"] * bool(also)]
+    also = {d.name: f"{d.name} ({size(d)})" for d in reversed(others) if d.name != worst.name}
+    details = side_by_side(worst)
+    if also:
+        details += f"\n  also wrong: {', '.join(list(also.values())[:-7:-1])}"
     where = f"{where}, {worst.name}" if where else worst.name
-    texts = cause, "\n".join(f"  {text}" for text in facts), "\n".join(details)
-    return Finding(check, FAILED, where, worst.error, tolerance, *texts)
+    text = "\n".join(f"  {fact}" for fact in facts)
+    return Finding(check, FAILED, where, worst.error, tolerance, cause, text, details)
 
 
 class RuleCheckError(AssertionError):
@@ -184,15 +186,14 @@ class Report:
             status = f"{PASSED}, without a reference for the derivative"
         lines = [f"The rule of `{self.name}`: {status} (seed {self.numbers.get('seed')})"]
         for number, (first, *others) in enumerate(self._grouped(), start=1):
-            text = f"{number}. {first.check}, {first.where}\n{first.text}"
-            lines += ["", *(part for line in text.splitlines() for part in _wrap_line(line))]
+            lines += ["", f"{number}. {first.check}, {first.where}", *first.text.splitlines()]
             same = list(dict.fromkeys(f.where for f in others if f.check == first.check))
-            more = f"; and {len(same) - _MOST_PLACES} more" if same[_MOST_PLACES:] else ""
-            rest = dict.fromkeys(f.check for f in others if f.check != first.check)
-            for words, found in (("also in: ", same[:_MOST_PLACES]), ("and so: ", rest)):
-                text = "; ".join(found) + more if found is not rest else ", ".join(found)
-                lines += _wrap(f"{words}{text}", "  ") if found else []
-        return "\n".join([*lines, "", *self._listed()])
+            more = [f"and {len(same) - _MOST_PLACES} more"] * (len(same) > _MOST_PLACES)
+            also = "; ".join([*same[:_MOST_PLACES], *more])
+            rest = ", ".join(dict.fromkeys(f.check for f in others if f.check != first.check))
+            lines += [f"  also in: {also}"] * bool(also) + [f"  and so: {rest}"] * bool(rest)
+        lines += ["", *self._listed()]
+        return "\n".join(part for line in lines for part in _wrap(line))
 
     __repr__ = __str__
 
@@ -200,16 +201,12 @@ class Report:
         """The failures, those together that have one reason: the first one that is about
         numbers, or an exception that is raised once more."""
         groups: dict[str, list[Finding]] = {}
-        known: dict[str, str] = {}
         for failure in self.failures:
-            is_consequence = failure.check in _OF_NUMBERS and (failure.raised or failure.error)
-            key = "numbers" if is_consequence else failure.check
+            is_of_numbers = failure.check in _OF_NUMBERS and failure.error is not None
+            key = "numbers" if is_of_numbers else failure.check
             if failure.raised:
                 # An exception names the arrays of the precision in which it was raised.
-                text = failure.raised.replace("float64", "float32")
-                # A wrong number is not the reason for an exception.
-                is_other = key in groups and not groups[key][0].raised
-                key = known.setdefault(text, failure.check if is_other else key)
+                key = failure.raised.replace("float64", "float32")
             groups.setdefault(key, []).append(failure)
         return list(groups.values())
 
@@ -220,21 +217,18 @@ class Report:
         for check in dict.fromkeys(f.check for f in self.findings if f.check not in failing):
             found = self[check]
             if all(f.verdict == SKIPPED for f in found):
-                lines += _wrap(f"{SKIPPED}: {check}, as {found[0].facts.splitlines()[0]}")
+                lines.append(f"{SKIPPED}: {check}, as {found[0].facts.splitlines()[0]}")
             else:
                 done.append(check)
-        of = [f for f in self.findings if f.check == "residuals" and not f.raised]
-        kept = [f.where for f in of if f.where]
-        lines = [*_wrap(f"{PASSED}: {', '.join(done)}"), *lines] if done else lines
-        return [*lines, *[f"residuals: {where}" for where in kept[:1]]]
+        kept = [f.where for f in self.findings if f.check == "residuals" and not f.raised]
+        lines = [f"{PASSED}: {', '.join(done)}"] * bool(done) + lines
+        return lines + [f"residuals: {where}" for where in filter(None, kept)][:1]
 
 
-def _wrap(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ",
-                         break_long_words=False, break_on_hyphens=False)  # fmt: skip
-
-
-def _wrap_line(line: str) -> list[str]:
+def _wrap(line: str) -> list[str]:
     """The line if it fits. Otherwise its parts; the later parts are indented."""
     text = line.lstrip()
-    return [line] if len(line) <= _WIDTH else _wrap(text, line[: len(line) - len(text)])
+    indent = line[: len(line) - len(text)]
+    parts = textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ",
+                          break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    return parts if len(line) > _WIDTH else [line]

@@ -7,21 +7,21 @@ disagree with it, it is not the slope of a smooth function. The values are numbe
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._compare import as_real, norm
+from ._compare import size_of
 
 
 # Rounding errors of the function itself, in units of the last place.
 _ULPS = 8.0
 _EPS = float(np.finfo(np.float64).eps)
-_LONGEST, _SHORTEST = 3, 43
-_ALL = range(_LONGEST, _SHORTEST + 1)
-SHORTEST_STEP = 2.0**-_SHORTEST
+_LONGEST = 3
+_ALL = range(_LONGEST, 44)
 # Estimates with a smaller relative error are of something.
 _PLATEAU = 1e-2
 # How many times its error an estimate may be off.
@@ -34,55 +34,57 @@ _OTHER_STEPS = (0.9, 0.8, 0.7, 0.6)
 class Slope:
     """- `value`, `error`: the slope, and an estimate of its absolute error.
     - `step`: the step that they are from.
-    - `left`, `right`: the one-sided slopes, if they were asked for.
-    - `one_sided_error`: an estimate of their errors.
     """
 
     value: Any
     error: float
     step: float = math.nan
-    left: Any = math.nan
-    right: Any = math.nan
-    one_sided_error: float = math.inf
 
     @property
     def relative_error(self) -> float:
-        size = _size(self.value)
+        size = size_of(self.value)
         return self.error / size if size and math.isfinite(self.error) else math.inf
+
+
+class Sides(NamedTuple):
+    """The slopes on the two sides of zero, and an estimate of their errors."""
+
+    left: float
+    right: float
+    error: float
+    step: float = math.nan
+
+    @property
+    def gap(self) -> float:
+        return abs(self.right - self.left)
 
     @property
     def is_kink(self) -> bool:
-        """Whether the one-sided slopes differ by more than their errors."""
-        gap = _size(self.right - self.left)
-        size = max(_size(self.right), _size(self.left))
-        return gap > 10 * self.one_sided_error and gap > 1e-6 * size
+        """Whether the slopes differ by more than their errors."""
+        size = max(abs(self.right), abs(self.left))
+        return self.gap > 10 * self.error and self.gap > 1e-6 * size
 
     def admits(self, value: float) -> bool:
-        """Whether a value is between the slopes on both sides of a kink."""
+        """Whether a value is between the slopes."""
+        margin = 10 * self.error + 1e-6 * self.gap
         low, high = sorted((self.left, self.right))
-        margin = 10 * self.one_sided_error + 1e-6 * (high - low)
         return low - margin <= value <= high + margin
-
-
-def _size(x: Any) -> float:
-    return abs(x) if isinstance(x, float) else norm(as_real(x))
 
 
 class Samples:
     """The values of a function at steps from zero, each computed once.
 
-    - `fn`: from a list of steps to the values there; NaN without a value.
+    - `fn`: the value at a step; NaN without a value.
     - `eps`: the relative rounding error of a value.
     """
 
-    def __init__(self, fn: Callable[[list[float]], Iterable[Any]], eps: float = _EPS):
-        self._fn = fn
-        self.eps = eps
+    def __init__(self, fn: Callable[[float], Any], eps: float = _EPS):
         self._known: dict[float, Any] = {}
+        self._fn, self.eps = fn, eps
 
     def __call__(self, h: float) -> Any:
         if h not in self._known:
-            (self._known[h],) = self._fn([h])
+            self._known[h] = self._fn(h)
         return self._known[h]
 
     def central(self, h: float) -> Any:
@@ -93,7 +95,7 @@ class Samples:
 
     def rounding(self, h: float) -> float:
         """The error of a slope with this step that rounding explains."""
-        return _ULPS * self.eps * max(_size(self(0.0)), _size(self(h))) / h
+        return _ULPS * self.eps * max(size_of(self(0.0)), size_of(self(h))) / abs(h)
 
 
 def central_slope(samples: Samples, size: float, accuracy: float = 1e-7) -> Slope:
@@ -113,22 +115,20 @@ def central_slope(samples: Samples, size: float, accuracy: float = 1e-7) -> Slop
 def confirmed_slope(samples: Samples, slope: Slope) -> Slope:
     """The same slope, unless shorter steps show another one: a function that oscillates, turns
     close to zero, or has many small kinks, has the slope of an average in long steps."""
-    size = lambda shorter: max(_size(shorter.value), _size(slope.value))
+
+    def error(shorter):  # relative to both: beyond a kink, the slope may be zero
+        return shorter.error / max(size_of(shorter.value), size_of(slope.value))
+
     others = [
         shorter
         for shorter in _estimates(samples, [2.0**-k for k in _ALL])
-        if (
-            shorter.relative_error <= _PLATEAU
-            # Zero, as beyond a kink; in the shortest steps, rounded values are equal.
-            or (shorter.step >= 2.0**-20 and shorter.error <= _PLATEAU * size(shorter))
-        )
-        and not shorter.step >= slope.step
-        and _size(shorter.value - slope.value) > _AGREE * (shorter.error + slope.error)
+        if not shorter.step >= slope.step
+        and size_of(shorter.value - slope.value) > _AGREE * (shorter.error + slope.error)
+        # In the shortest steps, rounded values are equal.
+        and (error(shorter) if shorter.step >= 2.0**-20 else shorter.relative_error) <= _PLATEAU
     ]
-    if not others:
-        return slope
     # Between two kinks, there may be others in still shorter steps.
-    return confirmed_slope(samples, min(others, key=lambda s: s.error / size(s)))
+    return confirmed_slope(samples, min(others, key=error)) if others else slope
 
 
 def is_settled(samples: Samples, slope: Slope) -> bool:
@@ -152,7 +152,7 @@ def _estimates(samples: Samples, steps: list[float]) -> list[Slope]:
         found = [samples.richardson(h) for h in steps]
         for i in range(1, len(steps) - 1):
             triple = found[i - 1 : i + 2]
-            gaps = (_size(a - b) for a, b in zip(triple, (*triple[1:], triple[0]), strict=True))
+            gaps = (size_of(a - b) for a, b in itertools.combinations(triple, 2))
             error = max(gaps, key=lambda x: (math.isnan(x), x)) + samples.rounding(steps[i])
             if math.isfinite(error):
                 slopes.append(Slope(found[i], error, steps[i]))
@@ -167,43 +167,30 @@ def _best(slopes: list[Slope]) -> Slope:
     return min(slopes, key=lambda slope: slope.error)
 
 
-def with_sides(samples: Samples, slope: Slope) -> Slope:
-    """The same with one-sided slopes: of short steps, extrapolated to zero.
+def sides_of(samples: Samples) -> Sides:
+    """The slopes on both sides: of short steps, extrapolated to zero.
 
     A kink that is one of many is seen in still shorter steps only. They are taken then.
     """
-    found = [slope]
+    found = [Sides(math.nan, math.nan, math.inf)]
     for h in (2.0**-k for k in range(8, 34)):
-        with np.errstate(all="ignore"):
-            left, left_error = _side(samples, -h)
-            right, right_error = _side(samples, h)
-        error = left_error + right_error + 4 * samples.rounding(h)
-        if math.isfinite(error):
-            found.append(Slope(slope.value, slope.error, h, left, right, error))
-    best = min(found, key=lambda s: s.one_sided_error)
-    kinks = [
-        s
-        for s in found
-        if s.step < best.step
-        and abs(s.right - s.left) > abs(best.right - best.left) + 100 * s.one_sided_error
-    ]
-    best = min(kinks, key=lambda s: s.one_sided_error, default=best)
-    return dataclasses.replace(best, step=slope.step)
+        left, right = _side(samples, -h), _side(samples, h)
+        if math.isfinite(error := left.error + right.error):
+            found.append(Sides(left.value, right.value, error, h))
+    best = min(found, key=lambda s: s.error)
+    kinks = [s for s in found if s.step < best.step and s.gap > best.gap + 100 * s.error]
+    return min(kinks, key=lambda s: s.error, default=best)
 
 
 def one_sided_slope(samples: Samples) -> Slope:
     """The slope on a side where the function is defined, if it is not on the other one."""
-    found = [Slope(math.nan, math.inf)]
+    steps = (sign * 2.0**-k for k in range(_LONGEST, 34) for sign in (1, -1))
+    found = [slope for h in steps if math.isfinite((slope := _side(samples, h)).error)]
+    return min(found, key=lambda s: s.error, default=Slope(math.nan, math.inf))
+
+
+def _side(samples: Samples, h: float) -> Slope:
     with np.errstate(all="ignore"):
-        for h in (sign * 2.0**-k for k in range(_LONGEST, 34) for sign in (1, -1)):
-            value, error = _side(samples, h)
-            error += 4 * samples.rounding(abs(h)) if math.isfinite(error) else 0.0
-            if math.isfinite(error):
-                found.append(Slope(value, error, h))
-    return min(found, key=lambda s: s.error)
-
-
-def _side(samples: Samples, h: float) -> tuple[Any, float]:
-    one, half, quarter = ((samples(step) - samples(0.0)) / step for step in (h, h / 2, h / 4))
-    coarse, fine = 2 * half - one, 2 * quarter - half
-    return fine, _size(fine - coarse)
+        one, half, quarter = ((samples(x) - samples(0.0)) / x for x in (h, h / 2, h / 4))
+        coarse, fine = 2 * half - one, 2 * quarter - half
+        return Slope(fine, size_of(fine - coarse) + 4 * samples.rounding(h), h)

@@ -5,8 +5,9 @@ these are, what the user calls them, and which leaves stay constant.
 """
 
 import contextlib
+import copy
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._diagnosis.report import show_list
 from .._errors import name_of, rule_error, show_path
 from .._jaxprs.operands import fill
 from .._rules.signature import Signature
@@ -34,56 +36,59 @@ class FlatFunction:
         a method is bound to.
     """
 
+    is_wide = False  # whether all floats are in float64
+
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        nondifferentiable: Collection[str] = (),
-        own_numbers: bool = True,
+        self, fn: Any, args: Any, kwargs: Any, fixed: Any = (), own_numbers: bool = True
     ):
-        """- `own_numbers`: whether the Python numbers of a Module are perturbed, too."""
-        fn = _as_tree(fn)
+        """- `fixed`: the names of parts that are not perturbed.
+        - `own_numbers`: whether the Python numbers of a Module are perturbed, too."""
+        self.fn = fn = _as_tree(fn)
+        self.name = name_of(fn)
         signature = Signature(fn)
-        by_position = tuple(jax.tree.map(_canonical, list(args)))
-        by_keyword = jax.tree.map(_canonical, dict(kwargs))
+        by_position, by_keyword = jax.tree.map(_canonical, (tuple(args), dict(kwargs)))
         try:
-            args, kwargs, filled = signature.bind(by_position, by_keyword, False)
+            self.args, kwargs, filled = signature.bind(by_position, by_keyword, False)
         except TypeError as mismatch:
             given = ", ".join(f"`{keyword}`" for keyword in by_keyword) or "none"
             raise rule_error(
-                f"`{name_of(fn)}` can't be called with these arguments: {mismatch}.",
+                f"`{self.name}` can't be called with these arguments: {mismatch}.",
                 f"{len(by_position)} by position, and by keyword {given}",
                 do="Pass them as you pass them to the function itself: "
-                f"`check_rule({name_of(fn)}, ..., v=...)`.",
+                f"`check_rule({self.name}, ..., v=...)`.",
             ) from None
         # Not the defaults: a reference need not have those parameters.
         self.kwargs = {k: v for k, v in kwargs.items() if k not in filled}
-        self.fn = fn
-        self.args = args
-        self.name = name_of(fn)
         # The arrays of a Module, or of a bound method, are arguments as well.
-        flat, self._treedef = jax.tree_util.tree_flatten_with_path((fn, args))
+        flat, self._treedef = jax.tree_util.tree_flatten_with_path((fn, self.args))
         self._all = [leaf for _, leaf in flat]
-        self.argument_names = [signature.names[i] for i in range(len(args))]
-        fixed = [name.replace('"', "'") for name in nondifferentiable]
+        fixed = [name.replace('"', "'") for name in fixed]
         self.indices, self.names, self.groups, paths = [], [], [], []
         for index, (path, leaf) in enumerate(flat):
             argument = path[1].idx if path[0].idx == 1 else -1
-            is_own = argument < 0
-            start = "self" if is_own else signature.names[argument]
-            paths.append(start + show_path(path[1 if is_own else 2 :]))
+            start = "self" if argument < 0 else signature.names[argument]
+            paths.append(start + show_path(path[1 if argument < 0 else 2 :]))
             is_constant = (
                 argument in getattr(fn, "nondiff_argnums", ())
-                or (is_own and not own_numbers and isinstance(leaf, float | complex))
+                or (argument < 0 and not own_numbers and isinstance(leaf, float | complex))
                 or any(is_part_of(paths[-1], name) for name in fixed)
             )
             if is_output(leaf) and not is_constant:
                 self.indices.append(index)
                 self.groups.append(argument)
                 self.names.append(f"`{paths[-1]}`")
-        arrays = [path for path, (_, x) in zip(paths, flat, strict=True) if is_arraylike(x)]
-        _check_names(fixed, [*self.argument_names, *arrays], paths, self.name)
+        arguments = [signature.names[i] for i in range(len(self.args))]
+        for name in fixed:
+            if not any(is_part_of(path, name) for path in (*arguments, *paths)):
+                arrays = [paths[i] for i, x in enumerate(self._all) if is_arraylike(x)]
+                known = [f"`{path}`" for path in dict.fromkeys([*arguments, *arrays])]
+                raise rule_error(
+                    f"`nondifferentiable` names `{name}`, which is not a positional argument "
+                    f"of `{self.name}` and not a part of one.",
+                    f"there are {show_list(known, _MOST_NAMES)}",
+                    do="Name arguments, or parts of them as the report names them, such as "
+                    "`self.frozen` or `params['scale']`.",
+                )
         self.leaves = [jnp.asarray(self._all[i]) for i in self.indices]
         self.has_self = -1 in self.groups
 
@@ -94,9 +99,8 @@ class FlatFunction:
     @property
     def constants(self) -> list[Any]:
         """The arrays of the arguments that are not perturbed."""
-        perturbed = set(self.indices)
-        leaves = [x for i, x in enumerate(self._all) if i not in perturbed]
-        leaves += jax.tree.leaves(self.kwargs)
+        rest = fill(self._all, self.indices, [None] * len(self.indices))
+        leaves = jax.tree.leaves((rest, self.kwargs))
         return [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -129,28 +133,24 @@ class FlatFunction:
         names: list[str] = []
 
         def run(*leaves):
-            out = self.call(leaves)
-            flat = jax.tree_util.tree_leaves_with_path(out)
-            flat = [(path, x) for path, x in flat if is_output(x)]
-            names[:] = [f"output{show_path(path)}" for path, _ in flat]
-            return [jnp.asarray(x) for _, x in flat]
+            flat = jax.tree_util.tree_leaves_with_path(self.call(leaves))
+            outputs = {f"output{show_path(path)}": x for path, x in flat if is_output(x)}
+            names[:] = outputs
+            return list(map(jnp.asarray, outputs.values()))
 
         try:
             shapes = jax.eval_shape(run, *self.leaves)
-        except jax.errors.ConcretizationTypeError:  # looks at values: eager only
+        except jax.errors.ConcretizationTypeError:  # it looks at values
             shapes = run(*self.leaves)
         return list(zip(names, shapes, strict=True))
 
     def in_float64(self) -> "FlatFunction":
-        """The same in float64. Make it and use it inside `double_precision`."""
-        args = jax.tree.map(_widen, self.args)
-        fn = jax.tree.map(_widen, self.fn) if isinstance(self.fn, eqx.Module) else self.fn
-        wide = object.__new__(FlatFunction)
-        vars(wide).update(vars(self))
-        wide.fn, wide.args = fn, args
-        wide.kwargs = jax.tree.map(_widen, self.kwargs)
-        wide._all = [_widen(x) for x in self._all]
-        wide.leaves = [jnp.asarray(wide._all[i]) for i in self.indices]
+        """The same in float64. Use it inside `double_precision`."""
+        wide = copy.copy(self)
+        with double_precision():
+            wide.kwargs = jax.tree.map(_widen, self.kwargs)
+            wide._all = list(map(_widen, self._all))
+        wide.leaves, wide.is_wide = [wide._all[i] for i in self.indices], True
         return wide
 
 
@@ -208,20 +208,6 @@ def _canonical(x):
 def is_part_of(path: str, name: str) -> bool:
     """Whether a leaf is the named part, or lies in it."""
     return path == name or path.startswith((f"{name}.", f"{name}["))
-
-
-def _check_names(names, shown, paths, fn_name) -> None:
-    for name in names:
-        if name not in shown and not any(is_part_of(path, name) for path in paths):
-            known = [f"`{name}`" for name in dict.fromkeys(shown)]
-            more = ["..."] if len(known) > _MOST_NAMES else []
-            raise rule_error(
-                f"`nondifferentiable` names `{name}`, which is not a positional argument of "
-                f"`{fn_name}` and not a part of one.",
-                f"there are {', '.join([*known[:_MOST_NAMES], *more])}",
-                do="Name arguments, or parts of them as the report names them, such as "
-                "`self.frozen` or `params['scale']`.",
-            )
 
 
 def is_output(x: Any) -> bool:

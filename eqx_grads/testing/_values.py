@@ -1,6 +1,7 @@
 """The checks `primal`, `finite` and `deterministic`: the value with the rule equals the value
 of the function, without NaN or infinity, and the same each time."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._diagnosis.report import count
 from ._case import are_finite, Case
-from ._compare import aligned, is_number
+from ._compare import aligned
 from ._options import Options
 from ._oracle import At, jvp, Side, unless_error, vjp
-from ._order import forward_over_reverse, loss_of, reverse_over_reverse
+from ._order import forward_over_reverse, reverse_over_reverse
 from ._outcome import outcome
-from ._report import broke, compare, failed, Finding, passed, skipped
+from ._report import broke, compare, failed, Finding, passed
 
 
 # ---------------------------------------------------------------- primal
@@ -22,19 +24,11 @@ from ._report import broke, compare, failed, Finding, passed, skipped
 
 def primal(case: Case) -> Iterator[Finding]:
     """The value under `jax.vjp` and `jax.jvp` is the value of the function."""
-    value, tolerance = case.value, case.own.tolerance
+    value = case.subject.fn(*case.subject.args, **case.subject.kwargs)
+    tolerance = case.own.tolerance
     if case.own is case.wide:
         tolerance = case.admitted(exact=True)
-    wider = lambda: case.measured(case.noise("plain"))
-    numbers = [x for x in jax.tree.leaves(value) if is_number(x)]
-    numbers = [x for x in numbers if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    got = case.own.derive(case.tangents[0], case.cotangents[0])["plain"]
-    if isinstance(got, NotImplementedError):
-        yield skipped("primal", f"the rule can't be removed from the function: {got}")
-    else:
-        cause = "the value depends on being traced"
-        where, names = "the undecorated function", case.output_names
-        yield compare("primal", where, numbers, got, names, tolerance, wider=wider, cause=cause)
+    wider = lambda: case.measured(case.noise("f"))
     for mode in ("vjp", "jvp") if case.has_forward else ("vjp",):
         where = f"under `jax.{mode}`"
         call = outcome(case.eager, mode)
@@ -57,17 +51,15 @@ def primal(case: Case) -> Iterator[Finding]:
 def finite(case: Case) -> Iterator[Finding]:
     """Value and derivatives are finite, at the arguments and at every point of `at`."""
     points = [("the arguments", case)]
+    options = Options(nondifferentiable=case.options.nondifferentiable)
     for number, args in enumerate(case.options.at):
-        options = Options(nondifferentiable=case.options.nondifferentiable)
-        text = ", ".join(" ".join(str(x).split()) for x in args)
-        text = text if len(text) < 60 else text[:57] + "..."
+        text = textwrap.shorten(", ".join(map(str, args)), 60, placeholder="...")
         point = Case(case.subject.fn, args, case.subject.kwargs, options)
         points.append((f"at[{number}] = ({text})", point))
     wrong = [finding for where, point in points for finding in _not_finite(where, point)]
     yield from wrong
     if not wrong:
-        n = len(points) - 1
-        further = f" and {n} further point{'s' if n > 1 else ''}" if n else ""
+        further = f" and {count(len(points) - 1, 'further point')}" * (len(points) > 1)
         yield passed("finite", f"the arguments{further}, under `jax.debug_nans`")
 
 
@@ -77,34 +69,32 @@ _CAUSE = (
 )
 
 
-def _not_finite(where: str, case: Case) -> Iterator[Finding]:
-    found, is_bad = case.own.derive(case.tangents[0], case.cotangents[0]), False
-    results = {"value": found["f"]}
-    if case.has_forward:
-        results["tangent"] = found["jvp"]
+def _not_finite(where: str, case: Case) -> list[Finding]:
+    results = {
+        kind: (case.own_derivatives[row], names) for row, (kind, names) in case.offered.items()
+    }
     if case.has_reverse:
-        results |= {"cotangent": found["vjp"], _SECOND: _second_derivative(case, case.own)}
-    for name, arrays in results.items():
-        if isinstance(arrays, Exception):
-            if name != _SECOND:  # which the check `order` reports
-                is_bad = True
-                yield broke("finite", f"{where}, {name}", arrays)
+        results[_SECOND] = _second_derivative(case, case.own), case.names
+    found = []
+    for name, (arrays, names) in results.items():
+        place = f"{where}, {name}"
+        if isinstance(arrays, Exception):  # of second order, the check `order` reports it
+            found += [broke("finite", place, arrays)] * (name != _SECOND)
         elif not are_finite(arrays) and not (name == _SECOND and _is_too_large(case, arrays)):
-            is_bad = True
-            names = case.output_names if name in ("value", "tangent") else case.names
             shown = [
                 f"{named} {str(np.asarray(x)).replace(chr(10), '')[:100]}"
                 for named, x in zip(names, arrays, strict=True)
                 if not are_finite([x])
             ]
             text = f"NaN or infinity in the {name}: {', '.join(shown[:3])}"
-            yield failed("finite", f"{where}, {name}", text, _CAUSE if name != "value" else "")
-    if not is_bad and case.outputs:
+            found.append(failed("finite", place, text, _CAUSE if name != "value" else ""))
+    if not found:
         error = outcome(_under_debug_nans, case)
         if isinstance(error, Exception):
             is_nan = isinstance(error, FloatingPointError)
             cause = "a NaN arises in an intermediate result" if is_nan else ""
-            yield broke("finite", f"{where}, under `jax.debug_nans`", error, cause)
+            found.append(broke("finite", f"{where}, under `jax.debug_nans`", error, cause))
+    return found
 
 
 _SECOND = "second derivative"
@@ -113,7 +103,7 @@ _SECOND = "second derivative"
 def _second_derivative(case: Case, side: Side) -> Any:
     kind = forward_over_reverse if case.has_forward else reverse_over_reverse
     at = At(case.subject.leaves, case.tangents[0], case.cotangents[0])
-    return side.compute({_SECOND: lambda at: kind(side.f, loss_of, 2, at)}, at)[_SECOND]
+    return side.compute({_SECOND: lambda at: kind(side.f, 2, at)}, at)[_SECOND]
 
 
 def _is_too_large(case: Case, arrays: Sequence[Any]) -> bool:
@@ -138,8 +128,6 @@ def _under_debug_nans(case: Case) -> None:
 
 def deterministic(case: Case) -> Iterator[Finding]:
     """Repeated calls return bitwise equal results."""
-    if not case.outputs:
-        return
     # Without a trace, which is a call as well.
     mode = "jvp" if "everse-mode" in str(outcome(case.eager, "vjp")) else "vjp"
     of = case.output_names if mode == "jvp" else case.names
@@ -150,8 +138,8 @@ def deterministic(case: Case) -> Iterator[Finding]:
     for number, run in enumerate(runs[1:], start=2):
         for name, first, again in zip(names, runs[0], run, strict=True):
             if first.tobytes() != again.tobytes():
-                text = f"call {number} and the first one return different values"
+                text = f"{name} differs: call {number} does not return what the first one does"
                 cause = "hidden state, or random numbers without a key"
-                yield failed("deterministic", name, f"{name} differs: {text}", cause)
+                yield failed("deterministic", name, text, cause)
                 return
     yield passed("deterministic")

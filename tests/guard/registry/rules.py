@@ -407,10 +407,11 @@ def filter_vjp_bwd(kept, ct, perturbed, xy, n, *, scale):
     """Twice the derivative of the first output in `x`, three times the identity."""
     assert kept == perturbed
     d_x, d_y = slopes(*xy, n)
+    ct_x = tangents.scale(ct[0], 2 * scale * d_x)
     if not perturbed[1]:
-        return 2 * scale * d_x * ct[0], None
-    ct_y = tangents.add(scale * d_y * ct[0], tangents.scale(ct[1], 3))
-    return 2 * scale * d_x * ct[0], ct_y
+        return ct_x, None
+    of_y = tangents.scale(ct[0], scale * d_y)
+    return ct_x, tangents.add(of_y, tangents.scale(ct[1], 3))
 
 
 rule("filter_custom_vjp", lambda x, y: (
