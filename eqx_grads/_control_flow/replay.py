@@ -145,7 +145,8 @@ def _plain_vjp(run, args, perturbed):
 def _replayed_scan_bwd(residuals, cts, *, how, perturbed: tuple[Any, ...]):
     plain, replayed = residuals
     if plain is not None:
-        return *_pull_back_plain(*plain, cts, list(perturbed[:-1])), None
+        args: Any = (*plain, cts, list(perturbed[:-1]))
+        return *_pull_back_plain(*args), None
     body, reverse = how.body, how.reverse
     consts, init, xs, step_index, after = replayed
     ct_last, ct_ys = cts

@@ -265,15 +265,15 @@ def _choose(
     # Without `jit`, JAX's loops are written out, and there is nothing to trace.
     if loop.steps == 0 or is_jit_disabled():
         return plain, loop
-    has_windows = window is not None and loop.why_not_again is None
-    loop = with_wide_sums(loop) if has_windows else loop
-    part = dataclasses.replace(loop, steps=window) if has_windows else loop
+    window = window if loop.why_not_again is None else None
+    loop = loop if window is None else with_wide_sums(loop)
+    part = loop if window is None else dataclasses.replace(loop, steps=window)
     if isinstance(method, Replayed) and (reason := method.unsupported(part)) is not None:
         if not method.only_if_better:
             raise cannot_replay(reason)
         log_choice(loop.steps, loop.init, f"plain scan, as {reason}")
         method = Plain()
-    return (Checkpointed(window, method) if has_windows else method), loop
+    return (method if window is None else Checkpointed(window, method)), loop
 
 
 def _as_unroll(unroll: Any) -> int | bool:

@@ -132,8 +132,9 @@ class Online(AbstractMethod):
         from .._online.online_scan import online_scan, OnlineOptions  # only if asked for
 
         body, consts, init = loop.traced
-        names = loop.body.names_for_errors()  # pyright: ignore[reportFunctionMemberAccess]
-        options = OnlineOptions(self.approximate, *names, loop.reverse, loop.unroll)
+        names: Any = loop.body.names_for_errors()  # pyright: ignore[reportFunctionMemberAccess]
+        given: Any = (self.approximate, *names, loop.reverse, loop.unroll)
+        options = OnlineOptions(*given)
         return online_scan(consts, init, loop.xs, loop.step_index, body=body, options=options)
 
 

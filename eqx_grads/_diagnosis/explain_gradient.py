@@ -33,8 +33,8 @@ _EXPLODING, _VANISHING = 1e4, 1e-6
 _WHERE = "`eqg.gradient_flow(loss, model, *args)` says where."
 # What to do about each kind.
 _CURES = {
-    "no reverse mode": "For a `while_loop`, use `eqg.filter_while_loop` with `max_steps`; for a "
-    "solver, `eqg.implicit`.",
+    "no reverse mode": "For a `while_loop`, use `eqg.filter_while_loop` with `max_steps`; for "
+    "a solver, `eqg.implicit`.",
     "not finite": "No single operation was found that makes it so. The notes say more.",
     "rounding noise": "Remove the leaf, if a normalization after it removes what it changes. "
     "Or an operation loses all digits, as `eigh` does where eigenvalues are equal.",

@@ -227,7 +227,8 @@ def _eval_with_probes(
 
     def hook(eqn, values):
         if _mark_of(eqn):
-            return [probe(*values, next(remaining))]
+            (x,) = values
+            return [probe(x, next(remaining))]
         parts = [[next(remaining) for _ in _sites(p)] for p in inner_programs(eqn)]
         return enter(eqn, values, _eval_with_probes, parts) if any(parts) else bind(eqn, values)
 

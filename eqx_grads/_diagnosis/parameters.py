@@ -58,10 +58,11 @@ def remark_on(parts: Sequence[NoParameter]) -> list[str]:
 
 
 def _what(leaf: Any) -> str:
-    if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool):
+    if isinstance(leaf, int | float | complex) and type(leaf) is not bool:
         return f"the Python number {leaf!r}"
-    is_integer = eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
-    return f"an array of {leaf.dtype}" if is_integer else "`None`" if leaf is None else ""
+    dtype: Any = getattr(leaf, "dtype", None)
+    is_integer = eqx.is_array(leaf) and jnp.issubdtype(dtype, jnp.integer)
+    return f"an array of {dtype}" if is_integer else "`None`" if leaf is None else ""
 
 
 def _place_in_class(owner: Any, name: str, what: str) -> tuple[str, int] | None:

@@ -129,6 +129,8 @@ class Table:
         kept = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
         shown = self.rows[:_MOST_ROWS]
         fitted = lambda row, limit: [_fitted(self.columns[i], row[i], limit) for i in kept]
+        rows: list[list[list[str]]] = []
+        widths: list[int] = []
         for limit in range(_WIDEST_CELL, _NARROWEST_CELL, -1):
             rows = [fitted(row, limit) for row in (self.columns, *shown)]
             widths = [
@@ -159,8 +161,10 @@ def _fitted(column: str, text: str, limit: int) -> list[str]:
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
     """The lines of a text. Code in backticks is kept on one line."""
     text = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    lines = textwrap.wrap(text, width, subsequent_indent=indent, **options)
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    lines = wrapper.wrap(text)
     return [line.replace("\0", " ") for line in lines] or [""]
 
 

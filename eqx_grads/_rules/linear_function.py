@@ -167,8 +167,11 @@ class _Call:
         types, leaves = iter(self._x_types), jax.tree.leaves(x, is_leaf=is_none)
         types = [leaf if leaf is None else next(types) for leaf in leaves]
         found = project_leaves(result, x, types, name=self._x_name, fail=fail)
-        pairs = [pair for pair in zip(found, types, strict=True) if pair[1] is not None]
-        return [jnp.conj(ad.zeros_like_aval(t) if y is None else y) for y, t in pairs]
+        return [
+            jnp.conj(ad.zeros_like_aval(t) if y is None else y)
+            for y, t in zip(found, types, strict=True)
+            if t is not None
+        ]
 
 
 def _check_linear(program, flags, fn, x) -> None:

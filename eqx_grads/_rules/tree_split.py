@@ -354,8 +354,8 @@ class OutputSpec(NamedTuple):
         """Where another function's outputs differ: `text` with the types of both leaves. `same`
         compares leaves that are not arrays."""
         kind = lambda x: _Kind(x, same or _same_static)
-        trees = (outputs.split.mirror(outputs.types) for outputs in (self, other))
-        return unlike(*trees, "out", text, kind)
+        a, b = (outputs.split.mirror(outputs.types) for outputs in (self, other))
+        return unlike(a, b, "out", text, kind)
 
 
 class _Kind:

@@ -264,7 +264,8 @@ def unlike(x: Any, y: Any) -> str | None:
         i = int(what == "dtype")
         return f"got {what} {one[i]}, expected {other[i]}" if one != other else None
     if isinstance(x, jax.Array) and isinstance(y, jax.Array):
-        same = x.dtype == y.dtype and np.array_equal(*map(jax.random.key_data, (x, y)))
+        one, other = map(jax.random.key_data, (x, y))
+        same = x.dtype == y.dtype and np.array_equal(one, other)
     else:
         same = x is y or bool(x == y)
     return None if same else f"got {x!r}, expected {y!r}"
@@ -282,7 +283,7 @@ def side_by_side(worst: Difference, n: int = 4) -> str:
         gap = np.nan_to_num(np.abs(have - want), nan=np.inf, posinf=np.inf)
     # Both may be infinite, or NaN.
     gap[(want == have) | (np.isnan(want) & np.isnan(have))] = 0.0
-    rows = [("entry", "expected", "got")]
+    rows: list[Any] = [("entry", "expected", "got")]
     for i in np.argsort(-gap.ravel(), kind="stable")[:n]:
         place = np.unravel_index(i, want.shape)
         # As many digits as show that they differ.

@@ -157,6 +157,8 @@ def judge(case: Case, check: str) -> tuple[Finding, bool]:
     mode, options = _Mode(case, check), case.options
     # A bound of an expected cotangent may lie far from the cotangents that are drawn.
     is_bounded = options.nonlinear and options.reference is not None and not mode.is_forward
+    found: Any = None
+    is_passed = False
     for factor in (1, _LARGE, 1 / _LARGE) if is_bounded else (1,):
         found = outcome(mode.compare, factor)
         is_passed = getattr(found, "verdict", "") == PASSED
@@ -201,6 +203,7 @@ def _against_differences(
             return autodiff, True
         why = doubts[0] if doubts else raised(steps)[0].removeprefix("FailsNearby: ")
         return skipped(mode.check, f"{NO_REFERENCE}: {why}"), False
+    assert not isinstance(steps, Exception)
     want, errors, names, derivative = steps
     # Along one direction, a few entries may be off by more than all of them are.
     tolerance = case.admitted() * (1 if autodiff is None else 3)

@@ -146,7 +146,7 @@ class LossProgram:
         def at(h):
             return [x + h * t for x, t in zip(leaves, tangents, strict=True)]
 
-        run = ("held", self._held, leaves) if is_held else ("value", self.loss)
+        run: Any = ("held", self._held, leaves) if is_held else ("value", self.loss)
 
         def value(h):
             self.evaluations += 1

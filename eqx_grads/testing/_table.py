@@ -44,7 +44,9 @@ def adjoint(case: Case) -> Iterator[Finding]:
         yield skipped("adjoint", "forward mode is the derivative of the function")
     else:
         drawn = zip(case.tangents, case.cotangents, strict=True)
-        ahead, back, sizes = map(np.array, zip(*(_products(case, *d) for d in drawn)))
+        ahead, back, sizes = map(
+            np.array, zip(*(_products(case, *d) for d in drawn), strict=True)
+        )
         # Where the terms of a product cancel, the error is relative to their size.
         scale = max(norm(sizes) - norm(ahead), 0.0)
         yield compare(
@@ -174,12 +176,15 @@ def _dead_work(case: Case) -> Iterator[Finding]:
     """
     f, leaves = case.own.f, case.subject.leaves
     zeros = [jnp.zeros_like(x) for x in leaves]
+
+    def counts_of(i):
+        alone = lambda xs, t: jvp(restricted(f, xs, [i]), [xs[i]], [t])
+        dense = lambda xs, t: jvp(f, xs, fill(zeros, [i], [t]))
+        needed = lambda xs, t: jvp(ft.partial(dense, xs), [zeros[i]], [t])
+        return [_count(run, leaves, case.tangents[0][i]) for run in (alone, needed)]
+
     for i, name in enumerate(case.names[:_SAMPLED]):
-        alone = lambda xs, t, i=i: jvp(restricted(f, xs, [i]), [xs[i]], [t])
-        dense = lambda xs, t, i=i: jvp(f, xs, fill(zeros, [i], [t]))
-        needed = lambda xs, t, i=i: jvp(ft.partial(dense, xs), [zeros[i]], [t])
-        runs = (alone, needed)
-        counts = outcome(lambda: [_count(run, leaves, case.tangents[0][i]) for run in runs])
+        counts = outcome(counts_of, i)
         # If there is no second derivative, there is nothing to compare with.
         if not isinstance(counts, Exception) and counts[0] > counts[1]:
             text = f"the jaxpr has {counts[0]} equations, and needs {counts[1]}: some belong "

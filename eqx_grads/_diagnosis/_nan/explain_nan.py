@@ -198,8 +198,9 @@ def _trial(causes: Sequence[Cause], loss: Callable[..., Any], given: Sequence[An
     for policy in ["selected", "zero"] if is_dead else ["zero"]:
         safe = zero_safe(loss, policy=policy)
         _, found, _ = trace_gradient("explain_nan", safe, *given, steps_are_visible=False)
-        is_known = found is not None and found.error is None
-        if is_known and not any(map(is_nonfinite, found.gradients)):
+        if found is None or found.error is not None:
+            continue
+        if not any(map(is_nonfinite, found.gradients)):
             return _TRIALS[policy]
     return ""
 
