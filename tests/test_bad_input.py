@@ -36,7 +36,7 @@ CALLS = {
     ),
     "nothing to fit a scale to": (
         lambda: eqg.nn.LSQ(4).fit(jnp.zeros(0)),
-        "`LSQ.fit` was given nothing to fit a scale to",
+        "`LSQ.fit` was given no numbers",
     ),
     "statistics beyond memory": (
         lambda: eqg.GradientStatistics(2**40),
@@ -48,7 +48,7 @@ CALLS = {
     ),
     "keys for a state": (
         lambda: eqg.nn.RNNCell(2, 3, key=KEY)(jnp.ones(2), jr.split(KEY, 3)),
-        "something that does not fit its weights.*`h` is",
+        "something that does not fit its neurons.*`h` is",
     ),
 }  # fmt: skip
 

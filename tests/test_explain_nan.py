@@ -171,7 +171,7 @@ def test_healthy(name):
     report = eqg.explain_nan(*HEALTHY[name])
     assert not report, str(report)
     assert report.headline == "The loss and its gradient are finite."
-    assert not report.remarks
+    assert len(report.remarks) == (name == "while")  # it has no reverse mode
 
 
 @pytest.mark.parametrize("fill", [lambda: -INF, lambda: -jnp.full(3, INF)])
@@ -624,7 +624,7 @@ def test_what_zero_safe_drops_and_does_not_drop():
     report = explain(eqg.zero_safe(loss), x)
     assert [(r.line, r.kind) for r in report.found] == [(*lines_of(loss, "LEFT"), DEAD)]
     assert {*lines_of(loss, "DROPPED")} < {r.line for r in explain(loss, x).found}
-    assert named_zero_safe(explain(loss, x)) is None
+    assert named_zero_safe(explain(loss, x)) == BY_ZERO
 
 
 def _root_in_zero_safe(x):

@@ -4,13 +4,11 @@ A mask is `True` (all elements), `False` (none), or an array of booleans. Backwa
 is in the mask of a value if a taken path leads from it to the result. Forward, it is if one
 leads to it from the inputs.
 
-This is a dependence analysis of elements, and it is the same in both directions. An equation
-relates elements of its operands to elements of its outputs. A mask passes along that relation,
-or back, as a tangent passes through a Jacobian, and a cotangent through its transpose. So one
-function, `transfer`, has both directions of each case.
+An equation relates elements of its operands to elements of its outputs. A mask passes along
+that relation, or back, as a tangent passes through a Jacobian, and a cotangent through its
+transpose. So one function, `transfer`, has both directions of each case.
 
-Without the values, backward masks say what is known without running anything. There, a mask
-that would be an array is `None`.
+Without values, backward masks say what is known. A mask that would be an array is `None`.
 """
 
 import contextlib
@@ -492,8 +490,7 @@ def _static_carry(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[Mask
 
     def before_a_step(carry):  # a mask that is known becomes one that is not, once
         ins = _through(e.inner[0], None, [*carry, *outs[n:]], is_forward=False)
-        pairs = zip(carry, ins[m : m + n], strict=True)
-        return [a if a is b else None for a, b in pairs]
+        return [a if a is b else None for a, b in zip(carry, ins[m : m + n], strict=True)]
 
     return fixed_point(before_a_step, list(outs[:n]))
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -126,8 +126,8 @@ def chunked(
     return eqx.module_update_wrapper(_Chunked(loss, options))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
+# A tuple, as an object would have an identity, and each new one would be compiled anew.
+class _Options(NamedTuple):
     axes: tuple[int | None, ...]
     treedef: Any
     chunk: int
