@@ -64,23 +64,26 @@ def change_along(
     return change if gradient.can_move else lambda h: 0.0
 
 
-def kink(change: Callable[[float], float], rounding: float) -> str:
-    """The slopes on the two sides, if they differ. `rounding`: of the loss."""
-    (above, below), *others = ((change(h) / h, -change(-h) / h) for h in _KINK_STEPS)
+def kink(change: Callable[[float], float], rounding: float, scale: float = 1.0) -> str:
+    """The slopes on the two sides, if they differ. `rounding`: of the loss. `scale`: the length
+    of the direction."""
+    slopes = ((change(h) / h, -change(-h) / h) for h in _KINK_STEPS)
+    above, below = next(slopes)
     jump = above - below
     # A step changes a loss that is nearly stationary by a few units of rounding.
     least = max(0.2 * max(abs(above), abs(below)), 16 * rounding / _KINK_STEPS[0])
     # Of a loss in half precision, the slopes are rounding errors, and differ at each step.
-    is_same = all(abs(a - b - jump) < 0.3 * abs(jump) for a, b in others)
-    return f"{above:.3g} above and {below:.3g} below" * (abs(jump) > least and is_same)
+    is_kink = abs(jump) > least and all(abs(a - b - jump) < 0.3 * abs(jump) for a, b in slopes)
+    return f"{above / scale:.3g} above and {below / scale + 0.0:.3g} below" if is_kink else ""
 
 
 def staircase(change: Callable[[float], float], rounding: float) -> str:
     """The step after which a loss changes that is flat at a point, and not just smooth."""
     least = 1000 * rounding + 1e-30
     for step in (s * sign for s in (1e-3, 1e-2, 1e-1, 1.0) for sign in (1, -1)):
-        whole, half, near = (change(step / n) for n in (1, 2, 10))
+        whole = change(step)
         if abs(whole) > least:
+            half, near = change(step / 2), change(step / 10)
             is_flat = abs(near) <= 4 * rounding
             is_step = abs(half) < 0.1 * least or abs(whole) < 3 * abs(half)
             text = f"a step of {step:.2g} changes the loss by {whole:.2g}"

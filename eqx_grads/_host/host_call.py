@@ -134,11 +134,11 @@ def _run(op, arrays):
 
 
 def host_call_of(
-    code: HostCode, args: Any, kwargs: Any, out: Any = None
+    code: HostCode, args: Any, kwargs: Any, out: Any = None, others: Sequence[Any] = ()
 ) -> tuple[HostCall, list[jax.Array]]:
     """A call of the user's function, and its operands. `out` replaces what was promised.
 
-    Raises if the call can't be static data of a program.
+    Raises if the call can't be static data of a program; so may `others` not.
     """
     # The arguments of the caller: who promises the type of `np.cumsum(x)` need not know of its
     # `axis`.
@@ -159,7 +159,7 @@ def host_call_of(
             what = f"`{call.name}` runs on the host, and was given a random key."
             do = "Pass `jax.random.key_data(key)`, an array of integers."
             raise rule_error(what, f"at {call.in_path(i)}: {type_of(x)}", call.place, do=do)
-    _check_static(call, operands)
+    _check_static(call, operands, others)
     # With types instead of the arrays.
     args, kwargs = call.split.mirror(call.in_types, arrays=without_memory(call.in_types))
     spec = code.out if out is None else out
@@ -167,7 +167,7 @@ def host_call_of(
     return dataclasses.replace(call, out_types=types, out_treedef=out_treedef), operands
 
 
-def _check_static(call: HostCall, operands) -> None:
+def _check_static(call: HostCall, operands, others) -> None:
     code = call.code
     for i, x in enumerate(call.split.static):
         try:
@@ -185,7 +185,7 @@ def _check_static(call: HostCall, operands) -> None:
     if is_eager() and not any(isinstance(x, Tracer) for x in operands):
         return
     rules = [rule.fn for rule in (code.fwd, code.bwd, code.jvp) if rule is not None]
-    found = captured_tracer([code.fn, *rules, *call.split.static])
+    found = captured_tracer([code.fn, *rules, *others, *call.split.static])
     if found is not None:
         raise rule_error(
             f"`{call.name}` runs on the host, and closes over a traced value.",

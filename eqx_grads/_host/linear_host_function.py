@@ -43,7 +43,7 @@ class LinearHostFunction(eqx.Module):
         The output of `matvec`, as JAX arrays of the promised types.
         """
         _check_inexact(self._matvec, x)
-        call, operands = host_call_of(self._matvec, (x, *args), {})
+        call, operands = host_call_of(self._matvec, (x, *args), {}, None, [self._rmatvec.fn])
         leaves, treedef = jax.tree.flatten(x)
         n = len(leaves)
         in_types = call.in_types[:n]

@@ -61,7 +61,7 @@ def _called(spec: Callable[..., Any], code: Any, args: Any, kwargs: Any) -> Any:
     if mismatch:
         raise rule_error(
             f"`out` of `{code.name}` has other parameters than the function.",
-            "`out` is called with the same arguments: {mismatch}",
+            f"`out` is called with the same arguments: {mismatch}",
             code.place,
             do="Give it the parameters of the function, with the same default values.",
         )

@@ -70,11 +70,13 @@ def _copied(residuals: Any, objects: set[int]) -> Any:
     def copied(x):
         if isinstance(x, np.ndarray):
             return read_only(x.copy())
+        if type(x) is dict:  # JAX sorts the keys, which may be anything here
+            return {key: _copied(value, objects) for key, value in x.items()}
         if not isinstance(x, _CONSTANT):
             objects.add(id(x))
         return x
 
-    return jax.tree.map(copied, residuals)
+    return jax.tree.map(copied, residuals, is_leaf=lambda x: type(x) is dict)
 
 
 _CONSTANT = (

@@ -4,27 +4,28 @@ A rule is linear in its tangents, so the terms of arguments that are not being d
 are zero. Multiplied by an infinite or undefined factor they would be NaN; here they are not
 computed at all (clause 2 of the contract).
 
-What is zero is told by the statuses of `linearity.py`, in which these inputs are `ZERO`. An
-equation that has none of them among its operands is evaluated as it is: if the user wrote
-`0 * nan`, it is NaN.
+Each value has a flag. `True`: it is zero because inputs are. `None`: it is zero, or an array of
+zeros, as the program says so. `False`: nothing is known. A zero of the program is not a reason
+to drop a factor, because the user wrote `0 * nan`. But its sum with a known zero is zero.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import float0
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad
 
 from .evaluate import bind, enter, evaluate
-from .interpret import interpret, Interpretation, Step
-from .linearity import LINEAR, LINEARITY, Status, ZERO
+from .interpret import Domain, interpret, Interpretation, Step
+from .primitives import kind_of, linear_operands
 from .structure import Call, Checkpoint, Cond, Scan, Structure, structure, While
 from .versions import assigns_shardings
 
 
-# Loops that JAX can't transpose too.
-_DOMAIN = LINEARITY._replace(enters=lambda known: True)
+Flag = bool | None
 
 
 def evaluate_with_zeros(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
@@ -33,26 +34,27 @@ def evaluate_with_zeros(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     If too little is known of an equation, it gets arrays of zeros. (Its derivative at zero
     needs no such arrays, but drops the outputs that do not depend on the inputs at all.)
     """
-    statuses = [ZERO if x is None else LINEAR for x in args]
-    return _evaluate(interpret(program, statuses, _DOMAIN), args)
+    flags = interpret(program, [x is None for x in args], _ZEROS)
+    return _evaluate(flags, args)
 
 
-def _evaluate(known: Interpretation[Status], args: Sequence[Any]) -> list[Any]:
-    """The outputs. No input is `None` unless its status is `ZERO`."""
-    steps = iter(known.steps)
+def _evaluate(flags: Interpretation[Flag], args: Sequence[Any]) -> list[Any]:
+    """The outputs. Inputs and outputs are `None` where their flag is `True`."""
+    steps = iter(flags.steps)
 
     def hook(eqn, values):
         step = next(steps)
-        if not any(x is None for x in values):
+        values = [None if f is True else x for f, x in zip(step.ins, values, strict=True)]
+        if True not in step.ins:
             return bind(eqn, values)
-        if step.outs and all(s == ZERO for s in step.outs) and not eqn.effects:
+        if step.outs and all(f is True for f in step.outs) and not eqn.effects:
             return [None] * len(step.outs)
         return _evaluate_partly(step, values)
 
-    return evaluate(known.program, args, hook)
+    return evaluate(flags.program, args, hook)
 
 
-def _evaluate_partly(step: Step[Status], values: list[Any]) -> Sequence[Any]:
+def _evaluate_partly(step: Step[Flag], values: list[Any]) -> Sequence[Any]:
     """An equation with some zeros among its operands, and other outputs than known zeros."""
     eqn, known, name = step.eqn, structure(step.eqn), step.eqn.primitive.name
     if isinstance(known, Call) and not assigns_shardings(eqn.params):
@@ -66,10 +68,10 @@ def _evaluate_partly(step: Step[Status], values: list[Any]) -> Sequence[Any]:
         x = jnp.negative(values[1]) if values[0] is None and name == "sub" else None
         x = (values[1] if values[0] is None else values[0]) if x is None else x
         return [jnp.broadcast_to(x, eqn.outvars[0].aval.shape)]
-    return _without_zeros(bind(eqn, _with_zeros(values, eqn.invars)), step.outs)
+    return _with_flags(bind(eqn, _with_zeros(values, eqn.invars)), step.outs)
 
 
-def _enter(step: Step[Status], known: Structure, values: list[Any]) -> Sequence[Any]:
+def _enter(step: Step[Flag], known: Structure, values: list[Any]) -> Sequence[Any]:
     """Evaluate the programs of a checkpoint, a loop or branches with zeros.
 
     What is carried or returned is `None` where it is always zero, and an array everywhere else.
@@ -78,22 +80,20 @@ def _enter(step: Step[Status], known: Structure, values: list[Any]) -> Sequence[
     if isinstance(known, Scan | While):
         first, last = known.n_before_carry, known.n_before_carry + known.n_carry
         of_carry = step.outs[: known.n_carry]
-        values[first:last] = _without_zeros(values[first:last], of_carry)
+        values[first:last] = _with_flags(values[first:last], of_carry)
 
-    inner = {id(part.program.jaxpr): part for part in step.inner}
+    inner = {id(flags.program.jaxpr): flags for flags in step.inner}
 
     def run(program, values, _):
-        part = inner[id(program.jaxpr)]
-        out = _evaluate(part, _without_zeros(values, part.ins))
-        out = _with_zeros(out, program.jaxpr.outvars)
+        out = _with_zeros(_evaluate(inner[id(program.jaxpr)], values), program.jaxpr.outvars)
         is_condition = isinstance(known, While) and program.jaxpr is step.inner[0].program.jaxpr
-        return out if is_condition else _without_zeros(out, step.outs)
+        return out if is_condition else _with_flags(out, step.outs)
 
     return enter(step.eqn, values, run)
 
 
-def _without_zeros(values: Sequence[Any], statuses: Sequence[Status]) -> list[Any]:
-    return [None if s == ZERO else x for x, s in zip(values, statuses, strict=True)]
+def _with_flags(values: Sequence[Any], flags: Sequence[Flag]) -> list[Any]:
+    return [None if f is True else x for x, f in zip(values, flags, strict=True)]
 
 
 def _with_zeros(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -101,3 +101,37 @@ def _with_zeros(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         ad.zeros_like_aval(v.aval) if x is None else x
         for x, v in zip(values, variables, strict=True)
     ]
+
+
+# ---------------------------------------------------------------- flags
+
+
+def _flags_of_outputs(eqn: Any, flags: Sequence[Flag], _) -> list[Flag]:
+    kind, n = kind_of(eqn), len(eqn.outvars)
+    if kind.identity:
+        return list(flags)
+    if kind.linear == "each":
+        return [True in flags] * n
+    if eqn.primitive.name == "convert_element_type":
+        is_inexact = jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact)
+        return [flags[0] if is_inexact or flags[0] is None else False]
+    if eqn.primitive.name == "select_n":
+        return [_either(*flags[1:])] * n
+    indices = linear_operands(eqn)
+    return [_either(*(flags[i] for i in indices)) if indices else False] * n
+
+
+def _either(*flags: Flag) -> Flag:
+    """The flag of a value that is one of several values, or their sum."""
+    if False in flags:
+        return False
+    return True if True in flags else None
+
+
+def _flag_of_constant(x: Any) -> Flag:
+    is_number = isinstance(x, int | float | complex | np.ndarray | np.generic)
+    is_scalar = is_number and np.ndim(x) == 0 and np.result_type(x) != float0
+    return None if is_scalar and x == 0 else False
+
+
+_ZEROS = Domain[Flag](constant=_flag_of_constant, join=_either, apply=_flags_of_outputs)

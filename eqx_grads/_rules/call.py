@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._errors import name_of, place_of, rule_error, show_tree
+from .._errors import name_of, place_of, rule_error, show_tree, type_of
 from .._errors.trees import prefix_leaves
 from .._jaxprs.current_trace import CONFIG, in_precision, is_eager
 from .._jaxprs.varying import vary_tracers_alike
@@ -149,10 +149,18 @@ def apply_vmap_rule(
         ) from error
     outputs, arrays = OutputSpec.of(out, rules.convention.outputs)
     out_batched = [bool(leaves[i]) for i in outputs.split.indices]
+    n, where = axis_data.size, "without the batch axis, which is in front where `out_batched`,"
+    do = f"Return what `jax.vmap({name_of(fn)})` would."
+    for x, is_batched in zip(arrays, out_batched, strict=True):
+        if is_batched and jnp.shape(x)[:1] != (n,):
+            what = f"The batching rule `{rule.name}` of `{name_of(fn)}` returned an output"
+            given = f"it is {type_of(x)}, and there are {n} examples"
+            raise rule_error(
+                f"{what} without the batch axis in front.", given, rule.place, do=do
+            )
     example = outputs_of_function(flat, list(map(_of_one, operands, batched)))
     of_one = OutputSpec(outputs.split, tuple(map(_of_one, arrays, out_batched)))
-    where = f"without the batch axis, which is in front where `out_batched`, {prefix}, says so"
-    do = f"Return what `jax.vmap({name_of(fn)})` would."
+    where = f"{where} {prefix}, says so"
     require_same(rule, "The batching rule", fn, of_one, example, where, do=do)
     return outputs, arrays, out_batched
 

@@ -89,6 +89,13 @@ class _Adjoint(Rebuildable):
                 do=f"Define one with `@{name}.def_rmatvec`. Without one, remove the decorator, "
                 "and JAX transposes the function.",
             )
+        if len(args) <= self.argnum:
+            raise rule_error(
+                f"`{name}` was called without the argument in which it is linear.",
+                f"`argnum` is {self.argnum}, and there are {len(args)} arguments",
+                place,
+                do="Pass it, or give another `argnum`.",
+            )
         what = f"`{name}` is linear in an argument, and was given one that"
         do = (
             "Cast it, pass it as another argument, or give as `argnum` the position of the "

@@ -91,8 +91,8 @@ def _as_arrays(name, xs, real, broadcast) -> dict[str, Array]:
         is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
         if dtype is None or not jnp.issubdtype(dtype, np.number) or (real and is_complex):
             what = f"something that is not an array of {'real ' * real}numbers"
-            do = "Pass an array of floats, or a number. For complex numbers, use a function "
-            do += "of `jax.numpy`, or pass the real and the imaginary part."
+            do = "Use the function of `jax.numpy`, or pass the real and the imaginary part."
+            do = do if is_complex else "Pass an array of floats, or a number."
             raise rule_error(f"`{name}` was given {what}.", show(argument), do=do)
     # `asarray` and `promote` take longer than the computation of a small array.
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in xs.values()]

@@ -288,7 +288,8 @@ def side_by_side(worst: Difference, n: int = 4) -> str:
         place = np.unravel_index(i, want.shape)
         # As many digits as show that they differ.
         texts = [[f"{x[place]:.{digits}g}" for x in (want, have)] for digits in (7, 17)]
-        rows.append((str([int(k) for k in place]), *texts[texts[0][0] == texts[0][1]]))
+        is_hidden = texts[0][0] == texts[0][1] and gap[place] > 0
+        rows.append((str([int(k) for k in place]), *texts[int(is_hidden)]))
     size = max(_WIDTH, *(len(text) for row in rows for text in row[1:]))
     entry = lambda text: f"  {text:>{_WIDTH + 1}}" if worst.expected.ndim else ""
     return "\n".join(f"{entry(e)}  {left:>{size}}  {right:>{size}}" for e, left, right in rows)

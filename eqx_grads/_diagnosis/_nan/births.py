@@ -330,16 +330,23 @@ class Births(AbstractCarrier[Value]):
         pairs = zip(values, chosen, strict=True)
         labels = sorted({i for v, is_one in pairs if is_one for i in labels_of(v.nan)})
         groups = [labels] if len(labels) > _MOST_SETS else [[i] for i in labels]
-        for group in groups:
-            births = union(self.sets[label] for label in group)
-            xs = [
-                with_nan(v.x, np.isin(v.nan, group)) if is_one else v.x
-                for v, is_one in zip(values, chosen, strict=True)
-            ]
-            for k, (x, before) in enumerate(zip(self._bind(eqn, xs), outs, strict=True)):
-                if is_inexact(x):
-                    reached = np.isnan(np.asarray(x)) & ~np.isnan(np.asarray(before))
-                    found[k] = self._joined(found[k], reached, births)
+        changes = [lambda x: x]
+        if any(is_inexact(x) and np.isnan(np.asarray(x)).any() for x in outs):
+            # What is NaN anyway may be of a NaN too.
+            changes.append(lambda x: np.ones_like(x) if is_inexact(x) else x)
+        for change in changes:
+            calm = [change(v.x) for v in values]
+            base = self._bind(eqn, calm)
+            for group in groups:
+                births = union(self.sets[label] for label in group)
+                xs = [
+                    with_nan(x, np.isin(v.nan, group)) if is_one else x
+                    for x, v, is_one in zip(calm, values, chosen, strict=True)
+                ]
+                for k, (x, before) in enumerate(zip(self._bind(eqn, xs), base, strict=True)):
+                    if is_inexact(x):
+                        reached = np.isnan(np.asarray(x)) & ~np.isnan(np.asarray(before))
+                        found[k] = self._joined(found[k], reached, births)
         return found
 
     def _joined(self, labels, where, births: frozenset[int]):

@@ -33,7 +33,8 @@ _OF_KINDS = {
 # The same, for a value.
 _OF_VALUES = {
     Kind.DOMAIN: "Clip the argument of `{op}` to its domain before the call{domain}.",
-    Kind.ZERO_TIMES_INFINITY: _MASK,
+    Kind.ZERO_TIMES_INFINITY: "Replace the factor that is infinite before the product: "
+    "`jnp.where(mask, y, 0.0)`.",
     Kind.OVERFLOW: "The result of `{op}` is too large for its dtype. Scale its arguments down; "
     "in a loop, bound the state at each step, as by `jnp.tanh(x)`.",
 }
@@ -120,7 +121,7 @@ def cure_of(
     named = next((name for name in (*calls, op) if name in _SAFE), op)
     # A `where` around a function of several elements would drop all of them.
     kinds = _POINTS if named == op else (*_POINTS, *DROPPABLE)
-    if named in _SAFE and not text and kind in kinds:
+    if named in _SAFE and kind in kinds and (named != op or not text):
         text = f"Use `eqg.safe.{_SAFE[named]}`, whose first derivative is defined there."
     text = text or (_OF_VALUES.get(kind) if is_value else "") or _OF_KINDS[kind]
     if helps and kind in DROPPABLE:

@@ -73,9 +73,11 @@ class NaNReport(AbstractReport):
         limit = "" if self.threshold is None else f"{self.threshold:g}"
         if not self.bad_leaves and np.isfinite(self.loss):
             return f"The loss and its gradient are finite{limit and f' and at most {limit}'}."
+        causes = count(len(self.found), "cause")
+        if not self.bad_leaves:
+            return f"The loss is {self.loss:.6g}, and its gradient is finite: {causes}."
         bad = f"not finite{limit and f' or exceeds {limit}'}"
         where = f"in {len(self.bad_leaves)} of {self.n_leaves} leaves"
-        causes = count(len(self.found), "cause")
         return f"The loss is {self.loss:.6g}, and its gradient is {bad} {where}: {causes}."
 
     def tables(self):

@@ -175,8 +175,10 @@ def explain_traced(
     for i in zero:
         doing("looking at leaf", i, len(traced.leaves))
         found += explanation.records(i)
-        change = change_along(traced, gradient, {i: 1.0})
-        if text := kink(change, rounding):
+        # A step has to be larger than the rounding of a large leaf.
+        scale = max(1.0, float(np.max(np.abs(np.asarray(traced.values[i])))))
+        change = change_along(traced, gradient, {i: scale})
+        if text := kink(change, rounding, scale):
             text = f" is at a kink, and the other side has a slope: {text}"
         elif text := staircase(change, rounding):
             text = f": the loss is flat here, but changes over longer steps: {text}"

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from ..._control_flow.scan import named_method
 from ..._errors import bad_argument, check_flags, check_function
-from .._arguments import check_callable
+from .._arguments import check_callable, check_features
 from .cell_scan import run_cell
 from .layer import AbstractStacked
 from .stack import Stack
@@ -122,6 +122,7 @@ class Recurrent(AbstractStacked):
         self.checkpoint = int(checkpoint) if isinstance(checkpoint, np.integer) else checkpoint
 
     def _run_cell(self, cell, xs, state, valid, reverse):
+        check_features("Recurrent", cell, xs)
         keep = {None: "gates", "replay": "states", "auto": "auto"}.get(self.checkpoint)
         options = {"output": self.output, "checkpoint": self.checkpoint}
         return run_cell(cell, xs, state, valid, reverse, keep, **options)
