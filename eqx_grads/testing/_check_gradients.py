@@ -13,6 +13,7 @@ from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.opaque import no_gradient
 from .._diagnosis.progress import doing, showing_progress
 from .._errors import bad_argument, check_flags, first_line, name_of, rule_error
+from .._zero_safe.zero_safe import ZeroSafe
 from ._compare import tolerance_in_float64
 from ._gradient_faults import fault_of_value, faults_in_own_precision, faults_of_leaves
 from ._gradient_report import GradientReport, LeafVerdict, RIGHT, SKIPPED, STOPPED, WRONG
@@ -24,6 +25,12 @@ from ._subject import is_part_of
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
+
+_DROPPED = (
+    "`zero_safe` drops the derivative of what a `where` does not take. On the boundary of a "
+    "mask, such as at `x == 0`, the function may have another derivative: "
+    "`eqg.explain_nan` of the function inside says what is dropped."
+)
 
 
 def check_gradients(
@@ -177,6 +184,7 @@ def _report(loss, again, skip, tolerance, seed, order) -> GradientReport:
     faults |= faults_of_leaves(judge, leaves, wrong - set(faults), again)
     if any(leaf.verdict == STOPPED for leaf in leaves):
         remarks.append(f"`stop_gradient` is called at {', '.join(program.stops[:4])}.")
+    remarks += [_DROPPED] * (bool(faults) and isinstance(loss, ZeroSafe))
     numbers["evaluations"] = program.evaluations
     return GradientReport(title, leaves, [faults[i] for i in sorted(faults)], numbers, remarks)
 
