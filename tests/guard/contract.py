@@ -103,10 +103,10 @@ def derivatives(fn: Flat, orders: Any) -> Callable[..., dict[str, Any]]:
             found["jvp"] = jax.jvp(fn, xs, ts)[1]
         if "vjp" in orders:
             found["vjp"] = jax.vjp(fn, *xs)[1](cts)
-        forward = lambda *xs: jax.jvp(curved, xs, ts)[1]
+        forward = lambda *xs: jax.jvp(curved, xs, us)[1]
         reverse = lambda *xs: jax.vjp(curved, *xs)[1](cts)
         if "FF" in orders:
-            found["FF"] = jax.jvp(forward, xs, us)[1]
+            found["FF"] = jax.jvp(forward, xs, ts)[1]
         if "FR" in orders:
             found["FR"] = jax.jvp(reverse, xs, us)[1]
         if "RF" in orders:
@@ -118,18 +118,33 @@ def derivatives(fn: Flat, orders: Any) -> Callable[..., dict[str, Any]]:
     return run
 
 
+# Each is the product of the Hessian with `us`, if it is symmetric.
+PRODUCTS = ("FR", "RF", "RR")
+
+
+def derivatives_of_smooth(fn: Flat, orders: Any) -> Callable[..., dict[str, Any]]:
+    """The same for a real function whose rules are autodiff's: one product with its Hessian."""
+    products = [order for order in orders if order in PRODUCTS]
+    some = [order for order in orders if order not in products[1:]]
+
+    def run(*operands):
+        found = derivatives(fn, some)(*operands)
+        return found | {order: found[products[0]] for order in products}
+
+    return run
+
+
+def weighted(outs: Any) -> Any:
+    return sum(jnp.sum(jnp.real(x * w)) for x, w in zip(outs, numbers(7, outs), strict=True))
+
+
 def transformed(fn: Flat, entry: Entry) -> Callable[..., dict[str, Any]]:
     """Gradients of sums over a batch, and of each example, with `scan` and `checkpoint`."""
 
-    def weighted(outs):
-        return sum(
-            jnp.sum(jnp.real(x * w)) for x, w in zip(outs, numbers(7, outs), strict=True)
-        )
-
     def of_batch(batch, xs):
         """Only the first argument is batched."""
-        first = lambda x: fn(x, *xs[1:])
-        return weighted(jax.vmap(first)(batch))
+        outs = jax.vmap(lambda x: fn(x, *xs[1:]))(batch)
+        return sum(weighted([x[i] for x in outs]) for i in range(len(batch)))
 
     def of_scan(batch, xs):
         def step(carry, x):
@@ -146,6 +161,23 @@ def transformed(fn: Flat, entry: Entry) -> Callable[..., dict[str, Any]]:
             # For each example, with respect to the others: the batched one is not perturbed.
             per_example = lambda x: jax.grad(lambda xs: weighted(fn(x, *xs[1:])))(xs)
             found["per example"] = jax.vmap(per_example)(batch)
+        return found
+
+    return run
+
+
+def transformed_reference(fn: Flat, entry: Entry) -> Callable[..., dict[str, Any]]:
+    """The same from the gradients at each example, computed one after the other."""
+
+    def run(xs):
+        batch = jnp.stack([xs[0], 0.97 * xs[0]])
+        gradient = jax.grad(lambda xs: weighted(fn(*xs)))
+        of_first, *of_others = jax.lax.map(lambda x: gradient((x, *xs[1:])), batch)
+        total = of_first, (jnp.zeros_like(xs[0]), *(jnp.sum(ct, 0) for ct in of_others))
+        found = {"scan": total}
+        if entry.batches:
+            each = jnp.zeros_like(batch), *of_others
+            found |= {"vmap": total, "per example": each}
         return found
 
     return run
@@ -177,24 +209,26 @@ def orders_of(
         forward = {"value", "jvp", "FF"} & set(entry.orders)
         pairs.append((plain, [order for order in entry.orders if order not in forward]))
         pairs.append((Flat(entry.forward, args), forward))
+    is_smooth = not (entry.own_rule or entry.forward or any(map(jnp.iscomplexobj, op.leaves)))
 
     # One compilation for the op and its references.
-    program = jax.jit(lambda *operands: list(_programs(pairs, entry, *operands)))
-    got, *wanted = program(xs, ts, us, numbers(3, outs))
+    def program(*operands):
+        for fn, orders in pairs:
+            is_op = fn is op
+            of = derivatives_of_smooth if is_smooth and not is_op else derivatives
+            found = of(fn, orders)(*operands)
+            if "vjp" in orders and entry.transforms:
+                found |= (transformed if is_op else transformed_reference)(fn, entry)(xs)
+            yield found
+
+    run = jax.jit(lambda *operands: list(program(*operands)))
+    got, *wanted = run(xs, ts, us, numbers(3, outs))
     want = {name: array for found in wanted for name, array in found.items()}
     yield from differences(got, want, tolerance)
     for name, arrays in (of_eager or {}).items():
         expected = [narrow(x) for x in want[name]]
         for text in differences({name: arrays}, {name: expected}, entry.tolerance32):
             yield f"eager {text}"
-
-
-def _programs(pairs, entry, xs, ts, us, cts):
-    for fn, orders in pairs:
-        found = derivatives(fn, orders)(xs, ts, us, cts)
-        if "vjp" in orders and entry.transforms:
-            found |= transformed(fn, entry)(xs)
-        yield found
 
 
 def narrow(x: Any) -> np.ndarray:

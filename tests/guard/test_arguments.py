@@ -20,7 +20,7 @@ PARTS = 8
 def _some_kinds(target, argument):
     """Other kinds for other arguments, and the same in every run."""
     return sorted(TELLING, key=lambda kind: zlib.crc32(f"{target}{argument}{kind}".encode()))[
-        :6
+        :4
     ]
 
 

@@ -23,11 +23,17 @@ def in_float32(entry):
     return dataclasses.replace(entry, orders=orders, transforms=False)
 
 
+def runs_eagerly(name, entry):
+    """One entry of each op: each operation of an eager call is a program to compile."""
+    is_first = next(other for other in ENTRIES if other.split(":")[0] == name.split(":")[0])
+    return "float32" in entry.precisions and name == is_first
+
+
 @pytest.mark.parametrize("name", ENTRIES)
 def test_contract(name):
     entry = ENTRIES[name]
     wrong = []
-    of_eager = eager(entry) if "float32" in entry.precisions else None
+    of_eager = eager(entry) if runs_eagerly(name, entry) else None
     if "float64" not in entry.precisions or entry.draws:
         wrong += orders_of(in_float32(entry), "float32", of_eager)
         of_eager = None
