@@ -204,6 +204,41 @@ def test_tap_in_a_scan(ordered, around):
         jax.effects_barrier()
 
 
+def test_taps_of_trees():
+    seen = []
+
+    @jax.jit
+    @jax.grad
+    def gradient(x):
+        tap = lambda g, n: seen.append((int(n), g["a"].tolist(), g["n"]))
+        x = eqg.tap_gradient({"a": x, "n": 3}, tap, jnp.asarray(7), ordered=True)["a"]
+        x = eqg.tap_gradient(2 * x, lambda g: seen.append(g.tolist()), ordered=True)
+        return jnp.sum(jnp.asarray([1.5, -1]) * x)
+
+    gradient(jnp.ones(2))
+    jax.effects_barrier()
+    assert seen == [[1.5, -1], (7, [3, -2], None)]
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, 2.0])
+def test_watch_counts_what_is_not_finite(bad):
+    def loss(x, y):
+        x = eqg.watch_gradient(x, "early")
+        x = eqg.watch_gradient({"a": 2 * x, "b": y}, "late", step=jnp.asarray(4))
+        return jnp.sum(jnp.asarray([1, bad]) * x["a"]) + jnp.sum(x["b"])
+
+    gradient = jax.jit(jax.grad(loss))
+    if bad == 2:
+        assert gradient(jnp.ones(2), jnp.ones(1)).tolist() == [2, 4]
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match="`late`") as error:
+        jax.block_until_ready(gradient(jnp.ones(2), jnp.ones(1)))
+    counts = "1 NaN and 0 infinite" if np.isnan(bad) else "0 NaN and 1 infinite"
+    assert "The gradient of `late` is not finite at step 4." in str(error.value)
+    assert f"at late['a']: {counts} of 2 elements" in str(error.value)
+    assert "late['b']" not in str(error.value)
+
+
 def roots(h):
     """At step 1, the root of zero."""
 

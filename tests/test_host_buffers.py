@@ -4,6 +4,7 @@ host, and 64 bits. Against the same functions in JAX."""
 import collections
 import concurrent.futures
 import ctypes
+import types
 
 import eqx_grads as eqg
 import jax
@@ -218,6 +219,29 @@ def test_residuals_that_are_not_kept_are_computed_again(loss, keep, again):
     got = jax.jit(jax.value_and_grad(lambda xs: loss(f, xs)))(xs)
     assert_close(got, jax.value_and_grad(lambda xs: loss(jnp.sin, xs))(xs))
     assert counts == {"fwd": 10 + again, "bwd": 10}
+
+
+@pytest.mark.parametrize(
+    ("keep", "kind", "n_calls"),
+    [(0, "array", 6), (1, "array", 5), (2, "array", 4), (3, "array", 3), (3, "objects", 3),
+     (3, "one object", 5)],
+)  # fmt: skip
+def test_residuals_that_are_objects(keep, kind, n_calls):
+    """What is not kept, or belongs to a later call, is computed again."""
+    calls, one = [], types.SimpleNamespace()
+
+    def fwd(x):
+        calls.append(x)
+        kept = one if kind == "one object" else types.SimpleNamespace()
+        kept.cos = np.cos(x)
+        return np.sin(x), kept.cos if kind == "array" else kept
+
+    sin = eqg.host_function(np.sin, out=lambda x: x)
+    sin.def_fwd(fwd, keep=keep)
+    sin.def_bwd(lambda kept, ct: (getattr(kept, "cos", kept) * ct,))
+    got, want = (jax.grad(lambda x, f=f: f(f(f(x))))(1.0) for f in (sin, jnp.sin))
+    assert_close(got, want)
+    assert len(calls) == n_calls
 
 
 @pytest.mark.parametrize(("transform", "keep"), [(BOTH[0], 8), (jax.jit, 1), (jax.jit, 0)])

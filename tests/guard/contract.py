@@ -129,7 +129,9 @@ def derivatives_of_smooth(fn: Flat, orders: Any) -> Callable[..., dict[str, Any]
 
     def run(*operands):
         found = derivatives(fn, some)(*operands)
-        return found | {order: found[products[0]] for order in products}
+        for order in products[1:]:
+            found[order] = found[products[0]]
+        return found
 
     return run
 
