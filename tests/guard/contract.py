@@ -43,9 +43,7 @@ class Flat:
         self.fn = fn
 
     def __call__(self, *leaves: Any) -> list[Any]:
-        dynamic = jax.tree.unflatten(self.treedef, leaves)
-        out = self.fn(*eqx.combine(dynamic, self.static))
-        return [x for x in jax.tree.leaves(out) if eqx.is_inexact_array(x)]
+        return [x for x in self.all_outputs(*leaves) if eqx.is_inexact_array(x)]
 
     def all_outputs(self, *leaves: Any) -> list[Any]:
         """With the outputs that have no derivative."""
@@ -251,7 +249,7 @@ def at_edges(entry: Entry) -> Iterator[str]:
             del want["vjp"]
         if any(x is None for x in want.values()):
             plain = Flat(reference(entry), args)
-            of_plain = jax.jit(ft.partial(_value_and_vjp, plain))(*op_leaves(args))
+            of_plain = jax.jit(ft.partial(_value_and_vjp, plain))(*plain.leaves)
             want = {name: of_plain[name] if x is None else x for name, x in want.items()}
         if point.second is not None:
             got["second"] = jax.jit(ft.partial(_gradient_of_cotangents, op))(*op.leaves)
@@ -259,10 +257,6 @@ def at_edges(entry: Entry) -> Iterator[str]:
         # The dtypes are compared elsewhere, and are those of the arguments here.
         for text in differences(got, want, entry.tolerance, dtypes=False, each=point.each):
             yield f"nasty point {i}: {text}"
-
-
-def op_leaves(args: Any) -> list[Any]:
-    return jax.tree.leaves(eqx.filter(args, eqx.is_inexact_array))
 
 
 def _value_and_vjp(fn: Flat, *xs: Any) -> dict[str, Any]:
@@ -286,16 +280,15 @@ def in_half_precision(entry: Entry) -> Iterator[str]:
         args = cast(entry.half, dtype)
         widen = lambda x: x.astype("float64") if eqx.is_inexact_array(x) else x
         exact = jax.tree.map(widen, args)
-        got = jax.jit(ft.partial(_value_and_vjp, Flat(entry.fn, args)))(*op_leaves(args))
-        plain = ft.partial(_value_and_vjp, Flat(reference(entry), exact))
-        want = jax.jit(plain)(*op_leaves(exact))
+        op, plain = Flat(entry.fn, args), Flat(reference(entry), exact)
+        got = jax.jit(ft.partial(_value_and_vjp, op))(*op.leaves)
+        want = jax.jit(ft.partial(_value_and_vjp, plain))(*plain.leaves)
         eps = float(jnp.finfo(dtype).eps)
         for text in differences(got, want, 4 * eps, dtypes=False):
             yield f"{dtype}: {text}"
-        plain = Flat(reference(entry), args)
-        leaves = op_leaves(args)
-        of_value = jax.eval_shape(plain.all_outputs, *leaves) if entry.half_as_plain else None
-        types = *(of_value or got["value"]), *leaves
+        plain = Flat(reference(entry), args).all_outputs
+        of_value = jax.eval_shape(plain, *op.leaves) if entry.half_as_plain else None
+        types = *(of_value or got["value"]), *op.leaves
         for x, t in zip((*got["value"], *got["vjp"]), types, strict=True):
             if x.dtype != t.dtype:
                 yield f"{dtype}: a value or a cotangent is {x.dtype} instead of {t.dtype}"
@@ -354,11 +347,8 @@ def frozen_arguments(entry: Entry) -> Iterator[str]:
 
     def flops(fn, chosen):
         def run(xs):
-            chosen_xs = [xs[i] for i in chosen]
-            at = lambda some: fn(
-                *(some[chosen.index(i)] if i in chosen else x for i, x in enumerate(xs))
-            )
-            outs, pull = jax.vjp(lambda *some: at(some), *chosen_xs)
+            at = lambda some: fn(*(some.get(i, x) for i, x in enumerate(xs)))
+            outs, pull = jax.vjp(at, {i: xs[i] for i in chosen})
             return pull([jnp.ones_like(x) for x in outs])
 
         return jax.jit(run).lower(op.leaves).cost_analysis().get("flops", 0.0)
