@@ -7,5 +7,5 @@
 
 from .. import conftest as conftest  # the settings that all tests have, before JAX is used
 from .judge import outcome as outcome
-from .kinds import KINDS as KINDS
-from .targets import TARGETS as TARGETS
+from .kinds import KINDS as KINDS, NotApplicable as NotApplicable
+from .targets import arrays as arrays, call as call, TARGETS as TARGETS
