@@ -97,7 +97,9 @@ demo: $(VENV)/.examples  ## train a small spiking network
 comma := ,
 WHAT := $(if $(VERSIONS)$(SWITCHES),versions,$(if $(X64),x64,$(if $(findstring quick,$(MARK)),,$(MARK))))
 FILES = $(or $(TESTS),$(if $(WHAT),$(shell \
-    grep -lE 'mark\.($(subst $(comma),|,$(WHAT)))\b' tests/*.py tests/guard/*.py)))
+    grep -lE 'mark\.($(subst $(comma),|,$(WHAT)))\b' tests/*.py tests/guard/*.py),$(if \
+    $(filter quick,$(MARK)),$(shell \
+    grep -LE '^pytestmark.*mark\.(cost|thorough)' tests/test_*.py tests/guard/test_*.py))))
 # JAX reads a switch from the environment, `JAX_REMAT3=1`. `tests/conftest.py` sees that it is on.
 ENVIRONMENT = $(if $(X64),JAX_ENABLE_X64=1) $(SWITCHES:%=SWITCHES=%) \
     $(shell echo "$(SWITCHES:%=%=1)" | sed 's/,/=1 /g' | tr a-z A-Z)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-import scipy.signal
 import scipy.stats
 from eqx_grads import RuleError
 from eqx_grads._jaxprs.structure import equations, holds, inner_programs, Scan, structure
@@ -264,6 +263,8 @@ def test_s5_begins_as_hippo(getkey):
 @pytest.mark.slow
 def test_s5_solves_the_differential_equation(getkey):
     """Against SciPy's zero-order hold of the real system with both conjugate halves."""
+    from scipy import signal  # which takes seconds to import
+
     with jax.enable_x64(True):
         layer = nn.S5(2, 3, 8, key=getkey())
         ((cell,),) = layer.cells
@@ -272,7 +273,7 @@ def test_s5_solves_the_differential_equation(getkey):
         a = np.block([[-0.5 * np.eye(4), -turn], [turn, -0.5 * np.eye(4)]])
         out = 2 * np.concatenate([c[0], -c[1]], 1)
         system = a, np.concatenate(b), out, np.asarray(cell.skip)
-        discrete: Any = scipy.signal.cont2discrete(system, 0.1, "zoh")
+        discrete: Any = signal.cont2discrete(system, 0.1, "zoh")
         xs = jr.normal(getkey(), (20, 2))
         state, expected = np.zeros(8), []
         for x in np.asarray(xs):
