@@ -1,5 +1,6 @@
 """`check_rule`: all checks of a rule in one call."""
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -8,14 +9,12 @@ from .._diagnosis.progress import doing, showing_progress
 from .._errors import check_flags, check_function, rule_error
 from ._case import Case
 from ._derivatives import forward, reverse
-from ._leaks import leaks
+from ._kept import leaks, residuals
 from ._options import as_names, as_seeds, Options
 from ._oracle import without_log
-from ._order import order
 from ._outcome import outcome
 from ._report import broke, Finding, Report, skipped
-from ._residuals import residuals
-from ._table import adjoint, linear, zeros
+from ._table import adjoint, linear, order, zeros
 from ._transforms import transforms
 from ._values import deterministic, finite, primal
 
@@ -184,13 +183,13 @@ _WHERE = {"forward": "the tangents", "reverse": "the cotangents"}
 
 
 def _run(name: str, case: Case) -> list[Finding]:
-    if outcome(lambda: case.outputs) == []:
-        return [skipped(name, "no output has a derivative")]
     findings: list[Finding] = []
-    error = outcome(lambda: findings.extend(CHECKS[name](case)))
-    if isinstance(error, Exception):
-        findings.append(broke(name, _WHERE.get(name, "the whole check"), error))
-    return findings or [skipped(name, "nothing to check")]
+    if outcome(lambda: case.outputs) == []:
+        findings = [skipped("no output has a derivative")]
+    elif isinstance(error := outcome(lambda: findings.extend(CHECKS[name](case))), Exception):
+        findings.append(broke(_WHERE.get(name, "the whole check"), error))
+    findings = findings or [skipped("nothing to check")]
+    return [dataclasses.replace(finding, check=name) for finding in findings]
 
 
 def _chosen(checks: Collection[str] | None, skip: Collection[str]) -> Sequence[str]:

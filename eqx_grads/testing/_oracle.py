@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .._diagnosis.in_float64 import evaluate_in_float64
+from .._diagnosis.in_float64 import evaluate_in_float64, is_opaque
+from .._diagnosis.pairs import is_inexact
 from .._errors import name_of, rule_error, type_of
 from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.structure import holds, LinearCall, structure
+from .._jaxprs.interpret import Domain, interpret
+from .._jaxprs.structure import CallWithRule, holds, LinearCall, primal_program, structure
 from ._compare import as_double, tolerance_in_float64, tolerance_of
-from ._lowest_precision import lowest_precisions
 from ._options import Options
 from ._outcome import outcome
 from ._subject import double_precision, FlatFunction
@@ -310,3 +311,49 @@ def as_reference(
         return [v + x.astype(v.dtype) for v, x in zip(values, moved, strict=True)]
 
     return arrays
+
+
+def lowest_precisions(program: ClosedJaxpr, *, opaque: bool = False) -> list[np.dtype | None]:
+    """For each output, the real dtype of lowest precision that it was computed in from the
+    inputs; `None` if that is float64, or if it depends on no input.
+
+    - `opaque`: count those equations only that `evaluate_in_float64` runs in the precision
+        that they were traced with, such as a call of a host function.
+    """
+
+    def apply(eqn, ins, path):
+        program = primal_program(eqn)
+        if program is not None:
+            return interpret(program, ins, domain, (*path, eqn)).outs
+        eps = max(ins, default=0.0)
+        is_counted = eps > 0 and (not opaque or any(map(is_opaque, (*path, eqn))))
+        if is_counted:
+            eps = max(eps, *(_eps(v) for v, x in zip(eqn.invars, ins, strict=True) if x))
+        # An integer has no rounding errors: it is piecewise constant.
+        own = lambda v: max(eps, _eps(v)) if is_counted else eps
+        return [own(v) if is_inexact(v) else 0.0 for v in eqn.outvars]
+
+    # A fact is the unit of rounding of the lowest precision on the way to a value; 0 without an
+    # input on the way.
+    domain = Domain[float](
+        constant=lambda x: 0.0,
+        join=max,
+        apply=apply,
+        enters=lambda known: not isinstance(known, CallWithRule),
+    )
+    starts = [_EXACT if opaque else max(_EXACT, _eps(v)) for v in program.jaxpr.invars]
+    outs = interpret(program, starts, domain).outs
+    return [
+        next((d for d in _DTYPES if float(jnp.finfo(d).eps) >= min(eps, _COARSEST)), None)
+        if eps > _EXACT
+        else None
+        for eps in outs
+    ]
+
+
+_DTYPES = tuple(jnp.dtype(name) for name in ("float32", "float16", "bfloat16"))
+_EXACT, _COARSEST = float(np.finfo(np.float64).eps), float(jnp.finfo(jnp.bfloat16).eps)
+
+
+def _eps(variable: Any) -> float:
+    return float(jnp.finfo(variable.aval.dtype).eps) if is_inexact(variable) else 0.0

@@ -99,14 +99,14 @@ def transforms(case: Case) -> Iterator[Finding]:
     for (name, _, expected), got in zip(trials, results, strict=True):
         want = outcome(expected)
         if isinstance(got, Exception):
-            yield broke("transforms", name, got, f"right eagerly, fails under {name}")
+            yield broke(name, got, f"right eagerly, fails under {name}")
         elif isinstance(want, Exception):
             cause = "the rule raises at other arguments, where the function does not"
-            yield broke("transforms", name, want, cause)
+            yield broke(name, want, cause)
         else:
             note = f"right eagerly, wrong under {name}"
             tolerance = case.own.tolerance
-            yield compare("transforms", name, want, got, names, tolerance, wider=wider,
+            yield compare(name, want, got, names, tolerance, wider=wider,
                           note=note)  # fmt: skip
 
 
