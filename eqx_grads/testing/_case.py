@@ -12,7 +12,7 @@ import numpy as np
 from jax import monitoring
 
 from .._rules.custom_vjp import ReverseRules
-from ._compare import as_double, relative_error, scale_of, size_of
+from ._compare import as_double, norm, relative_error, scale_of
 from ._differences import Difference, directional
 from ._options import as_names, Options
 from ._oracle import At, in_float64, Side, unless_error
@@ -216,7 +216,7 @@ class Case:
 
 
 def are_finite(arrays: Sequence[Any]) -> bool:
-    return all(np.isfinite(size_of(x)) for x in arrays)
+    return all(np.isfinite(norm(x)) for x in arrays)
 
 
 # ---------------------------------------------------------------- eager calls
@@ -228,14 +228,12 @@ class Call(NamedTuple):
     """The result of one differentiated call.
 
     - `value`: the whole output, static leaves included.
-    - `outputs`: its arrays that have a derivative.
     - `derivative`: the tangents of the outputs, or the cotangents of the leaves. An exception
         if the backward pass raises one.
     - `n_compiled`: the number of programs that JAX compiled in the call.
     """
 
     value: Any
-    outputs: list[Any]
     derivative: Any
     n_compiled: int
 
@@ -265,4 +263,4 @@ def eager_call(subject: FlatFunction, mode: str, direction: Sequence[Any]) -> Ca
     finally:
         monitoring.unregister_event_duration_listener(count)
     (value,) = eqx.combine([out], rest, static)
-    return Call(value, jax.tree.leaves(out), derivative, len(compiled))
+    return Call(value, derivative, len(compiled))

@@ -183,13 +183,36 @@ _WHERE = {"forward": "the tangents", "reverse": "the cotangents"}
 
 
 def _run(name: str, case: Case) -> list[Finding]:
+    def run():
+        why = _why_not(name, case)
+        return [skipped(why)] if why else CHECKS[name](case)
+
     findings: list[Finding] = []
-    if outcome(lambda: case.outputs) == []:
-        findings = [skipped("no output has a derivative")]
-    elif isinstance(error := outcome(lambda: findings.extend(CHECKS[name](case))), Exception):
+    error = outcome(lambda: findings.extend(run()))
+    if isinstance(error, Exception):
         findings.append(broke(_WHERE.get(name, "the whole check"), error))
     findings = findings or [skipped("nothing to check")]
     return [dataclasses.replace(finding, check=name) for finding in findings]
+
+
+def _why_not(name: str, case: Case) -> str:
+    """Why a check does not apply to a function, if it does not."""
+    if outcome(lambda: case.outputs) == []:
+        return "no output has a derivative"
+    if name == "forward":
+        return case.why_no_forward
+    if name == "zeros" and max(len(case.names), len(case.outputs)) < 2:
+        return "one leaf and one output: there are no subsets"
+    # If a gradient is not a derivative, the orders of the modes differ.
+    if name in ("adjoint", "order") and case.options.nonlinear:
+        return "the backward rule is declared non-linear"
+    if name in ("order", "residuals") and not case.has_reverse:
+        return "there is no reverse mode"
+    if name == "adjoint" and not (case.has_forward and case.has_reverse):
+        return "only one mode is offered"
+    if name == "adjoint" and case.options.reference is not None and case.forward_is_of_function:
+        return "forward mode is the derivative of the function"
+    return ""
 
 
 def _chosen(checks: Collection[str] | None, skip: Collection[str]) -> Sequence[str]:

@@ -47,15 +47,9 @@ def tolerance_in_float64(rounded_to: Any, lowest: Any, least: float) -> float:
     return tolerance + (eps if eps > tolerance else 0.0)
 
 
-def as_real(x: Any) -> np.ndarray:
-    """A float64 array; a complex one gets a last axis for its real and imaginary part."""
-    x = np.asarray(x)
-    if np.iscomplexobj(x):
-        return np.stack([x.real, x.imag], -1).astype(np.float64)
-    return x.astype(np.float64)
-
-
 def norm(x: Any) -> float:
+    """The two-norm of an array of numbers."""
+    x = as_double(x)
     with np.errstate(over="ignore", invalid="ignore"):
         scale = np.max(np.abs(x), initial=0.0)
         if scale == 0 or not np.isfinite(scale):
@@ -63,13 +57,8 @@ def norm(x: Any) -> float:
         return float(scale * np.linalg.norm((x / scale).ravel()))
 
 
-def size_of(x: Any) -> float:
-    """The two-norm of an array of numbers."""
-    return norm(as_real(x))
-
-
 def size_of_all(arrays: Iterable[Any]) -> float:
-    return norm(np.array(list(map(size_of, arrays))))
+    return norm(list(map(norm, arrays)))
 
 
 def scale_of(x: Any, least: float = 0.0) -> np.ndarray:
@@ -81,7 +70,7 @@ def scale_of(x: Any, least: float = 0.0) -> np.ndarray:
     x = np.abs(np.asarray(x))
     is_finite = np.isfinite(x)
     sizes = np.where(is_finite, x, 0)
-    usual = norm(as_real(sizes)) / max(np.sqrt(is_finite.sum()), 1) or 1.0
+    usual = norm(sizes) / max(np.sqrt(is_finite.sum()), 1) or 1.0
     if least:
         return np.maximum(sizes, least * usual)
     return np.where(is_finite & (x == 0), usual, sizes)
@@ -131,10 +120,10 @@ def differences(
     expected is an infinite error. A leaf may have the rounding error of one of this part,
     `small`, of the size of all."""
     scales = np.broadcast_to(scale, len(names))
-    overall = max((norm(_finite(as_real(x))) for x in expected), default=0.0)
+    overall = max((norm(_finite(x)) for x in expected), default=0.0)
     found = []
     for name, w, g, extra in zip(names, expected, got, scales, strict=True):
-        error = _error(as_real(w), as_real(g), entrywise, extra + small * overall)
+        error = _error(as_double(w), as_double(g), entrywise, extra + small * overall)
         found.append(Difference(name, error, np.asarray(w), np.asarray(g)))
     found.sort(key=lambda difference: -difference.error)
     return found or [Difference("", 0.0, np.zeros(()), np.zeros(()))]
@@ -264,7 +253,8 @@ def unlike(x: Any, y: Any) -> str | None:
         )
         return f"got {one}, expected {other}" if one != other else None
     if isinstance(x, jax.Array) and isinstance(y, jax.Array):
-        same = x.dtype == y.dtype and np.array_equal(*map(jax.random.key_data, (x, y)))
+        one, other = map(jax.random.key_data, (x, y))
+        same = x.dtype == y.dtype and np.array_equal(one, other)
     else:
         same = x is y or bool(x == y)
     return None if same else f"got {x!r}, expected {y!r}"

@@ -19,7 +19,7 @@ from .._errors import first_line
 from .._jaxprs.operands import fill
 from .._jaxprs.structure import holds
 from ._case import are_finite, Case
-from ._compare import difference, pairing, size_of, SMALL_IN_FLOAT64
+from ._compare import difference, norm, pairing, SMALL_IN_FLOAT64
 from ._mistakes import Mistake
 from ._outcome import outcome
 from ._random_tangents import only
@@ -33,30 +33,22 @@ _ALONE = 12  # with more leaves, all are perturbed together; so it is with outpu
 _LARGE = 2.0**12  # cotangents are so much larger than those that are drawn
 
 
-def forward(case: Case) -> Iterator[Finding]:
-    """Forward mode against its reference."""
-    if why := case.why_no_forward:
-        yield skipped(why)
-    else:
-        yield from _check(case, "forward")
-
-
-def reverse(case: Case) -> Iterator[Finding]:
-    """Reverse mode against its reference."""
-    if case.has_reverse:
-        yield from _check(case, "reverse")
-    else:
-        why = "JAX says that this function has no reverse mode"
-        do = 'where that is meant, say `skip=("reverse",)`'
-        yield failed("reverse mode", f"{why}; {do}")
-
-
-def _check(case: Case, check: str) -> Iterator[Finding]:
+def forward(case: Case, check: str = "forward") -> Iterator[Finding]:
+    """One mode against its reference."""
     finding, is_expected = judge(case, check)
     yield finding
     if finding.verdict != FAILED:
         others = _in_own_precision(case, _Mode(case, check), is_expected)
         yield from (f for f in others if finding.verdict == PASSED or f.verdict == FAILED)
+
+
+def reverse(case: Case) -> Iterator[Finding]:
+    if case.has_reverse:
+        yield from forward(case, "reverse")
+    else:
+        why = "JAX says that this function has no reverse mode"
+        do = 'where that is meant, say `skip=("reverse",)`'
+        yield failed("reverse mode", f"{why}; {do}")
 
 
 class _Mode:
@@ -145,7 +137,7 @@ class _Mode:
         terms = [(w, t, d) for _, w in ways for _, t, d in found]
         pair = lambda xs, ys: np.asarray(pairing(xs, ys))
         want = [pair(d.tangents_out, w) for w, _, d in terms]
-        errors = [float(np.dot(d.errors, list(map(size_of, w)))) for w, _, d in terms]
+        errors = [float(np.dot(d.errors, list(map(norm, w)))) for w, _, d in terms]
         names = self.labels((leaf, out) for out, _ in ways for leaf, *_ in found)
         ends = [(t, w) if self.is_forward else (w, t) for w, t, _ in terms]
         return want, errors, names, lambda row: [pair(self.along([a], row), b) for a, b in ends]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import check_function, first_line, rule_error
-from ._compare import as_double, norm, size_of, size_of_all
+from ._compare import as_double, norm, size_of_all
 from ._outcome import outcome, raised
 from ._subject import double_precision, FlatFunction
 
@@ -49,7 +49,7 @@ class Slope(NamedTuple):
 
     @property
     def relative_error(self) -> float:
-        size = size_of(self.value)
+        size = norm(self.value)
         return self.error / size if size and math.isfinite(self.error) else math.inf
 
 
@@ -107,7 +107,7 @@ class Samples:
 
     def rounding(self, h: float) -> float:
         """The error of a slope with this step that rounding explains."""
-        return _ULPS * self.eps * max(size_of(self(0.0)), size_of(self(h))) / abs(h)
+        return _ULPS * self.eps * max(norm(self(0.0)), norm(self(h))) / abs(h)
 
     def slope(self, size: float, accuracy: float = 1e-7) -> Slope:
         """The slope of a function that may be differentiated at zero.
@@ -133,7 +133,7 @@ class Samples:
         steps = [2.0**-k for k in exponents]
         found, slopes = [self.richardson(h) for h in steps], []
         for i in range(1, len(steps) - 1):
-            gaps = [size_of(a - b) for a, b in itertools.combinations(found[i - 1 : i + 2], 2)]
+            gaps = [norm(a - b) for a, b in itertools.combinations(found[i - 1 : i + 2], 2)]
             error = float(np.max(gaps)) + self.rounding(steps[i])  # NaN if one is
             slopes += [Slope(found[i], error, steps[i])] * math.isfinite(error)
         return slopes
@@ -144,13 +144,13 @@ class Samples:
         """
 
         def error(shorter):  # relative to both: beyond a kink, the slope may be zero
-            return shorter.error / max(size_of(shorter.value), size_of(slope.value))
+            return shorter.error / max(norm(shorter.value), norm(slope.value))
 
         others = [
             shorter
             for shorter in self._slopes(_ALL)
             if not shorter.step >= slope.step
-            and size_of(shorter.value - slope.value) > _AGREE * (shorter.error + slope.error)
+            and norm(shorter.value - slope.value) > _AGREE * (shorter.error + slope.error)
             # In the shortest steps, rounded values are equal.
             and (error(shorter) if shorter.step >= 2.0**-20 else shorter.relative_error)
             <= _PLATEAU
@@ -196,7 +196,7 @@ class Samples:
     def _side(self, h: float) -> Slope:
         one, half, quarter = ((self(x) - self(0.0)) / x for x in (h, h / 2, h / 4))
         coarse, fine = 2 * half - one, 2 * quarter - half
-        return Slope(fine, size_of(fine - coarse) + 4 * self.rounding(h), h)
+        return Slope(fine, norm(fine - coarse) + 4 * self.rounding(h), h)
 
 
 class Difference(NamedTuple):
@@ -246,8 +246,8 @@ def directional(
             eps, is_rounded = max(eps, _grain(at)) / 8, True
         samples = Samples(at, eps)
         rough = samples.central(2.0**-10)
-        size = size_of(np.where(np.isfinite(rough), rough, 0))
-        slope = samples.slope(max(size, 1e-4 * size_of(x)), accuracy=1e-8)
+        size = norm(np.where(np.isfinite(rough), rough, 0))
+        slope = samples.slope(max(size, 1e-4 * norm(x)), accuracy=1e-8)
         slope = slope if np.isfinite(slope.error) else samples.one_sided
         if all(np.array_equal(values[i], x) for values in known.values()):
             slope = Slope(0 * x, 0.0)  # what does not change at all has no error
@@ -279,7 +279,7 @@ def _grain(at: Callable[[float], np.ndarray]) -> float:
         grain = np.where(grain == 0, change, grain)
         if np.all(grain > 0):
             break
-    size = size_of(here)
+    size = norm(here)
     return norm(grain) / size if size else 0.0
 
 

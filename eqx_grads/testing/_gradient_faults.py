@@ -23,7 +23,7 @@ from .._jaxprs.operands import restricted
 from .._jaxprs.structure import Cond, equations, primal_program, ShardMap, structure
 from .._jaxprs.versions import function_name
 from .._tangent_spaces import is_differentiable
-from ._compare import as_real, norm, tolerance_of
+from ._compare import as_double, norm, tolerance_of
 from ._gradient_report import GradientFault, LeafVerdict
 from ._judge_leaf import Judge
 from ._loss_program import along, LossProgram
@@ -75,7 +75,7 @@ def faults_in_own_precision(
     in_rules = lowest_precisions(program.programs["gradient"])
     faults, lost = {}, []
     for i in sorted(kept):
-        exact, of_user, cure = as_real(gradient[i]), as_real(own[i]), EXPLAIN_NAN
+        exact, of_user, cure = as_double(gradient[i]), as_double(own[i]), EXPLAIN_NAN
         size, is_finite = norm(exact), bool(np.all(np.isfinite(exact)))
         with np.errstate(invalid="ignore"):
             error = norm(of_user - exact) / size if size else 0.0

@@ -22,7 +22,6 @@ from ._case import Case
 from ._oracle import At, rows_of
 from ._outcome import outcome
 from ._report import broke, failed, Finding, passed, skipped
-from ._table import NO_REVERSE
 
 
 # Primitives that JAX compiles again in each eager call, with or without a rule.
@@ -107,9 +106,6 @@ def _compilations(case: Case) -> Finding:
 
 def residuals(case: Case) -> Iterator[Finding]:
     """Count the bytes of the residuals; fail if the backward pass never reads some of them."""
-    if not case.has_reverse:
-        yield skipped(NO_REVERSE)
-        return
     fn, limit = case.subject.fn, case.options.max_residual_bytes
     kept = outcome(_kept, case, case.own.f, isinstance(fn, jax.custom_vjp))
     if isinstance(kept, Exception):
@@ -143,7 +139,7 @@ def _kept(case: Case, fn: Any, arguments_count: bool = False) -> tuple[int, list
     the rule's fault if the wrapper always keeps the arguments (Equinox's and ours do).
     """
     # With a type that is not weak: JAX makes another array of a Python number, to compute with.
-    leaves = [jax.lax.convert_element_type(x, x.dtype) for x in case.subject.leaves]
+    leaves = list(map(np.asarray, case.subject.leaves))
     # Under `jit`, because JAX then removes its own residuals that nothing reads.
     jitted = jax.jit(lambda *xs: list(fn(*xs)))
     trace = jax.make_jaxpr(lambda *xs: jax.vjp(jitted, *xs), return_shape=True)

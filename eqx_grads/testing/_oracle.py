@@ -222,12 +222,6 @@ class Side:
         return tolerance_in_float64(self.rounded_to, self.lowest, 1e-5)
 
 
-def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
-    """The lowest precision on the way to any output; see `lowest_precisions`."""
-    dtypes = [d for d in lowest_precisions(program, opaque=opaque) if d is not None]
-    return max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
-
-
 def in_float64(own: Side, options: Options, at: At) -> Side:
     """The same function in float64. `at`: directions."""
     if own.lowest is None and own.program is not None:
@@ -313,9 +307,26 @@ def as_reference(
     return arrays
 
 
+# ---------------------------------------------------------------- precision
+
+# By how coarse they are. An integer has no rounding errors: it is piecewise constant.
+_DTYPES = (None, None, *map(jnp.dtype, ("float32", "float16", "bfloat16")))
+
+
+def _coarseness(variable: Any) -> int:
+    """The index in `_DTYPES`; 1 for float64, 0 for what is not a number with a derivative."""
+    if not is_inexact(variable):
+        return 0
+    finer = ("float64", "float32", "float16", "bfloat16")
+    eps = jnp.finfo(variable.aval.dtype).eps
+    return sum(bool(eps >= jnp.finfo(dtype).eps) for dtype in finer)
+
+
 def lowest_precisions(program: ClosedJaxpr, *, opaque: bool = False) -> list[np.dtype | None]:
-    """For each output, the real dtype of lowest precision that it was computed in from the
-    inputs; `None` if that is float64, or if it depends on no input.
+    """For each output, the real dtype of lowest precision on the way from the inputs to it;
+    `None` if that is float64, or if it depends on no input.
+
+    A constant in low precision does not count, nor does what no output is computed from.
 
     - `opaque`: count those equations only that `evaluate_in_float64` runs in the precision
         that they were traced with, such as a call of a host function.
@@ -325,35 +336,25 @@ def lowest_precisions(program: ClosedJaxpr, *, opaque: bool = False) -> list[np.
         program = primal_program(eqn)
         if program is not None:
             return interpret(program, ins, domain, (*path, eqn)).outs
-        eps = max(ins, default=0.0)
-        is_counted = eps > 0 and (not opaque or any(map(is_opaque, (*path, eqn))))
+        lowest = max(ins, default=0)
+        is_counted = lowest > 0 and (not opaque or any(map(is_opaque, (*path, eqn))))
         if is_counted:
-            eps = max(eps, *(_eps(v) for v, x in zip(eqn.invars, ins, strict=True) if x))
-        # An integer has no rounding errors: it is piecewise constant.
-        own = lambda v: max(eps, _eps(v)) if is_counted else eps
-        return [own(v) if is_inexact(v) else 0.0 for v in eqn.outvars]
+            known = (_coarseness(v) for v, x in zip(eqn.invars, ins, strict=True) if x)
+            lowest = max(lowest, *known)
+        own = lambda v: max(lowest, _coarseness(v)) if is_counted else lowest
+        return [own(v) if is_inexact(v) else 0 for v in eqn.outvars]
 
-    # A fact is the unit of rounding of the lowest precision on the way to a value; 0 without an
-    # input on the way.
-    domain = Domain[float](
-        constant=lambda x: 0.0,
+    # A fact is the coarsest dtype on the way to a value; 0 without an input on the way.
+    domain = Domain[int](
+        constant=lambda x: 0,
         join=max,
         apply=apply,
         enters=lambda known: not isinstance(known, CallWithRule),
     )
-    starts = [_EXACT if opaque else max(_EXACT, _eps(v)) for v in program.jaxpr.invars]
-    outs = interpret(program, starts, domain).outs
-    return [
-        next((d for d in _DTYPES if float(jnp.finfo(d).eps) >= min(eps, _COARSEST)), None)
-        if eps > _EXACT
-        else None
-        for eps in outs
-    ]
+    starts = [1 if opaque else max(1, _coarseness(v)) for v in program.jaxpr.invars]
+    return [_DTYPES[fact] for fact in interpret(program, starts, domain).outs]
 
 
-_DTYPES = tuple(jnp.dtype(name) for name in ("float32", "float16", "bfloat16"))
-_EXACT, _COARSEST = float(np.finfo(np.float64).eps), float(jnp.finfo(jnp.bfloat16).eps)
-
-
-def _eps(variable: Any) -> float:
-    return float(jnp.finfo(variable.aval.dtype).eps) if is_inexact(variable) else 0.0
+def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
+    """The lowest precision on the way to any output."""
+    return max(lowest_precisions(program, opaque=opaque), key=_DTYPES.index, default=None)

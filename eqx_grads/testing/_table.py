@@ -26,7 +26,6 @@ from ._random_tangents import only
 from ._report import broke, compare, FAILED, failed, Finding, PASSED, skipped
 
 
-NO_REVERSE = "there is no reverse mode"
 _SAMPLED = 8
 _NOT_LINEAR = (
     "the rule is not linear: it clips, takes the sign, or squares"
@@ -39,25 +38,16 @@ _NOT_LINEAR = (
 
 def adjoint(case: Case) -> Iterator[Finding]:
     """`<J v, w> = <v, J' w>`, an identity of the two modes that needs no reference."""
-    options = case.options
-    if options.nonlinear:
-        yield skipped("the backward rule is declared non-linear")
-    elif not (case.has_forward and case.has_reverse):
-        yield skipped("only one mode is offered")
-    elif options.reference is not None and case.forward_is_of_function:
-        yield skipped("forward mode is the derivative of the function")
-    else:
-        drawn = zip(case.tangents, case.cotangents, strict=True)
-        ahead, back, sizes = map(
-            np.array, zip(*(_products(case, *d) for d in drawn), strict=True)
-        )
+    drawn = zip(case.tangents, case.cotangents, strict=True)
+    products = zip(*(_products(case, *d) for d in drawn), strict=True)
+    ahead, back, sizes = map(np.array, products)
+    yield compare(
+        "<J v, w> = <v, J' w>", [ahead], [back], ["the product"], 10 * case.admitted(),
+        note="expected: <J v, w> of forward mode",
+        cause="forward and reverse mode are not the same linear map",
         # Where the terms of a product cancel, the error is relative to their size.
-        scale = max(norm(sizes) - norm(ahead), 0.0)
-        yield compare(
-            "<J v, w> = <v, J' w>", [ahead], [back], ["the product"],
-            10 * case.admitted(), note="expected: <J v, w> of forward mode", scale=scale,
-            cause="forward and reverse mode are not the same linear map",
-        )  # fmt: skip
+        scale=max(norm(sizes) - norm(ahead), 0.0),
+    )  # fmt: skip
 
 
 def _products(case: Case, v, w) -> tuple[float, float, float]:
@@ -113,40 +103,32 @@ def _linear(case: Case, what: str, row: str, drawn, names) -> Iterator[Finding]:
 
 def zeros(case: Case) -> Iterator[Finding]:
     """The dense derivative for every subset, and no equations for unperturbed leaves."""
-    n_leaves, n_outputs = len(case.names), len(case.outputs)
-    if n_leaves < 2 and n_outputs < 2:
-        yield skipped("one leaf and one output: there are no subsets")
-        return
     f, t, w = case.wide.f, case.tangents[0], case.cotangents[0]
-    rows: dict[str, Row] = {}
-    wanted: dict[str, tuple[Any, Sequence[str], str]] = {}
-    for kept in _subsets(n_leaves):
+    # The place, the row, what it should give, names, and the cause if it does not.
+    rows: list[tuple[str, Row, Any, Sequence[str], str]] = []
+    for kept in _subsets(len(case.names)):
         name = _label(kept, case.names)
         cause = f"wrong where {name} is perturbed, right where all leaves are"
+        part = lambda at, kept=kept: (restricted(f, at.x, kept), pick(at.x, kept))
         if case.has_forward:
-            place = f"{name} perturbed, forward"
-            rows[place] = lambda at, kept=kept: jvp(
-                restricted(f, at.x, kept), pick(at.x, kept), pick(at.t, kept)
-            )
+            row = lambda at, part=part, kept=kept: jvp(*part(at), pick(at.t, kept))
             want = case.derivative("jvp", only(t, kept))
-            wanted[place] = want, case.output_names, cause
+            rows.append((f"{name} perturbed, forward", row, want, case.output_names, cause))
         if case.has_reverse:
-            place = f"{name} perturbed, reverse"
-            rows[place] = lambda at, kept=kept: vjp(
-                restricted(f, at.x, kept), pick(at.x, kept), at.w
-            )
-            wanted[place] = pick(case.derivative("vjp", w), kept), pick(case.names, kept), cause
-    for kept in _subsets(n_outputs) if case.has_reverse else ():
+            row = lambda at, part=part: vjp(*part(at), at.w)
+            want, names = (pick(x, kept) for x in (case.derivative("vjp", w), case.names))
+            rows.append((f"{name} perturbed, reverse", row, want, names, cause))
+    for kept in _subsets(len(case.outputs)) if case.has_reverse else ():
         name = _label(kept, case.output_names)
-        rows[f"{name} used"] = lambda at, kept=kept: vjp(
-            lambda *xs: pick(f(*xs), kept), at.x, pick(at.w, kept)
-        )
         cause = f"wrong where {name} is used, right where all outputs are"
-        wanted[f"{name} used"] = case.derivative("vjp", only(w, kept)), case.names, cause
-    found = case.wide.compute(rows, At(case.wide.subject.leaves, t, w))
-    for place, (want, names, cause) in wanted.items():
+        row = lambda at, kept=kept: vjp(lambda *xs: pick(f(*xs), kept), at.x, pick(at.w, kept))
+        want = case.derivative("vjp", only(w, kept))
+        rows.append((f"{name} used", row, want, case.names, cause))
+    at = At(case.wide.subject.leaves, t, w)
+    found = case.wide.compute({place: row for place, row, *_ in rows}, at)
+    for place, _, want, names, cause in rows:
         yield compare(place, want, found[place], names, case.admitted(), cause=cause)
-    if case.has_forward and n_leaves > 1 and _is_given_none(case.subject.fn):
+    if case.has_forward and len(case.names) > 1 and _is_given_none(case.subject.fn):
         yield from _dead_work(case)
 
 
@@ -230,22 +212,17 @@ _OF_SOLVERS = 1e-3  # the error of differences of a gradient that is admitted fo
 
 def order(case: Case) -> Iterator[Finding]:
     """Derivatives of order 2 and more, of a scalar loss of the outputs."""
-    if case.options.nonlinear:
-        # If a gradient is not a derivative, the orders of the modes differ.
-        yield skipped("the backward rule is declared non-linear")
-    elif not case.has_reverse:
-        yield skipped(NO_REVERSE)
-    elif case.options.order > 1:
-        first = _first(case)
-        for n in range(2, case.options.order + 1):
-            for finding in _one_order(case, n, first):
-                yield finding
-                if finding.verdict == FAILED:
-                    return
-        if first.is_wrong_nearby:
-            # The odd functions are an example: `t_x` instead of `cos(x) * t_x`, at zero.
-            text = "the first derivative is wrong at a point nearby"
-            yield failed("a point nearby", text, _ONLY_HERE)
+    if case.options.order < 2:
+        return
+    first = _first(case)
+    for n in range(2, case.options.order + 1):
+        for finding in _one_order(case, n, first):
+            yield finding
+            if finding.verdict == FAILED:
+                return
+    if first.is_wrong_nearby:
+        # The odd functions are an example: `t_x` instead of `cos(x) * t_x`, at zero.
+        yield failed("a point nearby", "the first derivative is wrong there", _ONLY_HERE)
 
 
 class _First(NamedTuple):
