@@ -245,7 +245,6 @@ class RuleRemoval:
         self.suspects: list[Origin] = []
         self.kept: list[Origin] = []
         self._index: dict[int, int] = {}  # from the id of an equation
-        self._known: dict[frozenset[int], list[np.ndarray]] = {}
         numbers: dict[tuple[str, str], int] = {}
         for origin in NumberedLoss(program.traced).origins:
             if not is_rule(origin.eqn):
@@ -275,13 +274,9 @@ class RuleRemoval:
         return not isinstance(found, Exception)
 
     def gradient(self, removed: Set[int]) -> list[np.ndarray]:
-        key = frozenset(removed)
-        if key not in self._known:  # the search asks for some sets several times
-            mask = np.array([i in removed for i in range(len(self.suspects))], bool)
-            self._known[key] = self.program.call(
-                "without rules", jax.grad(self._loss), self.program.leaves, more=mask
-            )
-        return self._known[key]
+        mask = np.array([i in removed for i in range(len(self.suspects))], bool)
+        gradient = jax.grad(self._loss)
+        return self.program.call("without rules", gradient, self.program.leaves, more=mask)
 
     def _loss(self, leaves, others, mask):
         def without(eqn, values):

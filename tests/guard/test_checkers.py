@@ -82,6 +82,7 @@ CLOSE: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
             ("structure", {"a": 1.0}, {"b": 1.0}), ("None", [None, 1.0], [0.0, 1.0]),
             ("no number", ["relu", 1.0], ["gelu", 1.0]), ("a number for none", ["relu"], [1.0]),
             ("keys", jr.key(0), jr.key(1)),
+            ("kinds of keys", jr.key(0, impl="rbg"), jr.key(0, impl="unsafe_rbg")),
         )
     },
 }  # fmt: skip
@@ -100,6 +101,15 @@ def test_assert_trees_close_names_the_worst_leaf():
     got = {"a": np.ones(3) + 1e-4, "b": [np.ones(2), np.ones(2) + 1e-3]}
     with pytest.raises(AssertionError, match=r"At \['b'\]\[1\]: .* 0\.001, more than 1e-07"):
         eqgt.assert_trees_close(got, want)
+
+
+def test_assert_trees_close_shows_integers_and_booleans_as_they_are():
+    for want, got, row in (
+        (np.array([True, False]), np.array([True, True]), r"\[1\] +False +True"),
+        (np.array([123456789]), np.array([123456780]), r"\[0\] +123456789 +123456780"),
+    ):
+        with pytest.raises(AssertionError, match=row):
+            eqgt.assert_trees_close(got, want)
 
 
 def test_the_norm_of_a_difference_is_that_of_numpy():
@@ -832,6 +842,9 @@ def test_numerical_jacobian_at_an_edge():
     np.testing.assert_allclose(eqgt.numerical_jacobian(root, np.float64(1.0)), 1.5, rtol=1e-7)
     above = lambda x: -root(2.0 - np.asarray(x))
     np.testing.assert_allclose(eqgt.numerical_jacobian(above, np.float64(1.0)), 1.5, rtol=1e-7)
+    inner = lambda x, y: np.asarray(x) * root(1.0 - np.abs(np.asarray(y) - 1.0)).sum()
+    with pytest.raises(ValueError, match=r"at entry \[0\] of `y`: .* ValueError: below one"):
+        eqgt.numerical_jacobian(inner, np.float64(2.0), np.array([1.0, 1.0]))
 
 
 @pytest.mark.parametrize("x", [0.3, 2.0, 40.0])
