@@ -6,7 +6,7 @@ from typing import Any
 
 from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.progress import doing, showing_progress
-from .._errors import check_flags, check_function, rule_error
+from .._errors import bad_argument, check_flags, check_function, rule_error
 from ._case import Case
 from ._derivatives import forward, reverse
 from ._kept import leaks, residuals
@@ -218,12 +218,10 @@ def _why_not(name: str, case: Case) -> str:
 def _chosen(checks: Collection[str] | None, skip: Collection[str]) -> Sequence[str]:
     wanted = tuple(CHECKS) if checks is None else as_names("check_rule", "checks", checks)
     left_out = as_names("check_rule", "skip", skip)
-    for name in {*wanted, *left_out} - set(CHECKS):
-        raise rule_error(
-            f"There is no check `{name}`.",
-            f"there are {', '.join(f'`{check}`' for check in CHECKS)}",
-            do="Choose among these in `checks=` and `skip=`.",
-        )
+    for option, given in (("checks", wanted), ("skip", left_out)):
+        for name in set(given) - set(CHECKS):
+            do = f"Give names from {', '.join(map(repr, CHECKS))}."
+            raise bad_argument("check_rule", option, "known", name, do)
     names = [name for name in CHECKS if name in wanted and name not in left_out]
     if not names:
         raise rule_error(
