@@ -89,13 +89,10 @@ class Samples:
     """
 
     def __init__(self, fn: Callable[[float], Any], eps: float = _EPS):
-        self._known: dict[float, Any] = {}
-        self._fn, self.eps = fn, eps
+        self._fn, self.eps = ft.cache(fn), eps
 
     def __call__(self, h: float) -> Any:
-        if h not in self._known:
-            self._known[h] = self._fn(h)
-        return self._known[h]
+        return self._fn(h)
 
     @np.errstate(all="ignore")
     def central(self, h: float) -> Any:
