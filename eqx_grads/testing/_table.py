@@ -104,18 +104,21 @@ def _linear(case: Case, what: str, row: str, drawn, names) -> Iterator[Finding]:
 def zeros(case: Case) -> Iterator[Finding]:
     """The dense derivative for every subset, and no equations for unperturbed leaves."""
     f, t, w = case.wide.f, case.tangents[0], case.cotangents[0]
+
+    def of_part(derive, kept, along):
+        return lambda at: derive(restricted(f, at.x, kept), pick(at.x, kept), along(at))
+
     # The place, the row, what it should give, names, and the cause if it does not.
     rows: list[tuple[str, Row, Any, Sequence[str], str]] = []
     for kept in _subsets(len(case.names)):
         name = _label(kept, case.names)
         cause = f"wrong where {name} is perturbed, right where all leaves are"
-        part = lambda at, kept=kept: (restricted(f, at.x, kept), pick(at.x, kept))
         if case.has_forward:
-            row = lambda at, part=part, kept=kept: jvp(*part(at), pick(at.t, kept))
+            row = of_part(jvp, kept, lambda at, kept=kept: pick(at.t, kept))
             want = case.derivative("jvp", only(t, kept))
             rows.append((f"{name} perturbed, forward", row, want, case.output_names, cause))
         if case.has_reverse:
-            row = lambda at, part=part: vjp(*part(at), at.w)
+            row = of_part(vjp, kept, lambda at: at.w)
             want, names = (pick(x, kept) for x in (case.derivative("vjp", w), case.names))
             rows.append((f"{name} perturbed, reverse", row, want, names, cause))
     for kept in _subsets(len(case.outputs)) if case.has_reverse else ():
