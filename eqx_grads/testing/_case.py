@@ -29,7 +29,6 @@ _MOST_ROUNDING = 0.05
 _MAX_LEAVES_ALONE = 6
 # The accuracy of autodiff in float64, for a function of float64 arguments; and of differences.
 _STRICT, _BY_DIFFERENCES = 1e-9, 1e-7
-_NEARBY = 0.125  # how far away the first derivative is looked at once more
 
 
 class Case:
@@ -77,10 +76,6 @@ class Case:
             vars(other).pop(name, None)
         vars(other).update(changes)
         return other
-
-    def nearby(self) -> "Case":
-        pairs = zip(self.x, self.scaled, strict=True)
-        return self.changed(x=[as_double(x) + _NEARBY * t for x, t in pairs])
 
     @ft.cached_property
     def wide(self) -> Side:

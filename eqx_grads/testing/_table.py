@@ -245,7 +245,8 @@ def _first(case: Case) -> _First:
     modes = ["reverse", *["forward"] * case.has_forward]
     agrees = lambda finding, is_expected: is_expected and finding.verdict != FAILED
     is_right = True is outcome(lambda: all(agrees(*judge(case, mode)) for mode in modes))
-    nearby = outcome(lambda: judge(case.nearby(), "reverse")[0].verdict)
+    point = lambda: [as_double(x) + t / 8 for x, t in zip(case.x, case.scaled, strict=True)]
+    nearby = outcome(lambda: judge(case.changed(x=point()), "reverse")[0].verdict)
     return _First(is_right, is_right and nearby == FAILED)
 
 

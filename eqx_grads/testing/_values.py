@@ -42,8 +42,7 @@ def primal(case: Case) -> Iterator[Finding]:
             yield failed(where, found, cause)
         else:
             names, want, got = found
-            yield compare(where, want, got, names, tolerance, wider=wider,
-                          cause=cause)  # fmt: skip
+            yield compare(where, want, got, names, tolerance, wider=wider, cause=cause)
 
 
 # ---------------------------------------------------------------- finite
