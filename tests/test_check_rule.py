@@ -300,6 +300,8 @@ RIGHT_RULES = {
     "a derivative out of the range": (lambda: sine_of_log(), (jnp.float32(1e-20),),
         {"checks": "finite"}),
     "at zero": (lambda: no_influence_at_first(2.0), (AT_ZERO,), {}),
+    "many leaves": (lambda: lambda *xs: sum(k * x for k, x in enumerate(xs)), (A,) * 5,
+        {"checks": "zeros"}),
     # `softplus` of JAX, which `log_sigmoid` is made of, makes arrays of zero tangents.
     "dense tangents of JAX": (lambda: lambda x, y: jax.nn.log_sigmoid(x) -
         jax.nn.log_sigmoid(y), (A, B), {"checks": "zeros"}),
