@@ -9,7 +9,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from eqx_grads._diagnosis.in_float64 import evaluate_in_float64
-from eqx_grads.testing._lowest_precision import lowest_precisions
+from eqx_grads.testing._oracle import lowest_precisions
 
 from .helpers import quick_only
 from .model_faults import DATA, dense_stack, FAULTS, with_rule

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import PyTree
 
@@ -222,8 +221,6 @@ def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:
             modes.append(mode)
         elif f"{mode}-mode" in str(error).lower() and (modes or mode == "reverse"):
             remarks.append(f"There is no {mode} mode: {first_line(error)}")
-        elif isinstance(error, jax.errors.JaxRuntimeError):  # of the loss
-            raise error
         else:
             raise no_gradient(loss, program.traced, error) from error
     return modes, remarks

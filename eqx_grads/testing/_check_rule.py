@@ -1,21 +1,20 @@
 """`check_rule`: all checks of a rule in one call."""
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.progress import doing, showing_progress
-from .._errors import check_flags, check_function, rule_error
+from .._errors import bad_argument, check_flags, check_function, rule_error
 from ._case import Case
 from ._derivatives import forward, reverse
-from ._leaks import leaks
+from ._kept import leaks, residuals
 from ._options import as_names, as_seeds, Options
 from ._oracle import without_log
-from ._order import order
 from ._outcome import outcome
 from ._report import broke, Finding, Report, skipped
-from ._residuals import residuals
-from ._table import adjoint, linear, zeros
+from ._table import adjoint, linear, order, zeros
 from ._transforms import transforms
 from ._values import deterministic, finite, primal
 
@@ -184,24 +183,45 @@ _WHERE = {"forward": "the tangents", "reverse": "the cotangents"}
 
 
 def _run(name: str, case: Case) -> list[Finding]:
-    if outcome(lambda: case.outputs) == []:
-        return [skipped(name, "no output has a derivative")]
+    def run():
+        why = _why_not(name, case)
+        return [skipped(why)] if why else CHECKS[name](case)
+
     findings: list[Finding] = []
-    error = outcome(lambda: findings.extend(CHECKS[name](case)))
+    error = outcome(lambda: findings.extend(run()))
     if isinstance(error, Exception):
-        findings.append(broke(name, _WHERE.get(name, "the whole check"), error))
-    return findings or [skipped(name, "nothing to check")]
+        findings.append(broke(_WHERE.get(name, "the whole check"), error))
+    findings = findings or [skipped("nothing to check")]
+    return [dataclasses.replace(finding, check=name) for finding in findings]
+
+
+def _why_not(name: str, case: Case) -> str:
+    """Why a check does not apply to a function, if it does not."""
+    if outcome(lambda: case.outputs) == []:
+        return "no output has a derivative"
+    if name == "forward":
+        return case.why_no_forward
+    if name == "zeros" and max(len(case.names), len(case.outputs)) < 2:
+        return "one leaf and one output: there are no subsets"
+    # If a gradient is not a derivative, the orders of the modes differ.
+    if name in ("adjoint", "order") and case.options.nonlinear:
+        return "the backward rule is declared non-linear"
+    if name in ("order", "residuals") and not case.has_reverse:
+        return "there is no reverse mode"
+    if name == "adjoint" and not (case.has_forward and case.has_reverse):
+        return "only one mode is offered"
+    if name == "adjoint" and case.options.reference is not None and case.forward_is_of_function:
+        return "forward mode is the derivative of the function"
+    return ""
 
 
 def _chosen(checks: Collection[str] | None, skip: Collection[str]) -> Sequence[str]:
     wanted = tuple(CHECKS) if checks is None else as_names("check_rule", "checks", checks)
     left_out = as_names("check_rule", "skip", skip)
-    for name in {*wanted, *left_out} - set(CHECKS):
-        raise rule_error(
-            f"There is no check `{name}`.",
-            f"there are {', '.join(f'`{check}`' for check in CHECKS)}",
-            do="Choose among these in `checks=` and `skip=`.",
-        )
+    for option, given in (("checks", wanted), ("skip", left_out)):
+        for name in set(given) - set(CHECKS):
+            do = f"Give names from {', '.join(map(repr, CHECKS))}."
+            raise bad_argument("check_rule", option, "known", name, do)
     names = [name for name in CHECKS if name in wanted and name not in left_out]
     if not names:
         raise rule_error(

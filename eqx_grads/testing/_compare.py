@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import check_flags, show_path
+from .._errors import check_flags, show_path, type_of
 from .._rules.float_args import check_nonnegative_number
 from ._options import check_tolerance
 
@@ -47,15 +47,9 @@ def tolerance_in_float64(rounded_to: Any, lowest: Any, least: float) -> float:
     return tolerance + (eps if eps > tolerance else 0.0)
 
 
-def as_real(x: Any) -> np.ndarray:
-    """A float64 array; a complex one gets a last axis for its real and imaginary part."""
-    x = np.asarray(x)
-    if np.iscomplexobj(x):
-        return np.stack([x.real, x.imag], -1).astype(np.float64)
-    return x.astype(np.float64)
-
-
 def norm(x: Any) -> float:
+    """The two-norm of an array of numbers."""
+    x = as_double(x)
     with np.errstate(over="ignore", invalid="ignore"):
         scale = np.max(np.abs(x), initial=0.0)
         if scale == 0 or not np.isfinite(scale):
@@ -63,13 +57,8 @@ def norm(x: Any) -> float:
         return float(scale * np.linalg.norm((x / scale).ravel()))
 
 
-def size_of(x: Any) -> float:
-    """The two-norm of an array of numbers."""
-    return norm(as_real(x))
-
-
 def size_of_all(arrays: Iterable[Any]) -> float:
-    return norm(np.array(list(map(size_of, arrays))))
+    return norm(list(map(norm, arrays)))
 
 
 def scale_of(x: Any, least: float = 0.0) -> np.ndarray:
@@ -81,7 +70,7 @@ def scale_of(x: Any, least: float = 0.0) -> np.ndarray:
     x = np.abs(np.asarray(x))
     is_finite = np.isfinite(x)
     sizes = np.where(is_finite, x, 0)
-    usual = norm(as_real(sizes)) / max(np.sqrt(is_finite.sum()), 1) or 1.0
+    usual = norm(sizes) / max(np.sqrt(is_finite.sum()), 1) or 1.0
     if least:
         return np.maximum(sizes, least * usual)
     return np.where(is_finite & (x == 0), usual, sizes)
@@ -130,11 +119,11 @@ def differences(
     """The difference of each leaf, the largest error first. A NaN or an infinity that is not
     expected is an infinite error. A leaf may have the rounding error of one of this part,
     `small`, of the size of all."""
-    scales = [scale] * len(names) if isinstance(scale, float | int) else scale
-    overall = max((norm(_finite(as_real(x))) for x in expected), default=0.0)
+    scales = np.broadcast_to(scale, len(names))
+    overall = max((norm(_finite(x)) for x in expected), default=0.0)
     found = []
     for name, w, g, extra in zip(names, expected, got, scales, strict=True):
-        error = _error(as_real(w), as_real(g), entrywise, extra + small * overall)
+        error = _error(as_double(w), as_double(g), entrywise, extra + small * overall)
         found.append(Difference(name, error, np.asarray(w), np.asarray(g)))
     found.sort(key=lambda difference: -difference.error)
     return found or [Difference("", 0.0, np.zeros(()), np.zeros(()))]
@@ -259,10 +248,10 @@ def unlike(x: Any, y: Any) -> str | None:
     if is_number(x) != is_number(y):
         return f"got {type(x).__name__}, expected {type(y).__name__}"
     if is_number(x):
-        one, other = ((np.shape(v), jnp.result_type(v)) for v in (x, y))
-        what = "shape" if one[0] != other[0] else "dtype"
-        i = int(what == "dtype")
-        return f"got {what} {one[i]}, expected {other[i]}" if one != other else None
+        one, other = (
+            type_of(jax.ShapeDtypeStruct(np.shape(v), jnp.result_type(v))) for v in (x, y)
+        )
+        return f"got {one}, expected {other}" if one != other else None
     if isinstance(x, jax.Array) and isinstance(y, jax.Array):
         one, other = map(jax.random.key_data, (x, y))
         same = x.dtype == y.dtype and np.array_equal(one, other)
@@ -276,9 +265,10 @@ _WIDTH = 13  # of a column of numbers, at least
 
 def side_by_side(worst: Difference, n: int = 4) -> str:
     """A table of the entries that differ most."""
-    want, have = (np.atleast_1d(as_double(x)) for x in (worst.expected, worst.got))
-    if want.shape != have.shape:
-        return f"  expected shape {want.shape}, got {have.shape}"
+    shown = np.atleast_1d(worst.expected, worst.got)
+    if shown[0].shape != shown[1].shape:
+        return f"  expected shape {shown[0].shape}, got {shown[1].shape}"
+    want, have = map(as_double, shown)
     with np.errstate(invalid="ignore", over="ignore"):
         gap = np.nan_to_num(np.abs(have - want), nan=np.inf, posinf=np.inf)
     # Both may be infinite, or NaN.
@@ -286,10 +276,12 @@ def side_by_side(worst: Difference, n: int = 4) -> str:
     rows: list[Any] = [("entry", "expected", "got")]
     for i in np.argsort(-gap.ravel(), kind="stable")[:n]:
         place = np.unravel_index(i, want.shape)
-        # As many digits as show that they differ.
-        texts = [[f"{x[place]:.{digits}g}" for x in (want, have)] for digits in (7, 17)]
-        is_hidden = texts[0][0] == texts[0][1] and gap[place] > 0
-        rows.append((str([int(k) for k in place]), *texts[int(is_hidden)]))
+        texts = [str(x[place]) for x in shown]
+        if shown[0].dtype.kind not in "biu":
+            texts = [f"{x[place]:.7g}" for x in (want, have)]
+            if texts[0] == texts[1] and gap[place] > 0:  # as many digits as show the difference
+                texts = [f"{x[place]:.17g}" for x in (want, have)]
+        rows.append((str([int(k) for k in place]), *texts))
     size = max(_WIDTH, *(len(text) for row in rows for text in row[1:]))
     entry = lambda text: f"  {text:>{_WIDTH + 1}}" if worst.expected.ndim else ""
     return "\n".join(f"{entry(e)}  {left:>{size}}  {right:>{size}}" for e, left, right in rows)

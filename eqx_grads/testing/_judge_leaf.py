@@ -14,9 +14,9 @@ import numpy as np
 from .._jaxprs.operands import fill
 from .._jaxprs.structure import holds
 from ._compare import as_double, norm, scale_of
+from ._differences import Samples, Sides, Slope
 from ._gradient_report import DEAD, FLAT, KINK, LeafVerdict, RIGHT, STOPPED, UNMEASURED, WRONG
 from ._loss_program import along, LossProgram
-from ._slope import central_slope, confirmed_slope, is_settled, Samples, Sides, sides_of, Slope
 
 
 # How many times its estimated error a difference may be off.
@@ -48,11 +48,11 @@ class _Found(NamedTuple):
 
     @property
     def is_evidence(self) -> bool:
-        return is_settled(self.samples, self.slope)
+        return self.samples.is_settled(self.slope)
 
     @property
     def sides(self) -> Sides:
-        return sides_of(self.samples)
+        return self.samples.sides
 
 
 class Judge:
@@ -139,9 +139,9 @@ class Judge:
             size = norm(as_double(gradient[leaf]) * self.scales[leaf])
         floor = _FLOOR * abs(samples(0.0)) + self._tiny
         admits = lambda s: self.tolerance * max(size, abs(s.value)) + _SAFETY * s.error
-        slope = central_slope(samples, size)
+        slope = samples.slope(size)
         if _gap(reverse, forward, slope) > admits(slope) + floor:
-            slope = confirmed_slope(samples, slope)
+            slope = samples.confirmed(slope)
         gap, admitted = _gap(reverse, forward, slope), admits(slope)
         if not np.isfinite(gap):
             is_known, known = np.isfinite(slope.error), WRONG

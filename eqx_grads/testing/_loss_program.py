@@ -23,9 +23,9 @@ from .._jaxprs.structure import Call, Checkpoint, Cond, found, holds, Scan, stru
 from .._rules.without_tangents import WITHOUT_TANGENTS
 from .._tangent_spaces import is_differentiable
 from ._compare import as_double, pairing
+from ._differences import Samples
 from ._oracle import expanded, lowest_of, without_log
 from ._outcome import outcome
-from ._slope import Samples
 from ._subject import double_precision
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._compare import as_double, size_of
+from ._compare import as_double, norm
 
 
 class Mistake(NamedTuple):
@@ -58,8 +58,8 @@ def likely_cause(
         )
     if not np.any(have):
         return f"zero everywhere: the term of {name} is missing"
-    size = size_of(want) / np.sqrt(want.size)
-    error = size_of(want - have) / size_of(want)
+    size = norm(want) / np.sqrt(want.size)
+    error = norm(want - have) / norm(want)
     factor = _factor(want, have, others)
     is_even = np.max(np.abs(have - want) / (np.abs(want) + size)) <= 10 * error
     if factor is None and is_even and error < max(_ROUNDED.values()):
@@ -83,7 +83,7 @@ _MEANT = (
 
 def _close(a, b) -> bool:
     a, b = as_double(a), as_double(b)
-    return a.shape == b.shape and size_of(a - b) <= _CLOSE * size_of(a)
+    return a.shape == b.shape and norm(a - b) <= _CLOSE * norm(a)
 
 
 def _factor(want, have, others: Sequence[tuple[Any, Any]]) -> complex | None:
@@ -98,7 +98,7 @@ def _factor(want, have, others: Sequence[tuple[Any, Any]]) -> complex | None:
     factor = complex(np.vdot(w, h) / np.vdot(w, w))
     # A factor close to one must be larger than the noise to be recognized.
     slack = min(_CLOSE, abs(factor - 1) / 10)
-    is_one = size_of(h - factor * w) <= slack * size_of(h)
+    is_one = norm(h - factor * w) <= slack * norm(h)
     is_known = _n_different(want) > 1 or abs(factor + 1) < _CLOSE
     return factor if is_one and is_known and abs(factor - 1) > 1e-6 else None
 
@@ -139,7 +139,7 @@ def _rearranged(want) -> Iterator[Mistake]:
 
 
 def _of_entries(want, have, name, primal) -> str:
-    wrong = np.abs(have - want) > _CLOSE * np.abs(want) + 1e-6 * size_of(want)
+    wrong = np.abs(have - want) > _CLOSE * np.abs(want) + 1e-6 * norm(want)
     # Most entries of a diagonal are zero, and right in any rule.
     if wrong.size < 2 or np.all(wrong | (want == 0)):
         return ""

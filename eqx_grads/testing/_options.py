@@ -65,13 +65,9 @@ class Options:
         if self.reference is not None:
             check_function(self.reference, "reference", "check_rule")
         check_tolerance("check_rule", self.tolerance)
-        as_names("check_rule", "nondifferentiable", self.nondifferentiable)
         as_count("check_rule", "order", self.order)
-        limit = self.max_residual_bytes
-        known = 0 if limit is None else as_integer(limit)
-        if known is None or known < 0:
-            do = "Give a number of bytes, or leave it out."
-            raise bad_argument("check_rule", "max_residual_bytes", "an integer", limit, do)
+        if self.max_residual_bytes is not None:
+            as_count("check_rule", "max_residual_bytes", self.max_residual_bytes, least=0)
         is_list = isinstance(self.at, tuple | list)
         if not is_list or not all(isinstance(point, tuple | list) for point in self.at):
             do = "Give a tuple of the arguments for each point, as in `at=[(x,), (y,)]`."

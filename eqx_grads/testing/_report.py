@@ -28,7 +28,7 @@ _OF_NUMBERS = ("primal", "forward", "reverse", "adjoint", "linear", "zeros", "or
 class Finding:
     """One comparison.
 
-    - `check`: the name of the check.
+    - `check`: the name of the check, which `check_rule` fills in.
     - `verdict`: `"passed"`, `"FAILED"` or `"skipped"`.
     - `where`: the leaf, mode or transformation, in the names of the user's parameters.
     - `error`, `tolerance`: the relative error and the largest one that passes; `None` where
@@ -56,29 +56,28 @@ class Finding:
         return "\n".join(part for part in (self.facts, cause, self.details) if part)
 
 
-def passed(check: str, where: str = "") -> Finding:
-    return Finding(check, PASSED, where)
+def passed(where: str = "") -> Finding:
+    return Finding("", PASSED, where)
 
 
-def skipped(check: str, why: str) -> Finding:
-    return Finding(check, SKIPPED, facts=why)
+def skipped(why: str) -> Finding:
+    return Finding("", SKIPPED, facts=why)
 
 
-def failed(check: str, where: str, text: str, cause: str = "") -> Finding:
-    return Finding(check, FAILED, where, cause=cause, facts=f"  {text}")
+def failed(where: str, text: str, cause: str = "") -> Finding:
+    return Finding("", FAILED, where, cause=cause, facts=f"  {text}")
 
 
-def broke(check: str, where: str, error: BaseException, cause: str = "") -> Finding:
+def broke(where: str, error: BaseException, cause: str = "") -> Finding:
     """A failure that is an exception."""
     first, details = raised(error)
     if isinstance(error, jax.errors.ConcretizationTypeError):
         first = "JAX can't trace it, as it looks at the values of arguments"
         cause, details = "", f"  {first}: {details.splitlines()[-1].strip()}"
-    return Finding(check, FAILED, where, cause=cause, details=details, raised=first)
+    return Finding("", FAILED, where, cause=cause, details=details, raised=first)
 
 
 def compare(
-    check: str,
     where: str,
     want: Sequence[Any],
     got: Any,
@@ -104,13 +103,13 @@ def compare(
     - `options`: of `differences`.
     """
     if isinstance(got, Exception):
-        return broke(check, where, got, cause or "")
+        return broke(where, got, cause or "")
     found = differences(want, got, names, scale=scale, **options)
     if wider is not None and found[0].error > tolerance:
         tolerance += wider()
     wrong = [d for d in found if not d.error <= tolerance]
     if not wrong:
-        return Finding(check, PASSED, where, found[0].error, tolerance)
+        return Finding("", PASSED, where, found[0].error, tolerance)
     # First entries that are not finite, then missing ones, then by size.
     worst, *others = sorted(wrong, key=lambda d: (np.isfinite(d.error), not d.is_missing))
     if cause is None:
@@ -131,7 +130,7 @@ def compare(
         details += f"\n  also wrong: {', '.join(list(also.values())[:-7:-1])}"
     where = f"{where}, {worst.name}" if where else worst.name
     text = "\n".join(f"  {fact}" for fact in facts)
-    return Finding(check, FAILED, where, worst.error, tolerance, cause, text, details)
+    return Finding("", FAILED, where, worst.error, tolerance, cause, text, details)
 
 
 class RuleCheckError(AssertionError):

@@ -47,36 +47,30 @@ class FlatFunction:
         self.name = name_of(fn)
         signature = Signature(fn)
         by_position, by_keyword = jax.tree.map(_canonical, (tuple(args), dict(kwargs)))
-        try:
-            self.args, kwargs, filled = signature.bind(by_position, by_keyword, False)
-        except TypeError as mismatch:
-            given = ", ".join(f"`{keyword}`" for keyword in by_keyword) or "none"
-            raise rule_error(
-                f"`{self.name}` can't be called with these arguments: {mismatch}.",
-                f"{len(by_position)} by position, and by keyword {given}",
-                do="Pass them as you pass them to the function itself: "
-                f"`check_rule({self.name}, ..., v=...)`.",
-            ) from None
+        self.args, kwargs, filled = signature.bind(by_position, by_keyword, False)
         # Not the defaults: a reference need not have those parameters.
         self.kwargs = {k: v for k, v in kwargs.items() if k not in filled}
         # The arrays of a Module, or of a bound method, are arguments as well.
         flat, self._treedef = jax.tree_util.tree_flatten_with_path((fn, self.args))
         self._all = [leaf for _, leaf in flat]
+        owners = [path[1].idx if path[0].idx else -1 for path, _ in flat]
+        paths = [
+            "self" + show_path(path[1:]) if i < 0 else signature.names[i] + show_path(path[2:])
+            for i, (path, _) in zip(owners, flat, strict=True)
+        ]
         fixed = [name.replace('"', "'") for name in fixed]
-        self.indices, self.names, self.groups, paths = [], [], [], []
-        for index, (path, leaf) in enumerate(flat):
-            argument = path[1].idx if path[0].idx == 1 else -1
-            start = "self" if argument < 0 else signature.names[argument]
-            paths.append(start + show_path(path[1 if argument < 0 else 2 :]))
-            is_constant = (
-                argument in getattr(fn, "nondiff_argnums", ())
-                or (argument < 0 and not own_numbers and isinstance(leaf, float | complex))
-                or any(is_part_of(paths[-1], name) for name in fixed)
-            )
-            if is_output(leaf) and not is_constant:
-                self.indices.append(index)
-                self.groups.append(argument)
-                self.names.append(f"`{paths[-1]}`")
+
+        def is_constant(path, owner, leaf):
+            is_option = owner < 0 and not own_numbers and isinstance(leaf, float | complex)
+            is_fixed = any(is_part_of(path, name) for name in fixed)
+            return is_option or is_fixed or owner in getattr(fn, "nondiff_argnums", ())
+
+        leaves = enumerate(zip(paths, owners, self._all, strict=True))
+        self.indices = [
+            i for i, leaf in leaves if is_output(leaf[-1]) and not is_constant(*leaf)
+        ]
+        self.groups = [owners[i] for i in self.indices]
+        self.names = [f"`{paths[i]}`" for i in self.indices]
         arguments = [signature.names[i] for i in range(len(self.args))]
         for name in fixed:
             if not any(is_part_of(path, name) for path in (*arguments, *paths)):

@@ -1,10 +1,12 @@
-"""The checks `adjoint`, `linear` and `zeros`: rows of a place, what the rule gives, and what it
-should give, all of them functions of the same arrays, compiled as one program."""
+"""The checks `adjoint`, `linear`, `zeros` and `order`: rows of a place, what the rule gives,
+and what it should give, all of them functions of the same arrays, compiled as one program.
+"""
 
+import dataclasses
 import functools as ft
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -14,15 +16,16 @@ import numpy as np
 from .._jaxprs.dependence import without_unused
 from .._jaxprs.operands import at as pick, fill, restricted
 from .._jaxprs.structure import equations, inner_programs
-from ._case import Case
-from ._compare import as_double, norm, pairing, size_of_all
+from ._case import are_finite, Case
+from ._compare import as_double, norm, pairing, relative_error, size_of_all
+from ._derivatives import judge
+from ._differences import directional
 from ._oracle import At, jvp, Row, vjp
 from ._outcome import outcome
 from ._random_tangents import only
-from ._report import compare, FAILED, failed, Finding, skipped
+from ._report import broke, compare, FAILED, failed, Finding, PASSED, skipped
 
 
-NO_REVERSE = "there is no reverse mode"
 _SAMPLED = 8
 _NOT_LINEAR = (
     "the rule is not linear: it clips, takes the sign, or squares"
@@ -35,25 +38,16 @@ _NOT_LINEAR = (
 
 def adjoint(case: Case) -> Iterator[Finding]:
     """`<J v, w> = <v, J' w>`, an identity of the two modes that needs no reference."""
-    options = case.options
-    if options.nonlinear:
-        yield skipped("adjoint", "the backward rule is declared non-linear")
-    elif not (case.has_forward and case.has_reverse):
-        yield skipped("adjoint", "only one mode is offered")
-    elif options.reference is not None and case.forward_is_of_function:
-        yield skipped("adjoint", "forward mode is the derivative of the function")
-    else:
-        drawn = zip(case.tangents, case.cotangents, strict=True)
-        ahead, back, sizes = map(
-            np.array, zip(*(_products(case, *d) for d in drawn), strict=True)
-        )
+    drawn = zip(case.tangents, case.cotangents, strict=True)
+    products = zip(*(_products(case, *d) for d in drawn), strict=True)
+    ahead, back, sizes = map(np.array, products)
+    yield compare(
+        "<J v, w> = <v, J' w>", [ahead], [back], ["the product"], 10 * case.admitted(),
+        note="expected: <J v, w> of forward mode",
+        cause="forward and reverse mode are not the same linear map",
         # Where the terms of a product cancel, the error is relative to their size.
-        scale = max(norm(sizes) - norm(ahead), 0.0)
-        yield compare(
-            "adjoint", "<J v, w> = <v, J' w>", [ahead], [back], ["the product"],
-            10 * case.admitted(), note="expected: <J v, w> of forward mode", scale=scale,
-            cause="forward and reverse mode are not the same linear map",
-        )  # fmt: skip
+        scale=max(norm(sizes) - norm(ahead), 0.0),
+    )  # fmt: skip
 
 
 def _products(case: Case, v, w) -> tuple[float, float, float]:
@@ -73,7 +67,7 @@ def linear(case: Case) -> Iterator[Finding]:
     if case.has_reverse and not case.options.nonlinear:
         yield from _linear(case, "cotangent", "vjp", case.cotangents, case.names)
     elif not case.has_forward:
-        yield skipped("linear", "the backward rule is declared non-linear")
+        yield skipped("the backward rule is declared non-linear")
 
 
 def _linear(case: Case, what: str, row: str, drawn, names) -> Iterator[Finding]:
@@ -94,7 +88,7 @@ def _linear(case: Case, what: str, row: str, drawn, names) -> Iterator[Finding]:
         # The terms may cancel; of zero, the error is relative to the derivative of `a`.
         sizes = [size_of_all(pair) for pair in terms] if m else 0.0
         finding = compare(
-            "linear", f"in the {what}: {where}", expected,
+            f"in the {what}: {where}", expected,
             case.derivative(row, mixed), names,
             max(case.admitted(), case.own.tolerance if m else 0.0),
             cause=cause, scale=sizes if k else max(size_of_all(of_a), 1e-30),
@@ -109,40 +103,36 @@ def _linear(case: Case, what: str, row: str, drawn, names) -> Iterator[Finding]:
 
 def zeros(case: Case) -> Iterator[Finding]:
     """The dense derivative for every subset, and no equations for unperturbed leaves."""
-    n_leaves, n_outputs = len(case.names), len(case.outputs)
-    if n_leaves < 2 and n_outputs < 2:
-        yield skipped("zeros", "one leaf and one output: there are no subsets")
-        return
     f, t, w = case.wide.f, case.tangents[0], case.cotangents[0]
-    rows: dict[str, Row] = {}
-    wanted: dict[str, tuple[Any, Sequence[str], str]] = {}
-    for kept in _subsets(n_leaves):
+
+    def of_part(derive, kept, along):
+        return lambda at: derive(restricted(f, at.x, kept), pick(at.x, kept), along(at))
+
+    # The place, the row, what it should give, names, and the cause if it does not.
+    rows: list[tuple[str, Row, Any, Sequence[str], str]] = []
+    for kept in _subsets(len(case.names)):
         name = _label(kept, case.names)
         cause = f"wrong where {name} is perturbed, right where all leaves are"
         if case.has_forward:
-            place = f"{name} perturbed, forward"
-            rows[place] = lambda at, kept=kept: jvp(
-                restricted(f, at.x, kept), pick(at.x, kept), pick(at.t, kept)
-            )
+            row = of_part(jvp, kept, lambda at, kept=kept: pick(at.t, kept))
             want = case.derivative("jvp", only(t, kept))
-            wanted[place] = want, case.output_names, cause
+            rows.append((f"{name} perturbed, forward", row, want, case.output_names, cause))
         if case.has_reverse:
-            place = f"{name} perturbed, reverse"
-            rows[place] = lambda at, kept=kept: vjp(
-                restricted(f, at.x, kept), pick(at.x, kept), at.w
-            )
-            wanted[place] = pick(case.derivative("vjp", w), kept), pick(case.names, kept), cause
-    for kept in _subsets(n_outputs) if case.has_reverse else ():
+            row = of_part(vjp, kept, lambda at: at.w)
+            want, names = (pick(x, kept) for x in (case.derivative("vjp", w), case.names))
+            rows.append((f"{name} perturbed, reverse", row, want, names, cause))
+    for kept in _subsets(len(case.outputs)) if case.has_reverse else ():
         name = _label(kept, case.output_names)
-        rows[f"{name} used"] = lambda at, kept=kept: vjp(
-            lambda *xs: pick(f(*xs), kept), at.x, pick(at.w, kept)
-        )
         cause = f"wrong where {name} is used, right where all outputs are"
-        wanted[f"{name} used"] = case.derivative("vjp", only(w, kept)), case.names, cause
-    found = case.wide.compute(rows, At(case.wide.subject.leaves, t, w))
-    for place, (want, names, cause) in wanted.items():
-        yield compare("zeros", place, want, found[place], names, case.admitted(), cause=cause)
-    if case.has_forward and n_leaves > 1 and _is_given_none(case.subject.fn):
+        row = lambda at, kept=kept: vjp(lambda *xs: pick(f(*xs), kept), at.x, pick(at.w, kept))
+        want = case.derivative("vjp", only(w, kept))
+        rows.append((f"{name} used", row, want, case.names, cause))
+    at = At(case.wide.subject.leaves, t, w)
+    # By number: two subsets of many leaves have the same name.
+    found = case.wide.compute({f"part {i}": row for i, (_, row, *_) in enumerate(rows)}, at)
+    for (place, _, want, names, cause), got in zip(rows, found.values(), strict=True):
+        yield compare(place, want, got, names, case.admitted(), cause=cause)
+    if case.has_forward and len(case.names) > 1 and _is_given_none(case.subject.fn):
         yield from _dead_work(case)
 
 
@@ -190,7 +180,7 @@ def _dead_work(case: Case) -> Iterator[Finding]:
             text = f"the jaxpr has {counts[0]} equations, and needs {counts[1]}: some belong "
             text += "to leaves that are not perturbed."
             cause = "a zero tangent (`None`) was made into an array of zeros"
-            yield failed("zeros", f"only {name} perturbed", text, cause)
+            yield failed(f"only {name} perturbed", text, cause)
 
 
 def _count(run, *args) -> int:
@@ -201,3 +191,172 @@ def _count(run, *args) -> int:
         e.primitive.name == "convert_element_type" and e.outvars[0].aval.size == 1
     )
     return sum(not is_cast(e) and not inner_programs(e) for e in equations(alive))
+
+
+_ONLY_FIRST = "To check the first order only, as of a straight-through rule, pass `order=1`"
+_FAILS = f"right to first order, fails at the next. {_ONLY_FIRST}"
+_NEXT = "right to first order, wrong at the next:"
+_BY_FORMULA = (
+    f"{_NEXT} does the rule return `f(*primals)` as the value, or a formula? {_ONLY_FIRST}"
+)
+_HELD = (
+    f"{_NEXT} does the rule hold something constant (`stop_gradient`, NumPy), or call a "
+    f"function with a wrong rule? {_ONLY_FIRST}"
+)
+_NOT_HELD = f"{_NEXT} the function is constant in {{}}. Is its rule constant, too?"
+_ONLY_HERE = (
+    "the first derivative is right at these arguments, and wrong at others nearby, as if a "
+    "factor is missing that is 1 here, or a term that is 0 here"
+)
+FORWARD_OVER_REVERSE = "forward over reverse"
+REVERSE_OVER_REVERSE = "reverse over reverse"
+_REVERSE_OVER_FORWARD = "reverse over forward"
+_OF_SOLVERS = 1e-3  # the error of differences of a gradient that is admitted for a solver
+
+
+def order(case: Case) -> Iterator[Finding]:
+    """Derivatives of order 2 and more, of a scalar loss of the outputs."""
+    if case.options.order < 2:
+        return
+    first = _first(case)
+    for n in range(2, case.options.order + 1):
+        for finding in _one_order(case, n, first):
+            yield finding
+            if finding.verdict == FAILED:
+                return
+    if first.is_wrong_nearby:
+        # The odd functions are an example: `t_x` instead of `cos(x) * t_x`, at zero.
+        yield failed("a point nearby", "the first derivative is wrong there", _ONLY_HERE)
+
+
+class _First(NamedTuple):
+    """Known facts about the first derivative of a rule.
+
+    - `is_right`: whether the modes that are offered agree with autodiff.
+    - `is_wrong_nearby`: whether it is right here only. Where the arguments are zero, equal or
+        symmetric, a wrong rule may be right to first order, and differences of its gradient
+        agree with its wrong second derivative.
+    """
+
+    is_right: bool
+    is_wrong_nearby: bool
+
+
+def _first(case: Case) -> _First:
+    modes = ["reverse", *["forward"] * case.has_forward]
+    agrees = lambda finding, is_expected: is_expected and finding.verdict != FAILED
+    is_right = True is outcome(lambda: all(agrees(*judge(case, mode)) for mode in modes))
+    point = lambda: [as_double(x) + t / 8 for x, t in zip(case.x, case.scaled, strict=True)]
+    nearby = outcome(lambda: judge(case.changed(x=point()), "reverse")[0].verdict)
+    return _First(is_right, is_right and nearby == FAILED)
+
+
+def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
+    side = case.wide
+    at = At(side.subject.leaves, case.tangents[0], _weights(case))
+    rows: dict[str, Row] = {
+        f"order {n}, {kind}": ft.partial(higher, kind, side.f, n)
+        for kind in (FORWARD_OVER_REVERSE, REVERSE_OVER_REVERSE, _REVERSE_OVER_FORWARD)
+        if case.has_forward or kind != _REVERSE_OVER_FORWARD
+    }
+    expected = ft.partial(higher, FORWARD_OVER_REVERSE, side.expected, n)
+    *found, want = side.compute(rows | {f"expected {n}": expected}, at).values()
+    for (where, row), got in zip(rows.items(), found, strict=True):
+        if isinstance(got, Exception):
+            # A `jax.custom_vjp` has no forward mode.
+            if not (isinstance(got, TypeError) and "forward-mode" in str(got)):
+                yield broke(where, got, _FAILS)
+            continue
+        finding = skipped(f"no reference for {where}")
+        if not isinstance(want, Exception) and are_finite(want):
+            finding = compare(where, want, got, case.names, 10 * case.admitted(),
+                              cause="", note=case.reference)  # fmt: skip
+        if finding.verdict != PASSED and n == 2:
+            finding = _by_differences(case, where, row, finding, first)
+        if finding.verdict == FAILED and first.is_right:
+            cause = _ONLY_HERE if first.is_wrong_nearby else _cause(case, got)
+            finding = dataclasses.replace(finding, cause=cause)
+        yield finding
+
+
+def _cause(case: Case, second: Any) -> str:
+    """Why a rule with the expected first derivative has another second one."""
+    # The value that the rule returns has to have the derivative of the rule.
+    of_value = lambda at: vjp(lambda *xs: jax.vjp(case.wide.f, *xs)[0], at.x, at.w)
+    at = At(case.wide.subject.leaves, w=case.cotangents[0])
+    want = case.derivative("vjp")
+    have = outcome(case.wide.one, "value of the rule", of_value, at)
+    if isinstance(have, Exception) or relative_error(want, have) > case.admitted():
+        return _BY_FORMULA
+    if not are_finite(second):
+        return ""  # `finite` says why
+    constant = [n for n, x in zip(case.names, want, strict=True) if x.size and not np.any(x)]
+    return _NOT_HELD.format(", ".join(constant)) if constant else _HELD
+
+
+def _by_differences(
+    case: Case, where: str, row: Row, finding: Finding, first: _First
+) -> Finding:
+    """The check of the first derivative has its own reference, so differences of the rule's
+    gradient are a reference for the second, unless `reference` was given: the gradient of a
+    rule that is wrong on purpose need not be the gradient of any function."""
+    is_refuted = case.options.reference is None and not first.is_right
+    side, w, scaled = case.wide, _weights(case), case.scaled
+    leaves = list(map(as_double, side.subject.leaves))
+    gradient = lambda at: _grad(_loss(side.f, at.w))(*at.x)
+    values = lambda *xs: side.one("gradient", gradient, At(xs, scaled, w))
+    slope = outcome(directional, values, leaves, scaled, side.rounded_to)
+    got = outcome(side.one, where, row, At(leaves, scaled, w))
+    if isinstance(slope, Exception) or isinstance(got, Exception) or slope.why:
+        # Autodiff without the rule is another one to first order.
+        return skipped(f"no reference for {where}") if is_refuted else finding
+    is_rough = (finding.verdict == FAILED and is_refuted) or slope.is_rounded
+    tolerance = max(10 * case.admitted(), _OF_SOLVERS if is_rough else 0.0)
+    other = compare(
+        where, slope.tangents_out, got, case.names, tolerance, cause="",
+        note="expected: differences of the gradient",
+        scale=[10 * e / tolerance for e in slope.errors],
+    )  # fmt: skip
+    is_told = case.options.reference is not None
+    is_right = other.verdict != FAILED and (
+        is_refuted or not (is_told or first.is_wrong_nearby)
+    )
+    return other if finding.verdict != FAILED or is_right else finding
+
+
+def _weights(case: Case) -> list[Any]:
+    """The cotangents, so that both terms of the loss are about as large."""
+    products = zip(case.derivative("f"), case.cotangents[0], strict=True)
+    return [w / (1 + np.max(np.abs(x * w), initial=0)) for x, w in products]
+
+
+def higher(kind: str, fn: Callable[..., Any], n: int, at: At) -> list[Any]:
+    """The gradient of the loss, `n - 1` times differentiated along the tangents."""
+
+    def slope(scalar):
+        terms = lambda xs: zip(_grad(scalar)(*xs), at.t, strict=True)
+        return lambda *xs: sum((g * t).real.sum().astype(float) for g, t in terms(xs))
+
+    along = lambda fn: lambda *xs: jvp(fn, xs, at.t)
+    step = slope if kind == REVERSE_OVER_REVERSE else along
+    is_inside = kind == FORWARD_OVER_REVERSE  # the gradient
+    fn = _grad(_loss(fn, at.w)) if is_inside else _loss(fn, at.w)
+    for _ in range(n - 1):
+        fn = step(fn)
+    return (fn if is_inside else _grad(fn))(*at.x)
+
+
+def _loss(fn, weights):
+    """The quadratic `sum(r + r**2 / 2)` with `r` the outputs times their weights, so that the
+    cotangents of the outputs depend on the leaves as well."""
+
+    def loss(*xs):
+        rs = [(out * w).real for out, w in zip(fn(*xs), weights, strict=True)]
+        return sum((r + r * r / 2).sum().astype(float) for r in rs)
+
+    return loss
+
+
+def _grad(scalar):
+    """With respect to every leaf, complex ones as JAX has it."""
+    return lambda *xs: list(jax.grad(scalar, tuple(range(len(xs))))(*xs))

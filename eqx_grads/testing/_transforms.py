@@ -9,12 +9,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._jaxprs.operands import fill
+from .._rules.tree_split import call_on_arrays
 from ._case import Case
 from ._oracle import At, Row, rows_of, unless_error
 from ._outcome import outcome
@@ -99,15 +99,13 @@ def transforms(case: Case) -> Iterator[Finding]:
     for (name, _, expected), got in zip(trials, results, strict=True):
         want = outcome(expected)
         if isinstance(got, Exception):
-            yield broke("transforms", name, got, f"right eagerly, fails under {name}")
+            yield broke(name, got, f"right eagerly, fails under {name}")
         elif isinstance(want, Exception):
             cause = "the rule raises at other arguments, where the function does not"
-            yield broke("transforms", name, want, cause)
+            yield broke(name, want, cause)
         else:
             note = f"right eagerly, wrong under {name}"
-            tolerance = case.own.tolerance
-            yield compare("transforms", name, want, got, names, tolerance, wider=wider,
-                          note=note)  # fmt: skip
+            yield compare(name, want, got, names, case.own.tolerance, wider=wider, note=note)
 
 
 def _programs(case: Case, e: _Examples) -> Iterator[_Trial]:
@@ -132,13 +130,9 @@ def _jitted(subject: FlatFunction):
     integers and keys too."""
 
     def call(*xs):
-        arrays, rest = eqx.partition((*subject.tree(xs), subject.kwargs), eqx.is_array)
-
-        def run(arrays):
-            fn, args, kwargs = eqx.combine(arrays, rest)
-            return list(filter(is_output, jax.tree.leaves(fn(*args, **kwargs))))
-
-        return jax.jit(run)(arrays)
+        jit = lambda run, arrays: jax.jit(run)(arrays)
+        out = call_on_arrays(jit, *subject.tree(xs), subject.kwargs)
+        return list(filter(is_output, jax.tree.leaves(out)))
 
     return call
 

@@ -14,9 +14,10 @@ from ._case import are_finite, Case
 from ._compare import aligned
 from ._options import Options
 from ._oracle import At, jvp, Side, unless_error, vjp
-from ._order import forward_over_reverse, reverse_over_reverse
 from ._outcome import outcome
 from ._report import broke, compare, failed, Finding, passed
+from ._subject import is_output
+from ._table import FORWARD_OVER_REVERSE, higher, REVERSE_OVER_REVERSE
 
 
 # ---------------------------------------------------------------- primal
@@ -33,16 +34,15 @@ def primal(case: Case) -> Iterator[Finding]:
         where = f"under `jax.{mode}`"
         call = outcome(case.eager, mode)
         if isinstance(call, Exception):
-            yield broke("primal", where, call)
+            yield broke(where, call)
             continue
         found = aligned(call.value, value, "output")
         cause = "the rule returns another value than the function"
         if isinstance(found, str):
-            yield failed("primal", where, found, cause)
+            yield failed(where, found, cause)
         else:
             names, want, got = found
-            yield compare("primal", where, want, got, names, tolerance, wider=wider,
-                          cause=cause)  # fmt: skip
+            yield compare(where, want, got, names, tolerance, wider=wider, cause=cause)
 
 
 # ---------------------------------------------------------------- finite
@@ -60,7 +60,7 @@ def finite(case: Case) -> Iterator[Finding]:
     yield from wrong
     if not wrong:
         further = f" and {count(len(points) - 1, 'further point')}" * (len(points) > 1)
-        yield passed("finite", f"the arguments{further}, under `jax.debug_nans`")
+        yield passed(f"the arguments{further}, under `jax.debug_nans`")
 
 
 _CAUSE = (
@@ -79,7 +79,7 @@ def _not_finite(where: str, case: Case) -> list[Finding]:
     for name, (arrays, names) in results.items():
         place = f"{where}, {name}"
         if isinstance(arrays, Exception):  # of second order, the check `order` reports it
-            found += [broke("finite", place, arrays)] * (name != _SECOND)
+            found += [broke(place, arrays)] * (name != _SECOND)
         elif not are_finite(arrays) and not (name == _SECOND and _is_too_large(case, arrays)):
             shown = [
                 f"{named} {str(np.asarray(x)).replace(chr(10), '')[:100]}"
@@ -87,13 +87,13 @@ def _not_finite(where: str, case: Case) -> list[Finding]:
                 if not are_finite([x])
             ]
             text = f"NaN or infinity in the {name}: {', '.join(shown[:3])}"
-            found.append(failed("finite", place, text, _CAUSE if name != "value" else ""))
+            found.append(failed(place, text, _CAUSE if name != "value" else ""))
     if not found:
         error = outcome(_under_debug_nans, case)
         if isinstance(error, Exception):
             is_nan = isinstance(error, FloatingPointError)
             cause = "a NaN arises in an intermediate result" if is_nan else ""
-            found.append(broke("finite", f"{where}, under `jax.debug_nans`", error, cause))
+            found.append(broke(f"{where}, under `jax.debug_nans`", error, cause))
     return found
 
 
@@ -101,9 +101,9 @@ _SECOND = "second derivative"
 
 
 def _second_derivative(case: Case, side: Side) -> Any:
-    kind = forward_over_reverse if case.has_forward else reverse_over_reverse
+    kind = FORWARD_OVER_REVERSE if case.has_forward else REVERSE_OVER_REVERSE
     at = At(case.subject.leaves, case.tangents[0], case.cotangents[0])
-    return side.compute({_SECOND: lambda at: kind(side.f, 2, at)}, at)[_SECOND]
+    return side.compute({_SECOND: lambda at: higher(kind, side.f, 2, at)}, at)[_SECOND]
 
 
 def _is_too_large(case: Case, arrays: Sequence[Any]) -> bool:
@@ -134,12 +134,13 @@ def deterministic(case: Case) -> Iterator[Finding]:
     names = [f"the value of {n}" for n in case.output_names]
     names += [f"the {'tangent' if mode == 'jvp' else 'cotangent'} of {n}" for n in of]
     calls = [case.eager(mode, number) for number in range(3)]
-    runs = [[np.asarray(x) for x in (*c.outputs, *unless_error(c.derivative))] for c in calls]
+    arrays = lambda call: filter(is_output, jax.tree.leaves(call.value))
+    runs = [[np.asarray(x) for x in (*arrays(c), *unless_error(c.derivative))] for c in calls]
     for number, run in enumerate(runs[1:], start=2):
         for name, first, again in zip(names, runs[0], run, strict=True):
             if first.tobytes() != again.tobytes():
                 text = f"{name} differs: call {number} does not return what the first one does"
                 cause = "hidden state, or random numbers without a key"
-                yield failed("deterministic", name, text, cause)
+                yield failed(name, text, cause)
                 return
-    yield passed("deterministic")
+    yield passed()

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from eqx_grads.testing import _slope
 from eqx_grads.testing._compare import difference, scale_of
-from eqx_grads.testing._differences import directional
+from eqx_grads.testing._differences import directional, Samples, Sides, Slope
 from eqx_grads.testing._mistakes import likely_cause, Mistake
 
 
@@ -83,6 +82,7 @@ CLOSE: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
             ("structure", {"a": 1.0}, {"b": 1.0}), ("None", [None, 1.0], [0.0, 1.0]),
             ("no number", ["relu", 1.0], ["gelu", 1.0]), ("a number for none", ["relu"], [1.0]),
             ("keys", jr.key(0), jr.key(1)),
+            ("kinds of keys", jr.key(0, impl="rbg"), jr.key(0, impl="unsafe_rbg")),
         )
     },
 }  # fmt: skip
@@ -101,6 +101,15 @@ def test_assert_trees_close_names_the_worst_leaf():
     got = {"a": np.ones(3) + 1e-4, "b": [np.ones(2), np.ones(2) + 1e-3]}
     with pytest.raises(AssertionError, match=r"At \['b'\]\[1\]: .* 0\.001, more than 1e-07"):
         eqgt.assert_trees_close(got, want)
+
+
+def test_assert_trees_close_shows_integers_and_booleans_as_they_are():
+    for want, got, row in (
+        (np.array([True, False]), np.array([True, True]), r"\[1\] +False +True"),
+        (np.array([123456789]), np.array([123456780]), r"\[0\] +123456789 +123456780"),
+    ):
+        with pytest.raises(AssertionError, match=row):
+            eqgt.assert_trees_close(got, want)
 
 
 def test_the_norm_of_a_difference_is_that_of_numpy():
@@ -833,6 +842,9 @@ def test_numerical_jacobian_at_an_edge():
     np.testing.assert_allclose(eqgt.numerical_jacobian(root, np.float64(1.0)), 1.5, rtol=1e-7)
     above = lambda x: -root(2.0 - np.asarray(x))
     np.testing.assert_allclose(eqgt.numerical_jacobian(above, np.float64(1.0)), 1.5, rtol=1e-7)
+    inner = lambda x, y: np.asarray(x) * root(1.0 - np.abs(np.asarray(y) - 1.0)).sum()
+    with pytest.raises(ValueError, match=r"at entry \[0\] of `y`: .* ValueError: below one"):
+        eqgt.numerical_jacobian(inner, np.float64(2.0), np.array([1.0, 1.0]))
 
 
 @pytest.mark.parametrize("x", [0.3, 2.0, 40.0])
@@ -849,10 +861,6 @@ def test_differences_of_rounded_values(x):
     assert exact.errors[0] <= 1e-8 * x
 
 
-def _samples(fn):
-    return _slope.Samples(fn)
-
-
 SLOPES = {
     "sin": (lambda h: math.sin(1 + h), math.cos(1.0)),
     "steep": (lambda h: math.exp(30 * h), 30.0),
@@ -865,15 +873,15 @@ SLOPES = {
 @pytest.mark.parametrize("name", SLOPES)
 def test_the_error_of_a_slope_is_estimated(name):
     fn, slope = SLOPES[name]
-    samples = _samples(fn)
-    found = _slope.central_slope(samples, abs(slope))
+    samples = Samples(fn)
+    found = samples.slope(abs(slope))
     # Eight units in the last place, at the shortest step but one of the longest ones.
     least = 8 * 2.0**-52 * abs(fn(0.0)) / found.step
     assert least <= found.error
     assert abs(found.value - slope) <= 2 * found.error <= 1e-5 * max(abs(slope), abs(fn(0.0)))
-    assert _slope.confirmed_slope(samples, found) == found
-    assert not _slope.sides_of(samples).is_kink
-    assert _slope.is_settled(samples, found)
+    assert samples.confirmed(found) == found
+    assert not samples.sides.is_kink
+    assert samples.is_settled(found)
 
 
 # The slopes on the two sides, and whether they are a kink.
@@ -888,8 +896,8 @@ KINKS = {
 @pytest.mark.parametrize("name", KINKS)
 def test_kinks(name):
     fn, left, right, is_kink = KINKS[name]
-    samples = _samples(fn)
-    found = _slope.sides_of(samples)
+    samples = Samples(fn)
+    found = samples.sides
     np.testing.assert_allclose([found.left, found.right], [left, right], atol=1e-6)
     assert found.is_kink is is_kink
     if is_kink:
@@ -905,30 +913,27 @@ def test_kinks(name):
     [(1.0, 0.09, True), (1.0, 0.11, False), (2e-6, 0.0, True), (0.5e-6, 0.0, False)],
 )
 def test_what_is_a_kink(gap, error, is_kink):
-    assert _slope.Sides(1.0 - gap, 1.0, error).is_kink is is_kink
+    assert Sides(1.0 - gap, 1.0, error).is_kink is is_kink
 
 
 def test_a_slope_of_long_steps_is_not_confirmed():
     # It turns within 1e-5: long steps have the slope of an average.
     fn = lambda h: h + 1e-5 * math.sin(2e5 * h)
-    samples = _samples(fn)
-    assert (
-        abs(_slope.confirmed_slope(samples, _slope.Slope(1.0, 1e-9, step=2.0**-10)).value - 3.0)
-        < 1e-3
-    )
+    samples = Samples(fn)
+    assert abs(samples.confirmed(Slope(1.0, 1e-9, step=2.0**-10)).value - 3.0) < 1e-3
 
 
 def test_noise_is_not_settled():
     rng = np.random.default_rng(0)
-    noisy = _slope.Samples(lambda h: h * 1e-3 + 1e-6 * rng.normal())
-    assert not _slope.is_settled(noisy, _slope.Slope(0.0, 1e-9, step=2.0**-10))
-    smooth = _samples(lambda h: math.sin(h))
-    assert _slope.is_settled(smooth, _slope.Slope(1.0, 1e-8, step=2.0**-10))
-    assert not _slope.is_settled(smooth, _slope.Slope(1.0 + 3e-7, 1e-8, step=2.0**-10))
+    noisy = Samples(lambda h: h * 1e-3 + 1e-6 * rng.normal())
+    assert not noisy.is_settled(Slope(0.0, 1e-9, step=2.0**-10))
+    smooth = Samples(lambda h: math.sin(h))
+    assert smooth.is_settled(Slope(1.0, 1e-8, step=2.0**-10))
+    assert not smooth.is_settled(Slope(1.0 + 3e-7, 1e-8, step=2.0**-10))
     # Zero, but for changes that are no rounding errors.
-    flat = _samples(lambda h: 1.0)
-    assert _slope.is_settled(flat, _slope.Slope(0.0, 1e-13, step=2.0**-10))
-    assert not _slope.is_settled(flat, _slope.Slope(0.0, 1e-9, step=2.0**-10))
+    flat = Samples(lambda h: 1.0)
+    assert flat.is_settled(Slope(0.0, 1e-13, step=2.0**-10))
+    assert not flat.is_settled(Slope(0.0, 1e-9, step=2.0**-10))
 
 
 def test_random_tangent():
