@@ -38,11 +38,7 @@ def real_function(
 
     def decorate(fn: Callable[P, Array]) -> Callable[P, Array]:
         op = with_slopes(fn, *slopes)
-
-        @ft.wraps(fn)
-        def of_arrays(*args: P.args, **kwargs: P.kwargs) -> Array:
-            return op(*args, **kwargs)
-
+        of_arrays = ft.wraps(fn)(lambda *args, **kwargs: op(*args, **kwargs))
         return on_arrays(*inspect.signature(fn).parameters, real=True)(of_arrays)
 
     return decorate

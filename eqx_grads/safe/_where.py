@@ -111,7 +111,9 @@ def _select(cond, x, name, argument, other):
     `x`."""
     is_substitute = argument == "substitute"
     for what, value in (("cond", cond), (argument, other)):
-        if not holds_numbers(value) or not broadcasts_to(shape_of(value), shape_of(x)):
+        is_wide = value is other and is_substitute and jnp.iscomplexobj(other)
+        fits = holds_numbers(value) and broadcasts_to(shape_of(value), shape_of(x))
+        if not fits or (is_wide and not jnp.iscomplexobj(x)):
             raise rule_error(
                 f"The `{what}` of `safe.where` does not broadcast to {name}.",
                 f"`{what}` is {type_of(value)}, {name} is {type_of(x)}",
