@@ -138,7 +138,7 @@ def _p_norm_jvp(primals, tangents, *, p, axes):
         is_equal = size >= out * (1 - rounding) if p > 0 else size <= out * (1 + rounding)
         count = jnp.sum(is_equal, axes, keepdims=True)
         slopes = jnp.sign(x) * (is_equal.astype(x.dtype) / count.astype(x.dtype))
-        slopes = corner(slopes, is_equal & ((count > 1) | (x == 0)), x, axes=axes)
+        slopes = corner(slopes, is_equal & (count > 1), x, axes=axes)
     else:
         if p > 0:
             x = _finite(x, jnp.any(jnp.isinf(x), axes, keepdims=True))
@@ -146,7 +146,7 @@ def _p_norm_jvp(primals, tangents, *, p, axes):
         u = quotient(x, n)
         size = jnp.abs(u) if p > 1 else jnp.where(u == 0, 1, jnp.abs(u))
         slopes = corner(jnp.sign(u) * size ** (p - 1), n == 0, x, axes=axes)
-    slopes = slopes if p > 2 else corner(slopes, x == 0, x)
+    slopes = slopes if 2 < p < math.inf else corner(slopes, x == 0, x)
     return out, jnp.sum(slopes * t_x, axes, keepdims=True)
 
 
