@@ -38,7 +38,7 @@ def real_function(
 
     def decorate(fn: Callable[P, Array]) -> Callable[P, Array]:
         op = with_slopes(fn, *slopes)
-        of_arrays = ft.wraps(fn)(lambda *args, **kwargs: op(*args, **kwargs))
+        of_arrays: Any = ft.wraps(fn)(lambda *args, **kwargs: op(*args, **kwargs))
         return on_arrays(*inspect.signature(fn).parameters, real=True)(of_arrays)
 
     return decorate

@@ -196,8 +196,6 @@ def log1p_ratio(x: Numbers) -> Array:
     would be infinite, below -1, and at infinity. Both modes and all orders; the second
     derivative is NaN at -1.
     """
-    is_near = (x > -0.5) & (x < 1)
-    near, far = jnp.where(is_near, x, 0), jnp.where(is_near | jnp.isposinf(x), 1, x)
-    w = near / (2 + near)
-    value = jnp.where(is_near, (1 - w) * _atanh_ratio(w), jnp.log1p(far) / far)
-    return jnp.where(jnp.isposinf(x), 0, value)
+    series = lambda x: (1 - x / (2 + x)) * _atanh_ratio(x / (2 + x))
+    # NaN below -1 is the value of the closed form there.
+    return _near_zero(series, lambda x: jnp.log1p(x) / x, x, -0.5, jnp.nan)
