@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 from ..._control_flow import compile_eager_calls
 from ..._control_flow.scan import filter_scan
 from ..._control_flow.visible_steps import cells_are_called
-from ..._errors import name_of, place_of, rule_error, show_path, show_tree, type_of
+from ..._errors import place_of, rule_error, show_path, show_tree, type_of
 from ..._errors.trees import leaf_paths, mirror, mirror_of
 from ..._rules.explicit_sharding import explicit_spec, gathered_leaves, sharding_like
 from ..._tangent_spaces import promote
@@ -99,29 +99,30 @@ def _widened(
     inputs = jax.tree.map(_type_of_step, inputs)
     leaves, treedef = jax.tree.flatten(state)
     new = jax.eval_shape(leaves_of_next, state, inputs)
-    if found[0] != treedef or [x.shape for x in new] != [x.shape for x in leaves]:
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    if found[0] == treedef:
+        for _ in leaves:  # a wide leaf widens those that are computed from it
+            pairs = zip(leaves, new, strict=True)
+            wide = [s.astype(t.dtype) if is_float(s) and is_float(t) else s for s, t in pairs]
+            if [x.dtype for x in wide] == [x.dtype for x in leaves]:
+                break
+            leaves = wide
+            new = jax.eval_shape(leaves_of_next, jax.tree.unflatten(treedef, leaves), inputs)
+        given, returned = ([type_of(_of_one(x)) for x in xs] for xs in (leaves, new))
+        where = [
+            f"at state{show_path(path)}: it was given {s}, and returned {t}"
+            for path, s, t in zip(leaf_paths(treedef), given, returned, strict=True)
+            if s != t
+        ]
+    else:
         returned = show_tree(mirror_of(found[0], map(_of_one, new)))
+        where = [f"it was given {show_tree(mirror(_of_one, state))}, and returned {returned}"]
+    if where:
         raise rule_error(
             "The cell of `Recurrent` returned a different state than it was given.",
-            f"it was given {show_tree(mirror(_of_one, state))}, and returned {returned}",
-            do="Return a state like the first one, or give the layer another `initial_state`.",
+            *where,
+            place_of(cell),
+            do="Return a state like the first one, cast to its dtypes, or give another "
+            "`initial_state` to the layer.",
         )
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    is_cast = lambda s, t: s.dtype != t.dtype and is_float(s) and is_float(t)
-    for _ in leaves:  # a wide leaf widens those that are computed from it
-        pairs = list(zip(leaves, new, strict=True))
-        if not any(is_cast(s, t) for s, t in pairs):
-            break
-        leaves = [s.astype(t.dtype) if is_cast(s, t) else s for s, t in pairs]
-        new = jax.eval_shape(leaves_of_next, jax.tree.unflatten(treedef, leaves), inputs)
-    for path, s, t in zip(leaf_paths(treedef), leaves, new, strict=True):
-        if s.dtype != t.dtype:
-            raise rule_error(
-                f"The cell of `Recurrent`, `{name_of(cell)}`, changes the dtype of its state.",
-                f"at state{show_path(path)}: it was given {type_of(_of_one(s))}, and returned "
-                f"{type_of(_of_one(t))}",
-                place_of(cell),
-                do=f"Cast what the cell returns to {s.dtype}, or give the layer an "
-                f"`initial_state` that is {t.dtype} there.",
-            )
     return jax.tree.unflatten(treedef, leaves)
