@@ -135,6 +135,20 @@ def test_errors_of_a_cell():
     with raises(match) as info:
         layer(XS)
     assert not any(word in str(info.value) for word in ("carry", "`init`", "`step`"))
+
+    def count(x, state):
+        return jnp.sum(x), {"steps": state[1]["steps"].astype("float32")}
+
+    first = jnp.zeros((), "float16"), {"steps": jnp.array(0)}
+    match = (
+        r"(?s)state\[1\]\['steps'\]: it was given int.* returned float.*in `.*count`.*cast to"
+    )
+    with raises(match):
+        nn.Recurrent(count, initial_state=first)(XS)
+    # Of two float leaves, the inputs widen one, and that one widens the other.
+    chain = lambda x, state: (state[1], jnp.sum(x) + state[1].astype(x.dtype))
+    half = (jnp.zeros((), "float16"),) * 2
+    assert nn.Recurrent(chain, initial_state=half)(XS)[0].dtype == XS.dtype
     for sizes in ((2, 4), (3, 5)):
         weight, state = jnp.ones((4, sizes[0]), "float32"), jnp.zeros(sizes[1], "float32")
         with pytest.raises(TypeError, match="shape") as info:

@@ -123,7 +123,7 @@ def _basis_op(op: Any, types: Types, mode: str, missing: str) -> HostOp:
             f"the Jacobian takes {n} calls of the rule `{op.name}`; `max_rule_calls` is "
             f"{call.code.max_rule_calls}",
             op.place,
-            do=f"Give a rule with `@{call.name}.{missing}`, or `finite_difference='central'`, "
+            do=f"Give a rule with {call.rules(missing)}, or `finite_difference='central'`, "
             "or a larger `max_rule_calls`.",
         )
     return basis_op(op, types)
@@ -145,7 +145,7 @@ def _no_derivative(op: HostOp):
     else:
         what = f"`{name}` was differentiated, and has no derivative."
         do = "It runs on the host, where JAX can't see it. Give a rule with "
-        do += f"`@{name}.def_bwd` or `@{name}.def_jvp`, or `finite_difference='central'`; or "
+        do += f"{op.call.rules('def_bwd', 'def_jvp')}, or `finite_difference='central'`; or "
         do += "pass `jax.lax.stop_gradient` of its arguments."
     return rule_error(what, op.place, do=do)
 

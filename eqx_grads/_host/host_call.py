@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from .._errors import name_of, place_of, rule_error, show_path, show_tree, type_of
+from .._errors import code_of, name_of, place_of, rule_error, show_path, show_tree, type_of
 from .._errors.trees import leaf_paths, mirror_of, prefix_leaves
 from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import captured_tracer, Opaque
@@ -72,6 +72,13 @@ class HostCall(Opaque):
     @property
     def place(self) -> str:
         return self.code.place
+
+    def rules(self, *names: str) -> str:
+        """How the user gives these rules: a lambda has no name for a decorator."""
+        code = code_of(self.code.fn) if self.name == "<lambda>" else None
+        prefix = "" if code else f"@{self.name}."
+        rules = " or ".join(f"`{prefix}{name}`" for name in names)
+        return f"{rules} of the function at line {code.co_firstlineno}" if code else rules
 
     @ft.cached_property
     def op(self) -> HostOp:

@@ -1,7 +1,6 @@
 """A NumPy function of flat arrays with types: what runs on the host, and what it may return."""
 
 import dataclasses
-import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,14 +72,10 @@ class HostOp(Opaque):
         has_rule = not self.parts and (code.jvp or code.bwd) is not None
         return has_rule or code.finite_difference is not None
 
-    @ft.cached_property
-    def in_ranks(self) -> list[int]:  # compared at each call
-        return [len(t.shape) for t in self.in_types]
-
     def own_axes(self, arrays: Sequence[Any]) -> list[tuple[int, ...]]:
         """The axes of `vmap` in front of each array."""
-        pairs = zip(arrays, self.in_ranks, strict=True)
-        return [x.shape[: x.ndim - rank] for x, rank in pairs]
+        pairs = zip(arrays, self.in_types, strict=True)
+        return [x.shape[: x.ndim - len(t.shape)] for x, t in pairs]
 
     def batch(self, arrays: Sequence[np.ndarray]) -> tuple[int, ...]:
         """The axes of `vmap` of the outputs."""

@@ -118,7 +118,7 @@ def _differences(op: HostOp, leaves, i: int, step: float | None) -> list[list[An
     Complex steps: $\mathrm{Im} f(x + \mathrm{i} h) / h$ with a tiny $h$. Nothing cancels in it,
     so it is right to rounding, if the function is analytic.
     """
-    x, is_batched = leaves[i], np.ndim(leaves[i]) - op.in_ranks[i]
+    x, is_batched = leaves[i], np.ndim(leaves[i]) - len(op.in_types[i].shape)
     flat = x.reshape(*x.shape[:is_batched], -1)
 
     def outputs(k, h):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import bad_argument, check_flags, check_option, rule_error
+from .._errors import bad_argument, check_flags, rule_error
 from .._jaxprs.varying import cast_carry, on_explicit_mesh
 from .._rules.float_args import as_count, is_number
 from .._rules.tree_split import TreeSplit
@@ -438,5 +438,8 @@ def as_adjoint(backward: Any) -> optx.AbstractAdjoint:
     """The adjoint that `backward` is, or is the name of."""
     if isinstance(backward, optx.AbstractAdjoint):
         return backward
-    check_option("fixed_point", "backward", backward, _BACKWARD)
+    if not isinstance(backward, str) or backward not in _BACKWARD:
+        do = f"Give one of {', '.join(map(repr, _BACKWARD))}, or an adjoint with its options, "
+        do += "such as `eqx_grads.solvers.NeumannAdjoint(k=10)`."
+        raise bad_argument("fixed_point", "backward", "known", backward, do)
     return _BACKWARD[backward]()

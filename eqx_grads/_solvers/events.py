@@ -148,16 +148,10 @@ def _event_time_jvp(primals, tangents):
     y_event, t_y_event = filter_jvp(
         lambda field, y, t: state_at(field, y, t, t_event), (field, y, t), (t_field, t_y, t_t)
     )
-    value, t_value = filter_jvp(
-        lambda condition, y: _value(condition, t_event, y),
-        (condition, y_event),
-        (t_condition, t_y_event),
-    )
-    _, rate = filter_jvp(
-        lambda t, y: _value(condition, t, y),
-        (t_event, y_event),
-        (jnp.ones_like(t_event), field(t_event, y_event)),
-    )
+    at_event = lambda condition, y: _value(condition, t_event, y)
+    value, t_value = filter_jvp(at_event, (condition, y_event), (t_condition, t_y_event))
+    over_time, rates = lambda t, y: _value(condition, t, y), field(t_event, y_event)
+    _, rate = filter_jvp(over_time, (t_event, y_event), (jnp.ones_like(t_event), rates))
     if rate is None:
         what = f"`{name_of(condition.fn)}`, the `condition` of `event_time`, depends neither "
         what += "on the time nor on the state: it has no derivative with respect to them."
@@ -167,8 +161,7 @@ def _event_time_jvp(primals, tangents):
     # Exactly zero without an event: the rate may be zero there.
     per_rate = jnp.where(happens, -1 / jnp.where(happens, rate, 1), 0)
     otherwise = jnp.zeros_like(t) if t_t is None else t_t
-    if t_value is None:  # of a condition on the time alone
-        t_value = jnp.zeros_like(value)
+    t_value = jnp.zeros_like(value) if t_value is None else t_value  # of the time alone
     return t_event, jnp.where(happens, (t_value * per_rate).astype(t.dtype), otherwise)
 
 

@@ -194,13 +194,10 @@ def _run(inputs):
     # Without the auxiliary output, which Optimistix would compute in each step, and which would
     # have to be arrays.
     how = {"max_steps": max_steps, "adjoint": WithoutDerivative(while_loop), "throw": False}
-    solution = optx.fixed_point(eqx.Partial(_first, fn), solver, y0, args, options, **how)
+    first = lambda y, args: fn(y, args)[0]
+    solution = optx.fixed_point(first, solver, y0, args, options, **how)
     stats = {name: x for name, x in solution.stats.items() if name != "max_steps"}
     return solution.value, (solution.result, stats)
-
-
-def _first(fn, y, args):
-    return fn(y, args)[0]
 
 
 def _residual(y, _, inputs):

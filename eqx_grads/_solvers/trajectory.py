@@ -172,11 +172,8 @@ class _CotangentField(eqx.Module):
 
 def _arrays(t: PyTree, y: PyTree) -> PyTree:
     """A tangent or cotangent of a state with arrays of zeros for what is `None`."""
-    return jax.tree.map(
-        lambda leaf, t_leaf: jnp.zeros_like(leaf) if t_leaf is None else t_leaf,
-        floating_only(y),
-        t,
-    )
+    filled = lambda leaf, t_leaf: jnp.zeros_like(leaf) if t_leaf is None else t_leaf
+    return jax.tree.map(filled, floating_only(y), t)
 
 
 def _add(t_y: PyTree, rate: PyTree, t_t: Float[Array, ""]) -> PyTree:

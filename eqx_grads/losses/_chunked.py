@@ -3,7 +3,7 @@
 import dataclasses
 import functools as ft
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -122,21 +122,14 @@ def chunked(
             "losses.chunked", "axis", "an integer, or a tree of them", axis, _AXIS
         )
     axes = tuple(None if a is None else int(a) for a in axes)
-    options = _Options(axes, treedef, chunk, reduction == "mean")
+    # A tuple, as an object would have an identity, and each new one would be compiled anew.
+    options = axes, treedef, chunk, reduction == "mean"
     return eqx.module_update_wrapper(_Chunked(loss, options))
-
-
-# A tuple, as an object would have an identity, and each new one would be compiled anew.
-class _Options(NamedTuple):
-    axes: tuple[int | None, ...]
-    treedef: Any
-    chunk: int
-    mean: bool
 
 
 class _Chunked(AbstractTransformed):
     _eqg_fn: Callable[..., Any]
-    _options: _Options = eqx.field(static=True)
+    _options: tuple[Any, ...] = eqx.field(static=True)
 
     def __call__(self, /, *args, **kwargs):
         # A tracer that the loss closes over becomes an operand, and no constant of a program.
@@ -145,24 +138,24 @@ class _Chunked(AbstractTransformed):
 
 
 def _call(loss, options, args, kwargs):
-    axes, length = _split_of(loss, options, args)
+    axes, treedef, chunk, is_mean = options
+    axes, length = _split_of(loss, jax.tree.unflatten(treedef, axes), args)
     call, operands = ClosedTree.split((loss, args, kwargs), is_numeric_array)
     of_loss = len(TreeSplit.split(loss, is_numeric_array)[1])
     axes = [None] * of_loss + axes
     axes += [None] * (len(operands) - len(axes))
-    chunks = _Chunks(call, tuple(axes), length, options.chunk, options.mean)
+    chunks = _Chunks(call, tuple(axes), length, chunk, is_mean)
     return _sum_over_chunks(operands, chunks=chunks)
 
 
 _compiled = compile_eager_calls(_call)
 
 
-def _split_of(loss, options, args) -> tuple[list[int | None], Size]:
+def _split_of(loss, axes, args) -> tuple[list[int | None], Size]:
     """An axis, or `None`, for each array in the arguments, and the length of the axes."""
     error = lambda what, *where, do: rule_error(
         f"`losses.chunked` of `{name_of(loss)}` was given {what}.", *where, do=do
     )
-    axes = jax.tree.unflatten(options.treedef, options.axes)
     if isinstance(axes, int):
         axes = (None, *(axes for _ in args[1:]))
     try:

@@ -289,10 +289,8 @@ def _as_arrays(x, weight, labels, bias, class_weight):
     optional = lambda x, argument: None if x is None else as_floats(NAME, x, argument)
     bias, class_weight = optional(bias, "bias"), optional(class_weight, "class_weight")
     dtype = dtype_of(labels)
-    is_index, is_soft = (
-        dtype is not None and jnp.issubdtype(dtype, kind)
-        for kind in (jnp.integer, jnp.floating)
-    )
+    is_index = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+    is_soft = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
     of_label = x.shape[:-1] + (() if is_index else weight.shape[:1])
     fits = (
         (is_index or is_soft)

@@ -269,9 +269,8 @@ def at_labels(take, n: int, labels, options: Options) -> jax.Array:
     if not options.axes:
         return take(labels)
     index = labels - _first_label(n, labels, options)
-    return options.total(
-        jnp.where((index >= 0) & (index < n), take(jnp.clip(index, 0, n - 1)), 0)
-    )
+    found = take(jnp.clip(index, 0, n - 1))
+    return options.total(jnp.where((index >= 0) & (index < n), found, 0))
 
 
 def _first_label(n, labels, options: Options):

@@ -7,6 +7,7 @@ from jaxtyping import Array
 from .._rules.custom_jvp import custom_jvp
 from ._arguments import Numbers
 from ._elementwise import corner, inverse, real_function, with_slopes
+from ._norms import polar
 
 
 def _at_origin(slope, x, y):
@@ -14,8 +15,8 @@ def _at_origin(slope, x, y):
 
 
 @real_function(
-    lambda x, y: _at_origin(_direction(x, y)[0], x, y),
-    lambda x, y: _at_origin(_direction(x, y)[1], x, y),
+    lambda _, x, y: _at_origin(_direction(x, y)[0], x, y),
+    lambda _, x, y: _at_origin(_direction(x, y)[1], x, y),
 )
 def hypot(x: Numbers, y: Numbers) -> Array:
     r"""Return $\sqrt{x^2 + y^2}$, with derivatives that are right at all magnitudes, and zero
@@ -56,8 +57,8 @@ def hypot(x: Numbers, y: Numbers) -> Array:
 
 
 @real_function(
-    lambda y, x: _at_origin(_direction(x, y)[0] * inverse(hypot(x, y)), x, y),
-    lambda y, x: _at_origin(-_direction(x, y)[1] * inverse(hypot(x, y)), x, y),
+    lambda _, y, x: _at_origin(_direction(x, y)[0] * inverse(hypot(x, y)), x, y),
+    lambda _, y, x: _at_origin(-_direction(x, y)[1] * inverse(hypot(x, y)), x, y),
 )
 def arctan2(y: Numbers, x: Numbers) -> Array:
     r"""Return the angle of $(x, y)$, with derivatives that are right at all magnitudes, and
@@ -102,17 +103,7 @@ def arctan2(y: Numbers, x: Numbers) -> Array:
 @jax.jit
 def _direction(x, y):
     """The cosine and the sine of the angle of (x, y); both are zero at the origin."""
-    # Two infinite coordinates are equally large; a single one is as large as the length.
-    infinite = jnp.isinf(x) | jnp.isinf(y)
-    x = jnp.where(infinite, jnp.where(jnp.isinf(x), jnp.sign(x), 0), x)
-    y = jnp.where(infinite, jnp.where(jnp.isinf(y), jnp.sign(y), 0), y)
-    largest = jnp.maximum(jnp.abs(x), jnp.abs(y))
-    largest = jnp.where(largest == 0, 1, largest)
-    x, y = x / largest, y / largest
-    length = jnp.sqrt(x * x + y * y)
-    # The compiler would make `x / largest / length` the quotient by a product that overflows.
-    scale = 1 / jnp.where(length == 0, 1, length)
-    return x * scale, y * scale
+    return tuple(polar(jnp.stack([x, y]), axes=(0,))[1])
 
 
 @_direction.def_jvp
@@ -134,7 +125,7 @@ _arcsin_slope = with_slopes(
 )
 
 
-@real_function(lambda x: corner(-_arcsin_slope(x), jnp.abs(x) == 1, x))
+@real_function(lambda _, x: corner(-_arcsin_slope(x), jnp.abs(x) == 1, x))
 def arccos(x: Numbers) -> Array:
     r"""Return `jnp.arccos(x)`, with a zero derivative at 1 and -1.
 
@@ -174,7 +165,7 @@ def arccos(x: Numbers) -> Array:
     return jnp.arccos(x)
 
 
-@real_function(lambda x: corner(_arcsin_slope(x), jnp.abs(x) == 1, x))
+@real_function(lambda _, x: corner(_arcsin_slope(x), jnp.abs(x) == 1, x))
 def arcsin(x: Numbers) -> Array:
     r"""Return `jnp.arcsin(x)`, with a zero derivative at 1 and -1.
 

@@ -66,8 +66,8 @@ def on_arrays(
                 raise TypeError(f"`{name}` {error}") from None
             bound.apply_defaults()
             given = bound.arguments
-            is_left_out = lambda n: given[n] is None and signature.parameters[n].default is None
-            xs = {n: given[n] for n in names if not is_left_out(n)}
+            has_default = lambda n: given[n] is signature.parameters[n].default
+            xs = {n: given[n] for n in names if not has_default(n)}
             given |= _as_arrays(name, xs, real, broadcast)
             x = given[names[0]]
             for option in options:

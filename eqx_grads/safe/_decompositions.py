@@ -3,6 +3,7 @@
 Values that are too close together to divide by their difference are moved apart.
 """
 
+import functools as ft
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -120,7 +121,9 @@ def eigh(
 
 
 @on_arrays("a")
-def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
+def svd(
+    a: Numbers, *, full_matrices: bool = False, tolerance: float | None = None
+) -> SVDResult:
     r"""Return the thin singular value decomposition, with derivatives at equal or zero singular
     values.
 
@@ -152,15 +155,17 @@ def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
     **Arguments:**
 
     - `a`: matrices, `(..., m, n)`, real or complex.
+    - `full_matrices`: as for `jnp.linalg.svd`, but only square matrices may have `True`. The
+        additional columns of the others are arbitrary, and have no derivative.
     - `tolerance`: how close neighboring singular values may be to each other and to zero under
         differentiation, as for [`eqx_grads.safe.eigh`][].
 
     **Returns:**
 
     `U, S, Vh`, of shapes `(..., m, k)`, `(..., k)` and `(..., k, n)`, with `k = min(m, n)`, and
-    descending singular values: the values of `jnp.linalg.svd(a, full_matrices=False)`. The
-    other columns of the full matrices are arbitrary. Under differentiation, singular values
-    that are closer than the tolerance to each other or to zero are moved up.
+    descending singular values: the values of `jnp.linalg.svd(a, full_matrices=False)`. Under
+    differentiation, singular values that are closer than the tolerance to each other or to zero
+    are moved up.
 
     **Derivative:**
 
@@ -173,13 +178,24 @@ def svd(a: Numbers, *, tolerance: float | None = None) -> SVDResult:
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `a` has less than two dimensions, or if `tolerance` is not a
-    finite number from zero.
+    [`eqx_grads.RuleError`][] if `a` has less than two dimensions, if `full_matrices` is true
+    and the matrices are not square, or if `tolerance` is not a finite number from zero.
     """
     if a.ndim < 2:
         where, do = f"`a` is {type_of(a)}", "Pass an array `(..., m, n)`."
         raise rule_error("`safe.svd` was not given matrices.", where, do=do)
+    if full_matrices and a.shape[-2] != a.shape[-1]:
+        what = (
+            "`safe.svd` has no `full_matrices` of matrices that are not square: the additional "
+        )
+        what += "columns are arbitrary, and have no derivative."
+        do = "Leave out `full_matrices`. For values without a derivative, use `jnp.linalg.svd`."
+        raise rule_error(what, f"`a` is {type_of(a)}", do=do)
     return SVDResult(*_thin(a, tolerance=_tolerance(tolerance, a)))
+
+
+# In full precision, also on accelerators.
+_matmul = ft.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 @custom_jvp
@@ -193,7 +209,7 @@ def _of_hermitian_jvp(primals, tangents, *, tolerance):
     (a,), (t_a,) = primals, tangents
     w, v = _of_hermitian(a, tolerance=tolerance)
     w = _spread(w, a, tolerance)
-    p = _matmul(_adjoint(v), t_a, v)
+    p = _matmul(_matmul(_adjoint(v), t_a), v)
     t_w = jnp.real(jnp.diagonal(p, axis1=-2, axis2=-1))
     inverse_gaps = inverse(w[..., None, :] - w[..., :, None]).astype(p.dtype)
     return (w, v), (t_w, _matmul(v, p * inverse_gaps))
@@ -254,14 +270,6 @@ def _spread(w, a, tolerance):
     needed = jnp.concatenate([jnp.zeros_like(w_[..., :1]), jnp.cumsum(needed, -1)], -1)
     rest = w_ - needed
     return w + (lax.cummax(rest, axis=w.ndim - 1) - rest)
-
-
-def _matmul(*factors):
-    """The product in full precision, also on accelerators."""
-    product, *others = factors
-    for x in others:
-        product = jnp.matmul(product, x, precision=lax.Precision.HIGHEST)
-    return product
 
 
 def _adjoint(x):

@@ -26,16 +26,9 @@ P = ParamSpec("P")
 
 
 def with_slopes(fn: Callable[..., Any], *slopes: Callable[..., Any]) -> Callable[..., Array]:
-    """An elementwise function of arrays. A slope is a function of the arguments, or of the
-    result and the arguments if its first parameter is `out`. Each of them is compiled."""
-
-    def partial(slope):
-        compiled = jax.jit(slope)
-        if next(iter(inspect.signature(slope).parameters)) == "out":
-            return compiled
-        return lambda out, *xs: compiled(*xs)
-
-    return elementwise(jax.jit(fn), tuple(map(partial, slopes)))
+    """An elementwise function of arrays. A slope is a function of the result and of the
+    arguments. Each of them is compiled."""
+    return elementwise(jax.jit(fn), tuple(map(jax.jit, slopes)))
 
 
 def real_function(
@@ -45,11 +38,7 @@ def real_function(
 
     def decorate(fn: Callable[P, Array]) -> Callable[P, Array]:
         op = with_slopes(fn, *slopes)
-
-        @ft.wraps(fn)
-        def of_arrays(*args: P.args, **kwargs: P.kwargs) -> Array:
-            return op(*args, **kwargs)
-
+        of_arrays: Any = ft.wraps(fn)(lambda *args, **kwargs: op(*args, **kwargs))
         return on_arrays(*inspect.signature(fn).parameters, real=True)(of_arrays)
 
     return decorate
@@ -115,21 +104,16 @@ def _inverse_jvp(primals, tangents):
 
 
 @custom_jvp
-@jax.jit
-def quotient(x, y):
-    """`x / y`, and zero where `y` is, or where `x` is infinite."""
-    return jnp.where(jnp.isinf(x), 0, x / jnp.where(y == 0, jnp.inf, y))
+def quotient(x, y, *, is_finite=True):
+    """`x / y`, and zero where `y` is, or where `x` is infinite, unless it may be infinite."""
+    return jnp.where(jnp.isinf(x), 0, x / jnp.where(y == 0, jnp.inf, y)) if is_finite else x / y
 
 
 @quotient.def_jvp(symbolic_zeros=True)
-def _quotient_jvp(primals, tangents):
-    return quotient_jvp(quotient(*primals), primals, tangents)
-
-
-def quotient_jvp(out, primals, tangents):
-    """`out`, and its tangent, which is zero at a pole and where `x` is infinite."""
+def _quotient_jvp(primals, tangents, *, is_finite):
     x, y = primals
     t_x, t_y = tangents
+    out = quotient(x, y, is_finite=is_finite)
     r = corner(inverse(y), y == 0, y)
     ratio = corner(jnp.where((y == 0) | jnp.isinf(x), 0, out), y == 0, x)
     return out, scale(add(t_x, neg(scale(t_y, ratio))), r)
@@ -140,14 +124,8 @@ def quotient_jvp(out, primals, tangents):
 # JAX, are zero.
 
 
-def _sech2_value(x):
-    q = jnp.exp(-2 * jnp.abs(x))
-    return 4 * q / ((1 + q) * (1 + q))
-
-
-tanh = with_slopes(jnp.tanh, lambda x: _sech2(x))
-_sech2 = with_slopes(_sech2_value, lambda out, x: -2 * tanh(x) * out)
-sigmoid = with_slopes(jax.nn.sigmoid, lambda x: _bell(x))
+tanh = with_slopes(jnp.tanh, lambda _, x: 4 * _bell(2 * x))
+sigmoid = with_slopes(jax.nn.sigmoid, lambda _, x: _bell(x))
 _bell = with_slopes(
     lambda x: jax.nn.sigmoid(x) * jax.nn.sigmoid(-x), lambda out, x: -tanh(0.5 * x) * out
 )

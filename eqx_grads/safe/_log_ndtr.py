@@ -18,7 +18,7 @@ from ._arguments import Numbers
 from ._elementwise import real_function, with_slopes
 
 
-@real_function(lambda x: _hazard(x))
+@real_function(lambda _, x: _hazard(x))
 def log_ndtr(x: Numbers) -> Array:
     r"""Return the logarithm of the standard normal distribution function, with derivatives that
     are right in the far tails.

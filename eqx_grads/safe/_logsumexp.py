@@ -9,7 +9,8 @@ from jaxtyping import Array, Float
 from .._rules.custom_jvp import custom_jvp
 from .._rules.nan_where import nan_where
 from ._arguments import Axis, Numbers, on_arrays
-from ._elementwise import corner, sigmoid, with_slopes
+from ._elementwise import corner, sigmoid
+from ._powers_and_logs import xlogy
 
 
 @on_arrays("a", "b", real=True)
@@ -268,18 +269,6 @@ def log_softmax(
     return _log_weights(_masked(x, where), None, axes=axis)[3]
 
 
-def _entr_slope(p):
-    is_possible = ~(p <= 0)
-    slope = jnp.where(is_possible, -jnp.log(jnp.where(is_possible, p, 1)) - 1, 0)
-    return corner(slope, p == 0, p)
-
-
-# `jax.scipy.special.entr` multiplies zero by minus infinity on the way.
-_entr = with_slopes(
-    lambda p: jnp.where(p < 0, -jnp.inf, -p * jnp.log(jnp.where(p <= 0, 1, p))), _entr_slope
-)
-
-
 @on_arrays("p", real=True)
 def entropy(
     p: Numbers, axis: Axis = -1, *, where: Numbers | None = None
@@ -324,7 +313,9 @@ def entropy(
     zero. Below zero, it is zero as well. Both modes and all orders. The second derivative at
     $p_i = 0$ is NaN: leave such an event out, with `where=p > 0`.
     """
-    return jnp.sum(_entr(p if where is None else jnp.where(where, p, 1)), axis)
+    p = p if where is None else jnp.where(where, p, 1)
+    # `jax.scipy.special.entr` multiplies zero by minus infinity on the way.
+    return jnp.sum(jnp.where(p < 0, -jnp.inf, -xlogy(p, p)), axis)
 
 
 # ---------------------------------------------------------------- the rule of all sums
@@ -369,21 +360,17 @@ def _log_weights_jvp(primals, tangents, *, axes):
     if b is None:
         t_terms = q * t_a
     else:
-        weights = _without_derivative_at_zero(q, sign, a, b, axes)
+        # The weights have no derivative where the terms of a sum cancel, or the factors of all
+        # are zero. A tangent of minus infinity may be infinite, too.
+        is_term = a != -jnp.inf
+        is_pole = lambda terms: (sign == 0) & jnp.any(terms, axes, keepdims=True)
+        weights = corner(q, is_pole(is_term & (b != 0)), jnp.where(is_term, a, 0), axes=axes)
+        weights = corner(weights, is_pole(is_term), b, axes=axes)
         t_terms = jnp.where(b == 0, 0, b * weights) * t_a + weights * t_b
     t_y = jnp.sum(t_terms, axes, keepdims=True)
     t_log_q = t_a - t_y
     out = y, sign, q, log_q
     return out, (t_y, None, q * t_log_q, jnp.where(log_q == -jnp.inf, 0, t_log_q))
-
-
-def _without_derivative_at_zero(q, sign, a, b, axes):
-    """The weights, where terms of a sum cancel, or the factors of all are zero."""
-    is_term = a != -jnp.inf
-    is_pole = lambda terms: (sign == 0) & jnp.any(terms, axes, keepdims=True)
-    # A tangent of minus infinity may be infinite, too.
-    q = corner(q, is_pole(is_term & (b != 0)), jnp.where(is_term, a, 0), axes=axes)
-    return corner(q, is_pole(is_term), b, axes=axes)
 
 
 def _shift(a, largest):

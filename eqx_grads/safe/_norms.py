@@ -97,44 +97,22 @@ def _norm(x, ord, axes):
     """The norm. The axes are kept."""
     if jnp.iscomplexobj(x):
         own = axes if ord in (None, 2) else ()
-        x = _polar(_as_pairs(x), axes=(*own, x.ndim))[0][..., 0]
+        x = polar(_as_pairs(x), axes=(*own, x.ndim))[0][..., 0]
         axes = tuple(i for i in axes if i not in own)
     if ord in (None, 2):
-        return _polar(x, axes=axes)[0]
+        return polar(x, axes=axes)[0]
     if ord == 0:
         return jnp.sum((x != 0).astype(x.dtype), axes, keepdims=True)
     if ord == 1:
         return jnp.sum(_abs(x), axes, keepdims=True)
-    if math.isinf(ord):
-        return _extremum(_abs(x), axes=axes, is_largest=ord > 0)
     return _p_norm(x, p=ord, axes=axes)
 
 
-_abs = with_slopes(jnp.abs, lambda x: corner(jnp.sign(x), x == 0, x))
+_abs = with_slopes(jnp.abs, lambda _, x: corner(jnp.sign(x), x == 0, x))
 
 
-@custom_jvp
-def _extremum(x, *, axes, is_largest):
-    """The largest or smallest of magnitudes, with the mean of the derivatives of equal ones."""
-    if is_largest:
-        return jnp.max(x, axes, keepdims=True, initial=0.0)
-    return jnp.min(x, axes, keepdims=True, initial=jnp.inf)
-
-
-@_extremum.def_jvp
-def _extremum_jvp(primals, tangents, *, axes, is_largest):
-    (x,) = primals
-    out = _extremum(x, axes=axes, is_largest=is_largest)
-    # Not `x == out`: XLA may compute `x` once more for the comparison, and round it otherwise.
-    rounding = 4 * float(jnp.finfo(x.dtype).eps)
-    is_equal = x >= out * (1 - rounding) if is_largest else x <= out * (1 + rounding)
-    count = jnp.sum(is_equal, axes, keepdims=True)
-    share = is_equal.astype(x.dtype) / count.astype(x.dtype)
-    share = corner(share, is_equal & (count > 1), x, axes=axes)
-    return out, jnp.sum(share * tangents[0], axes, keepdims=True)
-
-
-# With u for the elements divided by the norm, the slopes are sign(u) |u|^(p - 1).
+# With u for the elements divided by the norm, the slopes are sign(u) |u|^(p - 1). Where p is
+# infinite, the elements as large as the norm share the derivative.
 @custom_jvp
 def _p_norm(x, *, p, axes):
     """The norm of another order, not zero. Neither overflows nor underflows on the way."""
@@ -143,6 +121,8 @@ def _p_norm(x, *, p, axes):
         end = jnp.max(size, axes, keepdims=True, initial=0.0)
     else:
         end = jnp.min(size, axes, keepdims=True, initial=jnp.inf)
+    if math.isinf(p):
+        return end
     scale = _power_of_two(end)
     n = scale * jnp.sum((size / scale) ** p, axes, keepdims=True) ** (1 / p)
     return jnp.where(end == jnp.inf, end, n)
@@ -151,14 +131,23 @@ def _p_norm(x, *, p, axes):
 @_p_norm.def_jvp
 def _p_norm_jvp(primals, tangents, *, p, axes):
     (x,), (t_x,) = primals, tangents
-    if p > 0:
-        x = _finite(x, jnp.any(jnp.isinf(x), axes, keepdims=True))
-    n = jnp.broadcast_to(_p_norm(x, p=p, axes=axes), x.shape)
-    u = quotient(x, n)
-    size = jnp.abs(u) if p > 1 else jnp.where(u == 0, 1, jnp.abs(u))
-    slopes = corner(jnp.sign(u) * size ** (p - 1), n == 0, x, axes=axes)
-    slopes = slopes if p > 2 else corner(slopes, x == 0, x)
-    return _p_norm(primals[0], p=p, axes=axes), jnp.sum(slopes * t_x, axes, keepdims=True)
+    out = _p_norm(x, p=p, axes=axes)
+    if math.isinf(p):
+        size, rounding = jnp.abs(x), 4 * float(jnp.finfo(x.dtype).eps)
+        # Not `==`: XLA may compute `x` once more for the comparison, and round it otherwise.
+        is_equal = size >= out * (1 - rounding) if p > 0 else size <= out * (1 + rounding)
+        count = jnp.sum(is_equal, axes, keepdims=True)
+        slopes = jnp.sign(x) * (is_equal.astype(x.dtype) / count.astype(x.dtype))
+        slopes = corner(slopes, is_equal & (count > 1), x, axes=axes)
+    else:
+        if p > 0:
+            x = _finite(x, jnp.any(jnp.isinf(x), axes, keepdims=True))
+        n = jnp.broadcast_to(_p_norm(x, p=p, axes=axes), x.shape)
+        u = quotient(x, n)
+        size = jnp.abs(u) if p > 1 else jnp.where(u == 0, 1, jnp.abs(u))
+        slopes = corner(jnp.sign(u) * size ** (p - 1), n == 0, x, axes=axes)
+    slopes = slopes if 2 < p < math.inf else corner(slopes, x == 0, x)
+    return out, jnp.sum(slopes * t_x, axes, keepdims=True)
 
 
 @on_arrays("x")
@@ -206,9 +195,9 @@ def normalize(x: Numbers, *, axis: Axis = -1) -> Inexact[Array, "..."]:
     have.
     """
     if jnp.iscomplexobj(x):
-        _, u = _polar(_as_pairs(x), axes=(*axis, x.ndim))
+        _, u = polar(_as_pairs(x), axes=(*axis, x.ndim))
         return lax.complex(u[..., 0], u[..., 1])
-    return _polar(x, axes=axis)[1]
+    return polar(x, axes=axis)[1]
 
 
 @on_arrays("x", "y", real=True)
@@ -252,7 +241,7 @@ def cosine_similarity(x: Numbers, y: Numbers, *, axis: Axis = -1) -> Float[Array
     [`eqx_grads.RuleError`][] if the shapes do not broadcast together, or for an axis that the
     arrays do not have.
     """
-    return jnp.sum(_polar(x, axes=axis)[1] * _polar(y, axes=axis)[1], axis)
+    return jnp.sum(polar(x, axes=axis)[1] * polar(y, axes=axis)[1], axis)
 
 
 def pairwise_distance(
@@ -395,7 +384,7 @@ def std(
         x, pair, divisor = _as_pairs(x), (x.ndim,), divisor[..., None]
         mask = jnp.broadcast_to(mask[..., None], x.shape)
     factor = lax.rsqrt(jnp.where(divisor > 0, divisor, 1))
-    out, _ = _polar(jnp.where(mask, x, 0), mask, factor, axes=axis + pair, center=axis)
+    out, _ = polar(jnp.where(mask, x, 0), mask, factor, axes=axis + pair, center=axis)
     return jnp.squeeze(nan_where(divisor <= 0, out), pair)
 
 
@@ -403,7 +392,7 @@ def std(
 
 
 @custom_jvp
-def _polar(x, mask: Any = None, factor: Any = 1.0, *, axes, center=None):
+def polar(x, mask: Any = None, factor: Any = 1.0, *, axes, center=None):
     r"""$f \lVert x \rVert$ and $x / \lVert x \rVert$, for a real $x$. The axes are kept.
 
     If the axes `center` are given, the mean over them is subtracted before, of the elements for
@@ -432,10 +421,10 @@ def _polar(x, mask: Any = None, factor: Any = 1.0, *, axes, center=None):
     return n, y / jnp.where(ratio == 0, 1, ratio)
 
 
-@_polar.def_jvp
+@polar.def_jvp
 def _polar_jvp(primals, tangents, *, axes, center):
     (x, mask, factor), t_x = primals, tangents[0]
-    n, u = _polar(*primals, axes=axes, center=center)
+    n, u = polar(*primals, axes=axes, center=center)
     is_corner = n == 0
     if center is not None:  # one number is equal to its mean, whatever it is
         can_change = jnp.sum(mask, center, keepdims=True) > 1

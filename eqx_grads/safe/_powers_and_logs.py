@@ -5,7 +5,6 @@ import functools as ft
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._rules.custom_jvp import custom_jvp
 from .._rules.nan_where import nan_where
 from ._arguments import Numbers, on_arrays
 from ._elementwise import (
@@ -13,7 +12,6 @@ from ._elementwise import (
     inverse,
     positive,
     quotient,
-    quotient_jvp,
     real_function,
     tanh,
     with_slopes,
@@ -104,22 +102,11 @@ def divide(x: Numbers, y: Numbers) -> Array:
     orders. Second derivatives are NaN where `y` is zero; the second derivative with respect to
     `y` is right where $1 / y^2$ is in range.
     """
-    return _divide(x, y)
-
-
-# A slope by `y` would be a product that may be out of range.
-@custom_jvp
-def _divide(x, y):
-    return x / y
-
-
-@_divide.def_jvp(symbolic_zeros=True)
-def _divide_jvp(primals, tangents):
-    return quotient_jvp(_divide(*primals), primals, tangents)
+    return quotient(x, y, is_finite=False)
 
 
 @real_function(
-    lambda x, y: _slope_in_base(x, y, 1),
+    lambda _, x, y: _slope_in_base(x, y, 1),
     lambda out, x, y: _slope_in_exponent(out, x, y),
 )
 def power(x: Numbers, y: Numbers) -> Array:
@@ -205,10 +192,10 @@ def _derivative_in_base(order):
         both = slope * power(x, y - order) + out * _finite_log(x)
         return jnp.where(_is_without_log(x, y), 0, both)
 
-    return with_slopes(value, lambda x, y: _slope_in_base(x, y, order + 1), in_exponent)
+    return with_slopes(value, lambda _, x, y: _slope_in_base(x, y, order + 1), in_exponent)
 
 
-@real_function(lambda x: corner(inverse(positive(x)), x == 0, x))
+@real_function(lambda _, x: corner(inverse(positive(x)), x == 0, x))
 def log(x: Numbers) -> Array:
     r"""Return `jnp.log(x)`, with a zero derivative at zero.
 
@@ -252,8 +239,8 @@ def _finite_log(x):
 
 
 @real_function(
-    lambda x, y: corner(_finite_log(y), y == 0, y),
-    lambda x, y: _ratio(x, positive(y), y == 0, y),
+    lambda _, x, y: corner(_finite_log(y), y == 0, y),
+    lambda _, x, y: _ratio(x, positive(y), y == 0, y),
 )
 def xlogy(x: Numbers, y: Numbers) -> Array:
     r"""Return `x * log(y)`, which is zero where `x` is.
@@ -306,7 +293,7 @@ def _ratio(x, divisor, is_pole, y):
     return corner(slope, is_pole & (x != 0), y)
 
 
-_log1p = with_slopes(jnp.log1p, lambda x: corner(inverse(positive(1 + x)), x == -1, x))
+_log1p = with_slopes(jnp.log1p, lambda _, x: corner(inverse(positive(1 + x)), x == -1, x))
 
 
 def _finite_log1p(x):
@@ -314,8 +301,8 @@ def _finite_log1p(x):
 
 
 @real_function(
-    lambda x, y: corner(_finite_log1p(y), y == -1, y),
-    lambda x, y: _ratio(x, positive(1 + y), y == -1, y),
+    lambda _, x, y: corner(_finite_log1p(y), y == -1, y),
+    lambda _, x, y: _ratio(x, positive(1 + y), y == -1, y),
 )
 def xlog1py(x: Numbers, y: Numbers) -> Array:
     r"""Return `x * log1p(y)`, which is zero where `x` is.
@@ -353,7 +340,7 @@ def xlog1py(x: Numbers, y: Numbers) -> Array:
     return _times_log(jnp.log1p, x, y)
 
 
-@real_function(lambda x: tanh(x))
+@real_function(lambda _, x: tanh(x))
 def log_cosh(x: Numbers) -> Array:
     r"""Return `log(cosh(x))`: a smooth $|x|$, with the value zero and the curvature one at
     zero.
@@ -399,7 +386,7 @@ def log_cosh(x: Numbers) -> Array:
 # ---------------------------------------------------------------- differences of exponentials
 
 
-@real_function(lambda x: corner(_weight(x), x == 0, x))
+@real_function(lambda _, x: corner(_weight(x), x == 0, x))
 def log_expm1(x: Numbers) -> Array:
     r"""Return `log(exp(x) - 1)` for positive `x`, without overflow: the inverse of
     `jax.nn.softplus`.
@@ -458,8 +445,8 @@ _weight = with_slopes(_weight_value, lambda out, x: -(out * jnp.exp(-positive(x)
 
 
 @real_function(
-    lambda x, y: _at_equal(jnp.where(jnp.isneginf(x), 0, _weight(_gap(x, y))), x, y),
-    lambda x, y: _at_equal(-jnp.exp(-positive(_gap(x, y))) * _weight(_gap(x, y)), x, y),
+    lambda _, x, y: _at_equal(jnp.where(jnp.isneginf(x), 0, _weight(_gap(x, y))), x, y),
+    lambda _, x, y: _at_equal(-jnp.exp(-positive(_gap(x, y))) * _weight(_gap(x, y)), x, y),
 )
 def log_sub_exp(x: Numbers, y: Numbers) -> Array:
     r"""Return `log(exp(x) - exp(y))`, for `x` greater than `y`. (For the logarithm of a sum,

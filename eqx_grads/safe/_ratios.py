@@ -36,7 +36,7 @@ def _polynomial(coefficients, x):
 # form, factors and terms would be out of range where the whole is not.
 
 
-@real_function(lambda x: _moment(1, False)(x))
+@real_function(lambda _, x: _moment(1, False)(x))
 def expm1_ratio(x: Numbers) -> Array:
     r"""Return `expm1(x) / x`, which is one at zero: the mean of $e^{s}$ for $s$ between zero
     and $x$.
@@ -80,7 +80,7 @@ def expm1_ratio(x: Numbers) -> Array:
     return jnp.where(x == jnp.inf, x, _moment(0, False)(x))
 
 
-@real_function(lambda x: _moment(1, True)(x))
+@real_function(lambda _, x: _moment(1, True)(x))
 def sinhc(x: Numbers) -> Array:
     r"""Return `sinh(x) / x`, which is one at zero. (For `sin(x) / x`, use `jnp.sinc`.)
 
@@ -123,34 +123,24 @@ def _moment(order, is_symmetric):
     """The mean of `s**order * exp(x * s)`: it is zero at infinity, by convention."""
 
     def series(x):
-        if not is_symmetric:
-            return _polynomial(
-                [1 / (math.factorial(k) * (k + 1 + order)) for k in range(20)], x
-            )
-        powers = range(order % 2, 20, 2)
-        even = _polynomial([1 / (math.factorial(k) * (k + 1 + order)) for k in powers], x * x)
-        return x * even if order % 2 else even
+        # Without the odd or the even powers, where the interval is symmetric.
+        has = lambda k: not is_symmetric or k % 2 == order % 2
+        terms = [has(k) / (math.factorial(k) * (k + 1 + order)) for k in range(20)]
+        return _polynomial(terms, x)
 
     def closed(x):
-        z = jnp.abs(x)
-        # Half of the exponential, so that it is finite, and infinite after a multiplication by
-        # itself. The compiler would make one exponential of two that are multiplied.
-        largest = math.log(float(jnp.finfo(z.dtype).max)) - 1
-        root = 1 + jnp.expm1(jnp.minimum(z / 2, largest))
-        # The integrals of s**order * exp(-z * (1 - s)) and of s**order * exp(-z * s).
-        decay, r = 1 / root, 1 / z
-        rising = falling = (1 - decay) * (1 + decay) * r
-        for k in range(1, order + 1):  # by parts
-            rising, falling = (1 - k * rising) * r, (k * falling - decay * decay) * r
-        grown = lambda x: jnp.where(z / 2 > largest, jnp.inf, root * (root * x))
-        if not is_symmetric:
-            return jnp.where(x > 0, grown(rising), falling)
-        if order % 2:
-            return jnp.sign(x) * (grown(0.5 * rising) - 0.5 * falling)
-        return grown(0.5 * rising) + 0.5 * falling
+        if is_symmetric:
+            one_sided, sign = _moment(order, False), -1 if order % 2 else 1
+            return 0.5 * (one_sided(x) + sign * one_sided(-x))
+        # Half of the exponential, so that it is infinite only after a division. The compiler
+        # would make one exponential of two that are multiplied.
+        root = 1 + jnp.expm1(0.5 * x)
+        grown = root * (root / x)
+        rest = order * _moment(order - 1, False)(x) if order else 1  # by parts
+        return jnp.where(jnp.isinf(grown), grown, grown - rest / x)
 
     value = lambda x: _near_zero(series, closed, x, -1, -jnp.inf)
-    return with_slopes(value, lambda x: _moment(order + 1, is_symmetric)(x))
+    return with_slopes(value, lambda _, x: _moment(order + 1, is_symmetric)(x))
 
 
 # ---------------------------------------------------------------- log1p(x) / x
@@ -162,7 +152,7 @@ def _atanh_ratio(w, first=0):
     return _polynomial([1 / (2 * k + 1) for k in range(first, 20)], w * w)
 
 
-def _log1p_ratio_slope(x):
+def _log1p_ratio_slope(_, x):
     def series(x):
         w = x / (2 + x)
         total = _atanh_ratio(w) + w * _atanh_ratio(w, first=1)
@@ -206,8 +196,6 @@ def log1p_ratio(x: Numbers) -> Array:
     would be infinite, below -1, and at infinity. Both modes and all orders; the second
     derivative is NaN at -1.
     """
-    is_near = (x > -0.5) & (x < 1)
-    near, far = jnp.where(is_near, x, 0), jnp.where(is_near | jnp.isposinf(x), 1, x)
-    w = near / (2 + near)
-    value = jnp.where(is_near, (1 - w) * _atanh_ratio(w), jnp.log1p(far) / far)
-    return jnp.where(jnp.isposinf(x), 0, value)
+    series = lambda x: (1 - x / (2 + x)) * _atanh_ratio(x / (2 + x))
+    # NaN below -1 is the value of the closed form there.
+    return _near_zero(series, lambda x: jnp.log1p(x) / x, x, -0.5, jnp.nan)

@@ -110,10 +110,10 @@ def _select(cond, x, name, argument, other):
     """`x` where the condition holds, and the other elsewhere. A substitute has the dtype of
     `x`."""
     is_substitute = argument == "substitute"
-    is_other = is_substitute and jnp.iscomplexobj(other) and not jnp.iscomplexobj(x)
     for what, value in (("cond", cond), (argument, other)):
-        is_number = holds_numbers(value) and not (is_other and what == argument)
-        if not is_number or not broadcasts_to(shape_of(value), shape_of(x)):
+        is_wide = value is other and is_substitute and jnp.iscomplexobj(other)
+        fits = holds_numbers(value) and broadcasts_to(shape_of(value), shape_of(x))
+        if not fits or (is_wide and not jnp.iscomplexobj(x)):
             raise rule_error(
                 f"The `{what}` of `safe.where` does not broadcast to {name}.",
                 f"`{what}` is {type_of(value)}, {name} is {type_of(x)}",

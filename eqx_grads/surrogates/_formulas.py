@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from .._rules import float_args
+from .._rules.elementwise import elementwise
 from .._rules.float_args import Parameter
 from ._spike import AbstractSurrogate
-from ._steps import cauchy, logistic, normal, ramp, relu, softsign, tent
 
 
 positive = ft.partial(eqx.field, metadata={"check": float_args.check_positive})
@@ -36,29 +36,67 @@ class AbstractFormula(AbstractSurrogate):
 
     def derivative(self, v: ArrayLike) -> Array:
         """As in [`eqx_grads.surrogates.AbstractSurrogate`][]."""
-        v, surrogate, wide = _widen(self, v)
-        slope = jax.jvp(surrogate._primitive, (wide,), (jnp.ones_like(wide),))[1]
-        return slope.astype(v.dtype)
+        return _evaluate(self, v, lambda fn, v: jax.jvp(fn, (v,), (jnp.ones_like(v),))[1])
 
     def primitive(self, v: ArrayLike) -> Array:
         """As in [`eqx_grads.surrogates.AbstractSurrogate`][]."""
-        v, surrogate, wide = _widen(self, v)
-        return surrogate._primitive(wide).astype(v.dtype)
+        return _evaluate(self, v, lambda fn, v: fn(v))
 
 
-def _widen(surrogate, v):
-    """`v` as an array; the surrogate and `v` in the precision of the computation."""
+def _evaluate(surrogate, v, of_primitive):
     v = float_args.as_floats(_name(surrogate), v, "v")
-    wide = float_args.widen(v)
     for field in dataclasses.fields(surrogate):  # checks them
         x = getattr(surrogate, field.name)
         float_args.broadcast_parameter(_name(surrogate), f"`{field.name}`", x, v)
-    fields = jax.tree.map(lambda x: jnp.asarray(x).astype(wide.dtype), surrogate)
-    return v, fields, wide
+    wide = float_args.widen(v)
+    surrogate = jax.tree.map(lambda x: jnp.asarray(x).astype(wide.dtype), surrogate)
+    return of_primitive(surrogate._primitive, wide).astype(v.dtype)
 
 
 def _name(surrogate):
     return f"surrogates.{type(surrogate).__name__}"
+
+
+# ---------------------------------------------------------------- smooth steps
+# Each has its density beside it where autodiff of the step would lose digits in a tail, or
+# would not have the value at a kink or at NaN that the documentation gives.
+
+
+def _abs(u):
+    """`|u|`, with the derivative zero at zero: a density has its maximum there."""
+    return u * jnp.sign(u)
+
+
+@elementwise(derivative=lambda _, u: 1 / (1 + _abs(u)) ** 2)
+def _softsign(u):
+    """From minus one to one: the density has area two."""
+    return jnp.sign(u) / (1 + 1 / jnp.abs(u))  # u / (1 + |u|), and not NaN at infinity
+
+
+_logistic = elementwise(jax.nn.sigmoid, lambda _, u: jax.nn.sigmoid(u) * jax.nn.sigmoid(-u))
+
+
+def _normal(v, sigma):
+    return 0.5 * jax.scipy.special.erfc(-(v / (math.sqrt(2) * sigma)))
+
+
+@elementwise(derivative=lambda _, u: jnp.maximum(1 - _abs(u), 0))
+def _tent(u):
+    tail = 0.5 * jnp.maximum(1 - jnp.abs(u), 0) ** 2
+    return jnp.where(u < 0, tail, 1 - tail)
+
+
+def _above(u):
+    """One above zero, a half at zero, and NaN at NaN."""
+    return 0.5 + 0.5 * jnp.sign(u)
+
+
+_relu = elementwise(lambda u: jnp.maximum(u, 0), lambda _, u: _above(u))
+
+
+@elementwise(derivative=lambda _, u: _above(0.5 - jnp.abs(u)))
+def _ramp(u):
+    return jnp.clip(u, -0.5, 0.5)
 
 
 # ---------------------------------------------------------------- smooth
@@ -103,7 +141,7 @@ class superspike(AbstractFormula):
     slope: Parameter = positive(default=25.0)
 
     def _primitive(self, v):
-        return 0.5 + softsign(self.slope * v) / self.slope
+        return 0.5 + _softsign(self.slope * v) / self.slope
 
 
 class atan(AbstractFormula):
@@ -144,7 +182,9 @@ class atan(AbstractFormula):
     slope: Parameter = positive(default=2.0)
 
     def _primitive(self, v):
-        return cauchy(self.slope * v)
+        # Not `0.5 + arctan(...) / pi`, which cancels in the left tail.
+        u = -math.pi / 2 * (self.slope * v)
+        return jnp.arctan2(jnp.ones_like(u), u) / math.pi
 
 
 class sigmoid(AbstractFormula):
@@ -183,7 +223,7 @@ class sigmoid(AbstractFormula):
     slope: Parameter = positive(default=4.0)
 
     def _primitive(self, v):
-        return logistic(self.slope * v)
+        return _logistic(self.slope * v)
 
 
 class gaussian(AbstractFormula):
@@ -222,7 +262,7 @@ class gaussian(AbstractFormula):
     sigma: Parameter = positive(default=0.5)
 
     def _primitive(self, v):
-        return normal(v / (math.sqrt(2) * self.sigma))
+        return _normal(v, self.sigma)
 
 
 class multi_gaussian(AbstractFormula):
@@ -267,12 +307,9 @@ class multi_gaussian(AbstractFormula):
     spread: Parameter = positive(default=6.0)
 
     def _primitive(self, v):
-        gaussian = lambda v, sigma: normal(v / (math.sqrt(2) * sigma))
-        wide = self.spread * self.sigma
-        sides = gaussian(v - self.sigma, wide) + gaussian(v + self.sigma, wide)
-        return (
-            self.height / 2 + (1 + self.height) * gaussian(v, self.sigma) - self.height * sides
-        )
+        wide, height = self.spread * self.sigma, self.height
+        sides = _normal(v - self.sigma, wide) + _normal(v + self.sigma, wide)
+        return height / 2 + (1 + height) * _normal(v, self.sigma) - height * sides
 
 
 # ---------------------------------------------------------------- piecewise
@@ -322,7 +359,7 @@ class triangle(AbstractFormula):
     peak: Parameter = 1.0
 
     def _primitive(self, v):
-        return 0.5 + self.peak * self.width * (tent(v / self.width) - 0.5)
+        return 0.5 + self.peak * self.width * (_tent(v / self.width) - 0.5)
 
 
 class rectangle(AbstractFormula):
@@ -366,7 +403,7 @@ class rectangle(AbstractFormula):
     peak: Parameter = 1.0
 
     def _primitive(self, v):
-        return 0.5 + self.peak * ramp(v, self.width / 2)
+        return 0.5 + self.peak * self.width * _ramp(v / self.width)
 
 
 class leaky(AbstractFormula):
@@ -408,4 +445,4 @@ class leaky(AbstractFormula):
     slope: Parameter = 1.0
 
     def _primitive(self, v):
-        return 0.5 + self.slope * relu(v) - self.leak * relu(-v)
+        return 0.5 + self.slope * _relu(v) - self.leak * _relu(-v)

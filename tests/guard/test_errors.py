@@ -503,6 +503,8 @@ WRONG = [
     (jump(f=lambda t, y: {"a": y["a"][0]}, y={"a": X}), "derivative is float32[] | @"),
     (lambda: eqg.host_function(square), "has to know what `square` | @"),
     (grad(host()), "`host` was | @"),
+    (grad(eqg.host_function(lambda x: x, out=lambda x: x)),
+     "`def_bwd` or `def_jvp` of the function at line | @"),
     (grad(lambda s: host(bwd=lambda r, ct: (ct,))(X, scale=s), ONE), "at `scale` | @"),
     (grad(jax.grad(lambda x: jnp.sum(host(bwd=lambda r, ct: (ct,))(x) ** 2))),
      "The rule `bwd` was | of `host`"), (types(host(), KEY), "key<fry>[] | @"),

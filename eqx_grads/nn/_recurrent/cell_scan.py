@@ -11,8 +11,8 @@ from jaxtyping import Array, PyTree
 from ..._control_flow import compile_eager_calls
 from ..._control_flow.scan import filter_scan
 from ..._control_flow.visible_steps import cells_are_called
-from ..._errors import place_of, rule_error, show_tree
-from ..._errors.trees import mirror, mirror_of
+from ..._errors import place_of, rule_error, show_path, show_tree, type_of
+from ..._errors.trees import leaf_paths, mirror, mirror_of
 from ..._rules.explicit_sharding import explicit_spec, gathered_leaves, sharding_like
 from ..._tangent_spaces import promote
 from .padding import where_valid
@@ -63,7 +63,7 @@ def _scan_cell(cell, output, xs, state, valid, reverse, checkpoint):
         return new, jax.vmap(output)(new)
 
     try:
-        state = _widened(lambda *args: step(*args)[0], state, (xs, valid))
+        state = _widened(cell, lambda *args: step(*args)[0], state, (xs, valid))
         last, ys = filter_scan(step, state, (xs, valid), reverse=reverse, checkpoint=checkpoint)
     except Exception as error:
         error.add_note(
@@ -85,7 +85,9 @@ def _type_of_step(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
-def _widened(next_state: Callable[..., PyTree], state: PyTree, inputs: PyTree) -> PyTree:
+def _widened(
+    cell: Any, next_state: Callable[..., PyTree], state: PyTree, inputs: PyTree
+) -> PyTree:
     """The first state in the dtypes of the next one, which the inputs may have widened."""
     found: list[Any] = []
 
@@ -94,16 +96,33 @@ def _widened(next_state: Callable[..., PyTree], state: PyTree, inputs: PyTree) -
         found[:] = [treedef]
         return leaves
 
-    new = jax.eval_shape(leaves_of_next, state, jax.tree.map(_type_of_step, inputs))
+    inputs = jax.tree.map(_type_of_step, inputs)
     leaves, treedef = jax.tree.flatten(state)
-    if found[0] != treedef or [x.shape for x in new] != [x.shape for x in leaves]:
+    new = jax.eval_shape(leaves_of_next, state, inputs)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    if found[0] == treedef:
+        for _ in leaves:  # a wide leaf widens those that are computed from it
+            pairs = zip(leaves, new, strict=True)
+            wide = [s.astype(t.dtype) if is_float(s) and is_float(t) else s for s, t in pairs]
+            if [x.dtype for x in wide] == [x.dtype for x in leaves]:
+                break
+            leaves = wide
+            new = jax.eval_shape(leaves_of_next, jax.tree.unflatten(treedef, leaves), inputs)
+        given, returned = ([type_of(_of_one(x)) for x in xs] for xs in (leaves, new))
+        where = [
+            f"at state{show_path(path)}: it was given {s}, and returned {t}"
+            for path, s, t in zip(leaf_paths(treedef), given, returned, strict=True)
+            if s != t
+        ]
+    else:
         returned = show_tree(mirror_of(found[0], map(_of_one, new)))
+        where = [f"it was given {show_tree(mirror(_of_one, state))}, and returned {returned}"]
+    if where:
         raise rule_error(
             "The cell of `Recurrent` returned a different state than it was given.",
-            f"it was given {show_tree(mirror(_of_one, state))}, and returned {returned}",
-            do="Return a state like the first one, or give the layer another `initial_state`.",
+            *where,
+            place_of(cell),
+            do="Return a state like the first one, cast to its dtypes, or give another "
+            "`initial_state` to the layer.",
         )
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    pairs = zip(leaves, new, strict=True)
-    leaves = [s.astype(t.dtype) if is_float(s) and is_float(t) else s for s, t in pairs]
     return jax.tree.unflatten(treedef, leaves)
