@@ -19,7 +19,7 @@ from .._errors import name_of, place_of, rule_error, show_tree
 from .._jaxprs.current_trace import outside_of_linearization
 from .._jaxprs.linearity import output_statuses, surely_linear
 from .._jaxprs.operands import at, fill, restricted
-from .._tangent_spaces import as_array_list, is_array, is_none, is_type, project_leaves
+from .._tangent_spaces import as_array_list, is_array, is_none, project_leaves
 from .custom_jvp import apply_forward_rule
 from .linear_primitive import linear_call, LinearMap
 from .rule import (
@@ -174,9 +174,8 @@ class ReverseRules(AbstractRules):
         if not indices:
             return outputs, arrays, [None] * len(arrays)
         kept, kept_operands = ClosedTree.split(residuals, is_array)
-        types = [jax.typeof(x) for x in call.operands]
         of_arrays = OutputSpec(outputs.split.without_static(), outputs.types)
-        spec = _VjpSpec(call.flat, types, perturbed, of_arrays, indices, kept)
+        spec = _VjpSpec(call.flat, len(call.operands), perturbed, of_arrays, indices, kept)
         t_types = [outputs.types[i].to_tangent_aval() for i in indices]
         linear_map = LinearMap(name_of(call.fn), spec.forward, spec.transpose, t_types)
         operands = [*call.operands, *kept_operands]
@@ -211,7 +210,7 @@ class _VjpSpec:
     arrays. JAX keeps it with the program, so it holds no tracer."""
 
     flat: FlatCall
-    types: list[Any]  # of the operands
+    n_operands: int
     perturbed: list[int]  # which of the positional arrays have a tangent
     outputs: OutputSpec
     out_indices: list[int]  # which of the outputs have a tangent
@@ -219,7 +218,7 @@ class _VjpSpec:
 
     def forward(self, residuals, live_ts):
         residuals, live_ts = as_array_list(residuals), as_array_list(live_ts)
-        operands = residuals[: len(self.types)]
+        operands = residuals[: self.n_operands]
         if self.flat.rules.jvp_rule is None:
             return self._forward_of_function(operands, live_ts)
         ts = fill([None] * self.flat.n_args, self.perturbed, live_ts)
@@ -248,9 +247,9 @@ class _VjpSpec:
         residuals = as_array_list(residuals)
         is_ready = lambda ct: ct is None or isinstance(ct, jax.Array)
         cts = [ct if is_ready(ct) else jnp.asarray(ct) for ct in cts]
-        call = RuleCall.of(self.flat, residuals[: len(self.types)], [])
+        call = RuleCall.of(self.flat, residuals[: self.n_operands], [])
         rule = call.rules.bwd_rule
-        kept = self.kept.tree(residuals[len(self.types) :])
+        kept = self.kept.tree(residuals[self.n_operands :])
 
         def pull_back(*cts):
             by_index = dict(zip(self.out_indices, cts, strict=True))
@@ -281,18 +280,16 @@ class _VjpSpec:
                 rule.place,
                 do=advice_on_cotangents(result),
             )
-        types = self.types[: self.flat.n_args]
-        if not all(isinstance(arg, jax.Array) for arg in args):
-            types = self.flat.args.mirror(types, arrays=call.operands[: self.flat.n_args])
+        arrays = self.flat.args.dynamic_tree(call.operands[: self.flat.n_args])
         cts = []
-        for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
-            cts.extend(_project(call.fn, rule, ct_arg, arg, type_, self.flat.names, i))
+        for i, (ct_arg, arg, of_arg) in enumerate(zip(result, args, arrays, strict=True)):
+            cts.extend(_project(call.fn, rule, ct_arg, arg, of_arg, self.flat.names, i))
         return [cts[i] for i in self.perturbed]
 
 
-def _project(fn, rule, ct, arg, types, names, i):
+def _project(fn, rule, ct, arg, arrays, names, i):
     # Most cotangents are what they should be, and this is where an eager one is quick.
-    if isinstance(ct, jax.Array) and jax.typeof(ct) == types:
+    if is_array(ct) and is_array(arrays) and jax.typeof(ct) == jax.typeof(arrays):
         return [ct]
 
     def fail(*where, do):
@@ -300,9 +297,9 @@ def _project(fn, rule, ct, arg, types, names, i):
         does = "returned a cotangent that does not fit its argument."
         return rule_error(f"{what} {does}", *where, rule.place, do=do)
 
-    leaves = jax.tree.leaves(types, is_leaf=is_none)
+    leaves = jax.tree.leaves(arrays, is_leaf=is_none)
     cts = project_leaves(ct, arg, leaves, name=names[i], fail=fail)
-    return [c for c, leaf in zip(cts, leaves, strict=True) if is_type(leaf)]
+    return [c for c, leaf in zip(cts, leaves, strict=True) if leaf is not None]
 
 
 def _without_dead_terms(pull_back, cts, types):

@@ -72,7 +72,7 @@ class TreeSplit:
     def tree(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> Any:
         """The tree with these arrays."""
         leaves = self.leaves(arrays, static)
-        return leaves[0] if self.treedef is _LEAF else jax.tree.unflatten(self.treedef, leaves)
+        return leaves[0] if self.treedef is _LEAF else self.treedef.unflatten(leaves)
 
     def leaves(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> list[Any]:
         """The leaves of the tree with these arrays."""
