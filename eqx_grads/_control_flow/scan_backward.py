@@ -158,17 +158,17 @@ class Truncated(AbstractMethod):
         """The last window, whose carry is not cut, is apart from the loop over all others. So
         this loop needs no cotangent of a carry."""
         n = (loop.steps - 1) // self.window * self.window
-        n_last = loop.steps - n
-        is_first = slice(n_last, None) if loop.reverse else slice(n)
-        is_last = slice(n_last) if loop.reverse else slice(n, None)
-        xs = [x[is_first] for x in loop.xs]
-        first = dataclasses.replace(loop, xs=xs, steps=n)
-        carry, ys = Checkpointed(self.window, self.inner, cut=True).run(first)
-        xs = [x[is_last] for x in loop.xs]
-        last = dataclasses.replace(loop, init=carry, xs=xs, steps=n_last)
-        carry, last_ys = Checkpointed(n_last, self.inner).run(last)
-        parts = (last_ys, ys) if loop.reverse else (ys, last_ys)
-        return carry, [jnp.concatenate(pair) for pair in zip(*parts, strict=True)]
+        border, order = (loop.steps - n, -1) if loop.reverse else (n, 1)
+        first, last = [slice(border), slice(border, None)][::order]
+        part = lambda of, **changes: dataclasses.replace(
+            loop, xs=[x[of] for x in loop.xs], **changes
+        )
+        in_windows = Checkpointed(self.window, self.inner, cut=True)
+        carry, ys = in_windows.run(part(first, steps=n))
+        last_window = part(last, steps=loop.steps - n, init=carry)
+        carry, last_ys = Checkpointed(last_window.steps, self.inner).run(last_window)
+        parts = [ys, last_ys][::order]
+        return carry, list(map(jnp.concatenate, zip(*parts, strict=True)))
 
 
 TRUNCATION = "eqg_truncate"  # in the name stack of what cuts the derivative

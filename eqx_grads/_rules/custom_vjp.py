@@ -19,7 +19,7 @@ from .._errors import name_of, place_of, rule_error, show_tree
 from .._jaxprs.current_trace import outside_of_linearization
 from .._jaxprs.linearity import output_statuses, surely_linear
 from .._jaxprs.operands import at, fill, restricted
-from .._tangent_spaces import as_array_list, is_array, is_none, project_leaves
+from .._tangent_spaces import as_array_list, is_array, is_none, is_type, project_leaves
 from .custom_jvp import apply_forward_rule
 from .linear_primitive import linear_call, LinearMap
 from .rule import (
@@ -280,16 +280,19 @@ class _VjpSpec:
                 rule.place,
                 do=advice_on_cotangents(result),
             )
-        arrays = self.flat.args.dynamic_tree(call.operands[: self.flat.n_args])
+        operands = call.operands[: self.flat.n_args]
+        types = list(map(jax.typeof, operands))
+        if not all(map(is_array, args)):
+            types = self.flat.args.mirror(types, arrays=operands)
         cts = []
-        for i, (ct_arg, arg, of_arg) in enumerate(zip(result, args, arrays, strict=True)):
-            cts.extend(_project(call.fn, rule, ct_arg, arg, of_arg, self.flat.names, i))
+        for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
+            cts.extend(_project(call.fn, rule, ct_arg, arg, type_, self.flat.names, i))
         return [cts[i] for i in self.perturbed]
 
 
-def _project(fn, rule, ct, arg, arrays, names, i):
+def _project(fn, rule, ct, arg, types, names, i):
     # Most cotangents are what they should be, and this is where an eager one is quick.
-    if is_array(ct) and is_array(arrays) and jax.typeof(ct) == jax.typeof(arrays):
+    if is_array(ct) and jax.typeof(ct) == types:
         return [ct]
 
     def fail(*where, do):
@@ -297,9 +300,9 @@ def _project(fn, rule, ct, arg, arrays, names, i):
         does = "returned a cotangent that does not fit its argument."
         return rule_error(f"{what} {does}", *where, rule.place, do=do)
 
-    leaves = jax.tree.leaves(arrays, is_leaf=is_none)
+    leaves = jax.tree.leaves(types, is_leaf=is_none)
     cts = project_leaves(ct, arg, leaves, name=names[i], fail=fail)
-    return [c for c, leaf in zip(cts, leaves, strict=True) if leaf is not None]
+    return [c for c, leaf in zip(cts, leaves, strict=True) if is_type(leaf)]
 
 
 def _without_dead_terms(pull_back, cts, types):
