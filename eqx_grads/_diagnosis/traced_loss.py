@@ -27,6 +27,7 @@ from .._errors import (
     show_path,
     show_tree,
 )
+from .._jaxprs.evaluate import keeping_tracebacks
 from .._jaxprs.structure import holds, is_reference
 from .._tangent_spaces import is_differentiable
 from .layers import own_cells, wrap_layers
@@ -97,7 +98,7 @@ def trace_loss(
         return check_scalar(caller, loss, loss(model, *given[:n], **by_name))
 
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
-    with visible:
+    with visible, keeping_tracebacks():
         try:
             program = _trace(flat_loss, values, wrap=True)
         except Exception:  # the loss needs the very types of its layers, or raises without too

@@ -5,6 +5,7 @@ statuses of an abstract interpretation (`linearity.py`), `None` for known zeros,
 """
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.extend.source_info_util import current_name_stack, user_context
 
-from .current_trace import is_eager
+from .current_trace import is_eager, setting
 from .operands import at, restricted
 from .structure import (
     Call,
@@ -67,8 +68,8 @@ def evaluate(
 
     - `hook`: called as `hook(eqn, values)` for each equation in order. Returns a value for each
         of `eqn.outvars`. It may call `bind`, compute something else, or evaluate the inner
-        programs of the equation with `enter`. Whatever it binds has the name stack, the mesh,
-        the compute type and the line in the user's code of the equation.
+        programs of the equation with `enter`. Whatever it binds has the name stack, the mesh
+        and the compute type of the equation. `eqn.source_info` has the line in the user's code.
     - `constant`: makes a value of a constant of the program.
     """
     jaxpr, env = program.jaxpr, values_of_inputs(program, args, constant)
@@ -198,10 +199,19 @@ def with_fixed_dtypes(carry: list[Any]) -> list[Any]:
 def equation_context(eqn: Any) -> Iterator[None]:
     """Compute what follows where the equation was computed, and under its name.
 
-    This restores the mesh, the compute type, the metadata for XLA, the name stack, and the
-    line in the user's code.
+    This restores the mesh, the compute type, the metadata for XLA and the name stack. See also
+    `keeping_tracebacks`.
     """
-    source = eqn.source_info
-    names = current_name_stack() + source.name_stack
-    with eqn.ctx.manager, user_context(source.traceback, name_stack=names):
+    names = current_name_stack() + eqn.source_info.name_stack
+    traceback = eqn.source_info.traceback if _KEEPS_TRACEBACKS.get() else None
+    with eqn.ctx.manager, user_context(traceback, name_stack=names):
         yield
+
+
+def keeping_tracebacks() -> contextlib.AbstractContextManager[None]:
+    """In this context, what an equation is evaluated to has its line in the user's code. Other
+    code that evaluates may want to know the line of a rule that runs then."""
+    return setting(_KEEPS_TRACEBACKS, True)
+
+
+_KEEPS_TRACEBACKS = contextvars.ContextVar("eqx_grads_keeps_tracebacks", default=False)
