@@ -182,7 +182,7 @@ class ReverseRules(AbstractRules):
         spec = _VjpSpec(call.flat, places, perturbed, of_arrays, indices, kept)
         t_types = [outputs.types[i].to_tangent_aval() for i in indices]
         linear_map = LinearMap(name_of(call.fn), spec.forward, spec.transpose, t_types)
-        ts = linear_call(linear_map, [*stored.values()], at(call.tangents, perturbed))
+        ts = linear_call(linear_map, [*stored.values()], [call.tangents[i] for i in perturbed])
         by_index = dict(zip(indices, ts, strict=True))
         return outputs, arrays, [by_index.get(i) for i in range(len(arrays))]
 
@@ -222,7 +222,7 @@ class _VjpSpec:
     def _split(self, stored):
         """The operands, and the arrays of the residuals."""
         # JAX passes a constant as the Python or NumPy number that it once was.
-        given = at(as_array_list(stored), self.places)
+        given = as_array_list(stored[i] for i in self.places)
         n = len(given) - self.kept.n_operands
         return given[:n], given[n:]
 
