@@ -485,7 +485,7 @@ def test_notes_of_linear_functions():
     class Forgotten(eqx.Module):
         matrix: jax.Array
 
-        @eqg.linear_function
+        @eqg.linear_function(argnum=0)
         def __call__(self, x):
             return self.matrix @ x
 

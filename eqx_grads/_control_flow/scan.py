@@ -25,6 +25,7 @@ from .scan_backward import (
     Loop,
     Online,
     Plain,
+    Truncated,
     with_wide_sums,
 )
 from .scan_body import ScanBody
@@ -242,7 +243,7 @@ def _choose(
     """The method, and the loop that it runs.
 
     If the method can't run the loop, `"auto"` becomes plain scan, and `"replay"` an error that
-    says why. Truncation is part of the body. Each window is run again, unless no step may be.
+    says why. If no step may run again, truncation is part of the body.
     """
     if isinstance(method, Online) and loop.steps != 0:
         reason = loop.why_not_again
@@ -255,17 +256,17 @@ def _choose(
         # The exact method has the derivative of the steps themselves.
         is_visible = steps_are_visible() and not method.approximate
         return (Plain() if is_visible else method), loop
-    if window is not None:
-        loop = cut_loop(loop, window)
+    cut = loop if window is None else cut_loop(loop, window)
     plain = method if isinstance(method, Checkpointed) else Plain()
     if steps_are_visible():
         # One loop over the steps, and not over chunks of them.
         plain = Plain() if isinstance(plain, Plain) else Checkpointed(1)
-        return plain, dataclasses.replace(loop, unroll=1)
+        return plain, dataclasses.replace(cut, unroll=1)
     # Without `jit`, JAX's loops are written out, and there is nothing to trace.
     if loop.steps == 0 or is_jit_disabled():
-        return plain, loop
-    window = window if loop.why_not_again is None else None
+        return plain, cut
+    if window is not None and loop.why_not_again is not None:
+        window, loop = None, cut
     loop = loop if window is None else with_wide_sums(loop)
     part = loop if window is None else dataclasses.replace(loop, steps=window)
     if isinstance(method, Replayed) and (reason := method.unsupported(part)) is not None:
@@ -273,7 +274,7 @@ def _choose(
             raise cannot_replay(reason)
         log_choice(loop.steps, loop.init, f"plain scan, as {reason}")
         method = Plain()
-    return (method if window is None else Checkpointed(window, method)), loop
+    return (method if window is None else Truncated(window, method)), loop
 
 
 def _as_unroll(unroll: Any) -> int | bool:

@@ -89,20 +89,29 @@ class Plain(AbstractMethod):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpointed(AbstractMethod):
-    """Save the carry of each `every`-th step, and recompute so many steps at a time. `inner`
-    is the method of these steps."""
+    """Save the carry of each `every`-th step, and recompute so many steps at a time.
+
+    - `inner`: the method of these steps.
+    - `cut`: no derivative passes through the carry that leaves them.
+    """
 
     every: int
     inner: AbstractMethod = Plain()
+    cut: bool = False
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         # Within a loop, XLA can't undo the recomputation by common subexpression elimination.
         prevent_cse = loop.steps < 2 * self.every
         is_unrolled = loop.unroll is True or loop.unroll > 1
+
+        def again(run, *args):
+            carry, ys = jax.checkpoint(run, prevent_cse=prevent_cse)(*args)
+            with jax.named_scope(TRUNCATION if self.cut else ""):
+                return (jax.lax.stop_gradient(carry) if self.cut else carry), ys
+
         if self.every == 1 and not is_unrolled:
             # Chunks of one step have an axis of length one, for which XLA copies all of `xs`.
-            body = jax.checkpoint(loop.body, prevent_cse=prevent_cse)
-            return dataclasses.replace(loop, body=body).run()
+            return dataclasses.replace(loop, body=ft.partial(again, loop.body)).run()
 
         # Not `static_argnums`, with which JAX keeps the tracers that the body closes over.
         def run(steps, carry, xs):
@@ -110,8 +119,7 @@ class Checkpointed(AbstractMethod):
 
         def one_chunk(carry, inputs, _):
             xs, others = inputs
-            of_chunk = ft.partial(run, (xs or others)[0].shape[0])
-            return jax.checkpoint(of_chunk, prevent_cse=prevent_cse)(carry, xs)
+            return again(ft.partial(run, (xs or others)[0].shape[0]), carry, xs)
 
         # The index says how many steps there are, even without `xs`.
         inputs = loop.xs, [] if loop.xs else [loop.step_index]
@@ -138,12 +146,37 @@ class Online(AbstractMethod):
         return online_scan(consts, init, loop.xs, loop.step_index, body=body, options=options)
 
 
+@dataclasses.dataclass(frozen=True)
+class Truncated(AbstractMethod):
+    """Cut the derivative of the carry after each window, and save the carry there. `inner` is
+    the method of the steps of a window."""
+
+    window: int
+    inner: AbstractMethod
+
+    def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
+        """The last window, whose carry is not cut, is apart from the loop over all others. So
+        this loop needs no cotangent of a carry."""
+        n = (loop.steps - 1) // self.window * self.window
+        border, order = (loop.steps - n, -1) if loop.reverse else (n, 1)
+        first, last = [slice(border), slice(border, None)][::order]
+        part = lambda of, **changes: dataclasses.replace(
+            loop, xs=[x[of] for x in loop.xs], **changes
+        )
+        in_windows = Checkpointed(self.window, self.inner, cut=True)
+        carry, ys = in_windows.run(part(first, steps=n))
+        last_window = part(last, steps=loop.steps - n, init=carry)
+        carry, last_ys = Checkpointed(last_window.steps, self.inner).run(last_window)
+        parts = [ys, last_ys][::order]
+        return carry, list(map(jnp.concatenate, zip(*parts, strict=True)))
+
+
 TRUNCATION = "eqg_truncate"  # in the name stack of what cuts the derivative
 
 
 def cut_loop(loop: Loop, window: int) -> Loop:
-    """The loop, with a body that cuts the derivative of its carry at the start of each window.
-    The index of the step is the first of its `xs`."""
+    """The loop, with a body that cuts the derivative of its carry at the start of each window,
+    for steps that can't run again. The index of the step is the first of its `xs`."""
 
     def body(carry, x):
         index, *x = x

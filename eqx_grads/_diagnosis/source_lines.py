@@ -15,7 +15,6 @@ import jaxtyping
 from jax.extend.core import ClosedJaxpr
 
 from .. import safe
-from .._jaxprs.evaluate import traceback_of
 from .._jaxprs.structure import Call, CallWithRule, structure
 from .._jaxprs.versions import function_name
 
@@ -90,7 +89,7 @@ _INSTALLED = tuple(
 
 def _frames(eqn: Any) -> list[Any]:
     """Innermost first."""
-    traceback = traceback_of(eqn)
+    traceback = eqn.source_info.traceback
     return list(traceback.frames) if traceback else []
 
 
@@ -108,7 +107,7 @@ def source_line(eqn: Any) -> SourceLine:
         return UNKNOWN
     outer = frames[inside[-1]] if inside else None
     library = f"{_package_path(outer.file_name)}:{outer.line_num}" if outer else ""
-    return _line_at(traceback_of(eqn), users or inside[-1:], library)
+    return _line_at(eqn.source_info.traceback, users or inside[-1:], library)
 
 
 def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:

@@ -7,7 +7,7 @@ import inspect
 import pathlib
 import types
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
@@ -67,14 +67,14 @@ def check_option(caller: str, option: str, x: Any, known: Collection[str]) -> No
         raise bad_argument(caller, option, "known", x, do)
 
 
-def is_pair(result: Any) -> bool:
+def is_pair(result: Any) -> TypeGuard[tuple[Any, Any]]:
     return isinstance(result, tuple | list) and len(result) == 2
 
 
 def pair_of(result: Any, what: str, place: str, do: str) -> tuple[Any, Any]:
     """The pair that `what`, a function of the user, returned, or an error."""
     if is_pair(result):
-        return result[0], result[1]
+        return result
     returned = f"it returned {show_tree(result)}"
     raise rule_error(f"{what} did not return a pair.", returned, place, do=do)
 

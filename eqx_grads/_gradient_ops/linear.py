@@ -286,11 +286,8 @@ def _mask_of_each_leaf(mask, x) -> list[Any]:
                 "To multiply a gradient by numbers, use `eqx_grads.scale_gradient`.",
             )
         check_broadcasts_to_leaf("mask_gradient", "mask", m, path, leaf)
-    return [m if isinstance(m, jax.Array) else _bool_or_array(m) for m in masks]
-
-
-def _bool_or_array(mask):
-    return jnp.asarray(mask) if np.ndim(mask) else bool(mask)
+    is_bool = lambda m: not isinstance(m, jax.Array) and np.ndim(m) == 0
+    return [bool(m) if is_bool(m) else jnp.asarray(m) for m in masks]
 
 
 def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:

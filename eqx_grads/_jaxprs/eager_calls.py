@@ -56,7 +56,7 @@ def compile_eager_calls(run: Callable[P, T]) -> Callable[P, T]:
         _CALL.leaves = leaves
         try:
             arrays, static = jitted(list(filter(_is_array, leaves)))
-        except (_IsNew, *_LOOKS_AT_VALUES):  # it may work outside of `jax.jit`
+        except (_IsNew, jax.errors.JAXTypeError):  # it looks at values, or returns a function
             return run(*args, **kwargs)
         finally:
             _CALL.leaves = None
@@ -66,11 +66,6 @@ def compile_eager_calls(run: Callable[P, T]) -> Callable[P, T]:
 
 
 _CALL = threading.local()  # the `leaves` of the call that is being traced
-_LOOKS_AT_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 _MOST = 1024  # programs of a function of the library
 
 

@@ -6,14 +6,13 @@ statuses of an abstract interpretation (`linearity.py`), `None` for known zeros,
 
 import contextlib
 import contextvars
-import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.source_info_util import current_name_stack, user_context
 
 from .current_trace import is_eager, setting
 from .operands import at, restricted
@@ -200,43 +199,19 @@ def with_fixed_dtypes(carry: list[Any]) -> list[Any]:
 def equation_context(eqn: Any) -> Iterator[None]:
     """Compute what follows where the equation was computed, and under its name.
 
-    This restores the mesh, the compute type, the metadata for XLA and the name stack. The line
-    in the user's code can't be restored: no public API evaluates one equation
-    (https://github.com/jax-ml/jax/pull/7417). See `keeping_tracebacks`.
+    This restores the mesh, the compute type, the metadata for XLA and the name stack. See also
+    `keeping_tracebacks`.
     """
-    names = str(eqn.source_info.name_stack)
-    if _KEEPS_TRACEBACKS.get() and not re.search(_TRACEBACK, names):
-        names = f"{names}/{_name_of_traceback(eqn)}".strip("/")
-    with eqn.ctx.manager, jax.named_scope(names) if names else contextlib.nullcontext():
+    names = current_name_stack() + eqn.source_info.name_stack
+    traceback = eqn.source_info.traceback if _KEEPS_TRACEBACKS.get() else None
+    with eqn.ctx.manager, user_context(traceback, name_stack=names):
         yield
 
 
 def keeping_tracebacks() -> contextlib.AbstractContextManager[None]:
-    """In this context, what an equation is evaluated to has a name from which `traceback_of`
-    finds the traceback of that equation. It is for code that shows lines of the user's code."""
+    """In this context, what an equation is evaluated to has its line in the user's code. Other
+    code that evaluates may want to know the line of a rule that runs then."""
     return setting(_KEEPS_TRACEBACKS, True)
 
 
-def traceback_of(eqn: Any) -> Any:
-    """The traceback of an equation, or of the equation that was evaluated to it."""
-    found = re.findall(_TRACEBACK, str(eqn.source_info.name_stack))
-    return _TRACEBACKS[int(found[-1])] if found else eqn.source_info.traceback
-
-
-def _name_of_traceback(eqn: Any) -> str:
-    traceback = eqn.source_info.traceback
-    if traceback is None:
-        return ""
-    # The names may outlive the context, as JAX keeps what it traced, and so do the numbers.
-    with _NUMBERING:  # or two threads give the same number
-        number = _NUMBERS.setdefault(traceback, len(_TRACEBACKS))
-        if number == len(_TRACEBACKS):
-            _TRACEBACKS.append(traceback)
-    return f"eqg_traceback_{number}"
-
-
-_TRACEBACK = r"eqg_traceback_(\d+)"
-_TRACEBACKS: list[Any] = []
-_NUMBERS: dict[Any, int] = {}
-_NUMBERING = threading.Lock()
 _KEEPS_TRACEBACKS = contextvars.ContextVar("eqx_grads_keeps_tracebacks", default=False)

@@ -4,7 +4,7 @@ import functools as ft
 from collections.abc import Callable
 from typing import Any
 
-from .._errors import check_function, name_of, place_of, rule_error, show_tree
+from .._errors import check_function, is_pair, name_of, place_of, rule_error, show_tree
 from .custom_vjp import custom_vjp
 from .rule import Rule
 
@@ -54,15 +54,21 @@ def custom_gradient(fn: Callable[..., Any]) -> Any:
 
     check_function(fn, "fn", "custom_gradient")
 
-    @ft.wraps(fn)
-    def value(*args, **kwargs):
-        return _value_and_gradient(fn, fn(*args, **kwargs))[0]
+    name, place = name_of(fn), place_of(fn)
+    do = "Return `out, gradient`, where `gradient(ct)` returns the cotangents of the arguments."
 
     def fwd(*args, **kwargs):
-        return _value_and_gradient(fn, fn(*args, **kwargs))
+        result = fn(*args, **kwargs)
+        if not is_pair(result) or not callable(result[1]):
+            what, returned = "return a value and a function", f"it returned {show_tree(result)}"
+            raise rule_error(f"`{name}` did not {what}.", returned, place, do=do)
+        return result
+
+    @ft.wraps(fn)
+    def value(*args, **kwargs):
+        return fwd(*args, **kwargs)[0]
 
     decorated = custom_vjp(value)
-    name = name_of(fn)
     decorated._rules.fwd_rule = Rule(fwd, name=name, source=fn)
     bwd_name = f"gradient, returned by {name}"
     decorated._rules.bwd_rule = Rule(_custom_gradient_bwd, name=bwd_name, source=fn)
@@ -74,15 +80,3 @@ def _custom_gradient_bwd(gradient, ct, *, perturbed):
     if isinstance(cts, tuple | list) and len(cts) == len(perturbed):
         return tuple(cts)
     return (cts,) if len(perturbed) == 1 else cts
-
-
-def _value_and_gradient(fn, result):
-    if not isinstance(result, tuple | list) or len(result) != 2 or not callable(result[1]):
-        raise rule_error(
-            f"`{name_of(fn)}` did not return a value and a function.",
-            f"it returned {show_tree(result)}",
-            place_of(fn),
-            do="Return `out, gradient`, where `gradient(ct)` returns the cotangents of the "
-            "arguments.",
-        )
-    return result[0], result[1]

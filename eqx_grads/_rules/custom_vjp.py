@@ -174,13 +174,15 @@ class ReverseRules(AbstractRules):
         if not indices:
             return outputs, arrays, [None] * len(arrays)
         kept, kept_operands = ClosedTree.split(residuals, is_array)
-        types = [jax.typeof(x) for x in call.operands]
         of_arrays = OutputSpec(outputs.split.without_static(), outputs.types)
-        spec = _VjpSpec(call.flat, types, perturbed, of_arrays, indices, kept)
+        # An operand that is also a residual is stored once.
+        given = [*call.operands, *kept_operands]
+        stored = {id(x): x for x in given}
+        places = list(map(list(stored).index, map(id, given)))
+        spec = _VjpSpec(call.flat, places, perturbed, of_arrays, indices, kept)
         t_types = [outputs.types[i].to_tangent_aval() for i in indices]
         linear_map = LinearMap(name_of(call.fn), spec.forward, spec.transpose, t_types)
-        operands = [*call.operands, *kept_operands]
-        ts = linear_call(linear_map, operands, [call.tangents[i] for i in perturbed])
+        ts = linear_call(linear_map, [*stored.values()], [call.tangents[i] for i in perturbed])
         by_index = dict(zip(indices, ts, strict=True))
         return outputs, arrays, [by_index.get(i) for i in range(len(arrays))]
 
@@ -211,15 +213,21 @@ class _VjpSpec:
     arrays. JAX keeps it with the program, so it holds no tracer."""
 
     flat: FlatCall
-    types: list[Any]  # of the operands
+    places: list[int]  # of the operands, and then of the residuals, in what is stored
     perturbed: list[int]  # which of the positional arrays have a tangent
     outputs: OutputSpec
     out_indices: list[int]  # which of the outputs have a tangent
     kept: ClosedTree  # the residuals of the user's
 
-    def forward(self, residuals, live_ts):
-        residuals, live_ts = as_array_list(residuals), as_array_list(live_ts)
-        operands = residuals[: len(self.types)]
+    def _split(self, stored):
+        """The operands, and the arrays of the residuals."""
+        # JAX passes a constant as the Python or NumPy number that it once was.
+        given = as_array_list(stored[i] for i in self.places)
+        n = len(given) - self.kept.n_operands
+        return given[:n], given[n:]
+
+    def forward(self, stored, live_ts):
+        operands, live_ts = self._split(stored)[0], as_array_list(live_ts)
         if self.flat.rules.jvp_rule is None:
             return self._forward_of_function(operands, live_ts)
         ts = fill([None] * self.flat.n_args, self.perturbed, live_ts)
@@ -243,14 +251,13 @@ class _VjpSpec:
             )
             raise
 
-    def transpose(self, residuals, cts):
-        # JAX passes a constant as the Python or NumPy number that it once was.
-        residuals = as_array_list(residuals)
+    def transpose(self, stored, cts):
+        operands, residuals = self._split(stored)
         is_ready = lambda ct: ct is None or isinstance(ct, jax.Array)
         cts = [ct if is_ready(ct) else jnp.asarray(ct) for ct in cts]
-        call = RuleCall.of(self.flat, residuals[: len(self.types)], [])
+        call = RuleCall.of(self.flat, operands, [])
         rule = call.rules.bwd_rule
-        kept = self.kept.tree(residuals[len(self.types) :])
+        kept = self.kept.tree(residuals)
 
         def pull_back(*cts):
             by_index = dict(zip(self.out_indices, cts, strict=True))
@@ -281,9 +288,10 @@ class _VjpSpec:
                 rule.place,
                 do=advice_on_cotangents(result),
             )
-        types = self.types[: self.flat.n_args]
-        if not all(isinstance(arg, jax.Array) for arg in args):
-            types = self.flat.args.mirror(types, arrays=call.operands[: self.flat.n_args])
+        operands = call.operands[: self.flat.n_args]
+        types = list(map(jax.typeof, operands))
+        if not all(map(is_array, args)):
+            types = self.flat.args.mirror(types, arrays=operands)
         cts = []
         for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
             cts.extend(_project(call.fn, rule, ct_arg, arg, type_, self.flat.names, i))
@@ -292,7 +300,7 @@ class _VjpSpec:
 
 def _project(fn, rule, ct, arg, types, names, i):
     # Most cotangents are what they should be, and this is where an eager one is quick.
-    if isinstance(ct, jax.Array) and jax.typeof(ct) == types:
+    if is_array(ct) and jax.typeof(ct) == types:
         return [ct]
 
     def fail(*where, do):

@@ -199,7 +199,7 @@ def linear_function(
     matvec: Callable[..., Any] | None = None,
     rmatvec: Callable[..., Any] | None = None,
     *,
-    argnum: int = 0,
+    argnum: int | None = None,
 ) -> Any:
     r"""Give a linear function its own adjoint.
 
@@ -242,8 +242,8 @@ def linear_function(
         a complex map it is the adjoint $A^H y$, as in `scipy.sparse.linalg.LinearOperator`, and
         not the transpose. For a symmetric map, give `matvec` again. Or define it later with
         `def_rmatvec`.
-    - `argnum`: the position of the linear argument. A method of a Module has the parameters in
-        `self`, and `argnum=1`.
+    - `argnum`: the position of the linear argument, the first one by default. A method of a
+        Module has the parameters in `self`, and needs `argnum=1`.
 
     **Returns:**
 
@@ -273,7 +273,7 @@ def linear_function(
     if matvec is None:
         return lambda matvec: linear_function(matvec, rmatvec, argnum=argnum)
     fn, binding = unwrap_method(matvec, "matvec", "linear_function")
-    rules = _Adjoint(fn, _as_argnum(argnum))
+    rules = _Adjoint(fn, _as_argnum(argnum, fn))
     function = LinearFunction(fn=fn, _rules=rules, _binding=binding)
     set_metadata(function, fn)
     if rmatvec is not None:
@@ -281,8 +281,14 @@ def linear_function(
     return function
 
 
-def _as_argnum(argnum):
-    number = as_integer(argnum)
+def _as_argnum(argnum, fn):
+    if argnum is None and Signature(fn).by_position[:1] == ["self"]:
+        what = (
+            f"`{name_of(fn)}` is a method, and may be linear in `self` or in another argument."
+        )
+        do = "Give `argnum=1` for the first argument after `self`, or `argnum=0` for `self`."
+        raise rule_error(what, place_of(fn), do=do)
+    number = 0 if argnum is None else as_integer(argnum)
     if number is None or number < 0:
         do = "Give an integer: 0 is the first argument, 1 is the first one after `self`."
         what = "the position of an argument"

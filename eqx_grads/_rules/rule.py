@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr
 
 from .._errors import (
     check_flags,
+    is_pair,
     name_of,
     pair_of,
     place_of,
@@ -141,6 +142,8 @@ class Rule(Rebuildable):
 
     def pair(self, result: Any, kind: str, fn: Any, do: str) -> tuple[Any, Any]:
         """The pair that a rule of `fn` returned, or an error. `kind` is the kind of rule."""
+        if is_pair(result):
+            return result
         return pair_of(result, f"{kind} `{self.name}` of `{name_of(fn)}`", self.place, do)
 
     def keywords(self, kwargs: dict[str, Any], filled: frozenset[str]) -> dict[str, Any]:
@@ -309,10 +312,11 @@ def check_outputs(
     if expected is None:
         compute = ft.partial(outputs_of_function, call.flat, call.operands)
         expected = call.rules.cache.get(call, "outputs", compute)
+        if expected is None or expected.agrees(outputs):
+            return
         # A function may depend on more than its arguments (the size of a named axis, a global
         # variable), and so on more than was remembered.
-        if expected is not None and not expected.agrees(outputs):
-            expected = compute()
+        expected = compute()
     require_same(rule, "The rule", call.fn, outputs, expected, do=do)
 
 

@@ -72,7 +72,7 @@ class TreeSplit:
     def tree(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> Any:
         """The tree with these arrays."""
         leaves = self.leaves(arrays, static)
-        return leaves[0] if self.treedef is _LEAF else jax.tree.unflatten(self.treedef, leaves)
+        return leaves[0] if self.treedef is _LEAF else self.treedef.unflatten(leaves)
 
     def leaves(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> list[Any]:
         """The leaves of the tree with these arrays."""
@@ -104,9 +104,10 @@ class ClosedTree:
     """A tree without its arrays, and without the tracers that its functions capture: these are
     the last operands."""
 
-    def __init__(self, split: TreeSplit, closures: ClosureTemplate | None):
+    def __init__(self, split: TreeSplit, closures: ClosureTemplate | None, n_operands: int):
         self._split = split
         self._closures = closures
+        self.n_operands = n_operands
 
     @staticmethod
     def split(
@@ -115,10 +116,11 @@ class ClosedTree:
         """The tree without its operands, and these."""
         split, arrays = TreeSplit.split(tree, is_dynamic)
         if not split.has_static:
-            return ClosedTree(split, None), arrays
+            return ClosedTree(split, None, len(arrays)), arrays
         closures, captured = lift_tracers(split.static)
         split.static = closures.items
-        return ClosedTree(split, closures), [*arrays, *captured]
+        arrays = [*arrays, *captured]
+        return ClosedTree(split, closures, len(arrays)), arrays
 
     def tree(self, operands: Sequence[Any]) -> Any:
         """The tree with these operands."""

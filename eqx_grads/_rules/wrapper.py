@@ -1,7 +1,6 @@
 """The Module that a decorator returns: metadata, methods, copies, pickles (clause 9)."""
 
 import abc
-import dataclasses
 import functools as ft
 import importlib
 import sys
@@ -161,13 +160,9 @@ def reduce_by_name(wrapper: Any, fn: Any) -> Any:
         found = _find(fn.__module__, fn.__qualname__) if _is_named(fn) else None
     except (KeyError, AttributeError):
         found = None
-    is_same = found is wrapper or (
-        type(found) is type(wrapper)
-        and isinstance(found, eqx.Module)
-        and _parts(found) == _parts(wrapper)
-    )
+    # In a tree that was rebuilt, a wrapper is another object of the same parts.
+    is_same = type(found) is type(wrapper) and vars(found) == vars(wrapper)
     if is_same and not (fn.__module__ == "__main__" and _is_pickled_by_value()):
-        # In a tree that was rebuilt, a wrapper is another object of the same parts.
         by_name = (fn.__module__, fn.__qualname__)
         return fn.__qualname__ if found is wrapper else (_import, by_name)
     # The state comes after the object, as the function may refer to it.
@@ -181,10 +176,6 @@ def _import(module: str, qualname: str) -> Any:
 
 def _find(module: str, qualname: str) -> Any:
     return ft.reduce(getattr, qualname.split("."), sys.modules[module])
-
-
-def _parts(wrapper: Any) -> list[int]:
-    return [id(getattr(wrapper, field.name)) for field in dataclasses.fields(wrapper)]
 
 
 def _empty(cls):

@@ -108,14 +108,7 @@ def _product_jvp(primals, tangents):
 
 def _linear_product(factor, tangent):
     """`_product`, for JAX to transpose: the cotangent may be the zero just as well."""
-    linear_map = LinearMap("zero_wins", _multiply, _multiply_transposed, [jax.typeof(tangent)])
+    multiply = lambda factors, ts: [t if t is None else _product(factors[0], t) for t in ts]
+    linear_map = LinearMap("zero_wins", multiply, multiply, [jax.typeof(tangent)])
     (out,) = linear_call(linear_map, [factor], [tangent])
     return out
-
-
-def _multiply(residuals, tangents):
-    return [_product(residuals[0], tangents[0])]
-
-
-def _multiply_transposed(residuals, cts):
-    return cts if cts[0] is None else _multiply(residuals, cts)

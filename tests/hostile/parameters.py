@@ -355,7 +355,7 @@ of("host_function", "step", 1e-3, _STEP)
 of("", "max_rule_calls", 256, ANY_SIZE)
 _VMAP = ("sequential", "sequential_unrolled", "expand_dims", "broadcast_all")
 of("", "vmap_method", "sequential", d.one_of(*_VMAP))
-of("", "argnum", 0, d.integer(0, 0))
+of("", "argnum", 0, d.optional(d.integer(0, 0)))
 
 # ---------------------------------------------------------------- rules and checks
 
