@@ -20,7 +20,7 @@ from ..._jaxprs.evaluate import evaluate
 from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, Scan, structure
 from ..origins import Origin
 from ..report import AbstractRecord
-from ..source_lines import UNKNOWN
+from ..source_lines import function_file, is_users_file, rule_line, UNKNOWN
 from ..traced_loss import TracedLoss
 
 
@@ -103,6 +103,16 @@ class Source:
         )
 
 
+def _in_function(origin: Origin | None, eqn: Any) -> Origin | None:
+    """The origin; for a rule of this library that calls the user's function, such as the step
+    of a `filter_scan`, with the line in this function."""
+    known = None if origin is None else structure(origin.eqn)
+    if isinstance(known, CallWithRule) and not is_users_file(function_file(*known.programs)):
+        if (line := rule_line(eqn)).file:
+            return dataclasses.replace(origin, source=line, primitive=eqn.primitive.name)
+    return origin
+
+
 _USE_SCAN = (
     "Only reverse mode keeps anything for a backward pass. A `while_loop` has no reverse "
     "mode: use a `scan`, or `eqg.filter_while_loop` with `max_steps`. If `jax.grad` of the "
@@ -171,8 +181,8 @@ class Gradient:
         """The sources of the outputs of a program. `around`: the equation that it is in."""
 
         def hook(eqn, values):
-            origin = self._origin_of(eqn) or around
             name = eqn.primitive.name
+            origin = _in_function(self._origin_of(eqn) or around, eqn)
             if name in _NO_COPY and values[0].made.kind == "input":
                 return values[:1]  # takes no new memory
             made = [Made(v.aval, "computed", name, origin) for v in eqn.outvars]

@@ -214,16 +214,18 @@ class Births(AbstractCarrier[Value]):
         flags = interpret_equation(place.eqn, flags, _FLAGS).outs
         n, m = known.n_before_carry, known.n_before_carry + known.n_carry
         values = [*values[:n], *map(_flagged, values[n:m], flags), *values[m:]]
-        done = None
-        if all(v.nan is None for v in values) and self._is_long(known):
+        done, has_nan = None, any(v.nan is not None for v in values)
+        if self._is_long(known) and (not has_nan or any(flag & 1 for flag in flags)):
             outs = self._bind(place.eqn, [v.x for v in values])
             # Why a cotangent is zero is not known of a loop that runs compiled.
             has_zeros = any(
                 flag & 1 and not np.all(x) for x, flag in zip(outs, flags, strict=True)
             )
             if not has_zeros and not any(map(is_nonfinite, outs)):
+                if has_nan:
+                    return self._equation(place, values)
                 return list(map(_flagged, map(Value, outs), flags))
-            is_plain = not any(v.is_ct or is_nonfinite(v.x) for v in values)
+            is_plain = not any(v.is_ct or has_nan or is_nonfinite(v.x) for v in values)
             done = _good_steps(known, values) if is_plain and isinstance(known, Scan) else None
         return enter(place, values, self, done)
 

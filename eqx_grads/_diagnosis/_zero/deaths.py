@@ -169,9 +169,10 @@ class Deaths(AbstractCarrier[Fact]):
 
     def _branch(self, place, values) -> list[Fact]:
         outs, decided = list(enter(place, values, self)), values[0].died
-        moves = any(f.t is not None for f in values)
+        reads = operands_of_outputs(place.eqn)
         for k, f in enumerate(outs):
             if f.t is None:
+                moves = any(values[i].t is not None for i in reads[k])
                 own = {self._death(place, k, values)} if moves and not f.died else NONE
                 outs[k] = f._replace(died=f.died | decided | own)
         return outs

@@ -32,7 +32,7 @@ from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..pairs import is_inexact
 from ..parameters import no_parameters, remark_on
 from ..progress import doing, showing_progress
-from ..report import show_list
+from ..report import count, show_list
 from ..source_lines import is_stop_gradient, safe_function
 from ..traced_loss import TracedLoss
 from .advice import cure_of, kind_without_derivative
@@ -43,6 +43,7 @@ from .report import ZeroGradient, ZeroReport
 
 # The time to find where a cotangent ends in reverse mode.
 _SECONDS = 30.0
+_MOST_REMARKS = 4
 
 
 @showing_progress("explain_zero")
@@ -158,7 +159,7 @@ def explain_traced(
         raise no_gradient(loss, traced, error) from error
     sized = [i for i in range(len(traced.leaves)) if traced.values[i].size]
     noise = {traced.leaves[i]: x for i, x in rounding_errors(traced, gradient).items()}
-    remarks = []
+    remarks, at_points = [], []
     if gradient.error is not None:
         why = ": ".join([type(gradient.error).__name__, *str(gradient.error).splitlines()[:1]])
         remarks.append(
@@ -167,7 +168,7 @@ def explain_traced(
             "`max_steps`; for a solver, `eqg.implicit`."
         )
     else:
-        remarks += _dead_units(traced, gradient, noise)
+        remarks += _first(_dead_units(traced, gradient, noise))
     bad = [i for i in sized if not np.all(np.isfinite(gradient.gradients[i]))]
     zero = [i for i in sized if i not in bad and not np.any(gradient.gradients[i])]
     explanation, found = _Explanation(traced, gradient, zero), []
@@ -182,7 +183,8 @@ def explain_traced(
             text = f" is at a kink, and the other side has a slope: {text}"
         elif text := staircase(change, rounding):
             text = f": the loss is flat here, but changes over longer steps: {text}"
-        remarks += [f"{traced.leaves[i]}{text}."] if text else []
+        at_points += [f"{traced.leaves[i]}{text}."] if text else []
+    remarks += _first(at_points)
     not_finite = [traced.leaves[i] for i in bad]
     if bad:
         names = show_list(not_finite, 8)
@@ -197,6 +199,12 @@ def explain_traced(
     return ZeroReport(found, len(sized), remarks, noise, not_finite)
 
 
+def _first(remarks: list[str]) -> list[str]:
+    rest = len(remarks) - _MOST_REMARKS
+    more = [f"And so for {count(rest, 'more leaf', 'more leaves')}."] if rest > 0 else []
+    return [*remarks[:_MOST_REMARKS], *more]
+
+
 class _Explanation:
     """The causes of zero gradients in one loss."""
 
@@ -205,6 +213,7 @@ class _Explanation:
         self._died: dict[int, Died] = {}
         self._directions = directions(traced)
         self._moving: set[int] = set()
+        self._used: dict[int, bool] = {}
         program = traced.program.jaxpr
         used = set(free_variables(program.eqns, program.outvars)) if zero else ()
         self._follow([i for i in zero if program.invars[i] in used])
@@ -305,7 +314,9 @@ class _Explanation:
         origin = self._origin_of(death.place)
         kind, factor = kind_of_death(death)
         detail, made, by_structure = "", origin, kind == NO_DERIVATIVE
-        if by_structure:
+        if by_structure and not self._is_used(origin):
+            kind, by_structure = "not selected", False
+        elif by_structure:
             kind = kind_without_derivative(self._numbered.around(origin))
         elif factor is not None and kind == "multiplied by zero":
             made = self._made(factor)
@@ -323,6 +334,17 @@ class _Explanation:
             by_structure=by_structure,
             cure=cure_of(kind, origin.primitive, self._safe_function(origin, made)),
         )
+
+    def _is_used(self, origin: Origin) -> bool:
+        """Whether the loss changes if the results of an operation are NaN."""
+        if origin.number not in self._used:
+            outs = [v.aval for v in origin.eqn.outvars]
+            nans = lambda _: [jnp.full(x.shape, jnp.nan, x.dtype) for x in outs]
+            loss = self._numbered.replaced({origin.number: nans})
+            self._used[origin.number] = not all(map(is_inexact, outs)) or not np.isfinite(
+                loss(*self.traced.values)
+            )
+        return self._used[origin.number]
 
     def _made(self, factor: Fact) -> Origin | str:
         return factor.made if isinstance(factor.made, str) else self._origin_of(factor.made)
