@@ -148,10 +148,22 @@ def calmed(x):
 
 
 class Births(AbstractCarrier[Value]):
-    """The births in a derivative, in the order in which they happen, and the zeros."""
+    """The births in a derivative, in the order in which they happen, and the zeros.
 
-    def __init__(self, derivative: Derivative, threshold: float | None, deadline: float):
+    - `is_bad`: whether the loss is not finite. Then long loops of cotangents run compiled, if
+        these are finite: what a NaN of the loss meets there is not a cause.
+    """
+
+    def __init__(
+        self,
+        derivative: Derivative,
+        threshold: float | None,
+        deadline: float,
+        *,
+        is_bad: bool = False,
+    ):
         self.derivative, self.threshold, self.deadline = derivative, threshold, deadline
+        self.is_bad = is_bad
         self.births: list[Birth] = []
         self.zeros = Zeros(derivative, self._bind)
         self.sets: list[frozenset[int]] = [frozenset()]
@@ -215,13 +227,12 @@ class Births(AbstractCarrier[Value]):
         n, m = known.n_before_carry, known.n_before_carry + known.n_carry
         values = [*values[:n], *map(_flagged, values[n:m], flags), *values[m:]]
         done, has_nan = None, any(v.nan is not None for v in values)
-        if self._is_long(known) and (not has_nan or any(flag & 1 for flag in flags)):
+        is_rest = self.is_bad and any(flag & 1 for flag in flags)
+        if self._is_long(known) and (is_rest or not has_nan):
             outs = self._bind(place.eqn, [v.x for v in values])
             # Why a cotangent is zero is not known of a loop that runs compiled.
-            has_zeros = any(
-                flag & 1 and not np.all(x) for x, flag in zip(outs, flags, strict=True)
-            )
-            if not has_zeros and not any(map(is_nonfinite, outs)):
+            zeros = (f & 1 and not np.all(x) for x, f in zip(outs, flags, strict=True))
+            if (is_rest or not any(zeros)) and not any(map(is_nonfinite, outs)):
                 if has_nan:
                     return self._equation(place, values)
                 return list(map(_flagged, map(Value, outs), flags))

@@ -165,7 +165,8 @@ def _explain(
     if gradient is None and error is not None and not is_check:
         raise no_gradient(loss, traced, error) from error
     derivative = differentiate(NumberedLoss(traced))
-    births = Births(derivative, threshold, time.monotonic() + seconds)
+    deadline, is_bad = time.monotonic() + seconds, not np.isfinite(value)
+    births = Births(derivative, threshold, deadline, is_bad=is_bad)
     carried = births.run()
     if gradient is None and carried is not None:
         value = float(carried[0].truth)
