@@ -15,7 +15,7 @@ from ..progress import doing, showing_progress
 from ..traced_loss import trace_loss, TracedLoss
 from .checkpoints import Candidate, candidates
 from .maps import MapCall, seeing_maps
-from .report import MemoryReport
+from .report import MemoryAdvice, MemoryReport
 from .residuals import Gradient
 
 
@@ -116,20 +116,18 @@ def explain_memory(
     needed = _compiled_bytes(traced) if compiled else None
     least = _LEAST_SAVING * max(gradient.total, needed or 0)
     found = candidates(numbered, gradient.sources, maps, again)
-    tried = _tried(found, gradient, traced, least)
-    records = sorted(gradient.residuals(), key=lambda r: -r.bytes)
-    return MemoryReport(
-        [r for r in records if r.kind != "input"],
-        [r for r in records if r.kind == "input"],
-        needed,
-        [c.advice for c in tried],
-    )
+    advice = _tried(found, gradient, traced, least)
+    leaves = dict(zip(traced.inputs, traced.leaves, strict=False))
+    records = [s.record(leaves.get(s.made.name, "")) for s in gradient.sources]
+    records.sort(key=lambda r: -r.bytes)
+    kept = [r for r in records if r.kind != "input"]
+    return MemoryReport(kept, [r for r in records if r.kind == "input"], needed, advice)
 
 
 def _tried(
     found: Iterable[Candidate], gradient: Gradient, traced: TracedLoss, least: float
-) -> list[Candidate]:
-    """The most promising candidates, applied, with what each saves; the best one first."""
+) -> list[MemoryAdvice]:
+    """The advice of the most promising candidates, applied; the best one first."""
     most = lambda c: sum(gradient.sources[i].bytes for i in c.covers) - c.again
     promising = sorted((c for c in found if most(c) > least), key=most, reverse=True)
     tried = []
@@ -141,9 +139,8 @@ def _tried(
             continue
         saves = gradient.total - left
         if saves > least:
-            advice = dataclasses.replace(candidate.advice, saves=int(saves))
-            tried.append(dataclasses.replace(candidate, advice=advice))
-    return sorted(tried, key=lambda c: -c.advice.saves)
+            tried.append(dataclasses.replace(candidate.advice, saves=int(saves)))
+    return sorted(tried, key=lambda advice: -advice.saves)
 
 
 def _compiled_bytes(traced: TracedLoss) -> int | None:

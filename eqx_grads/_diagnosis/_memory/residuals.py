@@ -81,21 +81,16 @@ class Source:
     def bytes(self) -> int:
         return self.steps * bytes_of(self.made.aval)
 
-    @property
-    def path(self) -> str:
-        return "" if self.made.origin is None else self.made.origin.path
-
     def record(self, leaf: str) -> Residual:
-        """- `leaf`: the path of an input of the loss in the model."""
+        """- `leaf`: the path of an input of the loss in the model, or empty."""
         made, origin = self.made, self.made.origin
-        is_input = made.kind == "input"
         has_rule = origin is not None and isinstance(structure(origin.eqn), CallWithRule)
         return Residual(
             **(UNKNOWN if origin is None else origin.source).fields(),
             kind="rule" if has_rule and made.kind == "computed" else made.kind,
-            leaf=leaf if is_input else "",
+            leaf=leaf,
             primitive=made.name if origin is None else origin.primitive,
-            path=self.path,
+            path="" if origin is None else origin.path,
             shape=tuple(made.aval.shape),
             dtype=str(made.aval.dtype),
             n_steps=self.steps,
@@ -134,7 +129,6 @@ class Gradient:
         traced: TracedLoss,
         origin_of: Callable[[Any], Origin | None] = lambda eqn: None,
     ):
-        self._traced = traced
         self._origin_of = origin_of
         n = len(traced.leaves)
 
@@ -168,12 +162,6 @@ class Gradient:
         ]
         self.sources = list({(s.made, s.steps): s for s in reversed(kept)}.values())[::-1]
         self.total = sum(s.bytes for s in self.sources if s.made.kind != "input")
-
-    def residuals(self) -> list[Residual]:
-        """A record of each of `sources`."""
-        traced = self._traced
-        leaves = dict(zip(traced.inputs, traced.leaves, strict=False))
-        return [source.record(leaves.get(source.made.name, "")) for source in self.sources]
 
     def _sources(
         self, program: ClosedJaxpr, inputs: Sequence[Source], around: Origin | None = None
