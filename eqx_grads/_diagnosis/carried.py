@@ -152,9 +152,4 @@ def _where_on(on, new, old):
     """The carry after a step of a batched loop: elements that are done keep theirs."""
     if np.shape(new)[: on.ndim] != on.shape:  # is not of an element
         return new
-    on = np.reshape(on, on.shape + (1,) * (np.ndim(new) - on.ndim))
-    return (
-        jnp.where(on, new, old)
-        if isinstance(on_host(new), jax.Array)
-        else np.where(on, new, old)
-    )
+    return jnp.where(np.reshape(on, on.shape + (1,) * (np.ndim(new) - on.ndim)), new, old)

@@ -13,9 +13,8 @@ from .._zero_safe.zero_safe import ZeroSafe
 from ._nan.explain_nan import explain_nan
 from ._zero.explain_zero import explain_traced
 from .gradient import change_along, directions, kink, rounding_of, trace_gradient
-from .nan_checks import without_nan_checks
 from .parameters import no_parameters, remark_on
-from .progress import showing_progress
+from .progress import diagnosing
 from .report import (
     AbstractRecord,
     AbstractReport,
@@ -93,8 +92,7 @@ class SymptomReport(AbstractReport):
         return list({s.kind: s.cure for s in reversed(self.found)}.items())[::-1]
 
 
-@showing_progress("explain_gradient")
-@without_nan_checks()
+@diagnosing("explain_gradient")
 def explain_gradient(
     loss: Callable[..., Any], model: PyTree, *args: Any, **kwargs: Any
 ) -> SymptomReport:

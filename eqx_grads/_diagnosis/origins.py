@@ -184,18 +184,6 @@ def _called_from(source: SourceLine, around: SourceLine) -> SourceLine:
     return source if is_same else dataclasses.replace(source, callers=calls)
 
 
-def no_derivative_error(loss: Any, opaque: Sequence[Origin], error: Exception) -> RuleError:
-    """The error for a loss that JAX can't differentiate because of some equations."""
-    return rule_error(
-        f"The loss `{name_of(loss)}` has no derivative.",
-        ", ".join(f"JAX can't differentiate `{o.primitive}` at {o.source}" for o in opaque),
-        f"JAX says: {first_line(error)}",
-        place_of(loss),
-        do="Give it a derivative with `eqg.custom_jvp` or `eqg.custom_vjp`, or apply "
-        "`jax.lax.stop_gradient` to its arguments.",
-    )
-
-
 def message_of_check(error: Exception) -> str:
     """The message of a check in a compiled program, such as `eqx.error_if`."""
     lines = [line for line in str(error).splitlines() if "Error: " in line]

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from ..._errors import check_flags
 from ..._jaxprs.evaluate import evaluate
 from ..origins import NumberedLoss
-from ..progress import doing, showing_progress
+from ..progress import diagnosing, doing
 from ..traced_loss import trace_loss, TracedLoss
 from .checkpoints import Candidate, candidates
 from .maps import MapCall, seeing_maps
@@ -24,7 +24,7 @@ _MOST_CANDIDATES = 4
 _LEAST_SAVING = 0.1
 
 
-@showing_progress("explain_memory")
+@diagnosing("explain_memory")
 def explain_memory(
     loss: Callable[..., Any],
     model: PyTree,

@@ -13,10 +13,9 @@ from ..._errors import bad_argument
 from ..._rules.float_args import as_number
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
 from ..gradient import trace_gradient
-from ..nan_checks import without_nan_checks
 from ..opaque import no_gradient
 from ..origins import message_of_check, NumberedLoss, raised_error
-from ..progress import doing, showing_progress
+from ..progress import diagnosing, doing
 from .births import Births, is_nonfinite
 from .causes import Cause, causes_of, Kind
 from .cures import DROPPABLE
@@ -43,8 +42,7 @@ _OUT_OF_TIME = (
 )
 
 
-@showing_progress("explain_nan")
-@without_nan_checks()
+@diagnosing("explain_nan")
 def explain_nan(
     loss: Callable[..., Any],
     model: PyTree,

@@ -15,7 +15,7 @@ from .causes import Cause, Kind
 from .cures import cure_of, cure_of_input
 from .derivative import differentiated, line_in_rule
 from .report import NonFinite
-from .zeros import ALIVE, CANCELS, Zero
+from .zeros import CANCELS, Zero
 
 
 def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
@@ -27,18 +27,19 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     where = users_line(numbered, origin, *places) if origin else UNKNOWN
     is_inside = origin is not None and where != origin.source
     is_inner = origin is not None and is_in_derivative(numbered.origins, origin)
-    primitive, leaf, holder = "", "", ""
+    leaf, holder = "", ""
     if source.number is not None:
         leaf = dict(enumerate(traced.leaves)).get(source.number, "")
         holder = traced.inputs[source.number]
-        primitive = holder
+    primitive = holder
     if is_inside and source.place is not None:
         primitive = first_of_rule(source.place)
     elif origin is not None:
         primitive = differentiated(numbered, origin).primitive
     rule = "" if is_inside else rule_of(*places)
-    mask = _mask_fields(births, cause.zero) if _is_zero(cause) else {}
     is_masked = cause.kind in (Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT)
+    is_zero = is_masked or cause.kind == Kind.ZERO_TIMES_INFINITY
+    mask = _mask_fields(births, cause.zero) if is_zero else {}
     is_input = is_masked and source.is_outside and source.is_nan
     if is_input or cause.kind in (Kind.INPUT, Kind.INFINITE_INPUT):
         cure = cure_of_input(cause.kind, holder, leaf)
@@ -70,11 +71,6 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
         cure=cure,
         **mask,
     )
-
-
-def _is_zero(cause: Cause) -> bool:
-    kinds = Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT, Kind.ZERO_TIMES_INFINITY
-    return cause.zero.why != ALIVE and cause.kind in kinds
 
 
 def _has_rule(origin: Origin) -> bool:

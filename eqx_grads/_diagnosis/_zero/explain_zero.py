@@ -26,12 +26,11 @@ from ..gradient import (
     staircase,
     trace_gradient,
 )
-from ..nan_checks import without_nan_checks
 from ..opaque import no_gradient
 from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..pairs import is_inexact
 from ..parameters import no_parameters, remark_on
-from ..progress import doing, showing_progress
+from ..progress import diagnosing, doing
 from ..report import count, show_list
 from ..source_lines import is_stop_gradient, safe_function
 from ..traced_loss import TracedLoss
@@ -46,8 +45,7 @@ _SECONDS = 30.0
 _MOST_REMARKS = 4
 
 
-@showing_progress("explain_zero")
-@without_nan_checks()
+@diagnosing("explain_zero")
 def explain_zero(
     loss: Callable[..., Any], model: PyTree, *args: Any, **kwargs: Any
 ) -> ZeroReport:
@@ -314,17 +312,27 @@ class _Explanation:
         origin = self._origin_of(death.place)
         kind, factor = kind_of_death(death)
         detail, made, by_structure = "", origin, kind == NO_DERIVATIVE
+        of = lambda f: f.made if isinstance(f.made, str) else self._origin_of(f.made)
         if by_structure and not self._is_used(origin):
             kind, by_structure = "not selected", False
         elif by_structure:
             kind = kind_without_derivative(self._numbered.around(origin))
         elif factor is not None and kind == "multiplied by zero":
-            made = self._made(factor)
-            detail = self._factor(made)
+            made = of(factor)
+            detail = (
+                f"`{made}`"
+                if isinstance(made, str)
+                else f"the result of `{self._name(made)}` at {made.source}"
+            )
+            detail = detail if made else ""
         elif kind in ("dead units", "saturated"):
-            moves = (self._made(f) for f in death.values if f.t is not None)
+            moves = (of(f) for f in death.values if f.t is not None)
             before = next((x.path for x in moves if not isinstance(x, str)), "")
             detail = f"after `{before}`" if before not in ("", origin.path) else ""
+        # The operation, or a factor in a derivative that the loss takes.
+        is_inner = is_in_derivative(self._numbered.origins, origin)
+        at = [origin, made] if is_inner and not isinstance(made, str) else [origin]
+        safe = next((x for x in map(self._name, at) if x.startswith("safe.")), "")
         return ZeroGradient(
             leaf=self.traced.leaves[leaf],
             kind=kind,
@@ -332,7 +340,7 @@ class _Explanation:
             step=() if by_structure else death.step,
             detail=detail,
             by_structure=by_structure,
-            cure=cure_of(kind, origin.primitive, self._safe_function(origin, made)),
+            cure=cure_of(kind, origin.primitive, safe),
         )
 
     def _is_used(self, origin: Origin) -> bool:
@@ -346,27 +354,10 @@ class _Explanation:
             )
         return self._used[origin.number]
 
-    def _made(self, factor: Fact) -> Origin | str:
-        return factor.made if isinstance(factor.made, str) else self._origin_of(factor.made)
-
-    def _factor(self, made: Origin | str) -> str:
-        """The zero factor of a product, in words."""
-        if isinstance(made, str):
-            return f"`{made}`" if made else ""
-        return f"the result of `{self._name(made)}` at {made.source}"
-
     def _name(self, origin: Origin) -> str:
         """The operation, or the function of `eqx_grads.safe` that it is in."""
         around = self._numbered.around(origin)
         return safe_function(o.eqn for o in around) or origin.primitive
-
-    def _safe_function(self, origin: Origin, made: Origin | str) -> str:
-        """The function of `eqx_grads.safe` whose derivative is zero, or empty: the operation,
-        or a factor in a derivative that the loss takes."""
-        is_inner = is_in_derivative(self._numbered.origins, origin)
-        of_factor = made if is_inner and not isinstance(made, str) else origin
-        names = (self._name(origin), self._name(of_factor))
-        return next((name for name in names if name.startswith("safe.")), "")
 
 
 def _is_stop_of_jax(death: Death) -> bool:
