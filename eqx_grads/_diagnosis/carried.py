@@ -42,15 +42,11 @@ V = TypeVar("V")
 
 
 class AbstractCarrier(abc.ABC, Generic[V]):
-    """A value `V` is an array with what is carried beside it."""
+    """A value `V` is an array, `truth`, with what is carried beside it."""
 
     @abc.abstractmethod
     def constant(self, x: Any) -> V:
         """The value of a constant of the program."""
-
-    @abc.abstractmethod
-    def array(self, value: V) -> Any:
-        """The array in a value."""
 
     @abc.abstractmethod
     def map(self, fn: Callable[..., Any], values: Sequence[V]) -> V:
@@ -96,7 +92,7 @@ def enter(
         case While():
             return _while(place, known, values, carrier)
         case Cond():
-            index = int(np.clip(carrier.array(values[0]), 0, len(known.programs) - 1))
+            index = int(np.clip(values[0].truth, 0, len(known.programs) - 1))
             return walk(known.programs[index], values[1:], carrier, place)
     return walk(inner_programs(place.eqn)[0], values, carrier, place)
 
@@ -123,7 +119,7 @@ def _while(place, loop: While, values, carrier):
     while True:
         (on,) = walk(loop.programs[0], [*values[:n], *carry], carrier, place, step)
         carry = carrier.decide(on, carry)
-        is_on = np.asarray(carrier.array(on))
+        is_on = np.asarray(on.truth)
         if not is_on.any():
             return carry
         new = walk(loop.programs[1], [*values[n:m], *carry], carrier, place, step)

@@ -188,9 +188,6 @@ class Births(AbstractCarrier[Value]):
             self._constants[id(x)] = x, self._outside(x, None)
         return self._constants[id(x)][1]
 
-    def array(self, value):
-        return value.truth
-
     def map(self, fn, values):
         is_any = lambda name: any(getattr(v, name) is not None for v in values)
         nan = fn(*(v.nans for v in values)) if is_any("nan") else None

@@ -64,6 +64,10 @@ class Fact(NamedTuple):
     died: Died = NONE
     made: Place | str = ""
 
+    @property
+    def truth(self) -> Any:
+        return self.x
+
 
 class Deaths(AbstractCarrier[Fact]):
     """The pass through a loss."""
@@ -73,9 +77,6 @@ class Deaths(AbstractCarrier[Fact]):
 
     def constant(self, x):
         return Fact(jnp.asarray(x))
-
-    def array(self, value):
-        return value.x
 
     def map(self, fn, values):
         t = None
