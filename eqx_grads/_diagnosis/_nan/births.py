@@ -294,16 +294,17 @@ class Births(AbstractCarrier[Value]):
                 nan = self._joined(nan, bad, frozenset([birth]))
         if inf.any():
             if len(sources) > 1:  # an infinity that is not selected makes none
-                makes = lambda v: self._differs(place, values, k, inf, calm=v)
-                sources = [v for v in sources if makes(v)] or sources
+                calm = lambda of: [calmed(v.x) if v is of else v.x for v in values]
+                again = lambda of: np.isinf(np.asarray(self._bind(place.eqn, calm(of))[k]))
+                sources = [v for v in sources if (again(v) != inf).any()] or sources
             infs, new, of = union(v.infs for v in sources), inf, decided
             by = union(v.infs for v in sources if not v.is_ct)
             if is_ct and by:  # an infinity meets a cotangent
                 infs = union(v.infs for v in sources if v.is_ct)
                 of = by
             elif sources:
-                calm = [calmed(v.x) for v in values]
-                new = inf & np.isinf(np.asarray(self._bind(place.eqn, calm)[k]))
+                finite = [calmed(v.x) for v in values]
+                new = inf & np.isinf(np.asarray(self._bind(place.eqn, finite)[k]))
             new = new & by_itself
             if new.any():
                 infs |= {born(new, of=of, is_low=not np.iscomplexobj(a) and (a[new] < 0).all())}
@@ -324,11 +325,6 @@ class Births(AbstractCarrier[Value]):
         users = (e for e in place.program.eqns if any(v is atom for atom in e.invars))
         is_output = any(v is atom for atom in place.program.jaxpr.outvars)
         return not tag or is_output or any(equation_tag(e) != tag for e in users)
-
-    def _differs(self, place, values, k, inf, calm: Value) -> bool:
-        """Whether other elements are infinite without the infinities of one operand."""
-        xs = [calmed(v.x) if v is calm else v.x for v in values]
-        return bool((np.isinf(np.asarray(self._bind(place.eqn, xs)[k])) != inf).any())
 
     def _propagated(self, eqn, values, outs, is_chosen) -> list[Any]:
         """For each output the sets of births of the NaNs in some operands that reach its

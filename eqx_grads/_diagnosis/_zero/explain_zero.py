@@ -253,8 +253,10 @@ class _Explanation:
         found = [(r, d) for r, d in found if id(d.place.eqn) not in around]
         if not all(r.by_structure for r, _ in found):
             # An operation that only decides is not a cause if values end a derivative.
-            decides = lambda d: not is_inexact(d.place.eqn.outvars[d.k]) or _is_stop_of_jax(d)
-            found = [(r, d) for r, d in found if not (r.by_structure and decides(d))]
+            is_stop = lambda e: e.primitive.name == "stop_gradient" and not is_stop_gradient(e)
+            decides = lambda e, k: not is_inexact(e.outvars[k]) or is_stop(e)
+            is_value = lambda d: not decides(d.place.eqn, d.k)
+            found = [(r, d) for r, d in found if not r.by_structure or is_value(d)]
         records = sorted(
             (r for r, _ in found), key=lambda r: (r.file, r.line, r.primitive, r.kind)
         )
@@ -358,8 +360,3 @@ class _Explanation:
         """The operation, or the function of `eqx_grads.safe` that it is in."""
         around = self._numbered.around(origin)
         return safe_function(o.eqn for o in around) or origin.primitive
-
-
-def _is_stop_of_jax(death: Death) -> bool:
-    eqn = death.place.eqn
-    return eqn.primitive.name == "stop_gradient" and not is_stop_gradient(eqn)
