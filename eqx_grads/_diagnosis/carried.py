@@ -38,7 +38,7 @@ def outward(place: Place | None) -> Iterator[Place]:
         place = place.around
 
 
-V = TypeVar("V")
+V = TypeVar("V", bound=Any)
 
 
 class AbstractCarrier(abc.ABC, Generic[V]):

@@ -51,12 +51,14 @@ def _over(fn, name, n, ins, outs):
     """The function of all shards along an axis of the mesh."""
 
     def split(x, axis):
-        new = () if axis is None else (n, x.shape[axis] // n)
-        return jnp.reshape(x, (*x.shape[:axis], *new, *x.shape[axis + 1 :])) if new else x
+        if axis is None:
+            return x
+        return jnp.reshape(x, (*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :]))
 
     def join(x, axis):
-        new = () if axis is None else (n * x.shape[axis + 1],)
-        return jnp.reshape(x, (*x.shape[:axis], *new, *x.shape[axis + 2 :])) if new else x
+        if axis is None:
+            return x
+        return jnp.reshape(x, (*x.shape[:axis], n * x.shape[axis + 1], *x.shape[axis + 2 :]))
 
     mapped = jax.vmap(fn, tuple(ins), tuple(outs), axis_name=name, axis_size=n)
     return lambda *values: tuple(map(join, mapped(*map(split, values, ins)), outs))

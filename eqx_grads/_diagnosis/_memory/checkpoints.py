@@ -64,7 +64,7 @@ def _loop_candidates(numbered: NumberedLoss, sources: Sources) -> Iterator[Candi
         scan = structure(origin.eqn)
         inside = [i for i, s in enumerate(sources) if number in s.loops and s.kept_by_loop]
         # A loop that keeps its carries only has checkpoints already.
-        keeps_more = any(sources[i].made.kind != "carry" for i in inside)
+        keeps_more = any(sources[i].bytes for i in inside if sources[i].made.kind != "carry")
         if isinstance(scan, Scan) and scan.length >= 4 and keeps_more:
             size = sum(sources[i].bytes for i in inside)
             steps = _executions(numbered, origin.loops) * scan.length

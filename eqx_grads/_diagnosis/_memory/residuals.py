@@ -101,9 +101,10 @@ class Source:
 def _in_function(origin: Origin | None, eqn: Any) -> Origin | None:
     """The origin; for a rule of this library that calls the user's function, such as the step
     of a `filter_scan`, with the line in this function."""
-    known = None if origin is None else structure(origin.eqn)
-    if isinstance(known, CallWithRule) and not is_users_file(function_file(*known.programs)):
-        if (line := rule_line(eqn)).file:
+    known = origin and structure(origin.eqn)
+    if origin and isinstance(known, CallWithRule):
+        is_ours = not is_users_file(function_file(*known.programs))
+        if is_ours and (line := rule_line(eqn)).file:
             return dataclasses.replace(origin, source=line, primitive=eqn.primitive.name)
     return origin
 

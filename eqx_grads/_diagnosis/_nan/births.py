@@ -130,11 +130,6 @@ class Birth:
                 self.bad = ~np.isfinite(np.asarray(out))
 
 
-def infs_of(x, values: Sequence[Value]) -> frozenset[int]:
-    infs = union(v.infs for v in values)
-    return infs if infs and np.isinf(np.asarray(x)).any() else frozenset()
-
-
 def labels_of(labels: Any) -> list[int]:
     return [] if labels is None else [int(i) for i in np.unique(labels) if i]
 
@@ -191,11 +186,11 @@ class Births(AbstractCarrier[Value]):
     def map(self, fn, values):
         is_any = lambda name: any(getattr(v, name) is not None for v in values)
         nan = fn(*(v.nans for v in values)) if is_any("nan") else None
-        x = fn(*(v.x for v in values))
+        x, infs = fn(*(v.x for v in values)), union(v.infs for v in values)
         return Value(
             x,
             nan if nan is not None and nan.any() else None,
-            infs_of(x, values),
+            infs if infs and np.isinf(np.asarray(x)).any() else frozenset(),
             union(v.decided for v in values),
             fn(*(v.zeros for v in values)) if is_any("zero") else None,
             any(v.is_ct for v in values),
