@@ -178,12 +178,9 @@ def explain_gradient(
     floats, others = [], []
     for part in no_parameters(model):
         (floats if isinstance(part.value, float) else others).append(part)
-    found += [
-        dataclasses.replace(
-            _own("no array", x.path, x.what), file=x.file, line=x.line, cure=x.cure
-        )
-        for x in floats
-    ]
+    for x in floats:
+        at = {"file": x.file, "line": x.line, "cure": x.cure}
+        found.append(Symptom(kind="no array", leaf=x.path, detail=x.what, **at))
     norms = _norms(traced, gradient.gradients)
     if not {symptom.kind for symptom in found} & {"not finite", "rounding noise"}:
         found += _sizes(traced, norms)

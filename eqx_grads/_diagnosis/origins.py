@@ -5,6 +5,7 @@ of the equation that it was made from. So each equation of the loss is evaluated
 `jax.named_scope` with its number.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -161,14 +162,10 @@ class NumberedLoss:
             with jax.named_scope(f"eqg_equation_{number}"):
                 if (outs := of_shards(eqn, values)) is not None:
                     return outs
-                if not _is_entered(eqn):
-                    return bind(eqn, values)
-                if not isinstance(structure(eqn), ShardMap):
-                    return enter(eqn, values, run)
-                try:
-                    return enter_shard_map(eqn, values, run)
-                except Exception:  # `vmap` has no rule for it: it stays one operation
-                    return bind(eqn, values)
+                if isinstance(structure(eqn), ShardMap):
+                    with contextlib.suppress(Exception):  # `vmap` has no rule for it
+                        return enter_shard_map(eqn, values, run)
+                return enter(eqn, values, run) if _is_entered(eqn) else bind(eqn, values)
 
         return evaluate(program, values, hook)
 
@@ -208,7 +205,7 @@ def _is_entered(eqn) -> bool:
         return not assigns_shardings(eqn.params)
     if isinstance(known, Cond):
         return not known.by_platform
-    return isinstance(known, Checkpoint | Scan | ShardMap | While)
+    return isinstance(known, Checkpoint | Scan | While)
 
 
 def _name_of_primitive(eqn, around: Sequence[Any]) -> str:
