@@ -1,5 +1,6 @@
 """`explain_zero`: why the gradient of a leaf of a model is zero."""
 
+import contextlib
 import dataclasses
 import functools as ft
 import time
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..._jaxprs.dependence import free_variables
+from ..._jaxprs.structure import holds, ShardMap, While
 from ..._zero_safe.zero_safe import ZeroSafe
 from .._nan.births import Births, labels_of, Value
 from .._nan.derivative import differentiate
@@ -237,7 +239,7 @@ class _Explanation:
 
     def _records_of(self, leaf: int, died: Died) -> list[ZeroGradient]:
         last: dict[Any, Death] = {}
-        for death in died:
+        for death in list(filter(self._is_used, died)) or died:
             key = (id(death.place.eqn), death.k)
             last[key] = max(last.get(key, death), death, key=lambda d: d.step)
         found = [(self._record(leaf, death), death) for death in last.values()]
@@ -315,7 +317,7 @@ class _Explanation:
         kind, factor = kind_of_death(death)
         detail, made, by_structure = "", origin, kind == NO_DERIVATIVE
         of = lambda f: f.made if isinstance(f.made, str) else self._origin_of(f.made)
-        if by_structure and not self._is_used(origin):
+        if by_structure and not self._is_used(death):
             kind, by_structure = "not selected", False
         elif by_structure:
             kind = kind_without_derivative(self._numbered.around(origin))
@@ -345,15 +347,22 @@ class _Explanation:
             cure=cure_of(kind, origin.primitive, safe),
         )
 
-    def _is_used(self, origin: Origin) -> bool:
-        """Whether the loss changes if the results of an operation are NaN."""
+    def _is_used(self, death: Death) -> bool:
+        """Whether the loss changes with the results of an operation."""
+        origin, program = self._origin_of(death.place), self.traced.program
+        outs = [v.aval for v in origin.eqn.outvars]
+        # With other numbers, a `while_loop` may not end.
+        can_change = all(map(is_inexact, outs)) and self._gradient.can_move
+        if not can_change or holds(program, While, ShardMap):
+            return True
         if origin.number not in self._used:
-            outs = [v.aval for v in origin.eqn.outvars]
-            nans = lambda _: [jnp.full(x.shape, jnp.nan, x.dtype) for x in outs]
-            loss = self._numbered.replaced({origin.number: nans})
-            self._used[origin.number] = not all(map(is_inexact, outs)) or not np.isfinite(
-                loss(*self.traced.values)
-            )
+            self._used[origin.number] = True
+            ramp = lambda x, s: np.linspace(s, 2 * s, x.size).reshape(x.shape).astype(x.dtype)
+            others = [[ramp(x, s) for x in outs] for s in (np.nan, 100.0, -100.0)]
+            by = [self._numbered.replaced({origin.number: lambda _, o=o: o}) for o in others]
+            with contextlib.suppress(Exception):  # of a check in the loss
+                losses = {float(loss(*self.traced.values)) for loss in by}
+                self._used[origin.number] = len(losses) > 1
         return self._used[origin.number]
 
     def _name(self, origin: Origin) -> str:
