@@ -175,12 +175,13 @@ def explain_gradient(
     found += [] if gradient.error is None else [_own("no reverse mode")]
     found += [_symptom(record, "zero") for record in zero.found]
     found += [_own("rounding noise", leaf) for leaf in zero.noise]
-    floats, others = [], []
-    for part in no_parameters(model):
-        (floats if isinstance(part.value, float) else others).append(part)
-    for x in floats:
-        at = {"file": x.file, "line": x.line, "cure": x.cure}
-        found.append(Symptom(kind="no array", leaf=x.path, detail=x.what, **at))
+    others = []
+    for x in no_parameters(model):
+        if isinstance(x.value, float):
+            at = {"file": x.file, "line": x.line, "cure": x.cure}
+            found.append(Symptom(kind="no array", leaf=x.path, detail=x.what, **at))
+        else:
+            others.append(x)
     norms = _norms(traced, gradient.gradients)
     if not {symptom.kind for symptom in found} & {"not finite", "rounding noise"}:
         found += _sizes(traced, norms)

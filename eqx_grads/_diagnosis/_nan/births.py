@@ -25,6 +25,7 @@ from ..._jaxprs.structure import (
     Checkpoint,
     Cond,
     equations,
+    holds,
     Scan,
     structure,
     While,
@@ -219,7 +220,8 @@ class Births(AbstractCarrier[Value]):
         n, m = known.n_before_carry, known.n_before_carry + known.n_carry
         values = [*values[:n], *map(_flagged, values[n:m], flags), *values[m:]]
         done, has_nan = None, any(v.nan is not None for v in values)
-        is_rest = self.is_bad and any(flag & 1 for flag in flags)
+        # With a NaN, a `while_loop` may not end.
+        is_rest = self.is_bad and not holds(place.eqn, While) and any(f & 1 for f in flags)
         if self._is_long(known) and (is_rest or not has_nan):
             outs = self._bind(place.eqn, [v.x for v in values])
             # Why a cotangent is zero is not known of a loop that runs compiled.

@@ -158,8 +158,8 @@ def _explain(
     if gradient is None and error is not None and not is_check:
         raise no_gradient(loss, traced, error) from error
     derivative = differentiate(NumberedLoss(traced))
-    deadline, is_bad = time.monotonic() + seconds, not np.isfinite(value)
-    births = Births(derivative, threshold, deadline, is_bad=is_bad)
+    deadline = time.monotonic() + seconds
+    births = Births(derivative, threshold, deadline, is_bad=not np.isfinite(value))
     carried = births.run()
     if gradient is None and carried is not None:
         value = float(carried[0].truth)
