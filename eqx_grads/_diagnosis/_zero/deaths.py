@@ -39,13 +39,14 @@ class Death:
     """An operation whose operands move, and output `k` does not.
 
     - `values`: its operands; none if it is known by structure only. `step`: of each loop around
-        it, the last one, outermost first.
+        it, the last one, outermost first. `is_used`: whether the loss uses its result.
     """
 
     place: Place
     k: int
     values: Sequence["Fact"]
     step: tuple[int, ...] = ()
+    is_used: bool = True
 
 
 Died = frozenset[Death]

@@ -239,10 +239,11 @@ class _Explanation:
 
     def _records_of(self, leaf: int, died: Died) -> list[ZeroGradient]:
         last: dict[Any, Death] = {}
-        for death in list(filter(self._is_used, died)) or died:
+        for death in died:
             key = (id(death.place.eqn), death.k)
             last[key] = max(last.get(key, death), death, key=lambda d: d.step)
         found = [(self._record(leaf, death), death) for death in last.values()]
+        found = [(r, d) for r, d in found if d.is_used] or found
         # In a loop, a value that is zero in some steps is not a cause if all steps end anyway.
         places = lambda d: [
             (id(p.around.eqn), p.step) for p in outward(d.place) if p.around is not None
@@ -317,7 +318,8 @@ class _Explanation:
         kind, factor = kind_of_death(death)
         detail, made, by_structure = "", origin, kind == NO_DERIVATIVE
         of = lambda f: f.made if isinstance(f.made, str) else self._origin_of(f.made)
-        if by_structure and not self._is_used(death):
+        death.is_used = not by_structure or self._is_used(death)
+        if not death.is_used:
             kind, by_structure = "not selected", False
         elif by_structure:
             kind = kind_without_derivative(self._numbered.around(origin))
