@@ -325,12 +325,9 @@ class _Explanation:
             kind = kind_without_derivative(self._numbered.around(origin))
         elif factor is not None and kind == "multiplied by zero":
             made = of(factor)
-            detail = (
-                f"`{made}`"
-                if isinstance(made, str)
-                else f"the result of `{self._name(made)}` at {made.source}"
-            )
-            detail = detail if made else ""
+            detail = f"`{made}`" if made else ""
+            if not isinstance(made, str):
+                detail = f"the result of `{self._name(made)}` at {made.source}"
         elif kind in ("dead units", "saturated"):
             moves = (of(f) for f in death.values if f.t is not None)
             before = next((x.path for x in moves if not isinstance(x, str)), "")
