@@ -33,6 +33,9 @@ def map_call_of(eqn: Any) -> int | None:
     return int(found[1]) if found else None
 
 
+_LOCK = threading.RLock()
+
+
 @contextlib.contextmanager
 def seeing_maps(chunks: dict[MapCall, int]) -> Iterator[list[MapCall]]:
     """In this context, calls of `jax.vmap` are seen, but for those inside of others. Those in
@@ -60,11 +63,12 @@ def seeing_maps(chunks: dict[MapCall, int]) -> Iterator[list[MapCall]]:
 
         return mapped
 
-    jax.vmap = vmap  # there is no other hook
-    try:
-        yield calls
-    finally:
-        jax.vmap = original
+    with _LOCK:
+        jax.vmap = vmap  # there is no other hook
+        try:
+            yield calls
+        finally:
+            jax.vmap = original
 
 
 def _by_parts(vmap, fun, in_axes, out_axes, xs):
