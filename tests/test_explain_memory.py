@@ -114,6 +114,20 @@ def test_checkpoints_of_filter_scan(checkpoint):
     assert report.total < sum(r.bytes for r in stacks) + 2 * gru()[2].nbytes + 2000
 
 
+def test_the_lines_of_steps_that_are_replayed():
+    """The weights are frozen. All was said to be kept at the call of `filter_scan`."""
+
+    def loss(h, w, xs):
+        step = lambda h, x: (jnp.tanh(jnp.sin(w @ h) + x), None)  # STEP
+        return jnp.sum(eqg.filter_scan(step, h, xs, checkpoint="replay")[0])
+
+    found = explain(loss, jnp.ones(8), jnp.eye(8), jnp.ones((99, 8))).found
+    in_loop = [(r.line, r.primitive) for r in found if r.n_steps > 1]
+    assert in_loop
+    assert {line for line, _ in in_loop} == {*lines_of(loss, "STEP")}
+    assert "replayed_scan" not in dict(in_loop).values()
+
+
 @eqg.custom_vjp
 def ours(x):
     return jnp.sin(x)

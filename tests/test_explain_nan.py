@@ -404,6 +404,15 @@ def test_what_is_a_library():
     assert only(lambda model: model[0](model[1] * 0), (layer, X3)).library == ""
 
 
+def test_a_long_loop_stays_compiled():
+    """Its backward pass ran operation by operation, and took longer than 60 seconds."""
+    xs = jnp.ones(3000).at[2990].set(-1.0)
+    step = lambda h, x: (jnp.tanh(h) * sqrt(x), None)
+    report = explain(lambda w, xs: total(jax.lax.scan(step, w, xs)[0]), X3, xs)
+    assert [(r.kind, r.primitive, r.step) for r in report.found] == [(DOMAIN, "sqrt", (2990,))]
+    assert not report.remarks
+
+
 def test_the_cause_inside_of_a_shard_map():
     """It was called an overflow of the whole `shard_map`."""
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), "i")

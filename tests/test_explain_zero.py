@@ -290,6 +290,7 @@ def test_gpjax_508():
 VALUES = {
     "zero derivative": lambda w, x: jnp.sum(jnp.cos(w - X) * x),
     "not selected": lambda w, x: jnp.concatenate([x, w])[1],
+    "not selected: rounded": lambda w, x: jnp.concatenate([jnp.round(w), x])[4],
     "not selected: set at some": lambda w, x: jnp.sum((w * x).at[jnp.arange(3)].set(x) ** 2),
     "not selected: no steps": lambda w, x: jax.lax.scan(
         lambda c, _: (c + w[0], None), 0.0, None, 0
@@ -386,6 +387,8 @@ def test_kinks_and_staircases():
     assert remark.endswith("the other side has a slope: 0 above and 1 below.")
     (remark,) = remarks(lambda t: jnp.floor(100 * t), 0.1234)
     assert "the loss is flat here, but changes over longer steps" in remark
+    report = eqg.explain_zero(lambda w: jnp.floor(sum(w)), [jnp.array(0.03)] * 7)
+    assert report.remarks[4:] == ["And so for 3 more leaves."]
     for smooth in (lambda x: x**2, lambda x: 1 + x**3, jnp.cos, lambda x: 0.0 * x):
         assert not remarks(smooth, 0.0)
 

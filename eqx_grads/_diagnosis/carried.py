@@ -38,19 +38,15 @@ def outward(place: Place | None) -> Iterator[Place]:
         place = place.around
 
 
-V = TypeVar("V")
+V = TypeVar("V", bound=Any)
 
 
 class AbstractCarrier(abc.ABC, Generic[V]):
-    """A value `V` is an array with what is carried beside it."""
+    """A value `V` is an array, `truth`, with what is carried beside it."""
 
     @abc.abstractmethod
     def constant(self, x: Any) -> V:
         """The value of a constant of the program."""
-
-    @abc.abstractmethod
-    def array(self, value: V) -> Any:
-        """The array in a value."""
 
     @abc.abstractmethod
     def map(self, fn: Callable[..., Any], values: Sequence[V]) -> V:
@@ -96,7 +92,7 @@ def enter(
         case While():
             return _while(place, known, values, carrier)
         case Cond():
-            index = int(np.clip(carrier.array(values[0]), 0, len(known.programs) - 1))
+            index = int(np.clip(values[0].truth, 0, len(known.programs) - 1))
             return walk(known.programs[index], values[1:], carrier, place)
     return walk(inner_programs(place.eqn)[0], values, carrier, place)
 
@@ -123,7 +119,7 @@ def _while(place, loop: While, values, carrier):
     while True:
         (on,) = walk(loop.programs[0], [*values[:n], *carry], carrier, place, step)
         carry = carrier.decide(on, carry)
-        is_on = np.asarray(carrier.array(on))
+        is_on = np.asarray(on.truth)
         if not is_on.any():
             return carry
         new = walk(loop.programs[1], [*values[n:m], *carry], carrier, place, step)
@@ -152,9 +148,4 @@ def _where_on(on, new, old):
     """The carry after a step of a batched loop: elements that are done keep theirs."""
     if np.shape(new)[: on.ndim] != on.shape:  # is not of an element
         return new
-    on = np.reshape(on, on.shape + (1,) * (np.ndim(new) - on.ndim))
-    return (
-        jnp.where(on, new, old)
-        if isinstance(on_host(new), jax.Array)
-        else np.where(on, new, old)
-    )
+    return jnp.where(np.reshape(on, on.shape + (1,) * (np.ndim(new) - on.ndim)), new, old)

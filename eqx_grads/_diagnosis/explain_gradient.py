@@ -13,9 +13,8 @@ from .._zero_safe.zero_safe import ZeroSafe
 from ._nan.explain_nan import explain_nan
 from ._zero.explain_zero import explain_traced
 from .gradient import change_along, directions, kink, rounding_of, trace_gradient
-from .nan_checks import without_nan_checks
 from .parameters import no_parameters, remark_on
-from .progress import showing_progress
+from .progress import diagnosing
 from .report import (
     AbstractRecord,
     AbstractReport,
@@ -93,8 +92,7 @@ class SymptomReport(AbstractReport):
         return list({s.kind: s.cure for s in reversed(self.found)}.items())[::-1]
 
 
-@showing_progress("explain_gradient")
-@without_nan_checks()
+@diagnosing("explain_gradient")
 def explain_gradient(
     loss: Callable[..., Any], model: PyTree, *args: Any, **kwargs: Any
 ) -> SymptomReport:
@@ -177,15 +175,13 @@ def explain_gradient(
     found += [] if gradient.error is None else [_own("no reverse mode")]
     found += [_symptom(record, "zero") for record in zero.found]
     found += [_own("rounding noise", leaf) for leaf in zero.noise]
-    floats, others = [], []
-    for part in no_parameters(model):
-        (floats if isinstance(part.value, float) else others).append(part)
-    found += [
-        dataclasses.replace(
-            _own("no array", x.path, x.what), file=x.file, line=x.line, cure=x.cure
-        )
-        for x in floats
-    ]
+    others = []
+    for x in no_parameters(model):
+        if isinstance(x.value, float):
+            at = {"file": x.file, "line": x.line, "cure": x.cure}
+            found.append(Symptom(kind="no array", leaf=x.path, detail=x.what, **at))
+        else:
+            others.append(x)
     norms = _norms(traced, gradient.gradients)
     if not {symptom.kind for symptom in found} & {"not finite", "rounding noise"}:
         found += _sizes(traced, norms)

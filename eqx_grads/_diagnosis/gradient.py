@@ -117,12 +117,7 @@ def trace_gradient(
     traced = trace_loss(caller, loss, model, args, kwargs, **options)
     check_no_references(caller, loss, traced.program)
     doing("compiling the gradient")
-    return traced, *_try_gradient(traced)
-
-
-def _try_gradient(traced: TracedLoss) -> tuple[Gradient | None, Exception | None]:
-    n = len(traced.leaves)
-    loss = _loss_of_leaves(traced)
+    loss, n = loss_of_leaves(traced), len(traced.leaves)
 
     # With a known seed, XLA would simplify values that are NaN operation by operation.
     def reverse(seed, values):
@@ -150,11 +145,11 @@ def _try_gradient(traced: TracedLoss) -> tuple[Gradient | None, Exception | None
             continue
         can_move = error is None and not traced.program.effects
         gradients = list(map(np.asarray, gradients))
-        return Gradient(float(value), gradients, error, can_move, run), None
-    return None, error
+        return traced, Gradient(float(value), gradients, error, can_move, run), None
+    return traced, None, error
 
 
-def _loss_of_leaves(traced: TracedLoss) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
+def loss_of_leaves(traced: TracedLoss) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     return lambda leaves, others: evaluate(traced.program, [*leaves, *others])[0]
 
 
@@ -175,7 +170,7 @@ def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
     if not suspicious:
         return {}
     n = len(traced.leaves)
-    program = jax.make_jaxpr(jax.grad(_loss_of_leaves(traced)))(
+    program = jax.make_jaxpr(jax.grad(loss_of_leaves(traced)))(
         traced.values[:n], traced.values[n:]
     )
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

@@ -67,8 +67,6 @@ def _hook(eqn, values):
         params["precision"] = None
     if _is_scatter(eqn):
         params |= _wide_update(eqn)
-    if _is_empty_conversion(eqn, values, params):
-        return values
     out = eqn.primitive.bind(*map(_widen, values), **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -109,13 +107,6 @@ def _looks_at_types(eqn) -> bool:
     """Whether a primitive says the types of its results, or looks at the bits of numbers."""
     types = ("result_shape_dtypes", "result_avals", "out_avals", "avals_out")
     return eqn.primitive.name in _OF_BITS or any(key in eqn.params for key in types)
-
-
-def _is_empty_conversion(eqn, values, params) -> bool:
-    # The conversion of an array to its own dtype may still drop a weak type.
-    if eqn.primitive.name != "convert_element_type" or params.get("sharding") is not None:
-        return False
-    return is_inexact(values[0]) and jnp.result_type(values[0]) == params["new_dtype"]
 
 
 def _as_traced(eqn, values):

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 
+from .._errors import first_line, name_of, place_of, rule_error
 from .._jaxprs.structure import CallWithRule, structure
-from .origins import no_derivative_error, NumberedLoss, Origin, raised_error
+from .origins import NumberedLoss, Origin, raised_error
 from .pairs import differentiable_pairs
 from .traced_loss import TracedLoss
 
@@ -17,7 +18,16 @@ def no_gradient(loss: Callable[..., Any], traced: TracedLoss, error: Exception) 
         return raised_error(loss, error)
     numbered = NumberedLoss(traced)
     opaque = [o for o in numbered.origins if _is_opaque(numbered.around(o))]
-    return no_derivative_error(loss, opaque, error) if opaque else error
+    if not opaque:
+        return error
+    return rule_error(
+        f"The loss `{name_of(loss)}` has no derivative.",
+        ", ".join(f"JAX can't differentiate `{o.primitive}` at {o.source}" for o in opaque),
+        f"JAX says: {first_line(error)}",
+        place_of(loss),
+        do="Give it a derivative with `eqg.custom_jvp` or `eqg.custom_vjp`, or apply "
+        "`jax.lax.stop_gradient` to its arguments.",
+    )
 
 
 def _is_opaque(around: list[Origin]) -> bool:

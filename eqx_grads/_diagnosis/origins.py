@@ -5,6 +5,7 @@ of the equation that it was made from. So each equation of the loss is evaluated
 `jax.named_scope` with its number.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -161,14 +162,10 @@ class NumberedLoss:
             with jax.named_scope(f"eqg_equation_{number}"):
                 if (outs := of_shards(eqn, values)) is not None:
                     return outs
-                if not _is_entered(eqn):
-                    return bind(eqn, values)
-                if not isinstance(structure(eqn), ShardMap):
-                    return enter(eqn, values, run)
-                try:
-                    return enter_shard_map(eqn, values, run)
-                except Exception:  # `vmap` has no rule for it: it stays one operation
-                    return bind(eqn, values)
+                if isinstance(structure(eqn), ShardMap):
+                    with contextlib.suppress(Exception):  # `vmap` has no rule for it
+                        return enter_shard_map(eqn, values, run)
+                return enter(eqn, values, run) if _is_entered(eqn) else bind(eqn, values)
 
         return evaluate(program, values, hook)
 
@@ -182,18 +179,6 @@ def _called_from(source: SourceLine, around: SourceLine) -> SourceLine:
     calls = around.calls
     is_same = not around.file or source.calls[-len(calls) :] == calls
     return source if is_same else dataclasses.replace(source, callers=calls)
-
-
-def no_derivative_error(loss: Any, opaque: Sequence[Origin], error: Exception) -> RuleError:
-    """The error for a loss that JAX can't differentiate because of some equations."""
-    return rule_error(
-        f"The loss `{name_of(loss)}` has no derivative.",
-        ", ".join(f"JAX can't differentiate `{o.primitive}` at {o.source}" for o in opaque),
-        f"JAX says: {first_line(error)}",
-        place_of(loss),
-        do="Give it a derivative with `eqg.custom_jvp` or `eqg.custom_vjp`, or apply "
-        "`jax.lax.stop_gradient` to its arguments.",
-    )
 
 
 def message_of_check(error: Exception) -> str:
@@ -220,7 +205,7 @@ def _is_entered(eqn) -> bool:
         return not assigns_shardings(eqn.params)
     if isinstance(known, Cond):
         return not known.by_platform
-    return isinstance(known, Checkpoint | Scan | ShardMap | While)
+    return isinstance(known, Checkpoint | Scan | While)
 
 
 def _name_of_primitive(eqn, around: Sequence[Any]) -> str:

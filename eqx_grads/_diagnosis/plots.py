@@ -79,10 +79,7 @@ def plot_gradient_flow(
         mesh = axes.pcolormesh(edges, (i - 0.5, i + 0.5), cells, cmap=colors, norm=scale)
     axes.set(xlabel="step", ylim=(len(rows) - 0.5, -0.5))
     axes.set_yticks(range(len(rows)), list(rows))
-    extends = {(True, True): "both", (True, False): "min", (False, True): "max"}
-    outside = bool(np.any(all_norms < low)), bool(np.any(all_norms > high))
-    extend = extends.get(outside, "neither")
-    axes.figure.colorbar(mesh, ax=axes, label="norm of the gradient", extend=extend)
+    axes.figure.colorbar(mesh, ax=axes, label="norm of the gradient", extend="both")
     return axes
 
 

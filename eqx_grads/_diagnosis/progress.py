@@ -9,19 +9,23 @@ import contextvars
 import sys
 from collections.abc import Iterator
 
+import jax
+
+from .._jaxprs.current_trace import setting
+
 
 _CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("_CALLER", default="")
 
 
 @contextlib.contextmanager
-def showing_progress(caller: str) -> Iterator[None]:
-    """Show what `doing` says in this context, in the name of a public function."""
-    token = _CALLER.set(caller)
-    try:
-        yield
-    finally:
-        _CALLER.reset(token)
-        _write("")
+def diagnosing(caller: str) -> Iterator[None]:
+    """Show what `doing` says in this context, in the name of a public function. JAX's own
+    checks for NaN are off: they would stop a diagnosis at what it looks for."""
+    with setting(_CALLER, caller), jax.debug_nans(False), jax.debug_infs(False):
+        try:
+            yield
+        finally:
+            _write("")
 
 
 def doing(what: str, i: int | None = None, n: int | None = None) -> None:

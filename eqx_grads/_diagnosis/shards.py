@@ -1,6 +1,5 @@
 """A `jax.shard_map` in a program, run as a `jax.vmap` over its shards."""
 
-import functools as ft
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,13 +50,15 @@ def _axis(spec: Any, name: str) -> int | None:
 def _over(fn, name, n, ins, outs):
     """The function of all shards along an axis of the mesh."""
 
-    def reshaped(x, axis, *, joins):
+    def split(x, axis):
         if axis is None:
             return x
-        m, rest = x.shape[axis + joins], x.shape[axis + joins + 1 :]
-        return jnp.reshape(x, (*x.shape[:axis], *((n * m,) if joins else (n, m // n)), *rest))
+        return jnp.reshape(x, (*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :]))
 
-    split, join = ft.partial(reshaped, joins=False), ft.partial(reshaped, joins=True)
+    def join(x, axis):
+        if axis is None:
+            return x
+        return jnp.reshape(x, (*x.shape[:axis], n * x.shape[axis + 1], *x.shape[axis + 2 :]))
 
     mapped = jax.vmap(fn, tuple(ins), tuple(outs), axis_name=name, axis_size=n)
     return lambda *values: tuple(map(join, mapped(*map(split, values, ins)), outs))

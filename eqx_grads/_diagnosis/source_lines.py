@@ -74,17 +74,10 @@ _folder = lambda file: os.path.dirname(os.path.abspath(file)) + os.sep
 _JAX = _folder(jax.__file__)
 # Frames of these packages tell the user nothing.
 _PACKAGE = os.path.dirname(_folder(__file__).rstrip(os.sep)) + os.sep
-_HIDDEN = (
-    *(_folder(package.__file__) for package in (jax, jaxlib, eqx, jaxtyping)),
-    _PACKAGE,
-)
+_HIDDEN = (*(_folder(x.__file__) for x in (jax, jaxlib, eqx, jaxtyping)), _PACKAGE)
 _SAFE = os.path.join(_PACKAGE, "safe", "")
-_INSTALLED = tuple(
-    {
-        os.path.abspath(sysconfig.get_path(name)) + os.sep
-        for name in ("purelib", "platlib", "stdlib", "platstdlib")
-    }
-)
+_PATHS = map(sysconfig.get_path, ("purelib", "platlib", "stdlib", "platstdlib"))
+_INSTALLED = tuple({os.path.abspath(path) + os.sep for path in _PATHS})
 
 
 def _frames(eqn: Any) -> list[Any]:

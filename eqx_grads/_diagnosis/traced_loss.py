@@ -100,7 +100,7 @@ def trace_loss(
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
     with visible, keeping_tracebacks():
         try:
-            program = _trace(flat_loss, values, wrap=True)
+            program = jax.make_jaxpr(lambda values: flat_loss(values, True))(values)
         except Exception:  # the loss needs the very types of its layers, or raises without too
             program = None
         if program is None or _wrapping_breaks_a_rule(program, flat_loss, values, len(first)):
@@ -138,13 +138,9 @@ def _check_inputs(caller, model, values, has_leaves: bool) -> None:
         )
 
 
-def _trace(flat_loss, values, *, wrap: bool) -> ClosedJaxpr:
-    return jax.make_jaxpr(lambda values: flat_loss(values, wrap))(values)
-
-
 def _trace_unwrapped(caller, loss, flat_loss, values) -> ClosedJaxpr:
     try:
-        return _trace(flat_loss, values, wrap=False)
+        return jax.make_jaxpr(lambda values: flat_loss(values, False))(values)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise rule_error(
             f"`{caller}` can't trace the loss `{name_of(loss)}`.",

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
-from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.opaque import no_gradient
-from .._diagnosis.progress import doing, showing_progress
+from .._diagnosis.progress import diagnosing, doing
 from .._errors import bad_argument, check_flags, first_line, name_of, rule_error
 from .._zero_safe.zero_safe import ZeroSafe
 from ._compare import tolerance_in_float64
@@ -147,7 +146,7 @@ def check_gradients(
     if type(order) is not int or order not in (1, 2):
         do = "Use 1 for the gradient, or 2 for the second derivative."
         raise bad_argument(CALLER, "order", "1 or 2", order, do)
-    with showing_progress(CALLER), without_nan_checks():
+    with diagnosing(CALLER):
         again = ft.partial(trace, loss, model, args, kwargs, None if order == 1 else seed)
         report = _report(loss, again, skip, tolerance, seed, order)
     if raises:

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from .._diagnosis.nan_checks import without_nan_checks
-from .._diagnosis.progress import doing, showing_progress
+from .._diagnosis.progress import diagnosing, doing
 from .._errors import bad_argument, check_flags, check_function, rule_error
 from ._case import Case
 from ._derivatives import forward, reverse
@@ -165,7 +164,7 @@ def check_rule(
             do="Pass floating-point arrays by position.",
         )
     findings: list[Finding] = []
-    with showing_progress("check_rule"), without_nan_checks(), without_log():
+    with diagnosing("check_rule"), without_log():
         for one in (case, *(case.changed(seed=s) for s in seeds[1:])):
             for name in names if one is case else [n for n in names if n in _DIRECTED]:
                 doing(f"the check `{name}`,", names.index(name), len(names))

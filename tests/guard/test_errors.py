@@ -373,7 +373,7 @@ WRONG = [
      linear(lambda ct: {"a": ct})(x)))(X), "value is float32[3] | {'a': | @"),
     (grad(linear(fn=lambda x: x + 1)), "`double` is not linear in | @"),
     (lambda: eqg.linear_function(square, argnum=-1), "`argnum` of | it is -1"),
-    (lambda: eqg.linear_function(lambda self, x: self * x), "is a method, and | @ | `argnum=1`"),
+    (lambda: eqg.linear_function(lambda self, x: self * x), "method, and | @ | `argnum=1`"),
     (batched(lambda size, flags, x: x), "float32[2,3] | @"),
     (batched(lambda size, flags, x: (x, True, x)), "`vmap` of `square` did not"),
     (batched(lambda size, flags, x: (x, (True, False))), "`vmap` of `square` did | @"),

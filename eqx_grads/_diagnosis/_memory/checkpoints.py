@@ -7,7 +7,7 @@ layers and a `vmap`, the loss is traced once more, with what the advice says to 
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..._control_flow.chunked_scan import near_divisor
@@ -53,10 +53,6 @@ def candidates(
     yield from _map_candidates(sources, maps, again)
 
 
-def _bytes(sources: Sources, indices: Iterable[int]) -> int:
-    return sum(sources[i].bytes for i in indices)
-
-
 # ---------------------------------------------------------------- loops
 
 
@@ -68,9 +64,9 @@ def _loop_candidates(numbered: NumberedLoss, sources: Sources) -> Iterator[Candi
         scan = structure(origin.eqn)
         inside = [i for i, s in enumerate(sources) if number in s.loops and s.kept_by_loop]
         # A loop that keeps its carries only has checkpoints already.
-        size = _bytes(sources, [i for i in inside if sources[i].made.kind != "carry"])
-        if isinstance(scan, Scan) and scan.length >= 4 and size:
-            size = _bytes(sources, inside)
+        keeps_more = any(sources[i].bytes for i in inside if sources[i].made.kind != "carry")
+        if isinstance(scan, Scan) and scan.length >= 4 and keeps_more:
+            size = sum(sources[i].bytes for i in inside)
             steps = _executions(numbered, origin.loops) * scan.length
             # A checkpoint every `k` steps leaves `carries / k + size / steps * k`.
             carries = steps * sum(map(bytes_of, scan.programs[0].out_avals[: scan.n_carry]))
@@ -172,6 +168,6 @@ def _map_candidates(
         yield Candidate(
             MemoryAdvice(**call.source.fields(), kind="map", cure=cure, primitive="vmap"),
             frozenset(covers),
-            _bytes(sources, covers) * chunk / call.length,
+            sum(sources[i].bytes for i in covers) * chunk / call.length,
             ft.partial(again, frozenset(), {call: chunk}),
         )

@@ -10,12 +10,13 @@ from jaxtyping import PyTree
 
 from ..._errors import check_flags
 from ..._jaxprs.evaluate import evaluate
+from ..gradient import loss_of_leaves
 from ..origins import NumberedLoss
-from ..progress import doing, showing_progress
+from ..progress import diagnosing, doing
 from ..traced_loss import trace_loss, TracedLoss
 from .checkpoints import Candidate, candidates
 from .maps import MapCall, seeing_maps
-from .report import MemoryReport
+from .report import MemoryAdvice, MemoryReport
 from .residuals import Gradient
 
 
@@ -24,7 +25,7 @@ _MOST_CANDIDATES = 4
 _LEAST_SAVING = 0.1
 
 
-@showing_progress("explain_memory")
+@diagnosing("explain_memory")
 def explain_memory(
     loss: Callable[..., Any],
     model: PyTree,
@@ -116,20 +117,18 @@ def explain_memory(
     needed = _compiled_bytes(traced) if compiled else None
     least = _LEAST_SAVING * max(gradient.total, needed or 0)
     found = candidates(numbered, gradient.sources, maps, again)
-    tried = _tried(found, gradient, traced, least)
-    records = sorted(gradient.residuals(), key=lambda r: -r.bytes)
-    return MemoryReport(
-        [r for r in records if r.kind != "input"],
-        [r for r in records if r.kind == "input"],
-        needed,
-        [c.advice for c in tried],
-    )
+    advice = _tried(found, gradient, traced, least)
+    leaves = dict(zip(traced.inputs, traced.leaves, strict=False))
+    records = [s.record(leaves.get(s.made.name, "")) for s in gradient.sources]
+    records.sort(key=lambda r: -r.bytes)
+    kept = [r for r in records if r.kind != "input"]
+    return MemoryReport(kept, [r for r in records if r.kind == "input"], needed, advice)
 
 
 def _tried(
     found: Iterable[Candidate], gradient: Gradient, traced: TracedLoss, least: float
-) -> list[Candidate]:
-    """The most promising candidates, applied, with what each saves; the best one first."""
+) -> list[MemoryAdvice]:
+    """The advice of the most promising candidates, applied; the best one first."""
     most = lambda c: sum(gradient.sources[i].bytes for i in c.covers) - c.again
     promising = sorted((c for c in found if most(c) > least), key=most, reverse=True)
     tried = []
@@ -141,16 +140,15 @@ def _tried(
             continue
         saves = gradient.total - left
         if saves > least:
-            advice = dataclasses.replace(candidate.advice, saves=int(saves))
-            tried.append(dataclasses.replace(candidate, advice=advice))
-    return sorted(tried, key=lambda c: -c.advice.saves)
+            tried.append(dataclasses.replace(candidate.advice, saves=int(saves)))
+    return sorted(tried, key=lambda advice: -advice.saves)
 
 
 def _compiled_bytes(traced: TracedLoss) -> int | None:
     """The temporary bytes of the compiled gradient; `None` where the platform does not tell."""
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.program.in_avals]
     n = len(traced.leaves)
-    loss = lambda arrays, others: evaluate(traced.program, [*arrays, *others])[0]
-    compiled = jax.jit(jax.value_and_grad(loss)).lower(types[:n], types[n:]).compile()
+    gradient = jax.jit(jax.value_and_grad(loss_of_leaves(traced)))
+    compiled = gradient.lower(types[:n], types[n:]).compile()
     analysis = compiled.memory_analysis()
     return None if analysis is None else analysis.temp_size_in_bytes

@@ -103,13 +103,5 @@ class MemoryReport(AbstractReport):
             return []
         compiled = f"The compiled gradient needs {show_bytes(self.compiled or 0)}."
         notes = [("temporary memory", compiled)] if self.compiled is not None else []
-        notes += [("advice", str(advice)) for advice in self.advice[:1] or [_NO_ADVICE]]
-        is_loop = any(advice.kind in ("loop", "map") for advice in self.advice)
-        return notes if is_loop else [*notes, ("note", _CHUNKS)]
-
-
-_NO_ADVICE = "No checkpoint saves a tenth of it."
-_CHUNKS = (
-    "Before JAX 0.12, XLA on a CPU undoes checkpoints outside of loops. If the loss is the "
-    "mean of many tokens, `eqg.losses.chunked` computes a few at a time."
-)
+        first = self.advice[0] if self.advice else "No checkpoint saves a tenth of it."
+        return [*notes, ("advice", str(first))]

@@ -20,7 +20,7 @@ from ..._jaxprs.evaluate import evaluate
 from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, Scan, structure
 from ..origins import Origin
 from ..report import AbstractRecord
-from ..source_lines import UNKNOWN
+from ..source_lines import function_file, is_users_file, rule_line, UNKNOWN
 from ..traced_loss import TracedLoss
 
 
@@ -81,26 +81,32 @@ class Source:
     def bytes(self) -> int:
         return self.steps * bytes_of(self.made.aval)
 
-    @property
-    def path(self) -> str:
-        return "" if self.made.origin is None else self.made.origin.path
-
     def record(self, leaf: str) -> Residual:
-        """- `leaf`: the path of an input of the loss in the model."""
+        """- `leaf`: the path of an input of the loss in the model, or empty."""
         made, origin = self.made, self.made.origin
-        is_input = made.kind == "input"
         has_rule = origin is not None and isinstance(structure(origin.eqn), CallWithRule)
         return Residual(
             **(UNKNOWN if origin is None else origin.source).fields(),
             kind="rule" if has_rule and made.kind == "computed" else made.kind,
-            leaf=leaf if is_input else "",
+            leaf=leaf,
             primitive=made.name if origin is None else origin.primitive,
-            path=self.path,
+            path="" if origin is None else origin.path,
             shape=tuple(made.aval.shape),
             dtype=str(made.aval.dtype),
             n_steps=self.steps,
             bytes=self.bytes,
         )
+
+
+def _in_function(origin: Origin | None, eqn: Any) -> Origin | None:
+    """The origin; for a rule of this library that calls the user's function, such as the step
+    of a `filter_scan`, with the line in this function."""
+    known = origin and structure(origin.eqn)
+    if origin and isinstance(known, CallWithRule):
+        is_ours = not is_users_file(function_file(*known.programs))
+        if is_ours and (line := rule_line(eqn)).file:
+            return dataclasses.replace(origin, source=line, primitive=eqn.primitive.name)
+    return origin
 
 
 _USE_SCAN = (
@@ -124,7 +130,6 @@ class Gradient:
         traced: TracedLoss,
         origin_of: Callable[[Any], Origin | None] = lambda eqn: None,
     ):
-        self._traced = traced
         self._origin_of = origin_of
         n = len(traced.leaves)
 
@@ -159,20 +164,14 @@ class Gradient:
         self.sources = list({(s.made, s.steps): s for s in reversed(kept)}.values())[::-1]
         self.total = sum(s.bytes for s in self.sources if s.made.kind != "input")
 
-    def residuals(self) -> list[Residual]:
-        """A record of each of `sources`."""
-        traced = self._traced
-        leaves = dict(zip(traced.inputs, traced.leaves, strict=False))
-        return [source.record(leaves.get(source.made.name, "")) for source in self.sources]
-
     def _sources(
         self, program: ClosedJaxpr, inputs: Sequence[Source], around: Origin | None = None
     ) -> list[Source]:
         """The sources of the outputs of a program. `around`: the equation that it is in."""
 
         def hook(eqn, values):
-            origin = self._origin_of(eqn) or around
             name = eqn.primitive.name
+            origin = _in_function(self._origin_of(eqn) or around, eqn)
             if name in _NO_COPY and values[0].made.kind == "input":
                 return values[:1]  # takes no new memory
             made = [Made(v.aval, "computed", name, origin) for v in eqn.outvars]

@@ -25,6 +25,7 @@ from ..._jaxprs.structure import (
     Checkpoint,
     Cond,
     equations,
+    holds,
     Scan,
     structure,
     While,
@@ -130,11 +131,6 @@ class Birth:
                 self.bad = ~np.isfinite(np.asarray(out))
 
 
-def infs_of(x, values: Sequence[Value]) -> frozenset[int]:
-    infs = union(v.infs for v in values)
-    return infs if infs and np.isinf(np.asarray(x)).any() else frozenset()
-
-
 def labels_of(labels: Any) -> list[int]:
     return [] if labels is None else [int(i) for i in np.unique(labels) if i]
 
@@ -148,10 +144,22 @@ def calmed(x):
 
 
 class Births(AbstractCarrier[Value]):
-    """The births in a derivative, in the order in which they happen, and the zeros."""
+    """The births in a derivative, in the order in which they happen, and the zeros.
 
-    def __init__(self, derivative: Derivative, threshold: float | None, deadline: float):
+    - `is_bad`: whether the loss is not finite. Then long loops of cotangents run compiled, if
+        these are finite: what a NaN of the loss meets there is not a cause.
+    """
+
+    def __init__(
+        self,
+        derivative: Derivative,
+        threshold: float | None,
+        deadline: float,
+        *,
+        is_bad: bool = False,
+    ):
         self.derivative, self.threshold, self.deadline = derivative, threshold, deadline
+        self.is_bad = is_bad
         self.births: list[Birth] = []
         self.zeros = Zeros(derivative, self._bind)
         self.sets: list[frozenset[int]] = [frozenset()]
@@ -176,17 +184,14 @@ class Births(AbstractCarrier[Value]):
             self._constants[id(x)] = x, self._outside(x, None)
         return self._constants[id(x)][1]
 
-    def array(self, value):
-        return value.truth
-
     def map(self, fn, values):
         is_any = lambda name: any(getattr(v, name) is not None for v in values)
         nan = fn(*(v.nans for v in values)) if is_any("nan") else None
-        x = fn(*(v.x for v in values))
+        x, infs = fn(*(v.x for v in values)), union(v.infs for v in values)
         return Value(
             x,
             nan if nan is not None and nan.any() else None,
-            infs_of(x, values),
+            infs if infs and np.isinf(np.asarray(x)).any() else frozenset(),
             union(v.decided for v in values),
             fn(*(v.zeros for v in values)) if is_any("zero") else None,
             any(v.is_ct for v in values),
@@ -214,16 +219,18 @@ class Births(AbstractCarrier[Value]):
         flags = interpret_equation(place.eqn, flags, _FLAGS).outs
         n, m = known.n_before_carry, known.n_before_carry + known.n_carry
         values = [*values[:n], *map(_flagged, values[n:m], flags), *values[m:]]
-        done = None
-        if all(v.nan is None for v in values) and self._is_long(known):
+        done, has_nan = None, any(v.nan is not None for v in values)
+        # With a NaN, a `while_loop` may not end.
+        is_rest = self.is_bad and not holds(place.eqn, While) and any(f & 1 for f in flags)
+        if self._is_long(known) and (is_rest or not has_nan):
             outs = self._bind(place.eqn, [v.x for v in values])
             # Why a cotangent is zero is not known of a loop that runs compiled.
-            has_zeros = any(
-                flag & 1 and not np.all(x) for x, flag in zip(outs, flags, strict=True)
-            )
-            if not has_zeros and not any(map(is_nonfinite, outs)):
+            zeros = (f & 1 and not np.all(x) for x, f in zip(outs, flags, strict=True))
+            if (is_rest or not any(zeros)) and not any(map(is_nonfinite, outs)):
+                if has_nan:
+                    return self._equation(place, values)
                 return list(map(_flagged, map(Value, outs), flags))
-            is_plain = not any(v.is_ct or is_nonfinite(v.x) for v in values)
+            is_plain = not any(v.is_ct or has_nan or is_nonfinite(v.x) for v in values)
             done = _good_steps(known, values) if is_plain and isinstance(known, Scan) else None
         return enter(place, values, self, done)
 
@@ -284,16 +291,17 @@ class Births(AbstractCarrier[Value]):
                 nan = self._joined(nan, bad, frozenset([birth]))
         if inf.any():
             if len(sources) > 1:  # an infinity that is not selected makes none
-                makes = lambda v: self._differs(place, values, k, inf, calm=v)
-                sources = [v for v in sources if makes(v)] or sources
+                calm = lambda of: [calmed(v.x) if v is of else v.x for v in values]
+                again = lambda of: np.isinf(np.asarray(self._bind(place.eqn, calm(of))[k]))
+                sources = [v for v in sources if (again(v) != inf).any()] or sources
             infs, new, of = union(v.infs for v in sources), inf, decided
             by = union(v.infs for v in sources if not v.is_ct)
             if is_ct and by:  # an infinity meets a cotangent
                 infs = union(v.infs for v in sources if v.is_ct)
                 of = by
             elif sources:
-                calm = [calmed(v.x) for v in values]
-                new = inf & np.isinf(np.asarray(self._bind(place.eqn, calm)[k]))
+                finite = [calmed(v.x) for v in values]
+                new = inf & np.isinf(np.asarray(self._bind(place.eqn, finite)[k]))
             new = new & by_itself
             if new.any():
                 infs |= {born(new, of=of, is_low=not np.iscomplexobj(a) and (a[new] < 0).all())}
@@ -314,11 +322,6 @@ class Births(AbstractCarrier[Value]):
         users = (e for e in place.program.eqns if any(v is atom for atom in e.invars))
         is_output = any(v is atom for atom in place.program.jaxpr.outvars)
         return not tag or is_output or any(equation_tag(e) != tag for e in users)
-
-    def _differs(self, place, values, k, inf, calm: Value) -> bool:
-        """Whether other elements are infinite without the infinities of one operand."""
-        xs = [calmed(v.x) if v is calm else v.x for v in values]
-        return bool((np.isinf(np.asarray(self._bind(place.eqn, xs)[k])) != inf).any())
 
     def _propagated(self, eqn, values, outs, is_chosen) -> list[Any]:
         """For each output the sets of births of the NaNs in some operands that reach its

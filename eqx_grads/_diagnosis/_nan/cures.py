@@ -79,6 +79,7 @@ _OF_INDICES = (
     "An index is out of range there, and JAX fills in NaN. Use an index in range, as of "
     '`jnp.take(x, i, axis=0, mode="clip")`.'
 )
+_EXPONENTIALS = ("exp", "exp2", "expm1", "cosh", "sinh")
 _OF_EXPONENTIALS = (
     "Subtract the maximum from the argument of `{op}`, or call the function that does, such as "
     "`jax.nn.softmax`, `jax.nn.logsumexp` or `jax.nn.softplus`."
@@ -117,38 +118,33 @@ def cure_of(
     - `helps`: the call of `zero_safe` that was tried, and makes the gradient finite.
     - `mask`: what makes the cotangent zero. `calls`: the functions of JAX that it is in.
     """
-    text = _of_operation(kind, op, is_value, calls, is_rule)
-    named = next((name for name in (*calls, op) if name in _SAFE), op)
+    called = next((name for name in (*calls, op) if name in _SAFE), "")
     # A `where` around a function of several elements would drop all of them.
-    kinds = _POINTS if named == op else (*_POINTS, *DROPPABLE)
-    if named in _SAFE and kind in kinds and (named != op or not text):
-        text = f"Use `eqg.safe.{_SAFE[named]}`, whose first derivative is defined there."
-    text = text or (_OF_VALUES.get(kind) if is_value else "") or _OF_KINDS[kind]
+    has_safe = kind in _POINTS or (called != op and kind in DROPPABLE)
+    of_safe = f"Use `eqg.safe.{_SAFE.get(called)}`, whose first derivative is defined there."
+    is_dead, is_masked = kind == Kind.DEAD_BRANCH, kind == Kind.MASKED_PRODUCT
+    is_overflow, is_point = kind == Kind.OVERFLOW, kind in _POINTS[:2]
+    of_matrices = not _MATRICES.isdisjoint((*calls, op))
+    # The first text whose condition holds.
+    texts = (
+        (bool(called) and called != op and has_safe, of_safe),
+        (op == "gather" and (is_dead or is_masked or kind == Kind.DOMAIN), _OF_INDICES),
+        (is_dead and op not in ELEMENTWISE and not is_rule, _OF_ROWS),
+        (is_overflow and is_value and op in _EXPONENTIALS, _OF_EXPONENTIALS),
+        (is_overflow and op == "div" and not is_value, _OF_DIVISORS),
+        (is_rule and (kind in _POINTS or is_masked), _OF_RULES),
+        (of_matrices and (is_point or kind == Kind.DOMAIN), _OF_MATRICES),
+        (is_value and is_point, _OF_VALUES_OF_OPERATIONS.get(op)),
+        (bool(called) and has_safe, of_safe),
+        (is_value, _OF_VALUES.get(kind)),
+        (True, _OF_KINDS[kind]),
+    )
+    text = next(text for holds, text in texts if holds and text)
     if helps and kind in DROPPABLE:
         text += f" In code that you can't edit, use {helps}."
     if is_in_derivative and (kind in DROPPABLE or op.startswith("safe.")):
         text += _OF_DERIVATIVES
     return text.format(op=op, mask=mask or "where", domain=_DOMAINS.get(op, ""))
-
-
-def _of_operation(kind, op, is_value, calls, is_rule) -> str:
-    """Advice that is special to an operation, or an empty string."""
-    if op == "gather" and kind in (Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT, Kind.DOMAIN):
-        return _OF_INDICES
-    if kind == Kind.DEAD_BRANCH:
-        return "" if op in ELEMENTWISE or is_rule else _OF_ROWS
-    if kind == Kind.OVERFLOW and is_value and op in ("exp", "exp2", "expm1", "cosh", "sinh"):
-        return _OF_EXPONENTIALS
-    if kind == Kind.OVERFLOW and op == "div" and not is_value:
-        return _OF_DIVISORS
-    if is_rule and kind in (*_POINTS, Kind.MASKED_PRODUCT):
-        return _OF_RULES
-    if kind not in (Kind.SINGULARITY, Kind.INDETERMINATE, Kind.DOMAIN):
-        return ""
-    if not _MATRICES.isdisjoint((*calls, op)):
-        return _OF_MATRICES
-    is_point = is_value and kind != Kind.DOMAIN
-    return _OF_VALUES_OF_OPERATIONS.get(op, "") if is_point else ""
 
 
 def cure_of_input(kind: Kind, holder: str, leaf: str) -> str:

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
-from ..._errors import bad_argument
-from ..._rules.float_args import as_number
+from ..._rules.float_args import check_nonnegative_number, check_positive
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
 from ..gradient import trace_gradient
-from ..nan_checks import without_nan_checks
 from ..opaque import no_gradient
 from ..origins import message_of_check, NumberedLoss, raised_error
-from ..progress import doing, showing_progress
+from ..progress import diagnosing, doing
 from .births import Births, is_nonfinite
 from .causes import Cause, causes_of, Kind
 from .cures import DROPPABLE
@@ -43,8 +41,7 @@ _OUT_OF_TIME = (
 )
 
 
-@showing_progress("explain_nan")
-@without_nan_checks()
+@diagnosing("explain_nan")
 def explain_nan(
     loss: Callable[..., Any],
     model: PyTree,
@@ -120,15 +117,11 @@ def explain_nan(
     can't differentiate one of its operations, if the model has no inexact array, or if the loss
     raises an error and nothing is found.
     """
-    limit = math.inf if threshold is None else as_number(threshold)
-    if limit is None or not limit > 0:
-        do = "Give the size from which a gradient is too large, or `None`."
-        raise bad_argument("explain_nan", "threshold", "a positive number", threshold, do)
-    time_limit = as_number(seconds)
-    if time_limit is None or not time_limit >= 0:
-        do = "Give the seconds that the search may take; `math.inf` removes the limit."
-        raise bad_argument("explain_nan", "seconds", "a number from zero", seconds, do)
-    explain = lambda loss: _explain(loss, (model, args, kwargs), limit, time_limit)
+    if threshold is not None:
+        check_positive("explain_nan", "`threshold`", threshold)
+    check_nonnegative_number("explain_nan", seconds=seconds)
+    limit = math.inf if threshold is None else float(threshold)
+    explain = lambda loss: _explain(loss, (model, args, kwargs), limit, float(seconds))
     report = explain(loss)
     if not (report and isinstance(loss, ZeroSafe)):
         return report
@@ -165,7 +158,8 @@ def _explain(
     if gradient is None and error is not None and not is_check:
         raise no_gradient(loss, traced, error) from error
     derivative = differentiate(NumberedLoss(traced))
-    births = Births(derivative, threshold, time.monotonic() + seconds)
+    deadline = time.monotonic() + seconds
+    births = Births(derivative, threshold, deadline, is_bad=not np.isfinite(value))
     carried = births.run()
     if gradient is None and carried is not None:
         value = float(carried[0].truth)

@@ -15,7 +15,7 @@ from .causes import Cause, Kind
 from .cures import cure_of, cure_of_input
 from .derivative import differentiated, line_in_rule
 from .report import NonFinite
-from .zeros import ALIVE, CANCELS, Zero
+from .zeros import CANCELS, Zero
 
 
 def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
@@ -24,21 +24,23 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     traced, birth, source = numbered.traced, cause.birth, cause.source
     origin = derivative.origin(source.place) or derivative.origin(birth.place)
     places = source.place, birth.place
-    where = users_line(numbered, origin, *places) if origin else UNKNOWN
+    where = users_line(origin, *places) if origin else UNKNOWN
     is_inside = origin is not None and where != origin.source
     is_inner = origin is not None and is_in_derivative(numbered.origins, origin)
-    primitive, leaf, holder = "", "", ""
+    leaf, holder = "", ""
     if source.number is not None:
         leaf = dict(enumerate(traced.leaves)).get(source.number, "")
         holder = traced.inputs[source.number]
-        primitive = holder
+    primitive = holder
     if is_inside and source.place is not None:
         primitive = first_of_rule(source.place)
     elif origin is not None:
         primitive = differentiated(numbered, origin).primitive
-    rule = "" if is_inside else rule_of(*places)
-    mask = _mask_fields(births, cause.zero) if _is_zero(cause) else {}
+    rules = (rule_line(place.eqn) for place in places if place is not None)
+    rule = "" if is_inside else next((str(line) for line in rules if line.file), "")
     is_masked = cause.kind in (Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT)
+    is_zero = is_masked or cause.kind == Kind.ZERO_TIMES_INFINITY
+    mask = _mask_fields(births, cause.zero) if is_zero else {}
     is_input = is_masked and source.is_outside and source.is_nan
     if is_input or cause.kind in (Kind.INPUT, Kind.INFINITE_INPUT):
         cure = cure_of_input(cause.kind, holder, leaf)
@@ -72,11 +74,6 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     )
 
 
-def _is_zero(cause: Cause) -> bool:
-    kinds = Kind.DEAD_BRANCH, Kind.MASKED_PRODUCT, Kind.ZERO_TIMES_INFINITY
-    return cause.zero.why != ALIVE and cause.kind in kinds
-
-
 def _has_rule(origin: Origin) -> bool:
     return isinstance(structure(origin.eqn), CallWithRule)
 
@@ -98,9 +95,8 @@ def _mask_fields(births: Births, zero: Zero) -> dict[str, Any]:
     """The fields of a record on what makes the cotangent zero."""
     if zero.place is None:
         return {}
-    numbered = births.derivative.numbered
     origin = births.derivative.origin(zero.place)
-    line = users_line(numbered, origin, zero.place) if origin else UNKNOWN
+    line = users_line(origin, zero.place) if origin else UNKNOWN
     name = zero.place.eqn.primitive.name
     if origin is not None and not _has_rule(origin):
         name = origin.primitive
@@ -113,7 +109,7 @@ def _mask_fields(births: Births, zero: Zero) -> dict[str, Any]:
 # ---------------------------------------------------------------- the line of the user
 
 
-def users_line(numbered: NumberedLoss, origin: Origin, *places: Place | None) -> SourceLine:
+def users_line(origin: Origin, *places: Place | None) -> SourceLine:
     """The line of the loss. If that calls a library, such as a solver, which called a function
     of the user's in a rule, the line in this function."""
     library = origin.source.library
@@ -121,12 +117,6 @@ def users_line(numbered: NumberedLoss, origin: Origin, *places: Place | None) ->
         if library and place is not None and (line := line_in_rule(place)).file:
             return dataclasses.replace(line, library=library)
     return origin.source
-
-
-def rule_of(*places: Place | None) -> str:
-    """The line of the rule in which the value that is to blame is made, or empty."""
-    lines = (rule_line(place.eqn) for place in places if place is not None)
-    return next((str(line) for line in lines if line.file), "")
 
 
 def names_of_calls(numbered: NumberedLoss, origin: Origin, *places: Place | None) -> list[str]:

@@ -39,13 +39,14 @@ class Death:
     """An operation whose operands move, and output `k` does not.
 
     - `values`: its operands; none if it is known by structure only. `step`: of each loop around
-        it, the last one, outermost first.
+        it, the last one, outermost first. `is_used`: whether the loss uses its result.
     """
 
     place: Place
     k: int
     values: Sequence["Fact"]
     step: tuple[int, ...] = ()
+    is_used: bool = True
 
 
 Died = frozenset[Death]
@@ -64,6 +65,10 @@ class Fact(NamedTuple):
     died: Died = NONE
     made: Place | str = ""
 
+    @property
+    def truth(self) -> Any:
+        return self.x
+
 
 class Deaths(AbstractCarrier[Fact]):
     """The pass through a loss."""
@@ -73,9 +78,6 @@ class Deaths(AbstractCarrier[Fact]):
 
     def constant(self, x):
         return Fact(jnp.asarray(x))
-
-    def array(self, value):
-        return value.x
 
     def map(self, fn, values):
         t = None
@@ -169,9 +171,10 @@ class Deaths(AbstractCarrier[Fact]):
 
     def _branch(self, place, values) -> list[Fact]:
         outs, decided = list(enter(place, values, self)), values[0].died
-        moves = any(f.t is not None for f in values)
+        reads = operands_of_outputs(place.eqn)
         for k, f in enumerate(outs):
             if f.t is None:
+                moves = any(values[i].t is not None for i in reads[k])
                 own = {self._death(place, k, values)} if moves and not f.died else NONE
                 outs[k] = f._replace(died=f.died | decided | own)
         return outs

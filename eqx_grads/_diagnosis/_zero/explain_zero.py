@@ -1,5 +1,6 @@
 """`explain_zero`: why the gradient of a leaf of a model is zero."""
 
+import contextlib
 import dataclasses
 import functools as ft
 import time
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..._jaxprs.dependence import free_variables
+from ..._jaxprs.structure import holds, ShardMap, While
 from ..._zero_safe.zero_safe import ZeroSafe
 from .._nan.births import Births, labels_of, Value
 from .._nan.derivative import differentiate
@@ -26,13 +28,12 @@ from ..gradient import (
     staircase,
     trace_gradient,
 )
-from ..nan_checks import without_nan_checks
 from ..opaque import no_gradient
 from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..pairs import is_inexact
 from ..parameters import no_parameters, remark_on
-from ..progress import doing, showing_progress
-from ..report import show_list
+from ..progress import diagnosing, doing
+from ..report import count, show_list
 from ..source_lines import is_stop_gradient, safe_function
 from ..traced_loss import TracedLoss
 from .advice import cure_of, kind_without_derivative
@@ -43,10 +44,10 @@ from .report import ZeroGradient, ZeroReport
 
 # The time to find where a cotangent ends in reverse mode.
 _SECONDS = 30.0
+_MOST_REMARKS = 4
 
 
-@showing_progress("explain_zero")
-@without_nan_checks()
+@diagnosing("explain_zero")
 def explain_zero(
     loss: Callable[..., Any], model: PyTree, *args: Any, **kwargs: Any
 ) -> ZeroReport:
@@ -158,7 +159,7 @@ def explain_traced(
         raise no_gradient(loss, traced, error) from error
     sized = [i for i in range(len(traced.leaves)) if traced.values[i].size]
     noise = {traced.leaves[i]: x for i, x in rounding_errors(traced, gradient).items()}
-    remarks = []
+    remarks, at_points = [], []
     if gradient.error is not None:
         why = ": ".join([type(gradient.error).__name__, *str(gradient.error).splitlines()[:1]])
         remarks.append(
@@ -167,7 +168,7 @@ def explain_traced(
             "`max_steps`; for a solver, `eqg.implicit`."
         )
     else:
-        remarks += _dead_units(traced, gradient, noise)
+        remarks += _first(_dead_units(traced, gradient, noise))
     bad = [i for i in sized if not np.all(np.isfinite(gradient.gradients[i]))]
     zero = [i for i in sized if i not in bad and not np.any(gradient.gradients[i])]
     explanation, found = _Explanation(traced, gradient, zero), []
@@ -182,7 +183,8 @@ def explain_traced(
             text = f" is at a kink, and the other side has a slope: {text}"
         elif text := staircase(change, rounding):
             text = f": the loss is flat here, but changes over longer steps: {text}"
-        remarks += [f"{traced.leaves[i]}{text}."] if text else []
+        at_points += [f"{traced.leaves[i]}{text}."] if text else []
+    remarks += _first(at_points)
     not_finite = [traced.leaves[i] for i in bad]
     if bad:
         names = show_list(not_finite, 8)
@@ -197,6 +199,12 @@ def explain_traced(
     return ZeroReport(found, len(sized), remarks, noise, not_finite)
 
 
+def _first(remarks: list[str]) -> list[str]:
+    rest = len(remarks) - _MOST_REMARKS
+    more = [f"And so for {count(rest, 'more leaf', 'more leaves')}."] if rest > 0 else []
+    return [*remarks[:_MOST_REMARKS], *more]
+
+
 class _Explanation:
     """The causes of zero gradients in one loss."""
 
@@ -205,6 +213,7 @@ class _Explanation:
         self._died: dict[int, Died] = {}
         self._directions = directions(traced)
         self._moving: set[int] = set()
+        self._used: dict[int, bool] = {}
         program = traced.program.jaxpr
         used = set(free_variables(program.eqns, program.outvars)) if zero else ()
         self._follow([i for i in zero if program.invars[i] in used])
@@ -234,6 +243,7 @@ class _Explanation:
             key = (id(death.place.eqn), death.k)
             last[key] = max(last.get(key, death), death, key=lambda d: d.step)
         found = [(self._record(leaf, death), death) for death in last.values()]
+        found = [(r, d) for r, d in found if d.is_used] or found
         # In a loop, a value that is zero in some steps is not a cause if all steps end anyway.
         places = lambda d: [
             (id(p.around.eqn), p.step) for p in outward(d.place) if p.around is not None
@@ -246,8 +256,10 @@ class _Explanation:
         found = [(r, d) for r, d in found if id(d.place.eqn) not in around]
         if not all(r.by_structure for r, _ in found):
             # An operation that only decides is not a cause if values end a derivative.
-            decides = lambda d: not is_inexact(d.place.eqn.outvars[d.k]) or _is_stop_of_jax(d)
-            found = [(r, d) for r, d in found if not (r.by_structure and decides(d))]
+            is_stop = lambda e: e.primitive.name == "stop_gradient" and not is_stop_gradient(e)
+            decides = lambda e, k: not is_inexact(e.outvars[k]) or is_stop(e)
+            is_value = lambda d: not decides(d.place.eqn, d.k)
+            found = [(r, d) for r, d in found if not r.by_structure or is_value(d)]
         records = sorted(
             (r for r, _ in found), key=lambda r: (r.file, r.line, r.primitive, r.kind)
         )
@@ -305,15 +317,25 @@ class _Explanation:
         origin = self._origin_of(death.place)
         kind, factor = kind_of_death(death)
         detail, made, by_structure = "", origin, kind == NO_DERIVATIVE
-        if by_structure:
+        of = lambda f: f.made if isinstance(f.made, str) else self._origin_of(f.made)
+        death.is_used = not by_structure or self._is_used(death)
+        if not death.is_used:
+            kind, by_structure = "not selected", False
+        elif by_structure:
             kind = kind_without_derivative(self._numbered.around(origin))
         elif factor is not None and kind == "multiplied by zero":
-            made = self._made(factor)
-            detail = self._factor(made)
+            made = of(factor)
+            detail = f"`{made}`" if made else ""
+            if not isinstance(made, str):
+                detail = f"the result of `{self._name(made)}` at {made.source}"
         elif kind in ("dead units", "saturated"):
-            moves = (self._made(f) for f in death.values if f.t is not None)
+            moves = (of(f) for f in death.values if f.t is not None)
             before = next((x.path for x in moves if not isinstance(x, str)), "")
             detail = f"after `{before}`" if before not in ("", origin.path) else ""
+        # The operation, or a factor in a derivative that the loss takes.
+        is_inner = is_in_derivative(self._numbered.origins, origin)
+        at = [origin, made] if is_inner and not isinstance(made, str) else [origin]
+        safe = next((x for x in map(self._name, at) if x.startswith("safe.")), "")
         return ZeroGradient(
             leaf=self.traced.leaves[leaf],
             kind=kind,
@@ -321,32 +343,28 @@ class _Explanation:
             step=() if by_structure else death.step,
             detail=detail,
             by_structure=by_structure,
-            cure=cure_of(kind, origin.primitive, self._safe_function(origin, made)),
+            cure=cure_of(kind, origin.primitive, safe),
         )
 
-    def _made(self, factor: Fact) -> Origin | str:
-        return factor.made if isinstance(factor.made, str) else self._origin_of(factor.made)
-
-    def _factor(self, made: Origin | str) -> str:
-        """The zero factor of a product, in words."""
-        if isinstance(made, str):
-            return f"`{made}`" if made else ""
-        return f"the result of `{self._name(made)}` at {made.source}"
+    def _is_used(self, death: Death) -> bool:
+        """Whether the loss changes with the results of an operation."""
+        origin, program = self._origin_of(death.place), self.traced.program
+        outs = [v.aval for v in origin.eqn.outvars]
+        # With other numbers, a `while_loop` may not end.
+        can_change = all(map(is_inexact, outs)) and self._gradient.can_move
+        if not can_change or holds(program, While, ShardMap):
+            return True
+        if origin.number not in self._used:
+            self._used[origin.number] = True
+            ramp = lambda x, s: np.linspace(s, 2 * s, x.size).reshape(x.shape).astype(x.dtype)
+            others = [[ramp(x, s) for x in outs] for s in (np.nan, 100.0, -100.0)]
+            by = [self._numbered.replaced({origin.number: lambda _, o=o: o}) for o in others]
+            with contextlib.suppress(Exception):  # of a check in the loss
+                losses = {float(loss(*self.traced.values)) for loss in by}
+                self._used[origin.number] = len(losses) > 1
+        return self._used[origin.number]
 
     def _name(self, origin: Origin) -> str:
         """The operation, or the function of `eqx_grads.safe` that it is in."""
         around = self._numbered.around(origin)
         return safe_function(o.eqn for o in around) or origin.primitive
-
-    def _safe_function(self, origin: Origin, made: Origin | str) -> str:
-        """The function of `eqx_grads.safe` whose derivative is zero, or empty: the operation,
-        or a factor in a derivative that the loss takes."""
-        is_inner = is_in_derivative(self._numbered.origins, origin)
-        of_factor = made if is_inner and not isinstance(made, str) else origin
-        names = (self._name(origin), self._name(of_factor))
-        return next((name for name in names if name.startswith("safe.")), "")
-
-
-def _is_stop_of_jax(death: Death) -> bool:
-    eqn = death.place.eqn
-    return eqn.primitive.name == "stop_gradient" and not is_stop_gradient(eqn)

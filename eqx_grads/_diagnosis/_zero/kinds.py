@@ -5,7 +5,7 @@ derivative. If other tangents do, terms cancel or underflow. An operand that doe
 revives the tangent, is a mask or a factor. If the operands that move do, the operation is flat.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ class _Experiment:
             return jnp.asarray(rng.integers(0, most, shape), dtype)
         return x
 
-    def size(self, where: Iterable[int] = (), by: Any = None, ts: Any = None) -> float:
+    def size(self, where: Sequence[int] = (), by: Any = None, ts: Any = None) -> float:
         """The largest tangent, with some operands changed, and with other tangents."""
         by = self.other if by is None else by
         xs = [by(x) if i in where else x for i, x in enumerate(self.xs)]
@@ -54,10 +54,8 @@ class _Experiment:
     def tangents(self, fn: Any) -> list[Any]:
         return [None if t is None else fn(jnp.asarray(t)) for t in self.ts]
 
-    def revives(self, where: Iterable[int] = (), tangents: Any = None) -> bool:
-        where = list(where)
-        again = lambda: None if tangents is None else self.tangents(tangents)
-        return any(self.size(where, ts=again()) for _ in range(3))
+    def revives(self, where: Sequence[int] = (), tangents: Any = lambda t: t) -> bool:
+        return any(self.size(where, ts=self.tangents(tangents)) for _ in range(3))
 
 
 def kind_of_death(death: Death) -> tuple[str, Fact | None]:
