@@ -225,10 +225,9 @@ def orders_of(
     got, *wanted = run(xs, ts, us, numbers(3, outs))
     want = {name: array for found in wanted for name, array in found.items()}
     yield from differences(got, want, tolerance)
-    for name, arrays in (of_eager or {}).items():
-        expected = [narrow(x) for x in want[name]]
-        for text in differences({name: arrays}, {name: expected}, entry.tolerance32):
-            yield f"eager {text}"
+    narrowed = {name: [narrow(x) for x in want[name]] for name in of_eager or ()}
+    for text in differences(of_eager, narrowed, entry.tolerance32):
+        yield f"eager {text}"
 
 
 def narrow(x: Any) -> np.ndarray:
@@ -325,13 +324,7 @@ def without_leaks(entry: Entry) -> Iterator[str]:
     if not entry.leaks:
         return
     op = Flat(entry.fn, cast(entry.args, "float32"))
-
-    def run(*xs):
-        if "vjp" not in entry.orders:
-            return op(*xs)
-        outs, pull = jax.vjp(op, *xs)
-        return pull(outs)
-
+    run = ft.partial(_value_and_vjp, op) if "vjp" in entry.orders else op
     with checking_leaks():
         jax.make_jaxpr(run)(*op.leaves)
     yield from ()

@@ -21,9 +21,9 @@ import pytest
 from .programs.cases import Batch, Case, judge
 from .programs.chains import Step
 from .programs.coverage import chosen_batches, missing
+from .programs.draw import wrong_cases
 from .programs.formulas import Formula, Term
 from .programs.functions import Function, Leaf
-from .programs.run import wrong_cases
 from .programs.scans import Call, Scan
 
 

@@ -9,7 +9,7 @@ import sys
 
 from ... import conftest as conftest  # the configuration of the tests
 from .coverage import choose
-from .run import wrong_cases
+from .draw import wrong_cases
 
 
 if __name__ == "__main__":

@@ -79,10 +79,8 @@ QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_pass
 def judge(batch: Batch) -> list[Wrong]:
     """The cases whose outputs differ from the outputs of the reference."""
     with jax.enable_x64(batch.x64):
-        leaking = (
-            [w for case in batch.cases for w in _leaks(case, batch)] if batch.leaks else []
-        )
-        return leaking or _wrong(batch)
+        checked = batch.cases if batch.leaks else ()
+        return [w for case in checked for w in _leaks(case, batch)] or _wrong(batch)
 
 
 def _leaks(case: Case, batch: Batch) -> list[Wrong]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .cases import Batch, Case
+from .cases import Batch, Case, judge, Wrong
 from .chains import OPTIONS, Step
 from .formulas import Formula, Term, UNARY
 from .functions import CLASSES, Function, Leaf, Node
@@ -381,3 +381,20 @@ def batches(
 
 def one_case(seed: int) -> Batch:
     return next(batches(seed, 1, 1, 1))
+
+
+def fresh_batches(start: int, n_cases: int) -> Iterator[Batch]:
+    """`n_cases` cases in all, of which no two differ in values only."""
+    seen: set[Case] = set()
+    for batch in batches(start):
+        fresh = [case for case in batch.cases if case.kind not in seen]
+        seen.update(case.kind for case in fresh)
+        surplus = max(len(seen) - n_cases, 0)
+        yield dataclasses.replace(batch, cases=tuple(fresh[: len(fresh) - surplus]))
+        if len(seen) >= n_cases:
+            return
+
+
+def wrong_cases(start: int, n_cases: int) -> list[Wrong]:
+    """The cases among `n_cases` that differ from the reference."""
+    return [wrong for batch in fresh_batches(start, n_cases) for wrong in judge(batch)]

@@ -346,6 +346,15 @@ class _FlatRules:
         return self.value(*xs), lambda cts: self.bwd(xs, cts)
 
 
+class _MixedRules(_FlatRules):
+    """The same, but all outputs depend on all inputs. JAX counts the cotangent of an output
+    that is not batched once for each example, if other outputs are batched (`UPSTREAM.md`)."""
+
+    def value(self, *xs):
+        zero = sum(0 * jnp.sum(jnp.real(x)) for x in xs if eqx.is_inexact_array(x))
+        return tuple(out + jnp.asarray(zero, out.dtype) for out in super().value(*xs))
+
+
 def _flat_jvp(decorator, rules: _FlatRules):
     f = decorator(rules.value)
     (f.def_jvp if hasattr(f, "def_jvp") else f.defjvp)(rules.jvp)
@@ -452,9 +461,10 @@ def _by_flat(function: Function, decorate: Callable[[_FlatRules], Callable[..., 
     return _with_named_arguments(call, len(function.args))
 
 
-_JVP, _VJP = ft.partial(_flat_jvp, jax.custom_jvp), ft.partial(_flat_vjp, jax.custom_vjp)
+_JVP = ft.partial(_flat_jvp, jax.custom_jvp)
+_VJP = lambda rules: _flat_vjp(jax.custom_vjp, _MixedRules(rules.function))
 _NONDIFF_JVP = ft.partial(_flat_nondiff_jvp, jax.custom_jvp)
-_NONDIFF_VJP = ft.partial(_flat_nondiff_vjp, jax.custom_vjp)
+_NONDIFF_VJP = lambda rules: _flat_nondiff_vjp(jax.custom_vjp, _MixedRules(rules.function))
 _EQX_VJP = ft.partial(_flat_equinox_vjp, eqg.filter_custom_vjp)
 # Rules of which JAX has the same, by its own decorator: ours, and JAX's.
 RAW: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
