@@ -193,8 +193,8 @@ def test_an_elementwise_function_stays_elementwise():
     """No arrays are stacked, and no exponential is computed twice: XLA fuses the rest."""
     ones = jnp.ones(3)
     grad = lambda fn: jax.grad(lambda *xs: jnp.sum(fn(*xs)))
+    program = lambda fn, *xs: jax.jit(grad(fn)).lower(*xs).as_text()
     for fn in (safe.hypot, safe.arctan2):
-        assert "concatenate" not in str(jax.make_jaxpr(grad(fn))(ones, ones)), fn
+        assert "concatenate" not in program(fn, ones, ones), fn
     for fn in (safe.sinhc, safe.expm1_ratio):
-        for f in (fn, grad(fn)):
-            assert str(jax.make_jaxpr(lambda x, f=f: f(x))(ones)).count(" = expm1") <= 2, f
+        assert program(fn, ones).count("exponential_minus_one") == 1, fn
