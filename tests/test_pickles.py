@@ -161,3 +161,16 @@ def test_who_stores_functions_of_main_gets_what_to_store(monkeypatch):
         stores = module.partition(".")[0] in ("cloudpickle", "dill")
         assert isinstance(reduced, tuple) == stores, module
         assert (reduced[2]["fn"] is fn) if stores else (reduced == fn.__qualname__)
+
+
+@eqg.custom_jvp
+def doubled(x):
+    return 2 * x
+
+
+doubled.def_jvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]))
+
+
+def test_a_rebuilt_function_without_a_docstring_is_pickled_by_name():
+    rebuilt = jax.tree.map(lambda x: x, doubled)
+    assert pickle.loads(pickle.dumps(rebuilt))(3.0) == 6.0

@@ -184,3 +184,17 @@ def test_nan_has_the_derivative_nan():
             if i != j or (name, i) not in LINEAR:
                 point = [jnp.nan if k == i else 0.5 for k in range(n)]
                 assert jnp.isnan(jax.grad(fn, j)(*point)), (name, i, j)
+
+
+# ---------------------------------------------------------------- cost
+
+
+def test_an_elementwise_function_stays_elementwise():
+    """No arrays are stacked, and no exponential is computed twice: XLA fuses the rest."""
+    ones = jnp.ones(3)
+    grad = lambda fn: jax.grad(lambda *xs: jnp.sum(fn(*xs)))
+    program = lambda fn, *xs: jax.jit(grad(fn)).lower(*xs).as_text()
+    for fn in (safe.hypot, safe.arctan2):
+        assert "concatenate" not in program(fn, ones, ones), fn
+    for fn in (safe.sinhc, safe.expm1_ratio):
+        assert program(fn, ones).count("exponential_minus_one") == 1, fn

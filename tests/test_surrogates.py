@@ -56,6 +56,7 @@ def test_kinks():
     assert jax.grad(triangle().derivative)(1.0) == -0.5
     assert rectangle(1.0, 0.5).derivative(0.5) == 0.25
     assert jax.grad(rectangle(1.0, 0.5).primitive)(-0.5) == 0.25
+    assert jax.grad(lambda width: rectangle(width).primitive(jnp.inf))(1.0) == 0.5
     for kind in ALL:
         assert jnp.isnan(kind().primitive(jnp.nan))
 

@@ -1,6 +1,7 @@
 """The Module that a decorator returns: metadata, methods, copies, pickles (clause 9)."""
 
 import abc
+import dataclasses
 import functools as ft
 import importlib
 import sys
@@ -161,7 +162,7 @@ def reduce_by_name(wrapper: Any, fn: Any) -> Any:
     except (KeyError, AttributeError):
         found = None
     # In a tree that was rebuilt, a wrapper is another object of the same parts.
-    is_same = type(found) is type(wrapper) and vars(found) == vars(wrapper)
+    is_same = type(found) is type(wrapper) and _parts(found) == _parts(wrapper)
     if is_same and not (fn.__module__ == "__main__" and _is_pickled_by_value()):
         by_name = (fn.__module__, fn.__qualname__)
         return fn.__qualname__ if found is wrapper else (_import, by_name)
@@ -176,6 +177,11 @@ def _import(module: str, qualname: str) -> Any:
 
 def _find(module: str, qualname: str) -> Any:
     return ft.reduce(getattr, qualname.split("."), sys.modules[module])
+
+
+def _parts(wrapper: Any) -> list[int]:
+    """Of its fields: the metadata of the function are not in a wrapper that was rebuilt."""
+    return [id(getattr(wrapper, field.name)) for field in dataclasses.fields(wrapper)]
 
 
 def _empty(cls):

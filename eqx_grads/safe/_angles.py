@@ -7,7 +7,6 @@ from jaxtyping import Array
 from .._rules.custom_jvp import custom_jvp
 from ._arguments import Numbers
 from ._elementwise import corner, inverse, real_function, with_slopes
-from ._norms import polar
 
 
 def _at_origin(slope, x, y):
@@ -103,7 +102,17 @@ def arctan2(y: Numbers, x: Numbers) -> Array:
 @jax.jit
 def _direction(x, y):
     """The cosine and the sine of the angle of (x, y); both are zero at the origin."""
-    return tuple(polar(jnp.stack([x, y]), axes=(0,))[1])
+    # Two infinite coordinates are equally large; a single one is as large as the length.
+    infinite = jnp.isinf(x) | jnp.isinf(y)
+    x = jnp.where(infinite, jnp.where(jnp.isinf(x), jnp.sign(x), 0), x)
+    y = jnp.where(infinite, jnp.where(jnp.isinf(y), jnp.sign(y), 0), y)
+    largest = jnp.maximum(jnp.abs(x), jnp.abs(y))
+    largest = jnp.where(largest == 0, 1, largest)
+    x, y = x / largest, y / largest
+    length = jnp.sqrt(x * x + y * y)
+    # The compiler would make `x / largest / length` the quotient by a product that overflows.
+    scale = 1 / jnp.where(length == 0, 1, length)
+    return x * scale, y * scale
 
 
 @_direction.def_jvp

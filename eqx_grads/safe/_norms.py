@@ -97,10 +97,10 @@ def _norm(x, ord, axes):
     """The norm. The axes are kept."""
     if jnp.iscomplexobj(x):
         own = axes if ord in (None, 2) else ()
-        x = polar(_as_pairs(x), axes=(*own, x.ndim))[0][..., 0]
+        x = _polar(_as_pairs(x), axes=(*own, x.ndim))[0][..., 0]
         axes = tuple(i for i in axes if i not in own)
     if ord in (None, 2):
-        return polar(x, axes=axes)[0]
+        return _polar(x, axes=axes)[0]
     if ord == 0:
         return jnp.sum((x != 0).astype(x.dtype), axes, keepdims=True)
     if ord == 1:
@@ -195,9 +195,9 @@ def normalize(x: Numbers, *, axis: Axis = -1) -> Inexact[Array, "..."]:
     have.
     """
     if jnp.iscomplexobj(x):
-        _, u = polar(_as_pairs(x), axes=(*axis, x.ndim))
+        _, u = _polar(_as_pairs(x), axes=(*axis, x.ndim))
         return lax.complex(u[..., 0], u[..., 1])
-    return polar(x, axes=axis)[1]
+    return _polar(x, axes=axis)[1]
 
 
 @on_arrays("x", "y", real=True)
@@ -241,7 +241,7 @@ def cosine_similarity(x: Numbers, y: Numbers, *, axis: Axis = -1) -> Float[Array
     [`eqx_grads.RuleError`][] if the shapes do not broadcast together, or for an axis that the
     arrays do not have.
     """
-    return jnp.sum(polar(x, axes=axis)[1] * polar(y, axes=axis)[1], axis)
+    return jnp.sum(_polar(x, axes=axis)[1] * _polar(y, axes=axis)[1], axis)
 
 
 def pairwise_distance(
@@ -384,7 +384,7 @@ def std(
         x, pair, divisor = _as_pairs(x), (x.ndim,), divisor[..., None]
         mask = jnp.broadcast_to(mask[..., None], x.shape)
     factor = lax.rsqrt(jnp.where(divisor > 0, divisor, 1))
-    out, _ = polar(jnp.where(mask, x, 0), mask, factor, axes=axis + pair, center=axis)
+    out, _ = _polar(jnp.where(mask, x, 0), mask, factor, axes=axis + pair, center=axis)
     return jnp.squeeze(nan_where(divisor <= 0, out), pair)
 
 
@@ -392,7 +392,7 @@ def std(
 
 
 @custom_jvp
-def polar(x, mask: Any = None, factor: Any = 1.0, *, axes, center=None):
+def _polar(x, mask: Any = None, factor: Any = 1.0, *, axes, center=None):
     r"""$f \lVert x \rVert$ and $x / \lVert x \rVert$, for a real $x$. The axes are kept.
 
     If the axes `center` are given, the mean over them is subtracted before, of the elements for
@@ -421,10 +421,10 @@ def polar(x, mask: Any = None, factor: Any = 1.0, *, axes, center=None):
     return n, y / jnp.where(ratio == 0, 1, ratio)
 
 
-@polar.def_jvp
+@_polar.def_jvp
 def _polar_jvp(primals, tangents, *, axes, center):
     (x, mask, factor), t_x = primals, tangents[0]
-    n, u = polar(*primals, axes=axes, center=center)
+    n, u = _polar(*primals, axes=axes, center=center)
     is_corner = n == 0
     if center is not None:  # one number is equal to its mean, whatever it is
         can_change = jnp.sum(mask, center, keepdims=True) > 1

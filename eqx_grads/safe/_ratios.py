@@ -123,21 +123,31 @@ def _moment(order, is_symmetric):
     """The mean of `s**order * exp(x * s)`: it is zero at infinity, by convention."""
 
     def series(x):
-        # Without the odd or the even powers, where the interval is symmetric.
-        has = lambda k: not is_symmetric or k % 2 == order % 2
-        terms = [has(k) / (math.factorial(k) * (k + 1 + order)) for k in range(20)]
-        return _polynomial(terms, x)
+        if not is_symmetric:
+            return _polynomial(
+                [1 / (math.factorial(k) * (k + 1 + order)) for k in range(20)], x
+            )
+        powers = range(order % 2, 20, 2)
+        even = _polynomial([1 / (math.factorial(k) * (k + 1 + order)) for k in powers], x * x)
+        return x * even if order % 2 else even
 
     def closed(x):
-        if is_symmetric:
-            one_sided, sign = _moment(order, False), -1 if order % 2 else 1
-            return 0.5 * (one_sided(x) + sign * one_sided(-x))
-        # Half of the exponential, so that it is infinite only after a division. The compiler
-        # would make one exponential of two that are multiplied.
-        root = 1 + jnp.expm1(0.5 * x)
-        grown = root * (root / x)
-        rest = order * _moment(order - 1, False)(x) if order else 1  # by parts
-        return jnp.where(jnp.isinf(grown), grown, grown - rest / x)
+        z = jnp.abs(x)
+        # Half of the exponential, so that it is finite, and infinite after a multiplication by
+        # itself. The compiler would make one exponential of two that are multiplied.
+        largest = math.log(float(jnp.finfo(z.dtype).max)) - 1
+        root = 1 + jnp.expm1(jnp.minimum(z / 2, largest))
+        # The integrals of s**order * exp(-z * (1 - s)) and of s**order * exp(-z * s).
+        decay, r = 1 / root, 1 / z
+        rising = falling = (1 - decay) * (1 + decay) * r
+        for k in range(1, order + 1):  # by parts
+            rising, falling = (1 - k * rising) * r, (k * falling - decay * decay) * r
+        grown = lambda x: jnp.where(z / 2 > largest, jnp.inf, root * (root * x))
+        if not is_symmetric:
+            return jnp.where(x > 0, grown(rising), falling)
+        if order % 2:
+            return jnp.sign(x) * (grown(0.5 * rising) - 0.5 * falling)
+        return grown(0.5 * rising) + 0.5 * falling
 
     value = lambda x: _near_zero(series, closed, x, -1, -jnp.inf)
     return with_slopes(value, lambda _, x: _moment(order + 1, is_symmetric)(x))

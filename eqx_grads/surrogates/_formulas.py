@@ -94,9 +94,14 @@ def _above(u):
 _relu = elementwise(lambda u: jnp.maximum(u, 0), lambda _, u: _above(u))
 
 
-@elementwise(derivative=lambda _, u: _above(0.5 - jnp.abs(u)))
-def _ramp(u):
-    return jnp.clip(u, -0.5, 0.5)
+@elementwise(
+    derivative=(
+        lambda _, u, end: _above(end - jnp.abs(u)),
+        lambda _, u, end: jnp.sign(u) * _above(jnp.abs(u) - end),
+    )
+)
+def _ramp(u, end):
+    return jnp.clip(u, -end, end)
 
 
 # ---------------------------------------------------------------- smooth
@@ -403,7 +408,7 @@ class rectangle(AbstractFormula):
     peak: Parameter = 1.0
 
     def _primitive(self, v):
-        return 0.5 + self.peak * self.width * _ramp(v / self.width)
+        return 0.5 + self.peak * _ramp(v, self.width / 2)
 
 
 class leaky(AbstractFormula):
