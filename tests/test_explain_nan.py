@@ -725,3 +725,10 @@ def test_the_policy_is_advised_if_the_compiled_gradient_is_finite(seed):
     mended = eqg.explain_nan(lambda params: deviation(params, eqg.safe.std), params)
     assert not mended
     assert not any("Compiled" in remark for remark in mended.remarks)
+
+
+@pytest.mark.parametrize("bad", [np.ones(2), -1.0, np.nan, "1", True])
+@pytest.mark.parametrize(("option", "hint"), [("threshold", "`None`"), ("seconds", "math.inf")])
+def test_options_that_are_no_numbers(option, hint, bad):
+    with pytest.raises(eqg.RuleError, match=f"(?s)`{option}` of `explain_nan`.*{hint}"):
+        eqg.explain_nan(jnp.sum, jnp.ones(2), **{option: bad})

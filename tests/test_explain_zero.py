@@ -93,6 +93,12 @@ CUTS = {
     "raw_rule": (lambda w: raw_rule(w), RULE),
     "raw_forward_rule": (lambda w: raw_forward_rule(w), RULE),
     "our_rule": (lambda w: our_rule(w), RULE),
+    # What is compared is used, if few other results change the comparison.
+    "large": (lambda w: jnp.where(jnp.round(w) > 1e3, 0, 1).astype(w.dtype), "rounding"),
+    "small": (lambda w: jnp.where(abs(jnp.round(w)) < 0.5, 0, 1).astype(w.dtype), "rounding"),
+    "odd": (lambda w: jnp.where(jnp.round(w[0]) % 2 == 1, 0, 1).astype(w.dtype), "rounding"),
+    "equal": (lambda w: jnp.where(jnp.round(w) == jnp.round(X), 0, 1).astype(w.dtype),
+        "rounding"),
     "bisection": (bisection, LOOP),
     "counted": (counted, LOOP),
 }  # fmt: skip

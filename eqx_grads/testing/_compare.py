@@ -143,6 +143,8 @@ def _finite(x):
 
 
 def _error(want, have, entrywise, scale) -> float:
+    if np.iscomplexobj(want) or np.iscomplexobj(have):  # one part may be NaN alone
+        want, have = (np.stack([x.real, x.imag]) for x in (want, have))
     odd = ~np.isfinite(want)
     if want.shape != have.shape or not np.array_equal(want[odd], have[odd], equal_nan=True):
         return math.inf

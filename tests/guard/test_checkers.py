@@ -73,6 +73,8 @@ CLOSE: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
         for name, want, wrong in (
             ("NaN", np.array([NAN, 1.0]), np.array([1.0, 1.0])),
             ("NaN, for a number", np.array([2.0, 1.0]), np.array([2.0, NAN])),
+            ("NaN, in one part", np.array([complex(NAN, 1)]), np.array([complex(NAN, 2)])),
+            ("NaN, in another part", np.array([complex(NAN, 1)]), np.array([complex(1, NAN)])),
             ("infinity", np.array([INF, 1.0]), np.array([-INF, 1.0])),
             ("NaN, for infinity", np.array([INF]), np.array([NAN])),
             ("infinity, for a number", np.array([2.0]), np.array([INF])),

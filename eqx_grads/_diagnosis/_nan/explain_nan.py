@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
-from ..._rules.float_args import check_nonnegative_number, check_positive
+from ..._errors import bad_argument
+from ..._rules.float_args import as_number
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
 from ..gradient import trace_gradient
 from ..opaque import no_gradient
@@ -117,11 +118,15 @@ def explain_nan(
     can't differentiate one of its operations, if the model has no inexact array, or if the loss
     raises an error and nothing is found.
     """
-    if threshold is not None:
-        check_positive("explain_nan", "`threshold`", threshold)
-    check_nonnegative_number("explain_nan", seconds=seconds)
-    limit = math.inf if threshold is None else float(threshold)
-    explain = lambda loss: _explain(loss, (model, args, kwargs), limit, float(seconds))
+    limit = math.inf if threshold is None else as_number(threshold)
+    if limit is None or not limit > 0:
+        do = "Give the size from which a gradient is too large, or `None`."
+        raise bad_argument("explain_nan", "threshold", "a positive number", threshold, do)
+    time_limit = as_number(seconds)
+    if time_limit is None or not time_limit >= 0:
+        do = "Give the seconds that the search may take; `math.inf` removes the limit."
+        raise bad_argument("explain_nan", "seconds", "a number from zero", seconds, do)
+    explain = lambda loss: _explain(loss, (model, args, kwargs), limit, time_limit)
     report = explain(loss)
     if not (report and isinstance(loss, ZeroSafe)):
         return report

@@ -45,6 +45,8 @@ from .report import ZeroGradient, ZeroReport
 # The time to find where a cotangent ends in reverse mode.
 _SECONDS = 30.0
 _MOST_REMARKS = 4
+# Other results of an operation. Some of them are on the other side of most comparisons.
+_OTHERS = (np.nan, 100.0, -100.0, 0.0, 1.0, 1e4)
 
 
 @diagnosing("explain_zero")
@@ -222,6 +224,10 @@ class _Explanation:
     def _numbered(self) -> NumberedLoss:
         return NumberedLoss(self.traced)
 
+    @ft.cached_property
+    def _loss(self) -> float:
+        return float(self._numbered(*self.traced.values))
+
     def records(self, leaf: int) -> list[ZeroGradient]:
         """The causes of one leaf with a zero gradient."""
         name = self.traced.leaves[leaf]
@@ -356,12 +362,17 @@ class _Explanation:
             return True
         if origin.number not in self._used:
             self._used[origin.number] = True
-            ramp = lambda x, s: np.linspace(s, 2 * s, x.size).reshape(x.shape).astype(x.dtype)
-            others = [[ramp(x, s) for x in outs] for s in (np.nan, 100.0, -100.0)]
-            by = [self._numbered.replaced({origin.number: lambda _, o=o: o}) for o in others]
+            replaced: list[float] = []
+
+            def loss_with(s):
+                ramp = lambda x: np.linspace(s, 2 * s, x.size).reshape(x.shape).astype(x.dtype)
+                others = lambda _: replaced.append(s) or list(map(ramp, outs))
+                loss = self._numbered.replaced({origin.number: others})
+                return float(loss(*self.traced.values))
+
             with contextlib.suppress(Exception):  # of a check in the loss
-                losses = {float(loss(*self.traced.values)) for loss in by}
-                self._used[origin.number] = len(losses) > 1
+                differs = any(loss_with(s) != self._loss for s in _OTHERS)
+                self._used[origin.number] = differs or not replaced
         return self._used[origin.number]
 
     def _name(self, origin: Origin) -> str:
