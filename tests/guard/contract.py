@@ -174,11 +174,9 @@ def transformed_reference(fn: Flat, entry: Entry) -> Callable[..., dict[str, Any
         gradient = jax.grad(lambda xs: weighted(fn(*xs)))
         of_first, *of_others = jax.lax.map(lambda x: gradient((x, *xs[1:])), batch)
         total = of_first, (jnp.zeros_like(xs[0]), *(jnp.sum(ct, 0) for ct in of_others))
-        found = {"scan": total}
-        if entry.batches:
-            each = jnp.zeros_like(batch), *of_others
-            found |= {"vmap": total, "per example": each}
-        return found
+        each = jnp.zeros_like(batch), *of_others
+        found = {"vmap": total, "per example": each} if entry.batches else {}
+        return found | {"scan": total}
 
     return run
 
