@@ -110,7 +110,8 @@ def explain_nan(
     operation. It replaces each NaN where it begins, and records which operation made it. A
     record that arrives at the loss or the gradient is a cause. If a mask or a singularity is
     among the causes, it compiles the gradients of `zero_safe(loss)` and `zero_safe(loss,
-    policy="zero")`, and names the first that is finite.
+    policy="zero")`, and names the first that is finite. If half of the `seconds` are over, it
+    compiles only the second.
 
     **Raises:**
 
@@ -179,7 +180,8 @@ def _explain(
         remarks.append(_ONLY_COMPILED)
     helps = ""
     if bad and derivative.is_reverse and np.isfinite(value):
-        helps = _trial(causes, loss, given)
+        left = 1.0 if seconds == math.inf else (deadline - time.monotonic()) / max(seconds, 1)
+        helps = _trial(causes, loss, given, left)
         remarks += [f"{helps} makes this gradient finite."] if helps and not causes else []
     found = _without_consequences([record_of(births, cause, helps) for cause in causes])
     if found and not derivative.is_reverse:
@@ -187,14 +189,19 @@ def _explain(
     return NaNReport(found, value, bad, n, threshold, remarks=remarks)
 
 
-def _trial(causes: Sequence[Cause], loss: Callable[..., Any], given: Sequence[Any]) -> str:
+def _trial(
+    causes: Sequence[Cause], loss: Callable[..., Any], given: Sequence[Any], left: float
+) -> str:
     """The call of `zero_safe` that makes the compiled gradient finite. It does not reach into
-    the rule of a `filter_scan`, so the steps are not visible here."""
+    the rule of a `filter_scan`, so the steps are not visible here.
+
+    - `left`: which part of the time is left. A large program has one trial in the second half.
+    """
     if causes and not any(c.kind in DROPPABLE and c.birth.is_ct for c in causes):
         return ""
     doing("trying `zero_safe`")
     is_dead = not causes or any(c.kind == Kind.DEAD_BRANCH for c in causes)
-    for policy in ["selected", "zero"] if is_dead else ["zero"]:
+    for policy in ["selected", "zero"] if is_dead and left > 0.5 else ["zero"]:
         safe = zero_safe(loss, policy=policy)
         _, found, _ = trace_gradient("explain_nan", safe, *given, steps_are_visible=False)
         if found is None or found.error is not None:
