@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from .._diagnosis.progress import diagnosing, doing
-from .._errors import bad_argument, check_flags, check_function, rule_error
+from .._errors import check_flags, check_function, rule_error
 from ._case import Case
 from ._derivatives import forward, reverse
 from ._kept import leaks, residuals
@@ -219,8 +219,9 @@ def _chosen(checks: Collection[str] | None, skip: Collection[str]) -> Sequence[s
     left_out = as_names("check_rule", "skip", skip)
     for option, given in (("checks", wanted), ("skip", left_out)):
         for name in set(given) - set(CHECKS):
+            what = f"The `{option}` of `check_rule` has a name that is no check."
             do = f"Give names from {', '.join(map(repr, CHECKS))}."
-            raise bad_argument("check_rule", option, "known", name, do)
+            raise rule_error(what, f"it is {name!r}", do=do)
     names = [name for name in CHECKS if name in wanted and name not in left_out]
     if not names:
         raise rule_error(

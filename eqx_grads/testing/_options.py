@@ -67,7 +67,10 @@ class Options:
         check_tolerance("check_rule", self.tolerance)
         as_count("check_rule", "order", self.order)
         if self.max_residual_bytes is not None:
-            as_count("check_rule", "max_residual_bytes", self.max_residual_bytes, least=0)
+            do = "Give a number of bytes, or leave it out."
+            as_count(
+                "check_rule", "max_residual_bytes", self.max_residual_bytes, least=0, do=do
+            )
         is_list = isinstance(self.at, tuple | list)
         if not is_list or not all(isinstance(point, tuple | list) for point in self.at):
             do = "Give a tuple of the arguments for each point, as in `at=[(x,), (y,)]`."
