@@ -329,3 +329,12 @@ def test_an_algorithm_for_bfloat16_is_not_used_in_float64():
     with jax.enable_x64(True):
         (got,) = evaluate_in_float64(program, [jnp.array([1 / 3, 1 / 7])])
     np.testing.assert_allclose(got, 1 / 9 + 1 / 49, rtol=1e-14)
+
+
+@pytest.mark.parametrize("wrap", [eqg.zero_safe, lambda f: f])
+def test_what_zero_safe_drops_is_said(wrap):
+    """Where the gradient is wrong, as on the boundary of a mask."""
+    loss = wrap(lambda x: jnp.sum(jnp.where(x == 0, 0.0, 3 * x)))
+    report = eqgt.check_gradients(loss, jnp.array([0.0, 1.0]), raises=False)
+    assert not report.passed
+    assert any("`zero_safe` drops" in x for x in report.remarks) == (wrap is eqg.zero_safe)

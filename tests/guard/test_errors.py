@@ -423,7 +423,7 @@ WRONG = [
      lambda w, h, x: (halved(h * w), None), online=True), "scale_gradient`, which has a rule"),
     (scan(carry_gradient=lambda h: h[:2]), "`carry_gradient` of"), (loop(lambda h: h[:2]),
      "and is float32[2] | @"), (cond({"a": X},
-     {"b": X}), "at out['b']: | @"), (cond({"a": (X, X)}, {"a": (X,)}),
+     {"b": X}), "at out['b']: | @"), (cond({"a": [X, (X,)]}, {"a": [X, [X]]}),
      "at out['a'][1]: `one` returns"), (cond({"a": X}, {"a": X[:2]}), "and `other` float32[2]"),
     (cond(X, X.astype("float16")), "and `other` float16[3]"), (cond(X, X, X > 0),
      "bool[3] | `jnp.where`"), (cond(X, X, np.complex64(1)), "it is complex64[]"),
