@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.custom_derivatives import SymbolicZero
 
 from .helpers import assert_close, checking_leaks
 
@@ -120,7 +121,26 @@ def beside_arrays_that_have_no_tangent(custom_jvp, custom_vjp):
     return [g(0.5, n, 2.0) for g in (grad, jax.jit(grad), jax.grad(grad)) for n in keys]
 
 
+def cotangents_of_what_is_not_used(custom_jvp, custom_vjp):
+    """Of three outputs, one is not used, and one is of integers."""
+
+    def seen(symbolic_zeros):
+        outs, are_symbolic = (lambda x: (x, 2 * x, jnp.arange(2))), []
+
+        def bwd(_, cts):
+            are_symbolic.extend(float(isinstance(ct, SymbolicZero)) for ct in cts)
+            return (3 * cts[0],)
+
+        f = custom_vjp(outs)
+        fwd = lambda x: (outs(x.value if symbolic_zeros else x), None)
+        f.defvjp(fwd, bwd, symbolic_zeros=symbolic_zeros)
+        return jax.grad(lambda x: f(x)[0])(1.0), are_symbolic
+
+    return seen(False), seen(True)
+
+
 PROGRAMS = [
+    cotangents_of_what_is_not_used,
     attention,
     partials_and_defaults,
     decorated_twice,

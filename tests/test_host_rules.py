@@ -168,6 +168,11 @@ def test_rules_that_do_not_fit(rules, match):
 def test_a_rule_that_returns_none():
     f = make(bwd=lambda _, ct: (None, ct))
     assert not jnp.any(grad(f)(X, X))
+    two = eqg.host_function(lambda x: (2 * x, np.sign(x)), out=lambda x: (x, x))
+    two.def_jvp(lambda p, t: ((2 * p[0], np.sign(p[0])), (2 * t[0], None)))
+    batch = jnp.stack([X, X])
+    for fn in (two, jax.vmap(two)):
+        assert_close(jax.jvp(fn, (batch,), (batch,))[1], (2 * batch, 0 * batch))
     fails("`keep` of `def_fwd` is not an integer", lambda: f.def_fwd(product, keep=-1))
 
 
