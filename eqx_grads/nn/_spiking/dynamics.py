@@ -50,7 +50,7 @@ def integrate(d: Dynamics, x: Any, state: LIFState) -> LIFState:
     current = x if d.alpha is None else d.alpha * state.current + x
     membrane: Any = state.membrane
     spikes: Any = state.spikes
-    if d.reset != "none" and d.detach_reset:
+    if d.detach_reset:
         spikes = jax.lax.stop_gradient(spikes)
     if d.reset == "zero":
         membrane = membrane * (1 - spikes)
