@@ -162,7 +162,8 @@ def reduce_by_name(wrapper: Any, fn: Any) -> Any:
     except (KeyError, AttributeError):
         found = None
     # In a tree that was rebuilt, a wrapper is another object of the same parts.
-    is_same = type(found) is type(wrapper) and _parts(found) == _parts(wrapper)
+    is_rebuilt = type(found) is type(wrapper) and isinstance(found, eqx.Module)
+    is_same = found is wrapper or (is_rebuilt and _parts(found) == _parts(wrapper))
     if is_same and not (fn.__module__ == "__main__" and _is_pickled_by_value()):
         by_name = (fn.__module__, fn.__qualname__)
         return fn.__qualname__ if found is wrapper else (_import, by_name)

@@ -351,8 +351,9 @@ class _MixedRules(_FlatRules):
     that is not batched once for each example, if other outputs are batched (`UPSTREAM.md`)."""
 
     def value(self, *xs):
-        zero = sum(0 * jnp.sum(jnp.real(x)) for x in xs if eqx.is_inexact_array(x))
-        return tuple(out + jnp.asarray(zero, out.dtype) for out in super().value(*xs))
+        sums = [jnp.sum(jnp.real(x)) for x in xs if eqx.is_inexact_array(x)]
+        zero = lambda dtype: sum(0 * x.astype(dtype) for x in sums)
+        return tuple(out + zero(out.dtype) for out in super().value(*xs))
 
 
 def _flat_jvp(decorator, rules: _FlatRules):
