@@ -219,7 +219,7 @@ def _chosen(checks: Collection[str] | None, skip: Collection[str]) -> Sequence[s
     left_out = as_names("check_rule", "skip", skip)
     for option, given in (("checks", wanted), ("skip", left_out)):
         for name in set(given) - set(CHECKS):
-            what = f"The `{option}` of `check_rule` has a name that is no check."
+            what = f"The `{option}` of `check_rule` has an unknown name."
             do = f"Give names from {', '.join(map(repr, CHECKS))}."
             raise rule_error(what, f"it is {name!r}", do=do)
     names = [name for name in CHECKS if name in wanted and name not in left_out]
