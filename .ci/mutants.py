@@ -128,8 +128,7 @@ def run_mutant(job: tuple[Mutant, dict[str, float], str, float]) -> dict[str, An
         return Chosen(tests, per_file, send)
 
     files = list(dict.fromkeys(map(file_of, tests)))
-    longest = max(tests.values(), default=0)
-    events, ended = run_pytest(files, tier, 900 + 30 * longest, prepare)
+    events, ended = run_pytest(files, tier, 900 + 30 * max(tests.values(), default=0), prepare)
     of = lambda kind: [event[kind] for event in events if kind in event]
     noticed = {file_of(test): [test, message] for test, message in of("failed")}
     cut = set(of("cut"))
@@ -140,13 +139,13 @@ def run_mutant(job: tuple[Mutant, dict[str, float], str, float]) -> dict[str, An
     return {"name": mutant.name, "noticed": noticed, "cut": sorted(cut - set(noticed))}
 
 
-def record(file: str) -> tuple[str, str]:
+def record(file: str) -> None:
     """Which statements each test of the file reaches. In a process of its own, as a program
     that another file has traced before would not be traced again."""
     events, ended = run_pytest([file], "quick,thorough", 4 * 3600, Reached)
     if events and events[0]["tests"] and not ended:
         _record_of(file).write_text(json.dumps(events[0]))
-    return file, ended or f"{len(events[0]['tests'])} tests"
+    print(file, ended or f"{len(events[0]['tests'])} tests", flush=True)
 
 
 def _record_of(file: str) -> Path:
@@ -178,18 +177,23 @@ def _tests_of_file(record: Any, prefix: str) -> dict[str, float]:
 
 
 def choose(records: list[Any], results: dict[str, Any]) -> set[str]:
-    """The tests that are not quick. They take a tenth of a second, and reach no statement that
-    no quick test reaches, or, in the guard, that no two do. And no mutant needs them."""
+    """The tests that are not quick: they take a tenth of a second, and no mutant needs them.
+    What they reach, a quick test reaches too; in the guard, two do. But of the contract, it is
+    one, and an entry of each op is quick."""
+    in_contract = lambda test: "::test_contract[" in test
     tests = {
         test: (seconds, {record["statements"][i] for i in reached})
         for record in records
         for test, (seconds, reached) in record["tests"].items()
     }
+    for test in filter(in_contract, tests):
+        tests[test][1].add(test.partition(": ")[0].rstrip("]"))
     n_of = Counter(itertools.chain.from_iterable(reached for _, reached in tests.values()))
     left_out: set[str] = set()
     for test in sorted(tests, key=lambda test: ("/guard/" in test, -tests[test][0])):
         seconds, reached = tests[test]
-        if seconds > 0.1 and all(n_of[key] > 1 + ("/guard/" in test) for key in reached):
+        others = 1 + ("/guard/" in test and not in_contract(test))
+        if seconds > 0.1 and all(n_of[key] > others for key in reached):
             left_out.add(test)
             n_of.subtract(reached)
     for result in results.values():
@@ -199,8 +203,9 @@ def choose(records: list[Any], results: dict[str, Any]) -> set[str]:
     return left_out
 
 
-def report(chosen: list[Mutant], work: Path, why: dict[str, str]) -> None:
+def report(chosen: list[Mutant], work: Path) -> None:
     """By room; the test files that notice a mutant alone; the survivors."""
+    why = json.loads(Path("tests/guard/survivors.json").read_text())
     quick, all_tiers = _results(work, "quick"), _results(work, "*")
     known = [m for m in chosen if m.name in quick]
     noticed = {m.name: set(quick[m.name]["noticed"]) for m in known}
@@ -218,12 +223,11 @@ def report(chosen: list[Mutant], work: Path, why: dict[str, str]) -> None:
     for file, n in Counter(itertools.chain(*by_any.values())).most_common():
         print(f"| {file} | {n} | {sum(files == {file} for files in by_any.values())} |")
     print("\n| not noticed by the guard | before | after | by | reason |\n" + "|---" * 5 + "|")
-    for m in known:
-        if m.name not in by_guard:
-            texts = [" ".join(text.split()).replace("|", "\\|") for text in (m.before, m.after)]
-            cells = [f"{m.kind}: {m.path}:{m.line}", *(f"`{text}`" for text in texts)]
-            by = ", ".join(Path(file).stem for file in sorted(by_any[m.name]))
-            print("|", " | ".join([*cells, by, why.get(m.name, "")]), "|")
+    for m in filter(lambda m: m.name not in by_guard, known):
+        texts = [" ".join(text.split()).replace("|", "\\|") for text in (m.before, m.after)]
+        cells = [f"{m.kind}: {m.path}:{m.line}", *(f"`{text}`" for text in texts)]
+        by = ", ".join(Path(file).stem for file in sorted(by_any[m.name]))
+        print("|", " | ".join([*cells, by, why.get(m.name, "")]), "|")
 
 
 def main() -> None:
@@ -251,8 +255,7 @@ def main() -> None:
         __import__(name)
     files = sorted(map(str, Path().glob(args.tests)))
     with ProcessPoolExecutor(args.jobs, FORK) as pool:
-        for recorded in pool.map(record, [f for f in files if not _record_of(f).exists()]):
-            print(*recorded, flush=True)
+        list(pool.map(record, [file for file in files if not _record_of(file).exists()]))
         paths = [path for path in map(_record_of, files) if path.exists()]
         records = [json.loads(path.read_text()) for path in paths]
         if args.choose:
@@ -262,10 +265,10 @@ def main() -> None:
         sources = {str(p): p.read_bytes() for p in sorted(Path("eqx_grads").rglob("*.py"))}
         chosen = sample(sources, args.number, args.seed)
         chosen = [m for m in chosen if all(part in m.name for part in args.only)]
-        quick, done = _results(work, "quick"), _results(work, args.tier)
-        is_noticed = lambda m, of: m.name in of and of[m.name]["noticed"]
-        is_done = lambda m: is_noticed(m, done) or (m.name in done and not args.again)
-        those = [m for m in chosen if not is_noticed(m, quick) and not is_done(m)]
+        done = {name for name, r in _results(work, "quick").items() if r["noticed"]}
+        old = _results(work, args.tier).items()
+        done |= {name for name, r in old if r["noticed"] or not args.again}
+        those = [m for m in chosen if m.name not in done]
         # In random order: a run that is stopped is a fair sample.
         random.Random(0).shuffle(those)
         jobs = [(m, tests_of(m, records), args.tier, args.per_file) for m in those]
@@ -273,8 +276,7 @@ def main() -> None:
             with (work / f"results-{args.tier}.jsonl").open("a") as lines:
                 print(json.dumps(result), file=lines)
             print(len(result["noticed"]), "files notice", result["name"], flush=True)
-    why = Path("tests/guard/survivors.json")
-    report(chosen, work, json.loads(why.read_text()) if why.exists() else {})
+    report(chosen, work)
 
 
 def _results(work: Path, tier: str) -> dict[str, Any]:
