@@ -250,7 +250,7 @@ def expanded(run: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
     program = jax.make_jaxpr(run)(*args)
     # JAX traces forward mode of a `jax.custom_vjp`, and raises an error when it is compiled.
     if holds(program, "custom_lin") and holds(without_unused(program), "custom_lin"):
-        text = "can't apply forward-mode differentiation (jvp) to a custom_vjp function."
+        text = "can't apply forward-mode autodiff (jvp) to a custom_vjp function."
         raise TypeError(text)
     if not holds(program, LinearCall):
         return program
