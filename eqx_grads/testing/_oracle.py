@@ -149,7 +149,8 @@ class Side:
                 if isinstance(found[name], jax.errors.ConcretizationTypeError):  # runs eagerly
                     run = lambda at, row=row: jax.device_get(list(row(at)))
                     found[name] = outcome(run, jax.tree.map(jnp.asarray, at))
-            calls_host = any(holds(program, *_CALLBACKS) for program in good.values())
+            is_known = tuple(good) in self._compiled
+            calls_host = not is_known and any(holds(p, *_CALLBACKS) for p in good.values())
             together = outcome(self._run, good, at) if not calls_host else None
             if isinstance(together, list):
                 return found | dict(zip(good, together, strict=True))
@@ -248,10 +249,10 @@ def expanded(run: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
     """The program of `run`, without linear maps that are traced when they are evaluated: in
     float64, they may be another function."""
     program = jax.make_jaxpr(run)(*args)
-    # JAX traces forward mode of a `jax.custom_vjp`, and raises an error when it is compiled.
-    if holds(program, "custom_lin") and holds(without_unused(program), "custom_lin"):
-        text = "can't apply forward-mode autodiff (jvp) to a custom_vjp function."
-        raise TypeError(text)
+    # JAX traces forward mode of a `jax.custom_vjp`, and raises this error when it compiles it.
+    fails = lambda program: any(e.primitive.name == "custom_lin" for e in program.eqns)
+    if fails(program) and fails(without_unused(program)):
+        raise TypeError("can't apply forward-mode autodiff (jvp) to a custom_vjp function.")
     if not holds(program, LinearCall):
         return program
 
