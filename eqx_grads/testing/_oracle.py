@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from .._diagnosis.in_float64 import evaluate_in_float64, is_opaque
 from .._diagnosis.pairs import is_inexact
 from .._errors import name_of, rule_error, type_of
+from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.interpret import Domain, interpret
 from .._jaxprs.structure import CallWithRule, holds, LinearCall, primal_program, structure
@@ -33,14 +34,15 @@ from ._without_rules import without_rules
 
 _Arrays = list[Any]
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
-# The options of the flag `JAX_DISABLE_MOST_OPTIMIZATIONS`, on every platform.
-_UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# Fusion emitters take most of the compilation time on a CPU. JAX 0.12 has no option for them.
-_UNFUSED = {
-    **_UNOPTIMIZED,
-    "xla_cpu_use_fusion_emitters": False,
+# For a short compilation, on every platform: as the flag `JAX_DISABLE_MOST_OPTIMIZATIONS` does.
+_UNOPTIMIZED: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
+# Fusion emitters take most of the time on a CPU. Later versions have no option for them.
+if jax.__version_info__ < (0, 11):
+    _UNOPTIMIZED["xla_cpu_use_fusion_emitters"] = False
 
 
 class At(NamedTuple):
@@ -71,14 +73,6 @@ def rows_of(fn: Callable[..., Any]) -> dict[str, Row]:
         "jvp": lambda at: jvp(fn, at.x, at.t),
         "vjp": lambda at: vjp(fn, at.x, at.w),
     }
-
-
-@ft.cache
-def _compiler_options() -> dict[str, Any]:
-    """Options for a short compilation that this version of XLA knows."""
-    compiler = jax.jit(lambda x: x).lower(np.float32(0))
-    is_known = not isinstance(outcome(compiler.compile, _UNFUSED), Exception)
-    return _UNFUSED if is_known else _UNOPTIMIZED
 
 
 @contextlib.contextmanager
@@ -125,7 +119,7 @@ class Side:
     # ------------------------------------------------------------ programs
 
     def trace(self, name: str, row: Row, at: At) -> Any:
-        """The program of a row, or the exception that it raises."""
+        """The program of a row, or the exception that it raises or will raise."""
         if name not in self._traced:
             flat, tree = jax.tree.flatten(self._like(at))
             run = lambda *xs: list(row(jax.tree.unflatten(tree, xs)))
@@ -155,7 +149,8 @@ class Side:
                 if isinstance(found[name], jax.errors.ConcretizationTypeError):  # runs eagerly
                     run = lambda at, row=row: jax.device_get(list(row(at)))
                     found[name] = outcome(run, jax.tree.map(jnp.asarray, at))
-            calls_host = any(holds(program, *_CALLBACKS) for program in good.values())
+            is_known = tuple(good) in self._compiled
+            calls_host = not is_known and any(holds(p, *_CALLBACKS) for p in good.values())
             together = outcome(self._run, good, at) if not calls_host else None
             if isinstance(together, list):
                 return found | dict(zip(good, together, strict=True))
@@ -169,7 +164,7 @@ class Side:
         if key not in self._compiled:
             self._compiled[key] = jax.jit(
                 lambda xs: [run(p, xs) for p in programs.values()],
-                compiler_options=_compiler_options(),
+                compiler_options=_UNOPTIMIZED,
             )
         return list(map(list, jax.device_get(self._compiled[key](jax.tree.leaves(at)))))
 
@@ -254,6 +249,10 @@ def expanded(run: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
     """The program of `run`, without linear maps that are traced when they are evaluated: in
     float64, they may be another function."""
     program = jax.make_jaxpr(run)(*args)
+    # JAX traces forward mode of a `jax.custom_vjp`, and raises this error when it compiles it.
+    fails = lambda program: any(e.primitive.name == "custom_lin" for e in program.eqns)
+    if fails(program) and fails(without_unused(program)):
+        raise TypeError("can't apply forward-mode autodiff (jvp) to a custom_vjp function.")
     if not holds(program, LinearCall):
         return program
 
