@@ -91,7 +91,8 @@ def elementwise(
     decorated = custom_jvp(fn)
     if setup is not None:
         check_function(setup, "setup", "elementwise")
-    as_rule, partials = ft.partial(Rule, conventions=_CONVENTIONS), derivative
+    as_rule = ft.partial(Rule, conventions=_CONVENTIONS)
+    partials: Any = derivative
     if isinstance(partials, tuple | list):
         partials = [as_rule(d) if callable(d) else d for d in partials]
     else:
