@@ -13,7 +13,7 @@ import collections
 import functools as ft
 import gc
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,17 +89,21 @@ class ClosureTemplate:
 
 
 def lift_tracers(
-    items: Sequence[Any], holder: Any = None
+    items: Sequence[Any], holder: Any = None, name: Callable[[int], str] | None = None
 ) -> tuple[ClosureTemplate, list[Tracer]]:
     """All tracers that are reachable from `items` and `holder`, each once, and the template
-    that is left without them."""
+    that is left without them.
+
+    - `name`: for errors, what the user calls the item with this number, if anything.
+    """
     if not contains_tracer(*items, holder):
         return ClosureTemplate(list(items), holder, [], 0), []
     search = _Search()
     # A path back to the holder (a function that names itself) is not followed there.
     search.seen[id(holder)] = holder
-    for item in items:
-        search.visit(item, (), None)
+    for i, item in enumerate(items):
+        root = name(i) if name is not None else ""
+        search.visit(item, ((None, root),) if root else (), None)
     n_of_items = len(search.found)
     for step, part in parts_of(holder) or []:
         search.visit(part, ((holder, step),), holder)

@@ -230,8 +230,15 @@ class FlatCall:
         if kwargs:
             kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, convention.kwargs)
         statics = [*args_split.static, *kwargs_split.static]
-        closures, captured = lift_tracers([fn, *statics], rules)
         n = 1 + len(args_split.static)
+
+        def name(i: int) -> str:
+            if not 0 < i < n:
+                return ""
+            path = args_split.path(i - 1)
+            return f"{names[path[0].idx]}{show_path(path[1:])}"
+
+        closures, captured = lift_tracers([fn, *statics], rules, name)
         args_split.static, kwargs_split.static = closures.items[1:n], closures.items[n:]
         call = FlatCall(args_split, kwargs_split, filled, names, closures)
         arrays = [*arrays, *kwargs_arrays]
