@@ -43,7 +43,6 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike, PyTree
 
 from ._errors import check_function, rule_error, type_of
-from ._errors.trees import is_leaf_structure, one_level
 from ._tangent_spaces import (
     as_numbers,
     as_tangent,
@@ -59,6 +58,7 @@ from ._tangent_spaces import (
     promote,
     zip_trees,
 )
+from ._trees import is_leaf_structure, one_level
 
 
 def is_zero(t: PyTree) -> bool:

@@ -9,13 +9,13 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.interpreters import ad
 
 from .._errors import check_flags, check_function, is_pair, name_of
-from .._errors.trees import mirror, prefix_leaves
 from .._rules.closure_convert import Opaque
 from .._rules.custom_vjp import ReverseRules
 from .._rules.rule import Rule
 from .._rules.signature import JAX
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_arraylike, is_differentiable, is_none
+from .._trees import mirror, prefix_leaves
 from .jax_decorated import AbstractJaxDecorated, merge
 
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .._errors import name_of, place_of, rule_error, show_tree, type_of
-from .._errors.trees import prefix_leaves
 from .._jaxprs.current_trace import CONFIG, in_precision, is_eager
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
+from .._trees import prefix_leaves
 from .call_primitive import bind_call, Call, invalid_tracer, WAY_OUT
 from .rule import (
     AbstractRules,

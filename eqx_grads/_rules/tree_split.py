@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import name_of, rule_error, show_path, unlike
-from .._errors.trees import leaf_paths, mirror_of
 from .._jaxprs.structure import is_reference
 from .._tangent_spaces import as_array_list, is_array, is_differentiable, is_dynamic, is_type
+from .._trees import leaf_paths, mirror_of
 from .closure_convert import ClosureTemplate, contains_tracer, is_closed, lift_tracers
 from .signature import ParameterNames
 
