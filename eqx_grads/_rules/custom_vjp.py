@@ -82,9 +82,7 @@ class custom_vjp(AbstractDecorated[P, T]):
     the derivative of a linear function is the same everywhere.
     """
 
-    fn: Callable[..., Any]
     _rules: "ReverseRules" = eqx.field(static=True)
-    _binding: str = eqx.field(static=True)
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod, **options: Any):
         check_options("custom_vjp", options)

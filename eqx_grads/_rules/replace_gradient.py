@@ -152,7 +152,6 @@ def with_gradient_of(
 
 
 class _WithGradientOf(AbstractTransformed):
-    _eqg_fn: Callable[..., Any]
     surrogate_fn: Callable[..., Any]
 
     def __call__(self, /, *args, **kwargs):

@@ -152,7 +152,7 @@ def as_arrays(tree: Any) -> Any:
 class AbstractTransformed(eqx.Module):
     """What `filter_checkpoint` and the like return: a PyTree with the leaves of a function."""
 
-    _eqg_fn: eqx.AbstractVar[Callable[..., Any]]
+    _eqg_fn: Callable[..., Any]
 
     @property
     def __wrapped__(self):

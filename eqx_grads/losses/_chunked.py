@@ -128,7 +128,6 @@ def chunked(
 
 
 class _Chunked(AbstractTransformed):
-    _eqg_fn: Callable[..., Any]
     _options: tuple[Any, ...] = eqx.field(static=True)
 
     def __call__(self, /, *args, **kwargs):
