@@ -1,7 +1,7 @@
 """`jax_custom_vjp`: called as `jax.custom_vjp` is, on the rules of this library."""
 
 import functools as ft
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,6 @@ from .._errors import check_flags, check_function, is_pair, name_of
 from .._rules.closure_convert import Opaque
 from .._rules.custom_vjp import ReverseRules
 from .._rules.rule import Rule
-from .._rules.signature import JAX
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_arraylike, is_differentiable, is_none
 from .._trees import mirror, prefix_leaves
@@ -80,19 +79,7 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
     """
 
     mode, how, stops = "VJP", "{}.defvjp(fwd, bwd)", False
-    _rules: ReverseRules
-
-    def __init__(
-        self,
-        fun: Callable[P, T],
-        nondiff_argnums: int | Iterable[int] = (),
-        nondiff_argnames: str | Iterable[str] = (),
-    ):
-        rules = ReverseRules(JAX)
-        AbstractJaxDecorated.__init__(self, fun, nondiff_argnums, nondiff_argnames, rules)
-        self.fwd: Callable[..., Any] | None = None
-        self.bwd: Callable[..., Any] | None = None
-        self.optimize_remat = False
+    new_rules, unset = ReverseRules, {"fwd": None, "bwd": None, "optimize_remat": False}
 
     def defvjp(
         self,
