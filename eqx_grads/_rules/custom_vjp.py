@@ -185,7 +185,8 @@ class ReverseRules(AbstractRules):
         t_types = [outputs.types[i].to_tangent_aval() for i in indices]
         linear_map = LinearMap(name_of(call.fn), spec.forward, spec.transpose, t_types)
         ts = linear_call(linear_map, [*stored.values()], [call.tangents[i] for i in perturbed])
-        return outputs, arrays, fill([None] * len(arrays), indices, ts)
+        by_index = dict(zip(indices, ts, strict=True))
+        return outputs, arrays, [by_index.get(i) for i in range(len(arrays))]
 
 
 def _with_perturbed(call: RuleCall, rule: Rule, perturbed: Sequence[int], kwargs: Any) -> Any:
@@ -199,10 +200,9 @@ def _with_perturbed(call: RuleCall, rule: Rule, perturbed: Sequence[int], kwargs
 def _run_fwd(
     call: RuleCall, rule: Rule, perturbed: Sequence[int]
 ) -> tuple[OutputSpec, list[Any], Any] | None:
-    keywords = rule.keywords(call.kwargs, call.flat.filled)
-    keywords = _with_perturbed(call, rule, perturbed, keywords)
+    kwargs = _with_perturbed(call, rule, perturbed, call.kwargs)
     with running_rule(call.fn, call.rules):
-        result = rule(*call.args, **keywords)
+        result = rule(*call.args, **rule.keywords(kwargs, call.flat.filled))
     if result is NotImplemented:
         return None
     do = "Return `out, residuals`: the value, and what the backward pass needs."
@@ -267,10 +267,9 @@ class _VjpSpec:
         kept = self.kept.tree(residuals)
 
         def pull_back(*cts):
-            zeros = [None] * len(self.outputs.types)
-            ct = self.outputs.tree(fill(zeros, self.out_indices, cts))
-            with running_rule(call.fn, call.rules):
-                ct_args = self._run_bwd(call, rule, kept, ct)
+            by_index = dict(zip(self.out_indices, cts, strict=True))
+            ct = self.outputs.tree([by_index.get(i) for i in range(len(self.outputs.types))])
+            ct_args = self._run_bwd(call, rule, kept, ct)
             zeros = [i for i, ct in zip(self.perturbed, ct_args, strict=True) if ct is None]
             if zeros:
                 check_zeros(rule, call, zeros)
@@ -283,7 +282,8 @@ class _VjpSpec:
     def _run_bwd(self, call, rule, kept, ct):
         args = call.args
         kwargs = _with_perturbed(call, rule, self.perturbed, call.kwargs)
-        result = rule(kept, ct, **rule.asked_for(kwargs))
+        with running_rule(call.fn, call.rules):
+            result = rule(kept, ct, **rule.asked_for(kwargs))
         if not isinstance(result, tuple | list) or len(result) != len(args):
             name = name_of(call.fn)
             names = ", ".join(f"`{self.flat.names[i]}`" for i in range(len(args)))
@@ -297,7 +297,7 @@ class _VjpSpec:
             )
         operands = call.operands[: self.flat.n_args]
         types = list(map(jax.typeof, operands))
-        if not all(map(is_array, args)):
+        if not all(isinstance(arg, jax.Array) for arg in args):
             types = self.flat.args.mirror(types, arrays=operands)
         cts = []
         for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
@@ -307,7 +307,7 @@ class _VjpSpec:
 
 def _project(fn, rule, ct, arg, types, names, i):
     # Most cotangents are what they should be, and this is where an eager one is quick.
-    if is_array(ct) and jax.typeof(ct) == types:
+    if isinstance(ct, jax.Array) and jax.typeof(ct) == types:
         return [ct]
 
     def fail(*where, do):

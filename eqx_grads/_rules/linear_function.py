@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.interpreters import ad
 
 from .._errors import (
@@ -61,8 +60,7 @@ class LinearFunction(AbstractWrapper[P, T]):
         rules, signature = self._rules, Signature(self.fn)
         given, options, filled = signature.bind(args, kwargs, rules.convention.fills_defaults)
         rules.check_call(given, signature.names)
-        leaves = jax.tree.leaves((given, options))
-        if is_eager() and not any(isinstance(x, Tracer) for x in leaves):
+        if is_eager(given, options):
             return as_arrays(self.fn(*as_arrays(given), **options))
         others = list(given)
         x, xs = TreeSplit.split(others.pop(rules.argnum), rules.convention.args)

@@ -253,7 +253,8 @@ class FlatCall:
     def restore(self, operands: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
         """`fn, rules, args, kwargs` with these operands."""
         n, m = self.n_args, self.n_args + self.n_kwargs
-        items, rules = self._closures.substitute(operands[m:])
+        closures = self._closures
+        items, rules = closures.substitute(operands[m:]) if closures.names else closures[:2]
         k = 1 + len(self.args.static)
         return (
             items[0],
