@@ -95,12 +95,12 @@ class custom_vjp(AbstractDecorated[P, T]):
 
         - `rule`: called as `rule(*args, **kwargs)`, like the function, defaults included.
             Returns `out, residuals`, where `residuals` is any PyTree, with Modules and
-            functions if you like. If the rule has a keyword-only parameter `perturbed`, it
-            receives a tree of Python bools: which leaves of `args` are being
-            differentiated. Modules, named tuples and Python's containers keep their class
-            in this tree. An object of another registered class becomes an object with the
-            same attributes: `perturbed[0].weight`. Or returns `NotImplemented`: JAX then
-            differentiates the function itself, as if this call had no rule.
+            functions if you like. Or returns `NotImplemented`: JAX then differentiates the
+            function itself, as if this call had no rule. If the rule has a keyword-only
+            parameter `perturbed`, it receives a tree of Python bools: which leaves of
+            `args` are being differentiated. Modules, named tuples and Python's containers
+            keep their class in this tree. An object of another registered class becomes an
+            object with the same attributes: `perturbed[0].weight`.
 
         **Returns:**
 
