@@ -64,9 +64,9 @@ def run_pytest(files: list[str], tier: str, seconds: float, prepare: Callable[[A
     process = FORK.Process(target=run)
     process.start()
     process.join(seconds)
-    ended = "crash" if process.exitcode else ""
-    if process.exitcode in (None, -signal.SIGXCPU):
-        ended = "timeout"
+    timeouts = (None, -signal.SIGXCPU)
+    ended = "timeout" if process.exitcode in timeouts else "crash" if process.exitcode else ""
+    if process.exitcode is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
     lines = sent.read_text().splitlines() if sent.exists() else []

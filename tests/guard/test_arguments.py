@@ -21,9 +21,8 @@ PARTS = 4
 
 def _some_kinds(target, argument):
     """Other kinds for other arguments, and the same in every run."""
-    return sorted(TELLING, key=lambda kind: zlib.crc32(f"{target}{argument}{kind}".encode()))[
-        :4
-    ]
+    by_hash = lambda kind: zlib.crc32(f"{target}{argument}{kind}".encode())
+    return sorted(TELLING, key=by_hash)[:4]
 
 
 @pytest.mark.parametrize("part", range(PARTS))
