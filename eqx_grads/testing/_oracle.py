@@ -24,6 +24,7 @@ from .._errors import name_of, rule_error, type_of
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.interpret import Domain, interpret
 from .._jaxprs.structure import CallWithRule, holds, LinearCall, primal_program, structure
+from .._jaxprs.versions import short_compilation
 from ._compare import as_double, tolerance_in_float64, tolerance_of
 from ._options import Options
 from ._outcome import outcome
@@ -33,14 +34,6 @@ from ._without_rules import without_rules
 
 _Arrays = list[Any]
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
-# The options of the flag `JAX_DISABLE_MOST_OPTIMIZATIONS`, on every platform.
-_UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# Fusion emitters take most of the compilation time on a CPU. JAX 0.12 has no option for them.
-_UNFUSED = {
-    **_UNOPTIMIZED,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
 
 
 class At(NamedTuple):
@@ -71,14 +64,6 @@ def rows_of(fn: Callable[..., Any]) -> dict[str, Row]:
         "jvp": lambda at: jvp(fn, at.x, at.t),
         "vjp": lambda at: vjp(fn, at.x, at.w),
     }
-
-
-@ft.cache
-def _compiler_options() -> dict[str, Any]:
-    """Options for a short compilation that this version of XLA knows."""
-    compiler = jax.jit(lambda x: x).lower(np.float32(0))
-    is_known = not isinstance(outcome(compiler.compile, _UNFUSED), Exception)
-    return _UNFUSED if is_known else _UNOPTIMIZED
 
 
 @contextlib.contextmanager
@@ -169,7 +154,7 @@ class Side:
         if key not in self._compiled:
             self._compiled[key] = jax.jit(
                 lambda xs: [run(p, xs) for p in programs.values()],
-                compiler_options=_compiler_options(),
+                compiler_options=short_compilation(),
             )
         return list(map(list, jax.device_get(self._compiled[key](jax.tree.leaves(at)))))
 
