@@ -57,7 +57,7 @@ class Part:
             if len(part) == _MOST or eqn.effects or has_backward or holds(eqn, *_NOT_AHEAD):
                 break
             part.append(eqn)
-        self.free = free_variables(part, ())
+        self.free, self._is_empty = free_variables(part, ()), not part
         trace = lambda values: _known(
             part, dict(zip(self.free, values, strict=True)), (), compute, constant
         )
@@ -66,7 +66,7 @@ class Part:
     def __call__(self, values: Sequence[Any]) -> Sequence[Known]:
         """What is known, given the values of the `free` variables."""
         try:
-            return self._run(values)
+            return [] if self._is_empty else self._run(values)
         except Exception:  # of a check in the program, or of an operation without this mode
             return []
 

@@ -106,12 +106,9 @@ def walk(
 
 def _agree(arrays, made) -> bool:
     """Whether a value is what was computed ahead. `None` is zero."""
-    for a, b in zip(arrays, made, strict=True):
-        if a is not b and not (
-            np.array_equal(a, b) if a is not None else not np.asarray(b).any()
-        ):
-            return False
-    return True
+    zero = lambda b: not np.asarray(b).any()
+    is_same = lambda a, b: a is b or (zero(b) if a is None else np.array_equal(a, b))
+    return all(map(is_same, arrays, made))
 
 
 def _ahead(eqns, env, carrier) -> Sequence[Known]:
