@@ -93,14 +93,13 @@ def walk(
             if i == len(ahead):
                 ahead += _ahead(program.eqns[i:], env, carrier) or [None]
             found, ins = ahead[i], list(map(read, eqn.invars))
-            if not all(map(is_same, variables(eqn.invars))):
-                found = None
-            place = Place(eqn, program, around, step, found)
+            is_known = all(map(is_same, variables(eqn.invars)))
+            place = Place(eqn, program, around, step, found if is_known else None)
             outs = carrier.visit(place, ins)
             outs = enter(place, ins, carrier) if outs is None else outs
         env.update(zip(eqn.outvars, outs, strict=True))
-        if ahead[i] is not None:
-            made.update(zip(eqn.outvars, ahead[i].outs, strict=True))
+        if found is not None:
+            made.update(zip(eqn.outvars, found.outs, strict=True))
     return list(map(read, program.jaxpr.outvars))
 
 
