@@ -95,7 +95,7 @@ demo: $(VENV)/.examples  ## train a small spiking network
 
 # Other files need not be imported.
 comma := ,
-WHAT := $(if $(VERSIONS)$(SWITCHES),versions,$(if $(X64),x64,$(if $(findstring quick,$(MARK)),,$(MARK))))
+WHAT := $(if $(VERSIONS)$(SWITCHES),versions,$(if $(X64),x64,$(if $(findstring quick,$(MARK))$(findstring thorough,$(MARK)),,$(MARK))))
 FILES = $(or $(TESTS),$(if $(WHAT),$(shell \
     grep -lE 'mark\.($(subst $(comma),|,$(WHAT)))\b' tests/*.py tests/guard/*.py),$(if \
     $(filter quick,$(MARK)),$(shell \

@@ -30,7 +30,8 @@ def import_as(change: Callable[[str], bytes | None]) -> None:
 
 class Reached:
     """A pytest plugin, for one file of tests. The caches of JAX are cleared before each test,
-    which would not trace what another test has traced."""
+    which would not trace what another test has traced. Nor is what was compiled read again, so
+    that the seconds are those of a fresh machine."""
 
     def __init__(self, send: Callable[[Any], None]):
         self.send = send
@@ -38,6 +39,7 @@ class Reached:
         self.number: dict[str, int] = {}
         self.tests: dict[str, Any] = {}
         builtins.__reached__ = self.keys.add  # type: ignore
+        sys.modules["jax"].config.update("jax_enable_compilation_cache", False)
         import_as(lambda path: _Instrumented(path).source)
 
     @pytest.hookimpl

@@ -13,9 +13,9 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
 from ._errors import rule_error, RuleError, show_path, show_tree, type_of
-from ._errors.trees import is_leaf_structure
 from ._jaxprs.current_trace import outside_of_transformations, staging_trace
 from ._jaxprs.varying import vary_over, varying_axes
+from ._trees import is_leaf_structure
 
 
 def is_none(x: Any) -> bool:

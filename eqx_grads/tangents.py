@@ -43,7 +43,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike, PyTree
 
 from ._errors import check_function, rule_error, type_of
-from ._errors.trees import is_leaf_structure, one_level
+from ._jaxprs.operands import flagged, restricted
 from ._tangent_spaces import (
     as_numbers,
     as_tangent,
@@ -59,6 +59,7 @@ from ._tangent_spaces import (
     promote,
     zip_trees,
 )
+from ._trees import is_leaf_structure, one_level
 
 
 def is_zero(t: PyTree) -> bool:
@@ -267,19 +268,14 @@ def linear(fn: Callable[..., Array], *ts: PyTree) -> PyTree:
     check_function(fn, "fn", "tangents.linear")
 
     def linear_leaf(*xs):
-        indices = [i for i, x in enumerate(xs) if not is_zero_leaf(x)]
+        indices = flagged(not is_zero_leaf(x) for x in xs)
         if not indices:
             return None
         nonzero = [as_tangent(xs[i]) for i in indices]
         if len(nonzero) == len(xs):
             return fn(*nonzero)
-
-        def fn_of_nonzero(*args):
-            given = dict(zip(indices, args, strict=True))
-            return fn(*(given.get(i, 0.0) for i in range(len(xs))))
-
-        zeros = [jnp.zeros_like(x) for x in nonzero]
-        return jax.jvp(fn_of_nonzero, zeros, nonzero)[1]
+        of_nonzero = restricted(fn, [0.0] * len(xs), indices)
+        return jax.jvp(of_nonzero, list(map(jnp.zeros_like, nonzero)), nonzero)[1]
 
     return zip_trees(linear_leaf, ts)
 

@@ -9,6 +9,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.random as jr
@@ -40,12 +41,14 @@ def _mesh_of_cpus(shape, *args, devices=None, **options):
 jax.make_mesh = _mesh_of_cpus
 
 
-# A test is in the first of these that it is marked with, and otherwise "quick".
-TIERS = ("slow", "conformance", "cost", "thorough")
+# A test is in the first of these that it is marked with. Otherwise it is "thorough" if what it
+# reaches is also reached by others that are faster (`make mutants ARGS=--choose`), or "quick".
+TIERS = ("slow", "conformance", "cost", "thorough", "quick")
+THOROUGH = set(Path(__file__).with_name("thorough.txt").read_text().splitlines())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    every = ",".join(["quick", *TIERS])
+    every = ",".join(TIERS)
     parser.addoption("--tier", default=every, help=f"only tests of these: {every}")
     parser.addoption("--part", default="1/1", help="only the I-th of N parts: I/N")
 
@@ -62,7 +65,7 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part, n_parts = map(int, config.getoption("part").split("/"))
     tiers, cases = config.getoption("tier").split(","), collections.Counter()
-    if unknown := set(tiers) - {*TIERS, "quick"}:
+    if unknown := set(tiers) - {*TIERS}:
         raise pytest.UsageError(f"--tier: {', '.join(unknown)} is not known.")
 
     def is_chosen(item: pytest.Item) -> bool:
@@ -71,7 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if cases[function] % every.args[0]:
                 item.add_marker("slow")
             cases[function] += 1
-        tier = next((t for t in TIERS if item.get_closest_marker(t)), "quick")
+        other = "thorough" if item.nodeid in THOROUGH else "quick"
+        tier = next((t for t in TIERS if item.get_closest_marker(t)), other)
         # By a hash of its name, so that a test stays in its part when others come and go.
         in_part = zlib.crc32(item.nodeid.encode()) % n_parts == part % n_parts
         return in_part and tier in tiers

@@ -1,6 +1,8 @@
 """Arguments of no use: the error names the function and the argument. `tests/hostile` calls
 every function with many; these are errors that were silent once, or in the words of others."""
 
+from types import SimpleNamespace
+
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,10 @@ CALLS = {
     "statistics beyond memory": (
         lambda: eqg.GradientStatistics(2**40),
         "`n` of `GradientStatistics` is not a number of steps",
+    ),
+    "a traced value in an object": (
+        lambda: jax.jit(lambda x: DOUBLE({"a": [SimpleNamespace(x=x)]}))(X),
+        r"inside a `SimpleNamespace`.*at `x\['a'\]\[0\]`",
     ),
     "a list for a name": (
         lambda: jax.vmap(lambda x: eqg.psum_gradient(x, ["i"]), axis_name="i")(X),

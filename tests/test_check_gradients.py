@@ -125,10 +125,16 @@ def one_sided_kink(k):
 
 
 stable = jnp.array([1.0, 2.0], "float32")
+DIRECTION = jnp.array([-1.152883, -1.229587, -0.7161828, 1.6050261], "float32")
 KINKS = jnp.array([0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.5])
 # A loss, its model, the verdict, the kind of the fault, and words of the report.
 VERDICTS = {
     "kinks": (one_sided_kink(-1.4), jnp.zeros(5), "kink", "", ""),
+    "the slopes of an entry": (lambda x: jnp.sum(jnp.abs(x)) ** 4 + x[1],
+        jnp.array([1.0, 0.0]), "kink", "", "the slopes of its sides are -3 and 5)"),
+    "zero but for rounding": (lambda x: with_slope(jnp.sqrt, lambda d: 1e12)(
+        3 * jnp.sum(x * x) - jnp.sum(x * x) - 2 * jnp.sum(x * x)), DIRECTION, "zero", "",
+        "In float32, rounding changes the gradient."),
     "a slope outside": (one_sided_kink(-0.9), jnp.zeros(5), "WRONG", "wrong", ""),
     "a slope of zero": (one_sided_kink(0.0), jnp.zeros(1), "WRONG", "cut", ""),
     "kinks hide nothing": (kinks_beside(2.2), KINKS, "WRONG", "wrong", ""),

@@ -18,7 +18,7 @@ import pytest
 from jaxtyping import Array
 
 from .faults import FAULTS
-from .helpers import unwrapped
+from .helpers import compilations, unwrapped
 from .right_rules import RIGHT
 
 
@@ -375,6 +375,20 @@ def test_an_exception_does_not_follow_from_a_wrong_number():
     assert "and so: linear" in of_rule
 
 
+# ---------------------------------------------------------------- programs
+
+
+def test_a_scalar_rule_takes_few_programs():
+    """One for each precision, for `order`, for `transforms` and for `finite`; the others are of
+    eager calls. And none of forward mode, which JAX traces and does not compile."""
+    f = jax.custom_vjp(jnp.sin)
+    f.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.cos(x) * ct,))
+    with compilations() as found:
+        report = eqgt.check_rule(f, 1.0)
+    assert len(found) <= 10
+    assert "skipped: forward, as reverse mode only" in str(report)
+
+
 # ---------------------------------------------------------------- options
 
 
@@ -401,6 +415,10 @@ def test_options_that_make_no_sense():
         eqgt.check_rule(method, 1.0, nondifferentiable=("factor",))
     with pytest.raises(eqg.RuleError, match="nothing that can be differentiated"):
         eqgt.check_rule(lambda n: n + 1, 3)
+    with pytest.raises(
+        eqg.RuleError, match=r"`<lambda>` can't be called(.|\n)*missing.*'y'(.|\n)*Pass"
+    ):
+        eqgt.check_rule(rule, A)
     with pytest.raises(eqgt.RuleCheckError, match="missing a required argument: 'y'"):
         eqgt.check_rule(rule, A, B, at=[(A,)], checks="finite")
     for fn, x in ((lambda x: (x, x), jnp.ones(2)), (jnp.sin, jnp.ones(2, complex))):

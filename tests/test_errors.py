@@ -139,6 +139,22 @@ def test_a_rule_that_differentiates_its_own_function():
     assert "Move the body into a function without a rule" in note
 
 
+# What calls the function that a shorthand was given, and words of the note.
+MISTAKEN = {
+    "partials": (eqg.elementwise(jnp.sin, lambda x: jnp.cos(x)), "as `derivative(out, *args)`"),
+    "gradient": (eqg.custom_gradient(lambda x: (x, lambda: 1.0)), "called as `gradient(ct)`"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKEN)
+def test_how_a_shorthand_calls_a_function(name):
+    f, note = MISTAKEN[name]
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        jax.grad(f)(1.0)
+    assert note in caught.value.__notes__[0]
+    assert "jvp(primals" not in caught.value.__notes__[0]
+
+
 def _accumulate(x, out):
     @pl.when(pl.program_id(0) == 0)
     def _():

@@ -501,6 +501,13 @@ TEXTS = {
         jnp.zeros(2))), 2 * ONE, "It is in a derivative that the loss takes", "eqg.safe.norm"),
     "second derivative": (lambda s: jnp.trace(jax.hessian(lambda x: norm(s * x) ** 2)(
         jnp.zeros(2))), 2 * ONE, "is smooth there, compute it without", "softmax"),
+    "least squares": (lambda a: total(jnp.linalg.lstsq(a, X3)[0] ** 2), jnp.eye(3, 2),
+        "`jnp.linalg.pinv(a) @ b`", "svd"),
+    "missing data": (lambda x: jnp.nanmean(x**2), jnp.array([NAN, 1.0, 2.0]),
+        'drops it on purpose, use `eqg.zero_safe(loss, policy="zero")`', "softmax"),
+    # jax#40626: the derivative divides by the number of entries with the maximum.
+    "clipped scatter": (lambda x: total(jnp.zeros(2).at[jnp.array([0, 5])].max(x, mode="clip")),
+        jnp.array([1.0, 2.0]), "needs indices in range", "eps"),
 }  # fmt: skip
 
 

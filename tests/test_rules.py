@@ -285,6 +285,30 @@ def _local(scale):
     return f
 
 
+def test_a_forward_pass_may_leave_a_call_to_jax():
+    @eqg.custom_vjp
+    def f(x, y):
+        return jnp.sin(x) * y, jnp.argmax(x), "static"
+
+    @f.def_fwd
+    def _(x, y, *, perturbed):
+        if perturbed[1]:
+            return NotImplemented
+        return f(x, y), y
+
+    f.def_bwd(lambda y, ct: (10 * y * ct[0], None))
+    loss, plain = (lambda *args, g=g: jnp.sum(g(*args)[0]) for g in (f, f.__wrapped__))
+    for transform in (lambda g: g, jax.jit):
+        assert_close(transform(jax.grad(loss))(X, Y), 10 * Y)
+        got = transform(jax.grad(loss, (0, 1)))(X, Y)
+        assert_close(got, jax.grad(plain, (0, 1))(X, Y))
+    both = lambda loss: jax.hessian(lambda xy: loss(*xy))((X, Y))
+    assert_close(both(loss), both(plain))
+    xs = jnp.stack([X, 2 * X])
+    of_batch = lambda loss: jax.grad(lambda y: jnp.sum(jax.vmap(loss, (0, None))(xs, y)))
+    assert_close(of_batch(loss)(Y), of_batch(plain)(Y))
+
+
 def test_a_local_function_is_a_tree_and_is_copied():
     f = _local(2.0)
     leaves, treedef = jax.tree.flatten(f)

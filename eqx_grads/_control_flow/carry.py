@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import place_of, rule_error, show_path, type_of, unlike
-from .._errors.trees import leaf_paths
 from .._jaxprs.current_trace import is_jit_disabled
 from .._jaxprs.operands import fill
 from .._rules.tree_split import is_equal, TreeSplit
 from .._tangent_spaces import as_array_list, is_arraylike, is_dynamic, promote
+from .._trees import leaf_paths
 
 
 def is_sliced(x: Any) -> bool:

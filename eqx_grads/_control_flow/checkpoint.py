@@ -1,7 +1,6 @@
 """Rematerialization of functions and Modules."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -63,7 +62,6 @@ def filter_checkpoint(
 
 
 class _Checkpoint(AbstractTransformed):
-    _eqg_fn: Callable[..., Any]
     _prevent_cse: bool = eqx.field(static=True)
     _policy: Callable[..., bool] | None = eqx.field(static=True)
 

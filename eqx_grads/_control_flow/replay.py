@@ -10,16 +10,14 @@ import dataclasses
 import functools as ft
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.operands import at, fill, flagged
 from .._rules.custom_vjp import custom_vjp
 from .._rules.rule import try_to_trace
-from .._tangent_spaces import as_array_list, is_differentiable, sum_dtype
+from .._tangent_spaces import as_array_list, sum_dtype
 from .chunked_scan import chunk_init, scan_in_chunks, shift_in
 from .replay_choice import (
     log_choice,
@@ -112,9 +110,7 @@ def _replayed_scan_fwd(consts, init, xs, step_index, *, how, perturbed: tuple[An
     reason = why_not_for_gradients(how.body, perturbed[0]) if how.only_if_better else None
     if reason is not None:
         log_choice(len(step_index), how.body.carry_types, f"plain scan, as {reason}")
-        run = lambda consts, *args: how.scan(ft.partial(how.body, consts), *args, step_index)
-        out, plain = _plain_vjp(run, [consts, init, xs], list(perturbed[:-1]))
-        return out, (plain, None)
+        return NotImplemented
     y_of_carry = how.body.y_of_carry()
     values = how.body.with_values_of_rules(*perturbed[:-1])
 
@@ -126,29 +122,13 @@ def _replayed_scan_fwd(consts, init, xs, step_index, *, how, perturbed: tuple[An
 
     last, (ys, saved) = how.scan(saving_body, init, xs, step_index)
     after = [s if j is None else ys[j] for s, j in zip(saved, y_of_carry, strict=True)]
-    return (last, ys), (None, (consts, as_array_list(init), xs, step_index, after))
-
-
-def _plain_vjp(run, args, perturbed):
-    """The outputs, and JAX's own derivative of them with respect to what is perturbed."""
-    moving, fixed = eqx.partition(args, perturbed)
-
-    def outputs(moving):
-        out = run(*eqx.combine(moving, fixed))
-        return eqx.filter(out, is_differentiable), out
-
-    inexact, pull_back, out = jax.vjp(outputs, moving, has_aux=True)
-    return out, (pull_back, inexact)
+    return (last, ys), (consts, as_array_list(init), xs, step_index, after)
 
 
 @replayed_scan.def_bwd(symbolic_zeros=True)
 def _replayed_scan_bwd(residuals, cts, *, how, perturbed: tuple[Any, ...]):
-    plain, replayed = residuals
-    if plain is not None:
-        args: Any = (*plain, cts, list(perturbed[:-1]))
-        return *_pull_back_plain(*args), None
     body, reverse = how.body, how.reverse
-    consts, init, xs, step_index, after = replayed
+    consts, init, xs, step_index, after = residuals
     ct_last, ct_ys = cts
     perturbed_consts, _, perturbed_xs, _ = perturbed
     is_there = lambda cts: [ct is not None for ct in cts]
@@ -190,16 +170,6 @@ def _replayed_scan_bwd(residuals, cts, *, how, perturbed: tuple[Any, ...]):
         fill([None] * len(xs), flagged(perturbed_xs), ct_xs),
         None,
     )
-
-
-def _pull_back_plain(pull_back, inexact, cts, perturbed):
-    """JAX expects arrays of zeros where this library has `None`, and would compute with them:
-    a part of the carry that no result depends on would have a cotangent at every step."""
-    values, outputs = jax.tree.flatten(inexact)
-    of_dense = lambda *cts: jax.tree.leaves(pull_back(jax.tree.unflatten(outputs, cts)))
-    program = jax.make_jaxpr(of_dense)(*values)
-    cts = iter(evaluate_with_zeros(program, outputs.flatten_up_to(cts)))
-    return jax.tree.map(lambda flag: next(cts) if flag else None, perturbed)
 
 
 @replayed_scan.def_vmap

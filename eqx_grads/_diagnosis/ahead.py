@@ -26,7 +26,7 @@ from .._jaxprs.structure import (
     structure,
     While,
 )
-from .._jaxprs.versions import short_compilation
+from .._jaxprs.versions import SHORT_COMPILATION
 
 
 # The most equations that are compiled together.
@@ -61,7 +61,7 @@ class Part:
         trace = lambda values: _known(
             part, dict(zip(self.free, values, strict=True)), (), compute, constant
         )
-        self._run = jax.jit(lambda x: trace(x)[0], compiler_options=short_compilation())
+        self._run = jax.jit(lambda x: trace(x)[0], compiler_options=SHORT_COMPILATION)
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Known]:
         """What is known, given the values of the `free` variables."""
@@ -109,7 +109,7 @@ class _Operation(NamedTuple):
 
 @ft.cache
 def _run() -> Callable[..., list[Any]]:
-    return jax.jit(bind, static_argnums=0, compiler_options=short_compilation())
+    return jax.jit(bind, static_argnums=0, compiler_options=SHORT_COMPILATION)
 
 
 def bind_alone(eqn: Any, values: Sequence[Any]) -> list[Any]:

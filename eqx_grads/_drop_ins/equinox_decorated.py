@@ -67,9 +67,7 @@ class filter_custom_jvp(AbstractDecorated[P, T]):
     it is not, forward mode returns the result of the rule, and JAX raises in reverse mode.
     """
 
-    fn: Callable[..., Any]
     _rules: ForwardRules = eqx.field(static=True)
-    _binding: str = eqx.field(static=True)
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod):
         decorate(self, fn, ForwardRules(EQUINOX))
@@ -157,9 +155,7 @@ class filter_custom_vjp(AbstractDecorated[P, T]):
     mode is the derivative of `fn` itself. Higher orders differentiate your rules.
     """
 
-    fn: Callable[..., Any]
     _rules: ReverseRules = eqx.field(static=True)
-    _binding: str = eqx.field(static=True)
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod):
         decorate(self, fn, ReverseRules(_CONVENTION))

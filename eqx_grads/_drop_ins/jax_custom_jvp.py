@@ -1,7 +1,7 @@
 """`jax_custom_jvp`: called as `jax.custom_jvp` is, on the rules of this library."""
 
 import functools as ft
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +11,6 @@ from .. import tangents
 from .._errors import check_function, name_of
 from .._rules.custom_jvp import ForwardRules
 from .._rules.rule import Rule
-from .._rules.signature import JAX
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_arraylike, is_none
 from .jax_decorated import AbstractJaxDecorated
@@ -70,17 +69,7 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
     """
 
     mode, how, stops = "JVP", "@{}.defjvp", True
-    _rules: ForwardRules
-
-    def __init__(
-        self,
-        fun: Callable[P, T],
-        nondiff_argnums: int | Iterable[int] = (),
-        nondiff_argnames: str | Iterable[str] = (),
-    ):
-        rules = ForwardRules(JAX)
-        AbstractJaxDecorated.__init__(self, fun, nondiff_argnums, nondiff_argnames, rules)
-        self.jvp: Callable[..., Any] | None = None
+    new_rules, unset = ForwardRules, {"jvp": None}
 
     def defjvp(
         self, jvp: Callable[..., Any], symbolic_zeros: bool = False

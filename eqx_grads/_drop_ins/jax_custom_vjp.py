@@ -1,21 +1,20 @@
 """`jax_custom_vjp`: called as `jax.custom_vjp` is, on the rules of this library."""
 
 import functools as ft
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.interpreters import ad
 
 from .._errors import check_flags, check_function, is_pair, name_of
-from .._errors.trees import mirror, prefix_leaves
 from .._rules.closure_convert import Opaque
 from .._rules.custom_vjp import ReverseRules
 from .._rules.rule import Rule
-from .._rules.signature import JAX
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_arraylike, is_differentiable, is_none
+from .._trees import mirror, prefix_leaves
 from .jax_decorated import AbstractJaxDecorated, merge
 
 
@@ -80,19 +79,7 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
     """
 
     mode, how, stops = "VJP", "{}.defvjp(fwd, bwd)", False
-    _rules: ReverseRules
-
-    def __init__(
-        self,
-        fun: Callable[P, T],
-        nondiff_argnums: int | Iterable[int] = (),
-        nondiff_argnames: str | Iterable[str] = (),
-    ):
-        rules = ReverseRules(JAX)
-        AbstractJaxDecorated.__init__(self, fun, nondiff_argnums, nondiff_argnames, rules)
-        self.fwd: Callable[..., Any] | None = None
-        self.bwd: Callable[..., Any] | None = None
-        self.optimize_remat = False
+    new_rules, unset = ReverseRules, {"fwd": None, "bwd": None, "optimize_remat": False}
 
     def defvjp(
         self,
@@ -142,11 +129,6 @@ class _Types(Opaque):
         self.ct_out = list(map(_ct_type, leaves))
 
 
-class _Residuals(NamedTuple):
-    residuals: Any
-    types: _Types
-
-
 def _fwd_rule(fwd, argnums, symbolic_zeros, /, *args, perturbed, nondiff=None):
     """A forward pass of JAX's form as one of this library's."""
     values = args
@@ -160,7 +142,7 @@ def _fwd_rule(fwd, argnums, symbolic_zeros, /, *args, perturbed, nondiff=None):
     if not is_pair(result):
         return result  # an error
     out, residuals = result
-    return out, _Residuals(residuals, _Types(args, out))
+    return out, (residuals, _Types(args, out))
 
 
 def _ct_type(x):
@@ -169,14 +151,14 @@ def _ct_type(x):
 
 def _bwd_rule(bwd, zero, kept, ct, *, nondiff=None):
     """A backward rule of JAX's form as one of this library's."""
+    residuals, types = kept
     values = () if nondiff is None else nondiff.values()
-    pairs = zip(kept.types.ct_out, jax.tree.leaves(ct, is_leaf=is_none), strict=True)
+    pairs = zip(types.ct_out, jax.tree.leaves(ct, is_leaf=is_none), strict=True)
     cts = [zero(t) if ct is None and t is not None else ct for t, ct in pairs]
-    result = bwd(*values, kept.residuals, jax.tree.unflatten(kept.types.treedef, cts))
-    args = kept.types.ct_args
-    if not isinstance(result, tuple | list) or len(result) != len(args):
+    result = bwd(*values, residuals, jax.tree.unflatten(types.treedef, cts))
+    if not isinstance(result, tuple | list) or len(result) != len(types.ct_args):
         return result  # an error
-    return tuple(_expand(ct, *arg) for ct, arg in zip(result, args, strict=True))
+    return tuple(_expand(ct, *arg) for ct, arg in zip(result, types.ct_args, strict=True))
 
 
 def _expand(ct, types, treedef):

@@ -20,7 +20,7 @@ from .._rules.call import call_with_rules
 from .._rules.float_args import as_integer
 from .._rules.object_parts import Rebuildable
 from .._rules.rule import AbstractRules
-from .._rules.signature import Signature, signature_of
+from .._rules.signature import JAX, Signature, signature_of
 from .._rules.wrapper import P, reduce_by_name, T
 
 
@@ -35,30 +35,32 @@ class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
     - `mode`, `how`: of an error before there are rules: which are missing, and how to give
         them.
     - `stops`: whether an argument of `nondiff_argnums` has the derivative zero, silently.
+    - `new_rules`: the class of the rules.
+    - `unset`: the attributes of JAX's class before there are rules.
     """
 
     captures = ("_fn", "_rules")
     mode: ClassVar[str]
     how: ClassVar[str]
     stops: ClassVar[bool]
-    _rules: AbstractRules
+    new_rules: ClassVar[type[AbstractRules]]
+    unset: ClassVar[dict[str, Any]]
 
     def __init__(
         self,
         fun: Callable[P, T],
-        nondiff_argnums: int | Iterable[int],
-        nondiff_argnames: str | Iterable[str],
-        rules: AbstractRules,
+        nondiff_argnums: int | Iterable[int] = (),
+        nondiff_argnames: str | Iterable[str] = (),
     ):
         check_function(fun, "fun", type(self).__name__)
         ft.update_wrapper(self, fun)
         self.fun = fun
         self._arity = _arity(fun)
         self.nondiff_argnums = _argnums(self, nondiff_argnums, nondiff_argnames)
-        self._rules = rules
+        self._rules = self.new_rules(JAX)
         self._fn = WithNondiff(fun, self.nondiff_argnums) if self.nondiff_argnums else fun
-        self._has_rules = False
-        self.symbolic_zeros = False
+        self._has_rules = self.symbolic_zeros = False
+        vars(self).update(self.unset)  # which `fun` may have, too
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self._has_rules:

@@ -16,11 +16,11 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree
 
 from .._errors import rule_error, show_path, show_tree, type_of
-from .._errors.trees import prefix_leaves
 from .._jaxprs.varying import varying_axes
 from .._rules.float_args import check_parameter, is_known
 from .._rules.identity_op import backward_op, tangent_op
 from .._tangent_spaces import dtype_of_array, is_differentiable, is_none
+from .._trees import prefix_leaves
 from ..tangents import neg, scale, where
 from .argument_checks import check_broadcasts, check_broadcasts_to_leaf
 

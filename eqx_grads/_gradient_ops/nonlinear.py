@@ -14,12 +14,12 @@ import numpy as np
 from jaxtyping import ArrayLike, PRNGKeyArray, PyTree
 
 from .._errors import rule_error
-from .._errors.trees import on_leaves
 from .._rules.float_args import as_dtype, check_key, check_nonnegative_number, check_positive
 from .._rules.identity_op import backward_op
 from .._rules.nan_where import nan_where
 from .._rules.replace_gradient import replace_gradient
 from .._tangent_spaces import promote
+from .._trees import on_leaves
 from ..tangents import scale
 from .argument_checks import check_axis, check_bounds, check_broadcasts
 from .norms import divide, scaled_norm

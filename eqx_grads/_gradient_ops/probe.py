@@ -18,7 +18,6 @@ from .._errors import (
     show_path,
     type_of,
 )
-from .._errors.trees import leaf_paths, on_leaves
 from .._jaxprs.varying import vary_alike
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
@@ -31,6 +30,7 @@ from .._tangent_spaces import (
     match_leaves,
     tangents_match,
 )
+from .._trees import leaf_paths, on_leaves
 from ..tangents import add
 from .norms import norm
 from .on_backward import on_backward

@@ -9,13 +9,13 @@ import jax
 from jax.core import Tracer
 
 from .._errors import code_of, name_of, place_of, rule_error, show_path, show_tree, type_of
-from .._errors.trees import leaf_paths, mirror_of, prefix_leaves
 from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import captured_tracer, Opaque
 from .._rules.float_args import is_key_array
 from .._rules.rule import Rule
 from .._rules.signature import Signature
 from .._rules.tree_split import TreeSplit
+from .._trees import leaf_paths, mirror_of, prefix_leaves
 from .host_op import HostOp, Types
 from .promised_types import is_array_leaf, promised_types, without_memory
 from .residual_cache import ResidualCache

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._errors import check_function, check_option, rule_error, show_path, type_of
-from .._errors.trees import mirror_of
 from .._jaxprs.varying import vary_alike, varying_types
 from .._rules.linear_primitive import apply_side, Side
 from .._rules.wrapper import reduce_by_name, set_metadata
+from .._trees import mirror_of
 from .derivative import host_call, tangent_type
 from .host_call import host_call_of, HostCode
 from .host_callback import VMAP_METHODS

@@ -10,8 +10,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .._errors import first_line, rule_error, show_path, type_of
-from .._errors.trees import unmirror
 from .._rules.signature import accepted_keywords
+from .._trees import unmirror
 
 
 def is_array_leaf(x: Any) -> bool:

@@ -47,9 +47,10 @@ def is_jit_disabled() -> bool:
     return CONFIG.jax_disable_jit
 
 
-def is_eager() -> bool:
-    """Whether no transformation is at work: operations compute their values at once."""
-    return _state() == _EAGER
+def is_eager(*trees: Any) -> bool:
+    """Whether no transformation is at work, and no leaf is traced: operations compute their
+    values at once."""
+    return _state() == _EAGER and not any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))
 
 
 def _traces() -> Iterator[Any]:

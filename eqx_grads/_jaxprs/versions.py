@@ -3,24 +3,24 @@
 Each function says which JAX lets us delete it, or which of its cases.
 """
 
-import functools as ft
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 JAXPRS = (Jaxpr, ClosedJaxpr)
-# The options of the flag `JAX_DISABLE_MOST_OPTIMIZATIONS`, on every platform.
-_UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# Fusion emitters take most of the compilation time on a CPU. JAX 0.12 has no option for them.
-_UNFUSED = {
-    **_UNOPTIMIZED,
-    "xla_cpu_use_fusion_emitters": False,
+# For the short compilation of a program that runs only a few times, on every platform: as the
+# flag `JAX_DISABLE_MOST_OPTIMIZATIONS` does.
+SHORT_COMPILATION: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
+# Fusion emitters take most of the time on a CPU. Later versions have no option for them.
+if jax.__version_info__ < (0, 11):
+    SHORT_COMPILATION["xla_cpu_use_fusion_emitters"] = False
 
 
 def is_jaxpr(x: Any) -> bool:
@@ -161,16 +161,3 @@ def varying_axes_of_type(aval: Any) -> frozenset[Any]:
     """
     manual = getattr(aval, "manual_axis_type", None)
     return frozenset() if manual is None else frozenset(manual.varying)
-
-
-@ft.cache
-def short_compilation() -> dict[str, Any]:
-    """Options for the compiler for a program that runs only a few times.
-
-    When JAX 0.12 is the oldest version, return the options that it knows.
-    """
-    try:
-        jax.jit(lambda x: x).lower(np.float32(0)).compile(_UNFUSED)
-    except Exception:  # JAX has no one type of error for an option that XLA does not know
-        return _UNOPTIMIZED
-    return _UNFUSED

@@ -107,8 +107,6 @@ def _evaluate_equation(eqn: Any, values: list[Value]) -> Sequence[Value]:
         return evaluate(known.trace(), values, _evaluate_equation)
     if kind.identity:
         return values
-    if name in _SUMS:
-        return [_sum(eqn, values)]
     if kind.elementwise and _is_linear(eqn) and not (name in _OF_PARTS and _is_complex(values)):
         return [_elementwise(eqn, values)]
     if kind.layout and (kind.linear == "jointly" or name == "expand_dims"):
@@ -135,18 +133,7 @@ def _unknown(eqn: Any, values: Sequence[Value]) -> list[Value]:
     return [list(terms.values()) for _ in eqn.outvars]
 
 
-# ---------------------------------------------------------------- sums and products
-
-_SUMS = {"add": 1, "add_any": 1, "sub": -1}
-
-
-def _sum(eqn: Any, values: Sequence[Value]) -> list[Term]:
-    """The sum of terms. An operand that is not one is zero, as the program is linear."""
-    shape = eqn.outvars[0].aval.shape
-    parts = [_broadcast(x, shape) if _is_terms(x) else [] for x in values]
-    if _SUMS[eqn.primitive.name] < 0:
-        parts[1] = [_scaled(term, jnp.negative) for term in parts[1]]
-    return _merge([*parts[0], *parts[1]])
+# ---------------------------------------------------------------- elementwise
 
 
 def _merge(terms: Sequence[Term]) -> list[Term]:
@@ -177,16 +164,19 @@ _OF_PARTS = ("real", "imag", "conj", "complex")  # not linear over the complex n
 
 def _elementwise(eqn: Any, values: Sequence[Value]) -> list[Term]:
     """Coefficients are computed from coefficients as tangents are from tangents."""
-    shape = eqn.outvars[0].aval.shape
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     total: list[Term] = []
     for k, value in enumerate(values):
         if not _is_terms(value):
             continue
-        others = [
-            jnp.zeros(shape, v.aval.dtype) if _is_terms(x) else jnp.broadcast_to(x, shape)
-            for x, v in zip(values, eqn.invars, strict=True)
-        ]
-        scale = ft.partial(_of_columns, eqn, others, k, 0)
+        if name in ("add", "add_any", "sub"):
+            scale = jnp.negative if name == "sub" and k == 1 else lambda x: x
+        else:
+            others = [
+                jnp.zeros(shape, v.aval.dtype) if _is_terms(x) else jnp.broadcast_to(x, shape)
+                for x, v in zip(values, eqn.invars, strict=True)
+            ]
+            scale = ft.partial(_of_columns, eqn, others, k, 0)
         total += [_scaled(term, scale) for term in _broadcast(value, shape)]
     return _merge(total)
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from .._errors import name_of, place_of, rule_error, show_tree, type_of
-from .._errors.trees import prefix_leaves
 from .._jaxprs.current_trace import CONFIG, in_precision, is_eager
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
+from .._trees import prefix_leaves
 from .call_primitive import bind_call, Call, invalid_tracer, WAY_OUT
 from .rule import (
     AbstractRules,
@@ -40,7 +39,7 @@ def call_with_rules(
     convention, filled = rules.convention, frozenset()
     if convention.binds:
         args, kwargs, filled = signature.bind(args, kwargs, convention.fills_defaults)
-    if is_eager() and not _any_tracers(fn, args, kwargs):
+    if is_eager(fn, args, kwargs):
         if convention.binds:
             return as_arrays(fn(*as_arrays(args), **kwargs))
         return fn(*args, **kwargs)
@@ -56,10 +55,6 @@ def call_with_rules(
     arrays = bind_call(call, operands)
     assert functions.outputs is not None
     return functions.outputs.tree(arrays)
-
-
-def _any_tracers(*trees) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))
 
 
 class _OfArrays:
@@ -80,12 +75,19 @@ class _OfArrays:
         return arrays
 
     def jvp(self, primals, tangents):
-        call = self._rule_call(as_array_list(primals), tangents)
+        flat = self._flat
+        ts = [t if t is None or isinstance(t, jax.Array) else jnp.asarray(t) for t in tangents]
+        call = RuleCall.of(flat, as_array_list(primals), ts[: flat.n_args])
+        # A value that only the rules close over does not change the output: its derivative is
+        # zero here, and comes in where the rules themselves are differentiated.
+        for i in range(flat.n_args, flat.n_args + flat.n_not_differentiable):
+            if ts[i] is not None:
+                raise _not_differentiable(call.fn, flat, i)
         try:
             with in_precision(self._precision):
                 differentiated = call.rules.differentiate(call, self.outputs)
         except jax.errors.UnexpectedTracerError as error:
-            raise invalid_tracer(name_of(self._flat.fn)) from error
+            raise invalid_tracer(name_of(flat.fn)) from error
         self.outputs, arrays, t_arrays = differentiated
         return arrays, t_arrays
 
@@ -98,17 +100,6 @@ class _OfArrays:
         if self.outputs is None:  # otherwise they are those of one example, for the rules
             self.outputs = outputs
         return arrays, out_batched
-
-    def _rule_call(self, operands, tangents) -> RuleCall:
-        flat = self._flat
-        ts = [t if t is None or isinstance(t, jax.Array) else jnp.asarray(t) for t in tangents]
-        call = RuleCall.of(flat, operands, ts[: flat.n_args])
-        # A value that only the rules close over does not change the output: its derivative is
-        # zero here, and comes in where the rules themselves are differentiated.
-        for i in range(flat.n_args, flat.n_args + flat.n_not_differentiable):
-            if ts[i] is not None:
-                raise _not_differentiable(call.fn, flat, i)
-        return call
 
 
 def _not_differentiable(fn, flat, i):

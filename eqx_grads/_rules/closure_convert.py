@@ -13,7 +13,7 @@ import collections
 import functools as ft
 import gc
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -55,59 +55,57 @@ _MOST_OBJECTS = 1_000_000
 _ENTERED = {*KINDS, set, frozenset, types.CellType, types.MappingProxyType}
 
 
-class ClosureTemplate:
+class ClosureTemplate(NamedTuple):
     """Objects without the tracers that they captured.
 
-    - `items`, `holder`: as they were given to `lift_tracers`, free of tracers.
+    - `items`, `holder`: as they were given to `lift_tracers`, with placeholders.
     - `names`: how the user would name each tracer.
     - `n_of_items`: how many tracers, the first ones, are reachable from the items. The others
         are reachable from `holder` only.
+    - `owners`: the objects that lead to a placeholder, by their `id`.
     """
 
-    def __init__(self, items: list[Any], holder: Any, names: list[str], n_of_items: int):
-        self.items = items
-        self.holder = holder
-        self.names = names
-        self.n_of_items = n_of_items
-        self._owners: set[int] = set()
-
-    def blank(self, tracers: Sequence[Any], owners: set[int]) -> None:
-        """Replace `tracers` by placeholders. `owners` are the objects that lead to them."""
-        index = {id(tracer): i for i, tracer in enumerate(tracers)}
-        copy = Copy(lambda x: _Placeholder(index[id(x)]) if id(x) in index else x, owners)
-        self.items = list(map(copy, self.items))
-        self.holder = copy(self.holder)
-        self._owners = {id(new) for new, _ in copy.made.values()}
+    items: list[Any]
+    holder: Any
+    names: Sequence[str] = ()
+    n_of_items: int = 0
+    owners: Set[int] = frozenset()
 
     def substitute(self, values: Sequence[Any]) -> tuple[list[Any], Any]:
         """`items` and `holder` with `values` instead of the placeholders."""
         if not self.names:
             return self.items, self.holder
         swap = lambda x: values[x.number] if type(x) is _Placeholder else x
-        copy = Copy(swap, self._owners)
+        copy = Copy(swap, self.owners)
         return list(map(copy, self.items)), copy(self.holder)
 
 
 def lift_tracers(
-    items: Sequence[Any], holder: Any = None
+    items: Sequence[Any], holder: Any = None, name: Callable[[int], str] | None = None
 ) -> tuple[ClosureTemplate, list[Tracer]]:
     """All tracers that are reachable from `items` and `holder`, each once, and the template
-    that is left without them."""
+    that is left without them.
+
+    - `name`: for errors, what the user calls the item with this number, if anything.
+    """
     if not contains_tracer(*items, holder):
-        return ClosureTemplate(list(items), holder, [], 0), []
+        return ClosureTemplate(list(items), holder), []
     search = _Search()
     # A path back to the holder (a function that names itself) is not followed there.
     search.seen[id(holder)] = holder
-    for item in items:
-        search.visit(item, (), None)
+    for i, item in enumerate(items):
+        root = name(i) if name is not None else ""
+        search.visit(item, ((None, root),) if root else (), None)
     n_of_items = len(search.found)
     for step, part in parts_of(holder) or []:
         search.visit(part, ((holder, step),), holder)
     tracers, names = [tracer for tracer, _ in search.found], [name for _, name in search.found]
-    template = ClosureTemplate(list(items), holder, names, n_of_items)
-    if tracers:
-        template.blank(tracers, search.owners())
-    return template, tracers
+    index = {id(tracer): i for i, tracer in enumerate(tracers)}
+    blank = lambda x: _Placeholder(index[id(x)]) if id(x) in index else x
+    copy = Copy(blank, search.owners())
+    items, holder = list(map(copy, items)), copy(holder)
+    owners = {id(new) for new, _ in copy.made.values()}
+    return ClosureTemplate(items, holder, names, n_of_items, owners), tracers
 
 
 def captured_tracer(items: Sequence[Any]) -> tuple[int, str] | None:

@@ -75,8 +75,14 @@ def custom_gradient(fn: Callable[..., Any]) -> Any:
     return decorated
 
 
+_CONVENTIONS = (
+    "It is called as `gradient(ct)`, with the cotangent of the value, and returns those of the "
+    "arguments."
+)
+
+
 def _custom_gradient_bwd(gradient, ct, *, perturbed):
-    cts = gradient(ct)
+    cts = Rule(gradient, conventions=_CONVENTIONS)(ct)
     if isinstance(cts, tuple | list) and len(cts) == len(perturbed):
         return tuple(cts)
     return (cts,) if len(perturbed) == 1 else cts

@@ -78,9 +78,7 @@ class custom_jvp(AbstractDecorated[P, T]):
     its own function to a tangent, JAX transposes the function.
     """
 
-    fn: Callable[..., Any]
     _rules: "ForwardRules" = eqx.field(static=True)
-    _binding: str = eqx.field(static=True)
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod, **options: Any):
         check_options("custom_jvp", options)

@@ -82,9 +82,7 @@ class custom_vjp(AbstractDecorated[P, T]):
     the derivative of a linear function is the same everywhere.
     """
 
-    fn: Callable[..., Any]
     _rules: "ReverseRules" = eqx.field(static=True)
-    _binding: str = eqx.field(static=True)
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod, **options: Any):
         check_options("custom_vjp", options)
@@ -97,11 +95,12 @@ class custom_vjp(AbstractDecorated[P, T]):
 
         - `rule`: called as `rule(*args, **kwargs)`, like the function, defaults included.
             Returns `out, residuals`, where `residuals` is any PyTree, with Modules and
-            functions if you like. If the rule has a keyword-only parameter `perturbed`, it
-            receives a tree of Python bools: which leaves of `args` are being
-            differentiated. Modules, named tuples and Python's containers keep their class
-            in this tree. An object of another registered class becomes an object with the
-            same attributes: `perturbed[0].weight`.
+            functions if you like. Or returns `NotImplemented`: JAX then differentiates the
+            function itself, as if this call had no rule. If the rule has a keyword-only
+            parameter `perturbed`, it receives a tree of Python bools: which leaves of
+            `args` are being differentiated. Modules, named tuples and Python's containers
+            keep their class in this tree. An object of another registered class becomes an
+            object with the same attributes: `perturbed[0].weight`.
 
         **Returns:**
 
@@ -168,7 +167,10 @@ class ReverseRules(AbstractRules):
         rule, perturbed = self.fwd_rule, call.perturbed()
         assert rule is not None
         with outside_of_linearization(call.operands):
-            outputs, arrays, residuals = _run_fwd(call, rule, perturbed)
+            result = _run_fwd(call, rule, perturbed)
+        if result is None:
+            return _derivative_of_function(call)
+        outputs, arrays, residuals = result
         check_outputs(call, rule, outputs, expected)
         indices = outputs.inexact()
         if not indices:
@@ -197,14 +199,34 @@ def _with_perturbed(call: RuleCall, rule: Rule, perturbed: Sequence[int], kwargs
 
 def _run_fwd(
     call: RuleCall, rule: Rule, perturbed: Sequence[int]
-) -> tuple[OutputSpec, list[Any], Any]:
-    keywords = rule.keywords(call.kwargs, call.flat.filled)
-    keywords = _with_perturbed(call, rule, perturbed, keywords)
+) -> tuple[OutputSpec, list[Any], Any] | None:
+    kwargs = _with_perturbed(call, rule, perturbed, call.kwargs)
     with running_rule(call.fn, call.rules):
-        result = rule(*call.args, **keywords)
+        result = rule(*call.args, **rule.keywords(kwargs, call.flat.filled))
+    if result is NotImplemented:
+        return None
     do = "Return `out, residuals`: the value, and what the backward pass needs."
     out, residuals = rule.pair(result, "The forward pass", call.fn, do)
     return *OutputSpec.of(out, call.rules.convention.outputs), residuals
+
+
+def _derivative_of_function(call: RuleCall) -> tuple[OutputSpec, list[Any], list[Any]]:
+    """The outputs of the function itself, their arrays, and their tangents."""
+    flat, live = call.flat, call.perturbed()
+    of_live = restricted(lambda *xs: flat.call(xs)[::-1], call.operands, live)
+    try:
+        primals, ts = at(call.operands, live), at(call.tangents, live)
+        arrays, ts, outputs = jax.jvp(of_live, primals, ts, has_aux=True)
+    except Exception as error:
+        # JAX's own error does not mention forward mode, or the function.
+        error.add_note(
+            f"Forward mode of `{name_of(flat.fn)}` differentiates the function itself "
+            f"({place_of(flat.fn)}), which failed. Its backward rule is for reverse mode. Give "
+            "forward mode a rule of its own: `def_jvp` of `eqx_grads.custom_vjp`."
+        )
+        raise
+    indices = outputs.inexact()
+    return outputs, arrays, fill([None] * len(arrays), indices, at(ts, indices))
 
 
 @dataclasses.dataclass(eq=False)
@@ -228,28 +250,13 @@ class _VjpSpec:
 
     def forward(self, stored, live_ts):
         operands, live_ts = self._split(stored)[0], as_array_list(live_ts)
-        if self.flat.rules.jvp_rule is None:
-            return self._forward_of_function(operands, live_ts)
         ts = fill([None] * self.flat.n_args, self.perturbed, live_ts)
         call = RuleCall.of(self.flat, operands, ts)
-        _, arrays, t_out = apply_forward_rule(call.rules.jvp_rule, call)
-        pairs = zip(at(arrays, self.out_indices), at(t_out, self.out_indices), strict=True)
+        rule = call.rules.jvp_rule
+        by_rule = rule is not None
+        out = apply_forward_rule(rule, call) if by_rule else _derivative_of_function(call)
+        pairs = zip(*(at(xs, self.out_indices) for xs in out[1:]), strict=True)
         return [jnp.zeros_like(x) if t is None else t for x, t in pairs]
-
-    def _forward_of_function(self, operands, live_ts):
-        of_all = lambda *operands: at(self.flat.call(operands)[1], self.out_indices)
-        of_live = restricted(of_all, operands, self.perturbed)
-        try:
-            return jax.jvp(of_live, at(operands, self.perturbed), list(live_ts))[1]
-        except Exception as error:
-            fn = self.flat.fn
-            # JAX's own error does not mention forward mode, or the function.
-            error.add_note(
-                f"Forward mode of `{name_of(fn)}` differentiates the function itself "
-                f"({place_of(fn)}), which failed. Its backward rule is for reverse mode. Give "
-                "forward mode a rule of its own: `def_jvp` of `eqx_grads.custom_vjp`."
-            )
-            raise
 
     def transpose(self, stored, cts):
         operands, residuals = self._split(stored)
@@ -262,8 +269,7 @@ class _VjpSpec:
         def pull_back(*cts):
             by_index = dict(zip(self.out_indices, cts, strict=True))
             ct = self.outputs.tree([by_index.get(i) for i in range(len(self.outputs.types))])
-            with running_rule(call.fn, call.rules):
-                ct_args = self._run_bwd(call, rule, kept, ct)
+            ct_args = self._run_bwd(call, rule, kept, ct)
             zeros = [i for i, ct in zip(self.perturbed, ct_args, strict=True) if ct is None]
             if zeros:
                 check_zeros(rule, call, zeros)
@@ -276,7 +282,8 @@ class _VjpSpec:
     def _run_bwd(self, call, rule, kept, ct):
         args = call.args
         kwargs = _with_perturbed(call, rule, self.perturbed, call.kwargs)
-        result = rule(kept, ct, **rule.asked_for(kwargs))
+        with running_rule(call.fn, call.rules):
+            result = rule(kept, ct, **rule.asked_for(kwargs))
         if not isinstance(result, tuple | list) or len(result) != len(args):
             name = name_of(call.fn)
             names = ", ".join(f"`{self.flat.names[i]}`" for i in range(len(args)))
@@ -290,7 +297,7 @@ class _VjpSpec:
             )
         operands = call.operands[: self.flat.n_args]
         types = list(map(jax.typeof, operands))
-        if not all(map(is_array, args)):
+        if not all(isinstance(arg, jax.Array) for arg in args):
             types = self.flat.args.mirror(types, arrays=operands)
         cts = []
         for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
@@ -300,7 +307,7 @@ class _VjpSpec:
 
 def _project(fn, rule, ct, arg, types, names, i):
     # Most cotangents are what they should be, and this is where an eager one is quick.
-    if is_array(ct) and jax.typeof(ct) == types:
+    if isinstance(ct, jax.Array) and jax.typeof(ct) == types:
         return [ct]
 
     def fail(*where, do):

@@ -91,13 +91,14 @@ def elementwise(
     decorated = custom_jvp(fn)
     if setup is not None:
         check_function(setup, "setup", "elementwise")
+    as_rule = ft.partial(Rule, conventions=_CONVENTIONS)
     partials: Any = derivative
     if isinstance(partials, tuple | list):
-        partials = [Rule(d) if callable(d) else d for d in partials]
+        partials = [as_rule(d) if callable(d) else d for d in partials]
     else:
         check_function(partials, "derivative", "elementwise")
-        partials = Rule(partials)
-    shared = None if setup is None else Rule(setup)
+        partials = as_rule(partials)
+    shared = None if setup is None else as_rule(setup)
     rule = ft.partial(_elementwise_jvp, decorated, partials, shared)
     rules = decorated._rules
     rules.set_jvp(Rule(rule, symbolic_zeros=True, surely_linear=True))
@@ -105,6 +106,12 @@ def elementwise(
     # `jax.nn.gelu` should not have to know of its `approximate`.
     rules.convention = AS_CALLED
     return decorated
+
+
+_CONVENTIONS = (
+    "`derivative`, each partial and `setup` are called as `derivative(out, *args)`. With a "
+    "`setup`, its result is the last argument of the others."
+)
 
 
 def _elementwise_jvp(decorated, derivative, setup, primals, tangents, **kwargs):

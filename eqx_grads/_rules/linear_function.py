@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.interpreters import ad
 
 from .._errors import (
@@ -61,12 +60,14 @@ class LinearFunction(AbstractWrapper[P, T]):
         rules, signature = self._rules, Signature(self.fn)
         given, options, filled = signature.bind(args, kwargs, rules.convention.fills_defaults)
         rules.check_call(given, signature.names)
-        leaves = jax.tree.leaves((given, options))
-        if is_eager() and not any(isinstance(x, Tracer) for x in leaves):
+        if is_eager(given, options):
             return as_arrays(self.fn(*as_arrays(given), **options))
-        flat, operands = FlatCall.of(self.fn, rules, given, options, filled, signature.names)
-        operands = vary_tracers_alike(operands)
-        return _Call(flat, given, options, operands).apply(operands)
+        others = list(given)
+        x, xs = TreeSplit.split(others.pop(rules.argnum), rules.convention.args)
+        call = self.fn, rules, tuple(others), options, filled, signature.names
+        flat, parameters = FlatCall.of(*call)
+        operands = vary_tracers_alike([*xs, *parameters])
+        return _Call(flat, x).apply(operands[len(xs) :], operands[: len(xs)])
 
 
 class _Adjoint(Rebuildable):
@@ -114,41 +115,31 @@ def _check_floating(tree, path_format, what, place, do) -> None:
 class _Call:
     """All of a call but its arrays. JAX keeps it with the program, so it holds no tracer.
 
-    The operands from `first` to `last` are the arrays of the argument in which the function is
-    linear. All others are parameters.
+    - `flat`: the call without the argument in which the function is linear. Its operands are
+        the parameters.
+    - `x`: this argument.
     """
 
-    def __init__(self, flat: FlatCall, args, kwargs, operands: Sequence[Any]):
-        rules = flat.rules
-        x = args[rules.argnum]
-        self._flat = flat
-        self._argnum = rules.argnum
-        self._name = name_of(flat.fn)
-        self._x_name = flat.names[rules.argnum]
-        self._first = len(TreeSplit.split(args[: rules.argnum], rules.convention.args)[1])
-        self._last = self._first + len(jax.tree.leaves(x))
-        types = list(map(jax.typeof, operands))
-        self._x_types = [t.to_tangent_aval() for t in types[self._first : self._last]]
-        flags = [self._first <= i < self._last for i in range(len(types))]
-        program = jax.make_jaxpr(lambda *xs: self._matvec(*self._split(xs)))(*types)
-        _check_linear(program, flags, flat.fn, f"`{self._x_name}`")
-        self._out_types = program.out_avals
+    def __init__(self, flat: FlatCall, x: TreeSplit):
+        self._flat, self._x = flat, x
+        self._name, self._x_name = name_of(flat.fn), flat.names[flat.rules.argnum]
 
-    def apply(self, operands):
-        matvec = Side(self._name, self._matvec, self._out_types)
+    def apply(self, parameters: Sequence[Any], xs: Sequence[Any]) -> Any:
+        types = [list(map(jax.typeof, part)) for part in (parameters, xs)]
+        self._x_types = [t.to_tangent_aval() for t in types[1]]
+        program = jax.make_jaxpr(self._matvec)(*types)
+        flags = [i >= len(parameters) for i in range(len(program.in_avals))]
+        _check_linear(program, flags, self._flat.fn, f"`{self._x_name}`")
+        matvec = Side(self._name, self._matvec, program.out_avals)
         rmatvec = Side(self._flat.rules.rmatvec.name, self._rmatvec, self._x_types)
-        return self._outputs.tree(apply_side(matvec, rmatvec, *self._split(operands)))
+        return self._outputs.tree(apply_side(matvec, rmatvec, parameters, xs))
 
-    def _split(self, operands):
-        x = operands[self._first : self._last]
-        return [*operands[: self._first], *operands[self._last :]], list(x)
-
-    def _restore(self, parameters, xs):
-        first = self._first
-        return self._flat.restore([*parameters[:first], *xs, *parameters[first:]])
+    def _restore(self, parameters, x):
+        fn, rules, args, kwargs = self._flat.restore(parameters)
+        return fn, rules, [*args[: rules.argnum], x, *args[rules.argnum :]], kwargs
 
     def _matvec(self, parameters, xs):
-        fn, rules, args, kwargs = self._restore(parameters, xs)
+        fn, rules, args, kwargs = self._restore(parameters, self._x.tree(xs))
         out = fn(*args, **kwargs)
         what = f"`{self._name}` returned an output that"
         do = (
@@ -161,11 +152,11 @@ class _Call:
 
     def _rmatvec(self, parameters, cts):
         """The transpose, which is the conjugate of the adjoint of the conjugate."""
-        zeros = list(map(ad.zeros_like_aval, self._x_types))
-        _, rules, args, kwargs = self._restore(parameters, zeros)
-        x, args, rule = args[self._argnum], list(args), rules.rmatvec
-        args[self._argnum] = self._outputs.tree(list(map(jnp.conj, cts)))
+        y = self._outputs.tree(list(map(jnp.conj, cts)))
+        _, rules, args, kwargs = self._restore(parameters, y)
+        rule = rules.rmatvec
         result = rule(*args, **rule.keywords(kwargs, self._flat.filled))
+        x = self._x.tree(list(map(ad.zeros_like_aval, self._x_types)))
 
         def fail(*where, do):
             what = f"The adjoint `{rule.name}` of `{self._name}` returned a value unlike"

@@ -4,7 +4,7 @@ import collections
 import functools as ft
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from copy import copy as shallow_copy
 from typing import Any
 
@@ -45,7 +45,7 @@ PLAIN = {type(None), str, bytes, bool, int, float, complex, *_ARRAYS}
 class Copy:
     """Copies objects with other values in them. An object without any stays what it is."""
 
-    def __init__(self, swap: Callable[[Any], Any], owners: set[int]):
+    def __init__(self, swap: Callable[[Any], Any], owners: Set[int]):
         self.swap = swap
         self.owners = owners  # the objects that lead to a value to swap
         # The copies, and the objects, as an `id` is only good while its object lives. Cycles

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._errors import check_function, name_of, rule_error, show_path, show_tree, type_of
-from .._errors.trees import on_leaves
 from .._tangent_spaces import tangents_match
+from .._trees import on_leaves
 from .custom_jvp import custom_jvp
 from .tree_split import AbstractTransformed
 from .wrapper import set_metadata
@@ -152,7 +152,6 @@ def with_gradient_of(
 
 
 class _WithGradientOf(AbstractTransformed):
-    _eqg_fn: Callable[..., Any]
     surrogate_fn: Callable[..., Any]
 
     def __call__(self, /, *args, **kwargs):

@@ -10,6 +10,7 @@ import abc
 import contextlib
 import contextvars
 import functools as ft
+import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +21,6 @@ from jax.extend.core import ClosedJaxpr
 
 from .._errors import (
     check_flags,
-    is_pair,
     name_of,
     pair_of,
     place_of,
@@ -80,10 +80,7 @@ def copy_in_use(fn: Any, rules: Any) -> Any:
 
 
 def _have_same_leaves(a, b) -> bool:
-    if a is b:
-        return True
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
-    return all(x is y for x, y in pairs)
+    return a is b or all(map(operator.is_, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
 T = TypeVar("T")
@@ -142,7 +139,7 @@ class Rule(Rebuildable):
 
     def pair(self, result: Any, kind: str, fn: Any, do: str) -> tuple[Any, Any]:
         """The pair that a rule of `fn` returned, or an error. `kind` is the kind of rule."""
-        if is_pair(result):
+        if type(result) is tuple and len(result) == 2:  # as nearly always
             return result
         return pair_of(result, f"{kind} `{self.name}` of `{name_of(fn)}`", self.place, do)
 

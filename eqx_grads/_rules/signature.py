@@ -125,11 +125,6 @@ class Signature(Opaque):
         self.is_by_position = len(names) == len(parameters)  # and no others
         bare = [p.replace(default=p.empty, annotation=p.empty) for p in parameters]
         self._call = f"{name_of(fn)}{inspect.Signature(bare)}"
-        self._keyword_defaults = {
-            p.name: p.default
-            for p in parameters
-            if p.kind == p.KEYWORD_ONLY and p.default is not p.empty
-        }
 
     def holds_tracer(self) -> bool:
         """Whether a default value is, or captures, a tracer."""
@@ -149,10 +144,8 @@ class Signature(Opaque):
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:  # which does not name the function
             raise TypeError(f"{error} in the call of `{self._call}`") from None
-        if fills_defaults or any(name in bound.kwargs for name in self.by_position):
-            bound.apply_defaults()
-        else:
-            bound.arguments.update(
-                {k: v for k, v in self._keyword_defaults.items() if k not in bound.arguments}
-            )
-        return bound.args, bound.kwargs, frozenset(bound.kwargs) - frozenset(kwargs)
+        # If one was passed by keyword, all before it are filled in.
+        fills = fills_defaults or any(name in bound.kwargs for name in self.by_position)
+        n = None if fills else len(bound.args)
+        bound.apply_defaults()
+        return bound.args[:n], bound.kwargs, frozenset(bound.kwargs) - frozenset(kwargs)

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import name_of, rule_error, show_path, unlike
-from .._errors.trees import leaf_paths, mirror_of
 from .._jaxprs.structure import is_reference
 from .._tangent_spaces import as_array_list, is_array, is_differentiable, is_dynamic, is_type
+from .._trees import leaf_paths, mirror_of
 from .closure_convert import ClosureTemplate, contains_tracer, is_closed, lift_tracers
 from .signature import ParameterNames
 
@@ -152,7 +152,7 @@ def as_arrays(tree: Any) -> Any:
 class AbstractTransformed(eqx.Module):
     """What `filter_checkpoint` and the like return: a PyTree with the leaves of a function."""
 
-    _eqg_fn: eqx.AbstractVar[Callable[..., Any]]
+    _eqg_fn: Callable[..., Any]
 
     @property
     def __wrapped__(self):
@@ -230,8 +230,15 @@ class FlatCall:
         if kwargs:
             kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, convention.kwargs)
         statics = [*args_split.static, *kwargs_split.static]
-        closures, captured = lift_tracers([fn, *statics], rules)
         n = 1 + len(args_split.static)
+
+        def name(i: int) -> str:
+            if not 0 < i < n:
+                return ""
+            path = args_split.path(i - 1)
+            return f"{names[path[0].idx]}{show_path(path[1:])}"
+
+        closures, captured = lift_tracers([fn, *statics], rules, name)
         args_split.static, kwargs_split.static = closures.items[1:n], closures.items[n:]
         call = FlatCall(args_split, kwargs_split, filled, names, closures)
         arrays = [*arrays, *kwargs_arrays]
@@ -253,7 +260,8 @@ class FlatCall:
     def restore(self, operands: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
         """`fn, rules, args, kwargs` with these operands."""
         n, m = self.n_args, self.n_args + self.n_kwargs
-        items, rules = self._closures.substitute(operands[m:])
+        closures = self._closures
+        items, rules = closures.substitute(operands[m:]) if closures.names else closures[:2]
         k = 1 + len(self.args.static)
         return (
             items[0],

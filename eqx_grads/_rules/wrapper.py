@@ -52,9 +52,9 @@ class AbstractWrapper(eqx.Module, Generic[P, T]):
 class AbstractDecorated(AbstractWrapper[P, T]):
     """A function with rules. The function is a PyTree child, the rules are static."""
 
-    fn: eqx.AbstractVar[Callable[..., Any]]
+    fn: Callable[..., Any]
     _rules: eqx.AbstractVar[AbstractRules]
-    _binding: eqx.AbstractVar[str]
+    _binding: str = eqx.field(static=True)
     _has_rules: ClassVar[bool] = True
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._errors import bad_argument, check_function, name_of, place_of, rule_error, type_of
-from .._errors.trees import filter_jvp, mirrored, unmirror
 from .._rules.custom_jvp import custom_jvp
 from .._tangent_spaces import dtype_of, shape_of
+from .._trees import filter_jvp, mirrored, unmirror
 from .trajectory import as_time, Closure, finite, state_at, VectorField
 
 

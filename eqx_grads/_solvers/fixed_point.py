@@ -24,10 +24,10 @@ from .._errors import (
     type_of,
     unlike,
 )
-from .._errors.trees import mirror, mirrored, unmirror
 from .._jaxprs.varying import cast_carry
 from .._rules.float_args import as_count
 from .._tangent_spaces import dtype_of_array
+from .._trees import mirror, mirrored, unmirror
 from .linear_solve import as_tags
 from .run_time_error import branched_error_if
 from .solution_tangent import constant

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._errors import bad_argument, check_function, name_of, place_of, rule_error
-from .._errors.trees import filter_jvp, floating_only, mirrored, unmirror
 from .._rules.custom_vjp import custom_vjp
 from .._rules.tree_split import ClosedTree
 from .._tangent_spaces import (
@@ -30,6 +29,7 @@ from .._tangent_spaces import (
     shape_of,
     tangent_leaf,
 )
+from .._trees import filter_jvp, floating_only, mirrored, unmirror
 
 
 class Closure(eqx.Module):

@@ -124,7 +124,6 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
 class ZeroSafe(AbstractTransformed):
     """What `zero_safe` returns."""
 
-    _eqg_fn: Callable[..., Any]
     _policy: str = eqx.field(static=True)
 
     def __call__(self, /, *args, **kwargs):

@@ -21,7 +21,6 @@ from .._errors import (
     show_path,
     type_of,
 )
-from .._errors.trees import mirrored, prefix_leaves
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic, Size
 from .._rules.closure_convert import contains_tracer
@@ -29,6 +28,7 @@ from .._rules.custom_jvp import custom_jvp
 from .._rules.float_args import as_count, as_integer
 from .._rules.tree_split import AbstractTransformed, ClosedTree, TreeSplit
 from .._tangent_spaces import is_array, is_arraylike, is_none, is_numeric_array, sum_dtype
+from .._trees import mirrored, prefix_leaves
 from ._gradient_sums import add, inner_product, zero_sum
 
 
@@ -128,7 +128,6 @@ def chunked(
 
 
 class _Chunked(AbstractTransformed):
-    _eqg_fn: Callable[..., Any]
     _options: tuple[Any, ...] = eqx.field(static=True)
 
     def __call__(self, /, *args, **kwargs):

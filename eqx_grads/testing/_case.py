@@ -63,7 +63,7 @@ class Case:
         """The eager call with this number: calls with two numbers are two calls."""
         if (mode, number) not in self._calls:
             drawn = self.tangents[0] if mode == "jvp" else self.cotangents[0]
-            direction = list(map(jnp.asarray, drawn))
+            direction = list(map(jax.device_put, drawn))  # compiles nothing
             self._calls[mode, number] = outcome(eager_call, self.subject, mode, direction)
         return unless_error(self._calls[mode, number])
 

@@ -20,9 +20,9 @@ from ._values import deterministic, finite, primal
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
-_NUMBERS = (primal, forward, reverse, adjoint, linear, zeros, order, transforms)
-_OTHERS = (leaks, residuals, finite, deterministic)
-CHECKS = {check.__name__: check for check in (*_NUMBERS, *_OTHERS)}
+_ALL = (primal, forward, reverse, adjoint, linear, zeros, order, transforms, leaks, residuals,
+        finite, deterministic)  # fmt: skip
+CHECKS = {check.__name__: check for check in _ALL}
 
 
 def check_rule(

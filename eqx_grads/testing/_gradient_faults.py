@@ -92,6 +92,8 @@ def faults_in_own_precision(
             kind, cure = "wrong", "Try `eqgt.check_rule`."
             text = f"A rule rounds to {in_rules[i]}, the loss to {lowest}: off by {error:.1g}."
         else:
+            if not size:  # relative to the loss
+                error = float(norm(of_user)) / (abs(float(value)) or 1e-300)
             lost += [(error, program.names[i])] * (error > _LOST * rounding(lowest))
             continue
         leaf, path = program.names[i], layer_of_leaf(program.names[i], program)

@@ -36,8 +36,8 @@ class LeafVerdict:
     - `differences`, `error`: the same by finite differences, and its estimated error.
     - `relative_error`: how far the gradient is from the differences, relative to them or to
         the typical slope of the leaf, whichever is larger.
-    - `left`, `right`: at a kink, the slopes on its two sides, along that direction; for a leaf
-        with one entry, by this entry.
+    - `left`, `right`: at a kink, the slopes on its two sides by an entry that has one, or
+        along that direction if none has one alone.
     """
 
     leaf: str

@@ -184,7 +184,7 @@ class Judge:
         """At a kink of the loss, the gradient is one of many: along each entry, it is right or
         between the slopes on both sides. It is judged at a point nearby, too, which in general
         has no kink."""
-        sides, wrong = found.sides, found.verdict
+        sides, wrong, unit = found.sides, found.verdict, 1.0
         if not sides.is_kink:
             return wrong
         entries = np.flatnonzero(t)
@@ -198,13 +198,11 @@ class Judge:
                 of_both = of_entry.sides
                 if not (of_both.is_kink and all(map(of_both.admits, of_entry.derivatives))):
                     return wrong
+                sides, unit = of_both, float(t.flat[entry].real)
         nearby = self._nearby(leaf, t, is_held)
         if nearby.verdict.verdict == WRONG and not nearby.sides.is_kink and nearby.is_evidence:
             return wrong
-        left, right = sides.left, sides.right
-        if t.size == 1:  # by the entry
-            unit = float(t.ravel()[0].real)
-            left, right = [left / unit, right / unit][:: 1 if unit > 0 else -1]
+        left, right = [sides.left / unit, sides.right / unit][:: 1 if unit > 0 else -1]
         return dataclasses.replace(wrong, verdict=KINK, left=left, right=right)
 
     def _nearby(self, leaf: int, t: np.ndarray, is_held: bool) -> _Found:

@@ -21,10 +21,11 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from .._diagnosis.in_float64 import evaluate_in_float64, is_opaque
 from .._diagnosis.pairs import is_inexact
 from .._errors import name_of, rule_error, type_of
+from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.interpret import Domain, interpret
 from .._jaxprs.structure import CallWithRule, holds, LinearCall, primal_program, structure
-from .._jaxprs.versions import short_compilation
+from .._jaxprs.versions import SHORT_COMPILATION
 from ._compare import as_double, tolerance_in_float64, tolerance_of
 from ._options import Options
 from ._outcome import outcome
@@ -110,7 +111,7 @@ class Side:
     # ------------------------------------------------------------ programs
 
     def trace(self, name: str, row: Row, at: At) -> Any:
-        """The program of a row, or the exception that it raises."""
+        """The program of a row, or the exception that it raises or will raise."""
         if name not in self._traced:
             flat, tree = jax.tree.flatten(self._like(at))
             run = lambda *xs: list(row(jax.tree.unflatten(tree, xs)))
@@ -140,7 +141,8 @@ class Side:
                 if isinstance(found[name], jax.errors.ConcretizationTypeError):  # runs eagerly
                     run = lambda at, row=row: jax.device_get(list(row(at)))
                     found[name] = outcome(run, jax.tree.map(jnp.asarray, at))
-            calls_host = any(holds(program, *_CALLBACKS) for program in good.values())
+            is_known = tuple(good) in self._compiled
+            calls_host = not is_known and any(holds(p, *_CALLBACKS) for p in good.values())
             together = outcome(self._run, good, at) if not calls_host else None
             if isinstance(together, list):
                 return found | dict(zip(good, together, strict=True))
@@ -154,7 +156,7 @@ class Side:
         if key not in self._compiled:
             self._compiled[key] = jax.jit(
                 lambda xs: [run(p, xs) for p in programs.values()],
-                compiler_options=short_compilation(),
+                compiler_options=SHORT_COMPILATION,
             )
         return list(map(list, jax.device_get(self._compiled[key](jax.tree.leaves(at)))))
 
@@ -239,6 +241,10 @@ def expanded(run: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
     """The program of `run`, without linear maps that are traced when they are evaluated: in
     float64, they may be another function."""
     program = jax.make_jaxpr(run)(*args)
+    # JAX traces forward mode of a `jax.custom_vjp`, and raises this error when it compiles it.
+    fails = lambda program: any(e.primitive.name == "custom_lin" for e in program.eqns)
+    if fails(program) and fails(without_unused(program)):
+        raise TypeError("can't apply forward-mode autodiff (jvp) to a custom_vjp function.")
     if not holds(program, LinearCall):
         return program
 

@@ -19,9 +19,6 @@ PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 NO_REFERENCE = "no reference for the derivative"
 _WIDTH = 100
 _MOST_PLACES = 4
-# If one of these fails, the later ones fail for that reason.
-_OF_NUMBERS = ("primal", "forward", "reverse", "adjoint", "linear", "zeros", "order",
-               "transforms")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +198,8 @@ class Report:
         numbers, or an exception that is raised once more."""
         groups: dict[str, list[Finding]] = {}
         for failure in self.failures:
-            is_of_numbers = failure.check in _OF_NUMBERS and failure.error is not None
-            key = "numbers" if is_of_numbers else failure.check
+            # If numbers of one check are wrong, those of the later ones are for that reason.
+            key = failure.check if failure.error is None else "numbers"
             if failure.raised:
                 # An exception names the arrays of the precision in which it was raised.
                 key = failure.raised.replace("float64", "float32")

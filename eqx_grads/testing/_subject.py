@@ -19,7 +19,8 @@ from .._diagnosis.report import show_list
 from .._errors import name_of, rule_error, show_path
 from .._jaxprs.operands import fill
 from .._rules.signature import Signature
-from .._tangent_spaces import is_arraylike, is_differentiable
+from .._tangent_spaces import is_arraylike
+from ._compare import as_double
 from ._outcome import outcome
 
 
@@ -47,7 +48,12 @@ class FlatFunction:
         self.name = name_of(fn)
         signature = Signature(fn)
         by_position, by_keyword = jax.tree.map(_canonical, (tuple(args), dict(kwargs)))
-        self.args, kwargs, filled = signature.bind(by_position, by_keyword, False)
+        try:
+            self.args, kwargs, filled = signature.bind(by_position, by_keyword, False)
+        except TypeError as error:
+            what = f"`{self.name}` can't be called with the arguments that it was given."
+            do = "Pass all of its arguments after the function, and options by their names."
+            raise rule_error(what, str(error), do=do) from None
         # Not the defaults: a reference need not have those parameters.
         self.kwargs = {k: v for k, v in kwargs.items() if k not in filled}
         # The arrays of a Module, or of a bound method, are arguments as well.
@@ -83,7 +89,7 @@ class FlatFunction:
                     do="Name arguments, or parts of them as the report names them, such as "
                     "`self.frozen` or `params['scale']`.",
                 )
-        self.leaves = [jnp.asarray(self._all[i]) for i in self.indices]
+        self.leaves = [jax.device_put(self._all[i]) for i in self.indices]  # compiles nothing
         self.has_self = -1 in self.groups
 
     def tree(self, leaves: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -206,11 +212,8 @@ def is_part_of(path: str, name: str) -> bool:
 
 def is_output(x: Any) -> bool:
     """Whether a leaf of the output has a derivative."""
-    return is_arraylike(x) and is_differentiable(x)
+    return is_arraylike(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def _widen(x):
-    if not is_output(x):
-        return x
-    wide = np.complex128 if jnp.iscomplexobj(x) else np.float64
-    return jnp.asarray(np.asarray(x).astype(wide))
+    return jnp.asarray(as_double(x)) if is_output(x) else x

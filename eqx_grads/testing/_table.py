@@ -104,6 +104,7 @@ def _linear(case: Case, what: str, row: str, drawn, names) -> Iterator[Finding]:
 def zeros(case: Case) -> Iterator[Finding]:
     """The dense derivative for every subset, and no equations for unperturbed leaves."""
     f, t, w = case.wide.f, case.tangents[0], case.cotangents[0]
+    whole = case.derivative("vjp") if case.has_reverse else []
 
     def of_part(derive, kept, along):
         return lambda at: derive(restricted(f, at.x, kept), pick(at.x, kept), along(at))
@@ -119,7 +120,7 @@ def zeros(case: Case) -> Iterator[Finding]:
             rows.append((f"{name} perturbed, forward", row, want, case.output_names, cause))
         if case.has_reverse:
             row = of_part(vjp, kept, lambda at: at.w)
-            want, names = (pick(x, kept) for x in (case.derivative("vjp", w), case.names))
+            want, names = pick(whole, kept), pick(case.names, kept)
             rows.append((f"{name} perturbed, reverse", row, want, names, cause))
     for kept in _subsets(len(case.outputs)) if case.has_reverse else ():
         name = _label(kept, case.output_names)

@@ -54,6 +54,10 @@ class _Examples:
         rows = rows_of(fn)
         return [x for row in self.case.offered for x in rows[row](at)]
 
+    def offered(self, found: dict[str, Any]) -> list[Any]:
+        """The same, of the rows of a `Side`."""
+        return [x for row in self.case.offered for x in unless_error(found[row])]
+
     @ft.cached_property
     def eager(self) -> list[Any]:
         calls = [self.case.eager(mode) for mode in list(self.case.offered)[1:]]
@@ -67,8 +71,8 @@ class _Examples:
         for example, scale in zip(self.examples, scales, strict=True):
             x = fill(self.leaves, kept, [example[i] for i in kept])
             t = fill(self.t, kept, [times(self.t[i], scale) for i in kept])
-            found = self.case.own.derive(t, [times(v, scale) for v in self.w], x)
-            rows.append([y for name in self.case.offered for y in unless_error(found[name])])
+            w = [times(v, scale) for v in self.w]
+            rows.append(self.offered(self.case.own.derive(t, w, x)))
         return [np.stack(column) for column in zip(*rows, strict=True)]
 
     def of_batch(self, kept: Sequence[int]) -> list[Any]:
@@ -91,11 +95,13 @@ def transforms(case: Case) -> Iterator[Finding]:
     e = _Examples(case)
     trials = [*_programs(case, e), *_batches(case, e)]
     names = [f"{kind} of {name}" for kind, of in case.offered.values() for name in of]
-    # By number: two subsets of many leaves have the same name.
-    rows = {f"trial {i}": run for i, (_, run, _) in enumerate(trials)}
+    # By number: two subsets of many leaves have the same name. The first one is the program of
+    # the other checks.
+    rows = {f"trial {i}": run for i, (_, run, _) in enumerate(trials[1:])}
+    found = case.own.compute(rows, e.at).values()
+    results = [outcome(e.offered, case.own_derivatives), *found]
     ways = {"jvp expected": e.t, "vjp expected": e.w}
     wider = lambda: max(case.measured(case.noise(row, way)) for row, way in ways.items())
-    results = case.own.compute(rows, e.at).values()
     for (name, _, expected), got in zip(trials, results, strict=True):
         want = outcome(expected)
         if isinstance(got, Exception):

@@ -1,6 +1,7 @@
 """The checks `primal`, `finite` and `deterministic`: the value with the rule equals the value
 of the function, without NaN or infinity, and the same each time."""
 
+import functools as ft
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -103,7 +104,8 @@ _SECOND = "second derivative"
 def _second_derivative(case: Case, side: Side) -> Any:
     kind = FORWARD_OVER_REVERSE if case.has_forward else REVERSE_OVER_REVERSE
     at = At(case.subject.leaves, case.tangents[0], case.cotangents[0])
-    return side.compute({_SECOND: lambda at: higher(kind, side.f, 2, at)}, at)[_SECOND]
+    name = f"order 2, {kind}"  # as in the check `order`, which traces the same program
+    return side.compute({name: ft.partial(higher, kind, side.f, 2)}, at)[name]
 
 
 def _is_too_large(case: Case, arrays: Sequence[Any]) -> bool:
@@ -120,7 +122,7 @@ def _under_debug_nans(case: Case) -> None:
     """A finite result may come from a program in which a NaN arises."""
     derive, drawn = (vjp, case.cotangents) if case.has_reverse else (jvp, case.tangents)
     with jax.debug_nans(True):
-        derive(case.own.f, case.subject.leaves, list(map(jnp.asarray, drawn[0])))
+        derive(case.own.f, case.subject.leaves, jax.device_put(drawn[0]))
 
 
 # ---------------------------------------------------------------- deterministic

@@ -8,6 +8,9 @@ import pytest
 from ..test_hostile_input import _no_type_checks, faults, hostile  # noqa: F401  as users run it
 
 
+pytestmark = pytest.mark.quick
+
+
 # What tells a check that is missing; `test_hostile_input` has all kinds, which are slow tests.
 TELLING = (
     "none", "string", "function", "negative", "zero", "fraction", "nan", "some floats",

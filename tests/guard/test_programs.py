@@ -27,7 +27,7 @@ from .programs.functions import Function, Leaf
 from .programs.scans import Call, Scan
 
 
-pytestmark = [pytest.mark.versions, pytest.mark.x64]
+pytestmark = [pytest.mark.quick, pytest.mark.versions, pytest.mark.x64]
 
 
 # fmt: off

@@ -79,6 +79,10 @@ _OF_INDICES = (
     "An index is out of range there, and JAX fills in NaN. Use an index in range, as of "
     '`jnp.take(x, i, axis=0, mode="clip")`.'
 )
+_OF_SCATTERS = (
+    "JAX's derivative of `{op}` needs indices in range: pass `jnp.clip(i, 0, n - 1)`."
+)
+_OF_LEAST_SQUARES = "Use `jnp.linalg.pinv(a) @ b`: equal singular values do not matter to it."
 _EXPONENTIALS = ("exp", "exp2", "expm1", "cosh", "sinh")
 _OF_EXPONENTIALS = (
     "Subtract the maximum from the argument of `{op}`, or call the function that does, such as "
@@ -127,7 +131,9 @@ def cure_of(
     of_matrices = not _MATRICES.isdisjoint((*calls, op))
     # The first text whose condition holds.
     texts = (
+        ("lstsq" in calls and kind in _POINTS, _OF_LEAST_SQUARES),
         (bool(called) and called != op and has_safe, of_safe),
+        (op in ("scatter-min", "scatter-max") and is_point, _OF_SCATTERS),
         (op == "gather" and (is_dead or is_masked or kind == Kind.DOMAIN), _OF_INDICES),
         (is_dead and op not in ELEMENTWISE and not is_rule, _OF_ROWS),
         (is_overflow and is_value and op in _EXPONENTIALS, _OF_EXPONENTIALS),
@@ -147,11 +153,14 @@ def cure_of(
     return text.format(op=op, mask=mask or "where", domain=_DOMAINS.get(op, ""))
 
 
-def cure_of_input(kind: Kind, holder: str, leaf: str) -> str:
-    """The advice on an input that is not finite. `leaf`: its path in the model."""
+def cure_of_input(kind: Kind, holder: str, leaf: str, helps: str) -> str:
+    """The advice on an input that is not finite. `leaf`: its path in the model. `helps`: as for
+    `cure_of`."""
+    drop = f" If the loss drops it on purpose, use {helps}." if helps else ""
     what = "infinity" if kind == Kind.INFINITE_INPUT else "NaN"
     if leaf:
         whose = "model" if leaf == "model" else f"parameter `{leaf}`"
-        return _OF_PARAMETERS.format(whose=whose, what=what)
+        return _OF_PARAMETERS.format(whose=whose, what=what) + drop
     x = holder if holder.isidentifier() else "x"
-    return (_OF_DATA if holder else _OF_CONSTANTS).format(holder=holder, what=what, x=x)
+    text = _OF_DATA if holder else _OF_CONSTANTS
+    return text.format(holder=holder, what=what, x=x) + drop

@@ -43,7 +43,7 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     mask = _mask_fields(births, cause.zero) if is_zero else {}
     is_input = is_masked and source.is_outside and source.is_nan
     if is_input or cause.kind in (Kind.INPUT, Kind.INFINITE_INPUT):
-        cure = cure_of_input(cause.kind, holder, leaf)
+        cure = cure_of_input(cause.kind, holder, leaf, helps if is_input else "")
     else:
         cure = cure_of(
             cause.kind,

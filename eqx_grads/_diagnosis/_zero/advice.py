@@ -37,8 +37,9 @@ _CURES = {
     "stop_gradient": "Remove `stop_gradient` to train the leaf.",
     "rule without a derivative": "The rule of this function returns zero. Change the rule, or "
     "use `eqg.replace_gradient(value, surrogate)`.",
-    "initial guess": "The solution does not depend on it. To differentiate the iterations, "
-    "use `optimistix.RecursiveCheckpointAdjoint`, or remove `eqg.implicit`.",
+    "initial guess": "The solution does not depend on it, and an auxiliary output has no "
+    "derivative: compute that from the solution. To differentiate the iterations, use "
+    "`optimistix.RecursiveCheckpointAdjoint`, or remove `eqg.implicit`.",
     "truncated": "It is only used in steps before the last window. Use a larger `truncate`.",
     "no derivative": "Give it a derivative: `eqg.replace_gradient(value, surrogate)`. In a "
     "library, ask it to interpolate, as by `order=1`.",

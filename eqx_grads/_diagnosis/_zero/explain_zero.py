@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from ..._jaxprs.dependence import free_variables
 from ..._jaxprs.evaluate import bind
 from ..._jaxprs.structure import holds, ShardMap, While
-from ..._jaxprs.versions import short_compilation
+from ..._jaxprs.versions import SHORT_COMPILATION
 from ..._zero_safe.zero_safe import ZeroSafe
 from .._nan.births import Births, labels_of, Value
 from .._nan.derivative import differentiate
@@ -372,7 +372,7 @@ class _Explanation:
                 each = bind(origin.eqn, values)
                 return [jnp.where(jnp.isinf(s), x, ramp(x).astype(x.dtype)) for x in each]
 
-            @ft.partial(jax.jit, compiler_options=short_compilation())
+            @ft.partial(jax.jit, compiler_options=SHORT_COMPILATION)
             def loss_with(s, values):
                 instead = {origin.number: lambda values: others(values, s)}
                 return self._numbered.replaced(instead)(*values)

@@ -12,9 +12,9 @@ from ..._control_flow import compile_eager_calls
 from ..._control_flow.scan import filter_scan
 from ..._control_flow.visible_steps import cells_are_called
 from ..._errors import place_of, rule_error, show_path, show_tree, type_of
-from ..._errors.trees import leaf_paths, mirror, mirror_of
 from ..._rules.explicit_sharding import explicit_spec, gathered_leaves, sharding_like
 from ..._tangent_spaces import promote
+from ..._trees import leaf_paths, mirror, mirror_of
 from .padding import where_valid
 
 

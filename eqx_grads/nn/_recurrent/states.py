@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ..._errors import rule_error, show_tree
-from ..._errors.trees import mirror
 from ..._rules.explicit_sharding import distribute_like, explicit_spec
 from ..._tangent_spaces import dtype_of_array
+from ..._trees import mirror
 from .padding import show_batch
 
 

@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from .trees import mirror, name_of_key, one_level
+from ._trees import mirror, name_of_key, one_level
 
 
 class RuleError(TypeError, ValueError, RuntimeError):
@@ -135,7 +135,7 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-_LIBRARY = str(pathlib.Path(__file__).parents[1])
+_LIBRARY = str(pathlib.Path(__file__).parents[0])
 
 
 def place_of(fn: Any) -> str:
