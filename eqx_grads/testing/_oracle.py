@@ -25,6 +25,7 @@ from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.interpret import Domain, interpret
 from .._jaxprs.structure import CallWithRule, holds, LinearCall, primal_program, structure
+from .._jaxprs.versions import SHORT_COMPILATION
 from ._compare import as_double, tolerance_in_float64, tolerance_of
 from ._options import Options
 from ._outcome import outcome
@@ -34,15 +35,6 @@ from ._without_rules import without_rules
 
 _Arrays = list[Any]
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
-# For a short compilation, on every platform: as the flag `JAX_DISABLE_MOST_OPTIMIZATIONS` does.
-_UNOPTIMIZED: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-# Fusion emitters take most of the time on a CPU. Later versions have no option for them.
-if jax.__version_info__ < (0, 11):
-    _UNOPTIMIZED["xla_cpu_use_fusion_emitters"] = False
 
 
 class At(NamedTuple):
@@ -164,7 +156,7 @@ class Side:
         if key not in self._compiled:
             self._compiled[key] = jax.jit(
                 lambda xs: [run(p, xs) for p in programs.values()],
-                compiler_options=_UNOPTIMIZED,
+                compiler_options=SHORT_COMPILATION,
             )
         return list(map(list, jax.device_get(self._compiled[key](jax.tree.leaves(at)))))
 

@@ -73,7 +73,8 @@ class Fact(NamedTuple):
 class Deaths(AbstractCarrier[Fact]):
     """The pass through a loss."""
 
-    def __init__(self):
+    def __init__(self, parts: dict[int, Any]):
+        self.parts = parts
         self._found: dict[tuple[Any, ...], Death] = {}
 
     def constant(self, x):
@@ -89,6 +90,13 @@ class Deaths(AbstractCarrier[Fact]):
 
     def decide(self, by, outs):
         return [f if f.t is not None else f._replace(died=f.died | by.died) for f in outs]
+
+    def arrays(self, value):
+        return value.x, value.t
+
+    def compute(self, eqn, arrays):
+        xs, ts = [x for x, _ in arrays], [t for _, t in arrays]
+        return list(zip(bind(eqn, xs), push(eqn, xs, ts), strict=True))
 
     def visit(self, place, values):
         eqn, known = place.eqn, structure(place.eqn)
@@ -148,12 +156,13 @@ class Deaths(AbstractCarrier[Fact]):
         is_cast = eqn.primitive.name == "convert_element_type"
         passes = is_cast or kind.linear not in (None, "no") or kind.layout or kind.identity
         facts = []
-        for x in bind(eqn, [f.x for f in values]):
+        known = None if place.known is None else [x for x, _ in place.known.outs]
+        for x in known or bind(eqn, [f.x for f in values]):
             made = place
-            if passes and is_inexact(x) and not np.any(x):
+            if passes and is_inexact(x) and not is_alive(x):
                 of_input = is_cast and isinstance(values[0].made, str)
                 zeros = (f for f in values if of_input or is_inexact(f.x))
-                made = next((f.made for f in zeros if not np.any(f.x)), place)
+                made = next((f.made for f in zeros if not is_alive(f.x)), place)
             facts.append(Fact(x, made=made))
         return facts
 
@@ -164,6 +173,11 @@ class Deaths(AbstractCarrier[Fact]):
             moving = {i for i, f in enumerate(values) if f.t is not None}
             pairs = differentiable_pairs(eqn, moving) or [moving] * len(eqn.outvars)
             return [ones(v) if of else None for v, of in zip(eqn.outvars, pairs, strict=True)]
+        if place.known is not None:
+            ts = [t for _, t in place.known.outs]
+            # A tangent that is not alive was zero there. Zero times infinity is NaN.
+            if all(t is None or np.isfinite(np.asarray(t)).all() for t in ts):
+                return ts
         try:
             return push(eqn, [f.x for f in values], [f.t for f in values])
         except Exception:  # JAX has no one type of error for what it can't differentiate

@@ -3,20 +3,25 @@
 import contextlib
 import dataclasses
 import functools as ft
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from ..._jaxprs.dependence import free_variables
+from ..._jaxprs.evaluate import bind
 from ..._jaxprs.structure import holds, ShardMap, While
+from ..._jaxprs.versions import SHORT_COMPILATION
 from ..._zero_safe.zero_safe import ZeroSafe
 from .._nan.births import Births, labels_of, Value
 from .._nan.derivative import differentiate
 from .._nan.zeros import CANCELS
+from ..ahead import Part
 from ..carried import outward, Place, walk
 from ..gradient import (
     change_along,
@@ -213,6 +218,7 @@ class _Explanation:
     def __init__(self, traced: TracedLoss, gradient: Gradient, zero: Sequence[int]):
         self.traced, self._gradient = traced, gradient
         self._died: dict[int, Died] = {}
+        self._parts: dict[int, Part] = {}
         self._directions = directions(traced)
         self._moving: set[int] = set()
         self._used: dict[int, bool] = {}
@@ -223,10 +229,6 @@ class _Explanation:
     @ft.cached_property
     def _numbered(self) -> NumberedLoss:
         return NumberedLoss(self.traced)
-
-    @ft.cached_property
-    def _loss(self) -> float:
-        return float(self._numbered(*self.traced.values))
 
     def records(self, leaf: int) -> list[ZeroGradient]:
         """The causes of one leaf with a zero gradient."""
@@ -282,7 +284,7 @@ class _Explanation:
         pairs = enumerate(zip(self.traced.values, self.traced.inputs, strict=True))
         along = lambda i: self._directions[i] if i in leaves else None
         facts = [Fact(x, along(i), made=name) for i, (x, name) in pairs]
-        loss = walk(self.traced.program, facts, Deaths())[0]
+        loss = walk(self.traced.program, facts, Deaths(self._parts))[0]
         is_one = loss.t is None and len({id(d.place.eqn) for d in loss.died}) == 1
         if len(leaves) > 1 and not is_one:
             self._follow(leaves[: len(leaves) // 2])
@@ -362,16 +364,23 @@ class _Explanation:
             return True
         if origin.number not in self._used:
             self._used[origin.number] = True
-            replaced: list[float] = []
+            replaced: list[Any] = []
 
-            def loss_with(s):
-                ramp = lambda x: np.linspace(s, 2 * s, x.size).reshape(x.shape).astype(x.dtype)
-                others = lambda _: replaced.append(s) or list(map(ramp, outs))
-                loss = self._numbered.replaced({origin.number: others})
-                return float(loss(*self.traced.values))
+            def others(values, s):
+                replaced.append(s)
+                ramp = lambda x: (s * np.linspace(1, 2, x.size)).reshape(x.shape)
+                each = bind(origin.eqn, values)
+                return [jnp.where(jnp.isinf(s), x, ramp(x).astype(x.dtype)) for x in each]
 
+            @ft.partial(jax.jit, compiler_options=SHORT_COMPILATION)
+            def loss_with(s, values):
+                instead = {origin.number: lambda values: others(values, s)}
+                return self._numbered.replaced(instead)(*values)
+
+            run = lambda s: float(loss_with(s, list(self.traced.values)))
             with contextlib.suppress(Exception):  # of a check in the loss
-                differs = any(loss_with(s) != self._loss for s in _OTHERS)
+                loss = run(math.inf)  # its own results
+                differs = any(run(s) != loss for s in _OTHERS)
                 self._used[origin.number] = differs or not replaced
         return self._used[origin.number]
 
