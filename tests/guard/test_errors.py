@@ -415,7 +415,7 @@ WRONG = [
     (scan(online="e-prop", truncate=3), "is None, `truncate` is 3"), (scan(checkpoint="replay",
      unroll=2), "`unroll` is given"), (scan(PRINTS, checkpoint="replay"),
      "can't replay these steps"), (scan(PRINTS, online=True), "These steps can't run in an"),
-    (grad(lambda xs: eqg.filter_scan(lambda h, x: (h * x, h), X, xs, online=True), XS),
+    (grad(lambda x: eqg.filter_scan(lambda h, x: (h * x[0], h), X, (x, XS), online=True), XS),
      "float32[4,3] of `xs`"), (grad_scan(MATRIX, online=True), "carry depends on other | @"),
     (grad_scan(lambda w, h, x: (h + jnp.cumsum(w), None), online=True),
      "enters it by `cumsum` | @"), (grad_scan(lambda w, h, x: (clipped(h * w, 1), None),
