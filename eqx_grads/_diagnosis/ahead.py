@@ -26,9 +26,18 @@ from .._jaxprs.structure import (
     structure,
     While,
 )
-from .._jaxprs.versions import SHORT_COMPILATION
 
 
+# For the short compilation of a program that runs only a few times, on every platform: as the
+# flag `JAX_DISABLE_MOST_OPTIMIZATIONS` does.
+SHORT_COMPILATION: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+# Fusion emitters take most of the time on a CPU. Later versions have no option for them.
+if jax.__version_info__ < (0, 11):
+    SHORT_COMPILATION["xla_cpu_use_fusion_emitters"] = False
 # The most equations that are compiled together.
 _MOST = 100
 _NOT_AHEAD = (Scan, While, Cond, ShardMap, "pure_callback", "io_callback", "debug_callback")

@@ -6,21 +6,10 @@ Each function says which JAX lets us delete it, or which of its cases.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 JAXPRS = (Jaxpr, ClosedJaxpr)
-# For the short compilation of a program that runs only a few times, on every platform: as the
-# flag `JAX_DISABLE_MOST_OPTIMIZATIONS` does.
-SHORT_COMPILATION: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-# Fusion emitters take most of the time on a CPU. Later versions have no option for them.
-if jax.__version_info__ < (0, 11):
-    SHORT_COMPILATION["xla_cpu_use_fusion_emitters"] = False
 
 
 def is_jaxpr(x: Any) -> bool:

@@ -75,10 +75,7 @@ def custom_gradient(fn: Callable[..., Any]) -> Any:
     return decorated
 
 
-_CONVENTIONS = (
-    "It is called as `gradient(ct)`, with the cotangent of the value, and returns those of the "
-    "arguments."
-)
+_CONVENTIONS = "It is called as `gradient(ct)`, and returns the cotangents of the arguments."
 
 
 def _custom_gradient_bwd(gradient, ct, *, perturbed):

@@ -109,8 +109,7 @@ def elementwise(
 
 
 _CONVENTIONS = (
-    "`derivative`, each partial and `setup` are called as `derivative(out, *args)`. With a "
-    "`setup`, its result is the last argument of the others."
+    "It is called as `derivative(out, *args)`. The result of a `setup` is added last."
 )
 
 

@@ -94,8 +94,7 @@ def _replace_gradient(value, surrogate):
 @_replace_gradient.def_jvp(symbolic_zeros=True)
 def _replace_gradient_jvp(primals, tangents):
     def cast(t, x):
-        if t is not None and jnp.iscomplexobj(t) and not jnp.iscomplexobj(x):
-            t = jnp.real(t)
+        t = t if t is None or jnp.iscomplexobj(x) else jnp.real(t)
         return None if t is None else t.astype(x.dtype)
 
     return _replace_gradient(*primals), list(map(cast, tangents[1], primals[0]))

@@ -233,10 +233,8 @@ class FlatCall:
         n = 1 + len(args_split.static)
 
         def name(i: int) -> str:
-            if not 0 < i < n:
-                return ""
-            path = args_split.path(i - 1)
-            return f"{names[path[0].idx]}{show_path(path[1:])}"
+            path = args_split.path(i - 1) if 0 < i < n else ()
+            return f"{names[path[0].idx]}{show_path(path[1:])}" if path else ""
 
         closures, captured = lift_tracers([fn, *statics], rules, name)
         args_split.static, kwargs_split.static = closures.items[1:n], closures.items[n:]

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from .._diagnosis.ahead import SHORT_COMPILATION
 from .._diagnosis.in_float64 import evaluate_in_float64, is_opaque
 from .._diagnosis.pairs import is_inexact
 from .._errors import name_of, rule_error, type_of
@@ -25,7 +26,6 @@ from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.interpret import Domain, interpret
 from .._jaxprs.structure import CallWithRule, holds, LinearCall, primal_program, structure
-from .._jaxprs.versions import SHORT_COMPILATION
 from ._compare import as_double, tolerance_in_float64, tolerance_of
 from ._options import Options
 from ._outcome import outcome

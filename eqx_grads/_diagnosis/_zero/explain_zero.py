@@ -16,12 +16,11 @@ from jaxtyping import PyTree
 from ..._jaxprs.dependence import free_variables
 from ..._jaxprs.evaluate import bind
 from ..._jaxprs.structure import holds, ShardMap, While
-from ..._jaxprs.versions import SHORT_COMPILATION
 from ..._zero_safe.zero_safe import ZeroSafe
 from .._nan.births import Births, labels_of, Value
 from .._nan.derivative import differentiate
 from .._nan.zeros import CANCELS
-from ..ahead import Part
+from ..ahead import Part, SHORT_COMPILATION
 from ..carried import outward, Place, walk
 from ..gradient import (
     change_along,
