@@ -3,6 +3,7 @@ what fails with theirs. More programs with both are in `tests/guard/test_core.py
 
 import functools as ft
 import math
+import warnings
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -454,3 +455,24 @@ def test_attributes_of_jax():
     f = eqg.jax_custom_jvp(jnp.sin)
     rule = f.defjvp(lambda primals, tangents: (jnp.sin(primals[0]), None), symbolic_zeros=True)
     assert (f.jvp, f.symbolic_zeros) == (rule, True)
+
+    def fun(x):
+        return x
+
+    # A decorated function has the attributes of the function, except where it has its own.
+    for name in ("jvp", "fwd", "optimize_remat", "unset", "new_rules", "_has_rules"):
+        setattr(fun, name, "of the user's")
+    f, g = eqg.jax_custom_jvp(fun), eqg.jax_custom_vjp(fun)
+    assert (f.jvp, g.fwd, g.bwd, g.optimize_remat) == (None, None, None, False)
+    assert (f.unset, f._has_rules) == ("of the user's", False)
+
+
+@pytest.mark.parametrize("kind", ["jax_custom_vjp", "filter_custom_vjp"])
+def test_a_forward_pass_returns_a_pair(kind):
+    """`NotImplemented` is for the rules of `custom_vjp`: JAX and Equinox have no such value."""
+    f = getattr(eqg, kind)(jnp.sin)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Equinox deprecated `defvjp`
+        f.defvjp(lambda x: NotImplemented, lambda residuals, ct, *args: (ct,))
+    with pytest.raises(eqg.RuleError, match=r"not return a pair.\n  it returned NotImpl"):
+        jax.grad(f)(1.0)

@@ -208,3 +208,7 @@ def test_an_error_that_names_its_cause_stays_and_gets_a_note():
     with pytest.raises(RuleError, match="the key was differentiated") as caught:
         jax.jvp(f, (1.0,), (1.0,))
     assert "differentiates the function itself" in caught.value.__notes__[0]
+    f.def_fwd(lambda x: NotImplemented)  # then so does reverse mode, and needs no `def_jvp`
+    with pytest.raises(RuleError, match="the key was differentiated") as caught:
+        jax.grad(f)(1.0)
+    assert "def_jvp" not in "".join(getattr(caught.value, "__notes__", ()))

@@ -57,10 +57,10 @@ class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
         self.fun = fun
         self._arity = _arity(fun)
         self.nondiff_argnums = _argnums(self, nondiff_argnums, nondiff_argnames)
-        self._rules = self.new_rules(JAX)
+        self._rules = type(self).new_rules(JAX)
         self._fn = WithNondiff(fun, self.nondiff_argnums) if self.nondiff_argnums else fun
         self._has_rules = self.symbolic_zeros = False
-        vars(self).update(self.unset)  # which `fun` may have, too
+        vars(self).update(type(self).unset)  # which `fun` may have, too
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self._has_rules:

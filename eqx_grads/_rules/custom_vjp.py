@@ -31,6 +31,7 @@ from .rule import (
     running_rule,
     trace_rule,
 )
+from .signature import OURS
 from .tree_split import ClosedTree, FlatCall, OutputSpec, RuleCall
 from .wrapper import AbstractDecorated, check_options, decorate, P, T
 
@@ -203,7 +204,7 @@ def _run_fwd(
     kwargs = _with_perturbed(call, rule, perturbed, call.kwargs)
     with running_rule(call.fn, call.rules):
         result = rule(*call.args, **rule.keywords(kwargs, call.flat.filled))
-    if result is NotImplemented:
+    if result is NotImplemented and call.rules.convention == OURS:
         return None
     do = "Return `out, residuals`: the value, and what the backward pass needs."
     out, residuals = rule.pair(result, "The forward pass", call.fn, do)
@@ -214,17 +215,8 @@ def _derivative_of_function(call: RuleCall) -> tuple[OutputSpec, list[Any], list
     """The outputs of the function itself, their arrays, and their tangents."""
     flat, live = call.flat, call.perturbed()
     of_live = restricted(lambda *xs: flat.call(xs)[::-1], call.operands, live)
-    try:
-        primals, ts = at(call.operands, live), at(call.tangents, live)
-        arrays, ts, outputs = jax.jvp(of_live, primals, ts, has_aux=True)
-    except Exception as error:
-        # JAX's own error does not mention forward mode, or the function.
-        error.add_note(
-            f"Forward mode of `{name_of(flat.fn)}` differentiates the function itself "
-            f"({place_of(flat.fn)}), which failed. Its backward rule is for reverse mode. Give "
-            "forward mode a rule of its own: `def_jvp` of `eqx_grads.custom_vjp`."
-        )
-        raise
+    primals, ts = at(call.operands, live), at(call.tangents, live)
+    arrays, ts, outputs = jax.jvp(of_live, primals, ts, has_aux=True)
     indices = outputs.inexact()
     return outputs, arrays, fill([None] * len(arrays), indices, at(ts, indices))
 
@@ -254,7 +246,17 @@ class _VjpSpec:
         call = RuleCall.of(self.flat, operands, ts)
         rule = call.rules.jvp_rule
         by_rule = rule is not None
-        out = apply_forward_rule(rule, call) if by_rule else _derivative_of_function(call)
+        try:
+            out = apply_forward_rule(rule, call) if by_rule else _derivative_of_function(call)
+        except Exception as error:
+            if not by_rule:  # JAX's own error does not mention forward mode, or the function
+                error.add_note(
+                    f"Forward mode of `{name_of(call.fn)}` differentiates the function itself "
+                    f"({place_of(call.fn)}), which failed. Its backward rule is for reverse "
+                    "mode. Give forward mode a rule of its own: `def_jvp` of "
+                    "`eqx_grads.custom_vjp`."
+                )
+            raise
         pairs = zip(*(at(xs, self.out_indices) for xs in out[1:]), strict=True)
         return [jnp.zeros_like(x) if t is None else t for x, t in pairs]
 
