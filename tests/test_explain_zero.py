@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from .helpers import skip_without_checkpointed_loops
+from .helpers import compilations, skip_without_checkpointed_loops
 from .test_explain_nan import assert_can_be_pasted, lines_of
 
 
@@ -511,3 +511,23 @@ def test_leaves_that_are_complex_or_can_have_no_gradient():
         assert "`['table']` (an array of int" in text
         assert "`['b']` (`None`)" in text
         assert "No arrays" not in str(tool(lambda w, i: w[i], X, 1))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_equal_operations_are_compiled_once(wrap):
+    """A long program of few operations takes no more compilations than a short one."""
+
+    def count(n):
+        @wrap
+        def loss(x):
+            y = x
+            for _ in range(n):
+                y = jnp.sin(y)
+            return jnp.sum(jnp.round(y))
+
+        with compilations() as found:
+            assert eqg.explain_zero(loss, jnp.ones(3))
+        return len(found)
+
+    count(120)
+    assert count(320) == count(120)

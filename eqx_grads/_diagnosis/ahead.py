@@ -18,6 +18,7 @@ from .._jaxprs.structure import (
     CallWithRule,
     Checkpoint,
     Cond,
+    equations,
     found,
     holds,
     inner_programs,
@@ -38,8 +39,10 @@ SHORT_COMPILATION: dict[str, Any] = {
 # Fusion emitters take most of the time on a CPU. Later versions have no option for them.
 if jax.__version_info__ < (0, 11):
     SHORT_COMPILATION["xla_cpu_use_fusion_emitters"] = False
-# The most equations that are compiled together.
+# The most equations that are compiled together, with those of calls.
 _MOST = 100
+# If a smaller part of the equations is distinct, to compile each operation takes less time.
+_LEAST_DISTINCT = 0.1
 _NOT_AHEAD = (Scan, While, Cond, ShardMap, "pure_callback", "io_callback", "debug_callback")
 
 
@@ -60,24 +63,31 @@ class Part:
 
     def __init__(self, eqns: Iterable[Any], compute: Callable, constant: Callable):
         part: list[Any] = []
+        inside: list[Any] = []  # of calls too
         for eqn in eqns:
             rules = found(eqn, CallWithRule)
             has_backward = any(e.primitive.name != "custom_jvp_call" for e in rules)
-            if len(part) == _MOST or eqn.effects or has_backward or holds(eqn, *_NOT_AHEAD):
+            more = [eqn, *(e for program in inner_programs(eqn) for e in equations(program))]
+            is_long = len(inside) + len(more) > _MOST
+            if is_long or eqn.effects or has_backward or holds(eqn, *_NOT_AHEAD):
                 break
             part.append(eqn)
-        self.free, self._is_empty = free_variables(part, ()), not part
+            inside += more
+        self._unknown: list[Known | None] = [None] * max(len(part), 1)
+        is_distinct = len(set(map(_operation_of, inside))) >= _LEAST_DISTINCT * len(inside)
+        self._is_run = bool(part) and is_distinct
+        self.free = free_variables(part, ()) if self._is_run else []
         trace = lambda values: _known(
             part, dict(zip(self.free, values, strict=True)), (), compute, constant
         )
         self._run = jax.jit(lambda x: trace(x)[0], compiler_options=SHORT_COMPILATION)
 
-    def __call__(self, values: Sequence[Any]) -> Sequence[Known]:
-        """What is known, given the values of the `free` variables."""
+    def __call__(self, values: Sequence[Any]) -> Sequence[Known | None]:
+        """What is known of each equation, given the values of the `free` variables."""
         try:
-            return [] if self._is_empty else self._run(values)
+            return self._run(values) if self._is_run else self._unknown
         except Exception:  # of a check in the program, or of an operation without this mode
-            return []
+            return self._unknown
 
 
 def _known(eqns, env, outputs, compute, constant) -> tuple[list[Known], list[Any]]:
@@ -114,6 +124,16 @@ class _Operation(NamedTuple):
     @property
     def params(self) -> dict[str, Any]:
         return dict(self.items)
+
+
+def _operation_of(eqn: Any) -> Any:
+    """Equal for equations that compute the same, for operands of the same types."""
+    key = _Operation(eqn.primitive, tuple(eqn.params.items())), *(v.aval for v in eqn.invars)
+    try:
+        hash(key)
+    except TypeError:
+        return id(eqn)
+    return key
 
 
 @ft.cache

@@ -84,14 +84,15 @@ def walk(
     known: Sequence[Known] = (),
 ) -> list[V]:
     """The outputs of a program. `known`: what is known of its equations."""
-    env, ahead = values_of_inputs(program, values, carrier.constant), list(known)
+    env = values_of_inputs(program, values, carrier.constant)
+    ahead: list[Known | None] = list(known)
     made: dict[Any, Any] = {}  # what was computed ahead
     read = lambda v: carrier.constant(v.val) if isinstance(v, Literal) else env[v]
     is_same = lambda v: v not in made or _agree(carrier.arrays(env[v]), made[v])
     for i, eqn in enumerate(program.eqns):
         with equation_context(eqn):
             if i == len(ahead):
-                ahead += _ahead(program.eqns[i:], env, carrier) or [None]
+                ahead += _ahead(program.eqns[i:], env, carrier)
             found, ins = ahead[i], list(map(read, eqn.invars))
             is_known = all(map(is_same, variables(eqn.invars)))
             place = Place(eqn, program, around, step, found if is_known else None)
@@ -110,7 +111,7 @@ def _agree(arrays, made) -> bool:
     return all(map(is_same, arrays, made))
 
 
-def _ahead(eqns, env, carrier) -> Sequence[Known]:
+def _ahead(eqns, env, carrier) -> Sequence[Known | None]:
     """What is known of the first equations of a program."""
     if id(eqns[0]) not in carrier.parts:
         constant = lambda x: carrier.arrays(carrier.constant(x))
