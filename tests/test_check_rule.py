@@ -384,9 +384,8 @@ def test_a_scalar_rule_takes_few_programs():
     f = jax.custom_vjp(jnp.sin)
     f.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.cos(x) * ct,))
     with compilations() as found:
-        report = eqgt.check_rule(f, 1.0)
+        eqgt.check_rule(f, 1.0)
     assert len(found) <= 10
-    assert "skipped: forward, as reverse mode only" in str(report)
 
 
 # ---------------------------------------------------------------- options
@@ -415,9 +414,7 @@ def test_options_that_make_no_sense():
         eqgt.check_rule(method, 1.0, nondifferentiable=("factor",))
     with pytest.raises(eqg.RuleError, match="nothing that can be differentiated"):
         eqgt.check_rule(lambda n: n + 1, 3)
-    with pytest.raises(
-        eqg.RuleError, match=r"`<lambda>` can't be called(.|\n)*missing.*'y'(.|\n)*Pass"
-    ):
+    with pytest.raises(eqg.RuleError, match=r"`<lambda>` can't be called(.|\n)*missing.*'y'"):
         eqgt.check_rule(rule, A)
     with pytest.raises(eqgt.RuleCheckError, match="missing a required argument: 'y'"):
         eqgt.check_rule(rule, A, B, at=[(A,)], checks="finite")

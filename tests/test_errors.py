@@ -146,13 +146,11 @@ MISTAKEN = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKEN)
-def test_how_a_shorthand_calls_a_function(name):
-    f, note = MISTAKEN[name]
+@pytest.mark.parametrize(("f", "note"), MISTAKEN.values(), ids=MISTAKEN)
+def test_how_a_shorthand_calls_a_function(f, note):
     with pytest.raises(TypeError, match="positional argument") as caught:
         jax.grad(f)(1.0)
     assert note in caught.value.__notes__[0]
-    assert "jvp(primals" not in caught.value.__notes__[0]
 
 
 def _accumulate(x, out):
