@@ -51,8 +51,8 @@ OPTIONS = {
     "seeds": (lambda n: check(vjp_rule(lambda x: 2 * x, lambda xs, ct: (jnp.where(ct > 1.8,
         0.0, 2.0).astype(ct.dtype) * ct,)), X, checks=(R,), seed=[2, 1][:n]), 1, 2, {R}),
     "tolerance": (lambda k: both(wrong_cube(k), X, tolerance=1e-2), 1.005, 1.02, {F, R}),
-    "complex": (lambda f: both(vjp_rule(lambda z: z**2, lambda zs, ct: (2 * f(zs[0]) * ct,)),
-        x_of("complex64")), lambda z: z, jnp.conj, {R}),
+    "complex": (lambda f: both(vjp_rule(lambda z, r: z**2, lambda zs, ct: (2 * f(zs[0]) * ct,
+        0 * zs[1])), x_of("complex64"), X), lambda z: z, jnp.conj, {R}, "was conjugated"),
     "an error": (lambda bad: check(vjp_rule(cube, lambda xs, ct: 1 / 0 if bad else (3 * xs[0]
         ** 2 * ct,)), X, checks=(R,)), False, True, {R}, "division by zero"),
 }  # fmt: skip
