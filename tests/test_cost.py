@@ -1,10 +1,12 @@
-"""The cost of a rule when it is compiled: the same FLOPs and temporary bytes as in raw JAX."""
+"""Programs compiled as users do, without the flags of the other tests: the cost of a rule is
+that of raw JAX, and representative ops keep the contract."""
 
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import pytest
 
+from .guard import test_contract as contract
 from .helpers import temp_bytes
 
 
@@ -99,3 +101,11 @@ def test_the_program_stays_small():
     grad = lambda f: jax.grad(lambda *args: jnp.sum(f(*args)), (0, 1))
     ours, raw = (str(jax.make_jaxpr(grad(f))(*ARGS)).count(" = ") for f in (eqg_vjp, raw_vjp))
     assert ours <= raw + 3
+
+
+_forget = contract._forget  # the precision
+
+
+@pytest.mark.parametrize("name", [*contract.ENTRIES][:: len(contract.ENTRIES) // 20])
+def test_an_optimized_program_keeps_the_contract(name):
+    contract.test_contract(name)

@@ -95,7 +95,6 @@ GRU5, ONE = nn.GRU(3, 5, dtype="float32", key=KEY), nn.GRU(1, 4, dtype="float32"
 LENGTHS, BY_NAME = jnp.array([2, 3]), r"does not fit(?s:.)*`layer\(xs, lengths=lengths\)`"
 KEY_BY_NAME = r"(?s)`state`.*`layer\(xs, key=key\)`"
 ONE_INTEGER = r"do not fit `xs`(?s:.)*one sequence of 5 steps\nPass one integer.*`jax\.vmap\("
-LRU_BOTH_WAYS = STACKS["LRU"](bidirectional=True)
 ERRORS = [
     (lambda: GRU5(jr.split(KEY, (2, 5, 3))), r"does not fit\.\n  `xs` is key<"),
     (lambda: ONE(XS[0]), r"A sequence of numbers is `xs\[\.\.\., None\]`"),
@@ -104,7 +103,7 @@ ERRORS = [
     *((lambda s=s: GRU5(XS, s), BY_NAME) for s in (LENGTHS, [2, 2], jnp.ones(5))),
     (lambda: GRU5.step([1.0, 2.0]), r"`GRU` was given `x` that does not fit"),
     (lambda: GRU5.step(XS), r"`x` is float32\[2,5,3\](?s:.)*call the layer itself"),
-    (lambda: LRU_BOTH_WAYS.step(X), "`LRU.step` was called on a"),
+    (lambda: STACKS["LRU"](bidirectional=True).step(X), "`LRU.step` was called on a"),
     (lambda: jax.vmap(lambda x: GRU5(x, lengths=LENGTHS))(XS), ONE_INTEGER),
     (lambda: GRU5(XS, lengths=[1] * 5), r"`lengths` is int..\[5\]: (?s:.)*Did you swap"),
     (lambda: eqx.nn.Sequential([GRU5, GRU5])(XS[0]), "(?s)is tuple.*`eqx_grads.nn.Outputs"),

@@ -155,7 +155,9 @@ def _call_marked(layer, index, *args, **kwargs):
 
 def _mark_of(eqn) -> tuple[int, int] | None:
     """The layer and the number in the name of an equation."""
-    found = re.fullmatch(r"eqg_flow_(\d+)_(\d+)", str(eqn.params.get("name", "")))
+    # With the flag `jax_remat3`, the name is in an object.
+    name = eqn.params.get("name", getattr(eqn.params.get("_prim"), "name", ""))
+    found = re.fullmatch(r"eqg_flow_(\d+)_(\d+)", str(name))
     return None if found is None else (int(found[1]), int(found[2]))
 
 
