@@ -321,10 +321,11 @@ def test_initial_values():
     key = jr.key(0)
     lru = nn.LRU(2, 2, 999, r_min=0.5, r_max=0.9, max_phase=3.0, key=key).cells[0][0]
     ssm = nn.SelectiveSSM(2, 2, 99, conv_size=4, key=key).cells[0][0]
+    gates = nn.MinGRU(16, 16, key=key).cells[0][0]
     gru, radius = nn.GRU(2, 16, key=key).cells[0][0], np.exp(-np.exp(lru.log_decay))
     for x, low, high in (
         (radius**2, 0.25, 0.81), (np.exp(lru.log_phase), 0, 3), (gru.weight_hh, -0.25, 0.25),
-        (ssm.convolution, -0.5, 0.5),
+        (ssm.convolution, -0.5, 0.5), (gates.weight, -0.25, 0.25),
     ):  # fmt: skip
         assert scipy.stats.kstest(np.ravel(x), "uniform", (low, high - low)).pvalue > 1e-3
     np.testing.assert_allclose(np.exp(2 * lru.log_gamma), 1 - radius**2, rtol=2e-6)
