@@ -48,8 +48,8 @@ def test_calibration_of_a_model_that_differentiates(getkey):
 def test_negative_inputs_of_an_unsigned_quantizer():
     model = eqx.nn.MLP(4, 2, 8, 1, key=jr.key(0))
     rules = {eqx.nn.Linear: (nn.LSQ(bits=4), nn.LSQ(bits=4, signed=False))}
-    batch = jr.normal(jr.key(1), (200, 4))
-    with pytest.warns(UserWarning, match=r"`layers\[0\]` is unsigned, and \d\d% of") as found:
+    batch = jr.normal(jr.key(1), (200, 4)) + 1.6
+    with pytest.warns(UserWarning, match=r"`layers\[0\]` is unsigned, and \d% of") as found:
         nn.quantize_model(model, rules, calibrate=batch)
     assert len(found) == 1  # not of the layer behind the `relu`
     with warnings.catch_warnings():
