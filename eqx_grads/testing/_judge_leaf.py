@@ -6,7 +6,7 @@ several kinks may cancel; and a point nearby is judged.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,10 +99,10 @@ class Judge:
             return dataclasses.replace(held.verdict, verdict=STOPPED)
         return (held if held.verdict.verdict in (KINK, FLAT) else found).verdict
 
-    def is_wrong(self, leaf: int, slope_along: Callable[[list[np.ndarray]], float]) -> bool:
-        """Whether another derivative is wrong along the direction of a leaf that was judged."""
+    def is_wrong(self, leaf: int, gradient: Sequence[Any]) -> bool:
+        """Whether another gradient is wrong along the direction of a leaf that was judged."""
         t, measured = self._measured[leaf]
-        slope = slope_along(self._only(leaf, t))
+        slope = along(gradient, self._only(leaf, t))
         return not any(abs(slope - found.slope.value) <= found.admitted for found in measured)
 
     def is_right_nearby(self, leaf: int) -> bool:

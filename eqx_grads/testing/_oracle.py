@@ -16,16 +16,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
 from .._diagnosis.ahead import CALLBACKS, SHORT_COMPILATION
 from .._diagnosis.in_float64 import evaluate_in_float64, is_opaque
 from .._diagnosis.pairs import is_inexact
 from .._errors import name_of, rule_error, type_of
-from .._jaxprs.dependence import without_unused
+from .._jaxprs.dependence import are_in, depends, without_unused
 from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.interpret import Domain, interpret
-from .._jaxprs.structure import CallWithRule, holds, LinearCall, primal_program, structure
+from .._jaxprs.structure import equations, holds, LinearCall, structure
 from ._compare import as_double, tolerance_in_float64, tolerance_of
 from ._options import Options
 from ._outcome import outcome
@@ -299,52 +298,27 @@ def as_reference(
 
 # ---------------------------------------------------------------- precision
 
-# By how coarse they are. An integer has no rounding errors: it is piecewise constant.
-_DTYPES = (None, None, *map(jnp.dtype, ("float32", "float16", "bfloat16")))
 
-
-def _coarseness(variable: Any) -> int:
-    """The index in `_DTYPES`; 1 for float64, 0 for what is not a number with a derivative."""
-    if not is_inexact(variable):
-        return 0
-    finer = ("float64", "float32", "float16", "bfloat16")
-    eps = jnp.finfo(variable.aval.dtype).eps
-    return sum(bool(eps >= jnp.finfo(dtype).eps) for dtype in finer)
-
-
-def lowest_precisions(program: ClosedJaxpr, *, opaque: bool = False) -> list[np.dtype | None]:
-    """For each output, the real dtype of lowest precision on the way from the inputs to it;
-    `None` if that is float64, or if it depends on no input.
-
-    A constant in low precision does not count, nor does what no output is computed from.
+def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
+    """The real dtype of lowest precision on the way from the inputs of a program to an output;
+    `None` if that is float64. A constant in low precision does not count, nor does what no
+    output is computed from.
 
     - `opaque`: count those equations only that `evaluate_in_float64` runs in the precision
         that they were traced with, such as a call of a host function.
     """
-
-    def apply(eqn, ins, path):
-        program = primal_program(eqn)
-        if program is not None:
-            return interpret(program, ins, domain, (*path, eqn)).outs
-        lowest = max(ins, default=0)
-        is_counted = lowest > 0 and (not opaque or any(map(is_opaque, (*path, eqn))))
-        if is_counted:
-            known = (_coarseness(v) for v, x in zip(eqn.invars, ins, strict=True) if x)
-            lowest = max(lowest, *known)
-        own = lambda v: max(lowest, _coarseness(v)) if is_counted else lowest
-        return [own(v) if is_inexact(v) else 0 for v in eqn.outvars]
-
-    # A fact is the coarsest dtype on the way to a value; 0 without an input on the way.
-    domain = Domain[int](
-        constant=lambda x: 0,
-        join=max,
-        apply=apply,
-        enters=lambda known: not isinstance(known, CallWithRule),
+    program = without_unused(program)
+    n = len(program.in_avals)
+    moved = depends(program, [True] * n)
+    on_the_way = program.jaxpr.replace(
+        eqns=[e for e in program.eqns if any(are_in(e.invars, moved))]
     )
-    starts = [1 if opaque else max(1, _coarseness(v)) for v in program.jaxpr.invars]
-    return [_DTYPES[fact] for fact in interpret(program, starts, domain).outs]
-
-
-def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
-    """The lowest precision on the way to any output."""
-    return max(lowest_precisions(program, opaque=opaque), key=_DTYPES.index, default=None)
+    eqns = equations(ClosedJaxpr(on_the_way, program.consts))
+    found = [] if opaque else list(program.jaxpr.invars)
+    for eqn in filter(is_opaque, eqns) if opaque else eqns:
+        found += [*eqn.invars, *eqn.outvars]
+    real = [
+        jnp.finfo(v.aval.dtype) for v in found if is_inexact(v) and not isinstance(v, Literal)
+    ]
+    coarse = [info for info in real if info.bits < 64]
+    return max(coarse, key=lambda info: info.eps).dtype if coarse else None

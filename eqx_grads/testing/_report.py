@@ -113,10 +113,7 @@ def compare(
         tried = outcome(lambda: list(mistakes()))
         known = [] if isinstance(tried, Exception) else tried  # a mode that there is not
         primal = None if primals is None else np.asarray(primals[list(names).index(worst.name)])
-        # Along other directions, or elsewhere.
-        same = [d for d in found if d.name == worst.name and d is not worst]
-        compared = [(d.expected, d.got) for d in same or others]
-        cause = likely_cause(worst.expected, worst.got, worst.name, known, primal, compared,
+        cause = likely_cause(worst.expected, worst.got, worst.name, known, primal,
                              is_random=True)  # fmt: skip
     facts = [f"at {worst.name}: relative error {worst.error:.3g}, tolerance {tolerance:.3g}"]
     facts += [note] * bool(note)
