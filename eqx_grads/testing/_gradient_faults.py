@@ -304,7 +304,8 @@ class RuleRemoval:
 
 def _cannot_be_entered(eqn) -> bool:
     known = structure(eqn)
-    return isinstance(known, ShardMap) or (isinstance(known, Cond) and known.by_platform)
+    is_of_platform = isinstance(known, Cond) and known.by_platform
+    return known is None or isinstance(known, ShardMap) or is_of_platform
 
 
 def _place(origin: Origin) -> SourceLine:

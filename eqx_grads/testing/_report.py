@@ -81,7 +81,6 @@ def compare(
     names: Sequence[str],
     tolerance: float,
     *,
-    wider: Callable[[], float] | None = None,
     cause: str | None = None,
     mistakes: Callable[[], Iterable[Mistake]] = tuple,
     primals: Sequence[Any] | None = None,
@@ -91,7 +90,6 @@ def compare(
 ) -> Finding:
     """Compare two lists of arrays, named `names`; `got` may be an exception.
 
-    - `wider`: computes what is added to the tolerance where it is exceeded.
     - `cause`: the likely cause, if it is known. Otherwise it is looked for in the numbers.
     - `mistakes`: makes what known mistakes would give; called on a failure only.
     - `primals`: the values that the arrays are cotangents of, to describe a pattern by sign.
@@ -102,8 +100,6 @@ def compare(
     if isinstance(got, Exception):
         return broke(where, got, cause or "")
     found = differences(want, got, names, scale=scale, **options)
-    if wider is not None and found[0].error > tolerance:
-        tolerance += wider()
     wrong = [d for d in found if not d.error <= tolerance]
     if not wrong:
         return Finding("", PASSED, where, found[0].error, tolerance)

@@ -148,9 +148,9 @@ class FlatFunction:
         """The same in float64. Use it inside `double_precision`."""
         wide = copy.copy(self)
         with double_precision():
-            wide.kwargs = jax.tree.map(_widen, self.kwargs)
-            wide._all = list(map(_widen, self._all))
-        wide.leaves, wide.is_wide = [wide._all[i] for i in self.indices], True
+            wide.kwargs, wide._all = widened((self.kwargs, self._all))
+            wide.leaves = [jnp.asarray(as_double(x)) for x in self.leaves]
+        wide.is_wide = True
         return wide
 
 
@@ -215,5 +215,8 @@ def is_output(x: Any) -> bool:
     return is_arraylike(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def _widen(x):
-    return jnp.asarray(as_double(x)) if is_output(x) else x
+def widened(tree: Any) -> Any:
+    """All arrays of floats in float64. Python numbers stay as they are: they may be
+    configuration."""
+    is_array = lambda x: is_output(x) and not isinstance(x, float | complex)
+    return jax.tree.map(lambda x: jnp.asarray(as_double(x)) if is_array(x) else x, tree)

@@ -101,7 +101,7 @@ def transforms(case: Case) -> Iterator[Finding]:
     found = case.own.compute(rows, e.at).values()
     results = [outcome(e.offered, case.own_derivatives), *found]
     ways = {"jvp expected": e.t, "vjp expected": e.w}
-    wider = lambda: max(case.measured(case.noise(row, way)) for row, way in ways.items())
+    measured = max(case.measured(row, [way]) for row, way in ways.items())
     for (name, _, expected), got in zip(trials, results, strict=True):
         want = outcome(expected)
         if isinstance(got, Exception):
@@ -111,7 +111,7 @@ def transforms(case: Case) -> Iterator[Finding]:
             yield broke(name, want, cause)
         else:
             note = f"right eagerly, wrong under {name}"
-            yield compare(name, want, got, names, case.own.tolerance, wider=wider, note=note)
+            yield compare(name, want, got, names, case.own.tolerance + measured, note=note)
 
 
 def _programs(case: Case, e: _Examples) -> Iterator[_Trial]:

@@ -27,10 +27,9 @@ from ._table import FORWARD_OVER_REVERSE, higher, REVERSE_OVER_REVERSE
 def primal(case: Case) -> Iterator[Finding]:
     """The value under `jax.vjp` and `jax.jvp` is the value of the function."""
     value = case.subject.fn(*case.subject.args, **case.subject.kwargs)
-    tolerance = case.own.tolerance
-    if case.own is case.wide:
-        tolerance = case.admitted(exact=True)
-    wider = lambda: case.measured(case.noise("f"))
+    is_wide = case.own is case.wide
+    tolerance = case.admitted(exact=True) if is_wide else case.own.tolerance
+    tolerance += case.measured("f")
     for mode in ("vjp", "jvp") if case.has_forward else ("vjp",):
         where = f"under `jax.{mode}`"
         call = outcome(case.eager, mode)
@@ -43,7 +42,7 @@ def primal(case: Case) -> Iterator[Finding]:
             yield failed(where, found, cause)
         else:
             names, want, got = found
-            yield compare(where, want, got, names, tolerance, wider=wider, cause=cause)
+            yield compare(where, want, got, names, tolerance, cause=cause)
 
 
 # ---------------------------------------------------------------- finite
