@@ -74,8 +74,8 @@ def faults_in_own_precision(
     for i in sorted(kept):
         exact, of_user, cure = as_double(gradient[i]), as_double(own[i]), EXPLAIN_NAN
         size, is_finite = norm(exact), bool(np.all(np.isfinite(exact)))
-        with np.errstate(invalid="ignore"):
-            error = norm(of_user - exact) / size if size else 0.0
+        with np.errstate(invalid="ignore"):  # of a gradient of zero, relative to the loss
+            error = norm(of_user - exact) / (size or abs(float(value)) or 1e-300)
         if not (is_finite and np.all(np.isfinite(of_user))):
             dtype, at = (lowest, float(value)) if is_finite else ("float64", program.value())
             what = "NaN" if np.any(np.isnan(of_user)) else "infinite"
@@ -89,8 +89,6 @@ def faults_in_own_precision(
             kind, cure = "wrong", "Try `eqgt.check_rule`."
             text = f"A rule rounds to {in_rules}, the loss to {lowest}: off by {error:.1g}."
         else:
-            if not size:  # relative to the loss
-                error = float(norm(of_user)) / (abs(float(value)) or 1e-300)
             lost += [(error, program.names[i])] * (error > _LOST * rounding(lowest))
             continue
         leaf, path = program.names[i], layer_of_leaf(program.names[i], program)
@@ -304,8 +302,7 @@ class RuleRemoval:
 
 def _cannot_be_entered(eqn) -> bool:
     known = structure(eqn)
-    is_of_platform = isinstance(known, Cond) and known.by_platform
-    return known is None or isinstance(known, ShardMap) or is_of_platform
+    return isinstance(known, ShardMap) or (isinstance(known, Cond) and known.by_platform)
 
 
 def _place(origin: Origin) -> SourceLine:

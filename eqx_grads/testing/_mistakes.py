@@ -1,6 +1,6 @@
 """The likely cause of a wrong derivative: known mistakes, recognized from the numbers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,12 +30,14 @@ def likely_cause(
     name: str,
     mistakes: Iterable[Mistake] = (),
     primal: Any = None,
+    same: Sequence[tuple[Any, Any]] = (),
     *,
     is_random: bool = False,
 ) -> str:
     """The likely cause in one sentence, or an empty string.
 
     - `primal`: the value that the array is a cotangent of.
+    - `same`: what is expected and what is there along other directions.
     - `is_random`: whether the derivative is along a random direction: another gradient may be
         the value of its argument by chance.
     """
@@ -59,8 +61,15 @@ def likely_cause(
         )
     if not np.any(have):
         return f"zero everywhere: the term of {name} is missing"
+    flat = lambda arrays: np.concatenate(list(map(np.ravel, arrays)))
+    factor, words = _multiple(*map(flat, zip((want, have), *same, strict=True)))
+    if not _is_close(factor, 1.0):
+        sizes = (n for n in (want.size, *want.shape) if n > 3)
+        n = next((n for n in sizes if _is_close(factor, n) or _is_close(factor * n, 1)), 0)
+        more = f": a sum and a mean over {n} entries were confused" if n else ""
+        return f"every entry is {words} the expected one{more}"
     # A mistake that does not change the expected array explains nothing.
-    for mistake in (*_multiplied(want, have), *_rearranged(want), *mistakes):
+    for mistake in (*_rearranged(want), *mistakes):
         if _is_close(mistake.array, have) and not _is_close(mistake.array, want):
             return mistake.cause
     return _of_size(want, have) or _of_entries(want, have, name, primal)
@@ -71,19 +80,16 @@ def _is_close(a, b) -> bool:
     return a.shape == b.shape and norm(a - b) <= _CLOSE * norm(a)
 
 
-def _multiplied(want, have) -> Iterator[Mistake]:
-    yield Mistake("the sign is wrong: every entry is minus the expected one", -want)
-    sizes = {n for n in (want.size, *want.shape) if n > 3}
-    factors = {2.0: "twice", 0.5: "half"}
+def _multiple(want, have) -> tuple[complex, str]:
+    """By what an array is multiplied, and in words; 1 if it is no multiple."""
+    factors: dict[complex, str] = {-1.0: "minus", 2.0: "twice", 0.5: "half"}
     # Any number is a multiple of another one.
     if np.ptp(np.abs(want[want != 0])) > _CLOSE * np.max(np.abs(want)):
-        factor = np.vdot(want, have) / np.vdot(want, want)
-        factor = factor.real if abs(factor.imag) <= _CLOSE * abs(factor) else factor
-        factors.setdefault(factor, f"{factor:.4g} times")
-    for factor, words in factors.items():
-        n = next((n for n in sizes if _is_close(factor, n) or _is_close(factor * n, 1)), 0)
-        more = f": a sum and a mean over {n} entries were confused" if n else ""
-        yield Mistake(f"every entry is {words} the expected one{more}", factor * want)
+        fit = complex(np.vdot(want, have) / np.vdot(want, want))
+        fit = fit.real if abs(fit.imag) <= _CLOSE * abs(fit) else fit
+        factors.setdefault(fit, f"{fit:.4g} times")
+    known = ((f, words) for f, words in factors.items() if _is_close(f * want, have))
+    return next(known, (1.0, ""))
 
 
 def _rearranged(want) -> Iterator[Mistake]:
@@ -100,19 +106,13 @@ def _rearranged(want) -> Iterator[Mistake]:
 def _of_size(want, have) -> str:
     """Of an error that is small, and about as large in each entry."""
     error, size = norm(want - have) / norm(want), norm(want) / np.sqrt(want.size)
-    factor = np.real(np.vdot(want, have) / np.vdot(want, want))
-    if norm(have - factor * want) <= abs(factor - 1) / 10 * norm(have) < _CLOSE * norm(have):
-        number = f"1 {'+' if factor > 1 else '-'} {abs(factor - 1):.0e}"
-        why = f"a factor of the rule is a little wrong, or {_MEANT}"
-        return f"every entry is {number} times the expected one: {why}"
     is_even = np.max(np.abs(have - want) / (np.abs(want) + size)) <= 10 * error
     dtype = next((dtype for dtype, most in _ROUNDED.items() if error < most), "")
-    if not (is_even and dtype):
-        return ""
     return (
-        f"a little off ({error:.0e} of the size of all): precision was lost, as by a cast "
-        f"to {dtype} or a difference of nearly equal numbers, or {_MEANT}"
-    )
+        f"a little off ({error:.0e} of the size of all): a factor of the rule is a little "
+        f"wrong, precision was lost, as by a cast to {dtype} or a difference of nearly equal "
+        f"numbers, or {_MEANT}"
+    ) * bool(is_even and dtype)
 
 
 def _of_entries(want, have, name, primal) -> str:

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._diagnosis.ahead import CALLBACKS, SHORT_COMPILATION
 from .._diagnosis.in_float64 import evaluate_in_float64, is_opaque
 from .._diagnosis.pairs import is_inexact
 from .._errors import name_of, rule_error, type_of
-from .._jaxprs.dependence import are_in, depends, without_unused
+from .._jaxprs.dependence import are_in, depends, variables, without_unused
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import equations, holds, LinearCall, structure
 from ._compare import as_double, tolerance_in_float64, tolerance_of
@@ -211,21 +211,18 @@ def in_float64(own: Side, options: Options, at: At) -> Side:
     """The same function in float64. `at`: directions."""
     if own.lowest is None and own.program is not None:
         return own  # the user's precision is double
-    works = _working(own, at)
+    found = lambda side: side.derive(at.t, at.w).items()
+    working = lambda side: {name for name, x in found(side) if not isinstance(x, Exception)}
+    works = working(own)
     exact = Side(own.subject, options, True)
     exact._traced = own._traced  # the same programs
     # First the one whose values no host function rounds.
     for is_wide in (False, True) if exact.rounded_to is None else (True, False):
         side = Side(own.subject.in_float64(), options, True) if is_wide else exact
-        found = outcome(_working, side, at)  # it may be for single precision only
-        if not isinstance(found, Exception) and works <= found:
+        works_there = outcome(working, side)  # it may be for single precision only
+        if not isinstance(works_there, Exception) and works <= works_there:
             return side
     return own  # as of Lineax, which can't be evaluated in another precision
-
-
-def _working(side: Side, at: At) -> set[str]:
-    found = side.derive(at.t, at.w).items()
-    return {name for name, result in found if not isinstance(result, Exception)}
 
 
 def unless_error(result: Any) -> Any:
@@ -317,8 +314,7 @@ def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
     found = [] if opaque else list(program.jaxpr.invars)
     for eqn in filter(is_opaque, eqns) if opaque else eqns:
         found += [*eqn.invars, *eqn.outvars]
-    real = [
-        jnp.finfo(v.aval.dtype) for v in found if is_inexact(v) and not isinstance(v, Literal)
-    ]
-    coarse = [info for info in real if info.bits < 64]
-    return max(coarse, key=lambda info: info.eps).dtype if coarse else None
+    eps = [jnp.finfo(v.aval.dtype).eps for v in variables(found) if is_inexact(v)]
+    names = ("float32", "float16", "bfloat16")
+    coarse = [name for name in names if jnp.finfo(name).eps <= max(eps, default=0)]
+    return jnp.dtype(coarse[-1]) if coarse else None

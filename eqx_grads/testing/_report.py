@@ -109,7 +109,8 @@ def compare(
         tried = outcome(lambda: list(mistakes()))
         known = [] if isinstance(tried, Exception) else tried  # a mode that there is not
         primal = None if primals is None else np.asarray(primals[list(names).index(worst.name)])
-        cause = likely_cause(worst.expected, worst.got, worst.name, known, primal,
+        same = [(d.expected, d.got) for d in wrong if d.name == worst.name and d is not worst]
+        cause = likely_cause(worst.expected, worst.got, worst.name, known, primal, same,
                              is_random=True)  # fmt: skip
     facts = [f"at {worst.name}: relative error {worst.error:.3g}, tolerance {tolerance:.3g}"]
     facts += [note] * bool(note)

@@ -17,7 +17,7 @@ import numpy as np
 
 from .._diagnosis.report import show_list
 from .._errors import name_of, rule_error, show_path
-from .._jaxprs.operands import fill
+from .._jaxprs.operands import fill, flagged
 from .._rules.signature import Signature
 from .._tangent_spaces import is_arraylike
 from ._compare import as_double
@@ -66,26 +66,23 @@ class FlatFunction:
         ]
         fixed = [name.replace('"', "'") for name in fixed]
 
-        def is_constant(path, owner, leaf):
+        def is_perturbed(path, owner, leaf):
             is_option = owner < 0 and not own_numbers and isinstance(leaf, float | complex)
             is_fixed = any(is_part_of(path, name) for name in fixed)
-            return is_option or is_fixed or owner in getattr(fn, "nondiff_argnums", ())
+            is_constant = is_option or is_fixed or owner in getattr(fn, "nondiff_argnums", ())
+            return is_output(leaf) and not is_constant
 
-        leaves = enumerate(zip(paths, owners, self._all, strict=True))
-        self.indices = [
-            i for i, leaf in leaves if is_output(leaf[-1]) and not is_constant(*leaf)
-        ]
+        self.indices = flagged(map(is_perturbed, paths, owners, self._all))
         self.groups = [owners[i] for i in self.indices]
         self.names = [f"`{paths[i]}`" for i in self.indices]
         arguments = [signature.names[i] for i in range(len(self.args))]
+        known = list(dict.fromkeys([*arguments, *paths]))
         for name in fixed:
-            if not any(is_part_of(path, name) for path in (*arguments, *paths)):
-                arrays = [paths[i] for i, x in enumerate(self._all) if is_arraylike(x)]
-                known = [f"`{path}`" for path in dict.fromkeys([*arguments, *arrays])]
+            if not any(is_part_of(path, name) for path in known):
                 raise rule_error(
                     f"`nondifferentiable` names `{name}`, which is not a positional argument "
                     f"of `{self.name}` and not a part of one.",
-                    f"there are {show_list(known, _MOST_NAMES)}",
+                    f"there are {show_list([f'`{path}`' for path in known], _MOST_NAMES)}",
                     do="Name arguments, or parts of them as the report names them, such as "
                     "`self.frozen` or `params['scale']`.",
                 )

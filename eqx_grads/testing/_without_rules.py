@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.evaluate import bind, enter, evaluate, Hook
+from .._jaxprs.evaluate import bind, enter, evaluate, Hook, Run
 from .._jaxprs.structure import (
     CallWithRule,
     equations,
@@ -23,7 +23,7 @@ from .._jaxprs.structure import (
     primal_program,
     structure,
 )
-from .._jaxprs.versions import given_solver, is_custom_root, rule_of_custom_call
+from .._jaxprs.versions import as_closed, given_solver, is_custom_root, rule_of_custom_call
 
 
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
@@ -62,10 +62,33 @@ def replaced(
         inner = [e for p in inner_programs(eqn) for e in equations(p)]
         if primal_program(eqn) is not None or not any(map(is_replaced, inner)):
             return bind(eqn, values)  # the rules of JAX are kept
-        return enter(eqn, values, run)
+        return (_enter_solve if _is_solve(eqn) else enter)(eqn, values, run)
 
     run = lambda inner, values, _: replaced(inner, values, is_replaced, replacement)
     return evaluate(program, args, hook)
+
+
+def _is_solve(eqn: Any) -> bool:
+    return eqn.primitive.name == "custom_linear_solve"
+
+
+def _enter_solve(eqn: Any, values: Sequence[Any], run: Run) -> list[Any]:
+    """As `enter`, for a `jax.lax.custom_linear_solve`, which is opaque to `structure`: its
+    programs are a linear map, its transpose, and two solvers; a call runs one solver. Its
+    derivative is still the derivative of the linear map."""
+    jaxprs, values = eqn.params["jaxprs"], list(values)
+    consts = [[values.pop(0) for _ in range(n)] for n in eqn.params["const_lengths"]]
+    runs = lambda i: lambda x: list(run(as_closed(jaxprs[i]), [*consts[i], *x], None))
+
+    def solves(i):
+        with_aux = lambda out: (out[: len(values)], out[len(values) :])
+        return lambda _, x: with_aux(runs(i)(x))
+
+    x, aux = jax.lax.custom_linear_solve(
+        runs(0), values, solves(2), None if jaxprs.transpose_solve is None else solves(3),
+        symmetric=jaxprs.vecmat is jaxprs.matvec, has_aux=True,
+    )  # fmt: skip
+    return [*x, *aux]
 
 
 def is_rule(eqn) -> bool:
@@ -90,8 +113,7 @@ def has_given_solver(eqn) -> bool:
     solver = given_solver(eqn)
     if solver is not None:
         # JAX itself never calls `custom_root`, and in a batch its function is not the user's.
-        is_root = eqn.primitive.name != "custom_linear_solve"
-        return is_root or not _is_written_in_jax(solver[0].jaxpr)
+        return not _is_solve(eqn) or not _is_written_in_jax(solver[0].jaxpr)
     primal = primal_program(eqn)
     return primal is not None and is_custom_root(primal)
 

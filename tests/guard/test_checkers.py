@@ -704,8 +704,8 @@ def _to(dtype):
 
 # What is expected, what is got, a word of the cause (empty: no cause), and options.
 CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
-    "sign": (W, -W, "sign", {}), "no sign": (W, -1.002 * W, "-1.002 times", {}),
-    "sign of one number": (np.array(2.0), np.array(-2.0), "sign", {}),
+    "sign": (W, -W, "minus", {}), "no sign": (W, -1.002 * W, "-1.002 times", {}),
+    "sign of one number": (np.array(2.0), np.array(-2.0), "minus", {}),
     "twice": (W, 2 * W, "twice", {}), "twice, nearly": (W, 2.0015 * W, "twice", {}),
     "more than twice": (W, 2.003 * W, "2.003 times", {}), "imaginary": (Z, 1j * Z, "1j", {}),
     "a sum for a mean": (W, 12 * W, "over 12 entries", {}),
