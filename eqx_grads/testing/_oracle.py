@@ -22,9 +22,10 @@ from .._diagnosis.ahead import CALLBACKS, SHORT_COMPILATION
 from .._diagnosis.in_float64 import evaluate_in_float64, is_opaque
 from .._diagnosis.pairs import is_inexact
 from .._errors import name_of, rule_error, type_of
-from .._jaxprs.dependence import are_in, depends, variables, without_unused
+from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.structure import equations, holds, LinearCall, structure
+from .._jaxprs.interpret import Domain, interpret
+from .._jaxprs.structure import CallWithRule, holds, LinearCall, primal_program, structure
 from ._compare import as_double, tolerance_in_float64, tolerance_of
 from ._options import Options
 from ._outcome import outcome
@@ -295,26 +296,47 @@ def as_reference(
 
 # ---------------------------------------------------------------- precision
 
+# By how coarse they are. An integer has no rounding errors: it is piecewise constant.
+_DTYPES = (None, None, *map(jnp.dtype, ("float32", "float16", "bfloat16")))
+
+
+def _coarseness(variable: Any) -> int:
+    """The index in `_DTYPES`; 1 for float64, 0 for what is not a number with a derivative."""
+    if not is_inexact(variable):
+        return 0
+    finer = ("float64", "float32", "float16", "bfloat16")
+    eps = jnp.finfo(variable.aval.dtype).eps
+    return sum(bool(eps >= jnp.finfo(dtype).eps) for dtype in finer)
+
 
 def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
     """The real dtype of lowest precision on the way from the inputs of a program to an output;
-    `None` if that is float64. A constant in low precision does not count, nor does what no
-    output is computed from.
+    `None` if that is float64, or if no output depends on an input.
+
+    A constant in low precision does not count, nor does what no output is computed from.
 
     - `opaque`: count those equations only that `evaluate_in_float64` runs in the precision
         that they were traced with, such as a call of a host function.
     """
-    program = without_unused(program)
-    n = len(program.in_avals)
-    moved = depends(program, [True] * n)
-    on_the_way = program.jaxpr.replace(
-        eqns=[e for e in program.eqns if any(are_in(e.invars, moved))]
+
+    def apply(eqn, ins, path):
+        program = primal_program(eqn)
+        if program is not None:
+            return interpret(program, ins, domain, (*path, eqn)).outs
+        lowest = max(ins, default=0)
+        is_counted = lowest > 0 and (not opaque or any(map(is_opaque, (*path, eqn))))
+        if is_counted:
+            known = (_coarseness(v) for v, x in zip(eqn.invars, ins, strict=True) if x)
+            lowest = max(lowest, *known)
+        own = lambda v: max(lowest, _coarseness(v)) if is_counted else lowest
+        return [own(v) if is_inexact(v) else 0 for v in eqn.outvars]
+
+    # A fact is the coarsest dtype on the way to a value; 0 without an input on the way.
+    domain = Domain[int](
+        constant=lambda x: 0,
+        join=max,
+        apply=apply,
+        enters=lambda known: not isinstance(known, CallWithRule),
     )
-    eqns = equations(ClosedJaxpr(on_the_way, program.consts))
-    found = [] if opaque else list(program.jaxpr.invars)
-    for eqn in filter(is_opaque, eqns) if opaque else eqns:
-        found += [*eqn.invars, *eqn.outvars]
-    eps = [jnp.finfo(v.aval.dtype).eps for v in variables(found) if is_inexact(v)]
-    names = ("float32", "float16", "bfloat16")
-    coarse = [name for name in names if jnp.finfo(name).eps <= max(eps, default=0)]
-    return jnp.dtype(coarse[-1]) if coarse else None
+    starts = [1 if opaque else max(1, _coarseness(v)) for v in program.jaxpr.invars]
+    return _DTYPES[max(interpret(program, starts, domain).outs, default=0)]
