@@ -94,7 +94,7 @@ CLOSE: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 def test_assert_trees_close(name):
     want, right, wrong, options = CLOSE[name]
     eqgt.assert_trees_close(right, want, **options)
-    with pytest.raises(AssertionError, match=r"^(At |The structures differ)"):
+    with pytest.raises(AssertionError, match=r"^At "):
         eqgt.assert_trees_close(wrong, want, **options)
 
 
