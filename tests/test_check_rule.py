@@ -244,7 +244,7 @@ REPORTS = {
         "zero everywhere: the term of `b` is missing", "also wrong: `c` (2.5)"], []),
     "orders": (lambda: jvp_rule(lambda x: jnp.sum(jnp.sin(x)), lambda p, t:
         jnp.sum(jnp.cos(stopped(p[0])) * t[0])), (jnp.array([0.3, 1.1, 0.7]),), {"checks":
-        "order"}, [(1, "at `x`"), "Does it hold something constant"], ["2. "]),
+        "order"}, [(1, "at `x`"), "hold something constant"], ["2. "]),
     "the primal": (affine_of_primal, (LAYER, jnp.array([1.0, 2.0, 3.0])), {},
         [(1, "it is the value of `layer.bias`: the rule returns the primal"), "and so: "],
         ["it clips", "of a sum it is not", "every entry is minus"]),

@@ -18,10 +18,6 @@ class Mistake(NamedTuple):
 _CLOSE = 1e-3
 # The dtypes whose rounding gives errors of this size, relative to all entries.
 _ROUNDED = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 5e-3}
-_MEANT = (
-    "it is a derivative by finite differences (`step=` of a host function), or a solver that "
-    "stops at a tolerance; if that is meant, pass `tolerance=`"
-)
 
 
 def likely_cause(
@@ -109,9 +105,10 @@ def _of_size(want, have) -> str:
     is_even = np.max(np.abs(have - want) / (np.abs(want) + size)) <= 10 * error
     dtype = next((dtype for dtype, most in _ROUNDED.items() if error < most), "")
     return (
-        f"a little off ({error:.0e} of the size of all): a factor of the rule is a little "
-        f"wrong, precision was lost, as by a cast to {dtype} or a difference of nearly equal "
-        f"numbers, or {_MEANT}"
+        f"a little off ({error:.0e} of the size of all): a factor, or precision was lost, as by "
+        f"a cast to {dtype} or a difference of nearly equal numbers. If it is a derivative by "
+        "finite differences (`step=` of a host function) or a solver that stops at a "
+        "tolerance, pass `tolerance=`"
     ) * bool(is_even and dtype)
 
 

@@ -197,9 +197,9 @@ def _count(run, *args) -> int:
 _ONLY_FIRST = "To check the first order only, as of a straight-through rule, pass `order=1`"
 _FAILS = f"right to first order, fails at the next. {_ONLY_FIRST}"
 _NEXT = (
-    "right to first order, wrong at the next: does the rule return `f(*primals)` as the value, "
-    "or a formula? Does it hold something constant (`stop_gradient`, NumPy) that the function "
-    f"does not, or call a function with a wrong rule? {_ONLY_FIRST}"
+    "right to first order, wrong at the next: does the rule return a formula instead of "
+    "`f(*primals)`, hold something constant (`stop_gradient`, NumPy), or call a function with "
+    f"a wrong rule? {_ONLY_FIRST}"
 )
 _ONLY_HERE = (
     "the first derivative is right at these arguments, and wrong at others nearby, as if a "

@@ -70,29 +70,25 @@ _CAUSE = (
 
 
 def _not_finite(where: str, case: Case) -> list[Finding]:
-    results = {
-        kind: (case.own_derivatives[row], names) for row, (kind, names) in case.offered.items()
-    }
+    rows = {kind: (case.own_derivatives[row], of) for row, (kind, of) in case.offered.items()}
     if case.has_reverse:
-        results[_SECOND] = _second_derivative(case, case.own), case.names
+        rows[_SECOND] = _second_derivative(case, case.own), case.names
     found = []
-    for name, (arrays, names) in results.items():
-        place = f"{where}, {name}"
+    for kind, (arrays, names) in rows.items():
+        place = f"{where}, {kind}"
         if isinstance(arrays, Exception):  # of second order, the check `order` reports it
-            found += [broke(place, arrays)] * (name != _SECOND)
-        elif not are_finite(arrays) and not (name == _SECOND and _is_too_large(case, arrays)):
-            shown = [
-                f"{named} {str(np.asarray(x)).replace(chr(10), '')[:100]}"
-                for named, x in zip(names, arrays, strict=True)
-                if not are_finite([x])
-            ]
-            text = f"NaN or infinity in the {name}: {', '.join(shown[:3])}"
-            found.append(failed(place, text, _CAUSE if name != "value" else ""))
+            found += [broke(place, arrays)] * (kind != _SECOND)
+            continue
+        bad = [(n, x) for n, x in zip(names, arrays, strict=True) if not are_finite([x])]
+        if bad and not (kind == _SECOND and _is_too_large(case, arrays)):
+            shown = [f"{n} {str(np.asarray(x)).replace(chr(10), '')[:100]}" for n, x in bad[:3]]
+            text = f"NaN or infinity in the {kind}: {', '.join(shown)}"
+            found.append(failed(place, text, _CAUSE * (kind != "value")))
     if not found:
         error = outcome(_under_debug_nans, case)
         if isinstance(error, Exception):
             is_nan = isinstance(error, FloatingPointError)
-            cause = "a NaN arises in an intermediate result" if is_nan else ""
+            cause = "a NaN arises in an intermediate result" * is_nan
             found.append(broke(f"{where}, under `jax.debug_nans`", error, cause))
     return found
 
