@@ -18,13 +18,13 @@ from jax.extend.core import ClosedJaxpr
 from .._errors import first_line
 from .._jaxprs.operands import fill
 from .._jaxprs.structure import holds
+from .._tangent_spaces import project_leaves
 from ._case import are_finite, Case
 from ._compare import difference, norm, pairing, SMALL_IN_FLOAT64
 from ._mistakes import Mistake
 from ._outcome import outcome
 from ._random_tangents import only
 from ._report import broke, compare, FAILED, failed, Finding, NO_REFERENCE, PASSED, skipped
-from ._subject import fitted
 
 
 _Arrays = list[Any]
@@ -77,7 +77,7 @@ class _Mode:
                 if k < values[i].size
             ]
         if (given := getattr(case.options, option)) is not None:
-            given = fitted(option, given, values, names)
+            given = project_leaves(jax.tree.leaves(given), values, values, name=option)
             self.directions.append((f"the {option} given", given))
 
     def labels(self, pairs: Iterable[tuple[str, str]]) -> list[str]:

@@ -1,13 +1,13 @@
 """The result of `check_rule`: a list of findings, and how they are printed."""
 
 import dataclasses
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from .._diagnosis.report import wrap
 from ._compare import differences, side_by_side
 from ._mistakes import likely_cause, Mistake
 from ._outcome import outcome, raised
@@ -183,7 +183,8 @@ class Report:
             rest = ", ".join(dict.fromkeys(f.check for f in others if f.check != first.check))
             lines += [f"  also in: {also}"] * bool(also) + [f"  and so: {rest}"] * bool(rest)
         lines += ["", *self._listed()]
-        return "\n".join(part for line in lines for part in _wrap(line))
+        indent = lambda line: " " * (len(line) - len(line.lstrip()) + 2)
+        return "\n".join(part for x in lines for part in wrap(x, _WIDTH, indent(x)))
 
     __repr__ = __str__
 
@@ -213,12 +214,3 @@ class Report:
         kept = [f.where for f in self.findings if f.check == "residuals" and not f.raised]
         lines = [f"{PASSED}: {', '.join(done)}"] * bool(done) + lines
         return lines + [f"residuals: {where}" for where in filter(None, kept)][:1]
-
-
-def _wrap(line: str) -> list[str]:
-    """The line if it fits. Otherwise its parts; the later parts are indented."""
-    text = line.lstrip()
-    indent = line[: len(line) - len(text)]
-    parts = textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ",
-                          break_long_words=False, break_on_hyphens=False)  # fmt: skip
-    return parts if len(line) > _WIDTH else [line]

@@ -180,19 +180,6 @@ def _as_tree(fn: Any) -> Any:
     return fn
 
 
-def fitted(option: str, tree: Any, space: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """The arrays that an option gives, in the shapes of a space."""
-    arrays = [np.asarray(x) for x in jax.tree.leaves(tree)]
-    if [x.shape for x in arrays] != [x.shape for x in space]:
-        raise rule_error(
-            f"`{option}` has an array whose shape is not the shape of its value.",
-            f"{', '.join(names)}: {', '.join(str(x.shape) for x in space)}",
-            f"`{option}`: {', '.join(str(x.shape) for x in arrays)}",
-            do="Give an array for each value, with a number for each entry.",
-        )
-    return arrays
-
-
 def _canonical(x):
     """A NumPy array in the precision in which JAX takes it. If a function captures a float64
     array, JAX keeps programs in single precision, and uses them for double precision after
