@@ -65,7 +65,7 @@ def normal_like(
 ) -> list[Any]:
     """Normal numbers like some arrays, none larger than `most`."""
     drawn = [normal(rng, np.shape(x), x.dtype) for x in arrays]
-    return [t / np.maximum(1, np.abs(t) / most).astype(t.real.dtype) for t in drawn]
+    return [(t / np.maximum(1, np.abs(t) / most)).astype(t.dtype) for t in drawn]
 
 
 def only(vectors: Sequence[Any], kept: Sequence[int]) -> list[Any]:
