@@ -76,7 +76,8 @@ class FlatFunction:
         self.groups = [owners[i] for i in self.indices]
         self.names = [f"`{paths[i]}`" for i in self.indices]
         arguments = [signature.names[i] for i in range(len(self.args))]
-        known = list(dict.fromkeys([*arguments, *paths]))
+        arrays = [path for path, x in zip(paths, self._all, strict=True) if is_arraylike(x)]
+        known = list(dict.fromkeys([*arguments, *arrays]))
         for name in fixed:
             if not any(is_part_of(path, name) for path in known):
                 raise rule_error(
