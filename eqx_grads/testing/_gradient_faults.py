@@ -91,8 +91,10 @@ def faults_in_own_precision(
         else:
             lost += [(error, program.names[i])] * (error > _LOST * rounding(lowest))
             continue
-        leaf, path = program.names[i], layer_of_leaf(program.names[i], program)
-        faults[i] = GradientFault(leaf=leaf, path=path, kind=kind, detail=text, cure=cure)
+        leaf = program.names[i]
+        faults[i] = GradientFault(
+            leaf=leaf, path=leaf.rpartition(".")[0], kind=kind, detail=text, cure=cure
+        )
     worst = [f"{name} ({error:.1g})" for error, name in sorted(lost, reverse=True)]
     text = f"In {lowest}, rounding changes the gradient. Its relative error"
     return faults, [f"{text}: {show_list(worst, 6)}."] * bool(lost)
@@ -129,7 +131,7 @@ def faults_of_leaves(
         of_rule: dict[str, Any] = reasons[0].fields() if reasons else {"path": ""}
         names = list(dict.fromkeys(o.primitive for o in reasons))
         of_rule["primitive"] = ", ".join(names)
-        of_rule["path"] = of_rule["path"] or layer_of_leaf(leaf.leaf, judge.program)
+        of_rule["path"] = of_rule["path"] or leaf.leaf.rpartition(".")[0]
         shown = ", ".join(f"`{name}`" for name in names)
         if kind == "not finite":
             cure = EXPLAIN_NAN
@@ -206,13 +208,6 @@ def _tie(program: LossProgram) -> str:
     is_compared = lambda eqn: eqn.primitive.name in ("min", "max")
     replaced(program.own.program, program.own.values, is_compared, compared)
     return next(iter(found), "")
-
-
-def layer_of_leaf(path: str, program: LossProgram) -> str:
-    """The innermost layer that a leaf belongs to."""
-    layers = program.traced.layers
-    around = [layer for layer in layers if path.startswith((layer + ".", layer + "["))]
-    return max(around, key=len, default="")
 
 
 class RuleRemoval:

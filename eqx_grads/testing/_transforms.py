@@ -42,7 +42,8 @@ class _Examples:
         self.case, self.f, self.leaves = case, case.own.f, case.subject.leaves
         self.t, self.w = case.tangents[0], case.cotangents[0]
         for self.move in _MOVES:
-            self.examples = [[_scaled(x, k) for x in self.leaves] for k in self.move]
+            moved = lambda k: [(np.asarray(x) * k).astype(x.dtype) for x in self.leaves]
+            self.examples = list(map(moved, self.move))
             runs = (case.own.derive(self.t, self.w, xs)["f"] for xs in self.examples)
             if not any(isinstance(x, Exception) for x in runs):
                 break
@@ -82,12 +83,6 @@ class _Examples:
             if i + len(self.t) not in kept:
                 columns[i] = columns[i].sum(0, dtype=columns[i].dtype)
         return columns
-
-
-def _scaled(x: Any, factor: float) -> np.ndarray:
-    # Far enough for the dtype, in which a small move may be none.
-    least = 4 * float(jnp.finfo(x.dtype).eps)
-    return (np.asarray(x) * min(factor, 1 - least if factor < 1 else 1)).astype(x.dtype)
 
 
 def transforms(case: Case) -> Iterator[Finding]:
