@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from .._diagnosis.ahead import CALLBACKS, SHORT_COMPILATION
 from .._diagnosis.in_float64 import evaluate_in_float64, is_opaque
 from .._diagnosis.pairs import is_inexact
-from .._errors import name_of, rule_error, type_of
+from .._errors import name_of, rule_error, unlike
 from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.interpret import Domain, interpret
@@ -29,7 +29,7 @@ from .._jaxprs.structure import CallWithRule, holds, LinearCall, primal_program,
 from ._compare import as_double, tolerance_in_float64, tolerance_of
 from ._options import Options
 from ._outcome import outcome
-from ._subject import double_precision, FlatFunction
+from ._subject import double_precision, FlatFunction, is_output
 from ._without_rules import without_rules
 
 
@@ -274,17 +274,16 @@ def as_reference(
             "the object out, check `lambda x: layer(x)`.",
         )
     kind = lambda x: (jnp.shape(x), jnp.iscomplexobj(x))
+    text = f"`{subject.name}` returns {{}}, `reference` {{}}"
 
     def arrays(*leaves):
-        found = jax.tree.leaves(unbound(*subject.arguments(leaves), **subject.kwargs))
-        out = [x for x in found if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+        found = unbound(*subject.arguments(leaves), **subject.kwargs)
+        out = list(filter(is_output, jax.tree.leaves(found)))
         values = jax.lax.stop_gradient(subject.arrays(*leaves))
-        if list(map(kind, out)) != list(map(kind, values)):
-            show = lambda xs: ", ".join(map(type_of, xs)) or "no arrays of floats"
+        if where := unlike(values, out, "output", text, kind):
             raise rule_error(
                 f"`reference` does not return what `{subject.name}` returns.",
-                f"`{subject.name}`: {show(values)}",
-                f"`reference`: {show(out)}",
+                *where,
                 do="Pass a function with the same outputs, and with another derivative.",
             )
         moved = [x - jax.lax.stop_gradient(x) for x in out]
