@@ -9,7 +9,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from eqx_grads._diagnosis.in_float64 import evaluate_in_float64
-from eqx_grads.testing._oracle import lowest_of
+from eqx_grads.testing._oracle import lowest_precisions
 
 from .helpers import quick_only
 from .model_faults import DATA, dense_stack, FAULTS, with_rule
@@ -310,7 +310,7 @@ def test_a_program_in_float64():
 
     x = np.array([0.3, 0.7, 1.1])
     program = jax.make_jaxpr(fn)(jnp.asarray(x, jnp.float32))
-    assert lowest_of(program) == jnp.bfloat16
+    assert lowest_precisions(program) == [jnp.bfloat16]
     w = np.asarray(VERDICTS["determinant"][1])
     of_w = jax.make_jaxpr(determinant)(w)
     with jax.enable_x64(True):

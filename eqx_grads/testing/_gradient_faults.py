@@ -28,7 +28,7 @@ from ._gradient_report import GradientFault, LeafVerdict
 from ._judge_leaf import Judge
 from ._loss_program import LossProgram
 from ._mistakes import likely_cause
-from ._oracle import lowest_of
+from ._oracle import lowest_precisions
 from ._outcome import outcome
 from ._without_rules import has_given_solver, is_rule, replaced
 
@@ -69,7 +69,7 @@ def faults_in_own_precision(
     value, own = program.own_gradient or (program.value(), gradient)
     lowest = program.lowest_of_user or np.dtype(float)
     rounding = lambda dtype: tolerance_of([np.zeros((), dtype or float)])
-    in_rules = lowest_of(program.programs["gradient"])
+    in_rules = lowest_precisions(program.programs["gradient"])
     faults, lost = {}, []
     for i in sorted(kept):
         exact, of_user, cure = as_double(gradient[i]), as_double(own[i]), EXPLAIN_NAN
@@ -85,9 +85,9 @@ def faults_in_own_precision(
         elif lowest.itemsize < 4 and np.any(exact) and not np.any(of_user):
             kind, text = "cut", f"In {lowest}, the gradient is zero; in float64, {size:.1g}."
             cure = "Multiply the loss by a large number, and divide the gradient by it."
-        elif rounding(in_rules) > rounding(lowest) and error > rounding(lowest):
+        elif size and rounding(in_rules[i]) > rounding(lowest) and error > rounding(lowest):
             kind, cure = "wrong", "Try `eqgt.check_rule`."
-            text = f"A rule rounds to {in_rules}, the loss to {lowest}: off by {error:.1g}."
+            text = f"A rule rounds to {in_rules[i]}, the loss to {lowest}: off by {error:.1g}."
         else:
             lost += [(error, program.names[i])] * (error > _LOST * rounding(lowest))
             continue

@@ -308,9 +308,9 @@ def _coarseness(variable: Any) -> int:
     return sum(bool(eps >= jnp.finfo(dtype).eps) for dtype in finer)
 
 
-def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
-    """The real dtype of lowest precision on the way from the inputs of a program to an output;
-    `None` if that is float64, or if no output depends on an input.
+def lowest_precisions(program: ClosedJaxpr, opaque: bool = False) -> list[np.dtype | None]:
+    """For each output, the real dtype of lowest precision on the way from the inputs to it;
+    `None` if that is float64, or if it depends on no input.
 
     A constant in low precision does not count, nor does what no output is computed from.
 
@@ -338,4 +338,9 @@ def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
         enters=lambda known: not isinstance(known, CallWithRule),
     )
     starts = [1 if opaque else max(1, _coarseness(v)) for v in program.jaxpr.invars]
-    return _DTYPES[max(interpret(program, starts, domain).outs, default=0)]
+    return [_DTYPES[fact] for fact in interpret(program, starts, domain).outs]
+
+
+def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
+    """The lowest precision on the way to any output."""
+    return max(lowest_precisions(program, opaque), key=_DTYPES.index, default=None)
