@@ -109,29 +109,26 @@ def zeros(case: Case) -> Iterator[Finding]:
     def of_part(derive, kept, along):
         return lambda at: derive(restricted(f, at.x, kept), pick(at.x, kept), along(at))
 
-    # The place, the row, what it should give, names, and the cause if it does not.
-    rows: list[tuple[str, Row, Any, Sequence[str], str]] = []
+    # The place, the row, what it should give, and names.
+    rows: list[tuple[str, Row, Any, Sequence[str]]] = []
     for kept in _subsets(len(case.names)):
-        name = _label(kept, case.names)
-        cause = f"wrong where {name} is perturbed, right where all leaves are"
+        place = f"{_label(kept, case.names)} perturbed"
         if case.has_forward:
             row = of_part(jvp, kept, lambda at, kept=kept: pick(at.t, kept))
             want = case.derivative("jvp", only(t, kept))
-            rows.append((f"{name} perturbed, forward", row, want, case.output_names, cause))
+            rows.append((f"{place}, forward", row, want, case.output_names))
         if case.has_reverse:
             row = of_part(vjp, kept, lambda at: at.w)
-            want, names = pick(whole, kept), pick(case.names, kept)
-            rows.append((f"{name} perturbed, reverse", row, want, names, cause))
+            rows.append((f"{place}, reverse", row, pick(whole, kept), pick(case.names, kept)))
     for kept in _subsets(len(case.outputs)) if case.has_reverse else ():
-        name = _label(kept, case.output_names)
-        cause = f"wrong where {name} is used, right where all outputs are"
         row = lambda at, kept=kept: vjp(lambda *xs: pick(f(*xs), kept), at.x, pick(at.w, kept))
         want = case.derivative("vjp", only(w, kept))
-        rows.append((f"{name} used", row, want, case.names, cause))
+        rows.append((f"{_label(kept, case.output_names)} used", row, want, case.names))
     at = At(case.wide.subject.leaves, t, w)
     # By number: two subsets of many leaves have the same name.
     found = case.wide.compute({f"part {i}": row for i, (_, row, *_) in enumerate(rows)}, at)
-    for (place, _, want, names, cause), got in zip(rows, found.values(), strict=True):
+    cause = "right where all leaves are perturbed, and all outputs are used"
+    for (place, _, want, names), got in zip(rows, found.values(), strict=True):
         yield compare(place, want, got, names, case.admitted(), cause=cause)
     if case.has_forward and len(case.names) > 1 and _is_given_none(case.subject.fn):
         yield from _dead_work(case)
