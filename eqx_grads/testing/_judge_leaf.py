@@ -181,10 +181,7 @@ class Judge:
         sides, wrong, unit = found.samples.sides, found.verdict, 1.0
         if not sides.is_kink:
             return wrong
-        entries = np.flatnonzero(t)
-        if entries.size > _MOST_ENTRIES:
-            entries = self.rng.choice(entries, _MOST_ENTRIES, replace=False)
-        for entry in entries:
+        for entry in np.sort(self.rng.permutation(np.flatnonzero(t))[:_MOST_ENTRIES]):
             alone = np.zeros_like(t)
             alone.flat[entry] = t.flat[entry]
             of_entry = self._compare(leaf, alone, is_held)

@@ -87,9 +87,7 @@ def _not_finite(where: str, case: Case) -> list[Finding]:
     if not found:
         error = outcome(_under_debug_nans, case)
         if isinstance(error, Exception):
-            is_nan = isinstance(error, FloatingPointError)
-            cause = "a NaN arises in an intermediate result" * is_nan
-            found.append(broke(f"{where}, under `jax.debug_nans`", error, cause))
+            found.append(broke(f"{where}, under `jax.debug_nans`", error))
     return found
 
 
