@@ -125,12 +125,11 @@ def deterministic(case: Case) -> Iterator[Finding]:
     """Repeated calls return bitwise equal results."""
     # Without a trace, which is a call as well.
     mode = "jvp" if "everse-mode" in str(outcome(case.eager, "vjp")) else "vjp"
-    of = case.output_names if mode == "jvp" else case.names
-    names = [f"the value of {n}" for n in case.output_names]
-    names += [f"the {'tangent' if mode == 'jvp' else 'cotangent'} of {n}" for n in of]
     calls = [case.eager(mode, number) for number in range(3)]
     arrays = lambda call: filter(is_output, jax.tree.leaves(call.value))
     runs = [[np.asarray(x) for x in (*arrays(c), *unless_error(c.derivative))] for c in calls]
+    offered = [case.offered[row] for row in ("f", mode)]
+    names = [f"the {kind} of {n}" for kind, of in offered for n in of]
     for number, run in enumerate(runs[1:], start=2):
         for name, first, again in zip(names, runs[0], run, strict=True):
             if first.tobytes() != again.tobytes():
