@@ -569,7 +569,7 @@ def third_call(n):
     return f, (x_of("float32"),)
 
 
-@row("transforms", "under scan", False, True)
+@row("transforms", "scan", False, True)
 def residual_in_a_variable(keeps):
     saved: dict[str, Any] = {}
 
