@@ -112,11 +112,8 @@ def faults_of_leaves(
     is_forward = lambda i: leaves[i].reverse is None or kinds[i] == "modes disagree"
     reverse = [i for i in kinds if not is_forward(i) and kinds[i] != "not finite"]
     rules = RuleRemoval(with_steps()) if reverse else None
-
-    def wrong_without(gradient):
-        return {i for i in reverse if judge.is_wrong(i, gradient)}
-
-    by_leaf, right = rules.culprits(wrong_without) if rules else ({}, None)
+    wrong_with = lambda gradient: {i for i in reverse if judge.is_wrong(i, gradient)}
+    by_leaf, right = rules.culprits(wrong_with) if rules else ({}, None)
     faults = {}
     for i, kind in kinds.items():
         leaf, reasons, details, tie = leaves[i], by_leaf.get(i, []), [], ""
