@@ -189,7 +189,7 @@ class Judge:
                 of_both = of_entry.samples.sides
                 if not (of_both.is_kink and all(map(of_both.admits, of_entry.derivatives))):
                     return wrong
-                sides, unit = of_both, float(t.flat[entry].real)
+                sides, unit = of_both, float(np.real(t.flat[entry]))
         nearby = self._nearby(leaf, t, is_held)
         is_kink, is_evidence = nearby.samples.sides.is_kink, nearby.samples.is_settled
         if nearby.verdict.verdict == WRONG and not is_kink and is_evidence(nearby.slope):

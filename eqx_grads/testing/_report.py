@@ -76,7 +76,7 @@ def broke(where: str, error: BaseException, cause: str = "") -> Finding:
 
 def compare(
     where: str,
-    want: Sequence[Any],
+    want: Any,
     got: Any,
     names: Sequence[str],
     tolerance: float,
