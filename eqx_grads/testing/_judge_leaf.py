@@ -191,9 +191,9 @@ class Judge:
                     return wrong
                 sides, unit = of_both, float(np.real(t.flat[entry]))
         nearby = self._nearby(leaf, t, is_held)
-        is_kink, is_evidence = nearby.samples.sides.is_kink, nearby.samples.is_settled
-        if nearby.verdict.verdict == WRONG and not is_kink and is_evidence(nearby.slope):
-            return wrong
+        if nearby.verdict.verdict == WRONG and not nearby.samples.sides.is_kink:
+            if nearby.samples.is_settled(nearby.slope):
+                return wrong
         left, right = [sides.left / unit, sides.right / unit][:: 1 if unit > 0 else -1]
         return dataclasses.replace(wrong, verdict=KINK, left=left, right=right)
 
