@@ -16,6 +16,9 @@ import numpy as np
 from ._trees import mirror, name_of_key, one_level
 
 
+__tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
+
+
 class RuleError(TypeError, ValueError, RuntimeError):
     """A rule, or a call of a function with a rule, breaks the contract of rules.
 

@@ -155,10 +155,10 @@ def _fitted(column: str, text: str, limit: int) -> list[str]:
     """The lines of a cell. Code is cut, and other text is wrapped, to less."""
     if column == "code":
         return [_shortened(text, min(limit + 10, _WIDEST_CODE))]
-    return _wrap(text, limit)
+    return wrap(text, limit)
 
 
-def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+def wrap(text: str, width: int, indent: str = "") -> list[str]:
     """The lines of a text. Code in backticks is kept on one line."""
     text = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
     wrapper = textwrap.TextWrapper(
@@ -202,7 +202,7 @@ class AbstractReport(abc.ABC):
         notes = [
             line
             for subject, text in dict.fromkeys([*self.notes(), *remarks])
-            for line in _wrap(f"{subject}: {text}", _WIDEST_LINE, "  ")
+            for line in wrap(f"{subject}: {text}", _WIDEST_LINE, "  ")
         ]
         return "\n\n".join([*parts, "\n".join(notes)] if notes else parts)
 

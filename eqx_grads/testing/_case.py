@@ -151,9 +151,8 @@ class Case:
         """A random tangent in proportion to the entries of the leaves, so that a difference
         takes a small step in each."""
         leaves = self.wide.subject.leaves
-        clip = lambda t: t if np.iscomplexobj(t) else np.clip(t, -2, 2)
-        drawn = normal_like(self.draw("differences"), list(map(as_double, leaves)))
-        return [scale_of(x) * clip(t) for x, t in zip(leaves, drawn, strict=True)]
+        drawn = normal_like(self.draw("differences"), list(map(as_double, leaves)), most=2)
+        return [scale_of(x) * t for x, t in zip(leaves, drawn, strict=True)]
 
     @ft.cached_property
     def differences(self) -> list[tuple[str, list[Any], Difference]]:
@@ -179,20 +178,24 @@ class Case:
             return _STRICT if exact else _BY_DIFFERENCES
         return self.wide.tolerance
 
-    def measured(self, noise: float) -> float:
-        """The number to add to a tolerance for rounding errors of this size."""
-        is_given = self.options.tolerance is not None or not np.isfinite(noise)
-        return 0.0 if is_given else min(10 * noise, _MOST_ROUNDING)
+    def measured(self, row: str, directions: Sequence[Any] = (None,)) -> float:
+        """The number to add to a tolerance that is not given, for the rounding errors of a
+        row."""
+        noise = self.noise(row, directions) if self.options.tolerance is None else 0.0
+        return min(10 * noise, _MOST_ROUNDING) if np.isfinite(noise) else 0.0
 
-    def noise(self, row: str, direction: Any = None) -> float:
+    def noise(self, row: str, directions: Sequence[Any]) -> float:
         """The rounding error of a row in the user's precision, relative to its size. If that
         is double, by how much it differs from a smooth function."""
-        at = lambda x=None, side=None: self.derivative(row, direction, x, side)
-        if self.own is self.wide:
-            found = outcome(self._roughness, at)
-        else:
-            found = outcome(lambda: relative_error(at(), at(side=self.own), entrywise=False))
-        return 0.0 if isinstance(found, Exception) else found
+
+        def along(direction):
+            at = lambda x=None, side=None: self.derivative(row, direction, x, side)
+            if self.own is self.wide:
+                return self._roughness(at)
+            return relative_error(at(), at(side=self.own), entrywise=False)
+
+        found = [outcome(along, direction) for direction in directions]
+        return max(0.0 if isinstance(x, Exception) else x for x in found)
 
     def _roughness(self, fn: Callable[[list[Any]], list[Any]]) -> float:
         """The relative error of a function that rounding explains, from second differences

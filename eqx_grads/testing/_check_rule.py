@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from .._diagnosis.progress import diagnosing, doing
-from .._errors import check_flags, check_function, rule_error
+from .._errors import check_flags, check_function, check_option, rule_error
 from ._case import Case
 from ._derivatives import forward, reverse
 from ._kept import leaks, residuals
@@ -218,10 +218,8 @@ def _chosen(checks: Collection[str] | None, skip: Collection[str]) -> Sequence[s
     wanted = tuple(CHECKS) if checks is None else as_names("check_rule", "checks", checks)
     left_out = as_names("check_rule", "skip", skip)
     for option, given in (("checks", wanted), ("skip", left_out)):
-        for name in set(given) - set(CHECKS):
-            what = f"The `{option}` of `check_rule` has an unknown name."
-            do = f"Give names from {', '.join(map(repr, CHECKS))}."
-            raise rule_error(what, f"it is {name!r}", do=do)
+        for name in given:
+            check_option("check_rule", option, name, CHECKS)
     names = [name for name in CHECKS if name in wanted and name not in left_out]
     if not names:
         raise rule_error(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import check_flags, show_path, type_of
+from .._errors import check_flags, show_path, unlike
 from .._rules.float_args import check_nonnegative_number
 from ._options import check_tolerance
 
@@ -219,22 +219,16 @@ def assert_trees_close(
 def aligned(
     got: Any, expected: Any, root: str = ""
 ) -> tuple[list[str], list[Any], list[Any]] | str:
-    """The names of the numbers in two trees, the numbers of `expected` and of `got`; or why the
-    trees differ."""
-    flat_got, def_got = jax.tree.flatten(got)
-    flat_expected, def_expected = jax.tree_util.tree_flatten_with_path(expected)
-    if def_got != def_expected:
-        return f"The structures differ.\n  got      {def_got}\n  expected {def_expected}"
-    names, want, have = [], [], []
-    for x, (path, y) in zip(flat_got, flat_expected, strict=True):
-        name = root + show_path(path) or "the only leaf"
-        if why := unlike(x, y):
-            return f"At {name}: {why}."
-        if is_number(y):
-            names.append(name)
-            want.append(y)
-            have.append(x)
-    return names, want, have
+    """The names of the numbers in two trees, the numbers of `expected` and of `got`; or where
+    the trees differ otherwise."""
+    text = "expected {}, got {}"
+    if why := unlike(expected, got, root or "the tree", text, _kind):
+        return f"A{why[0][1:]}."
+    flat = jax.tree_util.tree_leaves_with_path(expected)
+    leaves = zip(flat, jax.tree.leaves(got), strict=True)
+    found = [(root + show_path(path), y, x) for (path, y), x in leaves if is_number(y)]
+    names, want, have = map(list, zip(*found, strict=True)) if found else ([], [], [])
+    return [name or "the only leaf" for name in names], want, have
 
 
 def is_number(x: Any) -> bool:
@@ -244,22 +238,12 @@ def is_number(x: Any) -> bool:
     return isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def unlike(x: Any, y: Any) -> str | None:
-    """The reason why two leaves can't be compared as numbers, or the difference of two leaves
-    that are not numbers. `None` if they are to be compared as numbers, or are equal."""
-    if is_number(x) != is_number(y):
-        return f"got {type(x).__name__}, expected {type(y).__name__}"
+def _kind(x: Any) -> Any:
+    """Equal for leaves that are compared as numbers, and for others that are equal."""
     if is_number(x):
-        one, other = (
-            type_of(jax.ShapeDtypeStruct(np.shape(v), jnp.result_type(v))) for v in (x, y)
-        )
-        return f"got {one}, expected {other}" if one != other else None
-    if isinstance(x, jax.Array) and isinstance(y, jax.Array):
-        one, other = map(jax.random.key_data, (x, y))
-        same = x.dtype == y.dtype and np.array_equal(one, other)
-    else:
-        same = x is y or bool(x == y)
-    return None if same else f"got {x!r}, expected {y!r}"
+        return np.shape(x), jnp.result_type(x)
+    is_key = isinstance(x, jax.Array)
+    return (x.dtype, jax.random.key_data(x).tolist()) if is_key else (x,)
 
 
 _WIDTH = 13  # of a column of numbers, at least

@@ -18,13 +18,13 @@ from jax.extend.core import ClosedJaxpr
 from .._errors import first_line
 from .._jaxprs.operands import fill
 from .._jaxprs.structure import holds
+from .._tangent_spaces import project_leaves
 from ._case import are_finite, Case
 from ._compare import difference, norm, pairing, SMALL_IN_FLOAT64
 from ._mistakes import Mistake
 from ._outcome import outcome
 from ._random_tangents import only
 from ._report import broke, compare, FAILED, failed, Finding, NO_REFERENCE, PASSED, skipped
-from ._subject import fitted
 
 
 _Arrays = list[Any]
@@ -77,7 +77,7 @@ class _Mode:
                 if k < values[i].size
             ]
         if (given := getattr(case.options, option)) is not None:
-            given = fitted(option, given, values, names)
+            given = project_leaves(jax.tree.leaves(given), values, values, name=option)
             self.directions.append((f"the {option} given", given))
 
     def labels(self, pairs: Iterable[tuple[str, str]]) -> list[str]:
@@ -96,12 +96,13 @@ class _Mode:
         ends = itertools.product([name for name, _ in self.directions], self.to)
         names = self.labels(ends if self.is_forward else ((b, a) for a, b in ends))
         want, got = (self.along(directions, row) for row in (self.expected, self.row))
-        wider = lambda: case.measured(case.noise(self.expected, self.drawn[0]))
+        tolerance = case.admitted(exact=True)
+        if case.own is case.wide:
+            tolerance += case.measured(self.expected, self.drawn[:1])
         return compare(
             "" if factor == 1 else f"of {factor:g} times the cotangent", want, got,
-            names, case.admitted(exact=True),
+            names, tolerance,
             cause=None if factor == 1 else "as if a bound were missing or had another value",
-            wider=wider if case.own is case.wide else None,
             mistakes=lambda: self._mistakes(directions, names, want),
             note=case.reference,
             primals=None if self.is_forward else case.subject.leaves * len(directions),
@@ -246,10 +247,9 @@ def _in_own_precision(case: Case, mode: _Mode, is_expected: bool) -> Iterator[Fi
                 yield failed(name, text)
     if own is case.wide or not are_finite(want := mode.along(directions)):
         return
-    noise = lambda row: max(case.noise(row, d) for d in directions)
-    wider = lambda: 10 * noise(mode.expected) if is_expected else case.measured(noise(mode.row))
+    rounding = 10 * case.noise(mode.expected, directions) if is_expected else 0.0
     yield compare(
         "in your own precision", want, have, mode.to * len(directions),
-        own.tolerance, wider=wider,
+        own.tolerance + (rounding or case.measured(mode.row, directions)),
         note=f"right in float64, wrong in {case.subject.leaves[0].dtype}",
     )  # fmt: skip

@@ -15,7 +15,7 @@ import numpy as np
 
 from .._diagnosis.origins import NumberedLoss, Origin
 from .._diagnosis.report import show_list
-from .._diagnosis.source_lines import source_line, SourceLine, UNKNOWN
+from .._diagnosis.source_lines import source_line, SourceLine
 from .._errors import place_of
 from .._jaxprs.evaluate import bind, evaluate
 from .._jaxprs.host_calls import host_function_in
@@ -26,7 +26,7 @@ from .._tangent_spaces import is_differentiable
 from ._compare import as_double, norm, tolerance_of
 from ._gradient_report import GradientFault, LeafVerdict
 from ._judge_leaf import Judge
-from ._loss_program import along, LossProgram
+from ._loss_program import LossProgram
 from ._mistakes import likely_cause
 from ._oracle import lowest_precisions
 from ._outcome import outcome
@@ -49,12 +49,9 @@ def fault_of_value(loss: Any, program: LossProgram) -> GradientFault | None:
     if max(values) - min(values) <= 1e-6 * max(map(abs, values)):
         return None
     origins = NumberedLoss(program.own).origins
-    call = next((o for o in origins if "callback" in o.primitive), None)
     return GradientFault(
-        **(call.source if call else UNKNOWN).fields(),
+        **next((o.fields() for o in origins if "callback" in o.primitive), {}),
         kind="random",
-        primitive=call.primitive if call else "",
-        path=call.path if call else "",
         detail=f"Two calls return different values: {values[0]:.9g} and {values[1]:.9g}.",
         cure="A callback reads something that is not an argument: a random number of NumPy, "
         f"the time, or a counter. Pass it as an argument ({place_of(loss)}).",
@@ -77,8 +74,8 @@ def faults_in_own_precision(
     for i in sorted(kept):
         exact, of_user, cure = as_double(gradient[i]), as_double(own[i]), EXPLAIN_NAN
         size, is_finite = norm(exact), bool(np.all(np.isfinite(exact)))
-        with np.errstate(invalid="ignore"):
-            error = norm(of_user - exact) / size if size else 0.0
+        with np.errstate(invalid="ignore"):  # of a gradient of zero, relative to the loss
+            error = norm(of_user - exact) / (size or abs(float(value)) or 1e-300)
         if not (is_finite and np.all(np.isfinite(of_user))):
             dtype, at = (lowest, float(value)) if is_finite else ("float64", program.value())
             what = "NaN" if np.any(np.isnan(of_user)) else "infinite"
@@ -88,16 +85,16 @@ def faults_in_own_precision(
         elif lowest.itemsize < 4 and np.any(exact) and not np.any(of_user):
             kind, text = "cut", f"In {lowest}, the gradient is zero; in float64, {size:.1g}."
             cure = "Multiply the loss by a large number, and divide the gradient by it."
-        elif rounding(in_rules[i]) > rounding(lowest) and error > rounding(lowest):
+        elif size and rounding(in_rules[i]) > rounding(lowest) and error > rounding(lowest):
             kind, cure = "wrong", "Try `eqgt.check_rule`."
             text = f"A rule rounds to {in_rules[i]}, the loss to {lowest}: off by {error:.1g}."
         else:
-            if not size:  # relative to the loss
-                error = float(norm(of_user)) / (abs(float(value)) or 1e-300)
             lost += [(error, program.names[i])] * (error > _LOST * rounding(lowest))
             continue
-        leaf, path = program.names[i], layer_of_leaf(program.names[i], program)
-        faults[i] = GradientFault(leaf=leaf, path=path, kind=kind, detail=text, cure=cure)
+        leaf = program.names[i]
+        faults[i] = GradientFault(
+            leaf=leaf, path=leaf.rpartition(".")[0], kind=kind, detail=text, cure=cure
+        )
     worst = [f"{name} ({error:.1g})" for error, name in sorted(lost, reverse=True)]
     text = f"In {lowest}, rounding changes the gradient. Its relative error"
     return faults, [f"{text}: {show_list(worst, 6)}."] * bool(lost)
@@ -112,30 +109,64 @@ def faults_of_leaves(
     """- `with_steps`: traces the loss with the steps of `filter_scan` as equations."""
     kinds = {i: _kind(leaves[i]) for i in wrong}
     # Where reverse mode is right, the fault is in a forward rule.
-    reverse = [
-        i
-        for i, kind in kinds.items()
-        if leaves[i].reverse is not None and kind not in ("not finite", "modes disagree")
-    ]
-    if not reverse:
-        return {i: _fault(judge, leaves[i], kind) for i, kind in kinds.items()}
-    removal = RuleRemoval(with_steps())
-
-    def wrong_without(removed):
-        slope = lambda tangents: along(removal.gradient(removed), tangents)
-        return {i for i in reverse if judge.is_wrong(i, slope)}
-
-    by_leaf, removed = removal.culprits(wrong_without)
+    is_forward = lambda i: leaves[i].reverse is None or kinds[i] == "modes disagree"
+    reverse = [i for i in kinds if not is_forward(i) and kinds[i] != "not finite"]
+    rules = RuleRemoval(with_steps()) if reverse else None
+    wrong_with = lambda gradient: {i for i in reverse if judge.is_wrong(i, gradient)}
+    by_leaf, right = rules.culprits(wrong_with) if rules else ({}, None)
     faults = {}
     for i, kind in kinds.items():
-        reasons, details, tie = by_leaf.get(i, []), [], ""
-        if kind == "wrong" and not reasons and judge.is_right_nearby(i):
+        leaf, reasons, details, tie = leaves[i], by_leaf.get(i, []), [], ""
+        if leaf.relative_error < _SMALL:
+            details.append(f"it is off by {leaf.relative_error:.0e} of its size")
+        if kind == "wrong" and i in reverse and not reasons and judge.is_right_nearby(i):
             tie = _tie(judge.program)
             details.append(f"right at points nearby, and not at this one{tie}")
-        if removed and i in reverse:
-            details.append(_detail(judge, i, reverse, removal.gradient(removed)))
-        faults[i] = _fault(judge, leaves[i], kind, details, reasons, removal.kept, tie)
+        if right is not None and i in reverse:
+            details.append(_detail(judge, i, right))
+        text = "; ".join(filter(None, details))
+        of_rule: dict[str, Any] = reasons[0].fields() if reasons else {"path": ""}
+        names = list(dict.fromkeys(o.primitive for o in reasons))
+        of_rule["primitive"] = ", ".join(names)
+        of_rule["path"] = of_rule["path"] or leaf.leaf.rpartition(".")[0]
+        shown = ", ".join(f"`{name}`" for name in names)
+        if kind == "not finite":
+            cure = EXPLAIN_NAN
+        elif is_forward(i):
+            cure = "A forward rule in the loss is wrong: try `eqgt.check_rule`."
+        elif names:
+            cure = f"The gradient is right without the rule of {shown}: {_ON_PURPOSE}"
+        elif kind == "cut":
+            cure = "`eqg.explain_zero` says where the gradient becomes zero."
+        elif tie:
+            cure = _OF_A_TIE
+        elif rules and rules.kept:
+            known = rules.kept[0]
+            cure = f"The rule of `{known.primitive}` at {known.source} {_OPAQUE}"
+        else:
+            cure = _UNKNOWN
+        detail = f"{text[0].upper()}{text[1:]}." if text else ""
+        faults[i] = GradientFault(
+            **of_rule, leaf=leaf.leaf, kind=kind, detail=detail, cure=cure
+        )
     return faults
+
+
+_ON_PURPOSE = (
+    "try `eqgt.check_rule`. If it is another gradient on purpose, `skip` the leaves before it."
+)
+_OF_A_TIE = (
+    "Autodiff takes a half of each side at a tie. Move the point a little, or write the "
+    "function without the comparison."
+)
+_OPAQUE = (
+    "can't be removed, as JAX can't differentiate what is beneath it: try `eqgt.check_rule`. "
+    "The derivative of a solver is wrong if it solves another equation, or stops too early."
+)
+_UNKNOWN = (
+    "No rule that can be removed explains it: check the layers one by one. A small error is "
+    "usual for an iterative solver and low precision: then pass a larger `tolerance`."
+)
 
 
 def _kind(leaf: LeafVerdict) -> str:
@@ -152,65 +183,14 @@ def _kind(leaf: LeafVerdict) -> str:
     return "not a derivative" if is_zero else "wrong"
 
 
-def _detail(judge: Judge, i: int, wrong: Sequence[int], right: Sequence[Any]) -> str:
+def _detail(judge: Judge, i: int, right: Sequence[Any]) -> str:
     """What the gradient of a leaf looks like, beside the one without the wrong rules."""
-    both = list(zip(map(np.asarray, right), judge.gradient or (), strict=True))
+    assert judge.gradient is not None
+    want, have = map(np.asarray, (right[i], judge.gradient[i]))
     name = f"`{judge.program.names[i]}`"
-    if not np.any(both[i][0]):
+    if not np.any(want):
         return f"the loss does not change with {name} near this point"
-    others = [both[j] for j in wrong if j != i]
-    return likely_cause(*both[i], name, (), judge.leaves[i], others)
-
-
-def _fault(
-    judge: Judge,
-    leaf: LeafVerdict,
-    kind: str,
-    details: Sequence[str] = (),
-    reasons: Sequence[Origin] = (),
-    kept: Sequence[Origin] = (),
-    tie: str = "",
-) -> GradientFault:
-    """- `reasons`: the rules that make it wrong. `kept`: the rules that can't be removed."""
-    path, source = layer_of_leaf(leaf.leaf, judge.program), UNKNOWN
-    if reasons:
-        source, path = reasons[0].source, reasons[0].path or path
-    names = list(dict.fromkeys(o.primitive for o in reasons))
-    small = f"it is off by {leaf.relative_error:.0e} of its size"
-    text = "; ".join(filter(None, [small * (leaf.relative_error < _SMALL), *details]))
-    if kind == "not finite":
-        cure = EXPLAIN_NAN
-    elif kind == "modes disagree" or leaf.reverse is None:
-        cure = "A forward rule in the loss is wrong: try `eqgt.check_rule`."
-    elif names:
-        shown = ", ".join(f"`{name}`" for name in names)
-        cure = (
-            f"The gradient is right without the rule of {shown}: try `eqgt.check_rule`. If it "
-            "is another gradient on purpose, `skip` the leaves before it."
-        )
-    elif kind == "cut":
-        cure = "`eqg.explain_zero` says where the gradient becomes zero."
-    elif tie:
-        cure = (
-            "Autodiff takes a half of each side at a tie. Move the point a little, or write "
-            "the function without the comparison."
-        )
-    elif kept:
-        cure = (
-            f"The rule of `{kept[0].primitive}` at {kept[0].source} can't be removed, as JAX "
-            "can't differentiate what is beneath it: try `eqgt.check_rule`. The derivative of "
-            "a solver is wrong if it solves another equation, or stops too early."
-        )
-    else:
-        cure = (
-            "No rule that can be removed explains it: check the layers one by one. A small "
-            "error is usual for an iterative solver and low precision: then pass a larger "
-            "`tolerance`."
-        )
-    return GradientFault(
-        **source.fields(), leaf=leaf.leaf, kind=kind, primitive=", ".join(names), path=path,
-        detail=f"{text[0].upper()}{text[1:]}." if text else "", cure=cure,
-    )  # fmt: skip
+    return likely_cause(want, have, name, (), judge.leaves[i])
 
 
 def _tie(program: LossProgram) -> str:
@@ -225,13 +205,6 @@ def _tie(program: LossProgram) -> str:
     is_compared = lambda eqn: eqn.primitive.name in ("min", "max")
     replaced(program.own.program, program.own.values, is_compared, compared)
     return next(iter(found), "")
-
-
-def layer_of_leaf(path: str, program: LossProgram) -> str:
-    """The innermost layer that a leaf belongs to."""
-    layers = program.traced.layers
-    around = [layer for layer in layers if path.startswith((layer + ".", layer + "["))]
-    return max(around, key=len, default="")
 
 
 class RuleRemoval:
@@ -295,12 +268,14 @@ class RuleRemoval:
         return self.program.of(lambda xs: run_without(program, [*xs, *others])[0])(leaves)
 
     def culprits(
-        self, wrong: Callable[[Set[int]], Set[int]]
-    ) -> tuple[dict[int, list[Origin]], Set[int]]:
-        """For each wrong leaf the rules that make it wrong, and the set of all such rules.
+        self, wrong_with: Callable[[Sequence[Any]], Set[int]]
+    ) -> tuple[dict[int, list[Origin]], Sequence[Any] | None]:
+        """For each wrong leaf the rules that make it wrong; and the gradient without all such
+        rules, if there are any.
 
-        - `wrong`: the leaves that are wrong without a set of rules.
+        - `wrong_with`: the leaves that are wrong with a gradient.
         """
+        wrong = lambda removed: wrong_with(self.gradient(removed))
         removed = set(range(len(self.suspects)))
         if wrong(removed):
             # One of the functions may have no other derivative than its rule.
@@ -314,7 +289,7 @@ class RuleRemoval:
             if self.suspects[i].number not in enclosing:
                 for leaf in wrong(removed - {i}):
                     by_leaf.setdefault(leaf, []).append(self.suspects[i])
-        return by_leaf, removed
+        return by_leaf, self.gradient(removed) if removed else None
 
 
 def _cannot_be_entered(eqn) -> bool:

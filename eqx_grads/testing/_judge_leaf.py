@@ -6,7 +6,7 @@ several kinks may cancel; and a point nearby is judged.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +14,10 @@ import numpy as np
 from .._jaxprs.operands import fill
 from .._jaxprs.structure import holds
 from ._compare import as_double, norm, scale_of
-from ._differences import Samples, Sides, Slope
+from ._differences import Samples, Slope
 from ._gradient_report import DEAD, FLAT, KINK, LeafVerdict, RIGHT, STOPPED, UNMEASURED, WRONG
 from ._loss_program import along, LossProgram
+from ._random_tangents import normal_like
 
 
 # How many times its estimated error a difference may be off.
@@ -46,14 +47,6 @@ class _Found(NamedTuple):
     def derivatives(self) -> list[float]:
         return [d for d in (self.verdict.reverse, self.verdict.forward) if d is not None]
 
-    @property
-    def is_evidence(self) -> bool:
-        return self.samples.is_settled(self.slope)
-
-    @property
-    def sides(self) -> Sides:
-        return self.samples.sides
-
 
 class Judge:
     """Holds a gradient against differences.
@@ -79,7 +72,8 @@ class Judge:
         """A random direction of a leaf, relative to its entries, with a component along the
         gradient."""
         scale = self.scales[leaf]
-        noise = _normal(self.rng, self.leaves[leaf])
+        # Less than the component along the gradient, so that the two do not add up to zero.
+        (noise,) = normal_like(self.rng, [self.leaves[leaf]], most=1.5)
         if self.gradient is not None:
             g = as_double(self.gradient[leaf]) * scale
             size = np.abs(np.where(np.isfinite(g), g, 0))
@@ -99,10 +93,10 @@ class Judge:
             return dataclasses.replace(held.verdict, verdict=STOPPED)
         return (held if held.verdict.verdict in (KINK, FLAT) else found).verdict
 
-    def is_wrong(self, leaf: int, slope_along: Callable[[list[np.ndarray]], float]) -> bool:
-        """Whether another derivative is wrong along the direction of a leaf that was judged."""
+    def is_wrong(self, leaf: int, gradient: Sequence[Any]) -> bool:
+        """Whether another gradient is wrong along the direction of a leaf that was judged."""
         t, measured = self._measured[leaf]
-        slope = slope_along(self._only(leaf, t))
+        slope = along(gradient, self._only(leaf, t))
         return not any(abs(slope - found.slope.value) <= found.admitted for found in measured)
 
     def is_right_nearby(self, leaf: int) -> bool:
@@ -114,7 +108,7 @@ class Judge:
         verdict = found.verdict
         if verdict.verdict == WRONG and np.all(np.isfinite(found.derivatives)):
             verdict = self._unless_kink(leaf, t, found, is_held)
-        if verdict.verdict == WRONG and not found.is_evidence:
+        if verdict.verdict == WRONG and not found.samples.is_settled(found.slope):
             verdict = dataclasses.replace(verdict, verdict=UNMEASURED)
         return found._replace(verdict=verdict)
 
@@ -184,30 +178,30 @@ class Judge:
         """At a kink of the loss, the gradient is one of many: along each entry, it is right or
         between the slopes on both sides. It is judged at a point nearby, too, which in general
         has no kink."""
-        sides, wrong, unit = found.sides, found.verdict, 1.0
+        sides, wrong, unit = found.samples.sides, found.verdict, 1.0
         if not sides.is_kink:
             return wrong
-        entries = np.flatnonzero(t)
-        if entries.size > _MOST_ENTRIES:
-            entries = self.rng.choice(entries, _MOST_ENTRIES, replace=False)
-        for entry in entries:
+        for entry in np.sort(self.rng.permutation(np.flatnonzero(t))[:_MOST_ENTRIES]):
             alone = np.zeros_like(t)
             alone.flat[entry] = t.flat[entry]
             of_entry = self._compare(leaf, alone, is_held)
             if of_entry.verdict.verdict == WRONG:
-                of_both = of_entry.sides
+                of_both = of_entry.samples.sides
                 if not (of_both.is_kink and all(map(of_both.admits, of_entry.derivatives))):
                     return wrong
-                sides, unit = of_both, float(t.flat[entry].real)
+                sides, unit = of_both, float(np.real(t.flat[entry]))
         nearby = self._nearby(leaf, t, is_held)
-        if nearby.verdict.verdict == WRONG and not nearby.sides.is_kink and nearby.is_evidence:
-            return wrong
+        if nearby.verdict.verdict == WRONG and not nearby.samples.sides.is_kink:
+            if nearby.samples.is_settled(nearby.slope):
+                return wrong
         left, right = [sides.left / unit, sides.right / unit][:: 1 if unit > 0 else -1]
         return dataclasses.replace(wrong, verdict=KINK, left=left, right=right)
 
     def _nearby(self, leaf: int, t: np.ndarray, is_held: bool) -> _Found:
-        pairs = zip(self.leaves, self.scales, strict=True)
-        moved = [x + _MOVE * s * _normal(self.rng, x) for x, s in pairs]
+        drawn = normal_like(self.rng, self.leaves)
+        moved = [
+            x + _MOVE * s * t for x, s, t in zip(self.leaves, self.scales, drawn, strict=True)
+        ]
         gradient = None if self.gradient is None else self.program.gradient_at(moved)
         return self._compare(leaf, t, is_held, (moved, gradient))
 
@@ -218,9 +212,3 @@ def _gap(reverse: float | None, forward: float | None, slope: Slope) -> float:
     about this leaf."""
     gaps = [abs(d - slope.value) for d in (reverse, forward) if d is not None]
     return max(gaps) if np.all(np.isfinite(gaps)) else gaps[0]
-
-
-def _normal(rng, x: Any) -> np.ndarray:
-    # Less than the component along the gradient, so that the two do not add up to zero.
-    draw = lambda: np.clip(rng.standard_normal(np.shape(x)), -1.5, 1.5)
-    return np.asarray(draw() + 1j * draw() if np.iscomplexobj(x) else draw())

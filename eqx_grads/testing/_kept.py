@@ -53,24 +53,19 @@ def leaks(case: Case) -> Iterator[Finding]:
         yield _compilations(case)
 
 
-def _trace(case: Case, fn: Callable[..., Any], mode: str) -> ClosedJaxpr:
-    """The steps of a loop with the derivative of a compiled function. Nothing is compiled:
-    leaks happen in tracing."""
-    t, w = case.tangents[0], case.cotangents[0]
+def _leak(case: Case, fn: Callable[..., Any], mode: str) -> Exception | None:
+    """What `jax.checking_leaks` raises in a trace of the steps of a loop with the derivative of
+    a compiled function. Nothing is compiled: leaks happen in tracing."""
 
     def step(xs, _):
         # A new function each time: JAX must not find the trace of an earlier one.
         run = jax.jit(lambda *xs: list(fn(*xs)))
-        return xs, rows_of(run)[mode](At(xs, t, w))
+        return xs, rows_of(run)[mode](At(xs, case.tangents[0], case.cotangents[0]))
 
-    loop = lambda xs: jax.lax.scan(step, xs, None, length=2)
-    return jax.make_jaxpr(loop)(case.subject.leaves)
-
-
-def _leak(case: Case, fn: Callable[..., Any], mode: str) -> Exception | None:
     def checked():
         with jax.checking_leaks():
-            _trace(case, fn, mode)
+            loop = lambda xs: jax.lax.scan(step, xs, None, length=2)
+            jax.make_jaxpr(loop)(case.subject.leaves)
 
     error = outcome(checked)
     # The checker reports a leak in the place of an error whose traceback holds tracers.
@@ -89,9 +84,9 @@ def _is_leak(error: Exception | None) -> bool:
 def _compilations(case: Case) -> Finding:
     """The third eager call compiles nothing."""
     where = "compilation in repeated calls"
-    program = outcome(_trace, case, case.own.f, "vjp")
-    # The first equation is our own loop.
-    found = list(equations(program))[1:] if isinstance(program, ClosedJaxpr) else ()
+    at = At(case.x, case.tangents[0], case.cotangents[0])
+    program = case.own.trace("vjp", case.own.rows["vjp"], at)
+    found = equations(program) if isinstance(program, ClosedJaxpr) else ()
     if any(new in e.primitive.name for e in found for new in _COMPILED_ANEW):
         return skipped("JAX compiles loops and callbacks in each eager call")
     call = [outcome(case.eager, "vjp", number) for number in range(3)][-1]

@@ -21,12 +21,11 @@ from .._diagnosis.traced_loss import trace_loss, TracedLoss
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import Call, Checkpoint, Cond, found, holds, Scan, structure, While
 from .._rules.without_tangents import WITHOUT_TANGENTS
-from .._tangent_spaces import is_differentiable
 from ._compare import as_double, pairing
 from ._differences import Samples
 from ._oracle import expanded, lowest_of, without_log
 from ._outcome import outcome
-from ._subject import double_precision
+from ._subject import double_precision, widened
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
@@ -205,21 +204,13 @@ def trace(
         works = not isinstance(outcome(jax.eval_shape, run, list(own.values)), Exception)
         if exact.rounded_to is None and works:
             return exact
-        widened = _widened((model, tuple(args), dict(kwargs)))
-        traced = outcome(lambda: trace_loss(CALLER, loss, *widened, **options))
+        wide = widened((model, tuple(args), dict(kwargs)))
+        traced = outcome(lambda: trace_loss(CALLER, loss, *wide, **options))
     if isinstance(traced, TracedLoss):
-        wide = LossProgram(own, traced, slope_of)
-        if not isinstance(outcome(wide.value), Exception):
-            return wide
+        in_float64 = LossProgram(own, traced, slope_of)
+        if not isinstance(outcome(in_float64.value), Exception):
+            return in_float64
     return exact
-
-
-def _widened(tree: PyTree) -> PyTree:
-    """All arrays of floats in float64. Python numbers stay as they are: a model may use them as
-    configuration."""
-    is_array = lambda x: isinstance(x, jax.Array | np.ndarray | np.generic)
-    widen = lambda x: jnp.asarray(as_double(x)) if is_array(x) and is_differentiable(x) else x
-    return jax.tree.map(widen, tree)
 
 
 def along(gradient: Sequence[Any], tangents: Sequence[Any]) -> float:

@@ -1,6 +1,6 @@
 """The likely cause of a wrong derivative: known mistakes, recognized from the numbers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,6 @@ class Mistake(NamedTuple):
 
 
 _CLOSE = 1e-3
-_WORDS = {2.0: "twice", 0.5: "half"}
 # The dtypes whose rounding gives errors of this size, relative to all entries.
 _ROUNDED = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 5e-3}
 
@@ -25,16 +24,16 @@ def likely_cause(
     want: Any,
     have: Any,
     name: str,
-    mistakes: Sequence[Mistake] = (),
+    mistakes: Iterable[Mistake] = (),
     primal: Any = None,
-    others: Sequence[tuple[Any, Any]] = (),
+    same: Sequence[tuple[Any, Any]] = (),
     *,
     is_random: bool = False,
 ) -> str:
     """The likely cause in one sentence, or an empty string.
 
     - `primal`: the value that the array is a cotangent of.
-    - `others`: the other arrays that are wrong: what is expected, and what is there.
+    - `same`: what is expected and what is there along other directions.
     - `is_random`: whether the derivative is along a random direction: another gradient may be
         the value of its argument by chance.
     """
@@ -46,7 +45,7 @@ def likely_cause(
                         (want, "finite where the expected value is not")):  # fmt: skip
         if not np.all(np.isfinite(found)):
             return f"{text}: {_indices(~np.isfinite(found))}"
-    if is_random and primal is not None and np.any(primal) and _close(primal, have):
+    if is_random and primal is not None and np.any(primal) and _is_close(primal, have):
         return (
             f"it is the value of {name}: the rule returns the primal, and not its cotangent "
             "(as `eqx.tree_at` does, which keeps the leaves that it does not replace)"
@@ -58,73 +57,35 @@ def likely_cause(
         )
     if not np.any(have):
         return f"zero everywhere: the term of {name} is missing"
-    size = norm(want) / np.sqrt(want.size)
-    error = norm(want - have) / norm(want)
-    factor = _factor(want, have, others)
-    is_even = np.max(np.abs(have - want) / (np.abs(want) + size)) <= 10 * error
-    if factor is None and is_even and error < max(_ROUNDED.values()):
-        dtype = next(dtype for dtype, most in _ROUNDED.items() if error < most)
-        return (
-            f"a little off ({error:.0e} of the size of all): precision was lost, as by a cast "
-            f"to {dtype} or a difference of nearly equal numbers, or {_MEANT}"
-        )
+    flat = lambda arrays: np.concatenate(list(map(np.ravel, arrays)))
+    factor, words = _multiple(*map(flat, zip((want, have), *same, strict=True)))
+    if not _is_close(factor, 1.0):
+        sizes = (n for n in (want.size, *want.shape) if n > 3)
+        n = next((n for n in sizes if _is_close(factor, n) or _is_close(factor * n, 1)), 0)
+        more = f": a sum and a mean over {n} entries were confused" if n else ""
+        return f"every entry is {words} the expected one{more}"
     # A mistake that does not change the expected array explains nothing.
     for mistake in (*_rearranged(want), *mistakes):
-        if _close(mistake.array, have) and not _close(mistake.array, want):
+        if _is_close(mistake.array, have) and not _is_close(mistake.array, want):
             return mistake.cause
-    return _of_entries(want, have, name, primal) if factor is None else _of_factor(factor, want)
+    return _of_size(want, have) or _of_entries(want, have, name, primal)
 
 
-_MEANT = (
-    "it is a derivative by finite differences (`step=` of a host function), or a solver that "
-    "stops at a tolerance; if that is meant, pass `tolerance=`"
-)
-
-
-def _close(a, b) -> bool:
+def _is_close(a, b) -> bool:
     a, b = as_double(a), as_double(b)
     return a.shape == b.shape and norm(a - b) <= _CLOSE * norm(a)
 
 
-def _factor(want, have, others: Sequence[tuple[Any, Any]]) -> complex | None:
-    """By what an array is multiplied. Any number is a multiple of another one, so the other
-    arrays have to be the same multiple where all entries are one number."""
-    if _n_different(want) < 2:
-        pairs = [(want, have), *((w, h) for w, h in others if w.shape == h.shape)]
-        columns = zip(*pairs, strict=True)
-        want, have = (np.concatenate(list(map(np.ravel, xs))) for xs in columns)
-    w, h = want.ravel().astype(complex), have.ravel().astype(complex)
-    w, h = (x / np.max(np.abs(w)) for x in (w, h))
-    factor = complex(np.vdot(w, h) / np.vdot(w, w))
-    # A factor close to one must be larger than the noise to be recognized.
-    slack = min(_CLOSE, abs(factor - 1) / 10)
-    is_one = norm(h - factor * w) <= slack * norm(h)
-    is_known = _n_different(want) > 1 or abs(factor + 1) < _CLOSE
-    return factor if is_one and is_known and abs(factor - 1) > 1e-6 else None
-
-
-def _n_different(x: Any) -> int:
-    """How many numbers there are in it, up to their signs, apart from zero."""
-    sizes = np.sort(np.abs(x).ravel())
-    sizes = sizes[sizes > 1e-6 * np.max(sizes, initial=0.0)]
-    return int(np.sum(np.diff(sizes) > _CLOSE * sizes[1:])) + 1 if sizes.size else 0
-
-
-def _of_factor(factor: complex, want: Any) -> str:
-    is_near = lambda value: abs(factor / value - 1) < _CLOSE
-    if is_near(-1):
-        return "the sign is wrong: every entry is minus the expected one"
-    if is_near(1):
-        number = f"1 {'+' if factor.real > 1 else '-'} {abs(factor - 1):.0e} times"
-        more = f": a factor of the rule is a little wrong, or {_MEANT}"
-    else:
-        is_real = abs(factor.imag) <= _CLOSE * abs(factor)
-        number = f"{factor.real if is_real else factor:.4g} times"
-        number = next((word for value, word in _WORDS.items() if is_near(value)), number)
-        sizes = {want.size, *want.shape} - {0, 1, 2, 3}
-        n = next((n for n in sizes if is_near(n) or is_near(1 / n)), 0)
-        more = f": a sum and a mean over {n} entries were confused" if n else ""
-    return f"every entry is {number} the expected one{more}"
+def _multiple(want, have) -> tuple[complex, str]:
+    """By what an array is multiplied, and in words; 1 if it is no multiple."""
+    factors: dict[complex, str] = {-1.0: "minus", 2.0: "twice", 0.5: "half"}
+    # Any number is a multiple of another one.
+    if np.ptp(np.abs(want[want != 0])) > _CLOSE * np.max(np.abs(want)):
+        fit = complex(np.vdot(want, have) / np.vdot(want, want))
+        fit = fit.real if abs(fit.imag) <= _CLOSE * abs(fit) else fit
+        factors.setdefault(fit, f"{fit:.4g} times")
+    known = ((f, words) for f, words in factors.items() if _is_close(f * want, have))
+    return next(known, (1.0, ""))
 
 
 def _rearranged(want) -> Iterator[Mistake]:
@@ -136,6 +97,19 @@ def _rearranged(want) -> Iterator[Mistake]:
         yield Mistake(f"reversed along axis {axis}", np.flip(want, axis))
         for step in (1, -1):
             yield Mistake(f"off by one along axis {axis}", np.roll(want, step, axis))
+
+
+def _of_size(want, have) -> str:
+    """Of an error that is small, and about as large in each entry."""
+    error, size = norm(want - have) / norm(want), norm(want) / np.sqrt(want.size)
+    is_even = np.max(np.abs(have - want) / (np.abs(want) + size)) <= 10 * error
+    dtype = next((dtype for dtype, most in _ROUNDED.items() if error < most), "")
+    return (
+        f"a little off ({error:.0e} of the size of all): a factor, or precision was lost, as "
+        f"by a cast to {dtype} or a difference of nearly equal numbers. If it is a derivative "
+        "by finite differences (`step=` of a host function) or a solver that stops at a "
+        "tolerance, pass `tolerance=`"
+    ) * bool(is_even and dtype)
 
 
 def _of_entries(want, have, name, primal) -> str:

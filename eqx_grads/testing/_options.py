@@ -6,23 +6,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from .._errors import bad_argument, check_flags, check_function, rule_error
-from .._rules.float_args import as_count, as_integer, as_number
+from .._rules.float_args import as_count, as_number
 
 
 def as_seeds(name: str, seed: Any) -> list[int]:
     """One seed or several, as a list."""
-    is_one = not isinstance(seed, Iterable) or getattr(seed, "ndim", 1) == 0
-    given = [seed] if is_one or isinstance(seed, str | bytes) else list(seed)
-    seeds = [s for s in map(as_integer, given) if s is not None and s >= 0]
-    if not seeds or len(seeds) < len(given):
-        do = "Give an integer that is not negative, or where several are taken, a list."
-        raise bad_argument(name, "seed", "a seed", seed, do)
-    return seeds
+    is_one = isinstance(seed, str | bytes) or not isinstance(seed, Iterable)
+    seeds = [seed] if is_one or getattr(seed, "ndim", 1) == 0 else list(seed)
+    return [as_seed(name, s) for s in seeds or [None]]
 
 
 def as_seed(name: str, seed: Any) -> int:
-    (one,) = as_seeds(name, [seed])
-    return one
+    return as_count(name, "seed", seed, least=0)
 
 
 def check_tolerance(name: str, tolerance: Any) -> None:
@@ -67,10 +62,7 @@ class Options:
         check_tolerance("check_rule", self.tolerance)
         as_count("check_rule", "order", self.order)
         if self.max_residual_bytes is not None:
-            do = "Give a number of bytes, or leave it out."
-            as_count(
-                "check_rule", "max_residual_bytes", self.max_residual_bytes, least=0, do=do
-            )
+            as_count("check_rule", "max_residual_bytes", self.max_residual_bytes, least=0)
         is_list = isinstance(self.at, tuple | list)
         if not is_list or not all(isinstance(point, tuple | list) for point in self.at):
             do = "Give a tuple of the arguments for each point, as in `at=[(x,), (y,)]`."

@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from .._diagnosis.ahead import CALLBACKS, SHORT_COMPILATION
 from .._diagnosis.in_float64 import evaluate_in_float64, is_opaque
 from .._diagnosis.pairs import is_inexact
-from .._errors import name_of, rule_error, type_of
+from .._errors import name_of, rule_error, unlike
 from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.interpret import Domain, interpret
@@ -29,7 +29,7 @@ from .._jaxprs.structure import CallWithRule, holds, LinearCall, primal_program,
 from ._compare import as_double, tolerance_in_float64, tolerance_of
 from ._options import Options
 from ._outcome import outcome
-from ._subject import double_precision, FlatFunction
+from ._subject import double_precision, FlatFunction, is_output
 from ._without_rules import without_rules
 
 
@@ -212,21 +212,18 @@ def in_float64(own: Side, options: Options, at: At) -> Side:
     """The same function in float64. `at`: directions."""
     if own.lowest is None and own.program is not None:
         return own  # the user's precision is double
-    works = _working(own, at)
+    found = lambda side: side.derive(at.t, at.w).items()
+    working = lambda side: {name for name, x in found(side) if not isinstance(x, Exception)}
+    works = working(own)
     exact = Side(own.subject, options, True)
     exact._traced = own._traced  # the same programs
     # First the one whose values no host function rounds.
     for is_wide in (False, True) if exact.rounded_to is None else (True, False):
         side = Side(own.subject.in_float64(), options, True) if is_wide else exact
-        found = outcome(_working, side, at)  # it may be for single precision only
-        if not isinstance(found, Exception) and works <= found:
+        works_there = outcome(working, side)  # it may be for single precision only
+        if not isinstance(works_there, Exception) and works <= works_there:
             return side
     return own  # as of Lineax, which can't be evaluated in another precision
-
-
-def _working(side: Side, at: At) -> set[str]:
-    found = side.derive(at.t, at.w).items()
-    return {name for name, result in found if not isinstance(result, Exception)}
 
 
 def unless_error(result: Any) -> Any:
@@ -277,17 +274,16 @@ def as_reference(
             "the object out, check `lambda x: layer(x)`.",
         )
     kind = lambda x: (jnp.shape(x), jnp.iscomplexobj(x))
+    text = f"`{subject.name}` returns {{}}, `reference` {{}}"
 
     def arrays(*leaves):
-        found = jax.tree.leaves(unbound(*subject.arguments(leaves), **subject.kwargs))
-        out = [x for x in found if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+        found = unbound(*subject.arguments(leaves), **subject.kwargs)
+        out = list(filter(is_output, jax.tree.leaves(found)))
         values = jax.lax.stop_gradient(subject.arrays(*leaves))
-        if list(map(kind, out)) != list(map(kind, values)):
-            show = lambda xs: ", ".join(map(type_of, xs)) or "no arrays of floats"
+        if where := unlike(values, out, "output", text, kind):
             raise rule_error(
                 f"`reference` does not return what `{subject.name}` returns.",
-                f"`{subject.name}`: {show(values)}",
-                f"`reference`: {show(out)}",
+                *where,
                 do="Pass a function with the same outputs, and with another derivative.",
             )
         moved = [x - jax.lax.stop_gradient(x) for x in out]
@@ -312,7 +308,7 @@ def _coarseness(variable: Any) -> int:
     return sum(bool(eps >= jnp.finfo(dtype).eps) for dtype in finer)
 
 
-def lowest_precisions(program: ClosedJaxpr, *, opaque: bool = False) -> list[np.dtype | None]:
+def lowest_precisions(program: ClosedJaxpr, opaque: bool = False) -> list[np.dtype | None]:
     """For each output, the real dtype of lowest precision on the way from the inputs to it;
     `None` if that is float64, or if it depends on no input.
 
@@ -347,4 +343,4 @@ def lowest_precisions(program: ClosedJaxpr, *, opaque: bool = False) -> list[np.
 
 def lowest_of(program: ClosedJaxpr, opaque: bool = False) -> np.dtype | None:
     """The lowest precision on the way to any output."""
-    return max(lowest_precisions(program, opaque=opaque), key=_DTYPES.index, default=None)
+    return max(lowest_precisions(program, opaque), key=_DTYPES.index, default=None)

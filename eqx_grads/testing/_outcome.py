@@ -1,5 +1,6 @@
 """The result of a user's function, or the error that it raises, in a few lines."""
 
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from .._errors import RuleError
 
 
 _MOST_LINES = 12
-_EQUINOX = "EquinoxRuntimeError: "
+_EQUINOX = "EquinoxRuntimeError"
 
 
 def outcome(run: Callable[..., Any], *args: Any) -> Any:
@@ -40,23 +41,14 @@ def _message(error: BaseException) -> tuple[str, list[str]]:
     """The kind of an exception and its message. If a callback raised it, those of the user's
     exception. For an `eqx.error_if`, it is the text that the user wrote: the text around it
     depends on how the program was compiled."""
-    lines = str(error).strip().splitlines() or [""]
-    kind, own = type(error).__name__, _without_traceback(lines)
-    _, of_equinox, text = "\n".join(own).rpartition(_EQUINOX)
+    kind, text = type(error).__name__, str(error).strip()
+    _, of_equinox, own = text.rpartition(f"{_EQUINOX}: ")
+    after_traceback = re.split(r"^  File .*\n(?: .*\n)*", text, flags=re.MULTILINE)
     if of_equinox:
-        return _EQUINOX.rstrip(": "), text.partition("\n---")[0].rstrip().splitlines()
-    if len(own) < len(lines):
-        kind, _, own[0] = own[0].partition(": ")
-    return kind, own
-
-
-def _without_traceback(lines: list[str]) -> list[str]:
-    """The lines after the traceback that an error of a callback has in its message."""
-    frames = [i for i, line in enumerate(lines) if line.startswith("  File ")]
-    if not frames:
-        return lines
-    rest = range(frames[-1] + 1, len(lines))
-    return lines[next((i for i in rest if not lines[i].startswith(" ")), frames[-1]) :]
+        kind, text = _EQUINOX, own.partition("\n---")[0].rstrip()
+    elif after_traceback[1:]:
+        kind, _, text = after_traceback[-1].partition(": ")
+    return kind, text.splitlines() or [""]
 
 
 def _users_line(error: BaseException) -> traceback.FrameSummary | None:

@@ -60,8 +60,12 @@ def normal(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.nda
     return np.asarray(rng.standard_normal(shape)).astype(dtype)
 
 
-def normal_like(rng: np.random.Generator, arrays: Sequence[Any]) -> list[Any]:
-    return [normal(rng, np.shape(x), x.dtype) for x in arrays]
+def normal_like(
+    rng: np.random.Generator, arrays: Sequence[Any], most: float = np.inf
+) -> list[Any]:
+    """Normal numbers like some arrays, none larger than `most`."""
+    drawn = [normal(rng, np.shape(x), x.dtype) for x in arrays]
+    return [(t / np.maximum(1, np.abs(t) / most)).astype(t.dtype) for t in drawn]
 
 
 def only(vectors: Sequence[Any], kept: Sequence[int]) -> list[Any]:

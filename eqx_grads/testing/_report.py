@@ -1,13 +1,13 @@
 """The result of `check_rule`: a list of findings, and how they are printed."""
 
 import dataclasses
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from .._diagnosis.report import wrap
 from ._compare import differences, side_by_side
 from ._mistakes import likely_cause, Mistake
 from ._outcome import outcome, raised
@@ -76,12 +76,11 @@ def broke(where: str, error: BaseException, cause: str = "") -> Finding:
 
 def compare(
     where: str,
-    want: Sequence[Any],
+    want: Any,
     got: Any,
     names: Sequence[str],
     tolerance: float,
     *,
-    wider: Callable[[], float] | None = None,
     cause: str | None = None,
     mistakes: Callable[[], Iterable[Mistake]] = tuple,
     primals: Sequence[Any] | None = None,
@@ -91,7 +90,6 @@ def compare(
 ) -> Finding:
     """Compare two lists of arrays, named `names`; `got` may be an exception.
 
-    - `wider`: computes what is added to the tolerance where it is exceeded.
     - `cause`: the likely cause, if it is known. Otherwise it is looked for in the numbers.
     - `mistakes`: makes what known mistakes would give; called on a failure only.
     - `primals`: the values that the arrays are cotangents of, to describe a pattern by sign.
@@ -102,8 +100,6 @@ def compare(
     if isinstance(got, Exception):
         return broke(where, got, cause or "")
     found = differences(want, got, names, scale=scale, **options)
-    if wider is not None and found[0].error > tolerance:
-        tolerance += wider()
     wrong = [d for d in found if not d.error <= tolerance]
     if not wrong:
         return Finding("", PASSED, where, found[0].error, tolerance)
@@ -113,10 +109,8 @@ def compare(
         tried = outcome(lambda: list(mistakes()))
         known = [] if isinstance(tried, Exception) else tried  # a mode that there is not
         primal = None if primals is None else np.asarray(primals[list(names).index(worst.name)])
-        # Along other directions, or elsewhere.
-        same = [d for d in found if d.name == worst.name and d is not worst]
-        compared = [(d.expected, d.got) for d in same or others]
-        cause = likely_cause(worst.expected, worst.got, worst.name, known, primal, compared,
+        same = [(d.expected, d.got) for d in wrong if d.name == worst.name and d is not worst]
+        cause = likely_cause(worst.expected, worst.got, worst.name, known, primal, same,
                              is_random=True)  # fmt: skip
     facts = [f"at {worst.name}: relative error {worst.error:.3g}, tolerance {tolerance:.3g}"]
     facts += [note] * bool(note)
@@ -189,7 +183,8 @@ class Report:
             rest = ", ".join(dict.fromkeys(f.check for f in others if f.check != first.check))
             lines += [f"  also in: {also}"] * bool(also) + [f"  and so: {rest}"] * bool(rest)
         lines += ["", *self._listed()]
-        return "\n".join(part for line in lines for part in _wrap(line))
+        indent = lambda line: " " * (len(line) - len(line.lstrip()) + 2)
+        return "\n".join(part for x in lines for part in wrap(x, _WIDTH, indent(x)))
 
     __repr__ = __str__
 
@@ -219,12 +214,3 @@ class Report:
         kept = [f.where for f in self.findings if f.check == "residuals" and not f.raised]
         lines = [f"{PASSED}: {', '.join(done)}"] * bool(done) + lines
         return lines + [f"residuals: {where}" for where in filter(None, kept)][:1]
-
-
-def _wrap(line: str) -> list[str]:
-    """The line if it fits. Otherwise its parts; the later parts are indented."""
-    text = line.lstrip()
-    indent = line[: len(line) - len(text)]
-    parts = textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ",
-                          break_long_words=False, break_on_hyphens=False)  # fmt: skip
-    return parts if len(line) > _WIDTH else [line]

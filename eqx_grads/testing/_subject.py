@@ -17,7 +17,7 @@ import numpy as np
 
 from .._diagnosis.report import show_list
 from .._errors import name_of, rule_error, show_path
-from .._jaxprs.operands import fill
+from .._jaxprs.operands import fill, flagged
 from .._rules.signature import Signature
 from .._tangent_spaces import is_arraylike
 from ._compare import as_double
@@ -66,26 +66,24 @@ class FlatFunction:
         ]
         fixed = [name.replace('"', "'") for name in fixed]
 
-        def is_constant(path, owner, leaf):
+        def is_perturbed(path, owner, leaf):
             is_option = owner < 0 and not own_numbers and isinstance(leaf, float | complex)
             is_fixed = any(is_part_of(path, name) for name in fixed)
-            return is_option or is_fixed or owner in getattr(fn, "nondiff_argnums", ())
+            is_constant = is_option or is_fixed or owner in getattr(fn, "nondiff_argnums", ())
+            return is_output(leaf) and not is_constant
 
-        leaves = enumerate(zip(paths, owners, self._all, strict=True))
-        self.indices = [
-            i for i, leaf in leaves if is_output(leaf[-1]) and not is_constant(*leaf)
-        ]
+        self.indices = flagged(map(is_perturbed, paths, owners, self._all))
         self.groups = [owners[i] for i in self.indices]
         self.names = [f"`{paths[i]}`" for i in self.indices]
         arguments = [signature.names[i] for i in range(len(self.args))]
+        arrays = [path for path, x in zip(paths, self._all, strict=True) if is_arraylike(x)]
+        known = list(dict.fromkeys([*arguments, *arrays]))
         for name in fixed:
-            if not any(is_part_of(path, name) for path in (*arguments, *paths)):
-                arrays = [paths[i] for i, x in enumerate(self._all) if is_arraylike(x)]
-                known = [f"`{path}`" for path in dict.fromkeys([*arguments, *arrays])]
+            if not any(is_part_of(path, name) for path in known):
                 raise rule_error(
                     f"`nondifferentiable` names `{name}`, which is not a positional argument "
                     f"of `{self.name}` and not a part of one.",
-                    f"there are {show_list(known, _MOST_NAMES)}",
+                    f"there are {show_list([f'`{path}`' for path in known], _MOST_NAMES)}",
                     do="Name arguments, or parts of them as the report names them, such as "
                     "`self.frozen` or `params['scale']`.",
                 )
@@ -148,9 +146,9 @@ class FlatFunction:
         """The same in float64. Use it inside `double_precision`."""
         wide = copy.copy(self)
         with double_precision():
-            wide.kwargs = jax.tree.map(_widen, self.kwargs)
-            wide._all = list(map(_widen, self._all))
-        wide.leaves, wide.is_wide = [wide._all[i] for i in self.indices], True
+            wide.kwargs, wide._all = widened((self.kwargs, self._all))
+            wide.leaves = [jnp.asarray(as_double(x)) for x in self.leaves]
+        wide.is_wide = True
         return wide
 
 
@@ -183,19 +181,6 @@ def _as_tree(fn: Any) -> Any:
     return fn
 
 
-def fitted(option: str, tree: Any, space: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """The arrays that an option gives, in the shapes of a space."""
-    arrays = [np.asarray(x) for x in jax.tree.leaves(tree)]
-    if [x.shape for x in arrays] != [x.shape for x in space]:
-        raise rule_error(
-            f"`{option}` has an array whose shape is not the shape of its value.",
-            f"{', '.join(names)}: {', '.join(str(x.shape) for x in space)}",
-            f"`{option}`: {', '.join(str(x.shape) for x in arrays)}",
-            do="Give an array for each value, with a number for each entry.",
-        )
-    return arrays
-
-
 def _canonical(x):
     """A NumPy array in the precision in which JAX takes it. If a function captures a float64
     array, JAX keeps programs in single precision, and uses them for double precision after
@@ -215,5 +200,8 @@ def is_output(x: Any) -> bool:
     return is_arraylike(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def _widen(x):
-    return jnp.asarray(as_double(x)) if is_output(x) else x
+def widened(tree: Any) -> Any:
+    """All arrays of floats in float64. Python numbers stay as they are: they may be
+    configuration."""
+    is_array = lambda x: is_output(x) and not isinstance(x, float | complex)
+    return jax.tree.map(lambda x: jnp.asarray(as_double(x)) if is_array(x) else x, tree)

@@ -6,7 +6,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,7 +17,7 @@ from .._jaxprs.dependence import without_unused
 from .._jaxprs.operands import at as pick, fill, restricted
 from .._jaxprs.structure import equations, inner_programs
 from ._case import are_finite, Case
-from ._compare import as_double, norm, pairing, relative_error, size_of_all
+from ._compare import as_double, norm, pairing, size_of_all
 from ._derivatives import judge
 from ._differences import directional
 from ._oracle import At, jvp, Row, vjp
@@ -109,29 +109,26 @@ def zeros(case: Case) -> Iterator[Finding]:
     def of_part(derive, kept, along):
         return lambda at: derive(restricted(f, at.x, kept), pick(at.x, kept), along(at))
 
-    # The place, the row, what it should give, names, and the cause if it does not.
-    rows: list[tuple[str, Row, Any, Sequence[str], str]] = []
+    # The place, the row, what it should give, and names.
+    rows: list[tuple[str, Row, Any, Sequence[str]]] = []
     for kept in _subsets(len(case.names)):
-        name = _label(kept, case.names)
-        cause = f"wrong where {name} is perturbed, right where all leaves are"
+        place = f"{_label(kept, case.names)} perturbed"
         if case.has_forward:
             row = of_part(jvp, kept, lambda at, kept=kept: pick(at.t, kept))
             want = case.derivative("jvp", only(t, kept))
-            rows.append((f"{name} perturbed, forward", row, want, case.output_names, cause))
+            rows.append((f"{place}, forward", row, want, case.output_names))
         if case.has_reverse:
             row = of_part(vjp, kept, lambda at: at.w)
-            want, names = pick(whole, kept), pick(case.names, kept)
-            rows.append((f"{name} perturbed, reverse", row, want, names, cause))
+            rows.append((f"{place}, reverse", row, pick(whole, kept), pick(case.names, kept)))
     for kept in _subsets(len(case.outputs)) if case.has_reverse else ():
-        name = _label(kept, case.output_names)
-        cause = f"wrong where {name} is used, right where all outputs are"
         row = lambda at, kept=kept: vjp(lambda *xs: pick(f(*xs), kept), at.x, pick(at.w, kept))
         want = case.derivative("vjp", only(w, kept))
-        rows.append((f"{name} used", row, want, case.names, cause))
+        rows.append((f"{_label(kept, case.output_names)} used", row, want, case.names))
     at = At(case.wide.subject.leaves, t, w)
     # By number: two subsets of many leaves have the same name.
     found = case.wide.compute({f"part {i}": row for i, (_, row, *_) in enumerate(rows)}, at)
-    for (place, _, want, names, cause), got in zip(rows, found.values(), strict=True):
+    cause = "right where all leaves are perturbed, and all outputs are used"
+    for (place, _, want, names), got in zip(rows, found.values(), strict=True):
         yield compare(place, want, got, names, case.admitted(), cause=cause)
     if case.has_forward and len(case.names) > 1 and _is_given_none(case.subject.fn):
         yield from _dead_work(case)
@@ -196,15 +193,11 @@ def _count(run, *args) -> int:
 
 _ONLY_FIRST = "To check the first order only, as of a straight-through rule, pass `order=1`"
 _FAILS = f"right to first order, fails at the next. {_ONLY_FIRST}"
-_NEXT = "right to first order, wrong at the next:"
-_BY_FORMULA = (
-    f"{_NEXT} does the rule return `f(*primals)` as the value, or a formula? {_ONLY_FIRST}"
+_NEXT = (
+    "right to first order, wrong at the next: does the rule return a formula instead of "
+    "`f(*primals)`, hold something constant (`stop_gradient`, NumPy), or call a function with "
+    f"a wrong rule? {_ONLY_FIRST}"
 )
-_HELD = (
-    f"{_NEXT} does the rule hold something constant (`stop_gradient`, NumPy), or call a "
-    f"function with a wrong rule? {_ONLY_FIRST}"
-)
-_NOT_HELD = f"{_NEXT} the function is constant in {{}}. Is its rule constant, too?"
 _ONLY_HERE = (
     "the first derivative is right at these arguments, and wrong at others nearby, as if a "
     "factor is missing that is 1 here, or a term that is 0 here"
@@ -219,89 +212,65 @@ def order(case: Case) -> Iterator[Finding]:
     """Derivatives of order 2 and more, of a scalar loss of the outputs."""
     if case.options.order < 2:
         return
-    first = _first(case)
+    side = case.wide
+    is_right, is_right_here_only = _first(case)
+    at = At(side.subject.leaves, case.tangents[0], _weights(case))
     for n in range(2, case.options.order + 1):
-        for finding in _one_order(case, n, first):
+        rows: dict[str, Row] = {
+            f"order {n}, {kind}": ft.partial(higher, kind, side.f, n)
+            for kind in (FORWARD_OVER_REVERSE, REVERSE_OVER_REVERSE, _REVERSE_OVER_FORWARD)
+            if case.has_forward or kind != _REVERSE_OVER_FORWARD
+        }
+        expected = ft.partial(higher, FORWARD_OVER_REVERSE, side.expected, n)
+        *found, want = side.compute(rows | {f"expected {n}": expected}, at).values()
+        for (where, row), got in zip(rows.items(), found, strict=True):
+            if isinstance(got, TypeError) and "forward-mode" in str(got):
+                continue  # of a `jax.custom_vjp`
+            if isinstance(got, Exception):
+                yield broke(where, got, _FAILS)
+                return
+            finding = skipped(f"no reference for {where}")
+            if not isinstance(want, Exception) and are_finite(want):
+                finding = compare(where, want, got, case.names, 10 * case.admitted(),
+                                  cause="", note=case.reference)  # fmt: skip
+            if finding.verdict != PASSED and n == 2:
+                is_refuted = case.options.reference is None and not is_right
+                is_told = case.options.reference is not None or is_right_here_only
+                finding = _by_differences(case, where, row, finding, is_refuted, is_told)
+            if finding.verdict == FAILED and is_right:
+                cause = _ONLY_HERE if is_right_here_only else _NEXT
+                cause *= are_finite(got)  # otherwise, `finite` says why
+                finding = dataclasses.replace(finding, cause=cause)
             yield finding
             if finding.verdict == FAILED:
                 return
-    if first.is_wrong_nearby:
+    if is_right_here_only:
         # The odd functions are an example: `t_x` instead of `cos(x) * t_x`, at zero.
         yield failed("a point nearby", "the first derivative is wrong there", _ONLY_HERE)
 
 
-class _First(NamedTuple):
-    """Known facts about the first derivative of a rule.
-
-    - `is_right`: whether the modes that are offered agree with autodiff.
-    - `is_wrong_nearby`: whether it is right here only. Where the arguments are zero, equal or
-        symmetric, a wrong rule may be right to first order, and differences of its gradient
-        agree with its wrong second derivative.
-    """
-
-    is_right: bool
-    is_wrong_nearby: bool
-
-
-def _first(case: Case) -> _First:
+def _first(case: Case) -> tuple[bool, bool]:
+    """Whether the modes that are offered agree with autodiff; and whether they do so here only.
+    Where the arguments are zero, equal or symmetric, a wrong rule may be right to first order,
+    and differences of its gradient agree with its wrong second derivative."""
     modes = ["reverse", *["forward"] * case.has_forward]
     agrees = lambda finding, is_expected: is_expected and finding.verdict != FAILED
     is_right = True is outcome(lambda: all(agrees(*judge(case, mode)) for mode in modes))
     point = lambda: [as_double(x) + t / 8 for x, t in zip(case.x, case.scaled, strict=True)]
     nearby = outcome(lambda: judge(case.changed(x=point()), "reverse")[0].verdict)
-    return _First(is_right, is_right and nearby == FAILED)
-
-
-def _one_order(case: Case, n: int, first: _First) -> Iterator[Finding]:
-    side = case.wide
-    at = At(side.subject.leaves, case.tangents[0], _weights(case))
-    rows: dict[str, Row] = {
-        f"order {n}, {kind}": ft.partial(higher, kind, side.f, n)
-        for kind in (FORWARD_OVER_REVERSE, REVERSE_OVER_REVERSE, _REVERSE_OVER_FORWARD)
-        if case.has_forward or kind != _REVERSE_OVER_FORWARD
-    }
-    expected = ft.partial(higher, FORWARD_OVER_REVERSE, side.expected, n)
-    *found, want = side.compute(rows | {f"expected {n}": expected}, at).values()
-    for (where, row), got in zip(rows.items(), found, strict=True):
-        if isinstance(got, Exception):
-            # A `jax.custom_vjp` has no forward mode.
-            if not (isinstance(got, TypeError) and "forward-mode" in str(got)):
-                yield broke(where, got, _FAILS)
-            continue
-        finding = skipped(f"no reference for {where}")
-        if not isinstance(want, Exception) and are_finite(want):
-            finding = compare(where, want, got, case.names, 10 * case.admitted(),
-                              cause="", note=case.reference)  # fmt: skip
-        if finding.verdict != PASSED and n == 2:
-            finding = _by_differences(case, where, row, finding, first)
-        if finding.verdict == FAILED and first.is_right:
-            cause = _ONLY_HERE if first.is_wrong_nearby else _cause(case, got)
-            finding = dataclasses.replace(finding, cause=cause)
-        yield finding
-
-
-def _cause(case: Case, second: Any) -> str:
-    """Why a rule with the expected first derivative has another second one."""
-    # The value that the rule returns has to have the derivative of the rule.
-    of_value = lambda at: vjp(lambda *xs: jax.vjp(case.wide.f, *xs)[0], at.x, at.w)
-    at = At(case.wide.subject.leaves, w=case.cotangents[0])
-    want = case.derivative("vjp")
-    have = outcome(case.wide.one, "value of the rule", of_value, at)
-    if isinstance(have, Exception) or relative_error(want, have) > case.admitted():
-        return _BY_FORMULA
-    if not are_finite(second):
-        return ""  # `finite` says why
-    constant = [n for n, x in zip(case.names, want, strict=True) if x.size and not np.any(x)]
-    return _NOT_HELD.format(", ".join(constant)) if constant else _HELD
+    return is_right, is_right and nearby == FAILED
 
 
 def _by_differences(
-    case: Case, where: str, row: Row, finding: Finding, first: _First
+    case: Case, where: str, row: Row, finding: Finding, is_refuted: bool, is_told: bool
 ) -> Finding:
     """The check of the first derivative has its own reference, so differences of the rule's
-    gradient are a reference for the second, unless `reference` was given: the gradient of a
-    rule that is wrong on purpose need not be the gradient of any function."""
-    is_refuted = case.options.reference is None and not first.is_right
+    gradient are a reference for the second.
+
+    - `is_refuted`: whether autodiff is none, as it is wrong to first order.
+    - `is_told`: whether these differences are none. The gradient of a rule that is wrong on
+        purpose, or wrong nearby, need not be the gradient of any function.
+    """
     side, w, scaled = case.wide, _weights(case), case.scaled
     leaves = list(map(as_double, side.subject.leaves))
     gradient = lambda at: _grad(_loss(side.f, at.w))(*at.x)
@@ -309,7 +278,6 @@ def _by_differences(
     slope = outcome(directional, values, leaves, scaled, side.rounded_to)
     got = outcome(side.one, where, row, At(leaves, scaled, w))
     if isinstance(slope, Exception) or isinstance(got, Exception) or slope.why:
-        # Autodiff without the rule is another one to first order.
         return skipped(f"no reference for {where}") if is_refuted else finding
     is_rough = (finding.verdict == FAILED and is_refuted) or slope.is_rounded
     tolerance = max(10 * case.admitted(), _OF_SOLVERS if is_rough else 0.0)
@@ -318,10 +286,7 @@ def _by_differences(
         note="expected: differences of the gradient",
         scale=[10 * e / tolerance for e in slope.errors],
     )  # fmt: skip
-    is_told = case.options.reference is not None
-    is_right = other.verdict != FAILED and (
-        is_refuted or not (is_told or first.is_wrong_nearby)
-    )
+    is_right = other.verdict != FAILED and (is_refuted or not is_told)
     return other if finding.verdict != FAILED or is_right else finding
 
 

@@ -27,10 +27,9 @@ from ._table import FORWARD_OVER_REVERSE, higher, REVERSE_OVER_REVERSE
 def primal(case: Case) -> Iterator[Finding]:
     """The value under `jax.vjp` and `jax.jvp` is the value of the function."""
     value = case.subject.fn(*case.subject.args, **case.subject.kwargs)
-    tolerance = case.own.tolerance
-    if case.own is case.wide:
-        tolerance = case.admitted(exact=True)
-    wider = lambda: case.measured(case.noise("f"))
+    is_wide = case.own is case.wide
+    tolerance = case.admitted(exact=True) if is_wide else case.own.tolerance
+    tolerance += case.measured("f")
     for mode in ("vjp", "jvp") if case.has_forward else ("vjp",):
         where = f"under `jax.{mode}`"
         call = outcome(case.eager, mode)
@@ -43,7 +42,7 @@ def primal(case: Case) -> Iterator[Finding]:
             yield failed(where, found, cause)
         else:
             names, want, got = found
-            yield compare(where, want, got, names, tolerance, wider=wider, cause=cause)
+            yield compare(where, want, got, names, tolerance, cause=cause)
 
 
 # ---------------------------------------------------------------- finite
@@ -71,30 +70,24 @@ _CAUSE = (
 
 
 def _not_finite(where: str, case: Case) -> list[Finding]:
-    results = {
-        kind: (case.own_derivatives[row], names) for row, (kind, names) in case.offered.items()
-    }
+    rows = {kind: (case.own_derivatives[row], of) for row, (kind, of) in case.offered.items()}
     if case.has_reverse:
-        results[_SECOND] = _second_derivative(case, case.own), case.names
+        rows[_SECOND] = _second_derivative(case, case.own), case.names
     found = []
-    for name, (arrays, names) in results.items():
-        place = f"{where}, {name}"
+    for kind, (arrays, names) in rows.items():
+        place = f"{where}, {kind}"
         if isinstance(arrays, Exception):  # of second order, the check `order` reports it
-            found += [broke(place, arrays)] * (name != _SECOND)
-        elif not are_finite(arrays) and not (name == _SECOND and _is_too_large(case, arrays)):
-            shown = [
-                f"{named} {str(np.asarray(x)).replace(chr(10), '')[:100]}"
-                for named, x in zip(names, arrays, strict=True)
-                if not are_finite([x])
-            ]
-            text = f"NaN or infinity in the {name}: {', '.join(shown[:3])}"
-            found.append(failed(place, text, _CAUSE if name != "value" else ""))
+            found += [broke(place, arrays)] * (kind != _SECOND)
+            continue
+        bad = [(n, x) for n, x in zip(names, arrays, strict=True) if not are_finite([x])]
+        if bad and not (kind == _SECOND and _is_too_large(case, arrays)):
+            shown = [f"{n} {str(np.asarray(x)).replace(chr(10), '')[:100]}" for n, x in bad[:3]]
+            text = f"NaN or infinity in the {kind}: {', '.join(shown)}"
+            found.append(failed(place, text, _CAUSE * (kind != "value")))
     if not found:
         error = outcome(_under_debug_nans, case)
         if isinstance(error, Exception):
-            is_nan = isinstance(error, FloatingPointError)
-            cause = "a NaN arises in an intermediate result" if is_nan else ""
-            found.append(broke(f"{where}, under `jax.debug_nans`", error, cause))
+            found.append(broke(f"{where}, under `jax.debug_nans`", error))
     return found
 
 
@@ -132,12 +125,11 @@ def deterministic(case: Case) -> Iterator[Finding]:
     """Repeated calls return bitwise equal results."""
     # Without a trace, which is a call as well.
     mode = "jvp" if "everse-mode" in str(outcome(case.eager, "vjp")) else "vjp"
-    of = case.output_names if mode == "jvp" else case.names
-    names = [f"the value of {n}" for n in case.output_names]
-    names += [f"the {'tangent' if mode == 'jvp' else 'cotangent'} of {n}" for n in of]
     calls = [case.eager(mode, number) for number in range(3)]
     arrays = lambda call: filter(is_output, jax.tree.leaves(call.value))
     runs = [[np.asarray(x) for x in (*arrays(c), *unless_error(c.derivative))] for c in calls]
+    offered = [case.offered[row] for row in ("f", mode)]
+    names = [f"the {kind} of {n}" for kind, of in offered for n in of]
     for number, run in enumerate(runs[1:], start=2):
         for name, first, again in zip(names, runs[0], run, strict=True):
             if first.tobytes() != again.tobytes():

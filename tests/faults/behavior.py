@@ -40,7 +40,7 @@ def batching_rule_of_jax(bug):
     return jax_vjp(softmax, bwd, fwd), (sample(4),)
 
 
-@fault("transforms", "fails under (jit|scan)")
+@fault("transforms", "^(jit|scan)(?s:.)*raised")
 def residual_in_a_python_variable(bug):
     """Right for one call after the other; under `scan` the variable holds a tracer."""
     saved = {}

@@ -94,7 +94,7 @@ CLOSE: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 def test_assert_trees_close(name):
     want, right, wrong, options = CLOSE[name]
     eqgt.assert_trees_close(right, want, **options)
-    with pytest.raises(AssertionError, match=r"^(At |The structures differ)"):
+    with pytest.raises(AssertionError, match=r"^At "):
         eqgt.assert_trees_close(wrong, want, **options)
 
 
@@ -569,7 +569,7 @@ def third_call(n):
     return f, (x_of("float32"),)
 
 
-@row("transforms", "under scan", False, True)
+@row("transforms", "scan", False, True)
 def residual_in_a_variable(keeps):
     saved: dict[str, Any] = {}
 
@@ -704,8 +704,8 @@ def _to(dtype):
 
 # What is expected, what is got, a word of the cause (empty: no cause), and options.
 CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
-    "sign": (W, -W, "sign", {}), "no sign": (W, -1.002 * W, "-1.002 times", {}),
-    "sign of one number": (np.array(2.0), np.array(-2.0), "sign", {}),
+    "sign": (W, -W, "minus", {}), "no sign": (W, -1.002 * W, "-1.002 times", {}),
+    "sign of one number": (np.array(2.0), np.array(-2.0), "minus", {}),
     "twice": (W, 2 * W, "twice", {}), "twice, nearly": (W, 2.0015 * W, "twice", {}),
     "more than twice": (W, 2.003 * W, "2.003 times", {}), "imaginary": (Z, 1j * Z, "1j", {}),
     "a sum for a mean": (W, 12 * W, "over 12 entries", {}),
@@ -715,13 +715,7 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     "no factor": (W, _noisy(5 * W, 1.5e-3), "", {}),
     "a factor near one": (W, W * (1 + 1e-5), "1e-05", {}),
     "one factor of one number": (np.array(2.0), np.array(5.0), "", {}),
-    "the same factor elsewhere": (
-        np.array(2.0), np.array(5.0), "2.5 times",
-        {"others": [(np.array([1.0, 3.0]), np.array([2.5, 7.5]))]},
-    ), "another factor elsewhere": (
-        np.array(2.0), np.array(5.0), "",
-        {"others": [(np.array([1.0, 3.0]), np.array([2.6, 7.8]))]},
-    ), "conjugate": (Z, Z.conj(), "conjugate", {}),
+    "conjugate": (Z, Z.conj(), "conjugate", {}),
     "transposed": (W[:3], W[:3].T, "transposed", {}),
     "transposed, nearly": (W[:3], W[:3].T + 0.8e-3 * np.linalg.norm(W[:3]) * np.eye(3) / 2,
                            "transposed", {}),
@@ -779,9 +773,6 @@ FAULTS = {
     "conjugate":
         (vjp_rule(lambda z: z**2, lambda zs, ct: ((2 * zs[0] * ct).conj(),)), X + 0.3j),
     "no influence here": (vjp_rule(lambda x, y: x * 1.0, lambda xs, ct: (ct, ct)), X, X + 1),
-    # A number times a vector: the cotangent of the number is a sum.
-    "0.3333 times": (vjp_rule(lambda a, x: a * x,
-        lambda xs, ct: (jnp.mean(ct * xs[1]), ct * xs[0])), 2.0, X),
     "it is the value of x": _product(lambda a, ct: jnp.asarray(X, ct.dtype) + 0 * ct),
     "wrong only where x is negative": (vjp_rule(
         lambda x: x * x, lambda xs, ct: (2 * jnp.abs(xs[0]) * ct,)), np.append(X, -1)),
