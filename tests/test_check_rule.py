@@ -87,10 +87,10 @@ BOTH = {"checks": ("forward", "reverse")}
 REVERSE = {"checks": "reverse"}
 
 
-def jvp_rule(fn, tangent):
+def jvp_rule(fn, tangent, value=None):
     """A rule for forward mode: `tangent(primals, tangents)`."""
     rule = eqg.custom_jvp(fn)
-    rule.def_jvp(lambda p, t: (rule(*p), tangent(p, t)))
+    rule.def_jvp(lambda p, t: ((value or rule)(*p), tangent(p, t)))
     return rule
 
 
@@ -208,6 +208,7 @@ def root_of(slope):
 
 constant = lambda: jvp_rule(lambda x: jnp.zeros_like(x), lambda p, t: t[0])
 stopped = jax.lax.stop_gradient
+by_formula = "right to first order, wrong at the next: does the rule return `f(*primals)`"
 no_term_of_y = lambda: jvp_rule(
     lambda x, y: jnp.sin(x) * y**2, lambda p, t: jnp.cos(p[0]) * p[1] ** 2 * t[0]
 )
@@ -244,7 +245,7 @@ REPORTS = {
         "zero everywhere: the term of `b` is missing", "also wrong: `c` (2.5)"], []),
     "orders": (lambda: jvp_rule(lambda x: jnp.sum(jnp.sin(x)), lambda p, t:
         jnp.sum(jnp.cos(stopped(p[0])) * t[0])), (jnp.array([0.3, 1.1, 0.7]),), {"checks":
-        "order"}, [(1, "at `x`"), "hold something constant"], ["2. "]),
+        "order"}, [(1, "at `x`"), "does the rule hold something"], ["2. ", by_formula]),
     "the primal": (affine_of_primal, (LAYER, jnp.array([1.0, 2.0, 3.0])), {},
         [(1, "it is the value of `layer.bias`: the rule returns the primal"), "and so: "],
         ["it clips", "of a sum it is not", "every entry is minus"]),
@@ -254,6 +255,11 @@ REPORTS = {
         "and so: leaks, residuals", "passed: primal, adjoint, linear"], ["Tracer"]),
     "a NaN of a rule": (lambda: root_of(lambda y, t: jnp.where(y > 0, t / (2 * y), 0.0)),
         (jnp.array([0.0, 2.0]),), {"checks": "finite"}, ["a `where` on its"], []),
+    "a value by a formula": (lambda: jvp_rule(jnp.sin, lambda p, t: jnp.cos(p[0]) * t[0],
+        lambda x: stopped(jnp.sin(x))), (A,), {"checks": "order"}, [by_formula], []),
+    "a constant of the function": (lambda: jvp_rule(lambda x, s: jnp.sin(x) * stopped(s),
+        lambda p, t: jnp.cos(p[0]) * p[1] * t[0]), (A, A), {"checks": "order"},
+        ["constant in `s`. Is its rule constant"], [by_formula, "`order=1`"]),
     "right at zero only": (lambda: no_influence_at_first(10.0), (AT_ZERO,), {"checks":
         ("reverse", "order")}, ["1. order", "a term that is 0 here"], ["order=1"]),
 }  # fmt: skip

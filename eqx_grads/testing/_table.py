@@ -17,7 +17,7 @@ from .._jaxprs.dependence import without_unused
 from .._jaxprs.operands import at as pick, fill, restricted
 from .._jaxprs.structure import equations, inner_programs
 from ._case import are_finite, Case
-from ._compare import as_double, norm, pairing, size_of_all
+from ._compare import as_double, norm, pairing, relative_error, size_of_all
 from ._derivatives import judge
 from ._differences import directional
 from ._oracle import At, jvp, Row, vjp
@@ -193,11 +193,15 @@ def _count(run, *args) -> int:
 
 _ONLY_FIRST = "To check the first order only, as of a straight-through rule, pass `order=1`"
 _FAILS = f"right to first order, fails at the next. {_ONLY_FIRST}"
-_NEXT = (
-    "right to first order, wrong at the next: does the rule return a formula instead of "
-    "`f(*primals)`, hold something constant (`stop_gradient`, NumPy), or call a function with "
-    f"a wrong rule? {_ONLY_FIRST}"
+_NEXT = "right to first order, wrong at the next:"
+_BY_FORMULA = (
+    f"{_NEXT} does the rule return `f(*primals)` as the value, or a formula? {_ONLY_FIRST}"
 )
+_HELD = (
+    f"{_NEXT} does the rule hold something constant (`stop_gradient`, NumPy), or call a "
+    f"function with a wrong rule? {_ONLY_FIRST}"
+)
+_NOT_HELD = f"{_NEXT} the function is constant in {{}}. Is its rule constant, too?"
 _ONLY_HERE = (
     "the first derivative is right at these arguments, and wrong at others nearby, as if a "
     "factor is missing that is 1 here, or a term that is 0 here"
@@ -238,8 +242,7 @@ def order(case: Case) -> Iterator[Finding]:
                 is_told = case.options.reference is not None or is_right_here_only
                 finding = _by_differences(case, where, row, finding, is_refuted, is_told)
             if finding.verdict == FAILED and is_right:
-                cause = _ONLY_HERE if is_right_here_only else _NEXT
-                cause *= are_finite(got)  # otherwise, `finite` says why
+                cause = _ONLY_HERE if is_right_here_only else _cause(case, got)
                 finding = dataclasses.replace(finding, cause=cause)
             yield finding
             if finding.verdict == FAILED:
@@ -259,6 +262,21 @@ def _first(case: Case) -> tuple[bool, bool]:
     point = lambda: [as_double(x) + t / 8 for x, t in zip(case.x, case.scaled, strict=True)]
     nearby = outcome(lambda: judge(case.changed(x=point()), "reverse")[0].verdict)
     return is_right, is_right and nearby == FAILED
+
+
+def _cause(case: Case, second: Any) -> str:
+    """Why a rule with the expected first derivative has another second one."""
+    # The value that the rule returns has to have the derivative of the rule.
+    of_value = lambda at: vjp(lambda *xs: jax.vjp(case.wide.f, *xs)[0], at.x, at.w)
+    at = At(case.wide.subject.leaves, w=case.cotangents[0])
+    want = case.derivative("vjp")
+    have = outcome(case.wide.one, "value of the rule", of_value, at)
+    if isinstance(have, Exception) or relative_error(want, have) > case.admitted():
+        return _BY_FORMULA
+    if not are_finite(second):
+        return ""  # `finite` says why
+    constant = [n for n, x in zip(case.names, want, strict=True) if x.size and not np.any(x)]
+    return _NOT_HELD.format(", ".join(constant)) if constant else _HELD
 
 
 def _by_differences(

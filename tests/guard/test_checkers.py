@@ -773,6 +773,9 @@ FAULTS = {
     "conjugate":
         (vjp_rule(lambda z: z**2, lambda zs, ct: ((2 * zs[0] * ct).conj(),)), X + 0.3j),
     "no influence here": (vjp_rule(lambda x, y: x * 1.0, lambda xs, ct: (ct, ct)), X, X + 1),
+    # A number times a vector: the cotangent of the number is a sum.
+    "0.3333 times": (vjp_rule(lambda a, x: a * x,
+        lambda xs, ct: (jnp.mean(ct * xs[1]), ct * xs[0])), 2.0, X),
     "it is the value of x": _product(lambda a, ct: jnp.asarray(X, ct.dtype) + 0 * ct),
     "wrong only where x is negative": (vjp_rule(
         lambda x: x * x, lambda xs, ct: (2 * jnp.abs(xs[0]) * ct,)), np.append(X, -1)),
