@@ -405,7 +405,9 @@ def _polar(x, mask: Any = None, factor: Any = 1.0, *, axes, center=None):
     the outputs of the function, so that they hold at all orders. Both are zero at zero, where
     they have no derivative.
     """
-    largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0.0)
+    # Not `max(abs(x))`: on a CPU, XLA writes the absolute values to memory.
+    ends = (of(x, axes, keepdims=True, initial=0.0) for of in (jnp.max, jnp.min))
+    largest = jnp.maximum(*map(jnp.abs, ends))
     is_infinite = largest == jnp.inf
     scale = _power_of_two(jnp.where(is_infinite, 1, largest))
     if center is None:
