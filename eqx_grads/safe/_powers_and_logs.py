@@ -152,7 +152,7 @@ def power(x: Numbers, y: Numbers) -> Array:
 
 
 def _slope_in_exponent(out, x, y):
-    slope = jnp.where(_is_without_log(x, y), 0, out) * _finite_log(x)
+    slope = jnp.where(_is_without_log(x, y), 0, out) * _finite(log, x)
     slope = corner(slope, (x == 0) & (y <= 1), x)
     return corner(slope, (x == 0) & (y <= 0), y)
 
@@ -189,7 +189,7 @@ def _derivative_in_base(order):
         coefficient, slope = 1, 0  # y (y - 1) ..., and its derivative
         for j in range(order):
             coefficient, slope = coefficient * (y - j), slope * (y - j) + coefficient
-        both = slope * power(x, y - order) + out * _finite_log(x)
+        both = slope * power(x, y - order) + out * _finite(log, x)
         return jnp.where(_is_without_log(x, y), 0, both)
 
     return with_slopes(value, lambda _, x, y: _slope_in_base(x, y, order + 1), in_exponent)
@@ -233,15 +233,23 @@ def log(x: Numbers) -> Array:
     return jnp.log(x)
 
 
-def _finite_log(x):
-    """`log(x)`, and zero where it is infinite, and below zero."""
-    return jnp.where((x <= 0) | (x == jnp.inf), 0, log(x))
+def _finite(log, x, pole=0):
+    """A logarithm with this pole, and zero where it is infinite, and below the pole."""
+    return jnp.where((x <= pole) | (x == jnp.inf), 0, log(x))
 
 
-@real_function(
-    lambda _, x, y: corner(_finite_log(y), y == 0, y),
-    lambda _, x, y: _ratio(x, positive(y), y == 0, y),
-)
+def _slopes_of_product(log, pole):
+    """The slopes of `x * log(y)`, for a logarithm with this pole."""
+
+    def in_log(_, x, y):
+        slope = corner(quotient(x, positive(y - pole)), y == pole, x)
+        # For zero times a logarithm, all derivatives by `y` are zero.
+        return corner(slope, (y == pole) & (x != 0), y)
+
+    return lambda _, x, y: corner(_finite(log, y, pole), y == pole, y), in_log
+
+
+@real_function(*_slopes_of_product(log, 0))
 def xlogy(x: Numbers, y: Numbers) -> Array:
     r"""Return `x * log(y)`, which is zero where `x` is.
 
@@ -287,23 +295,10 @@ def _times_log(log, x, y):
     return jnp.where(is_zero, 0, x * log(jnp.where(is_zero, 1, y)))
 
 
-def _ratio(x, divisor, is_pole, y):
-    slope = corner(quotient(x, divisor), is_pole, x)
-    # For zero times a logarithm, all derivatives by `y` are zero.
-    return corner(slope, is_pole & (x != 0), y)
-
-
 _log1p = with_slopes(jnp.log1p, lambda _, x: corner(inverse(positive(1 + x)), x == -1, x))
 
 
-def _finite_log1p(x):
-    return jnp.where((x <= -1) | (x == jnp.inf), 0, _log1p(x))
-
-
-@real_function(
-    lambda _, x, y: corner(_finite_log1p(y), y == -1, y),
-    lambda _, x, y: _ratio(x, positive(1 + y), y == -1, y),
-)
+@real_function(*_slopes_of_product(_log1p, -1))
 def xlog1py(x: Numbers, y: Numbers) -> Array:
     r"""Return `x * log1p(y)`, which is zero where `x` is.
 
