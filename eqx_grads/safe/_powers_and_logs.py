@@ -430,18 +430,20 @@ def _log_one_minus_exp(x):
     return nan_where(x < 0, -jnp.log1p(1 / jnp.expm1(x)))
 
 
-def _weight_value(x):
+# `1 / (exp(x) - 1)`, and zero where `x` is not positive. The value has the same quotient.
+_odds = with_slopes(
+    lambda x: jnp.where(x <= 0, 0, 1 / jnp.expm1(x)), lambda out, _: -(out * (1 + out))
+)
+
+
+def _weight(x):
     """`1 / (1 - exp(-x))`, and zero where `x` is not positive."""
-    has_none = x <= 0
-    return jnp.where(has_none, 0, -1 / jnp.expm1(-jnp.where(has_none, 1, x)))
-
-
-_weight = with_slopes(_weight_value, lambda out, x: -(out * jnp.exp(-positive(x))) * out)
+    return jnp.where(x <= 0, 0, 1 + _odds(x))
 
 
 @real_function(
     lambda _, x, y: _at_equal(jnp.where(jnp.isneginf(x), 0, _weight(_gap(x, y))), x, y),
-    lambda _, x, y: _at_equal(-jnp.exp(-positive(_gap(x, y))) * _weight(_gap(x, y)), x, y),
+    lambda _, x, y: _at_equal(-_odds(_gap(x, y)), x, y),
 )
 def log_sub_exp(x: Numbers, y: Numbers) -> Array:
     r"""Return `log(exp(x) - exp(y))`, for `x` greater than `y`. (For the logarithm of a sum,
