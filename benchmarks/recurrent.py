@@ -38,7 +38,7 @@ import eqx_grads.nn as nn
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from timing import compiled, in_turn, speed
+from timing import busy_time, compiled, in_turn, speed
 
 
 SHAPES = [
@@ -236,7 +236,8 @@ def recurrences(rounds, quick):
             "ours, associative": ft.partial(eqg.linear_recurrence, method="associative"),
         }
         programs = {name: compiled(train(run), a, b, ct) for name, run in runs.items()}
-        times = in_turn({name: program.run for name, program in programs.items()}, rounds)
+        runs = {name: program.run for name, program in programs.items()}
+        times = in_turn(runs, rounds, clock=busy_time)
         plain, parallel = programs["scan"], programs["associative"]
         ours, ours_parallel = programs["ours"], programs["ours, associative"]
         cells = [
@@ -276,7 +277,7 @@ def batches(rounds, quick):
         of_batch = lambda run, axis=axis: jax.vmap(run, (axis, 0))
         runs = {"scan": of_batch(scan), "ours": of_batch(eqg.linear_recurrence)}
         programs = {name: compiled(train(run), a, b, ct) for name, run in runs.items()}
-        times = in_turn({name: p.run for name, p in programs.items()}, rounds)
+        times = in_turn({name: p.run for name, p in programs.items()}, rounds, busy_time)
         ratio = programs["ours"].memory / programs["scan"].memory
         milliseconds = 1e3 * statistics.median(times["scan"])
         faster = speed(times, "ours", "scan")

@@ -4,10 +4,10 @@ times as long as JAX's.
 The value and the gradient of a sum over 100000 elements of float32, compiled, with elements
 where plain JAX is right as well. The figure is relative to JAX in the same process: the median
 over rounds, in turn. Processor time counts all threads, so that other work on the machine
-matters less. Measured with JAX 0.10.2 on two cores of a shared machine. The exceptions are
-`log_ndtr` (2.1 to 2.5), `expm1_ratio` (1.6 to 2.4) and `log1p_ratio` (2.1 to 2.5). `log_ndtr`
-computes both of its formulas for each element. The other two compute a series for each; the
-plain formulas cancel near zero.
+matters less. Measured with JAX 0.10.2 on one core of a shared machine. The exceptions are
+`log_sub_exp` (1.9), `log_ndtr` (1.8), `expm1_ratio` (1.6) and `log1p_ratio` (2.5). `log_ndtr`
+computes both of its formulas for each element. The ratios compute a series for each; the plain
+formulas cancel near zero.
 
     python benchmarks/safe.py [--quick]
 """

@@ -5,7 +5,7 @@ single precision. For `eigh` and `svd` the function is `exp` of a symmetric matr
 The two variants alternate in one process. "Time" is the median over rounds of the ratio of
 their CPU times, "bytes" the temporary memory of the compiled programs relative to the argument.
 
-Measured on two loaded cores, JAX 0.10.2: 1.5 for `norm` and `std`, 0.75 to 1.15 for the others.
+Measured on one core, JAX 0.10.2: 1.8 for `norm`, 1.4 for `std`, 0.7 to 1.2 for the others.
 `std` keeps the centered numbers, once the bytes of its argument; the others keep what JAX does.
 
     python benchmarks/safe_reductions.py [--quick] [--rounds 40]

@@ -12,7 +12,7 @@ from .._jaxprs.symbolic_sizes import is_symbolic
 from .._rules.custom_vjp import custom_vjp
 from .._rules.explicit_sharding import distribute_like, explicit_spec, is_explicit
 from .._tangent_spaces import promote, sum_dtype
-from .accelerators import recurrence_method, STEPS_UNROLLED
+from .accelerators import on_cpu, recurrence_method, STEPS_UNROLLED
 from .chunked_scan import near_divisor, shift_in
 from .over_time import as_arrays
 
@@ -160,7 +160,7 @@ def _in_chunks(a, b, s, reverse):
     zero, are a recurrence of the states between the chunks. Then follow the others."""
     steps, chunk = b.shape[0], near_divisor(b.shape[0], STEPS_UNROLLED)
     if steps <= 1.5 * STEPS_UNROLLED:
-        return jnp.stack(_states(a[None], b[None], s[None], reverse), 1)[0]
+        return _states(a[None], b[None], s[None], reverse)[0]
     n, rest = divmod(steps, chunk)
     if rest > 0:
         early, late = slice(0, n * chunk), slice(n * chunk, None)
@@ -173,25 +173,36 @@ def _in_chunks(a, b, s, reverse):
         return jnp.concatenate([second, first] if reverse else [first, second])
     a = a[None] if a.shape[0] == 1 else a.reshape(n, chunk, *a.shape[1:])
     b = b.reshape(n, chunk, *b.shape[1:])
-    first, *others = _order(chunk, reverse)
-    factor, end = _at(a, first), b[:, first]
-    for t in others:
-        factor, end = _at(a, t) * factor, _at(a, t) * end + b[:, t]
+
+    def step(composed: Any, t: Any) -> tuple[Any, Any]:
+        factor, end = composed
+        return (_at(a, t) * factor, _at(a, t) * end + b[:, t]), None
+
+    first, others = (chunk - 1, range(chunk - 1)) if reverse else (0, range(1, chunk))
+    (factor, end), _ = _each_step(step, (_at(a, first), b[:, first]), others, reverse)
     between = _in_chunks(factor, end, s, reverse)
     states = _states(a, b, shift_in(between, s, reverse=reverse), reverse)
-    return jnp.stack(states, 1).reshape(steps, *b.shape[2:])
+    return states.reshape(steps, *b.shape[2:])
 
 
 def _states(a, b, h, reverse):
     """The states of each step, in all chunks: `a` and `b` are `(chunks, steps, ...)`."""
-    states = [h] * b.shape[1]
-    for t in _order(len(states), reverse):
-        h = states[t] = _at(a, t) * h + b[:, t]
-    return states
+    step = lambda h, t: 2 * (_at(a, t) * h + b[:, t],)
+    return _each_step(step, h, range(b.shape[1]), reverse)[1]
 
 
-def _order(steps, reverse):
-    return reversed(range(steps)) if reverse else range(steps)
+def _each_step(step, carry, steps, reverse):
+    """`jax.lax.scan` over numbers of steps, for all chunks at once, with outputs along axis 1.
+
+    It is unrolled, but not on a CPU: there XLA computes all earlier steps again for each step.
+    """
+    if on_cpu():
+        carry, ys = jax.lax.scan(step, carry, jnp.array(steps), reverse=reverse)
+        return carry, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), ys)
+    ys = {}
+    for t in reversed(steps) if reverse else steps:
+        carry, ys[t] = step(carry, t)
+    return carry, jax.tree.map(lambda *ys: jnp.stack(ys, 1), *(ys[t] for t in steps))
 
 
 def _at(a, t):

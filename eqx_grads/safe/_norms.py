@@ -195,7 +195,7 @@ def normalize(x: Numbers, *, axis: Axis = -1) -> Inexact[Array, "..."]:
     have.
     """
     if jnp.iscomplexobj(x):
-        _, u = _polar(_as_pairs(x), axes=(*axis, x.ndim))
+        u = _polar(_as_pairs(x), axes=(*axis, x.ndim))[1]
         return lax.complex(u[..., 0], u[..., 1])
     return _polar(x, axes=axis)[1]
 
@@ -384,7 +384,7 @@ def std(
         x, pair, divisor = _as_pairs(x), (x.ndim,), divisor[..., None]
         mask = jnp.broadcast_to(mask[..., None], x.shape)
     factor = lax.rsqrt(jnp.where(divisor > 0, divisor, 1))
-    out, _ = _polar(jnp.where(mask, x, 0), mask, factor, axes=axis + pair, center=axis)
+    out, *_ = _polar(jnp.where(mask, x, 0), mask, factor, axes=axis + pair, center=axis)
     return jnp.squeeze(nan_where(divisor <= 0, out), pair)
 
 
@@ -393,7 +393,8 @@ def std(
 
 @custom_jvp
 def _polar(x, mask: Any = None, factor: Any = 1.0, *, axes, center=None):
-    r"""$f \lVert x \rVert$ and $x / \lVert x \rVert$, for a real $x$. The axes are kept.
+    r"""$f \lVert x \rVert$, $x / \lVert x \rVert$, and the first again, from the direction. For
+    a real $x$. The axes are kept.
 
     If the axes `center` are given, the mean over them is subtracted before, of the elements for
     which the mask is true. The others have to be zero. The factor $f$ and `mask` are constants.
@@ -405,7 +406,9 @@ def _polar(x, mask: Any = None, factor: Any = 1.0, *, axes, center=None):
     the outputs of the function, so that they hold at all orders. Both are zero at zero, where
     they have no derivative.
     """
-    largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0.0)
+    # Not `max(abs(x))`: on a CPU, XLA writes the absolute values to memory.
+    ends = (of(x, axes, keepdims=True, initial=0.0) for of in (jnp.max, jnp.min))
+    largest = jnp.maximum(*map(jnp.abs, ends))
     is_infinite = largest == jnp.inf
     scale = _power_of_two(jnp.where(is_infinite, 1, largest))
     if center is None:
@@ -415,16 +418,20 @@ def _polar(x, mask: Any = None, factor: Any = 1.0, *, axes, center=None):
         # Minus the maximum first: the mean of equal numbers can be rounded.
         top = jnp.max(y, center, keepdims=True, initial=-jnp.inf, where=mask)
         y = _minus_mean(jnp.where(mask, y - top, 0), mask, center)
-    ratio = jnp.sqrt(jnp.sum(y * y, axes, keepdims=True))
-    n = scale * (ratio * factor)
-    n = jnp.where(is_infinite, largest, n) if center is None else n
-    return n, y / jnp.where(ratio == 0, 1, ratio)
+    length = lambda y: jnp.sqrt(jnp.sum(y * y, axes, keepdims=True))
+    ratio = length(y)
+    n = alone = scale * (ratio * factor)
+    if center is None:
+        # Infinite elements are not looked at again: XLA then stores no array.
+        alone = jnp.where(is_infinite, largest, scale * (length(x / scale) * factor))
+        n = jnp.where(is_infinite, largest, n)
+    return alone, y / jnp.where(ratio == 0, 1, ratio), n
 
 
 @_polar.def_jvp
 def _polar_jvp(primals, tangents, *, axes, center):
     (x, mask, factor), t_x = primals, tangents[0]
-    n, u = _polar(*primals, axes=axes, center=center)
+    _, u, n = _polar(*primals, axes=axes, center=center)
     is_corner = n == 0
     if center is not None:  # one number is equal to its mean, whatever it is
         can_change = jnp.sum(mask, center, keepdims=True) > 1
@@ -435,7 +442,8 @@ def _polar_jvp(primals, tangents, *, axes, center):
     if center is not None:
         t_x = _minus_mean(t_x, mask, center)
     # Not as a quotient, whose derivative has the square of the norm: that may be out of range.
-    return (n, u), (factor * t_n, (t_x - u * t_n) * at_zero(inverse(n / factor)))
+    t_u = (t_x - u * t_n) * at_zero(inverse(n / factor))
+    return (n, u, n), (factor * t_n, t_u, factor * t_n)
 
 
 def _minus_mean(x, mask, axes):

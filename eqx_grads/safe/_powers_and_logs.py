@@ -152,7 +152,7 @@ def power(x: Numbers, y: Numbers) -> Array:
 
 
 def _slope_in_exponent(out, x, y):
-    slope = jnp.where(_is_without_log(x, y), 0, out) * _finite_log(x)
+    slope = jnp.where(_is_without_log(x, y), 0, out) * _finite(log, x)
     slope = corner(slope, (x == 0) & (y <= 1), x)
     return corner(slope, (x == 0) & (y <= 0), y)
 
@@ -189,7 +189,7 @@ def _derivative_in_base(order):
         coefficient, slope = 1, 0  # y (y - 1) ..., and its derivative
         for j in range(order):
             coefficient, slope = coefficient * (y - j), slope * (y - j) + coefficient
-        both = slope * power(x, y - order) + out * _finite_log(x)
+        both = slope * power(x, y - order) + out * _finite(log, x)
         return jnp.where(_is_without_log(x, y), 0, both)
 
     return with_slopes(value, lambda _, x, y: _slope_in_base(x, y, order + 1), in_exponent)
@@ -233,15 +233,23 @@ def log(x: Numbers) -> Array:
     return jnp.log(x)
 
 
-def _finite_log(x):
-    """`log(x)`, and zero where it is infinite, and below zero."""
-    return jnp.where((x <= 0) | (x == jnp.inf), 0, log(x))
+def _finite(log, x, pole=0):
+    """A logarithm with this pole, and zero where it is infinite, and below the pole."""
+    return jnp.where((x <= pole) | (x == jnp.inf), 0, log(x))
 
 
-@real_function(
-    lambda _, x, y: corner(_finite_log(y), y == 0, y),
-    lambda _, x, y: _ratio(x, positive(y), y == 0, y),
-)
+def _slopes_of_product(log, pole):
+    """The slopes of `x * log(y)`, for a logarithm with this pole."""
+
+    def in_log(_, x, y):
+        slope = corner(quotient(x, positive(y - pole)), y == pole, x)
+        # For zero times a logarithm, all derivatives by `y` are zero.
+        return corner(slope, (y == pole) & (x != 0), y)
+
+    return lambda _, x, y: corner(_finite(log, y, pole), y == pole, y), in_log
+
+
+@real_function(*_slopes_of_product(log, 0))
 def xlogy(x: Numbers, y: Numbers) -> Array:
     r"""Return `x * log(y)`, which is zero where `x` is.
 
@@ -287,23 +295,10 @@ def _times_log(log, x, y):
     return jnp.where(is_zero, 0, x * log(jnp.where(is_zero, 1, y)))
 
 
-def _ratio(x, divisor, is_pole, y):
-    slope = corner(quotient(x, divisor), is_pole, x)
-    # For zero times a logarithm, all derivatives by `y` are zero.
-    return corner(slope, is_pole & (x != 0), y)
-
-
 _log1p = with_slopes(jnp.log1p, lambda _, x: corner(inverse(positive(1 + x)), x == -1, x))
 
 
-def _finite_log1p(x):
-    return jnp.where((x <= -1) | (x == jnp.inf), 0, _log1p(x))
-
-
-@real_function(
-    lambda _, x, y: corner(_finite_log1p(y), y == -1, y),
-    lambda _, x, y: _ratio(x, positive(1 + y), y == -1, y),
-)
+@real_function(*_slopes_of_product(_log1p, -1))
 def xlog1py(x: Numbers, y: Numbers) -> Array:
     r"""Return `x * log1p(y)`, which is zero where `x` is.
 
@@ -435,18 +430,20 @@ def _log_one_minus_exp(x):
     return nan_where(x < 0, -jnp.log1p(1 / jnp.expm1(x)))
 
 
-def _weight_value(x):
+# `1 / (exp(x) - 1)`, and zero where `x` is not positive. The value has the same quotient.
+_odds = with_slopes(
+    lambda x: jnp.where(x <= 0, 0, 1 / jnp.expm1(x)), lambda out, _: -(out * (1 + out))
+)
+
+
+def _weight(x):
     """`1 / (1 - exp(-x))`, and zero where `x` is not positive."""
-    has_none = x <= 0
-    return jnp.where(has_none, 0, -1 / jnp.expm1(-jnp.where(has_none, 1, x)))
-
-
-_weight = with_slopes(_weight_value, lambda out, x: -(out * jnp.exp(-positive(x))) * out)
+    return jnp.where(x <= 0, 0, 1 + _odds(x))
 
 
 @real_function(
     lambda _, x, y: _at_equal(jnp.where(jnp.isneginf(x), 0, _weight(_gap(x, y))), x, y),
-    lambda _, x, y: _at_equal(-jnp.exp(-positive(_gap(x, y))) * _weight(_gap(x, y)), x, y),
+    lambda _, x, y: _at_equal(-_odds(_gap(x, y)), x, y),
 )
 def log_sub_exp(x: Numbers, y: Numbers) -> Array:
     r"""Return `log(exp(x) - exp(y))`, for `x` greater than `y`. (For the logarithm of a sum,

@@ -31,6 +31,47 @@ class AbstractQuantizer(eqx.Module):
     function of an array. Derive it from this class if its parameters depend on the weights, or
     if [`eqx_grads.nn.to_integers`][] should store its integers. A quantizer that can't be
     called before it is fitted also has a property `needs_fit`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        class Multiples(eqg.nn.AbstractQuantizer):
+            step: float
+            bits: int = 8
+
+            def fit(self, x):
+                return self
+
+            def encode(self, x):
+                n = jnp.clip(jnp.round(x / self.step), -128, 127)
+                return n.astype(jnp.int8), jnp.asarray(self.step, x.dtype)
+
+            def __call__(self, x, *, key=None):
+                return self.step * jnp.clip(eqg.ste.round(x / self.step), -128, 127)
+
+        x = jnp.array([0.3, 0.8])
+        print(Multiples(0.5)(x), jax.grad(lambda x: Multiples(0.5)(x).sum())(x))
+
+        model = eqx.nn.MLP(2, 1, width_size=4, depth=1, key=jax.random.key(0))
+        model, _ = eqg.nn.quantize_model(model, {"*": Multiples(0.5)})
+        stored, _ = eqg.nn.to_integers(model)
+        print(stored.layers[0].weight.dtype)
+        ```
+
+        ```text
+        [0.5 1. ] [1. 1.]
+        int8
+        ```
+
+    **Derivative:**
+
+    The derivative of your `__call__`. Make it straight through with [`eqx_grads.ste`][], as a
+    rounded number has none.
     """
 
     bits: eqx.AbstractVar[int | float]  # of the integers: up to four are stored two in a byte

@@ -17,7 +17,38 @@ from .split_scan import split_scan, Weights
 
 
 class RNNCell(eqx.Module):
-    r"""One step of a vanilla recurrent network, $h' = \phi(W x + V h + b)$."""
+    r"""One step of a vanilla recurrent network, $h' = \phi(W x + V h + b)$.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        cell = eqg.nn.RNNCell(2, 3, activation="relu", key=jax.random.key(0))
+        print(cell(jnp.ones(2), cell.initial_state()).shape)
+
+        ys, last = eqg.nn.Recurrent(cell)(jnp.ones((10, 2)))
+        print(ys.shape, last.shape)
+        ```
+
+        ```text
+        (3,)
+        (10, 3) (3,)
+        ```
+
+    **Derivative:**
+
+    One step has the derivative of its formula. In [`eqx_grads.nn.Recurrent`][], the backward
+    pass is written by hand: the slope of $\phi$ is computed from $h'$, so that the states are
+    the only residuals of the recurrence.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if a size is not a positive integer, for another `activation`, and
+    in a call if `x` is not of shape `(input_size,)` or `h` not of shape `(hidden_size,)`.
+    """
 
     weight_ih: Inexact[Array, "hidden in"]
     weight_hh: Inexact[Array, "hidden hidden"]

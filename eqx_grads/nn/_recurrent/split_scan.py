@@ -126,14 +126,15 @@ def _split_scan_fwd(w, xs, state, valid, *, formulas, reverse, keep):
 #
 # The factors depend on no cotangent. They are computed in that loop, in which they are written
 # nowhere; where a state is small, they are computed for all steps at once, before the loop, and
-# so are the cotangents of the gates after it (`is_small`). Then the gradients of weights and
-# inputs are one matrix product for all steps of the chunk.
+# so are the cotangents of the gates after it (`is_small`), unless there is one factor, made of
+# states. Then the gradients of weights and inputs are one matrix product for all steps of the
+# chunk.
 @split_scan.def_bwd(symbolic_zeros=True)
 @compile_eager_calls
 def _split_scan_bwd(residuals, cts, *, formulas, reverse, perturbed):
     w, xs, first, valid, states, gates = residuals
     ct_ys, ct_last = cts
-    w_t, small = _transposed(w), is_small(first[0])
+    w_t, small = _transposed(w), is_small(first[0]) and not formulas.of_states
 
     def step(d, inputs):
         operands, ct, valid = inputs
