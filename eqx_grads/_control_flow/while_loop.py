@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import ArrayLike, PyTree
 
@@ -160,7 +161,7 @@ def _run(cond_fun, body_fun, init, max_steps, chunk, is_saved):
 
 
 def _checked(more: Any, cond_fun: Callable[..., Any]) -> Any:
-    if dtype_of_array(more) != bool or shape_of(more) != ():
+    if dtype_of_array(more) != np.bool_ or shape_of(more) != ():
         raise rule_error(
             f"`{name_of(cond_fun)}`, the `cond_fun` of `filter_while_loop`, did not return a "
             "boolean.",
