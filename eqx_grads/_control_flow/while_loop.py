@@ -1,6 +1,5 @@
 """`filter_while_loop`: a `while_loop` of any PyTree. With a bound, it has both modes."""
 
-import functools as ft
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -155,8 +154,8 @@ def _run(cond_fun, body_fun, init, max_steps, chunk, is_saved):
     if max_steps is None:
         last = jax.lax.while_loop(cond, body, first)
         # Without `jit`, JAX runs the steps, and each has both modes.
-        same = list if is_jit_disabled() else ft.partial(map, _without_reverse_mode(body_fun))
-        return carry.tree(same(last))
+        same = (lambda x: x) if is_jit_disabled() else _without_reverse_mode(body_fun)
+        return carry.tree([same(x) for x in last])
     return carry.tree(_bounded_loop(cond, body, first, max_steps, chunk, is_saved))
 
 
