@@ -108,6 +108,7 @@ PLANTED = {
     "power": ("overflow", {"primitive": "integer_pow", "index": (0,)}, [X3 * X3[::-1] + 1e-9],
         lambda x: total((1e7 * x) ** 50)),
     "branches of JAX": (POLE, {"primitive": "lgamma"}, [X2[::-1]], lambda p: betaln(*p)),
+    "subnormal": (POLE, {}, [jnp.array([1e-39, 1.0], jnp.float32)], lambda x: total(log(x))),
     "matrix": (ZERO, {"primitive": "custom_linear_solve"}, [jnp.ones((2, 2))],
         lambda a: total(jnp.linalg.solve(a, jnp.ones(2)))),
     "library": (ZERO, {}, [jnp.zeros(3)],

@@ -337,6 +337,8 @@ def test_a_gradient_that_vanishes_over_the_steps():
     record = only(loss, X, jnp.zeros((400, 3)))
     assert (record.kind, [record.line]) == ("underflow", lines_of(loss, "HERE"))
     assert 0 < record.step[0] < 380
+    record = only(lambda x: jnp.max(x).astype("float32"), jnp.ones(70_000, "float16"))
+    assert (record.kind, record.primitive) == ("underflow", "reduce_max")  # a count is infinite
 
 
 def test_terms_of_a_rule_that_cancel():

@@ -131,20 +131,14 @@ def test_a_replay_in_forward_mode_needs_no_reverse_derivative(checkpoint):
     """Only what is asked for is differentiated."""
 
     def step(h, x):
-        root = jax.lax.while_loop(lambda r: r < 2, lambda r: 1.5 * r, 1 + jnp.abs(h))
+        root = eqg.filter_while_loop(lambda r: r < 2, lambda r: 1.5 * r, 1 + jnp.abs(h))
         return jnp.tanh(root + x), None
 
     last = lambda h, **options: eqg.filter_scan(step, h, XS[:, 0], **options)[0]
     run = ft.partial(last, checkpoint=checkpoint)
     assert_close(jax.jvp(run, (0.5,), (1.0,)), jax.jvp(last, (0.5,), (1.0,)))
-    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+    with pytest.raises(ValueError, match=r"Reverse-mode .* `<lambda>` without a bound"):
         jax.grad(run)(0.5)
-
-
-def test_the_second_derivative_of_a_rule_in_a_scan():
-    """2.0, and not 1.0: the rule decides, and not the function. The guard draws others."""
-    f = lambda c: jax.lax.scan(lambda c, _: (eqg.ste.round(c) * c, None), c, None, length=1)[0]
-    assert jax.grad(jax.grad(f))(1.0) == 2.0
 
 
 # ---------------------------------------------------------------- D5: eager calls
@@ -433,7 +427,7 @@ def test_a_bounded_loop_across_a_named_axis():
 
 @pytest.mark.parametrize("result", [None, (True,), 1.0, np.ones(3, bool)])
 def test_a_condition_that_is_no_boolean(result):
-    with pytest.raises(TypeError, match="cond_fun must return a boolean scalar"):
+    with pytest.raises(RuleError, match="`cond_fun` of `filter_while_loop`, did not return"):
         eqg.filter_while_loop(lambda x: result, lambda x: x, 1.0, max_steps=3)
 
 

@@ -2,16 +2,22 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import ArrayLike, PyTree
 
-from .._errors import check_function, name_of
+from .._errors import check_function, name_of, place_of, rule_error, type_of
+from .._jaxprs.current_trace import is_jit_disabled
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.varying import cast_carry, varying_axes
 from .._rules.float_args import as_count
+from .._rules.identity_op import tangent_op
+from .._rules.linear_primitive import linear_call, LinearMap
+from .._tangent_spaces import dtype_of_array, shape_of
 from .carry import as_array_if_varying, Carry
 
 
@@ -143,13 +149,47 @@ def _run(cond_fun, body_fun, init, max_steps, chunk, is_saved):
 
     carry, init = Carry.settled(init, step_of)
     body, first = step_of(carry, init)
-    cond = lambda arrays: cond_fun(carry.tree(arrays))
+    cond = lambda arrays: _checked(cond_fun(carry.tree(arrays)), cond_fun)
     first = cast_carry(lambda arrays: jax.make_jaxpr(body)(arrays).out_avals, first)
     if max_steps is None:
-        return carry.tree(jax.lax.while_loop(cond, body, first))
-    # JAX checks what `cond_fun` returns.
-    jax.eval_shape(lambda arrays: jax.lax.while_loop(cond, lambda xs: xs, arrays), first)
+        last = jax.lax.while_loop(cond, body, first)
+        # Without `jit`, JAX runs the steps, and each has both modes.
+        same = (lambda x: x) if is_jit_disabled() else _without_reverse_mode(body_fun)
+        return carry.tree([same(x) for x in last])
     return carry.tree(_bounded_loop(cond, body, first, max_steps, chunk, is_saved))
+
+
+def _checked(more: Any, cond_fun: Callable[..., Any]) -> Any:
+    if dtype_of_array(more) != np.bool_ or shape_of(more) != ():
+        raise rule_error(
+            f"`{name_of(cond_fun)}`, the `cond_fun` of `filter_while_loop`, did not return a "
+            "boolean.",
+            f"it returned {type_of(more)}",
+            place_of(cond_fun),
+            do="Return a comparison of two numbers, or `jnp.any` or `jnp.all` of an array.",
+        )
+    return more
+
+
+def _without_reverse_mode(body_fun: Callable[..., Any]) -> Callable[[Any], Any]:
+    """The identity; in reverse mode an error that says what to do, unlike JAX's."""
+    name, place = name_of(body_fun), place_of(body_fun)
+
+    def transpose(residuals, cts):
+        error = rule_error(
+            f"Reverse-mode differentiation does not work for a `filter_while_loop` of `{name}` "
+            "without a bound.",
+            place,
+            do="Pass `max_steps`, the largest number of steps. For a root or a fixed point, "
+            "use `eqg.implicit`, which needs no bound.",
+        )
+        raise ValueError(str(error))  # as in JAX: there is a forward mode
+
+    def of_tangent(t):
+        identity = LinearMap(name, lambda _, ts: ts, transpose, [jax.typeof(t)])
+        return None if t is None else linear_call(identity, [], [t])[0]
+
+    return tangent_op(of_tangent)
 
 
 def _bounded_loop(

@@ -123,7 +123,8 @@ class _Types(Opaque):
     that can't have one, and of each leaf of the output, with `None`. And the structures."""
 
     def __init__(self, args: tuple[Any, ...], out: Any):
-        of_arg = lambda x: is_differentiable(x) and _ct_type(x)
+        # A reference has the dtype of an array, and no cotangent.
+        of_arg = lambda x: is_arraylike(x) and is_differentiable(x) and _ct_type(x)
         self.ct_args = [(mirror(of_arg, arg), jax.tree.structure(arg)) for arg in args]
         leaves, self.treedef = jax.tree.flatten(out, is_leaf=is_none)
         self.ct_out = list(map(_ct_type, leaves))

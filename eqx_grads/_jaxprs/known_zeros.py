@@ -18,6 +18,7 @@ from jax.dtypes import float0
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad
 
+from .dependence import variables
 from .evaluate import bind, enter, evaluate
 from .interpret import Domain, interpret, Interpretation, Step
 from .primitives import kind_of, linear_operands
@@ -40,18 +41,25 @@ def evaluate_with_zeros(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
 
 def _evaluate(flags: Interpretation[Flag], args: Sequence[Any]) -> list[Any]:
     """The outputs. Inputs and outputs are `None` where their flag is `True`."""
-    steps = iter(flags.steps)
+    steps, used = iter(flags.steps), set(variables(flags.program.jaxpr.outvars))
+    for step in reversed(flags.steps):
+        if _is_needed(step, used):
+            pairs = zip(step.eqn.invars, step.ins, strict=True)
+            used.update(variables(v for v, f in pairs if f is not True))
 
     def hook(eqn, values):
         step = next(steps)
-        values = [None if f is True else x for f, x in zip(step.ins, values, strict=True)]
-        if True not in step.ins:
-            return bind(eqn, values)
-        if step.outs and all(f is True for f in step.outs) and not eqn.effects:
+        if not _is_needed(step, used):  # such as a factor of a zero, which may be NaN
             return [None] * len(step.outs)
-        return _evaluate_partly(step, values)
+        values = [None if f is True else x for f, x in zip(step.ins, values, strict=True)]
+        return _evaluate_partly(step, values) if True in step.ins else bind(eqn, values)
 
     return evaluate(flags.program, args, hook)
+
+
+def _is_needed(step: Step[Flag], used: set[Any]) -> bool:
+    pairs = zip(step.eqn.outvars, step.outs, strict=True)
+    return bool(step.eqn.effects) or any(v in used and f is not True for v, f in pairs)
 
 
 def _evaluate_partly(step: Step[Flag], values: list[Any]) -> Sequence[Any]:

@@ -35,7 +35,8 @@ def round(x: PyTree) -> PyTree:
     **Derivative:**
 
     The identity: $\dot y = \dot x$ and $\bar x = \bar y$. Linear, so both modes and
-    all orders.
+    all orders. Clip before you round, or use [`eqx_grads.ste.fake_quantize`][]: `jnp.clip` of
+    integers halves the derivative of an integer that equals a bound.
 
     **Raises:**
 

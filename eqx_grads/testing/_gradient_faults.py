@@ -84,7 +84,8 @@ def faults_in_own_precision(
             text = f"In {dtype}, entries of the gradient are {what}, and the loss is {shown}."
         elif lowest.itemsize < 4 and np.any(exact) and not np.any(of_user):
             kind, text = "cut", f"In {lowest}, the gradient is zero; in float64, {size:.1g}."
-            cure = "Multiply the loss by a large number, and divide the gradient by it."
+            cure = "Multiply the loss by a large number, and divide the gradient by it. If an "
+            cure += "operation counts many elements, compute in float32."
         elif size and rounding(in_rules[i]) > rounding(lowest) and error > rounding(lowest):
             kind, cure = "wrong", "Try `eqgt.check_rule`."
             text = f"A rule rounds to {in_rules[i]}, the loss to {lowest}: off by {error:.1g}."

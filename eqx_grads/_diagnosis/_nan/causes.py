@@ -8,6 +8,7 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxprs.evaluate import bind
@@ -165,7 +166,9 @@ def _of_infinities(birth: Birth) -> Kind:
 
 
 def _moved(x, sign):
-    size = np.where(x == 0, 1e-3, 1e-2 * np.abs(x))
+    # XLA takes a subnormal number for zero.
+    is_zero = np.abs(x) < jnp.finfo(jnp.promote_types(x.dtype, np.float32)).tiny
+    size = np.where(is_zero, 1e-3, 1e-2 * np.abs(x))
     return x + (sign * size * np.random.default_rng(0).uniform(0.5, 1, x.shape)).astype(x.dtype)
 
 

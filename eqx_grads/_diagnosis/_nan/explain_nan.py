@@ -33,7 +33,8 @@ _TRIALS = {
 
 _ONLY_COMPILED = (
     "Operation by operation, all is finite. Compiled as a whole, XLA rounds differently: an "
-    "exact zero, such as `x - jnp.mean(x)` of equal numbers, may be a rounding error."
+    "exact zero, such as `x - jnp.mean(x)` of equal numbers, may be a rounding error. In half "
+    "precision, a sum may overflow: compute in float32."
 )
 _FORWARD = "The loss has no gradient in reverse mode. This is its derivative in forward mode."
 _OUT_OF_TIME = (

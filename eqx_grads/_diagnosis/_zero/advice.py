@@ -53,8 +53,8 @@ _CURES = {
     "`optax.losses.sigmoid_binary_cross_entropy(logits, labels)` does.",
     "zero derivative": "`{name}` is at a stationary point or a kink, or its rule gives zero "
     "there. Start elsewhere. For a spike, use a wider surrogate, as `eqg.surrogates.atan()`.",
-    "underflow": "The product is too small for its dtype. Scale the loss, or see with "
-    "`eqg.gradient_flow(loss, model)` where the gradient vanishes.",
+    "underflow": "The result is too small for its dtype. Scale the loss, compute in float32, "
+    "or see with `eqg.gradient_flow(loss, model)` where the gradient vanishes.",
     "branch not taken": "These arguments take another branch of the `cond`.",
     "not selected": "These arguments select none of its elements. Check the index, the slice, "
     "the maximum, or the number of steps of the loop that takes them.",

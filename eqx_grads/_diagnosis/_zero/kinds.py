@@ -109,7 +109,10 @@ def _flat(run: _Experiment, moving, *, selects: bool, is_users: bool) -> str:
     """Next to a stationary point or a kink, there is a derivative. Nearer to zero, a saturated
     function has one."""
     if selects:
-        return "dead units"
+        # A count of many equal elements is infinite in half precision.
+        wide = lambda x: x.astype(jnp.float32) if is_inexact(x) else x
+        is_alive = run.size(range(len(run.xs)), wide, run.tangents(wide))
+        return "underflow" if is_alive else "dead units"
     if is_users:
         return "zero derivative"
     rng = np.random.default_rng(1)
