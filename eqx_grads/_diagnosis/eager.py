@@ -32,13 +32,12 @@ def compute(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """The outputs of an equation, as `bind`."""
     name = eqn.primitive.name
     if name in _NUMPY and all(map(_is_plain, (*eqn.invars, *eqn.outvars))):
-        xs = [_flushed(x) for x in map(np.asarray, values)]
+        xs = _as_arrays(eqn.invars, values)
         with np.errstate(all="ignore"):
             outs = _NUMPY[name](*xs, **eqn.params)
         if outs is not None:
-            outs = outs if eqn.primitive.multiple_results else [outs]
-            pairs = zip(outs, eqn.outvars, strict=True)
-            return [_flushed(np.asarray(x, v.aval.dtype)) for x, v in pairs]
+            several = eqn.primitive.multiple_results
+            return _as_arrays(eqn.outvars, outs if several else [outs])
     operation = _Operation(eqn.primitive, tuple(eqn.params.items()))
     try:
         hash(operation)
@@ -71,6 +70,11 @@ def _is_plain(v: Any) -> bool:
     return isinstance(dtype, np.dtype) and dtype.kind in "biuf" and dtype != np.float16
 
 
+def _as_arrays(variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    pairs = zip(values, variables, strict=True)
+    return [_flushed(np.asarray(x, v.aval.dtype)) for x, v in pairs]
+
+
 def _flushed(x: Any) -> Any:
     """XLA computes with zeros instead of denormal numbers on a CPU."""
     if x.dtype.kind != "f":
@@ -88,12 +92,16 @@ def _broadcast(x, *sizes, shape, broadcast_dimensions, **_):
     return np.broadcast_to(x.reshape(ones), shape)
 
 
+def _reshape(x, *sizes, new_sizes, dimensions, **_):
+    return None if sizes or dimensions else x.reshape(new_sizes)
+
+
 def _convert(x, *, new_dtype, **_):
     # A number that is too large for an integer is undefined in NumPy.
     return x.astype(new_dtype) if new_dtype.kind == "f" or x.dtype.kind in "biu" else None
 
 
-def _pad(x, value, *, padding_config):
+def _pad(x, value, *, padding_config, **_):
     if any(low < 0 or high < 0 for low, high, _ in padding_config):
         return None
     sizes = zip(x.shape, padding_config, strict=True)
@@ -105,7 +113,7 @@ def _pad(x, value, *, padding_config):
     return out
 
 
-def _slice(x, *, start_indices, limit_indices, strides):
+def _slice(x, *, start_indices, limit_indices, strides, **_):
     bounds = zip(start_indices, limit_indices, strides or [1] * x.ndim, strict=True)
     return x[tuple(slice(*each) for each in bounds)]
 
@@ -132,11 +140,11 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     **_elementwise("and:bitwise_and or:bitwise_or not:bitwise_not"),
     "div": lambda x, y, **_: x / y if x.dtype.kind == "f" else None,
     "broadcast_in_dim": _broadcast,
-    "reshape": lambda x, *sizes, new_sizes, **_: None if sizes else x.reshape(new_sizes),
-    "transpose": lambda x, *, permutation: x.transpose(permutation),
-    "squeeze": lambda x, *, dimensions: x.squeeze(dimensions),
-    "concatenate": lambda *xs, dimension: np.concatenate(xs, dimension),
-    "split": lambda x, *, sizes, axis: np.split(x, np.cumsum(sizes)[:-1], axis),
+    "reshape": _reshape,
+    "transpose": lambda x, *, permutation, **_: x.transpose(permutation),
+    "squeeze": lambda x, *, dimensions, **_: x.squeeze(dimensions),
+    "concatenate": lambda *xs, dimension, **_: np.concatenate(xs, dimension),
+    "split": lambda x, *, sizes, axis, **_: np.split(x, np.cumsum(sizes)[:-1], axis),
     "slice": _slice,
     "pad": _pad,
     "select_n": _select,

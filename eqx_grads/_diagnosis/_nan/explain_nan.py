@@ -219,7 +219,7 @@ def _trial(
     for policy in ["selected", "zero"] if is_dead and left > 0.5 else ["zero"]:
         gradient = eqx.filter_grad(zero_safe(loss, policy=policy))
         try:
-            jit: Any = eqx.filter_jit(compiler_options=options)
+            jit = eqx.filter_jit(compiler_options=options)  # pyright: ignore  of `jax.jit`
             found = jit(gradient)(model, *args, **kwargs)
         except Exception:  # JAX has no one type of error for what it can't differentiate
             continue
