@@ -25,7 +25,6 @@ SHORT_COMPILATION: dict[str, Any] = {
 # Fusion emitters take most of the time on a CPU. Later versions have no option for them.
 if jax.__version_info__ < (0, 11):
     SHORT_COMPILATION["xla_cpu_use_fusion_emitters"] = False
-CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
 
 
 def compute(eqn: Any, values: Sequence[Any]) -> list[Any]:
