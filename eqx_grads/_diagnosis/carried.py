@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from .._jaxprs.dependence import variables
 from .._jaxprs.evaluate import equation_context, values_of_inputs
 from .._jaxprs.structure import Cond, inner_programs, Scan, structure, While
-from .ahead import Known, Part
 
 
 class Place(NamedTuple):
@@ -25,14 +23,12 @@ class Place(NamedTuple):
 
     - `around`: the place of the equation that `program` is in, if there is one.
     - `step`: the step of the run, if that equation is a loop.
-    - `known`: what was computed ahead for the values of this run.
     """
 
     eqn: Any
     program: ClosedJaxpr
     around: "Place | None" = None
     step: int | None = None
-    known: Known | None = None
 
 
 def outward(place: Place | None) -> Iterator[Place]:
@@ -48,8 +44,6 @@ V = TypeVar("V", bound=Any)
 class AbstractCarrier(abc.ABC, Generic[V]):
     """A value `V` is an array, `truth`, with what is carried beside it."""
 
-    parts: dict[int, Part]  # by the first equation
-
     @abc.abstractmethod
     def constant(self, x: Any) -> V:
         """The value of a constant of the program."""
@@ -57,14 +51,6 @@ class AbstractCarrier(abc.ABC, Generic[V]):
     @abc.abstractmethod
     def map(self, fn: Callable[..., Any], values: Sequence[V]) -> V:
         """One value of several. `fn` takes their arrays, and also the arrays beside these."""
-
-    @abc.abstractmethod
-    def arrays(self, value: V) -> tuple[Any, ...]:
-        """A value as it is computed ahead."""
-
-    @abc.abstractmethod
-    def compute(self, eqn: Any, arrays: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
-        """The outputs of an equation, computed ahead."""
 
     @abc.abstractmethod
     def visit(self, place: Place, values: Sequence[V]) -> Sequence[V] | None:
@@ -81,43 +67,17 @@ def walk(
     carrier: AbstractCarrier[V],
     around: Place | None = None,
     step: int | None = None,
-    known: Sequence[Known] = (),
 ) -> list[V]:
-    """The outputs of a program. `known`: what is known of its equations."""
+    """The outputs of a program."""
     env = values_of_inputs(program, values, carrier.constant)
-    ahead: list[Known | None] = list(known)
-    made: dict[Any, Any] = {}  # what was computed ahead
     read = lambda v: carrier.constant(v.val) if isinstance(v, Literal) else env[v]
-    is_same = lambda v: v not in made or _agree(carrier.arrays(env[v]), made[v])
-    for i, eqn in enumerate(program.eqns):
+    for eqn in program.eqns:
         with equation_context(eqn):
-            if i == len(ahead):
-                ahead += _ahead(program.eqns[i:], env, carrier)
-            found, ins = ahead[i], list(map(read, eqn.invars))
-            is_known = all(map(is_same, variables(eqn.invars)))
-            place = Place(eqn, program, around, step, found if is_known else None)
+            place, ins = Place(eqn, program, around, step), list(map(read, eqn.invars))
             outs = carrier.visit(place, ins)
             outs = enter(place, ins, carrier) if outs is None else outs
         env.update(zip(eqn.outvars, outs, strict=True))
-        if found is not None:
-            made.update(zip(eqn.outvars, found.outs, strict=True))
     return list(map(read, program.jaxpr.outvars))
-
-
-def _agree(arrays, made) -> bool:
-    """Whether a value is what was computed ahead. `None` is zero."""
-    zero = lambda b: not np.asarray(b).any()
-    is_same = lambda a, b: a is b or (zero(b) if a is None else np.array_equal(a, b))
-    return all(map(is_same, arrays, made))
-
-
-def _ahead(eqns, env, carrier) -> Sequence[Known | None]:
-    """What is known of the first equations of a program."""
-    if id(eqns[0]) not in carrier.parts:
-        constant = lambda x: carrier.arrays(carrier.constant(x))
-        carrier.parts[id(eqns[0])] = Part(eqns, carrier.compute, constant)
-    part = carrier.parts[id(eqns[0])]
-    return part([carrier.arrays(env[v]) for v in part.free])
 
 
 def enter(
@@ -136,8 +96,7 @@ def enter(
         case Cond():
             index = int(np.clip(values[0].truth, 0, len(known.programs) - 1))
             return walk(known.programs[index], values[1:], carrier, place)
-    inner = () if place.known is None else place.known.inner
-    return walk(inner_programs(place.eqn)[0], values, carrier, place, None, inner)
+    return walk(inner_programs(place.eqn)[0], values, carrier, place)
 
 
 def _scan(place, loop: Scan, values, carrier, done):

@@ -109,12 +109,12 @@ def directions(traced: TracedLoss) -> list[Any]:
 
 
 def trace_gradient(
-    caller: str, loss: Callable[..., Any], model: PyTree, args: Any, kwargs: Any, **options: Any
+    caller: str, loss: Callable[..., Any], model: PyTree, args: Any, kwargs: Any
 ) -> tuple[TracedLoss, Gradient | None, Exception | None]:
     """The loss, and its gradient in reverse mode, or directional derivatives where that raises;
-    or the error, if these raise too. `options`: of `trace_loss`."""
+    or the error, if these raise too."""
     doing("tracing the loss")
-    traced = trace_loss(caller, loss, model, args, kwargs, **options)
+    traced = trace_loss(caller, loss, model, args, kwargs)
     check_no_references(caller, loss, traced.program)
     doing("compiling the gradient")
     loss, n = loss_of_leaves(traced), len(traced.leaves)

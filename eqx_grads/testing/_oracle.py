@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .._diagnosis.ahead import CALLBACKS, SHORT_COMPILATION
+from .._diagnosis.eager import SHORT_COMPILATION
 from .._diagnosis.in_float64 import evaluate_in_float64, is_opaque
 from .._diagnosis.pairs import is_inexact
 from .._errors import name_of, rule_error, unlike
@@ -34,6 +34,7 @@ from ._without_rules import without_rules
 
 
 _Arrays = list[Any]
+_CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
 
 
 class At(NamedTuple):
@@ -141,7 +142,7 @@ class Side:
                     run = lambda at, row=row: jax.device_get(list(row(at)))
                     found[name] = outcome(run, jax.tree.map(jnp.asarray, at))
             is_known = tuple(good) in self._compiled
-            calls_host = not is_known and any(holds(p, *CALLBACKS) for p in good.values())
+            calls_host = not is_known and any(holds(p, *_CALLBACKS) for p in good.values())
             together = outcome(self._run, good, at) if not calls_host else None
             if isinstance(together, list):
                 return found | dict(zip(good, together, strict=True))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxprs.evaluate import bind, evaluate
+from ..._jaxprs.evaluate import evaluate
 from ..._jaxprs.interpret import Domain, interpret_equation
 from ..._jaxprs.primitives import kind_of
 from ..._jaxprs.structure import (
@@ -30,8 +30,8 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from ..ahead import bind_alone, Part
 from ..carried import AbstractCarrier, enter, indices_of, on_host, Place, walk
+from ..eager import compute
 from ..origins import equation_tag
 from ..pairs import is_inexact
 from .derivative import Derivative
@@ -166,7 +166,6 @@ class Births(AbstractCarrier[Value]):
         self.sets: list[frozenset[int]] = [frozenset()]
         self._numbers: dict[Any, int] = {}
         self._constants: dict[int, tuple[Any, Value]] = {}
-        self.parts: dict[int, Part] = {}
 
     def run(self) -> list[Value] | None:
         """The outputs of the derivative; `None` if it was stopped."""
@@ -213,12 +212,6 @@ class Births(AbstractCarrier[Value]):
         is_entered = is_branch or isinstance(known, Call | CallWithRule | Checkpoint)
         return None if is_entered else self._equation(place, values)
 
-    def arrays(self, value):
-        return (value.x,)
-
-    def compute(self, eqn, arrays):
-        return [(x,) for x in bind(eqn, [x for (x,) in arrays])]
-
     # ------------------------------------------------------------ loops
 
     def _loop(self, place, known, values):
@@ -252,10 +245,7 @@ class Births(AbstractCarrier[Value]):
     def _equation(self, place, values):
         eqn = place.eqn
         is_ct, is_active = any(v.is_ct for v in values), any(v.is_active for v in values)
-        if place.known is not None:
-            outs = [x for (x,) in place.known.outs]
-        else:
-            outs = self._bind(eqn, [v.x for v in values])
+        outs = self._bind(eqn, [v.x for v in values])
         nans = self._propagated(eqn, values, outs, lambda v: v.is_ct == is_ct)
         met = self._propagated(eqn, values, outs, lambda v: is_ct and not v.is_ct)
         by = union(self.sets[i] for v in values for i in labels_of(v.nan))
@@ -377,8 +367,7 @@ class Births(AbstractCarrier[Value]):
 
     def _bind(self, eqn, xs):
         try:
-            with np.errstate(all="ignore"):
-                return bind_alone(eqn, xs)
+            return compute(eqn, xs)
         except RuntimeError as error:  # of a check in the program, such as `eqx.error_if`
             raise Stopped from error
 

@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
+import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from ..._errors import bad_argument
 from ..._rules.float_args import as_number
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
+from ..eager import SHORT_COMPILATION
 from ..gradient import trace_gradient
 from ..opaque import no_gradient
 from ..origins import message_of_check, NumberedLoss, raised_error
@@ -30,6 +33,10 @@ _TRIALS = {
     "selected": "`eqg.zero_safe(loss)`",
     "zero": '`eqg.zero_safe(loss, policy="zero")`',
 }
+
+# A program that compiles in this time, in seconds, is compiled again as it is. Without
+# optimization, other rounding may make a zero of what is none, as in `x - jnp.mean(x)`.
+_SHORT = 10.0
 
 _ONLY_COMPILED = (
     "Operation by operation, all is finite. Compiled as a whole, XLA rounds differently: an "
@@ -146,7 +153,10 @@ def _explain(
     loss: Callable[..., Any], given: tuple[Any, Any, Any], limit: float, seconds: float
 ) -> NaNReport:
     """- `given`: the model, and the other arguments of the loss."""
+    start = time.monotonic()
     traced, gradient, error = trace_gradient("explain_nan", loss, *given)
+    # The gradient of `zero_safe(loss)` takes three times as long as the gradient to compile.
+    is_large = time.monotonic() - start > _SHORT
     value, bad = float("nan"), list(traced.leaves)
     if gradient is not None:
         is_bad = lambda x: not np.all(np.isfinite(x)) or bool(np.any(np.abs(x) > limit))
@@ -182,7 +192,7 @@ def _explain(
     helps = ""
     if bad and derivative.is_reverse and np.isfinite(value):
         left = 1.0 if seconds == math.inf else (deadline - time.monotonic()) / max(seconds, 1)
-        helps = _trial(causes, loss, given, left)
+        helps = _trial(causes, loss, given, left, SHORT_COMPILATION if is_large else {})
         remarks += [f"{helps} makes this gradient finite."] if helps and not causes else []
     found = _without_consequences([record_of(births, cause, helps) for cause in causes])
     if found and not derivative.is_reverse:
@@ -191,23 +201,30 @@ def _explain(
 
 
 def _trial(
-    causes: Sequence[Cause], loss: Callable[..., Any], given: Sequence[Any], left: float
+    causes: Sequence[Cause],
+    loss: Callable[..., Any],
+    given: Sequence[Any],
+    left: float,
+    options: dict[str, Any],
 ) -> str:
-    """The call of `zero_safe` that makes the compiled gradient finite. It does not reach into
-    the rule of a `filter_scan`, so the steps are not visible here.
+    """The call of `zero_safe` that makes the compiled gradient finite.
 
     - `left`: which part of the time is left. A large program has one trial in the second half.
+    - `options`: of the compilation.
     """
     if causes and not any(c.kind in DROPPABLE and c.birth.is_ct for c in causes):
         return ""
     doing("trying `zero_safe`")
+    model, args, kwargs = given
     is_dead = not causes or any(c.kind == Kind.DEAD_BRANCH for c in causes)
     for policy in ["selected", "zero"] if is_dead and left > 0.5 else ["zero"]:
-        safe = zero_safe(loss, policy=policy)
-        _, found, _ = trace_gradient("explain_nan", safe, *given, steps_are_visible=False)
-        if found is None or found.error is not None:
+        gradient = eqx.filter_grad(zero_safe(loss, policy=policy))
+        try:
+            jit = eqx.filter_jit(compiler_options=options)  # pyright: ignore  of `jax.jit`
+            found = jit(gradient)(model, *args, **kwargs)
+        except Exception:  # JAX has no one type of error for what it can't differentiate
             continue
-        if not any(map(is_nonfinite, found.gradients)):
+        if not any(map(is_nonfinite, jax.tree.leaves(found))):
             return _TRIALS[policy]
     return ""
 

@@ -30,6 +30,7 @@ from ..._jaxprs.structure import (
     While,
 )
 from ..carried import AbstractCarrier, enter, outward, Place
+from ..eager import compute, compute_all
 from ..pairs import differentiable_pairs, is_inexact, operands_of_outputs
 from ..source_lines import is_of_jax
 
@@ -73,8 +74,7 @@ class Fact(NamedTuple):
 class Deaths(AbstractCarrier[Fact]):
     """The pass through a loss."""
 
-    def __init__(self, parts: dict[int, Any]):
-        self.parts = parts
+    def __init__(self):
         self._found: dict[tuple[Any, ...], Death] = {}
 
     def constant(self, x):
@@ -90,13 +90,6 @@ class Deaths(AbstractCarrier[Fact]):
 
     def decide(self, by, outs):
         return [f if f.t is not None else f._replace(died=f.died | by.died) for f in outs]
-
-    def arrays(self, value):
-        return value.x, value.t
-
-    def compute(self, eqn, arrays):
-        xs, ts = [x for x, _ in arrays], [t for _, t in arrays]
-        return list(zip(bind(eqn, xs), push(eqn, xs, ts), strict=True))
 
     def visit(self, place, values):
         eqn, known = place.eqn, structure(place.eqn)
@@ -156,8 +149,7 @@ class Deaths(AbstractCarrier[Fact]):
         is_cast = eqn.primitive.name == "convert_element_type"
         passes = is_cast or kind.linear not in (None, "no") or kind.layout or kind.identity
         facts = []
-        known = None if place.known is None else [x for x, _ in place.known.outs]
-        for x in known or bind(eqn, [f.x for f in values]):
+        for x in compute(eqn, [f.x for f in values]):
             made = place
             if passes and is_inexact(x) and not is_alive(x):
                 of_input = is_cast and isinstance(values[0].made, str)
@@ -173,11 +165,6 @@ class Deaths(AbstractCarrier[Fact]):
             moving = {i for i, f in enumerate(values) if f.t is not None}
             pairs = differentiable_pairs(eqn, moving) or [moving] * len(eqn.outvars)
             return [ones(v) if of else None for v, of in zip(eqn.outvars, pairs, strict=True)]
-        if place.known is not None:
-            ts = [t for _, t in place.known.outs]
-            # A tangent that is not alive was zero there. Zero times infinity is NaN.
-            if all(t is None or np.isfinite(np.asarray(t)).all() for t in ts):
-                return ts
         try:
             return push(eqn, [f.x for f in values], [f.t for f in values])
         except Exception:  # JAX has no one type of error for what it can't differentiate
@@ -259,7 +246,8 @@ def push(eqn: Any, xs: Sequence[Any], ts: Sequence[Any]) -> list[Any]:
     at, fn = [xs[i] for i in moving], restricted(lambda *xs: bind(eqn, xs), xs, moving)
     out = None
     try:
-        out = jax.jvp(lambda *ys: list(fn(*ys)), at, along)[1]
+        program = jax.make_jaxpr(lambda at, ts: jax.jvp(fn, at, ts)[1])(at, along)
+        out = compute_all(program, [*at, *along])
         out = [t if is_inexact(v) else None for t, v in zip(out, eqn.outvars, strict=True)]
     except Exception:  # JAX has no one type of error for a mode that does not exist
         if not has_backward(eqn):

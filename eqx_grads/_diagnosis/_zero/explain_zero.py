@@ -20,8 +20,8 @@ from ..._zero_safe.zero_safe import ZeroSafe
 from .._nan.births import Births, labels_of, Value
 from .._nan.derivative import differentiate
 from .._nan.zeros import CANCELS
-from ..ahead import Part, SHORT_COMPILATION
 from ..carried import outward, Place, walk
+from ..eager import SHORT_COMPILATION
 from ..gradient import (
     change_along,
     directions,
@@ -217,7 +217,6 @@ class _Explanation:
     def __init__(self, traced: TracedLoss, gradient: Gradient, zero: Sequence[int]):
         self.traced, self._gradient = traced, gradient
         self._died: dict[int, Died] = {}
-        self._parts: dict[int, Part] = {}
         self._directions = directions(traced)
         self._moving: set[int] = set()
         self._used: dict[int, bool] = {}
@@ -283,7 +282,7 @@ class _Explanation:
         pairs = enumerate(zip(self.traced.values, self.traced.inputs, strict=True))
         along = lambda i: self._directions[i] if i in leaves else None
         facts = [Fact(x, along(i), made=name) for i, (x, name) in pairs]
-        loss = walk(self.traced.program, facts, Deaths(self._parts))[0]
+        loss = walk(self.traced.program, facts, Deaths())[0]
         is_one = loss.t is None and len({id(d.place.eqn) for d in loss.died}) == 1
         if len(leaves) > 1 and not is_one:
             self._follow(leaves[: len(leaves) // 2])
