@@ -643,7 +643,8 @@ RIGHT = [
      False)),
     # the conventions of others
     grad(jax_forward()), grad(jax_forward(fn=keyword_only)),
-    grad(jax_forward(lambda s, n, p, t: (p[0], t[0]), scaled, nondiff_argnums=(-2, 2)), X, 2),
+    grad(jax_forward(lambda s, n, p, t: (p[0], t[0]), scaled, nondiff_argnums=(-2,),
+     nondiff_argnames="power"), X, 2),
     lambda: jax_reverse(fn=lambda *args: args[0], nondiff_argnums=(0,))(X, X),
     grad(lambda n: jax_forward(lambda n, p, t: (p[0], t[0]), scaled, nondiff_argnums=2)(X, X,
      n), ONE), grad(jax_terms(lambda t, out, x: t)),
