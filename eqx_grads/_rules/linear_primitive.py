@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
 from .._jaxprs.current_trace import CONFIG, in_precision
+from .._jaxprs.evaluate import trace
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._jaxprs.structure import LinearCall, register
 from .._tangent_spaces import as_array_list, is_differentiable
@@ -188,8 +189,8 @@ def _vmap(linear_map, axis_data, residual_axes, linear_axes):
 
 def _structure(eqn) -> LinearCall:
     run = ft.partial(_impl, **eqn.params)
-    trace = lambda: jax.make_jaxpr(run)(*(v.aval for v in eqn.invars))
-    return LinearCall(eqn.params["n_residuals"], trace)
+    program = lambda: trace(run, [v.aval for v in eqn.invars])
+    return LinearCall(eqn.params["n_residuals"], program)
 
 
 linear_p.def_impl(_impl)

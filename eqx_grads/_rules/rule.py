@@ -31,6 +31,7 @@ from .._errors import (
     unpartial,
 )
 from .._jaxprs.current_trace import setting, staging_trace
+from .._jaxprs.evaluate import trace
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._tangent_spaces import is_differentiable
@@ -293,7 +294,7 @@ def trace_rule(rule: Callable[..., Sequence[Any]], *types: Any) -> TracedRule | 
         found[:] = [x is not None for x in out]
         return at(out, flagged(found))
 
-    program = try_to_trace(jax.make_jaxpr(live_outputs), *types)
+    program = try_to_trace(trace, live_outputs, types)
     return None if program is None else TracedRule(program, flagged(found), len(found))
 
 
