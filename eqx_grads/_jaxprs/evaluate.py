@@ -1,7 +1,7 @@
 """Trace functions, and evaluate traced programs.
 
-The evaluator has a hook that may replace what an equation does. The values need not be arrays. A hook defines the operations, so that they may just as well be
-statuses of an abstract interpretation (`linearity.py`), `None` for known zeros, or PyTrees.
+The evaluator has a hook that may replace what an equation does. A hook defines the operations,
+so the values need not be arrays: they may be `None` for known zeros, or PyTrees.
 """
 
 import contextlib

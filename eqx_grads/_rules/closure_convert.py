@@ -145,9 +145,10 @@ def _references(x, kind) -> Sequence[Any]:
     """The objects that `x` holds and that may hold tracers of the user's."""
     if kind is types.FunctionType:
         own = attributes(x).values() if x.__dict__ else ()
-        return (x.__closure__, x.__defaults__, x.__kwdefaults__, *own)
+        parts = x.__defaults__, x.__kwdefaults__
+        return (*(x.__closure__ or ()), *filter(None, parts), *own)
     if issubclass(kind, Rebuildable):
-        return [getattr(x, name) for name in x.captures]
+        return x.captured()
     if issubclass(kind, type):
         return _class_attributes(x)
     if is_closed(x):

@@ -13,13 +13,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.interpreters import ad
 
 from .._errors import name_of, place_of, rule_error, show_tree
 from .._jaxprs.current_trace import outside_of_linearization
 from .._jaxprs.linearity import output_statuses, surely_linear
 from .._jaxprs.operands import at, fill, restricted
-from .._tangent_spaces import as_array_list, is_array, is_none, is_type, project_leaves
+from .._tangent_spaces import is_array, is_none, is_type, project_leaves
 from .custom_jvp import apply_forward_rule
 from .linear_primitive import linear_call, LinearMap
 from .rule import (
@@ -184,10 +185,9 @@ class ReverseRules(AbstractRules):
         places = list(map(list(stored).index, map(id, given)))
         spec = _VjpSpec(call.flat, places, perturbed, of_arrays, indices, kept)
         t_types = [outputs.types[i].to_tangent_aval() for i in indices]
-        linear_map = LinearMap(name_of(call.fn), spec.forward, spec.transpose, t_types)
-        ts = linear_call(linear_map, [*stored.values()], [call.tangents[i] for i in perturbed])
-        by_index = dict(zip(indices, ts, strict=True))
-        return outputs, arrays, [by_index.get(i) for i in range(len(arrays))]
+        linear_map = LinearMap(call.flat.fn, spec.forward, spec.transpose, t_types)
+        ts = linear_call(linear_map, [*stored.values()], at(call.tangents, perturbed))
+        return outputs, arrays, fill([None] * len(arrays), indices, ts)
 
 
 def _with_perturbed(call: RuleCall, rule: Rule, perturbed: Sequence[int], kwargs: Any) -> Any:
@@ -235,15 +235,13 @@ class _VjpSpec:
 
     def _split(self, stored):
         """The operands, and the arrays of the residuals."""
-        # JAX passes a constant as the Python or NumPy number that it once was.
-        given = as_array_list(stored[i] for i in self.places)
+        given = at(stored, self.places)
         n = len(given) - self.kept.n_operands
         return given[:n], given[n:]
 
     def forward(self, stored, live_ts):
-        operands, live_ts = self._split(stored)[0], as_array_list(live_ts)
         ts = fill([None] * self.flat.n_args, self.perturbed, live_ts)
-        call = RuleCall.of(self.flat, operands, ts)
+        call = RuleCall.of(self.flat, self._split(stored)[0], ts)
         rule = call.rules.jvp_rule
         by_rule = rule is not None
         try:
@@ -262,22 +260,21 @@ class _VjpSpec:
 
     def transpose(self, stored, cts):
         operands, residuals = self._split(stored)
-        is_ready = lambda ct: ct is None or isinstance(ct, jax.Array)
-        cts = [ct if is_ready(ct) else jnp.asarray(ct) for ct in cts]
         call = RuleCall.of(self.flat, operands, [])
         rule = call.rules.bwd_rule
         kept = self.kept.tree(residuals)
 
         def pull_back(*cts):
-            by_index = dict(zip(self.out_indices, cts, strict=True))
-            ct = self.outputs.tree([by_index.get(i) for i in range(len(self.outputs.types))])
+            ct = self.outputs.tree(
+                fill([None] * len(self.outputs.types), self.out_indices, cts)
+            )
             ct_args = self._run_bwd(call, rule, kept, ct)
             zeros = [i for i, ct in zip(self.perturbed, ct_args, strict=True) if ct is None]
             if zeros:
                 check_zeros(rule, call, zeros)
             return ct_args
 
-        if rule.symbolic_zeros or all(ct is not None for ct in cts):
+        if rule.symbolic_zeros or not any(map(is_none, cts)):
             return pull_back(*cts)
         return _without_dead_terms(pull_back, cts, at(self.outputs.types, self.out_indices))
 
@@ -297,21 +294,27 @@ class _VjpSpec:
                 rule.place,
                 do=advice_on_cotangents(result),
             )
+        # Most cotangents are what they should be.
+        if all(map(_fits, result, args)):
+            return at(result, self.perturbed)
         operands = call.operands[: self.flat.n_args]
-        types = list(map(jax.typeof, operands))
-        if not all(isinstance(arg, jax.Array) for arg in args):
-            types = self.flat.args.mirror(types, arrays=operands)
+        types = self.flat.args.mirror(list(map(jax.typeof, operands)), arrays=operands)
         cts = []
         for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
             cts.extend(_project(call.fn, rule, ct_arg, arg, type_, self.flat.names, i))
-        return [cts[i] for i in self.perturbed]
+        return at(cts, self.perturbed)
+
+
+def _fits(ct: Any, x: Any) -> bool:
+    """Whether a cotangent is an array of the type of the array `x`, or zero. To compare values
+    takes less time than to make their types."""
+    if isinstance(ct, Tracer) or isinstance(x, Tracer):
+        return is_array(ct) and is_array(x) and jax.typeof(ct) == jax.typeof(x)
+    parts = lambda x: (x.shape, x.dtype, x.sharding)
+    return is_array(x) and (ct is None or (is_array(ct) and parts(ct) == parts(x)))
 
 
 def _project(fn, rule, ct, arg, types, names, i):
-    # Most cotangents are what they should be, and this is where an eager one is quick.
-    if isinstance(ct, jax.Array) and jax.typeof(ct) == types:
-        return [ct]
-
     def fail(*where, do):
         what = f"The backward rule `{rule.name}` of `{name_of(fn)}`"
         does = "returned a cotangent that does not fit its argument."

@@ -22,6 +22,9 @@ class Rebuildable:
     # The attributes that may hold a tracer.
     captures: tuple[str, ...] = ()
 
+    def captured(self) -> list[Any]:
+        return [getattr(self, name) for name in self.captures]
+
 
 class _Node:
     """Stands where an object of a user's class was that led to a tracer."""
@@ -96,6 +99,12 @@ def _copy_function(fn, copy):
     if fn.__kwdefaults__:
         new.__kwdefaults__ = {k: copy(v) for k, v in fn.__kwdefaults__.items()}
     return new
+
+
+def holds_nothing(fn: Any) -> bool:
+    """Whether `fn` is a function without values of its own, as most rules are."""
+    holds = lambda fn: fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or fn.__dict__
+    return type(fn) is types.FunctionType and not holds(fn)
 
 
 def attributes(fn):

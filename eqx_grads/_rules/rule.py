@@ -36,7 +36,7 @@ from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._tangent_spaces import is_differentiable
 from .closure_convert import captured_tracer, Opaque
-from .object_parts import Rebuildable
+from .object_parts import holds_nothing, Rebuildable
 from .signature import Convention, OURS, Signature, signature_of
 from .tree_split import FlatCall, OutputSpec, RuleCall
 
@@ -200,17 +200,17 @@ class CheckCache(Opaque):
 
     def get(self, call: RuleCall, check: Any, compute: Callable[[], Any]) -> Any:
         """`compute()`, but only once for arguments of the same type."""
+        results = self._results
         try:
             key = call.flat.key(call.operands), check
-            hash(key)
+            if key in results:
+                return results[key]
         except TypeError:  # the call has no key
             return compute()
-        results = self._results
-        if key not in results:
-            if len(results) >= self.most:
-                results = self._results = {}  # another thread may read the old ones
-            results[key] = compute()
-        return results[key]
+        if len(results) >= self.most:
+            results = self._results = {}  # another thread may read the old ones
+        results[key] = result = compute()
+        return result
 
 
 class AbstractRules(Rebuildable, abc.ABC):
@@ -231,6 +231,10 @@ class AbstractRules(Rebuildable, abc.ABC):
         # Shared by the copies that have tracers substituted.
         self.cache = CheckCache()
         self.known_signature: Signature | None = None
+
+    def captured(self):
+        rules = filter(None, super().captured())
+        return [rule for rule in rules if not holds_nothing(rule.fn)]
 
     def set_jvp(self, rule: Rule) -> None:
         self.jvp_rule = rule

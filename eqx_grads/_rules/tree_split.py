@@ -50,7 +50,7 @@ class TreeSplit:
         # Most trees are an array or a tuple of arrays.
         if isinstance(tree, jax.Array):
             return TreeSplit(_LEAF, range(1), [None]), [tree]
-        if type(tree) is tuple and all(isinstance(x, jax.Array) for x in tree):
+        if type(tree) is tuple and all(map(is_array, tree)):
             n = len(tree)
             return TreeSplit(_tuple_of(n), range(n), [None] * n), list(tree)
         leaves, treedef = jax.tree.flatten(tree, is_leaf=_has_traced_rules)
@@ -71,7 +71,7 @@ class TreeSplit:
 
     def tree(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> Any:
         """The tree with these arrays."""
-        leaves = self.leaves(arrays, static)
+        leaves = self.leaves(arrays, static) if self.has_static else arrays
         return leaves[0] if self.treedef is _LEAF else self.treedef.unflatten(leaves)
 
     def leaves(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> list[Any]:
@@ -259,14 +259,13 @@ class FlatCall:
         """`fn, rules, args, kwargs` with these operands."""
         n, m = self.n_args, self.n_args + self.n_kwargs
         closures = self._closures
-        items, rules = closures.substitute(operands[m:]) if closures.names else closures[:2]
-        k = 1 + len(self.args.static)
-        return (
-            items[0],
-            rules,
-            self.args.tree(operands[:n], items[1:k]),
-            self.kwargs.tree(operands[n:m], items[k:]),
-        )
+        if not closures.names:
+            kwargs = self.kwargs.tree(operands[n:m])
+            return self.fn, self.rules, self.args.tree(operands[:n]), kwargs
+        (fn, *items), rules = closures.substitute(operands[m:])
+        k = len(self.args.static)
+        args = self.args.tree(operands[:n], items[:k])
+        return fn, rules, args, self.kwargs.tree(operands[n:m], items[k:])
 
     def call(self, operands: Sequence[Any]) -> tuple["OutputSpec", list[jax.Array]]:
         """The outputs of the undecorated function for these operands."""
