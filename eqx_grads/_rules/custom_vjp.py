@@ -186,8 +186,9 @@ class ReverseRules(AbstractRules):
         spec = _VjpSpec(call.flat, places, perturbed, of_arrays, indices, kept)
         t_types = [outputs.types[i].to_tangent_aval() for i in indices]
         linear_map = LinearMap(call.flat.fn, spec.forward, spec.transpose, t_types)
-        ts = linear_call(linear_map, [*stored.values()], at(call.tangents, perturbed))
-        return outputs, arrays, fill([None] * len(arrays), indices, ts)
+        ts = linear_call(linear_map, [*stored.values()], [call.tangents[i] for i in perturbed])
+        by_index = dict(zip(indices, ts, strict=True))
+        return outputs, arrays, [by_index.get(i) for i in range(len(arrays))]
 
 
 def _with_perturbed(call: RuleCall, rule: Rule, perturbed: Sequence[int], kwargs: Any) -> Any:
@@ -235,7 +236,7 @@ class _VjpSpec:
 
     def _split(self, stored):
         """The operands, and the arrays of the residuals."""
-        given = at(stored, self.places)
+        given = [stored[i] for i in self.places]
         n = len(given) - self.kept.n_operands
         return given[:n], given[n:]
 
@@ -265,9 +266,8 @@ class _VjpSpec:
         kept = self.kept.tree(residuals)
 
         def pull_back(*cts):
-            ct = self.outputs.tree(
-                fill([None] * len(self.outputs.types), self.out_indices, cts)
-            )
+            by_index = dict(zip(self.out_indices, cts, strict=True))
+            ct = self.outputs.tree([by_index.get(i) for i in range(len(self.outputs.types))])
             ct_args = self._run_bwd(call, rule, kept, ct)
             zeros = [i for i, ct in zip(self.perturbed, ct_args, strict=True) if ct is None]
             if zeros:
@@ -296,7 +296,7 @@ class _VjpSpec:
             )
         # Most cotangents are what they should be.
         if all(map(_fits, result, args)):
-            return at(result, self.perturbed)
+            return [result[i] for i in self.perturbed]
         operands = call.operands[: self.flat.n_args]
         types = self.flat.args.mirror(list(map(jax.typeof, operands)), arrays=operands)
         cts = []
@@ -306,12 +306,15 @@ class _VjpSpec:
 
 
 def _fits(ct: Any, x: Any) -> bool:
-    """Whether a cotangent is an array of the type of the array `x`, or zero. To compare values
+    """Whether a cotangent is zero, or an array of the type of the array `x`. To compare arrays
     takes less time than to make their types."""
+    if not isinstance(x, jax.Array):
+        return False
+    if not isinstance(ct, jax.Array):
+        return ct is None
     if isinstance(ct, Tracer) or isinstance(x, Tracer):
-        return is_array(ct) and is_array(x) and jax.typeof(ct) == jax.typeof(x)
-    parts = lambda x: (x.shape, x.dtype, x.sharding)
-    return is_array(x) and (ct is None or (is_array(ct) and parts(ct) == parts(x)))
+        return jax.typeof(ct) == jax.typeof(x)
+    return (ct.shape, ct.dtype, ct.sharding) == (x.shape, x.dtype, x.sharding)
 
 
 def _project(fn, rule, ct, arg, types, names, i):

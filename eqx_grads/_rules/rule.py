@@ -35,8 +35,7 @@ from .._jaxprs.evaluate import trace
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._tangent_spaces import is_differentiable
-from .closure_convert import captured_tracer, Opaque
-from .object_parts import holds_nothing, Rebuildable
+from .closure_convert import captured_tracer, Opaque, Rebuildable
 from .signature import Convention, OURS, Signature, signature_of
 from .tree_split import FlatCall, OutputSpec, RuleCall
 
@@ -209,8 +208,7 @@ class CheckCache(Opaque):
             return compute()
         if len(results) >= self.most:
             results = self._results = {}  # another thread may read the old ones
-        results[key] = result = compute()
-        return result
+        return results.setdefault(key, compute())
 
 
 class AbstractRules(Rebuildable, abc.ABC):
@@ -231,10 +229,6 @@ class AbstractRules(Rebuildable, abc.ABC):
         # Shared by the copies that have tracers substituted.
         self.cache = CheckCache()
         self.known_signature: Signature | None = None
-
-    def captured(self):
-        rules = filter(None, super().captured())
-        return [rule for rule in rules if not holds_nothing(rule.fn)]
 
     def set_jvp(self, rule: Rule) -> None:
         self.jvp_rule = rule

@@ -50,7 +50,7 @@ class TreeSplit:
         # Most trees are an array or a tuple of arrays.
         if isinstance(tree, jax.Array):
             return TreeSplit(_LEAF, range(1), [None]), [tree]
-        if type(tree) is tuple and all(map(is_array, tree)):
+        if type(tree) is tuple and all(isinstance(x, jax.Array) for x in tree):
             n = len(tree)
             return TreeSplit(_tuple_of(n), range(n), [None] * n), list(tree)
         leaves, treedef = jax.tree.flatten(tree, is_leaf=_has_traced_rules)
@@ -241,13 +241,7 @@ class FlatCall:
         call = FlatCall(args_split, kwargs_split, filled, names, closures)
         arrays = [*arrays, *kwargs_arrays]
         for i, x in enumerate(captured, len(arrays)):
-            if is_reference(jax.typeof(x)):
-                raise rule_error(
-                    f"`{name_of(call.fn)}`, a function with a rule, was given a reference.",
-                    f"{call.path(i)} is {jax.typeof(x)}",
-                    do="Pass the value, `ref[...]`, and write to the reference outside of the "
-                    "function.",
-                )
+            reject_reference(call.fn, x, call.path(i))
         return call, [*arrays, *captured]
 
     @property
@@ -299,6 +293,16 @@ class FlatCall:
             return self._closures.names[i - self.n_kwargs]
         path = self.kwargs.path(self.kwargs.indices[i])
         return f"`{path[0].key}{show_path(path[1:])}`"
+
+
+def reject_reference(fn: Callable[..., Any], x: Any, what: str) -> None:
+    """Raise if a function with a rule was given a mutable reference."""
+    if is_reference(jax.typeof(x)):
+        raise rule_error(
+            f"`{name_of(fn)}`, a function with a rule, was given a reference.",
+            f"{what} is {jax.typeof(x)}",
+            do="Pass the value, `ref[...]`, and write to the reference outside of the function.",
+        )
 
 
 class RuleCall(NamedTuple):
