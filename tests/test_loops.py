@@ -131,13 +131,13 @@ def test_a_replay_in_forward_mode_needs_no_reverse_derivative(checkpoint):
     """Only what is asked for is differentiated."""
 
     def step(h, x):
-        root = jax.lax.while_loop(lambda r: r < 2, lambda r: 1.5 * r, 1 + jnp.abs(h))
+        root = eqg.filter_while_loop(lambda r: r < 2, lambda r: 1.5 * r, 1 + jnp.abs(h))
         return jnp.tanh(root + x), None
 
     last = lambda h, **options: eqg.filter_scan(step, h, XS[:, 0], **options)[0]
     run = ft.partial(last, checkpoint=checkpoint)
     assert_close(jax.jvp(run, (0.5,), (1.0,)), jax.jvp(last, (0.5,), (1.0,)))
-    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+    with pytest.raises(ValueError, match="not work for `filter_while_loop`(.|\n)*max_steps="):
         jax.grad(run)(0.5)
 
 
@@ -426,7 +426,7 @@ def test_a_bounded_loop_across_a_named_axis():
 
     x = jnp.array([0.5, 4.0, 20.0])
     bounded = lambda x: run(x, ft.partial(eqg.filter_while_loop, max_steps=50))
-    unbounded = lambda x: run(x, jax.lax.while_loop)
+    unbounded = lambda x: run(x, eqg.filter_while_loop)
     assert_close(bounded(x), unbounded(x), eps=50)
     assert_close(jax.jacrev(bounded)(x), jax.jacfwd(unbounded)(x), eps=100)
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import ArrayLike, PyTree
 
-from .._errors import check_function, name_of
+from .._errors import check_function, name_of, place_of, rule_error
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.varying import cast_carry, varying_axes
 from .._rules.float_args import as_count
+from .._rules.identity_op import backward_op
 from .carry import as_array_if_varying, Carry
 
 
@@ -119,8 +120,7 @@ def filter_while_loop(
         max_steps = as_count("filter_while_loop", "max_steps", max_steps, least=0, do=do)
         chunk = _steps_per_chunk(max_steps, checkpoint)
     # Without a checkpoint, the residuals of all chunks are saved.
-    is_saved = checkpoint is None
-    return _run(cond_fun, body_fun, init, max_steps, chunk, is_saved)
+    return _run(cond_fun, body_fun, init, max_steps, chunk, is_saved=checkpoint is None)
 
 
 def _steps_per_chunk(max_steps: int, checkpoint: int | str | None) -> int:
@@ -146,10 +146,19 @@ def _run(cond_fun, body_fun, init, max_steps, chunk, is_saved):
     cond = lambda arrays: cond_fun(carry.tree(arrays))
     first = cast_carry(lambda arrays: jax.make_jaxpr(body)(arrays).out_avals, first)
     if max_steps is None:
-        return carry.tree(jax.lax.while_loop(cond, body, first))
+        out = jax.lax.while_loop(cond, body, first)
+        return carry.tree(_without_reverse_mode(out, place_of(body_fun)))
     # JAX checks what `cond_fun` returns.
     jax.eval_shape(lambda arrays: jax.lax.while_loop(cond, lambda xs: xs, arrays), first)
     return carry.tree(_bounded_loop(cond, body, first, max_steps, chunk, is_saved))
+
+
+@backward_op
+def _without_reverse_mode(ct, place):
+    # Of the type of JAX's error, and as it begins, for code that looks for that error.
+    what = "Reverse-mode differentiation does not work for `filter_while_loop` without a bound."
+    do = "Pass `max_steps=`: the loop takes at most so many steps."
+    raise ValueError(str(rule_error(what, place, do=do)))
 
 
 def _bounded_loop(
@@ -185,8 +194,7 @@ def _bounded_loop(
         (more,) = run(*map(jax.lax.stop_gradient, arrays))
         return (count < max_steps) & jnp.asarray(more, bool)
 
-    def choose(goes, xs, ys):
-        return [jnp.where(goes, x, y) for x, y in zip(xs, ys, strict=True)]
+    choose = lambda goes, xs, ys: [jnp.where(goes, *pair) for pair in zip(xs, ys, strict=True)]
 
     def step(state, _):
         # An example that has ended, in a batch or a chunk, may be where the body or its
@@ -210,8 +218,7 @@ def _bounded_loop(
         lambda xs: jax.make_jaxpr(lambda *xs: step((xs[:-1], xs[-1]), None))(*xs).out_avals,
         [*first, jnp.zeros((), jnp.int32)],
     )
-    state = arrays, count
-    return jax.lax.scan(run_chunk, state, None, length=-(-max_steps // chunk))[0][0]
+    return jax.lax.scan(run_chunk, (arrays, count), None, length=-(-max_steps // chunk))[0][0]
 
 
 @jax.custom_batching.custom_vmap

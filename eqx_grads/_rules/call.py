@@ -49,9 +49,9 @@ def call_with_rules(
         # transpose of the cast sums those of a replicated operand, once.
         operands = vary_tracers_alike(operands)
     functions = _OfArrays(flat)
-    key = rules.cache  # shared by copies with other tracers
     run = functions.primal, functions.jvp, functions.vmap
-    call = Call(flat.fn, len(operands), flat.n_args, key, *run)
+    # Copies with other tracers share the cache.
+    call = Call(flat.fn, len(operands), flat.n_args, rules.cache, *run)
     arrays = bind_call(call, operands)
     assert functions.outputs is not None
     return functions.outputs.tree(arrays)

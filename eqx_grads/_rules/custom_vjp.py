@@ -308,10 +308,8 @@ class _VjpSpec:
 def _fits(ct: Any, x: Any) -> bool:
     """Whether a cotangent is zero, or an array of the type of the array `x`. To compare arrays
     takes less time than to make their types."""
-    if not isinstance(x, jax.Array):
-        return False
-    if not isinstance(ct, jax.Array):
-        return ct is None
+    if not isinstance(ct, jax.Array) or not isinstance(x, jax.Array):
+        return ct is None and isinstance(x, jax.Array)
     if isinstance(ct, Tracer) or isinstance(x, Tracer):
         return jax.typeof(ct) == jax.typeof(x)
     return (ct.shape, ct.dtype, ct.sharding) == (x.shape, x.dtype, x.sharding)

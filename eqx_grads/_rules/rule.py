@@ -249,7 +249,7 @@ class AbstractRules(Rebuildable, abc.ABC):
         """The signature of `fn`, the function with these rules. Raises if one is missing."""
         self.check_complete(fn)
         signature = Signature(fn)
-        if not signature.holds_tracer():
+        if not signature.holds_tracer:
             self.known_signature = signature
         return signature
 
@@ -382,8 +382,7 @@ def check_function_of_zeros(
 ) -> None:
     """The same for `of_zeros`, which is `fn` as a function of its primals only."""
 
-    def inexact_outputs(*xs):
-        return [y for y in jax.tree.leaves(of_zeros(*xs)) if is_differentiable(y)]
+    inexact_outputs = lambda *xs: [*filter(is_differentiable, jax.tree.leaves(of_zeros(*xs)))]
 
     def backward(*xs):
         out, pull_back = jax.vjp(inexact_outputs, *xs)
