@@ -316,6 +316,9 @@ def _fits(ct: Any, x: Any) -> bool:
 
 
 def _project(fn, rule, ct, arg, types, names, i):
+    if _fits(ct, arg):
+        return [ct]
+
     def fail(*where, do):
         what = f"The backward rule `{rule.name}` of `{name_of(fn)}`"
         does = "returned a cotangent that does not fit its argument."
@@ -331,7 +334,7 @@ def _without_dead_terms(pull_back, cts, types):
     rule that is not linear in its cotangents gets zeros for them."""
     pairs = zip(cts, types, strict=True)
     zeros = [ad.zeros_like_aval(t) if ct is None else ct for ct, t in pairs]
-    traced = trace_rule(pull_back, *zeros)
+    traced = trace_rule(pull_back, *map(jax.typeof, zeros))
     if traced is None or not surely_linear(output_statuses(traced.program)):
         return pull_back(*zeros)  # it looks at values, or is not linear
     return traced.evaluate(cts)

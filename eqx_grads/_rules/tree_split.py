@@ -252,11 +252,7 @@ class FlatCall:
     def restore(self, operands: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
         """`fn, rules, args, kwargs` with these operands."""
         n, m = self.n_args, self.n_args + self.n_kwargs
-        closures = self._closures
-        if not closures.names:
-            kwargs = self.kwargs.tree(operands[n:m])
-            return self.fn, self.rules, self.args.tree(operands[:n]), kwargs
-        (fn, *items), rules = closures.substitute(operands[m:])
+        (fn, *items), rules = self._closures.substitute(operands[m:])
         k = len(self.args.static)
         args = self.args.tree(operands[:n], items[:k])
         return fn, rules, args, self.kwargs.tree(operands[n:m], items[k:])
