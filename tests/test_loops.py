@@ -137,7 +137,7 @@ def test_a_replay_in_forward_mode_needs_no_reverse_derivative(checkpoint):
     last = lambda h, **options: eqg.filter_scan(step, h, XS[:, 0], **options)[0]
     run = ft.partial(last, checkpoint=checkpoint)
     assert_close(jax.jvp(run, (0.5,), (1.0,)), jax.jvp(last, (0.5,), (1.0,)))
-    with pytest.raises(ValueError, match="not work for `filter_while_loop`(.|\n)*max_steps="):
+    with pytest.raises(ValueError, match=r"not work for `filter_while_loop`(.|\n)*max_steps="):
         jax.grad(run)(0.5)
 
 
