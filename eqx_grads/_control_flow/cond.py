@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import ArrayLike, PyTree
 
 from .._errors import check_function, name_of, place_of, rule_error, type_of
+from .._jaxprs.current_trace import is_in_shard_map
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.operands import at
-from .._jaxprs.varying import is_in_shard_map, vary_alike
+from .._jaxprs.varying import vary_alike
 from .._rules.tree_split import is_equal, OutputSpec
 from .._tangent_spaces import holds_numbers, shape_of
 from .carry import is_number

@@ -7,8 +7,8 @@ import jax
 from jax.extend.core import mapped_aval
 
 from .._errors import name_of, pair_of, place_of
-from .._jaxprs.current_trace import is_jit_disabled
-from .._jaxprs.varying import cast_carry, is_in_shard_map, vary_alike
+from .._jaxprs.current_trace import is_in_shard_map, is_jit_disabled
+from .._jaxprs.varying import cast_carry, vary_alike
 from .._rules.closure_convert import lift_tracers
 from .._rules.replace_gradient import replace_gradient
 from .._rules.tree_split import TreeSplit

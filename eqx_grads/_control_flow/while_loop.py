@@ -15,8 +15,7 @@ from .._jaxprs.current_trace import is_jit_disabled
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.varying import cast_carry, varying_axes
 from .._rules.float_args import as_count
-from .._rules.identity_op import tangent_op
-from .._rules.linear_primitive import linear_call, LinearMap
+from .._rules.identity_op import backward_op
 from .._tangent_spaces import dtype_of_array, shape_of
 from .carry import as_array_if_varying, Carry
 
@@ -125,8 +124,7 @@ def filter_while_loop(
         max_steps = as_count("filter_while_loop", "max_steps", max_steps, least=0, do=do)
         chunk = _steps_per_chunk(max_steps, checkpoint)
     # Without a checkpoint, the residuals of all chunks are saved.
-    is_saved = checkpoint is None
-    return _run(cond_fun, body_fun, init, max_steps, chunk, is_saved)
+    return _run(cond_fun, body_fun, init, max_steps, chunk, is_saved=checkpoint is None)
 
 
 def _steps_per_chunk(max_steps: int, checkpoint: int | str | None) -> int:
@@ -154,8 +152,11 @@ def _run(cond_fun, body_fun, init, max_steps, chunk, is_saved):
     if max_steps is None:
         last = jax.lax.while_loop(cond, body, first)
         # Without `jit`, JAX runs the steps, and each has both modes.
-        same = (lambda x: x) if is_jit_disabled() else _without_reverse_mode(body_fun)
-        return carry.tree([same(x) for x in last])
+        if not is_jit_disabled():
+            place = place_of(body_fun)
+            # One by one: an element that depends on no argument has a cotangent, and no error.
+            last = [_without_reverse_mode(x, place) for x in last]
+        return carry.tree(last)
     return carry.tree(_bounded_loop(cond, body, first, max_steps, chunk, is_saved))
 
 
@@ -171,25 +172,15 @@ def _checked(more: Any, cond_fun: Callable[..., Any]) -> Any:
     return more
 
 
-def _without_reverse_mode(body_fun: Callable[..., Any]) -> Callable[[Any], Any]:
-    """The identity; in reverse mode an error that says what to do, unlike JAX's."""
-    name, place = name_of(body_fun), place_of(body_fun)
-
-    def transpose(residuals, cts):
-        error = rule_error(
-            f"Reverse-mode differentiation does not work for a `filter_while_loop` of `{name}` "
-            "without a bound.",
-            place,
-            do="Pass `max_steps`, the largest number of steps. For a root or a fixed point, "
-            "use `eqg.implicit`, which needs no bound.",
-        )
-        raise ValueError(str(error))  # as in JAX: there is a forward mode
-
-    def of_tangent(t):
-        identity = LinearMap(name, lambda _, ts: ts, transpose, [jax.typeof(t)])
-        return None if t is None else linear_call(identity, [], [t])[0]
-
-    return tangent_op(of_tangent)
+@backward_op
+def _without_reverse_mode(ct, place):
+    error = rule_error(
+        "Reverse-mode differentiation does not work for `filter_while_loop` without a bound.",
+        place,
+        do="Pass `max_steps`, the largest number of steps. For a root or a fixed point, use "
+        "`eqg.implicit`, which needs no bound.",
+    )
+    raise ValueError(str(error))  # as in JAX: there is a forward mode
 
 
 def _bounded_loop(
@@ -225,8 +216,7 @@ def _bounded_loop(
         (more,) = run(*map(jax.lax.stop_gradient, arrays))
         return (count < max_steps) & jnp.asarray(more, bool)
 
-    def choose(goes, xs, ys):
-        return [jnp.where(goes, x, y) for x, y in zip(xs, ys, strict=True)]
+    choose = lambda goes, xs, ys: [jnp.where(goes, *pair) for pair in zip(xs, ys, strict=True)]
 
     def step(state, _):
         # An example that has ended, in a batch or a chunk, may be where the body or its
@@ -250,8 +240,7 @@ def _bounded_loop(
         lambda xs: jax.make_jaxpr(lambda *xs: step((xs[:-1], xs[-1]), None))(*xs).out_avals,
         [*first, jnp.zeros((), jnp.int32)],
     )
-    state = arrays, count
-    return jax.lax.scan(run_chunk, state, None, length=-(-max_steps // chunk))[0][0]
+    return jax.lax.scan(run_chunk, (arrays, count), None, length=-(-max_steps // chunk))[0][0]
 
 
 @jax.custom_batching.custom_vmap

@@ -17,8 +17,8 @@ from jax.core import Tracer
 
 from .._errors import check_function, name_of, place_of, rule_error, RuleError
 from .._rules.call import call_with_rules
+from .._rules.closure_convert import Rebuildable
 from .._rules.float_args import as_integer
-from .._rules.object_parts import Rebuildable
 from .._rules.rule import AbstractRules
 from .._rules.signature import JAX, Signature, signature_of
 from .._rules.wrapper import P, reduce_by_name, T
@@ -51,7 +51,10 @@ class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
         fun: Callable[P, T],
         nondiff_argnums: int | Iterable[int] = (),
         nondiff_argnames: str | Iterable[str] = (),
+        **options: Any,
     ):
+        if options:  # Python's error would name this class
+            raise TypeError(f"`{type(self).__name__}` has no option `{next(iter(options))}`.")
         check_function(fun, "fun", type(self).__name__)
         ft.update_wrapper(self, fun)
         self.fun = fun

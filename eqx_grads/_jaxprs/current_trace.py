@@ -1,5 +1,5 @@
-"""Whether JAX runs operations eagerly now, stages them into a jaxpr, or neither; and the
-precision of its matrix products."""
+"""Whether JAX runs operations eagerly now, stages them into a jaxpr, or neither; whether it is
+inside `shard_map`; and the precision of its matrix products."""
 
 import contextlib
 import contextvars
@@ -45,6 +45,10 @@ _STAGING = _staging_trace()
 
 def is_jit_disabled() -> bool:
     return CONFIG.jax_disable_jit
+
+
+def is_in_shard_map() -> bool:
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def is_eager(*trees: Any) -> bool:

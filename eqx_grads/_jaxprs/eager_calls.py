@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .current_trace import is_jit_disabled, staging_trace
-from .varying import is_in_shard_map
+from .current_trace import is_in_shard_map, is_jit_disabled, staging_trace
 
 
 P = ParamSpec("P")

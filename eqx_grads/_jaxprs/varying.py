@@ -14,16 +14,13 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec, reshard
 
+from .current_trace import is_in_shard_map
 from .versions import varying_axes_of_type
 
 
 def varying_axes(x: Any) -> frozenset:
     """The mesh axes over which an array, or values of a type, vary."""
     return varying_axes_of_type(jax.typeof(x) if isinstance(x, jax.Array) else x)
-
-
-def is_in_shard_map() -> bool:
-    return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def vary_over(x: Any, axes: frozenset) -> Any:
@@ -46,8 +43,6 @@ def vary_alike(xs: Sequence[Any], *like: Any) -> list[Any]:
 def vary_tracers_alike(xs: Sequence[Any]) -> list[Any]:
     """`vary_alike` of tracers only. Other arrays are replicated and not differentiated, and a
     program that was traced before was given them without a cast."""
-    if not is_in_shard_map():
-        return list(xs)
     cast = iter(vary_alike([x for x in xs if isinstance(x, Tracer)]))
     return [next(cast) if isinstance(x, Tracer) else x for x in xs]
 

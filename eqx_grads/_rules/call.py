@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import name_of, place_of, rule_error, show_tree, type_of
-from .._jaxprs.current_trace import CONFIG, in_precision, is_eager
+from .._jaxprs.current_trace import CONFIG, in_precision, is_eager, is_in_shard_map
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
 from .._trees import prefix_leaves
@@ -44,14 +44,14 @@ def call_with_rules(
             return as_arrays(fn(*as_arrays(args), **kwargs))
         return fn(*args, **kwargs)
     flat, operands = FlatCall.of(fn, rules, args, kwargs, filled, signature.names)
-    if rules.varies_alike:
+    if rules.varies_alike and is_in_shard_map():
         # Inside `shard_map`, a rule then computes the cotangents of one device, and the
         # transpose of the cast sums those of a replicated operand, once.
         operands = vary_tracers_alike(operands)
     functions = _OfArrays(flat)
-    key = rules.cache  # shared by copies with other tracers
     run = functions.primal, functions.jvp, functions.vmap
-    call = Call(flat.fn, len(operands), flat.n_args, key, *run)
+    # Copies with other tracers share the cache.
+    call = Call(flat.fn, len(operands), flat.n_args, rules.cache, *run)
     arrays = bind_call(call, operands)
     assert functions.outputs is not None
     return functions.outputs.tree(arrays)

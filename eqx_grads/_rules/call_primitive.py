@@ -11,9 +11,7 @@ the function, not from the rule. A `jax.custom_vjp` has no forward mode, and
 import contextvars
 import dataclasses
 import functools as ft
-import inspect
 from collections.abc import Callable, Sequence
-from types import CellType, FunctionType
 from typing import Any
 
 import jax
@@ -25,6 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from .._errors import code_of, name_of, rule_error, RuleError
 from .._jaxprs.current_trace import is_of_innermost_trace, is_staged, is_valid, setting
 from .._jaxprs.dependence import consts_as_inputs
+from .._jaxprs.evaluate import trace
 from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._jaxprs.structure import (
@@ -105,19 +104,10 @@ def invalid_tracer(name: str) -> RuleError:
     )
 
 
-_OF_OPERANDS = inspect.signature(lambda *operands: operands)
-
-
 def _trace(call: Call, types: Sequence[Any]) -> ClosedJaxpr:
-    def function(*operands):
-        return list(call.primal(operands))
-
     code = code_of(call.fn)
-    if code is not None:  # JAX's errors name the function and the line that this shows
-        cells = tuple(CellType() for _ in code.co_freevars)
-        vars(function)["__signature__"] = _OF_OPERANDS
-        vars(function)["__wrapped__"] = FunctionType(code, {}, call.name, None, cells)
-    return jax.make_jaxpr(function)(*types)
+    source = code and f"{call.name} at {code.co_filename}:{code.co_firstlineno}"
+    return trace(lambda *operands: list(call.primal(operands)), types, source)
 
 
 def _extended_call(call: Call, traced: ClosedJaxpr, n_extra: int, n_consts: int) -> Call:
@@ -148,7 +138,7 @@ class _CallPrimitive(Primitive):
             return Primitive.bind(self, *operands, **params)
         (fn,) = subfuns
         # Traced once: JAX's function objects keep what they learn in their only run.
-        traced = jax.make_jaxpr(fn.call_wrapped)(*operands)
+        traced = trace(fn.call_wrapped, list(map(jax.typeof, operands)))
         call, n_consts = params["call"], params["n_consts"]
         n_extra = len(operands) - n_consts - call.n_operands
         return bind_call(_extended_call(call, traced, n_extra, n_consts), operands)

@@ -13,13 +13,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.interpreters import ad
 
 from .._errors import name_of, place_of, rule_error, show_tree
 from .._jaxprs.current_trace import outside_of_linearization
 from .._jaxprs.linearity import output_statuses, surely_linear
 from .._jaxprs.operands import at, fill, restricted
-from .._tangent_spaces import as_array_list, is_array, is_none, is_type, project_leaves
+from .._tangent_spaces import is_array, is_none, is_type, project_leaves
 from .custom_jvp import apply_forward_rule
 from .linear_primitive import linear_call, LinearMap
 from .rule import (
@@ -184,7 +185,7 @@ class ReverseRules(AbstractRules):
         places = list(map(list(stored).index, map(id, given)))
         spec = _VjpSpec(call.flat, places, perturbed, of_arrays, indices, kept)
         t_types = [outputs.types[i].to_tangent_aval() for i in indices]
-        linear_map = LinearMap(name_of(call.fn), spec.forward, spec.transpose, t_types)
+        linear_map = LinearMap(call.flat.fn, spec.forward, spec.transpose, t_types)
         ts = linear_call(linear_map, [*stored.values()], [call.tangents[i] for i in perturbed])
         by_index = dict(zip(indices, ts, strict=True))
         return outputs, arrays, [by_index.get(i) for i in range(len(arrays))]
@@ -235,15 +236,13 @@ class _VjpSpec:
 
     def _split(self, stored):
         """The operands, and the arrays of the residuals."""
-        # JAX passes a constant as the Python or NumPy number that it once was.
-        given = as_array_list(stored[i] for i in self.places)
+        given = [stored[i] for i in self.places]
         n = len(given) - self.kept.n_operands
         return given[:n], given[n:]
 
     def forward(self, stored, live_ts):
-        operands, live_ts = self._split(stored)[0], as_array_list(live_ts)
         ts = fill([None] * self.flat.n_args, self.perturbed, live_ts)
-        call = RuleCall.of(self.flat, operands, ts)
+        call = RuleCall.of(self.flat, self._split(stored)[0], ts)
         rule = call.rules.jvp_rule
         by_rule = rule is not None
         try:
@@ -262,8 +261,6 @@ class _VjpSpec:
 
     def transpose(self, stored, cts):
         operands, residuals = self._split(stored)
-        is_ready = lambda ct: ct is None or isinstance(ct, jax.Array)
-        cts = [ct if is_ready(ct) else jnp.asarray(ct) for ct in cts]
         call = RuleCall.of(self.flat, operands, [])
         rule = call.rules.bwd_rule
         kept = self.kept.tree(residuals)
@@ -277,7 +274,7 @@ class _VjpSpec:
                 check_zeros(rule, call, zeros)
             return ct_args
 
-        if rule.symbolic_zeros or all(ct is not None for ct in cts):
+        if rule.symbolic_zeros or not any(map(is_none, cts)):
             return pull_back(*cts)
         return _without_dead_terms(pull_back, cts, at(self.outputs.types, self.out_indices))
 
@@ -297,19 +294,29 @@ class _VjpSpec:
                 rule.place,
                 do=advice_on_cotangents(result),
             )
+        # Most cotangents are what they should be.
+        if all(map(_fits, result, args)):
+            return [result[i] for i in self.perturbed]
         operands = call.operands[: self.flat.n_args]
-        types = list(map(jax.typeof, operands))
-        if not all(isinstance(arg, jax.Array) for arg in args):
-            types = self.flat.args.mirror(types, arrays=operands)
+        types = self.flat.args.mirror(list(map(jax.typeof, operands)), arrays=operands)
         cts = []
         for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
             cts.extend(_project(call.fn, rule, ct_arg, arg, type_, self.flat.names, i))
-        return [cts[i] for i in self.perturbed]
+        return at(cts, self.perturbed)
+
+
+def _fits(ct: Any, x: Any) -> bool:
+    """Whether a cotangent is zero, or an array of the type of the array `x`. To compare arrays
+    takes less time than to make their types."""
+    if not isinstance(ct, jax.Array) or not isinstance(x, jax.Array):
+        return ct is None and isinstance(x, jax.Array)
+    if isinstance(ct, Tracer) or isinstance(x, Tracer):
+        return jax.typeof(ct) == jax.typeof(x)
+    return (ct.shape, ct.dtype, ct.sharding) == (x.shape, x.dtype, x.sharding)
 
 
 def _project(fn, rule, ct, arg, types, names, i):
-    # Most cotangents are what they should be, and this is where an eager one is quick.
-    if isinstance(ct, jax.Array) and jax.typeof(ct) == types:
+    if _fits(ct, arg):
         return [ct]
 
     def fail(*where, do):
@@ -327,7 +334,7 @@ def _without_dead_terms(pull_back, cts, types):
     rule that is not linear in its cotangents gets zeros for them."""
     pairs = zip(cts, types, strict=True)
     zeros = [ad.zeros_like_aval(t) if ct is None else ct for ct, t in pairs]
-    traced = trace_rule(pull_back, *zeros)
+    traced = trace_rule(pull_back, *map(jax.typeof, zeros))
     if traced is None or not surely_linear(output_statuses(traced.program)):
         return pull_back(*zeros)  # it looks at values, or is not linear
     return traced.evaluate(cts)

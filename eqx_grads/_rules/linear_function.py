@@ -21,12 +21,12 @@ from .._jaxprs.current_trace import is_eager
 from .._jaxprs.linearity import linear_in, why_nonlinear
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import is_differentiable, is_none, project_leaves
+from .closure_convert import Rebuildable
 from .float_args import as_integer
 from .linear_primitive import apply_side, Side
-from .object_parts import Rebuildable
 from .rule import Rule
 from .signature import AS_CALLED, Signature
-from .tree_split import as_arrays, FlatCall, OutputSpec, TreeSplit
+from .tree_split import as_arrays, FlatCall, OutputSpec, reject_reference, TreeSplit
 from .wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 
 
@@ -128,6 +128,8 @@ class _Call:
         types = [list(map(jax.typeof, part)) for part in (parameters, xs)]
         self._x_types = [t.to_tangent_aval() for t in types[1]]
         program = jax.make_jaxpr(self._matvec)(*types)
+        for x in program.consts:
+            reject_reference(self._flat.fn, x, "a value that it closes over")
         flags = [i >= len(parameters) for i in range(len(program.in_avals))]
         _check_linear(program, flags, self._flat.fn, f"`{self._x_name}`")
         matvec = Side(self._name, self._matvec, program.out_avals)

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
+from .._errors import name_of
 from .._jaxprs.current_trace import CONFIG, in_precision
+from .._jaxprs.evaluate import trace
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._jaxprs.structure import LinearCall, register
 from .._tangent_spaces import as_array_list, is_differentiable
@@ -29,10 +31,12 @@ class LinearMap:
         zero; so may be the cotangents that it gets. It need not be linear.
     - `out_types` are the types of the output tangents.
 
+    - `fn` is the function that it is of, or a name: what a jaxpr shows.
+
     None of them may hold a tracer: JAX keeps them for as long as it keeps the program.
     """
 
-    name: str
+    fn: Any
     _forward: Callable[[list[Any], list[Any]], Sequence[Any]]
     _transpose: Callable[[list[Any], list[Any]], Sequence[Any]]
     out_types: Sequence[Any]
@@ -48,8 +52,8 @@ class LinearMap:
         with in_precision(self._precision):
             return self._transpose(residuals, cotangents)
 
-    def __repr__(self):  # what a jaxpr shows
-        return self.name
+    def __repr__(self):
+        return self.fn if isinstance(self.fn, str) else name_of(self.fn)
 
 
 def lifetime() -> ClosedJaxpr:
@@ -121,7 +125,8 @@ def _transpose(cts, *operands, linear_map, n_residuals, lifetime):
     # Called right here, not staged: JAX and XLA see through it, it can be differentiated
     # again, and it may be non-linear.
     cts = [None if type(ct) is ad.Zero else ct for ct in cts]
-    pairs = zip(linear_map.transpose(residuals, cts), linear, strict=True)
+    cts = [ct if ct is None or isinstance(ct, jax.Array) else jnp.asarray(ct) for ct in cts]
+    pairs = zip(linear_map.transpose(as_array_list(residuals), cts), linear, strict=True)
     ct_linear = [ct if ad.is_undefined_primal(x) else None for ct, x in pairs]
     return [None] * n_residuals + ct_linear
 
@@ -183,13 +188,13 @@ def _vmap(linear_map, axis_data, residual_axes, linear_axes):
 
     size, mesh_axis = axis_data.size, axis_data.explicit_mesh_axis
     out_types = [unmapped_aval(size, 0, t, mesh_axis) for t in linear_map.out_types]
-    return LinearMap(linear_map.name, forward, transpose, out_types)
+    return LinearMap(linear_map.fn, forward, transpose, out_types)
 
 
 def _structure(eqn) -> LinearCall:
     run = ft.partial(_impl, **eqn.params)
-    trace = lambda: jax.make_jaxpr(run)(*(v.aval for v in eqn.invars))
-    return LinearCall(eqn.params["n_residuals"], trace)
+    program = lambda: trace(run, [v.aval for v in eqn.invars])
+    return LinearCall(eqn.params["n_residuals"], program)
 
 
 linear_p.def_impl(_impl)

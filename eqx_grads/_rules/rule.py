@@ -31,11 +31,11 @@ from .._errors import (
     unpartial,
 )
 from .._jaxprs.current_trace import setting, staging_trace
+from .._jaxprs.evaluate import trace
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._tangent_spaces import is_differentiable
-from .closure_convert import captured_tracer, Opaque
-from .object_parts import Rebuildable
+from .closure_convert import captured_tracer, Opaque, Rebuildable
 from .signature import Convention, OURS, Signature, signature_of
 from .tree_split import FlatCall, OutputSpec, RuleCall
 
@@ -199,17 +199,16 @@ class CheckCache(Opaque):
 
     def get(self, call: RuleCall, check: Any, compute: Callable[[], Any]) -> Any:
         """`compute()`, but only once for arguments of the same type."""
+        results = self._results
         try:
             key = call.flat.key(call.operands), check
-            hash(key)
+            if key in results:
+                return results[key]
         except TypeError:  # the call has no key
             return compute()
-        results = self._results
-        if key not in results:
-            if len(results) >= self.most:
-                results = self._results = {}  # another thread may read the old ones
-            results[key] = compute()
-        return results[key]
+        if len(results) >= self.most:
+            results = self._results = {}  # another thread may read the old ones
+        return results.setdefault(key, compute())
 
 
 class AbstractRules(Rebuildable, abc.ABC):
@@ -250,7 +249,7 @@ class AbstractRules(Rebuildable, abc.ABC):
         """The signature of `fn`, the function with these rules. Raises if one is missing."""
         self.check_complete(fn)
         signature = Signature(fn)
-        if not signature.holds_tracer():
+        if not signature.holds_tracer:
             self.known_signature = signature
         return signature
 
@@ -293,7 +292,7 @@ def trace_rule(rule: Callable[..., Sequence[Any]], *types: Any) -> TracedRule | 
         found[:] = [x is not None for x in out]
         return at(out, flagged(found))
 
-    program = try_to_trace(jax.make_jaxpr(live_outputs), *types)
+    program = try_to_trace(trace, live_outputs, types)
     return None if program is None else TracedRule(program, flagged(found), len(found))
 
 
@@ -383,8 +382,7 @@ def check_function_of_zeros(
 ) -> None:
     """The same for `of_zeros`, which is `fn` as a function of its primals only."""
 
-    def inexact_outputs(*xs):
-        return [y for y in jax.tree.leaves(of_zeros(*xs)) if is_differentiable(y)]
+    inexact_outputs = lambda *xs: [*filter(is_differentiable, jax.tree.leaves(of_zeros(*xs)))]
 
     def backward(*xs):
         out, pull_back = jax.vjp(inexact_outputs, *xs)

@@ -125,10 +125,8 @@ class Signature(Opaque):
         self.is_by_position = len(names) == len(parameters)  # and no others
         bare = [p.replace(default=p.empty, annotation=p.empty) for p in parameters]
         self._call = f"{name_of(fn)}{inspect.Signature(bare)}"
-
-    def holds_tracer(self) -> bool:
-        """Whether a default value is, or captures, a tracer."""
-        return contains_tracer([p.default for p in self._signature.parameters.values()])
+        # Whether a default value is, or captures, a tracer.
+        self.holds_tracer = contains_tracer([p.default for p in parameters])
 
     def bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], fills_defaults: bool

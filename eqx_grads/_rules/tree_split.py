@@ -71,7 +71,7 @@ class TreeSplit:
 
     def tree(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> Any:
         """The tree with these arrays."""
-        leaves = self.leaves(arrays, static)
+        leaves = self.leaves(arrays, static) if self.has_static else arrays
         return leaves[0] if self.treedef is _LEAF else self.treedef.unflatten(leaves)
 
     def leaves(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> list[Any]:
@@ -241,13 +241,7 @@ class FlatCall:
         call = FlatCall(args_split, kwargs_split, filled, names, closures)
         arrays = [*arrays, *kwargs_arrays]
         for i, x in enumerate(captured, len(arrays)):
-            if is_reference(jax.typeof(x)):
-                raise rule_error(
-                    f"`{name_of(call.fn)}`, a function with a rule, was given a reference.",
-                    f"{call.path(i)} is {jax.typeof(x)}",
-                    do="Pass the value, `ref[...]`, and write to the reference outside of the "
-                    "function.",
-                )
+            reject_reference(call.fn, x, call.path(i))
         return call, [*arrays, *captured]
 
     @property
@@ -258,15 +252,10 @@ class FlatCall:
     def restore(self, operands: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
         """`fn, rules, args, kwargs` with these operands."""
         n, m = self.n_args, self.n_args + self.n_kwargs
-        closures = self._closures
-        items, rules = closures.substitute(operands[m:]) if closures.names else closures[:2]
-        k = 1 + len(self.args.static)
-        return (
-            items[0],
-            rules,
-            self.args.tree(operands[:n], items[1:k]),
-            self.kwargs.tree(operands[n:m], items[k:]),
-        )
+        (fn, *items), rules = self._closures.substitute(operands[m:])
+        k = len(self.args.static)
+        args = self.args.tree(operands[:n], items[:k])
+        return fn, rules, args, self.kwargs.tree(operands[n:m], items[k:])
 
     def call(self, operands: Sequence[Any]) -> tuple["OutputSpec", list[jax.Array]]:
         """The outputs of the undecorated function for these operands."""
@@ -300,6 +289,16 @@ class FlatCall:
             return self._closures.names[i - self.n_kwargs]
         path = self.kwargs.path(self.kwargs.indices[i])
         return f"`{path[0].key}{show_path(path[1:])}`"
+
+
+def reject_reference(fn: Callable[..., Any], x: Any, what: str) -> None:
+    """Raise if a function with a rule was given a mutable reference."""
+    if is_reference(jax.typeof(x)):
+        raise rule_error(
+            f"`{name_of(fn)}`, a function with a rule, was given a reference.",
+            f"{what} is {jax.typeof(x)}",
+            do="Pass the value, `ref[...]`, and write to the reference outside of it.",
+        )
 
 
 class RuleCall(NamedTuple):

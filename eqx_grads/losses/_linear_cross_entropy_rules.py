@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from .._control_flow.accelerators import logits_of_chunk
+from .._jaxprs.current_trace import is_in_shard_map
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic, Size, size_or
-from .._jaxprs.varying import is_in_shard_map, vary_alike, vary_over, varying_axes
+from .._jaxprs.varying import vary_alike, vary_over, varying_axes
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import sum_dtype

@@ -371,7 +371,8 @@ WRONG = [
     (lambda: linear()({"a": N}), "at `x['a']`: int | @"), (grad(linear(fn=lambda x: (x, N))),
      "at out[1]: int | @"), (lambda: jax.grad(lambda x: jnp.sum(
      linear(lambda ct: {"a": ct})(x)))(X), "value is float32[3] | {'a': | @"),
-    (grad(linear(fn=lambda x: x + 1)), "`double` is not linear in | @"),
+    (grad(linear(fn=lambda x: x + 1)), "`double` is not linear in | @"), (grad((lambda r:
+     linear(fn=lambda x: x * r[...]))(jax.new_ref(X))), "`double`, a function | is Ref"),
     (lambda: eqg.linear_function(square, argnum=-1), "`argnum` of | it is -1"),
     (lambda: eqg.linear_function(lambda self, x: self * x), "method, and | @ | `argnum=1`"),
     (batched(lambda size, flags, x: x), "float32[2,3] | @"),
@@ -379,6 +380,7 @@ WRONG = [
     (batched(lambda size, flags, x: (x, (True, False))), "`vmap` of `square` did | @"),
     (batched(lambda size, flags, x: (jnp.sum(x, 1), True)), "without the batch axis | @"),
     # the conventions of others
+    (lambda: eqg.jax_custom_jvp(square, nondiff_args=0), "`jax_custom_jvp` has no option `n"),
     (lambda: eqg.jax_custom_jvp(square)(X), "@ | `@square.defjvp`"),
     (lambda: eqg.jax_custom_vjp(square)(X), "@ | `square.defvjp(fwd, b"),
     (lambda: eqg.jax_custom_jvp(scaled, nondiff_argnums=(0, -4)), "they hold -4 | @"),

@@ -37,7 +37,7 @@ from ..origins import is_in_derivative, NumberedLoss, Origin
 from ..pairs import is_inexact
 from ..parameters import no_parameters, remark_on
 from ..progress import diagnosing, doing
-from ..report import count, show_list
+from ..report import show_list
 from ..source_lines import is_stop_gradient, safe_function
 from ..traced_loss import TracedLoss
 from .advice import cure_of, kind_without_derivative
@@ -139,14 +139,16 @@ def explain_zero(
     return dataclasses.replace(report, remarks=[*report.remarks, *more])
 
 
-def _dead_units(traced: TracedLoss, gradient: Gradient, noise: Collection[str]) -> list[str]:
-    """Vectors that have a gradient, but not for some units."""
-    remarks = []
+def _dead_units(
+    traced: TracedLoss, gradient: Gradient, noise: Collection[str]
+) -> dict[str, str]:
+    """Vectors that have a gradient, but not for some units: a remark for each leaf."""
+    remarks = {}
     for leaf, g in zip(traced.leaves, gradient.gradients, strict=True):
         units = np.flatnonzero(g == 0) if g.ndim == 1 and leaf not in noise else ()
         if 0 < len(units) < g.size:
             which = show_list(list(map(str, units)), 8)
-            remarks.append(
+            remarks[leaf] = (
                 f"The gradient of {leaf} is zero for {len(units)} of {g.size} units ({which}). "
                 "Dead units, as after a `jax.nn.relu`, do not learn from these arguments."
             )
@@ -165,7 +167,7 @@ def explain_traced(
         raise no_gradient(loss, traced, error) from error
     sized = [i for i in range(len(traced.leaves)) if traced.values[i].size]
     noise = {traced.leaves[i]: x for i, x in rounding_errors(traced, gradient).items()}
-    remarks, at_points = [], []
+    remarks, at_points = [], {}
     if gradient.error is not None:
         why = ": ".join([type(gradient.error).__name__, *str(gradient.error).splitlines()[:1]])
         remarks.append(
@@ -189,7 +191,8 @@ def explain_traced(
             text = f" is at a kink, and the other side has a slope: {text}"
         elif text := staircase(change, rounding):
             text = f": the loss is flat here, but changes over longer steps: {text}"
-        at_points += [f"{traced.leaves[i]}{text}."] if text else []
+        if text:
+            at_points[traced.leaves[i]] = f"{traced.leaves[i]}{text}."
     remarks += _first(at_points)
     not_finite = [traced.leaves[i] for i in bad]
     if bad:
@@ -205,10 +208,10 @@ def explain_traced(
     return ZeroReport(found, len(sized), remarks, noise, not_finite)
 
 
-def _first(remarks: list[str]) -> list[str]:
-    rest = len(remarks) - _MOST_REMARKS
-    more = [f"And so for {count(rest, 'more leaf', 'more leaves')}."] if rest > 0 else []
-    return [*remarks[:_MOST_REMARKS], *more]
+def _first(remarks: dict[str, str]) -> list[str]:
+    more = f"And so for {show_list([*remarks][_MOST_REMARKS:], 8)}."
+    shown = [*remarks.values()][:_MOST_REMARKS]
+    return [*shown, more] if len(remarks) > _MOST_REMARKS else shown
 
 
 class _Explanation:
