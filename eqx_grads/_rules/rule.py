@@ -32,10 +32,10 @@ from .._errors import (
 )
 from .._jaxprs.current_trace import setting, staging_trace
 from .._jaxprs.evaluate import trace
-from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._tangent_spaces import is_differentiable
 from .closure_convert import captured_tracer, Opaque, Rebuildable
+from .known_zeros import evaluate_with_zeros
 from .signature import Convention, OURS, Signature, signature_of
 from .tree_split import FlatCall, OutputSpec, RuleCall
 

@@ -70,8 +70,8 @@ class AbstractQuantizer(eqx.Module):
 
     **Derivative:**
 
-    The derivative of your `__call__`. Make it straight through with [`eqx_grads.ste`][], as a
-    rounded number has none.
+    The derivative of your `__call__`. Make it straight through, as with
+    [`eqx_grads.ste.round`][]: a rounded number has none.
     """
 
     bits: eqx.AbstractVar[int | float]  # of the integers: up to four are stored two in a byte

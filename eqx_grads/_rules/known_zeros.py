@@ -18,12 +18,12 @@ from jax.dtypes import float0
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad
 
-from .dependence import variables
-from .evaluate import bind, enter, evaluate
-from .interpret import Domain, interpret, Interpretation, Step
-from .primitives import kind_of, linear_operands
-from .structure import Call, Checkpoint, Cond, Scan, Structure, structure, While
-from .versions import assigns_shardings
+from .._jaxprs.dependence import variables
+from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.interpret import Domain, interpret, Interpretation, Step
+from .._jaxprs.primitives import kind_of, linear_operands
+from .._jaxprs.structure import Call, Checkpoint, Cond, Scan, Structure, structure, While
+from .._jaxprs.versions import assigns_shardings
 
 
 Flag = bool | None
