@@ -216,7 +216,7 @@ def _trial(
         return ""
     doing("trying `zero_safe`")
     model, args, kwargs = given
-    is_dead = not causes or any(c.kind == Kind.DEAD_BRANCH for c in causes)
+    is_dead = all(c.kind == Kind.DEAD_BRANCH for c in causes)
     for policy in ["selected", "zero"] if is_dead and left > 0.5 else ["zero"]:
         gradient = eqx.filter_grad(zero_safe(loss, policy=policy))
         try:
