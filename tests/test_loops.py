@@ -139,10 +139,9 @@ def test_a_replay_in_forward_mode_needs_no_reverse_derivative(checkpoint):
     assert_close(jax.jvp(run, (0.5,), (1.0,)), jax.jvp(last, (0.5,), (1.0,)))
     with pytest.raises(ValueError, match=r"not work for `filter_while_loop`(.|\n)*max_steps`"):
         jax.grad(run)(0.5)
-    count = lambda x: eqg.filter_while_loop(
-        lambda c: c[0] < 3, lambda c: (c[0] + 1, x), (0.0, x)
-    )
-    assert jax.grad(lambda x: count(x)[0] * x)(2.0) == 3  # the count depends on no argument
+    loop = ft.partial(eqg.filter_while_loop, lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1]))
+    # The count depends on no argument.
+    assert jax.grad(lambda x: loop((0.0, x))[0] * x)(2.0) == 3
 
 
 # ---------------------------------------------------------------- D5: eager calls
