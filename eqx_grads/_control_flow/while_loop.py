@@ -155,7 +155,9 @@ def _run(cond_fun, body_fun, init, max_steps, chunk, is_saved):
         if not is_jit_disabled():
             place = place_of(body_fun)
             # One by one: an element that depends on no argument has a cotangent, and no error.
-            last = [_without_reverse_mode(x, place) for x in last]
+            # Nor has one that no step changes: JAX returns it as it was.
+            pairs = zip(last, first, strict=True)
+            last = [y if y is x else _unbounded_loop(y, place) for y, x in pairs]
         return carry.tree(last)
     return carry.tree(_bounded_loop(cond, body, first, max_steps, chunk, is_saved))
 
@@ -173,7 +175,7 @@ def _checked(more: Any, cond_fun: Callable[..., Any]) -> Any:
 
 
 @backward_op
-def _without_reverse_mode(ct, place):
+def _unbounded_loop(ct, place):
     error = rule_error(
         "Reverse-mode differentiation does not work for `filter_while_loop` without a bound.",
         place,
