@@ -132,8 +132,8 @@ def _reduced(fn: Any) -> Callable[..., Any]:
     return lambda x, *, axes, **_: fn.reduce(x, axis=axes, dtype=x.dtype) if x.size else None
 
 
-def _sum(x, **params):
-    out = _reduced(np.add)(x, **params)
+def _sum(x, *, axes, **_):
+    out = np.add.reduce(x, axis=axes, dtype=x.dtype)
     # In another order, a sum may overflow.
     return out if np.isfinite(x).all() <= np.isfinite(out).all() else None
 
