@@ -15,6 +15,8 @@ import numpy as np
 import optax
 import optimistix
 import pytest
+from eqx_grads._diagnosis import eager
+from eqx_grads._jaxprs.structure import equations
 from jax.scipy.special import betaln
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -403,6 +405,28 @@ def test_what_is_a_library():
     # But not a layer that calls the user's function.
     layer = eqx.nn.Lambda(lambda x: total(log(x)))
     assert only(lambda model: model[0](model[1] * 0), (layer, X3)).library == ""
+
+
+def _each_operation(x, n, b):
+    y = x.T
+    yield from (x + y, x - y, x * y, x / y, -x, abs(x), sqrt(x), jnp.square(x), jnp.isfinite(x))
+    yield from (x == y, x != y, x < y, x <= y, x > y, x >= y, jnp.maximum(x, y), where(b, x, y))
+    yield from (n & 5, n | 5, ~n, -n, abs(n), n * n, n[1:, ::2], n[:, 0], jnp.minimum(x, y))
+    yield from (*jnp.split(x, [0, 2]), jnp.concatenate((x, y), 1), x.reshape(-1, 1), b.all())
+    yield from (fn(v, 0) for fn in (total, jnp.max, jnp.min) for v in (x[:, :0], x, n))
+    yield from (b.any(0), n.astype("float32"), jax.grad(lambda x: total(x * x))(x))
+    yield jax.lax.pad(n, n[0, 0], [(1, 2, 1), (0, 0, 3)])
+
+
+def test_numpy_computes_as_xla():
+    x = jnp.array([[1.0, -0.0, 3e-30, 3e38, -INF, NAN]] * 6, "float32")
+    values = x, jnp.array([[0, 1, 7], [-5, 2**31 - 1, -(2**31)]], "int32"), x > 0
+    program = jax.make_jaxpr(lambda *xs: list(_each_operation(*xs)))(*values)
+    assert {e.primitive.name for e in equations(program)} >= set(eager._NUMPY)
+    want = jax.jit(jax.extend.core.jaxpr_as_fun(program))(*values)
+    jax.tree.map(np.testing.assert_array_equal, eager.compute_all(program, values), want)
+    with jax.numpy_dtype_promotion("strict"):
+        assert explain(lambda x: total(log(x)), jnp.zeros(2, "float16")).found
 
 
 def test_a_long_loop_stays_compiled():

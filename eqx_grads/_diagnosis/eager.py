@@ -118,7 +118,7 @@ def _slice(x, *, start_indices, limit_indices, strides, **_):
 
 
 def _select(which, *cases, **_):
-    return np.where(which, cases[1], cases[0]) if which.dtype == bool else None
+    return np.where(which, cases[-1], cases[0]) if which.dtype == bool else None
 
 
 def _elementwise(names: str) -> dict[str, Callable[..., Any]]:
@@ -130,6 +130,12 @@ def _elementwise(names: str) -> dict[str, Callable[..., Any]]:
 
 def _reduced(fn: Any) -> Callable[..., Any]:
     return lambda x, *, axes, **_: fn.reduce(x, axis=axes, dtype=x.dtype) if x.size else None
+
+
+def _sum(x, *, axes, **_):
+    out = np.add.reduce(x, axis=axes, dtype=x.dtype)
+    # In another order, a sum may overflow.
+    return out if np.isfinite(x).all() <= np.isfinite(out).all() else None
 
 
 _NUMPY: dict[str, Callable[..., Any]] = {
@@ -148,7 +154,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "pad": _pad,
     "select_n": _select,
     "convert_element_type": _convert,
-    "reduce_sum": _reduced(np.add),
+    "reduce_sum": _sum,
     "reduce_max": _reduced(np.maximum),
     "reduce_min": _reduced(np.minimum),
     "reduce_and": _reduced(np.bitwise_and),

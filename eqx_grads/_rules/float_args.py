@@ -138,7 +138,8 @@ def as_count(
     """A number of steps or the like, as a Python integer."""
     count = as_integer(x)
     if count is None or not least <= count < 2**31:
-        raise bad_argument(caller, argument, f"an integer of at least {least}", x, do)
+        bound = f"of at least {least}" if count is None or count < least else "below 2**31"
+        raise bad_argument(caller, argument, f"an integer {bound}", x, do)
     return count
 
 

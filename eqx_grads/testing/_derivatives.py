@@ -15,10 +15,9 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from .._errors import first_line
+from .._errors import first_line, rule_error, unlike
 from .._jaxprs.operands import fill
 from .._jaxprs.structure import holds
-from .._tangent_spaces import project_leaves
 from ._case import are_finite, Case
 from ._compare import difference, norm, pairing, SMALL_IN_FLOAT64
 from ._mistakes import Mistake
@@ -77,7 +76,11 @@ class _Mode:
                 if k < values[i].size
             ]
         if (given := getattr(case.options, option)) is not None:
-            given = project_leaves(jax.tree.leaves(given), values, values, name=option)
+            given = list(map(np.asarray, jax.tree.leaves(given)))
+            text = "the value is {}, the array {}"
+            if where := unlike(list(values), given, option, text, np.shape):
+                do = "Give an array for each value, with a number for each entry."
+                raise rule_error(f"`{option}` does not fit the values.", *where, do=do)
             self.directions.append((f"the {option} given", given))
 
     def labels(self, pairs: Iterable[tuple[str, str]]) -> list[str]:

@@ -7,6 +7,7 @@ without any set of rules.
 
 import dataclasses
 import functools as ft
+import re
 from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
@@ -94,7 +95,7 @@ def faults_in_own_precision(
             continue
         leaf = program.names[i]
         faults[i] = GradientFault(
-            leaf=leaf, path=leaf.rpartition(".")[0], kind=kind, detail=text, cure=cure
+            leaf=leaf, path=_layer_of(leaf), kind=kind, detail=text, cure=cure
         )
     worst = [f"{name} ({error:.1g})" for error, name in sorted(lost, reverse=True)]
     text = f"In {lowest}, rounding changes the gradient. Its relative error"
@@ -118,18 +119,18 @@ def faults_of_leaves(
     faults = {}
     for i, kind in kinds.items():
         leaf, reasons, details, tie = leaves[i], by_leaf.get(i, []), [], ""
-        if leaf.relative_error < _SMALL:
-            details.append(f"it is off by {leaf.relative_error:.0e} of its size")
         if kind == "wrong" and i in reverse and not reasons and judge.is_right_nearby(i):
             tie = _tie(judge.program)
             details.append(f"right at points nearby, and not at this one{tie}")
         if right is not None and i in reverse:
             details.append(_detail(judge, i, right))
+        if leaf.relative_error < _SMALL and not any(details):
+            details.append(f"it is off by {leaf.relative_error:.0e} of its size")
         text = "; ".join(filter(None, details))
         of_rule: dict[str, Any] = reasons[0].fields() if reasons else {"path": ""}
         names = list(dict.fromkeys(o.primitive for o in reasons))
         of_rule["primitive"] = ", ".join(names)
-        of_rule["path"] = of_rule["path"] or leaf.leaf.rpartition(".")[0]
+        of_rule["path"] = of_rule["path"] or _layer_of(leaf.leaf)
         shown = ", ".join(f"`{name}`" for name in names)
         if kind == "not finite":
             cure = EXPLAIN_NAN
@@ -168,6 +169,12 @@ _UNKNOWN = (
     "No rule that can be removed explains it: check the layers one by one. A small error is "
     "usual for an iterative solver and low precision: then pass a larger `tolerance`."
 )
+
+
+def _layer_of(path: str) -> str:
+    """The path of a leaf without the last field, and without what is in that field."""
+    field = re.search(r"\.\w+(\[[^\[\]]*\])*$", path)
+    return path[: field.start()] if field else ""
 
 
 def _kind(leaf: LeafVerdict) -> str:

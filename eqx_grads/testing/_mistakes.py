@@ -105,10 +105,10 @@ def _of_size(want, have) -> str:
     is_even = np.max(np.abs(have - want) / (np.abs(want) + size)) <= 10 * error
     dtype = next((dtype for dtype, most in _ROUNDED.items() if error < most), "")
     return (
-        f"a little off ({error:.0e} of the size of all): a factor, or precision was lost, as "
-        f"by a cast to {dtype} or a difference of nearly equal numbers. If it is a derivative "
-        "by finite differences (`step=` of a host function) or a solver that stops at a "
-        "tolerance, pass `tolerance=`"
+        f"a little off ({error:.0e} of the size of all): a factor is off, or precision was "
+        f"lost, as by a cast to {dtype} or a difference of nearly equal numbers. If it is a "
+        "derivative by finite differences (`step=` of a host function) or a solver that stops "
+        "at a tolerance, pass `tolerance=`"
     ) * bool(is_even and dtype)
 
 

@@ -275,7 +275,7 @@ def as_reference(
             "the object out, check `lambda x: layer(x)`.",
         )
     kind = lambda x: (jnp.shape(x), jnp.iscomplexobj(x))
-    text = f"`{subject.name}` returns {{}}, `reference` {{}}"
+    text = f"{{}} in `{subject.name}`, {{}} in `reference`"
 
     def arrays(*leaves):
         found = unbound(*subject.arguments(leaves), **subject.kwargs)

@@ -726,7 +726,6 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     "known mistake": (W, W**2, "squared", {"mistakes": [Mistake("squared", W**2)]}),
     "one entry": (W, _with(1), "1 of 12 entries", {"primal": W}),
     "half of zeros": (W * (W > 0), W * (W > 0) + _with(6) - W, "6 of 12 entries", {}),
-    "all entries": (W, W**3 + 7, "", {}),
     "where negative": (W, np.where(W < 0, W**2, W), "negative", {"primal": W}),
     "also elsewhere": (W, np.where(W < 1, W**2, W), "7 of 12 entries", {"primal": W}),
     "missing": (W, 0 * W, "zero everywhere: the term of `x`", {}),

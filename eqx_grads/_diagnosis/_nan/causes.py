@@ -166,8 +166,8 @@ def _of_infinities(birth: Birth) -> Kind:
 
 
 def _moved(x, sign):
-    # XLA takes a subnormal number for zero.
-    is_zero = np.abs(x) < jnp.finfo(jnp.promote_types(x.dtype, np.float32)).tiny
+    # XLA takes a subnormal number for zero, of half precision as one of float32.
+    is_zero = np.abs(x) < min(jnp.finfo(dtype).tiny for dtype in (x.dtype, jnp.float32))
     size = np.where(is_zero, 1e-3, 1e-2 * np.abs(x))
     return x + (sign * size * np.random.default_rng(0).uniform(0.5, 1, x.shape)).astype(x.dtype)
 

@@ -53,7 +53,7 @@ _CURES = {
     "`optax.losses.sigmoid_binary_cross_entropy(logits, labels)` does.",
     "zero derivative": "`{name}` is at a stationary point or a kink, or its rule gives zero "
     "there. Start elsewhere. For a spike, use a wider surrogate, as `eqg.surrogates.atan()`.",
-    "underflow": "The result is too small for its dtype. Scale the loss, compute in float32, "
+    "underflow": "The result is too small for its dtype. Scale the loss, use a wider dtype, "
     "or see with `eqg.gradient_flow(loss, model)` where the gradient vanishes.",
     "branch not taken": "These arguments take another branch of the `cond`.",
     "not selected": "These arguments select none of its elements. Check the index, the slice, "

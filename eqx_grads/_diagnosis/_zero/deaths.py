@@ -74,8 +74,9 @@ class Fact(NamedTuple):
 class Deaths(AbstractCarrier[Fact]):
     """The pass through a loss."""
 
-    def __init__(self):
+    def __init__(self, known: dict[Any, Any]):
         self._found: dict[tuple[Any, ...], Death] = {}
+        self._known = known  # of `push`
 
     def constant(self, x):
         return Fact(jnp.asarray(x))
@@ -166,7 +167,7 @@ class Deaths(AbstractCarrier[Fact]):
             pairs = differentiable_pairs(eqn, moving) or [moving] * len(eqn.outvars)
             return [ones(v) if of else None for v, of in zip(eqn.outvars, pairs, strict=True)]
         try:
-            return push(eqn, [f.x for f in values], [f.t for f in values])
+            return push(eqn, [f.x for f in values], [f.t for f in values], self._known)
         except Exception:  # JAX has no one type of error for what it can't differentiate
             return list(map(ones, eqn.outvars))
 
@@ -237,24 +238,33 @@ def has_backward(eqn: Any) -> bool:
     return isinstance(structure(eqn), CallWithRule) and eqn.primitive.name != "custom_jvp_call"
 
 
-def push(eqn: Any, xs: Sequence[Any], ts: Sequence[Any]) -> list[Any]:
-    """The tangents of the outputs of an equation; `None` for an output without a tangent."""
+def push(
+    eqn: Any, xs: Sequence[Any], ts: Sequence[Any], known: dict[Any, Any] | None = None
+) -> list[Any]:
+    """The tangents of the outputs of an equation; `None` for an output without a tangent.
+
+    - `known`: to keep the program of an equation, which may be a step of a loop.
+    """
     moving = [i for i, t in enumerate(ts) if t is not None and is_inexact(xs[i])]
     if not moving:
         return [None] * len(eqn.outvars)
     along = [jnp.asarray(ts[i], jnp.result_type(xs[i])) for i in moving]
-    at, fn = [xs[i] for i in moving], restricted(lambda *xs: bind(eqn, xs), xs, moving)
+    key, known = (id(eqn), *moving), {} if known is None else known
+    at = lambda xs: [xs[i] for i in moving]
+    fn = lambda xs: restricted(lambda *xs: bind(eqn, xs), xs, moving)
     out = None
     try:
-        program = jax.make_jaxpr(lambda at, ts: jax.jvp(fn, at, ts)[1])(at, along)
-        out = compute_all(program, [*at, *along])
+        if key not in known:
+            along_ts = lambda xs, ts: jax.jvp(fn(xs), at(xs), ts)[1]
+            known[key] = jax.make_jaxpr(along_ts)(list(xs), along), eqn
+        out = compute_all(known[key][0], [*xs, *along])
         out = [t if is_inexact(v) else None for t, v in zip(out, eqn.outvars, strict=True)]
     except Exception:  # JAX has no one type of error for a mode that does not exist
         if not has_backward(eqn):
             raise
     if has_backward(eqn) and (out is None or any(map(is_alive, out))):
         # Its backward pass may be another one: the sizes of its cotangents in the directions.
-        sizes = _paired(fn, at, along)
+        sizes = _paired(fn(xs), at(xs), along)
         old = sizes if out is None else out
         out = [t if is_alive(size) else None for t, size in zip(old, sizes, strict=True)]
     assert out is not None

@@ -220,6 +220,7 @@ class _Explanation:
     def __init__(self, traced: TracedLoss, gradient: Gradient, zero: Sequence[int]):
         self.traced, self._gradient = traced, gradient
         self._died: dict[int, Died] = {}
+        self._known: dict[Any, Any] = {}
         self._directions = directions(traced)
         self._moving: set[int] = set()
         self._used: dict[int, bool] = {}
@@ -285,7 +286,7 @@ class _Explanation:
         pairs = enumerate(zip(self.traced.values, self.traced.inputs, strict=True))
         along = lambda i: self._directions[i] if i in leaves else None
         facts = [Fact(x, along(i), made=name) for i, (x, name) in pairs]
-        loss = walk(self.traced.program, facts, Deaths())[0]
+        loss = walk(self.traced.program, facts, Deaths(self._known))[0]
         is_one = loss.t is None and len({id(d.place.eqn) for d in loss.died}) == 1
         if len(leaves) > 1 and not is_one:
             self._follow(leaves[: len(leaves) // 2])

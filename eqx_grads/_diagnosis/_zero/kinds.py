@@ -110,7 +110,8 @@ def _flat(run: _Experiment, moving, *, selects: bool, is_users: bool) -> str:
     function has one."""
     if selects:
         # A count of many equal elements is infinite in half precision.
-        wide = lambda x: x.astype(jnp.float32) if is_inexact(x) else x
+        is_half = lambda x: is_inexact(x) and jnp.finfo(x.dtype).bits < 32
+        wide = lambda x: x.astype(jnp.float32) if is_half(x) else x
         is_alive = run.size(range(len(run.xs)), wide, run.tangents(wide))
         return "underflow" if is_alive else "dead units"
     if is_users:
