@@ -428,29 +428,6 @@ def test_scalar_rule():
     assert called == {"y"}  # the partial that nobody asked for is not computed
 
 
-def test_needs_input_grad():
-    """PyTorch: `ctx.needs_input_grad`, and a bias that may be absent."""
-    linear = eqg.custom_vjp(lambda x, w, b=None: x @ w.T if b is None else x @ w.T + b)
-    linear.def_fwd(lambda x, w, b: (linear(x, w, b), (x, w)))
-
-    @linear.def_bwd
-    def linear_bwd(residuals, ct, *, perturbed):
-        x, w = residuals
-        ct_x = ct @ w if perturbed[0] else None
-        ct_w = jnp.outer(ct, x) if perturbed[1] else None
-        return ct_x, ct_w, ct if perturbed[2] else None
-
-    w, b, ct = jnp.outer(Y[:2], X), Y[:2], jnp.array([2.0, -3.0])
-    expected = w.T @ ct, jnp.outer(ct, X), ct
-    total = lambda *args: jnp.sum(linear(*args) * ct)
-    assert_close(jax.jit(jax.grad(total, (0, 1, 2)))(X, w, b), expected)
-    assert_close(jax.grad(lambda x, w: total(x, w), (0, 1))(X, w), expected[:2])
-    # One product for the value. The weight's cotangent is an outer product.
-    for wanted, products in ((0, 2), (1, 1), (2, 1)):
-        program = jax.make_jaxpr(jax.grad(total, wanted))(X, w, b)
-        assert str(program).count("dot_general") == products
-
-
 def test_attributes_of_jax():
     f, rule = eqg.jax_custom_jvp(jnp.sin), lambda primals, tangents: (*primals, None)
     assert (f.defjvp(rule, symbolic_zeros=True), f.jvp, f.symbolic_zeros) == (rule, rule, True)
