@@ -198,7 +198,7 @@ def test_no_advice_where_nothing_is_saved():
     assert "No checkpoint saves a tenth of it." in str(report)
 
 
-WIDE = eqx.nn.MLP(3, "scalar", 64, 2, activation=jnp.tanh, key=KEY)
+WIDE = lambda: eqx.nn.MLP(3, "scalar", 64, 2, activation=jnp.tanh, key=KEY)
 
 
 def by_vmap(model, xs):
@@ -222,7 +222,7 @@ LOSSES = [by_vmap, by_other_axes, by_filter_vmap]
 def test_jax_26263(loss):
     """A large `vmap` in chunks saves what a loss written so saves."""
     xs, vmap = jr.normal(KEY, (1024, 3)), jax.vmap
-    report = eqg.explain_memory(loss, WIDE, xs)
+    report = eqg.explain_memory(loss, WIDE(), xs)
     assert jax.vmap is vmap
     best = report.advice[0]
     assert (best.kind, best.primitive) == ("map", "vmap")
@@ -232,7 +232,7 @@ def test_jax_26263(loss):
     if loss is by_vmap:
         assert [best.line] == lines_of(loss, "VMAP")
         followed = lambda model, xs: jnp.mean(eqg.filter_map(model, xs, chunk=chunk) ** 2)
-        followed = eqg.explain_memory(followed, WIDE, xs)
+        followed = eqg.explain_memory(followed, WIDE(), xs)
         assert followed.compiled < 0.15 * report.compiled
         assert not followed.advice
         # What the advice leaves is what that keeps, and the chunk that is computed again.

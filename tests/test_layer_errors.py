@@ -91,22 +91,22 @@ def test_leaves_of_layers_over_time(name):
 
 # ---------------------------------------------------------------- inputs, lengths and states
 
-GRU5, ONE = nn.GRU(3, 5, dtype="float32", key=KEY), nn.GRU(1, 4, dtype="float32", key=KEY)
+gru5 = lambda n=3: nn.GRU(n, 5, dtype="float32", key=KEY)
 LENGTHS, BY_NAME = jnp.array([2, 3]), r"does not fit(?s:.)*`layer\(xs, lengths=lengths\)`"
 KEY_BY_NAME = r"(?s)`state`.*`layer\(xs, key=key\)`"
 ONE_INTEGER = r"do not fit `xs`(?s:.)*one sequence of 5 steps\nPass one integer.*`jax\.vmap\("
 ERRORS = [
-    (lambda: GRU5(jr.split(KEY, (2, 5, 3))), r"does not fit\.\n  `xs` is key<"),
-    (lambda: ONE(XS[0]), r"A sequence of numbers is `xs\[\.\.\., None\]`"),
-    *((lambda key=key: GRU5(XS, key), KEY_BY_NAME) for key in (KEY, jr.PRNGKey(0))),
-    (lambda: jax.vmap(GRU5)(XS, LENGTHS), BY_NAME),
-    *((lambda s=s: GRU5(XS, s), BY_NAME) for s in (LENGTHS, [2, 2], jnp.ones(5))),
-    (lambda: GRU5.step([1.0, 2.0]), r"`GRU` was given `x` that does not fit"),
-    (lambda: GRU5.step(XS), r"`x` is float32\[2,5,3\](?s:.)*call the layer itself"),
+    (lambda: gru5()(jr.split(KEY, (2, 5, 3))), r"does not fit\.\n  `xs` is key<"),
+    (lambda: gru5(1)(XS[0]), r"A sequence of numbers is `xs\[\.\.\., None\]`"),
+    *((lambda key=key: gru5()(XS, key), KEY_BY_NAME) for key in (KEY, jr.PRNGKey(0))),
+    (lambda: jax.vmap(gru5())(XS, LENGTHS), BY_NAME),
+    *((lambda s=s: gru5()(XS, s), BY_NAME) for s in (LENGTHS, [2, 2], jnp.ones(5))),
+    (lambda: gru5().step([1.0, 2.0]), r"`GRU` was given `x` that does not fit"),
+    (lambda: gru5().step(XS), r"`x` is float32\[2,5,3\](?s:.)*call the layer itself"),
     (lambda: STACKS["LRU"](bidirectional=True).step(X), "`LRU.step` was called on a"),
-    (lambda: jax.vmap(lambda x: GRU5(x, lengths=LENGTHS))(XS), ONE_INTEGER),
-    (lambda: GRU5(XS, lengths=[1] * 5), r"`lengths` is int..\[5\]: (?s:.)*Did you swap"),
-    (lambda: eqx.nn.Sequential([GRU5, GRU5])(XS[0]), "(?s)is tuple.*`eqx_grads.nn.Outputs"),
+    (lambda: jax.vmap(lambda x: gru5()(x, lengths=LENGTHS))(XS), ONE_INTEGER),
+    (lambda: gru5()(XS, lengths=[1] * 5), r"`lengths` is int..\[5\]: (?s:.)*Did you swap"),
+    (lambda: eqx.nn.Sequential([gru5(), gru5()])(XS[0]), "(?s)is tuple.*`eqx_grads.nn.Outputs"),
     (lambda: nn.Outputs(GRU_CELL), r"(?s)it is GRUCell.*`eqx_grads.nn.Recurrent\("),
 ]
 

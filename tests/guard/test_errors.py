@@ -277,8 +277,9 @@ def layer(name, *args, **options):
     return ft.partial(getattr(nn, name), *(args or (3, 4)), **{"dtype": "float32", **options})
 
 
-def with_cells(make, *cells):
-    return lambda key: eqx.tree_at(lambda layer: layer.cells, make(key=key), cells)
+def with_cells(make, sizes):
+    cells = lambda: (tuple(map(cell, sizes)),)
+    return lambda key: eqx.tree_at(lambda layer: layer.cells, make(key=key), cells())
 
 
 def recurrent(new=lambda s: s, state=X, *args):
@@ -581,7 +582,7 @@ WRONG = [
     (run(layer("LRU", 3, 4, 4, r_min=0.9, r_max=0.5)), "`r_min` is 0.9, `r_max` is 0.5"),
     (run(layer("S5", 3, 4, 6, blocks=2)),
      "`state_size` of `S5` | it is 6"), (run(layer("S5", 3, 4, 4, min_step=1.0, max_step=0.1)),
-     "`S5` needs"), (run(with_cells(BOTH_WAYS, (cell(), cell(2)))), "(4,), (2,)"),
+     "`S5` needs"), (run(with_cells(BOTH_WAYS, (4, 2))), "(4,), (2,)"),
     (recurrent(lambda s: (s, s)), "it was given float32[3]"), (recurrent(lambda s: s[:2]),
      "and returned float32[2]"), (recurrent(state=None), "`Recurrent` does not know the"),
     (run(layer("LIF", None, 3, beta=0.9), XS[:, :2]), "and `input_size` is 3"),
@@ -710,7 +711,7 @@ RIGHT = [
      XS[:0], np.ones(4, "float32"), lengths=0), run(TWO_LAYERS, inference=True),
     run(layer("GRU", num_layers=2, dropout=1), key=KEY), run(layer("LSTM", proj_size=3)),
     run(layer("LRU", 3, 4, 4, r_min=0.0, r_max=1.0)), run(layer("S5", 3, 4, 4, blocks=2,
-     min_step=0.1, max_step=0.1)), run(with_cells(BOTH_WAYS, (cell(), cell()))),
+     min_step=0.1, max_step=0.1)), run(with_cells(BOTH_WAYS, (4, 4))),
     recurrent(lambda s: s, None, BATCH, XS[:2]), recurrent(lambda s: s.astype("float16")),
     run(layer("LIF", None, 3, beta=0.9), XS), lif(3, np.array([0.0, 1.0, 0.5])), lif((2, 3),
      XS[:1] / 4), one_step(N), run(quantized(lambda w: w), X), run(fsq((3, 5,
