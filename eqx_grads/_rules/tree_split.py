@@ -297,7 +297,7 @@ def reject_reference(fn: Callable[..., Any], x: Any, what: str) -> None:
         raise rule_error(
             f"`{name_of(fn)}`, a function with a rule, was given a reference.",
             f"{what} is {jax.typeof(x)}",
-            do="Pass the value, `ref[...]`, and write to the reference outside of it.",
+            do="Pass the value, `ref[...]`. Write to the reference outside of the function.",
         )
 
 

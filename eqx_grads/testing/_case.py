@@ -109,7 +109,7 @@ class Case:
 
     @ft.cached_property
     def offered(self) -> dict[str, tuple[str, list[str]]]:
-        """What there is to look at, by the rows of a `Side`: its kind, and its names."""
+        """The rows of a `Side` that exist: the kind of each, and its names."""
         offered = {"f": ("value", self.output_names)}
         offered |= {"jvp": ("tangent", self.output_names)} if self.has_forward else {}
         return offered | ({"vjp": ("cotangent", self.names)} if self.has_reverse else {})

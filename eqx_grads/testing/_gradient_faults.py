@@ -192,7 +192,7 @@ def _kind(leaf: LeafVerdict) -> str:
 
 
 def _detail(judge: Judge, i: int, right: Sequence[Any]) -> str:
-    """What the gradient of a leaf looks like, beside the one without the wrong rules."""
+    """The likely mistake in the gradient of a leaf, beside the one without the wrong rules."""
     assert judge.gradient is not None
     want, have = map(np.asarray, (right[i], judge.gradient[i]))
     name = f"`{judge.program.names[i]}`"

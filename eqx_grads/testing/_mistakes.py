@@ -77,7 +77,7 @@ def _is_close(a, b) -> bool:
 
 
 def _multiple(want, have) -> tuple[complex, str]:
-    """By what an array is multiplied, and in words; 1 if it is no multiple."""
+    """The factor between two arrays, also in words; 1 if they are not multiples."""
     factors: dict[complex, str] = {-1.0: "minus", 2.0: "twice", 0.5: "half"}
     # Any number is a multiple of another one.
     if np.ptp(np.abs(want[want != 0])) > _CLOSE * np.max(np.abs(want)):
@@ -100,7 +100,7 @@ def _rearranged(want) -> Iterator[Mistake]:
 
 
 def _of_size(want, have) -> str:
-    """Of an error that is small, and about as large in each entry."""
+    """The cause of an error that is small, and about as large in each entry."""
     error, size = norm(want - have) / norm(want), norm(want) / np.sqrt(want.size)
     is_even = np.max(np.abs(have - want) / (np.abs(want) + size)) <= 10 * error
     dtype = next((dtype for dtype, most in _ROUNDED.items() if error < most), "")

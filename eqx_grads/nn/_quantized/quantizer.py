@@ -71,7 +71,7 @@ class AbstractQuantizer(eqx.Module):
     **Derivative:**
 
     The derivative of your `__call__`. Make it straight through, as with
-    [`eqx_grads.ste.round`][]: a rounded number has none.
+    [`eqx_grads.ste.round`][]: the derivative of rounding is zero.
     """
 
     bits: eqx.AbstractVar[int | float]  # of the integers: up to four are stored two in a byte
