@@ -243,6 +243,8 @@ REPORTS = {
     "a term is missing": (lambda: of_three(lambda a, b, c, t_a, t_b, t_c: jnp.exp(b) *
         jnp.sum(t_a) + 7 * jnp.sum(c * t_c)), OF_THREE, BOTH, ["at `b`: relative error 0.9",
         "zero everywhere: the term of `b` is missing", "also wrong: `c` (2.5)"], []),
+    "a frozen leaf": (lambda: jvp_rule(lambda a, b, c: a * stopped(b) * c, lambda p, t:
+        p[1] * p[2] * t[0]), (1.5, 0.7, 0.4), BOTH, ["term of `c` is missing"], ["`b`"]),
     "orders": (lambda: jvp_rule(lambda x: jnp.sum(jnp.sin(x)), lambda p, t:
         jnp.sum(jnp.cos(stopped(p[0])) * t[0])), (jnp.array([0.3, 1.1, 0.7]),), {"checks":
         "order"}, [(1, "at `x`"), "does the rule hold something"], ["2. ", by_formula]),
@@ -265,7 +267,7 @@ REPORTS = {
 }  # fmt: skip
 QUICK = {
     *("a constant", "a tiny output", "no clip", "a number", "a term is missing"),
-    *("a NaN of a rule", "orders"),
+    *("a NaN of a rule", "orders", "a frozen leaf"),
 }
 
 

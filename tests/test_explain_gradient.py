@@ -58,6 +58,8 @@ def test_nothing_is_wrong(activation):
     """And the norms are the norms of the gradient."""
     report = eqg.explain_gradient(mean_square, mlp(activation), XS)
     assert not report
+    layer = eqg.nn.LI(4, 2, beta=0.9, key=KEY)  # a library's field may hold a number
+    assert not eqg.explain_gradient(lambda m, xs: jnp.sum(m(xs)[0] ** 2), layer, XS)
     value, grads = eqx.filter_value_and_grad(mean_square)(mlp(activation), XS)
     assert str(report).startswith("Nothing is wrong with the gradient. The loss is")
     np.testing.assert_allclose(report.loss, value, rtol=1e-5)
@@ -74,6 +76,10 @@ def test_what_is_said_beside_symptoms():
     assert "layers[0].bias is zero for 7 of 8 units" in str(report)
     report = str(eqg.explain_gradient(lambda t: jnp.floor(100 * t), jnp.array(0.1234)))
     assert "flat here, but changes over longer steps" in " ".join(report.split())
+    straight = lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x)
+    for rounded, is_said in ((jnp.round, True), (eqg.ste.round, False), (straight, False)):
+        report = eqg.explain_gradient(lambda w, f=rounded: jnp.sum((w + f(3 * w)) ** 2), ONES)
+        assert not report and ("No gradient passes through `round`" in str(report)) == is_said
     loss = lambda w: jax.lax.while_loop(lambda s: s < 9, lambda s: s * w, jnp.array(1.0))
     report = eqg.explain_gradient(loss, jnp.array(2.0))
     assert [s.kind for s in report.found] == ["no reverse mode"]

@@ -16,6 +16,10 @@ from .report import show_list, show_place
 from .source_lines import is_users_file
 
 
+# In the type of a field that may hold a number.
+_NUMBER = r"\b(int|float|complex)\b"
+
+
 class NoParameter(NamedTuple):
     """A leaf that can't have a gradient: what it is, and the line of the class that sets it."""
 
@@ -31,7 +35,9 @@ class NoParameter(NamedTuple):
         if isinstance(self.value, int | float | complex):
             code = f"jnp.array({self.value * 1.0!r})"
         name = re.sub(r".*\.(?=\w+$)", "", self.path)
-        return f"To train it, make it an array: `{name} = {code}`. It has no gradient."
+        setting = " If it is a setting, declare it `eqx.field(static=True)`."
+        is_number = "Python" in self.what
+        return f"To train it, make it an array: `{name} = {code}`.{setting * is_number}"
 
 
 def no_parameters(model: PyTree, path: str = "") -> list[NoParameter]:
@@ -70,14 +76,18 @@ def _place_in_class(owner: Any, name: str, what: str) -> tuple[str, int] | None:
     field = re.match(r"\.(\w+)", name)
     if not isinstance(owner, eqx.Module) or field is None:
         return "", 0
-    try:
-        file = inspect.getfile(type(owner))
-        lines, first = inspect.getsourcelines(type(owner))
-    except (OSError, TypeError):
-        return "", 0
-    if not is_users_file(file):
-        types = {f.name: str(f.type) for f in dataclasses.fields(owner)}
-        return ("", 0) if "Python" in what and "Array" in types[field[1]] else None
+    types = {f.name: str(f.type) for f in dataclasses.fields(owner)}
     sets = rf"self\.{field[1]}\s*=", rf"^\s*{field[1]}\s*[:=]"
-    at = [i for pattern in sets for i, line in enumerate(lines) if re.search(pattern, line)]
-    return (file, first + at[0]) if at else ("", 0)
+    for kind in type(owner).__mro__:  # the field may be inherited
+        try:
+            file = inspect.getfile(kind)
+            lines, first = inspect.getsourcelines(kind)
+        except (OSError, TypeError):
+            break
+        if not is_users_file(file):
+            is_array = "Array" in types[field[1]] and not re.search(_NUMBER, types[field[1]])
+            return ("", 0) if "Python" in what and is_array else None
+        at = [i for pattern in sets for i, line in enumerate(lines) if re.search(pattern, line)]
+        if at:
+            return file, first + at[0]
+    return "", 0

@@ -56,7 +56,10 @@ def likely_cause(
             "straight-through rule, pass `reference=`"
         )
     if not np.any(have):
-        return f"zero everywhere: the term of {name} is missing"
+        return (
+            f"zero everywhere: the term of {name} is missing. If it is constant on purpose, "
+            "call `jax.lax.stop_gradient` of it in the function"
+        )
     flat = lambda arrays: np.concatenate(list(map(np.ravel, arrays)))
     factor, words = _multiple(*map(flat, zip((want, have), *same, strict=True)))
     if not _is_close(factor, 1.0):

@@ -44,6 +44,7 @@ from .advice import cure_of, kind_without_derivative
 from .deaths import Death, Deaths, Died, Fact
 from .kinds import kind_of_death, NO_DERIVATIVE
 from .report import ZeroGradient, ZeroReport
+from .roundings import roundings
 
 
 # The time to find where a cotangent ends in reverse mode.
@@ -194,6 +195,8 @@ def explain_traced(
         if text:
             at_points[traced.leaves[i]] = f"{traced.leaves[i]}{text}."
     remarks += _first(at_points)
+    if not zero:  # these have their rows
+        remarks += roundings(traced.program, len(traced.leaves))
     not_finite = [traced.leaves[i] for i in bad]
     if bad:
         names = show_list(not_finite, 8)
