@@ -125,13 +125,19 @@ class Rule(Rebuildable):
         self._accepted = None if anything else frozenset(p.name for p in parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the rule. A note on the errors that a user's rule raises says how rules are
-        called."""
+        """Call the rule. A note on the errors that a user's rule raises names it, and says how
+        rules are called if the error may come from that."""
         try:
             return self.fn(*args, **kwargs)
         except Exception as error:
-            note = f"It was raised in the rule `{self.name}`. "
-            note += _HINTS.get(type(error)) or f"{self._conventions} {_ENTRIES}"
+            text, hint = str(error), _HINTS.get(type(error), "")
+            traceback: Any = error.__traceback__
+            is_of_call = traceback.tb_next is None or "unpack" in text
+            if is_of_call or self._conventions is not _CONVENTIONS:
+                hint = hint or f"{self._conventions} {_ENTRIES}"
+            elif "None" in text:
+                hint = hint or _ENTRIES
+            note = f"It was raised in the rule `{self.name}`. {hint}".rstrip()
             known = getattr(error, "__notes__", ())
             if not (self._is_of_library or isinstance(error, RuleError) or note in known):
                 error.add_note(note)
@@ -170,7 +176,8 @@ def advice_on_cotangents(result: Any) -> str:
 _CONVENTIONS = (
     "Rules are called as `jvp(primals, tangents, **kwargs)`, `fwd(*args, **kwargs)`, "
     "`bwd(residuals, ct)` and `vmap(axis_size, batched, *args, **kwargs)`, with `perturbed` if "
-    "it is keyword-only. `eqx_grads.filter_custom_vjp` calls rules as Equinox does."
+    "that is keyword-only (`*, perturbed`). `eqx_grads.filter_custom_vjp` calls rules as "
+    "Equinox does."
 )
 _ENTRIES = (
     "A tuple of arguments, or of their tangents, has an entry for each positional argument, "
