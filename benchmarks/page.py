@@ -107,8 +107,8 @@ SECTIONS = {
                     speeds="over plain|over chunks",
                 ),
             ),
-            "For the gradient with respect to all arguments: milliseconds, the speed over both, "
-            "and the temporary megabytes of each.",
+            "For the gradient with respect to all arguments: milliseconds, the speed over "
+            "both, and the temporary megabytes of each.",
         ),
     ),
     "Scans": (
