@@ -47,7 +47,7 @@ _CURES = {
     "Leave it if it is the last layer of an adapter, which learns first.",
     "dead units": "`{name}` passes no gradient for these elements. Change the initialization "
     "or the data. For a ReLU, use `jax.nn.leaky_relu(x)`; for a clip, "
-    "`eqg.ste.clip(x, min, max)`. A `cond` under a `vmap` acts as a `where`.",
+    "`eqg.ste.clip(x, min, max)`. A `cond` under a `vmap` becomes a `where`.",
     "masked": "For these arguments, the mask selects no element. Check the mask.",
     "saturated": "Scale the inputs down. Compute a loss of probabilities from logits, as "
     "`optax.losses.sigmoid_binary_cross_entropy(logits, labels)` does.",
