@@ -1,5 +1,5 @@
 """Claim: the gradient of an event costs no more than a hand-written rule for the first
-derivative, and its second derivative is right, unlike the rule's.
+derivative. Its second derivative is right, unlike the rule's.
 
 The state of a neural differential equation crosses a threshold, and the time and the state of
 the event are differentiated with respect to the network and the state. Side by side are

@@ -1,6 +1,5 @@
-"""Claim: `losses.linear_cross_entropy` with both gradients needs at most a sixth of the
-temporary bytes of Optax on all logits, and about three quarters of its CPU time, at the first
-size.
+"""Claim: at the first size, `losses.linear_cross_entropy` with both gradients needs at most a
+sixth of the temporary bytes of Optax on all logits, and about three quarters of its CPU time.
 
 The first peer is `optax.losses.softmax_cross_entropy_with_integer_labels` of all logits. The
 second is the same in `jax.lax.map` over chunks with `jax.checkpoint`, which computes the logits

@@ -1,5 +1,5 @@
-"""Claim: in eager mode, a call takes a tenth of the time of raw JAX, and a derivative 0.9 to
-1.3 times its time; `docs/benchmarks.md` has the table.
+"""Claim: in eager mode, a call takes a tenth of raw JAX's time, and a derivative 0.9 to 1.3
+times as long; `docs/benchmarks.md` has the table.
 
 Under `jit` they do not differ: `tests/test_cost.py` compares the compiled programs. In
 eager mode, each call and each derivative runs the Python code of the wrapper. The same rule is

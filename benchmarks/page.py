@@ -107,9 +107,8 @@ SECTIONS = {
                     speeds="over plain|over chunks",
                 ),
             ),
-            "The table is for the gradient with respect to all arguments: milliseconds, "
-            "speed relative to `jax.lax.scan` of one step and to the same chunks with the "
-            "derivative of JAX, and the temporary megabytes of each. No figure is from a GPU.",
+            "For the gradient with respect to all arguments: milliseconds, the speed over "
+            "both, and the temporary megabytes of each.",
         ),
     ),
     "Scans": (
@@ -123,8 +122,8 @@ SECTIONS = {
                     without="attention|user's|RNN",
                 ),
             ),
-            "Speed and bytes relative to `jax.lax.scan` of the same cell; the result has "
-            'three more cells. `plain` means that `"auto"` chose the plain scan. A GRU over '
+            "Speed and bytes are relative to plain scan; the result has three more cells. "
+            '`plain` means that `"auto"` chose the plain scan. A GRU over '
             '4096 steps needs 1/50 of the bytes with `"sqrt"`, at 0.97 of the speed, for a '
             "loss of the last state.",
         ),
@@ -220,7 +219,6 @@ SECTIONS = {
             "A training step of an MLP",
             "quantization",
             (Table(times="`LSQ`"),),
-            "The last column is `x + stop_gradient(q - x)`.",
         ),
     ),
     "Rules": (
@@ -237,9 +235,9 @@ SECTIONS = {
             "`check_rule` finds the planted faults",
             "checkers",
             (Table(),),
-            "Its authors planted them, and some are of kinds that the others do not look for. "
+            "Its authors planted them, and the others do not look for some kinds. "
             "The repository keeps 42 of them, of each kind. "
-            "A fault counts if the wrong rule is rejected and the right one is not.",
+            "A fault counts if a checker rejects the wrong rule and accepts the right one.",
         ),
     ),
     "Host functions": (Claim("Calls of the host", "host", (Table(times="ratio"),)),),

@@ -1,5 +1,5 @@
 """Claim: a training step with `LSQ` for weights and inputs takes 1.3 to 1.9 times as long as
-in float. The usual `x + stop_gradient(q - x)` takes 1.4 to 2.9 times as long.
+in float. Plain straight-through, `x + stop_gradient(q - x)`, takes 1.4 to 2.9 times as long.
 
 The step is the gradient of a classifier (an MLP with two hidden layers) and the update of SGD.
 Quantization adds elementwise operations, which are a larger part of a small network than of a

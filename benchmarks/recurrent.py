@@ -1,5 +1,5 @@
 """Claim: `GRU` and `LSTM` train 1.00 to 2.22 times as fast as their Equinox cells under
-`jax.lax.scan`, with 0.13 to 0.65 of the temporary bytes; `docs/benchmarks.md` has the
+`jax.lax.scan`. They need 0.13 to 0.65 of the temporary bytes; `docs/benchmarks.md` has the
 table.
 
 Value and gradient of a sum over all outputs, with respect to all parameters and the inputs, in

@@ -1,5 +1,5 @@
 """Claim: where `filter_scan(checkpoint="auto")` replays, five cells train 1.00 to 2.44 times
-as fast as with plain scan (median 1.36), with 0.09 to 0.39 of the temporary bytes.
+as fast as with plain scan (median 1.36). They need 0.09 to 0.39 of the temporary bytes.
 
 A GRU over 4096 steps trains in 1/50 of the bytes with `checkpoint="sqrt"`, at 0.97 to 0.99 of
 the speed. `docs/benchmarks.md` has the table.

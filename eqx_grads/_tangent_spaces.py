@@ -226,7 +226,7 @@ def check_field_names(module: Any, names: Sequence[Any], fields: Iterable[str]) 
                 f"`tangents.of` was given `{name}`, which is {kind} field of "
                 f"`{type(module).__qualname__}`.",
                 f"its fields are: {known or 'none'}",
-                do="A Module has fields, and so has a class that JAX knows with their names "
+                do="A Module has fields, as does a class that is registered with their names "
                 "(`jax.tree_util.register_dataclass` or `register_pytree_with_keys`). A static "
                 "field has no derivative: leave it out.",
             )

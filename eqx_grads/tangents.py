@@ -452,8 +452,8 @@ def of(module: Any, **fields: PyTree) -> Any:
 
     **Arguments:**
 
-    - `module`: an `eqx.Module`, an `nnx.Module`, or an object of any other class that is a
-        PyTree that JAX knows with the names of its fields: a dataclass or a named tuple, say.
+    - `module`: an `eqx.Module`, an `nnx.Module`, or an object of another class that is
+        registered as a PyTree with the names of its fields: a dataclass or a named tuple, say.
     - `**fields`: tangents of the named fields. For a field with a single array in it, such as
         an `nnx.Param`, you may pass the tangent of the array. For a field that has fields, you
         may pass a mapping, such as an `nnx.State`: `tangents.of(module, **state)`.

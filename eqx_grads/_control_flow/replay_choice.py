@@ -47,7 +47,7 @@ def why_not_recomputed(effects: Iterable[Any], mesh_axes: bool = False) -> str |
     names = {getattr(effect, "name", None) for effect in effects}
     if names.issubset(allowed):
         return None
-    return "has side effects, which have to happen once each, or works across a named axis"
+    return "has side effects, which must happen once each, or works across a named axis"
 
 
 def why_not_vectorized(program: ClosedJaxpr) -> str | None:

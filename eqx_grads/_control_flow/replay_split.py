@@ -221,8 +221,8 @@ def cannot_replay(reason: str) -> RuleError:
     return rule_error(
         "`filter_scan` can't replay these steps.",
         reason,
-        do='Use `checkpoint="auto"`, which is plain scan then, or for steps without side '
-        'effects "sqrt" or a number of steps.',
+        do='Use `checkpoint="auto"`, which then is plain scan. For steps without side effects, '
+        '"sqrt" and a number of steps work too.',
     )
 
 

@@ -35,8 +35,8 @@ _CURES = {
     "no reverse mode": "For a `while_loop`, use `eqg.filter_while_loop` with `max_steps`; for "
     "a solver, `eqg.implicit`.",
     "not finite": "No single operation was found that makes it so. The notes say more.",
-    "rounding noise": "Remove the leaf, if a normalization after it removes what it changes. "
-    "Or an operation loses all digits, as `eigh` does where eigenvalues are equal.",
+    "rounding noise": "If a normalization after it cancels what it changes, remove the leaf. "
+    "Otherwise, an operation loses all digits, as `eigh` does for equal eigenvalues.",
     "exploding": "Apply `eqg.clip_gradient_norm(x, 1.0)` where the gradient grows, such as to "
     f"the carry of a loop, or scale the loss down. {_WHERE}",
     "vanishing": "Normalize, add residual connections, or initialize with larger weights. "

@@ -214,7 +214,7 @@ def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
             place_of(loss),
             do=f"`{caller}` differentiates one real number. Take the mean or the sum of an "
             f"array. If it has other outputs, pass `lambda *a, **k: {called}(*a, **k)[0]`; if "
-            "it is decorated with `value_and_grad`, pass the function beneath.",
+            "it is decorated with `value_and_grad`, pass the function inside.",
         )
     return out
 

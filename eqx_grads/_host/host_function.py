@@ -185,16 +185,15 @@ def host_function(
     - `out`: the type of the output: a `jax.ShapeDtypeStruct(shape, dtype)`, an array or
         anything else that has a shape and a dtype (such as `jax.typeof(x)`), or a float (for
         one number of JAX's default precision). Also a tree with such leaves, or a function of
-        the arguments that returns such a tree. The function is called with the arguments that
-        the caller gave, and `jax.ShapeDtypeStruct`s instead of arrays and floats. A Python
-        integer stays a Python integer. An object of a registered class is replaced by one with
-        the same attributes, which `out` may return. It gets only the keyword-only arguments
-        that it has parameters for. Floats that `fn` returns are cast to the precision of `out`.
-        An integer, a shape or a dtype is an error: an integer output is
-        `jax.ShapeDtypeStruct((), int)`.
-    - `finite_difference`: for the modes and the orders of derivative without a rule:
-        `"central"` differences, or `"complex"` steps, which are right to rounding, but need a
-        real function that computes with complex numbers throughout.
+        the arguments that returns such a tree. This function gets the caller's arguments, with
+        `jax.ShapeDtypeStruct`s instead of arrays and floats. A Python integer stays a Python
+        integer. An object of a registered class is replaced by one with the same attributes,
+        which `out` may return. The function gets only the keyword-only arguments that it has
+        parameters for. Floats that `fn` returns are cast to the precision of `out`. An integer,
+        a shape or a dtype is an error: an integer output is `jax.ShapeDtypeStruct((), int)`.
+    - `finite_difference`: how to differentiate in modes and orders without a rule: by
+        `"central"` differences, or by `"complex"` steps, which are exact up to rounding, but
+        need a real function that computes with complex numbers throughout.
     - `step`: the relative step of central differences. An element $x$ is moved by
         $\pm\mathrm{step}\cdot\max(|x|, 1)$. A number, or a tuple with one entry for each
         argument: a number, or a tree of numbers. By default $\epsilon^{1/3}$, with $\epsilon$

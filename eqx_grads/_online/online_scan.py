@@ -84,7 +84,7 @@ def _online_scan_fwd(
         raise rule_error(
             "The inputs of an online `filter_scan` can't be differentiated.",
             f"there is a derivative in an array {type_of(x)} of `xs`",
-            do="The effect of an input on later steps is only known after them. Move the "
+            do="The effect of an input on later steps is known only after them. Move the "
             "layers that compute `xs` into the step, or stop the gradient.",
         )
     values = body.with_values_of_rules(perturbed_consts, perturbed_init, perturbed_xs)

@@ -49,7 +49,7 @@ def one_if_small(
         f"{100 * fraction:.3g} % (tolerance={tolerance:g})\n"
         f"  {place}\n"
         f"Without a solution there is no implicit derivative. Let `{solve}` do more steps or "
-        "work in higher precision, see that the residual is the equation that it solves, or "
+        "work in higher precision, check that the residual is the equation that it solves, or "
         "pass another `tolerance` to `implicit` (`None`: no check)."
         for path, fraction in zip(paths, used, strict=True)
     ]

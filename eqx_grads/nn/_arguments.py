@@ -32,7 +32,7 @@ def check_features(layer: str, cell: Any, xs: Array) -> None:
         raise rule_error(
             f"`{layer}` was given inputs of the wrong size.",
             f"a step of `xs` is {type_of(step)}, and `input_size` is {size}",
-            do="The last axis of `xs` is `input_size` long, or the last axes are."
+            do="The last axis, or axes, of `xs` must have this size."
             + " A sequence of numbers is `xs[..., None]`." * (size == 1),
         )
 

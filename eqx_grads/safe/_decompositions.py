@@ -74,7 +74,7 @@ def eigh(
         the lower triangle is read, and you get the derivative with respect to the lower
         triangle.
     - `tolerance`: how close neighboring eigenvalues may be under differentiation, relative to
-        the larger magnitude of both. If two eigenvalues differ by less than `n` rounding errors
+        the larger magnitude. If two eigenvalues differ by less than `n` rounding errors
         of the norm of the matrix, the tolerance is relative to that norm. By default
         $\sqrt{\epsilon / n}$, with the machine epsilon `2.2e-16` in double and `1.2e-7` in
         single precision.

@@ -263,8 +263,8 @@ def log_softmax(
     **Derivative:**
 
     With $p$ for the softmax: $\dot y_i = \dot x_i - p^\top \dot x$, and zero for an element
-    that is $-\infty$. Both modes and all orders. In the gradient of one element whose $p$ is
-    near one, $1 - p$ cancels.
+    that is $-\infty$. Both modes and all orders. In the gradient of an element whose $p$ is
+    near one, $1 - p$ loses digits.
     """
     return _log_weights(_masked(x, where), None, axes=axis)[3]
 

@@ -72,8 +72,8 @@ def where(
     **Derivative:**
 
     The derivative of `fn` where `cond` holds, and the derivative of `otherwise` elsewhere:
-    $\dot y = \partial f(x)\,\dot x$ or $\dot y = \dot o$. For `x` this is so whatever
-    `substitute` is; for parameters that `fn` closes over, the derivative of `fn` has to be
+    $\dot y = \partial f(x)\,\dot x$ or $\dot y = \dot o$. For `x`, this holds for any
+    `substitute`; for parameters that `fn` closes over, the derivative of `fn` has to be
     finite at `substitute`. Both modes and all orders that `fn` has.
 
     **Raises:**

@@ -269,8 +269,8 @@ def lsq(
     With $u = x / s$: where $q_{\min} < u < q_{\max}$,
     $\dot y = \dot x + (\operatorname{round}(u) - u)\,g\,\dot s$; elsewhere
     $\dot y = q\,g\,\dot s$ with $q$ the nearer of $q_{\min}$ and $q_{\max}$. The reverse rule
-    is the transpose. As published, $u = q_{\min}$ and $u = q_{\max}$ count as clipped, and so
-    do the $u$ outside that would be rounded to them. Forward mode has the factor $g$ too. Both
+    is the transpose. As published, $u = q_{\min}$ and $u = q_{\max}$ count as clipped, as does
+    any $u$ outside that would be rounded to them. Forward mode has the factor $g$ too. Both
     modes and all orders; higher derivatives are zero.
 
     **Raises:**

@@ -141,7 +141,7 @@ def spike(v: ArrayLike, surrogate: AbstractSurrogate | Callable[..., Any]) -> Ar
     v = as_floats("surrogates.spike", v, "v")
     is_class = isinstance(surrogate, type)  # callable too: `atan` in place of `atan()`
     if is_class or not (isinstance(surrogate, AbstractSurrogate) or callable(surrogate)):
-        do = "Give `eqx_grads.surrogates.atan()`, say, or a function `derivative(v)`."
+        do = "Pass a surrogate, such as `eqx_grads.surrogates.atan()`, or its `derivative(v)`."
         raise bad_argument("surrogates.spike", "surrogate", "a surrogate", surrogate, do)
     # Not `v > 0` alone, so that NaN is propagated, nor `jnp.heaviside`, which takes more
     # operations and on JAX 0.10.0 does not propagate it.

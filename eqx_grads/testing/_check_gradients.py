@@ -55,10 +55,10 @@ def check_gradients(
         of the differences. A leaf whose differences prove nothing is `"not measured"`: the
         differences are too noisy, the slope still depends on the length of the shortest step,
         or the loss rounds to zero.
-    - Forward mode, where it works, is compared as well: with the differences, and so with
-        reverse mode (the adjoint identity).
+    - Forward mode, where it works, is compared with the differences too, and so with reverse
+        mode (the adjoint identity).
     - Where the slopes on the two sides differ, the loss has a kink (`relu` at zero, ties of a
-        maximum). The gradient has to be between them, and right at a point nearby.
+        maximum). The gradient must lie between them, and be right at a point nearby.
     - If the gradient is wrong, it is compared with differences that keep the results of each
         `stop_gradient` of the loss constant. A leaf that is right then is `"stopped"`.
     - For each wrong leaf, the rules in the program are removed (`eqg.custom_*`,
@@ -137,8 +137,8 @@ def check_gradients(
 
     [`eqx_grads.testing.GradientCheckError`][], an `AssertionError` with the report.
     [`eqx_grads.RuleError`][] for a loss that is not a real scalar or can't be traced, and for a
-    model without inexact arrays. Also for an operation that JAX can't differentiate, and for
-    options that make no sense.
+    model without inexact arrays. It is also raised for an operation that JAX can't
+    differentiate, and for options that make no sense.
     """
     check_flags(CALLER, raises=raises)
     check_tolerance(CALLER, tolerance)

@@ -85,13 +85,13 @@ def explain_memory(
 
     An [`eqx_grads.MemoryReport`][], which prints as a table with the advice that saves most.
     The list is exact: it has every array of the pullback of `jax.vjp` that the backward pass
-    uses, once. Each advice is tried. The saving is the bytes that the loss no longer keeps,
-    minus the bytes that it computes again at one time. To measure it, follow the advice, and
+    uses, once. Each advice was tried. The saving is the bytes that the loss no longer keeps,
+    minus the bytes that it recomputes at one time. To measure it, follow the advice, and
     compare `report.compiled`.
 
-    The loss is traced, and not run. The advice is to run a loop by
+    The loss is traced, and not run. The advice is to run a loop with
     [`eqx_grads.filter_scan`][], to wrap layers in [`eqx_grads.filter_checkpoint`][], or to
-    replace a `jax.vmap` by [`eqx_grads.filter_map`][].
+    replace a `jax.vmap` with [`eqx_grads.filter_map`][].
 
     **Raises:**
 

@@ -88,7 +88,7 @@ def explain_nan(
     - `loss`: called as `loss(model, *args, **kwargs)`. Returns a real scalar.
     - `model`: any PyTree. The gradient is taken with respect to all its inexact arrays.
     - `threshold`: also report where a cotangent exceeds this number. A gradient of 1e24 is
-        finite, but as harmful.
+        finite, but just as harmful.
     - `seconds`: the time to look for the causes, without the compilations. After that, the
         report has the causes that are known, and the call of `zero_safe` that helps.
 
@@ -107,8 +107,8 @@ def explain_nan(
     `"overflow"`, `"constant infinity"` (of a `where`), `"exceeds the threshold"`,
     `"NaN in the input"` and `"inf in the input"`.
 
-    If the loss is decorated with [`eqx_grads.zero_safe`][], a term that this drops is no cause.
-    `explain_nan` of the function inside finds these terms.
+    If the loss is decorated with [`eqx_grads.zero_safe`][], a term that this drops is not a
+    cause. To find such terms, pass the function inside.
 
     A loss with a `while_loop` has no gradient. `explain_nan` looks at its derivative in forward
     mode.

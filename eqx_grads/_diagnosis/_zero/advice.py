@@ -45,9 +45,9 @@ _CURES = {
     "library, ask it to interpolate, as by `order=1`.",
     "multiplied by zero": "Start the factor at another value, or correct what makes it zero. "
     "Leave it if it is the last layer of an adapter, which learns first.",
-    "dead units": "`{name}` discards all these elements, as a ReLU discards negative ones, and "
-    "a `cond` under a `vmap` a branch. Change the initialization or the data. For a ReLU, use "
-    "`jax.nn.leaky_relu(x)`; for a clip, `eqg.ste.clip(x, min, max)`.",
+    "dead units": "`{name}` passes no gradient for these elements. Change the initialization "
+    "or the data. For a ReLU, use `jax.nn.leaky_relu(x)`; for a clip, "
+    "`eqg.ste.clip(x, min, max)`. A `cond` under a `vmap` becomes a `where`.",
     "masked": "For these arguments, the mask selects no element. Check the mask.",
     "saturated": "Scale the inputs down. Compute a loss of probabilities from logits, as "
     "`optax.losses.sigmoid_binary_cross_entropy(logits, labels)` does.",

@@ -205,8 +205,8 @@ def explain_traced(
         remarks.append(
             f"The gradient of {show_list(list(noise), 8)} is not exactly zero, but a rounding "
             f"error of at most {max(noise.values()):.2g}. The loss does not depend on the "
-            "leaf, as on a bias before a BatchNorm, or an operation loses all digits, as "
-            "`eigh` does where eigenvalues are equal."
+            "leaf, as for a bias before a BatchNorm, or an operation loses all digits, as "
+            "`eigh` does for equal eigenvalues."
         )
     return ZeroReport(found, len(sized), remarks, noise, not_finite)
 

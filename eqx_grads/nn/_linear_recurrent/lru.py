@@ -101,8 +101,7 @@ class LRU(AbstractDiagonal):
     ($C$) and `skip` ($D$). All are real: $B$ and $C$ have first the real and then the imaginary
     parts. `skip` is a vector if there are as many outputs as inputs, and otherwise a matrix.
 
-    For single steps, call the layer with one step and with the state that the last call
-    returned.
+    For single steps, call `layer.step(x, state)` with the state that the last call returned.
 
     States are complex. They have single precision at least, and so do `log_decay`,
     `log_phase` and `log_gamma`. With a `dtype` and inputs of half precision, the recurrence

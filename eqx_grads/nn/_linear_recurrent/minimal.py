@@ -134,8 +134,7 @@ class MinGRU(AbstractMinimal):
     candidate, and nothing is divided. So the logarithms of the paper's appendix are not
     needed, and the candidate may be negative.
 
-    For single steps, call the layer with one step and with the state that the last call
-    returned.
+    For single steps, call `layer.step(x, state)` with the state that the last call returned.
 
     States have single precision at least. With parameters and inputs of half precision, the
     recurrence runs in single precision, and the outputs have half precision.

@@ -77,8 +77,8 @@ def hippo_normal(size: int) -> tuple[np.ndarray, np.ndarray]:
 class S5(AbstractDiagonal):
     r"""A simplified state space layer over time.
 
-    A linear differential equation in a complex state, whose input is constant within each
-    step: then it has an exact solution ("zero-order hold"). With elementwise products,
+    It solves a linear differential equation in a complex state. The solution is exact, because
+    the input is constant within each step ("zero-order hold"). With elementwise products,
 
     $$h_t = e^{\lambda\delta}\,h_{t-1} + \frac{e^{\lambda\delta} - 1}{\lambda}\,B x_t, \qquad
     y_t = \phi(2\,\mathrm{Re}(C h_t) + D x_t), \qquad
@@ -120,8 +120,7 @@ class S5(AbstractDiagonal):
     and `skip` ($D$). All are real: $B$ and $C$ have first the real and then the imaginary
     parts. `skip` is a vector if there are as many outputs as inputs, and otherwise a matrix.
 
-    For single steps, call the layer with one step and with the state that the last call
-    returned.
+    For single steps, call `layer.step(x, state)` with the state that the last call returned.
 
     States are complex. They have single precision at least, and so do `log_decay`,
     `frequency` and `log_step`. With a `dtype` and inputs of half precision, the recurrence

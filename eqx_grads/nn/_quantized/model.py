@@ -218,8 +218,8 @@ def _check_all_used(rules: list[_Rule], found: dict[str, _Found], arrays: list[s
         raise rule_error(
             f"A rule of `quantize_model` is not used: {rule.name}.",
             *first_of([f"there is {place_of(path)}: {all_of[path]}" for path in paths], 10),
-            do="For each layer, the first rule that matches is used; if it is quantized "
-            "already, a rule for its inputs, `(None, quantizer)`. A layer of `model` is an "
+            do="The first rule that matches a layer applies. A layer that is quantized already "
+            "takes only a rule for its inputs, `(None, quantizer)`. A layer of `model` is an "
             "`equinox.nn.Linear`, an `equinox.nn.Conv`, or of a type with a `weight` that a "
             "rule names. Paths are written as in Python: `encoder.layers[0]`. For another "
             "array, as in an `equinox.nn.GRUCell`, call a quantizer where the model uses it.",

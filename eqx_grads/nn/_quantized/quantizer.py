@@ -28,8 +28,8 @@ class AbstractQuantizer(eqx.Module):
     """A quantizer that can return its integers.
 
     A quantizer of [`eqx_grads.nn.Quantized`][] or [`eqx_grads.nn.quantize_model`][] may be any
-    function of an array. Derive it from this class if its parameters depend on the weights, or
-    if [`eqx_grads.nn.to_integers`][] should store its integers. A quantizer that can't be
+    function of an array. Derive yours from this class if its parameters depend on the weights,
+    or if [`eqx_grads.nn.to_integers`][] should store its integers. A quantizer that can't be
     called before it is fitted also has a property `needs_fit`.
 
     !!! example

@@ -38,8 +38,8 @@ class QuantizationReport:
     """The changes that [`eqx_grads.nn.quantize_model`][] or
     [`eqx_grads.nn.to_integers`][] made. Printing it gives a table.
 
-    - `swapped`: the layers that are quantized now, or hold integers now, a list of rows with
-        the fields `path`, `layer`, `weights`, `inputs`, `shape` and `note`.
+    - `swapped`: the layers that now are quantized, or hold integers: a list of rows with the
+        fields `path`, `layer`, `weights`, `inputs`, `shape` and `note`.
     - `left`: the layers that stay as they were, and all other arrays of floats in the model.
     - `sizes`: from [`eqx_grads.nn.to_integers`][], the bytes of all arrays in the new model and
         in the given one, biases and scales included.

@@ -80,19 +80,19 @@ class Recurrent(AbstractStacked):
     ):
         """**Arguments:**
 
-        - `cell`: called as `cell(x, state)` for one step of one example, returns the next
-            state, as the cells of Equinox do. Its state is any PyTree of arrays. An input has
-            one axis, or as many as `cell.input_size` if that is a tuple. Or a list of cells, or
-            of pairs of cells, as above. The outputs of two directions are joined along their
-            first axis.
-        - `initial_state`: the first state of one example, which becomes a parameter of this
-            layer: it is trained, even if it is a NumPy array, and `jax.lax.stop_gradient`
-            here does not change that. The default is `cell.initial_state()` where the cell
-            has this method, as the spiking cells have, and zero for `equinox.nn.GRUCell`,
+        - `cell`: a function of one step of one example, `cell(x, state)`, that returns the
+            next state, as the cells of Equinox do; or a list of cells, or of pairs of cells, as
+            above. A state is any PyTree of arrays. An input has one axis, or as many as
+            `cell.input_size` if that is a tuple. The outputs of two directions are joined along
+            their first axis.
+        - `initial_state`: the first state of one example. It becomes a parameter of this layer,
+            and is trained even if it is a NumPy array, or if you pass
+            `jax.lax.stop_gradient` of it. The default is `cell.initial_state()` if the cell has
+            this method, as spiking cells do, and zero for `equinox.nn.GRUCell`,
             `equinox.nn.LSTMCell` and [`eqx_grads.nn.RNNCell`][]. For a first state that is not
-            trained, return it from that method of your cell, as above, or return its
-            `jax.lax.stop_gradient` if it is an array of the cell. If you can't change the cell,
-            pass `state` in each call, or freeze this argument by `equinox.partition`.
+            trained, return it from this method of your cell, as above. If it is an array of the
+            cell, return its `jax.lax.stop_gradient`. If you can't change the cell, pass `state`
+            in each call, or freeze this argument with `equinox.partition`.
         - `output`: a function of the state that returns the output of each step. The default
             is the first array of the state.
         - `checkpoint`: as for [`eqx_grads.filter_scan`][]. For a cell with its own backward

@@ -140,9 +140,9 @@ class LIFCell(eqx.Module):
             `input_size` first.
         - `beta`: the decay factor of the potential per step, $\\beta$. From zero to one; a
             number, or an array or list with one for each neuron (that broadcasts to the layer
-            without new axes). A number that is not learned is not an array of the cell. An
-            array that is not learned is an array of the cell: its gradient is zero, but the
-            weight decay of an optimizer would change it. Mask it there, or give a number.
+            without new axes). A number that is not learned is a constant. An array that is
+            not learned is a leaf of the cell: its gradient is zero, but the weight decay of an
+            optimizer would change it. Mask it there, or pass a number.
         - `alpha`: the decay factor of a synaptic current, as `beta`.
         - `rho`: the decay factor of the adaptation, as `beta`.
         - `strength`: by how much a spike raises the threshold if there is a `rho`: $\\gamma$,
