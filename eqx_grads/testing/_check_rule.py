@@ -105,11 +105,11 @@ def check_rule(
         Use `functools.partial` if a parameter of `fn` has one of the names below.
     - `checks`, `skip`: the names of the checks to run, by default all, and of the checks to
         skip.
-    - `reference`: a function of the same arguments whose autodiff is the expected derivative.
-        Use it for a rule that is wrong on purpose (straight-through, surrogate, reversal), and
-        for a solver that stops at a tolerance, whose differences are too noisy. It may have a
-        rule, which then gives the expected derivative. For a bound method, or a Module with
-        arrays, another method of the same object.
+    - `reference`: a function of the same arguments and keywords whose autodiff is the
+        expected derivative. Use it for a rule that is wrong on purpose (straight-through,
+        surrogate, reversal), and for a solver that stops at a tolerance, whose differences
+        are too noisy. It may have a rule, which then gives the expected derivative. For a
+        bound method, or a Module with arrays, another method of the same object.
     - `nonlinear`: whether the backward rule is meant to be non-linear in the cotangent, as
         clipping is. Skips `adjoint`, `order` and the part of `linear` about cotangents. With a
         `reference`, cotangents are also compared at 4096 times larger and smaller ones.
