@@ -474,7 +474,7 @@ ERRORS = [
         r"`\[9\]`: Linear, no rule\n  and 3",
     ),
     (lambda: nn.quantize_model([jnp.ones(2)] * 7, {"[?]": nn.LSQ(4)}), r"`\[1\]`: an array\n"),
-    (lambda: nn.to_integers([nn.Quantized(x) for x in many()]), r"(?s)`\[7\]`: its.*and 5 more"),
+    (lambda: nn.to_integers([nn.Quantized(x) for x in many()]), r"(?s)`\[7\]`: it.*and 5 more"),
 ]
 
 

@@ -270,7 +270,7 @@ def test_the_size_of_the_program():
     assert n_products(eqg.zero_safe(loss)) == n_products(loss)
 
 
-KEY, BATCH = jax.random.key(0), np.ones((32, 32), "float32")
+KEY, NORM, BATCH = jax.random.key(0), eqx.nn.LayerNorm(32), np.ones((32, 32), "float32")
 _mlp = lambda activation: lambda: eqx.nn.MLP(32, 8, 64, 2, activation=activation, key=KEY)
 
 
@@ -287,7 +287,7 @@ HEALTHY = {
     "softplus": (_cross_entropy, _mlp(jax.nn.softplus)),
     "gelu": (_cross_entropy, _mlp(jax.nn.gelu)),
     "maximum": (_cross_entropy, _mlp(lambda x: jnp.maximum(x, 0.0))),
-    "LayerNorm": (_cross_entropy, lambda: eqx.nn.Sequential([eqx.nn.LayerNorm(32), _mlp(jax.nn.relu)()])),
+    "LayerNorm": (_cross_entropy, lambda: eqx.nn.Sequential([NORM, _mlp(jax.nn.relu)()])),
     "gru": (_gru, lambda: eqx.nn.GRUCell(32, 32, key=KEY)),
 }
 
