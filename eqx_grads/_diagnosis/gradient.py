@@ -186,6 +186,6 @@ def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
 def _moved_by_rounding(x: Any) -> Any:
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         return x
-    rng = np.random.default_rng(0)
-    move = 4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1, 1], np.shape(x))
-    return (np.asarray(x) * (1 + move)).astype(x.dtype)
+    up = np.random.default_rng(0).integers(2, size=np.shape(x), dtype=bool)
+    move = 4 * float(jnp.finfo(x.dtype).eps)
+    return np.asarray(x) * np.asarray(1 - move + 2 * move * up).astype(x.dtype)

@@ -72,10 +72,11 @@ def _place_in_class(owner: Any, name: str, what: str) -> tuple[str, int] | None:
         return "", 0
     try:
         file = inspect.getfile(type(owner))
-        lines, first = inspect.getsourcelines(type(owner))
+        is_users = is_users_file(file)
+        lines, first = inspect.getsourcelines(type(owner)) if is_users else ([], 0)
     except (OSError, TypeError):
         return "", 0
-    if not is_users_file(file):
+    if not is_users:
         types = {f.name: str(f.type) for f in dataclasses.fields(owner)}
         return ("", 0) if "Python" in what and "Array" in types[field[1]] else None
     sets = rf"self\.{field[1]}\s*=", rf"^\s*{field[1]}\s*[:=]"
