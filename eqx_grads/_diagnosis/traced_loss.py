@@ -123,16 +123,16 @@ def trace_loss(
         else names[path[1].idx] + show_path(path[2:])
         for path in paths
     ]
-    visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
-    with visible, keeping_tracebacks():
-        try:
-            program = jax.make_jaxpr(lambda values: flat_loss(values, True))(values)
-            traced = TracedLoss(program, values, leaves, inputs, layers)
-        except Exception:  # the loss needs the very types of its layers, or raises without too
-            traced = None
-        if traced is None or _wrapping_breaks_a_rule(traced, flat_loss):
+    visible = visible_steps if steps_are_visible else contextlib.nullcontext
+    traced = None
+    # The loss may need the very types of its layers, or raise without them too.
+    with visible(), keeping_tracebacks(), contextlib.suppress(Exception):
+        program = jax.make_jaxpr(lambda values: flat_loss(values, True))(values)
+        traced = TracedLoss(program, values, leaves, inputs, layers)
+    if traced is None or _wrapping_breaks_a_rule(traced, flat_loss):
+        with visible(), keeping_tracebacks():
             program = _trace_unwrapped(caller, loss, flat_loss, values)
-            traced = TracedLoss(program, values, leaves, inputs, [])  # of unknown layers
+        traced = TracedLoss(program, values, leaves, inputs, [])  # of unknown layers
     return traced
 
 
