@@ -196,11 +196,10 @@ def _wrapping_breaks_a_rule(traced: TracedLoss, flat_loss: Callable[..., Any]) -
     unwrapped = jax.grad(lambda leaves: flat_loss([*leaves, *values[n:]], False))
 
     def has_types(fn, *args):
-        try:
+        with contextlib.suppress(Exception):
             jax.eval_shape(fn, *args)
-        except Exception:
-            return False
-        return True
+            return True
+        return False
 
     # JAX keeps what it traces here, for a gradient that is computed later.
     seed = np.ones((), traced.program.out_avals[0].dtype)
