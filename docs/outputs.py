@@ -12,6 +12,7 @@ is written by hand. A `text` block above all code, or with a title, is not an ou
 import ast
 import contextlib
 import doctest
+import functools
 import io
 import pathlib
 import re
@@ -46,6 +47,7 @@ _ALL = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in _ALL if has_outputs(page.read_text())]
 
 
+@functools.cache
 def docstrings(source: str) -> dict[str, tuple[int, int]]:
     """The first line and the end of each docstring with outputs, by what it documents."""
     lines, found = source.splitlines(keepends=True), {}

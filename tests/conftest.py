@@ -39,6 +39,9 @@ def _mesh_of_cpus(shape, *args, devices=None, **options):
 
 
 jax.make_mesh = _mesh_of_cpus
+# Until all tests are collected: what imports make stays, and a fifth of the time was a search
+# for garbage in it.
+gc.disable()
 
 
 # A test is in the first of these that it is marked with. Otherwise it is "thorough" if what it
@@ -63,6 +66,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gc.enable()
     part, n_parts = map(int, config.getoption("part").split("/"))
     tiers, cases = config.getoption("tier").split(","), collections.Counter()
     if unknown := set(tiers) - {*TIERS}:

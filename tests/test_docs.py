@@ -56,7 +56,8 @@ def _programs():
         if path not in OUTPUTS.PAGES:
             yield path, "", _blocks(text)
     for path in sorted((ROOT / "eqx_grads").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text if "```python" in text else "")):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module):
                 doc = ast.get_docstring(node, clean=False)
                 if doc is not None and not OUTPUTS.has_outputs(doc):

@@ -104,7 +104,7 @@ PLANTED = {
     "arctan2": (DEAD, {"primitive": "atan2", "index": (1,)}, [X3],
         lambda x: jnp.arctan2(x, x),
         lambda angle, x: total(where(x != 0, angle, 0.0))),
-    "attention": (DEAD, {"primitive": "sub"}, [jnp.eye(3), HALF],
+    "attention": (DEAD, {"primitive": "sub"}, [jnp.asarray(np.eye(3)), HALF],
         lambda q, mask: softmax(q @ q.T + where(mask, 0.0, -INF), axis=-1),
         lambda weights, q, mask: total(where(mask, weights, 0.0))),
     "power": ("overflow", {"primitive": "integer_pow", "index": (0,)}, [X3 * X3[::-1] + 1e-9],
@@ -526,8 +526,8 @@ TEXTS = {
         jnp.zeros(2))), 2 * ONE, "It is in a derivative that the loss takes", "eqg.safe.norm"),
     "second derivative": (lambda s: jnp.trace(jax.hessian(lambda x: norm(s * x) ** 2)(
         jnp.zeros(2))), 2 * ONE, "is smooth there, compute it without", "softmax"),
-    "least squares": (lambda a: total(jnp.linalg.lstsq(a, X3)[0] ** 2), jnp.eye(3, 2),
-        "`jnp.linalg.pinv(a) @ b`", "svd"),
+    "least squares": (lambda a: total(jnp.linalg.lstsq(a, X3)[0] ** 2),
+        jnp.asarray(np.eye(3, 2)), "`jnp.linalg.pinv(a) @ b`", "svd"),
     "missing data": (lambda x: jnp.nanmean(x**2), jnp.array([NAN, 1.0, 2.0]),
         'drops it on purpose, use `eqg.zero_safe(loss, policy="zero")`', "softmax"),
     # jax#40626: the derivative divides by the number of entries with the maximum.

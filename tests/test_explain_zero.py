@@ -19,7 +19,6 @@ from .test_explain_nan import assert_can_be_pasted, lines_of
 
 KEY, ONE = jax.random.key(0), jnp.array(1.0)
 X = jnp.array([0.3, -1.2, 2.0])
-XS = jax.random.normal(jax.random.key(1), (64, 3))
 
 
 def zero_leaves(loss, model, *args) -> set[str]:

@@ -8,16 +8,11 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import matplotlib as mpl
 import numpy as np
 import pytest
 from eqx_grads import RuleError
-from matplotlib.figure import Figure
 
 from .helpers import assert_close
-
-
-XS = jr.normal(jr.key(1), (4, 2))
 
 
 class Net(eqx.Module):
@@ -105,9 +100,11 @@ def test_errors():
 
 @pytest.mark.parametrize("limits", [None, (1e-9, 1e9)])
 def test_plot(limits, monkeypatch):
+    import matplotlib.figure
+
     numbers = np.array([1e-12, 1e-6, 0.0, 1.0, 1e6]), np.array([np.nan, np.nan, 1e20, 1.0, 1.0])
     flow = {"cell": numbers[0], "blown up": numbers[1], "readout": jnp.ones(1)}
-    figure = Figure()
+    figure = matplotlib.figure.Figure()
     axes = eqg.plot_gradient_flow(flow, axes=figure.add_subplot(), limits=limits)
     assert [label.get_text() for label in axes.get_yticklabels()] == list(flow)
     cell, blown_up, readout = axes.collections
@@ -115,7 +112,7 @@ def test_plot(limits, monkeypatch):
     assert readout.get_datalim(axes.transData).width == 5
     figure.canvas.draw()
     colors = lambda mesh: mesh.to_rgba(mesh.get_array()).reshape(-1, 4)
-    viridis = mpl.colormaps["viridis"]
+    viridis = matplotlib.colormaps["viridis"]
     assert np.all(colors(blown_up)[:2, :3] == [1.0, 0.0, 0.0])
     np.testing.assert_allclose(colors(blown_up)[2], viridis(1.0))
     assert tuple(colors(cell)[2][:3]) == (0.0, 0.0, 0.0)  # zero

@@ -20,7 +20,7 @@ from eqx_grads import RuleError, ste
 KEY = jr.key(0)
 X = np.array([0.3, -0.9, 2.0], "float32")
 XS = np.ones((2, 5, 3), "float32")
-GRU_CELL = eqx.nn.GRUCell(3, 4, dtype="float32", key=KEY)
+gru_cell = lambda: eqx.nn.GRUCell(3, 4, key=KEY)
 STACKS = {
     **{name: ft.partial(getattr(nn, name), 3, 4, key=KEY) for name in ("GRU", "LSTM", "RNN")},
     **{name: ft.partial(getattr(nn, name), 3, 4, key=KEY) for name in ("MinGRU", "MinLSTM")},
@@ -107,7 +107,7 @@ ERRORS = [
     (lambda: jax.vmap(lambda x: gru5()(x, lengths=LENGTHS))(XS), ONE_INTEGER),
     (lambda: gru5()(XS, lengths=[1] * 5), r"`lengths` is int..\[5\]: (?s:.)*Did you swap"),
     (lambda: eqx.nn.Sequential([gru5(), gru5()])(XS[0]), "(?s)is tuple.*`eqx_grads.nn.Outputs"),
-    (lambda: nn.Outputs(GRU_CELL), r"(?s)it is GRUCell.*`eqx_grads.nn.Recurrent\("),
+    (lambda: nn.Outputs(gru_cell()), r"(?s)it is GRUCell.*`eqx_grads.nn.Recurrent\("),
 ]
 
 

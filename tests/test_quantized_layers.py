@@ -461,20 +461,20 @@ def test_a_quantizer_of_your_own_that_claims_too_few_bits():
 
 # ---------------------------------------------------------------- errors
 
-LINEAR, RULE = eqx.nn.Linear(2, 3, key=KEY), {"*": nn.LSQ(2)}
-MANY = [eqx.nn.Linear(1, 1, key=KEY) for _ in range(13)]
+RULE = {"*": nn.LSQ(2)}
+many = lambda n=13: [eqx.nn.Linear(1, 1, key=KEY) for _ in range(n)]
 ERRORS = [
     (lambda: nn.LSQ(2).fit(jnp.array([-np.inf, 1.0])), "its largest magnitude is inf"),
     (lambda: nn.LSQ(4, scale=jnp.ones((4, 1))).encode(jnp.ones(3)), "does not broadcast"),
-    (lambda: nn.quantize_model([LINEAR], {"*": nn.LSQ(2), "[0]": None}), "not used: rule 1"),
-    (lambda: nn.quantize_model([nn.Quantized(LINEAR)], RULE), ": Linear, quantized alr"),
+    (lambda: nn.quantize_model(many(1), {"*": nn.LSQ(2), "[0]": None}), "not used: rule 1"),
+    (lambda: nn.quantize_model([nn.Quantized(*many(1))], RULE), ": Linear, quantized alr"),
     # Lists say what they leave out.
     (
-        lambda: nn.quantize_model(MANY, {eqx.nn.Conv: nn.LSQ(4)}),
+        lambda: nn.quantize_model(many(), {eqx.nn.Conv: nn.LSQ(4)}),
         r"`\[9\]`: Linear, no rule\n  and 3",
     ),
     (lambda: nn.quantize_model([jnp.ones(2)] * 7, {"[?]": nn.LSQ(4)}), r"`\[1\]`: an array\n"),
-    (lambda: nn.to_integers([nn.Quantized(x) for x in MANY]), r"(?s)`\[7\]`: its.*and 5 more"),
+    (lambda: nn.to_integers([nn.Quantized(x) for x in many()]), r"(?s)`\[7\]`: it.*and 5 more"),
 ]
 
 

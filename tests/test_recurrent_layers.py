@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-import scipy.stats
+import scipy
 from eqx_grads import RuleError
 from eqx_grads._jaxprs.structure import equations, holds, inner_programs, Scan, structure
 from eqx_grads.nn._linear_recurrent.s5 import hippo_normal

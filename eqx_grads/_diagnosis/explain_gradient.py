@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._zero_safe.zero_safe import ZeroSafe
-from ._nan.explain_nan import explain_nan
 from ._zero.explain_zero import explain_traced
 from .gradient import change_along, directions, kink, rounding_of, trace_gradient
 from .parameters import no_parameters, remark_on
@@ -164,6 +163,8 @@ def explain_gradient(
     raises = isinstance(error, jax.errors.JaxRuntimeError)  # of a check, as a solver has
     parts = [] if gradient is None else [gradient.loss, *gradient.gradients]
     if raises or not all(np.all(np.isfinite(x)) for x in parts):
+        from ._nan.explain_nan import explain_nan  # not at the top: it takes time to load
+
         report = explain_nan(loss, model, *args, **kwargs)
         found += [_symptom(record, "not finite") for record in report.found[:1]]
         if report and not found:  # of a `zero_safe` loss, it may be finite
@@ -175,13 +176,10 @@ def explain_gradient(
     found += [] if gradient.error is None else [_own("no reverse mode")]
     found += [_symptom(record, "zero") for record in zero.found]
     found += [_own("rounding noise", leaf) for leaf in zero.noise]
-    others = []
-    for x in no_parameters(model):
-        if isinstance(x.value, float):
-            at = {"file": x.file, "line": x.line, "cure": x.cure}
-            found.append(Symptom(kind="no array", leaf=x.path, detail=x.what, **at))
-        else:
-            others.append(x)
+    parts, is_number = no_parameters(model), lambda x: isinstance(x.value, float)
+    for x in filter(is_number, parts):
+        at = {"file": x.file, "line": x.line, "cure": x.cure}
+        found.append(Symptom(kind="no array", leaf=x.path, detail=x.what, **at))
     norms = _norms(traced, gradient.gradients)
     if not {symptom.kind for symptom in found} & {"not finite", "rounding noise"}:
         found += _sizes(traced, norms)
@@ -189,7 +187,7 @@ def explain_gradient(
         change = change_along(traced, gradient, along)
         if sides := kink(change, rounding_of(traced, gradient)):
             found.append(_own("kink", detail=f"along a random direction, the slope is {sides}"))
-    remarks = [*zero.remarks, *remark_on(others)]
+    remarks = [*zero.remarks, *remark_on([x for x in parts if not is_number(x)])]
     return SymptomReport(found, gradient.loss, norms, remarks)
 
 
@@ -212,7 +210,10 @@ def _norms(traced: TracedLoss, arrays: Sequence[Any]) -> dict[str, float]:
     for leaf, x in zip(traced.leaves, arrays, strict=False):
         layer = _layer_of(leaf)
         size = np.abs(np.asarray(x)).astype(np.float64)
-        norms[layer] = float(np.hypot(norms.get(layer, 0.0), np.hypot.reduce(size, axis=None)))
+        # A square may overflow. Without BLAS, which starts its threads: that takes longer.
+        scale = np.clip(np.max(size, initial=0.0), 1e-300, 1e300)
+        norm = scale * np.sqrt(np.sum((size / scale) ** 2))
+        norms[layer] = float(np.hypot(norms.get(layer, 0.0), norm))
     return norms
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import RuleError
-from .._jaxprs.evaluate import evaluate
 from .in_float64 import evaluate_in_float64
 from .progress import doing
 from .traced_loss import check_no_references, trace_loss, TracedLoss
@@ -117,24 +116,18 @@ def trace_gradient(
     traced = trace_loss(caller, loss, model, args, kwargs)
     check_no_references(caller, loss, traced.program)
     doing("compiling the gradient")
-    loss, n = loss_of_leaves(traced), len(traced.leaves)
-
-    # With a known seed, XLA would simplify values that are NaN operation by operation.
-    def reverse(seed, values):
-        value, pull = jax.vjp(lambda leaves: loss(leaves, values[n:]), values[:n])
-        return value, pull(seed)[0]
 
     def forward(_, values):
-        along, leaves = directions(traced), values[:n]
-        of_leaf = lambda i: lambda x: loss([*leaves[:i], x, *leaves[i + 1 :]], values[n:])
-        return loss(leaves, values[n:]), [
-            jax.jvp(of_leaf(i), [leaves[i]], [along[i]])[1] for i in range(n)
+        n, along = len(traced.leaves), directions(traced)
+        loss = lambda *leaves: traced.loss(leaves, values[n:])
+        of_leaf = lambda i: lambda x: loss(*values[:i], x, *values[i + 1 : n])
+        return loss(*values[:n]), [
+            jax.jvp(of_leaf(i), [values[i]], [along[i]])[1] for i in range(n)
         ]
 
     values, error = list(traced.values), None
     dtype = traced.program.out_avals[0].dtype
-    for fn in (reverse, forward):
-        mode = jax.jit(fn)
+    for mode in (traced.reverse, jax.jit(forward)):
         run = lambda seed, values, mode=mode: mode(np.asarray(seed, dtype), values)
         try:
             value, gradients = run(1.0, values)
@@ -147,10 +140,6 @@ def trace_gradient(
         gradients = list(map(np.asarray, gradients))
         return traced, Gradient(float(value), gradients, error, can_move, run), None
     return traced, None, error
-
-
-def loss_of_leaves(traced: TracedLoss) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    return lambda leaves, others: evaluate(traced.program, [*leaves, *others])[0]
 
 
 def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
@@ -170,9 +159,7 @@ def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
     if not suspicious:
         return {}
     n = len(traced.leaves)
-    program = jax.make_jaxpr(jax.grad(loss_of_leaves(traced)))(
-        traced.values[:n], traced.values[n:]
-    )
+    program = jax.make_jaxpr(jax.grad(traced.loss))(traced.values[:n], traced.values[n:])
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         try:
             run = lambda values: evaluate_in_float64(program, values)
@@ -186,6 +173,6 @@ def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
 def _moved_by_rounding(x: Any) -> Any:
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         return x
-    rng = np.random.default_rng(0)
-    move = 4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1, 1], np.shape(x))
-    return (np.asarray(x) * (1 + move)).astype(x.dtype)
+    up = np.random.default_rng(0).integers(2, size=np.shape(x), dtype=bool)
+    move = 4 * float(jnp.finfo(x.dtype).eps)
+    return np.asarray(x) * np.asarray(1 - move + 2 * move * up).astype(x.dtype)

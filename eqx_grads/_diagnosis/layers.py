@@ -27,6 +27,9 @@ class _Wrapped(eqx.Module):
     def __class__(self):  # pyright: ignore  `isinstance` sees the layer
         return type(self._eqg_layer)
 
+    def __repr__(self):
+        return type(self._eqg_layer).__name__  # JAX asks at each `vmap`: a tree takes time
+
     def __getattr__(self, name):
         if name.startswith("_eqg_"):
             raise AttributeError(name)

@@ -76,17 +76,17 @@ def _place_in_class(owner: Any, name: str, what: str) -> tuple[str, int] | None:
     field = re.match(r"\.(\w+)", name)
     if not isinstance(owner, eqx.Module) or field is None:
         return "", 0
-    types = {f.name: str(f.type) for f in dataclasses.fields(owner)}
+    declared = {f.name: str(f.type) for f in dataclasses.fields(owner)}[field[1]]
     sets = rf"self\.{field[1]}\s*=", rf"^\s*{field[1]}\s*[:=]"
     for kind in type(owner).__mro__:  # the field may be inherited
         try:
             file = inspect.getfile(kind)
+            if not is_users_file(file):
+                is_array = "Array" in declared and not re.search(_NUMBER, declared)
+                return ("", 0) if "Python" in what and is_array else None
             lines, first = inspect.getsourcelines(kind)
         except (OSError, TypeError):
             break
-        if not is_users_file(file):
-            is_array = "Array" in types[field[1]] and not re.search(_NUMBER, types[field[1]])
-            return ("", 0) if "Python" in what and is_array else None
         at = [i for pattern in sets for i, line in enumerate(lines) if re.search(pattern, line)]
         if at:
             return file, first + at[0]

@@ -14,7 +14,6 @@ import jaxlib
 import jaxtyping
 from jax.extend.core import ClosedJaxpr
 
-from .. import safe
 from .._jaxprs.structure import Call, CallWithRule, structure
 from .._jaxprs.versions import function_name
 
@@ -176,6 +175,8 @@ def safe_function(eqns: Iterable[Any]) -> str:
 def with_safe(name: str, program: ClosedJaxpr) -> str:
     """The name of a function; with "safe." if it is one of `eqx_grads.safe`, whose rule has no
     frame there."""
+    from .. import safe  # not at the top: it makes thirty rules
+
     is_safe = function_file(program).startswith(_SAFE)
     return f"safe.{name if hasattr(safe, name) else '*'}" if is_safe else name
 

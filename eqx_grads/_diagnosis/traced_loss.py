@@ -12,6 +12,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
@@ -27,7 +28,7 @@ from .._errors import (
     show_path,
     show_tree,
 )
-from .._jaxprs.evaluate import keeping_tracebacks
+from .._jaxprs.evaluate import evaluate, keeping_tracebacks
 from .._jaxprs.structure import holds, is_reference
 from .._tangent_spaces import is_differentiable
 from .layers import own_cells, wrap_layers
@@ -53,6 +54,23 @@ class TracedLoss:
     leaves: Sequence[str]
     inputs: Sequence[str]
     layers: Sequence[str]
+
+    def loss(self, leaves: Sequence[Any], others: Sequence[Any]) -> Any:
+        return evaluate(self.program, [*leaves, *others])[0]
+
+    @ft.cached_property
+    def reverse(self) -> Callable[[Any, Sequence[Any]], tuple[Any, Sequence[Any]]]:
+        """The loss and its gradient, traced and compiled once: a function of a seed and of the
+        values. With a known seed, XLA would simplify values that are NaN operation by
+        operation."""
+        program, n = self.program, len(self.leaves)  # `self` would be part of a cycle
+
+        def loss_and_gradient(seed, values):
+            loss = lambda leaves: evaluate(program, [*leaves, *values[n:]])[0]
+            value, pull = jax.vjp(loss, values[:n])
+            return value, pull(seed)[0]
+
+        return jax.jit(loss_and_gradient)
 
 
 def trace_loss(
@@ -97,28 +115,25 @@ def trace_loss(
         by_name = dict(zip(kwargs, given[n:], strict=True))
         return check_scalar(caller, loss, loss(model, *given[:n], **by_name))
 
-    visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
-    with visible, keeping_tracebacks():
-        try:
-            program = jax.make_jaxpr(lambda values: flat_loss(values, True))(values)
-        except Exception:  # the loss needs the very types of its layers, or raises without too
-            program = None
-        if program is None or _wrapping_breaks_a_rule(program, flat_loss, values, len(first)):
-            layers.clear()  # their paths are not known
-            program = _trace_unwrapped(caller, loss, flat_loss, values)
     paths = [flat[i][0] for i in first + others]
-    return TracedLoss(
-        program,
-        values,
-        [show_path(path[1:]).removeprefix(".") or "model" for path in paths[: len(first)]],
-        [
-            f"model{show_path(path[1:])}"
-            if path[0].idx == 0
-            else names[path[1].idx] + show_path(path[2:])
-            for path in paths
-        ],
-        layers,
-    )
+    leaves = [show_path(path[1:]).removeprefix(".") or "model" for path in paths[: len(first)]]
+    inputs = [
+        f"model{show_path(path[1:])}"
+        if path[0].idx == 0
+        else names[path[1].idx] + show_path(path[2:])
+        for path in paths
+    ]
+    visible = visible_steps if steps_are_visible else contextlib.nullcontext
+    traced = None
+    # The loss may need the very types of its layers, or raise without them too.
+    with visible(), keeping_tracebacks(), contextlib.suppress(Exception):
+        program = jax.make_jaxpr(lambda values: flat_loss(values, True))(values)
+        traced = TracedLoss(program, values, leaves, inputs, layers)
+    if traced is None or _wrapping_breaks_a_rule(traced, flat_loss):
+        with visible(), keeping_tracebacks():
+            program = _trace_unwrapped(caller, loss, flat_loss, values)
+        traced = TracedLoss(program, values, leaves, inputs, [])  # of unknown layers
+    return traced
 
 
 def _check_inputs(caller, model, values, has_leaves: bool) -> None:
@@ -172,21 +187,23 @@ def layer_calls(eqn: Any) -> list[tuple[int, int]]:
     return [(int(layer), int(call)) for layer, call in names]
 
 
-def _wrapping_breaks_a_rule(program, flat_loss, values, n) -> bool:
+def _wrapping_breaks_a_rule(traced: TracedLoss, flat_loss: Callable[..., Any]) -> bool:
     """Whether a rule needs the very types of layers, as one that returns a cotangent of a layer
     that is a field of its Module."""
-    if not holds(program, "eqg_call", "custom_vjp_call", "call_hi_primitive"):
+    if not holds(traced.program, "eqg_call", "custom_vjp_call", "call_hi_primitive"):
+        return False
+    values, n = traced.values, len(traced.leaves)
+    unwrapped = jax.grad(lambda leaves: flat_loss([*leaves, *values[n:]], False))
+
+    def has_types(fn, *args):
+        with contextlib.suppress(Exception):
+            jax.eval_shape(fn, *args)
+            return True
         return False
 
-    def has_gradient(wrap):
-        loss = lambda arrays: flat_loss([*arrays, *values[n:]], wrap)
-        try:
-            jax.eval_shape(jax.grad(loss), values[:n])
-        except Exception:
-            return False
-        return True
-
-    return not has_gradient(wrap=True) and has_gradient(wrap=False)
+    # JAX keeps what it traces here, for a gradient that is computed later.
+    seed = np.ones((), traced.program.out_avals[0].dtype)
+    return not has_types(traced.reverse, seed, values) and has_types(unwrapped, values[:n])
 
 
 @ft.cache  # a static field of the wrapped layers: the same function for each trace

@@ -251,7 +251,7 @@ def _loop(w, xs, n_tanh=1, run=scan):
     return jnp.sum(run(step, jnp.zeros(8), xs)[0])
 
 
-W8 = jnp.eye(8)
+W8 = jnp.asarray(np.eye(8))
 
 
 def _kept(steps, n_tanh, every):

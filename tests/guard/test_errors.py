@@ -287,14 +287,14 @@ def recurrent(new=lambda s: s, state=X, *args):
 
 
 def model(rules, **options):
-    return lambda: nn.quantize_model({"a": LINEAR, "b": [np.ones(2)]}, rules, **options)
+    return lambda: nn.quantize_model({"a": linear_layer(), "b": [np.ones(2)]}, rules, **options)
 
 
 GRU, LSTM, TWO_LAYERS = layer("GRU"), layer("LSTM"), layer("GRU", num_layers=2, dropout=0.5)
 BOTH_WAYS = layer("GRU", bidirectional=True)
-LINEAR = jax.tree.map(jnp.asarray, eqx.nn.Linear(3, 4, key=KEY))
+linear_layer = lambda: eqx.nn.Linear(3, 4, key=KEY)
 cell = lambda size=4: eqx.nn.GRUCell(3, size, key=KEY)
-quantized = lambda w, x=None: lambda key: nn.Quantized(LINEAR, w, x)
+quantized = lambda w, x=None: lambda key: nn.Quantized(linear_layer(), w, x)
 fsq = lambda levels, **options: lambda key: nn.FSQ(levels, **options)
 lif = lambda *args, **options: types(lambda: nn.LIFCell(*args, **options))
 at_rest = nn.LIFCell(3, 0.9, dtype="float32")
@@ -610,7 +610,7 @@ WRONG = [
     (model({eqx.nn.Linear: nn.LSQ}), "does not say how to quantize: rule 0, Linear"),
     (model({eqx.nn.Linear: nn.LSQ(4)}, call=square), "a `call`, and no batch"),
     (model({eqx.nn.Linear: nn.LSQ(4)}, calibrate=X), "a batch, and nothing to calibrate"),
-    (lambda: nn.to_integers(LINEAR), "the model itself: not quantized"),
+    (lambda: nn.to_integers(linear_layer()), "the model itself: not quantized"),
 ]
 RIGHT = [
     # forward rules

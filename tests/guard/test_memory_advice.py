@@ -39,7 +39,7 @@ def nested(m, x):
     return lax.scan(lambda x, _: (repeated(m["a"], x, 4) * 2, None), x, None, length=6)[0]
 
 
-W16, X16 = jnp.eye(16), jnp.ones((16, 40))
+W16, X16 = jnp.asarray(np.eye(16)), jnp.asarray(np.ones((16, 40)))
 ROW = 16 * 40 * 4  # the bytes of one array
 OF_A, EACH = "Wrap `['a']` in", "each call of"
 # A loss, a model, the arrays that are kept, and words of each advice: of several calls the

@@ -10,7 +10,6 @@ from jaxtyping import PyTree
 
 from ..._errors import check_flags
 from ..._jaxprs.evaluate import evaluate
-from ..gradient import loss_of_leaves
 from ..origins import NumberedLoss
 from ..progress import diagnosing, doing
 from ..traced_loss import trace_loss, TracedLoss
@@ -148,7 +147,7 @@ def _compiled_bytes(traced: TracedLoss) -> int | None:
     """The temporary bytes of the compiled gradient; `None` where the platform does not tell."""
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.program.in_avals]
     n = len(traced.leaves)
-    gradient = jax.jit(jax.value_and_grad(loss_of_leaves(traced)))
+    gradient = jax.jit(jax.value_and_grad(traced.loss))
     compiled = gradient.lower(types[:n], types[n:]).compile()
     analysis = compiled.memory_analysis()
     return None if analysis is None else analysis.temp_size_in_bytes

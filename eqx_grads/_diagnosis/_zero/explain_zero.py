@@ -224,7 +224,7 @@ class _Explanation:
         self.traced, self._gradient = traced, gradient
         self._died: dict[int, Died] = {}
         self._known: dict[Any, Any] = {}
-        self._directions = directions(traced)
+        self._directions = directions(traced) if zero else []
         self._moving: set[int] = set()
         self._used: dict[int, bool] = {}
         program = traced.program.jaxpr
