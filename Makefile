@@ -152,6 +152,6 @@ bench: $(VENV)/.tests  ## the benchmarks, in report.md; on a GPU: VERSIONS=gpu
 	$(BIN)/python benchmarks/report.py --jobs $(JOBS) --out report.md $(ARGS)
 
 clean:  ## remove all that these commands made
-	rm -rf .venv .venv-* report.md dist build site notebooks .hypothesis .import_linter_cache \
+	rm -rf .venv .venv-* report.md dist build site notebooks .import_linter_cache \
 	    .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

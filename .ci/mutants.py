@@ -39,7 +39,7 @@ from reached import import_as, Reached
 
 ROOT = Path(__file__).resolve().parents[1]
 # Imported before the fork, to save time. Never `eqx_grads`, which differs between mutants.
-IMPORTED = "jax equinox beartype jaxtyping hypothesis mpmath scipy.stats optax diffrax"
+IMPORTED = "jax equinox beartype jaxtyping mpmath scipy.stats optax diffrax"
 FORK = multiprocessing.get_context("fork")
 
 
