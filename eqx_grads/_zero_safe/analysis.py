@@ -1,7 +1,8 @@
 """The equations of a program and of its inner programs, with the ranges of their operands."""
 
+import contextvars
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +28,13 @@ from .._rules.rule import try_to_trace
 from .ranges import has_risk, inexact_indices, Range, RANGES
 
 
+# Whether an equation may have another derivative than its own. `explain_nan` tries `zero_safe`
+# at the equations where something is not finite, which gives the same numbers.
+IS_TREATED = contextvars.ContextVar[Callable[[Any], bool]](
+    "eqx_grads_is_treated", default=lambda eqn: True
+)
+
+
 class AnalyzedEquation:
     """An equation, the ranges of its operands, and its analyzed inner programs."""
 
@@ -35,6 +43,7 @@ class AnalyzedEquation:
         self.name = step.eqn.primitive.name
         self.known = structure(step.eqn)
         self.ins = step.ins
+        self.is_treated = IS_TREATED.get()(step.eqn)
         self.inner = [Analysis(inner, depth) for inner in step.inner]
         self.inexact_ins = inexact_indices(step.eqn.invars)
         self.inexact_outs = inexact_indices(step.eqn.outvars)

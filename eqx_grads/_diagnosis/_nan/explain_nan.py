@@ -6,18 +6,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from ..._errors import bad_argument
+from ..._jaxprs.current_trace import setting
 from ..._rules.float_args import as_number
+from ..._zero_safe.analysis import IS_TREATED
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
 from ..eager import SHORT_COMPILATION
 from ..gradient import trace_gradient
 from ..opaque import no_gradient
-from ..origins import message_of_check, NumberedLoss, raised_error
+from ..origins import equation_tag, message_of_check, NumberedLoss, raised_error
 from ..progress import diagnosing, doing
 from .births import Births, is_nonfinite
 from .causes import Cause, causes_of, Kind
@@ -191,8 +192,8 @@ def _explain(
         remarks.append(_ONLY_COMPILED)
     helps = ""
     if bad and derivative.is_reverse and np.isfinite(value):
-        left = 1.0 if seconds == math.inf else (deadline - time.monotonic()) / max(seconds, 1)
-        helps = _trial(causes, loss, given, left, SHORT_COMPILATION if is_large else {})
+        options = SHORT_COMPILATION if is_large else {}
+        helps = _trial(births, causes, carried is not None, options)
         remarks += [f"{helps} makes this gradient finite."] if helps and not causes else []
     found = _without_consequences([record_of(births, cause, helps) for cause in causes])
     if found and not derivative.is_reverse:
@@ -201,27 +202,31 @@ def _explain(
 
 
 def _trial(
-    causes: Sequence[Cause],
-    loss: Callable[..., Any],
-    given: Sequence[Any],
-    left: float,
-    options: dict[str, Any],
+    births: Births, causes: Sequence[Cause], is_whole: bool, options: dict[str, Any]
 ) -> str:
     """The call of `zero_safe` that makes the compiled gradient finite.
 
-    - `left`: which part of the time is left. A large program has one trial in the second half.
+    - `is_whole`: whether all births are known. Then `zero_safe` is tried at their equations
+        only: at the others, it gives the derivative that they have. A large program has one
+        trial otherwise.
     - `options`: of the compilation.
     """
     if causes and not any(c.kind in DROPPABLE and c.birth.is_ct for c in causes):
         return ""
     doing("trying `zero_safe`")
-    model, args, kwargs = given
+    numbered = births.derivative.numbered
+    origins = filter(None, (births.derivative.origin(b.place) for b in births.births))
+    # The equations of the derivative of an equation may have no number.
+    tags = {"", *(str(o.number) for origin in origins for o in numbered.around(origin))}
+    is_treated = lambda eqn: not (is_whole and causes) or equation_tag(eqn) in tags
+    leaves = range(len(numbered.traced.leaves))
     is_dead = all(c.kind == Kind.DEAD_BRANCH for c in causes)
-    for policy in ["selected", "zero"] if is_dead and left > 0.5 else ["zero"]:
-        gradient = eqx.filter_grad(zero_safe(loss, policy=policy))
+    for policy in ["selected", "zero"] if is_dead and is_whole else ["zero"]:
+        gradient = jax.grad(zero_safe(numbered, policy=policy), tuple(leaves))
         try:
-            jit = eqx.filter_jit(compiler_options=options)  # pyright: ignore  of `jax.jit`
-            found = jit(gradient)(model, *args, **kwargs)
+            with setting(IS_TREATED, is_treated):
+                jit = jax.jit(gradient, compiler_options=options)
+                found = jit(*numbered.traced.values)
         except Exception:  # JAX has no one type of error for what it can't differentiate
             continue
         if not any(map(is_nonfinite, jax.tree.leaves(found))):
