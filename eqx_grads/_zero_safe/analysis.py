@@ -2,7 +2,7 @@
 
 import contextvars
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,11 +28,9 @@ from .._rules.rule import try_to_trace
 from .ranges import has_risk, inexact_indices, Range, RANGES
 
 
-# Whether an equation may have another derivative than its own. `explain_nan` tries `zero_safe`
-# at the equations where something is not finite, which gives the same numbers.
-IS_TREATED = contextvars.ContextVar[Callable[[Any], bool]](
-    "eqx_grads_is_treated", default=lambda eqn: True
-)
+# Whether an equation may get another derivative than its own. To try `zero_safe`, it is enough
+# to treat the equations where something is not finite.
+IS_TREATED = contextvars.ContextVar("eqx_grads_is_treated", default=lambda eqn: True)
 
 
 class AnalyzedEquation:
