@@ -28,9 +28,9 @@ from .._rules.rule import try_to_trace
 from .ranges import has_risk, inexact_indices, Range, RANGES
 
 
-# Whether an equation may get another derivative than its own. To try `zero_safe`, it is enough
-# to treat the equations where something is not finite.
-IS_TREATED = contextvars.ContextVar("eqx_grads_is_treated", default=lambda eqn: True)
+# Whether an equation may get guards, and whether a zero may win in its derivative. To try
+# `zero_safe`, it is enough to treat the equations where something is not finite.
+TREATMENT = contextvars.ContextVar("eqx_grads_treatment", default=lambda eqn: (True, True))
 
 
 class AnalyzedEquation:
@@ -41,7 +41,7 @@ class AnalyzedEquation:
         self.name = step.eqn.primitive.name
         self.known = structure(step.eqn)
         self.ins = step.ins
-        self.is_treated = IS_TREATED.get()(step.eqn)
+        self.is_guarded, self.zero_wins = TREATMENT.get()(step.eqn)
         self.inner = [Analysis(inner, depth) for inner in step.inner]
         self.inexact_ins = inexact_indices(step.eqn.invars)
         self.inexact_outs = inexact_indices(step.eqn.outvars)
@@ -95,12 +95,6 @@ class AnalyzedEquation:
             case Cond():
                 return not self.known.by_platform
         return isinstance(self.known, Checkpoint | Scan)
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether an element of an operand may not depend on what is being differentiated,
-        while others do."""
-        return any(self.ins[i].mixed for i in self.moving)
 
     @ft.cached_property
     def is_risky(self) -> bool:

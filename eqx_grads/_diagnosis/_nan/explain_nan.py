@@ -12,9 +12,10 @@ from jaxtyping import PyTree
 
 from ..._errors import bad_argument
 from ..._jaxprs.current_trace import setting
+from ..._jaxprs.primitives import ELEMENTWISE
 from ..._jaxprs.structure import equations
 from ..._rules.float_args import as_number
-from ..._zero_safe.analysis import IS_TREATED
+from ..._zero_safe.analysis import TREATMENT
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
 from ..eager import SHORT_COMPILATION
 from ..gradient import trace_gradient
@@ -220,14 +221,17 @@ def _trial(
     origins = filter(None, (births.derivative.origin(b.place) for b in births.births))
     # What `zero_safe` makes of an equation may have no number.
     tags = {"", *(str(o.number) for origin in origins for o in numbered.around(origin))}
-    is_treated = lambda eqn: not is_known or equation_tag(eqn) in tags
+    treats = lambda eqn: not is_known or equation_tag(eqn) in tags
     leaves = range(len(numbered.traced.leaves))
     options = SHORT_COMPILATION if len(numbered.origins) > _LARGE else {}
     is_dead = all(c.kind == Kind.DEAD_BRANCH for c in causes)
     for policy in ["selected", "zero"] if is_dead and is_whole else ["zero"]:
+        # A zero that wins needs no guards.
+        free = ELEMENTWISE if is_known and policy == "zero" else ()
+        treatment = lambda e, free=free: (treats(e) and e.primitive.name not in free, treats(e))
         gradient = jax.grad(zero_safe(numbered, policy=policy), tuple(leaves))
         try:
-            with setting(IS_TREATED, is_treated):
+            with setting(TREATMENT, treatment):
                 found = jax.jit(gradient, compiler_options=options)(*numbered.traced.values)
         except Exception:  # JAX has no one type of error for what it can't differentiate
             continue
