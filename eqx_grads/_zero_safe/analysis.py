@@ -30,7 +30,7 @@ from .ranges import has_risk, inexact_indices, Range, RANGES
 
 # Whether an equation may get guards, and whether a zero may win in its derivative. To try
 # `zero_safe`, it is enough to treat the equations where something is not finite.
-TREATMENT = contextvars.ContextVar("eqx_grads_treatment", default=lambda eqn: (True, True))
+TREATMENT = contextvars.ContextVar[Any]("eqx_grads_treatment", default=lambda eqn: (True, True))
 
 
 class AnalyzedEquation:
