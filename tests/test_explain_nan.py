@@ -530,6 +530,9 @@ TEXTS = {
         jnp.asarray(np.eye(3, 2)), "`jnp.linalg.pinv(a) @ b`", "svd"),
     "missing data": (lambda x: jnp.nanmean(x**2), jnp.array([NAN, 1.0, 2.0]),
         'drops it on purpose, use `eqg.zero_safe(loss, policy="zero")`', "softmax"),
+    # `zero_safe` takes inputs to be finite, and does not treat a square.
+    "missing data without a risk": (lambda x: total(jnp.where(jnp.isnan(x), 0.0, x**2)),
+        jnp.array([NAN, 1.0, 2.0]), "holds the NaN itself", "zero_safe"),
     # jax#40626: the derivative divides by the number of entries with the maximum.
     "clipped scatter": (lambda x: total(jnp.zeros(2).at[jnp.array([0, 5])].max(x, mode="clip")),
         jnp.array([1.0, 2.0]), "needs indices in range", "eps"),

@@ -1,5 +1,6 @@
 """The equations of a program and of its inner programs, with the ranges of their operands."""
 
+import contextvars
 import functools as ft
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,11 @@ from .._rules.rule import try_to_trace
 from .ranges import has_risk, inexact_indices, Range, RANGES
 
 
+# Whether an equation may get guards, and whether a zero may win in its derivative. To try
+# `zero_safe`, it is enough to treat the equations where something is not finite.
+TREATMENT = contextvars.ContextVar[Any]("eqx_grads_treatment", default=lambda eqn: (True, True))
+
+
 class AnalyzedEquation:
     """An equation, the ranges of its operands, and its analyzed inner programs."""
 
@@ -35,6 +41,7 @@ class AnalyzedEquation:
         self.name = step.eqn.primitive.name
         self.known = structure(step.eqn)
         self.ins = step.ins
+        self.is_guarded, self.zero_wins = TREATMENT.get()(step.eqn)
         self.inner = [Analysis(inner, depth) for inner in step.inner]
         self.inexact_ins = inexact_indices(step.eqn.invars)
         self.inexact_outs = inexact_indices(step.eqn.outvars)
@@ -88,12 +95,6 @@ class AnalyzedEquation:
             case Cond():
                 return not self.known.by_platform
         return isinstance(self.known, Checkpoint | Scan)
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether an element of an operand may not depend on what is being differentiated,
-        while others do."""
-        return any(self.ins[i].mixed for i in self.moving)
 
     @ft.cached_property
     def is_risky(self) -> bool:

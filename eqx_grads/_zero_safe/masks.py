@@ -33,7 +33,7 @@ from .._jaxprs.structure import Call, Checkpoint, Scan
 from .._jaxprs.symbolic_sizes import as_length
 from .._jaxprs.varying import cast_to, vary_alike
 from .analysis import Analysis, AnalyzedEquation
-from .ranges import decided_case, is_inexact, Range
+from .ranges import decided_case, is_inexact
 
 
 Mask: TypeAlias = Any  # `True`, `False`, an array of booleans, or `None`
@@ -438,7 +438,7 @@ def masks_of_scan(
     fixed, masks = (masks[:n], masks[n:]) if is_forward else ([], masks)
     of_start, of_slices = masks[:n_carry], dict(enumerate(masks[n_carry:]))
     static: list[bool | None] = (
-        [static_mask(r) for r in body.ins[n:m]]
+        [False if not r.active else None if r.mixed else True for r in body.ins[n:m]]
         if is_forward
         else _static_carry(e, [x if isinstance(x, bool) else None for x in masks])
     )
@@ -493,8 +493,3 @@ def _static_carry(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[Mask
         return [a if a is b else None for a, b in zip(carry, ins[m : m + n], strict=True)]
 
     return fixed_point(before_a_step, list(outs[:n]))
-
-
-def static_mask(r: Range) -> bool | None:
-    """A forward mask as far as it is known without running anything."""
-    return False if not r.active else (None if r.mixed else True)

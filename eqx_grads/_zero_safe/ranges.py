@@ -156,8 +156,6 @@ def _is_singular(eqn, ins: Sequence[Range]) -> bool:
             return y.active or not (is_integer or (x.low >= small and bounded))
         case "asin" | "acos" | "atanh" | "erf_inv":
             return not (x.low >= near_one - 1 and x.high <= 1 - near_one)
-        case "acosh":
-            return not x.low >= 1 + 2 * near_one
     return True
 
 

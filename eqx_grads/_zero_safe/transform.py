@@ -43,7 +43,8 @@ def _guarded(analysis: Analysis, outs: Sequence[bool | None]) -> set[int]:
         alive = [known.get(v, False) for v in e.eqn.outvars]
         if not e.is_entered:
             is_dead = any(alive[i] is not True for i in e.inexact_outs)
-            return e.is_risky and (e.is_mixed or is_dead)
+            is_mixed = any(e.ins[i].mixed for i in e.moving)
+            return e.is_guarded and e.is_risky and (is_mixed or is_dead)
         n = 0
         if isinstance(e.known, Scan):  # the step after uses the carry
             n = e.known.n_carry

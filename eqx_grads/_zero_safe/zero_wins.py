@@ -36,7 +36,7 @@ def evaluate_zero_wins(analysis: Analysis, values: Sequence[Any]) -> list[Any]:
 
 def _has_factors(e: AnalyzedEquation) -> bool:
     eqn = e.eqn
-    if not e.moving or not e.inexact_outs:
+    if not e.zero_wins or not e.moving or not e.inexact_outs:
         return False
     # Other factors are constants, or known to JAX to be zero.
     is_constant = kind_of(eqn).derivative in ("zero", "constant")

@@ -35,7 +35,7 @@ from ..eager import compute
 from ..origins import equation_tag
 from ..pairs import is_inexact
 from .derivative import Derivative
-from .zeros import HEALED, Stopped, Zeros
+from .zeros import HEALED, labels_of, labels_of_all, Stopped, Zeros
 
 
 # A loop of more operations than these runs compiled first, to see whether something is born.
@@ -89,14 +89,6 @@ class Value(NamedTuple):
     def truth(self) -> Any:
         return self.x if self.nan is None else with_nan(self.x, self.nan != 0)
 
-    @property
-    def zeros(self) -> Any:
-        return np.zeros(np.shape(self.x), np.int32) if self.zero is None else self.zero
-
-    @property
-    def nans(self) -> Any:
-        return np.zeros(np.shape(self.x), np.int32) if self.nan is None else self.nan
-
 
 @dataclasses.dataclass
 class Birth:
@@ -130,10 +122,6 @@ class Birth:
             self.place = place
             if not self.bad.shape and is_nonfinite(out):
                 self.bad = ~np.isfinite(np.asarray(out))
-
-
-def labels_of(labels: Any) -> list[int]:
-    return [] if labels is None else [int(i) for i in np.unique(labels) if i]
 
 
 def calmed(x):
@@ -187,14 +175,14 @@ class Births(AbstractCarrier[Value]):
 
     def map(self, fn, values):
         is_any = lambda name: any(getattr(v, name) is not None for v in values)
-        nan = fn(*(v.nans for v in values)) if is_any("nan") else None
+        nan = fn(*(labels_of_all(v.x, v.nan) for v in values)) if is_any("nan") else None
         x, infs = fn(*(v.x for v in values)), union(v.infs for v in values)
         return Value(
             x,
             nan if nan is not None and nan.any() else None,
             infs if infs and np.isinf(np.asarray(x)).any() else frozenset(),
             union(v.decided for v in values),
-            fn(*(v.zeros for v in values)) if is_any("zero") else None,
+            fn(*(labels_of_all(v.x, v.zero) for v in values)) if is_any("zero") else None,
             any(v.is_ct for v in values),
             any(v.is_active for v in values),
         )
@@ -384,9 +372,7 @@ class Births(AbstractCarrier[Value]):
         born = ft.partial(self._born, None, [Value(a)], 0, number=number, is_outside=True)
         nan, inf = np.isnan(a), np.isinf(a)
         if nan.any():
-            labels = self._joined(
-                np.zeros(a.shape, np.int32), nan, frozenset([born(nan, True)])
-            )
+            labels = self._joined(labels_of_all(a, None), nan, frozenset([born(nan, True)]))
             value = value._replace(x=np.where(nan, np.ones_like(a), a), nan=labels)
         if inf.any():
             value = value._replace(infs=frozenset([born(inf, is_meant=not is_active)]))

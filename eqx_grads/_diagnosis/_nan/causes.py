@@ -16,7 +16,7 @@ from ..._jaxprs.structure import CallWithRule, structure
 from ..pairs import is_inexact
 from .births import Birth, Births, is_nonfinite, Value
 from .derivative import differentiated, line_in_rule
-from .zeros import ALIVE, FACTOR, HEALED, NOT_SELECTED, UNUSED, Zero
+from .zeros import ALIVE, FACTOR, HEALED, labels_of, NOT_SELECTED, UNUSED, Zero
 
 
 class Kind(enum.StrEnum):
@@ -68,7 +68,7 @@ def causes_of(births: Births, outs: Sequence[Value] | None) -> list[Cause]:
         of_loss = {i for i, b in enumerate(every) if b.is_nan and not b.is_ct}
         of_gradient = {i for i, b in enumerate(every) if b.is_ct}
     else:
-        reached = [v.infs.union(*(births.sets[i] for i in np.unique(v.nans))) for v in outs]
+        reached = [v.infs.union(*(births.sets[i] for i in labels_of(v.nan))) for v in outs]
         of_loss, of_gradient = set(reached[0]), set().union(*reached[1:])
     of_value = {id(source): source for i in sorted(of_loss) for source in _sources(births, i)}
     pairs = [(source, source) for source in of_value.values()]

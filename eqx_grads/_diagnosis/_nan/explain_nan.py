@@ -6,19 +6,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from ..._errors import bad_argument
+from ..._jaxprs.current_trace import setting
+from ..._jaxprs.primitives import ELEMENTWISE
+from ..._jaxprs.structure import equations
 from ..._rules.float_args import as_number
+from ..._zero_safe.analysis import TREATMENT
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
 from ..eager import SHORT_COMPILATION
 from ..gradient import trace_gradient
 from ..opaque import no_gradient
-from ..origins import message_of_check, NumberedLoss, raised_error
+from ..origins import equation_tag, message_of_check, NumberedLoss, raised_error
 from ..progress import diagnosing, doing
+from ..traced_loss import trace_loss
 from .births import Births, is_nonfinite
 from .causes import Cause, causes_of, Kind
 from .cures import DROPPABLE
@@ -34,9 +38,9 @@ _TRIALS = {
     "zero": '`eqg.zero_safe(loss, policy="zero")`',
 }
 
-# A program that compiles in this time, in seconds, is compiled again as it is. Without
-# optimization, other rounding may make a zero of what is none, as in `x - jnp.mean(x)`.
-_SHORT = 10.0
+# A loss of more equations is compiled without optimization, which takes long. In a smaller one,
+# other rounding does not make a zero of what is none, as in `x - jnp.mean(x)`.
+_LARGE = 3000
 
 _ONLY_COMPILED = (
     "Operation by operation, all is finite. Compiled as a whole, XLA rounds differently: an "
@@ -118,8 +122,9 @@ def explain_nan(
     operation. It replaces each NaN where it begins, and records which operation made it. A
     record that arrives at the loss or the gradient is a cause. If a mask or a singularity is
     among the causes, it compiles the gradients of `zero_safe(loss)` and `zero_safe(loss,
-    policy="zero")`, and names the first that is finite. If half of the `seconds` are over, it
-    compiles only the second.
+    policy="zero")`, and names the first that is finite. There, only
+    the operations at which something is not finite get another derivative. If the time is over,
+    it compiles only the second, for the whole loss.
 
     **Raises:**
 
@@ -153,10 +158,7 @@ def _explain(
     loss: Callable[..., Any], given: tuple[Any, Any, Any], limit: float, seconds: float
 ) -> NaNReport:
     """- `given`: the model, and the other arguments of the loss."""
-    start = time.monotonic()
     traced, gradient, error = trace_gradient("explain_nan", loss, *given)
-    # The gradient of `zero_safe(loss)` takes three times as long as the gradient to compile.
-    is_large = time.monotonic() - start > _SHORT
     value, bad = float("nan"), list(traced.leaves)
     if gradient is not None:
         is_bad = lambda x: not np.all(np.isfinite(x)) or bool(np.any(np.abs(x) > limit))
@@ -191,8 +193,7 @@ def _explain(
         remarks.append(_ONLY_COMPILED)
     helps = ""
     if bad and derivative.is_reverse and np.isfinite(value):
-        left = 1.0 if seconds == math.inf else (deadline - time.monotonic()) / max(seconds, 1)
-        helps = _trial(causes, loss, given, left, SHORT_COMPILATION if is_large else {})
+        helps = _trial(births, causes, loss, given, carried is not None)
         remarks += [f"{helps} makes this gradient finite."] if helps and not causes else []
     found = _without_consequences([record_of(births, cause, helps) for cause in causes])
     if found and not derivative.is_reverse:
@@ -201,27 +202,37 @@ def _explain(
 
 
 def _trial(
-    causes: Sequence[Cause],
-    loss: Callable[..., Any],
-    given: Sequence[Any],
-    left: float,
-    options: dict[str, Any],
+    births: Births, causes: Sequence[Cause], loss: Any, given: Any, is_whole: bool
 ) -> str:
     """The call of `zero_safe` that makes the compiled gradient finite.
 
-    - `left`: which part of the time is left. A large program has one trial in the second half.
-    - `options`: of the compilation.
+    - `is_whole`: whether all births are known. Then `zero_safe` treats their equations only. It
+        would not change a number at the others: zero times a finite number is zero anyway.
+        Without the births, it treats the whole loss, and there is time for one trial.
     """
     if causes and not any(c.kind in DROPPABLE and c.birth.is_ct for c in causes):
         return ""
     doing("trying `zero_safe`")
-    model, args, kwargs = given
+    numbered, is_known = births.derivative.numbered, is_whole and bool(causes)
+    real = trace_loss("explain_nan", loss, *given, steps_are_visible=False)
+    names = lambda traced: [e.primitive.name for e in equations(traced.program)]
+    if names(real) != names(numbered.traced):  # a loop has a rule, where no births are known
+        numbered, is_known = NumberedLoss(real), False
+    origins = filter(None, (births.derivative.origin(b.place) for b in births.births))
+    # What `zero_safe` makes of an equation may have no number.
+    tags = {"", *(str(o.number) for origin in origins for o in numbered.around(origin))}
+    treats = lambda eqn: not is_known or equation_tag(eqn) in tags
+    leaves = range(len(numbered.traced.leaves))
+    options = SHORT_COMPILATION if len(numbered.origins) > _LARGE else {}
     is_dead = all(c.kind == Kind.DEAD_BRANCH for c in causes)
-    for policy in ["selected", "zero"] if is_dead and left > 0.5 else ["zero"]:
-        gradient = eqx.filter_grad(zero_safe(loss, policy=policy))
+    for policy in ["selected", "zero"] if is_dead and is_whole else ["zero"]:
+        # A zero that wins needs no guards.
+        free = ELEMENTWISE if is_known and policy == "zero" else ()
+        treatment = lambda e, free=free: (treats(e) and e.primitive.name not in free, treats(e))
+        gradient = jax.grad(zero_safe(numbered, policy=policy), tuple(leaves))
         try:
-            jit = eqx.filter_jit(compiler_options=options)  # pyright: ignore  of `jax.jit`
-            found = jit(gradient)(model, *args, **kwargs)
+            with setting(TREATMENT, treatment):
+                found = jax.jit(gradient, compiler_options=options)(*numbered.traced.values)
         except Exception:  # JAX has no one type of error for what it can't differentiate
             continue
         if not any(map(is_nonfinite, jax.tree.leaves(found))):

@@ -16,6 +16,15 @@ from .derivative import Derivative
 ALIVE, HEALED, UNUSED, NOT_SELECTED, FACTOR, VALUE, CANCELS = range(7)
 
 
+def labels_of(labels: Any) -> list[int]:
+    return [] if labels is None else [int(i) for i in np.unique(labels) if i]
+
+
+def labels_of_all(x: Any, labels: Any) -> Any:
+    """A label for each element of an array; 0 if there are no labels."""
+    return np.zeros(np.shape(x), np.int32) if labels is None else labels
+
+
 class Stopped(Exception):
     """The evaluation ends here: the time is over, or a check in the program raised an error."""
 
@@ -78,9 +87,9 @@ class Zeros:
 
     def _by_label(self, values, where, into, reached):
         """Write, for each of some elements, the number of the zero that reaches it."""
-        labels = {int(i) for v in values if v.is_ct for i in np.unique(v.zeros)} - {0}
+        labels = {i for v in values if v.is_ct for i in labels_of(v.zero)}
         for label in sorted(labels, key=lambda i: (self.found[i].why, -i)):
-            into[where & reached(lambda v, i=label: v.zeros == i)] = label
+            into[where & reached(lambda v, i=label: labels_of_all(v.x, v.zero) == i)] = label
 
     def met(self, place, values, k, new):
         """For each new NaN the number of the zero that met an infinity or a NaN there."""
