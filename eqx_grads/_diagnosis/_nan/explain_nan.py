@@ -122,9 +122,9 @@ def explain_nan(
     operation. It replaces each NaN where it begins, and records which operation made it. A
     record that arrives at the loss or the gradient is a cause. If a mask or a singularity is
     among the causes, it compiles the gradients of `zero_safe(loss)` and `zero_safe(loss,
-    policy="zero")`, and names the first that is finite. There, only
-    the operations at which something is not finite get another derivative. If the time is over,
-    it compiles only the second, for the whole loss.
+    policy="zero")`, and names the first that is finite. In these, only the operations at which
+    something is not finite get another derivative. If the time is over, it compiles only the
+    second, for the whole loss.
 
     **Raises:**
 
