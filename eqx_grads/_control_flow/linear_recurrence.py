@@ -149,7 +149,9 @@ def _run(a, b, s, reverse, in_chunks):
         a = a if a.shape[0] == 1 else shift_in(a, jnp.ones_like(a[0]), reverse=reverse)
     if in_chunks:
         return _in_chunks(a, b, s, reverse)
-    steps, lag = b.shape[0], 0
+    steps, lag, dtype = b.shape[0], 0, b.dtype
+    if dtype == jnp.bfloat16 and on_cpu():  # XLA would convert all states in each step
+        a, b, s = jax.tree.map(lambda x: x.astype(jnp.float32), (a, b, s))
     if s is None:
         s, lag = b[-1 if reverse else 0], 1 if reverse else -1
 
@@ -162,7 +164,7 @@ def _run(a, b, s, reverse, in_chunks):
         update = jax.lax.dynamic_update_index_in_dim
         return s, update(states, s, t, 0, allow_negative_indices=False)
 
-    return jax.lax.fori_loop(abs(lag), steps, step, (s, b))[1]
+    return jax.lax.fori_loop(abs(lag), steps, step, (s, b))[1].astype(dtype)
 
 
 def _at_time(x, t):
@@ -260,16 +262,15 @@ def _sum_of_products(s, out, g, shape, reverse):
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         before, total = carry
         h, g_t = x
-        product = before * g_t
+        product = (before * g_t).astype(total.dtype)
         if at_all_times:
-            return (h, total + product.astype(total.dtype)), None
+            return (h, total + product), None
         return (h, total), _sum_to(product, shape[1:])
 
-    total = jnp.zeros_like(s, sum_dtype(s.dtype)) if at_all_times else None
     unroll = 1 if is_symbolic(out.shape[0]) else 4  # a step does little
-    carry, xs = (s, total), (out, g)
+    carry, xs = (s, jnp.zeros_like(s, sum_dtype(s.dtype))), (out, g)
     (_, total), ct_a = jax.lax.scan(step, carry, xs, reverse=reverse, unroll=unroll)
-    return _sum_to(total[None], shape).astype(s.dtype) if at_all_times else ct_a
+    return (_sum_to(total[None], shape) if at_all_times else ct_a).astype(s.dtype)
 
 
 def _sum_to(ct, shape):
