@@ -80,7 +80,7 @@ SECTIONS = {
         Claim(
             "Small layers",
             "sizes",
-            (Table(speeds="8 steps of one sequence with 4 units"),),
+            (Table(speeds="speed|8 steps of one sequence with 4 units"),),
             "The program of the last column takes 11 to 20 microseconds.",
         ),
         Claim(

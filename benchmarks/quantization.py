@@ -1,11 +1,12 @@
-"""Claim: a training step with `LSQ` for weights and inputs takes 1.3 to 1.9 times as long as
-in float. Plain straight-through, `x + stop_gradient(q - x)`, takes 1.4 to 2.9 times as long.
+"""Claim: a training step with `LSQ` for weights and inputs takes 1.3 to 1.6 times as long as
+in float. Plain straight-through, `x + stop_gradient(q - x)`, takes 1.4 to 1.8 times as long.
 
 The step is the gradient of a classifier (an MLP with two hidden layers) and the update of SGD.
 Quantization adds elementwise operations, which are a larger part of a small network than of a
 large one: two passes over each weight and each activation, and the gradient with respect to the
 input of the first layer, which its scale needs. The variants alternate in one process; the
-figures are medians over rounds of the ratio to the step without quantizers in the same round.
+figures are medians over rounds of the ratio to the step without quantizers in the same round,
+in CPU time.
 
     python benchmarks/quantization.py [--quick]
 """
@@ -18,7 +19,7 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from timing import compiled, in_turn
+from timing import busy_time, compiled, in_turn
 
 
 SIZES = [(64, 64, 128), (128, 784, 256), (256, 256, 512)]  # batch, inputs, width
@@ -75,7 +76,8 @@ def main():
     quick = parser.parse_args().quick
     for size in SIZES[:1] if quick else SIZES:
         steps = {kind: training_step(kind, *size) for kind in ("float", "lsq", "plain")}
-        times = in_turn({k: s.run for k, s in steps.items()}, 3 if quick else 200)
+        runs = {k: s.run for k, s in steps.items()}
+        times = in_turn(runs, 3 if quick else 200, busy_time)
         print("batch {}, inputs {}, width {}".format(*size))
         for kind, step in steps.items():
             pairs = zip(times[kind], times["float"], strict=True)

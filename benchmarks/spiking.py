@@ -1,4 +1,4 @@
-"""Claim: `LIF` trains 0.97 to 1.63 times as fast as its cell in `jax.lax.scan`. It needs 0.45
+"""Claim: `LIF` trains 1.03 to 1.79 times as fast as its cell in `jax.lax.scan`. It needs 0.45
 to 1.46 of the temporary bytes; `docs/benchmarks.md` has the table.
 
 The program returns the spikes, and the gradients with respect to all parameters and inputs, in

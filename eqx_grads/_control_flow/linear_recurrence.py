@@ -137,22 +137,38 @@ def _sharded_alike(a, b, h0):
 
 @custom_vjp
 def _recurrence(a, b, s, *, reverse, in_chunks):
-    """All states after `s`. `a` broadcasts to `b`."""
+    """All states after `s`. `a` broadcasts to `b`. If `s` is `None`, the first state is its
+    term, and each other step has the factor of the step before."""
     return _run(a, b, s, reverse, in_chunks)
 
 
 @compile_eager_calls
 def _run(a, b, s, reverse, in_chunks):
+    if in_chunks and s is None:
+        s = jnp.zeros_like(b[0])
+        a = a if a.shape[0] == 1 else shift_in(a, jnp.ones_like(a[0]), reverse=reverse)
     if in_chunks:
         return _in_chunks(a, b, s, reverse)
-    return _scan(lambda s, a_t, b_t: 2 * (a_t * s + b_t,), s, a, b, reverse)
+    steps, lag, dtype = b.shape[0], 0, b.dtype
+    if dtype == jnp.bfloat16 and on_cpu():  # XLA would convert all states in each step
+        a, b, s = jax.tree.map(lambda x: x.astype(jnp.float32), (a, b, s))
+    if s is None:
+        s, lag = b[-1 if reverse else 0], 1 if reverse else -1
+
+    def step(i: Any, carry: Any) -> tuple[Any, Any]:
+        # A state is written in the place of its term. XLA can do that without a copy of all
+        # terms in each step only if the term is read for one purpose.
+        s, states = carry
+        t = steps - 1 - i if reverse else i
+        s = (a[0] if a.shape[0] == 1 else _at_time(a, t + lag)) * s + _at_time(states, t)
+        update = jax.lax.dynamic_update_index_in_dim
+        return s, update(states, s, t, 0, allow_negative_indices=False)
+
+    return jax.lax.fori_loop(abs(lag), steps, step, (s, b))[1].astype(dtype)
 
 
-def _scan(step, init, a, b, reverse):
-    """The outputs of all steps. `a` may be the same for all of them."""
-    if a.shape[0] == b.shape[0]:
-        return jax.lax.scan(lambda s, x: step(s, *x), init, (a, b), reverse=reverse)[1]
-    return jax.lax.scan(lambda s, b_t: step(s, a[0], b_t), init, b, reverse=reverse)[1]
+def _at_time(x, t):
+    return jax.lax.dynamic_index_in_dim(x, t, keepdims=False, allow_negative_indices=False)
 
 
 def _in_chunks(a, b, s, reverse):
@@ -218,53 +234,43 @@ def _recurrence_fwd(a, b, s, *, reverse, in_chunks):
 # In reverse:
 #
 #     g_t = ct_t + a_{t+1} g_{t+1}      ct_b_t = g_t      ct_a_t = g_t h_{t-1}
+#
+# There, each step has the factor of the step before. Each kind is the other's transpose.
 @_recurrence.def_bwd
 @compile_eager_calls
-def _recurrence_bwd(residuals, ct, *, reverse, in_chunks, perturbed):
+def _recurrence_bwd(residuals, ct, *, reverse, in_chunks):
     a, s, out = residuals
-    first, zero = -1 if reverse else 0, jnp.zeros_like(s)
-    if a.shape != out.shape and perturbed[0] and not in_chunks:
-        return _pull_back_with_sums(a, s, out, ct, reverse, perturbed[1])
-    if in_chunks:
-        later = a if a.shape[0] == 1 else shift_in(a, jnp.ones_like(a[0]), reverse=not reverse)
-        g = _recurrence(later, ct, zero, reverse=not reverse, in_chunks=True)
+    options = {"reverse": not reverse, "in_chunks": in_chunks}
+    if s is None:
+        g = _recurrence(a, ct, jnp.zeros_like(out[0]), **options)
+        later = shift_in(g, jnp.zeros_like(g[0]), reverse=not reverse)
+        return _sum_to(later * out, a.shape), g, None
+    g = _recurrence(a, ct, None, **options)
+    if in_chunks or a.shape == out.shape:
+        ct_a = _sum_to(g * shift_in(out, s, reverse=reverse), a.shape)
     else:
-        # The carry is multiplied as it leaves a step, so that `a` need not be shifted.
-        step = lambda through, a_t, ct_t: (a_t * (ct_t + through), ct_t + through)
-        g = _scan(step, zero, a, ct, not reverse)
-    ct_a = _sum_to(g * shift_in(out, s, reverse=reverse), a.shape)
+        ct_a = _sum_of_products(s, out, g, a.shape, reverse)
+    first = -1 if reverse else 0
     return ct_a, g, a[first] * g[first]
 
 
-def _pull_back_with_sums(a, s, out, ct, reverse, wants_b):
-    """All cotangents in one loop. It sums the cotangents of factors that several examples or
-    all times share. It meets g_{t+1} and h_t at once, so that nothing is shifted but `a`, which
-    is small."""
-    at_all_times, steps = a.shape[0] == 1, out.shape[0]
-    later = a if at_all_times else shift_in(a, jnp.ones_like(a[0]), reverse=not reverse)
-    has_later = jnp.arange(steps) != (0 if reverse else steps - 1)
+def _sum_of_products(s, out, g, shape, reverse):
+    """The sum of g_t h_{t-1} over the examples, or times, that share a factor. A loop keeps no
+    product, and XLA on a CPU would keep all of them for a sum."""
+    at_all_times = shape[0] == 1
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
-        g, total = carry
-        h, ct_t, a_t, has_later = x
-        ct_a = jnp.where(has_later, g * h, jnp.zeros((), h.dtype))
+        before, total = carry
+        h, g_t = x
+        product = (before * g_t).astype(total.dtype)
         if at_all_times:
-            total, a_t, ct_a = total + ct_a.astype(total.dtype), later[0], None
-        else:
-            ct_a = _sum_to(ct_a, a_t.shape)
-        g = ct_t + a_t * g
-        return (g, total), (g if wants_b else None, ct_a)
+            return (h, total + product), None
+        return (h, total), _sum_to(product, shape[1:])
 
-    zero = jnp.zeros_like(out[0])
-    total: Any = jnp.zeros_like(zero, sum_dtype(zero.dtype)) if at_all_times else None
-    xs = (out, ct, None if at_all_times else later, has_later)
-    (g, total), (gs, ct_a) = jax.lax.scan(step, (zero, total), xs, reverse=not reverse)
-    first = a[-1 if reverse else 0]
-    if at_all_times:
-        ct_a = _sum_to((total + (g * s).astype(total.dtype))[None], a.shape)
-    else:
-        ct_a = shift_in(ct_a, _sum_to(g * s, first.shape), reverse=reverse)
-    return ct_a, gs, first * g
+    unroll = 1 if is_symbolic(out.shape[0]) else 4  # a step does little
+    carry, xs = (s, jnp.zeros_like(s, sum_dtype(s.dtype))), (out, g)
+    (_, total), ct_a = jax.lax.scan(step, carry, xs, reverse=reverse, unroll=unroll)
+    return (_sum_to(total[None], shape) if at_all_times else ct_a).astype(s.dtype)
 
 
 def _sum_to(ct, shape):
@@ -279,7 +285,10 @@ def _recurrence_jvp(primals, tangents, *, reverse, in_chunks):
     t_a, t_b, t_s = tangents
     options = {"reverse": reverse, "in_chunks": in_chunks}
     out = _recurrence(a, b, s, **options)
-    t_from_a = t_a * shift_in(out, s, reverse=reverse)
+    if s is None:
+        t_from_a = shift_in(t_a * out, jnp.zeros_like(out[0]), reverse=reverse)
+    else:
+        t_from_a = t_a * shift_in(out, s, reverse=reverse)
     return out, _recurrence(a, t_from_a + t_b, t_s, **options)
 
 
@@ -289,7 +298,8 @@ def _recurrence_vmap(size, batched, a, b, s, **options):
     batch = lambda x, is_batched, axis: (
         jnp.moveaxis(x, 0, axis) if is_batched else jnp.expand_dims(x, axis)
     )
-    a, b, s = map(batch, (a, b, s), batched, (1, 1, 0))
+    a, b = map(batch, (a, b), batched, (1, 1))
     b = jnp.broadcast_to(b, (b.shape[0], size, *b.shape[2:]))
-    s = jnp.broadcast_to(s, (size, *s.shape[1:]))
+    if s is not None:
+        s = jnp.broadcast_to(batch(s, batched[2], 0), b.shape[1:])
     return jnp.moveaxis(_recurrence(a, b, s, **options), 1, 0), True

@@ -187,7 +187,8 @@ def normalize(x: Numbers, *, axis: Axis = -1) -> Inexact[Array, "..."]:
 
     With $u$ for the result: $\dot u = (\dot x - u\, u^\top \dot x) / \lVert x \rVert$. The map
     is its own transpose. The derivative is zero at the zero vector, where the function jumps.
-    Both modes and all orders; second derivatives are NaN at the zero vector.
+    Both modes and all orders; second derivatives are NaN at the zero vector, and may be NaN
+    where $1 / \lVert x \rVert^2$ overflows.
 
     **Raises:**
 
