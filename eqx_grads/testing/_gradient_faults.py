@@ -158,8 +158,8 @@ _ON_PURPOSE = (
     "try `eqgt.check_rule`. If it is another gradient on purpose, `skip` the leaves before it."
 )
 _OF_A_TIE = (
-    "Autodiff takes a half of each side at a tie. Move the point a little, or write the "
-    "function without the comparison."
+    "At a tie, autodiff takes a half of each side, or the branch that is selected. Move the "
+    "point a little, or write the function without the comparison."
 )
 _OPAQUE = (
     "can't be removed, as JAX can't differentiate what is beneath it: try `eqgt.check_rule`. "
@@ -203,6 +203,7 @@ def _detail(judge: Judge, i: int, right: Sequence[Any]) -> str:
 
 def _tie(program: LossProgram) -> str:
     """The first comparison of numbers that are equal at this point, outside of loops."""
+    names = ("min", "max", "eq", "ne", "lt", "le", "gt", "ge")
     found: list[str] = []
 
     def compared(eqn, values):
@@ -210,7 +211,10 @@ def _tie(program: LossProgram) -> str:
             found.append(f": a tie of `{eqn.primitive.name}` at {source_line(eqn)}")
         return bind(eqn, values)
 
-    is_compared = lambda eqn: eqn.primitive.name in ("min", "max")
+    def is_compared(eqn):
+        x, *others = eqn.invars
+        return eqn.primitive.name in names and is_differentiable(x.aval) and x not in others
+
     replaced(program.own.program, program.own.values, is_compared, compared)
     return next(iter(found), "")
 

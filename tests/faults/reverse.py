@@ -9,7 +9,6 @@ import jax.random as jr
 from ..rules.arguments import sample, two
 from ..rules.formulas import (
     multiply,
-    multiply_cotangents,
 )
 from ..rules.ways import eqg_vjp, jax_vjp
 from .registry import fault
@@ -109,11 +108,11 @@ def clipped_elsewhere(bug):
     return rule, (sample(5),), {"nonlinear": True, "reference": clipped(0.1)}
 
 
-# Types and errors
+# Kinks
 
 
-@fault("reverse", "TypeError: .*bwd rule")
-def one_cotangent_too_few(bug):
-    """JAX sees this by itself."""
-    too_few = lambda x, y, ct: (y * ct,)
-    return jax_vjp(multiply, too_few if bug else multiply_cotangents), two(3)
+@fault("reverse", "at `x`")
+def outside_of_the_slopes_at_a_kink(bug):
+    at_zero = lambda ct: 2 * ct if bug else 0.9 * ct
+    cotangents = lambda x, ct: (jnp.where(x == 0, at_zero(ct), jnp.where(x > 0, ct, 0.0)),)
+    return jax_vjp(lambda x: jnp.maximum(x, 0), cotangents), (jnp.array([0.0, 1.0, -1.0]),)
