@@ -167,9 +167,12 @@ VERDICTS = {
     "the edge of a domain": (lambda x: eqg.safe.sqrt(x) ** 2, jnp.array(0.0), "WRONG", "cut",
         ""),
     "all of a maximum": (with_rule(largest, lambda x: (largest(x), x == largest(x)),
-        lambda is_max, ct: (ct * is_max,)), jnp.array([1.0, 1.0, 0.3]), "WRONG", "wrong", ""),
+        lambda is_max, ct: (jnp.where(is_max, ct, 0.0),)), jnp.array([1.0, 1.0, 0.3]), "WRONG",
+        "wrong", ""),
     "a tie of `eq`": (lambda x: jnp.where(x == 0, x, jnp.sin(2 * x)), jnp.array(0.0), "WRONG",
         "wrong", "not at this one: a tie of `eq` at test_check_gradients.py"),
+    "a tie of `floor`": (lambda x: jnp.floor(x) + (x - jnp.floor(x)) * (jnp.ceil(x) -
+        jnp.floor(x)), jnp.array(2.0), "WRONG", "cut", "a tie of `floor` at test_check"),
 }  # fmt: skip
 
 

@@ -119,7 +119,8 @@ def faults_of_leaves(
     faults = {}
     for i, kind in kinds.items():
         leaf, reasons, details, tie = leaves[i], by_leaf.get(i, []), [], ""
-        if kind == "wrong" and i in reverse and not reasons and judge.is_right_nearby(i):
+        may_tie = kind in ("wrong", "cut") and i in reverse and not reasons
+        if may_tie and judge.is_right_nearby(i):
             tie = _tie(judge.program)
             details.append(f"right at points nearby, and not at this one{tie}")
         if right is not None and i in reverse:
@@ -138,10 +139,10 @@ def faults_of_leaves(
             cure = "A forward rule in the loss is wrong: try `eqgt.check_rule`."
         elif names:
             cure = f"The gradient is right without the rule of {shown}: {_ON_PURPOSE}"
-        elif kind == "cut":
-            cure = "`eqg.explain_zero` says where the gradient becomes zero."
         elif tie:
             cure = _OF_A_TIE
+        elif kind == "cut":
+            cure = "`eqg.explain_zero` says where the gradient becomes zero."
         elif rules and rules.kept:
             known = rules.kept[0]
             cure = f"The rule of `{known.primitive}` at {known.source} {_OPAQUE}"
@@ -202,14 +203,17 @@ def _detail(judge: Judge, i: int, right: Sequence[Any]) -> str:
 
 
 def _tie(program: LossProgram) -> str:
-    """The first comparison of numbers that are equal at this point, outside of loops."""
-    names = ("min", "max", "eq", "ne", "lt", "le", "gt", "ge")
+    """The first comparison of numbers that are equal at this point, or step that is at this
+    point, outside of loops."""
+    names = ("min", "max", "eq", "ne", "lt", "le", "gt", "ge", "floor", "ceil")
     found: list[str] = []
 
     def compared(eqn, values):
-        if outcome(lambda: bool(np.any(np.equal(*values)))) is True:
+        outs = bind(eqn, values)
+        x, y, *_ = *values, *outs
+        if outcome(lambda: bool(np.any(np.equal(x, y)))) is True:
             found.append(f": a tie of `{eqn.primitive.name}` at {source_line(eqn)}")
-        return bind(eqn, values)
+        return outs
 
     def is_compared(eqn):
         x, *others = eqn.invars
