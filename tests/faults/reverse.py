@@ -112,7 +112,8 @@ def clipped_elsewhere(bug):
 
 
 @fault("reverse", "at `x`")
-def outside_of_the_slopes_at_a_kink(bug):
-    at_zero = lambda ct: 2 * ct if bug else 0.9 * ct
-    cotangents = lambda x, ct: (jnp.where(x == 0, at_zero(ct), jnp.where(x > 0, ct, 0.0)),)
-    return jax_vjp(lambda x: jnp.maximum(x, 0), cotangents), (jnp.array([0.0, 1.0, -1.0]),)
+def both_sides_of_a_tie(bug):
+    """Each is between the slopes at the kink, and both are not."""
+    to_y = lambda x, y: (y >= x) if bug else (y > x)
+    cts = lambda x, y, ct: (jnp.where(x >= y, ct, 0.0), jnp.where(to_y(x, y), ct, 0.0))
+    return jax_vjp(lambda x, y: jnp.maximum(x, y), cts), (sample(3), sample(3).at[0].set(9.0))
