@@ -170,12 +170,6 @@ def integer_output_in_raw_jax(dtype, key):
     return f, (well_apart(key, dtype, 5),)
 
 
-@right
-def output_without_entries(dtype, key):
-    rule = eqg_jvp(lambda x: x[:0] ** 2, lambda x, t: 2 * x[:0] * t[:0])
-    return rule, normals(key, dtype, (3,))
-
-
 # No rule at all
 
 

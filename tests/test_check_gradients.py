@@ -124,6 +124,7 @@ def one_sided_kink(k):
     return lambda x: fn(x[0]) + jnp.sum(jnp.abs(x[1:]))
 
 
+largest = lambda x: jnp.max(x)
 stable = jnp.array([1.0, 2.0], "float32")
 DIRECTION = jnp.array([-1.152883, -1.229587, -0.7161828, 1.6050261], "float32")
 KINKS = jnp.array([0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.5])
@@ -162,6 +163,16 @@ VERDICTS = {
     "an index in half": (lambda w: jnp.sum(jnp.sin(w[np.array([0, 2, 0, 0, 1])])),
         jnp.array([0.1, 0.2, 0.3], "bfloat16"), "right", "", ""),
     "determinant": (determinant, jr.normal(jr.key(2), (3, 3), "float32"), "right", "", ""),
+    "stationary": (lambda x: jnp.cos(jnp.sum(x)), jnp.zeros(2), "right", "", ""),
+    "the edge of a domain": (lambda x: eqg.safe.sqrt(x) ** 2, jnp.array(0.0), "WRONG", "cut",
+        ""),
+    "all of a maximum": (with_rule(largest, lambda x: (largest(x), x == largest(x)),
+        lambda is_max, ct: (jnp.where(is_max, ct, 0.0),)), jnp.array([1.0, 1.0, 0.3]), "WRONG",
+        "wrong", ""),
+    "a tie of `eq`": (lambda x: jnp.where(x == 0, x, jnp.sin(2 * x)), jnp.array(0.0), "WRONG",
+        "wrong", "not at this one: a tie of `eq` at test_check_gradients.py"),
+    "a tie of `floor`": (lambda x: jnp.floor(x) + (x - jnp.floor(x)) * (jnp.ceil(x) -
+        jnp.floor(x)), jnp.array(2.0), "WRONG", "cut", "a tie of `floor` at test_check"),
 }  # fmt: skip
 
 

@@ -140,7 +140,16 @@ def cotangents_of_what_is_not_used(custom_jvp, custom_vjp):
     return seen(False), seen(True)
 
 
+def arguments_that_change(custom_jvp, custom_vjp):
+    """As in AQT, whose forward pass fills in its settings: both get a copy."""
+    f, settings = custom_vjp(lambda x, y: x * y.pop("scale")), {"scale": 2.0}
+    fwd = lambda x, y: (x * y["scale"], y.pop("scale"))
+    f.defvjp(fwd, lambda scale, ct: (scale * ct, None))
+    return f(3.0, settings), jax.grad(f)(3.0, settings), settings
+
+
 PROGRAMS = [
+    arguments_that_change,
     cotangents_of_what_is_not_used,
     attention,
     partials_and_defaults,

@@ -167,8 +167,10 @@ def explain_gradient(
 
         report = explain_nan(loss, model, *args, **kwargs)
         found += [_symptom(record, "not finite") for record in report.found[:1]]
-        if report and not found:  # of a `zero_safe` loss, it may be finite
+        if report and not found:
             found.append(_own("not finite"))
+        if not report:  # as `zero_safe` drops what is not finite
+            _, gradient, error = trace_gradient("explain_gradient", loss, model, args, kwargs)
         if raises or (report and not report.found):
             return SymptomReport(found, report.loss, {}, report.remarks)
     zero = explain_traced(below, traced, gradient, error)

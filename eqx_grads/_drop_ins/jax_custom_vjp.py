@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
@@ -122,17 +122,20 @@ class _Types(Opaque):
     """The types of the cotangents of a call: of each argument a mirror, with `False` for a leaf
     that can't have one, and of each leaf of the output, with `None`. And the structures."""
 
-    def __init__(self, args: tuple[Any, ...], out: Any):
+    def __init__(self, args: tuple[Any, ...]):
         # A reference has the dtype of an array, and no cotangent.
         of_arg = lambda x: is_arraylike(x) and is_differentiable(x) and _ct_type(x)
         self.ct_args = [(mirror(of_arg, arg), jax.tree.structure(arg)) for arg in args]
+
+    def of(self, out: Any) -> Self:
         leaves, self.treedef = jax.tree.flatten(out, is_leaf=is_none)
         self.ct_out = list(map(_ct_type, leaves))
+        return self
 
 
 def _fwd_rule(fwd, argnums, symbolic_zeros, /, *args, perturbed, nondiff=None):
     """A forward pass of JAX's form as one of this library's."""
-    values = args
+    values, types = args, _Types(args)  # which `fwd` may change
     if symbolic_zeros:
         leaves, treedef = jax.tree.flatten(args)
         leaves = map(CustomVJPPrimal, leaves, jax.tree.leaves(perturbed))
@@ -143,7 +146,7 @@ def _fwd_rule(fwd, argnums, symbolic_zeros, /, *args, perturbed, nondiff=None):
     if not is_pair(result):
         return result  # an error
     out, residuals = result
-    return out, (residuals, _Types(args, out))
+    return out, (residuals, types.of(out))
 
 
 def _ct_type(x):

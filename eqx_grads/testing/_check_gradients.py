@@ -64,7 +64,7 @@ def check_gradients(
     - For each wrong leaf, the rules in the program are removed (`eqg.custom_*`,
         `jax.custom_*`). If the gradient is right without some rules, the report names them,
         with the line and the layer of the call. If it is right at points nearby, the report
-        names a tie of `min` or `max`.
+        names a tie: a comparison of equal numbers, or a `floor` of an integer.
 
     !!! example
 

@@ -107,7 +107,8 @@ class Samples:
         return _ULPS * self.eps * max(norm(self(0.0)), norm(self(h))) / abs(h)
 
     def slope(self, size: float, accuracy: float = 1e-7) -> Slope:
-        """The slope of a function that may be differentiated at zero.
+        """The slope of a function that may be differentiated at zero; on one side, where it is
+        not finite on the other.
 
         - `size`: what the error is relative to. With a relative `accuracy`, no more steps are
             tried.
@@ -122,7 +123,7 @@ class Samples:
             best = min(good or found, key=operator.attrgetter(size_of_error))
             if best.error <= accuracy * size:
                 break
-        return best
+        return best if math.isfinite(best.error) else self._one_sided()
 
     @np.errstate(all="ignore")
     def _slopes(self, exponents: Sequence[int]) -> list[Slope]:
@@ -163,7 +164,9 @@ class Samples:
         """
         if slope.relative_error > _PLATEAU and slope.error > 4 * self.rounding(slope.step):
             return False  # zero, but for changes that are no rounding errors
-        found = [self.richardson(factor * slope.step) for factor in _OTHER_STEPS]
+        is_central = math.isfinite(norm(self.richardson(slope.step)))
+        slope_with = self.richardson if is_central else lambda h: self._side(h).value
+        found = [slope_with(factor * slope.step) for factor in _OTHER_STEPS]
         # NaN is not agreement.
         return all(abs(x - slope.value) <= _AGREE * slope.error for x in found)
 
@@ -182,9 +185,7 @@ class Samples:
         kinks = [s for s in found if s.step < best.step and s.gap > best.gap + 100 * s.error]
         return min(kinks, key=lambda s: s.error, default=best)
 
-    @property
-    def one_sided(self) -> Slope:
-        """The slope on a side where the function is defined, if it is not on the other one."""
+    def _one_sided(self) -> Slope:
         found = [self._side(s * 2.0**-k) for k in range(_LONGEST, 34) for s in (1, -1)]
         finite = [slope for slope in found if math.isfinite(slope.error)]
         return min(finite, key=lambda slope: slope.error, default=_NO_SLOPE)
@@ -202,12 +203,14 @@ class Difference(NamedTuple):
     - `tangents_out`, `errors`: the derivative of each output, and its estimated absolute error.
     - `is_rounded`: whether the values of the function are rounded to less than float64.
     - `why`: why the errors are too large for a reference; empty if they are not.
+    - `bends`: whether there may be a kink.
     """
 
     tangents_out: list[Any]
     errors: list[float]
     is_rounded: bool = False
     why: str = ""
+    bends: bool = False
 
 
 def directional(
@@ -245,7 +248,6 @@ def directional(
         rough = samples.central(2.0**-10)
         size = norm(np.where(np.isfinite(rough), rough, 0))
         slope = samples.slope(max(size, 1e-4 * norm(x)), accuracy=1e-8)
-        slope = slope if np.isfinite(slope.error) else samples.one_sided
         if all(np.array_equal(values[i], x) for values in known.values()):
             slope = Slope(0 * x, 0.0)  # what does not change at all has no error
         slopes.append(slope)
@@ -259,9 +261,12 @@ def directional(
     why = "the function is not smooth here, or too rough for differences"
     if len(finite) < 2:
         why = "the function is not finite at arguments close by"
-    return Difference(
-        found, [s.error for s in slopes], is_rounded, "" if error <= least else why
-    )
+    why = "" if error <= least else why
+    both = lambda h: zip(values_at(h), values_at(-h), known[0.0], strict=True)
+    bend = lambda h: size_of_all(a + b - 2 * x for a, b, x in both(h))
+    # A kink bends by half for half the step, and a smooth function by a quarter.
+    bends = bend(2.0**-11) > 0.4 * bend(2.0**-10)
+    return Difference(found, [s.error for s in slopes], is_rounded, why, bends)
 
 
 def _grain(at: Callable[[float], np.ndarray]) -> float:

@@ -119,7 +119,8 @@ def faults_of_leaves(
     faults = {}
     for i, kind in kinds.items():
         leaf, reasons, details, tie = leaves[i], by_leaf.get(i, []), [], ""
-        if kind == "wrong" and i in reverse and not reasons and judge.is_right_nearby(i):
+        may_tie = kind in ("wrong", "cut") and i in reverse and not reasons
+        if may_tie and judge.is_right_nearby(i):
             tie = _tie(judge.program)
             details.append(f"right at points nearby, and not at this one{tie}")
         if right is not None and i in reverse:
@@ -138,10 +139,10 @@ def faults_of_leaves(
             cure = "A forward rule in the loss is wrong: try `eqgt.check_rule`."
         elif names:
             cure = f"The gradient is right without the rule of {shown}: {_ON_PURPOSE}"
-        elif kind == "cut":
-            cure = "`eqg.explain_zero` says where the gradient becomes zero."
         elif tie:
             cure = _OF_A_TIE
+        elif kind == "cut":
+            cure = "`eqg.explain_zero` says where the gradient becomes zero."
         elif rules and rules.kept:
             known = rules.kept[0]
             cure = f"The rule of `{known.primitive}` at {known.source} {_OPAQUE}"
@@ -158,8 +159,8 @@ _ON_PURPOSE = (
     "try `eqgt.check_rule`. If it is another gradient on purpose, `skip` the leaves before it."
 )
 _OF_A_TIE = (
-    "Autodiff takes a half of each side at a tie. Move the point a little, or write the "
-    "function without the comparison."
+    "At a tie, autodiff takes a half of each side, or the branch that is selected. Move the "
+    "point a little, or write the function without the comparison."
 )
 _OPAQUE = (
     "can't be removed, as JAX can't differentiate what is beneath it: try `eqgt.check_rule`. "
@@ -202,15 +203,22 @@ def _detail(judge: Judge, i: int, right: Sequence[Any]) -> str:
 
 
 def _tie(program: LossProgram) -> str:
-    """The first comparison of numbers that are equal at this point, outside of loops."""
+    """The first comparison of numbers that are equal at this point, or step that is at this
+    point, outside of loops."""
+    names = ("min", "max", "eq", "ne", "lt", "le", "gt", "ge", "floor", "ceil")
     found: list[str] = []
 
     def compared(eqn, values):
-        if outcome(lambda: bool(np.any(np.equal(*values)))) is True:
+        outs = bind(eqn, values)
+        x, y, *_ = *values, *outs
+        if outcome(lambda: bool(np.any(np.equal(x, y)))) is True:
             found.append(f": a tie of `{eqn.primitive.name}` at {source_line(eqn)}")
-        return bind(eqn, values)
+        return outs
 
-    is_compared = lambda eqn: eqn.primitive.name in ("min", "max")
+    def is_compared(eqn):
+        x, *others = eqn.invars
+        return eqn.primitive.name in names and is_differentiable(x.aval) and x not in others
+
     replaced(program.own.program, program.own.values, is_compared, compared)
     return next(iter(found), "")
 

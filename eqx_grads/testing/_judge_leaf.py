@@ -169,18 +169,25 @@ class Judge:
         return 4 * samples.eps * float(np.max(np.abs([*self._far(samples), *t.ravel()])))
 
     def _of_zero(self, samples: Samples) -> str:
-        """Whether a loss with a zero gradient changes over longer steps (a staircase)."""
+        """Whether a loss with a zero gradient is a parabola, or changes over longer steps only
+        (a staircase)."""
+        coarse, fine = (samples(h) - samples(0.0) for h in (2.0**-6, 2.0**-7))
+        if abs(coarse - 4 * fine) < abs(fine):
+            return RIGHT
         far = self._far(samples) - samples(0.0)
         size = max(abs(samples(0.0)), np.max(np.abs(far), initial=0.0))
         return FLAT if np.any(np.abs(far) > 1e-9 * size) else DEAD
 
     def _unless_kink(self, leaf: int, t: np.ndarray, found: _Found, is_held: bool):
         """At a kink of the loss, the gradient is one of many: along each entry, it is right or
-        between the slopes on both sides. It is judged at a point nearby, too, which in general
-        has no kink."""
+        between the slopes on both sides. Along the gradient in the entries with a kink, which
+        is smooth for a tie that moves as a whole, it is right, or between the gradients on the
+        sides that it was taken from. It is judged at a point nearby, too, which in general has
+        no kink."""
         sides, wrong, unit = found.samples.sides, found.verdict, 1.0
         if not sides.is_kink:
             return wrong
+        together, toward = np.zeros_like(t), np.zeros_like(t)
         for entry in np.sort(self.rng.permutation(np.flatnonzero(t))[:_MOST_ENTRIES]):
             alone = np.zeros_like(t)
             alone.flat[entry] = t.flat[entry]
@@ -190,6 +197,22 @@ class Judge:
                 if not (of_both.is_kink and all(map(of_both.admits, of_entry.derivatives))):
                     return wrong
                 sides, unit = of_both, float(np.real(t.flat[entry]))
+                if self.gradient is not None:
+                    together.flat[entry] = np.conj(self.gradient[leaf].flat[entry])
+                    left, right = (abs(of_entry.derivatives[0] - s) for s in of_both[:2])
+                    toward.flat[entry] = t.flat[entry] * (1 if right <= left else -1)
+        if size := np.max(np.abs(together)):
+            step = together / size * self.scales[leaf]
+            of_all = self._compare(leaf, step, is_held)
+            if of_all.verdict.verdict == WRONG and not of_all.samples.sides.is_kink:
+                move = self._only(leaf, _MOVE * toward)
+                ends = [
+                    along(self.program.gradient_at(xs), self._only(leaf, step))
+                    for xs in (list(map(op, self.leaves, move)) for op in (np.add, np.subtract))
+                ]
+                slope, margin = of_all.derivatives[0], 0.01 * max(map(abs, ends))
+                if not min(ends) - margin <= slope <= max(ends) + margin:
+                    return wrong
         nearby = self._nearby(leaf, t, is_held)
         if nearby.verdict.verdict == WRONG and not nearby.samples.sides.is_kink:
             if nearby.samples.is_settled(nearby.slope):

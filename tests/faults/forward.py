@@ -1,8 +1,6 @@
 """Forward rules with a wrong number in them."""
 
-import equinox as eqx
 import eqx_grads as eqg
-import jax
 import jax.numpy as jnp
 
 from ..rules.arguments import complex_sample, matrix_and_vector, sample
@@ -95,26 +93,6 @@ def configuration_ignored(bug):
     relu = lambda x, *, leak: jnp.where(x > 0, x, leak * x)
     slope = lambda out, x, *, leak: jnp.where(x > 0, 1.0, 0.01 if bug else leak).astype(x.dtype)
     return eqg.elementwise(relu, slope), (sample(6),), {"leak": 0.3}
-
-
-class Scale(eqx.Module):
-    factor: jax.Array
-    name: str
-
-    def __call__(self, x):
-        return self.factor * x
-
-
-@fault("forward", r"term of `layer\.factor` is missing")
-def module_leaf(bug):
-    def apply(layer, x):
-        return layer(x)
-
-    def tangent(layer, x, t_layer, t_x):
-        from_x = layer.factor * t_x
-        return from_x if bug else from_x + t_layer.factor * x
-
-    return eqg_jvp(apply, tangent), (Scale(sample(3), "scale"), sample(3, seed=1))
 
 
 # Rules that are wrong on purpose, and then wrong

@@ -9,7 +9,6 @@ import jax.random as jr
 from ..rules.arguments import sample, two
 from ..rules.formulas import (
     multiply,
-    multiply_cotangents,
 )
 from ..rules.ways import eqg_vjp, jax_vjp
 from .registry import fault
@@ -109,11 +108,12 @@ def clipped_elsewhere(bug):
     return rule, (sample(5),), {"nonlinear": True, "reference": clipped(0.1)}
 
 
-# Types and errors
+# Kinks
 
 
-@fault("reverse", "TypeError: .*bwd rule")
-def one_cotangent_too_few(bug):
-    """JAX sees this by itself."""
-    too_few = lambda x, y, ct: (y * ct,)
-    return jax_vjp(multiply, too_few if bug else multiply_cotangents), two(3)
+@fault("reverse", "at `x`")
+def both_sides_of_a_tie(bug):
+    """Each is between the slopes at the kink, and both are not."""
+    to_y = lambda x, y: (y >= x) if bug else (y > x)
+    cts = lambda x, y, ct: (jnp.where(x >= y, ct, 0.0), jnp.where(to_y(x, y), ct, 0.0))
+    return jax_vjp(lambda x, y: jnp.maximum(x, y), cts), (sample(3), sample(3).at[0].set(9.0))

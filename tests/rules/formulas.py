@@ -29,10 +29,6 @@ def multiply(x, y):
     return x * y
 
 
-def multiply_cotangents(x, y, ct):
-    return y * ct, x * ct
-
-
 def matvec(w, x):
     return w @ x
 

@@ -95,8 +95,10 @@ _OF_RULES = (
 )
 _OF_DERIVATIVES = (
     " It is in a derivative that the loss takes. If a `where` drops it there, differentiate "
-    '`eqg.zero_safe(f, policy="zero")` instead of `f`. If what is computed from it is smooth '
-    "there, compute it without, as `jnp.sum(x**2)`."
+    '`eqg.zero_safe(f, policy="zero")` instead of `f`.'
+)
+_IF_SMOOTH = (
+    " If what is computed from it is smooth there, compute it without, as `jnp.sum(x**2)`."
 )
 _OF_PARAMETERS = "The {whose} holds the {what} itself. Look at the update that made it."
 _OF_CONSTANTS = "A constant of the loss holds the {what}. Replace it before it is used."
@@ -124,7 +126,8 @@ def cure_of(
     """
     called = next((name for name in (*calls, op) if name in _SAFE), "")
     # A `where` around a function of several elements would drop all of them.
-    has_safe = kind in _POINTS or (called != op and kind in DROPPABLE)
+    is_whole = bool(called) and (called != op or op not in ELEMENTWISE)
+    has_safe = kind in _POINTS or (is_whole and kind in DROPPABLE)
     of_safe = f"Use `eqg.safe.{_SAFE.get(called)}`, whose first derivative is defined there."
     is_dead, is_masked = kind == Kind.DEAD_BRANCH, kind == Kind.MASKED_PRODUCT
     is_overflow, is_point = kind == Kind.OVERFLOW, kind in _POINTS[:2]
@@ -132,7 +135,7 @@ def cure_of(
     # The first text whose condition holds.
     texts = (
         ("lstsq" in calls and kind in _POINTS, _OF_LEAST_SQUARES),
-        (bool(called) and called != op and has_safe, of_safe),
+        (is_whole and has_safe, of_safe),
         (op in ("scatter-min", "scatter-max") and is_point, _OF_SCATTERS),
         (op == "gather" and (is_dead or is_masked or kind == Kind.DOMAIN), _OF_INDICES),
         (is_dead and op not in ELEMENTWISE and not is_rule, _OF_ROWS),
@@ -150,6 +153,8 @@ def cure_of(
         text += f" In code that you can't edit, use {helps}."
     if is_in_derivative and (kind in DROPPABLE or op.startswith("safe.")):
         text += _OF_DERIVATIVES
+    # There, `safe` and `policy="zero"` give zero, as for `cos(sqrt(x))`.
+    text += _IF_SMOOTH * (_OF_DERIVATIVES in text or kind == Kind.ZERO_TIMES_INFINITY)
     return text.format(op=op, mask=mask or "where", domain=_DOMAINS.get(op, ""))
 
 

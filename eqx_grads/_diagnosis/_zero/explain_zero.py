@@ -146,7 +146,8 @@ def _dead_units(
     """Vectors that have a gradient, but not for some units: a remark for each leaf."""
     remarks = {}
     for leaf, g in zip(traced.leaves, gradient.gradients, strict=True):
-        units = np.flatnonzero(g == 0) if g.ndim == 1 and leaf not in noise else ()
+        is_of_units = g.ndim == 1 and leaf not in noise and leaf != "model"
+        units = np.flatnonzero(g == 0) if is_of_units else ()
         if 0 < len(units) < g.size:
             which = show_list(list(map(str, units)), 8)
             remarks[leaf] = (
