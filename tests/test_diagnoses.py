@@ -1,5 +1,6 @@
 """All diagnoses: the shape of a report, names and lines, wrong input, progress."""
 
+import copy
 import io
 import pathlib
 import re
@@ -90,7 +91,10 @@ def test_the_fields_of_all_reports_mean_the_same(tool):
     text = str(report)
     assert text == repr(report)
     assert text.startswith(report.headline)
-    assert "eqx_grads." not in text
+    assert not re.search(r"eqx_grads\.|more: see", text)
+    for table in report.tables():
+        columns = zip(table.columns, *table.rows, strict=True)
+        assert all(name in text for name, *column in columns if any(column))
     assert max(map(len, text.splitlines())) <= 100
     if tool in MADE_OF:
         record = report.found[0]
@@ -104,8 +108,6 @@ def test_the_fields_of_all_reports_mean_the_same(tool):
 LONG = {
     "sqrt": (lambda x: jnp.sum(jnp.where(x > 0.0, 1.0 + jax.numpy.sqrt(x), jnp.zeros_like(x))),
         "jax.numpy.sqrt(x)"),
-    "div": (lambda x: jnp.sum(jnp.where(x > 0.0, jnp.ones_like(x) / (x * 1.0), jnp.zeros(2))),
-        "jnp.ones_like(x) / "),
     "log": (lambda x: jnp.sum(jnp.where(x > 0.0, "é" and 1.0 + jax.lax.log(x), 0.0 * x)),
         "jax.lax.log(x)"),
     "log1p": (lambda x: jnp.sum(jnp.where(x > 0.0, 1.0 + 1.0 + jnp.log1p(
@@ -191,7 +193,9 @@ def test_a_loss_that_looks_at_its_layers():
     def by_attribute(model, x):
         assert isinstance(model, Tagged)
         assert model.tag == "a"
-        return jnp.sum(jnp.sqrt(model(x) + eqx.tree_at(lambda m: m.weight, model, X)(x)))
+        return jnp.sum(
+            jnp.sqrt(copy.copy(model)(x) + eqx.tree_at(lambda m: m.weight, model, X)(x))
+        )
 
     for loss, path in ((by_type, ""), (by_attribute, "Tagged")):
         report = eqg.explain_nan(loss, Tagged(Y, "a"), 0 * X)
@@ -280,8 +284,6 @@ def test_errors(tool, text):
 def test_errors_of_the_loss_and_of_where_it_is_called():
     with pytest.raises(eqg.RuleError, match="inside a transformed function"):
         jax.jit(lambda x: eqg.explain_nan(jnp.sum, x))(Y)
-    with pytest.raises(eqg.RuleError, match="`zero_safe` can't trace `decides`"):
-        eqg.zero_safe(decides)(Y)
 
     def raises(w):
         raise KeyError("mine")

@@ -234,15 +234,6 @@ def test_the_threshold(threshold, step):
     assert list(map(text_of, found)) == [expected] * (step is not None)
 
 
-@pytest.mark.parametrize("is_bad", [True, False])
-def test_what_zero_safe_drops(is_bad):
-    loss = lambda x: total(jnp.where(x > 0, twice_root(x), 0.0))
-    x = jnp.array([4.0, 0.0 if is_bad else 1.0])
-    assert not eqg.explain_nan(eqg.zero_safe(loss), x)
-    found = eqg.explain_nan(loss, x).found
-    assert list(map(text_of, found)) == ["dead branch: sqrt[1] by where"] * is_bad
-
-
 # ---------------------------------------------------------------- layouts
 
 # What may be between a root and the mask that drops an element of it.

@@ -41,7 +41,6 @@ def zero_rule(x):
 
 zero_rule.def_fwd(lambda x: (zero_rule(x), None))
 zero_rule.def_bwd(lambda _, ct: (0.0 * ct,))
-_as_integers = lambda x: x.astype("int32").astype("float32")
 _of_each = lambda of: lambda a, b: jnp.where(a > 1.0, b, 2 * b) + of(a, lambda x: 0.0)
 AB = arrays(a=[1.2, 2.3], b=[1.0, 3.0])
 KEEP = {"a": [3, 2, 1], "first": 1}
@@ -54,8 +53,6 @@ ZEROS = {
         arrays(a=[-1, -2], live=1)),
     "a dead units: relu; b dead units: relu": (lambda m, of: total(relu(relu(m["a"]) +
         m["b"])), arrays(a=[3, 2], b=[-4, -3]), arrays(a=[3, 2], b=[-2, -3])),
-    "a cast to an integer: convert_element_type, by structure": (lambda m, of: total(m["b"]) *
-        total(of(2.0 * m["a"], _as_integers)), AB, AB),
     "a stop_gradient: stop_gradient, by structure": (lambda m, of: total(scan(lambda c, x: (c +
         x, m["b"][0] * jnp.sin(of(c, jax.lax.stop_gradient))), 0.0, m["a"])[1]), AB, AB),
     "a comparison: gt, by structure": (lambda m, of: total(jax.jit(jax.vmap(_of_each(of)))(
@@ -64,8 +61,8 @@ ZEROS = {
         jnp.argmax(m["a"])] * total(of(m["a"] * 3.0, jnp.round)), AB, AB),
     # An operation after the first cut need not be corrected first: `sign` has no record.
     "a rounding: floor, by structure": (lambda m, of: (lambda a, b: b * of(a, lambda x:
-        jnp.sign(jnp.floor(x))))(*scan(lambda c, x: ((c[0] + x["a"], c[1] + x["b"]), None), (0.0, 0.0),
-        m)[0]), AB, AB),
+        jnp.sign(jnp.floor(x))))(*scan(lambda c, x: ((c[0] + x["a"], c[1] + x["b"]), None),
+        (0.0, 0.0), m)[0]), AB, AB),
     "a never used: , by structure; b rounding: round, by structure": (lambda m, of: total(of(
         m["b"], jnp.round)) + total(of(m, lambda m: {"a": 0.0})["a"]), AB, AB),
     "a multiplied by zero: mul, convert_element_type; b comparison: gt, by structure": (lambda
@@ -209,8 +206,6 @@ def test_gradient_flow_of_a_gradient_that_is_not_finite():
     loss = lambda m, x: jnp.sum(jnp.sqrt(m(x, 2)))
     flow = eqg.gradient_flow(loss, chain, jnp.array([0.0, 1.0]))
     assert np.isnan(flow["step"]).all()
-    flow = eqg.gradient_flow(loss, chain, jnp.array([4.0, 1.0]))
-    np.testing.assert_allclose(flow["step"], np.hypot(0.25, 0.5) * np.ones(2), rtol=1e-6)
 
 
 # ---------------------------------------------------------------- explain_memory
