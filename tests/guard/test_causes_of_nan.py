@@ -143,8 +143,8 @@ KINDS = {
     "dead branch: sqrt[1] by maximum": (lambda x: total(sqrt(jnp.maximum(jnp.maximum(x, x - 1),
         0))[None]), np.float32([4.0, -1.0]), X_OR_0 + 1),
     "zero mask: sqrt[] by mul": (lambda x: 0.0 * sqrt(x), 0 * ONE, ONE),
-    "zero times infinity: sqrt[0] by mul": (lambda x: total(sqrt(x) * jnp.sin(x)),
-        X_OR_0[::-1]),
+    "zero times infinity: sqrt[0] by mul": (lambda x: total(sqrt(x) * lax.map(lambda t:
+        lax.cond(t > 0, jnp.sin, jnp.zeros_like, t), x)), X_OR_0[::-1]),
     "zero times infinity: sqrt[] by mul": (lambda x: sqrt(x) * jnp.sin(x), 0 * ONE),
     "true singularity: sqrt[1] at [3] x3 | a": (lambda m: total(last_of(lambda c, x: c +
         twice_root(x), jnp.zeros(2), m["a"]) * m["b"]) + total(m["b"]), arrays(a=[[1, 2], [0,
