@@ -92,9 +92,9 @@ def test_the_fields_of_all_reports_mean_the_same(tool):
     assert text == repr(report)
     assert text.startswith(report.headline)
     assert not re.search(r"eqx_grads\.|more: see", text)
-    for table in report.tables():
+    for table, shown in zip(report.tables(), text.split("\n\n")[1:], strict=False):
         columns = zip(table.columns, *table.rows, strict=True)
-        assert all(name in text for name, *column in columns if any(column))
+        assert all(name in shown.split("--")[0] for name, *cells in columns if any(cells))
     assert max(map(len, text.splitlines())) <= 100
     if tool in MADE_OF:
         record = report.found[0]
@@ -193,14 +193,13 @@ def test_a_loss_that_looks_at_its_layers():
     def by_attribute(model, x):
         assert isinstance(model, Tagged)
         assert model.tag == "a"
-        return jnp.sum(
-            jnp.sqrt(copy.copy(model)(x) + eqx.tree_at(lambda m: m.weight, model, X)(x))
-        )
+        return jnp.sum(jnp.sqrt(model(x) + eqx.tree_at(lambda m: m.weight, model, X)(x)))
 
-    for loss, path in ((by_type, ""), (by_attribute, "Tagged")):
+    for loss in (by_type, by_attribute):
         report = eqg.explain_nan(loss, Tagged(Y, "a"), 0 * X)
-        assert report.found[0].path in ("", path)
         assert list(report.bad_leaves) == ["weight"]
+    flow = eqg.gradient_flow(lambda m: jnp.sum(copy.copy(m)(X)), Tagged(Y, "a"))
+    assert list(flow) == ["Tagged"]
 
 
 class Stack(eqx.Module):
@@ -292,7 +291,6 @@ def test_errors_of_the_loss_and_of_where_it_is_called():
         eqg.explain_nan(raises, Y)
     # Keyword arguments go to the loss, and `has_aux` is one.
     assert not eqg.explain_nan(lambda x, has_aux: jnp.sum(x), Y, has_aux=True)
-    assert not eqg.explain_nan(lambda x, **options: jnp.sum(x), Y, has_aux=True)
 
 
 @pytest.mark.parametrize("tool", list(TOOLS)[:5])
