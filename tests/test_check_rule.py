@@ -404,6 +404,7 @@ def test_options_that_make_no_sense():
         ({"nondifferentiable": ("z",)}, "names `z`, which is not a positional argument"),
         ({"nondifferentiable": ("x.z",)}, "names `x.z`(.|\n)*there are `x`"),
         ({"at": [A]}, "is not a list of tuples"),
+        ({"skip": 3}, "are not names"),
     ):
         with pytest.raises(eqg.RuleError, match=match):
             eqgt.check_rule(rule, A, B, **options)
@@ -426,7 +427,7 @@ def test_checks_and_skip():
     names = {finding.check for finding in everything.findings}
     assert len(names) == 12
     assert "the arguments and 2 further points, under" in everything["finite"][0].where
-    without = eqgt.check_rule(jnp.sin, 1.0, skip=("leaks", "transforms"))
+    without = eqgt.check_rule(jnp.sin, 1.0, skip=("leaks", "transforms"), tangents=(2,))
     assert {f.check for f in without.findings} == names - {"leaks", "transforms"}
 
 

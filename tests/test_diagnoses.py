@@ -1,5 +1,6 @@
 """All diagnoses: the shape of a report, names and lines, wrong input, progress."""
 
+import copy
 import io
 import pathlib
 import re
@@ -90,7 +91,10 @@ def test_the_fields_of_all_reports_mean_the_same(tool):
     text = str(report)
     assert text == repr(report)
     assert text.startswith(report.headline)
-    assert "eqx_grads." not in text
+    assert not re.search(r"eqx_grads\.|more: see", text)
+    for table, shown in zip(report.tables(), text.split("\n\n")[1:], strict=False):
+        columns = zip(table.columns, *table.rows, strict=True)
+        assert all(name in shown.split("--")[0] for name, *cells in columns if any(cells))
     assert max(map(len, text.splitlines())) <= 100
     if tool in MADE_OF:
         record = report.found[0]
@@ -104,8 +108,6 @@ def test_the_fields_of_all_reports_mean_the_same(tool):
 LONG = {
     "sqrt": (lambda x: jnp.sum(jnp.where(x > 0.0, 1.0 + jax.numpy.sqrt(x), jnp.zeros_like(x))),
         "jax.numpy.sqrt(x)"),
-    "div": (lambda x: jnp.sum(jnp.where(x > 0.0, jnp.ones_like(x) / (x * 1.0), jnp.zeros(2))),
-        "jnp.ones_like(x) / "),
     "log": (lambda x: jnp.sum(jnp.where(x > 0.0, "é" and 1.0 + jax.lax.log(x), 0.0 * x)),
         "jax.lax.log(x)"),
     "log1p": (lambda x: jnp.sum(jnp.where(x > 0.0, 1.0 + 1.0 + jnp.log1p(
@@ -193,10 +195,11 @@ def test_a_loss_that_looks_at_its_layers():
         assert model.tag == "a"
         return jnp.sum(jnp.sqrt(model(x) + eqx.tree_at(lambda m: m.weight, model, X)(x)))
 
-    for loss, path in ((by_type, ""), (by_attribute, "Tagged")):
+    for loss in (by_type, by_attribute):
         report = eqg.explain_nan(loss, Tagged(Y, "a"), 0 * X)
-        assert report.found[0].path in ("", path)
         assert list(report.bad_leaves) == ["weight"]
+    flow = eqg.gradient_flow(lambda m: jnp.sum(copy.copy(m)(X)), Tagged(Y, "a"))
+    assert list(flow) == ["Tagged"]
 
 
 class Stack(eqx.Module):
@@ -280,8 +283,6 @@ def test_errors(tool, text):
 def test_errors_of_the_loss_and_of_where_it_is_called():
     with pytest.raises(eqg.RuleError, match="inside a transformed function"):
         jax.jit(lambda x: eqg.explain_nan(jnp.sum, x))(Y)
-    with pytest.raises(eqg.RuleError, match="`zero_safe` can't trace `decides`"):
-        eqg.zero_safe(decides)(Y)
 
     def raises(w):
         raise KeyError("mine")
@@ -290,7 +291,6 @@ def test_errors_of_the_loss_and_of_where_it_is_called():
         eqg.explain_nan(raises, Y)
     # Keyword arguments go to the loss, and `has_aux` is one.
     assert not eqg.explain_nan(lambda x, has_aux: jnp.sum(x), Y, has_aux=True)
-    assert not eqg.explain_nan(lambda x, **options: jnp.sum(x), Y, has_aux=True)
 
 
 @pytest.mark.parametrize("tool", list(TOOLS)[:5])

@@ -415,7 +415,7 @@ def _each_operation(x, n, b):
     yield from (*jnp.split(x, [0, 2]), jnp.concatenate((x, y), 1), x.reshape(-1, 1), b.all())
     yield from (fn(v, 0) for fn in (total, jnp.max, jnp.min) for v in (x[:, :0], x, n))
     yield from (b.any(0), n.astype("float32"), jax.grad(lambda x: total(x * x))(x))
-    yield jax.lax.pad(n, n[0, 0], [(1, 2, 1), (0, 0, 3)])
+    yield from (jax.lax.pad(n, n[0, 0], [(1, 2, 1), (0, 0, 3)]), x * 0.1)
 
 
 def test_numpy_computes_as_xla():

@@ -72,6 +72,9 @@ def test_any_cell_over_time(cell):
         flows += eqg.gradient_flow(loss, layer).values()
     assert flows[0].shape == (5,)
     assert_close(flows[0], flows[1])
+    two = eqg.nn.GRU(3, 4, num_layers=2, key=jr.key(0))
+    both = eqg.gradient_flow(lambda m: loss(m[0]), [two])
+    assert list(both) == ["[0].cells[0][0]", "[0].cells[1][0]"]
 
 
 def test_errors():

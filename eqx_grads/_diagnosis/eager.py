@@ -96,8 +96,8 @@ def _reshape(x, *sizes, new_sizes, dimensions, **_):
 
 
 def _convert(x, *, new_dtype, **_):
-    # A number that is too large for an integer is undefined in NumPy.
-    return x.astype(new_dtype) if new_dtype.kind == "f" or x.dtype.kind in "biu" else None
+    # `compute` converts it. A number that is too large for an integer is undefined in NumPy.
+    return x if new_dtype.kind == "f" or x.dtype.kind in "biu" else None
 
 
 def _pad(x, value, *, padding_config, **_):

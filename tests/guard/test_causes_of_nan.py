@@ -127,7 +127,8 @@ def in_three_steps(m):
 KINDS = {
     "inf - inf: sub[0] forward": (lambda x: total((INF + x) - INF), Z2),
     "inf / inf: div[0] forward": (lambda x: x[0] + total(INF / (INF + x)), Z2),
-    "outside of the domain: sin[0] forward": (lambda x: total(jnp.sin(INF + x)), Z2),
+    "outside of the domain: sin[0] forward": (lambda x: total(jnp.sin(jnp.bfloat16(
+        INF + x))), Z2),
     "true singularity: div[0] forward": (lambda x: total(1 / x), X_OR_0[::-1]),
     "overflow: div[0] forward": (lambda x: total(x / 1e-30), np.float32([1e30, 1.0])),
     "overflow: exp[1] forward": (lambda x: total(exp(x)), np.float32([60, 100]),
@@ -144,8 +145,8 @@ KINDS = {
     "dead branch: sqrt[1] by maximum": (lambda x: total(sqrt(jnp.maximum(jnp.maximum(x, x - 1),
         0))[None]), np.float32([4.0, -1.0]), X_OR_0 + 1),
     "zero mask: sqrt[] by mul": (lambda x: 0.0 * sqrt(x), 0 * ONE, ONE),
-    "zero times infinity: sqrt[0] by mul": (lambda x: total(sqrt(x) * jnp.sin(x)),
-        X_OR_0[::-1]),
+    "zero times infinity: sqrt[0] by mul": (lambda x: total(sqrt(x) * lax.map(lambda t:
+        lax.cond(t > 0, jnp.sin, jnp.zeros_like, t), x)), X_OR_0[::-1]),
     "zero times infinity: sqrt[] by mul": (lambda x: sqrt(x) * jnp.sin(x), 0 * ONE),
     "true singularity: sqrt[1] at [3] x3 | a": (lambda m: total(last_of(lambda c, x: c +
         twice_root(x), jnp.zeros(2), m["a"]) * m["b"]) + total(m["b"]), arrays(a=[[1, 2], [0,
@@ -198,6 +199,7 @@ def test_the_kind_of_a_cause(name):
     leaves = [leaf[2:-2] for leaf in report.bad_leaves if leaf != "model"]
     texts = "; ".join(sorted(map(text_of, report.found)))
     assert not [text for text in report.remarks if "zero_safe" in text]
+    assert "are finite" not in report.headline
     assert f"{texts} | {' '.join(leaves)}".removesuffix(" | ") == name
     for model in good:
         assert not eqg.explain_nan(loss, model).bad_leaves
@@ -232,15 +234,6 @@ def test_the_threshold(threshold, step):
     found = eqg.explain_nan(loss, ONE, threshold=threshold).found
     expected = f"exceeds the threshold: mul[] at [{step}]"
     assert list(map(text_of, found)) == [expected] * (step is not None)
-
-
-@pytest.mark.parametrize("is_bad", [True, False])
-def test_what_zero_safe_drops(is_bad):
-    loss = lambda x: total(jnp.where(x > 0, twice_root(x), 0.0))
-    x = jnp.array([4.0, 0.0 if is_bad else 1.0])
-    assert not eqg.explain_nan(eqg.zero_safe(loss), x)
-    found = eqg.explain_nan(loss, x).found
-    assert list(map(text_of, found)) == ["dead branch: sqrt[1] by where"] * is_bad
 
 
 # ---------------------------------------------------------------- layouts

@@ -41,7 +41,6 @@ def zero_rule(x):
 
 zero_rule.def_fwd(lambda x: (zero_rule(x), None))
 zero_rule.def_bwd(lambda _, ct: (0.0 * ct,))
-_as_integers = lambda x: x.astype("int32").astype("float32")
 _of_each = lambda of: lambda a, b: jnp.where(a > 1.0, b, 2 * b) + of(a, lambda x: 0.0)
 AB = arrays(a=[1.2, 2.3], b=[1.0, 3.0])
 KEEP = {"a": [3, 2, 1], "first": 1}
@@ -54,17 +53,16 @@ ZEROS = {
         arrays(a=[-1, -2], live=1)),
     "a dead units: relu; b dead units: relu": (lambda m, of: total(relu(relu(m["a"]) +
         m["b"])), arrays(a=[3, 2], b=[-4, -3]), arrays(a=[3, 2], b=[-2, -3])),
-    "a cast to an integer: convert_element_type, by structure": (lambda m, of: total(m["b"]) *
-        total(of(2.0 * m["a"], _as_integers)), AB, AB),
-    "a stop_gradient: stop_gradient, by structure": (lambda m, of: scan(lambda c, x: (c +
-        m["b"][0] * jnp.sin(of(x, jax.lax.stop_gradient)), None), 0.0, m["a"])[0], AB, AB),
+    "a stop_gradient: stop_gradient, by structure": (lambda m, of: total(scan(lambda c, x: (c +
+        x, m["b"][0] * jnp.sin(of(c, jax.lax.stop_gradient))), 0.0, m["a"])[1]), AB, AB),
     "a comparison: gt, by structure": (lambda m, of: total(jax.jit(jax.vmap(_of_each(of)))(
         m["a"], m["b"])), AB, AB),
     "a argmax: argmax, by structure; a rounding: round, by structure": (lambda m, of: m["b"][
         jnp.argmax(m["a"])] * total(of(m["a"] * 3.0, jnp.round)), AB, AB),
     # An operation after the first cut need not be corrected first: `sign` has no record.
-    "a rounding: floor, by structure": (lambda m, of: total(m["b"] * of(m["a"], lambda x:
-        jnp.sign(jnp.floor(x)))), AB, AB),
+    "a rounding: floor, by structure": (lambda m, of: (lambda a, b: b * of(a, lambda x:
+        jnp.sign(jnp.floor(x))))(*scan(lambda c, x: ((c[0] + x["a"], c[1] + x["b"]), None),
+        (0.0, 0.0), m)[0]), AB, AB),
     "a never used: , by structure; b rounding: round, by structure": (lambda m, of: total(of(
         m["b"], jnp.round)) + total(of(m, lambda m: {"a": 0.0})["a"]), AB, AB),
     "a multiplied by zero: mul, convert_element_type; b comparison: gt, by structure": (lambda
@@ -208,8 +206,6 @@ def test_gradient_flow_of_a_gradient_that_is_not_finite():
     loss = lambda m, x: jnp.sum(jnp.sqrt(m(x, 2)))
     flow = eqg.gradient_flow(loss, chain, jnp.array([0.0, 1.0]))
     assert np.isnan(flow["step"]).all()
-    flow = eqg.gradient_flow(loss, chain, jnp.array([4.0, 1.0]))
-    np.testing.assert_allclose(flow["step"], np.hypot(0.25, 0.5) * np.ones(2), rtol=1e-6)
 
 
 # ---------------------------------------------------------------- explain_memory
@@ -241,32 +237,32 @@ def test_the_bytes_of_residuals_are_those_of_the_pullback():
     assert list(lines.values()) == sorted(lines.values(), reverse=True)
 
 
-def _loop(w, xs, n_tanh=1, run=scan):
-    def step(h, x):
-        h = w @ h + x
+def _loop(w, xs, n_tanh=1, n_carry=1, run=scan):
+    def step(hs, x):
+        h = w @ hs[-1] + x
         for _ in range(n_tanh):
             h = jnp.tanh(h) * 2.0
-        return h, None
+        return [h, *hs[:-1]], None
 
-    return jnp.sum(run(step, jnp.zeros(8), xs)[0])
+    return jnp.sum(run(step, [jnp.zeros(8)] * n_carry, xs)[0][0])
 
 
 W8 = jnp.asarray(np.eye(8))
 
 
-def _kept(steps, n_tanh, every):
+def _kept(steps, n_tanh, n_carry, every):
     """The bytes that are kept with a checkpoint every so many steps of such a loop."""
-    carry, of_step = 32, 32 * (1 + 2 * n_tanh)
+    carry, of_step = 32 * n_carry, 32 * (1 + 2 * n_tanh)
     return steps // every * carry + every * of_step
 
 
 @pytest.mark.parametrize(
-    ("steps", "n_tanh", "checkpoint"),
-    [(3, 2, None), (4, 2, 1), (16, 1, 2), (16, 2, 2), (64, 1, 4), (64, 2, 4), (64, 4, 2),
-     (256, 1, 8), (256, 2, 8)],
+    ("steps", "n_tanh", "n_carry", "checkpoint"),
+    [(3, 2, 1, None), (4, 2, 1, 1), (16, 2, 1, 2), (64, 1, 1, 4), (64, 1, 4, 8), (64, 4, 1, 2),
+     (256, 1, 3, 16), (256, 2, 1, 8)],
 )  # fmt: skip
-def test_advice_on_loops(steps, n_tanh, checkpoint):
-    report = _memory(_loop, W8, jnp.ones((steps, 8)), n_tanh)
+def test_advice_on_loops(steps, n_tanh, n_carry, checkpoint):
+    report = _memory(_loop, W8, jnp.ones((steps, 8)), n_tanh, n_carry)
     assert len(report.advice) == (checkpoint is not None)
     in_loop = [r for r in report.found if r.n_steps > 1]
     assert {(r.n_steps, r.bytes, r.bytes_per_step) for r in in_loop} == {
@@ -279,10 +275,11 @@ def test_advice_on_loops(steps, n_tanh, checkpoint):
         assert (advice.kind, advice.primitive) == ("loop", "scan")
         assert f"checkpoint={checkpoint!r})" in advice.cure
         assert "scan(step" in advice.code
-        assert advice.saves == sum(r.bytes for r in in_loop) - _kept(steps, n_tanh, checkpoint)
+        kept = lambda k: _kept(steps, n_tanh, n_carry, k)
+        assert advice.saves == sum(r.bytes for r in in_loop) - kept(checkpoint)
         # No number of steps keeps less.
         divisors = [k for k in range(1, steps + 1) if steps % k == 0]
-        assert min(_kept(steps, n_tanh, k) for k in divisors) == steps * of_step - advice.saves
+        assert min(map(kept, divisors)) == steps * of_step - advice.saves
 
 
 def test_memory_is_measured():

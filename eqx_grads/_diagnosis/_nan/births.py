@@ -267,13 +267,13 @@ class Births(AbstractCarrier[Value]):
             of = union(v.infs for v in sources) | decided
             where = is_nan if of else is_nan & by_itself
             new = self._joined(new, where, of)
+        labels = np.zeros(a.shape, np.int32)
+        if is_ct and new.any():
+            self.zeros.met(place, values, k, labels)
+            healed = np.where(labels > 0, labels, self.zeros.number(HEALED, None))
+            zero = np.where((new > 0) & is_nan, healed, zero)
         for which in labels_of(new):
             where = new == which
-            labels = np.zeros(a.shape, np.int32)
-            if is_ct:
-                labels = self.zeros.met(place, values, k, where)
-                healed = np.where(labels > 0, labels, self.zeros.number(HEALED, None))
-                zero = np.where(where & is_nan, healed, zero)
             for label in np.unique(labels[where]):
                 bad = where & (labels == label)
                 birth = born(bad, is_nan=True, of=self.sets[which], zero=int(label))

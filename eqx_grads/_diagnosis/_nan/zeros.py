@@ -74,10 +74,11 @@ class Zeros:
             used = used & reached(lambda v: np.ones(np.shape(v.x), bool), SIZES)
         rest = used & ~met & (a == 0)  # only zeros come here
         if rest.any():
-            self._by_label(values, rest, numbers, lambda of: reached(of, ONES))
+            self._by_label(values, numbers, lambda of: reached(of, ONES))
+        # In this order: a later reason holds where an earlier one does.
         reasons = (
-            (~used | (rest & (numbers == 0)), unused),
-            (used & met & ~multiplied, why_of_factor),
+            (~used | (numbers == 0), unused),
+            (used & met, why_of_factor),
             (multiplied, CANCELS),
         )
         for where, why in reasons:
@@ -85,22 +86,20 @@ class Zeros:
                 numbers[where] = self.number(why, place)
         return np.where(a == 0, numbers, 0)
 
-    def _by_label(self, values, where, into, reached):
-        """Write, for each of some elements, the number of the zero that reaches it."""
+    def _by_label(self, values, into, reached):
+        """Write, for each element, the number of the zero that reaches it."""
         labels = {i for v in values if v.is_ct for i in labels_of(v.zero)}
         for label in sorted(labels, key=lambda i: (self.found[i].why, -i)):
-            into[where & reached(lambda v, i=label: labels_of_all(v.x, v.zero) == i)] = label
+            into[reached(lambda v, i=label: labels_of_all(v.x, v.zero) == i)] = label
 
-    def met(self, place, values, k, new):
-        """For each new NaN the number of the zero that met an infinity or a NaN there."""
-        labels = np.zeros(new.shape, np.int32)
+    def met(self, place, values, k, labels):
+        """Write, for each element, the number of the zero that met an infinity or NaN there."""
         reached = lambda of: reach(place.eqn, values, k, of, self._bind, BAD)
-        self._by_label(values, new, labels, reached)
-        if (new & (labels == 0)).any() and place.eqn.primitive.name in MULTILINEAR:
+        self._by_label(values, labels, reached)
+        if (labels == 0).any() and place.eqn.primitive.name in MULTILINEAR:
             why = self._why_of_factor(place, values)
             if why == NOT_SELECTED:  # an infinity meets a zero
-                labels[new & (labels == 0)] = self.number(why, place)
-        return labels
+                labels[labels == 0] = self.number(why, place)
 
     def _why_of_factor(self, place, values) -> int:
         """A factor is zero: it depends on the model, or the user multiplies by a mask, or it is
