@@ -3,8 +3,6 @@
 numbers. The numbers are in `tests/guard/registry/loops.py`."""
 
 import functools as ft
-import gc
-import weakref
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -175,24 +173,6 @@ def test_eager_derivatives_compile_once(options):
             call()
     assert not found
     assert_close(jax.grad(loss)(H), jax.jit(jax.grad(loss))(H))
-
-
-def test_no_step_is_kept_alive():
-    """A step of a transformed function may close over a tracer."""
-    seen = []
-
-    def loss(w):
-        step = lambda h, x: (jnp.tanh(h @ w + x), None)
-        seen.append(weakref.ref(step))
-        return jnp.sum(eqg.filter_scan(step, H, XS)[0])
-
-    with jax.checking_leaks():
-        jax.grad(loss)(WEIGHT)
-        jax.vmap(loss)(WEIGHT[None])
-        jax.jit(loss)(WEIGHT)
-    loss(WEIGHT + 0)
-    gc.collect()
-    assert not any(ref() for ref in seen)
 
 
 # ---------------------------------------------------------------- D6: export

@@ -76,7 +76,8 @@ class SymptomReport(AbstractReport):
     @property
     def headline(self) -> str:
         if not self.found:
-            return f"Nothing is wrong with the gradient. The loss is {self.loss:.4g}."
+            but = ", but see the note" * bool(self.remarks)
+            return f"Nothing is wrong with the gradient{but}. The loss is {self.loss:.4g}."
         kinds = dict.fromkeys(symptom.kind for symptom in self.found)
         return f"What may keep the model from learning: {', '.join(kinds)}."
 

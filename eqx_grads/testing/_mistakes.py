@@ -58,7 +58,8 @@ def likely_cause(
     if not np.any(have):
         return (
             f"zero everywhere: the term of {name} is missing. If it is constant on purpose, "
-            "call `jax.lax.stop_gradient` of it in the function"
+            "call `jax.lax.stop_gradient` of it in function and rule; or, if it is a setting, "
+            "declare it `eqx.field(static=True)`"
         )
     flat = lambda arrays: np.concatenate(list(map(np.ravel, arrays)))
     factor, words = _multiple(*map(flat, zip((want, have), *same, strict=True)))

@@ -18,9 +18,10 @@ _CURES = {
     "never used": "The loss does not use this leaf. Look for an attribute that is not called, "
     "or for a value that is overwritten.",
     "closed over": "The loss uses this array from a closure. Use the model that it is given.",
-    "argmax": "Instead of indexing, multiply by `eqg.ste.one_hot_argmax(x)`, or, for an "
-    "`argmin`, by `eqg.ste.one_hot_argmax(-x)`. For a sample, use "
-    "`eqg.ste.gumbel_softmax(logits, key=key)`; for a codebook, `eqg.nn.VectorQuantizer`.",
+    "argmax": "Instead of an error rate, use a cross-entropy. Instead of indexing, multiply by "
+    "`eqg.ste.one_hot_argmax(x)`, or, for an `argmin`, by `eqg.ste.one_hot_argmax(-x)`. For a "
+    "sample, use `eqg.ste.gumbel_softmax(logits, key=key)`; for a codebook, "
+    "`eqg.nn.VectorQuantizer`.",
     "order": "Use the sorted values; to choose, multiply by the mask `eqg.ste.top_k(x, k)`.",
     "number of a bin": "Interpolate between the entries: `jnp.interp(x, bins, entries)`.",
     "rounding": f"Use `eqg.ste.{{name}}(x)`: it has the derivative of the identity. {_INDEX}",

@@ -152,7 +152,8 @@ def _dead_units(
             which = show_list(list(map(str, units)), 8)
             remarks[leaf] = (
                 f"The gradient of {leaf} is zero for {len(units)} of {g.size} units ({which}). "
-                "Dead units, as after a `jax.nn.relu`, do not learn from these arguments."
+                "Dead units, as after a `jax.nn.relu`, and saturated ones do not learn from "
+                "these arguments."
             )
     return remarks
 
