@@ -43,7 +43,8 @@ def call_with_rules(
         if convention.binds:
             return as_arrays(fn(*as_arrays(args), **kwargs))
         # A copy of the trees, as in JAX: the function may change its arguments.
-        return fn(*jax.tree.map(lambda x: x, args), **kwargs)
+        args, kwargs = jax.tree.map(lambda x: x, (args, kwargs))
+        return fn(*args, **kwargs)
     flat, operands = FlatCall.of(fn, rules, args, kwargs, filled, signature.names)
     if rules.varies_alike and is_in_shard_map():
         # Inside `shard_map`, a rule then computes the cotangents of one device, and the

@@ -130,7 +130,8 @@ class Rule(Rebuildable):
         try:
             return self.fn(*args, **kwargs)
         except Exception as error:
-            text, hint = str(error), _HINTS.get(type(error), "")
+            text = " ".join(x for x in error.args if isinstance(x, str))
+            hint = _HINTS.get(type(error), "")
             traceback: Any = error.__traceback__
             is_of_call = traceback.tb_next is None or "unpack" in text
             if is_of_call or self._conventions is not _CONVENTIONS:
