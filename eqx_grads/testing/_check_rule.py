@@ -65,10 +65,11 @@ def check_rule(
     | `deterministic` | Do repeated calls return the same? |
 
     Plain autodiff differentiates the function without its rule, and differences are finite
-    differences. At a kink, a derivative between the slopes of both sides is right. `zeros` also
-    fails if equations are left for leaves that are not perturbed. The transformations are
-    `jit`, `vmap`, `scan`, `cond` and `checkpoint`. `finite` also runs under `jax.debug_nans`. A
-    second derivative passes it if float64 shows a number that is too large for your dtype.
+    differences. At a kink, a derivative between the slopes of both sides is right, if the
+    arguments have at most 24 entries. `zeros` also fails if equations are left for leaves that
+    are not perturbed. The transformations are `jit`, `vmap`, `scan`, `cond` and `checkpoint`.
+    `finite` also runs under `jax.debug_nans`. A second derivative passes it if float64 shows a
+    number that is too large for your dtype.
 
     !!! example
 
