@@ -47,8 +47,8 @@ def filter_checkpoint(
 
     **Returns:**
 
-    A function with the signature of `fn`. It is a PyTree with the leaves of `fn`, and has its
-    public attributes, and so can be a layer of a model.
+    A function with the signature of `fn`. It is a PyTree with the leaves and the public
+    attributes of `fn`, so it can be a layer of a model.
 
     **Derivative:**
 

@@ -47,7 +47,7 @@ def filter_cond(
 
     **Arguments:**
 
-    - `pred`: a boolean or a number, of no dimensions.
+    - `pred`: a scalar: a boolean or a number.
     - `true_fun`, `false_fun`: functions, bound methods or Modules. The values that they close
         over are differentiated as anywhere else.
     - `operands`: any PyTrees, the arguments of the branch. Leaves that are not arrays are

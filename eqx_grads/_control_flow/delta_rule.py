@@ -32,9 +32,8 @@ def gated_delta_rule(
 ) -> tuple[Array, Array]:
     r"""Write values to a matrix under keys, and read the matrix with queries, step by step.
 
-    The state $S$ is a matrix for each head. A step scales the matrix, replaces a part
-    $\beta_t$ of what the matrix holds under the key $k_t$ by the value $v_t$, and reads the
-    matrix:
+    The state $S$ is a matrix for each head. A step scales the matrix, and replaces a part
+    $\beta_t$ of what it holds under the key $k_t$ by the value $v_t$. Then it reads the matrix:
 
     $$S_t = e^{g_t} (I - \beta_t\,k_t k_t^\top)\,S_{t-1} + \beta_t\,k_t v_t^\top, \qquad
     o_t = S_t^\top q_t.$$

@@ -60,8 +60,8 @@ def linear_recurrence(
     - `reverse`: run from the last step to the first, $h_t = a_t\,h_{t+1} + b_t$; then `h0` is
         the state after the last.
     - `method`: `"scan"` is one step after another. `"associative"` runs chunks of about 16
-        unrolled steps in parallel, and then the states between the chunks in the same way: in
-        $O(\log T)$ steps, with twice the work. The two agree up to rounding. `"auto"` is
+        unrolled steps in parallel, and then the states between the chunks in the same way. It
+        takes $O(\log T)$ steps, and twice the work. The two agree up to rounding. `"auto"` is
         `"scan"` if JAX's default backend is a CPU, and `"associative"` otherwise. A symbolic
         number of steps (see `jax.export`) is always run by `"scan"`.
 

@@ -106,7 +106,7 @@ def filter_scan(
     **Choices of `checkpoint`:**
 
     Here $T$ is the number of steps (or `truncate`), $c$ the size of a carry, and $r$ the size
-    of the residuals of a step, the intermediate values that its derivative needs.
+    of the residuals of a step. Residuals are the intermediate values that the derivative needs.
 
     | value | saved | recomputed | memory | when to use it |
     |---|---|---|---|---|
@@ -136,10 +136,9 @@ def filter_scan(
     say little.
 
     Eager calls with the same `f` and arguments of the same types are compiled once. As in
-    `jax.lax.scan`, a function is the same if it is the same Python object: it keeps the values
-    of the first call for all that it reads from its closure or from global variables. A Module
-    is the same if its class and its static parts are equal. Pass changing values in `init` or
-    `xs`.
+    `jax.lax.scan`, a function is the same if it is the same Python object. What it reads from
+    its closure or from global variables keeps the values of the first call. A Module is the
+    same if its class and its static parts are equal. Pass changing values in `init` or `xs`.
 
     **Returns:**
 
@@ -150,7 +149,7 @@ def filter_scan(
 
     The derivative of the loop written out, for each `checkpoint` and for `online=True`, in both
     modes and to all orders. `truncate`, `online="e-prop"` and `carry_gradient` change it as
-    described. With `truncate=k` all terms of $\partial h_s / \partial h_t$ that cross a
+    described. With `truncate=k`, all terms of $\partial h_s / \partial h_t$ that cross a
     multiple of `k` steps are zero. For an exception, with rules that are not linear in their
     cotangent, see [Sharp edges](../guides/sharp-edges.md).
 
@@ -281,5 +280,5 @@ def _as_unroll(unroll: Any) -> int | bool:
     """The number of steps, or whether to write out the whole loop, for which JAX also has 0."""
     if isinstance(unroll, bool | np.bool_):
         return bool(unroll)
-    do = "Give a bool, or an integer from zero, which is the whole loop."
+    do = "Give a bool, or an integer of at least zero: zero is the whole loop."
     return as_count("filter_scan", "unroll", unroll, least=0, do=do) or True

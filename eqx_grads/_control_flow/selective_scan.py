@@ -25,8 +25,8 @@ def selective_scan(
 ) -> tuple[Array, Array]:
     r"""Run the recurrence of a selective state space model (S6, "Mamba").
 
-    Each channel $i$ has some states $n$. The input decides how long a step is, what is written
-    and what is read:
+    Each channel $i$ has several states $n$. The input decides how long a step is, what is
+    written and what is read:
 
     $$h_{t,i,n} = e^{\delta_{t,i}\,a_{i,n}}\,h_{t-1,i,n} + \delta_{t,i}\,x_{t,i}\,b_{t,n},
     \qquad y_{t,i} = \mathrm{Re} \sum_n c_{t,n}\,h_{t,i,n}.$$

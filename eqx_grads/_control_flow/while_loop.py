@@ -74,7 +74,7 @@ def filter_while_loop(
 
     **Arguments:**
 
-    - `cond_fun`: whether to go on, a boolean of no dimensions.
+    - `cond_fun`: whether to go on, a boolean scalar.
     - `body_fun`: takes and returns the carry.
     - `init`: the first carry, any PyTree. Its leaves vary or are static as in
         [`eqx_grads.filter_scan`][].
@@ -82,9 +82,9 @@ def filter_while_loop(
         after them, the loop returns the last carry; call `cond_fun` on that carry to find out.
         Without `max_steps`, the loop has no bound and no reverse mode.
     - `checkpoint`: with `max_steps`, what the backward pass saves. `k` saves every `k`-th
-        carry, and recomputes `k` steps at a time. `"sqrt"` is a `k` of about $\sqrt{T}$ for
-        $T$ `max_steps`. `None` saves the residuals of all steps, in memory for `max_steps`
-        steps.
+        carry, and recomputes `k` steps at a time. `"sqrt"` is a `k` of about $\sqrt{T}$, with
+        $T$ for `max_steps`. `None` saves the residuals of all steps, and takes the memory of
+        `max_steps` steps.
 
     **Returns:**
 
@@ -96,7 +96,7 @@ def filter_while_loop(
     skips the chunks after its end. So it evaluates `body_fun` up to `k - 1` times too often,
     at `init`, and drops the results. It needs the memory of $T / k$ carries and of the
     residuals of $k$ steps. For each skipped chunk, the backward pass adds zeros to the
-    gradient of what the body closes over, so do not make `max_steps` much larger than needed.
+    gradient of what the body closes over. So do not make `max_steps` much larger than needed.
 
     Under `jax.vmap`, each example has its own number of steps, and the loop ends when the last
     example has finished. If an example takes no step, `body_fun` and its derivative should be

@@ -38,8 +38,8 @@ def gradient_flow(
 ) -> dict[str, Float[Array, " steps"]]:
     r"""Return the norm of the gradient at every layer of a model, and at every step.
 
-    It shows where the gradient vanishes, so that the layers and steps before do not learn,
-    and where it explodes.
+    It shows where the gradient explodes, and where it vanishes, so that earlier layers and
+    steps do not learn.
 
     !!! example
 

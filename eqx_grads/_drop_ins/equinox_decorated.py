@@ -57,14 +57,16 @@ class filter_custom_jvp(AbstractDecorated[P, T]):
         Python numbers are static: the function gets them as they are, under `jit` too.
         Differentiating with respect to a keyword argument is an error.
 
-    Unlike Equinox's, the function may return anything, be a method, and close over traced
-    values, and so may its rule. See [Equinox](../coming-from/equinox.md#change-one-import).
+    Unlike Equinox's, the function may return anything and be a method. The function and its
+    rule may close over traced values. See
+    [Equinox](../coming-from/equinox.md#change-one-import).
 
     **Derivative:**
 
     The forward rule is yours (see `def_jvp`), and the reverse rule is its transpose. Both
     modes and all orders. The library does not check that the rule is linear in its tangents. If
-    it is not, forward mode returns the result of the rule, and JAX raises in reverse mode.
+    it is not, forward mode returns the result of the rule, and JAX raises an error in reverse
+    mode.
     """
 
     _rules: ForwardRules = eqx.field(static=True)
@@ -143,8 +145,8 @@ class filter_custom_vjp(AbstractDecorated[P, T]):
     - `fn`: a function, a method, or any callable PyTree, called as
         `fn(vjp_arg, *args, **kwargs)`. The arrays of floats or complex numbers in `vjp_arg`,
         any PyTree, can be differentiated. Differentiating with respect to any other argument
-        is an error. Python numbers are static: the function gets them as they are, under
-        `jit` too, and so does the caller if the function returns them.
+        is an error. Python numbers are static: the function gets them as they are, under `jit`
+        too. So does the caller if the function returns them.
 
     Unlike Equinox's, the function has forward mode too, may be a method, and may close over
     traced values, as its rules may. See [Equinox](../coming-from/equinox.md#change-one-import).

@@ -70,8 +70,8 @@ def clip_gradient(x: PyTree, min: ArrayLike | None, max: ArrayLike | None) -> Py
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `min` exceeds `max` (unless they are traced), is complex, or
-    would broadcast a leaf to another shape.
+    [`eqx_grads.RuleError`][] if `min` exceeds `max` (unless they are traced). Also if a bound
+    is complex, or would broadcast a leaf to another shape.
     """
     check_bounds("clip_gradient", min, max, x)
     return _clip_gradient(x, min, max)
@@ -195,8 +195,8 @@ def normalize_gradient(
 
     - `x`: any PyTree.
     - `axis`: as for [`eqx_grads.clip_gradient_norm`][].
-    - `eps`: a number that is added to the norm in the denominator, so that a gradient whose
-        norm is small compared with `eps` remains small. It may be traced.
+    - `eps`: a number that is added to the norm in the denominator. A gradient whose norm is
+        small compared with `eps` thus remains small. It may be traced.
 
     **Returns:**
 

@@ -179,30 +179,31 @@ def host_function(
     **Arguments:**
 
     - `fn`: the function, which must be pure. Without it, a decorator. Its arguments may be any
-        PyTrees, Modules included; it gets NumPy arrays, which it can't write to. It may
-        return the same memory in each call (`np.sin(x, out=buffer)`), as its rules may: the
-        library copies what they return. A traced value that it closes over is an error.
+        PyTrees, Modules included; it gets NumPy arrays, which it can't write to. The function
+        and its rules may return the same memory in each call (`np.sin(x, out=buffer)`): the
+        library copies it. A traced value that `fn` closes over is an error.
     - `out`: the type of the output: a `jax.ShapeDtypeStruct(shape, dtype)`, an array or
         anything else that has a shape and a dtype (such as `jax.typeof(x)`), or a float (for
-        one number of JAX's default precision). Also a tree with such leaves, or a function of
-        the arguments that returns such a tree. This function gets the caller's arguments, with
+        one number of JAX's default precision). Also a tree with such leaves, or a function that
+        returns such a tree. Such a function gets the caller's arguments, with
         `jax.ShapeDtypeStruct`s instead of arrays and floats. A Python integer stays a Python
         integer. An object of a registered class is replaced by one with the same attributes,
-        which `out` may return. The function gets only the keyword-only arguments that it has
-        parameters for. Floats that `fn` returns are cast to the precision of `out`. An integer,
-        a shape or a dtype is an error: an integer output is `jax.ShapeDtypeStruct((), int)`.
+        which `out` may return. A function as `out` gets only the keyword-only arguments that it
+        has parameters for. Floats that `fn` returns are cast to the precision of `out`. A bare
+        integer, shape or dtype is an error; for an integer output, give
+        `jax.ShapeDtypeStruct((), int)`.
     - `finite_difference`: how to differentiate in modes and orders without a rule: by
-        `"central"` differences, or by `"complex"` steps, which are exact up to rounding, but
-        need a real function that computes with complex numbers throughout.
+        `"central"` differences, or by `"complex"` steps. Complex steps are exact up to
+        rounding. They need a real function whose every operation also takes complex numbers.
     - `step`: the relative step of central differences. An element $x$ is moved by
         $\pm\mathrm{step}\cdot\max(|x|, 1)$. A number, or a tuple with one entry for each
         argument: a number, or a tree of numbers. By default $\epsilon^{1/3}$, with $\epsilon$
         the machine epsilon of the argument's dtype: 0.005 for float32, 6e-6 for float64. If the
         function is less precise than its dtype (an adaptive solver), give the cube root of its
         relative error. If it computes in float64 for float32 arguments, `step` may be 1e-5. The
-        step has to be much smaller than the distance to a pole of the function, and smaller
-        than the distance to the end of its domain. Beyond the domain you get what the function
-        does there: NaN, or the exception that it raises.
+        step has to be smaller than the distance to the end of the domain, and much smaller than
+        the distance to a pole. Beyond the domain you get what the function does there: NaN, or
+        the exception that it raises.
     - `max_rule_calls`: how many calls of a rule the other mode may make; see below.
     - `vmap_method`: as for `jax.pure_callback`. With any but `"sequential"` and
         `"sequential_unrolled"`, the function and its rules get the axes of `jax.vmap` in front,
@@ -217,8 +218,8 @@ def host_function(
     **Derivative:**
 
     Reverse mode uses the rule of `def_bwd`, and forward mode the rule of `def_jvp`. A mode
-    without a rule multiplies by the Jacobian. If `finite_difference` is given, the Jacobian
-    takes two calls of `fn` (complex steps: one) for each element of the arguments; otherwise,
+    without a rule multiplies by the Jacobian. With `finite_difference`, the Jacobian takes two
+    calls of `fn` (complex steps: one) for each element of the arguments. Otherwise, it takes
     one call of the other rule for each element of the outputs (`def_bwd`) or of the arguments
     (`def_jvp`). Both modes; higher orders take finite differences of the rules, or of
     differences.

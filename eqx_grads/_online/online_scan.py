@@ -84,8 +84,8 @@ def _online_scan_fwd(
         raise rule_error(
             "The inputs of an online `filter_scan` can't be differentiated.",
             f"there is a derivative in an array {type_of(x)} of `xs`",
-            do="The effect of an input on later steps is known only after them. Move the "
-            "layers that compute `xs` into the step, or stop the gradient.",
+            do="The effect of an input on later steps is known only after these steps. Move "
+            "the layers that compute `xs` into the step, or stop the gradient.",
         )
     values = body.with_values_of_rules(perturbed_consts, perturbed_init, perturbed_xs)
     out = online_scan(consts, init, xs, step_index, body=values, options=options)

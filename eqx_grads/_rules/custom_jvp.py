@@ -70,7 +70,7 @@ class custom_jvp(AbstractDecorated[P, T]):
     **Derivative:**
 
     Forward mode calls your rule (see `def_jvp`). Reverse mode transposes it, so the rule must
-    be linear in its tangents; the library raises an error if it sees that the rule is not.
+    be linear in its tangents. The library raises an error if it sees that the rule is not.
     Higher orders differentiate the rule. Both modes and all orders are available.
 
     Another rule may apply a linear function to a tangent. Reverse mode and

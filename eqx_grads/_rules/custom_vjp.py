@@ -80,8 +80,8 @@ class custom_vjp(AbstractDecorated[P, T]):
     returns; under `jit`, the compiler drops arrays that only forward mode needs.
 
     Another rule may apply a linear function to a tangent. Reverse mode and
-    `jax.linear_transpose` then call `def_fwd` and `def_bwd` of that function at zero, because
-    the derivative of a linear function is the same everywhere.
+    `jax.linear_transpose` then call `def_fwd` and `def_bwd` of that function at zero. The
+    derivative of a linear function is the same everywhere.
     """
 
     _rules: "ReverseRules" = eqx.field(static=True)

@@ -59,10 +59,10 @@ def elementwise(
     **Arguments:**
 
     - `fn`: the function. Its arguments broadcast together to the shape of its one output.
-    - `derivative`: called as `derivative(out, *args)`; returns a tuple with the partial
-        derivative for each argument, or the partial itself if there is one argument. `None`
-        is zero. Or a tuple of functions `partial(out, *args)`; only the needed ones are
-        called.
+    - `derivative`: called as `derivative(out, *args)`. Returns a tuple with the partial
+        derivative for each argument, or the partial itself if there is one argument; `None` is
+        zero. `derivative` may also be a tuple of functions `partial(out, *args)`, of which only
+        the needed ones are called.
     - `setup`: called as `setup(out, *args)`. Its result is passed to `derivative`, or to each
         partial, as the last argument.
 

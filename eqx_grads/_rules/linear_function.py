@@ -228,8 +228,8 @@ def linear_function(
 
     **Arguments:**
 
-    - `matvec`: a function that is linear in one of its arguments, which is any PyTree of
-        floating or complex arrays, as is the output. All other arguments are parameters.
+    - `matvec`: a function that is linear in one of its arguments. This argument and the output
+        may be any PyTrees of floating or complex arrays. All other arguments are parameters.
     - `rmatvec`: its adjoint. It is called as `matvec` is, with a tree like the output instead
         of the linear argument, and returns a tree like the linear argument. `None` is zero. For
         a complex map it is the adjoint $A^H y$, as in `scipy.sparse.linalg.LinearOperator`, and
@@ -260,8 +260,8 @@ def linear_function(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the linear argument or the output is not floating or complex.
-    A transformation raises it if `matvec` is not linear, or if `rmatvec` returns a structure or
-    shape other than the linear argument has.
+    A transformation raises it if `matvec` is not linear, or if `rmatvec` does not return the
+    structure and shapes of the linear argument.
     """
     if matvec is None:
         return lambda matvec: linear_function(matvec, rmatvec, argnum=argnum)

@@ -37,9 +37,9 @@ def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:
     **Derivative:**
 
     None, in any mode: [`eqx_grads.RuleError`][] while tracing, which names the leaf. Where
-    `x` is not being differentiated, nothing happens. In a function with a rule, the rule
-    gives the derivative; the error is raised if the rule returns `None` for an argument that
-    the function passes to `nondifferentiable`.
+    `x` is not being differentiated, nothing happens. In a function with a rule, the rule gives
+    the derivative. The error is then raised if the rule returns `None` for an argument that the
+    function passes to `nondifferentiable`.
     """
     # A function in `x` can't be returned by a rule, but the values that it closes over can.
     tree, values = ClosedTree.split(x, is_dynamic)

@@ -145,8 +145,8 @@ class OneStepAdjoint(AbstractFixedPointAdjoint):
     **Derivative:**
 
     An approximation, in both modes: $t = b$ instead of $(I - J)^{-1} b$, and $u = g$. It is
-    exact where $J = 0$. The second derivative differentiates this approximation, and
-    approximates the derivative of the fixed point as well.
+    exact where $J = 0$. The second derivative is that of this approximation, and approximates
+    the second derivative of the fixed point.
     """
 
     def solve_tangent(self, linear_map: Map, b: PyTree, tags: Tags = frozenset()) -> PyTree:
@@ -185,8 +185,8 @@ class NeumannAdjoint(AbstractFixedPointAdjoint):
     $u = \sum_{i=0}^k (J^T)^i g$, at the cost of $k$ JVPs or VJPs of the function. Where $f$ is
     a contraction with the factor $L$, the relative error of $t$ and $u$ falls with $L^{k+1}$.
     Where an eigenvalue of $J$ is at least one in modulus, the series does not converge. The
-    second derivative differentiates this approximation, and approximates the derivative of the
-    fixed point as well.
+    second derivative is that of this approximation, and approximates the second derivative of
+    the fixed point.
 
     **Raises:**
 
@@ -238,8 +238,8 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
     An approximation, in both modes: with $B = \tau J + (1 - \tau) I$,
     $t = \tau \sum_{i=0}^{k-1} B^i b$, and in reverse mode
     $u = \tau \sum_{i=0}^{k-1} (B^T)^i g$, at the cost of $k - 1$ JVPs or
-    VJPs of the function. The second derivative differentiates this approximation, and
-    approximates the derivative of the fixed point as well.
+    VJPs of the function. The second derivative is that of this approximation, and approximates
+    the second derivative of the fixed point.
 
     **Raises:**
 
@@ -311,7 +311,7 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
 
     $t = J t + b$ in forward mode, $u = J^T u + g$ in reverse mode. Both modes and all orders,
     each by its own iteration. The plain iteration converges where all eigenvalues of
-    $J$ are below one in modulus: where the plain iteration for the fixed point converges from
+    $J$ are below one in modulus. There, the plain iteration for the fixed point converges from
     all starts nearby.
 
     **Raises:**

@@ -32,8 +32,8 @@ class Anderson(optx.AbstractFixedPointSolver):
     r"""Anderson acceleration of a fixed-point iteration, as a solver of Optimistix.
 
     Each step takes a combination of the last steps, with weights that sum to one: the
-    combination with the smallest linearized residual $g(y) = f(y) - y$. It needs one evaluation
-    of the function for a step, and few steps even where the plain iteration contracts slowly,
+    combination with the smallest linearized residual $g(y) = f(y) - y$. It evaluates the
+    function once per step. It needs few steps even where the plain iteration contracts slowly,
     or diverges in a few directions. This is type II of [Walker and Ni,
     2011](https://doi.org/10.1137/10078356X).
 

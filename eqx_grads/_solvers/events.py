@@ -81,8 +81,8 @@ def event_time(
     **Derivative:**
 
     Let $c$ be the condition, $\dot t_0$ and $\dot y_0$ the tangents of `t` and `y`, and $\dot
-    c$ the tangent of the condition by its parameters. Differentiating $c(t, y(t)) = 0$ gives
-    the forward rule
+    c$ the tangent of the condition with respect to its parameters. Differentiating
+    $c(t, y(t)) = 0$ gives the forward rule
 
     $$\dot t = \dot t_0 - \frac{\partial_t c\,\dot t_0 + \partial_y c\,\dot y_0 + \dot c}
     {\partial_t c + \partial_y c\,f(t, y)},\qquad
@@ -104,8 +104,8 @@ def event_time(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `t` is not a real scalar. Its derivative raises the error if
-    `condition` does not return a real scalar, or `f` a tree unlike `y`.
+    [`eqx_grads.RuleError`][] if `t` is not a real scalar. The derivative raises it if
+    `condition` does not return a real scalar, or if `f` does not return a tree like `y`.
 
     ??? cite
 
@@ -189,8 +189,8 @@ def jump(
 ) -> tuple[Float[Array, ""], PyTree]:
     r"""Return the state after a switch: an impact, a spike, a change of the vector field.
 
-    At an event the state is reset, or goes on by another vector field. The next part
-    of the simulation starts at a number, the time that was found. But if the parameters change,
+    At an event the state is reset, or follows another vector field from there. The next part of
+    the simulation starts at a number, the time that was found. But if the parameters change,
     the event is earlier or later than this number, and so is the start of the new trajectory.
     `jump` returns the state with the derivative that accounts for this: the derivative of the
     new trajectory at a fixed time.
@@ -257,8 +257,8 @@ def jump(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `t` is not a real scalar. Its derivative raises the error if
-    `f` returns a tree unlike the new state.
+    [`eqx_grads.RuleError`][] if `t` is not a real scalar. The derivative raises it if `f` does
+    not return a tree like the new state.
 
     ??? cite
 

@@ -70,9 +70,9 @@ def fixed_point(
 
     **Arguments:**
 
-    - `fn`: called as `fn(y, *args)`, returns a PyTree with the structure, shapes and dtypes
-        of `y`: a function, or a Module, whose arrays are differentiated as `args` are. So are
-        traced values that it closes over.
+    - `fn`: a function, or a Module. Called as `fn(y, *args)`, returns a PyTree with the
+        structure, shapes and dtypes of `y`. The arrays of a Module are differentiated as `args`
+        are, and so are traced values that `fn` closes over.
     - `y0`: where the solver starts, a PyTree of floating arrays. It does not change the fixed
         point, so its gradient is zero.
     - `args`: any PyTrees.
@@ -82,7 +82,7 @@ def fixed_point(
         iteration. It stops at a change, absolute or relative, of eps^(3/4) of the coarsest
         dtype in `y0`: 6e-6 in single, 2e-12 in double precision.
     - `backward`: how the linear equation of the derivative is solved. A name from the table
-        below, any adjoint of
+        below, or any adjoint of
         [`eqx_grads.solvers`][eqx_grads.solvers.AbstractFixedPointAdjoint] or Optimistix.
         `optimistix.RecursiveCheckpointAdjoint()` differentiates the steps of the solver.
     - `max_steps`: the largest number of steps of the solver; `None` for no bound.
@@ -132,9 +132,9 @@ def fixed_point(
 
     [`eqx_grads.RuleError`][] if `fn` returns a structure, shape or dtype other than `y` has, if
     a leaf of `y0` is not floating, or if `max_steps` is not positive. Also if `backward` or
-    `solver` is neither known nor of Optimistix. A `ModuleNotFoundError` without Optimistix. A
-    run-time error (see `equinox.error_if`) if `throw` is true and the solver fails, for example
-    because the plain iteration diverges.
+    `solver` is neither known nor of Optimistix. A `ModuleNotFoundError` if Optimistix is not
+    installed. A run-time error (see `equinox.error_if`) if `throw` is true and the solver
+    fails, for example because the plain iteration diverges.
     """
     optional_import("optimistix", "fixed_point")
     from . import adjoints

@@ -104,11 +104,11 @@ def implicit(
         `lineax.positive_semidefinite_tag` (a minimum), Cholesky and conjugate gradients are
         used instead of LU and GMRES.
     - `has_aux`: whether the solver returns `y, aux`.
-    - `tolerance`: how large the residual may be at the solution: as large as the change of the
-        residual when each element of the solution changes by this fraction of itself (of
-        $10^{-3}$ if the element is smaller than that). The fraction is at least 16 times the
-        machine epsilon of the residual, which matters in half precision. A larger residual is
-        an error when the derivative is computed. `None`: no check.
+    - `tolerance`: how large the residual may be at the solution. The limit is the change of the
+        residual when each element of the solution changes by this fraction of itself. (An
+        element below $10^{-3}$ changes by this fraction of $10^{-3}$.) The fraction is at least
+        16 times the machine epsilon of the residual, which matters in half precision. A larger
+        residual is an error when the derivative is computed. `None`: no check.
 
     The decorated function:
 
@@ -148,11 +148,11 @@ def implicit(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the residual can't be called with these arguments, or does not
-    have the structure of the solution. A `ModuleNotFoundError` without Lineax, which `tags`, a
-    `solver` and more than 256 unknowns need. A run-time error (see `equinox.error_if`) if the
-    residual is not small at the solution, or the linear solve fails. A run-time error may show
-    the stack of an earlier call, whose compiled program is used again. Its text names the
-    residual, its file and its line.
+    have the structure of the solution. A `ModuleNotFoundError` if Lineax is not installed:
+    `tags`, a `solver` and more than 256 unknowns need it. A run-time error (see
+    `equinox.error_if`) if the residual is not small at the solution, or the linear solve fails.
+    A run-time error may show the stack of an earlier call, whose compiled program is used
+    again. Its text names the residual, its file and its line.
 
     ??? cite
 
@@ -165,7 +165,7 @@ def implicit(
     known = as_number(tolerance)
     if tolerance is not None and not (known is not None and known >= 0):
         do = "Give a number such as `1e-2`, or `None` for no check."
-        raise bad_argument("implicit", "tolerance", "a number from zero", tolerance, do)
+        raise bad_argument("implicit", "tolerance", "a number of at least zero", tolerance, do)
     tags = as_tags(tags, "implicit")
     options = Options(solver, tags, has_aux, known)
     return ft.partial(ImplicitFunction, residual=residual, options=options)
@@ -217,8 +217,8 @@ def _config(residual, args, kwargs, solve):
             f"positional arguments of `{solve}`, defaults included: {len(args)}",
             place_of(residual),
             do="Give it the parameters `(y, *args)`, where `args` are the positional "
-            "parameters of the function that it decorates. Make a first guess, and all else "
-            "that the solution does not depend on, a keyword-only parameter of that function.",
+            "parameters of the function that it decorates. A first guess, and all else that "
+            "the solution does not depend on, is a keyword-only parameter of that function.",
         )
     what = "The keyword-only argument `{}` of `{}`"
     return {k: nondifferentiable(v, what.format(k, solve)) for k, v in config.items()}

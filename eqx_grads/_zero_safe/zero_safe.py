@@ -60,8 +60,8 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     A function with the signature and the values of `fn`. Under `jax.jit`, the values equal
     `jax.jit(fn)` bit by bit. In an eager call they may differ from `fn` by rounding. Where `fn`
     calls a jitted function in which something may be dropped, its operations are evaluated one
-    by one, and XLA does not fuse them. It is a PyTree with the leaves of `fn`, and so can be a
-    layer of a model.
+    by one, and XLA does not fuse them. The returned function is a PyTree with the leaves of
+    `fn`, so it can be a layer of a model.
 
     Apply it to the whole loss: a selection outside of `fn` is not seen.
 
@@ -78,8 +78,9 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     At the boundary of a mask, you get the derivative of the branch that is taken there. For
     `where(x == 0, 0, x**2 / x)` at 0 it is 0, as with two `where` calls, though the slope is 1.
 
-    [`eqx_grads.explain_nan`][] of the function inside says what is dropped. `jax.debug_nans`
-    still stops at it: the product of zero and infinity is computed before it is dropped.
+    [`eqx_grads.explain_nan`][] of the undecorated function says what is dropped.
+    `jax.debug_nans` still stops there: the product of zero and infinity is computed before it
+    is dropped.
 
     `zero_safe` needs to know which elements are taken. Where it does not know, NaN stays:
 
@@ -95,7 +96,7 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     With `policy="zero"`, an exact zero also wins over any factor in the derivative of
     elementwise operations and inner products. The derivative of `norm(x)` at 0 is then 0. So is
     the derivative of `std(x)` at equal numbers, if `x - mean(x)` is exactly zero; compiled, it
-    may be a rounding error. This is a convention, and it can make finite numbers that are
+    may be a rounding error. This is a convention, and the finite numbers that it gives can be
     wrong: `sqrt(x)**2` is `x`, and its derivative at 0 becomes 0 instead of 1. It holds for the
     first derivative; higher derivatives may not be finite there. With the other policy, finite
     derivatives are right, except at boundaries of masks.
@@ -107,9 +108,9 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     and recurrent cells need the same FLOPs and bytes as without `zero_safe`. Otherwise,
     booleans say which elements are taken. They cost next to nothing for elementwise operations,
     and 1.1 times the FLOPs for a masked attention layer before a `relu`. A `scan` with such an
-    operation in its step runs twice more without derivative: 1.4 times the FLOPs and 2.8 times
-    the bytes for steps of one matrix product, and nearly 4 times both for steps of four
-    operations.
+    operation in its step runs two more times, without a derivative. This takes 1.4 times the
+    FLOPs and 2.8 times the bytes for steps of one matrix product. For steps of four operations,
+    it takes nearly 4 times both.
 
     **Raises:**
 

@@ -79,9 +79,9 @@ def chunked(
     - `loss`: a function of any PyTrees, or a Module, that returns a real scalar.
     - `axis`: the axis along which the arrays in the arguments are split. An integer is the axis
         of all arguments but the first, which is the model. Or a tuple with one entry for each
-        argument, as `in_axes` of `jax.vmap`: an integer, `None` for an argument that every
-        chunk gets whole, or a prefix of the argument with these as leaves. A keyword argument
-        is not split.
+        argument, as `in_axes` of `jax.vmap`. An entry is an integer, `None` for an argument
+        that every chunk gets whole, or a prefix of the argument with these as leaves. A keyword
+        argument is not split.
     - `chunk`: the length of a chunk. If it does not divide the length of the axis, the last
         chunk is shorter.
     - `reduction`: `"sum"` if the loss of everything is the sum of the losses of its parts, and
@@ -99,7 +99,7 @@ def chunked(
     The derivative of `loss`. The gradients with respect to the arguments that are being
     differentiated are formed in the forward pass, by `jax.value_and_grad` of one chunk after
     another. They are the residuals, and nothing is computed twice. The tangent is their inner
-    product with the tangents of the arguments; so forward mode too needs a `loss` that has a
+    product with the tangents of the arguments. So forward mode, too, needs a `loss` that has a
     reverse mode. Both modes, all orders; higher orders compute a chunk again. Values that
     `loss` closes over are differentiated too.
 

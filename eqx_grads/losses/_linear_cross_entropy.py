@@ -48,8 +48,8 @@ def linear_cross_entropy(
     never in memory at once.
 
     With a vocabulary of $V$ entries, the logits of $N$ tokens and their gradient are two arrays
-    of $N V$ numbers, often the largest of a language model. Here the tokens are taken in
-    chunks.
+    of $N V$ numbers. They are often the largest of a language model. Here the tokens are taken
+    in chunks.
 
     !!! example
 
@@ -94,10 +94,10 @@ def linear_cross_entropy(
         are constants.
     - `bias`: floats of shape `(vocabulary,)`, or `None`.
     - `class_weight`: floats of shape `(vocabulary,)`, the factor of the cross-entropy of each
-        label, a constant. As in PyTorch, a mean is divided by the sum of the factors of the
-        tokens, if labels are integers, and the z-loss has no factor.
+        label, a constant. As in PyTorch, a mean over integer labels is divided by the sum of
+        the factors of the tokens. The z-loss has no factor.
     - `chunk`: the number of tokens whose logits exist at a time, at most. The default is the
-        number of features, but at least 128, and at least $2^{20} / V$: the logits of a chunk
+        number of features, but at least 128, and at least $2^{20} / V$. The logits of a chunk
         then need as much memory as the gradient of `weight`, or 4 MiB. If JAX's default backend
         is not a CPU, it is at least $2^{25} / V$. A smaller chunk needs less memory, and more
         time.
@@ -108,8 +108,8 @@ def linear_cross_entropy(
     - `soft_cap`: a number $c$: the logits are $c \tanh(l / c)$ (Gemma 2).
     - `z_loss`: the factor of the square of the log-partition function $\log \sum_v e^{l_v}$,
         which is added to the loss of each token ($10^{-4}$ in PaLM).
-    - `return_z_loss`: whether to return the z-loss as well: a part of the loss, for a log,
-        without a derivative.
+    - `return_z_loss`: whether to return the z-loss as well, for a log. It is part of the loss,
+        and what is returned has no derivative.
     - `reduction`: `"mean"` over the tokens that count (zero if none counts), `"sum"` over them,
         or `"none"`: the loss of each token, zero where it does not count.
     - `axis_name`: inside `jax.shard_map`, the name of the mesh axis over which the vocabulary
@@ -124,8 +124,8 @@ def linear_cross_entropy(
 
     A scalar, or an array of shape `(...)` for `"none"`; of single precision if `x` and `weight`
     are of half precision. With `return_z_loss`, `(loss, z_loss)`. A label that is neither in
-    the vocabulary nor `ignore_index` makes the loss NaN, and the gradient too: labels are known
-    only when the program runs, and then no error can be raised. `jax.debug_nans` stops there.
+    the vocabulary nor `ignore_index` makes the loss and the gradient NaN. Labels are known only
+    when the program runs, and then no error can be raised. `jax.debug_nans` stops there.
 
     **Derivative:**
 
@@ -138,14 +138,14 @@ def linear_cross_entropy(
     the forward pass, while the logits of a chunk exist. They are the residuals, and the matrix
     products are the same as in plain automatic differentiation. Forward mode is the inner
     product of the gradients with the tangents. For `"none"`, the residuals are the arguments
-    and two numbers for each token, and the backward pass computes the logits again: four matrix
-    products instead of three. Both modes, all orders; higher orders compute the logits of a
-    chunk again.
+    and two numbers for each token, and the backward pass computes the logits again. This takes
+    four matrix products instead of three. Both modes, all orders; higher orders compute the
+    logits of a chunk again.
 
     Under `jax.vmap` with a `weight` that is not batched, the batch becomes part of the tokens.
     The gradient of the mean over examples is then formed as for `"none"`. In a loop that is
-    differentiated as a whole, `"mean"` and `"sum"` keep one gradient of `weight` for each step:
-    take the gradient inside the loop, or wrap the step in [`eqx_grads.filter_checkpoint`][].
+    differentiated as a whole, `"mean"` and `"sum"` keep one gradient of `weight` for each step.
+    So take the gradient inside the loop, or wrap the step in [`eqx_grads.filter_checkpoint`][].
 
     The batch, the vocabulary or both may be sharded over devices: under `jax.jit`, over
     explicit axes of the mesh, or inside `jax.shard_map` with `axis_name`. With a sharded

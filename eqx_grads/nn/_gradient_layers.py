@@ -118,7 +118,7 @@ class GradientProbe(eqx.Module):
         gradient of any shape. A tree of arrays like `x`, such as `jnp.zeros(3)`, records the
         gradient itself.
 
-    All calls of the layer share one slot, so the record is the sum over the steps of a scan and
+    All calls of the layer share one slot. So the record is the sum over the steps of a scan and
     over the examples of a batch.
 
     **Derivative:**

@@ -128,7 +128,7 @@ _LARGEST = float(np.finfo(np.float64).max)
 _NUMBERS = {
     "ord": (-math.inf, math.inf, "Give a number, or leave it out for 2."),
     "ddof": (-_LARGEST, _LARGEST, "Give a number of Python: 1 for the unbiased variance."),
-    "tolerance": (0, _LARGEST, "Give a finite number from zero: `1e-5`, or `None`."),
+    "tolerance": (0, _LARGEST, "Give a finite number, at least zero: `1e-5`, or `None`."),
 }
 
 

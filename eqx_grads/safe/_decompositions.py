@@ -81,20 +81,21 @@ def eigh(
 
     **Returns:**
 
-    `eigenvalues, eigenvectors`: ascending, `(..., n)`, and in columns, `(..., n, n)`. A call
-    that is not differentiated returns the values of `jnp.linalg.eigh`. Under differentiation,
-    eigenvalues that are closer than the tolerance are moved apart, upwards. The last of `k`
-    close eigenvalues moves by at most `k - 1` times the tolerance.
+    `eigenvalues, eigenvectors`: the eigenvalues ascend, `(..., n)`; the eigenvectors are
+    columns, `(..., n, n)`. A call that is not differentiated returns the values of
+    `jnp.linalg.eigh`. Under differentiation, eigenvalues that are closer than the tolerance are
+    moved apart, upwards. The last of `k` close eigenvalues moves by at most `k - 1` times the
+    tolerance.
 
     **Derivative:**
 
     With $P = V^\dagger \dot A V$: $\dot \lambda_i = P_{ii}$ and
     $V^\dagger \dot V = P_{ij} / (\lambda_j - \lambda_i)$ for $i \ne j$; the reverse rule is the
     transpose. Values and derivatives belong to a matrix within the tolerance of `a`. So the
-    derivative of any smooth function of `a` has an error of the order of the tolerance, and a
-    rounding error of the order of the machine epsilon divided by the tolerance. (With
-    zeros instead of the infinite quotients, the derivative of $V f(\Lambda) V^\dagger$ would
-    lack the term $f'(\lambda) P_{ij}$ of equal eigenvalues.)
+    derivative of any smooth function of `a` has an error of the order of the tolerance. Its
+    rounding error is of the order of the machine epsilon divided by the tolerance. (With zeros
+    instead of the infinite quotients, the derivative of $V f(\Lambda) V^\dagger$ would lack the
+    term $f'(\lambda) P_{ij}$ of equal eigenvalues.)
 
     A function that depends on the choice, like a single one of two eigenvectors with equal
     eigenvalues, has no derivative. The number that you get is finite, of the order of the
@@ -106,8 +107,8 @@ def eigh(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the matrices are not square, or if `tolerance` is not a
-    finite number from zero.
+    [`eqx_grads.RuleError`][] if the matrices are not square, or if `tolerance` is negative or
+    not a finite number.
     """
     if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
         do = "Pass an array `(..., n, n)`. For others, use `safe.svd`."
@@ -178,17 +179,17 @@ def svd(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `a` has less than two dimensions, if `full_matrices` is true
-    and the matrices are not square, or if `tolerance` is not a finite number from zero.
+    [`eqx_grads.RuleError`][] if `a` has fewer than two dimensions, if `full_matrices` is true
+    and the matrices are not square, or if `tolerance` is negative or not a finite number.
     """
     if a.ndim < 2:
         where, do = f"`a` is {type_of(a)}", "Pass an array `(..., m, n)`."
         raise rule_error("`safe.svd` was not given matrices.", where, do=do)
     if full_matrices and a.shape[-2] != a.shape[-1]:
         what = (
-            "`safe.svd` has no `full_matrices` of matrices that are not square: the additional "
+            "`safe.svd` has no `full_matrices` for matrices that are not square: the "
         )
-        what += "columns are arbitrary, and have no derivative."
+        what += "additional columns are arbitrary, and have no derivative."
         do = "Leave out `full_matrices`. For values without a derivative, use `jnp.linalg.svd`."
         raise rule_error(what, f"`a` is {type_of(a)}", do=do)
     return SVDResult(*_thin(a, tolerance=_tolerance(tolerance, a)))

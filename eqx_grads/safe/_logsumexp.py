@@ -308,10 +308,10 @@ def entropy(
     **Derivative:**
 
     $\dot y = -\sum_i (\log p_i + 1)\,\dot p_i$. At $p_i = 0$, the derivative from the right is
-    infinite, and the derivative here is zero. A masked event has this probability, and so has
-    an event with a logit far below the others. The derivative with respect to this logit is
-    zero. Below zero, it is zero as well. Both modes and all orders. The second derivative at
-    $p_i = 0$ is NaN: leave such an event out, with `where=p > 0`.
+    infinite; here, it is zero. A masked event has this probability, and so has an event with a
+    logit far below the others. The derivative with respect to this logit is zero. For a
+    negative $p_i$, the derivative is zero as well. Both modes and all orders. The second
+    derivative at $p_i = 0$ is NaN: leave such an event out, with `where=p > 0`.
     """
     p = p if where is None else jnp.where(where, p, 1)
     # `jax.scipy.special.entr` multiplies zero by minus infinity on the way.

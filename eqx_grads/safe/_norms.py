@@ -72,15 +72,16 @@ def norm(
     drops them. Mask the argument, with [`eqx_grads.safe.where`][] under `jax.vmap`. The second
     derivatives of `norm(x)**2`, which is smooth, are NaN too: write `jnp.sum(x**2)`. For
     kernels of a distance, see
-    [NaN](../guides/my-gradient-is/nan.md#how-do-i-write-a-kernel-of-a-distance). By an element
-    that is zero they are NaN unless $2 \le p < \infty$, and for `jnp.inf` and `-jnp.inf` where
-    several elements are the largest, or the smallest.
+    [NaN](../guides/my-gradient-is/nan.md#how-do-i-write-a-kernel-of-a-distance). With respect
+    to an element that is zero, second derivatives are NaN unless $2 \le p < \infty$. For
+    `jnp.inf` and `-jnp.inf`, they are NaN where several elements are the largest, or the
+    smallest.
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if `x` does not hold numbers, for an axis that `x` does not have,
-    if `ord` is not a number, or if it is given together with several axes: in NumPy, this is
-    the norm of a matrix.
+    or if `ord` is not a number. Also if `ord` is given together with several axes: in NumPy,
+    this is the norm of a matrix.
     """
     if ord is not None and len(axis) > 1:
         raise rule_error(
@@ -307,7 +308,7 @@ def _pairwise_distance(x, y=None, *, ord=None):
     fit = x.shape[-1:] == others.shape[-1:] and all(1 in (m, n) or m == n for m, n in sizes)
     if min(x.ndim, others.ndim) < 2 or not fit:
         raise rule_error(
-            "`safe.pairwise_distance` was not given points of one dimension.",
+            "`safe.pairwise_distance` was given points that do not fit together.",
             f"`x` is {type_of(x)}, `y` is {type_of(y)}",
             do="Pass arrays `(..., n, d)` and `(..., m, d)` whose batches broadcast together.",
         )

@@ -281,9 +281,9 @@ def xlogy(x: Numbers, y: Numbers) -> Array:
 
     **Derivative:**
 
-    $\dot z = \log y\,\dot x + \frac{x}{y}\dot y$. Both terms are zero where `y` is
-    zero, because both factors are infinite or undefined there, and where `y` is negative. Both
-    modes and all orders; second derivatives are NaN where `y` is zero, except the second
+    $\dot z = \log y\,\dot x + \frac{x}{y}\dot y$. Both terms are zero where `y` is negative.
+    They are zero where `y` is zero, too, because both factors are infinite or undefined there.
+    Both modes and all orders; second derivatives are NaN where `y` is zero, except the second
     derivative by `y` where `x` is zero as well.
     """
     return _times_log(jnp.log, x, y)
@@ -386,7 +386,7 @@ def log_expm1(x: Numbers) -> Array:
     r"""Return `log(exp(x) - 1)` for positive `x`, without overflow: the inverse of
     `jax.nn.softplus`.
 
-    Use it to compute the parameter of a positive number.
+    Use it to compute the parameter whose softplus is a given positive number.
 
     !!! example
 

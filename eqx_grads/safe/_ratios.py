@@ -202,8 +202,8 @@ def log1p_ratio(x: Numbers) -> Array:
     **Derivative:**
 
     $\dot y = \frac{1}{x}\bigl(\frac{1}{1 + x} - y\bigr)\,\dot x$, and by its series for
-    $-\frac12 < x < 1$, where this difference cancels. The derivative is zero at -1, where it
-    would be infinite, below -1, and at infinity. Both modes and all orders; the second
+    $-\frac12 < x < 1$, where this difference cancels. The derivative is zero below -1, at
+    infinity, and at -1, where the formula is infinite. Both modes and all orders; the second
     derivative is NaN at -1.
     """
     series = lambda x: (1 - x / (2 + x)) * _atanh_ratio(x / (2 + x))

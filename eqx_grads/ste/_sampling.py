@@ -155,7 +155,7 @@ def gumbel_sigmoid(
 
 
 def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
-    r"""Draw a sample of a bit, with a straight-through gradient for its probability.
+    r"""Draw a random bit, with a straight-through gradient for its probability.
 
     The gradient is unbiased if the loss is linear in the sample.
     [Bengio et al. (2013)](https://arxiv.org/abs/1308.3432).
@@ -195,8 +195,8 @@ def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `p` is not an array of floats, or is less than zero or greater
-    than one by more than rounding (unless it is traced).
+    [`eqx_grads.RuleError`][] if `p` is not an array of floats, or is outside of $[0, 1]$ by
+    more than rounding (unless it is traced).
     """
     given, p = p, as_floats("ste.bernoulli", p, "p")
     _check_probabilities(given, p.dtype)

@@ -31,7 +31,7 @@ def fake_quantize(
     signed: bool = True,
     narrow: bool = False,
 ) -> Array:
-    r"""Quantize to the grid of an integer with a few bits and back, straight through.
+    r"""Quantize to integers of a few bits and back, straight through.
 
     $$q = \operatorname{clip}(\operatorname{round}(x / s) + z,\ q_{\min},\ q_{\max}),
     \qquad y = (q - z)\,s$$
@@ -63,8 +63,8 @@ def fake_quantize(
     **Arguments:**
 
     - `x`: floats of any shape.
-    - `scale`: the step of the grid. Positive, a number or an array that broadcasts to `x`:
-        with ones for the axes that share a scale.
+    - `scale`: the step of the grid. Positive; a number, or an array that broadcasts to `x`.
+        Along axes that share a scale, this array has size one.
     - `zero_point`: the integer that represents zero, a number or an array that broadcasts to
         `x`. It is rounded. Unless it is traced, it has to be in the range of the integers.
     - `bits`: 2 to 24, or 1 if neither `signed` nor `narrow`.
@@ -188,9 +188,9 @@ def absmax_scale(
 
     **Returns:**
 
-    The scales: an array of the shape of `x` with ones for these axes (of shape `()` if
-    `axis` is `None`), so that it broadcasts to `x`. Where all of `x` is zero, the smallest
-    normal number.
+    The scales: an array of the shape of `x`, but with size one along these axes (of shape `()`
+    if `axis` is `None`). It broadcasts to `x`. Where all of `x` is zero, the smallest normal
+    number.
 
     **Derivative:**
 

@@ -128,7 +128,7 @@ def spike(v: ArrayLike, surrogate: AbstractSurrogate | Callable[..., Any]) -> Ar
     With $g$ for the surrogate's derivative and $P$ for its primitive, the forward rule is
     $\dot y = g(v)\,\dot v + \partial_\theta P(v)\,\dot\theta$ and the reverse rule its
     transpose: $\bar v = g(v)\,\bar y$. The second term is for the fields $\theta$ of the
-    surrogate that are arrays being differentiated (for example a learned slope); it is the
+    surrogate that are arrays being differentiated, for example a learned slope. It is the
     derivative of the primitive. A field that is a Python number is a constant. Both modes;
     higher orders differentiate $g$.
 

@@ -49,8 +49,7 @@ def check_gradients(
     names the function whose rule makes them wrong.
 
     - Gradient and loss are computed in float64. The gradient is compared with differences
-        along a random direction of each leaf alone, so that a wrong bias is not hidden by large
-        weights.
+        along a random direction of each leaf alone. So large weights do not hide a wrong bias.
     - Steps of several lengths are extrapolated (Richardson). Their disagreement is the error
         of the differences. A leaf whose differences prove nothing is `"not measured"`: the
         differences are too noisy, the slope still depends on the length of the shortest step,

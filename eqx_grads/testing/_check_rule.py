@@ -94,10 +94,10 @@ def check_rule(
         ```
 
     The function is traced in the precision of your arguments. Its program is evaluated in
-    float64, and compared with the error of [`eqx_grads.testing.assert_trees_close`][], which
-    does not grow with the size of an array. Then it is evaluated in your precision, and
-    compared with a tolerance that rounding explains. A function that calls the host is traced
-    with float64 arguments, too.
+    float64, and compared by the error of [`eqx_grads.testing.assert_trees_close`][], which does
+    not grow with the size of an array. Then it is evaluated in your precision, and compared
+    with a tolerance that rounding explains. A function that calls the host is traced with
+    float64 arguments, too.
 
     **Arguments:**
 
@@ -123,10 +123,10 @@ def check_rule(
         arguments of a call, without `self`.
     - `max_residual_bytes`: the largest number of bytes that may be kept for one backward pass,
         without the arguments.
-    - `tolerance`: the largest relative error that passes. By default 1e-5 in float64; 1e-7 for
-        float64 arguments, and 1e-9 where autodiff is the reference, which is then good to
-        1e-15. In other precisions, and in the numbers of a half-precision program, by default
-        the error that rounding explains. Raise it for functions that are themselves
+    - `tolerance`: the largest relative error that passes. By default 1e-5 in float64. For
+        float64 arguments it is 1e-7, or 1e-9 where the reference is autodiff, which is then
+        good to 1e-15. In other precisions, and in the numbers of a half-precision program, by
+        default the error that rounding explains. Raise it for functions that are themselves
         approximations, for example iterative solvers.
     - `seed`: the seed of the random directions, or several seeds, for example `range(20)`. The
         checks of derivatives are run for each seed, the others for the first one.
@@ -237,7 +237,7 @@ def _chosen(checks: Collection[str] | None, skip: Collection[str]) -> Sequence[s
 def check_forward(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """Check forward mode against autodiff without the rule and against finite differences.
 
-    `check_rule(fn, *args, checks=("forward",), **kwargs)`, see
+    `check_rule(fn, *args, checks=("forward",), **kwargs)`; see
     [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
 
     !!! example
@@ -255,7 +255,7 @@ def check_forward(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Repor
 def check_reverse(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """Check reverse mode against autodiff without the rule and against finite differences.
 
-    `check_rule(fn, *args, checks=("reverse",), **kwargs)`, see
+    `check_rule(fn, *args, checks=("reverse",), **kwargs)`; see
     [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
     """
     return check_rule(fn, *args, checks=("reverse",), **kwargs)
@@ -264,7 +264,7 @@ def check_reverse(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Repor
 def check_adjoint(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """Check that reverse mode is the transpose of forward mode, `<J v, w> = <v, J' w>`.
 
-    `check_rule(fn, *args, checks=("adjoint",), **kwargs)`, see
+    `check_rule(fn, *args, checks=("adjoint",), **kwargs)`; see
     [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
     """
     return check_rule(fn, *args, checks=("adjoint",), **kwargs)
@@ -273,7 +273,7 @@ def check_adjoint(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Repor
 def check_linear(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """Check that the derivative is linear in the tangent and in the cotangent.
 
-    `check_rule(fn, *args, checks=("linear",), **kwargs)`, see
+    `check_rule(fn, *args, checks=("linear",), **kwargs)`; see
     [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
     """
     return check_rule(fn, *args, checks=("linear",), **kwargs)
@@ -282,7 +282,7 @@ def check_linear(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report
 def check_transforms(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """Check that every transformation gives the results of eager calls.
 
-    `check_rule(fn, *args, checks=("transforms",), **kwargs)`, see
+    `check_rule(fn, *args, checks=("transforms",), **kwargs)`; see
     [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
     """
     return check_rule(fn, *args, checks=("transforms",), **kwargs)
@@ -291,7 +291,7 @@ def check_transforms(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Re
 def check_leaks(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """Check that no tracer outlives its trace, and that repeated calls compile nothing.
 
-    `check_rule(fn, *args, checks=("leaks",), **kwargs)`, see
+    `check_rule(fn, *args, checks=("leaks",), **kwargs)`; see
     [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
     """
     return check_rule(fn, *args, checks=("leaks",), **kwargs)
@@ -300,7 +300,7 @@ def check_leaks(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
 def check_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """Count the bytes of the residuals; fail if the backward pass never reads some of them.
 
-    `check_rule(fn, *args, checks=("residuals",), **kwargs)`, see
+    `check_rule(fn, *args, checks=("residuals",), **kwargs)`; see
     [`eqx_grads.testing.check_rule`][] for arguments, options and errors. The finding of the
     report says how many bytes a call and a scan step keep, with the rule and without it.
 

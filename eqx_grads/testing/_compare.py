@@ -190,11 +190,11 @@ def assert_trees_close(
     - `tolerance`: the largest error that passes. By default, the error that rounding explains
         in the dtype of lowest precision: 1e-7 for float64, 3e-5 for float32, 2e-2 for
         float16, 8e-2 for bfloat16.
-    - `entrywise`: also look for single entries that are wrong, which do not show in the norm
-        of a large array: no entry may be off by more than 30 times the tolerance, relative
-        to itself and the root mean square of all.
-    - `scale`: a number that is added to the norm that an error is relative to. If larger
-        numbers have canceled, pass the size of the larger numbers.
+    - `entrywise`: also look for single wrong entries, which do not show in the norm of a large
+        array. No entry may be off by more than 30 times the tolerance, relative to itself and
+        the root mean square of all.
+    - `scale`: a number that is added to $\lVert expected \rVert$ in the error. If larger
+        numbers have canceled, pass their size.
 
     **Raises:**
 

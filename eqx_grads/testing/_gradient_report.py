@@ -36,8 +36,8 @@ class LeafVerdict:
     - `differences`, `error`: the same by finite differences, and its estimated error.
     - `relative_error`: how far the gradient is from the differences, relative to them or to
         the typical slope of the leaf, whichever is larger.
-    - `left`, `right`: at a kink, the slopes on its two sides by an entry that has one, or
-        along that direction if none has one alone.
+    - `left`, `right`: at a kink, the slopes on its two sides. They are with respect to an entry
+        that has a kink, or along that direction if no single entry has one.
     """
 
     leaf: str

@@ -25,7 +25,7 @@ def check_tolerance(name: str, tolerance: Any) -> None:
     known = 0 if tolerance is None else as_number(tolerance)
     if known is None or not 0 <= known < math.inf:
         do = "Give a number such as `1e-5`, or leave it out."
-        raise bad_argument(name, "tolerance", "a finite number from zero", tolerance, do)
+        raise bad_argument(name, "tolerance", "a finite number of at least zero", tolerance, do)
 
 
 def as_names(name: str, argument: str, names: Any) -> tuple[str, ...]:

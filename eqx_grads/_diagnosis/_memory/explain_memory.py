@@ -84,8 +84,8 @@ def explain_memory(
 
     An [`eqx_grads.MemoryReport`][], which prints as a table with the advice that saves most.
     The list is exact: it has every array of the pullback of `jax.vjp` that the backward pass
-    uses, once. Each advice was tried. The saving is the bytes that the loss no longer keeps,
-    minus the bytes that it recomputes at one time. To measure it, follow the advice, and
+    uses, once. Each piece of advice was tried. The saving is the bytes that the loss no longer
+    keeps, minus the bytes that it recomputes at one time. To measure it, follow the advice, and
     compare `report.compiled`.
 
     The loss is traced, and not run. The advice is to run a loop with

@@ -17,7 +17,8 @@ class MemoryAdvice(AbstractRecord):
     It has the fields of all records. `kind` is `"loop"`, `"layer"` or `"map"`, and `cure` says
     what to write and where. Also:
 
-    - `saves`: about how many kept bytes it frees at one time, by the shapes of the residuals.
+    - `saves`: an estimate of the kept bytes that it frees at one time, from the shapes of the
+        residuals.
     """
 
     saves: int = 0

@@ -99,11 +99,11 @@ def explain_nan(
     **Returns:**
 
     A report. Print it for a table; it is false if everything is finite. `found` are records
-    with the fields `file`, `line`, `primitive`, `path`, `step`, `kind`, `cure` and others:
-    first the operations that make the loss not finite, then the operations that make its
-    gradient not finite, in the order of the backward pass. `explain_nan` finds each of them,
-    even if one alone makes everything NaN. In a loop, `step` is the first such step. In the
-    backward pass, the last step comes first.
+    with the fields `file`, `line`, `primitive`, `path`, `step`, `kind`, `cure` and others. The
+    operations that make the loss not finite come first. Those that make its gradient not finite
+    follow, in the order of the backward pass. `explain_nan` finds each of them, even if one
+    alone makes everything NaN. In a loop, `step` is the first such step. In the backward pass,
+    the last step comes first.
 
     The kinds are `"dead branch"` (`mask` is what did not select it), `"zero mask"` (as a
     factor), `"zero times infinity"` (`mask` is the operation that makes the zero),
@@ -111,8 +111,8 @@ def explain_nan(
     `"overflow"`, `"constant infinity"` (of a `where`), `"exceeds the threshold"`,
     `"NaN in the input"` and `"inf in the input"`.
 
-    If the loss is decorated with [`eqx_grads.zero_safe`][], a term that this drops is not a
-    cause. To find such terms, pass the function inside.
+    If the loss is decorated with [`eqx_grads.zero_safe`][], a term that `zero_safe` drops is
+    not a cause. To find such terms, pass the undecorated loss.
 
     A loss with a `while_loop` has no gradient. `explain_nan` looks at its derivative in forward
     mode.
@@ -122,8 +122,8 @@ def explain_nan(
     operation. It replaces each NaN where it begins, and records which operation made it. A
     record that arrives at the loss or the gradient is a cause. If a mask or a singularity is
     among the causes, it compiles the gradients of `zero_safe(loss)` and `zero_safe(loss,
-    policy="zero")`, and names the first that is finite. In these, only the operations at which
-    something is not finite get another derivative. If the time is over, it compiles only the
+    policy="zero")`, and names the first that is finite. In both, only the operations at which
+    something is not finite get another derivative. When the time is up, it compiles only the
     second, for the whole loss.
 
     **Raises:**
@@ -139,7 +139,7 @@ def explain_nan(
     time_limit = as_number(seconds)
     if time_limit is None or not time_limit >= 0:
         do = "Give the seconds that the search may take; `math.inf` removes the limit."
-        raise bad_argument("explain_nan", "seconds", "a number from zero", seconds, do)
+        raise bad_argument("explain_nan", "seconds", "a number of at least zero", seconds, do)
     explain = lambda loss: _explain(loss, (model, args, kwargs), limit, time_limit)
     report = explain(loss)
     if not (report and isinstance(loss, ZeroSafe)):

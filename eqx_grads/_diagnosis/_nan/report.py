@@ -26,8 +26,8 @@ class NonFinite(AbstractRecord):
     It has the fields of all records; `step` is the first step in the order of the backward
     pass. Also:
 
-    - `caller`: the line of your code that calls the function that `line` is in, such as
-        "model.py:12, in `loss`", if the loss runs this line for several calls.
+    - `caller`: if the loss runs `line` for several calls of the function around it, the line of
+        your code that makes this call, such as "model.py:12, in `loss`".
     - `count`: in how many steps it happens.
     - `mask`: for a dead branch, the operation that does not select it, such as `"where"`.
         `mask_file`, `mask_line`: where that operation is.
@@ -51,8 +51,8 @@ class NaNReport(AbstractReport):
     """The findings of [`eqx_grads.explain_nan`][]. False if the loss and its gradient are
     finite, even when compiled.
 
-    - `found`: a [`eqx_grads.NonFinite`][] for each place: first the places in the loss, then
-        the places in the gradient, in the order in which it is computed.
+    - `found`: a [`eqx_grads.NonFinite`][] for each place. The places in the loss come first,
+        then those in the gradient, in the order in which it is computed.
     - `loss`: its value.
     - `bad_leaves`: the paths of the leaves with a bad gradient, of `n_leaves`.
     - `remarks`: further notes.

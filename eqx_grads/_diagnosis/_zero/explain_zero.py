@@ -103,8 +103,8 @@ def explain_zero(
     - *By structure*: no values revive the derivative. The loss does not use the leaf, or only
         through operations without a derivative, such as `argmax`, `round`, a comparison,
         `stop_gradient` or the predicate of a `while_loop`.
-    - *By values*: other values do. A factor is zero, a mask selects nothing, or a function is
-        flat here.
+    - *By values*: other values would revive it. A factor is zero, a mask selects nothing, or a
+        function is flat here.
 
     There is a record for each operation at which a tangent of the leaf becomes zero everywhere.
     You need not correct later operations first. The kind is the name of the
@@ -115,14 +115,15 @@ def explain_zero(
     - a vector, such as a bias, whose gradient is zero for some units;
     - a gradient that is as small as the rounding error of the backward pass;
     - parts of the model that are not arrays of floats, such as a Python number;
-    - what the loss does next to a leaf with a zero gradient, at a kink or on a staircase.
+    - how the loss changes as a leaf with a zero gradient moves, at a kink or on a staircase.
 
     The loss and its gradient are compiled once. If no gradient is zero, that is all. Otherwise,
     the loss is evaluated operation by operation up to the place where the tangents end. If the
     gradient raises an error, as the gradient of a `while_loop` does, `explain_zero` uses
     directional derivatives in forward mode.
 
-    With an [`eqx_grads.zero_safe`][] loss, `explain_zero` inspects the function inside.
+    If the loss is decorated with [`eqx_grads.zero_safe`][], `explain_zero` inspects the
+    undecorated loss.
 
     **Raises:**
 
@@ -206,9 +207,9 @@ def explain_traced(
     if noise:
         remarks.append(
             f"The gradient of {show_list(list(noise), 8)} is not exactly zero, but a rounding "
-            f"error of at most {max(noise.values()):.2g}. The loss does not depend on the "
-            "leaf, as for a bias before a BatchNorm, or an operation loses all digits, as "
-            "`eigh` does for equal eigenvalues."
+            f"error of at most {max(noise.values()):.2g}. Either the loss does not depend on "
+            "the leaf, like a bias before a BatchNorm, or an operation loses all digits, like "
+            "`eigh` of equal eigenvalues."
         )
     return ZeroReport(found, len(sized), remarks, noise, not_finite)
 

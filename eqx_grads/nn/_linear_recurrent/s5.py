@@ -85,8 +85,8 @@ class S5(AbstractDiagonal):
     \lambda = -e^{\nu} + i\,\omega, \quad \delta = e^{\tau}.$$
 
     It is initialized as the normal part of HiPPO-LegS, whose states are the coefficients of
-    the past inputs in Legendre polynomials: $\lambda = -\frac12 + i\,\omega$ are its
-    eigenvalues, and $B$ and $C$ are random matrices in the basis of its eigenvectors. The
+    the past inputs in Legendre polynomials. Its eigenvalues are $\lambda = -\frac12 +
+    i\,\omega$, and $B$ and $C$ are random matrices in the basis of its eigenvectors. The
     eigenvalues are conjugate pairs, so the half with $\omega > 0$ is enough for a real output.
     The real part of $\lambda$ is $-e^{\nu}$ (as in S4D), so that all states stay stable.
 

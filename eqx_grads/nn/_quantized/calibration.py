@@ -87,7 +87,7 @@ def _fit_members(key, layer, path, quantizer, inputs):
             "that is returned depends on it",
             do="Run the part of the model that calls it, `call=lambda model, batch: ...`, "
             "outside of `jax.jit`, where inputs have values. Or give its input quantizer a "
-            "scale: `scale=1.0` if a file is read into the model, which has the scale.",
+            "scale. `scale=1.0` is enough if you then read the scale from a file.",
         )
     negative = np.mean([np.mean(x < 0) for xs in members for x in xs if x.size] or [0])
     is_signed = getattr(quantizer, "signed", True) or getattr(quantizer, "asymmetric", False)

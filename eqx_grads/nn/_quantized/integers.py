@@ -39,9 +39,9 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
     The result is a model like the given one, and you call it in the same way. In each quantized
     layer, `weight` holds integers, and `weight_quantizer.scale` the scale. A call multiplies
     the two, and computes with the product in floats. So the model needs less memory, and the
-    arithmetic stays the same. The weights before quantization are gone, so keep the given
-    model for further training: integers have no gradient, and training the new model changes
-    its scales, biases and other floats only, without an error.
+    arithmetic stays the same. The weights before quantization are gone, so keep the given model
+    for further training. Integers have no gradient: training the new model changes only its
+    scales, biases and other floats, without an error.
 
     Save it with `equinox.tree_serialise_leaves`. To read it, make the same model and pass it
     through `quantize_model` and `to_integers` inside of `equinox.filter_eval_shape`.
@@ -51,8 +51,8 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
     - `model`: any PyTree with layers that [`eqx_grads.nn.quantize_model`][] has replaced. The
         quantizer of a weight has to be an [`eqx_grads.nn.AbstractQuantizer`][], which has a
         method `encode`: [`eqx_grads.nn.LSQ`][], [`eqx_grads.nn.FakeQuantize`][],
-        [`eqx_grads.nn.Binary`][], [`eqx_grads.nn.Ternary`][], your own. Functions such as
-        `eqx_grads.ste.ternary` do not have one.
+        [`eqx_grads.nn.Binary`][], [`eqx_grads.nn.Ternary`][] or your own. Functions such as
+        `eqx_grads.ste.ternary` have no such method.
 
     **Returns:**
 
@@ -61,7 +61,8 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
         as long, and its second half is in the upper bits. The outputs are bitwise equal to the
         outputs of the given model. If calls are compiled, compile this function too,
         `equinox.filter_jit(to_integers)`: XLA may divide by a scale in another way than JAX
-        does op by op, and then rounds a weight halfway between two integers to the other one.
+        does op by op. A weight halfway between two integers may then be rounded to the other
+        one.
     - An [`eqx_grads.nn.QuantizationReport`][]: `swapped` has the layers that hold integers now,
         with their dtype and the bytes of the weight and its scale. `left` has the layers and
         arrays that hold floats. `sizes` has the bytes of the whole model. Biases and the scales

@@ -63,8 +63,8 @@ def quantize_model(
     - `model`: any PyTree.
     - `rules`: pairs `(layers, quantizers)`, or a dictionary of such pairs. For each layer,
         the first rule that matches is used.
-    - `calibrate`: a batch on which the model is run once, before its layers are replaced and in
-        inference mode. The inputs of each layer are gathered, and its input quantizer is fitted
+    - `calibrate`: a batch on which the model is run once, in inference mode, before its layers
+        are replaced. The inputs of each layer are gathered, and its input quantizer is fitted
         to them if it has no scale yet: an [`eqx_grads.nn.LSQ`][], or an
         [`eqx_grads.nn.FakeQuantize`][] with `learn_scale`. All inputs of the batch are kept in
         memory until then: a few hundred examples are enough.
@@ -82,8 +82,8 @@ def quantize_model(
 
     How:
 
-    - a quantizer for the weights, or a pair of quantizers for weights and inputs, each any
-        function of an array, or `None`. [`eqx_grads.nn.LSQ`][],
+    - a quantizer for the weights, or a pair of quantizers for weights and inputs. A quantizer
+        is any function of an array, or `None`. [`eqx_grads.nn.LSQ`][],
         [`eqx_grads.nn.FakeQuantize`][], [`eqx_grads.nn.Binary`][] and
         [`eqx_grads.nn.Ternary`][] have a scale that suits the weights. A function such as
         `eqg.ste.ternary` has no scale: its weights are -1, 0 or 1. A trained model, whose
@@ -152,7 +152,7 @@ def _no_rule(what, *where):
         do="Give a dictionary from types or paths of layers to quantizers, or to pairs of "
         "quantizers for weights and inputs: `{eqx.nn.Linear: eqg.nn.LSQ(bits=4)}`, "
         "`{'encoder.layers[*]': (eqg.nn.LSQ(bits=4), eqg.nn.FakeQuantize())}`. `None` leaves a "
-        "layer.",
+        "layer unchanged.",
     )
 
 

@@ -113,8 +113,8 @@ class Ternary(AbstractSigns):
     r"""Minus ones, zeros and ones, with a scale for each output.
 
     Ternary weight networks, [Li et al. (2016)](https://arxiv.org/abs/1605.04711): zero where
-    $|w|$ is within a threshold and the sign elsewhere, times the mean of $|w|$ over the weights
-    that are not zero, for each output.
+    $|w|$ is within a threshold, and the sign elsewhere. For each output, this is multiplied by
+    the mean of $|w|$ over the weights that are not zero.
 
     !!! example
 

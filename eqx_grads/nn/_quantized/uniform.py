@@ -156,8 +156,8 @@ class AbstractUniform(AbstractQuantizer):
                 f"This `{type(self).__name__}` has no scale yet.",
                 f"it was made without one and not fitted, and called with {type_of(x)}",
                 do="Fit it to numbers like the ones that it will quantize, "
-                "`quantizer = quantizer.fit(x)`, or give it a scale: `scale=1.0` if a file is "
-                "read into it, which has the scale.",
+                "`quantizer = quantizer.fit(x)`, or give it a scale. `scale=1.0` is "
+                "enough if you then read the scale from a file.",
             )
         if self.constant is not None:
             return self.constant
@@ -335,8 +335,8 @@ class LSQ(AbstractUniform):
 
     **Derivative:**
 
-    The derivative of [`eqx_grads.ste.lsq`][], where the gradient of the scale is multiplied by
-    a factor that makes it about as large as the gradient of a weight. Where training has made a
+    The derivative of [`eqx_grads.ste.lsq`][]. The gradient of the scale is multiplied by a
+    factor that makes it about as large as the gradient of a weight. Where training has made a
     scale negative, its absolute value is used, and differentiated. Both modes and all orders.
     """
 

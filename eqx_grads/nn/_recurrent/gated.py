@@ -73,7 +73,7 @@ class GRU(AbstractGated):
     $a = (1 - z)(1 - n^2)\,\bar h'$, the cotangents of the gates' arguments are
     $\bar n = a$, $\bar r = a\,(V_n h + c_n)\,r\,(1 - r)$ and
     $\bar z = (h - n)\,z\,(1 - z)\,\bar h'$. The gradient of each weight is one matrix product
-    for a chunk, and is not computed for frozen weights. Both modes (forward mode by plain
+    per chunk, and is not computed for frozen weights. Both modes (forward mode by plain
     differentiation), all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
 
@@ -163,10 +163,10 @@ class LSTM(AbstractGated):
     Written by hand, over chunks of several steps. With $\bar h'$ the cotangent of a hidden
     state and $d = \bar c' + \bar h'\,o\,(1 - \tanh^2 c')$, the cotangents of the gates'
     arguments are $d\,g\,i\,(1 - i)$, $d\,c\,f\,(1 - f)$, $d\,i\,(1 - g^2)$ and
-    $\bar h' \tanh(c')\,o\,(1 - o)$, and $\bar c = d\,f$. The gradients of the weights are one
-    matrix product for a chunk. With `proj_size`, $P^T \bar h'$ replaces $\bar h'$.
-    Both modes (forward mode by plain differentiation), all orders; `jax.vmap` of the layer
-    computes one gradient for the batch.
+    $\bar h' \tanh(c')\,o\,(1 - o)$, and $\bar c = d\,f$. The gradient of each weight is one
+    matrix product per chunk. With `proj_size`, $P^T \bar h'$ replaces $\bar h'$. Both modes
+    (forward mode by plain differentiation), all orders; `jax.vmap` of the layer computes one
+    gradient for the batch.
     """
 
     keep: str = eqx.field(static=True)
@@ -227,9 +227,9 @@ class RNN(AbstractGated):
     **Derivative:**
 
     Written by hand, over chunks of several steps. The slope of $\phi$ is computed from its
-    value, $1 - h'^2$ or $h' > 0$ (zero at the kink), so the states are the only residuals of
-    the recurrence. The gradient of each weight is one matrix product for a chunk. Both modes,
-    all orders; `jax.vmap` of the layer computes one gradient for the batch.
+    value, $1 - h'^2$ or $h' > 0$ (zero at the kink). So the states are the only residuals of
+    the recurrence. The gradient of each weight is one matrix product per chunk. Both modes, all
+    orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
 
     keep: str = eqx.field(static=True)

@@ -46,8 +46,9 @@ class RNNCell(eqx.Module):
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if a size is not a positive integer, for another `activation`, and
-    in a call if `x` is not of shape `(input_size,)` or `h` not of shape `(hidden_size,)`.
+    [`eqx_grads.RuleError`][] if a size is not a positive integer, or if the `activation` is
+    unknown. In a call, also if `x` is not of shape `(input_size,)` or `h` not of shape
+    `(hidden_size,)`.
     """
 
     weight_ih: Inexact[Array, "hidden in"]

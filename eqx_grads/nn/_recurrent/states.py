@@ -74,7 +74,7 @@ def first_states(
             f"`xs` is {show_batch(xs, is_batch)}",
             do="Pass what an earlier call returned, with a state for each example of a batch, "
             "or `None`. Lengths and keys are passed by name, as in `layer(xs, lengths=lengths)`"
-            " and `layer(xs, key=key)`; the lengths of a mask are `mask.sum(-1)`.",
+            " and `layer(xs, key=key)`; for a mask, pass `lengths=mask.sum(-1)`.",
         )
     state = jax.tree.map(jnp.asarray, state)
     if not is_batch:

@@ -92,10 +92,10 @@ class LIFCell(eqx.Module):
     `detach_reset`, the $s$ of the reset is a constant; the gradient does pass through $V s$ and
     through the trace.
 
-    A decay that is an array is clipped to $[0, 1]$ with a straight-through gradient, so that
-    a learned decay outside the interval can return. (In snnTorch, its gradient is zero from
-    then on.) A parameter that is not learned is a constant of the program if it is a number.
-    If it is an array, its gradient is zero.
+    A decay that is an array is clipped to $[0, 1]$ with a straight-through gradient. So a
+    learned decay outside the interval can return. (In snnTorch, its gradient is zero from then
+    on.) A parameter that is not learned is a constant of the program if it is a number. If it
+    is an array, its gradient is zero.
     """
 
     beta: Any

@@ -113,7 +113,7 @@ class LIF(AbstractNeurons):
     Split by hand, over chunks of several steps. With $g$ for the derivative of the surrogate
     and $\bar s'$, $\bar u'$ for the cotangents of a new state, $\bar x = \bar u' + g\,\bar s'$
     and, with a detached reset that subtracts, $\bar u = \beta\,\bar x$. The gradient of each
-    weight is one matrix product for a chunk, and is not computed for frozen weights. Both modes
+    weight is one matrix product per chunk, and is not computed for frozen weights. Both modes
     (forward mode by plain differentiation), all orders; `jax.vmap` of the layer computes one
     gradient for the batch.
     """
