@@ -113,7 +113,7 @@ def check_rule(
         bound method, or a Module with arrays, another method of the same object.
     - `nonlinear`: whether the backward rule is meant to be non-linear in the cotangent, as
         clipping is. Skips `adjoint`, `order` and the part of `linear` about cotangents. With a
-        `reference`, cotangents are also compared at 4096 times larger and smaller ones.
+        `reference`, 4096 times larger and smaller cotangents are compared, too.
     - `nondifferentiable`: names of parts that are not perturbed: positional parameters, or
         parts of them as the report names them, such as `"self.frozen"` or `"params['scale']"`.
         The arguments of a ufunc are `args[0]`, `args[1]` and so on.
