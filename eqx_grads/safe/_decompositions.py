@@ -186,9 +186,7 @@ def svd(
         where, do = f"`a` is {type_of(a)}", "Pass an array `(..., m, n)`."
         raise rule_error("`safe.svd` was not given matrices.", where, do=do)
     if full_matrices and a.shape[-2] != a.shape[-1]:
-        what = (
-            "`safe.svd` has no `full_matrices` for matrices that are not square: the "
-        )
+        what = "`safe.svd` has no `full_matrices` for matrices that are not square: the "
         what += "additional columns are arbitrary, and have no derivative."
         do = "Leave out `full_matrices`. For values without a derivative, use `jnp.linalg.svd`."
         raise rule_error(what, f"`a` is {type_of(a)}", do=do)
