@@ -193,7 +193,7 @@ def assert_trees_close(
     - `entrywise`: also look for single wrong entries, which do not show in the norm of a large
         array. No entry may be off by more than 30 times the tolerance, relative to itself and
         the root mean square of all.
-    - `scale`: a number that is added to $\\lVert expected \rVert$ in the error. If larger
+    - `scale`: a number that is added to $\\lVert expected \\rVert$ in the error. If larger
         numbers have canceled, pass their size.
 
     **Raises:**
