@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from .._jaxprs.evaluate import bind, evaluate
-from .._jaxprs.primitives import ELEMENTWISE
 from .._jaxprs.structure import Call, CallWithRule, inner_programs, LinearCall, structure
 
 
@@ -45,7 +44,7 @@ def compute(eqn: Any, values: Sequence[Any]) -> list[Any]:
         return bind(eqn, values)
     if inner_programs(eqn):  # JAX would keep a program that is a parameter
         return bind(eqn, values)
-    return _run(name in ELEMENTWISE)(operation, list(values))
+    return _run(name in ("tanh", "logistic", "erf"))(operation, list(values))
 
 
 def compute_all(program: Any, values: Sequence[Any]) -> list[Any]:
@@ -179,7 +178,7 @@ class _Operation(NamedTuple):
 
 
 @ft.cache
-def _run(is_elementwise: bool) -> Callable[..., list[Any]]:
+def _run(saturates: bool) -> Callable[..., list[Any]]:
     # By the short compilation, another `tanh` is not exactly one where it saturates.
-    options = {} if is_elementwise else SHORT_COMPILATION
+    options = {} if saturates else SHORT_COMPILATION
     return jax.jit(bind, static_argnums=0, compiler_options=options)
