@@ -325,7 +325,7 @@ def test_calibration_errors(getkey):
     with raises(r"that has its scale(?s:.)*from a file(?s:.)*=1.0`"):
         nn.quantize_model(model, {"*": QUANTIZERS})
     make = lambda: nn.quantize_model(model["a"], {"*": QUANTIZERS}, calibrate=jnp.ones((6, 3)))
-    match = r"no inputs to calibrate(?s:.)*outside of `jax.jit`(?s:.)*a file is read"
+    match = r"no inputs to calibrate(?s:.)*outside of `jax.jit`(?s:.)*from a file"
     for run in (eqx.filter_eval_shape, lambda make: eqx.filter_jit(make)()):
         with raises(match):
             run(make)
