@@ -246,7 +246,7 @@ REPORTS = {
     "a frozen leaf": (lambda: jvp_rule(lambda a, b, c: a * stopped(b) * c, lambda p, t:
         p[1] * p[2] * t[0]), (1.5, 0.7, 0.4), BOTH, ["term of `c` is missing"], ["`b`"]),
     "a term beside a kink": (lambda: jvp_rule(lambda x, b: jnp.abs(x) + 1e-7 * b**2, lambda p,
-        t: jnp.where(p[0] < 0, -t[0], t[0]) + 3e-7 * p[1] * t[1]), (0.0, 0.7), BOTH, ["1. "], []),
+        t: jnp.where(p[0] < 0, -t[0], t[0]) + 3e-7 * t[1]), (0.0, 0.7), BOTH, ["1."], []),
     "orders": (lambda: jvp_rule(lambda x: jnp.sum(jnp.sin(x)), lambda p, t:
         jnp.sum(jnp.cos(stopped(p[0])) * t[0])), (jnp.array([0.3, 1.1, 0.7]),), {"checks":
         "order"}, [(1, "at `x`"), "does the rule hold something"], ["2. ", by_formula]),
