@@ -39,6 +39,9 @@ def _mesh_of_cpus(shape, *args, devices=None, **options):
 
 
 jax.make_mesh = _mesh_of_cpus
+from .reports import Reports  # noqa: E402  (imports the library, after the settings)
+
+
 # Until all tests are collected: what imports make stays, and a fifth of the time was a search
 # for garbage in it.
 gc.disable()
@@ -54,6 +57,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     every = ",".join(TIERS)
     parser.addoption("--tier", default=every, help=f"only tests of these: {every}")
     parser.addoption("--part", default="1/1", help="only the I-th of N parts: I/N")
+    parser.addoption("--record-reports", action="store_true", help="see reports.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Reports(config.getoption("record_reports")))
 
 
 def pytest_report_header() -> str:
@@ -79,10 +87,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("slow")
             cases[function] += 1
         other = "thorough" if item.nodeid in THOROUGH else "quick"
-        tier = next((t for t in TIERS if item.get_closest_marker(t)), other)
+        item.tier = next((t for t in TIERS if item.get_closest_marker(t)), other)
         # By a hash of its name, so that a test stays in its part when others come and go.
         in_part = zlib.crc32(item.nodeid.encode()) % n_parts == part % n_parts
-        return in_part and tier in tiers
+        return in_part and item.tier in tiers
 
     chosen = list(filter(is_chosen, items))
     left = set(items) - set(chosen)
