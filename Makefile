@@ -13,6 +13,7 @@
 #     X64=1                      in double precision
 #     SWITCHES=jax_remat3        with some of JAX's experimental switches on
 #     PART=2/3                   the second of three parts
+#     JOBS=0 ARGS=--record-reports   accept changed reports: see tests/reports.py
 #
 # With `VERSIONS` or `X64`, and without `TESTS`, it runs the files whose result can differ there.
 # These have the line `pytestmark = pytest.mark.versions`, or `pytest.mark.x64`.
@@ -27,7 +28,7 @@ VERSIONS :=
 X64 :=
 SWITCHES :=
 PART := 1/1
-# `make demo ARGS=--quick`: options of the example, of the report, or of the mutants.
+# `make demo ARGS=--quick`: options of the example, pytest, the report, or the mutants.
 ARGS :=
 # The exact versions that the gate was run on. With `LOCK=`, those that are new today.
 LOCK := .ci/lock.txt
@@ -120,7 +121,7 @@ test: $(VENV)/.tests  ## the quick tests, or others: see below
 	@mkdir -p $(VENV)/compiled
 	@find $(VENV)/compiled -type f -mtime +7 -delete
 	$(ENVIRONMENT) $(COMPILE) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
-	    --tier $(MARK) --part $(PART) $(FILES)
+	    --tier $(MARK) --part $(PART) $(ARGS) $(FILES)
 
 mutants: $(VENV)/.tests  ## faults planted in the library: are they noticed? (hours)
 	$(COMPILE_QUICKLY) $(BIN)/python .ci/mutants.py $(VENV)/mutants $(ARGS)

@@ -39,9 +39,6 @@ def _mesh_of_cpus(shape, *args, devices=None, **options):
 
 
 jax.make_mesh = _mesh_of_cpus
-from .reports import Reports  # noqa: E402  (imports the library, after the settings)
-
-
 # Until all tests are collected: what imports make stays, and a fifth of the time was a search
 # for garbage in it.
 gc.disable()
@@ -61,7 +58,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Reports(config.getoption("record_reports")))
+    record = config.getoption("record_reports")
+    if not config.getoption("numprocesses", None):  # in the process of the tests
+        from .reports import Reports
+
+        config.pluginmanager.register(Reports(record))
+    elif record:
+        raise pytest.UsageError("`--record-reports` runs in one process: pass `-n 0`.")
 
 
 def pytest_report_header() -> str:

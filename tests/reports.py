@@ -2,7 +2,7 @@
 those in `reports.json`, so a test need not repeat them.
 
 Numbers may differ by a tenth. The lines of places are left out, as reports have the code too.
-To accept new texts: `python -m pytest --record-reports TESTS`, with the options of `make test`.
+To accept new texts: `make test JOBS=0 MARK=quick,thorough ARGS=--record-reports TESTS=...`.
 """
 
 import functools
@@ -95,11 +95,11 @@ class Reports:
         return result
 
     def pytest_collection_finish(self, session: Any) -> None:
-        """Tests that are not there any more have no text either."""
+        """The texts of other files stay. A test that is gone has none."""
         if self.record:
-            of = lambda name: name.partition("::")[0]
-            files = {of(item.nodeid) for item in session.items}
-            self.texts = {k: v for k, v in self.texts.items() if of(k) not in files}
+            files = {item.nodeid.partition("::")[0] for item in session.items}
+            others = {k: v for k, v in self.texts.items() if k.partition("::")[0] not in files}
+            self.texts = others
 
     def pytest_sessionfinish(self) -> None:
         if self.record:
