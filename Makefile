@@ -124,7 +124,7 @@ test: $(VENV)/.tests  ## the quick tests, or others: see below
 	    --tier $(MARK) --part $(PART) $(ARGS) $(FILES)
 
 mutants: $(VENV)/.tests  ## faults planted in the library: are they noticed? (hours)
-	$(COMPILE_QUICKLY) $(BIN)/python .ci/mutants.py $(VENV)/mutants $(ARGS)
+	$(COMPILE_QUICKLY) $(BIN)/python -W ignore .ci/mutants.py $(VENV)/mutants $(ARGS)
 
 # ---------------------------------------------------------------- checks
 

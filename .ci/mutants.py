@@ -2,9 +2,16 @@
 
 A mutant is the library with one fault (see `mutations.py`). Each test file of the quick and
 thorough tests runs once on the library itself, to record which statements each test reaches
-(`reached.py`). Then each mutant is imported in a process of its own, which runs the tests that
-reach the changed statement. It leaves a test file at its first failure, or after `--per-file`
-seconds of CPU time. So the results name every test file that notices, and those that were cut.
+(`reached.py`). Then all mutants are planted in one copy of the library, as
+`((after) if __mutant__(3) else (before))`. A process collects the tests once, and switches on
+one mutant after the other. It runs the tests that reach the changed statement, of each file up
+to the first failure or to `--per-file` seconds of CPU time. So the results name every test file
+that notices, and those that were cut. With `--first`, all are cut after one that notices.
+
+A test that fails runs again without the mutant. If it fails again, it does not count: a mutant
+has changed the process, or the test is wrong. A new process goes on without it. A test that
+ends the process notices the mutant, and the other files are cut. A mutant whose line runs while
+the tests are imported is off by then, and "import" is among what was cut.
 
 The results are lines of JSON in the folder `work`, and the next run adds what is missing. With
 `--tier thorough`, it runs the mutants that no quick test notices. Why a mutant may survive is
@@ -15,6 +22,9 @@ itself there.
 """
 
 import argparse
+import builtins
+import functools
+import gc
 import itertools
 import json
 import multiprocessing
@@ -25,127 +35,158 @@ import shutil
 import signal
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax  # but not the library, which is planted
 import pytest
-from mutations import Mutant, room_of, sample
+from mutations import Mutant, plant, room_of, sample
 from reached import import_as, Reached
 
 
 ROOT = Path(__file__).resolve().parents[1]
-# Imported before the fork, to save time. Never `eqx_grads`, which differs between mutants.
-IMPORTED = "jax equinox beartype jaxtyping mpmath scipy.stats optax diffrax"
 FORK = multiprocessing.get_context("fork")
+UNCLEAR = 42  # the exit code where a test fails without the mutant too
+Jobs = dict[str, tuple[int, dict[str, float]]]  # of a mutant: its number; seconds of its tests
 
 
-def run_pytest(files: list[str], tier: str, seconds: float, prepare: Callable[[Any], Any]):
-    """What the plugin that `prepare` returns has sent, from a fork of this process, and whether
-    the process ended by a "timeout" or a "crash"."""
-    sent = Path("..", f"sent-{os.getpid()}")
+def run_pytest(files: list[str], tier: str, prepare: Callable[[], Any]) -> int | None:
+    """The exit code, or minus the signal that ended it. In a fork of this process."""
+    log = Path("..", f"{os.getpid()}.log")
 
     def run() -> None:
-        os.setsid()
-        os.dup2(os.open(f"{sent}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
         os.dup2(1, 2)
         sys.path.insert(0, os.getcwd())
         resource.setrlimit(resource.RLIMIT_DATA, (8 * 2**30, 8 * 2**30))
-        with sent.open("w", buffering=1) as lines:
-            plugin = prepare(lambda event: print(json.dumps(event), file=lines))
-            options = ["-q", "-pno:cacheprovider", "-pno:xdist", "--tier", tier, *files]
-            options += ["-Wignore:Module already imported:pytest.PytestAssertRewriteWarning"]
-            pytest.main(["--continue-on-collection-errors", *options], [plugin])
+        options = ["-q", "-pno:cacheprovider", "-pno:xdist", "--tier", tier, *files]
+        options += ["-Wignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+        sys.exit(pytest.main(options, [prepare()]))
 
-    sent.unlink(missing_ok=True)
     process = FORK.Process(target=run)
     process.start()
-    process.join(seconds)
-    timeouts = (None, -signal.SIGXCPU)
-    ended = "timeout" if process.exitcode in timeouts else "crash" if process.exitcode else ""
-    if process.exitcode is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-    lines = sent.read_text().splitlines() if sent.exists() else []
-    return list(map(json.loads, lines)), ended
+    process.join()
+    return process.exitcode
 
 
 def file_of(test: str) -> str:
     return test.partition("::")[0]
 
 
-class Chosen:
-    """A pytest plugin: only these tests, in this order, and of each file up to the first that
-    fails or to the limit. `tests` has the seconds of each test."""
+class Switch:
+    """A pytest plugin: it runs the tests of each mutant with the mutant on, of each file up to
+    the first that fails or to the limit. Before each test, it writes the result to `at`, in
+    case the test ends the process."""
 
-    def __init__(self, tests: dict[str, float], per_file: float, send: Callable[[Any], None]):
-        self.tests, self.per_file, self.send = tests, per_file, send
-        self.noticed: set[str] = set()
-        self.spent: Counter[str] = Counter()
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        order = {test: i for i, test in enumerate(self.tests)}
-        chosen = [item for item in items if item.nodeid in order]
-        items[:] = sorted(chosen, key=lambda item: order[item.nodeid])
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        file, self.began = file_of(item.nodeid), time.process_time()
-        if file in self.noticed:
-            pytest.skip("noticed")
-        if self.spent[file] > self.per_file:
-            self.send({"cut": file})
-            pytest.skip("cut")
-        self.send({"began": item.nodeid})
-        limit = int(time.process_time() + 30 + 10 * self.tests[item.nodeid])
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-
-    @pytest.hookimpl
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self.spent[file_of(nodeid)] += time.process_time() - self.began
+    def __init__(self, args: argparse.Namespace, jobs: Jobs, at: Path):
+        self.args, self.jobs, self.at = args, jobs, at
+        self.on, self.evaluated = None, set()
+        is_on = lambda i: self.evaluated.add(i) or i == self.on
+        builtins.__mutant__ = is_on  # type: ignore
+        import_as(args.sources.get)
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed and file_of(report.nodeid) not in self.noticed:
-            self.noticed.add(file_of(report.nodeid))
-            self.send({"failed": (report.nodeid, str(report.longrepr)[-200:])})
+        if report.failed:
+            self.message = str(report.longrepr)[-200:]
 
-    pytest_collectreport = pytest_runtest_logreport
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        from eqx_grads._rules.rule import CheckCache
+
+        objects, at_import = gc.get_objects(), set(self.evaluated)
+        self.session, items = session, {item.nodeid: item for item in session.items}
+        functions = [x for x in objects if isinstance(x, functools._lru_cache_wrapper)]
+        own = [x for x in functions if x.__module__.startswith(("eqx_grads", "tests"))]
+        self.clears = [x._results.clear for x in objects if isinstance(x, CheckCache)]
+        self.clears += [jax.clear_caches, *(x.cache_clear for x in own)]
+        for name, (i, tests) in self.jobs.items():
+            those = [items[test] for test in tests if test in items]
+            self._run(name, i, those, {"import"} if i in at_import else set())
+        return True
+
+    def _run(self, name: str, i: int, items: list[Any], cut: set[str]) -> None:
+        noticed, spent = {}, Counter[str]()
+        for item, following in itertools.zip_longest(items, items[1:]):
+            test, file = item.nodeid, file_of(item.nodeid)
+            is_over = file in noticed or spent[file] > self.args.per_file
+            if is_over or (self.args.first and noticed):
+                cut.add(file)
+                continue
+            if not spent[file]:
+                self._clear()
+            left = cut | {file_of(item.nodeid) for item in items} - {*spent}
+            self.at.write_text(_line(name, noticed | {file: [test, "crash"]}, left))
+            began, seconds = time.process_time(), self.jobs[name][1][test]
+            if message := self._failure(i, item, seconds, following):
+                self._clear()
+                if self._failure(None, item, seconds):
+                    os._exit(UNCLEAR)
+                noticed[file] = [test, message]
+            spent[file] += time.process_time() - began
+        _write(self.args, _line(name, noticed, cut))
+        self.at.write_text("")
+
+    def _failure(self, i: int | None, item: Any, seconds: float, following: Any = None) -> str:
+        """The message of a test with this mutant on. The system ends a process that takes too
+        long, as XLA does not return to Python."""
+        signal.setitimer(signal.ITIMER_PROF, 30 + 10 * seconds)  # of CPU time
+        signal.alarm(int(900 + 30 * seconds))
+        self.on, self.message = i, ""
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        return self.message
+
+    def _clear(self) -> None:
+        """Drop what tests have made and others would use."""
+        self.session._setupstate.teardown_exact(None)
+        for clear in self.clears:
+            clear()
 
 
-def run_mutant(job: tuple[Mutant, dict[str, float], str, float]) -> dict[str, Any]:
-    """Which files notice, by which test, and which files were cut. A file whose test ends the
-    process notices too, and the files that did not run are cut."""
-    mutant, tests, tier, per_file = job
-    source = mutant.apply(Path(mutant.path).read_bytes())
+def _line(name: str, noticed: dict[str, Any], cut: set[str]) -> str:
+    result = {"name": name, "noticed": noticed, "cut": sorted(cut - {*noticed})}
+    return json.dumps(result) + "\n"
 
-    def prepare(send: Any) -> Chosen:
-        import_as(lambda path: source if path == mutant.path else None)
-        return Chosen(tests, per_file, send)
 
-    files = list(dict.fromkeys(map(file_of, tests)))
-    events, ended = run_pytest(files, tier, 900 + 30 * max(tests.values(), default=0), prepare)
-    of = lambda kind: [event[kind] for event in events if kind in event]
-    noticed = {file_of(test): [test, message] for test, message in of("failed")}
-    cut = set(of("cut"))
-    if ended:  # if no test began, each of the files notices
-        last = of("began")[-1:]
-        noticed |= {file_of(test): [test, ended] for test in last or tests}
-        cut |= set(files) - {file_of(test) for test in of("began")} if last else set()
-    return {"name": mutant.name, "noticed": noticed, "cut": sorted(cut - set(noticed))}
+def _write(args: argparse.Namespace, line: str) -> None:
+    with args.results.open("ab", 0) as lines:  # at once, as other processes write too
+        lines.write(line.encode())
+
+
+def run_mutants(args: argparse.Namespace, jobs: Jobs) -> None:
+    """Write which files notice, by which test, and which were cut."""
+    at, line = Path("..", f"{os.getpid()}.json"), "first"
+    files = list(dict.fromkeys(file_of(test) for _, tests in jobs.values() for test in tests))
+    while line and jobs:
+        at.write_text("")
+        code = run_pytest(files, args.tier, functools.partial(Switch, args, jobs, at))
+        if line := at.read_text():
+            last, names = json.loads(line), list(jobs)
+            *_, (test, _) = last["noticed"].values()
+            left = names[names.index(last["name"]) + (code != UNCLEAR) :]
+            jobs = {name: jobs[name] for name in left}
+            if code in (-signal.SIGPROF, -signal.SIGALRM):
+                line = line.replace('"crash"]', '"timeout"]')
+            if code == UNCLEAR:
+                for _, tests in jobs.values():
+                    tests.pop(test, None)
+            else:
+                _write(args, line)
+            how = "fails without a mutant" if code == UNCLEAR else "ends the process"
+            print(f"{test} {how}, with {last['name']}", flush=True)
+        elif code not in (0, 1):
+            raise RuntimeError(f"Without a mutant, pytest ends with {code}: see the logs.")
 
 
 def record(file: str) -> None:
     """Which statements each test of the file reaches. In a process of its own, as a program
     that another file has traced before would not be traced again."""
-    events, ended = run_pytest([file], "quick,thorough", 4 * 3600, Reached)
-    if events and events[0]["tests"] and not ended:
-        _record_of(file).write_text(json.dumps(events[0]))
-    print(file, ended or f"{len(events[0]['tests'])} tests", flush=True)
+    send = lambda reached: _record_of(file).write_text(json.dumps(reached))
+    code = run_pytest([file], "quick,thorough", lambda: Reached(send))
+    print(file, f"ends with {code}" if code else "is recorded", flush=True)
 
 
 def _record_of(file: str) -> Path:
@@ -211,14 +252,17 @@ def report(chosen: list[Mutant], work: Path) -> None:
     noticed = {m.name: set(quick[m.name]["noticed"]) for m in known}
     by_any = {m.name: {*noticed[m.name], *all_tiers[m.name]["noticed"]} for m in known}
     by_guard = {n for n, files in noticed.items() if any("tests/guard/" in f for f in files)}
+    is_equal = lambda name: why.get(name, "").startswith(("Equal", "Words", "A picture"))
+    equal = {name for name, files in by_any.items() if not files and is_equal(name)}
     print(f"{len(known)} of {len(chosen)} mutants have a result.")
-    print("\n| room | mutants | the guard | quick | all |\n|---|--:|--:|--:|--:|")
+    print("\n| room | mutants | equal | the guard | quick | all |\n|---|--:|--:|--:|--:|--:|")
     for room in (*sorted({room_of(m.path) for m in known}), "all"):
         those = {m.name for m in known if room in ("all", room_of(m.path))}
         of = lambda found, those=those: sum(bool(found[name]) for name in those)
         counts = len(those & by_guard), of(noticed), of(by_any)
-        shares = [f"{n} ({100 * n / len(those):.0f} %)" for n in counts if those]
-        print(f"| {room} | {len(those)} | {' | '.join(shares)} |")
+        others = max(1, len(those - equal))
+        shares = [f"{n} ({100 * n / others:.0f} %)" for n in counts]
+        print(f"| {room} | {len(those)} | {len(those & equal)} | {' | '.join(shares)} |")
     print("\n| test file | notices | alone |\n|---|--:|--:|")
     for file, n in Counter(itertools.chain(*by_any.values())).most_common():
         print(f"| {file} | {n} | {sum(files == {file} for files in by_any.values())} |")
@@ -239,8 +283,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--tier", default="quick", help="of `make test MARK=...`")
     parser.add_argument("--per-file", type=float, default=10.0, help="CPU seconds")
+    parser.add_argument("--first", action="store_true", help="cut all after one file")
     parser.add_argument("--again", action="store_true", help="also those that nothing noticed")
     parser.add_argument("--choose", action="store_true", help="which tests are quick")
+    parser.add_argument("--record", nargs="*", default=[], help="test files, once more")
     args = parser.parse_intermixed_args()
     (args.work / "reached").mkdir(parents=True, exist_ok=True)
     work = args.work.resolve()
@@ -249,12 +295,10 @@ def main() -> None:
     shutil.rmtree(args.work / "tree", ignore_errors=True)
     shutil.copytree(ROOT, args.work / "tree", ignore=ignored)
     os.chdir(args.work / "tree")
-    warnings.simplefilter("ignore")  # JAX warns of forks, and has started no threads so far
-    for name in IMPORTED.split():
-        __import__(name)
     files = sorted(map(str, Path().glob("tests/**/test_*.py")))
     with ProcessPoolExecutor(args.jobs, FORK) as pool:
-        list(pool.map(record, [file for file in files if not _record_of(file).exists()]))
+        is_new = lambda file: file in args.record or not _record_of(file).exists()
+        list(pool.map(record, filter(is_new, files)))
         paths = [path for path in map(_record_of, files) if path.exists()]
         records = [json.loads(path.read_text()) for path in paths]
         if args.choose:
@@ -264,6 +308,7 @@ def main() -> None:
         sources = {str(p): p.read_bytes() for p in sorted(Path("eqx_grads").rglob("*.py"))}
         chosen = sample(sources, args.number, args.seed)
         chosen = [m for m in chosen if all(part in m.name for part in args.only)]
+        args.results = work / f"results-{args.tier}.jsonl"
         quick, old = _results(work, "quick"), _results(work, args.tier).items()
         done = {name for name, r in quick.items() if r["noticed"]}
         done |= {name for name, r in old if r["noticed"] or not args.again}
@@ -271,11 +316,10 @@ def main() -> None:
         those = [m for m in those if m.name in quick or args.tier == "quick"]
         # In random order: a run that is stopped is a fair sample.
         random.Random(0).shuffle(those)
-        jobs = [(m, tests_of(m, records), args.tier, args.per_file) for m in those]
-        for result in pool.map(run_mutant, jobs):
-            with (work / f"results-{args.tier}.jsonl").open("a") as lines:
-                print(json.dumps(result), file=lines)
-            print(len(result["noticed"]), "files notice", result["name"], flush=True)
+        args.sources = plant(sources, those)
+        jobs = [(m.name, (i, tests_of(m, records))) for i, m in enumerate(those)]
+        shares = [dict(jobs[k :: args.jobs]) for k in range(args.jobs)]
+        list(pool.map(functools.partial(run_mutants, args), shares))
     report(chosen, work)
 
 

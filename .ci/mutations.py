@@ -28,14 +28,21 @@ class Mutant(NamedTuple):
     kind: str
     line: int
     key: str  # of the statement, as `reached.py` has them
-    start: int  # in bytes, as is `end`
+    start: int  # in bytes, as is `end`: where to write `planted`
     end: int
+    planted: str
     before: str
     after: str
     name: str  # the same while the function and what is changed in it stay the same
 
-    def apply(self, source: bytes) -> bytes:
-        return source[: self.start] + self.after.encode() + source[self.end :]
+
+def plant(sources: dict[str, bytes], mutants: list[Mutant]) -> dict[str, bytes]:
+    """The sources, with the mutant of number `i` where `__mutant__(i)` is true."""
+    planted = dict(sources)
+    for i, m in sorted(enumerate(mutants), key=lambda pair: -pair[1].start):
+        text, new = planted[m.path], m.planted.replace("__mutant__()", f"__mutant__({i})")
+        planted[m.path] = text[: m.start] + new.encode() + text[m.end :]
+    return planted
 
 
 def statement_key(path: str, scope: list[str], line: str) -> str:
@@ -90,7 +97,7 @@ class _Finder(ast.NodeVisitor):
         self.lines = source.splitlines(keepends=True)
         self.starts = list(itertools.accumulate(map(len, self.lines), initial=0))
         self.scope: list[str] = []
-        self.statement = 1
+        self.statement, self.runs_later = 1, False
         self.found: dict[str, Mutant] = {}
 
     def visit(self, node: Any) -> None:
@@ -99,34 +106,44 @@ class _Finder(ast.NodeVisitor):
             return
         if isinstance(node, ast.FunctionDef) and _TEXTS.search(node.name):
             return
-        outer = self.statement, len(self.scope)
+        outer = self.statement, len(self.scope), self.runs_later
         if isinstance(node, ast.stmt):
             self.statement = node.lineno
         line = self.lines[self.statement - 1].decode()
-        if self.scope:  # at import, a fault would stop everything
+        if self.scope and self.runs_later:  # at import, a fault would stop everything
             is_cache = _CACHE.search(".".join(self.scope[-1:]) + line) is not None
             for kind, changed, after in _changes(node, is_cache):
-                self._note("cache" if is_cache else kind, changed, after, line)
+                self._note("cache" if is_cache else kind, node, changed, after, line)
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             self.scope.append(node.name)
             node.decorator_list = []
         for field, child in ast.iter_fields(node):
+            is_body = field == "body" and isinstance(node, ast.FunctionDef | ast.Lambda)
+            self.runs_later = outer[2] or is_body
             if field not in ("annotation", "returns"):
                 for part in child if isinstance(child, list) else [child]:
                     if isinstance(part, ast.AST):
                         self.visit(part)
-        self.statement, self.scope = outer[0], self.scope[: outer[1]]
+        self.statement, _, self.runs_later = outer
+        del self.scope[outer[1] :]
 
-    def _note(self, kind: str, node: Any, after: str, line: str) -> None:
-        start = self.starts[node.lineno - 1] + node.col_offset
-        end = self.starts[node.end_lineno - 1] + node.end_col_offset
+    def _note(self, kind: str, node: Any, changed: Any, after: str, line: str) -> None:
+        place = lambda line, column: self.starts[line - 1] + column
+        start = place(changed.lineno, changed.col_offset)
+        end = place(changed.end_lineno, changed.end_col_offset)
         before = self.source[start:end].decode()
         within = ".".join(self.scope)
         # Where a function has the same expression twice, the first of the two is changed.
         name = f"{self.path}::{within}: {' '.join(before.split())} -> {after}"
         key = statement_key(self.path, self.scope, line)
-        fields = (self.path, kind, self.statement, key, start, end, before, after, name)
-        self.found.setdefault(name, Mutant(*fields))
+        planted = f"(({after}) if __mutant__() else ({before}))"
+        if after == "pass":
+            planted = f"if not __mutant__(): {before}"
+        elif isinstance(node, ast.Assign) and changed in node.targets:
+            start = end = place(node.end_lineno, node.end_col_offset)
+            planted = f"; {before} = {planted}"
+        fields = (start, end, planted, before, after, name)
+        self.found.setdefault(name, Mutant(self.path, kind, self.statement, key, *fields))
 
 
 # ---------------------------------------------------------------- what is changed
@@ -223,9 +240,9 @@ def _changes(node: Any, is_cache: bool) -> _Changes:
                 for bound in bounds:
                     if re.fullmatch(r"-?\w+", ast.unparse(bound) if bound else ""):
                         yield "off by one", bound, f"{ast.unparse(bound)} + 1"
-        case ast.Constant(float() as number) if 0 < abs(number) < 0.1 or abs(number) > 99:
-            yield "tolerance", node, repr(number * 10)
-            yield "tolerance", node, repr(number / 10)
+        case ast.Constant(float(x)) if 1e-20 < abs(x) < 0.1 or 99 < abs(x) < 1e20:
+            yield "tolerance", node, repr(x * 10)
+            yield "tolerance", node, repr(x / 10)
         case ast.keyword("dtype" | "preferred_element_type", value):
             yield "cast", value, "None"
         case ast.Tuple(elements, ast.Load()) if is_cache and len(elements) > 1:
@@ -252,5 +269,5 @@ def _callee(node: ast.AST) -> str:
 def _is_sequence(node: ast.AST) -> bool:
     is_string = isinstance(node, ast.Constant) and isinstance(node.value, str)
     return is_string or isinstance(
-        node, ast.List | ast.Tuple | ast.Dict | ast.ListComp | ast.JoinedStr
+        node, ast.List | ast.Tuple | ast.Dict | ast.ListComp | ast.JoinedStr | ast.Starred
     )
