@@ -8,10 +8,10 @@ one mutant after the other. It runs the tests that reach the changed statement, 
 to the first failure or to `--per-file` seconds of CPU time. So the results name every test file
 that notices, and those that were cut. With `--first`, all are cut after one that notices.
 
-A test that fails runs again without the mutant. If it fails again, it does not count: a mutant
-has changed the process, or the test is wrong. A new process goes on without it. A test that
-ends the process notices the mutant, and the other files are cut. A mutant whose line runs while
-the tests are imported is off by then, and "import" is among what was cut.
+A test that fails runs again without the mutant. If it fails again, and in a new process too, it
+is wrong and does not count. A test that ends the process, or spoils it, notices the mutant. The
+other files are then cut, and a new process goes on. A mutant whose line runs while the tests
+are imported is off by then, and "import" is among what was cut.
 
 The results are lines of JSON in the folder `work`, and the next run adds what is missing. With
 `--tier thorough`, it runs the mutants that no quick test notices. Why a mutant may survive is
@@ -49,7 +49,8 @@ from reached import import_as, Reached
 
 ROOT = Path(__file__).resolve().parents[1]
 FORK = multiprocessing.get_context("fork")
-UNCLEAR = 42  # the exit code where a test fails without the mutant too
+UNCLEAR = 42  # the exit code after a test that fails with the mutant, and then without
+ENDS = {-signal.SIGPROF: "timeout", -signal.SIGALRM: "timeout", UNCLEAR: "spoils the process"}
 Jobs = dict[str, tuple[int, dict[str, float]]]  # of a mutant: its number; seconds of its tests
 
 
@@ -110,6 +111,7 @@ class Switch:
 
     def _run(self, name: str, i: int, items: list[Any], cut: set[str]) -> None:
         noticed, spent = {}, Counter[str]()
+        self._clear()
         for item, following in itertools.zip_longest(items, items[1:]):
             test, file = item.nodeid, file_of(item.nodeid)
             is_over = file in noticed or spent[file] > self.args.per_file
@@ -117,7 +119,7 @@ class Switch:
                 cut.add(file)
                 continue
             if not spent[file]:
-                self._clear()
+                self.session._setupstate.teardown_exact(None)
             left = cut | {file_of(item.nodeid) for item in items} - {*spent}
             self.at.write_text(_line(name, noticed | {file: [test, "crash"]}, left))
             began, seconds = time.process_time(), self.jobs[name][1][test]
@@ -125,6 +127,7 @@ class Switch:
                 self._clear()
                 if self._failure(None, item, seconds):
                     os._exit(UNCLEAR)
+                self._clear()
                 noticed[file] = [test, message]
             spent[file] += time.process_time() - began
         _write(self.args, _line(name, noticed, cut))
@@ -166,17 +169,16 @@ def run_mutants(args: argparse.Namespace, jobs: Jobs) -> None:
         if line := at.read_text():
             last, names = json.loads(line), list(jobs)
             *_, (test, _) = last["noticed"].values()
-            left = names[names.index(last["name"]) + (code != UNCLEAR) :]
-            jobs = {name: jobs[name] for name in left}
-            if code in (-signal.SIGPROF, -signal.SIGALRM):
-                line = line.replace('"crash"]', '"timeout"]')
-            if code == UNCLEAR:
+            is_wrong = code == UNCLEAR and run_pytest([test], args.tier, object) != 0
+            how = "fails without a mutant" if is_wrong else ENDS.get(code, "crash")
+            print(test, how, last["name"], flush=True)
+            if is_wrong:
                 for _, tests in jobs.values():
                     tests.pop(test, None)
             else:
-                _write(args, line)
-            how = "fails without a mutant" if code == UNCLEAR else "ends the process"
-            print(f"{test} {how}, with {last['name']}", flush=True)
+                _write(args, line.replace('"crash"]', f'"{how}"]'))
+            left = names[names.index(last["name"]) + (not is_wrong) :]
+            jobs = {name: jobs[name] for name in left}
         elif code not in (0, 1):
             raise RuntimeError(f"Without a mutant, pytest ends with {code}: see the logs.")
 
