@@ -123,7 +123,7 @@ test: $(VENV)/.tests  ## the quick tests, or others: see below
 	$(ENVIRONMENT) $(COMPILE) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
 	    --tier $(MARK) --part $(PART) $(ARGS) $(FILES)
 
-mutants: $(VENV)/.tests  ## faults planted in the library: are they noticed? (hours)
+mutants: $(VENV)/.tests  ## faults planted in the library: are they noticed? (an hour or more)
 	$(COMPILE_QUICKLY) $(BIN)/python -W ignore .ci/mutants.py $(VENV)/mutants $(ARGS)
 
 # ---------------------------------------------------------------- checks

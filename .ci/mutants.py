@@ -8,10 +8,9 @@ one mutant after the other. It runs the tests that reach the changed statement, 
 to the first failure or to `--per-file` seconds of CPU time. So the results name every test file
 that notices, and those that were cut. With `--first`, all are cut after one that notices.
 
-A test that fails runs again without the mutant. If it fails again, and in a new process too, it
-is wrong and does not count. A test that ends the process, or spoils it, notices the mutant. The
-other files are then cut, and a new process goes on. A mutant whose line runs while the tests
-are imported is off by then, and "import" is among what was cut.
+A test that ends the process, or that fails and then fails without the mutant too, notices it:
+the other files are then cut, and a new process goes on. While the tests are imported, all
+mutants are off.
 
 The results are lines of JSON in the folder `work`, and the next run adds what is missing. With
 `--tier thorough`, it runs the mutants that no quick test notices. Why a mutant may survive is
@@ -29,7 +28,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import random
 import resource
 import shutil
 import signal
@@ -49,8 +47,6 @@ from reached import import_as, Reached
 
 ROOT = Path(__file__).resolve().parents[1]
 FORK = multiprocessing.get_context("fork")
-UNCLEAR = 42  # the exit code after a test that fails with the mutant, and then without
-ENDS = {-signal.SIGPROF: "timeout", -signal.SIGALRM: "timeout", UNCLEAR: "spoils the process"}
 Jobs = dict[str, tuple[int, dict[str, float]]]  # of a mutant: its number; seconds of its tests
 
 
@@ -83,13 +79,10 @@ class Switch:
     case the test ends the process."""
 
     def __init__(self, args: argparse.Namespace, jobs: Jobs, at: Path):
-        self.args, self.jobs, self.at = args, jobs, at
-        self.on, self.evaluated = None, set()
-        is_on = lambda i: self.evaluated.add(i) or i == self.on
-        builtins.__mutant__ = is_on  # type: ignore
+        self.args, self.jobs, self.at, self.on = args, jobs, at, None
+        builtins.__mutant__ = lambda i: i == self.on  # type: ignore
         import_as(args.sources.get)
 
-    @pytest.hookimpl
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             self.message = str(report.longrepr)[-200:]
@@ -98,53 +91,48 @@ class Switch:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         from eqx_grads._rules.rule import CheckCache
 
-        objects, at_import = gc.get_objects(), set(self.evaluated)
-        self.session, items = session, {item.nodeid: item for item in session.items}
-        functions = [x for x in objects if isinstance(x, functools._lru_cache_wrapper)]
-        own = [x for x in functions if x.__module__.startswith(("eqx_grads", "tests"))]
-        self.clears = [x._results.clear for x in objects if isinstance(x, CheckCache)]
-        self.clears += [jax.clear_caches, *(x.cache_clear for x in own)]
+        objects = gc.get_objects()
+        items = {item.nodeid: item for item in session.items}
+        is_own = lambda x: x.__module__.startswith(("eqx_grads", "tests"))
+        caches = [x for x in objects if isinstance(x, functools._lru_cache_wrapper)]
+        self.clears = [jax.clear_caches, *(x.cache_clear for x in filter(is_own, caches))]
+        self.clears += [x._results.clear for x in objects if isinstance(x, CheckCache)]
         for name, (i, tests) in self.jobs.items():
-            those = [items[test] for test in tests if test in items]
-            self._run(name, i, those, {"import"} if i in at_import else set())
+            self._run(name, i, [items[test] for test in tests if test in items])
         return True
 
-    def _run(self, name: str, i: int, items: list[Any], cut: set[str]) -> None:
-        noticed, spent = {}, Counter[str]()
+    def _run(self, name: str, i: int, items: list[Any]) -> None:
+        noticed, cut, spent = {}, set(), Counter[str]()
         self._clear()
-        for item, following in itertools.zip_longest(items, items[1:]):
+        for item in items:
             test, file = item.nodeid, file_of(item.nodeid)
             is_over = file in noticed or spent[file] > self.args.per_file
             if is_over or (self.args.first and noticed):
                 cut.add(file)
                 continue
-            if not spent[file]:
-                self.session._setupstate.teardown_exact(None)
             left = cut | {file_of(item.nodeid) for item in items} - {*spent}
-            self.at.write_text(_line(name, noticed | {file: [test, "crash"]}, left))
+            self.at.write_text(_line(name, noticed | {file: [test, "ends the process"]}, left))
             began, seconds = time.process_time(), self.jobs[name][1][test]
-            if message := self._failure(i, item, seconds, following):
+            if message := self._failure(i, item, seconds):
                 self._clear()
                 if self._failure(None, item, seconds):
-                    os._exit(UNCLEAR)
+                    os._exit(2)  # the mutant has spoiled the process
                 self._clear()
                 noticed[file] = [test, message]
             spent[file] += time.process_time() - began
         _write(self.args, _line(name, noticed, cut))
         self.at.write_text("")
 
-    def _failure(self, i: int | None, item: Any, seconds: float, following: Any = None) -> str:
+    def _failure(self, i: int | None, item: Any, seconds: float) -> str:
         """The message of a test with this mutant on. The system ends a process that takes too
         long, as XLA does not return to Python."""
-        signal.setitimer(signal.ITIMER_PROF, 30 + 10 * seconds)  # of CPU time
-        signal.alarm(int(900 + 30 * seconds))
+        signal.alarm(int(300 + 30 * seconds))
         self.on, self.message = i, ""
-        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
         return self.message
 
     def _clear(self) -> None:
         """Drop what tests have made and others would use."""
-        self.session._setupstate.teardown_exact(None)
         for clear in self.clears:
             clear()
 
@@ -161,26 +149,18 @@ def _write(args: argparse.Namespace, line: str) -> None:
 
 def run_mutants(args: argparse.Namespace, jobs: Jobs) -> None:
     """Write which files notice, by which test, and which were cut."""
-    at, line = Path("..", f"{os.getpid()}.json"), "first"
+    at = Path("..", f"{os.getpid()}.json")
     files = list(dict.fromkeys(file_of(test) for _, tests in jobs.values() for test in tests))
-    while line and jobs:
+    while jobs:
         at.write_text("")
-        code = run_pytest(files, args.tier, functools.partial(Switch, args, jobs, at))
-        if line := at.read_text():
-            last, names = json.loads(line), list(jobs)
-            *_, (test, _) = last["noticed"].values()
-            is_wrong = code == UNCLEAR and run_pytest([test], args.tier, object) != 0
-            how = "fails without a mutant" if is_wrong else ENDS.get(code, "crash")
-            print(test, how, last["name"], flush=True)
-            if is_wrong:
-                for _, tests in jobs.values():
-                    tests.pop(test, None)
-            else:
-                _write(args, line.replace('"crash"]', f'"{how}"]'))
-            left = names[names.index(last["name"]) + (not is_wrong) :]
-            jobs = {name: jobs[name] for name in left}
-        elif code not in (0, 1):
+        code = run_pytest(files, args.tier, lambda jobs=jobs: Switch(args, jobs, at))
+        line = at.read_text()
+        if not line and code not in (0, 1):
             raise RuntimeError(f"Without a mutant, pytest ends with {code}: see the logs.")
+        _write(args, line)
+        names = list(jobs)
+        done = names.index(json.loads(line)["name"]) + 1 if line else len(jobs)
+        jobs = dict(list(jobs.items())[done:])
 
 
 def record(file: str) -> None:
@@ -286,9 +266,7 @@ def main() -> None:
     parser.add_argument("--tier", default="quick", help="of `make test MARK=...`")
     parser.add_argument("--per-file", type=float, default=10.0, help="CPU seconds")
     parser.add_argument("--first", action="store_true", help="cut all after one file")
-    parser.add_argument("--again", action="store_true", help="also those that nothing noticed")
     parser.add_argument("--choose", action="store_true", help="which tests are quick")
-    parser.add_argument("--record", nargs="*", default=[], help="test files, once more")
     args = parser.parse_intermixed_args()
     (args.work / "reached").mkdir(parents=True, exist_ok=True)
     work = args.work.resolve()
@@ -299,8 +277,7 @@ def main() -> None:
     os.chdir(args.work / "tree")
     files = sorted(map(str, Path().glob("tests/**/test_*.py")))
     with ProcessPoolExecutor(args.jobs, FORK) as pool:
-        is_new = lambda file: file in args.record or not _record_of(file).exists()
-        list(pool.map(record, filter(is_new, files)))
+        list(pool.map(record, [file for file in files if not _record_of(file).exists()]))
         paths = [path for path in map(_record_of, files) if path.exists()]
         records = [json.loads(path.read_text()) for path in paths]
         if args.choose:
@@ -311,13 +288,10 @@ def main() -> None:
         chosen = sample(sources, args.number, args.seed)
         chosen = [m for m in chosen if all(part in m.name for part in args.only)]
         args.results = work / f"results-{args.tier}.jsonl"
-        quick, old = _results(work, "quick"), _results(work, args.tier).items()
-        done = {name for name, r in quick.items() if r["noticed"]}
-        done |= {name for name, r in old if r["noticed"] or not args.again}
+        quick, old = _results(work, "quick"), _results(work, args.tier)
+        done = {name for name, r in quick.items() if r["noticed"]} | {*old}
         those = [m for m in chosen if m.name not in done]
         those = [m for m in those if m.name in quick or args.tier == "quick"]
-        # In random order: a run that is stopped is a fair sample.
-        random.Random(0).shuffle(those)
         args.sources = plant(sources, those)
         jobs = [(m.name, (i, tests_of(m, records))) for i, m in enumerate(those)]
         shares = [dict(jobs[k :: args.jobs]) for k in range(args.jobs)]

@@ -259,15 +259,11 @@ def _swapped(pair: ast.Tuple) -> _Changes:
             yield "residual", pair, f"({', '.join(other)})"
 
 
-def _callee(node: ast.AST) -> str:
-    match node:
-        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
-            return name
-    return ""
+def _callee(node: Any) -> str:
+    function = getattr(node, "func", None)
+    return getattr(function, "attr", getattr(function, "id", ""))
 
 
-def _is_sequence(node: ast.AST) -> bool:
-    is_string = isinstance(node, ast.Constant) and isinstance(node.value, str)
-    return is_string or isinstance(
-        node, ast.List | ast.Tuple | ast.Dict | ast.ListComp | ast.JoinedStr | ast.Starred
-    )
+def _is_sequence(node: Any) -> bool:
+    sequences = ast.List | ast.Tuple | ast.Dict | ast.ListComp | ast.JoinedStr | ast.Starred
+    return isinstance(node, sequences) or isinstance(getattr(node, "value", None), str)

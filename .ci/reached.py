@@ -42,24 +42,20 @@ class Reached:
         sys.modules["jax"].config.update("jax_enable_compilation_cache", False)
         import_as(lambda path: _Instrumented(path).source)
 
-    @pytest.hookimpl
     def pytest_runtest_logstart(self) -> None:
         sys.modules["jax"].clear_caches()
         self.keys.clear()
         self.began, self.passed = time.process_time(), True
 
-    @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.passed &= report.passed  # skipped and expected failures tell nothing
 
-    @pytest.hookimpl
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         seconds = round(time.process_time() - self.began, 3)
         numbers = {self.number.setdefault(key, len(self.number)) for key in self.keys}
         if self.passed:
             self.tests[nodeid] = seconds, sorted(numbers)
 
-    @pytest.hookimpl
     def pytest_sessionfinish(self) -> None:
         self.send({"statements": list(self.number), "tests": self.tests})
 
