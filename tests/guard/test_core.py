@@ -416,7 +416,8 @@ OPS = [
     lambda t: eqg.clip_gradient_norm(t, np.float32(0.7)),
     lambda t: eqg.normalize_gradient(t, eps=np.float32(0.7)),
     lambda t: eqg.on_backward(t, lambda ct: jax.tree.map(single, ct)),
-    lambda t: {"h": eqg.probe(t["h"], t["x"]), "x": eqg.replace_gradient(t["x"], t["h"])},
+    lambda t: eqg.probe(t, {"h": t["x"], "x": None}),
+    lambda t: {"h": t["h"], "x": eqg.replace_gradient(t["x"], t["h"])},
 ]
 
 
@@ -429,7 +430,8 @@ def at_event(h, x):
     grow, state = ft.partial(jax.tree.map, jnp.square), {"h": h, "x": x}
     gap = lambda t, state: jnp.sum(single(state["h"]) * state["x"]) - t
     t, state = eqg.event_time(gap, state, lambda _, state: grow(state), jnp.sum(single(h) * x))
-    return eqg.jump(None, state, lambda _, state: grow(state), t)
+    weak = eqg.jump(None, h[0], lambda t, _: 1.5, t)
+    return weak, eqg.jump(None, state, lambda _, state: grow(state), t)
 
 
 def online(h, x):

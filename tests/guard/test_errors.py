@@ -222,6 +222,7 @@ def singular(f, tags):
     return lambda: jax.grad(lambda a: jnp.sum(solve(a)))(X)
 
 
+SIZES = np.array([[1, 1e-6, 0], [1, 2e-6, 0], [0, 0, 1]], "float32")
 near = lambda k: lambda: jax.grad(eqg.implicit(lambda y, a: y - a)(lambda a: k * a))(2.0)
 
 
@@ -690,8 +691,8 @@ RIGHT = [
     lambda: solvers.PhantomAdjoint(1, tau=1.0), event(t=ONE, where=np.bool_(True)),
     grad(lambda t: eqg.event_time(lambda t, y: y[0], X, lambda t, y: -y, t)[0], np.float16(1)),
     event(lambda t, y: t), jump(f=lambda t, y: {"a": y["a"], "n": None}, y={"a": X, "n": 3}),
-    near(1.005), failing(9), types(host(), X), by_columns(3),
-    types(host(options={"out": 1.0}), X),
+    near(1.005), *(singular(lambda y, m=m: m @ y, ()) for m in (SIZES, SIZES.T)), failing(9),
+    types(host(), X), by_columns(3), types(host(options={"out": 1.0}), X),
     pulled(options={"finite_difference": "central", "step": (1e-3,)}),
     types(host(options={"out": Holder}), X),
     types(lambda x: host(options={"out": lambda x, **n: np.ones(n["n"])})(x, n=3), X),

@@ -133,6 +133,7 @@ SELECTIONS = [
     lambda x: jnp.einsum("bi,bj->jbi", _rows(x), _rows(x))[:, 1:],
     lambda x: jnp.einsum("ib,bji->bj", _rows(x).T, _matrices(x))[1:],
     lambda x: jnp.linalg.cholesky(_matrices(x))[1:], lambda x: _solve(_matrices(x))[1:],
+    lambda x: jnp.linalg.svd(_matrices(x))[0][1:],
     lambda x: jax.lax.cond(x[2] > 1, lambda x: jnp.where(x > 0.4, jnp.sqrt(x), 1), jnp.sin, x),
     jax.vmap(_cond), lambda x: [_cond(y) for y in x], _resets, jax.checkpoint(jax.jit(_resets)),
     lambda x: jax.lax.switch(jnp.argmax(x), [jnp.log, jnp.sqrt, lambda x: x * x[2]], x)[1:],
@@ -199,6 +200,19 @@ def test_zero_safe_keeps_what_is_taken(policy):
     gradient, (_, forward) = found(zeros)
     np.testing.assert_allclose(gradient, want, rtol=1e-6)
     np.testing.assert_allclose(forward, want, rtol=1e-6)
+
+
+def test_zero_safe_in_loops_that_end_at_other_steps():
+    """In forward mode: they have no other."""
+
+    def run(root, x):
+        step = lambda c: (c[0] + 1, jnp.where(c[1] > 0, root(c[1]), 2 + c[1]))
+        loop = lambda n, x: jax.lax.while_loop(lambda c: c[0] < n, step, (0, x))[1]
+        return jax.vmap(loop)(jnp.array([1, 3]), jnp.stack([x, 3 * x]))
+
+    got = jax.jvp(eqg.zero_safe(lambda x: run(jnp.sqrt, x)), (Z,), (T,))
+    kept = lambda x: run(lambda x: jnp.sqrt(jnp.where(x > 0, x, 1)), x)
+    assert_same(got, jax.jvp(kept, (Z,), (T,)))
 
 
 # Nothing can be singular here, as bounds of the operands tell.

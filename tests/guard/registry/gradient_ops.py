@@ -184,9 +184,11 @@ backward_op(
         edge(([3e200, -4e200], 0.5), [0.3, -0.4], [0.0, 0.0], -0.2),
     ],
 )
-entry("clip_gradient_norm: not finite", of_cotangent(lambda x: eqg.clip_gradient_norm(x, 0.5)),
-    X, plain=lambda ct: ct * 0.5 / norm_of(ct), orders=("value",), transforms=False,
-    nasty=[edge(([NAN, 2.0],), [NAN, 2.0]), edge(([INF, 2.0],), [INF, 2.0])])
+SHORT = [[NAN, 2.0], [INF, 2.0], [0.33, -0.44], [0.27, -0.36]]
+entry("clip_gradient_norm: not finite",
+    of_cotangent(lambda x: eqg.clip_gradient_norm(x, 0.5, axis=-1)), R,
+    plain=lambda ct: ct * 0.5 / norm_of(ct, -1), orders=("value",), transforms=False,
+    nasty=[edge((SHORT,), [*SHORT[:2], [0.3, -0.4], SHORT[3]])])
 backward_op("clip_gradient_norm: along an axis",
     lambda x, m: eqg.clip_gradient_norm(x, m, axis=-1), A(1.6),
     rule=lambda ct, m: on_leaves(lambda c: c * factor(norm_of(c, -1), m), ct), transforms=False)
