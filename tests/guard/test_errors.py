@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from eqx_grads import nn, safe, solvers, ste, surrogates, tangents
 
+from ..reports import record
+
 
 # As users run it: the checks of types would refuse some arguments first.
 pytestmark = pytest.mark.usefixtures("without_type_checks")
@@ -366,6 +368,7 @@ WRONG = [
     (jvp(elementwise(lambda y, x: x, lambda x: N)), "not return one array of floats"),
     (grad(elementwise(lambda y, x: (x, x))), "2 partial derivatives | @"),
     (grad(elementwise(lambda y, x: TWO)), "number 0 of `square` | @"),
+    (lambda: elementwise(3), "`derivative` of `elementwise`"),
     (grad(elementwise((None, lambda out, x, y: jax.lax.complex(y, y)), lambda x, y: x * y), X,
      X), "tangent to a real output"), (lambda: eqg.replace_gradient({"a": X}, [X]),
      "the surrogate is ["), (lambda: eqg.replace_gradient({"a": X}, {"a": X[:2]}),
@@ -638,6 +641,9 @@ RIGHT = [
     types(lambda t: jax.linear_transpose(tangent(lambda y, t: 2 * t, lambda x: 2 * x), X)(t),
      X), types(lambda x: forward(lambda p, t: p, reads_reference)({"a": x}), X),
     # shorthands, batching rules
+    lambda: jax.grad(forward(lambda p, t: (p[0], t[0]), lambda x: x if x > 0 else -x))(2.0),
+    grad(forward(lambda p, t, **options: (p[0], t[0]), keyword_only)),
+    grad(lambda x: eqg.replace_gradient(x, jax.lax.complex(x, x))),
     grad(eqg.custom_gradient(lambda x: [x, lambda ct: ct])),
     grad(elementwise([lambda y, x: np.float32(2)])), grad(elementwise(lambda y, x: X[:1])),
     grad(elementwise(lambda y, x: y, lambda x: x * 1j), X.astype("complex64")),
@@ -668,6 +674,9 @@ RIGHT = [
     grad(lambda h: eqg.filter_scan(lambda h, x: (2 * h, x), h, XS, online=True)[0], X), cond((X,
      "a", 1), (X + 1, "a", 1), np.int32(1)), recurrence(a=X, b=XS, h0=ONE), recurrence(a=ONE,
      b=X),
+    scan(lambda h, x: ((h[0], h[1] * h[0][0]), x), (X.astype("float16"), 1.0),
+     checkpoint="replay"), types(lambda h: eqg.filter_while_loop(lambda h: h[0] < 9, lambda h: (
+     h[0] * h[1][0], h[1]), (1.0, h), max_steps=9), X.astype("float16")),
     # gradient ops and tangents
     lambda: eqg.scale_gradient({"a": XS, "n": N}, X), lambda: eqg.scale_gradient(Z,
      np.complex64(1j)), lambda: eqg.clip_gradient(X, 1.0, 1.0),
@@ -732,6 +741,7 @@ def test_error(call, words):
     with pytest.raises((eqg.RuleError, AttributeError, TypeError, RuntimeError)) as info:
         call()
     text = "\n".join([str(info.value), *getattr(info.value, "__notes__", [])])
+    record(text.partition("\n----")[0])  # without a note of JAX
     missing = [word for word in words.split(" | ") if not _has(text, word)]
     assert not missing, f"{missing} not in\n{text}"
 
