@@ -112,6 +112,11 @@ def batched(rule):
     return types(jax.vmap(with_rules(forward(lambda p, t: (p[0] ** 2, t[0])), vmap=rule)), TWO)
 
 
+def of_batch(fn, by_rule):
+    f = forward(lambda p, t: (fn(*p), fn(*t)), fn)
+    return types(jax.vmap(with_rules(f, vmap=lambda size, flags, x: (by_rule(x), True))), TWO)
+
+
 def linear(rmatvec=lambda ct: ct, fn=lambda x: 2 * x, argnum=0):
     decorated = eqg.linear_function(named("double", fn), argnum=argnum)
     return with_rules(decorated, rmatvec=rmatvec)
@@ -201,6 +206,9 @@ clipped.defvjp(lambda h, b: (h, b), lambda b, ct: (jnp.clip(ct, -b, b), None))
 halved = jax.custom_vjp(lambda h: 1 * h)
 halved.defvjp(lambda h: (h, None), lambda _, ct: (eqg.scale_gradient(ct, 0.5),))
 MATRIX = lambda w, h, x: (SPIN @ h + w * x, None)
+# One of the two moves of the carry is its identity.
+MOVED = lambda h, k: jnp.concatenate([jnp.zeros(k, h.dtype), h])[1:4]
+SHIFTS = lambda w, h, x: (0.5 * MOVED(h, 1) + 0.4 * MOVED(h, 2) + w * x, None)
 PRINTS = lambda h, x: (jax.debug.print("{}", h[0]), (h, None))[1]
 HEAD = eqg.losses.linear_cross_entropy
 
@@ -225,6 +233,10 @@ def singular(f, tags):
 
 
 SIZES = np.array([[1, 1e-6, 0], [1, 2e-6, 0], [0, 0, 1]], "float32")
+PROGRESSION = np.arange(1, 10, dtype="float32").reshape(3, 3) / 10
+unfinished = eqg.implicit(lambda y, a: {"x": y["x"] ** 2 - a, "z": y["z"] - a})(
+    lambda a: {"x": 1.2 * jnp.sqrt(a), "z": a}
+)
 near = lambda k: lambda: jax.grad(eqg.implicit(lambda y, a: y - a)(lambda a: k * a))(2.0)
 
 
@@ -384,6 +396,11 @@ WRONG = [
     (batched(lambda size, flags, x: (x, True, x)), "`vmap` of `square` did not"),
     (batched(lambda size, flags, x: (x, (True, False))), "`vmap` of `square` did | @"),
     (batched(lambda size, flags, x: (jnp.sum(x, 1), True)), "without the batch axis | @"),
+    *((of_batch(*fns), words) for *fns, words in (
+        (lambda x: (x, "s"), lambda x: (x, "t"), "out[1]: `<lambda>` returns str ('s'), and"),
+        (lambda x: (x, x), lambda x: (x, None), "out[1]: `<lambda>` returns float32[3], and"),
+        (lambda x: (x, None), lambda x: (x, x), "out[1]: `<lambda>` returns None, and"),
+        (lambda x: Holder(x), lambda x: Holder(x, 4), "out.size: `<lambda>` returns 3, and"))),
     # the conventions of others
     (lambda: eqg.jax_custom_jvp(square, nondiff_args=0), "`jax_custom_jvp` has no option `n"),
     (lambda: eqg.jax_custom_jvp(square)(X), "@ | `@square.defjvp`"),
@@ -424,6 +441,7 @@ WRONG = [
      "can't replay these steps"), (scan(PRINTS, online=True), "These steps can't run in an"),
     (grad(lambda x: eqg.filter_scan(lambda h, x: (h * x[0], h), X, (x, XS), online=True), XS),
      "float32[4,3] of `xs`"), (grad_scan(MATRIX, online=True), "carry depends on other | @"),
+    (grad_scan(SHIFTS, online=True), "on other elements of carry"),
     (grad_scan(lambda w, h, x: (h + jnp.cumsum(w), None), online=True),
      "enters it by `cumsum` | @"), (grad_scan(lambda w, h, x: (clipped(h * w, 1), None),
      online=True), "the backward rule of | @"), (grad_scan(
@@ -492,7 +510,13 @@ WRONG = [
     (near(1.03), "more than 1 %"), (fixed(solver=3), "The `solver` of `fixed_point`"),
     *((singular(f, tags), "is singular at the solution to") for f, tags in (
       (lambda y: TWO[0] * jnp.sum(y), ()), (lambda y: TWO[0] * jnp.sum(y), lx.symmetric_tag),
-      (lambda y: X * y - y, ()))), (failing(1), "did not reach its"),
+      (lambda y: PROGRESSION @ y, ()), (lambda y: X * y - y, ()))),
+    (lambda: jax.vmap(jax.grad(lambda a: unfinished(a)["x"]))(X), "at residual['x']: | 1 %"),
+    *((solved(residual, lambda a: (a, X, 3)), words) for residual, words in (
+        (lambda y, a: (y[0] - a,), "at residual[1]: the solution is float32[3]"),
+        (lambda y, a: (y[0], jax.lax.complex(y[1], y[1]), y[2]), "the residual complex64[3]"),
+        (lambda y, a: [y[0] - a, y[1], 3], "the residual ["))),
+    (failing(1), "did not reach its"),
     (solved(lambda y, a: jnp.sum(y)), "Is this an objective? Give"),
     (solved(lambda y, a: y > a), "the residual None | @"), (fixed(lambda y: (y, y, y),
      has_aux=True), "`fn` did not return a | @"), (fixed(has_aux=True), "float32[3]"),
@@ -533,6 +557,8 @@ WRONG = [
     (lambda: host(lambda x: x[:2])(X), "returned float32[2]"),
     (lambda: host(lambda x: x * 1j)(X), "`host` returned a different dtype"),
     (pulled(bwd=lambda r, ct: ct), "`host` has 1: `args[0]`"),
+    (pulled(bwd=lambda r, ct: ({"a": ct},)), "a cotangent that does not have the struct"),
+    (pushed(lambda p, t: (p[0], p[0][:1])), "at the tangent of out: promised "),
     (pulled(bwd=lambda r, ct: (ct[:2],)), "`bwd` of `host` | float32[2]"),
     (pulled(bwd=lambda r, ct: (ct,), fwd=lambda x: x), "`fwd` of `host` did not"),
     (lambda: jax.vmap(host(lambda x: x / "x", options={"vmap_method": "expand_dims"}))(TWO),
@@ -741,7 +767,8 @@ def test_error(call, words):
     with pytest.raises((eqg.RuleError, AttributeError, TypeError, RuntimeError)) as info:
         call()
     text = "\n".join([str(info.value), *getattr(info.value, "__notes__", [])])
-    record(text.partition("\n----")[0])  # without a note of JAX
+    # Without the stack of an error at run time, and without a note of JAX.
+    record(text.partition("\n----")[0].rpartition("RuntimeError: ")[2])
     missing = [word for word in words.split(" | ") if not _has(text, word)]
     assert not missing, f"{missing} not in\n{text}"
 
