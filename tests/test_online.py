@@ -222,6 +222,6 @@ def test_symbolic_shapes():
         return jax.grad(lambda w: jnp.sum(run(w)[1]))(w)
 
     (n,) = jax.export.symbolic_shape("n")
-    types = jax.ShapeDtypeStruct((), XS.dtype), jax.ShapeDtypeStruct((4, n), XS.dtype)
+    types = jax.ShapeDtypeStruct((), XS.dtype), jax.ShapeDtypeStruct((4, 3, n), XS.dtype)
     with pytest.raises(eqg.RuleError, match="needs sizes that are known"):
         jax.export.export(jax.jit(gradient))(*types)

@@ -407,6 +407,15 @@ def test_each_kind_of_call_is_checked_once(name):
     assert len(calls) == 1
 
 
+def test_a_zero_is_allowed_for_each_argument():
+    """What the function may say of one argument, and not of another."""
+    f = eqg.custom_jvp(lambda x, y: x * eqg.nondifferentiable(y))
+    f.def_jvp(lambda primals, ts: (f(*primals), None))
+    assert jax.grad(f)(2.0, 3.0) == 0
+    with pytest.raises(eqg.RuleError, match="was differentiated"):
+        jax.grad(f, 1)(2.0, 3.0)
+
+
 # ---------------------------------------------------------------- two precisions in one call
 
 single = lambda x: x.astype("float32")
