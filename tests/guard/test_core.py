@@ -4,6 +4,7 @@ decorators, users' classes, what an eager loop compiles, carries, and named axes
 The references are NumPy, plain JAX, Python loops, and JAX's and Equinox's own decorators.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools as ft
@@ -399,12 +400,10 @@ def test_each_kind_of_call_is_checked_once(name):
         jax.jvp(of_one, args[i : i + 1], args[i : i + 1])
         calls.append(name)
 
-    if name == "as before":
+    is_known, error = name == "as before", pytest.raises(eqg.RuleError, match="to the power 2")
+    with contextlib.nullcontext() if is_known else error:
         CALLS[name](push)
-        return
-    with pytest.raises(eqg.RuleError, match="to the power 2"):
-        CALLS[name](push)
-    assert len(calls) == 1
+    assert len(calls) == 1 + is_known
 
 
 def test_a_zero_is_allowed_for_each_argument():
@@ -456,8 +455,6 @@ MIXED = {
     "linear_recurrence": lambda h, x: (
         eqg.linear_recurrence(h, x, x[0]),
         eqg.linear_recurrence(x, h, h[0], method="associative"),
-    ), "gated_delta_rule": lambda h, x: eqg.gated_delta_rule(
-        x[:, None], h[:, None], x[:, None], h, -x, state=h[:1, None], scale=x[0]
     ), "selective_scan": lambda h, x: eqg.selective_scan(
         h[:, None], x[:, None], -x[:1, None], h[:, None], h[:, None]
     ),

@@ -161,6 +161,15 @@ def calls_itself_compiled():
     return grad(jax.tree.map(lambda x: x + 1, f))()
 
 
+STALE = SimpleNamespace()
+
+
+def stale():
+    """A value of an earlier trace, where the library does not look for it."""
+    jax.make_jaxpr(lambda a: setattr(STALE, "value", a))(ONE)
+    types(tangent(lambda y, t: t, lambda x: x * STALE.value), X)()
+
+
 closes_over = lambda a: tangent(lambda y, t: t, lambda x: x * a)(X)
 holds = lambda kept, get: types(lambda a: grad(tangent(lambda y, t: t, get(kept(a))))(), ONE)
 reads_reference = named("reads_reference", lambda refs: refs["a"][...] * 2)
@@ -393,6 +402,7 @@ WRONG = [
     (lambda: eqg.linear_function(square, argnum=-1), "`argnum` of | it is -1"),
     (lambda: eqg.linear_function(lambda self, x: self * x), "method, and | @ | `argnum=1`"),
     (batched(lambda size, flags, x: x), "float32[2,3] | @"),
+    (stale, "no longer valid"),
     (batched(lambda size, flags, x: (x, True, x)), "`vmap` of `square` did not"),
     (batched(lambda size, flags, x: (x, (True, False))), "`vmap` of `square` did | @"),
     (batched(lambda size, flags, x: (jnp.sum(x, 1), True)), "without the batch axis | @"),
@@ -433,6 +443,7 @@ WRONG = [
      "it was float32[3], and is int"), (returns(lambda h: ("no", h[1]), (X, X)),
      "at carry[0]: | str ('no')"), (scan(xs={"a": XS, "b": ONE}), "`xs['b']` is float32[]"),
     (returns(lambda h: (h[0], line(1, 3)), (X, line(1, 2))), "at carry[1]"),
+    (cond([X] * 6, [ONE] * 6), "at out[4]: `one` returns float32[3], and `other` float32[]"),
     (cond({"a": X}, {"a": "no"}), "float32[3], and `other` str ('no')"),
     (scan(xs={"a": XS, "b": XS[:3]}), "`xs['b']` is float32[3,3]"), (scan(xs=None),
      "takes `length=`"), (scan(online=True, checkpoint=2), "is 2, `truncate` is None"),
