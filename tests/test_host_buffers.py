@@ -239,11 +239,12 @@ def test_residuals_of_other_types_with_the_same_bytes():
     args = 1.0, jnp.array([1.0, 2.0]), 3.0, jnp.array([2.0, 3.0])
     of = lambda product: jax.jit(jax.grad(lambda *args: loss(product, *args), (0, 1, 2, 3)))
     assert_close(of(f)(*args), of(jnp.multiply)(*args))
-    factor = lambda n: 2.0 + (n.dtype.kind == "i")
+    factor = lambda n: 2.0 + (n.dtype.kind == "i") + 2 * n.ndim
     g = eqg.host_function(lambda x, n: x * factor(n), out=lambda x, n: x)
     g.def_fwd(lambda x, n: (x * factor(n), factor(n)))
     g.def_bwd(lambda residuals, ct: (ct * residuals, None))
-    assert [jax.grad(g)(1.0, jnp.zeros((), t)) for t in ("float32", "int32")] == [2, 3]
+    zeros = jnp.zeros(()), jnp.zeros((), int), jnp.zeros((), "int32"), jnp.zeros(1)
+    assert [jax.grad(g)(1.0, n) for n in zeros] == [2, 3, 3, 4]
 
 
 # ---------------------------------------------------------------- threads

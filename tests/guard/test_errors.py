@@ -161,13 +161,10 @@ def calls_itself_compiled():
     return grad(jax.tree.map(lambda x: x + 1, f))()
 
 
-STALE = SimpleNamespace()
-
-
 def stale():
     """A value of an earlier trace, where the library does not look for it."""
-    jax.make_jaxpr(lambda a: setattr(STALE, "value", a))(ONE)
-    types(tangent(lambda y, t: t, lambda x: x * STALE.value), X)()
+    jax.make_jaxpr(lambda a: setattr(stale, "value", a))(ONE)
+    types(tangent(lambda y, t: t, lambda x: x * stale.value), X)()
 
 
 closes_over = lambda a: tangent(lambda y, t: t, lambda x: x * a)(X)
