@@ -1,5 +1,5 @@
 """What users read. The reports and the errors of each quick or thorough test are compared with
-those in `reports.json`, so a test need not repeat them.
+those in `reports.json`, so a test need not repeat them. So is what a test gives to `record`.
 
 Numbers may differ by a tenth. The lines of places are left out, as reports have the code too.
 To accept new texts: `make test JOBS=0 MARK=quick,thorough ARGS=--record-reports TESTS=...`.
@@ -28,15 +28,20 @@ NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]\d+)?")
 _made: list[str] = []
 
 
+def record(text: str) -> None:
+    """A text of this test is compared too."""
+    _made.append(text)
+
+
 def _recorded(function):
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         try:
             result = function(*args, **kwargs)
         except Exception as error:
-            _made.append(f"{function.__name__}: {type(error).__name__}: {error}")
+            record(f"{function.__name__}: {type(error).__name__}: {error}")
             raise
-        _made.append(f"{function.__name__}: {result}")
+        record(f"{function.__name__}: {result}")
         return result
 
     return recorded
@@ -58,7 +63,7 @@ def _versions() -> str:
 
 
 def _plain(text: str) -> list[str]:
-    text = text.replace(f"{ROOT}/", "").replace(sys.prefix, "")
+    text = re.sub("0x[0-9a-f]+", "0x", text.replace(f"{ROOT}/", "").replace(sys.prefix, ""))
     text = re.sub(r"(\.py:|\.py\", line )\d+", r"\1*", text)
     lines = (" ".join(re.sub("--+", "--", line).split()) for line in text.splitlines())
     return list(filter(None, lines))

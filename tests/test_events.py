@@ -363,28 +363,6 @@ def test_a_state_in_single_and_a_time_in_double_precision(float64):
         assert way(fn)(jnp.array(1.0, "float32")) == -0.5
 
 
-# ---------------------------------------------------------------- errors
-
-
-def is_low(t, y):
-    return y[0] < 0
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"condition": is_low}, r"`is_low`, the `condition` of `event_time`.*\n.*bool\[\]"),
-        ({"condition": lambda t, y: None}, r"(?s)the `condition`.*None\n.*below zero"),
-        ({"where": jnp.ones(2, "float32")}, r"`where` of `event_time` is not one boolean"),
-    ],
-)
-def test_errors(options, text):
-    options = {"condition": lambda t, y: y[0], "f": lambda t, y: y, "t": 1.0} | options
-    fn = lambda x: eqg.event_time(y=x * jnp.ones(2), **options)[0]
-    with pytest.raises(eqg.RuleError, match=text):
-        jax.grad(fn)(1.0)
-
-
 # ---------------------------------------------------------------- cost
 
 

@@ -210,42 +210,6 @@ def test_batched_configuration_and_closures():
 # ---------------------------------------------------------------- a decorated function
 
 
-@jax.tree_util.register_pytree_node_class
-class Tagged:
-    def __init__(self, x, tag):
-        self.x, self.tag = x, tag
-
-    def tree_flatten(self):
-        return (self.x,), self.tag
-
-    @classmethod
-    def tree_unflatten(cls, tag, children):
-        return cls(*children, tag)
-
-
-OTHER_OUTPUTS = [  # what the function returns, what the batching rule returns, and the lines
-    (lambda x: (x, "s"), lambda x: (x, "t"), ["out[1]: `f` returns str ('s'), and"]),
-    (lambda x: (x, x), lambda x: (x, None), ["out[1]: `f` returns float32[], and"]),
-    (lambda x: (x, None), lambda x: (x, x), ["out[1]: `f` returns None, and"]),
-    (lambda x: Tagged(x, "s"), lambda x: Tagged(x, "t"), ["(Tagged[s], [*])), and"]),
-]
-
-
-@pytest.mark.parametrize(("returned", "by_rule", "lines"), OTHER_OUTPUTS)
-def test_an_error_lists_only_the_outputs_that_differ(returned, by_rule, lines):
-    @eqg.custom_jvp
-    def f(x):
-        return returned(x)
-
-    f.def_jvp(lambda primals, tangents: (f(*primals), f(*tangents)))
-    f.def_vmap(lambda size, batched, x: (by_rule(x), True))
-    with pytest.raises(eqg.RuleError, match="batching rule") as error:
-        jax.vmap(f)(jnp.ones(2, jnp.float32))
-    found = re.findall(r"^  at (.*)$", str(error.value), re.MULTILINE)
-    assert len(found) == len(lines)
-    assert all(line in at for line, at in zip(lines, found, strict=True))
-
-
 def test_effects_happen_once(capfd):
     f = eqg.custom_jvp(lambda x: (jax.debug.print("seen {}", x), jnp.sin(x))[1])
     f.def_jvp(lambda p, t: (f(*p), jnp.cos(p[0]) * t[0]))
@@ -363,12 +327,7 @@ def test_a_compiled_function_in_a_rule_is_not_traced_for_a_copy():
 
 
 def test_elementwise():
-    """Dtypes, numbers as partial derivatives, and NumPy."""
-    mixed = eqg.elementwise(
-        lambda x, y: x.astype("float32") * y, lambda out, x, y: (y, x.astype("float32"))
-    )
-    grads = jax.grad(mixed, (0, 1))(jnp.array(2.0, "bfloat16"), jnp.array(3.0, "float32"))
-    assert [g.dtype for g in grads] == ["bfloat16", "float32"]
+    """Numbers as partial derivatives, and NumPy."""
     assert jax.grad(eqg.elementwise(jnp.abs, lambda out, x: 3))(1.0) == 3.0
     f = eqg.elementwise(np.sin, lambda out, x: jnp.cos(x))  # eagerly, and in its derivative
     assert_close(jax.grad(f)(1.0), jnp.cos(1.0))

@@ -242,11 +242,12 @@ def test_solution_that_is_sharded(residual, fn, n):
 
 
 def test_large_coupled_equation_that_is_sharded():
-    solve = eqg.implicit(lambda y, a: y + jnp.mean(y) - a, tolerance=None)(lambda a: a)
+    coupled = lambda y, a: (y[0] + jnp.mean(y[0]) - a, y[1] - 1.0)
+    solve = eqg.implicit(coupled, tolerance=None)(lambda a: (a, 1.0))
     with jax.set_mesh(EXPLICIT):
         a = jax.device_put(jnp.linspace(1.0, 2.0, 320), NamedSharding(EXPLICIT, Spec("i")))
         with pytest.raises(eqg.RuleError, match=r"use `jax\.sharding\.auto_axes` for explicit"):
-            jax.grad(lambda a: jnp.sum(solve(a)))(a)
+            jax.grad(lambda a: jnp.sum(solve(a)[0]))(a)
 
 
 def test_cotangents_that_are_sharded_otherwise_than_their_values():

@@ -4,6 +4,7 @@ decorators, users' classes, what an eager loop compiles, carries, and named axes
 The references are NumPy, plain JAX, Python loops, and JAX's and Equinox's own decorators.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools as ft
@@ -359,6 +360,124 @@ def test_an_eager_loop_is_compiled_once():
     assert eqg.filter_cond(True, first, second, [3.0, 2.0]) == 9.0
     # A function that the step makes can not be part of a compiled program.
     assert eqg.filter_scan(lambda h, x: (h, lambda: 3), T[0], T)[1]() == 3
+
+
+# ---------------------------------------------------------------- a check of each kind of call
+
+
+class Name(str):
+    """Equal to a string, and of another type."""
+
+
+# What `push` perturbs, and its arguments: in the first call, and in the second.
+CALLS = {
+    "as before": lambda push: (push(0, F, "a"), push(0, F, "a")),
+    "shape": lambda push: (push(0, F), push(0, F[:1])),
+    "dtype": lambda push: (push(0, F), push(0, F.astype("float16"))),
+    "weak dtype": lambda push: (push(0, jnp.float32(2)), push(0, 2.0)),
+    "what is perturbed": lambda push: (push(0, F, G), push(1, F, G)),
+    "structure": lambda push: (push(0, F, {"a": G}), push(0, F, {"b": G})),
+    "keyword": lambda push: (push(0, F, a=G), push(0, F, b=G)),
+    "static argument": lambda push: (push(0, F, "a"), push(0, F, "b")),
+    "static keyword": lambda push: (push(0, F, a="a"), push(0, F, a="b")),
+    "type": lambda push: (push(0, F, "a"), push(0, F, Name("a"))),
+    "place": lambda push: (push(0, F, "a", G), push(0, F, G, "a")),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_kind_of_call_is_checked_once(name):
+    """A rule that is linear in the first call only."""
+    calls = []
+    f = eqg.custom_jvp(lambda x, *args, **kwargs: 2 * x)
+
+    @f.def_jvp(symbolic_zeros=True)
+    def rule(primals, ts, **kwargs):
+        return f(*primals, **kwargs), 2 * jax.tree.leaves(ts)[0] ** (1 + len(calls))
+
+    def push(i, *args, **kwargs):
+        of_one = lambda x: f(*args[:i], x, *args[i + 1 :], **kwargs)
+        jax.jvp(of_one, args[i : i + 1], args[i : i + 1])
+        calls.append(name)
+
+    is_known, error = name == "as before", pytest.raises(eqg.RuleError, match="to the power 2")
+    with contextlib.nullcontext() if is_known else error:
+        CALLS[name](push)
+    assert len(calls) == 1 + is_known
+
+
+def test_a_zero_is_allowed_for_each_argument():
+    """What the function may say of one argument, and not of another."""
+    f = eqg.custom_jvp(lambda x, y: x * eqg.nondifferentiable(y))
+    f.def_jvp(lambda primals, ts: (f(*primals), None))
+    assert jax.grad(f)(2.0, 3.0) == 0
+    with pytest.raises(eqg.RuleError, match="was differentiated"):
+        jax.grad(f, 1)(2.0, 3.0)
+
+
+# ---------------------------------------------------------------- two precisions in one call
+
+single = lambda x: x.astype("float32")
+product = eqg.elementwise(lambda h, x: single(h) * x, lambda out, h, x: (x, h))
+OPS = [
+    lambda t: eqg.clip_gradient(t, np.float32(-1), array(0.5, 0.75)),
+    lambda t: eqg.clip_gradient_norm(t, np.float32(0.7)),
+    lambda t: eqg.normalize_gradient(t, eps=np.float32(0.7)),
+    lambda t: eqg.on_backward(t, lambda ct: jax.tree.map(single, ct)),
+    lambda t: eqg.probe(t, {"h": t["x"], "x": None}),
+    lambda t: {"h": t["h"], "x": eqg.replace_gradient(t["x"], t["h"])},
+]
+
+
+def of_cotangents(h, x):
+    pulls = [jax.vjp(op, {"h": h, "x": x})[1] for op in OPS]
+    return [pull({"h": 2 * h, "x": 3 * x}) for pull in pulls]
+
+
+def at_event(h, x):
+    grow, state = ft.partial(jax.tree.map, jnp.square), {"h": h, "x": x}
+    gap = lambda t, state: jnp.sum(single(state["h"]) * state["x"]) - t
+    t, state = eqg.event_time(gap, state, lambda _, state: grow(state), jnp.sum(single(h) * x))
+    weak = eqg.jump(None, h[0], lambda t, _: 1.5, t)
+    return weak, eqg.jump(None, state, lambda _, state: grow(state), t)
+
+
+def online(h, x):
+    def step(carry, _):
+        other = product(h, jnp.sin(carry[1])) + single(carry[0])
+        return (carry[0] * h + carry[1].astype(h.dtype), other), carry[1]
+
+    return eqg.filter_scan(step, (h, x), jnp.ones(3), online=True)
+
+
+MIXED = {
+    "gradient ops": of_cotangents, "online": online, "event": at_event,
+    "linear_recurrence": lambda h, x: (
+        eqg.linear_recurrence(h, x, x[0]),
+        eqg.linear_recurrence(x, h, h[0], method="associative"),
+    ), "selective_scan": lambda h, x: eqg.selective_scan(
+        h[:, None], x[:, None], -x[:1, None], h[:, None], h[:, None]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_two_precisions_in_one_call(name):
+    """As in single precision, and each cotangent has the dtype of its argument."""
+
+    def derivatives(h, x):
+        floats = lambda *args: list(
+            filter(eqx.is_inexact_array, jax.tree.leaves(MIXED[name](*args)))
+        )
+        outs, pull = jax.vjp(floats, h, x)
+        return pull(list(map(jnp.cos, outs))), outs
+
+    h, x = jnp.array([0.5, -0.25], "bfloat16"), jnp.array([0.75, 1.25])
+    run = jax.jit(lambda h, x: (derivatives(h, x), derivatives(single(h), x)))
+    got, want = run(h, x)
+    assert [ct.dtype for ct in got[0]] == ["bfloat16", "float32"]
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(single(a), b, rtol=0.04, atol=0.04 * np.max(np.abs(b)))
 
 
 # ---------------------------------------------------------------- named axes

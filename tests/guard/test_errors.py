@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from eqx_grads import nn, safe, solvers, ste, surrogates, tangents
 
+from ..reports import record
+
 
 # As users run it: the checks of types would refuse some arguments first.
 pytestmark = pytest.mark.usefixtures("without_type_checks")
@@ -110,6 +112,11 @@ def batched(rule):
     return types(jax.vmap(with_rules(forward(lambda p, t: (p[0] ** 2, t[0])), vmap=rule)), TWO)
 
 
+def of_batch(fn, by_rule):
+    f = forward(lambda p, t: (fn(*p), fn(*t)), fn)
+    return types(jax.vmap(with_rules(f, vmap=lambda size, flags, x: (by_rule(x), True))), TWO)
+
+
 def linear(rmatvec=lambda ct: ct, fn=lambda x: 2 * x, argnum=0):
     decorated = eqg.linear_function(named("double", fn), argnum=argnum)
     return with_rules(decorated, rmatvec=rmatvec)
@@ -152,6 +159,12 @@ def calls_itself_compiled():
     inner = jax.jit(lambda x: f(x))
     f.def_jvp(lambda p, t: (inner(*p), 3 * t[0]))
     return grad(jax.tree.map(lambda x: x + 1, f))()
+
+
+def stale():
+    """A value of an earlier trace, where the library does not look for it."""
+    jax.make_jaxpr(lambda a: setattr(stale, "value", a))(ONE)
+    types(tangent(lambda y, t: t, lambda x: x * stale.value), X)()
 
 
 closes_over = lambda a: tangent(lambda y, t: t, lambda x: x * a)(X)
@@ -199,6 +212,9 @@ clipped.defvjp(lambda h, b: (h, b), lambda b, ct: (jnp.clip(ct, -b, b), None))
 halved = jax.custom_vjp(lambda h: 1 * h)
 halved.defvjp(lambda h: (h, None), lambda _, ct: (eqg.scale_gradient(ct, 0.5),))
 MATRIX = lambda w, h, x: (SPIN @ h + w * x, None)
+# One of the two moves of the carry is its identity.
+MOVED = lambda h, k: jnp.concatenate([jnp.zeros(k, h.dtype), h])[1:4]
+SHIFTS = lambda w, h, x: (0.5 * MOVED(h, 1) + 0.4 * MOVED(h, 2) + w * x, None)
 PRINTS = lambda h, x: (jax.debug.print("{}", h[0]), (h, None))[1]
 HEAD = eqg.losses.linear_cross_entropy
 
@@ -222,6 +238,11 @@ def singular(f, tags):
     return lambda: jax.grad(lambda a: jnp.sum(solve(a)))(X)
 
 
+SIZES = np.array([[1, 1e-6, 0], [1, 2e-6, 0], [0, 0, 1]], "float32")
+PROGRESSION = np.arange(1, 10, dtype="float32").reshape(3, 3) / 10
+unfinished = eqg.implicit(lambda y, a: {"x": y["x"] ** 2 - a, "z": y["z"] - a})(
+    lambda a: {"x": 1.2 * jnp.sqrt(a), "z": a}
+)
 near = lambda k: lambda: jax.grad(eqg.implicit(lambda y, a: y - a)(lambda a: k * a))(2.0)
 
 
@@ -365,6 +386,7 @@ WRONG = [
     (jvp(elementwise(lambda y, x: x, lambda x: N)), "not return one array of floats"),
     (grad(elementwise(lambda y, x: (x, x))), "2 partial derivatives | @"),
     (grad(elementwise(lambda y, x: TWO)), "number 0 of `square` | @"),
+    (lambda: elementwise(3), "`derivative` of `elementwise`"),
     (grad(elementwise((None, lambda out, x, y: jax.lax.complex(y, y)), lambda x, y: x * y), X,
      X), "tangent to a real output"), (lambda: eqg.replace_gradient({"a": X}, [X]),
      "the surrogate is ["), (lambda: eqg.replace_gradient({"a": X}, {"a": X[:2]}),
@@ -377,9 +399,15 @@ WRONG = [
     (lambda: eqg.linear_function(square, argnum=-1), "`argnum` of | it is -1"),
     (lambda: eqg.linear_function(lambda self, x: self * x), "method, and | @ | `argnum=1`"),
     (batched(lambda size, flags, x: x), "float32[2,3] | @"),
+    (stale, "no longer valid"),
     (batched(lambda size, flags, x: (x, True, x)), "`vmap` of `square` did not"),
     (batched(lambda size, flags, x: (x, (True, False))), "`vmap` of `square` did | @"),
     (batched(lambda size, flags, x: (jnp.sum(x, 1), True)), "without the batch axis | @"),
+    *((of_batch(*fns), words) for *fns, words in (
+        (lambda x: (x, "s"), lambda x: (x, "t"), "out[1]: `<lambda>` returns str ('s'), and"),
+        (lambda x: (x, x), lambda x: (x, None), "out[1]: `<lambda>` returns float32[3], and"),
+        (lambda x: (x, None), lambda x: (x, x), "out[1]: `<lambda>` returns None, and"),
+        (lambda x: Holder(x), lambda x: Holder(x, 4), "out.size: `<lambda>` returns 3, and"))),
     # the conventions of others
     (lambda: eqg.jax_custom_jvp(square, nondiff_args=0), "`jax_custom_jvp` has no option `n"),
     (lambda: eqg.jax_custom_jvp(square)(X), "@ | `@square.defjvp`"),
@@ -412,6 +440,7 @@ WRONG = [
      "it was float32[3], and is int"), (returns(lambda h: ("no", h[1]), (X, X)),
      "at carry[0]: | str ('no')"), (scan(xs={"a": XS, "b": ONE}), "`xs['b']` is float32[]"),
     (returns(lambda h: (h[0], line(1, 3)), (X, line(1, 2))), "at carry[1]"),
+    (cond([X] * 6, [ONE] * 6), "at out[4]: `one` returns float32[3], and `other` float32[]"),
     (cond({"a": X}, {"a": "no"}), "float32[3], and `other` str ('no')"),
     (scan(xs={"a": XS, "b": XS[:3]}), "`xs['b']` is float32[3,3]"), (scan(xs=None),
      "takes `length=`"), (scan(online=True, checkpoint=2), "is 2, `truncate` is None"),
@@ -420,6 +449,7 @@ WRONG = [
      "can't replay these steps"), (scan(PRINTS, online=True), "These steps can't run in an"),
     (grad(lambda x: eqg.filter_scan(lambda h, x: (h * x[0], h), X, (x, XS), online=True), XS),
      "float32[4,3] of `xs`"), (grad_scan(MATRIX, online=True), "carry depends on other | @"),
+    (grad_scan(SHIFTS, online=True), "on other elements of carry"),
     (grad_scan(lambda w, h, x: (h + jnp.cumsum(w), None), online=True),
      "enters it by `cumsum` | @"), (grad_scan(lambda w, h, x: (clipped(h * w, 1), None),
      online=True), "the backward rule of | @"), (grad_scan(
@@ -488,7 +518,13 @@ WRONG = [
     (near(1.03), "more than 1 %"), (fixed(solver=3), "The `solver` of `fixed_point`"),
     *((singular(f, tags), "is singular at the solution to") for f, tags in (
       (lambda y: TWO[0] * jnp.sum(y), ()), (lambda y: TWO[0] * jnp.sum(y), lx.symmetric_tag),
-      (lambda y: X * y - y, ()))), (failing(1), "did not reach its"),
+      (lambda y: X * y - y, ()), (lambda y: PROGRESSION @ y, ()))),
+    (lambda: jax.vmap(jax.grad(lambda a: unfinished(a)["x"]))(X), "at residual['x']: | 1 %"),
+    *((solved(residual, lambda a: (a, X, 3)), words) for residual, words in (
+        (lambda y, a: (y[0] - a,), "at residual[1]: the solution is float32[3]"),
+        (lambda y, a: (y[0], jax.lax.complex(y[1], y[1]), y[2]), "the residual complex64[3]"),
+        (lambda y, a: [y[0] - a, y[1], 3], "the residual ["))),
+    (failing(1), "did not reach its"),
     (solved(lambda y, a: jnp.sum(y)), "Is this an objective? Give"),
     (solved(lambda y, a: y > a), "the residual None | @"), (fixed(lambda y: (y, y, y),
      has_aux=True), "`fn` did not return a | @"), (fixed(has_aux=True), "float32[3]"),
@@ -500,7 +536,8 @@ WRONG = [
     (lambda: solvers.Anderson(1e-3, 1e-3, history=0), "it is 0"), (event(t=X),
      "`t` of `event_time` is not one real"),
     (event(where=X > 0), "`where` of `event_time` is not"),
-    (event(lambda t, y: y), "float32[3] | @"),
+    (event(lambda t, y: y), "float32[3] | @"), (event(lambda t, y: y[0] < 0), "bool[] | @"),
+    (event(lambda t, y: None), "None | below zero"),
     (event(lambda t, y: jnp.float32(1)), "`height`, the `condition` | @"),
     (event(f=lambda t, y: y[:2]), "derivative is float32[2] | @"),
     (jump(f=lambda t, y: {"a": y}), "`field`, the `f` of `jump`,"),
@@ -529,6 +566,8 @@ WRONG = [
     (lambda: host(lambda x: x[:2])(X), "returned float32[2]"),
     (lambda: host(lambda x: x * 1j)(X), "`host` returned a different dtype"),
     (pulled(bwd=lambda r, ct: ct), "`host` has 1: `args[0]`"),
+    (pulled(bwd=lambda r, ct: ({"a": ct},)), "a cotangent that does not have the struct"),
+    (pushed(lambda p, t: (p[0], p[0][:1])), "at the tangent of out: promised "),
     (pulled(bwd=lambda r, ct: (ct[:2],)), "`bwd` of `host` | float32[2]"),
     (pulled(bwd=lambda r, ct: (ct,), fwd=lambda x: x), "`fwd` of `host` did not"),
     (lambda: jax.vmap(host(lambda x: x / "x", options={"vmap_method": "expand_dims"}))(TWO),
@@ -690,8 +729,8 @@ RIGHT = [
     lambda: solvers.PhantomAdjoint(1, tau=1.0), event(t=ONE, where=np.bool_(True)),
     grad(lambda t: eqg.event_time(lambda t, y: y[0], X, lambda t, y: -y, t)[0], np.float16(1)),
     event(lambda t, y: t), jump(f=lambda t, y: {"a": y["a"], "n": None}, y={"a": X, "n": 3}),
-    near(1.005), failing(9), types(host(), X), by_columns(3),
-    types(host(options={"out": 1.0}), X),
+    near(1.005), failing(9),
+    types(host(), X), by_columns(3), types(host(options={"out": 1.0}), X),
     pulled(options={"finite_difference": "central", "step": (1e-3,)}),
     types(host(options={"out": Holder}), X),
     types(lambda x: host(options={"out": lambda x, **n: np.ones(n["n"])})(x, n=3), X),
@@ -718,6 +757,14 @@ RIGHT = [
      5), axis=-2), XS[:3]), lambda: nn.FSQ((3, 5), axis=-2).decode(N),
     run(layer("VectorQuantizer", 5, 3, decay=0.0), XS), model({eqx.nn.Linear: (None,
      nn.LSQ(4, scale=1.0))}), model([(eqx.nn.Linear, nn.LSQ(4))]),
+    # whatever the dtypes, the keywords and the sizes
+    lambda: jax.grad(forward(lambda p, t: (p[0], t[0]), lambda x: x if x > 0 else -x))(2.0),
+    grad(forward(lambda p, t, **options: (p[0], t[0]), keyword_only)),
+    grad(lambda x: eqg.replace_gradient(x, jax.lax.complex(x, x))),
+    scan(lambda h, x: ((h[0], h[1] * h[0][0]), x), (X.astype("float16"), 1.0),
+     checkpoint="replay"), types(lambda h: eqg.filter_while_loop(lambda h: h[0] < 9, lambda h: (
+     h[0] * h[1][0], h[1]), (1.0, h), max_steps=9), X.astype("float16")),
+    *(singular(lambda y, m=m: m @ y, ()) for m in (SIZES, SIZES.T)),
 ]
 # fmt: on
 
@@ -731,6 +778,8 @@ def test_error(call, words):
     with pytest.raises((eqg.RuleError, AttributeError, TypeError, RuntimeError)) as info:
         call()
     text = "\n".join([str(info.value), *getattr(info.value, "__notes__", [])])
+    # Without the stack of an error at run time, and without a note of JAX.
+    record(text.partition("\n----")[0].rpartition("RuntimeError: ")[2])
     missing = [word for word in words.split(" | ") if not _has(text, word)]
     assert not missing, f"{missing} not in\n{text}"
 

@@ -89,6 +89,12 @@ root_of_ours = eqg.custom_jvp(jnp.sqrt)
 root_of_ours.def_jvp(lambda x, t: (jnp.sqrt(*x), 0.5 * t[0] / jnp.sqrt(*x)))
 
 
+# Of its two cotangents, one is at another place.
+shifted = eqg.custom_vjp(lambda x, y: x + jnp.roll(y, -1))
+shifted.def_fwd(lambda x, y: (shifted(x, y), None))
+shifted.def_bwd(lambda _, ct: (ct, jnp.roll(ct, 1)))
+
+
 def _resets(x):
     def step(h, inputs):
         x, reset = inputs
@@ -133,6 +139,7 @@ SELECTIONS = [
     lambda x: jnp.einsum("bi,bj->jbi", _rows(x), _rows(x))[:, 1:],
     lambda x: jnp.einsum("ib,bji->bj", _rows(x).T, _matrices(x))[1:],
     lambda x: jnp.linalg.cholesky(_matrices(x))[1:], lambda x: _solve(_matrices(x))[1:],
+    lambda x: jnp.linalg.svd(_matrices(x))[0][1:],
     lambda x: jax.lax.cond(x[2] > 1, lambda x: jnp.where(x > 0.4, jnp.sqrt(x), 1), jnp.sin, x),
     jax.vmap(_cond), lambda x: [_cond(y) for y in x], _resets, jax.checkpoint(jax.jit(_resets)),
     lambda x: jax.lax.switch(jnp.argmax(x), [jnp.log, jnp.sqrt, lambda x: x * x[2]], x)[1:],
@@ -140,6 +147,7 @@ SELECTIONS = [
                            jnp.array(1.0), jnp.array([1, 2, 1]), reverse=True),
     lambda x: jax.lax.fori_loop(0, 2, lambda _, h: jnp.sqrt(h), x)[1:],
     lambda x: root_of_ours(x)[1:], lambda x: jnp.where(x > 0.4, jax.jit(root)(x), 1.0),
+    lambda x: shifted(x, jnp.log(x + 0.5))[1:2],
     lambda x: jnp.real(jnp.fft.ifft(jnp.fft.fft(jnp.sqrt(x[1:])))),
     lambda x: jax.lax.reduce_window(jnp.sqrt(x), -jnp.inf, jax.lax.max, (2,), (1,), "valid"),
 ]  # fmt: skip
@@ -199,6 +207,19 @@ def test_zero_safe_keeps_what_is_taken(policy):
     gradient, (_, forward) = found(zeros)
     np.testing.assert_allclose(gradient, want, rtol=1e-6)
     np.testing.assert_allclose(forward, want, rtol=1e-6)
+
+
+def test_zero_safe_in_loops_that_end_at_other_steps():
+    """In forward mode: they have no other."""
+
+    def run(root, x):
+        step = lambda c: (c[0] + 1, jnp.where(c[1] > 0, root(c[1]), 2 + c[1]))
+        loop = lambda n, x: jax.lax.while_loop(lambda c: c[0] < n, step, (0, x))[1]
+        return jax.vmap(loop)(jnp.array([1, 3]), jnp.stack([x, 3 * x]))
+
+    got = jax.jvp(eqg.zero_safe(lambda x: run(jnp.sqrt, x)), (Z,), (T,))
+    kept = lambda x: run(lambda x: jnp.sqrt(jnp.where(x > 0, x, 1)), x)
+    assert_same(got, jax.jvp(kept, (Z,), (T,)))
 
 
 # Nothing can be singular here, as bounds of the operands tell.

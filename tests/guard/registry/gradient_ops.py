@@ -184,9 +184,11 @@ backward_op(
         edge(([3e200, -4e200], 0.5), [0.3, -0.4], [0.0, 0.0], -0.2),
     ],
 )
-entry("clip_gradient_norm: not finite", of_cotangent(lambda x: eqg.clip_gradient_norm(x, 0.5)),
-    X, plain=lambda ct: ct * 0.5 / norm_of(ct), orders=("value",), transforms=False,
-    nasty=[edge(([NAN, 2.0],), [NAN, 2.0]), edge(([INF, 2.0],), [INF, 2.0])])
+SHORT = [[NAN, 2.0], [INF, 2.0], [0.33, -0.44], [0.27, -0.36]]
+entry("clip_gradient_norm: not finite",
+    of_cotangent(lambda x: eqg.clip_gradient_norm(x, 0.5, axis=-1)), R,
+    plain=lambda ct: ct * 0.5 / norm_of(ct, -1), orders=("value",), transforms=False,
+    nasty=[edge((SHORT,), [*SHORT[:2], [0.3, -0.4], SHORT[3]])])
 backward_op("clip_gradient_norm: along an axis",
     lambda x, m: eqg.clip_gradient_norm(x, m, axis=-1), A(1.6),
     rule=lambda ct, m: on_leaves(lambda c: c * factor(norm_of(c, -1), m), ct), transforms=False)
@@ -256,19 +258,22 @@ def statistics(ct):
         return jax.lax.scan(step, x, jnp.asarray([3, 0.5], ct["b"].dtype))[0]
 
     slot = eqx.filter_vjp(steps, eqg.GradientStatistics(), ct)[1](ct)[0]
-    return slot.norm, slot.max, slot.nonfinite, slot.steps, slot.mean_norm, slot.mean_max
+    means = lambda slot: (slot.mean_norm, slot.mean_max)
+    layers = on_leaves(lambda x: jnp.stack([x, 3 * x]), slot)
+    return slot.norm, slot.max, slot.nonfinite, slot.steps, *means(slot), *means(layers)
 
 
 def statistics_plain(ct):
     norm, zero = whole_norm(ct), 0 * whole_norm(ct)
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(c)) for c in jax.tree.leaves(ct)]))
-    return 2 * norm, 2 * largest, zero, zero + 2, norm, largest
+    return 2 * norm, 2 * largest, zero, zero + 2, norm, largest, norm, largest
 
 
 NOT_FINITE = {"a": A([3.0, NAN, -4.0, INF]), "b": A([-INF])}
-AT_NOT_FINITE = [A([1.8, 0, -5.4, 0]), np.zeros(1)]
+AT_NOT_FINITE = [A([2.4, 0, -7.2, 0]), np.zeros(1)]
 entry("probe: statistics", statistics, TREE, plain=statistics_plain, orders=FIRST,
-    transforms=False, nasty=[Nasty(NOT_FINITE, value=[10, 8, 6, 2, 5, 4], cts=AT_NOT_FINITE)])
+    transforms=False,
+    nasty=[Nasty(NOT_FINITE, value=[10, 8, 6, 2, 5, 4, 5, 4], cts=AT_NOT_FINITE)])
 for _name, _op in (
     ("tap_gradient", lambda x: eqg.tap_gradient(x, lambda *_: None, 3)),
     ("watch_gradient", lambda x: eqg.watch_gradient(x, "x", step=3)),

@@ -78,7 +78,7 @@ def batched(fn):
     argument."""
 
     def run(x, y):
-        xs, ys = jnp.stack([x, 0.7 * x, y]), jnp.stack([y, x, 1.2 * y])
+        xs, ys = jnp.stack([x, 0.7 * x]), jnp.stack([y, 1.2 * y])
         return (
             jax.vmap(fn)(xs, ys), jax.vmap(jax.vmap(fn))(xs[:, None], ys[:, None]),
             jax.vmap(fn, (0, None))(xs, y), jax.vmap(fn, (None, 0))(x, ys),
@@ -200,8 +200,11 @@ entry("linear_host_function: a batch",
     lambda a, b: jax.vmap(linear(**BATCH), (0, None))(jnp.stack([a, 2.5 * a]), b), X,
     np.array([0.3, -0.7]),
     plain=lambda a, b: jax.vmap(linear_plain, (0, None))(jnp.stack([a, 2.5 * a]), b), **OPTION)
+phase = lambda x: PHASES[0].astype(x.dtype) if np.iscomplexobj(x) else 1
 entry("linear_host_function: transposed", lambda y: jax.linear_transpose(
         eqg.linear_host_function(
-            lambda x: np.cumsum(x, -1), lambda y: np.cumsum(y[::-1])[::-1]
+            lambda x: np.cumsum(phase(x) * x),
+            lambda y: np.conj(phase(y)) * np.cumsum(y[::-1])[::-1],
         ), y,
-    )(y)[0], X, plain=lambda y: jnp.cumsum(y[::-1])[::-1], **OPTION)
+    )(y)[0], X, plain=lambda y: phase(y) * jnp.cumsum(y[::-1])[::-1],
+    complex_args=(X + 0.4j * Y,), **OPTION)

@@ -148,10 +148,11 @@ for _options in ({}, {"reverse": True}):
 
 
 def of_weights(h, w, b, xs, loop=jax.lax.scan):
-    """Each element of the state depends on a row of the weights, and of inputs in layers."""
+    """Each element of the state depends on a row of the weights, in products of matrices."""
 
     def step(h, x):
-        h = jnp.tanh(0.5 * h + w @ x - jnp.concatenate([b[1:], x[:1]]))
+        product = jnp.einsum("bij,bjk->bik", w, x)
+        h = jnp.tanh(0.5 * h + product - jnp.concatenate([b[1:], x[:1, :3]]))
         return h, (b * h)[::-1]
 
     # Inputs are constants for an online scan.
@@ -160,8 +161,9 @@ def of_weights(h, w, b, xs, loop=jax.lax.scan):
 
 entry("filter_scan: online, weights",
     ft.partial(of_weights, loop=ft.partial(eqg.filter_scan, online=True)),
-    *(normal(3), normal(3, 2), normal(3), normal(5, 2)), plain=of_weights,
-    half=(normal(3), normal(3, 2, scale=0.5), normal(3), 0.5 * np.abs(normal(601, 2))), **FIRST)
+    *(normal(2, 3, 2), normal(2, 3, 4), normal(2, 3, 2), normal(5, 2, 4, 2)), plain=of_weights,
+    half=(normal(2, 3, 2), normal(2, 3, 4, scale=0.5), normal(2, 3, 2),
+          0.5 * np.abs(normal(601, 2, 4, 2))), **FIRST)
 
 
 def of_complex(h, rate, w, u, loop=jax.lax.scan):
