@@ -316,16 +316,61 @@ def test_all_parameters_have_the_dtype(make, getkey):
     assert dtypes == {"float16"}
 
 
+# Layers, and one over the variance of their weights.
+INITIAL: dict[str, Any] = {
+    "RNN": (ft.partial(nn.RNN, 9, 16), dict.fromkeys(("weight_ih", "weight_hh", "bias"), 48)),
+    "LSTM": (
+        ft.partial(nn.LSTM, 9, 16, proj_size=8),
+        dict.fromkeys(("weight_ih", "weight_hh", "weight_hr", "bias"), 48),
+    ),
+    "MinGRU": (ft.partial(nn.MinGRU, 25, 16), {"weight": 75, "bias": 75}),
+    "LIF": (
+        ft.partial(nn.LIF, 9, 64, 0.9, recurrent=True),
+        {"weight_ih": 27, "weight_hh": 192, "bias": 27},
+    ),
+    "LRU": (ft.partial(nn.LRU, 2, 40, 999), {"weight_in": 4, "weight_out": 999, "skip": 2}),
+    "S5": (ft.partial(nn.S5, 3, 40, 98), {"weight_in": 6, "weight_out": 196, "skip": 3}),
+    "ring": (ft.partial(nn.LRU, 2, 2, 999, r_min=0.5, r_max=0.9, max_phase=3.0), {}),
+    "GatedDeltaNet": (
+        ft.partial(nn.GatedDeltaNet, 9, 5, heads=99, key_size=1, conv_size=3),
+        {"weight_in": 9, "weight_out": 99, "convolution": 9},
+    ),
+    "SelectiveSSM": (
+        ft.partial(nn.SelectiveSSM, 33, 5, channels=99, state_size=2),
+        {"weight_in": 33, "weight_select": 99, "weight_step": 3, "weight_out": 99},
+    ),
+}
+
+
 def test_initial_values():
-    """Uniform between the bounds that the papers and PyTorch say."""
-    key = jr.key(0)
-    lru = nn.LRU(2, 2, 999, r_min=0.5, r_max=0.9, max_phase=3.0, key=key).cells[0][0]
-    ssm = nn.SelectiveSSM(2, 2, 99, conv_size=4, key=key).cells[0][0]
-    gates = nn.MinGRU(16, 16, key=key).cells[0][0]
-    gru, radius = nn.GRU(2, 16, key=key).cells[0][0], np.exp(-np.exp(lru.log_decay))
+    """As the papers and PyTorch say: normal, or uniform between bounds; each by its own key."""
+
+    def begin(make, key):
+        layer = make(key=key)
+        cell = layer.cells[0][0]
+        jax.eval_shape(layer, jnp.zeros((2, cell.input_size)))
+        return cell
+
+    made = eqx.filter_jit(
+        lambda key: {name: begin(make, key) for name, (make, _) in INITIAL.items()}
+    )(jr.key(0))
+    of = {
+        name: {k: np.asarray(x) for k, x in vars(cell).items()} for name, cell in made.items()
+    }
+    for name, (_, sizes) in INITIAL.items():
+        weights = [np.ravel(of[name][leaf]) * size**0.5 for leaf, size in sizes.items()]
+        assert all(abs(np.mean(x)) < 0.2 and 0.75 < np.mean(x**2) < 1.25 for x in weights), name
+        assert len({x[1] / x[0] for x in weights}) == len(weights)
+    ring, lru, net = of["ring"], of["LRU"], of["GatedDeltaNet"]
+    squared = lambda cell: np.exp(-2 * np.exp(cell["log_decay"]))
+    steps = [np.log(np.log1p(np.exp(of[name]["bias_step"]))) for name in list(INITIAL)[-2:]]
     for x, low, high in (
-        (radius**2, 0.25, 0.81), (np.exp(lru.log_phase), 0, 3), (gru.weight_hh, -0.25, 0.25),
-        (ssm.convolution, -0.5, 0.5), (gates.weight, -0.25, 0.25),
+        (squared(ring), 0.25, 0.81), (np.exp(ring["log_phase"]), 0, 3), (squared(lru), 0, 1),
+        (np.exp(lru["log_phase"]), 0, 2 * np.pi), (np.exp(net["log_rate"]), 1, 16),
+        *((step, np.log(0.001), np.log(0.1)) for step in (of["S5"]["log_step"], *steps)),
+        (of["RNN"]["weight_hh"], -0.25, 0.25), (of["MinGRU"]["weight"], -0.2, 0.2),
     ):  # fmt: skip
-        assert scipy.stats.kstest(np.ravel(x), "uniform", (low, high - low)).pvalue > 1e-3
-    np.testing.assert_allclose(np.exp(2 * lru.log_gamma), 1 - radius**2, rtol=2e-6)
+        rank = np.linspace(0, 1, x.size)
+        error = np.max(np.abs((np.sort(x.ravel()) - low) / (high - low) - rank))
+        assert error < 1.6 / x.size**0.5
+    np.testing.assert_allclose(np.exp(2 * ring["log_gamma"]), 1 - squared(ring), rtol=2e-6)

@@ -54,6 +54,20 @@ def test_gradient_of_one_output(kind, reset, getkey):
         assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), tolerance=1e-12)
 
 
+@pytest.mark.usefixtures("chunks")
+def test_gradients_of_all_parts(getkey):
+    learn = ("beta", "rho", "alpha", "threshold", "strength")
+    options = {**KINDS["all"], "learn": learn, "detach_reset": False, "key": getkey()}
+    layer, xs = nn.LIF(3, 4, BETA, **options), 2 * jr.normal(getkey(), (2, 5, 3))
+    by_step = lambda layer, *args: nn.Recurrent(layer.cells[0][0], checkpoint=None)(*args)
+    args = layer, xs, jax.tree.map(lambda s: s + 0.3, layer(xs)[1])
+    call = lambda layer, *args: layer(*args)
+    got, want = eqx.filter_jit(
+        lambda: [eqx.filter_grad(loss(f))(args) for f in (call, by_step)]
+    )()
+    assert_close(got, want, tolerance=1e-5)
+
+
 @pytest.mark.thorough
 @pytest.mark.usefixtures("chunks")
 def test_neurons_after_a_convolution(getkey):
