@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-import scipy
 from eqx_grads import RuleError
 from eqx_grads._jaxprs.structure import equations, holds, inner_programs, Scan, structure
 from eqx_grads.nn._linear_recurrent.s5 import hippo_normal
@@ -205,22 +204,6 @@ def test_a_subclass_of_a_cell_is_called(getkey):
 # ---------------------------------------------------------------- how linear recurrences begin
 
 
-@pytest.mark.slow
-def test_lru_begins_in_a_ring(getkey):
-    layer = nn.LRU(1, 1, 4000, r_min=0.5, r_max=0.9, max_phase=0.3, key=getkey())
-    ((cell,),) = layer.cells
-    radius, phase = np.exp(-np.exp(cell.log_decay)), np.exp(cell.log_phase)
-    # Uniform in the area: so are the square of the radius, and the phase.
-    for sample, low, high in ((radius**2, 0.25, 0.81), (phase, 0.0, 0.3)):
-        assert low <= sample.min() <= sample.max() <= high
-        assert scipy.stats.kstest(sample, "uniform", (low, high - low)).pvalue > 1e-3
-    # White noise of unit variance is put out with unit variance, whatever the radius.
-    np.testing.assert_allclose(np.exp(cell.log_gamma) ** 2 / (1 - radius**2), 1, rtol=1e-4)
-    # Also at the edges, in half precision: no state is lost, and nothing is infinite.
-    layer = nn.LRU(1, 1, 4000, dtype="bfloat16", key=getkey())
-    assert all(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(layer.cells))
-
-
 @pytest.mark.parametrize("ring", [{"r_min": 0.999}, {"r_max": 0.1, "max_phase": 0.1}])
 def test_no_radius_of_lru_is_one_or_zero(ring, getkey, monkeypatch):
     """At both ends of the ring, which are drawn once in many millions."""
@@ -254,10 +237,6 @@ def test_s5_begins_as_hippo(getkey):
     expected = np.tile(np.sort(np.linalg.eigvals(normal).imag)[16:], 2)
     np.testing.assert_allclose(cell.frequency, expected, rtol=1e-5)
     np.testing.assert_allclose(np.exp(cell.log_decay), 0.5, rtol=1e-6)
-    steps = nn.S5(1, 1, 400, blocks=100, min_step=0.01, max_step=0.2, key=getkey())
-    log_step = np.asarray(steps.cells[0][0].log_step)
-    uniform = scipy.stats.kstest(log_step, "uniform", (np.log(0.01), np.log(20)))
-    assert uniform.pvalue > 1e-3
 
 
 @pytest.mark.slow
@@ -328,9 +307,11 @@ INITIAL: dict[str, Any] = {
         ft.partial(nn.LIF, 9, 64, 0.9, recurrent=True),
         {"weight_ih": 27, "weight_hh": 192, "bias": 27},
     ),
-    "LRU": (ft.partial(nn.LRU, 2, 40, 999), {"weight_in": 4, "weight_out": 999, "skip": 2}),
+    "LRU": (
+        ft.partial(nn.LRU, 2, 40, 999, r_min=0.5, r_max=0.9, max_phase=3.0),
+        {"weight_in": 4, "weight_out": 999, "skip": 2},
+    ),
     "S5": (ft.partial(nn.S5, 3, 40, 98), {"weight_in": 6, "weight_out": 196, "skip": 3}),
-    "ring": (ft.partial(nn.LRU, 2, 2, 999, r_min=0.5, r_max=0.9, max_phase=3.0), {}),
     "GatedDeltaNet": (
         ft.partial(nn.GatedDeltaNet, 9, 5, heads=99, key_size=1, conv_size=3),
         {"weight_in": 9, "weight_out": 99, "convolution": 9},
@@ -361,16 +342,16 @@ def test_initial_values():
         weights = [np.ravel(of[name][leaf]) * size**0.5 for leaf, size in sizes.items()]
         assert all(abs(np.mean(x)) < 0.2 and 0.75 < np.mean(x**2) < 1.25 for x in weights), name
         assert len({x[1] / x[0] for x in weights}) == len(weights)
-    ring, lru, net = of["ring"], of["LRU"], of["GatedDeltaNet"]
-    squared = lambda cell: np.exp(-2 * np.exp(cell["log_decay"]))
+    lru, net = of["LRU"], of["GatedDeltaNet"]
+    squared = np.exp(-2 * np.exp(lru["log_decay"]))
     steps = [np.log(np.log1p(np.exp(of[name]["bias_step"]))) for name in list(INITIAL)[-2:]]
     for x, low, high in (
-        (squared(ring), 0.25, 0.81), (np.exp(ring["log_phase"]), 0, 3), (squared(lru), 0, 1),
-        (np.exp(lru["log_phase"]), 0, 2 * np.pi), (np.exp(net["log_rate"]), 1, 16),
+        (squared, 0.25, 0.81), (np.exp(lru["log_phase"]), 0, 3),
+        (np.exp(net["log_rate"]), 1, 16),
         *((step, np.log(0.001), np.log(0.1)) for step in (of["S5"]["log_step"], *steps)),
         (of["RNN"]["weight_hh"], -0.25, 0.25), (of["MinGRU"]["weight"], -0.2, 0.2),
     ):  # fmt: skip
         rank = np.linspace(0, 1, x.size)
         error = np.max(np.abs((np.sort(x.ravel()) - low) / (high - low) - rank))
         assert error < 1.6 / x.size**0.5
-    np.testing.assert_allclose(np.exp(2 * ring["log_gamma"]), 1 - squared(ring), rtol=2e-6)
+    np.testing.assert_allclose(np.exp(2 * lru["log_gamma"]), 1 - squared, rtol=2e-6)

@@ -51,7 +51,7 @@ def test_the_lower_tail_of_a_primitive_keeps_its_digits(surrogate, density):
 
 
 def test_the_formulas_of_the_papers():
-    """A primitive, its derivatives by the potential and the parameters, and those of a spike."""
+    """A primitive, its derivatives by potential and parameters, and those of a spike."""
     weights, v = jnp.cos(jnp.arange(8.0)), jnp.linspace(-1.3, 1.6, 8)
 
     def run(name):
