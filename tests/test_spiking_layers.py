@@ -213,6 +213,9 @@ def test_what_is_learned_and_what_is_not():
     cell = nn.LIFCell(NEURONS, 0.9, surrogate=eqg.surrogates.atan(jnp.array(2.0)))
     of_spikes = eqx.filter_grad(lambda cell: jnp.sum(run(cell, XS)[0] * XS))
     assert of_spikes(cell).surrogate.slope != 0
+    half = nn.LIFCell(NEURONS, 0.9, dtype="bfloat16")
+    after = jax.eval_shape(half, XS[0], half.initial_state())
+    assert {s.dtype for s in jax.tree.leaves(after)} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.thorough
