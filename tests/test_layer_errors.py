@@ -100,6 +100,7 @@ ERRORS = [
     (lambda: jax.vmap(lambda x: gru5()(x, lengths=LENGTHS))(XS), ONE_INTEGER),
     (lambda: gru5()(XS, lengths=[1] * 5), r"`lengths` is int..\[5\]: (?s:.)*Did you swap"),
     (lambda: eqx.nn.Sequential([gru5(), gru5()])(XS[0]), "(?s)is tuple.*`eqx_grads.nn.Outputs"),
+    (lambda: nn.Recurrent(jnp.ones(2)), "`cell` of `Recurrent` is not a function"),
     (lambda: nn.Outputs(gru_cell()), r"(?s)it is GRUCell.*`eqx_grads.nn.Recurrent\("),
 ]
 

@@ -143,21 +143,6 @@ def test_the_table_of_the_documentation():
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
-def test_half_precision_is_single_precision_rounded():
-    v = jnp.array([-0.9, -0.013, 0.0, 0.2, 3.0])
-    for kind, dtype in zip(ALL, 4 * ["float16", "bfloat16"], strict=True):
-        half = v.astype(dtype)
-        got = kind().derivative(half)
-        expected = kind().derivative(half.astype("float32")).astype(dtype)
-        assert got.dtype == dtype
-        assert jnp.array_equal(got, expected)
-        big = jnp.array([-1, 1], dtype) * (6e4 if dtype == "float16" else 1e30)
-        assert jnp.isfinite(kind().derivative(big)).all()
-        learned = jax.tree.map(lambda p: jnp.array(p, "float32"), kind())
-        grads = jax.grad(lambda s, half=half: spike(half[3], s))(learned)
-        assert all(g.dtype == "float32" for g in jax.tree.leaves(grads))
-
-
 def test_what_is_a_constant_and_what_is_learned():
     assert not jax.tree.leaves(eqx.filter((atan(), superspike(25)), eqx.is_inexact_array))
     # A function may return a number, and close over what is traced.
