@@ -453,6 +453,7 @@ ERRORS = [
     (lambda: nn.LSQ(4, scale=jnp.ones((4, 1))).encode(jnp.ones(3)), "does not broadcast"),
     (lambda: nn.quantize_model(many(1), {"*": nn.LSQ(2), "[0]": None}), "not used: rule 1"),
     (lambda: nn.quantize_model([nn.Quantized(*many(1))], RULE), ": Linear, quantized alr"),
+    (lambda: nn.quantize_model(many(1), {"*": (nn.LSQ(2),)}), "not say how to quantize"),
     # Lists say what they leave out.
     (
         lambda: nn.quantize_model(many(), {eqx.nn.Conv: nn.LSQ(4)}),
