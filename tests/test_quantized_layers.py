@@ -419,6 +419,8 @@ def test_the_report_of_to_integers(getkey):
     grads = eqx.filter_grad(lambda model: jnp.sum(model["b"](jnp.ones(3, "float32"))))(stored)
     assert grads["b"].weight is None
     assert jnp.any(grads["b"].bias != 0)
+    codes, scale = nn.Binary(scale=False).encode(jnp.array([-0.3, 2.0]))
+    assert (codes.tolist(), float(scale)) == ([-1, 1], 1.0)
 
 
 def test_a_quantizer_of_your_own_that_claims_too_few_bits():
