@@ -14,19 +14,6 @@ from eqx_grads import nn
 RULES = {eqx.nn.Linear: (nn.LSQ(4), nn.LSQ(4))}
 
 
-@pytest.mark.thorough
-def test_calibration_by_the_default_is_that_by_a_vmap(getkey):
-    model = eqx.nn.MLP(3, 2, 4, 1, key=getkey())
-    options = {"calibrate": jr.normal(getkey(), (5, 3))}
-    rules = {"*": (nn.LSQ(4), nn.FakeQuantize(8, learn_scale=True))}
-    got, _ = nn.quantize_model(model, rules, **options)
-    call = lambda model, batch: jax.vmap(model)(batch)
-    want, _ = nn.quantize_model(model, rules, call=call, **options)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        if eqx.is_array(a):
-            np.testing.assert_allclose(a, b, rtol=1e-6)
-
-
 class Energy(eqx.Module):
     layer: eqx.nn.Linear
 

@@ -82,6 +82,14 @@ def test_errors():
             call()
 
 
+def test_chunks_of_one_length():
+    """Of at most eight tokens: five of six, as devices would gather unequal parts."""
+    head = ft.partial(linear_cross_entropy, jnp.ones((30, 2)), jnp.ones((3, 2)), chunk=8)
+    program = str(jax.make_jaxpr(head)(jnp.zeros(30, int)))
+    assert "length=5" in program
+    assert " pad[" not in program
+
+
 # ---------------------------------------------------------------- cost
 # The flops of a loop are counted once for all its steps, so that there is one chunk where they
 # are counted.

@@ -129,16 +129,6 @@ def test_torch_with_a_projection():
         [0.22309834418461358, -0.16683155656572413, 0.007550973825246679],
     ]
     c = [1.5064035084155964, 0.013719158197256429, 1.0644478014722067, 0.12354295184448302]
-    ct_xs = [
-        [-0.07014074097142953, -0.2381207433776968],
-        [-0.149405761460927, 0.1527412634929214],
-        [-0.30042049916533303, 0.15563552975739658],
-    ]
-    ct_w_hr = [
-        [1.0902800749089112, -0.038381428337899086, 0.5614274609879132, 0.09977867345648506],
-        [1.7254158628321306, -0.09183209871837751, 0.8439114529639408, 0.17239705081355047],
-        [1.7336352177745091, -0.08855705731948904, 0.8678155669241846, 0.17445610973588194],
-    ]
     xs = draw((1, 3, 2))[0]
     with jax.enable_x64(True):
         lstm = nn.LSTM(2, 4, proj_size=3, dtype="float64", key=jax.random.key(0))
@@ -146,10 +136,5 @@ def test_torch_with_a_projection():
         parts = lambda m: [getattr(m.cells[0][0], name) for name in names]
         lstm = eqx.tree_at(parts, lstm, list(map(jnp.array, (w_ih, w_hh, b_ih + b_hh, w_hr))))
         got, (h, last) = lstm(jnp.array(xs))
-        np.testing.assert_allclose(got, ys, rtol=1e-12)
-        np.testing.assert_allclose(h, ys[-1], rtol=1e-12)
-        np.testing.assert_allclose(last, c, rtol=1e-12)
-        loss = lambda args: jnp.sum(jnp.sin(args[0](args[1])[0]))
-        grad, grad_xs = eqx.filter_grad(loss)((lstm, jnp.array(xs)))
-        np.testing.assert_allclose(grad_xs, ct_xs, rtol=1e-10)
-        np.testing.assert_allclose(grad.cells[0][0].weight_hr, ct_w_hr, rtol=1e-10)
+        for x, y in ((got, ys), (h, ys[-1]), (last, c)):
+            np.testing.assert_allclose(x, y, rtol=1e-12)

@@ -198,6 +198,15 @@ def test_an_infinite_argument_does_not_move():
         assert (hessian(jnp.array(x)) == 0).all()
 
 
+def test_what_is_equal_up_to_rounding():
+    """XLA may round an element otherwise where it is compared; so may a mean of equal ones."""
+    x = jnp.array([1.0, -1 - jnp.finfo(float).eps])
+    for ord in (INF, -INF):
+        slopes = jax.grad(lambda x, ord=ord: safe.norm(x, ord))(x)
+        assert jnp.array_equal(slopes, jnp.array([0.5, -0.5]))
+    assert safe.std(jnp.full(9, 0.1)) == 0
+
+
 def test_what_is_constant_makes_no_nan():
     """A norm that is not differentiated, and a mask on its argument."""
     y = jnp.zeros(2)

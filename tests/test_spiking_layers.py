@@ -1,5 +1,6 @@
 """Spiking cells and layers against snnTorch, and against the cells in a loop written out."""
 
+import functools as ft
 import json
 
 import equinox as eqx
@@ -15,7 +16,7 @@ from eqx_grads.nn._spiking import spiking_scan
 
 from .fixtures import record_spiking as snntorch
 from .fixtures.record_spiking import NEURONS, OF_MEMBRANES, OF_SPIKES
-from .helpers import assert_close, temp_bytes
+from .helpers import assert_close, quick_only, temp_bytes
 from .rules.recurrent import loss, losses_of_one_output, reference
 
 
@@ -54,31 +55,36 @@ def test_gradient_of_one_output(kind, reset, getkey):
         assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), tolerance=1e-12)
 
 
-@pytest.mark.thorough
+LEARN = {"learn": ("beta", "rho", "threshold", "strength"), "detach_reset": False}
+# Neurons in the shape of an image, as after a convolution, have a decay for each channel.
+LAYERS = {
+    "all": (ft.partial(nn.LIF, 3, 4, BETA, **KINDS["all"], key=jr.key(0), **LEARN), (3,)),
+    "image": (
+        ft.partial(
+            nn.LIF,
+            None,
+            (2, 3, 2),
+            np.reshape([0.9, 0.5], (2, 1, 1)),
+            rho=0.8,
+            num_layers=2,
+            **LEARN,
+        ),
+        (2, 3, 2),
+    ),
+}
+
+
 @pytest.mark.usefixtures("chunks")
-def test_neurons_after_a_convolution(getkey):
-    """Neurons in the shape of an image, with a decay for each channel and a learned
-    threshold."""
-    with jax.enable_x64(True):
-        beta, learn = jnp.array([0.9, 0.5]).reshape(2, 1, 1), ("beta", "threshold")
-        options = {"rho": 0.8, "strength": 0.3, "learn": learn, "dtype": "float64"}
-        layer = nn.LIF(None, (2, 3, 2), beta, num_layers=2, **options)
-        xs = 1 + 3 * jr.normal(getkey(), (2, 5, 2, 3, 2))
-
-        def by_step(layer, xs, state):
-            cells = [cell for (cell,) in layer.cells]
-            return nn.Recurrent(cells, checkpoint=3)(xs, state)
-
-        args = (layer, xs, layer(xs)[1])
-        assert 0.1 < jnp.mean(layer(xs)[0]) < 0.9
-        both = lambda f: eqx.filter_jit(lambda a: (f(*a), eqx.filter_grad(loss(f))(a)))
-        call = lambda layer, xs, state: layer(xs, state)
-        assert_close(both(call)(args), both(by_step)(args), tolerance=1e-12)
-        assert_close(layer(xs[0])[0], layer(xs)[0][0], tolerance=1e-12)
-        with pytest.raises(RuleError, match=r"of the wrong size(?s:.)*is \(2, 3, 2\)"):
-            layer(xs[:, :, :, :2])
-        with pytest.raises(RuleError, match=r"`xs` is float64.2,3,2."):
-            layer(xs[0, 0])
+@pytest.mark.parametrize("name", quick_only(LAYERS, ("all",), pytest.mark.thorough))
+def test_gradients_of_all_parts(name, getkey):
+    make, shape = LAYERS[name]
+    layer, xs = make(dtype="float32"), 1 + 3 * jr.normal(getkey(), (2, 5, *shape), "float32")
+    cells = lambda layer: nn.Recurrent([cell for (cell,) in layer.cells], checkpoint=None)
+    args = layer, xs, jax.tree.map(lambda s: s + 0.3, layer(xs)[1])
+    assert 0.1 < jnp.mean(layer(xs)[0]) < 0.9
+    runs = lambda layer, *args: layer(*args), lambda layer, *args: cells(layer)(*args)
+    got, want = eqx.filter_jit(lambda: [eqx.filter_grad(loss(f))(args) for f in runs])()
+    assert_close(got, want, tolerance=1e-5)
 
 
 # ---------------------------------------------------------------- cost
@@ -207,6 +213,9 @@ def test_what_is_learned_and_what_is_not():
     cell = nn.LIFCell(NEURONS, 0.9, surrogate=eqg.surrogates.atan(jnp.array(2.0)))
     of_spikes = eqx.filter_grad(lambda cell: jnp.sum(run(cell, XS)[0] * XS))
     assert of_spikes(cell).surrogate.slope != 0
+    half = nn.LIFCell(NEURONS, 0.9, dtype="bfloat16")
+    after = jax.eval_shape(half, XS[0], half.initial_state())
+    assert {s.dtype for s in jax.tree.leaves(after)} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.thorough
@@ -251,3 +260,6 @@ def test_wrong_arguments():
             match = rf"does not fit its neurons(?s:.)*`state\.{name}` is (?s:.)*of shape \(3"
             with pytest.raises(RuleError, match=match):
                 cell(jnp.ones(3), put)
+    image = nn.LIF(None, (2, 3, 2), 0.9)
+    with pytest.raises(RuleError, match=r"of the wrong size(?s:.)*is \(2, 3, 2\)"):
+        image(jnp.ones((5, 2, 3, 1)))

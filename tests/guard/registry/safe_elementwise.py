@@ -97,9 +97,10 @@ FORMULAS: dict[str, tuple[Any, Any, str, str]] = {
     # A power whose exponent is whole is a polynomial at zero, too.
     "power": (
         *(lambda m, x, y: x**y, PB, "1e-200 0.5, 1e-10 -3.5, 4e100 1.2, 2 900, 0.9 1e-12"),
-        "0 0.5 0 0 0, 0 2 0 0 0, 0 1 0 1 0, 0 0 1 0 0, 0 -1 inf 0 0, -2 3 -8 12 0, -2 2 4 -4 0,"
-        "-2 0.5 nan 0 0, inf 0.5 inf 0 0, inf 2 inf 0 0, -3 9007199254740992 inf -inf 0,"
-        "2 inf inf 0 0",
+        "0 0.5 0 0 0 nan nan, 0 2 0 0 0 2 0, 0 2.5 0 0 0 0 0, 0 1 0 1 0 nan nan,"
+        "0 0 1 0 0 nan nan, 0 -1 inf 0 0 nan nan, -2 3 -8 12 0 -12 0, -2 2 4 -4 0 2 0,"
+        "-2 0.5 nan 0 0 0 0, inf 0.5 inf 0 0 0 0, inf 2 inf 0 0 2 0, 2 inf inf 0 0 0 0,"
+        "-3 9007199254740992 inf -inf 0 nan 0",
     ),
     "hypot": (
         lambda m, x, y: m.sqrt(x * x + y * y),  # `mp.hypot` rounds too much

@@ -114,7 +114,7 @@ def enter(name, density, integral, params):
         *others,
         plain=lambda v, *p: (density(v, *p), step(v), step(v), integral(v, *p)),
         smooth=lambda v, *p: (density(v, *p), integral(v, *p), of_defaults(v), integral(v, *p)),
-        half=(np.linspace(-1.1, 1.4, 31), *(A(p) for p in defaults)) if full else None,
+        half=(np.linspace(-1.1, 1.4, 31), *(A(p) for p in defaults)),
         # The rule is one for all: what is their own are two formulas.
         orders=ORDERS if full else ("value", "vjp", "FR"),
         transforms=full,
