@@ -125,6 +125,9 @@ def one_sided_kink(k):
 
 
 largest = lambda x: jnp.max(x)
+bump = with_slope(
+    lambda x: jnp.maximum(x, 0.0) * (1 - x), lambda x: jnp.where(x < 0, 0.0, 1 - 2 * x)
+)
 stable = jnp.array([1.0, 2.0], "float32")
 DIRECTION = jnp.array([-1.152883, -1.229587, -0.7161828, 1.6050261], "float32")
 KINKS = jnp.array([0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.5])
@@ -136,6 +139,10 @@ VERDICTS = {
     "zero but for rounding": (lambda x: with_slope(jnp.sqrt, lambda d: 1e12)(
         3 * jnp.sum(x * x) - jnp.sum(x * x) - 2 * jnp.sum(x * x)), DIRECTION, "zero", "",
         "In float32, rounding changes the gradient."),
+    # The slope of both falls from one to 0.998 within the step to a point nearby.
+    "kinks of two signs": (lambda x: bump(x[0]) - bump(x[1]), jnp.zeros(2), "kink", "", ""),
+    "below float32": (lambda x: 1e-20 * jnp.sum(wrong_square(1.0)(1e-10 * x)), stable,
+        "not measured", "", ""),
     "a slope outside": (one_sided_kink(-0.9), jnp.zeros(5), "WRONG", "wrong", ""),
     "a slope of zero": (one_sided_kink(0.0), jnp.zeros(1), "WRONG", "cut", ""),
     "kinks hide nothing": (kinks_beside(2.2), KINKS, "WRONG", "wrong", ""),

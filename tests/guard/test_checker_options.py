@@ -106,7 +106,7 @@ raw_sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.cos(x) * ct * 1.2,)
 second = lambda k: jvp_rule(lambda x: jnp.sin(x), lambda p, t: t[0] * jvp_rule(
     lambda x: jnp.cos(x), lambda p, t: -jnp.sin(p[0]) * t[0] * np.asarray(k, t[0].dtype)
 )(p[0]))  # fmt: skip
-in_place = lambda act: lambda w: jnp.sum(act(w))
+in_place = lambda act: lambda w: jnp.sum(jnp.real(act(w)))
 FIRST, TWICE = np.array([1.1, 1.0, 1.0]), jnp.array([0, 0, 2])
 Z = jnp.array([0.3 + 0.2j, -1.0 + 0.7j])
 # A loss that is right, one that is wrong, the model, options, and of the fault its kind, its
@@ -114,6 +114,8 @@ Z = jnp.array([0.3 + 0.2j, -1.0 + 0.7j])
 FAULTS = {
     "order": (in_place(second(1.0)), in_place(second(1.1)), X, {"order": 2}, ("wrong", "",
         "<lambda>", "")),
+    "order, complex": (in_place(second(1.0)), in_place(second(1.1)), Z, {"order": 2}, ("wrong",
+        "", "<lambda>", "")),
     # Along a direction, the slope is a sum over all entries.
     "order of the first": (in_place(second(1.0)), in_place(second(FIRST)), X, {"order": 2},
         ("wrong", "", "<lambda>", "")),
@@ -125,9 +127,8 @@ FAULTS = {
         ("wrong", "", "", "")),
     "reverse only": (in_place(jnp.sin), in_place(raw_sin), X, {}, ("wrong", "", "raw_sin",
         "1.2 times")),
-    "complex": (lambda w: jnp.sum(jnp.real(w**3)), lambda w: jnp.sum(jnp.real(vjp_rule(lambda
-        w: w**3, lambda ws, ct: (3 * ws[0].conj() ** 2 * ct,))(w))), Z, {}, ("wrong", "",
-        "<lambda>", "")),
+    "complex": (in_place(cube), in_place(vjp_rule(cube, lambda ws, ct: (3 * ws[0].conj() ** 2 *
+        ct,))), Z, {}, ("wrong", "", "<lambda>", "")),
     "in a scan": (lambda w: jax.lax.scan(lambda c, x: (jnp.sin(c + x), None), 0.0, w)[0],
         lambda w: jax.lax.scan(lambda c, x: (wrong_sin(c + x), None), 0.0, w)[0], X, {},
         ("wrong", "", "<lambda>", "")),

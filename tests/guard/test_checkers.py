@@ -352,7 +352,7 @@ def only_x_perturbed_in_reverse(k):
         return xs[1] * ct * np.asarray(factor, ct.dtype), xs[0] * ct
 
     f.def_bwd(backward)
-    return f, (x_of("float32"), 2 + x_of("float32"))
+    return f, (X, 2 + X)  # in float64, which JAX makes float32
 
 
 @row("zeros", "output[0] used", 0.5, 2.0)
@@ -658,6 +658,36 @@ def along_given_tangents(k):
     return jvp_rule(lambda x: x, tangent), (jnp.ones(n),), options
 
 
+@row("forward", "", 0.3, 1.2)
+def slope_at_a_kink(k):
+    """It is 0 on one side and 1 on the other. Autodiff of a maximum has a half."""
+
+    def tangent(p, t):
+        slope = jnp.where(p[0] == 0, k, jnp.where(p[0] > 0, 1.0, 0.0))
+        return jnp.sum(slope * t[0]) + 2 * jnp.sum(p[1] * t[1])
+
+    fn = lambda x, y: jnp.sum(jnp.maximum(x, 0)) + jnp.sum(y**2)
+    return jvp_rule(fn, tangent), (jnp.array([0.0, 1.0]), jnp.arange(6.0).reshape(2, 3))
+
+
+@row("forward", "", 0.0, 1.0)
+def rule_of_jax_is_kept(k):
+    return jvp_rule(jax.nn.relu, lambda p, t: k * t[0]), (jnp.zeros(25),)
+
+
+@row("reverse", "", 1.0, 2.0)
+def operator_of_a_solver_of_jax(k):
+    """The matrix is its own inverse, so to apply it, with a function of JAX, is to solve."""
+    backward = lambda xs, ct: (k * jnp.outer(ct, xs[1]), xs[0].T @ ct)
+    product = vjp_rule(lambda a, x: a @ x, backward)
+
+    def solve(a, b):
+        apply = lambda x: product(a, x)
+        return jax.lax.custom_linear_solve(apply, b, jax.tree.map, jax.tree.map)
+
+    return solve, (jnp.array([[1.0, 2.0, 3.0], [0.0, -1.0, 0.0], [0.0, 0.0, -1.0]]), X)
+
+
 def _check(row_, k, seed=0):
     with jax.enable_x64(row_.x64):
         fn, args, *options = row_.make(k)
@@ -724,7 +754,7 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     "off by one": (W, np.roll(W, 1, 0), "off by one along axis 0", {}),
     "off by two": (W, np.roll(W, 2, 0), "", {}),
     "known mistake": (W, W**2, "squared", {"mistakes": [Mistake("squared", W**2)]}),
-    "one entry": (W, _with(1), "1 of 12 entries", {"primal": W}),
+    "one entry": (1e-4 * W, 1e-4 * _with(1), "1 of 12 entries", {"primal": W}),
     "half of zeros": (W * (W > 0), W * (W > 0) + _with(6) - W, "6 of 12 entries", {}),
     "where negative": (W, np.where(W < 0, W**2, W), "negative", {"primal": W}),
     "also elsewhere": (W, np.where(W < 1, W**2, W), "7 of 12 entries", {"primal": W}),
@@ -934,10 +964,10 @@ def test_noise_is_not_settled():
 def test_random_tangent():
     tree = {"x": np.zeros((200, 50), np.float32), "z": np.zeros(4000, np.complex64), "n": 2,
             "h": np.zeros(3, np.float16)}  # fmt: skip
-    one, same, other = (eqgt.random_tangent(tree, seed=s) for s in (1, 1, 2))
+    with jax.enable_x64(True):
+        one, same, other = (eqgt.random_tangent(tree, seed=s) for s in (1, 1, 2))
     assert one["n"] is None
-    assert one["x"].dtype == np.float32
-    assert one["h"].dtype == np.float16
+    assert all(one[name].dtype == tree[name].dtype for name in "xzh")
     np.testing.assert_array_equal(one["x"], same["x"])
     assert not np.any(np.asarray(one["x"]) == np.asarray(other["x"]))
     for x in (one["x"], one["z"].real, one["z"].imag):
