@@ -276,6 +276,8 @@ REPORTS = {
         "linear")}),
     "an argument that is never read": (lambda: raw_rule(lambda x: 2 * x, lambda _, ct:
         (2 * ct,)), (jnp.ones(9, "float32"),), {"checks": "residuals"}),
+    "tangents that do not fit": (no_term_of_y, (A, B), {"checks": "forward", "tangents":
+        (A, A[:2])}),
     "another output": (lambda: lambda x, y: x * y, (A, B), {**REVERSE, "reference":
         lambda x, y: jnp.sum(x * y)}),
 }  # fmt: skip
@@ -396,6 +398,8 @@ def test_single_checks_are_that_check():
     for name in checks:
         report = getattr(eqgt, f"check_{name}")(jnp.sin, jnp.array([0.5, 1.0]))
         assert {finding.check for finding in report.findings} == {name}
+    with pytest.raises(KeyError, match="no check named 'forward'"):
+        report["forward"]
 
 
 @pytest.mark.parametrize("has_rule", [False, True])
