@@ -529,9 +529,8 @@ def test_the_arrays_of_a_module_are_perturbed_however_it_is_called(form, is_give
 
 
 def test_references_of_another_form():
-    with pytest.raises(eqg.RuleError, match=r"is not a function of `self\.weight`") as error:
+    with pytest.raises(eqg.RuleError, match=r"is not a function of `self\.weight`"):
         eqgt.check_rule(AFFINE, POINT, reference=lambda x: 2 * x)
-    assert "check `lambda x: layer(x)`" in str(error.value)
     fn = lambda x: AFFINE.plain(x)
     eqgt.check_rule(fn, POINT, checks="reverse", reference=lambda x: AFFINE.weight * x)
     # The numbers of a Module are static then.
