@@ -125,6 +125,8 @@ def one_sided_kink(k):
 
 
 largest = lambda x: jnp.max(x)
+all_of_maximum = with_rule(largest, lambda x: (largest(x), x == largest(x)), lambda is_max, ct:
+    (jnp.where(is_max, ct, 0.0),))  # fmt: skip
 bump = with_slope(
     lambda x: jnp.maximum(x, 0.0) * (1 - x), lambda x: jnp.where(x < 0, 0.0, 1 - 2 * x)
 )
@@ -141,8 +143,8 @@ VERDICTS = {
     # In float32, a difference of nearly equal numbers has few digits.
     **{f"rounding of {n:g}": (lambda x, n=n: jnp.sum(jnp.sin(x) * ((x + n) - n)),
         jnp.array([0.3, 0.7], "float32"), "right") for n in (1.0, 2.0**18)},
-    # The slope of both falls from one to 0.998 within the step to a point nearby.
-    "kinks of two signs": (lambda x: bump(x[0]) - bump(x[1]), jnp.zeros(2), "kink"),
+    # The slope of each falls from 100 to 99.8 within the step to a point nearby.
+    "kinks of two signs": (lambda x: 100 * (bump(x[0]) - bump(x[1])), jnp.zeros(2), "kink"),
     "below float32": (lambda x: 1e-20 * jnp.sum(wrong_square(1.0)(1e-10 * x)), stable,
         "not measured"),
     "a slope outside": (one_sided_kink(-0.9), jnp.zeros(5), "WRONG", "wrong"),
@@ -173,9 +175,10 @@ VERDICTS = {
     "determinant": (determinant, jr.normal(jr.key(2), (3, 3), "float32"), "right"),
     "stationary": (lambda x: jnp.cos(jnp.sum(x)), jnp.zeros(2), "right"),
     "the edge of a domain": (lambda x: eqg.safe.sqrt(x) ** 2, jnp.array(0.0), "WRONG", "cut"),
-    "all of a maximum": (with_rule(largest, lambda x: (largest(x), x == largest(x)),
-        lambda is_max, ct: (jnp.where(is_max, ct, 0.0),)), jnp.array([1.0, 1.0, 0.3]), "WRONG",
-        "wrong"),
+    "all of a maximum": (lambda z: all_of_maximum(z.real + z.imag),
+        jnp.array([0.75 + 0.25j, 0.25 + 0.75j, 0.3]), "WRONG", "wrong"),
+    **{f"a stair of {k}": (lambda x, k=k: 1 + k * jnp.sum(jnp.floor(3 * x)), KINKS[4:] + 0.1,
+        verdict) for k, verdict in ((1.5e-9, "flat"), (1e-10, "zero"))},
     "a tie of `eq`": (lambda x: jnp.where(x == 0, x, jnp.sin(2 * x)), jnp.array(0.0), "WRONG",
         "wrong"),
     "a tie of `floor`": (lambda x: jnp.floor(x) + (x - jnp.floor(x)) * (jnp.ceil(x) -

@@ -271,7 +271,7 @@ REPORTS = {
         ("reverse", "order")}),
     "an exception in forward mode": (lambda: jvp_rule(lambda x: x**2, raises_index), (A,), {}),
     "an exception in reverse mode": (lambda: raw_rule(jnp.sin, raises_index), (A,), {"checks":
-        ("reverse", "order", "leaks", "residuals", "finite")}),
+        ("leaks", "residuals", "finite")}),
     "a number, and an exception": (no_cotangent_of_y, (A, B), {"checks": ("primal", "reverse",
         "linear")}),
     "an argument that is never read": (lambda: raw_rule(lambda x: 2 * x, lambda _, ct:
