@@ -232,7 +232,6 @@ def test_errors():
         ("did not return a real scalar", (lambda m: m, jnp.ones(3)), {}),
         ("without inexact arrays", (lambda m: 1.0, {"n": 3}), {}),
         ("can't trace the loss", (float, jnp.ones(())), {}),
-        ("`order` of `check_gradients`", stack, {"order": 3}),
         ("have: `layer`", stack, {"skip": "layer"}),
         ("skip all leaves", stack, {"skip": "layers"}),
     ):

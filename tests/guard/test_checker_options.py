@@ -1,5 +1,6 @@
 """The options and reports of the checkers: each once with what passes, once with what fails."""
 
+import eqx_grads as eqg
 import eqx_grads.testing as eqgt
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,23 @@ def test_options_of_check_rule(name):
     run, right, wrong, checks = OPTIONS[name]
     assert run(right).passed
     assert {f.check for f in run(wrong).failures} == checks
+
+
+# Options of checkers that make no sense.
+BAD = {
+    "check_rule": {"raises": 1, "nonlinear": 1, "fn": 3},
+    "check_gradients": {"raises": 1, "tolerance": -1.0, "order": 3},
+    "assert_trees_close": {"entrywise": 1, "tolerance": -1.0, "scale": -1.0},
+    "numerical_jacobian": {"fn": 3},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_options_that_make_no_sense(name):
+    for option, value in BAD[name].items():
+        first, options = (value, {}) if option == "fn" else (jnp.sum, {option: value})
+        with pytest.raises(eqg.RuleError, match=f"`{option}` of `{name}`"):
+            getattr(eqgt, name)(first, X, **options)
 
 
 # ---------------------------------------------------------------- check_gradients
