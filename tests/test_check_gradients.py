@@ -125,66 +125,75 @@ def one_sided_kink(k):
 
 
 largest = lambda x: jnp.max(x)
+all_of_maximum = with_rule(largest, lambda x: (largest(x), x == largest(x)), lambda is_max, ct:
+    (jnp.where(is_max, ct, 0.0),))  # fmt: skip
+bump = with_slope(
+    lambda x: jnp.maximum(x, 0.0) * (1 - x), lambda x: jnp.where(x < 0, 0.0, 1 - 2 * x)
+)
 stable = jnp.array([1.0, 2.0], "float32")
 DIRECTION = jnp.array([-1.152883, -1.229587, -0.7161828, 1.6050261], "float32")
 KINKS = jnp.array([0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.5])
-# A loss, its model, the verdict, the kind of the fault, and words of the report.
+# A loss, its model, the verdict, and the kind of the fault, if there is one.
 VERDICTS = {
-    "kinks": (one_sided_kink(-1.4), jnp.zeros(5), "kink", "", ""),
+    "kinks": (one_sided_kink(-1.4), jnp.zeros(5), "kink"),
     "the slopes of an entry": (lambda x: jnp.sum(jnp.abs(x)) ** 4 + x[1],
-        jnp.array([1.0, 0.0]), "kink", "", "the slopes of its sides are -3 and 5)"),
+        jnp.array([1.0, 0.0]), "kink"),
     "zero but for rounding": (lambda x: with_slope(jnp.sqrt, lambda d: 1e12)(
-        3 * jnp.sum(x * x) - jnp.sum(x * x) - 2 * jnp.sum(x * x)), DIRECTION, "zero", "",
-        "In float32, rounding changes the gradient."),
-    "a slope outside": (one_sided_kink(-0.9), jnp.zeros(5), "WRONG", "wrong", ""),
-    "a slope of zero": (one_sided_kink(0.0), jnp.zeros(1), "WRONG", "cut", ""),
-    "kinks hide nothing": (kinks_beside(2.2), KINKS, "WRONG", "wrong", ""),
-    "rounds to zero": (confident, jnp.array([45.0, 0.0]), "not measured", "", ""),
+        3 * jnp.sum(x * x) - jnp.sum(x * x) - 2 * jnp.sum(x * x)), DIRECTION, "zero"),
+    # In float32, a difference of nearly equal numbers has few digits.
+    "rounding": (lambda x: jnp.sum(jnp.sin(x) * ((x + 2.0**18 * jnp.cos(0 * x)) - 2.0**18)),
+        jnp.array([0.3, 0.7], "float32"), "right"),
+    # The slope of each falls from 100 to 99.8 within the step to a point nearby.
+    "kinks of two signs": (lambda x: 100 * (bump(x[0] - 1) - bump(x[1] - 1)), jnp.ones(2),
+        "kink"),
+    "below float32": (lambda x: 1e-20 * jnp.sum(wrong_square(1.0)(1e-10 * x)), stable,
+        "not measured"),
+    "a slope outside": (one_sided_kink(-0.9), jnp.zeros(5), "WRONG", "wrong"),
+    "a slope of zero": (one_sided_kink(0.0), jnp.zeros(1), "WRONG", "cut"),
+    "kinks hide nothing": (kinks_beside(2.2), KINKS, "WRONG", "wrong"),
+    "rounds to zero": (confident, jnp.array([45.0, 0.0]), "not measured"),
     "does not": (lambda x: confident(0.9 * x + 0.1 * eqg.scale_gradient(x, 2.0)),
-                 jnp.array([3.0, 1.0]), "WRONG", "wrong", ""),
+                 jnp.array([3.0, 1.0]), "WRONG", "wrong"),
     "out of range": (lambda w: -eqg.safe.entropy(jax.nn.softmax(w)),
-                     jnp.array([0.0, 120.0, -120.0], "float32"), "not measured", "", ""),
-    "NaN in float32": (entropy, jnp.array([0.0, 2.0, -120.0], "float32"), "WRONG", "not finite",
-                       "In float32, entries of the gradient are NaN, and the loss is nan."),
-    "stopped in a scan": (stopped_in_a_scan, jnp.array([0.3, 0.2]), "stopped", "",
-                          "is called at test_check_gradients.py:"),
-    "loss is NaN": (jnp.log, jnp.array(-1.0), "not measured", "not finite", "explain_nan"),
-    "zero in half": (lambda w: jnp.sum(w * 1e-5) * 1e-4, jnp.ones(3, "float16"), "WRONG", "cut",
-                     "In float16, the gradient is zero"),
+                     jnp.array([0.0, 120.0, -120.0], "float32"), "not measured"),
+    "NaN in float32": (entropy, jnp.array([0.0, 2.0, -120.0], "float32"), "WRONG",
+                       "not finite"),
+    "stopped in a scan": (stopped_in_a_scan, jnp.array([0.3, 0.2]), "stopped"),
+    "loss is NaN": (jnp.log, jnp.array(-1.0), "not measured", "not finite"),
+    "zero in half": (lambda w: jnp.sum(w * 1e-5) * 1e-4, jnp.ones(3, "float16"), "WRONG",
+                     "cut"),
     # Its derivative has the number 2 / sqrt(pi), with three digits.
     "numbers in half": (lambda w: jnp.sum(jax.lax.erf(w)), jnp.array([0.3, -1.1], "bfloat16"),
-                        "right", "", ""),
+                        "right"),
     "huge far away": (lambda x: jnp.sum(jnp.exp(wrong_square(2.04)(x))), jnp.array([0.3, 1.2]),
-                      "WRONG", "wrong", ""),
+                      "WRONG", "wrong"),
     # A step that is short for the second entry leads far below zero in the first one.
     "raises, wrong": (lambda x: raises_close_by(eqg.scale_gradient(x, 1.1)),
-                      jnp.array([1e-4, 1e3]), "WRONG", "wrong", ""),
-    "on the host": (lambda x: square_on_host(jnp.sum(x)), stable, "right", "", ""),
+                      jnp.array([1e-4, 1e3]), "WRONG", "wrong"),
+    "on the host": (lambda x: square_on_host(jnp.sum(x)), stable, "right"),
     "an index in half": (lambda w: jnp.sum(jnp.sin(w[np.array([0, 2, 0, 0, 1])])),
-        jnp.array([0.1, 0.2, 0.3], "bfloat16"), "right", "", ""),
-    "determinant": (determinant, jr.normal(jr.key(2), (3, 3), "float32"), "right", "", ""),
-    "stationary": (lambda x: jnp.cos(jnp.sum(x)), jnp.zeros(2), "right", "", ""),
-    "the edge of a domain": (lambda x: eqg.safe.sqrt(x) ** 2, jnp.array(0.0), "WRONG", "cut",
-        ""),
-    "all of a maximum": (with_rule(largest, lambda x: (largest(x), x == largest(x)),
-        lambda is_max, ct: (jnp.where(is_max, ct, 0.0),)), jnp.array([1.0, 1.0, 0.3]), "WRONG",
-        "wrong", ""),
+        jnp.array([0.1, 0.2, 0.3, 0.4], "bfloat16"), "right"),
+    "determinant": (determinant, jr.normal(jr.key(2), (3, 3), "float32"), "right"),
+    "stationary": (lambda x: jnp.cos(jnp.sum(x)), jnp.zeros(2), "right"),
+    "the edge of a domain": (lambda x: eqg.safe.sqrt(x) ** 2, jnp.array(0.0), "WRONG", "cut"),
+    "all of a maximum": (lambda z: all_of_maximum(z.real + z.imag),
+        jnp.array([0.75 + 0.25j, 0.25 + 0.75j, 0.3]), "WRONG", "wrong"),
+    **{f"a stair of {k}": (lambda x, k=k: 1 + k * jnp.sum(jnp.floor(3 * x)), KINKS[4:] + 0.1,
+        verdict) for k, verdict in ((1.5e-9, "flat"), (1e-10, "zero"))},
     "a tie of `eq`": (lambda x: jnp.where(x == 0, x, jnp.sin(2 * x)), jnp.array(0.0), "WRONG",
-        "wrong", "not at this one: a tie of `eq` at test_check_gradients.py"),
+        "wrong"),
     "a tie of `floor`": (lambda x: jnp.floor(x) + (x - jnp.floor(x)) * (jnp.ceil(x) -
-        jnp.floor(x)), jnp.array(2.0), "WRONG", "cut", "a tie of `floor` at test_check"),
+        jnp.floor(x)), jnp.array(2.0), "WRONG", "cut"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_verdict(name):
-    loss, model, verdict, kind, words = VERDICTS[name]
+    loss, model, verdict, *kinds = VERDICTS[name]
     for seed in range(3 if verdict == "kink" else 1):
         report = eqgt.check_gradients(loss, model, seed=seed, raises=False)
-        text = " ".join(str(report).split())
-        assert report["model"].verdict == verdict, text
-        assert [fault.kind for fault in report.found] == [kind] * bool(kind), text
-        assert words in text
+        assert report["model"].verdict == verdict
+        assert [fault.kind for fault in report.found] == kinds
 
 
 @pytest.mark.parametrize("is_chaotic", [False, True])
@@ -224,7 +233,6 @@ def test_errors():
         ("did not return a real scalar", (lambda m: m, jnp.ones(3)), {}),
         ("without inexact arrays", (lambda m: 1.0, {"n": 3}), {}),
         ("can't trace the loss", (float, jnp.ones(())), {}),
-        ("`order` of `check_gradients`", stack, {"order": 3}),
         ("have: `layer`", stack, {"skip": "layer"}),
         ("skip all leaves", stack, {"skip": "layers"}),
     ):

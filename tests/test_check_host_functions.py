@@ -250,26 +250,12 @@ def test_differences_keep_inside(fn, edge):
             assert verdicts(report) == dict.fromkeys(MODES, verdict)
 
 
-NO_REFERENCE = {
-    _alone: (": x is another", "the function raises nearby: ValueError"),
-    _nan_nearby: ("", "the function is not finite at arguments close by"),
-    np.sqrt: ("", "not smooth here"),
-}
-
-
-@pytest.mark.parametrize("fn", NO_REFERENCE)
+@pytest.mark.parametrize("fn", [_alone, _nan_nearby, np.sqrt])
 def test_no_reference_is_said(fn, capfd):
     x = [0.0, 0.9] if fn is np.sqrt else [0.3, 0.5]
     with jax.enable_x64(True):
         report = eqgt.check_rule(_square_of(fn, 17.0), jnp.array(x), **MANY)
-    first = str(report).splitlines()[0]
-    status = "passed, without a reference for the derivative"
-    assert first == f"The rule of `{fn.__name__}`: {status} (seed 0)"
     assert verdicts(report) == dict.fromkeys(MODES, "skipped")
-    end, words = NO_REFERENCE[fn]
-    assert words in report["forward"][0].text
-    assert report["forward"][0].text.endswith(end)
-    assert "Pure callbacks" not in str(report)
     assert "Traceback" not in capfd.readouterr().err
 
 

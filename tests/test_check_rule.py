@@ -18,7 +18,7 @@ import pytest
 from jaxtyping import Array
 
 from .faults import FAULTS
-from .helpers import compilations, unwrapped
+from .helpers import compilations
 from .right_rules import RIGHT
 
 
@@ -206,9 +206,25 @@ def root_of(slope):
     return jvp_rule(jnp.sqrt, lambda p, t: slope(jnp.sqrt(p[0]), t[0]))
 
 
+def raises_index(*_):
+    raise IndexError("no derivative today\n" + "why?\n" * 20)
+
+
+def raw_rule(fn, bwd):
+    rule = jax.custom_vjp(fn)
+    rule.defvjp(lambda x: (fn(x), x), bwd)
+    return rule
+
+
+def no_cotangent_of_y():
+    f = eqg.custom_vjp(lambda x, y: x * jnp.sin(y))
+    f.def_fwd(lambda x, y: (2 * f(x, y), (x, y)))
+    f.def_bwd(lambda r, ct: (ct * jnp.sin(r[1]),))
+    return f
+
+
 constant = lambda: jvp_rule(lambda x: jnp.zeros_like(x), lambda p, t: t[0])
 stopped = jax.lax.stop_gradient
-by_formula = "right to first order, wrong at the next: does the rule return `f(*primals)`"
 no_term_of_y = lambda: jvp_rule(
     lambda x, y: jnp.sin(x) * y**2, lambda p, t: jnp.cos(p[0]) * p[1] ** 2 * t[0]
 )
@@ -217,73 +233,61 @@ no_influence_at_first = lambda factor: jvp_rule(
 )
 CLIPPED = {**REVERSE, "nonlinear": True, "reference": identity(clip(5.0))}
 AT_ZERO = jnp.zeros(3)
-P, N = pytest.param, pytest.mark.slow
-# A wrong rule, its arguments, options, what the report says, and what it does not say. A number
-# before a text is how often it is there.
+# A wrong rule, its arguments, and options: `reports.json` has what the report says.
 REPORTS = {
     "an integer has no tangent": (lambda: Repeated(jnp.array(1.5), jnp.array(3)), (2.0,),
-        {"checks": "forward"}, ["1. forward, the tangents", (1, "it raised TypeError: unsupp"),
-        "`None` is the tangent or cotangent of a leaf that can't be"], ["inf of"]),
-    "a loose solver": (lambda: eqg.implicit(residual)(bisection), (2.0,), BOTH,
-        ["a solver that stops at a tolerance", "is it zero at the solution?"], ["influence"]),
-    "an infinite argument": (lambda: bounded(1.0), BOUNDED, BOTH,
-        ["1. forward, `rate`", "finite differences in float64"], ["nan"]),
-    "a constant": (constant, (2.0,), {"checks": "forward"}, ["it should be zero: `x` has no "
-        "influence here; if that is meant, as of a straight-through rule, pass `reference=`"],
-        []),
-    "no clip": (lambda: identity(lambda _, ct: (ct,)), (CLIP_X,), CLIPPED,
-        ["of 4096 times the cotangent, `x`", "as if a bound were missing"], []),
+        {"checks": "forward"}),
+    "a loose solver": (lambda: eqg.implicit(residual)(bisection), (2.0,), BOTH),
+    "an infinite argument": (lambda: bounded(1.0), BOUNDED, BOTH),
+    "a constant": (constant, (2.0,), {"checks": "forward"}),
+    "no clip": (lambda: identity(lambda _, ct: (ct,)), (CLIP_X,), CLIPPED),
     "a tiny output": (lambda: vjp_rule(lambda x: (jnp.sin(x), 1e-12 * jnp.cos(x)), lambda r, ct:
-        (jnp.cos(r[0]) * ct[0] - 2e-12 * jnp.sin(r[0]) * ct[1],)), (CLIP_X,), REVERSE,
-        ["`x` (in output[1])", "every entry is twice the expected one"], []),
+        (jnp.cos(r[0]) * ct[0] - 2e-12 * jnp.sin(r[0]) * ct[1],)), (CLIP_X,), REVERSE),
     "a number": (lambda: product(lambda r, ct: (ct * r[1], 2 * ct * r[0])), (1.5, 0.7),
-        {"checks": ("reverse", "adjoint")}, ["and so: adjoint"], ["entry  "]),
-    "a step that is learned": (straight_through_step, STEP, OF_STEP,
-        ["wrong at the next", "pass `order=1`"], []),
+        {"checks": ("reverse", "adjoint")}),
+    "two factors": (lambda: product(lambda r, ct: (3 * ct * r[1], 2 * ct * r[0])), (A, B),
+        REVERSE),
+    "a step that is learned": (straight_through_step, STEP, OF_STEP),
     "a term is missing": (lambda: of_three(lambda a, b, c, t_a, t_b, t_c: jnp.exp(b) *
-        jnp.sum(t_a) + 7 * jnp.sum(c * t_c)), OF_THREE, BOTH, ["at `b`: relative error 0.9",
-        "zero everywhere: the term of `b` is missing", "also wrong: `c` (2.5)"], []),
+        jnp.sum(t_a) + 7 * jnp.sum(c * t_c)), OF_THREE, BOTH),
     "a frozen leaf": (lambda: jvp_rule(lambda a, b, c: a * stopped(b) * c, lambda p, t:
-        p[1] * p[2] * t[0]), (1.5, 0.7, 0.4), BOTH, ["term of `c` is missing"], ["`b`"]),
+        p[1] * p[2] * t[0]), (1.5, 0.7, 0.4), BOTH),
     "a term beside a kink": (lambda: jvp_rule(lambda x, b: jnp.abs(x) + 1e-7 * b**2, lambda p,
-        t: jnp.where(p[0] < 0, -t[0], t[0]) + 3e-7 * t[1]), (0.0, 0.7), BOTH, ["1."], []),
+        t: jnp.where(p[0] < 0, -t[0], t[0]) + 3e-7 * t[1]), (0.0, 0.7), BOTH),
     "orders": (lambda: jvp_rule(lambda x: jnp.sum(jnp.sin(x)), lambda p, t:
         jnp.sum(jnp.cos(stopped(p[0])) * t[0])), (jnp.array([0.3, 1.1, 0.7]),), {"checks":
-        "order"}, [(1, "at `x`"), "does the rule hold something"], ["2. ", by_formula]),
-    "the primal": (affine_of_primal, (LAYER, jnp.array([1.0, 2.0, 3.0])), {},
-        [(1, "it is the value of `layer.bias`: the rule returns the primal"), "and so: "],
-        ["it clips", "of a sum it is not", "every entry is minus"]),
+        "order"}),
+    "the primal": (affine_of_primal, (LAYER, jnp.array([1.0, 2.0, 3.0])), {"checks":
+        ("reverse", "adjoint", "linear")}),
     "a look at values": (lambda: jvp_rule(lambda x: x * x if x > 0 else x, lambda p, t:
-        (3 * p[0] if p[0] > 0 else 1) * t[0]), (1.5,), {}, ["1. forward, `x`", "reverse, order",
-        (1, "can't trace it, as it looks at the values of arguments: raised below"),
-        "and so: leaks, residuals", "passed: primal, adjoint, linear"], ["Tracer"]),
+        (3 * p[0] if p[0] > 0 else 1) * t[0]), (1.5,), {"skip": ("zeros", "transforms")}),
     "a NaN of a rule": (lambda: root_of(lambda y, t: jnp.where(y > 0, t / (2 * y), 0.0)),
-        (jnp.array([0.0, 2.0]),), {"checks": "finite"}, ["a `where` on its"], []),
+        (jnp.array([0.0, 2.0]),), {"checks": "finite"}),
     "a value by a formula": (lambda: jvp_rule(jnp.sin, lambda p, t: jnp.cos(p[0]) * t[0],
-        lambda x: stopped(jnp.sin(x))), (A,), {"checks": "order"}, [by_formula], []),
+        lambda x: stopped(jnp.sin(x))), (A,), {"checks": "order"}),
     "a constant of the function": (lambda: jvp_rule(lambda x, s: jnp.sin(x) * stopped(s),
-        lambda p, t: jnp.cos(p[0]) * p[1] * t[0]), (A, A), {"checks": "order"},
-        ["constant in `s`. Is its rule constant"], [by_formula, "`order=1`"]),
+        lambda p, t: jnp.cos(p[0]) * p[1] * t[0]), (A, A), {"checks": "order"}),
     "right at zero only": (lambda: no_influence_at_first(10.0), (AT_ZERO,), {"checks":
-        ("reverse", "order")}, ["1. order", "a term that is 0 here"], ["order=1"]),
+        ("reverse", "order")}),
+    "an exception in forward mode": (lambda: jvp_rule(lambda x: x**2, raises_index), (A,), {}),
+    "an exception in reverse mode": (lambda: raw_rule(jnp.sin, raises_index), (A,), {"checks":
+        ("leaks", "residuals", "finite")}),
+    "a number, and an exception": (no_cotangent_of_y, (A, B), {"checks": ("primal", "reverse",
+        "linear")}),
+    "an argument that is never read": (lambda: raw_rule(lambda x: 2 * x, lambda _, ct:
+        (2 * ct,)), (jnp.ones(9, "float32"),), {"checks": "residuals"}),
+    "tangents that do not fit": (no_term_of_y, (A, B), {"checks": "forward", "tangents":
+        (A, A[:2])}),
+    "another output": (lambda: lambda x, y: x * y, (A, B), {**REVERSE, "reference":
+        lambda x, y: jnp.sum(x * y)}),
 }  # fmt: skip
-QUICK = {
-    *("a constant", "a tiny output", "no clip", "a number", "a term is missing"),
-    *("a NaN of a rule", "orders", "a frozen leaf", "a term beside a kink"),
-}
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else P(n, marks=N) for n in REPORTS])
+@pytest.mark.parametrize("name", REPORTS)
 def test_what_a_report_says(name):
-    make, args, options, words, never = REPORTS[name]
+    make, args, options = REPORTS[name]
     report = eqgt.check_rule(make(), *args, raises=False, **options)
     assert not report.passed
-    text = unwrapped(report)
-    for word in words:
-        n, word = word if isinstance(word, tuple) else (0, word)
-        assert word in text
-        assert not n or text.count(word) == n
-    assert not any(word in text for word in never), text
     assert max(map(len, str(report).splitlines())) <= 100
 
 
@@ -322,56 +326,12 @@ def test_right_rules(name):
 # ---------------------------------------------------------------- exceptions
 
 
-def _raising_backward(error):
-    rule = jax.custom_vjp(jnp.sin)
-
-    def cotangents(x, ct):
-        raise error
-
-    rule.defvjp(lambda x: (jnp.sin(x), x), cotangents)
-    return rule
-
-
-def _raising_forward(error):
-    def tangent(p, t):
-        raise error
-
-    return jvp_rule(lambda x: x**2, tangent)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("make", [_raising_forward, _raising_backward])
-def test_an_exception_is_printed_once_and_not_called_a_leak(make):
-    """JAX's leak checker reports the tracers in the traceback of the error."""
-    report = eqgt.check_rule(make(ValueError("no derivative today")), A, raises=False)
-    text = str(report)
-    assert {failure.check for failure in report.failures} >= {"reverse", "leaks"}
-    assert len(report.failures) > 8
-    assert text.count("no derivative today") == 1
-    assert "and so: " in text
-    assert all("no derivative today" in f.text for f in report.failures)
-    assert "keeps a tracer" not in text
-
-
 @pytest.mark.thorough
 def test_the_line_that_raised():
     """It is the user's, not one of Python's or of an installed package."""
     raises = lambda: statistics.mean([])
     report = eqgt.check_rule(jvp_rule(lambda x: x, lambda p, t: raises()), 1.0, raises=False)
     assert f"raised below {__file__}:{raises.__code__.co_firstlineno}\n" in str(report)
-
-
-def test_an_exception_does_not_follow_from_a_wrong_number():
-    f = eqg.custom_vjp(lambda x, y: x * jnp.sin(y))
-    f.def_fwd(lambda x, y: (2 * f(x, y), (x, y)))
-    f.def_bwd(lambda r, ct: (ct * jnp.sin(r[1]),))
-    report = eqgt.check_rule(f, A, B, checks=("primal", "reverse", "linear"), raises=False)
-    _, of_value, of_rule = str(report).split("\n\n")[:3]
-    assert "1. primal" in of_value
-    assert "raised" not in of_value
-    assert "2. reverse" in of_rule
-    assert "one cotangent for each argument" in unwrapped(of_rule)
-    assert "and so: linear" in of_rule
 
 
 # ---------------------------------------------------------------- programs
@@ -438,15 +398,8 @@ def test_single_checks_are_that_check():
     for name in checks:
         report = getattr(eqgt, f"check_{name}")(jnp.sin, jnp.array([0.5, 1.0]))
         assert {finding.check for finding in report.findings} == {name}
-
-
-def test_L6_an_argument_that_is_never_read_is_said_not_to_be_counted():
-    rule = jax.custom_vjp(lambda x: 2 * x)
-    rule.defvjp(lambda x: (2 * x, x), lambda _, ct: (2 * ct,))
-    report = eqgt.check_rule(rule, jnp.ones(9, "float32"), checks="residuals", raises=False)
-    (failure,) = report.failures
-    assert failure.where.startswith("0 bytes per call")
-    assert "float32[9] (an argument, which is not in the bytes above)" in failure.text
+    with pytest.raises(KeyError, match="no check named 'forward'"):
+        report["forward"]
 
 
 @pytest.mark.parametrize("has_rule", [False, True])
@@ -576,17 +529,13 @@ def test_the_arrays_of_a_module_are_perturbed_however_it_is_called(form, is_give
 
 
 def test_references_of_another_form():
-    with pytest.raises(eqg.RuleError, match=r"is not a function of `self\.weight`") as error:
+    with pytest.raises(eqg.RuleError, match=r"is not a function of `self\.weight`"):
         eqgt.check_rule(AFFINE, POINT, reference=lambda x: 2 * x)
-    assert "check `lambda x: layer(x)`" in str(error.value)
     fn = lambda x: AFFINE.plain(x)
     eqgt.check_rule(fn, POINT, checks="reverse", reference=lambda x: AFFINE.weight * x)
     # The numbers of a Module are static then.
     options = {"checks": "reverse", "reference": lambda x: -3 * x}
     eqgt.check_rule(eqg.nn.GradientReversal(3.0), POINT, **options)
-    scalar = {"checks": "reverse", "reference": lambda x, y: jnp.sum(x * y), "raises": False}
-    text = str(eqgt.check_rule(lambda x, y: x * y, POINT, POINT, **scalar))
-    assert "`reference` does not return what `<lambda>` returns" in text
 
 
 def test_forward_mode_of_a_rule_without_def_jvp():
@@ -596,8 +545,6 @@ def test_forward_mode_of_a_rule_without_def_jvp():
     options = {"reference": lambda x: 2 * x, **BOTH}
     report = eqgt.check_rule(rule, POINT, raises=False, **options)
     assert [failure.check for failure in report.failures] == ["forward"]
-    text = " ".join(str(report).split())
-    assert "forward mode is the derivative of the function, as of every `custom_vjp`" in text
     rule.def_jvp(lambda primals, ts: (rule(*primals), 2 * ts[0]))
     eqgt.check_rule(rule, POINT, **options)
     only_reverse = jax.custom_vjp(lambda x: 2 * x)

@@ -1,5 +1,6 @@
 """The options and reports of the checkers: each once with what passes, once with what fails."""
 
+import eqx_grads as eqg
 import eqx_grads.testing as eqgt
 import jax
 import jax.numpy as jnp
@@ -34,12 +35,13 @@ clipped = lambda bound=0.5: vjp_rule(lambda x: x, lambda xs, ct: (jnp.clip(ct, -
 
 F, R = "forward", "reverse"
 both = lambda fn, *args, **options: check(fn, *args, checks=(F, R), **options)
+half = lambda x: x.astype("float16")
 times = lambda k: lambda x: np.asarray(k, x.dtype) * x
 # What runs the check with an option, the option with which it passes, the one with which checks
-# fail, their names, and what is in the place or text of a failure.
+# fail, and their names.
 OPTIONS = {
-    "reference": (lambda k: both(jvp_rule(lambda x: jnp.round(x), lambda p, t: t[0]), X,
-        reference=times(k)), 1.0, 1.01, {F, R}),
+    "reference": (lambda k: both(jvp_rule(lambda x: half(jnp.round(x)), lambda p, t:
+        half(t[0])), X, reference=times(k)), 1.0, 1.01, {F, R}),
     "reference with a rule": (lambda k: both(clipped(), X, nonlinear=True,
         reference=clipped(k)), 0.5, 0.6, {R}),
     "nonlinear": (lambda k: check(clipped(), X, checks=("adjoint", "linear"), nonlinear=k),
@@ -47,25 +49,39 @@ OPTIONS = {
     "nondifferentiable": (lambda name: both(product(of_y=2.0), X, Y,
         nondifferentiable=(name,)), "y", "x", {F, R}),
     "a part of an argument": (lambda name: both(lambda p: product(of_y=2.0)(p["a"], p["b"]),
-        {"a": X, "b": Y}, nondifferentiable=(name,)), "p['b']", "p['a']", {F, R}, "p['b']"),
+        {"a": X, "b": Y}, nondifferentiable=(name,)), "p['b']", "p['a']", {F, R}),
     "seeds": (lambda n: check(vjp_rule(lambda x: 2 * x, lambda xs, ct: (jnp.where(ct > 1.8,
         0.0, 2.0).astype(ct.dtype) * ct,)), X, checks=(R,), seed=[2, 1][:n]), 1, 2, {R}),
     "tolerance": (lambda k: both(wrong_cube(k), X, tolerance=1e-2), 1.005, 1.02, {F, R}),
     "complex": (lambda f: both(vjp_rule(lambda z, r: z**2, lambda zs, ct: (2 * f(zs[0]) * ct,
-        0 * zs[1])), x_of("complex64"), X), lambda z: z, jnp.conj, {R}, "was conjugated"),
+        0 * zs[1])), x_of("complex64"), X), lambda z: z, jnp.conj, {R}),
     "an error": (lambda bad: check(vjp_rule(cube, lambda xs, ct: 1 / 0 if bad else (3 * xs[0]
-        ** 2 * ct,)), X, checks=(R,)), False, True, {R}, "division by zero"),
+        ** 2 * ct,)), X, checks=(R,)), False, True, {R}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_check_rule(name):
-    run, right, wrong, checks, *match = OPTIONS[name]
+    run, right, wrong, checks = OPTIONS[name]
     assert run(right).passed
-    report = run(wrong)
-    assert {f.check for f in report.failures} == checks
-    texts = "\n".join(f"{f.where}\n{f.text}" for f in report.failures).replace("`", "")
-    assert all(words in texts for words in match)
+    assert {f.check for f in run(wrong).failures} == checks
+
+
+# Options of checkers that make no sense.
+BAD = {
+    "check_rule": {"raises": 1, "nonlinear": 1, "fn": 3},
+    "check_gradients": {"raises": 1, "tolerance": -1.0, "order": 3},
+    "assert_trees_close": {"entrywise": 1, "tolerance": -1.0, "scale": -1.0},
+    "numerical_jacobian": {"fn": 3},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_options_that_make_no_sense(name):
+    for option, value in BAD[name].items():
+        first, options = (value, {}) if option == "fn" else (jnp.sum, {option: value})
+        with pytest.raises(eqg.RuleError, match=f"`{option}` of `{name}`"):
+            getattr(eqgt, name)(first, X, **options)
 
 
 # ---------------------------------------------------------------- check_gradients
@@ -106,49 +122,42 @@ raw_sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.cos(x) * ct * 1.2,)
 second = lambda k: jvp_rule(lambda x: jnp.sin(x), lambda p, t: t[0] * jvp_rule(
     lambda x: jnp.cos(x), lambda p, t: -jnp.sin(p[0]) * t[0] * np.asarray(k, t[0].dtype)
 )(p[0]))  # fmt: skip
-in_place = lambda act: lambda w: jnp.sum(act(w))
+in_place = lambda act: lambda w: jnp.sum(jnp.real(act(w)))
 FIRST, TWICE = np.array([1.1, 1.0, 1.0]), jnp.array([0, 0, 2])
-Z = jnp.array([0.3 + 0.2j, -1.0 + 0.7j])
+Z = jnp.array([0.3 + 0.2j, -1.0 + 0.7j, 0.5 - 1.1j])
 # A loss that is right, one that is wrong, the model, options, and of the fault its kind, its
-# leaf, its function and words of its text.
+# leaf and its function.
 FAULTS = {
     "order": (in_place(second(1.0)), in_place(second(1.1)), X, {"order": 2}, ("wrong", "",
-        "<lambda>", "")),
+        "<lambda>")),
     # Along a direction, the slope is a sum over all entries.
-    "order of the first": (in_place(second(1.0)), in_place(second(FIRST)), X, {"order": 2},
-        ("wrong", "", "<lambda>", "")),
+    "order of the first": (in_place(second(1.0)), in_place(second(FIRST)), Z, {"order": 2},
+        ("wrong", "", "<lambda>")),
     "order of the last": (in_place(second(1.0)), in_place(second(FIRST[::-1])), X, {"order": 2},
-        ("wrong", "", "<lambda>", "")),
+        ("wrong", "", "<lambda>")),
     "an index": (lambda w: jnp.sum(jnp.sin(w[TWICE])), lambda w: jnp.sum(wrong_sin(w[TWICE])),
-        X, {}, ("wrong", "", "<lambda>", "")),
+        X, {}, ("wrong", "", "<lambda>")),
     "forward only": (lambda w: while_sum(w, jnp.sin), lambda w: while_sum(w, wrong_sin), X, {},
-        ("wrong", "", "", "")),
-    "reverse only": (in_place(jnp.sin), in_place(raw_sin), X, {}, ("wrong", "", "raw_sin",
-        "1.2 times")),
-    "complex": (lambda w: jnp.sum(jnp.real(w**3)), lambda w: jnp.sum(jnp.real(vjp_rule(lambda
-        w: w**3, lambda ws, ct: (3 * ws[0].conj() ** 2 * ct,))(w))), Z, {}, ("wrong", "",
-        "<lambda>", "")),
+        ("wrong", "", "")),
+    "reverse only": (in_place(jnp.sin), in_place(raw_sin), X, {}, ("wrong", "", "raw_sin")),
+    "complex": (in_place(cube), in_place(vjp_rule(cube, lambda ws, ct: (3 * ws[0].conj() ** 2 *
+        ct,))), Z, {}, ("wrong", "", "<lambda>")),
     "in a scan": (lambda w: jax.lax.scan(lambda c, x: (jnp.sin(c + x), None), 0.0, w)[0],
         lambda w: jax.lax.scan(lambda c, x: (wrong_sin(c + x), None), 0.0, w)[0], X, {},
-        ("wrong", "", "<lambda>", "")),
+        ("wrong", "", "<lambda>")),
     "cut": (lambda m: jnp.sum(jax.lax.stop_gradient(m["a"]) * m["b"]), lambda m: jnp.sum(
-        product(of_x=0.0)(m["a"], m["b"])), {"a": X, "b": Y}, {}, ("cut", "['a']", "<lambda>",
-        "")),
+        product(of_x=0.0)(m["a"], m["b"])), {"a": X, "b": Y}, {}, ("cut", "['a']", "<lambda>")),
     "too large": (lambda w: jnp.sum(jnp.exp(w + 80)), lambda w: jnp.sum(jnp.exp(w + 90)), X,
-        {}, ("not finite", "", "", "")),
+        {}, ("not finite", "", "")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_of_gradients(name):
-    right, wrong, model, options, (kind, leaf, function, words) = FAULTS[name]
+    right, wrong, model, options, (kind, leaf, function) = FAULTS[name]
     assert eqgt.check_gradients(right, model, **options).passed
     report = eqgt.check_gradients(wrong, model, raises=False, **options)
     (fault,) = report.found
     assert fault.kind == kind
     assert leaf in fault.leaf
     assert function in fault.primitive
-    assert words in fault.detail
-    remarks = " ".join(report.remarks)
-    assert ("no reverse mode" in remarks) == (name == "forward only")
-    assert ("no forward mode" in remarks) == (name == "reverse only")
