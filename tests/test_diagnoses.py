@@ -246,8 +246,12 @@ def host(x):
     return jnp.sum(on_the_host(x))
 
 
+with_a_rule = jax.custom_jvp(on_the_host)
+with_a_rule.defjvps(lambda t, y, x: t * jnp.cos(x))
+
+
 def mystery(x):
-    return jnp.sum(unknown.bind(x))
+    return jnp.sum(unknown.bind(with_a_rule(x)))
 
 
 def decides(x):

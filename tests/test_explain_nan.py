@@ -201,6 +201,12 @@ def test_the_rule_of_jax_that_is_not_finite():
     assert (record.kind, record.rule.rpartition(":")[2]) == (ZERO, str(line))
     # The derivative is defined there.
     assert record.cure.startswith("The rule of `square` is not finite there. If the derivative")
+    # Of two rules, it is the one that makes the infinity that meets a zero in the other.
+    root, scaled = jax.custom_jvp(sqrt), jax.custom_jvp(jnp.multiply)
+    root.defjvps(lambda t, y, x: t / (2 * y))  # ROOT
+    scaled.defjvps(lambda t, z, x, y: y * t, lambda t, z, x, y: x * t)
+    (line,) = lines_of(test_the_rule_of_jax_that_is_not_finite, "ROOT")
+    assert only(lambda x: root(scaled(*x)), X2).rule.endswith(f":{line}")
 
 
 # ---------------------------------------------------------------- several causes
@@ -415,7 +421,8 @@ def _each_operation(x, n, b):
     yield from (*jnp.split(x, [0, 2]), jnp.concatenate((x, y), 1), x.reshape(-1, 1), b.all())
     yield from (fn(v, 0) for fn in (total, jnp.max, jnp.min) for v in (x[:, :0], x, n))
     yield from (b.any(0), n.astype("float32"), jax.grad(lambda x: total(x * x))(x))
-    yield from (jax.lax.pad(n, n[0, 0], [(1, 2, 1), (0, 0, 3)]), x * 0.1)
+    pads = [(1, 2, 1), (0, 0, 3)], [(-1, 2, 0), (0, 0, 0)], [(0, 0, 1), (1, -1, 0)]
+    yield from (x * 0.1, *(jax.lax.pad(n, n[0, 0], config) for config in pads))
 
 
 def test_numpy_computes_as_xla():

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
+from eqx_grads._diagnosis._nan import births
 from jax import lax, nn
 from jax.scipy import special
+from jax.scipy.linalg import solve_triangular
 from jax.sharding import AxisType, PartitionSpec as P
 
 
@@ -32,6 +34,9 @@ def rms(x, axis=None):
 def over(x, y):
     return exp(x) / total(exp(y))
 
+
+jvp_rule = jax.custom_jvp(sqrt)
+jvp_rule.defjvps(lambda t, y, x: t / (2 * y))
 
 # ---------------------------------------------------------------- cures
 
@@ -55,6 +60,10 @@ CURES = {
     "smooth there, compute it without": [(lambda x: jnp.cos(norm(x)), Z2)],
     "safe.svd(a)": [(lambda x: total(jnp.linalg.svd(jnp.diag(x + 1))[0]), Z2)],
     "jnp.maximum(n, 1)": [(lambda x: total(jnp.sinh(x) / x), Z2)],
+    "`jnp.where(ok, x, other)` on the operand of": [(lambda x: jnp.where(x[0] > 0, total(
+        jnp.linalg.inv(jnp.diag(x))), 0.0), Z2)],
+    "compute it in the rule": [(lambda x: 0.0 * jvp_rule(x[0]), Z2)],
+    "jnp.eye": [(lambda x: exp(-solve_triangular(jnp.diag(x[:1]), ONE[None])[0]), Z2)],
     "bound the state": [(lambda x: total((1e33 * x) * x), BIG)],
     'zero_safe(f, policy="zero")': [(lambda w: total(jax.grad(lambda x: norm(w * x))(Z2) ** 2),
         ONE)],
@@ -65,6 +74,7 @@ LOOK_ALIKES = {
     "safe.norm": [(lambda x: total(sqrt(x @ x)), M2)],
     "safe.normalize": [(lambda x: total(jnp.sin(x) / norm(x)), Z2)],
     "softmax": [(lambda x: total(x * 3e38 * x), BIG)],
+    "in the rule": [(lambda x: jnp.where(x[0] > 0, jvp_rule(x[0]), 0.0), Z2)],
 }  # fmt: skip
 
 
@@ -125,7 +135,10 @@ def in_three_steps(m):
 # By the kind, the operation, the index, the step and the number of steps of each record, and by
 # the leaves with a bad gradient: a loss, a point where it is not finite, and one where it is.
 KINDS = {
-    "inf - inf: sub[0] forward": (lambda x: total((INF + x) - INF), Z2),
+    "inf - inf: sub[0] forward": (lambda x: total((lax.complex(x, INF + x) - lax.complex(x,
+        INF)).imag), Z2),
+    "inf - inf: reduce_sum[] forward; outside of the domain: log[2] forward": (lambda x: total(
+        log(x) + np.float32([np.inf, -np.inf, 0])), np.float32([1, 1, -1])),
     "inf / inf: div[0] forward": (lambda x: x[0] + total(INF / (INF + x)), Z2),
     "outside of the domain: sin[0] forward": (lambda x: total(jnp.sin(jnp.bfloat16(
         INF + x))), Z2),
@@ -212,9 +225,10 @@ def test_where_a_cause_is():
         of_x = 3 * total(twice_root(x))
         return of_x + total(twice_root(x[::-1]))
 
-    found = eqg.explain_nan(loss, jnp.asarray(Z2)).found
-    assert {r.code for r in found} == {"return 2.0 * jnp.sqrt(x)"}
-    assert [r.caller for r in found if "in `loss`" in r.caller]
+    for fn in (loss, lambda x: jax.jit(loss)(x)):
+        found = eqg.explain_nan(fn, jnp.asarray(Z2)).found
+        assert {r.code for r in found} == {"return 2.0 * jnp.sqrt(x)"}
+        assert [r.caller for r in found if "in `loss`" in r.caller]
     # In a library that calls a function of yours, it is a line of this function.
     solver = optx.Newton(1e-5, 1e-5)
     loss = lambda x: optx.root_find(lambda y, x: y - 3 * sqrt(x), solver, x, args=x).value
@@ -230,10 +244,16 @@ def test_where_a_cause_is():
 def test_the_threshold(threshold, step):
     """The cotangent is twice as large after each step, and 64 after six of them. What is too
     large is replaced by zero, so that what comes next is found as well."""
-    loss = lambda h: last_of(lambda h, _: 2.0 * h, h, jnp.zeros(6))
-    found = eqg.explain_nan(loss, ONE, threshold=threshold).found
-    expected = f"exceeds the threshold: mul[] at [{step}]"
+    loss = lambda h: last_of(lambda h, _: 2.0 * h, h, jnp.zeros(6)) @ np.float32([0.01, 1])
+    found = eqg.explain_nan(loss, jnp.ones(2), threshold=threshold).found
+    expected = f"exceeds the threshold: mul[1] at [{step}]"
     assert list(map(text_of, found)) == [expected] * (step is not None)
+
+
+def test_one_cause_that_zero_safe_drops_beside_another():
+    """It is named, as it makes this gradient finite, which is all that it can do."""
+    loss = lambda x: total(jnp.where(x > 0, sqrt(x), 100 * x))
+    eqg.explain_nan(loss, jnp.asarray(X_OR_0), threshold=10.0)
 
 
 # ---------------------------------------------------------------- layouts
@@ -387,6 +407,16 @@ def test_the_steps_of_a_loop(name):
     assert {(r.kind, r.step, r.count) for r in report.found} == expected
     for r in report.found:
         assert f"{r.step[0]}{f' and {r.count - 1} more' * (r.count > 1)}" in str(report)
+
+
+def test_a_loop_that_runs_compiled_first(monkeypatch):
+    """As it does if it is long, and finite. The report is the same."""
+    monkeypatch.setattr(births, "_MOST_IN_DETAIL", 0)
+    for name in KINDS:
+        if " at " in name:
+            test_the_kind_of_a_cause(name)
+    test_the_steps_of_a_loop("three kinds")
+    test_the_threshold(7.9, 3)
 
 
 @pytest.mark.parametrize("n", [3, 70])
