@@ -67,25 +67,21 @@ CURES = {
     "bound the state": [(lambda x: total((1e33 * x) * x), BIG)],
     'zero_safe(f, policy="zero")': [(lambda w: total(jax.grad(lambda x: norm(w * x))(Z2) ** 2),
         ONE)],
-}  # fmt: skip
-# By a function: losses that look as if it was a part of them.
-LOOK_ALIKES = {
-    "safe.std": [(lambda x: rms(x - total(x) / 4), Z2)],
-    "safe.norm": [(lambda x: total(sqrt(x @ x)), M2)],
-    "safe.normalize": [(lambda x: total(jnp.sin(x) / norm(x)), Z2)],
-    "softmax": [(lambda x: total(x * 3e38 * x), BIG)],
-    "in the rule": [(lambda x: jnp.where(x[0] > 0, jvp_rule(x[0]), 0.0), Z2)],
+    # Losses that look as if this function was a part of them.
+    "not safe.std": [(lambda x: rms(x - total(x) / 4), Z2)],
+    "not safe.norm": [(lambda x: total(sqrt(x @ x)), M2)],
+    "not safe.normalize": [(lambda x: total(jnp.sin(x) / norm(x)), Z2)],
+    "not softmax": [(lambda x: total(x * 3e38 * x), BIG)],
+    "not in the rule": [(lambda x: jnp.where(x[0] > 0, jvp_rule(x[0]), 0.0), Z2)],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*CURES, *LOOK_ALIKES])
+@pytest.mark.parametrize("name", CURES)
 def test_the_function_that_a_cure_names(name):
-    for loss, x in CURES.get(name, ()):
-        assert name in " ".join(r.cure for r in eqg.explain_nan(loss, jnp.asarray(x)).found)
-    for loss, x in LOOK_ALIKES.get(name, ()):
-        found = eqg.explain_nan(loss, jnp.asarray(x)).found
-        assert found
-        assert name not in " ".join(r.cure for r in found)
+    for loss, x in CURES[name]:
+        cures = " ".join(r.cure for r in eqg.explain_nan(loss, jnp.asarray(x)).found)
+        assert cures
+        assert (name.removeprefix("not ") in cures) == (not name.startswith("not "))
 
 
 # ---------------------------------------------------------------- kinds
@@ -329,7 +325,6 @@ def test_what_does_not_select_an_element(mask):
     (record,) = eqg.explain_nan(lambda x: total(SELECTIONS[mask](log(_ones(x)))), ONE).found
     mask = "maximum" if mask == "clip" else mask  # JAX takes it to be one
     assert (record.kind, record.mask, record.index) == (DEAD, mask, (0,))
-    assert f"with this operation in `f`, and `ok` where the `{mask}` selects it" in record.cure
 
 
 # ---------------------------------------------------------------- several sources
@@ -405,8 +400,6 @@ def test_the_steps_of_a_loop(name):
     n, bad, expected = STEPS[name]
     report = eqg.explain_nan(roots, ONE, *_steps(n, **bad))
     assert {(r.kind, r.step, r.count) for r in report.found} == expected
-    for r in report.found:
-        assert f"{r.step[0]}{f' and {r.count - 1} more' * (r.count > 1)}" in str(report)
 
 
 def test_a_loop_that_runs_compiled_first(monkeypatch):
@@ -440,7 +433,6 @@ def test_a_derivative_that_is_nan_where_the_value_is_fine():
     report = eqg.explain_nan(loss, 2 * ONE)
     (record,) = report.found
     assert (report.loss, record.kind, record.primitive) == (1.0, DOMAIN, "igamma")
-    assert "`eqg.safe.where(ok, f, x, other)`" in record.cure
 
 
 def test_the_budget():
@@ -448,7 +440,6 @@ def test_the_budget():
     report = eqg.explain_nan(lambda x: total(jnp.where(x > 0, sqrt(x), 0.0)), jnp.asarray(Z2),
         seconds=0.0)  # fmt: skip
     assert (list(report.found), list(report.bad_leaves)) == ([], ["model"])
-    assert "zero_safe" in " ".join(report.remarks)
 
 
 @pytest.mark.parametrize(("checkpoint", "b"), [(None, 1.0), (None, 0.0), ("replay", 1.0)])
