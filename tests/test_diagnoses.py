@@ -171,7 +171,7 @@ def test_names_of_inputs(loss, args, kwargs, name):
 
 class Tagged(eqx.Module):
     weight: jax.Array
-    tag: str = eqx.field(static=True)
+    tag: str
 
     def __call__(self, x):
         return self.weight * x

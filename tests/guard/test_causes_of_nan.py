@@ -219,9 +219,10 @@ def test_where_a_cause_is():
 
     def loss(x):
         of_x = 3 * total(twice_root(x))
-        return of_x + total(twice_root(x[::-1]))
+        return of_x + total(twice_root(x * 2.0))
 
-    for fn in (loss, lambda x: jax.jit(loss)(x)):
+    in_jax = lambda x: total(jnp.piecewise(x, [x > 1], [jnp.square, loss]))
+    for fn in (loss, lambda x: jax.jit(loss)(x), in_jax):
         found = eqg.explain_nan(fn, jnp.asarray(Z2)).found
         assert {r.code for r in found} == {"return 2.0 * jnp.sqrt(x)"}
         assert [r.caller for r in found if "in `loss`" in r.caller]
@@ -439,7 +440,9 @@ def test_the_budget():
     """Without time, the report has the cure that was tried."""
     report = eqg.explain_nan(lambda x: total(jnp.where(x > 0, sqrt(x), 0.0)), jnp.asarray(Z2),
         seconds=0.0)  # fmt: skip
-    assert (list(report.found), list(report.bad_leaves)) == ([], ["model"])
+    assert (bool(report), [*report.found], [*report.bad_leaves]) == (True, [], ["model"])
+    with pytest.raises(eqg.RuleError, match="positive"):
+        eqg.explain_nan(total, ONE, threshold=0.0)
 
 
 @pytest.mark.parametrize(("checkpoint", "b"), [(None, 1.0), (None, 0.0), ("replay", 1.0)])
