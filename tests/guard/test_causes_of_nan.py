@@ -18,6 +18,7 @@ from jax.scipy.linalg import solve_triangular
 from jax.sharding import AxisType, PartitionSpec as P
 
 
+KEYS = jax.random.split(jax.random.key(0), 3)
 Z2, M2 = np.zeros(2, "float32"), np.zeros((2, 2), "float32")
 BIG = np.array([9e3, 0.0], "float32")
 INF, IN_DATA = np.float32([np.inf, 1.0]), np.float32([1.0, np.nan, 1.0])
@@ -171,9 +172,10 @@ KINDS = {
     "outside of the domain: sqrt[0] forward | x": (lambda m: total(jax.jit(jax.vmap(lambda x:
         lax.cond(total(x) < 10.0, sqrt, lambda x: x, x)))(m["x"])), arrays(x=[-1, 4]),
         arrays(x=[1, 4])),
-    "outside of the domain: log[0, 1, 2] forward": (lambda m: total(jax.shard_map(lambda x:
-        log(x) - lax.psum(x, "i"), mesh=MESH, in_specs=P("i"), out_specs=P("i"))(m["x"])),
-        arrays(x=[[1, 2, 3], [1, 2, -1], [1, 2, 3], [1, 2, 4]]), arrays(x=np.ones((4, 3)))),
+    "outside of the domain: log[0, 0, 1, 2] forward": (lambda m: total(jax.shard_map(lambda x:
+        jnp.swapaxes(log(x) - lax.psum(x, "i"), 0, 1), mesh=MESH, in_specs=P(None, "i"),
+        out_specs=P("i"))(m["x"][None])), arrays(x=[[1, 2, 3], [1, 2, -1], [1, 2, 3], [1, 2,
+        4]]), arrays(x=np.ones((4, 3)))),
     "true singularity: root_rule[0] | x": (lambda m: total(root_rule(m["x"])) * m["y"],
         arrays(x=[0, 1], y=2), arrays(x=[0.5, 1], y=2)),
     "inf - inf: sub[] at [1] forward; true singularity: log[] at [1] forward | w x": (lambda m:
@@ -191,6 +193,14 @@ KINDS = {
         arrays(x=[0.5, 0, 0.1], w=[1, 2]), arrays(x=[0.5, 0.2, 0.1], w=[1, 2])),
     "true singularity: sqrt[0] at [0] x3 | x": (in_three_steps, arrays(x=[0, 1]),
         arrays(x=[0.5, 1])),
+    # The first of two is done after two steps, at the third its root would be bad.
+    "outside of the domain: sqrt[0, 1] at [1] forward | x": (lambda m: total(jax.vmap(lambda n,
+        x: lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] + sqrt(x - c[0])), (0,
+        jnp.zeros(2)))[1])(np.array([2, 3]), m["x"])), arrays(x=[[3, 0.5], [5, 6]]),
+        arrays(x=[[1.5, 3], [5, 6]])),
+    "true singularity: sqrt[] at [2] x3 | x": (lambda m: lax.scan(lambda c, k: (c + sqrt(
+        m["x"]) * jax.random.uniform(k), k), 0.0, KEYS)[0] + total(log(lax.scan(lambda c, x: (c,
+        x), 0.0, jnp.zeros(0))[1])), arrays(x=0), arrays(x=1)),
 }  # fmt: skip
 
 
