@@ -455,6 +455,10 @@ def test_the_cause_inside_of_a_shard_map():
     )
     record = only(lambda x: total(masked(x)), jnp.tile(X2, 4))
     assert (record.kind, record.primitive) == (DEAD, "sqrt")
+    # Of two that are split in two orders, the second part of `x` meets the third of `y`.
+    specs, y = (spec, P(("a", "b"))), np.float32([0, 0, 2, 0])
+    two = jax.shard_map(lambda x, y: sqrt(x - y), mesh=mesh, in_specs=specs, out_specs=spec)
+    assert only(lambda x: total(two(x, y)), jnp.arange(1.0, 5.0)).primitive == "shard_map"
 
 
 def test_an_index_out_of_range():
