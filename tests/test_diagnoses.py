@@ -255,7 +255,7 @@ def numpy(x):
 TEXTS = {
     "real scalar": [(lambda x: x, Y), (lambda x: (jnp.sum(x), x), Y), (lambda x: "loss", Y),
         (lambda x: jax.lax.complex(*x), Y)],
-    "can't trace the loss": [(decides, Y), (numpy, Y)],
+    "can't trace the loss": [(decides, Y), (numpy, Y)], "is not a function": [(3, Y)],
     "without inexact arrays": [(jnp.sum, jnp.arange(3)), (lambda m: m["a"] ** 2, {"a": 0.5}),
         (lambda m: 1.0, None)],
 }  # fmt: skip
