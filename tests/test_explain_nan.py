@@ -143,10 +143,8 @@ def test_planted(name):
     line = here.__code__.co_firstlineno
     found = [r for r in report.found if r.line == line]
     assert found, str(report)
-    assert found[0].kind == kind, str(report)
+    assert (found[0].kind, found[0].file) == (kind, __file__), str(report)
     assert {key: getattr(found[0], key) for key in fields} == fields
-    assert found[0].file == __file__
-    assert found[0].cure
     if kind == DEAD:
         mask = then[0].__code__.co_firstlineno
         assert (found[0].mask_file, found[0].mask_line) == (__file__, mask)
@@ -173,17 +171,14 @@ HEALTHY = {
 def test_healthy(name):
     report = eqg.explain_nan(*HEALTHY[name])
     assert not report, str(report)
-    assert report.headline == "The loss and its gradient are finite."
-    assert len(report.remarks) == (name == "while")  # it has no reverse mode
 
 
 @pytest.mark.parametrize("fill", [lambda: -INF, lambda: -jnp.full(3, INF)])
 @pytest.mark.parametrize("then", [total, lambda y: -jnp.mean(jax.nn.log_softmax(y))])
 def test_the_infinity_of_a_mask_is_no_overflow(then, fill):
     record = only(lambda x: then(where(X3 > 0, x, fill())), 1 + X3)
-    assert (record.kind, record.primitive) == ("constant infinity", "select_n")
-    assert record.index == (1,)
-    assert "`jnp.where(mask, y, 0.0)`" in record.cure
+    expected = "constant infinity", "select_n", (1,)
+    assert (record.kind, record.primitive, record.index) == expected
 
 
 def test_the_rule_of_jax_that_is_not_finite():
@@ -199,8 +194,12 @@ def test_the_rule_of_jax_that_is_not_finite():
     record = only(lambda x: square(x), jnp.array(0.0))
     (line,) = lines_of(test_the_rule_of_jax_that_is_not_finite, "HERE")
     assert (record.kind, record.rule.rpartition(":")[2]) == (ZERO, str(line))
-    # The derivative is defined there.
-    assert record.cure.startswith("The rule of `square` is not finite there. If the derivative")
+    # Of two rules, it is the one that makes the infinity that meets a zero in the other.
+    root, scaled = jax.custom_jvp(sqrt), jax.custom_jvp(jnp.multiply)
+    root.defjvps(lambda t, y, x: t / (2 * y))  # ROOT
+    scaled.defjvps(lambda t, z, x, y: y * t, lambda t, z, x, y: x * t)
+    (line,) = lines_of(test_the_rule_of_jax_that_is_not_finite, "ROOT")
+    assert only(lambda x: root(scaled(*x)), X2).rule.endswith(f":{line}")
 
 
 # ---------------------------------------------------------------- several causes
@@ -274,8 +273,6 @@ def test_a_zero_that_no_selection_makes():
     ):
         record = only(loss, X2)
         assert (record.kind, record.primitive, record.index) == (ZERO_BY_INF, "sqrt", (1,))
-        assert record.mask == "terms cancel, or underflow"
-        assert "eqg.safe.sqrt(x)" in record.cure
         # As the cure says: this is not what `zero_safe` drops, but by its other policy.
         assert jnp.isnan(jax.grad(eqg.zero_safe(loss))(X2)[1])
         assert jnp.isfinite(jax.grad(eqg.zero_safe(loss, policy="zero"))(X2)[1])
@@ -297,7 +294,6 @@ def test_gradient_that_raises():
     checked.defvjp(lambda x: (2 * x, None), bwd)
     report = explain(lambda x: sqrt(checked(x)), jnp.array(0.0))
     assert [r.primitive for r in report.found] == ["sqrt"]
-    assert "bad cotangent" in report.remarks[0]
 
 
 # ---------------------------------------------------------------- loops
@@ -324,10 +320,9 @@ def test_step_of_a_scan(name, bad):
         return total(SCANS[name](step, x, ts)[1])
 
     record = only(loss, ONE, jnp.ones(5).at[bad].set(0.0))
-    assert (record.primitive, record.kind, record.mask) == ("log", DEAD, "where")
-    assert record.step == (bad,)
-    assert [record.line] == lines_of(loss, "HERE")
-    assert [record.mask_line] == lines_of(loss, "MASK")
+    assert (record.primitive, record.kind, record.step) == ("log", DEAD, (bad,))
+    lines = lines_of(loss, "HERE"), lines_of(loss, "MASK")
+    assert ([record.line], [record.mask_line]) == lines
 
 
 def test_a_nan_in_the_data_and_a_root_at_other_steps():
@@ -338,11 +333,8 @@ def test_a_nan_in_the_data_and_a_root_at_other_steps():
         return total(where(xs > 0, ys, 0.0))
 
     xs = jnp.ones(10).at[2].set(NAN).at[7].set(-3.0)
-    root, data = explain(loss, ONE, xs).found
-    assert {root.kind, data.kind} == {DEAD}
-    assert (root.step, root.count) == ((7,), 1)
-    assert (data.step, data.count) == ((2,), 1)
-    assert data.cure.startswith("`xs` holds the NaN")
+    found = [(r.kind, r.step, r.count) for r in explain(loss, ONE, xs).found]
+    assert found == [(DEAD, (7,), 1), (DEAD, (2,), 1)]
 
 
 @pytest.mark.thorough
@@ -384,11 +376,9 @@ def test_the_call_of_a_function_that_is_called_twice(name):
     first, second = lines_of(loss, "CALL")
     for model, lines in (([X3, X3 * 0], [second]), ([X3 * 0, X3 * 0], [second, first])):
         report = explain(loss, model)
-        assert [r.caller for r in report.found] == [
-            f"test_explain_nan.py:{line}, in `loss`" for line in lines
-        ]
+        callers = [f"test_explain_nan.py:{line}, in `loss`" for line in lines]
+        assert [r.caller for r in report.found] == callers
         assert [r.line for r in report.found] == lines_of(length, "LENGTH") * len(lines)
-        assert all(f"test_explain_nan.py:{line}" in str(report) for line in lines)
 
 
 def test_what_is_a_library():
@@ -396,12 +386,10 @@ def test_what_is_a_library():
     loss = lambda layer: total(jax.vmap(layer)(jnp.ones((2, 4)).at[1].set(0.0)))
     record = only(loss, rms(0.0))
     assert (record.file, record.path) == (__file__, "RMSNorm")
-    assert "a layer's `eps`" in record.cure
     assert not explain(loss, rms(1e-5))
     loss = lambda x: total(optax.losses.cosine_distance(x, jnp.ones(3)))
     found = explain(loss, jnp.zeros(3)).found
     assert all(record.library.startswith("optax/") for record in found)
-    assert any("is in a library" in record.cure for record in found)
     # But not a layer that calls the user's function.
     layer = eqx.nn.Lambda(lambda x: total(log(x)))
     assert only(lambda model: model[0](model[1] * 0), (layer, X3)).library == ""
@@ -415,7 +403,8 @@ def _each_operation(x, n, b):
     yield from (*jnp.split(x, [0, 2]), jnp.concatenate((x, y), 1), x.reshape(-1, 1), b.all())
     yield from (fn(v, 0) for fn in (total, jnp.max, jnp.min) for v in (x[:, :0], x, n))
     yield from (b.any(0), n.astype("float32"), jax.grad(lambda x: total(x * x))(x))
-    yield from (jax.lax.pad(n, n[0, 0], [(1, 2, 1), (0, 0, 3)]), x * 0.1)
+    pads = [(1, 2, 1), (0, 0, 3)], [(-1, 2, 0), (0, 0, 0)], [(0, 0, 1), (1, -1, 0)]
+    yield from (x * 0.1, *(jax.lax.pad(n, n[0, 0], config) for config in pads))
 
 
 def test_numpy_computes_as_xla():
@@ -460,6 +449,10 @@ def test_the_cause_inside_of_a_shard_map():
     )
     record = only(lambda x: total(masked(x)), jnp.tile(X2, 4))
     assert (record.kind, record.primitive) == (DEAD, "sqrt")
+    # Of two that are split in two orders, the second part of `x` meets the third of `y`.
+    specs, y = (spec, P(("a", "b"))), np.float32([0, 0, 2, 0])
+    two = jax.shard_map(lambda x, y: sqrt(x - y), mesh=mesh, in_specs=specs, out_specs=spec)
+    assert only(lambda x: total(two(x, y)), jnp.arange(1.0, 5.0)).primitive == "shard_map"
 
 
 def test_an_index_out_of_range():
@@ -468,8 +461,6 @@ def test_an_index_out_of_range():
     loss = lambda x, i: total(where(i < 3, x[0] * taken(x, i) ** 2, 0.0))
     record = only(loss, X3, jnp.array([0, 7]))
     assert (record.kind, record.primitive) == (DEAD, "gather")
-    assert "An index is out of range" in record.cure
-    assert "eqg.zero_safe(loss)" in record.cure
     gradient = jax.grad(eqg.zero_safe(loss))(X3, jnp.array([0, 7]))
     np.testing.assert_array_equal(gradient, jax.grad(lambda x: x[0] ** 3)(X3))
 
@@ -498,7 +489,6 @@ def test_a_function_that_a_solver_calls():
 
 EMPTY_ROW = jnp.array([[True, True], [False, False]])
 ROWS = jnp.array([[1.0, 2.0], [3.0, 4.0]])
-SINGULAR = "a + eps * jnp.eye(n)"
 
 
 def masked_rows(x):
@@ -509,42 +499,35 @@ def shifted(x):
     return masked_rows(x) - jnp.max(masked_rows(x), 1, keepdims=True)
 
 
-# A loss, its argument, words of the first cure, and a word that is in none.
+# A loss and its argument. `reports.json` has the cures.
 TEXTS = {
-    "no softmax": (lambda x: total(jnp.tanh(shifted(x))), ROWS, "", "softmax"),
+    "no softmax": (lambda x: total(jnp.tanh(shifted(x))), ROWS),
     "other maximum": (lambda x: total(exp(masked_rows(x) - jnp.max(masked_rows(x + 1), 1,
-        keepdims=True))), ROWS, "", "softmax"),
-    "shift": (lambda x: x[0] - x[1], jnp.array([3e38, -3e38], "float32"), "too large", "row"),
-    "inverse": (lambda a: total(jnp.linalg.inv(a)), jnp.ones((2, 2)), SINGULAR, "softmax"),
-    "cholesky": (lambda a: total(jnp.linalg.cholesky(a)), -jnp.eye(2), SINGULAR, "softmax"),
-    "arccos": (jnp.arccos, 1 + 1e-6 * ONE, "jnp.clip(x, -1, 1)", "softmax"),
-    "sqrt": (sqrt, -1e-6 * ONE, "jnp.maximum(x, ", "softmax"),
+        keepdims=True))), ROWS),
+    "shift": (lambda x: x[0] - x[1], jnp.array([3e38, -3e38], "float32")),
+    "inverse": (lambda a: total(jnp.linalg.inv(a)), jnp.ones((2, 2))),
+    "cholesky": (lambda a: total(jnp.linalg.cholesky(a)), -jnp.eye(2)),
+    "arccos": (jnp.arccos, 1 + 1e-6 * ONE), "sqrt": (sqrt, -1e-6 * ONE),
     # The derivative is in range, `y**-2` is not.
-    "divisor": (lambda y: 1.74e-31 / y * -2e-3, 6.85e-30 * ONE.astype("float32"),
-        "`eqg.safe.divide(x, y)`", "softmax"),
+    "divisor": (lambda y: 1.74e-31 / y * -2e-3, 6.85e-30 * ONE.astype("float32")),
     "safe": (lambda s: jnp.trace(jax.hessian(lambda x: eqg.safe.norm(s * x) ** 2)(
-        jnp.zeros(2))), 2 * ONE, "It is in a derivative that the loss takes", "eqg.safe.norm"),
+        jnp.zeros(2))), 2 * ONE),
     "second derivative": (lambda s: jnp.trace(jax.hessian(lambda x: norm(s * x) ** 2)(
-        jnp.zeros(2))), 2 * ONE, "is smooth there, compute it without", "softmax"),
-    "least squares": (lambda a: total(jnp.linalg.lstsq(a, X3)[0] ** 2),
-        jnp.asarray(np.eye(3, 2)), "`jnp.linalg.pinv(a) @ b`", "svd"),
-    "missing data": (lambda x: jnp.nanmean(x**2), jnp.array([NAN, 1.0, 2.0]),
-        'drops it on purpose, use `eqg.zero_safe(loss, policy="zero")`', "softmax"),
+        jnp.zeros(2))), 2 * ONE),
+    "least squares": (lambda a: total(jnp.linalg.lstsq(a, X3)[0] ** 2), jnp.eye(3)[:, :2]),
+    "missing data": (lambda x: jnp.nanmean(x**2), jnp.array([NAN, 1.0, 2.0])),
     # `zero_safe` takes inputs to be finite, and does not treat a square.
     "missing data without a risk": (lambda x: total(jnp.where(jnp.isnan(x), 0.0, x**2)),
-        jnp.array([NAN, 1.0, 2.0]), "holds the NaN itself", "zero_safe"),
+        jnp.array([NAN, 1.0, 2.0])),
     # jax#40626: the derivative divides by the number of entries with the maximum.
     "clipped scatter": (lambda x: total(jnp.zeros(2).at[jnp.array([0, 5])].max(x, mode="clip")),
-        jnp.array([1.0, 2.0]), "needs indices in range", "eps"),
+        jnp.array([1.0, 2.0])),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_words_of_a_cure(name):
-    loss, x, words, other = TEXTS[name]
-    report = explain(loss, x)
-    assert words in report.found[0].cure
-    assert not any(other in record.cure for record in report.found)
+    assert explain(*TEXTS[name])
 
 
 OK = ~jnp.isnan(jnp.array([1.0, NAN, 2.0]))
@@ -559,10 +542,7 @@ OF_NAN = {
 def test_a_nan_of_the_data_that_is_not_selected_has_one_cure(name):
     loss, data = OF_NAN[name], jnp.array([1.0, NAN, 2.0])
     record = only(loss, ONE, data)
-    assert record.kind == DEAD
-    assert "`t` holds the NaN" in record.cure
-    assert "`jnp.where(ok, t, 0.0)`" in record.cure
-    assert "with this operation in" not in record.cure
+    assert (record.kind, "`jnp.where(ok, t, 0.0)`" in record.cure) == (DEAD, True)
     if name != "nanmean":  # which looks at the NaN
         assert jnp.isfinite(jax.grad(lambda w: loss(w, where(OK, data, 0.0)))(ONE))
 
@@ -573,8 +553,6 @@ def test_an_infinite_value_whose_cotangent_is_zero():
     loss = lambda rate, bound: total(jnp.tanh((bound - 1.3) * rate))
     for record in (only(loss, rate, bound), only(lambda rate: loss(rate, bound), rate)):
         assert record.kind == ZERO_BY_INF
-        assert "`eqg.safe.where(ok, f, x, other)`" in record.cure
-        assert "derivative of" not in record.cure
     inner = lambda rate: lambda bound: jnp.tanh((bound - 1.3) * rate)
     cured = lambda rate: total(eqg.safe.where(jnp.isfinite(bound), inner(rate), bound, 1.0))
     assert not explain(cured, rate)
@@ -587,7 +565,6 @@ def test_the_cure_of_a_zero_mask_is_at_the_operation():
     loss = lambda root, y: total((2 * jnp.tanh(root(y)) + 1) * X2)
     record = only(ft.partial(loss, sqrt), y)
     assert record.kind == "zero mask"
-    assert "with this operation in `f`, and the mask as `ok`" in record.cure
     cured = lambda y: eqg.safe.where(X2 > 0, sqrt, y, 0.0)
     gradient = jax.grad(ft.partial(loss, cured))(y)
     assert gradient[0] == jax.grad(ft.partial(loss, sqrt))(y)[0]
@@ -690,8 +667,8 @@ def test_lines_inside_of_zero_safe(fn):
         eqg.zero_safe(lambda x: eqg.zero_safe(fn)(x) + 1),
     ):
         record = only(loss, X2)
-        assert (record.file, [record.line]) == (__file__, lines_of(fn, "INSIDE"))
-        assert record.primitive == "sqrt"
+        place = __file__, lines_of(fn, "INSIDE"), "sqrt"
+        assert (record.file, [record.line], record.primitive) == place
 
 
 # ---------------------------------------------------------------- a gradient inside of the loss
@@ -721,10 +698,6 @@ def test_a_singularity_in_a_gradient_inside_of_the_loss():
     # If it is one, `zero_safe(loss)` leaves the loss NaN.
     report = explain(force_matching(masked), CHARGES, POSITIONS)
     assert {r.line for r in report.found} <= {*lines_of(pair_energy, "PAIR")}
-    assert not any("zero_safe(loss)" in r.cure for r in report.found)
-    cures = [r.cure for r in report.found if r.is_forward]
-    assert cures
-    assert all('eqg.zero_safe(f, policy="zero")' in cure for cure in cures)
     fixed = force_matching(eqg.zero_safe(masked, policy="zero"))
     assert jnp.all(jnp.isfinite(jax.grad(fixed)(CHARGES, POSITIONS)))
 

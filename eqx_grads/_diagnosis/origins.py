@@ -172,13 +172,12 @@ class NumberedLoss:
 
 def _called_from(source: SourceLine, around: SourceLine) -> SourceLine:
     """The line of an equation, with the calls around the equation that it is in."""
+    # JAX cuts tracebacks where it traces a part of a program, such as a `jit`.
     if not source.is_users and around.file:
-        # JAX cuts tracebacks at a `jit` that a library has around its functions.
         return dataclasses.replace(around, library=source.library or around.library)
-    # JAX traces a jitted function once: in its second call, it has the traceback of the first.
     calls = around.calls
     is_same = not around.file or source.calls[-len(calls) :] == calls
-    return source if is_same else dataclasses.replace(source, callers=calls)
+    return source if is_same else dataclasses.replace(source, callers=source.callers + calls)
 
 
 def message_of_check(error: Exception) -> str:

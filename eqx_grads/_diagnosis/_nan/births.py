@@ -59,7 +59,8 @@ def is_nonfinite(x: Any) -> bool:
 
 
 def with_nan(x, nan):
-    return np.where(nan, np.asarray(np.nan, jnp.result_type(x)), np.asarray(x))
+    one = np.asarray(np.nan, jnp.result_type(x))
+    return np.where(nan, one * one, np.asarray(x))  # in both parts of a complex number
 
 
 def union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
