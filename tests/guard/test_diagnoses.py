@@ -40,6 +40,15 @@ zero_rule.def_fwd(lambda x: (zero_rule(x), None))
 zero_rule.def_bwd(lambda _, ct: (0.0 * ct,))
 
 
+@eqg.custom_vjp
+def search(a, b):
+    return jax.lax.while_loop(lambda a: total(a) < 9, lambda a: 2 * a, a), 2 * b
+
+
+search.def_fwd(lambda a, b: (search(a, b), None))
+search.def_bwd(lambda _, cts: (cts[0], 2 * cts[1]))
+
+
 @eqg.implicit(lambda y, a: y**3 + y - a)
 def root(a, *, guess):
     step = lambda y: y - (y**3 + y - a) / (3 * y**2 + 1)
@@ -111,6 +120,8 @@ ZEROS = {
         s=1e-4), arrays(b=[1, 2], s=1)),
     "a rule without a derivative: zero_rule, by structure": (lambda m, of: total(of(
         m["a"], zero_rule) * m["b"]), AB, AB),
+    "a rounding: round, by structure": (lambda m, of: (lambda a, b: total(of(a, jnp.round)) +
+        total(b))(*search(m["a"], m["b"])), AB, AB),
     "b initial guess: stop_gradient, by structure": (lambda m, of: total(root(m["a"],
         guess=m["b"])) + of(total(m["b"]), lambda b: 1.0), AB, AB),
     "a truncated: stop_gradient, by structure": (lambda m, of: windows(m, of) + of(total(

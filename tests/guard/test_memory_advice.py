@@ -52,8 +52,8 @@ LAYERS = {
         "checkpoint=2)`"]),
     "two loops": (lambda m, x: repeated(m["a"], repeated(m["a"], x)), {"a": Layer(W16)}, 64,
         [OF_A, "called 2 times, by `eqg.filter_scan(..., checkpoint=2)`"]),
-    "loop that keeps nothing": (lambda m, x: lax.scan(lambda c, x: (c, 2 * x), None, m["a"](x))[
-        1] ** 2, {"a": Layer(W16)}, 4, []),
+    "loop that keeps nothing": (lambda m, x: (lambda y: y * jnp.sin(y))(lax.scan(lambda c, x:
+        (c, 2 * x), None, m["a"](x))[1]), {"a": Layer(W16)}, 6, []),
     "nested": (nested, {"a": Layer(W16)}, 96, [OF_A, "checkpoint=1)`", "checkpoint=2)`"]),
 }  # fmt: skip
 
