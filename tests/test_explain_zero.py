@@ -33,9 +33,6 @@ def check(loss, model, *args):
     report = eqg.explain_zero(loss, model, *args)
     assert {record.leaf for record in report.found} == zero_leaves(loss, model, *args)
     assert_can_be_pasted(report)
-    text = " ".join(str(report).split())
-    assert all(record.kind in text and record.cure in text for record in report.found)
-    assert text.startswith("No leaf has a zero gradient") == (not report)
     return report
 
 
@@ -456,16 +453,6 @@ def test_an_error_of_the_gradient_is_quoted():
     text = "The gradient of this loss raises ValueError: it is broken. Directional"
     assert report.remarks[0].startswith(text)
     assert [r.kind for r in report.found] == ["multiplied by zero"]
-
-
-def test_while_loop_in_forward_mode():
-    def loss(w):
-        body = lambda s: (s[0] + 1, s[1] * w["a"] + 0.0 * w["b"])
-        return jax.lax.while_loop(lambda s: s[0] < 3, body, (0, ONE))[1]
-
-    report = eqg.explain_zero(loss, {"a": 2 * ONE, "b": 2 * ONE})
-    assert [record.leaf for record in report.found] == ["['b']"]
-    assert "forward mode" in str(report)
 
 
 UNARY = [

@@ -62,6 +62,7 @@ def windows(m, of):
 
 
 _of_each = lambda of: lambda a, b: jnp.where(a > 1.0, b, 2 * b) + of(a, lambda x: 0.0)
+XS = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
 AB = arrays(a=[1.2, 2.3], b=[1.0, 3.0])
 KEEP = {"a": [3, 2, 1], "first": 1}
 # By the leaf, the kind, the operation and the step of each record: a loss of a model, one with
@@ -169,6 +170,11 @@ SYMPTOMS = {
         0]), arrays(w=3 * np.eye(2), a=[1, 1])),
     "vanishing: ": (lambda m: total(m["a"]) * 1e-9 + total(m["b"] ** 2), AB),
     "no array: the Python number 0.5": (lambda m: total(m["b"] * m["a"]), AB | {"b": 0.5}),
+    "no array: the Python number 0.5 (Equinox)": (lambda m: total(m(jnp.ones(3))), eqx.tree_at(
+        lambda m: m.bias, eqx.nn.Linear(3, 2, key=jax.random.key(0)), 0.5)),
+    # Of two features, a normalization leaves the signs.
+    "rounding noise: ": (lambda m: total((jax.nn.standardize(XS @ m["w"], epsilon=0.0) - 0.3)
+        ** 2), arrays(w=[[0.3, -1.2], [2, 0.7], [-0.4, 0.9]])),
     "kink: along a random direction": (lambda m: total(jnp.abs(m["a"] - 1) + m["a"]),
         arrays(a=[1, 1])),
 }  # fmt: skip
