@@ -334,8 +334,6 @@ def test_a_gradient_that_vanishes_over_the_steps():
     record = only(loss, X, jnp.zeros((400, 3)))
     assert (record.kind, [record.line]) == ("underflow", lines_of(loss, "HERE"))
     assert 0 < record.step[0] < 380
-    record = only(lambda x: jnp.max(x).astype("float32"), jnp.ones(70_000, "float16"))
-    assert (record.kind, record.primitive) == ("underflow", "reduce_max")  # a count is infinite
     with jax.enable_x64(True):  # as they differ, it is no tie
         assert only(lambda x: jnp.maximum(x, 1 + 1e-12), jnp.array(1.0)).kind == "dead units"
 

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from .test_core import sharded
+
 
 def arrays(**leaves):
     return {k: jnp.asarray(v, "float32") for k, v in leaves.items()}
@@ -116,13 +118,20 @@ ZEROS = {
         arrays(a=[-1, -2]), arrays(a=[1, -2])),
     "a underflow: mul": (lambda m, of: total(m["a"] * m["s"] * m["s"]) + m["s"],
         arrays(a=[1, 1], s=1e-30), arrays(a=[1, 1], s=1)),
+    # A maximum shares its derivative: the number of equal elements is infinite.
+    "a underflow: reduce_max": (lambda m, of: jnp.max(m["a"]).astype("float32"), {"a": np.ones(
+        70_000, "float16")}, {"a": np.arange(9, dtype="float16")}),
     "b underflow: mul": (lambda m, of: total((m["b"].astype("float16") *
         jnp.float16(1e-5)).astype("float32")) * m["s"], arrays(b=[1, 2],
         s=1e-4), arrays(b=[1, 2], s=1)),
     "a rule without a derivative: zero_rule, by structure": (lambda m, of: total(of(
         m["a"], zero_rule) * m["b"]), AB, AB),
-    "a rounding: round, by structure": (lambda m, of: (lambda a, b: total(of(a, jnp.round)) +
-        total(b))(*search(m["a"], m["b"])), AB, AB),
+    "a rounding: round, by structure": (lambda m, of: (lambda a, b: total(b) + total(of(500 * a,
+        jnp.round)))(*search(m["a"], m["b"])), AB, AB),
+    "a rounding: round, by structure; a rounding: floor, by structure; a sign: sign, by "
+    "structure": (lambda m, of: total(sharded(lambda a, b: jax.lax.psum(b * jax.lax.cond(
+        jnp.round(a[0]) > 3, lambda a: of(a, jnp.floor), lambda a: of(a, jnp.sign), a), "i"))(
+        m["a"], m["b"])), AB, AB),
     "b initial guess: stop_gradient, by structure": (lambda m, of: total(root(m["a"],
         guess=m["b"])) + of(total(m["b"]), lambda b: 1.0), AB, AB),
     "a truncated: stop_gradient, by structure": (lambda m, of: windows(m, of) + of(total(
