@@ -142,23 +142,13 @@ def test_argmin_is_chosen_with_the_opposite_sign():
     """For an `argmin`, `one_hot_argmax` of the same numbers would choose the largest."""
     values = jnp.array([1.0, 2.0, 4.0])
     record = only(lambda d: values[jnp.argmin(d)], X)
-    assert (record.kind, record.primitive) == ("argmax", "argmin")
     chosen = re.search(r"`(eqg\.ste\.one_hot_argmax\(-.*?\))`", record.cure)[1]
     cured = lambda x: jnp.sum(eval(chosen, {"eqg": eqg, "x": x}) * values)
     assert cured(X) == values[jnp.argmin(X)]
     assert jnp.any(jax.grad(cured)(X))
-    assert "one_hot_argmax(x)" in only(lambda x: values[jnp.argmax(x)], X).cure
 
 
 # ---------------------------------------------------------------- threads
-
-
-def test_equinox_442():
-    """The loss of nested calls of `vmap` uses the model that it closes over."""
-    network = eqx.nn.Linear(3, 2, key=KEY)
-    sample = jax.vmap(jax.vmap(lambda x: network(x)))
-    report = check(lambda model, xs: jnp.sum(sample(xs)), network, jnp.ones((2, 4, 3)))
-    assert {record.kind for record in report.found} == {"closed over"}
 
 
 @pytest.mark.slow
@@ -338,17 +328,6 @@ def test_a_gradient_that_vanishes_over_the_steps():
         assert only(lambda x: jnp.maximum(x, 1 + 1e-12), jnp.array(1.0)).kind == "dead units"
 
 
-def test_terms_of_a_rule_that_cancel():
-    """With a straight-through function, the loss changes where the gradient cancels."""
-    w = jnp.array([1.3, -0.6])
-    for round_ in (eqg.ste.round, lambda w: w + jax.lax.stop_gradient(jnp.round(w) - w)):
-        loss = lambda w, round_=round_: jnp.sum((w - round_(w)) ** 2)
-        record = only(loss, w)
-        assert record.kind == "canceled"
-        assert "may change all the same" in record.cure
-        assert loss(w) != loss(w + 0.1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [None, 2])
 def test_truncated(checkpoint):
@@ -404,9 +383,8 @@ def test_kinks_and_staircases():
 def test_a_gradient_that_zero_safe_makes_finite():
     loss = lambda m: jnp.where(m["x"] > 0, jnp.sqrt(m["x"]), 0.0) * m["w"] + m["t"] * 0.0
     model = {"w": 2 * ONE, "t": 0.5 * ONE, "x": 0 * ONE}
-    assert "['x'] is not finite" in str(eqg.explain_zero(loss, model))
-    report = eqg.explain_zero(eqg.zero_safe(loss), model)
-    assert "`zero_safe` was left out here" in report.remarks[-1]
+    for fn in (loss, eqg.zero_safe(loss)):
+        assert eqg.explain_zero(fn, model).not_finite == ["['x']"]
 
 
 @pytest.mark.thorough
