@@ -44,11 +44,12 @@ zero_rule.def_bwd(lambda _, ct: (0.0 * ct,))
 
 @eqg.custom_vjp
 def search(a, b):
-    return jax.lax.while_loop(lambda a: total(a) < 9, lambda a: 2 * a, a), 2 * b
+    rounded = jax.lax.cond(True, jnp.floor, jnp.sign, b)
+    return jax.lax.while_loop(lambda a: total(a) < 9, lambda a: 2 * a, a), rounded
 
 
 search.def_fwd(lambda a, b: (search(a, b), None))
-search.def_bwd(lambda _, cts: (cts[0], 2 * cts[1]))
+search.def_bwd(lambda _, cts: (cts[0], jnp.zeros(2)))
 
 
 @eqg.implicit(lambda y, a: y**3 + y - a)
@@ -130,9 +131,10 @@ ZEROS = {
         jnp.float16(1e-5)).astype("float32")) * m["s"], arrays(b=[1, 2],
         s=1e-4), arrays(b=[1, 2], s=1)),
     "a rule without a derivative: zero_rule, by structure": (lambda m, of: total(of(
-        m["a"], zero_rule) * m["b"]), AB, AB),
-    "a rounding: round, by structure": (lambda m, of: (lambda a, b: total(b) + total(of(500 * a,
-        jnp.round)))(*search(m["a"], m["b"])), AB, AB),
+        m["a"].astype("float16"), zero_rule).astype("float32") * m["b"]), AB, AB),
+    "a rounding: round, by structure; b rounding: floor, by structure; b sign: sign, by "
+    "structure": (lambda m, of: of(total(m["b"]), lambda b: 1.0) + (lambda a, b: total(b) +
+        total(of(500 * a, jnp.round)))(*search(m["a"], m["b"])), AB, AB),
     "a rounding: round, by structure; a rounding: floor, by structure; a sign: sign, by "
     "structure": (lambda m, of: total(sharded(lambda a, b: jax.lax.psum(b * jax.lax.cond(
         jnp.round(a[0]) > 3, lambda a: of(a, jnp.floor), lambda a: of(a, jnp.sign), a), "i"))(
