@@ -195,8 +195,8 @@ def test_equinox_189():
         pass
 
     class WithNumbers(eqx.Module):
-        part: Part
         scale: float
+        part: Part
         dropout: eqx.nn.Dropout
         weight: jax.Array
 
