@@ -185,7 +185,7 @@ SYMPTOMS = {
     "zero: rounding": (lambda m: total(jnp.round(m["a"]) ** 2), arrays(a=[0.7, 1])),
     "exploding: ": (lambda m: total(scan(lambda h, _: (m["w"] @ h, None), m["a"], np.zeros(30))[
         0]), arrays(w=3 * np.eye(2), a=[1, 1])),
-    "vanishing: ": (lambda m: total(m["a"]) * 1e-9 + total(m["b"] ** 2), AB),
+    "vanishing: ": (lambda m: total(m["a"]) * 1e-3 + total(m["b"] ** 2) * 1e3, AB),
     "exploding:  (the square overflows)": (lambda m: total(m["a"] * np.float32([3e25, 4e25])),
         arrays(a=[1, 1])),
     "no array: the Python number 0.5": (lambda m: total(m["b"] * m["a"]), AB | {"b": 0.5}),
