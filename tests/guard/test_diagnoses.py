@@ -165,7 +165,8 @@ def test_explain_zero(name):
 
 def rounded(m):
     """The first lines have roundings of the user's, which have no derivative."""
-    own = jax.lax.cond(m["a"][0] > 9, lambda b: jnp.rint(b), lambda b: jnp.trunc(b), m["b"])
+    is_large, nearest = m["a"][0] > 9, lambda b: jax.lax.round(b)
+    own = jax.lax.cond(is_large, nearest, lambda b: jnp.trunc(b), m["b"])
     own += jax.vmap(jnp.floor)(m["a"]) + jax.jit(jnp.sign)(m["a"])
     of_jax = jax.scipy.ndimage.map_coordinates(jnp.arange(9.0), [m["a"]], 1) + m["a"] % 0.7
     straight = m["a"] + jax.lax.stop_gradient(jnp.ceil(m["a"]) - m["a"])
