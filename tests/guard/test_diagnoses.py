@@ -179,8 +179,8 @@ SYMPTOMS = {
     " (zero_safe)": (eqg.zero_safe(lambda m: total(jnp.where(m["a"] > 0, jnp.sqrt(m["a"]), 0.0)
         + m["b"])), arrays(a=[0, 4], b=[1, 1])),
     "no reverse mode: ; zero: multiplied by zero": (lambda m: jax.lax.while_loop(lambda s: s <
-        9, lambda s: s * m["a"] + jnp.abs(m["z"]) + 0 * m["b"], 1.0), arrays(a=2, b=3) |
-        {"z": np.complex64(3 + 2j)}),
+        9, lambda s: s * m["a"] + jnp.abs(m["z"]) + 0 * m["b"].astype("float32"), 1.0),
+        arrays(a=2) | {"b": np.float16(3), "z": np.complex64(3 + 2j)}),
     "": (lambda m: total(m["a"].astype("float32") * 6e4), {"a": np.float16([99, 99]), "b": 3}),
     "not finite: true singularity": (lambda m: total(jnp.sqrt(m["a"])), arrays(a=[0, 1])),
     "zero: rounding": (lambda m: total(jnp.round(m["a"]) ** 2), arrays(a=[0.7, 1])),
