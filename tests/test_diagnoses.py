@@ -140,13 +140,6 @@ def test_the_kinds_and_records_are_documented():
         assert f"[`eqx_grads.{record}`][]" in PAGE
 
 
-def test_each_points_to_the_right_one():
-    def both(w):
-        return jnp.sum(jnp.round(w["a"])) + jnp.sum(jnp.where(X > 0, jnp.sqrt(w["b"] * X), 0))
-
-    eqg.explain_zero(both, {"a": X, "b": jnp.ones(2)})
-
-
 # ---------------------------------------------------------------- names
 
 W, BAD = jnp.ones(2), {"a": jnp.array([1.0, NAN])}

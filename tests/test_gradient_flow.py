@@ -87,6 +87,10 @@ def test_errors():
     with pytest.raises(RuleError, match=r"not called.\n  they are: \[2\]"):
         eqg.gradient_flow(loss, layers, where=lambda s: (s[1], s[2]))
 
+    for options in ({"loss": None}, {"where": "[1]"}):
+        with pytest.raises(RuleError, match="function"):
+            eqg.gradient_flow(**{"loss": loss, "model": layers} | options)
+
     def in_while(linear, x):
         loop = jax.lax.while_loop(lambda x: x[0] > 10, lambda x: linear(x), x)
         return jnp.sum(jax.lax.stop_gradient(loop))

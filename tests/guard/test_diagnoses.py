@@ -4,14 +4,14 @@ Each program is run twice: with arguments that have the cause, where the fields 
 are known, and with arguments that do not, where nothing is reported.
 """
 
-from pathlib import Path
-
 import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from .test_core import sharded
 
 
 def arrays(**leaves):
@@ -25,7 +25,6 @@ def scan(step, init, xs):
 # ---------------------------------------------------------------- explain_zero
 
 relu, total = jax.nn.relu, jnp.sum
-SOURCE = Path(__file__).read_text()
 
 
 def carry_of(m, reverse):
@@ -41,7 +40,32 @@ def zero_rule(x):
 
 zero_rule.def_fwd(lambda x: (zero_rule(x), None))
 zero_rule.def_bwd(lambda _, ct: (0.0 * ct,))
+
+
+@eqg.custom_vjp
+def search(a, b):
+    rounded = jax.lax.cond(True, jnp.floor, jnp.sign, b)
+    return jax.lax.while_loop(lambda a: total(a) < 9, lambda a: 2 * a, a), rounded
+
+
+search.def_fwd(lambda a, b: (search(a, b), None))
+search.def_bwd(lambda _, cts: (cts[0], jnp.zeros(2)))
+
+
+@eqg.implicit(lambda y, a: y**3 + y - a)
+def root(a, *, guess):
+    step = lambda y: y - (y**3 + y - a) / (3 * y**2 + 1)
+    return jax.lax.while_loop(lambda y: jnp.max(jnp.abs(y**3 + y - a)) > 1e-4, step, guess)
+
+
+def windows(m, of):
+    step = lambda h, x: (m["b"] * h + x, None)
+    last, _ = eqg.filter_scan(step, of(m["a"], lambda a: 2 * a), m["x"], truncate=2)
+    return total(last)
+
+
 _of_each = lambda of: lambda a, b: jnp.where(a > 1.0, b, 2 * b) + of(a, lambda x: 0.0)
+XS = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
 AB = arrays(a=[1.2, 2.3], b=[1.0, 3.0])
 KEEP = {"a": [3, 2, 1], "first": 1}
 # By the leaf, the kind, the operation and the step of each record: a loss of a model, one with
@@ -65,11 +89,21 @@ ZEROS = {
         (0.0, 0.0), m)[0]), AB, AB),
     "a never used: , by structure; b rounding: round, by structure": (lambda m, of: total(of(
         m["b"], jnp.round)) + total(of(m, lambda m: {"a": 0.0})["a"]), AB, AB),
+    "a closed over: , by structure": (lambda m, of: total(of(m, lambda m: AB)["a"] * m["b"]),
+        AB, AB),
+    # A remark says that the gradient of `b` is not finite.
+    "a sign: sign, by structure": (lambda m, of: total(of(m["a"], jnp.sign)) + total(jnp.where(
+        m["b"] > 0, jnp.sqrt(m["b"]), 0.0)), arrays(a=[1, 2], b=[0, 4]), AB),
     "a multiplied by zero: mul, convert_element_type; b comparison: gt, by structure": (lambda
         m, of: total(of(1 + m["b"], lambda x: (x > 9).astype("float32")) * m["a"]), AB, AB),
     "a branch not taken: cond": (lambda m, of: jax.lax.cond(m["b"] > 0, lambda a: total(
         jnp.sin(a)), lambda a: 3.0, m["a"]) * m["b"], arrays(a=[1, 2], b=-1), arrays(a=[1, 2],
         b=1)),
+    # The comparison decides on the branch, the factor is what the branch returns.
+    "a comparison: gt, by structure; b dead units: relu; c multiplied by zero: mul, cond": (
+        lambda m, of: jax.lax.cond(m["a"][0] > 0, lambda b: total(relu(b)), total, m["b"]) *
+        total(m["c"]) + of(total(m["a"]), lambda a: 1.0), arrays(a=[1, 2], b=[-1, -2],
+        c=[2, 3]), arrays(a=[1, 2], b=[1, 2], c=[2, 3])),
     # The derivative of all steps ends at the product of the second and last one.
     "a multiplied by zero: mul, model['w'] at [1]": (lambda m, of: scan(lambda c, a: (m["w"] *
         (c + a), None), m["w"], m["a"])[0] + m["w"], arrays(a=[1, 2], w=0), arrays(a=[1, 2],
@@ -82,19 +116,33 @@ ZEROS = {
         arrays(keep=[0, 1, 1], **KEEP), arrays(keep=[1, 1, 1], **KEEP)),
     "a saturated: tanh": (lambda m, of: total(jnp.tanh(jnp.sin(0.0) + m["a"])),
         arrays(a=[200, 300]), arrays(a=[1, 2])),
-    "a canceled: sub": (lambda m, of: of(2.0, lambda x: 1.0) * total(m["a"]) - total(m["a"]) +
-        total(m["b"]), AB, AB),
-    "a masked: select_n": (lambda m, of: total(jnp.where(m["b"] > 3.5, m["a"] * 2.0, m["b"])),
-        arrays(a=[1, 2], b=[3, 3]), arrays(a=[1, 2], b=[4, 3])),
+    "a canceled: sub": (lambda m, of: total((of(2.0, lambda x: 1.0) * m["a"] - eqg.ste.round(
+        m["a"])) ** 2) + total(m["b"]), AB, AB),
+    "a masked: select_n": (lambda m, of: total(eqg.safe.where(m["b"] > 3.5, lambda a: a * 2.0,
+        m["a"], m["b"])), arrays(a=[1, 2], b=[3, 3]), arrays(a=[1, 2], b=[4, 3])),
     "a dead units: select_n": (lambda m, of: total(jnp.where(m["a"] > 0, m["a"] * 2.0, 0.0)),
         arrays(a=[-1, -2]), arrays(a=[1, -2])),
     "a underflow: mul": (lambda m, of: total(m["a"] * m["s"] * m["s"]) + m["s"],
         arrays(a=[1, 1], s=1e-30), arrays(a=[1, 1], s=1)),
+    # A maximum shares its derivative: the number of equal elements is infinite.
+    "a underflow: reduce_max": (lambda m, of: jnp.max(m["a"]).astype("float32"), {"a": np.ones(
+        70_000, "float16")}, {"a": np.arange(9, dtype="float16")}),
     "b underflow: mul": (lambda m, of: total((m["b"].astype("float16") *
         jnp.float16(1e-5)).astype("float32")) * m["s"], arrays(b=[1, 2],
         s=1e-4), arrays(b=[1, 2], s=1)),
     "a rule without a derivative: zero_rule, by structure": (lambda m, of: total(of(
-        m["a"], zero_rule) * m["b"]), AB, AB),
+        m["a"].astype("float16"), zero_rule).astype("float32") * m["b"]), AB, AB),
+    "a rounding: round, by structure; b rounding: floor, by structure; b sign: sign, by "
+    "structure": (lambda m, of: of(total(m["b"]), lambda b: 1.0) + (lambda a, b: total(b) +
+        total(of(500 * a, jnp.round)))(*search(m["a"], m["b"])), AB, AB),
+    "a rounding: round, by structure; a rounding: floor, by structure; a sign: sign, by "
+    "structure": (lambda m, of: total(sharded(lambda a, b: jax.lax.psum(b * jax.lax.cond(
+        jnp.round(a[0]) > 3, lambda a: of(a, jnp.floor), lambda a: of(a, jnp.sign), a), "i"))(
+        m["a"], m["b"])), AB, AB),
+    "b initial guess: stop_gradient, by structure": (lambda m, of: total(root(m["a"],
+        guess=m["b"])) + of(total(m["b"]), lambda b: 1.0), AB, AB),
+    "a truncated: stop_gradient, by structure": (lambda m, of: windows(m, of) + of(total(
+        m["a"]), lambda a: 1.0), *[arrays(a=[1, 2], b=[0.5, 3], x=np.ones((5, 2)))] * 2),
 }  # fmt: skip
 
 
@@ -111,23 +159,42 @@ def test_explain_zero(name):
     loss, bad, good = ZEROS[name]
     report = eqg.explain_zero(lambda m: loss(m, lambda x, fn: fn(x)), bad)
     assert "; ".join(map(text_of, report.found)) == name
-    assert report.n_leaves == len(bad)
-    for record in report.found:
-        assert record.code in SOURCE
-        assert bool(record.code) == bool(record.primitive)
-        assert not record.code or f".py:{record.line}" in str(report)
+    assert all(f".py:{r.line}" in str(report) for r in report.found if r.code)
     assert not eqg.explain_zero(lambda m: loss(m, lambda x, fn: x), good)
 
 
-# By the kinds and details of the symptoms: a loss, and a model.
+def rounded(m):
+    """The first lines have roundings of the user's, which have no derivative."""
+    is_large, nearest = m["a"][0] > 9, lambda b: jax.lax.round(b)
+    own = jax.lax.cond(is_large, nearest, lambda b: jnp.trunc(b), m["b"])
+    own += jax.vmap(jnp.floor)(m["a"]) + jax.jit(jnp.sign)(m["a"])
+    of_jax = jax.scipy.ndimage.map_coordinates(jnp.arange(9.0), [m["a"]], 1) + m["a"] % 0.7
+    straight = m["a"] + jax.lax.stop_gradient(jnp.ceil(m["a"]) - m["a"])
+    return total((own + of_jax + straight + eqg.ste.round(m["b"])) * m["b"])
+
+
+# By the kinds and details of the symptoms, and a remark in parentheses: a loss, and a model.
 SYMPTOMS = {
+    " (roundings)": (rounded, AB),
+    " (zero_safe)": (eqg.zero_safe(lambda m: total(jnp.where(m["a"] > 0, jnp.sqrt(m["a"]), 0.0)
+        + m["b"])), arrays(a=[0, 4], b=[1, 1])),
+    "no reverse mode: ; zero: multiplied by zero": (lambda m: jax.lax.while_loop(lambda s: s <
+        9, lambda s: s * m["a"] + jnp.abs(m["z"]) + 0 * m["b"].astype("float32"), 1.0),
+        arrays(a=2) | {"b": np.float16(3), "z": np.complex64(3 + 2j)}),
     "": (lambda m: total(m["a"].astype("float32") * 6e4), {"a": np.float16([99, 99]), "b": 3}),
     "not finite: true singularity": (lambda m: total(jnp.sqrt(m["a"])), arrays(a=[0, 1])),
     "zero: rounding": (lambda m: total(jnp.round(m["a"]) ** 2), arrays(a=[0.7, 1])),
     "exploding: ": (lambda m: total(scan(lambda h, _: (m["w"] @ h, None), m["a"], np.zeros(30))[
         0]), arrays(w=3 * np.eye(2), a=[1, 1])),
-    "vanishing: ": (lambda m: total(m["a"]) * 1e-9 + total(m["b"] ** 2), AB),
+    "vanishing: ": (lambda m: total(m["a"]) * 1e-3 + total(m["b"] ** 2) * 1e3, AB),
+    "exploding:  (the square overflows)": (lambda m: total(m["a"] * np.float32([3e25, 4e25])),
+        arrays(a=[1, 1])),
     "no array: the Python number 0.5": (lambda m: total(m["b"] * m["a"]), AB | {"b": 0.5}),
+    "no array: the Python number 0.5 (Equinox)": (lambda m: total(m(jnp.ones(3))), eqx.tree_at(
+        lambda m: m.bias, eqx.nn.Linear(3, 2, key=jax.random.key(0)), 0.5)),
+    # Of two features, a normalization leaves the signs.
+    "rounding noise: ": (lambda m: total((jax.nn.standardize(XS @ m["w"], epsilon=0.0) - 0.3)
+        ** 2), arrays(w=[[0.3, -1.2], [2, 0.7], [-0.4, 0.9]])),
     "kink: along a random direction": (lambda m: total(jnp.abs(m["a"] - 1) + m["a"]),
         arrays(a=[1, 1])),
 }  # fmt: skip
@@ -137,8 +204,9 @@ SYMPTOMS = {
 def test_explain_gradient(name):
     report = eqg.explain_gradient(*SYMPTOMS[name])
     text = "; ".join(dict.fromkeys(f"{s.kind}: {s.detail}" for s in report.found))
-    assert text.partition(", the slope")[0] == name
-    assert bool(report) == bool(name)
+    assert text.partition(", the slope")[0] == name.partition(" (")[0]
+    assert bool(report) == bool(text)
+    assert {s.file for s in report.found} <= {"", __file__}
 
 
 def test_dead_units_of_a_leaf_with_a_gradient():
@@ -147,24 +215,24 @@ def test_dead_units_of_a_leaf_with_a_gradient():
     w = np.array([[1, 0], [0, 1], [0, 1], [1, 1]])
     m = arrays(w=w, b=[0, 0, -9, 1])
     xs = jnp.array([[-1.0, 2.0], [1.0, 0.5], [1.0, 1.0]])
-    report = eqg.explain_zero(loss, m, xs)
-    assert not report
-    said = "The gradient of ['b'] is zero for 1 of 4 units (2)."
-    assert said in " ".join(report.remarks)
+    assert "for 1 of 4 units (2)." in eqg.explain_zero(loss, m, xs).remarks[0]
     assert not eqg.explain_zero(loss, {**m, "b": jnp.zeros(4)}, xs).remarks
 
 
-@pytest.mark.parametrize(("slope", "is_rounding"), [(0.0, True), (1e-4, False)])
-def test_gradients_that_are_rounding_errors(slope, is_rounding):
+@pytest.mark.parametrize(
+    ("dtype", "slope"), [("float32", 0.0), ("float32", 1e-4), ("bfloat16", 0.0)]
+)
+def test_gradients_that_are_rounding_errors(dtype, slope):
     """The probabilities have the sum one: only the slope is a derivative."""
-    m = arrays(a=[0.5, 1.7, -0.3, 0.9], b=[1, 2])
-    fn = lambda m: jnp.sum(0.3 * jax.nn.softmax(m["a"]) + slope * m["a"]) + jnp.sum(m["b"])
-    gradient = np.abs(jax.grad(fn)(m)["a"])
+    m = {"a": jnp.array([0.5, 1.7, -0.3, 0.9], dtype), "b": jnp.zeros(2, dtype)}
+    fn = lambda m, s: jnp.sum(0.3 * jax.nn.softmax(m["a"]) + s * m["a"]) + jnp.sum(m["b"])
+    args = m, jnp.asarray(slope, dtype)
+    gradient = np.abs(jax.grad(fn)(*args)["a"])
     assert np.any(gradient > 0)
-    assert np.all(gradient < 1e-6) == is_rounding
-    report = eqg.explain_zero(fn, m)
+    assert np.all(gradient < jnp.finfo(dtype).eps) == (slope == 0)
+    report = eqg.explain_zero(fn, *args)
     assert not report
-    assert any("['a'] is not exactly zero" in text for text in report.remarks) == is_rounding
+    assert list(report.noise) == ["['a']"] * (slope == 0)
 
 
 # ---------------------------------------------------------------- gradient_flow
@@ -228,10 +296,9 @@ def test_the_bytes_of_residuals_are_those_of_the_pullback():
     kept = [x.size * x.dtype.itemsize for x in jax.tree.leaves(pull)]
     assert sorted(r.bytes for r in [*report.found, *report.inputs]) == sorted(kept)
     assert report.total == sum(kept) - 4 * n * m
-    assert [(r.primitive, r.shape, r.kind) for r in report.inputs] == [("xs", (m, n), "input")]
-    assert {(r.primitive, r.bytes) for r in report.found} == {
-        ("tanh", 4 * n * m), ("integer_pow", 4 * n * m), ("sin", 4 * n)
-    }  # fmt: skip
+    inputs = [(r.primitive, r.shape, r.dtype, r.kind) for r in report.inputs]
+    assert inputs == [("xs", (m, n), "float32", "input")]
+    assert [r.bytes for r in report.found] == [4 * n * m] * 3 + [4 * n]
     lines = report.by_line()
     assert sum(lines.values()) == report.total == sum(report.by_path().values())
     assert list(lines.values()) == sorted(lines.values(), reverse=True)
@@ -268,13 +335,10 @@ def test_advice_on_loops(steps, n_tanh, n_carry, checkpoint):
     assert {(r.n_steps, r.bytes, r.bytes_per_step) for r in in_loop} == {
         (steps, steps * 32, 32)
     }
-    assert [r.kind for r in in_loop].count("carry") == 1
     assert len(in_loop) == 1 + 2 * n_tanh
     of_step = 32 * len(in_loop)
     for advice in report.advice:
-        assert (advice.kind, advice.primitive) == ("loop", "scan")
         assert f"checkpoint={checkpoint!r})" in advice.cure
-        assert "scan(step" in advice.code
         kept = lambda k: _kept(steps, n_tanh, n_carry, k)
         assert advice.saves == sum(r.bytes for r in in_loop) - kept(checkpoint)
         # No number of steps keeps less.

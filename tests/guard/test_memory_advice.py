@@ -52,6 +52,8 @@ LAYERS = {
         "checkpoint=2)`"]),
     "two loops": (lambda m, x: repeated(m["a"], repeated(m["a"], x)), {"a": Layer(W16)}, 64,
         [OF_A, "called 2 times, by `eqg.filter_scan(..., checkpoint=2)`"]),
+    "loop that keeps nothing": (lambda m, x: (lambda y: y * jnp.sin(y))(lax.scan(lambda c, x:
+        (c, 2 * x), None, m["a"](x))[1]), {"a": Layer(W16)}, 6, []),
     "nested": (nested, {"a": Layer(W16)}, 96, [OF_A, "checkpoint=1)`", "checkpoint=2)`"]),
 }  # fmt: skip
 
@@ -72,8 +74,9 @@ def test_advice_on_layers_that_are_called_several_times(name):
 @pytest.mark.parametrize("n", [15, 16, 64])
 def test_advice_on_a_vmap(n):
     """A chunk of about the square root is computed twice, and no other is kept."""
+    vmap = lambda f: eqx.filter_vmap(f) if n == 16 else jax.vmap(f)
     layer = Layer(jnp.eye(8), 12)
-    report = explain(lambda m, x: jnp.sum(jax.vmap(m)(x)), layer, jnp.ones((n, 8)))
+    report = explain(lambda m, x: jnp.sum(vmap(m)(x)), layer, jnp.ones((n, 8)))
     found = [a for a in report.advice if a.kind == "map"]
     assert len(found) == (n >= 16)
     for advice in found:
@@ -81,3 +84,9 @@ def test_advice_on_a_vmap(n):
         assert f"`eqg.filter_map(f, xs, chunk={chunk})`" in advice.cure
         # One chunk at a time is computed again.
         assert report.total - advice.saves == chunk / n * report.total
+
+
+def test_no_advice_on_a_vmap_in_a_layer_of_equinox():
+    """An MLP maps over the units of its activation."""
+    mlp = eqx.nn.MLP(8, 8, 64, 2, jnp.sin, key=jax.random.key(0))
+    assert not explain(lambda m, x: jnp.sum(m(x)), mlp, jnp.ones(8)).advice
