@@ -94,7 +94,7 @@ def test_statistics_of_noise_over_many_keys(getkey):
 
 
 FORMATS = ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz"]
-QUICK = ("bfloat16", "float8_e4m3fn")
+QUICK = ("float8_e5m2", "float8_e4m3fn")
 
 
 @pytest.mark.parametrize("name", quick_only(FORMATS, QUICK, pytest.mark.thorough))
@@ -106,11 +106,11 @@ def test_casts_as_ml_dtypes(name):
     edge = float(finfo.smallest_normal) * np.linspace(-2, 2, 65)
     top = float(finfo.max) * np.array([0.99, 1.0, 1.02, 1.04, 1.1])
     top = top[np.abs(top) < 3e38]
-    ct = np.concatenate([values, edge, top, -top, [0.0, np.inf, np.nan]]).astype("float32")
-    with np.errstate(all="ignore"):
-        want = ct.astype(name).astype("float32")
+    cts = np.concatenate([values, edge, top, -top, [0.0, np.inf, np.nan]])
     cast = lambda ct: gradient_of(lambda x: eqg.cast_gradient(x, name), ct)
-    for f in (cast, jax.jit(cast)):
+    for f, dtype in ((cast, "float32"), (jax.jit(cast), "float32"), (cast, "float16")):
+        with np.errstate(all="ignore"):
+            want = (ct := cts.astype(dtype)).astype(name).astype(dtype)
         np.testing.assert_array_equal(f(jnp.asarray(ct)), want)
     assert jax.jit(jax.hessian(lambda x: eqg.cast_gradient(x, name) ** 3))(1.0) == 6.0
 

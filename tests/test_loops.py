@@ -67,13 +67,13 @@ def test_numbers_in_xs():
 
     def step(h, x):
         a, s = x
-        return h + s * (a + float(np.copysign(2.0, s.real))), None
+        return h + s * a + float(np.copysign(2.0, s.real)), None
 
     for dtype, values in ((float, (2.0, 3.0, 2.0, 0.0, -0.0)), (complex, (2j, 3j, 1 + 2j))):
         init = jnp.zeros((), dtype)
         for s in values:
             got = complex(eqg.filter_scan(step, init, (jnp.arange(3).astype(init.dtype), s))[0])
-            assert got == sum(s * (a + float(np.copysign(2.0, s.real))) for a in range(3))
+            assert got == sum(s * a + float(np.copysign(2.0, s.real)) for a in range(3))
 
 
 @pytest.mark.parametrize("options", [{}, {"truncate": 6}, {"checkpoint": "auto"}], ids=str)

@@ -43,6 +43,12 @@ def test_replicated_weight(check_vma):
         assert_close(jit(jax.grad(total(fn), (0, 1)))(WEIGHT, X), plain)
 
 
+def test_the_gradient_of_a_replicated_weight_is_summed_once():
+    loss = lambda weight, x: jnp.sum((x @ eqg.psum_gradient(weight, "i")) ** 2)
+    inside = jax.jit(shard(jax.grad(loss), in_specs=REPLICATED, out_specs=Spec()))
+    assert_close(inside(WEIGHT, X), 2 * X.T @ X @ WEIGHT)
+
+
 def test_chunked_loss_of_a_replicated_weight():
     """The rule differentiates the loss with respect to the weight, and the sum over the devices
     was taken there, and once more outside."""

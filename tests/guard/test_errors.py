@@ -64,8 +64,8 @@ def scaled(x, scale, power=2):
     return x**power * scale
 
 
-def keyword(x, *, options):
-    return x * options["scale"]
+def keyword(x, *, options, power=1):
+    return x * options["scale"] ** power
 
 
 def keyword_only(x, *, scale=ONE):
@@ -388,7 +388,8 @@ WRONG = [
     (grad(elementwise(lambda y, x: TWO)), "number 0 of `square` | @"),
     (lambda: elementwise(3), "`derivative` of `elementwise`"),
     (grad(elementwise((None, lambda out, x, y: jax.lax.complex(y, y)), lambda x, y: x * y), X,
-     X), "tangent to a real output"), (lambda: eqg.replace_gradient({"a": X}, [X]),
+     X), "tangent to a real output"), (grad(elementwise(lambda y, x: 2 * x.real, lambda x: (
+     x.real**2)), Z), "a complex tangent to a"), (lambda: eqg.replace_gradient({"a": X}, [X]),
      "the surrogate is ["), (lambda: eqg.replace_gradient({"a": X}, {"a": X[:2]}),
      "the surrogate float32[2]"), (lambda: linear(None)(X), "`double` has no adjoint. | @"),
     (lambda: linear()({"a": N}), "at `x['a']`: int | @"), (grad(linear(fn=lambda x: (x, N))),
@@ -730,6 +731,7 @@ RIGHT = [
     lambda: solvers.PhantomAdjoint(1, tau=1.0), event(t=ONE, where=np.bool_(True)),
     grad(lambda t: eqg.event_time(lambda t, y: y[0], X, lambda t, y: -y, t)[0], np.float16(1)),
     event(lambda t, y: t), jump(f=lambda t, y: {"a": y["a"], "n": None}, y={"a": X, "n": 3}),
+    jump(lambda t, y: Keyless(Keyless(-y.a.a)), Keyless(Keyless(X))),
     near(1.005), failing(9),
     types(host(), X), by_columns(3), types(host(options={"out": 1.0}), X),
     pulled(options={"finite_difference": "central", "step": (1e-3,)}),
