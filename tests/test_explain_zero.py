@@ -361,7 +361,7 @@ def test_surrogates_and_safe_functions_where_their_derivative_is_zero():
     # The report names the function that the user calls, and not a rule inside.
     force = lambda w: jnp.sum(jax.grad(lambda x: w * eqg.safe.norm(x))(jnp.zeros(2)))
     report = check(force, jnp.array(2.0))
-    named = "`safe.norm` has a zero derivative where the true one does not exist"
+    named = "The derivative of `safe.norm` is zero here: the true one does not exist"
     assert any(named in record.cure for record in report.found)
     assert not re.search("polar|inverse", str(report))
 

@@ -450,7 +450,7 @@ def online(h, x):
     return eqg.filter_scan(step, (h, x), jnp.ones(3), online=True)
 
 
-MIXED = {
+TWO_PRECISIONS = {
     "gradient ops": of_cotangents, "online": online, "event": at_event,
     "linear_recurrence": lambda h, x: (
         eqg.linear_recurrence(h, x, x[0]),
@@ -461,13 +461,13 @@ MIXED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", TWO_PRECISIONS)
 def test_two_precisions_in_one_call(name):
     """As in single precision, and each cotangent has the dtype of its argument."""
 
     def derivatives(h, x):
         floats = lambda *args: list(
-            filter(eqx.is_inexact_array, jax.tree.leaves(MIXED[name](*args)))
+            filter(eqx.is_inexact_array, jax.tree.leaves(TWO_PRECISIONS[name](*args)))
         )
         outs, pull = jax.vjp(floats, h, x)
         return pull(list(map(jnp.cos, outs))), outs

@@ -64,9 +64,9 @@ _CURES = {
     "`x - jnp.round(x)`. If there is a softmax, it may be saturated: scale its argument down.",
 }
 _OF_SAFE = (
-    "`{name}` has a zero derivative where the true one does not exist, such as at zero. Keep "
-    "its argument away from that point, or write what is smooth there without it, as "
-    "`jnp.sum(x**2)`."
+    "The derivative of `{name}` is zero here: the true one does not exist, as of a norm at "
+    "zero, or is zero or too small for its dtype. Keep its argument away from that point, or "
+    "write what is smooth there without it, as `jnp.sum(x**2)`."
 )
 
 
