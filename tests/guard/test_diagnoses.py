@@ -51,6 +51,11 @@ ZEROS = {
     "a multiplied by zero: mul, model['live']; a dead units: relu": (lambda m, of: total(relu(
         relu(m["a"]) - 1.0)) + m["live"] * total(m["a"]), arrays(a=[-1, -2], live=0),
         arrays(a=[-1, -2], live=1)),
+    # In a step of another example, the unit would be dead.
+    "a multiplied by zero: mul, model['live']": (lambda m, of: m["live"] * total(jax.vmap(
+        lambda n, x: jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, relu(c[1] -
+        1)), (0, x))[1])(np.array([1, 3]), jnp.append(m["a"], 9.0))), arrays(a=[1.5], live=0),
+        arrays(a=[1.5], live=1)),
     "a dead units: relu; b dead units: relu": (lambda m, of: total(relu(relu(m["a"]) +
         m["b"])), arrays(a=[3, 2], b=[-4, -3]), arrays(a=[3, 2], b=[-2, -3])),
     "a stop_gradient: stop_gradient, by structure": (lambda m, of: total(scan(lambda c, x: (c +
@@ -64,7 +69,7 @@ ZEROS = {
         jnp.sign(jnp.floor(x))))(*scan(lambda c, x: ((c[0] + x["a"], c[1] + x["b"]), None),
         (0.0, 0.0), m)[0]), AB, AB),
     "a never used: , by structure; b rounding: round, by structure": (lambda m, of: total(of(
-        m["b"], jnp.round)) + total(of(m, lambda m: {"a": 0.0})["a"]), AB, AB),
+        m["b"] * np.ones(2, "float32"), jnp.round)) + total(of(m["a"], lambda x: 0.0)), AB, AB),
     "a multiplied by zero: mul, convert_element_type; b comparison: gt, by structure": (lambda
         m, of: total(of(1 + m["b"], lambda x: (x > 9).astype("float32")) * m["a"]), AB, AB),
     "a branch not taken: cond": (lambda m, of: jax.lax.cond(m["b"] > 0, lambda a: total(
@@ -88,7 +93,9 @@ ZEROS = {
         arrays(a=[1, 2], b=[3, 3]), arrays(a=[1, 2], b=[4, 3])),
     "a dead units: select_n": (lambda m, of: total(jnp.where(m["a"] > 0, m["a"] * 2.0, 0.0)),
         arrays(a=[-1, -2]), arrays(a=[1, -2])),
-    "a underflow: mul": (lambda m, of: total(m["a"] * m["s"] * m["s"]) + m["s"],
+    # A rounding with a straight-through derivative has no remark.
+    "a underflow: mul": (lambda m, of: total(m["a"] * m["s"] * m["s"]) + m["s"] +
+        jax.lax.stop_gradient(jnp.round(m["s"]) - m["s"]),
         arrays(a=[1, 1], s=1e-30), arrays(a=[1, 1], s=1)),
     "b underflow: mul": (lambda m, of: total((m["b"].astype("float16") *
         jnp.float16(1e-5)).astype("float32")) * m["s"], arrays(b=[1, 2],
@@ -149,8 +156,7 @@ def test_dead_units_of_a_leaf_with_a_gradient():
     xs = jnp.array([[-1.0, 2.0], [1.0, 0.5], [1.0, 1.0]])
     report = eqg.explain_zero(loss, m, xs)
     assert not report
-    said = "The gradient of ['b'] is zero for 1 of 4 units (2)."
-    assert said in " ".join(report.remarks)
+    assert "['b'] is zero for 1 of 4 units (2)" in report.remarks[0]
     assert not eqg.explain_zero(loss, {**m, "b": jnp.zeros(4)}, xs).remarks
 
 
@@ -272,9 +278,7 @@ def test_advice_on_loops(steps, n_tanh, n_carry, checkpoint):
     assert len(in_loop) == 1 + 2 * n_tanh
     of_step = 32 * len(in_loop)
     for advice in report.advice:
-        assert (advice.kind, advice.primitive) == ("loop", "scan")
         assert f"checkpoint={checkpoint!r})" in advice.cure
-        assert "scan(step" in advice.code
         kept = lambda k: _kept(steps, n_tanh, n_carry, k)
         assert advice.saves == sum(r.bytes for r in in_loop) - kept(checkpoint)
         # No number of steps keeps less.

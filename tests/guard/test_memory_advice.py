@@ -52,6 +52,8 @@ LAYERS = {
         "checkpoint=2)`"]),
     "two loops": (lambda m, x: repeated(m["a"], repeated(m["a"], x)), {"a": Layer(W16)}, 64,
         [OF_A, "called 2 times, by `eqg.filter_scan(..., checkpoint=2)`"]),
+    "an output that the derivative uses": (lambda m, x: m["v"] * lax.map(jnp.exp, m["v"] * x),
+        {"v": X16}, 1, []),
     "nested": (nested, {"a": Layer(W16)}, 96, [OF_A, "checkpoint=1)`", "checkpoint=2)`"]),
 }  # fmt: skip
 
