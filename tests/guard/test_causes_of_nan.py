@@ -191,6 +191,9 @@ KINDS = {
     "true singularity: log[] at [1] forward | w x": (lambda m: last_of(lambda c, x: c *
         m["w"][0] + x, m["w"][1], lax.scan(lambda c, x: (c, log(x)), None, m["x"])[1]),
         arrays(x=[0.5, 0, 0.1], w=[1, 2]), arrays(x=[0.5, 0.2, 0.1], w=[1, 2])),
+    # With so many steps, those before the bad one are compiled. It is the last but one to run.
+    "true singularity: log[] at [1] forward": (lambda x: total(lax.scan(lambda c, y: (c + 1,
+        log((c - 498 * y) ** 2)), 0.0, jnp.full(500, x), reverse=True)[1]), ONE),
     "true singularity: sqrt[0] at [0] x3 | x": (in_three_steps, arrays(x=[0, 1]),
         arrays(x=[0.5, 1])),
     # The first of two is done after two steps, at the third its root would be bad.
@@ -217,8 +220,6 @@ def test_the_kind_of_a_cause(name):
     report = eqg.explain_nan(loss, jnp.asarray(bad) if eqx.is_array_like(bad) else bad)
     leaves = [leaf[2:-2] for leaf in report.bad_leaves if leaf != "model"]
     texts = "; ".join(sorted(map(text_of, report.found)))
-    assert not [text for text in report.remarks if "zero_safe" in text]
-    assert "are finite" not in report.headline
     assert f"{texts} | {' '.join(leaves)}".removesuffix(" | ") == name
     for model in good:
         assert not eqg.explain_nan(loss, model).bad_leaves
@@ -229,13 +230,16 @@ def test_where_a_cause_is():
 
     def loss(x):
         of_x = 3 * total(twice_root(x))
-        return of_x + total(twice_root(x * 2.0))
+        return of_x + total(twice_root(x[:1]))
 
     in_jax = lambda x: total(jnp.piecewise(x, [x > 1], [jnp.square, loss]))
     for fn in (loss, lambda x: jax.jit(loss)(x), in_jax):
         found = eqg.explain_nan(fn, jnp.asarray(Z2)).found
         assert {r.code for r in found} == {"return 2.0 * jnp.sqrt(x)"}
         assert [r.caller for r in found if "in `loss`" in r.caller]
+    for x in Z2, np.float32([0, -1]):  # a cause in the loss is not one of another call
+        found = eqg.explain_nan(loss, jnp.asarray(x)).found
+        assert len({r.caller for r in found}) == 2
     # In a library that calls a function of yours, it is a line of this function.
     solver = optx.Newton(1e-5, 1e-5)
     loss = lambda x: optx.root_find(lambda y, x: y - 3 * sqrt(x), solver, x, args=x).value
@@ -449,7 +453,7 @@ def test_the_budget():
     """Without time, the report has the cure that was tried."""
     report = eqg.explain_nan(lambda x: total(jnp.where(x > 0, sqrt(x), 0.0)), jnp.asarray(Z2),
         seconds=0.0)  # fmt: skip
-    assert (bool(report), [*report.found], [*report.bad_leaves]) == (True, [], ["model"])
+    assert (list(report.found), list(report.bad_leaves)) == ([], ["model"])
     with pytest.raises(eqg.RuleError, match="positive"):
         eqg.explain_nan(total, ONE, threshold=0.0)
 

@@ -75,6 +75,11 @@ ZEROS = {
     "a multiplied by zero: mul, model['live']; a dead units: relu": (lambda m, of: total(relu(
         relu(m["a"]) - 1.0)) + m["live"] * total(m["a"]), arrays(a=[-1, -2], live=0),
         arrays(a=[-1, -2], live=1)),
+    # In the steps of the second example, the factor is not zero.
+    "a multiplied by zero: mul, model['i'] at [0]": (lambda m, of: total(jax.vmap(lambda n, x:
+        jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[0] * x), (m["i"], x))[
+        1])(np.float32([1, 3]), jnp.append(m["a"], 9.0))), arrays(a=[1], i=0), arrays(a=[1],
+        i=0.5)),
     "a dead units: relu; b dead units: relu": (lambda m, of: total(relu(relu(m["a"]) +
         m["b"])), arrays(a=[3, 2], b=[-4, -3]), arrays(a=[3, 2], b=[-2, -3])),
     "a stop_gradient: stop_gradient, by structure": (lambda m, of: total(scan(lambda c, x: (c +
@@ -88,7 +93,7 @@ ZEROS = {
         jnp.sign(jnp.floor(x))))(*scan(lambda c, x: ((c[0] + x["a"], c[1] + x["b"]), None),
         (0.0, 0.0), m)[0]), AB, AB),
     "a never used: , by structure; b rounding: round, by structure": (lambda m, of: total(of(
-        m["b"], jnp.round)) + total(of(m, lambda m: {"a": 0.0})["a"]), AB, AB),
+        m["b"] * np.ones(2, "float32"), jnp.round)) + total(of(m["a"], lambda x: 0.0)), AB, AB),
     "a closed over: , by structure": (lambda m, of: total(of(m, lambda m: AB)["a"] * m["b"]),
         AB, AB),
     # A remark says that the gradient of `b` is not finite.
@@ -122,7 +127,9 @@ ZEROS = {
         m["a"], m["b"])), arrays(a=[1, 2], b=[3, 3]), arrays(a=[1, 2], b=[4, 3])),
     "a dead units: select_n": (lambda m, of: total(jnp.where(m["a"] > 0, m["a"] * 2.0, 0.0)),
         arrays(a=[-1, -2]), arrays(a=[1, -2])),
-    "a underflow: mul": (lambda m, of: total(m["a"] * m["s"] * m["s"]) + m["s"],
+    # A rounding with a straight-through derivative has no remark.
+    "a underflow: mul": (lambda m, of: total(m["a"] * m["s"] * m["s"]) + m["s"] +
+        jax.lax.stop_gradient(jnp.round(m["s"]) - m["s"]),
         arrays(a=[1, 1], s=1e-30), arrays(a=[1, 1], s=1)),
     # A maximum shares its derivative: the number of equal elements is infinite.
     "a underflow: reduce_max": (lambda m, of: jnp.max(m["a"]).astype("float32"), {"a": np.ones(

@@ -54,6 +54,8 @@ LAYERS = {
         [OF_A, "called 2 times, by `eqg.filter_scan(..., checkpoint=2)`"]),
     "loop that keeps nothing": (lambda m, x: (lambda y: y * jnp.sin(y))(lax.scan(lambda c, x:
         (c, 2 * x), None, m["a"](x))[1]), {"a": Layer(W16)}, 6, []),
+    "an output that the derivative uses": (lambda m, x: m["v"] * lax.map(jnp.exp, m["v"] * x),
+        {"v": X16}, 1, []),
     "nested": (nested, {"a": Layer(W16)}, 96, [OF_A, "checkpoint=1)`", "checkpoint=2)`"]),
 }  # fmt: skip
 

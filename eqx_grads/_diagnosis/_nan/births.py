@@ -281,9 +281,9 @@ class Births(AbstractCarrier[Value]):
                 nan = self._joined(nan, bad, frozenset([birth]))
         if inf.any():
             if len(sources) > 1:  # an infinity that is not selected makes none
-                calm = lambda of: [calmed(v.x) if v is of else v.x for v in values]
-                again = lambda of: np.isinf(np.asarray(self._bind(place.eqn, calm(of))[k]))
-                sources = [v for v in sources if (again(v) != inf).any()] or sources
+                others = lambda of: [v.x if v is of else calmed(v.x) for v in values]
+                alone = lambda of: np.isinf(np.asarray(self._bind(place.eqn, others(of))[k]))
+                sources = [v for v in sources if (alone(v) & inf).any()] or sources
             infs, new, of = union(v.infs for v in sources), inf, decided
             by = union(v.infs for v in sources if not v.is_ct)
             if is_ct and by:  # an infinity meets a cotangent
