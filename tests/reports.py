@@ -63,7 +63,9 @@ def _versions() -> str:
 
 
 def _plain(text: str) -> list[str]:
-    text = re.sub("0x[0-9a-f]+", "0x", text.replace(sys.prefix, "").replace(f"{ROOT}/", ""))
+    text = re.sub(
+        r"0x[0-9a-f]+|\b\d{12,}\b", "0", text.replace(sys.prefix, "").replace(f"{ROOT}/", "")
+    )
     text = re.sub(r"(\.py:|\.py\", line )\d+", r"\1*", text)
     lines = (" ".join(re.sub("--+", "--", line).split()) for line in text.splitlines())
     return list(filter(None, lines))
