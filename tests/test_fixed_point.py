@@ -165,16 +165,18 @@ def test_a_derivative_that_does_not_converge():
     assert_close(slope(anderson), jnp.array(-1.0), tolerance=1e-4)
 
 
-def test_anderson_needs_few_steps(getkey):
-    """With a history as large as the state, a linear problem takes as many steps as it has
+@pytest.mark.filterwarnings("ignore:Complex support in Optimistix")
+@pytest.mark.parametrize(("n", "factor"), [(8, 0.99), (4, 0.99j)])
+def test_anderson_needs_few_steps(n, factor, getkey):
+    """With a history as large as the state, a linear problem takes as many steps as it has real
     dimensions, as GMRES does (Walker and Ni, 2011)."""
-    with jax.enable_x64(True):
-        w, u, x = problem(getkey, n=8)
-        w = w * 0.99 / np.max(np.abs(np.linalg.eigvals(np.asarray(w))))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        w, u, x = problem(getkey, n=n)
+        w = w * factor / np.max(np.abs(np.linalg.eigvals(np.asarray(w))))
         anderson = solvers.Anderson(rtol=1e-10, atol=1e-10, history=8)
-        solution = eqg.fixed_point(lambda z: w @ z + u @ x, jnp.zeros(8), solver=anderson)
+        solution = eqg.fixed_point(lambda z: w @ z + u @ x, 0 * w[0], solver=anderson)
         assert solution.stats["num_steps"] <= 14
-        expected = np.linalg.solve(np.eye(8) - np.asarray(w), np.asarray(u @ x))
+        expected = np.linalg.solve(np.eye(n) - np.asarray(w), np.asarray(u @ x))
         assert_close(solution.value, expected, tolerance=1e-7)
 
 

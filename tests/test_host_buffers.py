@@ -76,7 +76,7 @@ def make(*rules, **options):
 def test_each_call_overwrites_the_last(rules, options):
     f = make(*rules.split(), **options)
     x, y = jnp.linspace(-1.1, 1.4, 3), jnp.linspace(0.6, -0.8, 3)
-    loss = lambda f: lambda x, y: jnp.sum(f(x, y) ** 3)
+    loss = lambda f: lambda x, y: jnp.sum(f(f(x, y), y) ** 3)
     ways = lambda f: [jax.jacfwd(f, (0, 1)), jax.grad(loss(f), (0, 1))]
     tolerance = 2e-4 if "central" in options.values() else 2e-6
     for got, expected in zip(ways(f), ways(lambda x, y: jnp.sin(x) * y), strict=True):

@@ -163,6 +163,9 @@ def test_a_rule_that_returns_none():
 def test_complex_steps_need_a_function_of_complex_numbers():
     f = eqg.host_function(np.abs, out=like, finite_difference="complex")
     fails("returned a real array for a complex argument", jax.grad(f), 1.0)
+    # They are divided by how far the argument moved in its precision.
+    f = eqg.host_function(lambda x: 2 * x, out=like, finite_difference="central", step=1e-6)
+    assert jax.grad(f)(jnp.float32(1.1)) == 2
     # Of complex arguments, differences are central ones.
     f = eqg.host_function(np.exp, out=like, finite_difference="complex")
     z = jnp.array(1.0 + 1.0j)

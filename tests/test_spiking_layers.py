@@ -1,6 +1,5 @@
 """Spiking cells and layers against snnTorch, and against the cells in a loop written out."""
 
-import functools as ft
 import json
 
 import equinox as eqx
@@ -16,8 +15,8 @@ from eqx_grads.nn._spiking import spiking_scan
 
 from .fixtures import record_spiking as snntorch
 from .fixtures.record_spiking import NEURONS, OF_MEMBRANES, OF_SPIKES
-from .helpers import assert_close, quick_only, temp_bytes
-from .rules.recurrent import loss, losses_of_one_output, reference
+from .helpers import assert_close, temp_bytes
+from .rules.recurrent import losses_of_one_output, reference
 
 
 BETA, RHO, ALPHA = ([0.9, 0.5, 0.3, 0.7], [0.95, 0.8, 0.6, 0.4], [0.2, 0.7, 0.4, 0.5])
@@ -55,34 +54,21 @@ def test_gradient_of_one_output(kind, reset, getkey):
         assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), tolerance=1e-12)
 
 
-LEARN = {"learn": ("beta", "rho", "threshold", "strength"), "detach_reset": False}
-# Neurons in the shape of an image, as after a convolution, have a decay for each channel.
-LAYERS = {
-    "all": (ft.partial(nn.LIF, 3, 4, BETA, **KINDS["all"], key=jr.key(0), **LEARN), (3,)),
-    "image": (
-        ft.partial(
-            nn.LIF,
-            None,
-            (2, 3, 2),
-            np.reshape([0.9, 0.5], (2, 1, 1)),
-            rho=0.8,
-            num_layers=2,
-            **LEARN,
-        ),
-        (2, 3, 2),
-    ),
-}
-
-
 @pytest.mark.usefixtures("chunks")
-@pytest.mark.parametrize("name", quick_only(LAYERS, ("all",), pytest.mark.thorough))
-def test_gradients_of_all_parts(name, getkey):
-    make, shape = LAYERS[name]
-    layer, xs = make(dtype="float32"), 1 + 3 * jr.normal(getkey(), (2, 5, *shape), "float32")
-    cells = lambda layer: nn.Recurrent([cell for (cell,) in layer.cells], checkpoint=None)
+def test_outputs_alone(getkey):
+    """The last state has no cotangent. Neurons in the shape of an image, as after a
+    convolution, have a decay for each channel."""
+    learn, beta = ("beta", "rho", "threshold", "strength"), np.reshape([0.9, 0.5], (2, 1, 1))
+    options = {"rho": 0.8, "learn": learn, "dtype": "float32"}
+    layer, shape = nn.LIF(None, (2, 3, 2), beta, **options), (2, 5, 2, 3, 2)
+    xs = 1 + 3 * jr.normal(getkey(), shape, "float32")
     args = layer, xs, jax.tree.map(lambda s: s + 0.3, layer(xs)[1])
     assert 0.1 < jnp.mean(layer(xs)[0]) < 0.9
+    # With an `output`, the cells are called.
+    options = {"output": lambda state: state.spikes}
+    cells = lambda layer: nn.Recurrent([cell for (cell,) in layer.cells], **options)
     runs = lambda layer, *args: layer(*args), lambda layer, *args: cells(layer)(*args)
+    loss = lambda f: lambda args: jnp.sum(jnp.sin(f(*args)[0] + xs))
     got, want = eqx.filter_jit(lambda: [eqx.filter_grad(loss(f))(args) for f in runs])()
     assert_close(got, want, tolerance=1e-5)
 

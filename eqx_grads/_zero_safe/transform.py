@@ -195,10 +195,8 @@ def _enter(e: AnalyzedEquation, values, masks: _Masks) -> list[Any]:
             # Constants have no axis of time. Each step would get a slice.
             fixed, moved[:n] = moved[:n], [False] * n
         case Cond():
-            shapes = [v.aval.shape for v in e.eqn.outvars]
-            full = list(map(dense, outs, shapes))
-            of_branch = lambda i: [(values[0] == i) & mask for mask in full]
-            of_programs = [(moved[1:], of_branch(i)) for i in range(len(e.inner))]
+            # Under `vmap`, JAX gives a branch that is not taken constants as its operands.
+            of_programs = [(moved[1:], outs)] * len(e.inner)
     # Booleans stay what they are, and arrays pass through the equation.
     arrays, known = zip(*(eqx.partition(x, eqx.is_array) for x in of_programs), strict=True)
     inner = {id(a.program.jaxpr): (a, k) for a, k in zip(e.inner, known, strict=True)}

@@ -516,7 +516,8 @@ WRONG = [
     (lambda: eqg.implicit(square)(3), "is int (3)"), (solved(has_aux=True), "float32[3] | @"),
     (solved(fn=lambda a: (a, a, a), has_aux=True), "did not return a pair"),
     (solved(lambda y: y), "included: 1 | @"), (solved(lambda y, a: y[:2]), "float32[2] | @"),
-    (near(1.03), "more than 1 %"), (fixed(solver=3), "The `solver` of `fixed_point`"),
+    (near(1.03), "more than 1 %"), (near(np.nan), "is not small at"),
+    (fixed(solver=3), "The `solver` of `fixed_point`"),
     *((singular(f, tags), "is singular at the solution to") for f, tags in (
       (lambda y: TWO[0] * jnp.sum(y), ()), (lambda y: TWO[0] * jnp.sum(y), lx.symmetric_tag),
       (lambda y: X * y - y, ()), (lambda y: PROGRESSION @ y, ()))),

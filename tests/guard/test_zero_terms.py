@@ -190,6 +190,7 @@ def test_zero_safe_keeps_what_is_taken(policy):
     rows = [
         (jnp.sqrt, np.inf), (lambda x: jnp.where(x >= 0, jnp.sqrt(x), x), np.inf),
         (lambda x: jnp.maximum(jnp.sqrt(x), 0), np.inf), (lambda x: x**0.5 * x**0.5, finite(0)),
+        (lambda x: jnp.minimum(jnp.maximum(jnp.sqrt(x), np.nan), np.nan), finite(0)),
         (lambda x: jnp.arctan2(x, x), np.nan), (lambda x: x / (1 + jnp.sqrt(x)), finite(1)),
         (lambda x: jnp.linalg.norm(x * jnp.ones(2)), finite(0)),
         (lambda x: jnp.sqrt(x * jnp.ones(2) @ (x * jnp.ones(2))), finite(0)),
@@ -220,6 +221,12 @@ def test_zero_safe_in_loops_that_end_at_other_steps():
     got = jax.jvp(eqg.zero_safe(lambda x: run(jnp.sqrt, x)), (Z,), (T,))
     kept = lambda x: run(lambda x: jnp.sqrt(jnp.where(x > 0, x, 1)), x)
     assert_same(got, jax.jvp(kept, (Z,), (T,)))
+
+
+def test_zero_safe_of_a_branch_under_vmap():
+    """JAX runs both branches. The root of zero is not taken."""
+    f = eqg.zero_safe(lambda x: jax.lax.cond(x > 0, jnp.sqrt, lambda x: 3 * x, x))
+    assert_same(jax.vmap(jax.grad(f))(Z), jnp.array([3.0, 0.5 / np.sqrt(0.5), 0.25]))
 
 
 # Nothing can be singular here, as bounds of the operands tell.

@@ -172,7 +172,7 @@ def of_complex(h, rate, w, u, loop=jax.lax.scan):
     def step(carry, x):
         h, g = carry
         h = jax.lax.complex(rate, jnp.sin(rate)) * h + w * jnp.conj(x)
-        g = 0.3 * g + rate * u + jnp.real(x)
+        g = 0.3 * g - 0.4 * g[::-1][::-1] + rate * u + jnp.real(x)
         return (h, g), (jnp.real(h) * g + jnp.imag(jnp.conj(h)) * u, g)
 
     xs = jnp.asarray(_xs + 1j * _xs[::-1], h.dtype)

@@ -236,8 +236,9 @@ for ema in (True, False):
 
 
 def codebook_of(z):
-    """Fitted to as many vectors as it has entries, and an entry that is dead."""
-    fitted = nn.VectorQuantizer(4, 2, key=jr.key(0)).fit(z, key=jr.key(1))
+    """Fitted to as many finite vectors as it has entries, and an entry that is dead."""
+    zs = jnp.concatenate([jnp.full((5, 2), np.nan, z.dtype), z])
+    fitted = nn.VectorQuantizer(4, 2, key=jr.key(0)).fit(zs, key=jr.key(1))
     far = eqx.tree_at(
         lambda m: (m.codebook, m.usage), fitted,
         (z.at[2].set(1e3), jnp.asarray([0.3, 0.36, 0.02, 0.32], z.dtype)),
