@@ -63,10 +63,9 @@ def _versions() -> str:
 
 
 def _plain(text: str) -> list[str]:
-    text = re.sub(
-        r"0x[0-9a-f]+|\b\d{12,}\b", "0", text.replace(sys.prefix, "").replace(f"{ROOT}/", "")
-    )
+    text = text.replace(sys.prefix, "").replace(f"{ROOT}/", "")
     text = re.sub(r"(\.py:|\.py\", line )\d+", r"\1*", text)
+    text = re.sub(r"0x[0-9a-f]+|\b\d{12,}\b", "0", text)  # addresses
     lines = (" ".join(re.sub("--+", "--", line).split()) for line in text.splitlines())
     return list(filter(None, lines))
 
