@@ -28,6 +28,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import resource
 import shutil
 import signal
@@ -292,6 +293,8 @@ def main() -> None:
         done = {name for name, r in quick.items() if r["noticed"]} | {*old}
         those = [m for m in chosen if m.name not in done]
         those = [m for m in those if m.name in quick or args.tier == "quick"]
+        # In random order: a run that is stopped is a fair sample.
+        random.Random(0).shuffle(those)
         args.sources = plant(sources, those)
         jobs = [(m.name, (i, tests_of(m, records))) for i, m in enumerate(those)]
         shares = [dict(jobs[k :: args.jobs]) for k in range(args.jobs)]

@@ -65,7 +65,7 @@ def _versions() -> str:
 def _plain(text: str) -> list[str]:
     text = text.replace(sys.prefix, "").replace(f"{ROOT}/", "")
     text = re.sub(r"(\.py:|\.py\", line )\d+", r"\1*", text)
-    text = re.sub(r"0x[0-9a-f]+|\b\d{12,}\b", "0", text)  # addresses
+    text = re.sub(r"0x[0-9a-f]+|(?<![.\d])\d{12,}", "0", text)  # addresses
     lines = (" ".join(re.sub("--+", "--", line).split()) for line in text.splitlines())
     return list(filter(None, lines))
 

@@ -419,7 +419,7 @@ def test_the_report_of_to_integers(getkey):
     grads = eqx.filter_grad(lambda model: jnp.sum(model["b"](jnp.ones(3, "float32"))))(stored)
     assert grads["b"].weight is None
     assert jnp.any(grads["b"].bias != 0)
-    codes, scale = nn.Binary(scale=False).encode(jnp.array([-0.3, 2.0]))
+    codes, scale, *_ = nn.Binary(scale=False).encode(jnp.array([-0.3, 2.0]))
     assert (codes.tolist(), float(scale)) == ([-1, 1], 1.0)
 
 

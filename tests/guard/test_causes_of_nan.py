@@ -64,7 +64,7 @@ CURES = {
     "`jnp.where(ok, x, other)` on the operand of": [(lambda x: jnp.where(x[0] > 0, total(
         jnp.linalg.inv(jnp.diag(x))), 0.0), Z2)],
     "compute it in the rule": [(lambda x: 0.0 * jvp_rule(x[0]), Z2)],
-    "jnp.eye": [(lambda x: exp(-solve_triangular(jnp.diag(x[:1]), ONE[None])[0]), Z2)],
+    "jnp.eye": [(lambda x: exp(-solve_triangular(jnp.diag(x[:1]), jnp.ones(1))[0]), Z2)],
     "bound the state": [(lambda x: total((1e33 * x) * x), BIG)],
     'zero_safe(f, policy="zero")': [(lambda w: total(jax.grad(lambda x: norm(w * x))(Z2) ** 2),
         ONE)],
