@@ -6,7 +6,7 @@ thorough tests runs once on the library itself, to record which statements each 
 `((after) if __mutant__(3) else (before))`. A process collects the tests once, and switches on
 one mutant after the other. It runs the tests that reach the changed statement, of each file up
 to the first failure or to `--per-file` seconds of CPU time. So the results name every test file
-that notices, and those that were cut. With `--first`, all are cut after one that notices.
+that notices, and those that were cut. With `--first`, the first file that notices is the last.
 
 A test that ends the process, or that fails and then fails without the mutant too, notices it:
 the other files are then cut, and a new process goes on. While the tests are imported, all

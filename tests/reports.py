@@ -102,7 +102,7 @@ class Reports:
         return result
 
     def pytest_collection_finish(self, session: Any) -> None:
-        """The texts of other files stay. A test that is gone has none."""
+        """Drop the recorded texts of the files that run. Those of other files stay."""
         if self.record:
             files = {item.nodeid.partition("::")[0] for item in session.items}
             others = {k: v for k, v in self.texts.items() if k.partition("::")[0] not in files}
