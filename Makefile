@@ -50,6 +50,9 @@ help:  ## this list
 
 VENV := .venv$(VERSIONS:%=-%)
 BIN := $(VENV)/bin
+# To compile all modules takes half a minute. Python compiles and keeps those that it imports.
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 PINS := $(if $(filter oldest,$(VERSIONS)),$(VENV)/pins.txt,$(LOCK))
 WANTED := $(if $(filter newest nightly,$(VERSIONS)),3.13 3.12,$(if $(filter oldest,$(VERSIONS)),3.11))
 $(if $(filter-out oldest newest nightly gpu,$(VERSIONS)),$(error VERSIONS is oldest, newest, nightly or gpu))
@@ -64,7 +67,7 @@ $(BIN)/python:
 	        "try 'make PYTHON=python3.12 ...'." >&2; exit 1; }
 	@echo "Making $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
-	@$(BIN)/python -m pip install --quiet --upgrade pip $(LOCK:%=--constraint %) \
+	@$(PIP_INSTALL) --upgrade pip $(LOCK:%=--constraint %) \
 	    || { rm -rf $(VENV); exit 1; }
 
 # The floors, and for all other packages the lock.
@@ -76,14 +79,14 @@ $(VENV)/pins.txt: .ci/oldest.txt $(LOCK) | $(BIN)/python
 # written there.
 $(VENV)/.%: pyproject.toml $(PINS) | $(BIN)/python
 	@echo "Installing eqx-grads and its group '$*' in $(VENV) (may take a minute)"
-	@$(BIN)/python -m pip install --quiet $(PINS:%=--constraint %) $(LOCK:%=--build-constraint %) \
+	@$(PIP_INSTALL) $(PINS:%=--constraint %) $(LOCK:%=--build-constraint %) \
 	    --editable . --group $*
 ifeq ($(VERSIONS),nightly)
 	@test -n "$(NIGHTLY)" || { echo "VERSIONS=nightly needs NIGHTLY=index: the index is on" \
 	    "https://docs.jax.dev/en/latest/installation.html#nightly-installation" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --upgrade --pre jax jaxlib --index-url "$(NIGHTLY)"
+	$(PIP_INSTALL) --upgrade --pre jax jaxlib --index-url "$(NIGHTLY)"
 else ifeq ($(VERSIONS),gpu)
-	$(BIN)/python -m pip install --quiet "jax[$(CUDA)]"
+	$(PIP_INSTALL) "jax[$(CUDA)]"
 endif
 	@touch $@
 
