@@ -103,11 +103,17 @@ def forward_rules_that_look_at_values(custom_jvp, custom_vjp):
     repeated.defjvp(lambda p, t: (repeated(*p), t[0] * jnp.ones(p[1])))
     by_math = custom_jvp(lambda x, y: math.sin(x))
     by_math.defjvp(lambda p, t: (math.sin(p[0]), math.cos(p[0]) * float(p[1]) * t[0]))
+
+    def compiled(x):
+        with jax.ensure_compile_time_eval():
+            return x * by_math(0.3, 2.5)
+
     constant = custom_jvp(lambda x, n: x)
     constant.defjvp(lambda p, t: (p[0], t[0] * int(p[1])))
     return (
         jax.vmap(lambda x: repeated(x, N))(X),
         jax.grad(by_math)(0.3, 2.5),
+        jax.jit(compiled)(2.0),
         jax.jit(jax.grad(lambda x: constant(x, np.array(2))))(0.3),
     )
 
@@ -440,6 +446,9 @@ def test_scalar_rule():
 def test_attributes_of_jax():
     f, rule = eqg.jax_custom_jvp(jnp.sin), lambda primals, tangents: (*primals, None)
     assert (f.defjvp(rule, symbolic_zeros=True), f.jvp, f.symbolic_zeros) == (rule, rule, True)
+    f = eqg.jax_custom_vjp(jnp.sin)
+    f.defvjp(rule, jnp.cos, symbolic_zeros=True)
+    assert (f.fwd, f.bwd, f.symbolic_zeros) == (rule, jnp.cos, True)
 
     fun = lambda x: x
     # A decorated function has the attributes of the function, except where it has its own.

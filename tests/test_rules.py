@@ -186,6 +186,13 @@ def test_one_weight_gradient_for_the_batch():
     assert ["[5,3,4]" in text for text in shapes] == [True, False]
 
 
+def test_of_a_function_that_can_not_be_traced():
+    f = eqg.custom_jvp(lambda x: np.sin(x))
+    f.def_jvp(lambda p, t: (np.sin(p[0]), np.cos(p[0]) * t[0]))
+    f.def_vmap(lambda axis_size, batched, x: (np.sin(x), batched[0]))
+    assert_close(jax.vmap(f)(X), jnp.sin(X))
+
+
 def test_batched_configuration_and_closures():
     """The rule knows of positional arguments only; others are batched as without it."""
 
