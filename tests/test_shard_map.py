@@ -65,7 +65,8 @@ def test_chunked_loss_of_a_replicated_weight():
         return jax.grad(whole, (0, 1))(WEIGHT, X), jax.jvp(whole, (WEIGHT, X), (WEIGHT, X))[1]
 
     pairs = (eqg.losses.chunked(loss, chunk=1), loss), (rows(on_host), rows(jnp.multiply))
-    assert_close(*zip(*jax.jit(lambda: [[*map(derivatives, pair)] for pair in pairs])()))
+    run = jax.jit(lambda: [[*map(derivatives, fns)] for fns in zip(*pairs, strict=True)])
+    assert_close(*run())
 
 
 ROOT = lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0)

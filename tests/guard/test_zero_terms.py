@@ -293,7 +293,7 @@ LINEAR = [
     lambda d, t, bad: jax.lax.dynamic_slice(t + d * bad, (jnp.argmax(T) - 1,), (2,)),
     lambda d, t, bad: (d * bad + t[0], t - (d * bad)[0], (d * bad)[0] - t),
     lambda d, t, bad: jax.scipy.linalg.solve_triangular(_lower, d * bad + t, lower=True),
-    lambda d, t, bad: jnp.linalg.solve(_lower, d * bad + t),
+    lambda d, t, bad: jnp.linalg.solve(_lower, d * bad + t) + jnp.linalg.solve(_lower, d) * bad,
     lambda d, t, bad: jnp.convolve(T, d * bad) + jnp.convolve(t, T),
     lambda d, t, bad: jnp.real(jnp.fft.fft(jax.lax.complex(t, d * bad))),
     lambda d, t, bad: jnp.real(jnp.conj(jax.lax.complex(d * bad, t)) * (2 + 3j)),
