@@ -456,22 +456,3 @@ def test_a_complex_value_of_a_real_argument():
         got = derivative(power(f))(X)
         assert got.dtype == X.dtype
         assert_close(got, derivative(power(jnp.fft.fft))(X), eps=2000)
-
-
-def test_notes_of_linear_functions():
-    """A method is linear in `self`, which was not meant."""
-
-    class Forgotten(eqx.Module):
-        matrix: jax.Array
-
-        @eqg.linear_function(argnum=0)
-        def __call__(self, x):
-            return self.matrix @ x
-
-        @__call__.def_rmatvec
-        def adjoint(self, y):
-            return self.matrix.T @ y
-
-    with pytest.raises(AttributeError, match="matrix") as caught:
-        jax.grad(lambda m: jnp.sum(Forgotten(m)(X)))(jnp.asarray(MATRIX, X.dtype))
-    assert "or another by `argnum`" in caught.value.__notes__[0]

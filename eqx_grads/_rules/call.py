@@ -6,6 +6,7 @@ positional parameter (clause 1). Their `filter_custom_vjp` has no forward mode (
 """
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -32,7 +33,8 @@ def call_with_rules(
     fn: Callable[..., Any], rules: AbstractRules, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """`fn(*args, **kwargs)`, with derivatives by `rules`, in the convention of the rules."""
-    fn = copy_in_use(fn, rules)
+    if type(fn) is not FunctionType:
+        fn = copy_in_use(fn, rules)
     signature = rules.known_signature or rules.signature(fn)
     convention, filled = rules.convention, frozenset()
     if convention.binds:

@@ -175,6 +175,9 @@ def call_on_arrays(
     return returned[0].tree(ys)
 
 
+_NO_KWARGS = jax.tree.structure({})
+
+
 @dataclasses.dataclass(eq=False, repr=False)
 class FlatCall:
     """One call of a function with rules, without its arrays. Holds no tracer.
@@ -209,7 +212,9 @@ class FlatCall:
         """The call and its operands."""
         convention = rules.convention
         args_split, arrays = TreeSplit.split(args, convention.args)
-        kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, convention.kwargs)
+        kwargs_split, kwargs_arrays = TreeSplit(_NO_KWARGS, (), []), []
+        if kwargs:
+            kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, convention.kwargs)
         statics = [*args_split.static, *kwargs_split.static]
         n = 1 + len(args_split.static)
 

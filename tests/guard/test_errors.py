@@ -389,6 +389,10 @@ WRONG = [
     (grad(elementwise(lambda y, x: (x, x))), "2 partial derivatives | @"),
     (grad(elementwise(lambda y, x: TWO)), "number 0 of `square` | @"),
     (lambda: elementwise(3), "`derivative` of `elementwise`"),
+    (grad(elementwise(lambda x: x)), "positional argument | as `derivative(out, *args)`"),
+    (grad(eqg.custom_gradient(lambda x: (x, lambda: x))), "called as `gradient(ct)`"),
+    (lambda: jax.grad(lambda m: jnp.sum(linear(lambda self, y: self.weight * y, lambda self, x:
+     self.weight * x)(m, X)))(Holder(X)), "'weight' | or another by `argnum`"),
     (grad(elementwise((None, lambda out, x, y: jax.lax.complex(y, y)), lambda x, y: x * y), X,
      X), "tangent to a real output"), (grad(elementwise(lambda y, x: 2 * x.real, lambda x: (
      x.real**2)), Z), "a complex tangent to a"), (lambda: eqg.replace_gradient({"a": X}, [X]),

@@ -362,7 +362,7 @@ def test_terms_of_zeros_are_dropped():
 @pytest.mark.parametrize(("tangent", "why"), [
     (lambda x, t: jnp.sin(t), "applies `sin`"),
     (lambda x, t: t * t, "multiplies a tangent by a tangent"),
-    (lambda x, t: x * t + 1, "adds something"),
+    (lambda x, t: x * t + (jnp.zeros(3) + 1), "adds something"),
     (lambda x, t: x * t + np.array([0, 1, 0], "float32"), "adds something"),
     (lambda x, t: x, "no tangent multiplies"), (lambda x, t: x / t, "divides by a tangent"),
     (lambda x, t: t ** 3, "power 3"), (lambda x, t: jnp.where(t > 0, t, 2 * t), "applies `gt`"),
