@@ -61,18 +61,11 @@ def test_an_error_reads_well():
     record(str(info.value))
 
 
-NOT_LINEAR = {
-    "raises a tangent to the power 2": lambda x, t: t**2,
-    "adds something that no tangent multiplies": lambda x, t: 2 * x * t + 1,
-}
-
-
-@pytest.mark.parametrize("match", NOT_LINEAR)
-def test_a_rule_that_is_not_linear(match):
+def test_a_rule_that_is_not_linear():
     """The same error in every order of transformations, with the place of the rule."""
-    f = forward(NOT_LINEAR[match])
+    f = forward(lambda x, t: t**2)
     total = lambda x: jnp.sum(f(x))
-    match = rf"forward rule `rule` of `square` is not linear in its tangents: .*{match}"
+    match = "forward rule `rule` of `square` is not linear in its tangents: it raises a tangent"
     for derivative in (
         jax.jit(jax.grad(total)),
         jax.grad(jax.jit(total)),

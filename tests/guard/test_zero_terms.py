@@ -264,6 +264,7 @@ _lower = jnp.array([[2.0, 0, 0], [1, 3, 0], [0, 1, 4]])
 
 
 _twice = lambda x: 2 * x
+_weighted = eqg.linear_function(lambda x, w: w * x, lambda y, w: w * y)
 
 
 def _zeros_in_cond(d, t, bad, pred=True):
@@ -276,7 +277,7 @@ LINEAR = [
     lambda d, t, bad: (d * bad, t * T, bad * d + t),
     lambda d, t, bad: (jnp.dot(d, bad) + jnp.dot(t, T), jnp.outer(bad, d), T @ jnp.outer(t, T)),
     lambda d, t, bad: (d * bad - t, t - bad * d, -d * bad - -t),
-    lambda d, t, bad: d / (1 / bad) + t / T,
+    lambda d, t, bad: d / (1 / bad) + _weighted(d, bad) + _weighted(t, 1 / T),
     lambda d, t, bad: [jnp.where(T > 1, *x) for x in ((d * bad, t), (t, d * bad), (t, 0.0))],
     lambda d, t, bad: jnp.concatenate([d * bad, t])[::-1].reshape(2, 3).T,
     lambda d, t, bad: jnp.pad(d * bad, 1)[1:-1] + t,
