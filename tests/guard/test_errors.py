@@ -732,8 +732,9 @@ RIGHT = [
      "b": 1})), entropy(bias=W[:, 0], chunk=1, ignore_index=None, label_smoothing=1,
      z_loss=3.0), entropy(X, labels=LABELS[0], reduction="none"),
     # solvers and the host
-    solved(), solved(lambda y, a, scale=1: y - a, tolerance=0.0), solved(fn=lambda a: (a, None),
-     has_aux=True), solved(lambda y, a: {"y": y["y"] - a, "n": None}, lambda a: {"y": a,
+    *(ft.partial(eqg.implicit, square, tolerance=n) for n in (0.0, N[0], ONE)), solved(),
+    solved(fn=lambda a: (a, None), has_aux=True),
+    solved(lambda y, a, scale=1: {"y": y["y"] - a, "n": None}, lambda a: {"y": a,
      "n": 3}), fixed(lambda y: [y / 2, N], has_aux=True, max_steps=1),
     lambda: solvers.PhantomAdjoint(1, tau=1.0), event(t=ONE, where=np.bool_(True)),
     grad(lambda t: eqg.event_time(lambda t, y: y[0], X, lambda t, y: -y, t)[0], np.float16(1)),

@@ -79,7 +79,8 @@ def checked(x, w):
     def loss(x):
         checkify.check(jnp.sum(x) < 100, "too large")
         branches = [lambda x, rule=rule: rule(x, w) for rule in both(shifted)]
-        return jnp.sum(jax.lax.cond(jnp.sum(x) < 50, *branches, x) + rule(x, w))
+        batch = jax.vmap(rule, (0, None))(x[None], w)
+        return jnp.sum(jax.lax.cond(jnp.sum(x) < 50, *branches, x) + batch[0])
 
     rule, of = both(shifted)[0], ft.partial(checkify.checkify, errors=checkify.all_checks)
     outside = jax.value_and_grad(lambda x: of(loss)(x)[1])(x)
