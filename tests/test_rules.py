@@ -334,8 +334,9 @@ def test_a_compiled_function_in_a_rule_is_not_traced_for_a_copy():
 
 
 def test_elementwise():
-    """Numbers as partial derivatives, and NumPy."""
-    assert jax.grad(eqg.elementwise(jnp.abs, lambda out, x: 3))(1.0) == 3.0
+    """Numbers as partial derivatives, a keyword behind a default, and NumPy."""
+    f = eqg.elementwise(lambda x, y=2.0, z=3.0: x * z, lambda out, x, y, z: (7, None, None))
+    assert jax.value_and_grad(lambda x: f(x, z=5.0))(1.0) == (5.0, 7.0)
     f = eqg.elementwise(np.sin, lambda out, x: jnp.cos(x))  # eagerly, and in its derivative
     assert_close(jax.grad(f)(1.0), jnp.cos(1.0))
 
