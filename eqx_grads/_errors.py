@@ -105,13 +105,11 @@ def optional_import(module: str, user: str, extra: str = "solvers") -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
         raise ModuleNotFoundError(
-            f"`{user}` needs `{module}`, which is not installed.\n"
+            f"`{user}` needs `{module}`, which can't be imported: {error}.\n"
             f"  `{module}` belongs to the extra `{extra}` of this library\n"
             f"Run `pip install eqx-grads[{extra}]`.",
-            name=module,
+            name=error.name,
         ) from None
 
 

@@ -38,8 +38,6 @@ def is_arraylike(x) -> bool:
     if isinstance(x, _NUMPY):
         return _is_numeric(x.dtype) and not isinstance(x, np.ma.MaskedArray)
     if isinstance(x, int):
-        if -(2**31) <= x < 2**31:
-            return True
         of_integers = jnp.iinfo(jnp.result_type(int))
         return of_integers.min <= x <= of_integers.max
     return isinstance(x, float | complex)

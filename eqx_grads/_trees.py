@@ -64,7 +64,8 @@ class Mirror:
         return self[name]
 
     def __eq__(self, other):
-        return isinstance(other, Mirror) and jax.tree.flatten(self) == jax.tree.flatten(other)
+        # The structures first: the leaves of another tree may be arrays.
+        return jax.tree.flatten(self)[::-1] == jax.tree.flatten(other)[::-1]
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 

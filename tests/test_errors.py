@@ -61,24 +61,11 @@ def test_an_error_reads_well():
     record(str(info.value))
 
 
-NOT_LINEAR = {
-    "raises a tangent to the power 2": lambda x, t: t**2,
-    "adds something that no tangent multiplies": lambda x, t: 2 * x * t + 1,
-    "applies `tanh`": lambda x, t: jax.lax.cond(True, jnp.tanh, jnp.negative, t),
-    "multiplies a tangent by a tangent": lambda x, t: jax.lax.scan(
-        lambda c, _: (c * c, None), t, None, 2
-    )[0],
-    "applies `gt` to a tangent": lambda x, t: jnp.where(t > 0, t, 0.0),
-    "casts a tangent to int": lambda x, t: t.astype(int).astype(t.dtype),
-}
-
-
-@pytest.mark.parametrize("match", NOT_LINEAR)
-def test_a_rule_that_is_not_linear(match):
+def test_a_rule_that_is_not_linear():
     """The same error in every order of transformations, with the place of the rule."""
-    f = forward(NOT_LINEAR[match])
+    f = forward(lambda x, t: t**2)
     total = lambda x: jnp.sum(f(x))
-    match = rf"forward rule `rule` of `square` is not linear in its tangents: .*{match}"
+    match = "forward rule `rule` of `square` is not linear in its tangents: it raises a tangent"
     for derivative in (
         jax.jit(jax.grad(total)),
         jax.grad(jax.jit(total)),
@@ -130,20 +117,6 @@ def test_a_rule_that_differentiates_its_own_function():
         jax.grad(Scaled(jnp.array(2.0)))(1.0)
     [note] = [n for n in error.value.__notes__ if "is called inside itself" in n]
     assert "Move the body into a function without a rule" in note
-
-
-# What calls the function that a shorthand was given, and words of the note.
-MISTAKEN = {
-    "partials": (eqg.elementwise(jnp.sin, lambda x: jnp.cos(x)), "as `derivative(out, *args)`"),
-    "gradient": (eqg.custom_gradient(lambda x: (x, lambda: 1.0)), "called as `gradient(ct)`"),
-}
-
-
-@pytest.mark.parametrize(("f", "note"), MISTAKEN.values(), ids=MISTAKEN)
-def test_how_a_shorthand_calls_a_function(f, note):
-    with pytest.raises(TypeError, match="positional argument") as caught:
-        jax.grad(f)(1.0)
-    assert note in caught.value.__notes__[0]
 
 
 def _accumulate(x, out):

@@ -6,8 +6,9 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from eqx_grads._jaxprs.diagonal import has_diagonal_jacobian
+from eqx_grads._jaxprs.diagonal import has_diagonal_jacobian, is_elementwise
 from eqx_grads._jaxprs.primitives import ELEMENTWISE
+from eqx_grads._jaxprs.structure import structure
 from jax.extend.core import Primitive, primitives
 
 
@@ -29,6 +30,36 @@ def test_a_diagonal_jacobian_through_branches_and_loops(fn, expected):
     both = lambda x, y: (fn(x, y), y)
     program = jax.make_jaxpr(both)(jnp.arange(1.0, 4.0), jnp.ones((3, 3)))
     assert has_diagonal_jacobian(program) == expected
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x, y, z: (jnp.sin(x) * y, 1 + x, y), True),
+        (lambda x, y, z: (jnp.sin(x), x[::-1]), False),
+        (lambda x, y, z: x * z, False),
+    ],
+)
+def test_an_elementwise_program(fn, expected):
+    program = jax.make_jaxpr(fn)(jnp.arange(1.0, 4.0), 2.0, jnp.ones(1))
+    assert is_elementwise(program, (3,)) == expected
+
+
+def test_an_equation_with_other_parameters_is_opaque():
+    """As a later JAX may have it: then the worst case is assumed."""
+
+    def run(x):
+        x = jax.lax.scan(lambda c, x: (c + x, c), 0.0, jax.jit(jnp.sin)(x))[1]
+        x = jax.lax.while_loop(lambda x: x[0] < 3, lambda x: 2 * x, jax.nn.relu(x))
+        return jax.lax.cond(x[0] > 1, jnp.sin, jnp.cos, x)
+
+    eqns = [e for e in jax.make_jaxpr(run)(jnp.ones(3)).eqns if structure(e) is not None]
+    assert len(eqns) == 5
+    for eqn in eqns:
+        for name in eqn.params:
+            others = {key: x for key, x in eqn.params.items() if key != name}
+            assert structure(eqn.replace(params=others)) in (None, structure(eqn))
+    assert structure(eqns[0].replace(invars=2 * eqns[0].invars)) is None
 
 
 # ---------------------------------------------------------------- the elementwise primitives

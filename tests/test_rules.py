@@ -186,6 +186,13 @@ def test_one_weight_gradient_for_the_batch():
     assert ["[5,3,4]" in text for text in shapes] == [True, False]
 
 
+def test_of_a_function_that_can_not_be_traced():
+    f = eqg.custom_jvp(lambda x: np.sin(x))
+    f.def_jvp(lambda p, t: (np.sin(p[0]), np.cos(p[0]) * t[0]))
+    f.def_vmap(lambda axis_size, batched, x: (np.sin(x), batched[0]))
+    assert_close(jax.vmap(f)(X), jnp.sin(X))
+
+
 def test_batched_configuration_and_closures():
     """The rule knows of positional arguments only; others are batched as without it."""
 
@@ -327,8 +334,9 @@ def test_a_compiled_function_in_a_rule_is_not_traced_for_a_copy():
 
 
 def test_elementwise():
-    """Numbers as partial derivatives, and NumPy."""
-    assert jax.grad(eqg.elementwise(jnp.abs, lambda out, x: 3))(1.0) == 3.0
+    """Numbers as partial derivatives, a keyword behind a default, and NumPy."""
+    f = eqg.elementwise(lambda x, y=2.0, z=3.0: x * z, lambda out, x, y, z: (7, None, None))
+    assert jax.value_and_grad(lambda x: f(x, z=5.0))(1.0) == (5.0, 7.0)
     f = eqg.elementwise(np.sin, lambda out, x: jnp.cos(x))  # eagerly, and in its derivative
     assert_close(jax.grad(f)(1.0), jnp.cos(1.0))
 
@@ -449,22 +457,3 @@ def test_a_complex_value_of_a_real_argument():
         got = derivative(power(f))(X)
         assert got.dtype == X.dtype
         assert_close(got, derivative(power(jnp.fft.fft))(X), eps=2000)
-
-
-def test_notes_of_linear_functions():
-    """A method is linear in `self`, which was not meant."""
-
-    class Forgotten(eqx.Module):
-        matrix: jax.Array
-
-        @eqg.linear_function(argnum=0)
-        def __call__(self, x):
-            return self.matrix @ x
-
-        @__call__.def_rmatvec
-        def adjoint(self, y):
-            return self.matrix.T @ y
-
-    with pytest.raises(AttributeError, match="matrix") as caught:
-        jax.grad(lambda m: jnp.sum(Forgotten(m)(X)))(jnp.asarray(MATRIX, X.dtype))
-    assert "or another by `argnum`" in caught.value.__notes__[0]

@@ -49,17 +49,23 @@ def test_the_gradient_of_a_replicated_weight_is_summed_once():
     assert_close(inside(WEIGHT, X), 2 * X.T @ X @ WEIGHT)
 
 
+on_host = eqg.host_function(lambda weight, x: weight * x, out=lambda weight, x: x)
+on_host.def_jvp(lambda p, t: (p[0] * p[1], t[0] * p[1] + p[0] * t[1]))
+
+
 def test_chunked_loss_of_a_replicated_weight():
     """The rule differentiates the loss with respect to the weight, and the sum over the devices
-    was taken there, and once more outside."""
+    was taken there, and once more outside. And the same of a host function."""
     loss = lambda weight, x: jnp.sum(jnp.tanh(x @ weight) ** 2)
+    rows = lambda fn: lambda weight, x: jnp.sum(jnp.sin(fn(weight[:, 0], x[0])))
 
     def derivatives(fn):
         local = lambda w, x: jax.lax.psum(fn(w, x), "i")
         whole = shard(local, in_specs=REPLICATED, out_specs=Spec())
         return jax.grad(whole, (0, 1))(WEIGHT, X), jax.jvp(whole, (WEIGHT, X), (WEIGHT, X))[1]
 
-    run = jax.jit(lambda: [*map(derivatives, (eqg.losses.chunked(loss, chunk=1), loss))])
+    pairs = (eqg.losses.chunked(loss, chunk=1), loss), (rows(on_host), rows(jnp.multiply))
+    run = jax.jit(lambda: [[*map(derivatives, fns)] for fns in zip(*pairs, strict=True)])
     assert_close(*run())
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._jaxprs.evaluate import function_of
 from .._jaxprs.interpret import Domain, interpret, interpret_equation
-from .._jaxprs.primitives import JOINTLY_LINEAR, kind_of
+from .._jaxprs.primitives import kind_of
 
 
 # ---------------------------------------------------------------- dependence
@@ -65,7 +65,7 @@ def differentiable_pairs(eqn: Any, operands: Set[int]) -> list[set[int]] | None:
     """
     moving = [i for i in sorted(operands) if is_inexact(eqn.invars[i])]
     outs = [j for j, v in enumerate(eqn.outvars) if is_inexact(v)]
-    if eqn.primitive.name in JOINTLY_LINEAR and len(eqn.outvars) == 1:
+    if kind_of(eqn).linear == "jointly" and len(eqn.outvars) == 1:
         # JAX can't be asked about a collective: the axis is not known here.
         return [set(moving) if outs else set()]
     pairs: list[set[int]] = [set() for _ in eqn.outvars]

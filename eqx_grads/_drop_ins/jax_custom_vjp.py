@@ -53,9 +53,8 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
 
     Code for `jax.custom_vjp` works in the same way, with these exceptions:
 
-    - If the backward rule is linear, the library does not compute the terms of outputs that
-        are not used. JAX multiplies these terms by zeros, and the product is NaN where the
-        factor is NaN.
+    - The library does not compute the terms of outputs that are not used. JAX multiplies
+        these terms by zeros, and the product is NaN where the factor is NaN.
     - Python and NumPy integers stay what they are; in JAX they are arrays under `jit`.
     - A cotangent is summed over the axes along which its argument would have broadcast. In
         JAX its shape is an error.

@@ -123,7 +123,7 @@ class HostCall(Opaque):
 
     def tangents(self, ts: Sequence[Any]) -> Any:
         """A tree like `args` with `ts` for its arrays, and `None` elsewhere."""
-        return self.split.dynamic_tree(self._of_args(ts))[0]
+        return self.split.without_static().tree(self._of_args(ts))[0]
 
     def flags(self, flags: Sequence[bool], arrays: Sequence[Any]) -> Any:
         """As `tangents`, with bools; `arrays` are the arrays of all arguments."""

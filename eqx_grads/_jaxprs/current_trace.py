@@ -30,17 +30,12 @@ def _state() -> Any:
     return get_opaque_trace_state(convention="flax")
 
 
-def _staging_trace() -> type:
-    found: list[type] = []
-    jax.make_jaxpr(lambda: found.append(type(find_top_trace(()))))()
-    return found[0]
-
-
 with jax.ensure_compile_time_eval():
     _EAGER = _state()
     _EVALUATING = find_top_trace(())
     _EVALUATION = type(_EVALUATING)
-_STAGING = _staging_trace()
+_STAGING: list[type] = []  # the class of a trace that makes equations
+jax.make_jaxpr(lambda: _STAGING.append(type(find_top_trace(()))))()
 
 
 def is_jit_disabled() -> bool:
@@ -67,7 +62,7 @@ def _traces() -> Iterator[Any]:
 
 def staging_trace() -> Any:
     """The innermost trace that stages operations into a jaxpr, or `None`."""
-    return next((trace for trace in _traces() if type(trace) is _STAGING), None)
+    return next((trace for trace in _traces() if type(trace) in _STAGING), None)
 
 
 def is_staged(operands: Sequence[Any]) -> bool:
@@ -89,8 +84,8 @@ def is_staged(operands: Sequence[Any]) -> bool:
         if isinstance(x, Tracer) and not (isinstance(x, pe.JaxprTracer) and x.is_known())
     }
     for trace in _traces():
-        if type(trace) is _STAGING or id(trace) in owners:
-            return type(trace) is _STAGING
+        if type(trace) in _STAGING or id(trace) in owners:
+            return type(trace) in _STAGING
     return False
 
 

@@ -44,7 +44,7 @@ def _apply(eqn: Any, ins: Sequence[int], _) -> list[int]:
     if not dependent:
         return [_NOTHING] * len(eqn.outvars)
     source = dependent[0][0]
-    is_local = kind_of(eqn).elementwise or eqn.primitive.name == "broadcast_in_dim"
+    is_local = kind_of(eqn).elementwise
     if is_local and all((source, v.aval.shape) == d for v in eqn.outvars for d in dependent):
         return [source] * len(eqn.outvars)
     return [_ANYTHING] * len(eqn.outvars)

@@ -18,10 +18,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from .current_trace import is_in_shard_map, is_jit_disabled, staging_trace
+from .current_trace import staging_trace
 
 
 P = ParamSpec("P")
@@ -45,21 +44,20 @@ def compile_eager_calls(run: Callable[P, T]) -> Callable[P, T]:
 
     @ft.wraps(run)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if staging_trace() is not None or is_jit_disabled() or is_in_shard_map():
+        if staging_trace() is not None:
             return run(*args, **kwargs)
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        try:
-            jitted = compiled(leaves, treedef)
-        except TypeError:  # something static can't be hashed, and may be changed in place
-            return run(*args, **kwargs)
         _CALL.leaves = leaves
         try:
-            arrays, static = jitted(list(filter(_is_array, leaves)))
-        except (_IsNew, jax.errors.JAXTypeError):  # it looks at values, or returns a function
-            return run(*args, **kwargs)
+            arrays, static = compiled(leaves, treedef)(list(filter(_is_array, leaves)))
+            return static.unflatten(arrays, leaves)
+        except (_IsNew, TypeError):
+            # It looks at values, returns a function, or was given something static that can't
+            # be hashed and may be changed in place. Or it is wrong, and raises that below.
+            pass
         finally:
             _CALL.leaves = None
-        return static.unflatten(arrays, leaves)
+        return run(*args, **kwargs)
 
     return call
 
@@ -69,9 +67,7 @@ _MOST = 1024  # programs of a function of the library
 
 
 def _is_array(x: Any) -> bool:
-    if isinstance(x, jax.Array):
-        return True
-    return type(x) is np.ndarray and (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number))
+    return isinstance(x, jax.Array) or type(x) is np.ndarray
 
 
 def _is_function(x: Any) -> bool:

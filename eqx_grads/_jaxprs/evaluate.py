@@ -58,7 +58,7 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     if eqn.primitive.name.startswith("scatter"):
         # The transpose of `scatter_mul` reads the shape of what may be a number in the program
         # (JAX 0.10 to 0.12).
-        values = [x if hasattr(x, "shape") else jnp.asarray(x) for x in values]
+        values = list(map(jnp.asarray, values))
     run = lambda *values: eqn.primitive.bind(
         *values, **eqn.primitive.get_bind_params(eqn.params)
     )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .structure import primal_program
+from .structure import inner_programs
 
 
 def name_on_host(eqn: Any) -> str:
@@ -12,8 +12,7 @@ def name_on_host(eqn: Any) -> str:
 
 def host_function_in(eqn: Any) -> str:
     """The name of the host function that an equation is the call of, or an empty string."""
-    program = primal_program(eqn)
-    eqns = () if program is None else program.eqns
+    eqns = (inner for program in inner_programs(eqn) for inner in program.eqns)
     return next(filter(None, map(_name_in_library, eqns)), "")
 
 

@@ -4,7 +4,7 @@ A primitive without a row is unknown, and each client assumes the worst case.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from .structure import LinearCall, structure
@@ -166,10 +166,5 @@ def linear_operands(eqn: Any) -> Sequence[int] | None:
     return linear if isinstance(linear, tuple) else None
 
 
-def _names(fits: Callable[[Primitive], bool]) -> frozenset[str]:
-    return frozenset(name for name, row in _TABLE.items() if fits(row))
-
-
-ELEMENTWISE = _names(lambda row: row.elementwise)
-JOINTLY_LINEAR = _names(lambda row: row.linear == "jointly")
-MULTILINEAR = _names(lambda row: row.linear == "each")
+ELEMENTWISE = frozenset(name for name, row in _TABLE.items() if row.elementwise)
+MULTILINEAR = frozenset(name for name, row in _TABLE.items() if row.linear == "each")

@@ -199,7 +199,7 @@ def _jaxprs_in(param: Any) -> Iterator[Any]:
     elif isinstance(param, tuple | list):
         for part in param:
             yield from _jaxprs_in(part)
-    elif hasattr(param, "jaxpr") or hasattr(param, "traced"):
+    else:
         yield from jaxprs_in_object(param)
 
 
@@ -235,19 +235,9 @@ def found(part: ClosedJaxpr | Any, *kinds: str | type) -> list[Any]:
 
 
 def primal_program(eqn: Any) -> ClosedJaxpr | None:
-    """The program of a call with a rule. `None` for another equation.
-
-    With the flags `jax_custom_jvp3` and `jax_custom_vjp3`, it is in an opaque equation.
-    """
-    known, inner = structure(eqn), inner_programs(eqn)
-    is_call = known is None and eqn.primitive.name in _OPAQUE_CALLS
-    if len(inner) != 1 or not (is_call or isinstance(known, CallWithRule)):
-        return None
-    fits = _shapes(inner[0].in_avals) == _shapes(v.aval for v in eqn.invars)
-    return inner[0] if fits and len(inner[0].out_avals) == len(eqn.outvars) else None
-
-
-_OPAQUE_CALLS = ("call_hi_primitive",)
+    """The program of a call with a rule. `None` for another equation."""
+    known = structure(eqn)
+    return known.programs[0] if isinstance(known, CallWithRule) else None
 
 
 def primal_call(eqn: Any) -> tuple[ClosedJaxpr, list[int]] | None:
@@ -255,7 +245,3 @@ def primal_call(eqn: Any) -> tuple[ClosedJaxpr, list[int]] | None:
     of its operands among the operands of the equation. `None` for another equation."""
     program = primal_program(eqn)
     return given_solver(eqn) if program is None else (program, list(range(len(eqn.invars))))
-
-
-def _shapes(avals) -> list[Any]:
-    return [getattr(aval, "shape", None) for aval in avals]

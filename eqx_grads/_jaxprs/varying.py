@@ -34,10 +34,8 @@ def vary_over(x: Any, axes: frozenset) -> Any:
 def vary_alike(xs: Sequence[Any], *like: Any) -> list[Any]:
     """Arrays, cast to vary over each axis over which one of them, or of the leaves of `like`,
     does."""
-    if not is_in_shard_map():
-        return list(xs)
     axes = frozenset[Any]().union(*map(varying_axes, [*xs, *jax.tree.leaves(like)]))
-    return [vary_over(x, axes) for x in xs] if axes else list(xs)
+    return [vary_over(x, axes) for x in xs]
 
 
 def vary_tracers_alike(xs: Sequence[Any]) -> list[Any]:

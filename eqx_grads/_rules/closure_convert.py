@@ -95,7 +95,7 @@ def _copy_function(fn, copy):
     # a `nonlocal` variable.
     old_cells = fn.__closure__ or ()
     cells = tuple(types.CellType() if copy.changes(_content(c)) else c for c in old_cells)
-    new = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, cells or None)
+    new = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, cells)
     copy.made[id(fn)] = new, fn
     # Not `functools.update_wrapper`: `__wrapped__` leads to the original.
     vars(new).update(attributes(fn))
@@ -231,7 +231,7 @@ class Opaque:
 _OF_PYTHON = (types.ModuleType, types.BuiltinFunctionType, types.CodeType, type(None))
 _OF_NUMPY = (np.ndarray, np.generic, np.dtype)
 _CLOSED = (str, bytes, int, float, complex, *_OF_PYTHON, *_OF_NUMPY, Opaque)
-_CONTAINERS = (list, tuple, dict)
+_CONTAINERS = list | tuple | dict
 # Objects of these modules hold no tracers of the user's, except in the types named here.
 _FOREIGN = frozenset({"jax", "jaxlib", "numpy", "builtins", "threading", "logging"})
 # A search ends here. Nobody means to capture so many objects, and it takes about a second.
@@ -329,8 +329,7 @@ def _references(x, kind) -> Sequence[Any]:
     """The objects that `x` holds and that may hold tracers of the user's."""
     if kind is types.FunctionType:
         own = attributes(x).values() if x.__dict__ else ()
-        parts = x.__defaults__, x.__kwdefaults__
-        return (*(x.__closure__ or ()), *filter(None, parts), *own)
+        return [*(x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, *own]
     if issubclass(kind, Rebuildable):
         return [getattr(x, name) for name in x.captures]
     if issubclass(kind, type):
@@ -352,9 +351,9 @@ def _class_attributes(cls) -> list[Any]:
     any class may have been given a tracer as an attribute."""
     if cls.__module__.partition(".")[0] in _FOREIGN:
         return []
-    kinds = (Tracer,)
+    kinds: Any = Tracer
     if "<locals>" in cls.__qualname__:
-        kinds = (types.FunctionType, Tracer, *_CONTAINERS)
+        kinds = types.FunctionType | Tracer | _CONTAINERS
     return [v for v in vars(cls).values() if isinstance(v, kinds)]
 
 

@@ -156,7 +156,7 @@ def _run(rule, call, indices, given):
     """The rule, with `given` for the tangents at these indices: all that there can be, unless
     the rule knows of symbolic zeros."""
     ts = fill([None] * len(call.tangents), indices, given)
-    t_args = call.flat.args.dynamic_tree(ts)
+    t_args = call.flat.args.without_static().tree(ts)
     with running_rule(call.fn, call.rules):
         result = rule(call.args, t_args, **rule.keywords(call.kwargs, call.flat.filled))
     return _take_result(call, rule, result)

@@ -18,7 +18,6 @@ from jax.interpreters import ad
 
 from .._errors import name_of, place_of, rule_error, show_tree
 from .._jaxprs.current_trace import outside_of_linearization
-from .._jaxprs.linearity import output_statuses, surely_linear
 from .._jaxprs.operands import at, fill, restricted
 from .._tangent_spaces import is_array, is_none, is_type, project_leaves
 from .custom_jvp import apply_forward_rule
@@ -331,10 +330,8 @@ def _project(fn, rule, ct, arg, types, names, i):
 
 def _without_dead_terms(pull_back, cts, types):
     """A backward rule without the terms of outputs that nobody used, as for forward rules. A
-    rule that is not linear in its cotangents gets zeros for them."""
+    rule that looks at values gets zeros for them, and so does what is not linear in it."""
     pairs = zip(cts, types, strict=True)
     zeros = [ad.zeros_like_aval(t) if ct is None else ct for ct, t in pairs]
     traced = trace_rule(pull_back, *map(jax.typeof, zeros))
-    if traced is None or not surely_linear(output_statuses(traced.program)):
-        return pull_back(*zeros)  # it looks at values, or is not linear
-    return traced.evaluate(cts)
+    return pull_back(*zeros) if traced is None else traced.evaluate(cts)

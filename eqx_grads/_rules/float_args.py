@@ -217,10 +217,7 @@ def as_number(x: Any) -> float | None:
     not."""
     if isinstance(x, int | float):
         return None if isinstance(x, bool) else float(x)
-    dtype = dtype_of_array(x)
-    is_real = dtype is not None and any(
-        jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)
-    )
+    is_real = _is(x, jnp.floating) or _is(x, jnp.integer)
     return float(x) if is_real and is_known(x) and np.shape(x) == () else None
 
 

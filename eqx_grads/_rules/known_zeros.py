@@ -73,8 +73,8 @@ def _evaluate_partly(step: Step[Flag], values: list[Any]) -> Sequence[Any]:
     ):
         return _enter(step, known, values)
     if name in ("add", "add_any", "sub"):  # one of two operands is left
-        x = jnp.negative(values[1]) if values[0] is None and name == "sub" else None
-        x = (values[1] if values[0] is None else values[0]) if x is None else x
+        x, y = values
+        x = x if y is None else jnp.negative(y) if name == "sub" else y
         return [jnp.broadcast_to(x, eqn.outvars[0].aval.shape)]
     return _with_flags(bind(eqn, _with_zeros(values, eqn.invars)), step.outs)
 

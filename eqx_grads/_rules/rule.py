@@ -56,7 +56,7 @@ _NOTHING = contextlib.nullcontext()
 
 def running_rule(fn: Callable[..., Any], rules: Any) -> contextlib.AbstractContextManager[None]:
     """While a rule of `fn` runs."""
-    if type(fn) is types.FunctionType or not isinstance(fn, eqx.Module):
+    if not isinstance(fn, eqx.Module):
         return _NOTHING  # of a function there is only one
     running = {**_running.get(), rules.cache: _Running(fn, staging_trace())}
     return setting(_running, running)
@@ -65,7 +65,7 @@ def running_rule(fn: Callable[..., Any], rules: Any) -> contextlib.AbstractConte
 def copy_in_use(fn: Any, rules: Any) -> Any:
     """The Module `fn`, or its copy whose rule is running."""
     running = _running.get().get(rules.cache)
-    if running is None or _have_same_leaves(fn, running.fn):
+    if running is None or all(map(operator.is_, *map(jax.tree.leaves, (fn, running.fn)))):
         return fn
     if staging_trace() is not running.staged_by:
         # JAX keeps programs traced by `jit` or for a loop, and uses them for other copies.
@@ -77,10 +77,6 @@ def copy_in_use(fn: Any, rules: Any) -> Any:
             "Module.",
         )
     return running.fn
-
-
-def _have_same_leaves(a, b) -> bool:
-    return a is b or all(map(operator.is_, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
 T = TypeVar("T")
@@ -153,10 +149,9 @@ class Rule(Rebuildable):
     def keywords(self, kwargs: dict[str, Any], filled: frozenset[str]) -> dict[str, Any]:
         """The keyword-only arguments of the function: all that were given, and the defaults
         that this rule has a parameter for."""
-        if self._accepted is None or not filled:
+        if self._accepted is None:
             return kwargs
-        left_out = filled - self._accepted
-        return {k: v for k, v in kwargs.items() if k not in left_out}
+        return {k: v for k, v in kwargs.items() if k in self._accepted or k not in filled}
 
     def asked_for(self, offered: dict[str, Any]) -> dict[str, Any]:
         """The part of what is offered that the rule has a keyword-only parameter for."""
@@ -361,7 +356,7 @@ def outputs_of_function(flat: FlatCall, operands: Sequence[Any]) -> OutputSpec |
 
 def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:
     """Raise if a static output captures a tracer, which would escape with it."""
-    found = captured_tracer(outputs.split.static) if outputs.split.has_static else None
+    found = captured_tracer(outputs.split.static)
     if found is not None:
         raise rule_error(
             f"`{name_of(fn)}` returned a function, or another object that is not an array, "

@@ -91,11 +91,9 @@ def accepted_keywords(
     """The keyword arguments that `fn` has parameters for; and why it can't be called with
     these and `args`, or an empty string."""
     signature = signature_of(fn)
-    parameters = signature.parameters.values()
-    if not any(p.kind == p.VAR_KEYWORD for p in parameters):
-        by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-        names = {p.name for p in parameters if p.kind in by_name}
-        kwargs = {name: x for name, x in kwargs.items() if name in names}
+    parameters = signature.parameters
+    if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        kwargs = {name: x for name, x in kwargs.items() if name in parameters}
     try:
         signature.bind(*args, **kwargs)
     except TypeError as mismatch:
@@ -113,11 +111,7 @@ class Signature(Opaque):
     def __init__(self, fn: Callable[..., Any]):
         self._signature = signature_of(fn)
         parameters = self._signature.parameters.values()
-        by_position = (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        )
-        names = [p.name for p in parameters if p.kind in by_position]
+        names = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
         rest = [p.name for p in parameters if p.kind == p.VAR_POSITIONAL]
         # Holds no default values, which may be tracers.
         self.names = ParameterNames(names, rest[0] if rest else "args")

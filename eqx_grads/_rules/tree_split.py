@@ -40,7 +40,6 @@ class TreeSplit:
         self.treedef = treedef
         self.indices = indices
         self.static = static
-        self.has_static = len(indices) < len(static)
 
     @staticmethod
     def split(
@@ -60,24 +59,15 @@ class TreeSplit:
             leaves[i] = None
         return TreeSplit(treedef, indices, leaves), arrays
 
-    def dynamic_tree(self, arrays: Sequence[Any]) -> Any:
-        """The tree with these arrays, and `None` for all static leaves."""
-        return self.without_static().tree(arrays)
-
     def without_static(self) -> "TreeSplit":
-        if not self.has_static:
-            return self
         return TreeSplit(self.treedef, self.indices, [None] * len(self.static))
 
     def tree(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> Any:
         """The tree with these arrays."""
-        leaves = self.leaves(arrays, static) if self.has_static else arrays
-        return leaves[0] if self.treedef is _LEAF else self.treedef.unflatten(leaves)
+        return self.treedef.unflatten(self.leaves(arrays, static))
 
     def leaves(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> list[Any]:
         """The leaves of the tree with these arrays."""
-        if not self.has_static:
-            return list(arrays)
         leaves = list(self.static if static is None else static)
         for i, x in zip(self.indices, arrays, strict=True):
             leaves[i] = x
@@ -104,7 +94,7 @@ class ClosedTree:
     """A tree without its arrays, and without the tracers that its functions capture: these are
     the last operands."""
 
-    def __init__(self, split: TreeSplit, closures: ClosureTemplate | None, n_operands: int):
+    def __init__(self, split: TreeSplit, closures: ClosureTemplate, n_operands: int):
         self._split = split
         self._closures = closures
         self.n_operands = n_operands
@@ -115,8 +105,6 @@ class ClosedTree:
     ) -> tuple["ClosedTree", list[jax.Array]]:
         """The tree without its operands, and these."""
         split, arrays = TreeSplit.split(tree, is_dynamic)
-        if not split.has_static:
-            return ClosedTree(split, None, len(arrays)), arrays
         closures, captured = lift_tracers(split.static)
         split.static = closures.items
         arrays = [*arrays, *captured]
@@ -124,16 +112,14 @@ class ClosedTree:
 
     def tree(self, operands: Sequence[Any]) -> Any:
         """The tree with these operands."""
-        n, static = len(self._split.indices), None
-        if self._closures is not None:
-            static, _ = self._closures.substitute(operands[n:])
+        n = len(self._split.indices)
+        static, _ = self._closures.substitute(operands[n:])
         return self._split.tree(operands[:n], static)
 
     def places(self, name: str) -> list[str]:
         """Where each operand is, for messages: in the tree of this name, or captured."""
-        captured = [] if self._closures is None else self._closures.names
         paths = map(self._split.path, self._split.indices)
-        return [*(name + show_path(path) for path in paths), *captured]
+        return [*(name + show_path(path) for path in paths), *self._closures.names]
 
 
 def _has_traced_rules(x) -> bool:
@@ -352,10 +338,8 @@ class OutputSpec(NamedTuple):
         if a.treedef != b.treedef or list(a.indices) != list(b.indices):
             return False
         types = zip(self.types, other.types, strict=True)
-        return (
-            self.types == other.types
-            or all(s.shape == t.shape and s.dtype == t.dtype for s, t in types)
-        ) and (not a.has_static or all(map(_same_static, a.static, b.static)))
+        same_types = all(s.shape == t.shape and s.dtype == t.dtype for s, t in types)
+        return same_types and all(map(_same_static, a.static, b.static))
 
     def unlike(self, other: "OutputSpec", text: str, same: Any = None) -> list[str]:
         """Where another function's outputs differ: `text` with the types of both leaves. `same`

@@ -159,25 +159,20 @@ def reduce_by_name(wrapper: Any, fn: Any) -> Any:
     """
     try:
         found = _find(fn.__module__, fn.__qualname__) if _is_named(fn) else None
-    except (KeyError, AttributeError):
+    except (ImportError, AttributeError, ValueError):  # it was made or renamed while running
         found = None
     # In a tree that was rebuilt, a wrapper is another object of the same parts.
     is_rebuilt = type(found) is type(wrapper) and isinstance(found, eqx.Module)
     is_same = found is wrapper or (is_rebuilt and _parts(found) == _parts(wrapper))
     if is_same and not (fn.__module__ == "__main__" and _is_pickled_by_value()):
         by_name = (fn.__module__, fn.__qualname__)
-        return fn.__qualname__ if found is wrapper else (_import, by_name)
+        return fn.__qualname__ if found is wrapper else (_find, by_name)
     # The state comes after the object, as the function may refer to it.
     return _empty, (type(wrapper),), dict(vars(wrapper))
 
 
-def _import(module: str, qualname: str) -> Any:
-    importlib.import_module(module)
-    return _find(module, qualname)
-
-
 def _find(module: str, qualname: str) -> Any:
-    return ft.reduce(getattr, qualname.split("."), sys.modules[module])
+    return ft.reduce(getattr, qualname.split("."), importlib.import_module(module))
 
 
 def _parts(wrapper: Any) -> list[int]:

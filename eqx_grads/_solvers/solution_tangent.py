@@ -70,7 +70,7 @@ def _differentiable_solution_jvp(primals, tangents, *, treedef, residual, solver
                 full[i] = x
             return residual(split.tree(jax.tree.leaves(unknowns)), full)
 
-        unknowns, varying = split.dynamic_tree(unknowns), [inputs[i] for i in live]
+        unknowns, varying = split.without_static().tree(unknowns), [inputs[i] for i in live]
         value, linear_map = jax.linearize(lambda x: equation(x, varying), unknowns)
         _, of_inputs = jax.linearize(lambda x: equation(unknowns, x), varying)
         solve = solver(linear_map, unknowns, value)

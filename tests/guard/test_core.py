@@ -358,6 +358,8 @@ def test_an_eager_loop_is_compiled_once():
     assert eqg.filter_cond(False, *branches[0], branches[1]) == 2.0
     assert eqg.filter_cond(T[0] > 1, lambda: (1, 2), lambda: (1, 3)) == (1, 3)
     assert eqg.filter_cond(True, first, second, [3.0, 2.0]) == 9.0
+    numbers = [eqg.filter_cond(T[0] > 0, first, second, [x, 2.0]) for x in (0.0, -0.0)]
+    assert np.signbit(numbers).tolist() == [False, True]
     # A function that the step makes can not be part of a compiled program.
     assert eqg.filter_scan(lambda h, x: (h, lambda: 3), T[0], T)[1]() == 3
 
@@ -413,6 +415,9 @@ def test_a_zero_is_allowed_for_each_argument():
     assert jax.grad(f)(2.0, 3.0) == 0
     with pytest.raises(eqg.RuleError, match="was differentiated"):
         jax.grad(f, 1)(2.0, 3.0)
+    # It is used, if only in one of the outputs of an equation.
+    f.def_jvp(lambda primals, ts: (f(*primals), jax.jit(lambda t: (t, 2 * t))(ts[1])[1]))
+    assert jax.grad(f, 1)(2.0, 3.0) == 2
 
 
 # ---------------------------------------------------------------- two precisions in one call

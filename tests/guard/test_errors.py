@@ -357,7 +357,9 @@ WRONG = [
     (grad(reverse(lambda r, ct: (ct, ct))), "`square` has 1: `x` | @"),
     (grad(reverse(lambda r, ct: ct), X[:1]), "one cotangent | `return (ct,)`"),
     (grad(reverse(lambda r, ct: ({"y": X}, None), fn=pair), *TREE),
-     "at tree: the value is {'x' | @"), (grad(reverse(lambda r, ct: ({"x": jnp.ones(4)}, None),
+     "at tree: the value is {'x' | @"), (grad(reverse(lambda r, ct: ({"a": {"y": ct}},),
+     fn=lambda tree: tree["a"]["x"]), {"a": {"x": X}}), "at tree['a']: the value is {'x'"),
+    (grad(reverse(lambda r, ct: ({"x": jnp.ones(4)}, None),
      fn=pair), *TREE), "the cotangent is float | [4]"), (grad(reverse(lambda r, ct: (N,))),
      "at x:"), (grad(reverse(lambda r, ct: (ct, 1.5), fn=lambda x, name: x), X, "n"),
      "at name:"), (grad(reverse(lambda r, ct: (ct, ct), fn=lambda x, n: x), X, N), "at n:"),
@@ -387,6 +389,10 @@ WRONG = [
     (grad(elementwise(lambda y, x: (x, x))), "2 partial derivatives | @"),
     (grad(elementwise(lambda y, x: TWO)), "number 0 of `square` | @"),
     (lambda: elementwise(3), "`derivative` of `elementwise`"),
+    (grad(elementwise(lambda x: x)), "positional argument | as `derivative(out, *args)`"),
+    (grad(eqg.custom_gradient(lambda x: (x, lambda: x))), "called as `gradient(ct)`"),
+    (lambda: jax.grad(lambda m: jnp.sum(linear(lambda self, y: self.weight * y, lambda self, x:
+     self.weight * x)(m, X)))(Holder(X)), "'weight' | or another by `argnum`"),
     (grad(elementwise((None, lambda out, x, y: jax.lax.complex(y, y)), lambda x, y: x * y), X,
      X), "tangent to a real output"), (grad(elementwise(lambda y, x: 2 * x.real, lambda x: (
      x.real**2)), Z), "a complex tangent to a"), (lambda: eqg.replace_gradient({"a": X}, [X]),
@@ -726,8 +732,9 @@ RIGHT = [
      "b": 1})), entropy(bias=W[:, 0], chunk=1, ignore_index=None, label_smoothing=1,
      z_loss=3.0), entropy(X, labels=LABELS[0], reduction="none"),
     # solvers and the host
-    solved(), solved(lambda y, a, scale=1: y - a, tolerance=0.0), solved(fn=lambda a: (a, None),
-     has_aux=True), solved(lambda y, a: {"y": y["y"] - a, "n": None}, lambda a: {"y": a,
+    *(ft.partial(eqg.implicit, square, tolerance=n) for n in (0.0, N[0], ONE)), solved(),
+    solved(fn=lambda a: (a, None), has_aux=True),
+    solved(lambda y, a, scale=1: {"y": y["y"] - a, "n": None}, lambda a: {"y": a,
      "n": 3}), fixed(lambda y: [y / 2, N], has_aux=True, max_steps=1),
     lambda: solvers.PhantomAdjoint(1, tau=1.0), event(t=ONE, where=np.bool_(True)),
     grad(lambda t: eqg.event_time(lambda t, y: y[0], X, lambda t, y: -y, t)[0], np.float16(1)),

@@ -264,6 +264,7 @@ _lower = jnp.array([[2.0, 0, 0], [1, 3, 0], [0, 1, 4]])
 
 
 _twice = lambda x: 2 * x
+_weighted = eqg.linear_function(lambda x, w: w * x, lambda y, w: w * y)
 
 
 def _zeros_in_cond(d, t, bad, pred=True):
@@ -276,7 +277,7 @@ LINEAR = [
     lambda d, t, bad: (d * bad, t * T, bad * d + t),
     lambda d, t, bad: (jnp.dot(d, bad) + jnp.dot(t, T), jnp.outer(bad, d), T @ jnp.outer(t, T)),
     lambda d, t, bad: (d * bad - t, t - bad * d, -d * bad - -t),
-    lambda d, t, bad: d / (1 / bad) + t / T,
+    lambda d, t, bad: d / (1 / bad) + _weighted(d, bad) + _weighted(t, 1 / T),
     lambda d, t, bad: [jnp.where(T > 1, *x) for x in ((d * bad, t), (t, d * bad), (t, 0.0))],
     lambda d, t, bad: jnp.concatenate([d * bad, t])[::-1].reshape(2, 3).T,
     lambda d, t, bad: jnp.pad(d * bad, 1)[1:-1] + t,
@@ -293,7 +294,7 @@ LINEAR = [
     lambda d, t, bad: jax.lax.dynamic_slice(t + d * bad, (jnp.argmax(T) - 1,), (2,)),
     lambda d, t, bad: (d * bad + t[0], t - (d * bad)[0], (d * bad)[0] - t),
     lambda d, t, bad: jax.scipy.linalg.solve_triangular(_lower, d * bad + t, lower=True),
-    lambda d, t, bad: jnp.linalg.solve(_lower, d * bad + t),
+    lambda d, t, bad: jnp.linalg.solve(_lower, d * bad + t) + jnp.linalg.solve(_lower, d) * bad,
     lambda d, t, bad: jnp.convolve(T, d * bad) + jnp.convolve(t, T),
     lambda d, t, bad: jnp.real(jnp.fft.fft(jax.lax.complex(t, d * bad))),
     lambda d, t, bad: jnp.real(jnp.conj(jax.lax.complex(d * bad, t)) * (2 + 3j)),
@@ -362,7 +363,7 @@ def test_terms_of_zeros_are_dropped():
 @pytest.mark.parametrize(("tangent", "why"), [
     (lambda x, t: jnp.sin(t), "applies `sin`"),
     (lambda x, t: t * t, "multiplies a tangent by a tangent"),
-    (lambda x, t: x * t + 1, "adds something"),
+    (lambda x, t: x * t + (jnp.zeros(3) + 1), "adds something"),
     (lambda x, t: x * t + np.array([0, 1, 0], "float32"), "adds something"),
     (lambda x, t: x, "no tangent multiplies"), (lambda x, t: x / t, "divides by a tangent"),
     (lambda x, t: t ** 3, "power 3"), (lambda x, t: jnp.where(t > 0, t, 2 * t), "applies `gt`"),

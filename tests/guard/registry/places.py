@@ -32,6 +32,7 @@ def both(fn):
 
 
 wave = lambda x, w: jnp.sin(w @ x) * w[:, 0]
+shifted = lambda x, w: wave(x - Y.astype(x.dtype), w)
 
 
 # ---------------------------------------------------------------- methods
@@ -77,14 +78,17 @@ def checked(x, w):
 
     def loss(x):
         checkify.check(jnp.sum(x) < 100, "too large")
-        branches = [lambda x, rule=rule: rule(x, w) for rule in both(wave)]
-        return jnp.sum(jax.lax.cond(jnp.sum(x) < 50, *branches, x))
+        branches = [lambda x, rule=rule: rule(x, w) for rule in both(shifted)]
+        batch = jax.vmap(rule, (0, None))(x[None], w)
+        return jnp.sum(jax.lax.cond(jnp.sum(x) < 50, *branches, x) + batch[0])
 
-    return checkify.checkify(jax.value_and_grad(loss), checkify.all_checks)(x)[1]
+    rule, of = both(shifted)[0], ft.partial(checkify.checkify, errors=checkify.all_checks)
+    outside = jax.value_and_grad(lambda x: of(loss)(x)[1])(x)
+    return of(jax.value_and_grad(loss))(x)[1], outside
 
 
 entry("custom_vjp: checkify", *(checked, X, W),
-    plain=lambda x, w: jax.value_and_grad(lambda x: jnp.sum(wave(x, w)))(x),
+    plain=lambda x, w: 2 * (jax.value_and_grad(lambda x: 2 * jnp.sum(shifted(x, w)))(x),),
     **ONCE | {"orders": ("value",)})
 
 # ---------------------------------------------------------------- closures

@@ -295,10 +295,10 @@ differences_op = eqg.linear_function(argnum=1)(differences)
 def adjoint(params, y):
     d, zero = jnp.conj(params["w"]) * y["d"], jnp.zeros_like(y["d"][:1])
     a = jnp.concatenate([zero, d]) - jnp.concatenate([d, zero])
-    return {"a": a, "b": y["s"] * jnp.conj(params["v"])}
+    return {"a": a, "b": y["s"] * jnp.conj(params["v"]), "n": None}
 
 
-on_trees = lambda fn, x, w: fn({"w": w, "v": 3 * w}, {"a": x, "b": jnp.sin(x)[:2]})
+on_trees = lambda fn, x, w: fn({"w": w, "v": 3 * w}, {"a": x, "b": jnp.sin(x)[:2], "n": None})
 
 
 rule("linear_function",
