@@ -54,7 +54,7 @@ class AbstractSigns(AbstractQuantizer):
         signs = self._signs(x)
         if not self.scale:
             return signs, jnp.ones((), x.dtype)
-        axes, kept = tuple(range(1, x.ndim)), jax.lax.stop_gradient(signs != 0)
+        axes, kept = tuple(range(1, x.ndim)), signs != 0
         total = jnp.sum(jnp.where(kept, widen(jnp.abs(x)), 0), axes, keepdims=True)
         count = jnp.maximum(jnp.sum(kept, axes, keepdims=True), 1).astype(total.dtype)
         return signs, (total / count).astype(x.dtype)
