@@ -296,7 +296,7 @@ LINEARS = {
         (nn.Ternary(threshold=0.25), None),
         (lambda w: ternary(w, 0.25) * kept_mean(w, 0.25), None),
     ), "nn.Ternary: without a scale": (
-        (nn.Ternary(threshold=0.4, scale=False), None), (lambda w: ternary(w, 0.4), None),
+        (nn.Ternary(scale=False), None), (lambda w: ternary(w, by_mean(w)), None),
     ),
 }
 for name, (quantizers, plain) in LINEARS.items():
