@@ -95,10 +95,7 @@ ERRORS = [
     *((lambda s=s: gru5()(XS, s), BY_NAME) for s in (LENGTHS, [2, 2], jnp.ones(5))),
     (lambda: gru5().step([1.0, 2.0]), r"`GRU` was given `x` that does not fit"),
     (lambda: gru5().step(XS), r"`x` is float32\[2,5,3\](?s:.)*call the layer itself"),
-    (
-        lambda: nn.Recurrent([gru_cell(), 2 * [gru_cell()]]).step(X),
-        "`Recurrent.step` was called",
-    ),
+    (lambda: nn.Recurrent([gru_cell(), 2 * [gru_cell()]]).step(X), "`Recurrent.step` was"),
     (lambda: jax.vmap(lambda x: gru5()(x, lengths=LENGTHS))(XS), ONE_INTEGER),
     (lambda: nn.Outputs(gru_cell()), r"(?s)it is GRUCell.*`eqx_grads.nn.Recurrent\("),
 ]
