@@ -286,3 +286,17 @@ def test_explicit_axes(name):
             assert jax.typeof(got[0][0]).sharding.spec == Spec(None, "i", None)
             pairs = zip(*map(jax.tree.leaves, (got[0][1][0], weights)), strict=True)
             assert all(g.sharding.is_equivalent_to(w.sharding, w.ndim) for g, w in pairs)
+
+
+@pytest.mark.parametrize("name", ["MinGRU", "two layers in two directions"])
+def test_types_over_explicit_axes(name):
+    """Without running it, and with weights over the axis of the batch."""
+    args, static, run = _arguments(OTHERS[name]())
+    with jax.set_mesh(EXPLICIT_MESH):
+        over = lambda spec: lambda x: put(x, spec, EXPLICIT_MESH)
+        weights = jax.tree.map(over(Spec("i")), args[0])
+        xs, ct = map(over(Spec(None, "i")), args[1:])
+        ys, (grads, _) = jax.eval_shape(_programs(static, run)[1], weights, xs, ct)
+        assert ys.sharding.spec == Spec(None, "i", None)
+        expected = jax.tree.map(lambda w: jax.typeof(w).sharding, weights)
+        assert eqx.tree_equal(jax.tree.map(lambda g: g.sharding, grads), expected)

@@ -225,8 +225,11 @@ def test_shared_layers(getkey):
     new, report = nn.quantize_model(model, {"*": nn.LSQ(2)})
     assert new["a"] is new["b"][0] is new["c"]
     assert [row.note for row in report.swapped] == ["", *2 * ["shared with ['a']"]]
-    new, report = nn.quantize_model(model, {"['b']": nn.LSQ(2), "['c']": nn.LSQ(4)})
-    assert (new["b"][0].weight_quantizer.bits, new["c"].weight_quantizer.bits) == (2, 4)
+    rules = {"['b']": 2 * (nn.LSQ(2),), "['c']": 2 * (nn.LSQ(4),)}
+    call = lambda model, x: (model["b"][0](x), model["c"](x))
+    new, _ = nn.quantize_model(model, rules, calibrate=jnp.ones(2), call=call)
+    for layer, bits in ((new["b"][0], 2), (new["c"], 4)):
+        assert layer.weight_quantizer.bits == layer.input_quantizer.bits == bits
     # A weight that is shared is left, and in a call both are arrays.
     model, _ = nn.quantize_model([linear, eqx.nn.Linear(2, 2, key=getkey())], {"*": nn.LSQ(2)})
     shared = eqx.nn.Shared(model, lambda model: model[1].weight, lambda model: model[0].weight)

@@ -311,23 +311,27 @@ INITIAL: dict[str, Any] = {
 def test_initial_values():
     """As the papers and PyTorch say: normal, or uniform between bounds; each by its own key."""
 
-    def begin(make, key):
-        layer = make(key=key)
+    def begin(name, outputs, **options):
+        layer = INITIAL[name][0](**options)
         cell = layer.cells[0][0]
-        jax.eval_shape(layer, jnp.zeros((2, cell.input_size)))
+        for dtype, expected in outputs.items():
+            shapes = ((n, cell.input_size) for n in (0, 2))
+            none, two = (jax.eval_shape(layer, jnp.zeros(shape, dtype)) for shape in shapes)
+            assert none[0].dtype == two[0].dtype == expected
+            assert none[1] == two[1]
         return vars(cell)
 
-    of_all = lambda fn, **options: (
-        lambda key: {
-            name: fn(ft.partial(make, **options), key) for name, (make, _) in INITIAL.items()
-        }
+    of_all = lambda *args, **options: (
+        lambda key: {name: begin(name, *args, key=key, **options) for name in INITIAL}
     )
-    of = jax.tree.map(np.asarray, eqx.filter_jit(of_all(begin))(jr.key(0)))
-    half = lambda make, key: vars(make(key=key).cells[0][0])
-    for name, cell in eqx.filter_eval_shape(of_all(half, dtype="float16"), jr.key(0)).items():
+    single = of_all({"float16": "float32"})
+    of = jax.tree.map(np.asarray, eqx.filter_jit(single)(jr.key(0)))
+    half = of_all({"float16": "float16", "float32": "float32"}, dtype="float16")
+    for name, cell in eqx.filter_eval_shape(half, jr.key(0)).items():
         for leaf, x in cell.items():
-            if hasattr(x, "dtype") and (name not in ("LRU", "S5") or leaf in INITIAL[name][1]):
-                assert x.dtype == "float16", (name, leaf)
+            is_half = name not in ("LRU", "S5") or leaf in INITIAL[name][1]
+            expected = "float16" if is_half else "float32"
+            assert getattr(x, "dtype", expected) == expected, (name, leaf)
     for name, (_, sizes) in INITIAL.items():
         weights = [np.ravel(of[name][leaf]) * size**0.5 for leaf, size in sizes.items()]
         assert all(abs(np.mean(x)) < 0.2 and 0.75 < np.mean(x**2) < 1.25 for x in weights), name

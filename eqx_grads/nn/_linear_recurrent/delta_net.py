@@ -33,15 +33,15 @@ class GatedDeltaCell(eqx.Module):
     def __init__(
         self, input_size, *, output_size, heads, key_size, value_size, conv_size, dtype, key
     ):
-        keys = jr.split(key, 5)
+        keys = iter(jr.split(key, 5))
         channels, values = heads * (2 * key_size + value_size), heads * value_size
         shape = channels + values + 2 * heads, input_size
-        self.weight_in = jr.normal(keys[0], shape, dtype) * input_size**-0.5
-        self.convolution = make_convolution(keys[1], conv_size, channels, dtype)
-        self.log_rate = jnp.log(jr.uniform(keys[2], (heads,), dtype, 1, 16))
-        self.bias_step = bias_of_steps(keys[3], heads, dtype)
+        self.weight_in = jr.normal(next(keys), shape, dtype) * input_size**-0.5
+        self.convolution = make_convolution(next(keys), conv_size, channels, dtype)
+        self.log_rate = jnp.log(jr.uniform(next(keys), (heads,), dtype, 1, 16))
+        self.bias_step = bias_of_steps(next(keys), heads, dtype)
         self.gain = jnp.ones(value_size, dtype)
-        self.weight_out = jr.normal(keys[4], (output_size, values), dtype) * values**-0.5
+        self.weight_out = jr.normal(next(keys), (output_size, values), dtype) * values**-0.5
         self.input_size = input_size
         self.key_size = key_size
 
@@ -88,10 +88,10 @@ def _unit(x):
     return x * jax.lax.rsqrt(jnp.sum(x**2, -1, keepdims=True) + 1e-6)
 
 
-def bias_of_steps(key, size, dtype, low=0.001, high=0.1):
+def bias_of_steps(key, size, dtype):
     """The inverse of the softplus of steps whose logarithm is uniform, as in Mamba."""
     wide = promote([jnp.zeros((), dtype), jnp.float32])
-    step = jnp.exp(jr.uniform(key, (size,), wide, np.log(low), np.log(high)))
+    step = jnp.exp(jr.uniform(key, (size,), wide, np.log(0.001), np.log(0.1)))
     return (step + jnp.log(-jnp.expm1(-step))).astype(dtype)
 
 

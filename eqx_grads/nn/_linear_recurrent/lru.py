@@ -30,26 +30,26 @@ class LRUCell(AbstractDiagonalCell):
     input_size: int = eqx.field(static=True)
 
     def __init__(self, input_size, *, output_size, state_size, ring, max_phase, dtype, key):
-        keys = jr.split(key, 5)
+        keys = iter(jr.split(key, 5))
         wide = promote([jnp.zeros((), dtype), jnp.float32])
         low, high = ring
-        uniform = lambda key: jr.uniform(key, (state_size,), wide, jnp.finfo(wide).tiny)
+        uniform = lambda: jr.uniform(next(keys), (state_size,), wide, jnp.finfo(wide).tiny)
         # Uniform on the ring is uniform in the squared radius. The radius is kept a few
         # roundings below one, where gamma would be zero and a state would never decay, and
         # above zero, whose logarithm is infinite.
-        squared = low**2 + (high**2 - low**2) * uniform(keys[0])
+        squared = low**2 + (high**2 - low**2) * uniform()
         below_one = (1 - 4 * jnp.finfo(wide).eps) ** 2
         log_radius = 0.5 * jnp.log(jnp.clip(squared, jnp.finfo(wide).tiny, below_one))
         in_, out = (2, state_size, input_size), (2, output_size, state_size)
         # In single precision at least. Over many steps, a phase that was rounded to half
         # precision is another phase: the outputs would be wrong by 12 to 26 %.
         self.log_decay = jnp.log(-log_radius)
-        phase = jnp.maximum(max_phase * uniform(keys[1]), jnp.finfo(wide).tiny)
+        phase = jnp.maximum(max_phase * uniform(), jnp.finfo(wide).tiny)
         self.log_phase = jnp.log(phase)
         self.log_gamma = 0.5 * jnp.log(-jnp.expm1(2 * log_radius))
-        self.weight_in = jr.normal(keys[2], in_, dtype) * (2 * input_size) ** -0.5
-        self.weight_out = jr.normal(keys[3], out, dtype) * state_size**-0.5
-        self.skip = make_skip(keys[4], input_size, output_size, dtype)
+        self.weight_in = jr.normal(next(keys), in_, dtype) * (2 * input_size) ** -0.5
+        self.weight_out = jr.normal(next(keys), out, dtype) * state_size**-0.5
+        self.skip = make_skip(next(keys), input_size, output_size, dtype)
         self.input_size = input_size
 
     def factors(self, dtype):

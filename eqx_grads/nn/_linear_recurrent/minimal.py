@@ -28,11 +28,11 @@ class LinearGates(eqx.Module):
     hidden_size: int = eqx.field(static=True)
 
     def __init__(self, input_size, *, hidden_size, n_gates, use_bias, dtype, key):
-        limit = input_size**-0.5
-        keys = jr.split(key)
-        shape = (n_gates * hidden_size, input_size)
-        self.weight = jr.uniform(keys[0], shape, dtype, -limit, limit)
-        self.bias = jr.uniform(keys[1], shape[:1], dtype, -limit, limit) if use_bias else None
+        limit, size = input_size**-0.5, n_gates * hidden_size
+        keys = iter(jr.split(key))
+        uniform = lambda *shape: jr.uniform(next(keys), shape, dtype, -limit, limit)
+        self.weight = uniform(size, input_size)
+        self.bias = uniform(size) if use_bias else None
         self.input_size = input_size
         self.hidden_size = hidden_size
 

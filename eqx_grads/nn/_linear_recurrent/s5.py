@@ -31,24 +31,24 @@ class S5Cell(AbstractDiagonalCell):
     input_size: int = eqx.field(static=True)
 
     def __init__(self, input_size, *, output_size, state_size, blocks, steps, dtype, key):
-        keys = jr.split(key, 4)
+        keys = iter(jr.split(key, 4))
         frequency, basis = hippo_normal(state_size // blocks)
         frequency, basis = np.tile(frequency, blocks), np.kron(np.eye(blocks), basis)
         low, high = np.log(steps)
         half = state_size // 2
         as_parts = lambda z: jnp.stack([jnp.real(z), jnp.imag(z)]).astype(dtype)
-        weight_in = jr.normal(keys[0], (state_size, input_size)) * input_size**-0.5
-        weight_out = jr.normal(keys[1], (output_size, state_size)) * state_size**-0.5
+        weight_in = jr.normal(next(keys), (state_size, input_size)) * input_size**-0.5
+        weight_out = jr.normal(next(keys), (output_size, state_size)) * state_size**-0.5
         basis = jnp.asarray(basis, promote([weight_in, jnp.complex64]))
         # In single precision at least. Over many steps, a phase that was rounded to half
         # precision is another phase: the outputs would be wrong by 2 to 8 %.
         wide = promote([jnp.zeros((), dtype), jnp.float32])
         self.log_decay = jnp.full(half, np.log(0.5), wide)
         self.frequency = jnp.asarray(frequency, wide)
-        self.log_step = jr.uniform(keys[2], (half,), minval=low, maxval=high).astype(wide)
+        self.log_step = jr.uniform(next(keys), (half,), minval=low, maxval=high).astype(wide)
         self.weight_in = as_parts(basis.conj().T @ weight_in.astype(basis.dtype))
         self.weight_out = as_parts(weight_out.astype(basis.dtype) @ basis)
-        self.skip = make_skip(keys[3], input_size, output_size, dtype)
+        self.skip = make_skip(next(keys), input_size, output_size, dtype)
         self.input_size = input_size
 
     def factors(self, dtype):

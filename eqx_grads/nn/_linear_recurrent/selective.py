@@ -32,17 +32,17 @@ class SelectiveCell(eqx.Module):
     input_size: int = eqx.field(static=True)
 
     def __init__(self, input_size, *, output_size, channels, state_size, conv_size, dtype, key):
-        keys, rank = jr.split(key, 6), -(-input_size // 16)
-        normal = lambda key, *shape: jr.normal(key, shape, dtype) * shape[-1] ** -0.5
-        self.weight_in = normal(keys[0], 2 * channels, input_size)
-        self.convolution = make_convolution(keys[1], conv_size, channels, dtype)
-        self.weight_select = normal(keys[2], rank + 2 * state_size, channels)
-        self.weight_step = normal(keys[3], channels, rank)
-        self.bias_step = bias_of_steps(keys[4], channels, dtype)
+        keys, rank = iter(jr.split(key, 6)), -(-input_size // 16)
+        normal = lambda *shape: jr.normal(next(keys), shape, dtype) * shape[-1] ** -0.5
+        self.weight_in = normal(2 * channels, input_size)
+        self.convolution = make_convolution(next(keys), conv_size, channels, dtype)
+        self.weight_select = normal(rank + 2 * state_size, channels)
+        self.weight_step = normal(channels, rank)
+        self.bias_step = bias_of_steps(next(keys), channels, dtype)
         rates = jnp.log(jnp.arange(1, state_size + 1, dtype=dtype))
         self.log_rate = jnp.tile(rates, (channels, 1))
         self.skip = jnp.ones(channels, dtype)
-        self.weight_out = normal(keys[5], output_size, channels)
+        self.weight_out = normal(output_size, channels)
         self.input_size = input_size
 
     def initial_state(self) -> tuple[Array, Array]:

@@ -26,15 +26,16 @@ from .report import place_of
 
 def fit_to_inputs(
     model: PyTree,
-    layers: Mapping[int, tuple[Any, str, AbstractQuantizer]],
+    layers: Mapping[Any, tuple[Any, str, AbstractQuantizer]],
     batch: PyTree,
     call: Callable[[Any, Any], Any] | None,
-) -> dict[int, Any]:
-    """Fitted quantizers, by the `id` of their layers. `layers` are these with their paths and
-    quantizers. An ensemble gets a quantizer for each member, stacked as its weights are."""
+) -> dict[Any, Any]:
+    """The fitted quantizers. `layers` are layers with their paths and quantizers. An ensemble
+    gets a quantizer for each member, stacked as its weights are."""
     # On the host, by layer and its members: a list of stacks of inputs.
     inputs: dict[tuple[int, int], list[np.ndarray]] = collections.defaultdict(list)
-    is_pending = lambda node: id(node) in layers
+    pending = {id(layer) for layer, *_ in layers.values()}
+    is_pending = lambda node: id(node) in pending
     recording = jax.tree.map(
         lambda node: _recording(node, inputs) if is_pending(node) else node,
         model,
@@ -43,7 +44,7 @@ def fit_to_inputs(
     run = eqx.filter_jit(jax.lax.map) if call is None else call
     outputs = run(eqx.nn.inference_mode(recording), batch)
     jax.block_until_ready(eqx.filter(outputs, eqx.is_array))
-    return {key: _fit_members(key, *layer, inputs) for key, layer in layers.items()}
+    return {key: _fit_members(*layer, inputs) for key, layer in layers.items()}
 
 
 class _Recorder(eqx.Module):
@@ -77,9 +78,9 @@ def _recording(layer, inputs):
     return with_input_quantizer(quantized, _Recorder(members, add))
 
 
-def _fit_members(key, layer, path, quantizer, inputs):
+def _fit_members(layer, path, quantizer, inputs):
     shape = ensemble_shape(layer)
-    members = [inputs.get((key, member)) for member in range(math.prod(shape))]
+    members = [inputs.get((id(layer), member)) for member in range(math.prod(shape))]
     if None in members:
         raise rule_error(
             "`quantize_model` has no inputs to calibrate a layer with.",
@@ -117,4 +118,4 @@ def _fit(quantizer, stacks):
     # The examples are an axis that shares a scale, at the end where it is not counted.
     stacked = np.concatenate(stacks)
     fitted = quantizer.fit(jnp.asarray(stacked if axis < 0 else np.moveaxis(stacked, 0, -1)))
-    return jax.tree.map(lambda s: s[0] if axis < 0 else s[..., 0], fitted)
+    return jax.tree.map(lambda s: jnp.squeeze(s, 0 if axis < 0 else -1), fitted)

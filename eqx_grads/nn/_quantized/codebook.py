@@ -44,12 +44,8 @@ class AbstractCodebook(eqx.Module):
         if not is_integer or jnp.ndim(indices) + 1 < -self.axis:
             name, do = type(self).__name__, f"Give integers of {-self.axis - 1} axes or more."
             raise bad_argument(f"{name}.decode", "indices", "an array of them", indices, do)
-        indices = jnp.asarray(indices)
-        if jnp.iinfo(indices.dtype).bits < 32:  # the size may be too large for their dtype
-            indices = indices.astype(jnp.int32)
-        # JAX counts negative indices from the end, so they are not out of range for it.
-        indices = jnp.where(indices < 0, len(codebook), indices)
-        return self._put_back(codebook.at[indices].get(mode="fill", fill_value=jnp.nan))
+        options = {"mode": "fill", "fill_value": jnp.nan, "wrap_negative_indices": False}
+        return self._put_back(codebook.at[jnp.asarray(indices)].get(**options))
 
 
 def as_axis(layer: str, axis: Any) -> int:

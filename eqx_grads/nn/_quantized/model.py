@@ -125,11 +125,11 @@ def quantize_model(
 
     def make(layer, rule):
         of_weights, of_inputs = rule.quantizers
-        is_fitted = needs_fit(of_inputs) and id(layer) in fitted
+        is_fitted = (id(layer), rule) in fitted
         before = isinstance(layer, Quantized)
         inner = layer.layer if before else layer
         new = Quantized(inner, of_weights, None if is_fitted else of_inputs)
-        of_inputs = fitted[id(layer)] if is_fitted else new.input_quantizer
+        of_inputs = fitted.get((id(layer), rule), new.input_quantizer)
         new = with_input_quantizer(layer if before else new, of_inputs)
         return new, "weights as they were" if before else ""
 
@@ -227,11 +227,11 @@ def _check_all_used(rules: list[_Rule], found: dict[str, _Found], arrays: list[s
 
 
 def _calibrated(model, found, batch, call):
-    """Fitted input quantizers, by the `id` of their layers."""
+    """Fitted input quantizers, by the `id` of their layers and by their rules."""
     if batch is None and call is None:
         return {}
     uncalibrated = {
-        id(layer): (layer, path, rule.quantizers[1])
+        (id(layer), rule): (layer, path, rule.quantizers[1])
         for path, (layer, _, rule) in found.items()
         if rule is not None and needs_fit(rule.quantizers[1])
     }

@@ -179,7 +179,7 @@ def as_scale(layer: str, scale: Any) -> Array | None:
     # The given array, and not JAX's version, which is traced inside of `jit`.
     given, scale = scale, jnp.asarray(scale, float) if is_number(scale) else scale
     scale = as_floats(layer, scale, "scale")
-    values = np.asarray(given, np.float64) if is_known(given) else np.ones(())
+    values = np.asarray(given) if is_known(given) else np.ones(())
     if not np.all((values > 0) & np.isfinite(values)):
         raise rule_error(
             f"`{layer}` was given a scale that is not positive and finite.",
@@ -191,7 +191,7 @@ def as_scale(layer: str, scale: Any) -> Array | None:
 
 def check_examples(name: str, x: Any) -> None:
     """Check that a scale can be computed from numbers, as far as these are known."""
-    known = np.asarray(x, np.float64) if is_known(x) else np.ones(1)
+    known = np.asarray(x) if is_known(x) else np.ones(1)
     if np.size(x) == 0 or not np.all(np.isfinite(known)):
         raise rule_error(
             f"`{name}` was given no numbers, or numbers that are not finite.",

@@ -54,7 +54,7 @@ class AbstractSigns(AbstractQuantizer):
         signs = self._signs(x)
         if not self.scale:
             return signs, jnp.ones((), x.dtype)
-        axes, kept = tuple(range(1, x.ndim)), jax.lax.stop_gradient(signs != 0)
+        axes, kept = tuple(range(1, x.ndim)), signs != 0
         total = jnp.sum(jnp.where(kept, widen(jnp.abs(x)), 0), axes, keepdims=True)
         count = jnp.maximum(jnp.sum(kept, axes, keepdims=True), 1).astype(total.dtype)
         return signs, (total / count).astype(x.dtype)
@@ -103,7 +103,8 @@ class Binary(AbstractSigns):
         - `scale`: whether each output is scaled by the mean $|w|$ of its weights.
         """
         check_flags("Binary", scale=scale)
-        self.scale, self.bits = bool(scale), 1
+        self.scale = bool(scale)
+        self.bits = 1
 
     def _signs(self, x):
         return ste.binary_sign(x)
@@ -154,7 +155,8 @@ class Ternary(AbstractSigns):
         check_flags("Ternary", scale=scale)
         is_mean = isinstance(threshold, str) and threshold == "mean"
         self.threshold = "mean" if is_mean else as_number("Ternary", "threshold", threshold)
-        self.scale, self.bits = bool(scale), math.log2(3)
+        self.scale = bool(scale)
+        self.bits = math.log2(3)
 
     def _signs(self, x):
         threshold: Any = self.threshold

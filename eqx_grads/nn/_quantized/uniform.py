@@ -98,7 +98,7 @@ class AbstractUniform(AbstractQuantizer):
         scale = jnp.clip(self._scale_of_all(x), float(info.tiny), float(info.max))
         scale = scale.astype(x.dtype)
         # Integers, so that no optimizer changes them.
-        found = scale, jnp.asarray(self._zero_for(x, scale)).astype(jnp.int32)
+        found = scale, self._zero_for(x, scale).astype(jnp.int32)
         fields = lambda q: (q.scale, q.zero_point) if q.asymmetric else (q.scale,)
         found = found[: 1 + self.asymmetric]
         return eqx.tree_at(fields, self, found, is_leaf=lambda x: x is None)
@@ -142,7 +142,7 @@ class AbstractUniform(AbstractQuantizer):
         wide = widen(floats)
         scale = jnp.asarray(self._scale_in_use(floats)).astype(wide.dtype)
         steps = broadcast_parameter(name, "scale", spread(scale, wide), wide)
-        zero = jnp.asarray(self._zero_for(floats, scale)).astype(wide.dtype)
+        zero = self._zero_for(wide, scale)
         # In the scale one, the output is the integers, by the same arithmetic.
         levels = self._round(wide / steps, jnp.ones((), wide.dtype), zero)
         bits = next(n for n in (8, 16, 32) if self.bits <= n)
@@ -287,7 +287,7 @@ class FakeQuantize(AbstractUniform):
             return self.zero_point.astype(widen(x).dtype)
         low, high = self._range
         lowest = self._of_groups(_lowest, x)
-        zero = low - jnp.round(lowest / jax.lax.stop_gradient(scale).astype(lowest.dtype))
+        zero = low - jnp.round(lowest / scale.astype(lowest.dtype))
         return jnp.clip(zero, low, high)
 
     def _round(self, x, scale, zero):

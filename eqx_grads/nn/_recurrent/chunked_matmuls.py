@@ -78,7 +78,7 @@ def matmul_steps(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None)
     return out if bias is None else out + jnp.expand_dims(bias, range(out.ndim - 1))
 
 
-def zero_sum(weight: jax.Array | None, perturbed: Any, hs: jax.Array) -> jax.Array | None:
+def zero_sum(weight: Any, perturbed: Any, hs: jax.Array) -> jax.Array | None:
     """The sum over no steps of the gradient of a weight, or `None` if it is not perturbed.
 
     Half precision is summed in single precision. Under `shard_map`, each device has a sum of

@@ -81,11 +81,11 @@ class RNNCell(eqx.Module):
         check_option("RNNCell", "activation", activation, ACTIVATIONS)
         limit = hidden_size**-0.5
         dtype = layer_dtype("RNNCell", dtype)
-        keys = jr.split(key, 3)
-        make = lambda key, *shape: jr.uniform(key, shape, dtype, -limit, limit)
-        self.weight_ih = make(keys[0], hidden_size, input_size)
-        self.weight_hh = make(keys[1], hidden_size, hidden_size)
-        self.bias = make(keys[2], hidden_size) if use_bias else None
+        keys = iter(jr.split(key, 3))
+        make = lambda *shape: jr.uniform(next(keys), shape, dtype, -limit, limit)
+        self.weight_ih = make(hidden_size, input_size)
+        self.weight_hh = make(hidden_size, hidden_size)
+        self.bias = make(hidden_size) if use_bias else None
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.activation = activation
@@ -136,12 +136,13 @@ class ProjectedLSTMCell(eqx.Module):
         key: Key[Array, ""],
     ):
         limit = hidden_size**-0.5
-        keys = jr.split(key, 4)
-        make = lambda key, *shape: jr.uniform(key, shape, dtype, -limit, limit)
-        self.weight_ih = make(keys[0], 4 * hidden_size, input_size)
-        self.weight_hh = make(keys[1], 4 * hidden_size, proj_size)
-        self.bias = make(keys[2], 4 * hidden_size) if use_bias else None
-        self.weight_hr = make(keys[3], proj_size, hidden_size)
+        keys = iter(jr.split(key, 4))
+        make = lambda *shape: jr.uniform(next(keys), shape, dtype, -limit, limit)
+        self.weight_ih = make(4 * hidden_size, input_size)
+        self.weight_hh = make(4 * hidden_size, proj_size)
+        bias = make(4 * hidden_size)
+        self.bias = bias if use_bias else None
+        self.weight_hr = make(proj_size, hidden_size)
         self.input_size = input_size
         self.hidden_size = hidden_size
 

@@ -20,7 +20,7 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
     known = lengths if isinstance(lengths, np.ndarray) else np.zeros(1)
     fits = lengths.shape == ((batch,) if is_batch else ())
     fits = fits and jnp.issubdtype(lengths.dtype, jnp.integer)
-    if not fits or np.any((known < 0) | (known > steps)):
+    if not fits or np.any(known != known.clip(0, steps)):
         raise rule_error(
             f"`{layer}` was given `lengths` that do not fit `xs`.",
             f"`lengths` is {type_of(lengths)}: {lengths!r:.60}",

@@ -251,15 +251,11 @@ class LIFCell(eqx.Module):
         value = getattr(self, name)
         if value is None or isinstance(value, float | int | np.number):
             return value if value is None else float(value)
-        # The constructor has checked the range of all arrays but JAX's.
-        is_clipped = name in DECAYS and isinstance(value, jax.Array)
         value = jnp.asarray(value).astype(dtype)
         constant = jax.lax.stop_gradient(value)
-        if is_clipped:
+        if name in DECAYS:
             constant = jnp.clip(constant, 0.0, 1.0)
-        if name not in self.learn:
-            return constant
-        return replace_gradient(constant, value) if is_clipped else value
+        return replace_gradient(constant, value) if name in self.learn else constant
 
     def __call__(self, x: Num[Array, "..."], state: LIFState) -> LIFState:
         """**Arguments:**
@@ -319,7 +315,7 @@ def _as_constant(name, value, shape) -> Any:
         )
     if isinstance(value, jax.Array):  # which may be traced
         return value
-    numbers = np.asarray(value, np.float64)
+    numbers = np.asarray(value)
     if name in DECAYS and not np.all((numbers >= 0) & (numbers <= 1)):
         do = "It is the decay factor per step: `exp(-dt / tau)` for a time constant `tau`."
         raise bad_argument("LIFCell", name, "from zero to one", value, do)

@@ -131,9 +131,7 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
     weights, potentials = (w_in, bias, w_state), ys if potentials is None else potentials
     last = _last_cotangents(d, w_state, first, ct_last)
     carries_spikes = last.spikes is not None
-    # A surrogate that is a function is a leaf, too.
-    zero_of = lambda p, c: zero_sum(c, p, ys) if p is True else None
-    constant_sums = jax.tree.map(zero_of, perturbed[3], d)
+    constant_sums = jax.tree.map(lambda p, c: zero_sum(c, p, ys), perturbed[3], d)
     learns = bool(jax.tree.leaves(constant_sums))
 
     back = ft.partial(_backward_step, d, w_state, learns)
@@ -143,7 +141,7 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
         x, y, potential, ct_y, valid = inputs
         before, after = _states_of_chunk(d, y, potential, entry, first, valid, reverse)
         slope = None if d.threshold is None else _of_each(_slope)(d, potential)
-        ct_spikes = None if d.threshold is None or ct_y is None else zero_padding(ct_y, valid)
+        ct_spikes = None if d.threshold is None else zero_padding(ct_y, valid)
         loop_ct = ct_y
         if d.threshold is not None and not carries_spikes:
             # One array for the loop to read, not two.
@@ -188,9 +186,8 @@ def spiking_scan_bwd(residuals, cts, *, reverse, perturbed):
 def _last_cotangents(d, w_state, first, ct_last):
     """The cotangents of the last state, as the loop carries them. The spikes have `None` if
     nothing after a step depends on them but the output and a reset that is detached."""
-    through_reset = d.reset != "none" and not d.detach_reset
-    depends = through_reset or w_state is not None or d.rho is not None
-    if d.threshold is None or not (depends or ct_last.spikes is not None):
+    depends = not d.detach_reset or w_state is not None or d.rho is not None
+    if not (depends or ct_last.spikes is not None):
         first = dataclasses.replace(first, spikes=None)
     zero = jnp.zeros_like(first.membrane)
     cotangent = lambda s, ct: None if s is None else zero if ct is None else ct

@@ -228,9 +228,8 @@ for kind, (make, step, shapes, states) in WITH_WINDOWS.items():
         f"nn.{kind}", layer(make), normal(4, 2), ((cell(),),), state, None, None,
         plain=plain(step, None), **AGAIN,
     )
-    two = {"num_layers": 2, "reverse": True, "time_major": True}
     enter(
-        f"nn.{kind}: padded", layer(make, **two), normal(5, 2, 2), ((cell(),), (cell(),)),
-        tuple(normal(2, 2, *shape) for shape in states), np.array([5, 2]), None,
+        f"nn.{kind}: padded", layer(make, reverse=True, time_major=True), normal(5, 2, 2),
+        ((cell(),),), tuple(normal(2, *shape) for shape in states), np.array([5, 2]), None,
         plain=plain(step, None, reverse=True, time_major=True), time_major=True, **CHEAP,
     )

@@ -243,16 +243,16 @@ def codebook_of(z):
         lambda m: (m.codebook, m.usage), fitted,
         (z.at[2].set(1e3), jnp.asarray([0.3, 0.36, 0.02, 0.32], z.dtype)),
     )
-    new = far.updated(z[:1])
+    new, same = far.updated(z[:1]), far.updated(z * np.nan)
     order = jnp.argsort(fitted.codebook[:, 0])
-    return fitted.codebook[order], fitted.usage, new.codebook[2], new.usage
+    return fitted.codebook[order], fitted.usage, new.codebook[2], new.usage, same.codebook
 
 
 def codebook_plain(z):
     usage = 0.99 * jnp.asarray([0.3, 0.36, 0.02, 0.32], z.dtype)
     usage = usage.at[0].add(0.01).at[2].set(0.25)
     quarter = jnp.full(4, 0.25, z.dtype)
-    return z[jnp.argsort(z[:, 0])], quarter, z[0], usage
+    return z[jnp.argsort(z[:, 0])], quarter, z[0], usage, z.at[2].set(1e3)
 
 
 entry("nn.VectorQuantizer: fit", codebook_of, normal(4, 2), plain=codebook_plain, **VALUE)
@@ -296,7 +296,7 @@ LINEARS = {
         (nn.Ternary(threshold=0.25), None),
         (lambda w: ternary(w, 0.25) * kept_mean(w, 0.25), None),
     ), "nn.Ternary: without a scale": (
-        (nn.Ternary(threshold=0.4, scale=False), None), (lambda w: ternary(w, 0.4), None),
+        (nn.Ternary(scale=False), None), (lambda w: ternary(w, by_mean(w)), None),
     ),
 }
 for name, (quantizers, plain) in LINEARS.items():
