@@ -289,7 +289,7 @@ def test_gpjax_508():
 # ---------------------------------------------------------------- zero by values
 
 VALUES = {
-    "zero derivative": lambda w, x: jnp.sum(jnp.cos(w - X) * x),
+    "zero derivative": lambda w, x: jnp.sum(jnp.cos(jnp.float16(w - X)) * jnp.float16(x)),
     "not selected": lambda w, x: jnp.concatenate([x, w])[1],
     "not selected: half": lambda w, x: jnp.append(jnp.round(jnp.float16(w)), jnp.float16(x))[4],
     "not selected: set at some": lambda w, x: jnp.sum((w * x).at[jnp.arange(3)].set(x) ** 2),
@@ -301,7 +301,7 @@ VALUES = {
     "canceled: cross-entropy": lambda w, x: jax.nn.logsumexp(1e3 * w) - 1e3 * w[2],
     "dead units: clip": lambda w, x: jnp.sum(jnp.clip(w, 50.0, 60.0) * x),
     "dead units: hinge": lambda w, x: jnp.sum(jnp.maximum(0.0, 1.0 - 99 * w**2)),
-    "saturated: silu": lambda w, x: jnp.sum(jax.nn.silu(jnp.float16(w) - 2000)),
+    "saturated: silu": lambda w, x: jnp.sum(jax.nn.silu(jnp.bfloat16(w) - 2000)),
     "saturated: log_sigmoid": lambda w, x: jnp.sum(jax.nn.log_sigmoid(w + 2000)),
 }
 
@@ -379,7 +379,7 @@ def test_kinks_and_staircases():
     assert remark.endswith("the other side has a slope: 0 above and 1 below.")
     (remark,) = remarks(lambda t: jnp.floor(100 * t), 0.1234)
     assert "the loss is flat here, but changes over longer steps" in remark
-    report = eqg.explain_zero(lambda w: jnp.floor(sum(w)), [jnp.array(0.03)] * 7)
+    report = eqg.explain_zero(lambda w: jnp.floor(sum(w)), [jnp.bfloat16(0.03)] * 7)
     assert report.remarks[4:] == ["And so for [4], [5], [6]."]
     for smooth in (lambda x: x**2, lambda x: 1 + x**3, jnp.cos, lambda x: 0.0 * x):
         assert not remarks(smooth, 0.0)

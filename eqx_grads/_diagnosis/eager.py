@@ -130,11 +130,11 @@ def _elementwise(names: str) -> dict[str, Callable[..., Any]]:
 
 
 def _reduced(fn: Any) -> Callable[..., Any]:
-    return lambda x, *, axes, **_: fn.reduce(x, axis=axes, dtype=x.dtype) if x.size else None
+    return lambda x, *, axes, **_: fn.reduce(x, axes) if x.size else None
 
 
 def _sum(x, *, axes, **_):
-    out = np.add.reduce(x, axis=axes, dtype=x.dtype)
+    out = np.add.reduce(x, axes)
     # In another order, a sum may overflow.
     return out if np.isfinite(x).all() <= np.isfinite(out).all() else None
 

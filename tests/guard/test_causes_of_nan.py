@@ -73,6 +73,7 @@ CURES = {
     "not safe.norm": [(lambda x: total(sqrt(x @ x)), M2)],
     "not safe.normalize": [(lambda x: total(jnp.sin(x) / norm(x)), Z2)],
     "not softmax": [(lambda x: total(x * 3e38 * x), BIG)],
+    "not in a derivative": [(lambda x: jax.grad(lambda x: exp(x) * x)(x[0]), BIG)],
     "not in the rule": [(lambda x: jnp.where(x[0] > 0, jvp_rule(x[0]), 0.0), Z2)],
 }  # fmt: skip
 
@@ -191,6 +192,15 @@ KINDS = {
     "true singularity: log[] at [1] forward | w x": (lambda m: last_of(lambda c, x: c *
         m["w"][0] + x, m["w"][1], lax.scan(lambda c, x: (c, log(x)), None, m["x"])[1]),
         arrays(x=[0.5, 0, 0.1], w=[1, 2]), arrays(x=[0.5, 0.2, 0.1], w=[1, 2])),
+    # The cotangent of the last carry, which nothing uses, is zero.
+    "dead branch: sqrt[] at [2] by mul | w x": (lambda m: total(lax.scan(lambda c, x: (sqrt(c) *
+        x, c), m["w"], m["x"])[1]), arrays(x=[1, 0, 1], w=1), arrays(x=[1, 2, 1], w=1)),
+    # The root in the first step meets what is zero because of the root in the second one.
+    "dead branch: log[] by where; dead branch: sqrt[] at [1] x2 by where | x y": (lambda m:
+        jnp.where(m["y"] > 0, log(m["y"]), 0.0) + (lambda h: jnp.where(h > 0, h, 0.0))(last_of(
+        lambda h, _: sqrt(h), m["x"], jnp.zeros(2))), arrays(x=0, y=0), arrays(x=1, y=1)),
+    "outside of the domain: log[] at [0] forward": (lambda x: total(lax.scan(lambda c, y: (c,
+        log(x * y) + y), 0.0, 1 - 2 * X_OR_0)[1]), ONE),
     # With so many steps, those before the bad one are compiled. It is the last but one to run.
     "true singularity: log[] at [1] forward": (lambda x: total(lax.scan(lambda c, y: (c + 1,
         log((c - 498 * y) ** 2)), 0.0, jnp.full(500, x), reverse=True)[1]), ONE),

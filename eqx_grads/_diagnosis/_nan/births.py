@@ -127,7 +127,7 @@ class Birth:
 
 def calmed(x):
     """An operand with ones where it is infinite."""
-    return np.where(np.isfinite(x), x, np.ones_like(x)) if is_nonfinite(x) else x
+    return np.where(np.isfinite(x), x, 1) if is_nonfinite(x) else x
 
 
 # ---------------------------------------------------------------- the evaluation
@@ -302,7 +302,7 @@ class Births(AbstractCarrier[Value]):
             if large.any() and self._is_used(place, k):
                 nan = self._joined(nan, large, frozenset([born(large, is_large=True)]))
                 bad = bad | large
-        x = np.where(bad, np.asarray(0 if is_ct else 1, a.dtype), a) if bad.any() else x
+        x = np.where(bad, 0 if is_ct else 1, a) if bad.any() else x
         return Value(x, nan if nan.any() else None, infs, zero=zero, is_ct=is_ct)
 
     def _is_used(self, place, k) -> bool:
@@ -374,7 +374,7 @@ class Births(AbstractCarrier[Value]):
         nan, inf = np.isnan(a), np.isinf(a)
         if nan.any():
             labels = self._joined(labels_of_all(a, None), nan, frozenset([born(nan, True)]))
-            value = value._replace(x=np.where(nan, np.ones_like(a), a), nan=labels)
+            value = value._replace(x=np.where(nan, 1, a), nan=labels)
         if inf.any():
             value = value._replace(infs=frozenset([born(inf, is_meant=not is_active)]))
         return value

@@ -27,7 +27,7 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     where = users_line(origin, *places) if origin else UNKNOWN
     is_inside = origin is not None and where != origin.source
     is_inner = origin is not None and is_in_derivative(numbered.origins, origin)
-    leaf, holder = "", ""
+    leaf = holder = ""
     if source.number is not None:
         leaf = dict(enumerate(traced.leaves)).get(source.number, "")
         holder = traced.inputs[source.number]
