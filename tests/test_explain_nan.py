@@ -283,6 +283,10 @@ def test_what_is_within_a_derivative_does_not_cross_the_threshold():
     loss = lambda x: 61.9 * jnp.tanh(x)
     assert not explain(loss, jnp.array(-1.01), threshold=100.0)
     assert only(loss, jnp.array(0.1), threshold=50.0).primitive == "mul"
+    # But what a rule returns does, if the rule uses it too.
+    rule = jax.custom_vjp(lambda x, y: x)
+    rule.defvjp(lambda x, y: (x, y), lambda y, ct: (lambda c: (c, c * y))(60 * ct))
+    assert only(lambda x: rule(x, x), ONE / 99, threshold=50.0)
 
 
 def test_gradient_that_raises():
@@ -562,8 +566,8 @@ def test_an_infinite_value_whose_cotangent_is_zero():
 
 def test_the_cure_of_a_zero_mask_is_at_the_operation():
     y = jnp.array([4.0, 0.0])
-    loss = lambda root, y: total((2 * jnp.tanh(root(y)) + 1) * X2)
-    record = only(ft.partial(loss, sqrt), y)
+    loss = lambda root, y, mask=X2: total((2 * jnp.tanh(root(y)) + 1) * mask)
+    record = only(ft.partial(loss, sqrt), y, X2)
     assert record.kind == "zero mask"
     cured = lambda y: eqg.safe.where(X2 > 0, sqrt, y, 0.0)
     gradient = jax.grad(ft.partial(loss, cured))(y)

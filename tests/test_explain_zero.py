@@ -299,6 +299,7 @@ VALUES = {
     "canceled: product": lambda w, x: jnp.sum(jnp.array([[1.0], [-1.0]]) @ w[None]),
     "canceled: softmax": lambda w, x: jax.nn.softmax(1e3 * w)[1],
     "canceled: cross-entropy": lambda w, x: jax.nn.logsumexp(1e3 * w) - 1e3 * w[2],
+    "canceled: mean": lambda w, x: 1e20 * jnp.sum(w - jnp.mean(w)),
     "dead units: clip": lambda w, x: jnp.sum(jnp.clip(w, 50.0, 60.0) * x),
     "dead units: hinge": lambda w, x: jnp.sum(jnp.maximum(0.0, 1.0 - 99 * w**2)),
     "saturated: silu": lambda w, x: jnp.sum(jax.nn.silu(jnp.bfloat16(w) - 2000)),

@@ -37,13 +37,9 @@ def compute(eqn: Any, values: Sequence[Any]) -> list[Any]:
         if outs is not None:
             several = eqn.primitive.multiple_results
             return _as_arrays(eqn.outvars, outs if several else [outs])
-    operation = _Operation(eqn.primitive, tuple(eqn.params.items()))
-    try:
-        hash(operation)
-    except TypeError:
-        return bind(eqn, values)
     if inner_programs(eqn):  # JAX would keep a program that is a parameter
         return bind(eqn, values)
+    operation = _Operation(eqn.primitive, tuple(eqn.params.items()))
     return _run(name in ("tanh", "logistic", "erf"))(operation, list(values))
 
 

@@ -155,6 +155,16 @@ KINDS = {
         arrays(x=[1, np.inf], y=[1, 2]), arrays(x=[1, 2], y=[1, 2])),
     "dead branch: sqrt[1] by maximum": (lambda x: total(sqrt(jnp.maximum(jnp.maximum(x, x - 1),
         0))[None]), np.float32([4.0, -1.0]), X_OR_0 + 1),
+    "dead branch: sqrt[0] by where; zero mask: sqrt[1] by mul": (lambda x: (lambda y: jnp.where(
+        x[0] > 0, y[0], 0.0) + 0.0 * y[1])(sqrt(x)), Z2),
+    # A NaN is the last one.
+    "dead branch: log[0] by slice | y": (lambda m: log(m["y"])[jnp.argsort(sqrt(m["x"]))[0]],
+        arrays(x=[-1, 4], y=[0, 1]), arrays(x=[1, 4], y=[1, 1])),
+    # The second element is `inf - inf`, and not used.
+    "true singularity: div[0] forward | x": (lambda m: (1 / m["x"] - 1 / lax.stop_gradient(
+        m["y"]))[0], arrays(x=[0, 0], y=[1, 0]), arrays(x=[1, 1], y=[1, 1])),
+    "outside of the domain: sqrt[0] forward": (lambda x: total(log(1 - sqrt(x))), np.float32([
+        -1, 0.25])),
     "zero mask: sqrt[] by mul": (lambda x: 0.0 * sqrt(x), 0 * ONE, ONE),
     "zero times infinity: sqrt[0] by mul": (lambda x: total(sqrt(x) * lax.map(lambda t:
         lax.cond(t > 0, jnp.sin, jnp.zeros_like, t), x)), X_OR_0[::-1]),
@@ -255,6 +265,7 @@ def test_where_a_cause_is():
     loss = lambda x: optx.root_find(lambda y, x: y - 3 * sqrt(x), solver, x, args=x).value
     (record,) = eqg.explain_nan(loss, 0 * ONE).found
     assert (record.primitive, "3 * sqrt(x)" in record.code) == ("sqrt", True)
+    assert record.library.startswith("optimistix/_root_find")
     (record,) = eqg.explain_nan(lambda x: jax.grad(sqrt)(x[0]), jnp.asarray(Z2)).found
     assert record.primitive == "sqrt"
 
@@ -373,7 +384,14 @@ def inputs_of_one(w, a, b):
     return total(jnp.where(KEEP, exp(w * (X3 / a) * (X3 / b)), 0.0))
 
 
-@pytest.mark.parametrize("loss", [quotients, jax.checkpoint(quotients), in_scan, inputs_of_one])
+def infinities_of_one(w, a, b):
+    return total(jnp.where(KEEP, w * (X3 / a + X3 / b), 0.0))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [quotients, jax.checkpoint(quotients), in_scan, inputs_of_one, infinities_of_one],
+)
 def test_each_source_has_its_own_elements(loss):
     found = eqg.explain_nan(loss, jnp.float32(0.5), jnp.array(FIRST), jnp.array(LAST)).found
     got = sorted((r.kind, r.primitive, r.index) for r in found)
@@ -431,7 +449,7 @@ def test_a_loop_that_runs_compiled_first(monkeypatch):
     """As it does if it is long, and finite. The report is the same."""
     monkeypatch.setattr(births, "_MOST_IN_DETAIL", 0)
     for name in KINDS:
-        if " at " in name:
+        if " at " in name or "[0] by mul" in name:
             test_the_kind_of_a_cause(name)
     test_the_steps_of_a_loop("three kinds")
     test_the_threshold(7.9, 3)

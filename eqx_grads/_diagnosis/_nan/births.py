@@ -263,7 +263,7 @@ class Births(AbstractCarrier[Value]):
         zero: Any = self.zeros.of_cotangent(place, values, k, a) if is_ct else None
         infs, new = frozenset(), met
         born = ft.partial(self._born, place, values, k, is_ct=is_ct)
-        by_itself = np.ones(a.shape, bool) if is_ct else nan == 0  # not of a healed operand
+        by_itself = (met if is_ct else nan) == 0  # not of a healed operand
         if is_nan.any():
             of = union(v.infs for v in sources) | decided
             where = is_nan if of else is_nan & by_itself
@@ -272,7 +272,7 @@ class Births(AbstractCarrier[Value]):
         if is_ct and new.any():
             self.zeros.met(place, values, k, labels)
             healed = np.where(labels > 0, labels, self.zeros.number(HEALED, None))
-            zero = np.where((new > 0) & is_nan, healed, zero)
+            zero = np.where(is_nan, healed, zero)
         for which in labels_of(new):
             where = new == which
             for label in np.unique(labels[where]):
@@ -298,7 +298,7 @@ class Births(AbstractCarrier[Value]):
         bad = is_nan
         if is_ct and self.threshold is not None:
             with np.errstate(invalid="ignore"):
-                large = (np.abs(a) > self.threshold) & ~inf & ~is_nan
+                large = (np.abs(a) > self.threshold) & ~inf
             if large.any() and self._is_used(place, k):
                 nan = self._joined(nan, large, frozenset([born(large, is_large=True)]))
                 bad = bad | large
@@ -381,9 +381,7 @@ class Births(AbstractCarrier[Value]):
 
 
 def _flagged(v: Value, flag: int) -> Value:
-    if not is_inexact(v.x):
-        return v
-    return v._replace(is_ct=v.is_ct or bool(flag & 1), is_active=v.is_active or bool(flag & 2))
+    return v._replace(is_ct=bool(flag & 1), is_active=bool(flag)) if is_inexact(v.x) else v
 
 
 def _good_steps(loop: Scan, values):

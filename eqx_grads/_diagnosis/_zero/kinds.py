@@ -77,10 +77,10 @@ def kind_of_death(death: Death) -> tuple[str, Fact | None]:
         positive = lambda x: jnp.abs(x) if is_inexact(x) and kind.linear else x
         each = [[t if i == j else None for j, t in enumerate(run.ts)] for i in moving]
         cancels = run.size(range(len(run.xs)), positive, run.tangents(jnp.abs))
-        cancels = cancels or (len(moving) > 1 and any(run.size(ts=ts) for ts in each))
+        cancels = cancels or any(run.size(ts=ts) for ts in each)
         return ("canceled" if cancels else "underflow"), None
     decisions = [i for i in rest if not is_inexact(run.xs[i])]
-    if decisions and run.revives(decisions):
+    if run.revives(decisions):
         if eqn.primitive.name != "select_n":
             return "not selected", None
         return ("dead units" if facts[0].died else "masked"), None
