@@ -174,9 +174,8 @@ def test_no_step_of_a_solver_is_kept():
 
 def test_no_reverse_mode():
     power = lambda w: jax.lax.while_loop(lambda c: c < 3, lambda c: c * w, w)
-    with pytest.raises(eqg.RuleError, match="`while_loop` has no reverse mode") as error:
+    with pytest.raises(eqg.RuleError, match="`while_loop` has no reverse mode"):
         explain(power, jnp.array(1.5))
-    assert "no derivative in reverse mode" in str(error.value)
 
 
 # ---------------------------------------------------------------- advice

@@ -35,7 +35,7 @@ class _Experiment:
         """A value of the same type."""
         dtype, shape, rng = jnp.result_type(x), np.shape(x), self._rng
         if is_inexact(x):
-            return jnp.asarray(rng.normal(size=shape) + 0.5, dtype)
+            return jnp.asarray(rng.normal(size=shape), dtype)
         if jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.integer):
             most = 2 if jnp.issubdtype(dtype, jnp.bool_) else 3
             return jnp.asarray(rng.integers(0, most, shape), dtype)
