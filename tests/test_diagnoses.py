@@ -127,7 +127,6 @@ def test_wide_tables_are_wrapped_and_long_ones_are_cut():
     report = eqg.explain_nan(
         lambda model: sum(jnp.sum(jnp.sin(x)) for x in model.values()), model
     )
-    assert len(report.found) == 15
     assert max(map(len, str(report).splitlines())) <= 100
 
 

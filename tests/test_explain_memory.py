@@ -198,7 +198,6 @@ def test_advice_can_be_followed():
 def test_no_advice_where_nothing_is_saved():
     report = eqg.explain_memory(lambda w: jnp.sum(jnp.sin(w @ w) ** 2), jnp.ones((64, 64)))
     assert not report.advice
-    assert "No checkpoint saves a tenth of it." in str(report)
 
 
 WIDE = lambda: eqx.nn.MLP(3, "scalar", 64, 2, activation=jnp.tanh, key=KEY)

@@ -174,7 +174,7 @@ def rounded(m):
     """The first lines have roundings of the user's, which have no derivative."""
     is_large, nearest = m["a"][0] > 9, lambda b: jax.lax.round(b)
     own = jax.lax.cond(is_large, nearest, lambda b: jnp.trunc(b), m["b"])
-    own += jax.vmap(jnp.floor)(m["a"]) + jax.jit(jnp.sign)(m["a"])
+    own = jax.vmap(jnp.floor)(own + m["a"]) + jax.jit(jnp.sign)(m["a"])
     of_jax = jax.scipy.ndimage.map_coordinates(jnp.arange(9.0), [m["a"]], 1) + m["a"] % 0.7
     straight = m["a"] + jax.lax.stop_gradient(jnp.ceil(m["a"]) - m["a"])
     return total((own + of_jax + straight + eqg.ste.round(m["b"])) * m["b"])
