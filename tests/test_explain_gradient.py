@@ -28,7 +28,6 @@ def test_nothing_is_wrong(activation):
     layer = eqg.nn.LI(4, 2, beta=0.9, key=KEY)  # a library's field may hold a number
     assert not eqg.explain_gradient(lambda m, xs: jnp.sum(m(xs)[0] ** 2), layer, XS)
     value, grads = eqx.filter_value_and_grad(mean_square)(mlp(activation), XS)
-    assert str(report).startswith("Nothing is wrong with the gradient")
     np.testing.assert_allclose(report.loss, value, rtol=1e-5)
     for i, layer in enumerate(grads.layers):
         norm = jnp.sqrt(jnp.sum(layer.weight**2) + jnp.sum(layer.bias**2))
