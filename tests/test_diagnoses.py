@@ -127,7 +127,6 @@ def test_wide_tables_are_wrapped_and_long_ones_are_cut():
     report = eqg.explain_nan(
         lambda model: sum(jnp.sum(jnp.sin(x)) for x in model.values()), model
     )
-    assert len(report.found) == 15
     assert max(map(len, str(report).splitlines())) <= 100
 
 
@@ -143,11 +142,12 @@ def test_the_kinds_and_records_are_documented():
 # ---------------------------------------------------------------- names
 
 W, BAD = jnp.ones(2), {"a": jnp.array([1.0, NAN])}
+looped = lambda w: jax.lax.while_loop(lambda c: c < 3, lambda c: c + w[0], 0.0)
 # A loss, its arguments and keyword arguments, and the name of the input that holds the NaN.
 NAMES = [
     (lambda model, xs: jnp.sum(model["w"] * xs["a"]), [{"w": W}, BAD], {}, "xs['a']"),
     (lambda model, *, target: jnp.sum(model) * target, [W], {"target": NAN + W[0]}, "target"),
-    (lambda w, *rest: sum(rest, jnp.sum(w)), [W, W[0], NAN * W[0]], {}, "rest[1]"),
+    (lambda w, *rest: sum(rest, looped(w)), [W, W[0], NAN * W[0]], {}, "rest[1]"),
     (lambda params, model: jnp.sum(params) * model, [W, NAN * W[0]], {}, "args[0]"),
     (lambda params, xs: jnp.sum(params["w"]) * xs, [{"w": NAN * W}, W[0]], {}, "model['w']"),
     (lambda w: jnp.sum(w * BAD["a"]), [W], {}, "mul"),  # a constant

@@ -174,9 +174,8 @@ def test_no_step_of_a_solver_is_kept():
 
 def test_no_reverse_mode():
     power = lambda w: jax.lax.while_loop(lambda c: c < 3, lambda c: c * w, w)
-    with pytest.raises(eqg.RuleError, match="`while_loop` has no reverse mode") as error:
+    with pytest.raises(eqg.RuleError, match="`while_loop` has no reverse mode"):
         explain(power, jnp.array(1.5))
-    assert "no derivative in reverse mode" in str(error.value)
 
 
 # ---------------------------------------------------------------- advice
@@ -199,7 +198,6 @@ def test_advice_can_be_followed():
 def test_no_advice_where_nothing_is_saved():
     report = eqg.explain_memory(lambda w: jnp.sum(jnp.sin(w @ w) ** 2), jnp.ones((64, 64)))
     assert not report.advice
-    assert "No checkpoint saves a tenth of it." in str(report)
 
 
 WIDE = lambda: eqx.nn.MLP(3, "scalar", 64, 2, activation=jnp.tanh, key=KEY)

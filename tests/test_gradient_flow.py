@@ -116,7 +116,8 @@ def test_plot(limits, monkeypatch):
     assert [label.get_text() for label in axes.get_yticklabels()] == list(flow)
     cell, blown_up, readout = axes.collections
     assert (cell.norm.vmin, cell.norm.vmax) == (limits or (1e-12, 1e20))
-    assert readout.get_datalim(axes.transData).width == 5
+    box = readout.get_datalim(axes.transData).bounds
+    assert (*box, *axes.get_ylim()) == (-0.5, 1.5, 5, 1, 2.5, -0.5)
     figure.canvas.draw()
     colors = lambda mesh: mesh.to_rgba(mesh.get_array()).reshape(-1, 4)
     viridis = matplotlib.colormaps["viridis"]

@@ -94,8 +94,7 @@ def enter(
         case While():
             return _while(place, known, values, carrier)
         case Cond():
-            index = int(np.clip(values[0].truth, 0, len(known.programs) - 1))
-            return walk(known.programs[index], values[1:], carrier, place)
+            return walk(known.programs[int(values[0].truth)], values[1:], carrier, place)
     return walk(inner_programs(place.eqn)[0], values, carrier, place)
 
 

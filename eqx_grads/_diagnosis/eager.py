@@ -37,13 +37,9 @@ def compute(eqn: Any, values: Sequence[Any]) -> list[Any]:
         if outs is not None:
             several = eqn.primitive.multiple_results
             return _as_arrays(eqn.outvars, outs if several else [outs])
-    operation = _Operation(eqn.primitive, tuple(eqn.params.items()))
-    try:
-        hash(operation)
-    except TypeError:
-        return bind(eqn, values)
     if inner_programs(eqn):  # JAX would keep a program that is a parameter
         return bind(eqn, values)
+    operation = _Operation(eqn.primitive, tuple(eqn.params.items()))
     return _run(name in ("tanh", "logistic", "erf"))(operation, list(values))
 
 
@@ -130,11 +126,11 @@ def _elementwise(names: str) -> dict[str, Callable[..., Any]]:
 
 
 def _reduced(fn: Any) -> Callable[..., Any]:
-    return lambda x, *, axes, **_: fn.reduce(x, axis=axes, dtype=x.dtype) if x.size else None
+    return lambda x, *, axes, **_: fn.reduce(x, axes) if x.size else None
 
 
 def _sum(x, *, axes, **_):
-    out = np.add.reduce(x, axis=axes, dtype=x.dtype)
+    out = np.add.reduce(x, axes)
     # In another order, a sum may overflow.
     return out if np.isfinite(x).all() <= np.isfinite(out).all() else None
 

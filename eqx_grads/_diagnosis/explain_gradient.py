@@ -212,11 +212,9 @@ def _norms(traced: TracedLoss, arrays: Sequence[Any]) -> dict[str, float]:
     norms: dict[str, float] = {}
     for leaf, x in zip(traced.leaves, arrays, strict=False):
         layer = _layer_of(leaf)
-        size = np.abs(np.asarray(x)).astype(np.float64)
+        size = np.abs(np.asarray(x)).astype(np.float64).ravel()
         # A square may overflow. Without BLAS, which starts its threads: that takes longer.
-        scale = np.clip(np.max(size, initial=0.0), 1e-300, 1e300)
-        norm = scale * np.sqrt(np.sum((size / scale) ** 2))
-        norms[layer] = float(np.hypot(norms.get(layer, 0.0), norm))
+        norms[layer] = float(np.hypot.reduce(size, initial=norms.get(layer, 0.0)))
     return norms
 
 

@@ -79,7 +79,7 @@ def kink(change: Callable[[float], float], rounding: float, scale: float = 1.0) 
 def staircase(change: Callable[[float], float], rounding: float) -> str:
     """The step after which a loss changes that is flat at a point, and not just smooth."""
     least = 1000 * rounding + 1e-30
-    for step in (s * sign for s in (1e-3, 1e-2, 1e-1, 1.0) for sign in (1, -1)):
+    for step in (sign * 10.0**-i for i in (3, 2, 1, 0) for sign in (1, -1)):
         whole = change(step)
         if abs(whole) > least:
             half, near = change(step / 2), change(step / 10)
@@ -166,13 +166,12 @@ def rounding_errors(traced: TracedLoss, gradient: Gradient) -> dict[int, float]:
             exact = list(map(np.asarray, jax.jit(run)(traced.values)))
         except Exception:  # not all operations run in float64
             return {}
-    off = lambda i: size(np.asarray(gradient.gradients[i], float) - exact[i])
+    off = lambda i: size(gradient.gradients[i] - exact[i])
     return {i: x for i, x in suspicious.items() if not off(i) < _IS_NOISE * x}
 
 
 def _moved_by_rounding(x: Any) -> Any:
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         return x
-    up = np.random.default_rng(0).integers(2, size=np.shape(x), dtype=bool)
-    move = 4 * float(jnp.finfo(x.dtype).eps)
-    return np.asarray(x) * np.asarray(1 - move + 2 * move * up).astype(x.dtype)
+    signs = np.random.default_rng(0).choice((-1, 1), np.shape(x))
+    return np.asarray(x) * (1 + 4 * float(jnp.finfo(x.dtype).eps) * signs).astype(x.dtype)

@@ -28,6 +28,8 @@ from .pairs import is_inexact
 _DTYPES = ("new_dtype", "preferred_element_type", "dtype", "accum_dtype")
 # They look at the bits of a number.
 _OF_BITS = ("bitcast_convert_type", "nextafter")
+# The parameters that hold the types of results.
+_TYPES = {"result_shape_dtypes", "result_avals", "out_avals", "avals_out"}
 
 
 def evaluate_in_float64(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
@@ -105,8 +107,7 @@ def _branch_of_platform(eqn) -> int:
 
 def _looks_at_types(eqn) -> bool:
     """Whether a primitive says the types of its results, or looks at the bits of numbers."""
-    types = ("result_shape_dtypes", "result_avals", "out_avals", "avals_out")
-    return eqn.primitive.name in _OF_BITS or any(key in eqn.params for key in types)
+    return eqn.primitive.name in _OF_BITS or not _TYPES.isdisjoint(eqn.params)
 
 
 def _as_traced(eqn, values):

@@ -69,8 +69,6 @@ def differentiable_pairs(eqn: Any, operands: Set[int]) -> list[set[int]] | None:
         # JAX can't be asked about a collective: the axis is not known here.
         return [set(moving) if outs else set()]
     pairs: list[set[int]] = [set() for _ in eqn.outvars]
-    if not moving or not outs:
-        return pairs
     for is_reverse in (True, False):
         try:
             found = _pairs_of_mode(eqn, moving, outs, is_reverse)

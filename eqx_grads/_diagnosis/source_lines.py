@@ -48,7 +48,7 @@ class SourceLine:
 
     def fields(self) -> dict[str, Any]:
         """The fields of a record that say where."""
-        names = ("file", "line", "code", "column", "library")
+        names = ["file", "line", "code", "column", "library"]
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -244,6 +244,6 @@ def _names(loss, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
         parameters = []
     names = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
     rest = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "args")
-    names += [f"{rest}[{i}]" for i in range(len(args) - len(names))]
+    names += [f"{rest}[{i}]" for i in range(len(args))]
     names = [*names[: len(args)], *kwargs]
     return [f"args[{i}]" if name == "model" else name for i, name in enumerate(names)]

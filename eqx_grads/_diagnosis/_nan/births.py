@@ -127,7 +127,7 @@ class Birth:
 
 def calmed(x):
     """An operand with ones where it is infinite."""
-    return np.where(np.isfinite(x), x, np.ones_like(x)) if is_nonfinite(x) else x
+    return np.where(np.isfinite(x), x, 1) if is_nonfinite(x) else x
 
 
 # ---------------------------------------------------------------- the evaluation
@@ -263,7 +263,7 @@ class Births(AbstractCarrier[Value]):
         zero: Any = self.zeros.of_cotangent(place, values, k, a) if is_ct else None
         infs, new = frozenset(), met
         born = ft.partial(self._born, place, values, k, is_ct=is_ct)
-        by_itself = np.ones(a.shape, bool) if is_ct else nan == 0  # not of a healed operand
+        by_itself = (met if is_ct else nan) == 0  # not of a healed operand
         if is_nan.any():
             of = union(v.infs for v in sources) | decided
             where = is_nan if of else is_nan & by_itself
@@ -272,7 +272,7 @@ class Births(AbstractCarrier[Value]):
         if is_ct and new.any():
             self.zeros.met(place, values, k, labels)
             healed = np.where(labels > 0, labels, self.zeros.number(HEALED, None))
-            zero = np.where((new > 0) & is_nan, healed, zero)
+            zero = np.where(is_nan, healed, zero)
         for which in labels_of(new):
             where = new == which
             for label in np.unique(labels[where]):
@@ -298,11 +298,11 @@ class Births(AbstractCarrier[Value]):
         bad = is_nan
         if is_ct and self.threshold is not None:
             with np.errstate(invalid="ignore"):
-                large = (np.abs(a) > self.threshold) & ~inf & ~is_nan
+                large = (np.abs(a) > self.threshold) & ~inf
             if large.any() and self._is_used(place, k):
                 nan = self._joined(nan, large, frozenset([born(large, is_large=True)]))
                 bad = bad | large
-        x = np.where(bad, np.asarray(0 if is_ct else 1, a.dtype), a) if bad.any() else x
+        x = np.where(bad, 0 if is_ct else 1, a) if bad.any() else x
         return Value(x, nan if nan.any() else None, infs, zero=zero, is_ct=is_ct)
 
     def _is_used(self, place, k) -> bool:
@@ -374,16 +374,14 @@ class Births(AbstractCarrier[Value]):
         nan, inf = np.isnan(a), np.isinf(a)
         if nan.any():
             labels = self._joined(labels_of_all(a, None), nan, frozenset([born(nan, True)]))
-            value = value._replace(x=np.where(nan, np.ones_like(a), a), nan=labels)
+            value = value._replace(x=np.where(nan, 1, a), nan=labels)
         if inf.any():
             value = value._replace(infs=frozenset([born(inf, is_meant=not is_active)]))
         return value
 
 
 def _flagged(v: Value, flag: int) -> Value:
-    if not is_inexact(v.x):
-        return v
-    return v._replace(is_ct=v.is_ct or bool(flag & 1), is_active=v.is_active or bool(flag & 2))
+    return v._replace(is_ct=bool(flag & 1), is_active=bool(flag)) if is_inexact(v.x) else v
 
 
 def _good_steps(loop: Scan, values):

@@ -107,7 +107,7 @@ def _number(births: Births, birth: Birth, source: Birth) -> Any:
     """Equal for what is one cause to the user: the number of an equation of the loss, or of an
     input. The equations of a rule share one number, and the line tells them apart."""
     if source.is_outside:
-        return "outside", id(source)
+        return id(source)
     place = source.place or birth.place
     origin = births.derivative.origin(place)
     if origin is None:
@@ -124,9 +124,8 @@ def _kind(births: Births, birth: Birth, source: Birth, zero: Zero) -> Kind:
         return Kind.DEAD_BRANCH
     if zero.why == FACTOR:
         return Kind.MASKED_PRODUCT
-    places = zero.place, source.place or birth.place
-    first, second = map(births.derivative.origin, places)
-    if first is not None and first is second:
+    origin = births.derivative.origin(zero.place)
+    if origin is not None and origin is births.derivative.origin(source.place or birth.place):
         return _kind_of(source)  # the operation makes both the zero and the infinity
     is_quotient = source is birth and not any(map(is_nonfinite, birth.xs))
     return Kind.INDETERMINATE if is_quotient else Kind.ZERO_TIMES_INFINITY
@@ -169,7 +168,7 @@ def _moved(x, sign):
     # XLA takes a subnormal number for zero, of half precision as one of float32.
     is_zero = np.abs(x) < min(jnp.finfo(dtype).tiny for dtype in (x.dtype, jnp.float32))
     size = np.where(is_zero, 1e-3, 1e-2 * np.abs(x))
-    return x + (sign * size * np.random.default_rng(0).uniform(0.5, 1, x.shape)).astype(x.dtype)
+    return x + sign * size * np.random.default_rng(0).uniform(0.5, 1, x.shape)
 
 
 def _again(birth: Birth, change, only: int | None = None):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -147,7 +148,7 @@ def explain_nan(
     # Its guards are shown as masks. So the records are those of the function inside, and
     # whether they are left is known from their places.
     below = explain(loss.__wrapped__)
-    place = lambda r: (r.file, r.line, r.column, r.primitive)
+    place = operator.attrgetter("file", "line", "column", "primitive")
     left = set(map(place, report.found))
     found = [r for r in below.found if place(r) in left] or below.found
     remarks = list(dict.fromkeys([*report.remarks, *below.remarks]))
@@ -242,6 +243,6 @@ def _trial(
 
 def _without_consequences(records: Sequence[NonFinite]) -> list[NonFinite]:
     """Without the derivative of an operation whose value is not finite already."""
-    place = lambda r: (r.file, r.line, r.column, r.caller, r.path, r.primitive)
+    place = operator.attrgetter("file", "line", "column", "caller", "path", "primitive")
     known = {place(r) for r in records if r.is_forward}
     return [r for r in records if r.is_forward or place(r) not in known]

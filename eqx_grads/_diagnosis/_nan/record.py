@@ -27,7 +27,7 @@ def record_of(births: Births, cause: Cause, helps: str) -> NonFinite:
     where = users_line(origin, *places) if origin else UNKNOWN
     is_inside = origin is not None and where != origin.source
     is_inner = origin is not None and is_in_derivative(numbered.origins, origin)
-    leaf, holder = "", ""
+    leaf = holder = ""
     if source.number is not None:
         leaf = dict(enumerate(traced.leaves)).get(source.number, "")
         holder = traced.inputs[source.number]
@@ -134,8 +134,7 @@ def names_of_calls(numbered: NumberedLoss, origin: Origin, *places: Place | None
 
 def first_of_rule(place: Place) -> str:
     """The operation whose derivative has this equation of a rule. It is the first operation
-    that was traced at the same place, except for changes of the layout and the type."""
+    that was traced at the same place, except for changes of the layout."""
     traceback = place.eqn.source_info.traceback
-    passes = lambda e: kind_of(e).layout or e.primitive.name == "convert_element_type"
     same = (e for e in place.program.eqns if e.source_info.traceback == traceback)
-    return next((e for e in same if not passes(e)), place.eqn).primitive.name
+    return next((e for e in same if not kind_of(e).layout), place.eqn).primitive.name

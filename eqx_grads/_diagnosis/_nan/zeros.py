@@ -63,17 +63,15 @@ class Zeros:
         eqn = place.eqn
         reached = lambda of, factors: reach(eqn, values, k, of, self._bind, factors)
         alive = lambda v: np.asarray(v.x) != 0
-        used = reached(lambda v: np.ones(np.shape(v.x), bool), ONES)
         met = reached(alive, ONES)
         multiplied = reached(alive, SIZES)
         numbers = np.zeros(a.shape, np.int32)
         # A slice takes the others in any case, and a selection decides it by a value.
         unused = UNUSED if linear_operands(eqn) is not None else NOT_SELECTED
         why_of_factor = self._why_of_factor(place, values)
-        if why_of_factor == NOT_SELECTED:  # whatever comes here
-            used = used & reached(lambda v: np.ones(np.shape(v.x), bool), SIZES)
-        rest = used & ~met & (a == 0)  # only zeros come here
-        if rest.any():
+        of_factor = SIZES if why_of_factor == NOT_SELECTED else ONES
+        used = reached(lambda v: np.ones(np.shape(v.x), bool), of_factor)  # whatever comes here
+        if (used & ~met).any():  # only zeros come here
             self._by_label(values, numbers, lambda of: reached(of, ONES))
         # In this order: a later reason holds where an earlier one does.
         reasons = (
@@ -82,7 +80,7 @@ class Zeros:
             (multiplied, CANCELS),
         )
         for where, why in reasons:
-            if (where & (a == 0)).any():
+            if where.any():
                 numbers[where] = self.number(why, place)
         return np.where(a == 0, numbers, 0)
 
@@ -96,10 +94,9 @@ class Zeros:
         """Write, for each element, the number of the zero that met an infinity or NaN there."""
         reached = lambda of: reach(place.eqn, values, k, of, self._bind, BAD)
         self._by_label(values, labels, reached)
-        if (labels == 0).any() and place.eqn.primitive.name in MULTILINEAR:
-            why = self._why_of_factor(place, values)
-            if why == NOT_SELECTED:  # an infinity meets a zero
-                labels[labels == 0] = self.number(why, place)
+        is_product = place.eqn.primitive.name in MULTILINEAR
+        if is_product and self._why_of_factor(place, values) == NOT_SELECTED:
+            labels[labels == 0] = self.number(NOT_SELECTED, place)  # an infinity meets a zero
 
     def _why_of_factor(self, place, values) -> int:
         """A factor is zero: it depends on the model, or the user multiplies by a mask, or it is

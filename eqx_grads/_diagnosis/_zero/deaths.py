@@ -5,6 +5,7 @@ not zero became zero on the way to the value: its deaths. A value that still mov
 deaths. The deaths of the loss are the causes.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -161,15 +162,14 @@ class Deaths(AbstractCarrier[Fact]):
 
     def _push(self, place: Place, values) -> list[Any]:
         eqn = place.eqn
-        ones = lambda v: np.ones(v.aval.shape, v.aval.dtype) if is_inexact(v) else None
         if _is_solver(eqn):  # what it loses is known without running its steps
             moving = {i for i, f in enumerate(values) if f.t is not None}
             pairs = differentiable_pairs(eqn, moving) or [moving] * len(eqn.outvars)
-            return [ones(v) if of else None for v, of in zip(eqn.outvars, pairs, strict=True)]
+            return [_one(v) if of else None for v, of in zip(eqn.outvars, pairs, strict=True)]
         try:
             return push(eqn, [f.x for f in values], [f.t for f in values], self._known)
         except Exception:  # JAX has no one type of error for what it can't differentiate
-            return list(map(ones, eqn.outvars))
+            return list(map(_one, eqn.outvars))
 
     def _branch(self, place, values) -> list[Fact]:
         outs, decided = list(enter(place, values, self)), values[0].died
@@ -248,34 +248,33 @@ def push(
     moving = [i for i, t in enumerate(ts) if t is not None and is_inexact(xs[i])]
     if not moving:
         return [None] * len(eqn.outvars)
-    along = [jnp.asarray(ts[i], jnp.result_type(xs[i])) for i in moving]
+    along = [ts[i] for i in moving]
     key, known = (id(eqn), *moving), {} if known is None else known
     at = lambda xs: [xs[i] for i in moving]
     fn = lambda xs: restricted(lambda *xs: bind(eqn, xs), xs, moving)
     out = None
-    try:
+    with contextlib.suppress(Exception):  # JAX has no one type of error for no such mode
         if key not in known:
             along_ts = lambda xs, ts: jax.jvp(fn(xs), at(xs), ts)[1]
             known[key] = jax.make_jaxpr(along_ts)(list(xs), along), eqn
         out = compute_all(known[key][0], [*xs, *along])
         out = [t if is_inexact(v) else None for t, v in zip(out, eqn.outvars, strict=True)]
-    except Exception:  # JAX has no one type of error for a mode that does not exist
-        if not has_backward(eqn):
-            raise
     if has_backward(eqn) and (out is None or any(map(is_alive, out))):
-        # Its backward pass may be another one: the sizes of its cotangents in the directions.
-        sizes = _paired(fn(xs), at(xs), along)
-        old = sizes if out is None else out
-        out = [t if is_alive(size) else None for t, size in zip(old, sizes, strict=True)]
+        # Its backward pass may be another one.
+        passes = _passes_back(fn(xs), at(xs), along)
+        out = (out or list(map(_one, eqn.outvars))) if passes else [None] * len(eqn.outvars)
     assert out is not None
     return out
 
 
-def _paired(fn, at, along) -> list[Any]:
-    """The size of the cotangents along the directions, for random cotangents of all outputs."""
+def _one(v: Any) -> Any:
+    return np.ones(v.aval.shape, v.aval.dtype) if is_inexact(v) else None
+
+
+def _passes_back(fn, at, along) -> bool:
+    """Whether cotangents are not zero along the directions, for random ones of all outputs."""
     outs, pull = jax.vjp(lambda *ys: list(fn(*ys)), *at)
     rng, none = np.random.default_rng(0), jax.dtypes.float0
     draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)
     cts = pull([draw(x) if is_inexact(x) else np.zeros(np.shape(x), none) for x in outs])
-    size = sum(jnp.sum(jnp.abs(c * t)) for c, t in zip(cts, along, strict=True))
-    return [jnp.full(x.shape, size, x.dtype) if is_inexact(x) else None for x in outs]
+    return any(is_alive(c * t) for c, t in zip(cts, along, strict=True))

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools as ft
 import math
+import operator
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -254,10 +255,8 @@ class _Explanation:
         return self._records_of(leaf, self._died[leaf])
 
     def _records_of(self, leaf: int, died: Died) -> list[ZeroGradient]:
-        last: dict[Any, Death] = {}
-        for death in died:
-            key = (id(death.place.eqn), death.k)
-            last[key] = max(last.get(key, death), death, key=lambda d: d.step)
+        in_order = sorted(died, key=lambda d: d.step)
+        last = {(id(d.place.eqn), d.k): d for d in in_order}
         found = [(self._record(leaf, death), death) for death in last.values()]
         found = [(r, d) for r, d in found if d.is_used] or found
         # In a loop, a value that is zero in some steps is not a cause if all steps end anyway.
@@ -276,9 +275,8 @@ class _Explanation:
             decides = lambda e, k: not is_inexact(e.outvars[k]) or is_stop(e)
             is_value = lambda d: not decides(d.place.eqn, d.k)
             found = [(r, d) for r, d in found if not r.by_structure or is_value(d)]
-        records = sorted(
-            (r for r, _ in found), key=lambda r: (r.file, r.line, r.primitive, r.kind)
-        )
+        place = operator.attrgetter("file", "line", "primitive", "kind")
+        records = sorted((r for r, _ in found), key=place)
         # For the guess of a solver, and for a window, one record says it all.
         for kind in ("initial guess", "truncated"):
             records = [r for r in records if r.kind == kind][:1] or records

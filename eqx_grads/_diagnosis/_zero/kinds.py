@@ -35,7 +35,7 @@ class _Experiment:
         """A value of the same type."""
         dtype, shape, rng = jnp.result_type(x), np.shape(x), self._rng
         if is_inexact(x):
-            return jnp.asarray(rng.normal(size=shape) + 0.5, dtype)
+            return jnp.asarray(rng.normal(size=shape), dtype)
         if jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.integer):
             most = 2 if jnp.issubdtype(dtype, jnp.bool_) else 3
             return jnp.asarray(rng.integers(0, most, shape), dtype)
@@ -77,10 +77,10 @@ def kind_of_death(death: Death) -> tuple[str, Fact | None]:
         positive = lambda x: jnp.abs(x) if is_inexact(x) and kind.linear else x
         each = [[t if i == j else None for j, t in enumerate(run.ts)] for i in moving]
         cancels = run.size(range(len(run.xs)), positive, run.tangents(jnp.abs))
-        cancels = cancels or (len(moving) > 1 and any(run.size(ts=ts) for ts in each))
+        cancels = cancels or any(run.size(ts=ts) for ts in each)
         return ("canceled" if cancels else "underflow"), None
     decisions = [i for i in rest if not is_inexact(run.xs[i])]
-    if decisions and run.revives(decisions):
+    if run.revives(decisions):
         if eqn.primitive.name != "select_n":
             return "not selected", None
         return ("dead units" if facts[0].died else "masked"), None
