@@ -12,7 +12,7 @@ import numpy as np
 from jax import monitoring
 
 from .._rules.custom_vjp import ReverseRules
-from ._compare import as_double, norm, relative_error, scale_of
+from ._compare import as_double, relative_error, scale_of
 from ._differences import Difference, directional
 from ._options import as_names, Options
 from ._oracle import At, in_float64, Side, unless_error
@@ -211,10 +211,6 @@ class Case:
                 middle = [(a + b) / 2 for a, b in zip(before, after, strict=True)]
                 errors.append(relative_error(here, middle))
         return max(e for e in errors if np.isfinite(e))
-
-
-def are_finite(arrays: Sequence[Any]) -> bool:
-    return all(np.isfinite(norm(x)) for x in arrays)
 
 
 # ---------------------------------------------------------------- eager calls

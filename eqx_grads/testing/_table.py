@@ -16,8 +16,8 @@ import numpy as np
 from .._jaxprs.dependence import without_unused
 from .._jaxprs.operands import at as pick, fill, restricted
 from .._jaxprs.structure import equations, inner_programs
-from ._case import are_finite, Case
-from ._compare import as_double, norm, pairing, relative_error, size_of_all
+from ._case import Case
+from ._compare import are_finite, as_double, norm, pairing, relative_error, size_of_all
 from ._derivatives import judge
 from ._differences import directional
 from ._oracle import At, jvp, Row, vjp
@@ -81,7 +81,7 @@ def _linear(case: Case, what: str, row: str, drawn, names) -> Iterator[Finding]:
         (f"of {small:g} times it", _NOT_LINEAR, small, 0),
         ("of a sum", "the rule is not linear: of a sum it is not the sum", 2, -3),
     ):
-        mixed = [(k * x + m * y).astype(x.dtype) for x, y in zip(a, b, strict=True)]
+        mixed = [k * x + m * y for x, y in zip(a, b, strict=True)]
         with np.errstate(invalid="ignore"):  # a derivative may be infinite
             terms = [(k * x, m * y) for x, y in zip(of_a, of_b, strict=True)]
             expected = [x + y for x, y in terms]

@@ -42,7 +42,7 @@ class _Examples:
         self.case, self.f, self.leaves = case, case.own.f, case.subject.leaves
         self.t, self.w = case.tangents[0], case.cotangents[0]
         for self.move in _MOVES:
-            moved = lambda k: [(np.asarray(x) * k).astype(x.dtype) for x in self.leaves]
+            moved = lambda k: [np.asarray(x) * k for x in self.leaves]
             self.examples = list(map(moved, self.move))
             runs = (case.own.derive(self.t, self.w, xs)["f"] for xs in self.examples)
             if not any(isinstance(x, Exception) for x in runs):
@@ -81,7 +81,7 @@ class _Examples:
         columns = self.stacked(kept, _ALONG)
         for i in range(-len(self.t), 0) if "vjp" in self.case.offered else ():
             if i + len(self.t) not in kept:
-                columns[i] = columns[i].sum(0, dtype=columns[i].dtype)
+                columns[i] = columns[i].sum(0)
         return columns
 
 

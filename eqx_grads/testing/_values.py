@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._diagnosis.report import count
-from ._case import are_finite, Case
-from ._compare import aligned
+from ._case import Case
+from ._compare import aligned, are_finite
 from ._options import Options
 from ._oracle import At, jvp, Side, unless_error, vjp
 from ._outcome import outcome

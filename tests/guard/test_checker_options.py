@@ -139,6 +139,11 @@ FAULTS = {
         X, {}, ("wrong", "", "<lambda>")),
     "forward only": (lambda w: while_sum(w, jnp.sin), lambda w: while_sum(w, wrong_sin), X, {},
         ("wrong", "", "")),
+    "not finite": (lambda w: while_sum(w, jnp.sin), lambda w: while_sum(w, jnp.sqrt), Y, {},
+        ("not finite", "", "")),
+    "beside a NaN": (lambda m: jnp.sum(jnp.sin(m["a"])), lambda m: jnp.sum(wrong_sin(m["a"]) +
+        jnp.sqrt(m["b"])), {"a": X, "b": 0 * Y}, {"skip": "['b']"}, ("wrong", "['a']",
+        "<lambda>")),
     "reverse only": (in_place(jnp.sin), in_place(raw_sin), X, {}, ("wrong", "", "raw_sin")),
     "complex": (in_place(cube), in_place(vjp_rule(cube, lambda ws, ct: (3 * ws[0].conj() ** 2 *
         ct,))), Z, {}, ("wrong", "", "<lambda>")),
