@@ -237,12 +237,6 @@ AT_ZERO = jnp.zeros(3)
 keeps = lambda kept: lambda x: kept.append(x) or 2 * x
 
 
-def many_calls():
-    sine = eqg.host_function(np.sin, out=lambda x: x, max_rule_calls=2)
-    sine.def_bwd(lambda r, ct: (ct * np.cos(r[0]),))
-    return sine
-
-
 def square_of_two():
     square = jax.custom_batching.custom_vmap(lambda x: x**2)
     square.def_vmap(lambda size, is_batched, x: (x[:, :2] ** 2, True))
@@ -309,7 +303,6 @@ REPORTS = {
         "adjoint", "order", "leaks", "residuals", "deterministic")}),
     "reverse mode only": (lambda: raw_rule(lambda x: x, clip(0.5)), (A,), {"checks":
         ("forward", "linear", "order"), "nonlinear": True}),
-    "too many calls": (many_calls, (A,), {"checks": "forward"}),
     "many leaves": (lambda: jvp_rule(lambda *xs: sum(map(jnp.sin, xs)), lambda p, ts: sum(ts)),
         (1.5,) * 13, BOTH),
     "a batch of another shape": (square_of_two, (A,), {"checks": "transforms"}),
