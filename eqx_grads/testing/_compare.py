@@ -41,9 +41,8 @@ def tolerance_in_float64(rounded_to: Any, lowest: Any, least: float) -> float:
     - `lowest`: the lowest precision in the program. Numbers such as the 0.1 in `0.1 * x` are
         rounded to it, and the rule may have the number itself.
     """
-    tolerance = max(tolerance_of(np.zeros((), rounded_to or float)), least)
     eps = 0.0 if lowest is None else float(jnp.finfo(lowest).eps)
-    return tolerance + (eps if eps > tolerance else 0.0)
+    return max(tolerance_of(np.zeros((), rounded_to or float)), least, eps)
 
 
 def norm(x: Any) -> float:

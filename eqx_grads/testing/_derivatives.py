@@ -192,7 +192,7 @@ def _is_at_kink(case: Case, mode: _Mode) -> bool:
     n = sum(leaf.size for leaf in x)
     if n > _MOST_AT_KINK or side.rounded_to is not None or any(map(np.iscomplexobj, x)):
         return False
-    if case.options.nonlinear or not any(d.bends for *_, d in case.differences):
+    if not any(d.bends for *_, d in case.differences):
         return False
     flat, kinks = np.concatenate([leaf.ravel() for leaf in x]), 0
     ends = np.cumsum([leaf.size for leaf in x])[:-1]

@@ -76,7 +76,7 @@ def faults_in_own_precision(
         exact, of_user, cure = as_double(gradient[i]), as_double(own[i]), EXPLAIN_NAN
         size, is_finite = norm(exact), are_finite([exact])
         with np.errstate(invalid="ignore"):  # of a gradient of zero, relative to the loss
-            error = norm(of_user - exact) / (size or abs(float(value)) or 1e-300)
+            error = norm(of_user - exact) / (size or abs(float(value)) or 1.0)
         if not are_finite([exact, of_user]):
             dtype, at = (lowest, float(value)) if is_finite else ("float64", program.value())
             what = "NaN" if np.any(np.isnan(of_user)) else "infinite"

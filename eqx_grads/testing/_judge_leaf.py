@@ -78,7 +78,7 @@ class Judge:
             g = as_double(self.gradient[leaf]) * scale
             size = np.abs(np.where(np.isfinite(g), g, 0))
             sign = np.divide(np.conj(g), size, out=np.zeros_like(g), where=size > 0)
-            noise = noise + 2 * sign / np.sqrt(max(g.size, 1))
+            noise = noise + 2 * sign / np.sqrt(g.size)
         return np.asarray(scale * noise)
 
     def judge(self, leaf: int) -> LeafVerdict:

@@ -57,7 +57,7 @@ def _products(case: Case, v, w) -> tuple[float, float, float]:
     size = size_of_all([as_double(x) * as_double(y) for x, y in pairs])
     # Both may be zero but for rounding errors, as where `x - jnp.mean(x)` is zero.
     zero = case.admitted() * 1e-8 * math.prod(map(size_of_all, (v, w)))
-    return pairing(pushed, w), pairing(v, pulled), size + zero + 1e-300
+    return pairing(pushed, w), pairing(v, pulled), size + zero
 
 
 def linear(case: Case) -> Iterator[Finding]:
@@ -91,7 +91,7 @@ def _linear(case: Case, what: str, row: str, drawn, names) -> Iterator[Finding]:
             f"in the {what}: {where}", expected,
             case.derivative(row, mixed), names,
             max(case.admitted(), case.own.tolerance if m else 0.0),
-            cause=cause, scale=sizes if k else max(size_of_all(of_a), 1e-30),
+            cause=cause, scale=sizes if k else size_of_all(of_a),
         )  # fmt: skip
         yield finding
         if finding.verdict == FAILED:
@@ -304,7 +304,7 @@ def _by_differences(
         note="expected: differences of the gradient",
         scale=[10 * e / tolerance for e in slope.errors],
     )  # fmt: skip
-    is_right = other.verdict != FAILED and (is_refuted or not is_told)
+    is_right = other.verdict != FAILED and not is_told
     return other if finding.verdict != FAILED or is_right else finding
 
 
