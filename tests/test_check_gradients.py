@@ -125,6 +125,7 @@ def one_sided_kink(k, factor=1.0):
 
 
 in_half = lambda fn: lambda x: fn(x.astype("bfloat16")).astype(x.dtype)
+newton = lambda f, y: jax.lax.fori_loop(0, 9, lambda _, y: y - f(y) / (2 * y), y)
 largest = lambda x: jnp.max(x)
 all_of_maximum = with_rule(largest, lambda x: (largest(x), x == largest(x)), lambda is_max, ct:
     (jnp.where(is_max, ct, 0.0),))  # fmt: skip
@@ -156,6 +157,8 @@ VERDICTS = {
         "WRONG", "wrong"),
     "beside a branch": (lambda w: determinant(wrong_square(1.0)(w)), jnp.eye(3) + 0.5, "WRONG",
         "wrong"),
+    "a solver": (lambda w: jax.lax.custom_root(lambda y: y**2 - w, w, newton, lambda g, y: 2 * y
+        / g(jnp.ones_like(y))), jnp.array(3.0), "WRONG", "wrong"),
     "kinks hide nothing": (kinks_beside(2.2), KINKS, "WRONG", "wrong"),
     "rounds to zero": (confident, jnp.array([45.0, 0.0]), "not measured"),
     "does not": (lambda x: confident(0.9 * x + 0.1 * eqg.scale_gradient(x, 2.0)),

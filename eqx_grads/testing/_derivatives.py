@@ -64,7 +64,7 @@ class _Mode:
     """
 
     def __init__(self, case: Case, check: str):
-        self.check, self.case, self.is_forward = check, case, check == "forward"
+        self.case, self.is_forward = case, check == "forward"
         option = "tangents" if self.is_forward else "cotangents"
         self.row = "jvp" if self.is_forward else "vjp"
         self.expected = f"{self.row} expected"

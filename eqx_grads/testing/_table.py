@@ -103,7 +103,7 @@ def _linear(case: Case, what: str, row: str, drawn, names) -> Iterator[Finding]:
 
 def zeros(case: Case) -> Iterator[Finding]:
     """The dense derivative for every subset, and no equations for unperturbed leaves."""
-    f, t, w = case.wide.f, case.tangents[0], case.cotangents[0]
+    f, t, w = case.wide.f, case.at.t, case.at.w
     whole = case.derivative("vjp") if case.has_reverse else []
 
     def of_part(derive, kept, along):
@@ -124,9 +124,10 @@ def zeros(case: Case) -> Iterator[Finding]:
         row = lambda at, kept=kept: vjp(lambda *xs: pick(f(*xs), kept), at.x, pick(at.w, kept))
         want = case.derivative("vjp", only(w, kept))
         rows.append((f"{_label(kept, case.output_names)} used", row, want, case.names))
-    at = At(case.wide.subject.leaves, t, w)
     # By number: two subsets of many leaves have the same name.
-    found = case.wide.compute({f"part {i}": row for i, (_, row, *_) in enumerate(rows)}, at)
+    found = case.wide.compute(
+        {f"part {i}": row for i, (_, row, *_) in enumerate(rows)}, case.at
+    )
     cause = "right where all leaves are perturbed, and all outputs are used"
     for (place, _, want, names), got in zip(rows, found.values(), strict=True):
         yield compare(place, want, got, names, case.admitted(), cause=cause)
@@ -169,7 +170,7 @@ def _dead_work(case: Case) -> Iterator[Finding]:
         alone = lambda xs, t: jvp(restricted(f, xs, [i]), [xs[i]], [t])
         dense = lambda xs, t: jvp(f, xs, fill(zeros, [i], [t]))
         needed = lambda xs, t: jvp(ft.partial(dense, xs), [zeros[i]], [t])
-        return [_count(run, leaves, case.tangents[0][i]) for run in (alone, needed)]
+        return [_count(run, leaves, case.at.t[i]) for run in (alone, needed)]
 
     for i, name in enumerate(case.names[:_SAMPLED]):
         counts = outcome(counts_of, i)
@@ -218,7 +219,7 @@ def order(case: Case) -> Iterator[Finding]:
         return
     side = case.wide
     is_right, is_right_here_only = _first(case)
-    at = At(side.subject.leaves, case.tangents[0], _weights(case))
+    at = case.at._replace(w=_weights(case))
     for n in range(2, case.options.order + 1):
         rows: dict[str, Row] = {
             f"order {n}, {kind}": ft.partial(higher, kind, side.f, n)
@@ -268,14 +269,13 @@ def _cause(case: Case, second: Any) -> str:
     """Why a rule with the expected first derivative has another second one."""
     # The value that the rule returns has to have the derivative of the rule.
     of_value = lambda at: vjp(lambda *xs: jax.vjp(case.wide.f, *xs)[0], at.x, at.w)
-    at = At(case.wide.subject.leaves, w=case.cotangents[0])
     want = case.derivative("vjp")
-    have = outcome(case.wide.one, "value of the rule", of_value, at)
+    have = outcome(case.wide.one, "value of the rule", of_value, case.at)
     if isinstance(have, Exception) or relative_error(want, have) > case.admitted():
         return _BY_FORMULA
     if not are_finite(second):
         return ""  # `finite` says why
-    constant = [n for n, x in zip(case.names, want, strict=True) if x.size and not np.any(x)]
+    constant = [n for n, x in zip(case.names, want, strict=True) if not np.any(x)]
     return _NOT_HELD.format(", ".join(constant)) if constant else _HELD
 
 
@@ -310,7 +310,7 @@ def _by_differences(
 
 def _weights(case: Case) -> list[Any]:
     """The cotangents, so that both terms of the loss are about as large."""
-    products = zip(case.derivative("f"), case.cotangents[0], strict=True)
+    products = zip(case.derivative("f"), case.at.w, strict=True)
     return [w / (1 + np.max(np.abs(x * w), initial=0)) for x, w in products]
 
 

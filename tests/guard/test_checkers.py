@@ -777,6 +777,7 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     # An error of 3e-6 of the norm counts where zero is expected, and one of 3e-7 does not.
     "beside zeros": (ZEROS, ZEROS + ODD * np.linalg.norm(ZEROS), "2 of 12 entries", {}),
     "where negative": (W, np.where(W < 0, W**2, W), "negative", {"primal": W}),
+    "negative everywhere": (W, _with(2), "2 of 12 entries", {"primal": -np.abs(W)}),
     "also elsewhere": (W, np.where(W < 1, W**2, W), "7 of 12 entries", {"primal": W}),
     "missing": (W, 0 * W, "zero everywhere: the term of `x`", {}),
     "complex": (W, Z, "complex", {}), "no influence": (0 * W, W, "no influence", {}),
