@@ -74,11 +74,9 @@ def _linear(case: Case, what: str, row: str, drawn, names) -> Iterator[Finding]:
     a, b = drawn[:2]
     of_a, of_b = (case.derivative(row, d) for d in (a, b))
     affine = "affine: something is added that no tangent or cotangent multiplies"
-    big, small = 2.0**12, -(2.0**-12)
     for where, cause, k, m in (
         ("of zero", affine, 0, 0),
-        (f"of {big:g} times it", _NOT_LINEAR, big, 0),
-        (f"of {small:g} times it", _NOT_LINEAR, small, 0),
+        *((f"of {k:g} times it", _NOT_LINEAR, k, 0) for k in (2.0**12, -(2.0**-12))),
         ("of a sum", "the rule is not linear: of a sum it is not the sum", 2, -3),
     ):
         mixed = [k * x + m * y for x, y in zip(a, b, strict=True)]
