@@ -117,13 +117,15 @@ def kinks_beside(k):
     return lambda x: jnp.sum(jnp.abs(x[:3])) - jnp.sum(jnp.abs(x[1:4])) + jnp.sum(curve(x[4:]))
 
 
-def one_sided_kink(k):
+def one_sided_kink(k, factor=1.0):
     """Its slopes are -1 and -2."""
-    slope = lambda x: jnp.where(x < 0, -1.0, jnp.where(x > 0, -2.0, k))
+    slope = lambda x: jnp.where(x == 0, k, factor * jnp.where(x < 0, -1.0, -2.0))
     fn = with_slope(lambda x: jnp.where(x < 0, -x, -2 * x), slope)
     return lambda x: fn(x[0]) + jnp.sum(jnp.abs(x[1:]))
 
 
+in_half = lambda fn: lambda x: fn(x.astype("bfloat16")).astype(x.dtype)
+newton = lambda f, y: jax.lax.fori_loop(0, 9, lambda _, y: y - f(y) / (2 * y), y)
 largest = lambda x: jnp.max(x)
 all_of_maximum = with_rule(largest, lambda x: (largest(x), x == largest(x)), lambda is_max, ct:
     (jnp.where(is_max, ct, 0.0),))  # fmt: skip
@@ -150,6 +152,13 @@ VERDICTS = {
         "not measured"),
     "a slope outside": (one_sided_kink(-0.9), jnp.zeros(5), "WRONG", "wrong"),
     "a slope of zero": (one_sided_kink(0.0), jnp.zeros(1), "WRONG", "cut"),
+    "wrong beside a kink": (one_sided_kink(-1.4, 1.1), jnp.zeros(5), "WRONG", "wrong"),
+    "a rule in half": (lambda x: jnp.sum(with_slope(jnp.sin, in_half(jnp.cos))(x)), stable,
+        "WRONG", "wrong"),
+    "beside a branch": (lambda w: determinant(wrong_square(1.0)(w)), jnp.eye(3) + 0.5, "WRONG",
+        "wrong"),
+    "a solver": (lambda w: jax.lax.custom_root(lambda y: y**2 - w, w, newton, lambda g, y: 2 * y
+        / g(jnp.ones_like(y))), jnp.array(3.0), "WRONG", "wrong"),
     "kinks hide nothing": (kinks_beside(2.2), KINKS, "WRONG", "wrong"),
     "rounds to zero": (confident, jnp.array([45.0, 0.0]), "not measured"),
     "does not": (lambda x: confident(0.9 * x + 0.1 * eqg.scale_gradient(x, 2.0)),

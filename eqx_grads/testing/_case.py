@@ -12,7 +12,7 @@ import numpy as np
 from jax import monitoring
 
 from .._rules.custom_vjp import ReverseRules
-from ._compare import as_double, norm, relative_error, scale_of
+from ._compare import as_double, relative_error, scale_of
 from ._differences import Difference, directional
 from ._options import as_names, Options
 from ._oracle import At, in_float64, Side, unless_error
@@ -62,7 +62,7 @@ class Case:
     def eager(self, mode: str, number: int = 0) -> "Call":
         """The eager call with this number: calls with two numbers are two calls."""
         if (mode, number) not in self._calls:
-            drawn = self.tangents[0] if mode == "jvp" else self.cotangents[0]
+            drawn = self.at.t if mode == "jvp" else self.at.w
             direction = list(map(jax.device_put, drawn))  # compiles nothing
             self._calls[mode, number] = outcome(eager_call, self.subject, mode, direction)
         return unless_error(self._calls[mode, number])
@@ -79,13 +79,12 @@ class Case:
 
     @ft.cached_property
     def wide(self) -> Side:
-        at = At(self.subject.leaves, self.tangents[0], self.cotangents[0])
-        return in_float64(self.own, self.options, at)
+        return in_float64(self.own, self.options, self.at)
 
     @ft.cached_property
     def own_derivatives(self) -> dict[str, Any]:
         """All rows in the user's precision, along the first directions."""
-        return self.own.derive(self.tangents[0], self.cotangents[0])
+        return self.own.derive(self.at)
 
     @ft.cached_property
     def why_no_forward(self) -> str:
@@ -137,14 +136,19 @@ class Case:
         rng = self.draw("cotangents")
         return [normal_like(rng, self.outputs) for _ in range(4)]
 
+    @property
+    def at(self) -> At:
+        """The leaves, and the first directions."""
+        return At(self.x, self.tangents[0], self.cotangents[0])
+
     def derivative(
         self, row: str, direction: Any = None, x: Any = None, side: Side | None = None
     ) -> Any:
         """The values of a row along a direction, in float64. It raises the row's exception."""
-        t, w = self.tangents[0], self.cotangents[0]
+        at = self.at if x is None else self.at._replace(x=x)
         if direction is not None:
-            t, w = (direction, w) if row.startswith("jvp") else (t, direction)
-        return unless_error((side or self.wide).derive(t, w, self.x if x is None else x)[row])
+            at = at._replace(**{"t" if row.startswith("jvp") else "w": direction})
+        return unless_error((side or self.wide).derive(at)[row])
 
     @ft.cached_property
     def scaled(self) -> list[Any]:
@@ -211,10 +215,6 @@ class Case:
                 middle = [(a + b) / 2 for a, b in zip(before, after, strict=True)]
                 errors.append(relative_error(here, middle))
         return max(e for e in errors if np.isfinite(e))
-
-
-def are_finite(arrays: Sequence[Any]) -> bool:
-    return all(np.isfinite(norm(x)) for x in arrays)
 
 
 # ---------------------------------------------------------------- eager calls

@@ -153,8 +153,8 @@ def check_rule(
     check_flags("check_rule", raises=raises)
     names = _chosen(checks, skip)
     options = Options(
-        reference, nonlinear, nondifferentiable, tangents, cotangents,
-        order if "order" in names else 1, at, max_residual_bytes, tolerance,
+        reference, nonlinear, nondifferentiable, tangents, cotangents, order, at,
+        max_residual_bytes, tolerance,
     )  # fmt: skip
     seeds = as_seeds("check_rule", seed)
     case = Case(fn, args, kwargs, options, seeds[0])

@@ -19,8 +19,8 @@ from jax.extend.core import ClosedJaxpr
 from .._errors import first_line, rule_error, unlike
 from .._jaxprs.operands import fill
 from .._jaxprs.structure import holds
-from ._case import are_finite, Case
-from ._compare import as_double, difference, norm, pairing, SMALL_IN_FLOAT64
+from ._case import Case
+from ._compare import are_finite, as_double, difference, norm, pairing, SMALL_IN_FLOAT64
 from ._differences import Samples
 from ._mistakes import Mistake
 from ._oracle import At
@@ -64,7 +64,7 @@ class _Mode:
     """
 
     def __init__(self, case: Case, check: str):
-        self.check, self.case, self.is_forward = check, case, check == "forward"
+        self.case, self.is_forward = case, check == "forward"
         option = "tangents" if self.is_forward else "cotangents"
         self.row = "jvp" if self.is_forward else "vjp"
         self.expected = f"{self.row} expected"
@@ -99,7 +99,7 @@ class _Mode:
     def compare(self, factor: float = 1) -> Finding:
         """With what is expected. `factor`: multiplies the directions."""
         case = self.case
-        directions = [[(x * factor).astype(x.dtype) for x in d] for _, d in self.directions]
+        directions = [[x * factor for x in d] for _, d in self.directions]
         ends = itertools.product([name for name, _ in self.directions], self.to)
         names = self.labels(ends if self.is_forward else ((b, a) for a, b in ends))
         want, got = (self.along(directions, row) for row in (self.expected, self.row))
@@ -192,7 +192,7 @@ def _is_at_kink(case: Case, mode: _Mode) -> bool:
     n = sum(leaf.size for leaf in x)
     if n > _MOST_AT_KINK or side.rounded_to is not None or any(map(np.iscomplexobj, x)):
         return False
-    if case.options.nonlinear or not any(d.bends for *_, d in case.differences):
+    if not any(d.bends for *_, d in case.differences):
         return False
     flat, kinks = np.concatenate([leaf.ravel() for leaf in x]), 0
     ends = np.cumsum([leaf.size for leaf in x])[:-1]
@@ -260,7 +260,7 @@ def _against_differences(
                 have[i] = want[i]
     is_rounded = any(d.is_rounded for d in known)
     of = f"of values in {case.wide.rounded_to or 'float32'}" if is_rounded else "in float64"
-    is_missing = any(not np.any(h) and np.any(w) for w, h in zip(want, have, strict=True))
+    is_missing = any(w and not h for w, h in zip(want, have, strict=True))
     cause = _OF_A_STOP if is_zero and not is_missing else None
     note = f"expected: finite differences {of}"
     return compare("", want, have, names, tolerance, note=note, scale=scale,

@@ -257,7 +257,7 @@ def directional(
         raise ValueError(f"the function raises nearby: {raised(errors[-1])[0]}")
     found = [np.broadcast_to(s.value, x.shape) for s, x in zip(slopes, known[0.0], strict=True)]
     error = size_of_all(s.error for s in slopes)
-    least = max(_TRUSTED * size_of_all(found), _ZERO * size_of_all(known[0.0]), 1e-300)
+    least = max(_TRUSTED * size_of_all(found), _ZERO * size_of_all(known[0.0]))
     why = "the function is not smooth here, or too rough for differences"
     if len(finite) < 2:
         why = "the function is not finite at arguments close by"

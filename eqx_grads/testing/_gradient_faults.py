@@ -24,7 +24,7 @@ from .._jaxprs.operands import restricted
 from .._jaxprs.structure import Cond, equations, primal_program, ShardMap, structure
 from .._jaxprs.versions import function_name
 from .._tangent_spaces import is_differentiable
-from ._compare import as_double, norm, tolerance_of
+from ._compare import are_finite, as_double, norm, tolerance_of
 from ._gradient_report import GradientFault, LeafVerdict
 from ._judge_leaf import Judge
 from ._loss_program import LossProgram
@@ -44,7 +44,7 @@ def fault_of_value(loss: Any, program: LossProgram) -> GradientFault | None:
     """The fault of a loss that has no differences, as it is not finite, or returns another
     value each time."""
     values = [program.value() for _ in range(3)]
-    if not np.all(np.isfinite(values)):
+    if not are_finite(values):
         detail = f"The loss itself is {values[0]}."
         return GradientFault(kind="not finite", detail=detail, cure=EXPLAIN_NAN)
     if max(values) - min(values) <= 1e-6 * max(map(abs, values)):
@@ -74,10 +74,10 @@ def faults_in_own_precision(
     faults, lost = {}, []
     for i in sorted(kept):
         exact, of_user, cure = as_double(gradient[i]), as_double(own[i]), EXPLAIN_NAN
-        size, is_finite = norm(exact), bool(np.all(np.isfinite(exact)))
+        size, is_finite = norm(exact), are_finite([exact])
         with np.errstate(invalid="ignore"):  # of a gradient of zero, relative to the loss
-            error = norm(of_user - exact) / (size or abs(float(value)) or 1e-300)
-        if not (is_finite and np.all(np.isfinite(of_user))):
+            error = norm(of_user - exact) / (size or abs(float(value)) or 1.0)
+        if not are_finite([exact, of_user]):
             dtype, at = (lowest, float(value)) if is_finite else ("float64", program.value())
             what = "NaN" if np.any(np.isnan(of_user)) else "infinite"
             shown = "finite" if np.isfinite(at) else at
@@ -87,7 +87,7 @@ def faults_in_own_precision(
             kind, text = "cut", f"In {lowest}, the gradient is zero; in float64, {size:.1g}."
             cure = "Multiply the loss by a large number, and divide the gradient by it. If an "
             cure += "operation counts many elements, compute in float32."
-        elif size and rounding(in_rules[i]) > rounding(lowest) and error > rounding(lowest):
+        elif rounding(in_rules[i]) > rounding(lowest) and error > rounding(lowest):
             kind, cure = "wrong", "Try `eqgt.check_rule`."
             text = f"A rule rounds to {in_rules[i]}, the loss to {lowest}: off by {error:.1g}."
         else:
@@ -112,15 +112,14 @@ def faults_of_leaves(
     kinds = {i: _kind(leaves[i]) for i in wrong}
     # Where reverse mode is right, the fault is in a forward rule.
     is_forward = lambda i: leaves[i].reverse is None or kinds[i] == "modes disagree"
-    reverse = [i for i in kinds if not is_forward(i) and kinds[i] != "not finite"]
+    reverse = [i for i in kinds if not is_forward(i)]
     rules = RuleRemoval(with_steps()) if reverse else None
     wrong_with = lambda gradient: {i for i in reverse if judge.is_wrong(i, gradient)}
     by_leaf, right = rules.culprits(wrong_with) if rules else ({}, None)
     faults = {}
     for i, kind in kinds.items():
         leaf, reasons, details, tie = leaves[i], by_leaf.get(i, []), [], ""
-        may_tie = kind in ("wrong", "cut") and i in reverse and not reasons
-        if may_tie and judge.is_right_nearby(i):
+        if kind in ("wrong", "cut") and not reasons and judge.is_right_nearby(i):
             tie = _tie(judge.program)
             details.append(f"right at points nearby, and not at this one{tie}")
         if right is not None and i in reverse:
@@ -179,17 +178,15 @@ def _layer_of(path: str) -> str:
 
 
 def _kind(leaf: LeafVerdict) -> str:
-    have = leaf.forward if leaf.reverse is None else leaf.reverse
-    if have is None or leaf.differences is None or not np.isfinite(have):
+    have: Any = leaf.forward if leaf.reverse is None else leaf.reverse
+    slope: Any = leaf.differences
+    if not np.isfinite(have):
         return "not finite"
-    if leaf.reverse is not None and leaf.forward is not None:
-        gap = abs(leaf.forward - leaf.differences)
-        if not abs(leaf.reverse - leaf.differences) > 0.01 * gap:
-            return "modes disagree"
+    if leaf.forward is not None and abs(have - slope) < 0.01 * abs(leaf.forward - slope):
+        return "modes disagree"
     if have == 0:
         return "cut"
-    is_zero = abs(leaf.differences) <= 10 * leaf.error or leaf.differences == 0
-    return "not a derivative" if is_zero else "wrong"
+    return "not a derivative" if abs(slope) <= 10 * leaf.error else "wrong"
 
 
 def _detail(judge: Judge, i: int, right: Sequence[Any]) -> str:

@@ -122,11 +122,10 @@ class GradientReport(AbstractReport):
         return [Table(columns, list(map(self._row, self.found)))]
 
     def _row(self, fault: GradientFault) -> tuple[str, ...]:
-        leaf = self[fault.leaf] if fault.leaf else None
-        if leaf is None or leaf.differences is None:
-            return (*cells(fault), "", "")
+        leaf = self[fault.leaf] if fault.leaf else LeafVerdict("")
         have = leaf.forward if leaf.reverse is None else leaf.reverse
-        return (*cells(fault), f"{have:.3g}", f"{leaf.differences:.3g}")
+        numbers = ("" if x is None else f"{x:.3g}" for x in (have, leaf.differences))
+        return (*cells(fault), *numbers)
 
     def notes(self):
         leaves: dict[str, list[str]] = {}  # by what is said of them

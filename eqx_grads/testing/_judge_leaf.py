@@ -78,7 +78,7 @@ class Judge:
             g = as_double(self.gradient[leaf]) * scale
             size = np.abs(np.where(np.isfinite(g), g, 0))
             sign = np.divide(np.conj(g), size, out=np.zeros_like(g), where=size > 0)
-            noise = noise + 2 * sign / np.sqrt(max(g.size, 1))
+            noise = noise + 2 * sign / np.sqrt(g.size)
         return np.asarray(scale * noise)
 
     def judge(self, leaf: int) -> LeafVerdict:
@@ -106,7 +106,7 @@ class Judge:
     def _judge(self, leaf: int, t: np.ndarray, is_held: bool) -> _Found:
         found = self._compare(leaf, t, is_held)
         verdict = found.verdict
-        if verdict.verdict == WRONG and np.all(np.isfinite(found.derivatives)):
+        if verdict.verdict == WRONG:
             verdict = self._unless_kink(leaf, t, found, is_held)
         if verdict.verdict == WRONG and not found.samples.is_settled(found.slope):
             verdict = dataclasses.replace(verdict, verdict=UNMEASURED)
@@ -131,12 +131,17 @@ class Judge:
         if gradient is not None:
             reverse = along(gradient, tangents)
             size = norm(as_double(gradient[leaf]) * self.scales[leaf])
+            # It multiplies the zero tangents of the other leaves, too. If it is NaN, that says
+            # nothing about this leaf.
+            forward = None if np.isnan(forward or 0.0) else forward
         floor = _FLOOR * abs(samples(0.0)) + self._tiny
         admits = lambda s: self.tolerance * max(size, abs(s.value)) + _SAFETY * s.error
+        derivatives = [d for d in (reverse, forward) if d is not None]
+        gap_to = lambda s: max(abs(d - s.value) for d in derivatives)
         slope = samples.slope(size)
-        if _gap(reverse, forward, slope) > admits(slope) + floor:
+        if gap_to(slope) > admits(slope) + floor:
             slope = samples.confirmed(slope)
-        gap, admitted = _gap(reverse, forward, slope), admits(slope)
+        gap, admitted = gap_to(slope), admits(slope)
         if not np.isfinite(gap):
             is_known, known = np.isfinite(slope.error), WRONG
         elif gap > admitted + floor:
@@ -227,11 +232,3 @@ class Judge:
         ]
         gradient = None if self.gradient is None else self.program.gradient_at(moved)
         return self._compare(leaf, t, is_held, (moved, gradient))
-
-
-def _gap(reverse: float | None, forward: float | None, slope: Slope) -> float:
-    """By how much the derivatives differ from the differences. Forward mode multiplies the zero
-    tangents of the other leaves, too: where it is NaN and reverse mode is not, it says nothing
-    about this leaf."""
-    gaps = [abs(d - slope.value) for d in (reverse, forward) if d is not None]
-    return max(gaps) if np.all(np.isfinite(gaps)) else gaps[0]

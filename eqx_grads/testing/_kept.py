@@ -19,7 +19,7 @@ from .._diagnosis._memory.residuals import bytes_of
 from .._jaxprs.structure import equations
 from .._rules.custom_vjp import custom_vjp
 from ._case import Case
-from ._oracle import At, rows_of
+from ._oracle import rows_of
 from ._outcome import outcome
 from ._report import broke, failed, Finding, passed, skipped
 
@@ -60,7 +60,7 @@ def _leak(case: Case, fn: Callable[..., Any], mode: str) -> Exception | None:
     def step(xs, _):
         # A new function each time: JAX must not find the trace of an earlier one.
         run = jax.jit(lambda *xs: list(fn(*xs)))
-        return xs, rows_of(run)[mode](At(xs, case.tangents[0], case.cotangents[0]))
+        return xs, rows_of(run)[mode](case.at._replace(x=xs))
 
     def checked():
         with jax.checking_leaks():
@@ -84,8 +84,7 @@ def _is_leak(error: Exception | None) -> bool:
 def _compilations(case: Case) -> Finding:
     """The third eager call compiles nothing."""
     where = "compilation in repeated calls"
-    at = At(case.x, case.tangents[0], case.cotangents[0])
-    program = case.own.trace("vjp", case.own.rows["vjp"], at)
+    program = case.own.trace("vjp", case.own.rows["vjp"], case.at)
     found = equations(program) if isinstance(program, ClosedJaxpr) else ()
     if any(new in e.primitive.name for e in found for new in _COMPILED_ANEW):
         return skipped("JAX compiles loops and callbacks in each eager call")

@@ -123,7 +123,7 @@ def _of_entries(want, have, name, primal) -> str:
         return ""
     if primal is not None and primal.shape == wrong.shape and not np.iscomplexobj(primal):
         for sign, mask in (("negative", primal < 0), ("positive", primal > 0)):
-            if wrong.sum() > 1 and np.all(mask[wrong]) and np.sum(~mask) > 1:
+            if wrong.sum() > 1 and np.all(mask[wrong]) and not np.all(mask):
                 return f"wrong only where {name} is {sign}"
     return f"{wrong.sum()} of {wrong.size} entries are wrong: {_indices(wrong)}"
 

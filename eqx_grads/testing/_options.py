@@ -11,9 +11,8 @@ from .._rules.float_args import as_count, as_number
 
 def as_seeds(name: str, seed: Any) -> list[int]:
     """One seed or several, as a list."""
-    is_one = isinstance(seed, str | bytes) or not isinstance(seed, Iterable)
-    seeds = [seed] if is_one or getattr(seed, "ndim", 1) == 0 else list(seed)
-    return [as_seed(name, s) for s in seeds or [None]]
+    is_one = not isinstance(seed, Iterable) or getattr(seed, "ndim", 1) == 0
+    return [as_seed(name, s) for s in ([seed] if is_one else list(seed) or [None])]
 
 
 def as_seed(name: str, seed: Any) -> int:

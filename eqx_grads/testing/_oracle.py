@@ -175,9 +175,9 @@ class Side:
             "vjp expected": lambda at: vjp(self.expected, at.x, at.w),
         }
 
-    def derive(self, t: Sequence[Any], w: Sequence[Any], x: Sequence[Any] | None = None):
-        """All of `rows` at the leaves, or at `x`."""
-        return self.compute(self.rows, At(self.subject.leaves if x is None else x, t, w))
+    def derive(self, at: At) -> dict[str, Any]:
+        """All of `rows`."""
+        return self.compute(self.rows, at)
 
     # ------------------------------------------------------------ precision
 
@@ -210,10 +210,10 @@ class Side:
 
 
 def in_float64(own: Side, options: Options, at: At) -> Side:
-    """The same function in float64. `at`: directions."""
+    """The same function in float64. `at`: the leaves, and directions."""
     if own.lowest is None and own.program is not None:
         return own  # the user's precision is double
-    found = lambda side: side.derive(at.t, at.w).items()
+    found = lambda side: side.derive(at).items()
     working = lambda side: {name for name, x in found(side) if not isinstance(x, Exception)}
     works = working(own)
     exact = Side(own.subject, options, True)

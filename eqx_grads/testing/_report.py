@@ -172,7 +172,7 @@ class Report:
         status = PASSED if self.passed else FAILED
         compared = [f for f in self.findings if f.check in ("forward", "reverse")]
         is_unknown = any(f.facts.startswith(NO_REFERENCE) for f in compared)
-        if self.passed and is_unknown and all(f.verdict == SKIPPED for f in compared):
+        if self.passed and is_unknown and all(map(_is_skipped, compared)):
             status = f"{PASSED}, without a reference for the derivative"
         lines = [f"The rule of `{self.name}`: {status} (seed {self.numbers.get('seed')})"]
         for number, (first, *others) in enumerate(self._grouped(), start=1):
@@ -204,13 +204,16 @@ class Report:
     def _listed(self) -> list[str]:
         """What passed, what was skipped and why, and the bytes of the residuals."""
         failing = {failure.check for failure in self.failures}
-        done, lines = [], []
-        for check in dict.fromkeys(f.check for f in self.findings if f.check not in failing):
-            found = self[check]
-            if all(f.verdict == SKIPPED for f in found):
-                lines.append(f"{SKIPPED}: {check}, as {found[0].facts.splitlines()[0]}")
-            else:
-                done.append(check)
+        checks = dict.fromkeys(f.check for f in self.findings if f.check not in failing)
+        why = {c: self[c][0].facts for c in checks if all(map(_is_skipped, self[c]))}
+        done = ", ".join(check for check in checks if check not in why)
+        lines = [f"{PASSED}: {done}"] * bool(done)
+        lines += [
+            f"{SKIPPED}: {check}, as {text.splitlines()[0]}" for check, text in why.items()
+        ]
         kept = [f.where for f in self.findings if f.check == "residuals" and not f.raised]
-        lines = [f"{PASSED}: {', '.join(done)}"] * bool(done) + lines
-        return lines + [f"residuals: {where}" for where in filter(None, kept)][:1]
+        return lines + [f"residuals: {where}" for where in filter(None, kept)]
+
+
+def _is_skipped(finding: Finding) -> bool:
+    return finding.verdict == SKIPPED

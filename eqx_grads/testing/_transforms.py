@@ -40,15 +40,15 @@ class _Examples:
 
     def __init__(self, case: Case):
         self.case, self.f, self.leaves = case, case.own.f, case.subject.leaves
-        self.t, self.w = case.tangents[0], case.cotangents[0]
+        self.t, self.w = case.at.t, case.at.w
         for self.move in _MOVES:
-            moved = lambda k: [(np.asarray(x) * k).astype(x.dtype) for x in self.leaves]
+            moved = lambda k: [np.asarray(x) * k for x in self.leaves]
             self.examples = list(map(moved, self.move))
-            runs = (case.own.derive(self.t, self.w, xs)["f"] for xs in self.examples)
+            runs = (case.own.derive(case.at._replace(x=xs))["f"] for xs in self.examples)
             if not any(isinstance(x, Exception) for x in runs):
                 break
         many = [np.stack(column) for column in zip(*self.examples, strict=True)]
-        self.at = At(self.leaves, self.t, self.w, many)
+        self.at = case.at._replace(many=many)
 
     def derive(self, fn: Callable[..., Any], at: At) -> list[Any]:
         """Value, tangent and cotangents by plain `jax.jvp` and `jax.vjp`."""
@@ -73,7 +73,7 @@ class _Examples:
             x = fill(self.leaves, kept, [example[i] for i in kept])
             t = fill(self.t, kept, [times(self.t[i], scale) for i in kept])
             w = [times(v, scale) for v in self.w]
-            rows.append(self.offered(self.case.own.derive(t, w, x)))
+            rows.append(self.offered(self.case.own.derive(At(x, t, w))))
         return [np.stack(column) for column in zip(*rows, strict=True)]
 
     def of_batch(self, kept: Sequence[int]) -> list[Any]:
@@ -81,7 +81,7 @@ class _Examples:
         columns = self.stacked(kept, _ALONG)
         for i in range(-len(self.t), 0) if "vjp" in self.case.offered else ():
             if i + len(self.t) not in kept:
-                columns[i] = columns[i].sum(0, dtype=columns[i].dtype)
+                columns[i] = columns[i].sum(0)
         return columns
 
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._diagnosis.report import count
-from ._case import are_finite, Case
-from ._compare import aligned
+from ._case import Case
+from ._compare import aligned, are_finite
 from ._options import Options
-from ._oracle import At, jvp, Side, unless_error, vjp
+from ._oracle import jvp, Side, unless_error, vjp
 from ._outcome import outcome
 from ._report import broke, compare, failed, Finding, passed
 from ._subject import is_output
@@ -96,9 +96,8 @@ _SECOND = "second derivative"
 
 def _second_derivative(case: Case, side: Side) -> Any:
     kind = FORWARD_OVER_REVERSE if case.has_forward else REVERSE_OVER_REVERSE
-    at = At(case.subject.leaves, case.tangents[0], case.cotangents[0])
     name = f"order 2, {kind}"  # as in the check `order`, which traces the same program
-    return side.compute({name: ft.partial(higher, kind, side.f, 2)}, at)[name]
+    return side.compute({name: ft.partial(higher, kind, side.f, 2)}, case.at)[name]
 
 
 def _is_too_large(case: Case, arrays: Sequence[Any]) -> bool:
@@ -113,9 +112,9 @@ def _is_too_large(case: Case, arrays: Sequence[Any]) -> bool:
 
 def _under_debug_nans(case: Case) -> None:
     """A finite result may come from a program in which a NaN arises."""
-    derive, drawn = (vjp, case.cotangents) if case.has_reverse else (jvp, case.tangents)
+    derive, drawn = (vjp, case.at.w) if case.has_reverse else (jvp, case.at.t)
     with jax.debug_nans(True):
-        derive(case.own.f, case.subject.leaves, jax.device_put(drawn[0]))
+        derive(case.own.f, case.x, jax.device_put(drawn))
 
 
 # ---------------------------------------------------------------- deterministic

@@ -1,15 +1,14 @@
-"""Rules that are right until something happens: a transformation, an edge, a second call."""
+"""Rules that are right until something happens: a transformation, an edge."""
 
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from ..rules.arguments import sample
-from ..rules.ways import eqx_jvp, jax_jvp, jax_vjp
+from ..rules.ways import jax_jvp, jax_vjp
 from .registry import fault
 
 
@@ -40,23 +39,6 @@ def batching_rule_of_jax(bug):
     return jax_vjp(softmax, bwd, fwd), (sample(4),)
 
 
-@fault("transforms", "^(jit|scan)(?s:.)*raised")
-def residual_in_a_python_variable(bug):
-    """Right for one call after the other; under `scan` the variable holds a tracer."""
-    saved = {}
-
-    def fwd(x):
-        if not bug:
-            return jnp.sin(x), jnp.cos(x)
-        saved["cos"] = jnp.cos(x)
-        return jnp.sin(x), None
-
-    def bwd(cos, ct):
-        return ((saved["cos"] if bug else cos) * ct,)
-
-    return jax_vjp(jnp.sin, bwd, fwd), (sample(4),)
-
-
 # leaks
 
 
@@ -72,29 +54,6 @@ def remembered_from_the_last_trace(bug):
         return cos * t
 
     return jax_jvp(jnp.sin, tangent), (sample(4),)
-
-
-@fault("leaks", "compilation(?s:.)*in each call")
-def compiles_every_time(bug):
-    once = jax.jit(jnp.cos)
-
-    def tangent(x, t):
-        cos = jax.jit(lambda x: jnp.cos(x)) if bug else once
-        return cos(x) * t
-
-    return jax_jvp(jnp.sin, tangent), (sample(4),)
-
-
-# residuals
-
-
-@fault("residuals", "never read")
-def residual_never_read(bug):
-    def fwd(x):
-        sin, cos = jnp.sin(x), jnp.cos(x)
-        return sin, (cos, sin) if bug else (cos,)
-
-    return jax_vjp(jnp.sin, lambda saved, ct: (saved[0] * ct,), fwd), (sample(100),)
 
 
 # finite
@@ -171,15 +130,3 @@ def dead_term(bug):
     f.defjvp(rule, symbolic_zeros=True)
     options = {"nondifferentiable": ("y",), "at": [(sample(3), jnp.zeros(3))]}
     return f, (sample(3), sample(3, low=0.5)), options
-
-
-# deterministic
-
-
-@fault("deterministic", "differs: call 2")
-def noise_of_numpy(bug):
-    def tangent(x, t):
-        noise = np.random.default_rng().normal() if bug else 0.0
-        return (1 + 0.01 * float(noise)) * jnp.cos(x) * t
-
-    return eqx_jvp(jnp.sin, tangent), (sample(4),)

@@ -17,11 +17,6 @@ from .registry import fault
 
 
 @fault("forward", "every entry is twice")
-def twice(bug):
-    return jax_jvp(jnp.sin, lambda x, t: (2 if bug else 1) * jnp.cos(x) * t), (sample(5),)
-
-
-@fault("forward", "every entry is twice")
 def twice_inside_another_function(bug):
     """The function without the rule can't be had: finite differences must tell."""
     sin = jax_jvp(jnp.sin, lambda x, t: (2 if bug else 1) * jnp.cos(x) * t)
@@ -76,9 +71,6 @@ def second_output(bug):
     return jax_jvp(sin_and_cos, tangent), (sample(4),)
 
 
-# Wrong in a region only
-
-
 # Arguments that are not arrays of floats
 
 
@@ -93,9 +85,6 @@ def configuration_ignored(bug):
     relu = lambda x, *, leak: jnp.where(x > 0, x, leak * x)
     slope = lambda out, x, *, leak: jnp.where(x > 0, 1.0, 0.01 if bug else leak).astype(x.dtype)
     return eqg.elementwise(relu, slope), (sample(6),), {"leak": 0.3}
-
-
-# Rules that are wrong on purpose, and then wrong
 
 
 # Precision and errors

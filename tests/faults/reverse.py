@@ -35,9 +35,6 @@ def dropout_of_another_key(bug):
     return eqg_vjp(dropout, cotangents), (sample(8), jr.key(0))
 
 
-# Transposes and conjugates
-
-
 # The wrong argument, leaf, axis or place
 
 

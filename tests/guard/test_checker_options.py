@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ..reports import record
 from .test_checkers import jvp_rule, vjp_rule, x_of
 
 
@@ -139,6 +140,11 @@ FAULTS = {
         X, {}, ("wrong", "", "<lambda>")),
     "forward only": (lambda w: while_sum(w, jnp.sin), lambda w: while_sum(w, wrong_sin), X, {},
         ("wrong", "", "")),
+    "not finite": (lambda w: while_sum(w, jnp.sin), lambda w: while_sum(w, jnp.sqrt), Y, {},
+        ("not finite", "", "")),
+    "beside a NaN": (lambda m: jnp.sum(jnp.sin(m["a"])), lambda m: jnp.sum(wrong_sin(m["a"]) +
+        jnp.sqrt(m["b"])), {"a": X, "b": 0 * Y}, {"skip": "['b']"}, ("wrong", "['a']",
+        "<lambda>")),
     "reverse only": (in_place(jnp.sin), in_place(raw_sin), X, {}, ("wrong", "", "raw_sin")),
     "complex": (in_place(cube), in_place(vjp_rule(cube, lambda ws, ct: (3 * ws[0].conj() ** 2 *
         ct,))), Z, {}, ("wrong", "", "<lambda>")),
@@ -161,3 +167,15 @@ def test_faults_of_gradients(name):
     assert fault.kind == kind
     assert leaf in fault.leaf
     assert function in fault.primitive
+
+
+def test_a_report_of_many_leaves():
+    """Each verdict has a list, and the details are of the first six kinds."""
+    verdicts = ["WRONG"] * 8 + ["zero"] * 9 + ["flat", "kink", "stopped", "not measured"]
+    leaves = [
+        eqgt.LeafVerdict(f"w[{i}]", v, 1.5, i, 0.7, left=-i, right=i)
+        for i, v in enumerate(verdicts)
+    ]
+    fault = lambda leaf: eqgt.GradientFault(kind="wrong", leaf=leaf, detail=f"It is {leaf}")
+    faults = [fault(leaf.leaf) for leaf in leaves[:8]]
+    record(str(eqgt.GradientReport("loss", leaves, faults, {"seed": 3})))

@@ -530,9 +530,9 @@ def value_in_forward_mode(k):
 
 @row("primal", "gelu", "relu", "gelu")
 def static_leaf(name):
-    f = eqg.custom_vjp(lambda x: (x**3, "relu"))
-    f.def_fwd(lambda x: ((x**3, name), x))
-    f.def_bwd(lambda x, ct: (3 * x**2 * ct[0],))
+    f = eqx.filter_custom_vjp(lambda x: (x**3, "relu"))
+    f.def_fwd(lambda perturbed, x: ((x**3, name), x))
+    f.def_bwd(lambda residuals, ct, perturbed, x: 3 * x**2 * ct[0])
     return f, (x_of("float32"),)
 
 
@@ -777,9 +777,11 @@ CAUSES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     # An error of 3e-6 of the norm counts where zero is expected, and one of 3e-7 does not.
     "beside zeros": (ZEROS, ZEROS + ODD * np.linalg.norm(ZEROS), "2 of 12 entries", {}),
     "where negative": (W, np.where(W < 0, W**2, W), "negative", {"primal": W}),
+    "negative everywhere": (W, _with(2), "2 of 12 entries", {"primal": -np.abs(W)}),
     "also elsewhere": (W, np.where(W < 1, W**2, W), "7 of 12 entries", {"primal": W}),
     "missing": (W, 0 * W, "zero everywhere: the term of `x`", {}),
-    "no influence": (0 * W, W, "no influence", {}), "shape": (W, W.T, "shape is (3, 4)", {}),
+    "complex": (W, Z, "complex", {}), "no influence": (0 * W, W, "no influence", {}),
+    "shape": (W, W.T, "shape is (3, 4)", {}),
     "NaN": (W, np.where(W == 5, np.nan, W), "[2, 1]", {}),
     "NaN expected": (np.where(W == 5, np.nan, W), W, "finite where", {}),
     "the primal": (W, W * (W > 0), "value of `x`", {"primal": W * (W > 0), "is_random": True}),

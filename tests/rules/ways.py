@@ -9,23 +9,23 @@ import eqx_grads as eqg
 import jax
 
 
-def _forward(decorated, define, fn, tangent, value):
-    rule = lambda primals, tangents: ((value or fn)(*primals), tangent(*primals, *tangents))
+def _forward(decorated, define, fn, tangent):
+    rule = lambda primals, tangents: (fn(*primals), tangent(*primals, *tangents))
     define(decorated)(rule)
     return decorated
 
 
-def jax_jvp(fn, tangent, value=None):
-    return _forward(jax.custom_jvp(fn), lambda f: f.defjvp, fn, tangent, value)
+def jax_jvp(fn, tangent):
+    return _forward(jax.custom_jvp(fn), lambda f: f.defjvp, fn, tangent)
 
 
-def eqx_jvp(fn, tangent, value=None):
+def eqx_jvp(fn, tangent):
     """Here a tangent may be `None`."""
-    return _forward(eqx.filter_custom_jvp(fn), lambda f: f.def_jvp, fn, tangent, value)
+    return _forward(eqx.filter_custom_jvp(fn), lambda f: f.def_jvp, fn, tangent)
 
 
-def eqg_jvp(fn, tangent, value=None):
-    return _forward(eqg.custom_jvp(fn), lambda f: f.def_jvp, fn, tangent, value)
+def eqg_jvp(fn, tangent):
+    return _forward(eqg.custom_jvp(fn), lambda f: f.def_jvp, fn, tangent)
 
 
 def jax_vjp(fn, cotangents, fwd=None):
@@ -35,14 +35,6 @@ def jax_vjp(fn, cotangents, fwd=None):
         f.defvjp(lambda *args: (fn(*args), args), lambda args, ct: cotangents(*args, ct))
     else:
         f.defvjp(fwd, cotangents)
-    return f
-
-
-def eqx_vjp(fn, cotangent, fwd=None):
-    """Of one argument, which may be a tree: `cotangent(arg, ct)`."""
-    f = eqx.filter_custom_vjp(fn)
-    f.def_fwd(lambda perturbed, arg: ((fwd or fn)(arg), None))
-    f.def_bwd(lambda residuals, ct, perturbed, arg: cotangent(arg, ct))
     return f
 
 
