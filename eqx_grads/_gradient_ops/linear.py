@@ -19,7 +19,7 @@ from .._errors import rule_error, show_path, show_tree, type_of
 from .._jaxprs.varying import varying_axes
 from .._rules.float_args import check_parameter, is_known
 from .._rules.identity_op import backward_op, tangent_op
-from .._tangent_spaces import dtype_of_array, is_differentiable, is_none
+from .._tangent_spaces import dtype_of_array, is_differentiable, is_none, promote
 from .._trees import prefix_leaves
 from ..tangents import neg, scale, where
 from .argument_checks import check_broadcasts, check_broadcasts_to_leaf
@@ -192,8 +192,7 @@ def reversal_schedule(
             "number of steps.",
         )
     values = list(map(jnp.asarray, given.values()))
-    with jax.numpy_dtype_promotion("standard"):
-        dtype = jnp.result_type(float, *values)
+    dtype = promote([float, *values])
     progress, low, high, gamma = (v.astype(dtype) for v in values)
     # This is 2 / (1 + exp(-z)) - 1, without its cancellation near zero.
     return low + (high - low) * jnp.tanh(gamma * progress / 2)
