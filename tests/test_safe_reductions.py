@@ -138,7 +138,7 @@ def test_std_is_right_at_all_magnitudes():
 ORDERS = [-INF, -3, -0.5, 0, 0.3, 1, 1.5, 3, INF]
 
 
-@pytest.mark.parametrize("ord", quick_only(ORDERS, (-3, 0, 0.3, INF), pytest.mark.thorough))
+@pytest.mark.parametrize("ord", quick_only(ORDERS, (-INF, 0, 0.3, 3), pytest.mark.thorough))
 def test_norms_of_any_order(ord):
     """The values of NumPy, also at zero and at infinity; the derivatives of the formula."""
     rng = np.random.default_rng(0)
@@ -150,26 +150,42 @@ def test_norms_of_any_order(ord):
             return jnp.linalg.norm(x, ord)
         return jnp.sum(jnp.abs(x) ** ord) ** (1 / ord)
 
+    rows = special, complex_rows, 1e200 * complex_rows, 1e-200 * complex_rows
+    fn = lambda x: safe.norm(x, ord)
+
+    @jax.jit
+    def run(rows, x):
+        slopes = *(jax.grad(fn)(scale * x) for scale in (1e-200, 1e200)), jax.jacfwd(fn)(x)
+        at_corners = jax.hessian(fn)(rows[0][1]), jax.hessian(fn)(rows[0][0])[0, 0]
+        values = [safe.norm(x, ord, axis=1) for x in rows]
+        of_plain = jax.grad(plain)(x), jax.hessian(plain)(x)
+        return (
+            values,
+            slopes,
+            jax.hessian(fn)(x),
+            jax.vmap(jax.grad(fn))(rows[0]),
+            at_corners,
+            of_plain,
+        )
+
     with jax.enable_x64(), np.errstate(divide="ignore"):
-        for x in (special, complex_rows, 1e200 * complex_rows, 1e-200 * complex_rows):
+        values, slopes, curvature, of_special, (at_zero, beside), (first, second) = run(
+            rows, rng.normal(size=3)
+        )
+        for x, value in zip(rows, values, strict=True):
             size = np.max(np.abs(x)) if np.isfinite(x).all() else 1
             truth = np.linalg.norm(x / size, ord, axis=1) * (size if ord else 1)
-            np.testing.assert_allclose(safe.norm(x, ord, axis=1), truth, rtol=1e-12)
-        x, fn = jnp.asarray(rng.normal(size=3)), lambda x: safe.norm(x, ord)
-        first, second = jax.grad(plain)(x), jax.hessian(plain)(x)
-        for scale in (1e-200, 1e200):
-            np.testing.assert_allclose(jax.grad(fn)(scale * x), first, rtol=1e-10, atol=1e-12)
-        np.testing.assert_allclose(jax.jacfwd(fn)(x), first, rtol=1e-10, atol=1e-12)
-        np.testing.assert_allclose(jax.hessian(fn)(x), second, rtol=1e-8, atol=1e-10)
+            np.testing.assert_allclose(value, truth, rtol=1e-12)
+        for slope in slopes:
+            np.testing.assert_allclose(slope, first, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(curvature, second, rtol=1e-8, atol=1e-10)
         # By convention; where there is no second derivative, it is NaN.
-        gradients = jax.vmap(jax.grad(fn))(jnp.asarray(special))
-        assert jnp.isfinite(gradients).all()
-        assert (gradients[1] == 0).all()
-        assert gradients[0, 0] == 0
+        assert jnp.isfinite(of_special).all()
+        assert (of_special[1] == 0).all()
+        assert of_special[0, 0] == 0
         if ord:
-            assert jnp.isnan(jax.hessian(fn)(jnp.zeros(3))).all()
-            at_zero = jax.hessian(fn)(jnp.asarray(special[0]))[0, 0]
-            assert at_zero == 0 if 2 < ord < INF else jnp.isnan(at_zero)
+            assert jnp.isnan(at_zero).all()
+            assert beside == 0 if 2 < ord < INF else jnp.isnan(beside)
 
 
 # ---------------------------------------------------------------- corners

@@ -64,6 +64,11 @@ def test_trees(f, getkey):
     assert jax.grad(f)(0.3) == jax.grad(f)(np.float32(0.3)) == 1.0
 
 
+def test_a_learned_step_has_no_second_derivative():
+    """Nor where the number is at an end of the range."""
+    assert jax.hessian(lambda step: ste.lsq(0.5, step, bits=2))(0.5) == 0
+
+
 # Recorded in double precision from the code of the paper's authors (arXiv 2309.15505, appendix
 # A.1; the Colab `fsq/fsq.ipynb` of google-research/google-research). The first row of the first
 # example is that of the Colab. Some inputs are close to a border between two levels.

@@ -272,7 +272,7 @@ def statistics_plain(ct):
 NOT_FINITE = {"a": A([3.0, NAN, -4.0, INF]), "b": A([-INF])}
 AT_NOT_FINITE = [A([2.4, 0, -7.2, 0]), np.zeros(1)]
 entry("probe: statistics", statistics, TREE, plain=statistics_plain, orders=FIRST,
-    transforms=False,
+    transforms=False, costs=False,
     nasty=[Nasty(NOT_FINITE, value=[10, 8, 6, 2, 5, 4, 5, 4], cts=AT_NOT_FINITE)])
 for _name, _op in (
     ("tap_gradient", lambda x: eqg.tap_gradient(x, lambda *_: None, 3)),

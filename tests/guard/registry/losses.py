@@ -127,7 +127,7 @@ for _name, _labels, _total in (
 
     entry(f"{CE}: {_name}", lambda x, w, b, y=_labels: loss_of(
             x, w, y, bias=b, class_weight=OF_CLASS, soft_cap=1.5, return_z_loss=True, **OPTIONS
-        ), *TOKENS, plain=_all_terms, orders=SHORT)
+        ), *TOKENS, plain=_all_terms, orders=SHORT, costs=False)
 SHARDED = A([0, 5, -100, 3, 2, 4, 1])
 
 

@@ -210,7 +210,9 @@ entry("safe.where", lambda x, scale, other: safe.where(
         x > 1, jnp.arccosh(scale * jnp.where(x > 1, x, 2.0)) * 0.3 * x, other
     ))
 entry("safe.where: garbage",
-    lambda x: safe.where(x > 0, lambda x: jnp.log(x) / jnp.sqrt(x), x, -1.0),
+    lambda x: safe.where(
+        x > 0, lambda x: jnp.log(x) / jnp.sqrt(x), x, -1.0, substitute=np.float32(0.5)
+    ),
     np.array([0.3, -1.6, 0.4, -2.8]),
     plain=lambda x: jnp.where(x > 0, jnp.log(abs(x)) / jnp.sqrt(abs(x)), -1.0),
     nasty=[Nasty(np.array([0.0, -INF]), value=np.full(2, -1.0), cts=np.zeros(2))],

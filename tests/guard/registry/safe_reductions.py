@@ -228,7 +228,7 @@ of("cosine_similarity", call, X, X[:1] ** 2, nasty=[ANGLES], half=_half[:1] * 2,
 of("cosine_similarity: axes", _call, BLOCK, normal(2, 3, 5), **OPTION)
 _options = {"half": _half, "complex_args": (Z, Z[:2] * 2j), "transforms": False}
 of("pairwise_distance", call, X, X[:2] ** 2, nasty=[PAIRS], **_options)
-of("pairwise_distance: itself", call, BLOCK, nasty=[OWN], transforms=False)
+of("pairwise_distance: itself", call, BLOCK, nasty=[OWN], complex_args=(Z,), transforms=False)
 entry(*("safe.pairwise_distance: the same array", lambda x: safe.pairwise_distance(x, x), X),
     plain=pairwise_distance, **OPTION)
 for _ord in (1, INF):
@@ -249,6 +249,8 @@ def polynomial(w, v):
 _polynomial = lambda a: a + 0.3 * a @ a - 0.1 * a @ a @ a
 _matrix = normal(3, 3, scale=0.5)
 _lower = np.tril(np.ones((3, 3), bool))
+# The imaginary part of the diagonal does not count.
+_of_lower = lambda a: hermitian(jnp.tril(a) + jnp.conj(jnp.tril(a, -1).T))
 entry("safe.eigh", lambda a: polynomial(*safe.eigh(a)), _matrix,
     plain=lambda a: _polynomial(hermitian(a)), complex_args=(complex_normal(3, 3),),
     tolerance=1e-8, transforms=False)
@@ -258,8 +260,8 @@ entry("safe.eigh: equal eigenvalues", lambda a: polynomial(*safe.eigh(a, toleran
     nasty=[Nasty(np.zeros((3, 3))), Nasty(np.eye(2))], orders=("value", "jvp", "vjp"),
     precisions=("float64",), tolerance=1e-6, transforms=False)
 entry("safe.eigh: lower triangle", lambda a: polynomial(*safe.eigh(a, symmetrize_input=False)),
-    _matrix, plain=lambda a: _polynomial(jnp.tril(a) + jnp.conj(jnp.tril(a, -1).T)),
-    garbage=dirty(_matrix, _lower), tolerance=1e-8, **OPTION)
+    _matrix, plain=lambda a: _polynomial(_of_lower(a)), garbage=dirty(_matrix, _lower),
+    complex_args=(_matrix + 0.3j * _matrix.T,), tolerance=1e-8, **OPTION)
 
 
 cube = lambda u, s, vh: (u * (s**3)[..., None, :].astype(u.dtype)) @ vh

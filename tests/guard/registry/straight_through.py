@@ -350,8 +350,10 @@ op(
     # Entries that are close together and far from zero.
     edges=[([1e9 + Z / 8, 1e9 + C / 8], None, [np.ones((4, 3)), np.zeros((4, 3))])],
 )
-op("vector_quantize: ties and NaN", lambda z, c: ste.vector_quantize(z, c)[0],
-    *(lambda z, c: nearest(z, c)[0], identity, Z, C), orders=("value",), edges=[
+single = lambda c: c.astype("float32")  # a codebook of another precision
+op("vector_quantize: ties and NaN", lambda z, c: ste.vector_quantize(z, single(c))[0],
+    *(lambda z, c: nearest(z, single(c).astype(z.dtype))[0], identity, Z, C), orders=("value",),
+    edges=[
         ([[[0, 1], [NAN, 0]], [[0, 2], [0, 0]]], [[[0, 2], [NAN, NAN]]], None),
         ([[[0, 1]], [[0, 2], [NAN, 0]]], [[[NAN, NAN]]], None),
     ])
