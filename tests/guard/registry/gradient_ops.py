@@ -80,7 +80,7 @@ entry("scale_gradient", *(eqg.scale_gradient, TREE, STRENGTH),
 entry("reverse_gradient", lambda x, s: (eqg.reverse_gradient(x), eqg.reverse_gradient(x, s)),
     *(X, A(0.6)),
     plain=lambda x, s: (forward(lambda t: -t)(x), forward(lambda t, s: times(-s, t))(x, s)),
-    complex_args=(Z, A(0.6)), **LINEAR)
+    complex_args=(Z, A(0.6)), transforms=False, **LINEAR)
 MASKS = {"a": A([[True, False, True], [False, True, True]]), "b": False, "c": True}
 MASKED = TREE | {"c": A([0.4, -0.9])}
 entry("mask_gradient", lambda x: eqg.mask_gradient(x, MASKS), MASKED,

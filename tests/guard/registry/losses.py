@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from .entry import entry, Nasty
+from .entry import entry, Nasty, ORDERS
 
 
 # A line has as many arguments as there is room for.
@@ -68,6 +68,7 @@ for _reduction, _plain in (
         garbage=(np.where(LABELS[:, None] < 0, NAN, TOKENS[0]), *TOKENS[1:]),
         counts=(lambda out: LABELS >= 0) if _reduction == "none" else None,
         half=(normal(700, 2), normal(7, 2), normal(7)),
+        orders=ORDERS if _reduction == "mean" else SHORT,
         half_as_plain=False,  # a loss is in single precision
     )
 # Fifteen tokens in two dimensions, in chunks of four, with labels of eight bits.

@@ -152,8 +152,9 @@ op("one_hot_argmax",
     lambda x, tau: (softmax(x, -1), softmax(x / tau, 0)), *(M, A(0.6)))
 TIES, AT_TIES = [[2, 5, 5], [-INF, -INF, 1], [NAN, 1, 2]], [[0, 1, 0], [0, 0, 1], [NAN] * 3]
 op("one_hot_argmax: ties, infinities and NaN",
-    *(ste.one_hot_argmax, lambda x: one_hot(x, -1), lambda x: softmax(x, -1), M),
-    orders=("value",), edges=[([TIES], [AT_TIES], None)])
+    lambda x: ste.one_hot_argmax(x, axis=0, temperature=0.6),
+    *(lambda x: one_hot(x, 0), lambda x: softmax(x / 0.6, 0), M), orders=VJP,
+    edges=[([A(TIES).T], [A(AT_TIES).T], None)])
 
 
 def soft_top_k(x, k, axis):
@@ -183,11 +184,13 @@ op("top_k", lambda x, tau: (ste.top_k(x, 2), ste.top_k(x, 1, axis=0, temperature
     lambda x, tau: (top_k(x, 2, -1), top_k(x, 1, 0)),
     lambda x, tau: (soft_top_k(x, 2, -1), soft_top_k(x / tau, 1, 0)),
     *(np.concatenate([M, A([[0.3, 0.6, -0.8]])]), A(0.7)))
-op("top_k: ties, and all", lambda x: (ste.top_k(x, 2), ste.top_k(x, 3)),
-    lambda x: (top_k(x, 2, -1), jnp.ones_like(x)), lambda x: (soft_top_k(x, 2, -1), const(x)),
-    A([[1.0, 3, 2]]), orders=VJP, edges=[
-        ([[[5, 2, 5]]], [[[1, 0, 1]], [[1, 1, 1]]], [np.zeros((1, 3))]),
-        ([[[2, 2, 2]]], [[[1, 1, 0]], [[1, 1, 1]]], [np.zeros((1, 3))]),
+op("top_k: ties, and all",
+    lambda x: (ste.top_k(x, 2, axis=0, temperature=0.7), ste.top_k(x, 3, axis=0)),
+    lambda x: (top_k(x, 2, 0), jnp.ones_like(x)),
+    lambda x: (soft_top_k(x / 0.7, 2, 0), const(x)), A([[1.0], [3], [2]]), orders=VJP,
+    edges=[
+        ([[[5], [2], [5]]], [[[1], [0], [1]], np.ones((3, 1))], [np.zeros((3, 1))]),
+        ([[[2], [2], [2]]], [[[1], [1], [0]], np.ones((3, 1))], [np.zeros((3, 1))]),
     ])
 
 # ---------------------------------------------------------------- samples
@@ -197,13 +200,11 @@ gumbel = lambda x: x + jr.gumbel(jr.key(3), x.shape, x.dtype)
 logistic = lambda x: x + jr.logistic(jr.key(3), x.shape, x.dtype)
 keyed = lambda fn, *args, **options: fn(*args, key=jr.key(3), **options)
 soft = ste.gumbel_softmax
-op("gumbel_softmax", lambda x, t: (
-        keyed(soft, x), keyed(soft, x, temperature=t),
-        keyed(soft, x, temperature=t, hard=True, axis=0),
-    ), lambda x, t: (softmax(gumbel(x), -1), softmax(gumbel(x) / t, -1), one_hot(gumbel(x), 0)),
-    lambda x, t: (
-        softmax(gumbel(x), -1), softmax(gumbel(x) / t, -1), softmax(gumbel(x) / t, 0),
-    ), *(M, A(0.7)), edges=[([[[0.3, -INF, 0.2], [-INF, 0.4, 0.1]], 0.7], None, None)],
+op("gumbel_softmax",
+    lambda x, t: (keyed(soft, x), keyed(soft, x, temperature=t, hard=True, axis=0)),
+    lambda x, t: (softmax(gumbel(x), -1), one_hot(gumbel(x), 0)),
+    lambda x, t: (softmax(gumbel(x), -1), softmax(gumbel(x) / t, 0)), *(M, A(0.7)),
+    edges=[([[[0.3, -INF, 0.2], [-INF, 0.4, 0.1]], 0.7], None, None)],
     draws=True)
 bit = ste.gumbel_sigmoid
 op("gumbel_sigmoid", lambda x, tau: (keyed(bit, x, temperature=tau), keyed(bit, x, hard=True)),
@@ -225,9 +226,10 @@ def reinmax(tau, x, axis):
 op("reinmax", lambda x: (keyed(ste.reinmax, x), keyed(ste.reinmax, x, temperature=1.4, axis=0)),
     lambda x: (one_hot(gumbel(x), -1), one_hot(gumbel(x), 0)),
     lambda x: (reinmax(1, x, -1), reinmax(1.4, x, 0)), M, draws=True)
-op("reinmax: what is never sampled", lambda x: keyed(ste.reinmax, x),
-    lambda x: one_hot(gumbel(x), -1), lambda x: reinmax(1, x, -1), M, orders=VJP,
-    edges=[([[[0.3, 0.2, -INF]]], [[[1, 0, 0]]], [np.zeros((1, 3))])], draws=True)
+op("reinmax: what is never sampled",
+    lambda x: keyed(ste.reinmax, x, temperature=1.4, axis=0),
+    *(lambda x: one_hot(gumbel(x), 0), lambda x: reinmax(1.4, x, 0), M), orders=VJP,
+    edges=[([[[0.3], [0.2], [-INF]]], [[[1], [0], [0]]], [np.zeros((3, 1))])], draws=True)
 
 # ---------------------------------------------------------------- uniform quantizers
 
@@ -352,7 +354,7 @@ op(
 )
 single = lambda c: c.astype("float32")  # a codebook of another precision
 op("vector_quantize: ties and NaN", lambda z, c: ste.vector_quantize(z, single(c))[0],
-    *(lambda z, c: nearest(z, single(c).astype(z.dtype))[0], identity, Z, C), orders=("value",),
+    *(lambda z, c: nearest(z, single(c).astype(z.dtype))[0], identity, Z, C), orders=VJP,
     edges=[
         ([[[0, 1], [NAN, 0]], [[0, 2], [0, 0]]], [[[0, 2], [NAN, NAN]]], None),
         ([[[0, 1]], [[0, 2], [NAN, 0]]], [[[NAN, NAN]]], None),
