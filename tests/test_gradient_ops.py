@@ -21,14 +21,13 @@ from .helpers import assert_close, quick_only
 pytestmark = pytest.mark.x64
 
 X = np.array([0.5, -1.0, 2.0, 0.1], np.float32)
-ONE = np.float32(1)  # parameters may be in another precision than the gradient
 OPS = {
-    "scale": lambda x: eqg.scale_gradient(x, 0.5 * ONE),
-    "reverse": lambda x: eqg.reverse_gradient(x, 2 * ONE),
+    "scale": lambda x: eqg.scale_gradient(x, 0.5),
+    "reverse": lambda x: eqg.reverse_gradient(x, 2.0),
     "mask": lambda x: eqg.mask_gradient(x, True),
-    "clip": lambda x: eqg.clip_gradient(x, -0.2 * ONE, 0.1 * ONE),
-    "clip norm": lambda x: eqg.clip_gradient_norm(x, 0.3 * ONE),
-    "normalize": lambda x: eqg.normalize_gradient(x, eps=0.1 * ONE),
+    "clip": lambda x: eqg.clip_gradient(x, -0.2, 0.1),
+    "clip norm": lambda x: eqg.clip_gradient_norm(x, 0.3),
+    "normalize": eqg.normalize_gradient,
     "zero nonfinite": eqg.zero_nonfinite_gradient,
     "cast": lambda x: eqg.cast_gradient(x, jnp.bfloat16),
     "on_backward": lambda x: eqg.on_backward(x, ft.partial(jax.tree.map, lambda g: 2 * g)),
@@ -57,7 +56,6 @@ def test_adds_nothing_to_the_compiled_program(name):
 def test_all_other_leaves_pass():
     tree = {
         "x": jnp.asarray(X),
-        "half": jnp.asarray(X, "bfloat16"),
         "count": jnp.array(3),
         "flag": True,
         "number": 7,
@@ -70,8 +68,7 @@ def test_all_other_leaves_pass():
         for key in ("flag", "number", "name", "fn"):
             assert out[key] is tree[key]
         assert out["count"].dtype == jnp.array(3).dtype
-    of_tree = lambda t: jnp.sum(jnp.sin(t["x"])) + jnp.sum(t["half"].astype(t["x"].dtype))
-    sine = lambda op: lambda t: of_tree(op(t))
+    sine = lambda op: lambda t: jnp.sum(jnp.sin(op(t)["x"]))
     every = eqx.filter_jit(lambda t: [eqx.filter_grad(sine(op))(t) for op in OPS.values()])
     for grads in every(tree):
         assert np.all(np.isfinite(grads["x"]))
@@ -81,19 +78,6 @@ def test_all_other_leaves_pass():
 def gradient_of(op, ct):
     """What `op` makes of this cotangent."""
     return jax.vjp(op, jax.tree.map(jnp.zeros_like, ct))[1](ct)[0]
-
-
-def test_statistics_of_noise_over_many_keys(getkey):
-    """Mean, variance and fourth moment of the normal distribution; no correlation."""
-    ct, n = {"a": jnp.array([1.0, -2.0]), "b": jnp.array(0.5)}, 20_000
-    op = lambda x, key: eqg.noise_gradient(x, key=key, stddev=0.3)
-    out = jax.vmap(lambda key: gradient_of(ft.partial(op, key=key), ct))(jr.split(getkey(), n))
-    noise = (np.column_stack([out["a"], out["b"]]) - [1.0, -2.0, 0.5]) / 0.3
-    five_sigma = 5 / np.sqrt(n)
-    assert np.all(np.abs(noise.mean(0)) < five_sigma)
-    assert np.all(np.abs(np.mean(noise**2, 0) - 1) < five_sigma * np.sqrt(2))
-    assert np.all(np.abs(np.mean(noise**4, 0) - 3) < five_sigma * np.sqrt(96))
-    assert np.all(np.abs(np.cov(noise.T) - np.eye(3)) < five_sigma * np.sqrt(2))
 
 
 FORMATS = ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz"]

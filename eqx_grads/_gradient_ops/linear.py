@@ -335,10 +335,7 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
 
     [`eqx_grads.RuleError`][] if `axis_name` is not a named axis here.
     """
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
-        if any(isinstance(name, int | float) for name in names):
-            raise TypeError("JAX takes a number for a position, and not for a name.")
         hash(axis_name)  # of a list, JAX raises an error of its own later
         index = jax.lax.axis_index(axis_name)
     except (NameError, TypeError, ValueError) as error:

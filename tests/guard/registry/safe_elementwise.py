@@ -143,7 +143,7 @@ FORMULAS: dict[str, tuple[Any, Any, str, str]] = {
     ),
     "log_sub_exp": (
         lambda m, x, y: m.log(m.exp(x) - m.exp(y)), (POSITIVE[None], np.array([[0.1], [-0.6]])),
-        "1000 999, 2 -500, 0.25 0.125, 1e-6 -1e-6",
+        "1000 999, 2 -500, 0.25 0.125, 1e-6 -1e-6, 0 -15, 0 -80",
         "2 2 -inf 0 0 nan nan, -inf -inf -inf 0 0 0 0, 3 -inf 3 1 0 0 0, 1 2 nan 0 0 0 0",
     ),
     "expm1_ratio": (ratio("expm1"), ONE, NEAR_ZERO + ", -40, 700, 712, -1e9", "-inf 0 0 0"),
