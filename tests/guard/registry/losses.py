@@ -69,6 +69,7 @@ for _reduction, _plain in (
         counts=(lambda out: LABELS >= 0) if _reduction == "none" else None,
         half=(normal(700, 2), normal(7, 2), normal(7)),
         orders=ORDERS if _reduction == "mean" else SHORT,
+        costs=_reduction == "mean",
         half_as_plain=False,  # a loss is in single precision
     )
 # Fifteen tokens in two dimensions, in chunks of four, with labels of eight bits.
@@ -213,4 +214,4 @@ def in_a_closure_plain(xs, ys, w, b):
 
 entry("losses.chunked: a mean, with a closure",
     *(in_a_closure, normal(3, 7), normal(7, 2), *MODEL), plain=in_a_closure_plain, orders=SHORT,
-    draws=True)
+    draws=True, costs=False)

@@ -167,7 +167,7 @@ FORMULAS: dict[str, tuple[Any, Any, str, str]] = {
 SMOOTH = ("arccos", "arcsin", "xlog1py", "log_cosh", "expm1_ratio", "log1p_ratio", "sinhc")
 SMOOTH += ("log_sub_exp", "logaddexp", "log_ndtr")
 FULL = ("divide",)  # of the others, each has the same rule in all programs
-HALF = ("power", "xlogy", "log_ndtr", "sinhc", "log_sub_exp", "arctan2")
+HALF = ("power", "xlogy", "sinhc")
 
 for _name, (_formula, _args, _points, _poles) in FORMULAS.items():
     _is_smooth, _is_full = _name in SMOOTH, _name in FULL
