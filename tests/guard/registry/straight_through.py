@@ -122,14 +122,17 @@ def clip_smooth(x, low, high):
     return x + shift
 
 
-op("clip", lambda x, a, b: (ste.clip(x, a, b), ste.clip(2 * x, a), ste.clip(x, max=b)),
-    lambda x, a, b: (clip(x, a, b), jnp.maximum(2 * x, a), jnp.minimum(x, b)),
-    lambda x, a, b: (clip_smooth(x, a, b), clip_smooth(2 * x, a, INF), clip_smooth(x, -INF, b)),
-    *(M, A([[-0.9, -0.4, 0.35]]), A([[1.7, 0.6, 0.8]])))
+CLIPS = (
+    lambda x, a, b: (ste.clip(x, a, b), ste.clip(x, a), ste.clip(x, max=b)),
+    lambda x, a, b: (clip(x, a, b), jnp.maximum(x, a), jnp.minimum(x, b)),
+    lambda x, a, b: (clip_smooth(x, a, b), clip_smooth(x, a, INF), clip_smooth(x, -INF, b)),
+)
+op("clip", *CLIPS, *(M, A([[-0.9, -0.4, 0.35]]), A([[1.7, 0.6, 0.8]])))
 AT_BOUNDS = [[0.1, 0.5, NAN, INF], np.full(4, 0.1), np.full(4, 0.5)]
+CLIPPED = [[0.1, 0.5, NAN, 0.5], [0.1, 0.5, NAN, INF], [0.1, 0.5, NAN, 0.5]]
 op("clip: at its bounds, and with bounds in the wrong order",
-    *(ste.clip, clip, clip_smooth, A([0.3, 0.2]), A([0.1, 0.9]), A([0.5, 0.4])),
-    edges=[(AT_BOUNDS, [[0.1, 0.5, NAN, 0.5]], [np.ones(4), np.zeros(4), [0, 0, 0, 1.0]])])
+    *CLIPS, *(A([0.3, 0.2]), A([0.1, 0.9]), A([0.5, 0.4])),
+    edges=[(AT_BOUNDS, CLIPPED, [np.full(4, 3.0), np.zeros(4), [0, 0, 0, 2.0]])])
 
 # ---------------------------------------------------------------- choices
 
