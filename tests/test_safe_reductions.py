@@ -197,6 +197,9 @@ def test_an_infinite_argument_does_not_move():
     for x in ([-INF, -INF], [-INF, 1.0], [INF, 1.0]):
         hessian = jax.hessian(lambda x: safe.logsumexp(x) + safe.log_softmax(x)[0])
         assert (hessian(jnp.array(x)) == 0).all()
+    of_factors = jax.hessian(lambda x, b: safe.logsumexp(x, b=b), (0, 1))
+    for block in jax.tree.leaves(of_factors(jnp.full(2, -INF), jnp.ones(2))):
+        assert (block == 0).all()
 
 
 def test_what_is_equal_up_to_rounding():

@@ -173,13 +173,7 @@ of("logsumexp: axis", lambda f, a: f(a, -1), X, nasty=[nasty(LOGITS, SUMS, SHARE
 of(*("logsumexp: factors", _call, BLOCK, normal(2, 3, 1)),
     half=(normal(40, 2, 30), 1 + normal(40, 2, 1) ** 2), nasty=[CANCEL, SIGNED])
 _call = lambda f, a, b: [f(a, 1, b, where=MASK), f(a, 0, where=MASK)]
-_zeros = [np.zeros((3, 5))] * 2
-_nothing = Nasty(
-    *(np.full((3, 5), -INF), FACTORS), value=[np.full(3, -INF), np.full(5, -INF)], cts=_zeros,
-    second=_zeros,
-)
-of("logsumexp: where", _call, X, FACTORS, nasty=[_nothing],
-    garbage=dirty(X) + dirty(FACTORS), **OPTION)
+of("logsumexp: where", _call, X, FACTORS, garbage=dirty(X) + dirty(FACTORS), **OPTION)
 _last = nasty([[0, 0, -INF, -INF]], [[LOG_2, 0, -INF, -INF]], [[0.5, 1.5, 0, 0]])
 of("cumlogsumexp", call, ONE_D, transforms=False)
 of("cumlogsumexp: options", lambda f, x: f(x, -1, reverse=True), X, nasty=[_last], **OPTION)
