@@ -80,21 +80,8 @@ def gradient_of(op, ct):
     return jax.vjp(op, jax.tree.map(jnp.zeros_like, ct))[1](ct)[0]
 
 
-def test_statistics_of_noise_over_many_keys(getkey):
-    """Mean, variance and fourth moment of the normal distribution; no correlation."""
-    ct, n = {"a": jnp.array([1.0, -2.0]), "b": jnp.array(0.5)}, 20_000
-    op = lambda x, key: eqg.noise_gradient(x, key=key, stddev=0.3)
-    out = jax.vmap(lambda key: gradient_of(ft.partial(op, key=key), ct))(jr.split(getkey(), n))
-    noise = (np.column_stack([out["a"], out["b"]]) - [1.0, -2.0, 0.5]) / 0.3
-    five_sigma = 5 / np.sqrt(n)
-    assert np.all(np.abs(noise.mean(0)) < five_sigma)
-    assert np.all(np.abs(np.mean(noise**2, 0) - 1) < five_sigma * np.sqrt(2))
-    assert np.all(np.abs(np.mean(noise**4, 0) - 3) < five_sigma * np.sqrt(96))
-    assert np.all(np.abs(np.cov(noise.T) - np.eye(3)) < five_sigma * np.sqrt(2))
-
-
 FORMATS = ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz"]
-QUICK = ("float8_e5m2", "float8_e4m3fn")
+QUICK = ("float16", "float8_e4m3fn")
 
 
 @pytest.mark.parametrize("name", quick_only(FORMATS, QUICK, pytest.mark.thorough))
@@ -108,10 +95,11 @@ def test_casts_as_ml_dtypes(name):
     top = top[np.abs(top) < 3e38]
     cts = np.concatenate([values, edge, top, -top, [0.0, np.inf, np.nan]])
     cast = lambda ct: gradient_of(lambda x: eqg.cast_gradient(x, name), ct)
-    for f, dtype in ((cast, "float32"), (jax.jit(cast), "float32"), (cast, "float16")):
+    run = jax.jit(cast)
+    for f, dtype in ((run, "float32"), (cast, "float16"), (run, "float16"), (run, "bfloat16")):
         with np.errstate(all="ignore"):
-            want = (ct := cts.astype(dtype)).astype(name).astype(dtype)
-        np.testing.assert_array_equal(f(jnp.asarray(ct)), want)
+            want = (ct := cts.astype(dtype)).astype(name).astype(dtype).astype(float)
+        np.testing.assert_array_equal(np.asarray(f(jnp.asarray(ct)), float), want)
     assert jax.jit(jax.hessian(lambda x: eqg.cast_gradient(x, name) ** 3))(1.0) == 6.0
 
 

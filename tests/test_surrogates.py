@@ -64,6 +64,10 @@ def test_the_formulas_of_the_papers():
     for want, got, of_spike in jax.jit(lambda: list(map(run, TABLE)))():
         assert_close(got, want, tolerance=1e-5)
         assert_close(of_spike[1], want[1], tolerance=1e-5)
+    half = jnp.ones((), "bfloat16")
+    assert all(
+        x.dtype == half.dtype for x in (atan().derivative(half), leaky().primitive(half))
+    )
 
 
 def test_kinks():

@@ -19,7 +19,7 @@ from .._errors import rule_error, show_path, show_tree, type_of
 from .._jaxprs.varying import varying_axes
 from .._rules.float_args import check_parameter, is_known
 from .._rules.identity_op import backward_op, tangent_op
-from .._tangent_spaces import dtype_of_array, is_differentiable, is_none
+from .._tangent_spaces import dtype_of_array, is_differentiable, is_none, promote
 from .._trees import prefix_leaves
 from ..tangents import neg, scale, where
 from .argument_checks import check_broadcasts, check_broadcasts_to_leaf
@@ -192,8 +192,7 @@ def reversal_schedule(
             "number of steps.",
         )
     values = list(map(jnp.asarray, given.values()))
-    with jax.numpy_dtype_promotion("standard"):
-        dtype = jnp.result_type(float, *values)
+    dtype = promote([float, *values])
     progress, low, high, gamma = (v.astype(dtype) for v in values)
     # This is 2 / (1 + exp(-z)) - 1, without its cancellation near zero.
     return low + (high - low) * jnp.tanh(gamma * progress / 2)
@@ -336,10 +335,7 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
 
     [`eqx_grads.RuleError`][] if `axis_name` is not a named axis here.
     """
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
-        if any(isinstance(name, int | float) for name in names):
-            raise TypeError("JAX takes a number for a position, and not for a name.")
         hash(axis_name)  # of a list, JAX raises an error of its own later
         index = jax.lax.axis_index(axis_name)
     except (NameError, TypeError, ValueError) as error:

@@ -226,7 +226,7 @@ def _normalize_gradient(x, eps, *, axis):
 def _normalize(eps, x, scale, ratio):
     # The norm plus `eps` is `scale * (ratio + eps / scale)`.
     ratio = ratio + jnp.asarray(eps).astype(ratio.dtype) / scale
-    return _divide_by_norm(x, scale, ratio).astype(x.dtype)
+    return _divide_by_norm(x, scale, ratio)
 
 
 def _divide_by_norm(x, scale, ratio):
@@ -408,17 +408,14 @@ def _round_to(dtype, x):
     # Not `wide.astype(dtype).astype(wide.dtype)`: XLA removes a pair of casts where it may
     # compute with excess precision. It never removes `reduce_precision`.
     # https://github.com/jax-ml/jax/issues/6283
-    rounded = jax.lax.reduce_precision(wide, source.nexp, min(target.nmant, source.nmant))
+    rounded = jax.lax.reduce_precision(wide, source.nexp, target.nmant)
     if target.minexp > source.minexp:
         step = float(target.smallest_subnormal)
         subnormal = jnp.abs(wide) < float(target.smallest_normal)
         rounded = jnp.where(subnormal, jnp.round(wide / step) * step, rounded)
-    if target.maxexp <= source.maxexp:
-        has_infinity = np.isinf(np.asarray(np.inf).astype(dtype))
-        overflows = jnp.abs(rounded) > float(target.max)
-        if has_infinity:
-            rounded = jnp.where(overflows, jnp.copysign(jnp.inf, wide), rounded)
-        else:
-            rounded = nan_where(overflows, rounded)
-    rounded = rounded.astype(x.dtype)
+    overflows = jnp.abs(rounded) > float(target.max)
+    if np.isinf(np.asarray(np.inf).astype(dtype)):
+        rounded = jnp.where(overflows, jnp.copysign(jnp.inf, wide), rounded)
+    else:
+        rounded = nan_where(overflows, rounded)
     return replace_gradient(rounded, x)

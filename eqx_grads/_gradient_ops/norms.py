@@ -35,9 +35,8 @@ def scaled_norm(
 
 
 def divide(x: Array, scale: Array) -> Array:
-    """`x / scale` for a real `scale`, in the higher precision of the two."""
-    dtype = promote([jnp.finfo(x.dtype).dtype, scale])
-    parts = [part.astype(dtype) / scale.astype(dtype) for part in _real_parts(x)]
+    """`x / scale` for a real `scale`, whose precision is at least that of `x`."""
+    parts = [part.astype(scale.dtype) / scale for part in _real_parts(x)]
     return jax.lax.complex(*parts) if jnp.iscomplexobj(x) else parts[0]
 
 

@@ -239,7 +239,7 @@ def _probe_statistics_bwd(slot, ct):
     largest = [jnp.max(jnp.abs(c), initial=0).astype(zero.dtype) for c in finite]
     counts = [jnp.sum(~ok).astype(zero.dtype) for ok in is_finite]
     found = (
-        norm(finite).astype(zero.dtype),
+        norm(finite),
         ft.reduce(jnp.maximum, largest, zero),
         sum(counts, zero),
         jnp.ones_like(zero),

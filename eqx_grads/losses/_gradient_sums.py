@@ -30,13 +30,8 @@ def inner_product(gradients: Iterable[Any], tangents: Iterable[Any]) -> jax.Arra
     The products are not flattened, so that distributed arrays stay where they are.
     """
     pairs = [(g, t) for g, t in zip(gradients, tangents, strict=True) if g is not None]
-    # Real, as the loss is, and in one dtype: sums over chunks of half precision are in single
-    # precision, and the gradients of what is split are not.
-    dtype = promote([sum_dtype(jnp.finfo(g.dtype).dtype) for g, _ in pairs])
-
-    def product(g, t):
-        wide = sum_dtype(g.dtype)
-        return jnp.real(jnp.sum(g.astype(wide) * t.astype(wide))).astype(dtype)
-
-    products = [product(g, t) for g, t in pairs]
-    return sum(products[1:], products[0])
+    # In one dtype: sums over chunks of half precision are in single precision, and the
+    # gradients of what is split are not. And real, as the loss is.
+    dtype = promote([sum_dtype(g.dtype) for g, _ in pairs])
+    products = [jnp.sum(g.astype(dtype) * t.astype(dtype)) for g, t in pairs]
+    return jnp.real(sum(products[1:], products[0]))

@@ -182,7 +182,7 @@ def linear_cross_entropy(
     loss, z = _on_explicit_axes(_losses, *arrays, options=options)
     if not return_z_loss:
         return loss
-    return loss, jnp.zeros_like(loss) if z is None else jax.lax.stop_gradient(z)
+    return loss, jnp.zeros_like(loss) if z is None else z
 
 
 def _losses(x, weight, bias, class_weight, labels, *, options):

@@ -88,7 +88,7 @@ def _as_arrays(name, xs, real, broadcast) -> dict[str, Array]:
     show = lambda argument: f"`{argument}` is {type_of(xs[argument])}"
     for argument, x in xs.items():
         dtype = dtype_of_array(x)
-        is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         if dtype is None or not jnp.issubdtype(dtype, np.number) or (real and is_complex):
             what = f"something that is not an array of {'real ' * real}numbers"
             do = "Use the function of `jax.numpy`, or pass the real and the imaginary part."

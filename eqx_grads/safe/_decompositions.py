@@ -114,10 +114,9 @@ def eigh(
         do = "Pass an array `(..., n, n)`. For others, use `safe.svd`."
         where = f"`a` is {type_of(a)}"
         raise rule_error("`safe.eigh` was not given square matrices.", where, do=do)
-    if symmetrize_input:
-        a = (a + _adjoint(a)) / 2
-    else:
+    if not symmetrize_input:
         a = jnp.tril(a) + _adjoint(jnp.tril(a, -1))
+    a = (a + _adjoint(a)) / 2
     return EighResult(*_of_hermitian(a, tolerance=_tolerance(tolerance, a)))
 
 

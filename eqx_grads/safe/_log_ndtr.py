@@ -93,8 +93,7 @@ def _smaller_side(x):
 def _density(x):
     """The normal density. The square of a rounded `x` is exact, and the rest is small."""
     x = jnp.clip(x, -50, 50)  # it is zero from there on
-    steps = 16.0 if x.dtype == jnp.float32 else 65536.0
-    coarse = jnp.round(x * steps) / steps
+    coarse = jnp.round(x * 64) / 64
     rest = (x - coarse) * (x + coarse)
     # The compiler would make one exponential of two that are multiplied.
     coarse = jnp.exp(-0.5 * coarse * coarse) / math.sqrt(2 * math.pi)

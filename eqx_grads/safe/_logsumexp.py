@@ -378,7 +378,6 @@ def _shift(a, largest):
 
     Most of the work is done on `largest`, which is smaller than `a`.
     """
-    largest = lax.stop_gradient(largest)
     finite = float(jnp.finfo(a.dtype).max)
     top = jnp.where(largest == -jnp.inf, 0, jnp.minimum(largest, finite))
     # A finite term is zero, relative to infinity: its logarithm is minus infinity.

@@ -463,7 +463,7 @@ def _power_of_two(x):
     info = jnp.finfo(x.dtype)
     integer = jnp.uint32 if info.bits == 32 else jnp.uint64
     exponent = ((1 << info.nexp) - 1) << info.nmant
-    bits = lax.bitcast_convert_type(lax.stop_gradient(x), integer) & integer(exponent)
+    bits = lax.bitcast_convert_type(x, integer) & integer(exponent)
     power = lax.bitcast_convert_type(bits, x.dtype)
     return jnp.where(power == 0, 1, jnp.minimum(power, 1 / info.tiny))
 

@@ -1,7 +1,9 @@
 """Roots, quotients, powers and logarithms, whose derivatives are zero at poles."""
 
 import functools as ft
+import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -186,9 +188,8 @@ def _derivative_in_base(order):
         return jnp.where(has_none, 0, jnp.where(is_normal, by_quotients, by_power))
 
     def in_exponent(out, x, y):
-        coefficient, slope = 1, 0  # y (y - 1) ..., and its derivative
-        for j in range(order):
-            coefficient, slope = coefficient * (y - j), slope * (y - j) + coefficient
+        factor = lambda y: math.prod(y - j for j in range(order))
+        _, slope = jax.jvp(factor, (y,), (jnp.ones_like(y),))
         both = slope * power(x, y - order) + out * _finite(log, x)
         return jnp.where(_is_without_log(x, y), 0, both)
 

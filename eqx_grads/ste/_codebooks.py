@@ -85,16 +85,15 @@ def vector_quantize(z: ArrayLike, codebook: ArrayLike) -> tuple[Array, Array]:
             f"`z` is {type_of(z)}, `codebook` is {type_of(codebook)}",
             do="Give it `z` of shape `(..., size)` and a codebook of shape `(entries, size)`.",
         )
-    index = _nearest(jax.lax.stop_gradient(z), jax.lax.stop_gradient(codebook))
-    entries = rows(jax.lax.stop_gradient(codebook), index).astype(z.dtype)
-    entries = nan_where(jnp.any(jnp.isnan(codebook)), nan_along(z, -1, entries))
-    return replace_gradient(entries, z), index
+    fixed, entries = jax.lax.stop_gradient((z, codebook))
+    index = _nearest(fixed, entries)
+    nearest = nan_along(fixed, -1, rows(entries, index).astype(z.dtype))
+    return replace_gradient(nan_where(jnp.any(jnp.isnan(entries)), nearest), z), index
 
 
 def _nearest(z, codebook):
-    z, codebook = widen(z), widen(codebook)
-    if z.dtype != codebook.dtype:
-        codebook = codebook.astype(z.dtype)
+    z = widen(z)
+    codebook = codebook.astype(z.dtype)
     # The nearest entry has the largest `z @ c - |c|^2 / 2`. Subtract the mean of the codebook
     # first: if the entries are close together but far from zero, the differences between
     # these numbers are lost to rounding.
@@ -181,8 +180,7 @@ def fsq(z: ArrayLike, levels: Sequence[int]) -> tuple[Array, Array]:
     digits = jnp.round(bound).astype(jnp.int32) + half_width.astype(np.int32)
     codes = jnp.where(jnp.isnan(wide), wide, _codes(digits, half_width))
     index = jnp.sum(digits * _place_values(levels, z.ndim), axis=-1, dtype=jnp.int32)
-    soft = (bound / half_width).astype(z.dtype)
-    return replace_gradient(codes.astype(z.dtype), soft), index
+    return replace_gradient(codes.astype(z.dtype), bound / half_width), index
 
 
 def fsq_codebook(levels: Sequence[int], dtype: DTypeLike = float) -> Array:

@@ -209,7 +209,7 @@ def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
 def _check_probabilities(p, dtype):
     if not is_known(p):
         return
-    values = np.asarray(p).astype(np.float64)  # not by JAX, which would trace it in `jit`
+    values = np.asarray(p)  # not by JAX, which would trace it in `jit`
     slack = 8 * float(jnp.finfo(dtype).eps)  # a sum of a softmax may exceed one
     if np.any((values < -slack) | (values > 1 + slack)):
         raise rule_error(
@@ -284,4 +284,4 @@ def reinmax(
     # `inf - inf` for a logit of minus infinity.
     shifted = replace_gradient(jnp.log(middle), wide)
     soft = 2 * jax.nn.softmax(shifted, axis) - 0.5 * jax.nn.softmax(wide, axis)
-    return replace_gradient(sample.astype(logits.dtype), soft.astype(logits.dtype))
+    return replace_gradient(sample.astype(logits.dtype), soft)

@@ -363,8 +363,7 @@ def one_hot_argmax(x: ArrayLike, *, axis: int = -1, temperature: ArrayLike = 1.0
     axis = as_axis("ste.one_hot_argmax", axis, x)
     wide = widen(x)
     tau = broadcast_parameter("ste.one_hot_argmax", "temperature", temperature, wide)
-    soft = jax.nn.softmax(wide / tau, axis).astype(x.dtype)
-    return replace_gradient(one_hot_of_largest(x, soft, axis), soft)
+    return replace_gradient(one_hot_of_largest(x, x, axis), jax.nn.softmax(wide / tau, axis))
 
 
 def one_hot_of_largest(x: Array, like: Array, axis: int) -> Array:

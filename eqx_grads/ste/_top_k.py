@@ -92,7 +92,7 @@ def top_k(x: ArrayLike, k: int, *, axis: int = -1, temperature: ArrayLike = 1.0)
     if count == x.shape[axis] or x.size == 0:
         return hard
     soft = jax.nn.sigmoid(scaled - _threshold(scaled, k=count, axis=axis))
-    return replace_gradient(hard, soft.astype(x.dtype))
+    return replace_gradient(hard, soft)
 
 
 @custom_jvp
@@ -104,10 +104,9 @@ def _threshold(x, *, k, axis):
 # Eagerly, JAX would compile the loop in each call.
 @ft.partial(jax.jit, static_argnames=("k", "axis"), inline=True)
 def _bisect(x, k, axis):
-    n, is_finite = x.shape[axis], jnp.isfinite(x)
-    lowest = jnp.min(x, axis, where=is_finite, initial=0, keepdims=True)
-    largest = jnp.max(x, axis, where=is_finite, initial=0, keepdims=True)
-    margin = 100  # beyond it, a sigmoid is zero or one
+    n = x.shape[axis]
+    size = jnp.max(jnp.abs(x), axis, where=jnp.isfinite(x), initial=0, keepdims=True)
+    end = size + 100  # so far beyond, a sigmoid is zero or one
 
     def halve(state):
         i, low, high = state
@@ -117,7 +116,7 @@ def _bisect(x, k, axis):
         return i + 1, jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
 
     # The rule below differentiates it, so it needs no reverse mode of the loop.
-    state = 0, lowest - margin, largest + margin
+    state = 0, -end, end
     return jax.lax.while_loop(lambda state: state[0] < _BISECTIONS, halve, state)[1]
 
 

@@ -480,6 +480,7 @@ WRONG = [
     (lambda: eqg.testing.check_rule(jnp.sin, ONE, tolerance=-1.0), "of `check_rule` is not"),
     (lambda: eqg.testing.check_rule(jnp.sin, ONE, reference=3), "`reference` of `check_rule`"),
     (lambda: eqg.clip_gradient({"a": X}, 0.0, XS), "x['a']"),
+    (lambda: eqg.noise_gradient([X], key=KEY, stddev=XS), "`stddev` of | x[0] is float32[3]"),
     (lambda: eqg.clip_gradient_norm({"a": XS, "b": X}, 1.0, axis=1),
      "that `x['b']` does not have"), (lambda: eqg.reversal_schedule(-0.1),
      "`progress` is -0.1"), (lambda: eqg.mask_gradient({"a": X}, {"b": X > 1}),

@@ -80,7 +80,7 @@ entry("scale_gradient", *(eqg.scale_gradient, TREE, STRENGTH),
 entry("reverse_gradient", lambda x, s: (eqg.reverse_gradient(x), eqg.reverse_gradient(x, s)),
     *(X, A(0.6)),
     plain=lambda x, s: (forward(lambda t: -t)(x), forward(lambda t, s: times(-s, t))(x, s)),
-    complex_args=(Z, A(0.6)), **LINEAR)
+    complex_args=(Z, A(0.6)), transforms=False, **LINEAR)
 MASKS = {"a": A([[True, False, True], [False, True, True]]), "b": False, "c": True}
 MASKED = TREE | {"c": A([0.4, -0.9])}
 entry("mask_gradient", lambda x: eqg.mask_gradient(x, MASKS), MASKED,
@@ -272,7 +272,7 @@ def statistics_plain(ct):
 NOT_FINITE = {"a": A([3.0, NAN, -4.0, INF]), "b": A([-INF])}
 AT_NOT_FINITE = [A([2.4, 0, -7.2, 0]), np.zeros(1)]
 entry("probe: statistics", statistics, TREE, plain=statistics_plain, orders=FIRST,
-    transforms=False,
+    transforms=False, costs=False,
     nasty=[Nasty(NOT_FINITE, value=[10, 8, 6, 2, 5, 4, 5, 4], cts=AT_NOT_FINITE)])
 for _name, _op in (
     ("tap_gradient", lambda x: eqg.tap_gradient(x, lambda *_: None, 3)),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from .entry import entry, Nasty
+from .entry import entry, Nasty, ORDERS
 
 
 # A line has as many arguments as there is room for.
@@ -68,6 +68,8 @@ for _reduction, _plain in (
         garbage=(np.where(LABELS[:, None] < 0, NAN, TOKENS[0]), *TOKENS[1:]),
         counts=(lambda out: LABELS >= 0) if _reduction == "none" else None,
         half=(normal(700, 2), normal(7, 2), normal(7)),
+        orders=ORDERS if _reduction == "mean" else SHORT,
+        costs=_reduction == "mean",
         half_as_plain=False,  # a loss is in single precision
     )
 # Fifteen tokens in two dimensions, in chunks of four, with labels of eight bits.
@@ -127,7 +129,7 @@ for _name, _labels, _total in (
 
     entry(f"{CE}: {_name}", lambda x, w, b, y=_labels: loss_of(
             x, w, y, bias=b, class_weight=OF_CLASS, soft_cap=1.5, return_z_loss=True, **OPTIONS
-        ), *TOKENS, plain=_all_terms, orders=SHORT)
+        ), *TOKENS, plain=_all_terms, orders=SHORT, costs=False)
 SHARDED = A([0, 5, -100, 3, 2, 4, 1])
 
 
@@ -212,4 +214,4 @@ def in_a_closure_plain(xs, ys, w, b):
 
 entry("losses.chunked: a mean, with a closure",
     *(in_a_closure, normal(3, 7), normal(7, 2), *MODEL), plain=in_a_closure_plain, orders=SHORT,
-    draws=True)
+    draws=True, costs=False)

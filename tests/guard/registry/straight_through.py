@@ -122,14 +122,17 @@ def clip_smooth(x, low, high):
     return x + shift
 
 
-op("clip", lambda x, a, b: (ste.clip(x, a, b), ste.clip(2 * x, a), ste.clip(x, max=b)),
-    lambda x, a, b: (clip(x, a, b), jnp.maximum(2 * x, a), jnp.minimum(x, b)),
-    lambda x, a, b: (clip_smooth(x, a, b), clip_smooth(2 * x, a, INF), clip_smooth(x, -INF, b)),
-    *(M, A([[-0.9, -0.4, 0.35]]), A([[1.7, 0.6, 0.8]])))
+CLIPS = (
+    lambda x, a, b: (ste.clip(x, a, b), ste.clip(x, a), ste.clip(x, max=b)),
+    lambda x, a, b: (clip(x, a, b), jnp.maximum(x, a), jnp.minimum(x, b)),
+    lambda x, a, b: (clip_smooth(x, a, b), clip_smooth(x, a, INF), clip_smooth(x, -INF, b)),
+)
+op("clip", *CLIPS, *(M, A([[-0.9, -0.4, 0.35]]), A([[1.7, 0.6, 0.8]])))
 AT_BOUNDS = [[0.1, 0.5, NAN, INF], np.full(4, 0.1), np.full(4, 0.5)]
+CLIPPED = [[0.1, 0.5, NAN, 0.5], [0.1, 0.5, NAN, INF], [0.1, 0.5, NAN, 0.5]]
 op("clip: at its bounds, and with bounds in the wrong order",
-    *(ste.clip, clip, clip_smooth, A([0.3, 0.2]), A([0.1, 0.9]), A([0.5, 0.4])),
-    edges=[(AT_BOUNDS, [[0.1, 0.5, NAN, 0.5]], [np.ones(4), np.zeros(4), [0, 0, 0, 1.0]])])
+    *CLIPS, *(A([0.3, 0.2]), A([0.1, 0.9]), A([0.5, 0.4])),
+    edges=[(AT_BOUNDS, CLIPPED, [np.full(4, 3.0), np.zeros(4), [0, 0, 0, 2.0]])])
 
 # ---------------------------------------------------------------- choices
 
@@ -152,8 +155,9 @@ op("one_hot_argmax",
     lambda x, tau: (softmax(x, -1), softmax(x / tau, 0)), *(M, A(0.6)))
 TIES, AT_TIES = [[2, 5, 5], [-INF, -INF, 1], [NAN, 1, 2]], [[0, 1, 0], [0, 0, 1], [NAN] * 3]
 op("one_hot_argmax: ties, infinities and NaN",
-    *(ste.one_hot_argmax, lambda x: one_hot(x, -1), lambda x: softmax(x, -1), M),
-    orders=("value",), edges=[([TIES], [AT_TIES], None)])
+    lambda x: ste.one_hot_argmax(x, axis=0, temperature=0.6),
+    *(lambda x: one_hot(x, 0), lambda x: softmax(x / 0.6, 0), M), orders=VJP,
+    edges=[([A(TIES).T], [A(AT_TIES).T], None)])
 
 
 def soft_top_k(x, k, axis):
@@ -183,11 +187,13 @@ op("top_k", lambda x, tau: (ste.top_k(x, 2), ste.top_k(x, 1, axis=0, temperature
     lambda x, tau: (top_k(x, 2, -1), top_k(x, 1, 0)),
     lambda x, tau: (soft_top_k(x, 2, -1), soft_top_k(x / tau, 1, 0)),
     *(np.concatenate([M, A([[0.3, 0.6, -0.8]])]), A(0.7)))
-op("top_k: ties, and all", lambda x: (ste.top_k(x, 2), ste.top_k(x, 3)),
-    lambda x: (top_k(x, 2, -1), jnp.ones_like(x)), lambda x: (soft_top_k(x, 2, -1), const(x)),
-    A([[1.0, 3, 2]]), orders=VJP, edges=[
-        ([[[5, 2, 5]]], [[[1, 0, 1]], [[1, 1, 1]]], [np.zeros((1, 3))]),
-        ([[[2, 2, 2]]], [[[1, 1, 0]], [[1, 1, 1]]], [np.zeros((1, 3))]),
+op("top_k: ties, and all",
+    lambda x: (ste.top_k(x, 2, axis=0, temperature=0.7), ste.top_k(x, 3, axis=0)),
+    lambda x: (top_k(x, 2, 0), jnp.ones_like(x)),
+    lambda x: (soft_top_k(x / 0.7, 2, 0), const(x)), A([[1.0], [3], [2]]), orders=VJP,
+    edges=[
+        ([[[5], [2], [5]]], [[[1], [0], [1]], np.ones((3, 1))], [np.zeros((3, 1))]),
+        ([[[2], [2], [2]]], [[[1], [1], [0]], np.ones((3, 1))], [np.zeros((3, 1))]),
     ])
 
 # ---------------------------------------------------------------- samples
@@ -197,13 +203,11 @@ gumbel = lambda x: x + jr.gumbel(jr.key(3), x.shape, x.dtype)
 logistic = lambda x: x + jr.logistic(jr.key(3), x.shape, x.dtype)
 keyed = lambda fn, *args, **options: fn(*args, key=jr.key(3), **options)
 soft = ste.gumbel_softmax
-op("gumbel_softmax", lambda x, t: (
-        keyed(soft, x), keyed(soft, x, temperature=t),
-        keyed(soft, x, temperature=t, hard=True, axis=0),
-    ), lambda x, t: (softmax(gumbel(x), -1), softmax(gumbel(x) / t, -1), one_hot(gumbel(x), 0)),
-    lambda x, t: (
-        softmax(gumbel(x), -1), softmax(gumbel(x) / t, -1), softmax(gumbel(x) / t, 0),
-    ), *(M, A(0.7)), edges=[([[[0.3, -INF, 0.2], [-INF, 0.4, 0.1]], 0.7], None, None)],
+op("gumbel_softmax",
+    lambda x, t: (keyed(soft, x), keyed(soft, x, temperature=t, hard=True, axis=0)),
+    lambda x, t: (softmax(gumbel(x), -1), one_hot(gumbel(x), 0)),
+    lambda x, t: (softmax(gumbel(x), -1), softmax(gumbel(x) / t, 0)), *(M, A(0.7)),
+    edges=[([[[0.3, -INF, 0.2], [-INF, 0.4, 0.1]], 0.7], None, None)],
     draws=True)
 bit = ste.gumbel_sigmoid
 op("gumbel_sigmoid", lambda x, tau: (keyed(bit, x, temperature=tau), keyed(bit, x, hard=True)),
@@ -225,9 +229,10 @@ def reinmax(tau, x, axis):
 op("reinmax", lambda x: (keyed(ste.reinmax, x), keyed(ste.reinmax, x, temperature=1.4, axis=0)),
     lambda x: (one_hot(gumbel(x), -1), one_hot(gumbel(x), 0)),
     lambda x: (reinmax(1, x, -1), reinmax(1.4, x, 0)), M, draws=True)
-op("reinmax: what is never sampled", lambda x: keyed(ste.reinmax, x),
-    lambda x: one_hot(gumbel(x), -1), lambda x: reinmax(1, x, -1), M, orders=VJP,
-    edges=[([[[0.3, 0.2, -INF]]], [[[1, 0, 0]]], [np.zeros((1, 3))])], draws=True)
+op("reinmax: what is never sampled",
+    lambda x: keyed(ste.reinmax, x, temperature=1.4, axis=0),
+    *(lambda x: one_hot(gumbel(x), 0), lambda x: reinmax(1.4, x, 0), M), orders=VJP,
+    edges=[([[[0.3], [0.2], [-INF]]], [[[1], [0], [0]]], [np.zeros((3, 1))])], draws=True)
 
 # ---------------------------------------------------------------- uniform quantizers
 
@@ -350,8 +355,10 @@ op(
     # Entries that are close together and far from zero.
     edges=[([1e9 + Z / 8, 1e9 + C / 8], None, [np.ones((4, 3)), np.zeros((4, 3))])],
 )
-op("vector_quantize: ties and NaN", lambda z, c: ste.vector_quantize(z, c)[0],
-    *(lambda z, c: nearest(z, c)[0], identity, Z, C), orders=("value",), edges=[
+single = lambda c: c.astype("float32")  # a codebook of another precision
+op("vector_quantize: ties and NaN", lambda z, c: ste.vector_quantize(z, single(c))[0],
+    *(lambda z, c: nearest(z, single(c).astype(z.dtype))[0], identity, Z, C), orders=VJP,
+    edges=[
         ([[[0, 1], [NAN, 0]], [[0, 2], [0, 0]]], [[[0, 2], [NAN, NAN]]], None),
         ([[[0, 1]], [[0, 2], [NAN, 0]]], [[[NAN, NAN]]], None),
     ])
