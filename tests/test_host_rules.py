@@ -166,10 +166,17 @@ def test_complex_steps_need_a_function_of_complex_numbers():
     # They are divided by how far the argument moved in its precision.
     f = eqg.host_function(lambda x: 2 * x, out=like, finite_difference="central", step=1e-6)
     assert jax.grad(f)(jnp.float32(1.1)) == 2
+    # A difference of differences takes a longer step, as it is of what is less exact.
+    seen: list[float] = []
+    f = eqg.host_function(lambda x: seen.append(x) or x, out=like, finite_difference="central")
+    jax.grad(jax.grad(jax.grad(f)))(jnp.float32(0.5))
+    steps = np.finfo("float32").eps ** (np.array([1, 2 / 3, 4 / 9]) / 3)
+    assert np.isclose(np.ptp(seen), 2 * sum(steps))
     # Of complex arguments, differences are central ones.
     f = eqg.host_function(np.exp, out=like, finite_difference="complex")
     z = jnp.array(1.0 + 1.0j)
     assert_close(jax.jacrev(f, holomorphic=True)(z), jnp.exp(z), tolerance=1e-3)
+    assert_close(jax.grad(jax.grad(f))(z.real), jnp.exp(z.real), tolerance=1e-3)
 
 
 # ---------------------------------------------------------------- linear maps

@@ -89,6 +89,9 @@ root_of_ours = eqg.custom_jvp(jnp.sqrt)
 root_of_ours.def_jvp(lambda x, t: (jnp.sqrt(*x), 0.5 * t[0] / jnp.sqrt(*x)))
 
 
+# A linear function, whose rule calls it.
+doubled = jax.custom_jvp(lambda x: 2 * x)
+doubled.defjvp(lambda x, t: (doubled(*x), doubled(*t)))
 # Of its two cotangents, one is at another place.
 shifted = eqg.custom_vjp(lambda x, y: x + jnp.roll(y, -1))
 shifted.def_fwd(lambda x, y: (shifted(x, y), None))
@@ -146,7 +149,7 @@ SELECTIONS = [
     lambda x: jax.lax.scan(lambda h, i: (h / 2 + jnp.sqrt(x)[i], jnp.log(x)[1:] * h),
                            jnp.array(1.0), jnp.array([1, 2, 1]), reverse=True),
     lambda x: jax.lax.fori_loop(0, 2, lambda _, h: jnp.sqrt(h), x)[1:],
-    lambda x: root_of_ours(x)[1:], lambda x: jnp.where(x > 0.4, jax.jit(root)(x), 1.0),
+    lambda x: root_of_ours(x)[1:], lambda x: jnp.log(doubled(x))[1:], lambda x: jnp.where(x > 0.4, jax.jit(root)(x), 1.0),
     lambda x: shifted(x, jnp.log(x + 0.5))[1:2],
     lambda x: jnp.real(jnp.fft.ifft(jnp.fft.fft(jnp.sqrt(x[1:])))),
     lambda x: jax.lax.reduce_window(jnp.sqrt(x), -jnp.inf, jax.lax.max, (2,), (1,), "valid"),
@@ -227,6 +230,13 @@ def test_zero_safe_of_a_branch_under_vmap():
     """JAX runs both branches. The root of zero is not taken."""
     f = eqg.zero_safe(lambda x: jax.lax.cond(x > 0, jnp.sqrt, lambda x: 3 * x, x))
     assert_same(jax.vmap(jax.grad(f))(Z), jnp.array([3.0, 0.5 / np.sqrt(0.5), 0.25]))
+
+
+def test_zero_safe_shows_no_error_of_a_rule_that_is_not_needed():
+    f = jax.custom_vjp(jnp.sqrt)
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (ct / "x",))
+    got = eqg.zero_safe(lambda x: jnp.where(x > 0, f(x), x))(Z)
+    assert_same(got, jnp.sqrt(Z))
 
 
 # Nothing can be singular here, as bounds of the operands tell.

@@ -185,6 +185,24 @@ entry("filter_scan: online, complex",
     plain=of_complex, precisions=("float64",), **FIRST)
 
 
+def of_two_precisions(h, g, w, v, loop=jax.lax.scan):
+    h, v = h.astype("float32"), v.astype("float32")
+    half = lambda x: 0.5 * x.astype("float32")
+
+    def step(carry, x):
+        g, h = carry
+        h = jnp.sin(h + half(w * g) + half(x))
+        return (v.astype(g.dtype) * g + h.astype(g.dtype), h), (g, h)
+
+    return loop(step, (g, h), jnp.asarray(_xs, g.dtype))
+
+
+entry("filter_scan: online, two precisions",
+    ft.partial(of_two_precisions, loop=ft.partial(eqg.filter_scan, online=True)), *_states,
+    plain=of_two_precisions, precisions=("float64",), tolerance=1e-5,
+    **FIRST | {"orders": ("vjp",)})
+
+
 def e_prop(h, w, b, loop=jax.lax.scan, product=None):
     def step(carry, x):
         h, g = carry
