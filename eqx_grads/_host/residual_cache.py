@@ -45,7 +45,7 @@ class ResidualCache(Opaque):
         objects: set[int] = set()
         residuals = _copied(residuals, objects)
         with self._lock:
-            shared = objects and [k for k, (_, o) in self._found.items() if objects & o]
+            shared = [k for k, (_, o) in self._found.items() if objects & o]
             for other in (key, *shared):
                 self._found.pop(other, None)
             while self._found and len(self._found) >= self.most:

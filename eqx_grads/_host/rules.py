@@ -127,7 +127,7 @@ def _fit(op, i, ct, leaves):
     do += "broadcasts to. Did a sum drop an axis, or is a transpose missing?"
     ct = op.fitted(i, _summed(np.asarray(ct), batch, t.shape), leaves, do)
     # The cotangent of a real value is real, as in all rules of this library.
-    return np.real(ct) if np.iscomplexobj(ct) and not is_complex(t) else ct
+    return ct if is_complex(t) else np.real(ct)
 
 
 def _summed(ct: np.ndarray, batch: Sequence[int], shape: Sequence[int]) -> np.ndarray:
@@ -138,7 +138,7 @@ def _summed(ct: np.ndarray, batch: Sequence[int], shape: Sequence[int]) -> np.nd
         return ct
     from_end = range(-len(own), 0)
     axes = tuple(i for i in from_end if i < -len(shape) or own[i] != shape[i])
-    total = np.sum(ct, axes, dtype=sum_dtype(ct.dtype))
+    total = np.sum(ct, axes, dtype=sum_dtype(ct.dtype), keepdims=True)
     return total.reshape((*ct.shape[: len(batch)], *shape))
 
 

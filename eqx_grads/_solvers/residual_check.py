@@ -72,7 +72,7 @@ def _are_large(residual_and_change, tolerances):
 
 def _direction(x):
     """`x` times what looks like noise, so that no row of a matrix is orthogonal to it."""
-    noise = jnp.cos(jnp.square(jnp.arange(x.size, dtype=jnp.float32))).reshape(x.shape)
+    noise = jnp.cos(jnp.square(jnp.arange(x.size))).reshape(x.shape)
     size = jnp.maximum(jnp.abs(x), _SMALLEST)
     return (size * noise.astype(size.dtype)).astype(x.dtype)
 

@@ -574,10 +574,12 @@ WRONG = [
     (by_columns(2), "takes 3 calls | `max_rule_calls` is 2"),
     *((ft.partial(host, options=options), words) for options, words in (
         ({"finite_difference": "forward"}, "`finite_difference` of"),
+        ({"max_rule_calls": -1}, "`max_rule_calls` of"),
         ({"step": 1e-3}, "useful without `finite_difference`"),
         *(({"finite_difference": "central", "step": step}, "`step` of `host_function` is not")
           for step in (0.0, "no", (1e-3, np.inf))))),
     (types(lambda a: host(lambda x: x * a)(X), ONE), "at `a`"),
+    (lambda: jax.jvp(lambda a: host(lambda x, y: x * a)(a, X), (X,), (X,)), "at `a`"),
     (lambda: host(lambda x: {"a": x})(X), "promised float32[3] | {'a'"),
     (lambda: host(lambda x: x[:2])(X), "returned float32[2]"),
     (lambda: host(lambda x: x * 1j)(X), "`host` returned a different dtype"),
