@@ -47,8 +47,11 @@ def _call_in_program(op: HostOp, leaves: Sequence[Any]) -> list[jax.Array]:
     if not has_bits:
         return list(jax.pure_callback(call, types, *leaves, vmap_method=op.vmap_method))
     leaves = [jnp.asarray(x) for x in leaves]
+    # Integers have no tangents. From the empty parts of the arrays JAX sees that the arrays are
+    # differentiated, and raises, as for any callback. The checks do this, without the rules.
+    empty = [x.ravel()[:0] for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
     leaves, types = [bits.to_bits(x) for x in leaves], tuple(map(bits.bits_type, types))
-    out = jax.pure_callback(call, types, *leaves, vmap_method=op.vmap_method)
+    out = jax.pure_callback(call, types, *leaves, *empty, vmap_method=op.vmap_method)
     return [bits.from_bits(x, t.dtype) for x, t in zip(out, op.out_types, strict=True)]
 
 
@@ -62,7 +65,7 @@ class _Callback:
     def __call__(self, *leaves):
         leaves = [np.asarray(x) for x in leaves]
         if self.has_bits:
-            pairs = zip(leaves, self.op.in_types, strict=True)
+            pairs = zip(leaves, self.op.in_types, strict=False)  # empty ones are behind them
             leaves = [bits.from_bits_on_host(x, t.dtype) for x, t in pairs]
         try:
             out = self.op.cast_outputs(leaves)
