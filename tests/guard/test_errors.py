@@ -786,8 +786,9 @@ RIGHT = [
     lambda: jax.grad(forward(lambda p, t: (p[0], t[0]), lambda x: x if x > 0 else -x))(2.0),
     grad(forward(lambda p, t, **options: (p[0], t[0]), keyword_only)),
     grad(lambda x: eqg.replace_gradient(x, jax.lax.complex(x, x))),
-    scan(lambda h, x: ((h[0], h[1] * h[0][0]), x), (X.astype("float16"), 1.0),
-     checkpoint="replay"), types(lambda h: eqg.filter_while_loop(lambda h: h[0] < 9, lambda h: (
+    grad(lambda h: eqg.filter_scan(lambda h, x: ((h[0], h[1] * h[0][0]), x), (h, 1.0), XS,
+     checkpoint="replay")[0], X.astype("float16")),
+    types(lambda h: eqg.filter_while_loop(lambda h: h[0] < 9, lambda h: (
      h[0] * h[1][0], h[1]), (1.0, h), max_steps=9), X.astype("float16")),
     *(singular(lambda y, m=m: m @ y, ()) for m in (SIZES, SIZES.T)),
 ]
