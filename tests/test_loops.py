@@ -291,6 +291,7 @@ def test_windows_sum_half_precision_in_single_precision(checkpoint):
 class Model(eqx.Module):
     weight: jax.Array
     name: str = eqx.field(static=True, default="a")
+    _private = 0
 
     def __call__(self, x):
         return jnp.sum(self.weight @ x)

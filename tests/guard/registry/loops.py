@@ -114,7 +114,7 @@ for _name, _options, _plain in (
     _reverse = {"reverse": True} if "reverse" in _options else {}
     entry(f"filter_scan: long, {_name}", many(eqg.filter_scan, **_options), *_long,
         plain=many(_plain, **_reverse), **OPTION if _name == "truncated" else FIRST,
-        half=_half if _name in ("replay", "truncated") else None)
+        half=_half if _name in ("replay in reverse", "truncated") else None)
 
 
 # ---------------------------------------------------------------- online
