@@ -89,9 +89,6 @@ root_of_ours = eqg.custom_jvp(jnp.sqrt)
 root_of_ours.def_jvp(lambda x, t: (jnp.sqrt(*x), 0.5 * t[0] / jnp.sqrt(*x)))
 
 
-# A linear function, whose rule calls it.
-doubled = jax.custom_jvp(lambda x: 2 * x)
-doubled.defjvp(lambda x, t: (doubled(*x), doubled(*t)))
 # Of its two cotangents, one is at another place.
 shifted = eqg.custom_vjp(lambda x, y: x + jnp.roll(y, -1))
 shifted.def_fwd(lambda x, y: (shifted(x, y), None))
@@ -150,7 +147,6 @@ SELECTIONS = [
                            jnp.array(1.0), jnp.array([1, 2, 1]), reverse=True),
     lambda x: jax.lax.fori_loop(0, 2, lambda _, h: jnp.sqrt(h), x)[1:],
     lambda x: root_of_ours(x)[1:], lambda x: jnp.where(x > 0.4, jax.jit(root)(x), 1.0),
-    lambda x: jnp.log(doubled(x))[1:],
     lambda x: shifted(x, jnp.log(x + 0.5))[1:2],
     lambda x: jnp.real(jnp.fft.ifft(jnp.fft.fft(jnp.sqrt(x[1:])))),
     lambda x: jax.lax.reduce_window(jnp.sqrt(x), -jnp.inf, jax.lax.max, (2,), (1,), "valid"),
