@@ -44,7 +44,7 @@ def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         return jax.lax.bitcast_convert_type(x, dtype)
     parts = jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], 2, 2), np.dtype(float))
-    return jax.lax.complex(parts[..., 0], parts[..., 1])
+    return jax.lax.complex(*jnp.unstack(parts, axis=-1))
 
 
 def to_bits_on_host(x: np.ndarray) -> np.ndarray:

@@ -757,6 +757,8 @@ RIGHT = [
       ("minimise", solvers.ImplicitAdjoint()))),
     types(host(), X), by_columns(3), types(host(options={"out": 1.0}), X),
     pulled(options={"finite_difference": "central", "step": (1e-3,)}),
+    pulled(fn=lambda x: x > 0, options={"finite_difference": "central"}),
+    pulled(bwd=lambda r, ct: (ct + 1j,)),
     types(host(options={"out": Holder}), X),
     types(lambda x: host(options={"out": lambda x, **n: np.ones(n["n"])})(x, n=3), X),
     grad(lambda s: host(bwd=lambda r, ct: (ct,))(X * s, scale=X), ONE),
