@@ -171,7 +171,9 @@ def test_errors_of_solvers():
     same = lambda x: jax.pure_callback(lambda x: x, x, x)
     jax.block_until_ready(jax.jit(lambda x: whole(same)(x))(jnp.ones(8)))
     jax.effects_barrier()
-    by_gmres = eqg.implicit(lambda y, x: y**2 - x, solver=lx.GMRES(1e-5, 1e-5))(root)
+    # Also if one of the unknowns is the same on all devices.
+    gmres = eqg.implicit(lambda y, x: (y[0] ** 2 - x, y[1]), solver=lx.GMRES(1e-5, 1e-5))
+    by_gmres = lambda x: gmres(lambda x: (root(x), 0.0))(x)[0]
     with pytest.raises(eqg.RuleError, match=r"`check_vma=False`(?s:.*)leave the solver out"):
         jax.jit(jax.grad(lambda x: jnp.sum(whole(by_gmres)(x))))(jnp.ones(8))
 

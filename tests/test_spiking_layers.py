@@ -89,6 +89,7 @@ def test_chunks_on_an_accelerator(monkeypatch, getkey):
     on_cpu = loops()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert spiking_scan.chunk_length(xs, 256) == 100
+    assert spiking_scan.chunk_length(jnp.ones((4096, 64, 0)), 256) == 128
     jax.clear_caches()
     assert loops() < on_cpu
 

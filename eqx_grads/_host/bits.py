@@ -5,7 +5,7 @@ There, JAX casts the arguments and the results of the callback to 32 bits, or ra
 (JAX 0.10 to 0.12). In such a context, the callback gets the bits, as integers.
 """
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,12 +21,8 @@ def needs_bits(types: Any) -> bool:
     """Whether arrays of the given types are cast on a thread that is not this one."""
     if not any(map(_is_wide, types)):
         return False
-    found = []
-    look = lambda: found.append(jax.config.jax_enable_x64)  # pyright: ignore
-    other = threading.Thread(target=look)
-    other.start()
-    other.join()
-    return not found[0]
+    with ThreadPoolExecutor(1) as other:
+        return not other.submit(getattr, jax.config, "jax_enable_x64").result()
 
 
 def bits_type(t: Any) -> Any:
@@ -43,11 +39,12 @@ def to_bits(x: Any) -> jax.Array:
 
 
 def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    if x.dtype == dtype or not jnp.issubdtype(dtype, jnp.complexfloating):
-        return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
-    parts = x.reshape(*x.shape[:-1], 2, 2)
-    parts = jax.lax.bitcast_convert_type(parts, np.dtype(np.float64))
-    return jax.lax.complex(parts[..., 0], parts[..., 1])
+    if x.dtype == dtype:
+        return x
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        return jax.lax.bitcast_convert_type(x, dtype)
+    parts = jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], 2, 2), np.dtype(float))
+    return jax.lax.complex(*jnp.unstack(parts, axis=-1))
 
 
 def to_bits_on_host(x: np.ndarray) -> np.ndarray:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
 from .._errors import code_of, name_of, place_of, rule_error, show_path, show_tree, type_of
 from .._jaxprs.current_trace import is_eager
@@ -189,7 +188,7 @@ def _check_static(call: HostCall, operands, others) -> None:
                 'pass the entries, and build it on the host: see "A sparse solve" in the guide '
                 '"Host code".',
             ) from None
-    if is_eager() and not any(isinstance(x, Tracer) for x in operands):
+    if is_eager(operands):
         return
     rules = [rule.fn for rule in (code.fwd, code.bwd, code.jvp) if rule is not None]
     found = captured_tracer([code.fn, *rules, *others, *call.split.static])

@@ -48,7 +48,7 @@ def _call_in_program(op: HostOp, leaves: Sequence[Any]) -> list[jax.Array]:
         return list(jax.pure_callback(call, types, *leaves, vmap_method=op.vmap_method))
     leaves = [jnp.asarray(x) for x in leaves]
     # Integers have no tangents. From the empty parts of the arrays JAX sees that the arrays are
-    # differentiated, and raises, as for any callback.
+    # differentiated, and raises, as for any callback. The checks do this, without the rules.
     empty = [x.ravel()[:0] for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
     leaves, types = [bits.to_bits(x) for x in leaves], tuple(map(bits.bits_type, types))
     out = jax.pure_callback(call, types, *leaves, *empty, vmap_method=op.vmap_method)

@@ -12,12 +12,12 @@ from .._errors import check_function, check_option, rule_error, show_path, type_
 from .._jaxprs.varying import vary_alike, varying_types
 from .._rules.linear_primitive import apply_side, Side
 from .._rules.wrapper import reduce_by_name, set_metadata
+from .._tangent_spaces import is_differentiable
 from .._trees import mirror_of
 from .derivative import host_call, tangent_type
 from .host_call import host_call_of, HostCode
 from .host_callback import VMAP_METHODS
-from .host_op import is_inexact
-from .promised_types import is_array_leaf, without_memory
+from .promised_types import without_memory
 
 
 class LinearHostFunction(eqx.Module):
@@ -79,7 +79,7 @@ class LinearHostFunction(eqx.Module):
 
 def _check_inexact(code: HostCode, x: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
-        if not (is_array_leaf(leaf) and is_inexact(jnp.asarray(leaf))):
+        if not is_differentiable(leaf):
             what = f"`{code.name}` is linear in its first argument, which has to be floating "
             raise rule_error(
                 what + "or complex.",

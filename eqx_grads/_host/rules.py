@@ -127,7 +127,7 @@ def _fit(op, i, ct, leaves):
     do += "broadcasts to. Did a sum drop an axis, or is a transpose missing?"
     ct = op.fitted(i, _summed(np.asarray(ct), batch, t.shape), leaves, do)
     # The cotangent of a real value is real, as in all rules of this library.
-    return np.real(ct) if np.iscomplexobj(ct) and not is_complex(t) else ct
+    return ct if is_complex(t) else np.real(ct)
 
 
 def _summed(ct: np.ndarray, batch: Sequence[int], shape: Sequence[int]) -> np.ndarray:
@@ -136,10 +136,9 @@ def _summed(ct: np.ndarray, batch: Sequence[int], shape: Sequence[int]) -> np.nd
     own = ct.shape[len(batch) :]
     if own == shape or not broadcasts_to(shape, own) or not is_inexact(ct):
         return ct
-    padded = (1,) * (len(own) - len(shape)) + tuple(shape)
-    pairs = enumerate(zip(padded, own, strict=True), len(batch))
-    axes = tuple(i for i, (p, n) in pairs if p != n)
-    total = np.sum(ct, axes, dtype=sum_dtype(ct.dtype), keepdims=True).astype(ct.dtype)
+    from_end = range(-len(own), 0)
+    axes = tuple(i for i in from_end if i < -len(shape) or own[i] != shape[i])
+    total = np.sum(ct, axes, dtype=sum_dtype(ct.dtype), keepdims=True)
     return total.reshape((*ct.shape[: len(batch)], *shape))
 
 

@@ -141,16 +141,11 @@ def _merge(terms: Sequence[Term]) -> list[Term]:
     for term in terms:
         key = (term.source, id(term.view))
         if key in merged and term.view is not None:
-            coefficient = _add(merged[key].coefficient, term.coefficient)
+            coefficient = merged[key].coefficient + term.coefficient
             merged[key] = term._replace(coefficient=coefficient)
         else:
             merged.setdefault(key, term)
     return list(merged.values())
-
-
-def _add(a: Array, b: Array) -> Array:
-    dtype = jnp.promote_types(a.dtype, b.dtype)
-    return a.astype(dtype) + b.astype(dtype)
 
 
 def _scaled(term: Term, scale: Callable[[Array], Array]) -> Term:

@@ -107,7 +107,7 @@ def plain_iteration(y: PyTree) -> optx.FixedPointIteration:
     An iteration that contracts slowly stops at a multiple of eps that depends on the function.
     """
     eps = [float(jnp.finfo(jnp.result_type(x)).eps) for x in jax.tree.leaves(y)]
-    tolerance = max(eps, default=0.0) ** 0.75
+    tolerance = max(eps) ** 0.75
     return optx.FixedPointIteration(rtol=tolerance, atol=tolerance)
 
 
@@ -264,7 +264,7 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
 
 def _damped_steps(linear_map, b, steps, tau):
     """`t` after `steps` steps t <- t + tau (b + (J - I) t) from zero; the first gives tau b."""
-    scaled = b if tau == 1 else jax.tree.map(lambda b: tau * b, b)
+    scaled = jax.tree.map(lambda b: tau * b, b)
 
     def step(t, _):
         change = linear_map(t)

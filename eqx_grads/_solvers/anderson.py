@@ -123,8 +123,7 @@ class Anderson(optx.AbstractFixedPointSolver):
 def _push(history, delta, step):
     """Replace the oldest difference by the newest, if there is a step before this one."""
     delta = jnp.where(step > 0, delta, jnp.zeros_like(delta))
-    # In the first step, zeros are written where the second step writes.
-    return history.at[jnp.maximum(step - 1, 0) % len(history)].set(delta)
+    return history.at[step % len(history)].set(delta)
 
 
 def _least_squares(columns, target, ridge):

@@ -70,7 +70,7 @@ def linear_solver(
     dtype = working_dtype(rhs_like, like)
     domain, codomain = RealView(like, dtype), RealView(rhs_like, dtype)
     n, tags, messages = domain.size, frozenset(tags), _messages(of or user, matrix)
-    if n == 0 or codomain.size == 0:
+    if n == 0:
         return lambda rhs: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     if solver is None and not tags:
         if _is_elementwise(matvec, domain, codomain):
@@ -142,9 +142,8 @@ def _batched_like(operator, vector):
     cotangents of an unbatched operand of `vmap` (Equinox 0.13.8, Lineax 0.1.1; no upstream
     issue was found). The compiler removes the selection.
     """
-    arrays = list(filter(eqx.is_array, jax.tree.leaves(operator)))
-    first = [jnp.reshape(x, -1)[:1] for x in arrays]
-    predicate = ft.reduce(jnp.logical_and, [jnp.all(x == x) for x in first], jnp.array(True))
+    arrays = filter(eqx.is_array, jax.tree.leaves(operator))
+    predicate = ft.reduce(jnp.logical_and, [jnp.all(x == x) for x in arrays], jnp.array(True))
     return jax.lax.select(jnp.broadcast_to(predicate, vector.shape), vector, vector)
 
 

@@ -67,20 +67,15 @@ def _directions(y):
 def _are_large(residual_and_change, tolerances):
     residual, change = residual_and_change
     pairs = zip(residual, change, tolerances, strict=True)
-    return jnp.stack(
-        [~(_size(r) <= tol.astype(_size(c).dtype) * _size(c)) for r, c, tol in pairs]
-    )
+    return jnp.stack([~(_size(r) <= tol * _size(c)) for r, c, tol in pairs])
 
 
 def _direction(x):
     """`x` times what looks like noise, so that no row of a matrix is orthogonal to it."""
-    real = jnp.finfo(x.dtype).dtype  # of complex `x`
-    noise = jnp.cos(jnp.square(jnp.arange(x.size, dtype=jnp.float32))).reshape(x.shape)
-    size = jnp.maximum(jnp.abs(x), jnp.asarray(_SMALLEST, real))
-    return (size * noise.astype(real)).astype(x.dtype)
+    noise = jnp.cos(jnp.square(jnp.arange(x.size))).reshape(x.shape)
+    size = jnp.maximum(jnp.abs(x), _SMALLEST)
+    return (size * noise.astype(size.dtype)).astype(x.dtype)
 
 
 def _size(x: Array) -> Array:
-    x = jnp.abs(x)
-    x = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
-    return jnp.max(x, initial=0)
+    return jnp.max(jnp.abs(x).astype(float), initial=0)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+import optimistix as optx
 import pytest
 from eqx_grads import nn, safe, solvers, ste, surrogates, tangents
 
@@ -254,8 +255,20 @@ def failing(steps):
     return lambda: jax.grad(lambda a: jnp.sum(solve(a)))(X)
 
 
+# Of a symmetric matrix that need not be definite, and is not formed.
+many = eqg.implicit(lambda y, a: jnp.roll(y, 1) + jnp.roll(y, -1) - a, tags=lx.symmetric_tag)(
+    lambda a: a
+)
+
+
 def fixed(fn=lambda y: y / 2, y0=X, **options):
     return types(lambda y0: eqg.fixed_point(named("fn", fn), y0, **options), y0)
+
+
+def in_optimistix(find, adjoint):
+    solver = optx.BFGS(1e-5, 1e-5) if find == "minimise" else optx.Newton(1e-5, 1e-5)
+    of = lambda y, x: jnp.square(y - x)
+    return grad(lambda x: getattr(optx, find)(of, solver, ONE, x, adjoint=adjoint).value, ONE)
 
 
 def event(condition=lambda t, y: y[0], f=lambda t, y: -y, t=ONE, **options):
@@ -525,6 +538,7 @@ WRONG = [
     (solved(lambda y: y), "included: 1 | @"), (solved(lambda y, a: y[:2]), "float32[2] | @"),
     (near(1.03), "more than 1 %"), (near(np.nan), "is not small at"),
     (fixed(solver=3), "The `solver` of `fixed_point`"),
+    (in_optimistix("minimise", solvers.OneStepAdjoint()), "the solver is `BFGS`, and `OneStep"),
     *((singular(f, tags), "is singular at the solution to") for f, tags in (
       (lambda y: TWO[0] * jnp.sum(y), ()), (lambda y: TWO[0] * jnp.sum(y), lx.symmetric_tag),
       (lambda y: X * y - y, ()), (lambda y: PROGRESSION @ y, ()))),
@@ -567,10 +581,12 @@ WRONG = [
     (by_columns(2), "takes 3 calls | `max_rule_calls` is 2"),
     *((ft.partial(host, options=options), words) for options, words in (
         ({"finite_difference": "forward"}, "`finite_difference` of"),
+        ({"max_rule_calls": -1}, "`max_rule_calls` of"),
         ({"step": 1e-3}, "useful without `finite_difference`"),
         *(({"finite_difference": "central", "step": step}, "`step` of `host_function` is not")
           for step in (0.0, "no", (1e-3, np.inf))))),
     (types(lambda a: host(lambda x: x * a)(X), ONE), "at `a`"),
+    (lambda: jax.jvp(lambda a: host(lambda x, y: x * a)(a, X), (X,), (X,)), "at `a`"),
     (lambda: host(lambda x: {"a": x})(X), "promised float32[3] | {'a'"),
     (lambda: host(lambda x: x[:2])(X), "returned float32[2]"),
     (lambda: host(lambda x: x * 1j)(X), "`host` returned a different dtype"),
@@ -581,6 +597,8 @@ WRONG = [
     (pulled(bwd=lambda r, ct: (ct,), fwd=lambda x: x), "`fwd` of `host` did not"),
     (lambda: jax.vmap(host(lambda x: x / "x", options={"vmap_method": "expand_dims"}))(TWO),
      "called with float32[2,3], under `vmap` of float32[3]"),
+    *((call(eqg.host_function(lambda: X / "x", out=X)), "called with no arrays")
+      for call in (lambda f: f, jax.jit)),
     (pushed(lambda p, t: p[0]), "`jvp` of `host` did not"), (lambda: linear_host(N),
      "at `x`: int | @"), (grad(linear_host, X, X), "`double` was | @"),
     # safe, ste, surrogates
@@ -744,9 +762,14 @@ RIGHT = [
     grad(lambda t: eqg.event_time(lambda t, y: y[0], X, lambda t, y: -y, t)[0], np.float16(1)),
     event(lambda t, y: t), jump(f=lambda t, y: {"a": y["a"], "n": None}, y={"a": X, "n": 3}),
     jump(lambda t, y: Keyless(Keyless(-y.a.a)), Keyless(Keyless(X))),
-    near(1.005), failing(9),
+    near(1.005), failing(9), fixed(lambda y: None if y.weak_type else y, 0.0),
+    types(jax.grad(lambda a: jnp.sum(many(a))), np.ones(257, "float32")),
+    *(in_optimistix(*pair) for pair in (("fixed_point", solvers.OneStepAdjoint()),
+      ("minimise", solvers.ImplicitAdjoint()))),
     types(host(), X), by_columns(3), types(host(options={"out": 1.0}), X),
     pulled(options={"finite_difference": "central", "step": (1e-3,)}),
+    pulled(fn=lambda x: x > 0, options={"finite_difference": "central"}),
+    pulled(bwd=lambda r, ct: (ct + 1j,)),
     types(host(options={"out": Holder}), X),
     types(lambda x: host(options={"out": lambda x, **n: np.ones(n["n"])})(x, n=3), X),
     grad(lambda s: host(bwd=lambda r, ct: (ct,))(X * s, scale=X), ONE),
@@ -776,8 +799,9 @@ RIGHT = [
     lambda: jax.grad(forward(lambda p, t: (p[0], t[0]), lambda x: x if x > 0 else -x))(2.0),
     grad(forward(lambda p, t, **options: (p[0], t[0]), keyword_only)),
     grad(lambda x: eqg.replace_gradient(x, jax.lax.complex(x, x))),
-    scan(lambda h, x: ((h[0], h[1] * h[0][0]), x), (X.astype("float16"), 1.0),
-     checkpoint="replay"), types(lambda h: eqg.filter_while_loop(lambda h: h[0] < 9, lambda h: (
+    grad(lambda h: eqg.filter_scan(lambda h, x: ((h[0], h[1] * h[0][0]), x), (h, 1.0), XS,
+     checkpoint="replay")[0], X.astype("float16")),
+    types(lambda h: eqg.filter_while_loop(lambda h: h[0] < 9, lambda h: (
      h[0] * h[1][0], h[1]), (1.0, h), max_steps=9), X.astype("float16")),
     *(singular(lambda y, m=m: m @ y, ()) for m in (SIZES, SIZES.T)),
 ]

@@ -114,7 +114,7 @@ _cond = lambda x: jax.lax.cond(x > 0.4, jnp.sqrt, lambda x: 3.0 + 0 * x, x)
 # The results do not depend on the first number, which is zero. In the reference, it is 0.3.
 SELECTIONS = [
     lambda x: jnp.maximum(jnp.log(x), 0.1), lambda x: jnp.minimum(1 / x, 1.9),
-    lambda x: jax.lax.clamp(0.6, jnp.sqrt(x), 1.5),
+    lambda x: jax.lax.clamp(0.6, jnp.sqrt(x), 1.5), lambda x: jax.lax.clamp(-1.0, 1 / x, 1.9),
     lambda x: jax.lax.clamp(jnp.log(x), jnp.full(3, -0.1), jnp.full(3, 9.0)),
     lambda x: (jnp.max(jnp.sqrt(x)), jnp.min(1 / x)), lambda x: jnp.max(_rows(x), 1)[1:],
     lambda x: [take(jnp.stack([x * (x / x), x ** 2], 1), 1)[1:] for take in (jnp.max, jnp.min)],
@@ -227,6 +227,13 @@ def test_zero_safe_of_a_branch_under_vmap():
     """JAX runs both branches. The root of zero is not taken."""
     f = eqg.zero_safe(lambda x: jax.lax.cond(x > 0, jnp.sqrt, lambda x: 3 * x, x))
     assert_same(jax.vmap(jax.grad(f))(Z), jnp.array([3.0, 0.5 / np.sqrt(0.5), 0.25]))
+
+
+def test_zero_safe_shows_no_error_of_a_rule_that_is_not_needed():
+    f = jax.custom_vjp(jnp.sqrt)
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (ct / "x",))
+    got = eqg.zero_safe(lambda x: jnp.where(x > 0, f(x), x))(Z)
+    assert_same(got, jnp.sqrt(Z))
 
 
 # Nothing can be singular here, as bounds of the operands tell.

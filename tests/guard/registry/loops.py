@@ -114,7 +114,7 @@ for _name, _options, _plain in (
     _reverse = {"reverse": True} if "reverse" in _options else {}
     entry(f"filter_scan: long, {_name}", many(eqg.filter_scan, **_options), *_long,
         plain=many(_plain, **_reverse), **OPTION if _name == "truncated" else FIRST,
-        half=_half if _name in ("replay", "truncated") else None)
+        half=_half if _name in ("replay in reverse", "truncated") else None)
 
 
 # ---------------------------------------------------------------- online
@@ -183,6 +183,24 @@ entry("filter_scan: online, complex",
     ft.partial(of_complex, loop=ft.partial(eqg.filter_scan, online=True)),
     *(normal(3) + 1j * normal(3), normal(3, scale=0.4), normal(3) - 0.5j, normal(3)),
     plain=of_complex, precisions=("float64",), **FIRST)
+
+
+def of_two_precisions(h, g, w, v, loop=jax.lax.scan):
+    h, v = h.astype("float32"), v.astype("float32")
+    half = lambda x: 0.5 * x.astype("float32")
+
+    def step(carry, x):
+        g, h = carry
+        h = jnp.sin(h + half(w * g) + half(x))
+        return (v.astype(g.dtype) * g + h.astype(g.dtype), h), (g, h)
+
+    return loop(step, (g, h), jnp.asarray(_xs, g.dtype))
+
+
+entry("filter_scan: online, two precisions",
+    ft.partial(of_two_precisions, loop=ft.partial(eqg.filter_scan, online=True)), *_states,
+    plain=of_two_precisions, precisions=("float64",), tolerance=1e-5,
+    **FIRST | {"orders": ("vjp",)})
 
 
 def e_prop(h, w, b, loop=jax.lax.scan, product=None):

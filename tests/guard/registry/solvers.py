@@ -239,10 +239,10 @@ def landing(y, g, floor):
 
 
 def hit(h, v, g, floor):
-    fall = lambda t, y: (y[1], -g * jnp.asarray(t, g.dtype))
+    fall = lambda t, y: jnp.stack([y[1], -g * jnp.asarray(t, g.dtype)])
     t = solved(landing((h, v), g, floor))
     condition = lambda t, y: 3.0 * (jnp.real(y[0]) - floor * t) * (1 + t)
-    return eqg.event_time(condition, flight((h, v), g, t), fall, t)
+    return eqg.event_time(condition, jnp.stack(flight((h, v), g, t)), fall, t)
 
 
 def bounce(h, v, g, floor):
@@ -256,7 +256,7 @@ def bounce(h, v, g, floor):
 
 def hit_plain(h, v, g, floor):
     t = landing((h, v), g, floor)
-    return t, flight((h, v), g, t)
+    return t, jnp.stack(flight((h, v), g, t))
 
 
 def bounce_plain(h, v, g, floor):
