@@ -394,6 +394,12 @@ def test_the_bound_and_the_condition_of_a_bounded_loop():
     assert len(calls) == 5
 
 
+def test_where_a_loop_has_ended_its_body_is_not_finite():
+    step = lambda x: x - jnp.sqrt(x)
+    loop = lambda x: eqg.filter_while_loop(lambda x: x > 0, step, x, max_steps=16)
+    assert_close(jax.grad(loop)(4.0), jax.grad(lambda x: step(step(step(x))))(4.0))
+
+
 def test_a_bounded_loop_across_a_named_axis():
     """Examples that go on see the last carry of the examples that have ended."""
 

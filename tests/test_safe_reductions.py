@@ -205,6 +205,9 @@ def test_what_is_equal_up_to_rounding():
         slopes = jax.grad(lambda x, ord=ord: safe.norm(x, ord))(x)
         assert jnp.array_equal(slopes, jnp.array([0.5, -0.5]))
     assert safe.std(jnp.full(9, 0.1)) == 0
+    # The cotangent of a masked element is NaN.
+    of_one = lambda x: jnp.log(safe.softmax(x, where=x > 0))[1]
+    assert (jax.grad(of_one)(jnp.array([0.0, 2.0])) == 0).all()
 
 
 def test_what_is_constant_makes_no_nan():

@@ -64,6 +64,8 @@ def test_the_formulas_of_the_papers():
     for want, got, of_spike in jax.jit(lambda: list(map(run, TABLE)))():
         assert_close(got, want, tolerance=1e-5)
         assert_close(of_spike[1], want[1], tolerance=1e-5)
+    far = sigmoid().derivative(jnp.array([-8.0, 8.0], "float32"))
+    assert far[0] == far[1] > 0
 
 
 def test_kinks():
