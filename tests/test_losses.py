@@ -35,10 +35,8 @@ def test_a_label_out_of_range_gives_nan(label, getkey):
     args, labels = sample(getkey), LABELS.at[0, 0].set(label)
     fn = lambda *args: ours(*args, labels)
     value, (ct_x, ct_weight, _) = jax.value_and_grad(fn, (0, 1, 2))(*args)
-    assert jnp.isnan(value)
-    assert jnp.isnan(ct_weight).all()
-    assert jnp.isnan(ct_x[0, 0]).all()
-    assert jnp.isfinite(ct_x[1]).all()
+    assert jnp.isnan(value) & jnp.isnan(ct_weight).all()
+    assert jnp.isnan(ct_x[0, 0]).all() & jnp.isfinite(ct_x[1]).all()
     with jax.debug_nans(True):
         ours(*args)
         with pytest.raises(FloatingPointError, match="nan"):
