@@ -114,6 +114,12 @@ def test_a_reset():
     assert_same(ours, plain, [*args, decay, state])
 
 
+def test_a_reset_is_as_a_large_decay():
+    *args, decay, state = inputs(3)
+    run = lambda d: eqg.gated_delta_rule(*args, decay.at[1].set(d), state=state)
+    assert_close(run(-jnp.inf), run(-200.0))
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_lengths(reverse):
     """Padding may hold anything, and counts for nothing."""

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.versions, pytest.mark.x64]
         (lambda x, y: jax.lax.while_loop(lambda z: jnp.int32(0) > 1, jnp.sin, x), True),
         (lambda x, y: jax.lax.while_loop(lambda z: z[0] > 1, jnp.sin, x), False),
         (lambda x, y: jax.lax.while_loop(lambda z: False, lambda z: z + x[::-1], x), False),
-        (lambda x, y: jax.lax.scan(lambda c, z: (c + z, None), x, y)[0], False),
+        (lambda x, y: jax.lax.scan(lambda c, z: (c + z, c), 0.0, x)[1], False),
     ],
 )
 def test_a_diagonal_jacobian_through_branches_and_loops(fn, expected):

@@ -278,8 +278,8 @@ def test_windows_sum_half_precision_in_single_precision(checkpoint):
 
     def loss(w):
         step = lambda h, x: (h, w * x)
-        xs = jnp.ones(2048, w.dtype).at[-1].set(4096.0)
-        options = {"truncate": 512, "checkpoint": checkpoint}
+        xs = jnp.ones(2048, w.dtype).at[-9].set(4096.0)  # the last window is apart
+        options = {"truncate": 8, "checkpoint": checkpoint}
         return jnp.sum(eqg.filter_scan(step, w, xs, **options)[1].astype(jnp.float32))
 
     assert float(jax.grad(loss)(jnp.bfloat16(1.0))) == jnp.bfloat16(2047.0 + 4096.0)
@@ -393,6 +393,12 @@ def test_the_bound_and_the_condition_of_a_bounded_loop():
     jax.block_until_ready(jax.jit(loop)(0.0))
     jax.effects_barrier()
     assert len(calls) == 5
+
+
+def test_where_a_loop_has_ended_its_body_is_not_finite():
+    step = lambda x: x - jnp.sqrt(x)
+    loop = lambda x: eqg.filter_while_loop(lambda x: x > 0, step, x, max_steps=16)
+    assert_close(jax.grad(loop)(4.0), jax.grad(lambda x: step(step(step(x))))(4.0))
 
 
 def test_a_bounded_loop_across_a_named_axis():

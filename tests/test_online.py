@@ -211,6 +211,12 @@ def test_forward_mode_past_a_rule_for_reverse_mode(online):
             assert_same(got, plain, 1e-12)
 
 
+def test_traces_of_half_precision_are_summed_in_single_precision():
+    zero, xs = jnp.bfloat16(0), jnp.ones(600, "bfloat16")
+    last = lambda w: eqg.filter_scan(lambda h, x: (h + w * x, None), zero, xs, online=True)[0]
+    assert jax.grad(lambda w: last(w).astype("float32"))(jnp.bfloat16(1)) == 600
+
+
 # ---------------------------------------------------------------- layouts
 
 

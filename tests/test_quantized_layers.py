@@ -129,6 +129,9 @@ def test_indices_of_any_integers(getkey):
         indices = jnp.array([0, 100, 127], dtype)
         np.testing.assert_array_equal(vq.decode(indices), vq.codebook[np.array([0, 100, 127])])
         assert jnp.isnan(vq.decode(jnp.array([-1, 201]).astype(dtype))).all()
+    assert_close(vq.updated(vq.codebook).codebook, vq.codebook)  # all are in use
+    far = vq.codebook.astype("float32") + 4096
+    assert jnp.array_equal(ste.vector_quantize(far, far)[1], jnp.arange(200))
 
 
 @pytest.mark.slow

@@ -257,6 +257,12 @@ def test_what_a_batch_computes_otherwise(fn, monkeypatch):
         grad(eqg.filter_scan, checkpoint="replay")
 
 
+def test_bits_of_a_batch_without_a_key():
+    draws = lambda bits, _: jax.lax.rng_bit_generator(bits, (3,))
+    with pytest.raises(RuleError, match="\n  a step draws random bits"):
+        eqg.filter_scan(draws, jnp.ones(4, "uint32"), length=3, checkpoint="replay")
+
+
 def test_bits_of_the_second_derivative():
     """The rule of a rule draws them, when a replay is differentiated once more."""
     keys = jr.split(jr.key(3, impl="rbg"), STEPS)

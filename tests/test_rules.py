@@ -380,6 +380,12 @@ def test_with_gradient_of_methods():
         assert jax.jit(loss, static_argnums=0)(Leaky(2.0), x) == 2.0
 
 
+def test_a_setup_gets_the_options_that_it_has_parameters_for():
+    setup = lambda out, x, *, n: n * out / x
+    f = eqg.elementwise(lambda x, *, n: x**n, lambda out, x, r: r, setup=setup)
+    assert jax.grad(lambda x: f(x, n=3))(2.0) == 12.0
+
+
 LINEAR = eqx.nn.Linear(2, 3, key=jax.random.key(0))
 TANGENTS = [
     (LINEAR, eqg.tangents.of(LINEAR, bias=jnp.ones(3))),

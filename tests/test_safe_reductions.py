@@ -209,6 +209,11 @@ def test_what_is_equal_up_to_rounding():
         slopes = jax.grad(lambda x, ord=ord: safe.norm(x, ord))(x)
         assert jnp.array_equal(slopes, jnp.array([0.5, -0.5]))
     assert safe.std(jnp.full(9, 0.1)) == 0
+    # The cotangent of a masked element is NaN.
+    of_one = lambda x: jnp.log(safe.softmax(x, where=x > 0))[1]
+    assert (jax.grad(of_one)(jnp.array([0.0, 2.0])) == 0).all()
+    slopes = lambda size: jax.grad(lambda x: safe.norm(x, 3))(size * np.float32([2, 1]))
+    np.testing.assert_allclose(slopes(1e38), slopes(1.0), rtol=1e-6)
 
 
 def test_what_is_constant_makes_no_nan():

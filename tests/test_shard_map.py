@@ -178,6 +178,13 @@ def test_errors_of_solvers():
         jax.jit(jax.grad(lambda x: jnp.sum(whole(by_gmres)(x))))(jnp.ones(8))
 
 
+def test_the_mesh_axis_of_a_batch():
+    """`spmd_axis_name` reaches the function of a rule."""
+    pinned = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(MESH, Spec()))
+    mapped = jax.vmap(eqg.elementwise(pinned, lambda _, x: 1.0), spmd_axis_name="i")
+    assert jax.jit(mapped)(jnp.ones(8)).sharding.spec == Spec("i")
+
+
 # ---------------------------------------------------------------- explicit axes
 
 

@@ -51,6 +51,12 @@ def test_half_precision(dtype):
         assert len(np.unique(np.asarray(out, float))) == 16
 
 
+def test_a_scale_is_rounded_up():
+    """Or else it would clip the largest element."""
+    largest = jnp.linspace(1.0, 2.0, 9).astype("bfloat16")
+    assert all(float(ste.absmax_scale(x, bits=12)) * 2047 >= float(x) for x in largest)
+
+
 @pytest.mark.parametrize("f", [ste.round, ste.ternary, lambda x: ste.clip(x, -0.5, 0.5)])
 def test_trees(f, getkey):
     linear, key = eqx.nn.Linear(2, 3, use_bias=False, key=getkey()), getkey()

@@ -68,6 +68,8 @@ def test_the_formulas_of_the_papers():
     assert all(
         x.dtype == half.dtype for x in (atan().derivative(half), leaky().primitive(half))
     )
+    far = sigmoid().derivative(jnp.array([-8.0, 8.0], "float32"))
+    assert far[0] == far[1] > 0
 
 
 def test_kinks():

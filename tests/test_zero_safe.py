@@ -206,8 +206,6 @@ def test_values_are_those_of_the_compiled_function():
 ENDS = {
     "arccos": (lambda x: jnp.arccos(jnp.clip(x, -1, 1)), 1.0),
     "arcsin": (lambda x: jnp.arcsin(jnp.clip(x, -1, 1)), -1.0),
-    "arctanh": (lambda x: jnp.arctanh(jnp.clip(x, -1, 1)), 1.0),
-    "erfinv": (lambda x: jax.scipy.special.erfinv(jnp.clip(x, -1, 1)), 1.0),
     "arccosh": (lambda x: jnp.arccosh(jnp.maximum(2 - x, 1)), 1.0),
     "log1p": (lambda x: jnp.log1p(jnp.maximum(-x, -1)), 1.0),
 }

@@ -144,7 +144,9 @@ def _p_norm_jvp(primals, tangents, *, p, axes):
         if p > 0:
             x = _finite(x, jnp.any(jnp.isinf(x), axes, keepdims=True))
         n = jnp.broadcast_to(_p_norm(x, p=p, axes=axes), x.shape)
-        u = quotient(x, n)
+        # Not a quotient of quotients, which the compiler would make one of products.
+        scale = _power_of_two(n)
+        u = quotient(x, scale) * inverse(n / scale)
         size = jnp.abs(u) if p > 1 else jnp.where(u == 0, 1, jnp.abs(u))
         slopes = corner(jnp.sign(u) * size ** (p - 1), n == 0, x, axes=axes)
     slopes = slopes if 2 < p < math.inf else corner(slopes, x == 0, x)

@@ -74,6 +74,7 @@ CURES = {
     "not safe.normalize": [(lambda x: total(jnp.sin(x) / norm(x)), Z2)],
     "not softmax": [(lambda x: total(x * 3e38 * x), BIG)],
     "not in a derivative": [(lambda x: jax.grad(lambda x: exp(x) * x)(x[0]), BIG)],
+    "clip_gradient_norm(x, max_norm)": [(lambda x: 1e3 * jnp.sin(1e12 * exp(x[0])), 60 + Z2)],
     "not in the rule": [(lambda x: jnp.where(x[0] > 0, jvp_rule(x[0]), 0.0), Z2)],
 }  # fmt: skip
 
@@ -142,8 +143,9 @@ KINDS = {
         INF + x))), Z2),
     "true singularity: div[0] forward": (lambda x: total(1 / x), X_OR_0[::-1]),
     "overflow: div[0] forward": (lambda x: total(x / 1e-30), np.float32([1e30, 1.0])),
-    "overflow: exp[1] forward": (lambda x: total(exp(x)), np.float32([60, 100]),
-        np.float32([60, 80])),
+    # Infinity minus infinity is no cause of its own.
+    "overflow: exp[1] forward": (lambda x: total((lambda y: y - 2 * y)(exp(x))),
+        np.float32([60, 100]), np.float32([60, 80])),
     "0/0: div[0] forward": (lambda x: total(jnp.sin(x) / x), X_OR_0[::-1], X_OR_0 + 1),
     "outside of the domain: log[1] forward; true singularity: log[0] forward": (lambda x:
         total(log(x)), np.float32([0.0, -1.0])),

@@ -113,8 +113,9 @@ ZEROS = {
     "a multiplied by zero: mul, model['w'] at [1]": (lambda m, of: scan(lambda c, a: (m["w"] *
         (c + a), None), m["w"], m["a"])[0] + m["w"], arrays(a=[1, 2], w=0), arrays(a=[1, 2],
         w=0.5)),
-    "a multiplied by zero: mul, model['w'] at [2]": (lambda m, of: total(scan(lambda c, a: (c,
-        m["w"] * a), None, m["a"])[1]), arrays(a=[1, 2, 3], w=0), arrays(a=[1, 2, 3], w=0.5)),
+    "a multiplied by zero: mul, model['w'] at [2, 1]": (lambda m, of: total(scan(lambda c, r: (
+        c, scan(lambda c, a: (c, m["w"] * a), None, r)[1]), None, m["a"])[1]),
+        arrays(a=np.ones((3, 2)), w=0), arrays(a=np.ones((3, 2)), w=0.5)),
     "first multiplied by zero: mul, model['keep'] at [2]": (lambda m, of: carry_of(m, False),
         arrays(keep=[1, 1, 0], **KEEP), arrays(keep=[1, 1, 1], **KEEP)),
     "first multiplied by zero: mul, model['keep'] at [0]": (lambda m, of: carry_of(m, True),
@@ -196,7 +197,8 @@ SYMPTOMS = {
     "vanishing: ": (lambda m: total(m["a"]) * 1e-3 + total(m["b"] ** 2) * 1e3, AB),
     "exploding:  (the square overflows)": (lambda m: total(m["a"] * np.float32([3e25, 4e25])),
         arrays(a=[1, 1])),
-    "no array: the Python number 0.5": (lambda m: total(m["b"] * m["a"]), AB | {"b": 0.5}),
+    "no array: the Python number 0.5": (lambda m: total(m["b"] * m["a"]), AB | {"b": 0.5,
+        "c": True}),
     "no array: the Python number 0.5 (Equinox)": (lambda m: total(m(jnp.ones(3))), eqx.tree_at(
         lambda m: m.bias, eqx.nn.Linear(3, 2, key=jax.random.key(0)), 0.5)),
     # Of two features, a normalization leaves the signs.

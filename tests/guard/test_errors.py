@@ -212,6 +212,8 @@ def clipped(h, bound):
 clipped.defvjp(lambda h, b: (h, b), lambda b, ct: (jnp.clip(ct, -b, b), None))
 halved = jax.custom_vjp(lambda h: 1 * h)
 halved.defvjp(lambda h: (h, None), lambda _, ct: (eqg.scale_gradient(ct, 0.5),))
+one_or = lambda is_on, ct: (jax.lax.cond(is_on, lambda ct: ct, jnp.ones_like, ct),)
+chosen = with_rules(eqg.custom_vjp(lambda h: h), fwd=lambda h: (h, h[0] > 0), bwd=one_or)
 MATRIX = lambda w, h, x: (SPIN @ h + w * x, None)
 # One of the two moves of the carry is its identity.
 MOVED = lambda h, k: jnp.concatenate([jnp.zeros(k, h.dtype), h])[1:4]
@@ -244,7 +246,7 @@ PROGRESSION = np.arange(1, 10, dtype="float32").reshape(3, 3) / 10
 unfinished = eqg.implicit(lambda y, a: {"x": y["x"] ** 2 - a, "z": y["z"] - a})(
     lambda a: {"x": 1.2 * jnp.sqrt(a), "z": a}
 )
-near = lambda k: lambda: jax.grad(eqg.implicit(lambda y, a: y - a)(lambda a: k * a))(2.0)
+near = lambda k, a=2.0: lambda: jax.grad(eqg.implicit(lambda y, a: y - a)(lambda a: k * a))(a)
 
 
 def failing(steps):
@@ -474,6 +476,7 @@ WRONG = [
      "enters it by `cumsum` | @"), (grad_scan(lambda w, h, x: (clipped(h * w, 1), None),
      online=True), "the backward rule of | @"), (grad_scan(
      lambda w, h, x: (halved(h * w), None), online=True), "scale_gradient`, which has a rule"),
+    (grad_scan(lambda w, h, x: (chosen(h * w), None), online=True), "is not seen to be linear"),
     (scan(carry_gradient=lambda h: h[:2]), "`carry_gradient` of"), (loop(lambda h: h[:2]),
      "and is float32[2] | @"), (cond({"a": X},
      {"b": X}), "at out['b']: | @"), (cond({"a": [X, (X,)]}, {"a": [X, [X]]}),
@@ -539,6 +542,7 @@ WRONG = [
     (near(1.03), "more than 1 %"), (near(np.nan), "is not small at"),
     (fixed(solver=3), "The `solver` of `fixed_point`"),
     (in_optimistix("minimise", solvers.OneStepAdjoint()), "the solver is `BFGS`, and `OneStep"),
+    (lambda: eqg.fixed_point(named("fn", lambda y: 2 * y), 1.0), "iterates became infinite"),
     *((singular(f, tags), "is singular at the solution to") for f, tags in (
       (lambda y: TWO[0] * jnp.sum(y), ()), (lambda y: TWO[0] * jnp.sum(y), lx.symmetric_tag),
       (lambda y: X * y - y, ()), (lambda y: PROGRESSION @ y, ()))),
@@ -590,6 +594,7 @@ WRONG = [
     (lambda: host(lambda x: {"a": x})(X), "promised float32[3] | {'a'"),
     (lambda: host(lambda x: x[:2])(X), "returned float32[2]"),
     (lambda: host(lambda x: x * 1j)(X), "`host` returned a different dtype"),
+    (lambda: host(lambda x: 99 * np.int16(x))(np.int8([9])), "int8[1], returned int16[1]"),
     (pulled(bwd=lambda r, ct: ct), "`host` has 1: `args[0]`"),
     (pulled(bwd=lambda r, ct: ({"a": ct},)), "a cotangent that does not have the struct"),
     (pushed(lambda p, t: (p[0], p[0][:1])), "at the tangent of out: promised "),
@@ -762,7 +767,8 @@ RIGHT = [
     grad(lambda t: eqg.event_time(lambda t, y: y[0], X, lambda t, y: -y, t)[0], np.float16(1)),
     event(lambda t, y: t), jump(f=lambda t, y: {"a": y["a"], "n": None}, y={"a": X, "n": 3}),
     jump(lambda t, y: Keyless(Keyless(-y.a.a)), Keyless(Keyless(X))),
-    near(1.005), failing(9), fixed(lambda y: None if y.weak_type else y, 0.0),
+    near(1.005), near(1.03, jnp.bfloat16(2)), failing(9),
+    fixed(lambda y: None if y.weak_type else y, 0.0),
     types(jax.grad(lambda a: jnp.sum(many(a))), np.ones(257, "float32")),
     *(in_optimistix(*pair) for pair in (("fixed_point", solvers.OneStepAdjoint()),
       ("minimise", solvers.ImplicitAdjoint()))),
