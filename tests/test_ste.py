@@ -70,6 +70,13 @@ def test_trees(f, getkey):
     assert jax.grad(f)(0.3) == jax.grad(f)(np.float32(0.3)) == 1.0
 
 
+def test_top_k_beside_a_mask():
+    """Elements at the lowest number have no part in the derivative."""
+    of = lambda x: jax.jacobian(lambda x: ste.top_k(x, 2))(jnp.array(x, "float32"))
+    x = [1.0, 2.0, 0.5, float(jnp.finfo("float32").min)]
+    np.testing.assert_allclose(of(x)[:3, :3], of(x[:3]), rtol=1e-6)
+
+
 def test_a_learned_step_has_no_second_derivative():
     """Nor where the number is at an end of the range."""
     assert jax.hessian(lambda step: ste.lsq(0.5, step, bits=2))(0.5) == 0

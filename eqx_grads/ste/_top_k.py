@@ -4,6 +4,7 @@ import functools as ft
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, ArrayLike
 
 from .._errors import rule_error
@@ -59,7 +60,7 @@ def top_k(x: ArrayLike, k: int, *, axis: int = -1, temperature: ArrayLike = 1.0)
     **Returns:**
 
     An array like `x`: one for the `k` largest elements (at a tie, the first ones), and zero
-    elsewhere. NaN along an axis with a NaN. For the values themselves, use `jax.lax.top_k`.
+    elsewhere. NaN along an axis with a NaN. For the values themselves, use `lax.top_k`.
 
     **Derivative:**
 
@@ -104,20 +105,22 @@ def _threshold(x, *, k, axis):
 # Eagerly, JAX would compile the loop in each call.
 @ft.partial(jax.jit, static_argnames=("k", "axis"), inline=True)
 def _bisect(x, k, axis):
-    n = x.shape[axis]
-    size = jnp.max(jnp.abs(x), axis, where=jnp.isfinite(x), initial=0, keepdims=True)
-    end = size + 100  # so far beyond, a sigmoid is zero or one
+    n, limit = x.shape[axis], jnp.finfo(x.dtype).max
+    ordered = jnp.clip(jnp.sort(x, axis), -limit, limit)
+    # The element that is the first not among the largest, and the last that is. 100 beyond, a
+    # sigmoid is zero or one. Other elements may be far away, as those of a mask are.
+    low, high = (lax.slice_in_dim(ordered, i, i + 1, axis=axis) for i in (n - k - 1, n - k))
 
     def halve(state):
         i, low, high = state
-        middle = low + (high - low) / 2
+        middle = low / 2 + high / 2
         # The share of the elements, since a sum of many is rounded.
         is_low = jnp.mean(jax.nn.sigmoid(x - middle), axis, keepdims=True) > k / n
         return i + 1, jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
 
     # The rule below differentiates it, so it needs no reverse mode of the loop.
-    state = 0, -end, end
-    return jax.lax.while_loop(lambda state: state[0] < _BISECTIONS, halve, state)[1]
+    state = 0, low - 100, high + 100
+    return lax.while_loop(lambda state: state[0] < _BISECTIONS, halve, state)[1]
 
 
 @_threshold.def_jvp
