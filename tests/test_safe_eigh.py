@@ -106,6 +106,19 @@ def test_second_derivatives_at_equal_eigenvalues():
         np.testing.assert_allclose(forward, jnp.sum(expected * t), atol=3e-4)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_extremes_of_scale(scale):
+    """`V Λ V†` is the matrix: its derivative is the identity."""
+    a = jnp.float32(scale) * jnp.diag(jnp.array([1.0, 1.0, 2.0], "float32"))
+    c = jnp.arange(9, dtype="float32").reshape(3, 3)
+    grad = jax.grad(lambda a: jnp.sum(c * _of_eigenvalues(lambda w: w)(a)))(a)
+    np.testing.assert_allclose(grad, _symmetric(c), rtol=5e-3)
+    of_svd = lambda a: (lambda u, s, vh: (u * s[None]) @ vh)(*svd(a))
+    grad = jax.grad(lambda a: jnp.sum(c * of_svd(a)))(a)
+    np.testing.assert_allclose(grad, c, rtol=5e-3, atol=1e-2)
+
+
 def test_values_are_those_of_jax():
     """And remain so under differentiation, if the eigenvalues are separate."""
     a = _symmetric(jr.normal(jr.key(0), (4, 4)))
