@@ -115,7 +115,11 @@ def test_the_largest_numbers_of_a_dtype(dtype):
             assert jnp.isfinite(ct).all(), kind
             # No side is lost.
             assert jnp.all(jnp.sign(y) * jnp.sign(x) >= 0), kind
-    layer = nn.Quantized(Weighted(x[None]), nn.FakeQuantize(3, learn_scale=True))
+
+
+def test_the_largest_integer_times_its_scale_is_rounded_up():
+    largest = jnp.full((1, 1), jnp.finfo("float16").max, "float16")
+    layer = nn.Quantized(Weighted(largest), nn.FakeQuantize(3, learn_scale=True))
     stored, _ = nn.to_integers([layer])
     assert equal_bits(stored[0].quantized_weight(), layer.quantized_weight())
 

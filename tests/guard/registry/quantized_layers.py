@@ -74,9 +74,9 @@ for name, axis in (("dynamic", None), ("a scale for each row", 0), ("each column
 
 
 def asymmetric(x):
-    """For each row, integers from -4 to 3 for the range of its numbers."""
+    """For each row, integers from -4 to 3 for the range of its numbers; for all, from 1 to 7."""
     fitted = nn.FakeQuantize(3, asymmetric=True, learn_scale=True, channel_axis=0).fit(x)
-    stored = nn.FakeQuantize(3, asymmetric=True, signed=False).encode(x)
+    stored = nn.FakeQuantize(3, asymmetric=True, signed=False, narrow=True).encode(x)
     return fitted(x), fitted.zero_point, stored
 
 
@@ -87,9 +87,9 @@ def asymmetric_plain(x):
     q = stop(jnp.clip(jnp.round(u), -4 - zero, 3 - zero))
     inside = stop(jnp.round(u)) == q
     y = jnp.where(inside, u + stop(q - u), q) * ((high - low) / 7)
-    scale = stop(jnp.max(x) - jnp.min(x)) / 7
-    point = -jnp.round(stop(jnp.min(x)) / scale)
-    codes = jnp.clip(jnp.round(stop(x) / scale) + point, 0, 7).astype("uint8")
+    scale = stop(jnp.max(x) - jnp.min(x)) / 6
+    point = 1 - jnp.round(stop(jnp.min(x)) / scale)
+    codes = jnp.clip(jnp.round(stop(x) / scale) + point, 1, 7).astype("uint8")
     return y, zero.astype("int32"), (codes, scale, point.astype("uint8"))
 
 
@@ -243,7 +243,7 @@ def codebook_of(z):
         lambda m: (m.codebook, m.usage), fitted,
         (z.at[2].set(1e3), jnp.asarray([0.3, 0.36, 0.02, 0.32], z.dtype)),
     )
-    new = far.updated(z[:1])
+    new = far.updated(z[:1]).updated(zs[:5])  # the second has no vectors that count
     order = jnp.argsort(fitted.codebook[:, 0])
     return fitted.codebook[order], fitted.usage, new.codebook[2], new.usage
 

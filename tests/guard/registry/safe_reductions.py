@@ -172,9 +172,10 @@ of(*("logsumexp: factors", _call, BLOCK, normal(2, 3, 1)),
     half=(normal(40, 2, 30), 1 + normal(40, 2, 1) ** 2), nasty=[CANCEL, SIGNED])
 _call = lambda f, a, b: [f(a, 1, b, where=MASK), f(a, 0, where=MASK)]
 of("logsumexp: where", _call, X, FACTORS, garbage=dirty(X) + dirty(FACTORS), **OPTION)
-_first = nasty([-INF, -INF, 0, 0], [-INF, -INF, 0, LOG_2], [0, 0, 1.5, 0.5])
-of("cumlogsumexp", call, ONE_D, nasty=[_first], transforms=False)
-of("cumlogsumexp: options", lambda f, x: f(x, -1, reverse=True), X, **OPTION)
+_last = nasty([0, 0, -INF, -INF], [LOG_2, 0, -INF, -INF], [0.5, 1.5, 0, 0])
+_call = lambda f, x: f(x, -1, reverse=True)
+of("cumlogsumexp", call, ONE_D, transforms=False)
+of("cumlogsumexp: options", _call, X, nasty=[_last], **OPTION)
 for _name, _values, _cts in (("softmax", SHARES, 0 * SHARES), ("log_softmax", LOGS, LOG_CTS)):
     of(_name, call, ONE_D, nasty=[nasty(LOGITS, _values, _cts)], half=(normal(700),))
     of(f"{_name}: axes", lambda f, x: f(x, (0, 1)), X, **OPTION)
