@@ -232,16 +232,15 @@ def test_shared_layers(getkey):
     new, report = nn.quantize_model(model, {"['b']": nn.LSQ(2), "['c']": nn.LSQ(4)})
     assert (new["b"][0].weight_quantizer.bits, new["c"].weight_quantizer.bits) == (2, 4)
     # A weight that is shared is left, and in a call both are arrays.
-    model, _ = nn.quantize_model([linear, eqx.nn.Linear(2, 2, key=getkey())], {"*": nn.LSQ(2)})
-    shared = eqx.nn.Shared(model, lambda model: model[1].weight, lambda model: model[0].weight)
+    pair = [linear, eqx.nn.Linear(2, 2, key=getkey())]
+    share = lambda m: eqx.nn.Shared(m, lambda m: m[1].weight, lambda m: m[0].weight)
+    shared = share(nn.quantize_model(pair, {"*": nn.LSQ(2)})[0])
     _, report = nn.to_integers(shared)
     assert report.left[0].note == "its weight is a `SharedNode`"
     stored, report = nn.to_integers(shared())
     assert equal_bits(stored[1](jnp.ones(2)), shared()[1](jnp.ones(2)))
-    pair = [linear, eqx.nn.Linear(2, 2, key=getkey())]
-    shared = eqx.nn.Shared(pair, lambda m: m[1].weight, lambda m: m[0].weight)
     with raises(r"its weight is a `SharedNode`(?s:.)*before it is shared"):
-        nn.quantize_model(shared, {"*": nn.LSQ(2)})
+        nn.quantize_model(share(pair), {"*": nn.LSQ(2)})
 
 
 # ---------------------------------------------------------------- calibration

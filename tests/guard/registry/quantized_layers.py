@@ -130,18 +130,17 @@ def fits(x):
     steps = nn.LSQ(3, channel_axis=1).fit(x)
     one = nn.LSQ(5, signed=False).fit(x)
     wide = nn.FakeQuantize(12, scale=0.3, signed=False)
-    found = rows.scale, steps.scale, one.scale
+    found = rows.scale, steps.scale, one.scale, nn.LSQ().fit(0 * x).scale > 0
     return found, rows.encode(x), wide.encode(x)
 
 
 def fits_plain(x):
     size = jnp.abs(x)
     rows = absmax(x, 3, 1)
-    found = rows, 2 * jnp.mean(size, 0, keepdims=True) / 3**0.5, 2 * jnp.mean(size) / 31**0.5
-    constant = jnp.full((), 0.3, x.dtype)
+    steps, one = 2 * jnp.mean(size, 0, keepdims=True) / 3**0.5, 2 * jnp.mean(size) / 31**0.5
     return (
-        found, (integers(x, rows, -4, 3), rows),
-        (integers(x, 0.3, 0, 4095, "uint16"), constant),
+        (rows, steps, one, np.array(True)), (integers(x, rows, -4, 3), rows),
+        (integers(x, 0.3, 0, 4095, "uint16"), jnp.full((), 0.3, x.dtype)),
     )
 
 
