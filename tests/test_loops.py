@@ -272,17 +272,20 @@ def test_carry_gradient(options):
         assert_close(gradient(tanh_step, carry_gradient=fn, **options), want)
 
 
-@pytest.mark.parametrize("checkpoint", [None, 4, "replay"])
-def test_windows_sum_half_precision_in_single_precision(checkpoint):
+REPLAYED = {"checkpoint": "replay"}
+IN_WINDOWS = [{"truncate": 8, **options} for options in ({}, {"checkpoint": 4}, REPLAYED)]
+
+
+@pytest.mark.parametrize("options", [*IN_WINDOWS, REPLAYED], ids=str)
+def test_half_precision_is_summed_in_single_precision(options):
     """One large term, and many that half precision would drop."""
 
     def loss(w):
         step = lambda h, x: (h, w * x)
-        xs = jnp.ones(2048, w.dtype).at[-1].set(4096.0)
-        options = {"truncate": 8, "checkpoint": checkpoint}
+        xs = jnp.ones(2048, w.dtype).at[-1].set(16384.0)
         return jnp.sum(eqg.filter_scan(step, w, xs, **options)[1].astype(jnp.float32))
 
-    assert float(jax.grad(loss)(jnp.bfloat16(1.0))) == jnp.bfloat16(2047.0 + 4096.0)
+    assert float(jax.grad(loss)(jnp.bfloat16(1.0))) == jnp.bfloat16(2047.0 + 16384.0)
 
 
 # ---------------------------------------------------------------- branches and checkpoints
