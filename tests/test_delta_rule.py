@@ -112,7 +112,6 @@ def test_lengths(reverse):
     args, lengths = inputs(50, heads=(3, 2)), [50, 7, 0]
     fn = lambda *args: ours(*args, lengths=lengths, reverse=reverse)
     bad = [x.at[20:, 1].set(jnp.nan) for x in args[:5]]
-    assert_close(derivatives(fn, args)[0], derivatives(fn, [*bad, args[5]])[0])
     got, cts = derivatives(fn, [*bad, args[5]])
     over_heads = jax.vmap(ft.partial(plain, reverse=reverse), (1, 1, 1, 1, 1, 0), (1, 0))
     for i, n in enumerate(lengths):

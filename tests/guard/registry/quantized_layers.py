@@ -74,7 +74,7 @@ for name, axis in (("dynamic", None), ("a scale for each row", 0), ("each column
 
 
 def asymmetric(x):
-    """For each row, integers from -4 to 3 for the range of its numbers; for all, from 1 to 7."""
+    """For the range of each row, integers from -4 to 3; for all numbers, from 1 to 7."""
     fitted = nn.FakeQuantize(3, asymmetric=True, learn_scale=True, channel_axis=0).fit(x)
     stored = nn.FakeQuantize(3, asymmetric=True, signed=False, narrow=True).encode(x)
     return fitted(x), fitted.zero_point, stored
