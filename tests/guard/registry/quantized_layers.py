@@ -125,13 +125,13 @@ entry("nn.LSQ: a scale that has become negative", of_negative_scale, X, np.array
 
 
 def fits(x):
-    """Scales that are chosen, and the integers in them."""
+    """Scales that are chosen, also for zeros, and the integers in them."""
     rows = nn.FakeQuantize(3, learn_scale=True, channel_axis=0).fit(x)
     steps = nn.LSQ(3, channel_axis=1).fit(x)
     one = nn.LSQ(5, signed=False).fit(x)
     wide = nn.FakeQuantize(12, scale=0.3, signed=False)
     found = rows.scale, steps.scale, one.scale, nn.LSQ().fit(0 * x).scale > 0
-    return found, rows.encode(x), wide.encode(x)
+    return found, nn.Ternary()(0 * x), rows.encode(x), wide.encode(x)
 
 
 def fits_plain(x):
@@ -139,7 +139,7 @@ def fits_plain(x):
     rows = absmax(x, 3, 1)
     steps, one = 2 * jnp.mean(size, 0, keepdims=True) / 3**0.5, 2 * jnp.mean(size) / 31**0.5
     return (
-        (rows, steps, one, np.array(True)), (integers(x, rows, -4, 3), rows),
+        (rows, steps, one, np.array(True)), 0 * x, (integers(x, rows, -4, 3), rows),
         (integers(x, 0.3, 0, 4095, "uint16"), jnp.full((), 0.3, x.dtype)),
     )
 
