@@ -115,7 +115,11 @@ def test_the_largest_numbers_of_a_dtype(dtype):
             assert jnp.isfinite(ct).all(), kind
             # No side is lost.
             assert jnp.all(jnp.sign(y) * jnp.sign(x) >= 0), kind
-    layer = nn.Quantized(Weighted(x[None]), nn.FakeQuantize(3, learn_scale=True))
+
+
+def test_the_largest_integer_times_its_scale_is_rounded_up():
+    largest = jnp.full((1, 1), jnp.finfo("float16").max, "float16")
+    layer = nn.Quantized(Weighted(largest), nn.FakeQuantize(3, learn_scale=True))
     stored, _ = nn.to_integers([layer])
     assert equal_bits(stored[0].quantized_weight(), layer.quantized_weight())
 
@@ -234,16 +238,15 @@ def test_shared_layers(getkey):
     for layer, bits in ((new["b"][0], 2), (new["c"], 4)):
         assert layer.weight_quantizer.bits == layer.input_quantizer.bits == bits
     # A weight that is shared is left, and in a call both are arrays.
-    model, _ = nn.quantize_model([linear, eqx.nn.Linear(2, 2, key=getkey())], {"*": nn.LSQ(2)})
-    shared = eqx.nn.Shared(model, lambda model: model[1].weight, lambda model: model[0].weight)
+    pair = [linear, eqx.nn.Linear(2, 2, key=getkey())]
+    share = lambda m: eqx.nn.Shared(m, lambda m: m[1].weight, lambda m: m[0].weight)
+    shared = share(nn.quantize_model(pair, {"*": nn.LSQ(2)})[0])
     _, report = nn.to_integers(shared)
     assert report.left[0].note == "its weight is a `SharedNode`"
     stored, report = nn.to_integers(shared())
     assert equal_bits(stored[1](jnp.ones(2)), shared()[1](jnp.ones(2)))
-    pair = [linear, eqx.nn.Linear(2, 2, key=getkey())]
-    shared = eqx.nn.Shared(pair, lambda m: m[1].weight, lambda m: m[0].weight)
     with raises(r"its weight is a `SharedNode`(?s:.)*before it is shared"):
-        nn.quantize_model(shared, {"*": nn.LSQ(2)})
+        nn.quantize_model(share(pair), {"*": nn.LSQ(2)})
 
 
 # ---------------------------------------------------------------- calibration

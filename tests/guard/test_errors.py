@@ -471,7 +471,8 @@ WRONG = [
      "can't replay these steps"), (scan(PRINTS, online=True), "These steps can't run in an"),
     (grad(lambda x: eqg.filter_scan(lambda h, x: (h * x[0], h), X, (x, XS), online=True), XS),
      "float32[4,3] of `xs`"), (grad_scan(MATRIX, online=True), "carry depends on other | @"),
-    (grad_scan(SHIFTS, online=True), "on other elements of carry"),
+    (grad_scan(SHIFTS, online=True), "on other elements of carry"), (grad_scan(
+     lambda w, h, x: (w * jnp.conj(h), None), X + 1j, h=X + 1j, online=True), "by `conj`"),
     (grad_scan(lambda w, h, x: (h + jnp.cumsum(w), None), online=True),
      "enters it by `cumsum` | @"), (grad_scan(lambda w, h, x: (clipped(h * w, 1), None),
      online=True), "the backward rule of | @"), (grad_scan(

@@ -339,9 +339,10 @@ for _method, _reverse in itertools.product(("scan", "associative"), (False, True
             half=(np.array(0.7), normal(997, 2)) if _name == "a number" else None,
             complex_args=(_a * np.exp(0.4j), B + 0.3j) if _name == "a row" else None,
             precisions=("float64",), **FIRST)
-entry("linear_recurrence: auto", lambda a, b, h: eqg.linear_recurrence(a[:, None], b, h),
-    A[:, 0], normal(7, 3), np.array(0.4), plain=lambda a, b, h: recurrence(a[:, None], b, h),
-    **FIRST)
+entry("linear_recurrence: auto",
+    lambda a, b, h: eqg.linear_recurrence(a[:, None], b, h, reverse=True), A[:, 0],
+    normal(7, 3), np.array(0.4), plain=lambda a, b, h: recurrence(a[:, None], b, h, True),
+    **OPTION | {"orders": ("value", "jvp", "vjp", "FR")})
 
 
 # ---------------------------------------------------------------- what the input decides

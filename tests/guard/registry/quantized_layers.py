@@ -74,9 +74,9 @@ for name, axis in (("dynamic", None), ("a scale for each row", 0), ("each column
 
 
 def asymmetric(x):
-    """For each row, integers from -4 to 3 for the range of its numbers."""
+    """For the range of each row, integers from -4 to 3; for all numbers, from 1 to 7."""
     fitted = nn.FakeQuantize(3, asymmetric=True, learn_scale=True, channel_axis=0).fit(x)
-    stored = nn.FakeQuantize(3, asymmetric=True, signed=False).encode(x)
+    stored = nn.FakeQuantize(3, asymmetric=True, signed=False, narrow=True).encode(x)
     return fitted(x), fitted.zero_point, stored
 
 
@@ -87,9 +87,9 @@ def asymmetric_plain(x):
     q = stop(jnp.clip(jnp.round(u), -4 - zero, 3 - zero))
     inside = stop(jnp.round(u)) == q
     y = jnp.where(inside, u + stop(q - u), q) * ((high - low) / 7)
-    scale = stop(jnp.max(x) - jnp.min(x)) / 7
-    point = -jnp.round(stop(jnp.min(x)) / scale)
-    codes = jnp.clip(jnp.round(stop(x) / scale) + point, 0, 7).astype("uint8")
+    scale = stop(jnp.max(x) - jnp.min(x)) / 6
+    point = 1 - jnp.round(stop(jnp.min(x)) / scale)
+    codes = jnp.clip(jnp.round(stop(x) / scale) + point, 1, 7).astype("uint8")
     return y, zero.astype("int32"), (codes, scale, point.astype("uint8"))
 
 
@@ -125,23 +125,22 @@ entry("nn.LSQ: a scale that has become negative", of_negative_scale, X, np.array
 
 
 def fits(x):
-    """Scales that are chosen, and the integers in them."""
+    """Scales that are chosen, also for zeros, and the integers in them."""
     rows = nn.FakeQuantize(3, learn_scale=True, channel_axis=0).fit(x)
     steps = nn.LSQ(3, channel_axis=1).fit(x)
     one = nn.LSQ(5, signed=False).fit(x)
     wide = nn.FakeQuantize(12, scale=0.3, signed=False)
-    found = rows.scale, steps.scale, one.scale
-    return found, rows.encode(x), wide.encode(x)
+    found = rows.scale, steps.scale, one.scale, nn.LSQ().fit(0 * x).scale > 0
+    return found, nn.Ternary()(0 * x), rows.encode(x), wide.encode(x)
 
 
 def fits_plain(x):
     size = jnp.abs(x)
     rows = absmax(x, 3, 1)
-    found = rows, 2 * jnp.mean(size, 0, keepdims=True) / 3**0.5, 2 * jnp.mean(size) / 31**0.5
-    constant = jnp.full((), 0.3, x.dtype)
+    steps, one = 2 * jnp.mean(size, 0, keepdims=True) / 3**0.5, 2 * jnp.mean(size) / 31**0.5
     return (
-        found, (integers(x, rows, -4, 3), rows),
-        (integers(x, 0.3, 0, 4095, "uint16"), constant),
+        (rows, steps, one, np.array(True)), 0 * x, (integers(x, rows, -4, 3), rows),
+        (integers(x, 0.3, 0, 4095, "uint16"), jnp.full((), 0.3, x.dtype)),
     )
 
 
