@@ -171,7 +171,8 @@ def fit_bwd(residuals, ct):
     if c is None:
         return 5 * x * d, None  # instead of two
     ct_x = c * y if d is None else c * y + 2 * x[None] * d[None] / y.shape[0]
-    return jax.lax.complex(ct_x, ct_x), c * x[None]
+    wide = ct_x.astype(float)  # there are no complex numbers in half precision
+    return jax.lax.complex(wide, wide), c * x[None]
 
 
 rule(
@@ -180,7 +181,6 @@ rule(
     lambda x, y: ((x[None] * y, x**2), x[None] * y, x**2),
     *(X, np.outer(B, X) + 0.1),
     smooth=lambda x, y: ((x[None] * y, x**2), x[None] * y, 2.5 * x**2),
-    half_as_plain=False,  # there are no complex numbers in half precision
     orders=VJP,
 )
 
