@@ -299,6 +299,14 @@ def test_gradient_that_raises():
     assert only(lambda x: sqrt(checked(x)), jnp.array(0.0)).primitive == "sqrt"
 
 
+def test_an_error_of_a_backward_rule():
+    f = eqg.custom_vjp(jnp.sqrt)
+    f.def_fwd(lambda x: (f(x), x))
+    f.def_bwd(lambda x, ct: float("a"))
+    with pytest.raises(ValueError, match="could not convert"):
+        eqg.explain_nan(f, jnp.array(0.0))
+
+
 # ---------------------------------------------------------------- loops
 
 SCANS = {

@@ -64,10 +64,11 @@ def differentiate(numbered: NumberedLoss) -> Derivative:
     try:
         program = jax.make_jaxpr(reverse)(values, seed)
         return Derivative(numbered, program, [*values, seed], 1, True)
-    except ValueError:
+    except ValueError as error:
         # A `while_loop` has no derivative in reverse mode. There is no other sign of it: the
         # loop may be in a function with a rule, which has a derivative.
-        pass
+        if "Reverse-mode differentiation does not work" not in str(error):
+            raise
     seeds = [jnp.ones_like(x) for x in values[:n]]
     program = jax.make_jaxpr(forward)(values, seeds)
     return Derivative(numbered, program, [*values, *seeds], len(seeds), False)

@@ -5,7 +5,6 @@ not zero became zero on the way to the value: its deaths. A value that still mov
 deaths. The deaths of the loss are the causes.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -253,12 +252,15 @@ def push(
     at = lambda xs: [xs[i] for i in moving]
     fn = lambda xs: restricted(lambda *xs: bind(eqn, xs), xs, moving)
     out = None
-    with contextlib.suppress(Exception):  # JAX has no one type of error for no such mode
+    try:
         if key not in known:
             along_ts = lambda xs, ts: jax.jvp(fn(xs), at(xs), ts)[1]
             known[key] = jax.make_jaxpr(along_ts)(list(xs), along), eqn
         out = compute_all(known[key][0], [*xs, *along])
         out = [t if is_inexact(v) else None for t, v in zip(out, eqn.outvars, strict=True)]
+    except Exception:  # JAX has no one type of error for a mode that does not exist
+        if not has_backward(eqn):
+            raise
     if has_backward(eqn) and (out is None or any(map(is_alive, out))):
         # Its backward pass may be another one.
         passes = _passes_back(fn(xs), at(xs), along)
