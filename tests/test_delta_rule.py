@@ -239,4 +239,5 @@ def test_empty_sequences(name):
     layer = LAYERS[name](bidirectional=True)
     ys, state = layer(jnp.ones((0, 3)))
     assert ys.shape == (0, 8)
+    assert jax.vmap(layer)(jnp.ones((2, 0, 3)))[0].shape == (2, 0, 8)
     assert_close(state, layer(jnp.ones((2, 3)), lengths=0)[1])

@@ -5,7 +5,7 @@ with plain autodiff. Where the rule is not autodiff's, the reference has the sam
 `jax.custom_jvp` or `jax.custom_vjp`. A program is a call of a random function, or a scan of
 one. A chain has up to five transformations, loops and ops.
 
-A program and a chain are a case. Cases that differ in values only count as one. The quick test
+A program and a chain are a case. Cases that differ in values only count as one. `test_quick`
 has few cases, which have all productions of the grammar (`programs/coverage.py`). If the
 grammar changes, `python -m tests.guard.programs choose` finds new ones.
 
@@ -27,7 +27,7 @@ from .programs.functions import Function, Leaf
 from .programs.scans import Call, Scan
 
 
-pytestmark = [pytest.mark.quick, pytest.mark.versions, pytest.mark.x64]
+pytestmark = [pytest.mark.versions, pytest.mark.x64]
 
 
 # fmt: off
